@@ -8,7 +8,7 @@ import os
 
 import torch
 
-from megatron_gdn.hf.checkpoint_files import find_checkpoint
+from megatron_gdn.hf.folders import find_checkpoint
 from pretraining import places, settings
 from pretraining.corpus import VOCAB_SIZE
 from pretraining.failures import refuse

@@ -84,7 +84,7 @@ def load_pretrained(folder: str | Path, training: Any) -> None:
     from megatron.core import dist_checkpointing
     from megatron.core.utils import unwrap_model
 
-    from megatron_gdn.hf.checkpoint_files import find_checkpoint
+    from megatron_gdn.hf.folders import find_checkpoint
 
     [model] = unwrap_model([training.model])
     state: Any = dist_checkpointing.load(

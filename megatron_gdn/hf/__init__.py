@@ -17,11 +17,10 @@ from ..gdn.hf import gdn_layer_from_hf, gdn_layer_to_hf
 from ..kda.hf import kda_layer_from_hf, kda_layer_to_hf
 from ..mamba2.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
 from .build import build_model, megatron_flags, transformer_config
-from .checkpoint_folder import export_folder, import_folder
-from .compare import Difference, compare_folders
+from .folders import Difference, compare_folders, export_folder, import_folder
 from .megatron_model import load_hf_weights, megatron_state, save_hf_weights
 from .model_config import HFModelConfig, parse_hf_config, read_hf_config
-from .view import SourceRecord, state_dict_to_hf
+from .model_map import SourceRecord, state_dict_to_hf
 
 if TYPE_CHECKING:
     from .drop_in import (

@@ -3,125 +3,117 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import shlex
 import sys
 import warnings
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .build import megatron_flags
-from .checkpoint_folder import export_folder, import_folder
-from .compare import compare_folders
-from .damage import in_one_line
+from .folders import compare_folders, export_folder, import_folder
 from .model_config import read_hf_config
+from .model_map import Architecture
+
+_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+_EXPECTED = (ValueError, NotImplementedError, ImportError, OSError, CheckpointException)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: done, or equal. 1: the compared weights differ. 2: an error, on stderr."""
-    arguments = _parser().parse_args(argv)
+    given = vars(_parser().parse_args(argv))
+    run = given.pop("run")
     # Megatron and torch warn of absent packages and of their own old names.
     warnings.simplefilter("ignore")
     for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     try:
-        return arguments.run(arguments)
-    except (Exception, CheckpointException) as error:
-        given = vars(arguments)
-        sources = [given[name] for name in ("source", "left", "right") if name in given]
-        said = in_one_line(error, sources, given.get("target"))
-        if said is None:
-            raise
-        print(f"error: {said}", file=sys.stderr)
+        return run(**given)
+    except _EXPECTED as error:
+        print(f"error: {_in_one_line(error, given)}", file=sys.stderr)
         return 2
+
+
+def _in_one_line(error: BaseException, given: dict) -> str:
+    """The cause in words that name a folder, which torch and Megatron do not do."""
+    names_nothing = isinstance(error, CheckpointException)
+    if isinstance(error, CheckpointException):  # errors of ranks, with their tracebacks
+        error = next(found for found, _ in error.failures.values())
+    said = str(error) or type(error).__name__
+    if isinstance(error, OSError) and error.errno and not error.filename:
+        names_nothing, said = True, error.strerror or said
+        if error.errno in _FULL:
+            place = given.get("target")
+            return f"{place} cannot be written: {said}. Make room, or choose another place."
+    if names_nothing:
+        folders = [given[name] for name in ("source", "left", "right", "target") if name in given]
+        return f"{' or '.join(folders)} cannot be read or written: {said.splitlines()[0]}"
+    return said
 
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="python -m megatron_gdn.hf", description=__doc__)
     commands = parser.add_subparsers(required=True, metavar="import | export | compare | flags")
-    add = partial(commands.add_parser, allow_abbrev=False)
 
-    command = add("import", help="Hugging Face folder to a Megatron checkpoint")
-    command.add_argument("source", help="folder with config.json and safetensors weights")
-    command.add_argument("target", help="new folder, for Megatron's --load")
-    _add_model(command)
-    command.set_defaults(run=_import)
+    def add(name: str, run: Callable[..., int], about: str) -> Callable[..., Any]:
+        command = commands.add_parser(name, allow_abbrev=False, help=about)
+        command.set_defaults(run=run)
+        return command.add_argument
 
-    command = add("export", help="a Megatron checkpoint to Hugging Face files")
-    command.add_argument("source", help="folder of checkpoints, or of one iteration")
-    command.add_argument("target", help="new Hugging Face folder")
-    command.add_argument(
-        "--like", required=True, metavar="FOLDER", help="the Hugging Face folder it was made from"
-    )
-    command.add_argument(
-        "--fp32-gates",
-        action="store_true",
-        help="write A_log and dt_bias as F32 even where the source had BF16",
-    )
-    command.add_argument(
-        "--plain-norms",
-        action="store_true",
-        help="the checkpoint is of a model without layernorm_zero_centered_gamma",
-    )
-    command.set_defaults(run=_export)
+    def add_model(argument: Callable[..., Any]) -> None:
+        argument("--model", choices=("hybrid", "gpt"), default="hybrid")
+        about = "for a model without layernorm_zero_centered_gamma"
+        argument("--plain-norms", action="store_true", help=about)
 
-    command = add("flags", help="flags of a Megatron launch that builds the model")
-    command.add_argument("source", help="folder with config.json")
-    _add_model(command)
-    command.set_defaults(run=_flags)
+    argument = add("import", _import, "Hugging Face folder to a Megatron checkpoint")
+    argument("source", help="folder with config.json and safetensors weights")
+    argument("target", help="new folder, for Megatron's --load")
+    add_model(argument)
 
-    command = add("compare", help="bits and dtypes of a folder and another, or a checkpoint")
-    command.add_argument("left")
-    command.add_argument("right")
-    command.set_defaults(run=_compare)
+    argument = add("export", _export, "a Megatron checkpoint to Hugging Face files")
+    argument("source", help="folder of checkpoints, or of one iteration")
+    argument("target", help="new Hugging Face folder")
+    about = "the Hugging Face folder it was made from"
+    argument("--like", required=True, metavar="FOLDER", help=about)
+    about = "write A_log and dt_bias as F32 even where the source had BF16"
+    argument("--fp32-gates", action="store_true", help=about)
+    about = "the checkpoint is of a model without layernorm_zero_centered_gamma"
+    argument("--plain-norms", action="store_true", help=about)
+
+    argument = add("flags", _flags, "flags of a Megatron launch that builds the model")
+    argument("source", help="folder with config.json")
+    add_model(argument)
+
+    argument = add("compare", _compare, "bits and dtypes of a folder and another, or a checkpoint")
+    argument("left")
+    argument("right")
     return parser
 
 
-def _add_model(command: argparse.ArgumentParser) -> None:
-    command.add_argument("--model", choices=("hybrid", "gpt"), default="hybrid")
-    command.add_argument(
-        "--plain-norms",
-        action="store_true",
-        help="for a model without layernorm_zero_centered_gamma",
-    )
-
-
-def _import(arguments: argparse.Namespace) -> int:
-    import_folder(
-        arguments.source,
-        arguments.target,
-        model=arguments.model,
-        zero_centered_gamma=not arguments.plain_norms,
-        progress=True,
-    )
-    print(f"imported {arguments.source} to {arguments.target}")
+def _import(source: str, target: str, model: Architecture, plain_norms: bool) -> int:
+    import_folder(source, target, model, zero_centered_gamma=not plain_norms, progress=True)
+    print(f"imported {source} to {target}")
     return 0
 
 
-def _export(arguments: argparse.Namespace) -> int:
-    export_folder(
-        arguments.source,
-        arguments.target,
-        like=arguments.like,
-        fp32_gates=arguments.fp32_gates,
-        zero_centered_gamma=False if arguments.plain_norms else None,
-        progress=True,
-    )
-    print(f"exported {arguments.source} to {arguments.target}")
+def _export(source: str, target: str, like: str, fp32_gates: bool, plain_norms: bool) -> int:
+    zero_centered = False if plain_norms else None
+    export_folder(source, target, like, fp32_gates, zero_centered, progress=True)
+    print(f"exported {source} to {target}")
     return 0
 
 
-def _flags(arguments: argparse.Namespace) -> int:
-    config = read_hf_config(arguments.source)
-    print(shlex.join(megatron_flags(config, arguments.model, not arguments.plain_norms)))
+def _flags(source: str, model: Architecture, plain_norms: bool) -> int:
+    print(shlex.join(megatron_flags(read_hf_config(source), model, not plain_norms)))
     return 0
 
 
-def _compare(arguments: argparse.Namespace) -> int:
+def _compare(left: str, right: str) -> int:
     differences = 0
-    for difference in compare_folders(arguments.left, arguments.right, progress=True):
+    for difference in compare_folders(left, right, progress=True):
         print(difference)
         differences += 1
     print(f"{differences} tensors differ" if differences else "every tensor is equal")

@@ -1,11 +1,4 @@
-"""From ``config.json`` to a Megatron model and its configuration, in one call.
-
-A Hugging Face model as Megatron's command-line flags, for launches and for checkpoints.
-
-Megatron's ``--load`` compares the checkpoint's arguments with its own, and
-``--use-checkpoint-args`` takes some of them; a launch has to name the rest, which `megatron_flags`
-does.
-"""
+"""From ``config.json`` to a Megatron model, and to the flags of a launch that builds it."""
 
 from __future__ import annotations
 
@@ -38,25 +31,22 @@ def build_model(
     """This rank's part of a Megatron model that computes what the Hugging Face model computes.
 
     Megatron's parallel state and random seeds must have been set up. Weights are random until
-    `load_hf_weights` or a checkpoint fills them. Sizes, norms (zero-centred), epsilon, output
-    gates, rotary settings, experts, tied embeddings and dropout 0 come from ``config.json``.
+    `load_hf_weights` or a checkpoint fills them.
 
     Args:
         source: a folder with ``config.json``, or what `read_hf_config` returned for it.
         model: "hybrid" for a HybridModel, two Megatron layers for each layer of the config; "gpt"
             for a GPTModel, one for each.
-        modules: "te" for Transformer Engine's linears and norms, "local" for Megatron's own;
-            "auto" takes Transformer Engine where it is installed.
-        dtype: of the parameters, except ``A_log`` and ``dt_bias``, which are fp32. None: bf16
-            where there is a GPU, else fp32.
-        max_sequence_length: tokens of the longest sequence.
+        modules: "te" (Transformer Engine's linears and norms), "local" (Megatron's own), or "auto":
+            "te" where it is installed.
+        dtype: of all parameters but ``A_log`` and ``dt_bias``, which are fp32. None: bf16 where
+            there is a GPU, else fp32.
         vocab_divisible_by: pads the vocabulary to a multiple of this times the tensor-parallel
             size. Megatron's softmax counts the padding; published sizes need none.
         layer_pattern: the hybrid pattern with ``|`` between pipeline stages; None: uncut.
-        vp_stage: which virtual pipeline stage to build.
         parallel_output: leave the logits cut over tensor-parallel ranks, as Megatron's loss wants.
         layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
-        spec: a spec to build from in place of this package's: of a HybridStack, or of a GPT block.
+        spec: to build from in place of this package's: of a HybridStack, or of a GPT block.
         **changes: fields of ``TransformerConfig`` to override, such as ``sequence_parallel``.
 
     Returns:
@@ -76,15 +66,12 @@ def build_model(
     hf = source if isinstance(source, HFModelConfig) else read_hf_config(source)
     resolved = resolve_modules(modules)
     config = transformer_config(hf, model, modules=resolved, dtype=dtype, **changes)
+    stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
     arguments = model_arguments(hf, config, vocab_divisible_by) | {
         "max_sequence_length": max_sequence_length,
         "parallel_output": parallel_output,
-        "pre_process": parallel_state.is_pipeline_first_stage(
-            ignore_virtual=vp_stage is None, vp_stage=vp_stage
-        ),
-        "post_process": parallel_state.is_pipeline_last_stage(
-            ignore_virtual=vp_stage is None, vp_stage=vp_stage
-        ),
+        "pre_process": parallel_state.is_pipeline_first_stage(**stage),
+        "post_process": parallel_state.is_pipeline_last_stage(**stage),
         "vp_stage": vp_stage,
     }
     options = layer_options or {}
@@ -130,9 +117,8 @@ def transformer_config(
 ) -> Any:
     """The ``TransformerConfig`` of `build_model`.
 
-    Its parallel sizes are Megatron's current ones; 1 where parallel state was not set up. Rotary
-    settings, vocabulary and tied embeddings are not in it: Megatron's models take them as
-    arguments.
+    Its parallel sizes are Megatron's current ones. Rotary settings, vocabulary and tied embeddings
+    are not in it: Megatron's models take them as arguments.
     """
     from megatron.core.transformer.transformer_config import TransformerConfig
 
@@ -170,14 +156,9 @@ def current_settings(
         "gradient_accumulation_fusion": False,
     }
     if parallel_state.model_parallel_is_initialized():
-        sizes = parallel_state
-        settings |= {
-            "tensor_model_parallel_size": sizes.get_tensor_model_parallel_world_size(),
-            "pipeline_model_parallel_size": sizes.get_pipeline_model_parallel_world_size(),
-            "context_parallel_size": sizes.get_context_parallel_world_size(),
-            "expert_model_parallel_size": sizes.get_expert_model_parallel_world_size(),
-            "expert_tensor_parallel_size": sizes.get_expert_tensor_parallel_world_size(),
-        }
+        for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
+            size = getattr(parallel_state, f"get_{name}_parallel_world_size")()
+            settings[f"{name}_parallel_size"] = size
     return settings
 
 

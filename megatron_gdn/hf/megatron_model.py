@@ -1,20 +1,19 @@
 """Fill a built Megatron model from a Hugging Face folder, and write one back.
 
-Each rank reads what it needs by itself: its tensor-parallel shard, its pipeline stage's layers,
-its experts. The model's parameter names show whether norms are fused into a projection
-(Transformer Engine) or separate (local modules), and whether experts are grouped or sequential.
+Each rank reads its tensor-parallel shard of its pipeline stage's layers and its experts. Names of
+parameters show whether norms are fused into a projection (Transformer Engine) or separate (local
+modules), and whether experts are grouped or sequential.
 
-Low-rank adapters around the linears of a Megatron model, as Megatron-Bridge's peft puts them.
-
-Bridge replaces a linear by a wrapper: ``to_wrap`` is the linear, ``adapter`` its low-rank branch.
-``weight`` of a wrapper is that of the plain linear with the same output, W + (alpha / dim) B A.
+A linear may be wrapped by a low-rank adapter of Megatron-Bridge: ``to_wrap`` is the linear,
+``adapter`` its low-rank branch, and ``weight`` that of the plain linear with the same output,
+W + (alpha / dim) B A.
 """
 
 from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -25,8 +24,7 @@ from torch import Tensor, nn
 from ..compat.fp8_weights import dequantised
 from ..mixers.tensor_map import TensorMap
 from .model_config import HFModelConfig
-from .model_map import Architecture
-from .plan import Plan, and_more, check_source, read_finite
+from .model_map import Architecture, HFView, Plan, SourceRecord, and_more
 from .safetensors_files import (
     SafetensorsFolder,
     new_folder,
@@ -34,7 +32,6 @@ from .safetensors_files import (
     refuse_existing,
     write_like,
 )
-from .view import HFView, SourceRecord
 
 logger = logging.getLogger(__name__)
 
@@ -70,10 +67,6 @@ class _Ranks:
         dp = state.get_data_parallel_rank(with_context_parallel=True)
         return cls(*groups, pp_size=of("pipeline_model")[1], dp=dp)
 
-    def of(self, entry: TensorMap) -> tuple[int, int]:
-        """Of the group that shares ``entry``."""
-        return self.expert_tp if entry.is_expert else self.tp
-
 
 def load_hf_weights(
     model: nn.Module, folder: str | Path, progress: bool = False, *, keep_dtypes: bool = False
@@ -84,7 +77,6 @@ def load_hf_weights(
         model: a HybridModel or GPTModel (or one pipeline chunk of it), bare or wrapped in
             Float16Module / DistributedDataParallel, with this rank's parallel groups set up.
         folder: ``config.json`` and safetensors weights.
-        progress: show a bar.
         keep_dtypes: parameters take the files' dtypes (those of `TensorMap.to_megatron`); else the
             values are cast to the parameters'.
 
@@ -92,19 +84,18 @@ def load_hf_weights(
         The record that an export needs to restore the file's own bits and dtypes.
 
     Raises:
-        ValueError: the model and the files do not match. Found before any parameter is changed:
-            a parameter that the files do not fill, a weight that the model has no place for
-            (only with one pipeline stage and one expert rank, where every weight must have a
-            place), a weight of an illegal dtype (see `TensorMap.check_dtype`). Found when it is
+        ValueError: found before any parameter is changed: a parameter that the files do not fill, a
+            weight that the model has no place for (only with one pipeline stage and one expert
+            rank), a weight of an illegal dtype (see `TensorMap.check_dtype`). Found when it is
             read, so that the model is partly filled: a weight that is NaN or inf.
     """
     weights, record = SafetensorsFolder(folder), SourceRecord.from_folder(folder)
     plan, params, ranks = _planned(model, record)
-    check_source(weights, plan)
+    _check_source(weights, plan)
     targets = _match(plan, params, ranks, record.config)
     rounded = []
     for entry, names in progress_bar(targets, "load", progress):
-        pieces = [read_finite(weights, source) for source in entry.sources]
+        pieces = [weights.read_finite(one.key, one.expert) for one in entry.sources]
         for name in names:
             piece = _local_piece(entry, pieces, params[name], ranks)
             if keep_dtypes:
@@ -136,17 +127,15 @@ def save_hf_weights(
     """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of ``like``.
 
     Every rank calls it. The first data-parallel replica gathers its tensor-parallel shards, one
-    tensor at a time, and its rank 0 writes; the others have nothing to do and return at once.
-    Keys that a Megatron text model does not have (``mtp.``, ``model.visual.``) and files that are
-    not weights are copied from ``like``. Low-rank adapters of Megatron-Bridge are merged into the
-    weights, W + (alpha / dim) B A; the model itself keeps them apart.
+    tensor at a time, and its rank 0 writes; the others return at once. Keys that a Megatron text
+    model does not have (``mtp.``, ``model.visual.``) and files that are not weights are copied from
+    ``like``. Low-rank adapters of Megatron-Bridge are merged into the weights that are written.
 
     Args:
         model: as for `load_hf_weights`.
         folder: a new folder; it appears only when it is complete.
         like: the Hugging Face folder the model came from.
         record: what `load_hf_weights` returned; None: read from ``like``.
-        progress: show a bar.
         fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. Without it
             they are rounded to what ``like`` has, and a warning names those that lost bits.
 
@@ -181,25 +170,23 @@ def save_hf_weights(
 def model_view(model: nn.Module, record: SourceRecord, like: SafetensorsFolder) -> HFView:
     """``model`` as the tensors that a save writes. Reading is a collective of the tp ranks."""
     plan, params, ranks = _planned(model, record)
-    merged = with_adapters_merged(unwrapped(model))
+    merged = _with_adapters_merged(_unwrapped(model))
 
     def read_shards(entry: TensorMap) -> list[Tensor]:
-        from megatron.core.parallel_state import get_tensor_model_parallel_group
-
         shard = merged(next(params[name] for name in entry.names if name in params))
         if ranks.tp[1] == 1:
             return [shard]
-        shards, group = (
-            [torch.empty_like(shard) for _ in range(ranks.tp[1])],
-            get_tensor_model_parallel_group(),
-        )
+        from megatron.core.parallel_state import get_tensor_model_parallel_group
+
+        shards = [torch.empty_like(shard) for _ in range(ranks.tp[1])]
+        group = get_tensor_model_parallel_group()
         torch.distributed.all_gather(shards, shard.contiguous(), group=group)
         return shards
 
     return HFView(plan, record, read_shards, rest=like)
 
 
-def unwrapped(model: Any) -> Any:
+def _unwrapped(model: Any) -> Any:
     """The model inside DistributedDataParallel and Float16Module."""
     while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
@@ -207,27 +194,19 @@ def unwrapped(model: Any) -> Any:
 
 
 def megatron_state(model: nn.Module) -> dict[str, Tensor]:
-    """A model's parameters with global layer and expert numbers, as `state_dict_to_hf` wants.
-
-    Low-rank adapters are merged, as in `save_hf_weights`.
-    """
-    model = unwrapped(model)
-    merged = with_adapters_merged(model)
+    """Parameters with global layer and expert numbers, adapters merged, for `state_dict_to_hf`."""
+    model = _unwrapped(model)
+    merged = _with_adapters_merged(model)
     return {n: merged(p) for n, p in _global_parameters(model, _Ranks.current()).items()}
 
 
 def _planned(
     model: nn.Module, record: SourceRecord
 ) -> tuple[Plan, dict[str, nn.Parameter], _Ranks]:
-    """The plan for ``model``, its parameters by their names in it, and this rank's place.
-
-    Raises:
-        ValueError: the model ties its embeddings and the files do not, or the other way round, or
-            no file says that one of its layers computes something else from its weights.
-    """
+    """The plan for ``model``, its parameters by their names in it, and this rank's place."""
     from megatron.core.models.hybrid.hybrid_block import HybridStack
 
-    bare, ranks, tied = unwrapped(model), _Ranks.current(), record.config.tied
+    bare, ranks, tied = _unwrapped(model), _Ranks.current(), record.config.tied
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
     plan = record.plan(kind, bare.config.layernorm_zero_centered_gamma)
     shared = bare.share_embeddings_and_output_weights
@@ -251,23 +230,38 @@ def _global_parameters(model: Any, ranks: _Ranks) -> dict[str, nn.Parameter]:
     """Parameters by name without adapters, layers and experts numbered as in the whole model."""
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     first_expert = ranks.ep[0] * ((model.config.num_moe_experts or 0) // ranks.ep[1])
+    found = {}
+    for name, parameter in model.named_parameters():
+        owner, of_adapter, _ = name.partition(".adapter.")
+        if of_adapter and _is_wrapper(model.get_submodule(owner)):
+            continue
+        name = name.replace(".to_wrap.", ".")
+        name = _LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])]}.", name, count=1)
+        found[_EXPERT.sub(lambda m: str(int(m[0]) + first_expert), name)] = parameter
+    return found
 
-    def renamed() -> Iterator[tuple[str, nn.Parameter]]:
-        for name, param in base_parameters(model):
-            name = _LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])]}.", name, count=1)
-            yield _EXPERT.sub(lambda m: str(int(m[0]) + first_expert), name), param
 
-    return dict(renamed())
+def _check_source(folder: SafetensorsFolder, plan: Plan) -> None:
+    """Check every imported tensor's dtype, and that one which repeats another is equal to it."""
+    for key, same_as in plan.aliases.items():
+        if folder.spec(key) != folder.spec(same_as) or not torch.equal(
+            folder.read(key), folder.read(same_as)
+        ):
+            raise ValueError(
+                f"{key} differs from {same_as}, but tie_word_embeddings is true. Set it to "
+                f"false in config.json to keep both."
+            )
+    for entry in plan.maps:
+        for source in entry.sources:
+            where = f"{source.key} in {folder.path_of(source.key)}"
+            entry.check_dtype(folder.spec(source.key).torch_dtype, where)
 
 
 def _match(
-    plan: Plan,
-    params: dict[str, nn.Parameter],
-    ranks: _Ranks,
-    config: HFModelConfig,
+    plan: Plan, params: dict[str, nn.Parameter], ranks: _Ranks, config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
     """Which parameters each map fills, with every shape checked on meta tensors."""
-    unfilled, targets, homeless = set(params), [], []
+    targets, homeless = [], []
     for entry in plan.maps:
         names = entry.names
         if config.tied and entry.pad_rows:
@@ -282,7 +276,6 @@ def _match(
                     f"{name} has shape {tuple(params[name].shape)} in the model, but the files "
                     f"give this rank {shape}; build the model with config.json's sizes."
                 )
-        unfilled.difference_update(here)
         if here:
             targets.append((entry, here))
         else:
@@ -292,9 +285,9 @@ def _match(
             f"the model has no {homeless[0]}{and_more(homeless)}. Build it with config.json's "
             f"sizes and the layer pattern {config.hybrid_layer_pattern!r}."
         )
-    if unfilled:
-        names = [name for name in params if name in unfilled]
-        raise ValueError(f"the files have nothing for {names[0]}{and_more(names)} of the model.")
+    filled = {name for _, here in targets for name in here}
+    if rest := [name for name in params if name not in filled]:
+        raise ValueError(f"the files have nothing for {rest[0]}{and_more(rest)} of the model.")
     return targets
 
 
@@ -302,7 +295,7 @@ def _local_piece(
     entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter, ranks: _Ranks
 ) -> Tensor:
     """This rank's shard of a map's full tensor, the vocabulary padded as the model has it."""
-    rank, size = ranks.of(entry)
+    rank, size = ranks.expert_tp if entry.is_expert else ranks.tp
     full = entry.to_megatron(pieces)
     if entry.pad_rows:
         rows = param.shape[0] * size
@@ -329,23 +322,11 @@ def _copy(param: nn.Parameter, piece: Tensor) -> bool:
     return piece.dtype == cast.dtype or torch.equal(cast.to(piece.dtype), piece)
 
 
-def base_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """The parameters by the names that they have without adapters; those of adapters left out."""
-    for name, parameter in model.named_parameters():
-        owner, of_adapter, _ = name.partition(".adapter.")
-        if not (of_adapter and _is_wrapper(model.get_submodule(owner))):
-            yield name.replace(".to_wrap.", "."), parameter
-
-
-def with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
-    """A function from a parameter of `base_parameters` to the tensor that an export writes.
+def _with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
+    """A function from a parameter outside adapters to the tensor that an export writes.
 
     It is the parameter itself, the values of one that Transformer Engine stores in FP8, or, of a
-    wrapped linear, the merged weight on this rank. To merge is a collective over the
-    tensor-parallel ranks.
-
-    Raises:
-        NotImplementedError: a wrapper does not tell its merged weight, as Bridge's DoRA.
+    wrapped linear, the merged weight on this rank (a collective of the tensor-parallel ranks).
     """
     wrappers: dict[nn.Parameter, nn.Module] = {}
     for name, module in model.named_modules():

@@ -29,28 +29,19 @@ _LAYERS_ONLY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:
-    """The sizes and settings of a model that weight mapping needs.
+    """The sizes and settings of a model that weight mapping needs; sizes not used are 0."""
 
-    Attributes:
-        architecture: one of `GDN_FP32_CHECKPOINT_ARCHITECTURES`.
-        storage: how GDN projections are stored.
-        is_linear: for each layer, whether it is Gated DeltaNet (True) or attention (False).
-        is_moe: for each layer, whether its MLP is a mixture of experts.
-        tied: the output layer is the embedding.
-        ffn_size, num_experts, expert_ffn_size, shared_expert_ffn_size: 0 where not used.
-    """
-
-    architecture: str
-    storage: Storage
+    architecture: str  # one of GDN_FP32_CHECKPOINT_ARCHITECTURES
+    storage: Storage  # of GDN projections
     gdn: GDNDims
     hidden_size: int
     vocab_size: int
-    tied: bool
+    tied: bool  # the output layer is the embedding
     num_attention_heads: int
     num_query_groups: int
     head_dim: int
-    is_linear: tuple[bool, ...]
-    is_moe: tuple[bool, ...]
+    is_linear: tuple[bool, ...]  # for each layer: Gated DeltaNet (True) or attention (False)
+    is_moe: tuple[bool, ...]  # for each layer: whether its MLP is a mixture of experts
     ffn_size: int
     num_experts: int
     experts_per_token: int
@@ -74,7 +65,6 @@ class HFModelConfig:
         """The ``TransformerConfig`` fields that must match for imported weights to mean the same.
 
         ``num_layers`` counts Hugging Face layers, as GPTModel does; HybridModel has two for each.
-        Rotary settings are not here, since models take them as constructor arguments.
         """
         settings: dict[str, Any] = {
             "num_layers": self.num_layers,
@@ -114,12 +104,7 @@ class HFModelConfig:
 
 
 def read_hf_config(folder: str | Path) -> HFModelConfig:
-    """Read ``folder/config.json``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not JSON, or `parse_hf_config` refuses it.
-    """
+    """Read ``folder/config.json``; errors as `parse_hf_config`, and FileNotFoundError."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a Hugging Face model folder.")
@@ -161,16 +146,17 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
             raise ValueError(f"config.json of a {architecture} has no {name!r}.")
         return default[0]
 
+    act, gate = field("hidden_act", "silu"), field("output_gate_type", None)
     if field("attention_bias", False):
         raise ValueError(
             "attention_bias=true is not supported: no published model of these families has it."
         )
-    if field("hidden_act", "silu") != "silu":
-        raise ValueError(f"hidden_act={field('hidden_act')!r} is not supported; it must be 'silu'.")
-    if field("output_gate_type", None) not in (None, "silu", "swish"):
+    if act != "silu":
+        raise ValueError(f"hidden_act={act!r} is not supported; it must be 'silu'.")
+    if gate not in (None, "silu", "swish"):
         raise ValueError(
-            f"output_gate_type={field('output_gate_type')!r} is not supported in whole models; it "
-            f"must be 'silu'. A layer of its own takes output_gate_activation='sigmoid'."
+            f"output_gate_type={gate!r} is not supported in whole models; it must be 'silu'. A "
+            f"layer of its own takes output_gate_activation='sigmoid'."
         )
     if not field("attn_output_gate", True):
         raise ValueError("attn_output_gate=false is not supported: these weights have the gate.")
@@ -185,30 +171,35 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     is_moe = _moe_layers(field, len(is_linear))
     if any(is_moe) and not field("norm_topk_prob", True):
         raise ValueError("norm_topk_prob=false is not supported: routing weights must sum to one.")
+    hidden, heads = field("hidden_size"), field("num_attention_heads")
+
+    def of_experts(name: str) -> int:
+        return field(name) if any(is_moe) else 0
+
     return HFModelConfig(
         architecture=architecture,
         storage="interleaved" if architecture == "Qwen3NextForCausalLM" else "flat",
         gdn=GDNDims(
-            hidden_size=field("hidden_size"),
+            hidden_size=hidden,
             num_key_heads=field("linear_num_key_heads"),
             num_value_heads=field("linear_num_value_heads"),
             key_head_dim=field("linear_key_head_dim"),
             value_head_dim=field("linear_value_head_dim"),
             conv_kernel_dim=field("linear_conv_kernel_dim"),
         ),
-        hidden_size=field("hidden_size"),
+        hidden_size=hidden,
         vocab_size=field("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        num_attention_heads=field("num_attention_heads"),
+        num_attention_heads=heads,
         num_query_groups=field("num_key_value_heads"),
-        head_dim=field("head_dim", field("hidden_size") // field("num_attention_heads")),
+        head_dim=field("head_dim", hidden // heads),
         is_linear=is_linear,
         is_moe=is_moe,
         ffn_size=0 if all(is_moe) else field("intermediate_size"),
-        num_experts=field("num_experts") if any(is_moe) else 0,
-        experts_per_token=field("num_experts_per_tok") if any(is_moe) else 0,
-        expert_ffn_size=field("moe_intermediate_size") if any(is_moe) else 0,
-        shared_expert_ffn_size=field("shared_expert_intermediate_size") if any(is_moe) else 0,
+        num_experts=of_experts("num_experts"),
+        experts_per_token=of_experts("num_experts_per_tok"),
+        expert_ffn_size=of_experts("moe_intermediate_size"),
+        shared_expert_ffn_size=of_experts("shared_expert_intermediate_size"),
         norm_eps=field("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta", field("rope_theta", 10_000_000.0)),
         rotary_fraction=rope.get("partial_rotary_factor", field("partial_rotary_factor", 0.25)),

@@ -1,27 +1,46 @@
-"""Every tensor of a whole model: Megatron name, Hugging Face names, and the map between them.
+"""Every tensor of a whole model: the maps between Megatron's names and Hugging Face's, and a view.
 
-Layers are numbered as Hugging Face numbers them. GPTModel has one layer for each, HybridModel two
-(mixer, then MLP): `layer_names` says which.
+For each layer of a Hugging Face model GPTModel has one, HybridModel two (mixer, then MLP).
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
-from dataclasses import replace
-from functools import partial, reduce
-from typing import Literal
+import logging
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial, reduce
+from pathlib import Path
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..gdn.hf import gdn_layer_maps
 from ..mixers.tensor_map import HFRef, TensorMap, mapped
-from .model_config import HFModelConfig
+from .model_config import HFModelConfig, read_hf_config
+from .safetensors_files import SafetensorsFolder, TensorSpec
+from .state_dict_adapter import is_gated_delta_net_fp32_param_key
+
+logger = logging.getLogger(__name__)
 
 Architecture = Literal["hybrid", "gpt"]
 
 _EMBEDDING = "embed_tokens.weight"
-LM_HEAD = "lm_head.weight"
+_LM_HEAD = "lm_head.weight"
+# Multi-token prediction and vision weights: an export copies them, they are never loaded.
+_PASSTHROUGH = ("mtp.", "model.visual.", "visual.")
+
+
+class Plan(NamedTuple):
+    """What happens to every tensor of a folder."""
+
+    maps: list[TensorMap]
+    passthrough: list[str]  # keys that an export copies unchanged
+    aliases: dict[str, str]  # keys that repeat another's tensor (a tied model's output layer)
+
+
+def and_more(names: list[str]) -> str:
+    return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
 def model_maps(
@@ -30,18 +49,8 @@ def model_maps(
     model: Architecture = "hybrid",
     zero_centered_gamma: bool = True,
 ) -> Iterator[TensorMap]:
-    """The maps of a whole model, in the order of its layers.
-
-    Args:
-        config: the Hugging Face model.
-        keys: the keys of its files; they say where the text model is and how experts are packed.
-        model: which Megatron model the names are for.
-        zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of that model.
-
-    Raises:
-        ValueError: no key ends in ``embed_tokens.weight``.
-    """
-    root, hidden, vocab = text_root(keys), config.hidden_size, config.vocab_size
+    """The maps of a whole model; the files' keys say where it is and how experts are packed."""
+    root, hidden, vocab = _text_root(keys), config.hidden_size, config.vocab_size
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
         # These norms multiply by (1 + w) in the file; a plain Megatron norm needs the whole gain.
@@ -50,7 +59,9 @@ def model_maps(
     embedding = {root + _EMBEDDING: (vocab, hidden)}
     yield mapped("embedding.word_embeddings.weight", embedding, 0, pad_rows=True)
     for layer in range(config.num_layers):
-        mixer, mlp = layer_names(layer, model)
+        mixer = mlp = f"decoder.layers.{layer}."
+        if model == "hybrid":
+            mixer, mlp = f"decoder.layers.{2 * layer}.", f"decoder.layers.{2 * layer + 1}."
         hf, attention = f"{root}layers.{layer}.", f"{mixer}self_attention."
         if config.is_linear[layer]:
             fused = "in_proj"
@@ -72,13 +83,13 @@ def model_maps(
             pre_norms = (f"{mlp}mlp.linear_fc1.layer_norm_weight", *pre_norms)
             yield from _mlp_maps(f"{mlp}mlp.", f"{hf}mlp.", hidden, config.ffn_size)
         yield norm(pre_norms, f"{hf}post_attention_layernorm.weight")
-    final = "decoder.final_norm.weight" if model == "hybrid" else "decoder.final_layernorm.weight"
-    yield norm(final, f"{root}norm.weight")
+    final = "norm" if model == "hybrid" else "layernorm"
+    yield norm(f"decoder.final_{final}.weight", f"{root}norm.weight")
     if not config.tied:
-        yield mapped("output_layer.weight", {LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
+        yield mapped("output_layer.weight", {_LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
 
 
-def text_root(keys: Collection[str]) -> str:
+def _text_root(keys: Collection[str]) -> str:
     """The prefix of the text model: ``model.`` or ``model.language_model.``."""
     roots = {key.removesuffix(_EMBEDDING) for key in keys if key.endswith(f".{_EMBEDDING}")}
     roots = {root for root in roots if root.split(".")[0] == "model"}
@@ -88,13 +99,6 @@ def text_root(keys: Collection[str]) -> str:
             f"found {sorted(roots)}."
         )
     return roots.pop()
-
-
-def layer_names(layer: int, model: Architecture) -> tuple[str, str]:
-    """Prefixes of the Megatron layers that hold a Hugging Face layer's mixer and its MLP."""
-    if model == "gpt":
-        return f"decoder.layers.{layer}.", f"decoder.layers.{layer}."
-    return f"decoder.layers.{2 * layer}.", f"decoder.layers.{2 * layer + 1}."
 
 
 def fuse_gated_qkv(pieces: Sequence[Tensor], groups: int, head_dim: int) -> Tensor:
@@ -162,3 +166,165 @@ def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> 
     shared, gate = config.shared_expert_ffn_size, {f"{hf}shared_expert_gate.weight": (1, hidden)}
     yield from _mlp_maps(f"{p}shared_experts.", f"{hf}shared_expert.", hidden, shared)
     yield mapped(f"{p}shared_experts.gate_weight", gate)
+
+
+@dataclass(slots=True)
+class SourceRecord:
+    """What an export must know of the files a model came from.
+
+    ``originals`` are norm gains that Megatron may store around another centre: only these cannot
+    be restored bit for bit from a rounded copy.
+    """
+
+    config: HFModelConfig
+    specs: dict[str, TensorSpec]  # of every tensor of the files, in storage order
+    originals: dict[str, Tensor] = field(default_factory=dict)
+    fp32_gates: bool = False  # write A_log and dt_bias as F32 even if the file had another dtype
+
+    @classmethod
+    def from_folder(cls, folder: str | Path, fp32_gates: bool = False) -> SourceRecord:
+        """Read headers and the small norm gains of a Hugging Face folder."""
+        weights = SafetensorsFolder(folder)
+        record = cls(read_hf_config(folder), dict(weights.specs), fp32_gates=fp32_gates)
+        for key in weights:
+            if key.endswith(("norm.weight", "layernorm.weight")):
+                record.originals[key] = weights.read(key)
+        return record
+
+    def plan(self, model: Architecture, zero_centered_gamma: bool) -> Plan:
+        """Assign every key to a map, to passthrough or to an alias, or refuse it."""
+        config, specs = self.config, self.specs
+        for key, spec in specs.items():
+            if spec.dtype.startswith("F8") or key.endswith("weight_scale_inv"):
+                raise NotImplementedError(
+                    f"{key} is quantised ({spec.dtype}, block-scaled FP8 checkpoints); convert the "
+                    f"folder to BF16 first."
+                )
+        maps = list(model_maps(config, specs.keys(), model, zero_centered_gamma))
+        shapes = {source.key: source.shape for entry in maps for source in entry.sources}
+        whose = f"a {config.architecture} with {config.num_layers} layers"
+        if missing := [key for key in shapes if key not in specs]:
+            raise ValueError(f"missing key {missing[0]!r}{and_more(missing)}: {whose} needs it.")
+        for key, shape in shapes.items():
+            if specs[key].shape != shape:
+                raise ValueError(
+                    f"{key} has shape {specs[key].shape}, but config.json asks for {shape}."
+                )
+        aliases = {_LM_HEAD: maps[0].sources[0].key} if config.tied and _LM_HEAD in specs else {}
+        rest = [key for key in specs if key not in shapes and key not in aliases]
+        if unknown := [key for key in rest if not key.startswith(_PASSTHROUGH)]:
+            raise ValueError(
+                f"unknown key {unknown[0]!r}{and_more(unknown)}: it is no weight of {whose}, and "
+                f"starts with none of {', '.join(_PASSTHROUGH)}, which are carried through "
+                f"unchanged."
+            )
+        return Plan(maps, rest, aliases)
+
+    def spec(self, key: str) -> TensorSpec:
+        """Dtype and shape that an export gives ``key``."""
+        spec = self.specs[key]
+        if self.fp32_gates and is_gated_delta_net_fp32_param_key(key):
+            return TensorSpec("F32", spec.shape)
+        return spec
+
+
+class HFView:
+    """Hugging Face tensors, each computed from Megatron shards when it is read.
+
+    Args:
+        read_shards: called with a map; returns the shards of its Megatron tensor, one of each
+            tensor-parallel rank, in rank order (or the whole tensor as the only one).
+        rest: has the tensors that no Megatron text model has; None: they are not in the view.
+    """
+
+    def __init__(
+        self,
+        plan: Plan,
+        record: SourceRecord,
+        read_shards: Callable[[TensorMap], Sequence[Tensor]],
+        rest: SafetensorsFolder | None = None,
+    ) -> None:
+        self.spec, self._originals = record.spec, record.originals
+        self._read_shards, self._rest, self._rounded_gates = read_shards, rest, set[str]()
+        self._maps_of: dict[str, list[tuple[TensorMap, HFRef]]] = {}
+        for entry in plan.maps:
+            for source in entry.sources:
+                self._maps_of.setdefault(source.key, []).append((entry, source))
+        self._maps_of |= {key: self._maps_of[same_as] for key, same_as in plan.aliases.items()}
+        # Tensors of one fused projection lie close together in the files: keep the last few.
+        self._pieces = lru_cache(maxsize=4)(self._compute_pieces)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._rest or self._maps_of)
+
+    def read(self, key: str) -> Tensor:
+        """The tensor ``key`` in its export dtype; packed experts are put together again."""
+        if key not in self._maps_of and self._rest:
+            return self._rest.read(key)
+        parts = self._maps_of[key]
+        if parts[0][1].expert is None:
+            ((entry, source),) = parts
+            return self._pieces(entry)[source]
+        spec = self.spec(key)
+        packed = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
+        for entry, source in parts:
+            packed[source.expert] = self._compute_pieces(entry)[source]
+        return packed
+
+    def _compute_pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
+        full = entry.unshard(self._read_shards(entry))
+        if entry.pad_rows:
+            full = full[: entry.sources[0].shape[0]]
+        keys = [source.key for source in entry.sources]
+        original = None
+        if entry.shift and self._originals.keys() >= set(keys):
+            original = [self._originals[key] for key in keys]
+        pieces = entry.to_hf(full, [self.spec(key).torch_dtype for key in keys], original)
+        if entry.fp32 and not torch.equal(pieces[0].to(full.dtype), full.view(pieces[0].shape)):
+            self._rounded_gates.update(keys)
+        return dict(zip(entry.sources, pieces, strict=True))
+
+    def warn_of_rounded_gates(self) -> None:
+        """After an export, warn of the ``A_log`` and ``dt_bias`` read that lost bits in it."""
+        if self._rounded_gates:
+            logger.warning(
+                "rounded from fp32 to the dtype that the source files have: %s. A_log and dt_bias "
+                "are in the exponent of a decay; to keep the trained values, export with "
+                "fp32_gates=True (--fp32-gates on the command line).",
+                ", ".join(sorted(self._rounded_gates)),
+            )
+
+
+def state_dict_to_hf(
+    ranks: Sequence[Mapping[str, Tensor]],
+    record: SourceRecord,
+    model: Architecture = "hybrid",
+    zero_centered_gamma: bool = True,
+) -> Iterator[tuple[str, Tensor]]:
+    """Whole Megatron state dicts to Hugging Face tensors, one at a time.
+
+    Args:
+        ranks: one state dict for each tensor-parallel rank, with global layer and expert numbers.
+        record: of the folder the weights came from, or of one with the same architecture.
+        zero_centered_gamma: the model's ``config.layernorm_zero_centered_gamma``.
+
+    Yields:
+        ``(key, tensor)`` in the dtype of the source file; ``A_log`` and ``dt_bias`` in fp32 if
+        ``record.fp32_gates``, else a warning at the end names those that were rounded. Keys that
+        a Megatron text model does not have are in `record.plan(...).passthrough`.
+
+    Raises:
+        ValueError: a parameter is missing.
+    """
+    plan = record.plan(model, zero_centered_gamma)
+
+    def read_shards(entry: TensorMap) -> list[Tensor]:
+        name = next((name for name in entry.names if name in ranks[0]), None)
+        if name is None:
+            raise ValueError(f"missing parameter {' or '.join(entry.names)} in the state dict.")
+        return [rank[name].detach() for rank in ranks]
+
+    view = HFView(plan, record, read_shards)
+    for key in view:
+        yield key, view.read(key)
+    view.warn_of_rounded_gates()

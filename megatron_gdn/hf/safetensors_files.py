@@ -1,8 +1,6 @@
-"""Read the weights of a Hugging Face folder tensor by tensor; errors name the file or key.
+"""Read and write Hugging Face folders of weights; errors name the file or key.
 
-A progress bar, on a terminal only.
-
-Write Hugging Face folders that appear only when they are complete, one file in memory.
+They are read tensor by tensor, written file by file, and appear only when they are complete.
 """
 
 from __future__ import annotations
@@ -48,16 +46,7 @@ class TensorSpec:
 class SafetensorsFolder:
     """The weights of a Hugging Face folder: one ``model.safetensors``, or shards with an index.
 
-    Opening maps the files and reads their headers; `read` touches one tensor.
-
-    Attributes:
-        files: the open files by name.
-        file_of: the file's name of every key, in storage order.
-        specs: dtype and shape of every key.
-
-    Raises:
-        FileNotFoundError: no weights, or a file of the index is missing.
-        ValueError: a file is truncated or not safetensors, or index and files disagree.
+    ``files`` are the open files by name; ``file_of`` and ``specs`` have every key in storage order.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -84,9 +73,6 @@ class SafetensorsFolder:
         """Every key, in storage order."""
         return iter(self.specs)
 
-    def __len__(self) -> int:
-        return len(self.specs)
-
     def spec(self, key: str) -> TensorSpec:
         return self.specs[key]
 
@@ -94,6 +80,23 @@ class SafetensorsFolder:
         """The tensor ``key``, or its slice ``[expert]`` without the rest."""
         file = self.files[self.file_of[key]]
         return file.get_tensor(key) if expert is None else file.get_slice(key)[expert]
+
+    def read_finite(self, key: str, expert: int | None = None) -> Tensor:
+        """As `read`, if all of it is finite."""
+        piece = self.read(key, expert)
+        # One pass and no copy: NaN and inf both show in the extremes.
+        if piece.numel() and not all(bool(one.isfinite()) for one in torch.aminmax(piece)):
+            which = "" if expert is None else f" (expert {expert})"
+            number = int(piece.isfinite().logical_not().sum())
+            raise ValueError(
+                f"{key}{which} in {self.path_of(key)} holds {number} of {piece.numel()} values "
+                f"that are NaN or inf; weights must be finite. Download the file again, or take a "
+                f"checkpoint from before the training diverged."
+            )
+        return piece
+
+    def path_of(self, key: str) -> Path:
+        return self.folder / self.file_of[key]
 
     def other_files(self) -> Iterator[Path]:
         """Everything in the folder that is not a weight file, relative to it."""
@@ -119,14 +122,13 @@ class SafetensorsFolder:
             ) from error
 
     def _spec(self, key: str) -> TensorSpec:
-        name = self.file_of[key]
-        view = self.files[name].get_slice(key)
-        if view.get_dtype() not in TORCH_DTYPES:
+        view = self.files[self.file_of[key]].get_slice(key)
+        dtype = view.get_dtype()
+        if dtype not in TORCH_DTYPES:
             raise NotImplementedError(
-                f"{key} in {self.folder / name} has dtype {view.get_dtype()}; known: "
-                f"{', '.join(TORCH_DTYPES)}."
+                f"{key} in {self.path_of(key)} has dtype {dtype}; known: {', '.join(TORCH_DTYPES)}."
             )
-        return TensorSpec(view.get_dtype(), tuple(view.get_shape()))
+        return TensorSpec(dtype, tuple(view.get_shape()))
 
     def _opened(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -145,13 +147,11 @@ class SafetensorsFolder:
 
 def progress_bar[Item](items: Collection[Item], label: str, show: bool) -> Iterable[Item]:
     """``items`` with a tqdm bar on a terminal; as they are if not asked, or without tqdm."""
-    if show and sys.stderr.isatty():
-        try:
-            from tqdm import tqdm
-        except ImportError:
-            return items
-        return tqdm(items, desc=label, unit="part")
-    return items
+    try:
+        from tqdm import tqdm
+    except ImportError:
+        return items
+    return tqdm(items, desc=label, unit="part", disable=not (show and sys.stderr.isatty()))
 
 
 def refuse_existing(target: str | Path) -> None:
@@ -163,12 +163,7 @@ def refuse_existing(target: str | Path) -> None:
 
 @contextmanager
 def new_folder(target: str | Path) -> Iterator[Path]:
-    """A folder to fill, which becomes ``target`` on success and vanishes on any error.
-
-    Raises:
-        FileExistsError: ``target`` exists and is not an empty folder.
-        OSError: no folder can be made beside ``target``.
-    """
+    """A folder to fill, which becomes ``target`` on success and vanishes on any error."""
     refuse_existing(target)
     target = Path(target).absolute()
     try:
@@ -191,10 +186,7 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 def write_like(
     folder: Path, like: SafetensorsFolder, read: Callable[[str], Tensor], progress: bool = False
 ) -> None:
-    """Write the files of ``like`` with the tensors that ``read(key)`` gives, a file at a time.
-
-    Files that are not weights are copied; the index's size is corrected.
-    """
+    """Write the files of ``like`` with the tensors that ``read(key)`` gives; copy its others."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 

@@ -1,15 +1,9 @@
 """State dicts of live Hugging Face style models to those of files and back, with fp32 gates.
 
-These functions are for models that keep the Hugging Face parameter names (Transformers, Automodel)
-and may hold ``A_log`` / ``dt_bias`` in the ``_fp32_params`` child. Megatron models go through
-`load_hf_weights` and `state_dict_to_hf` instead.
-
-Which tensors of a Gated DeltaNet model are fp32 even if the file has another dtype.
-
-``A_log`` and ``dt_bias`` make the decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``. Rounding
-``A_log`` to bf16 is a proportional error of the decay rate, and the recurrence compounds it. Some
-models keep the two in a child module, the *holder* ``_fp32_params``, so that sharded mixed
-precision can treat it as a unit of one dtype; files never show the holder.
+For models with Hugging Face parameter names (Transformers, Automodel). ``A_log`` and ``dt_bias``
+make the decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``, which the recurrence compounds, so
+they are fp32 even if a file has another dtype. Some models keep them in a child module, the
+*holder* ``_fp32_params``, a unit of one dtype for sharded mixed precision; files never show it.
 
 Names and signatures are those of the published contract (nemo_automodel's gated_delta_net_fp32).
 Unlike there, a parameter name must be the whole last component of the key: ``my_A_log`` is not
@@ -25,15 +19,29 @@ from typing import TypeGuard
 import torch
 from torch import Tensor
 
+HOLDER_NAME = "_fp32_params"
+FP32_GDN_PARAM_NAMES = ("A_log", "dt_bias")
+GDN_FP32_CHECKPOINT_ARCHITECTURES = frozenset(
+    (
+        "Qwen3NextForCausalLM",
+        "Qwen3_5ForCausalLM",
+        "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM",
+        "Qwen3_5MoeForConditionalGeneration",
+    )
+)
+
+_LAYER = ".linear_attn."
+_FP32_HOLDER_KEY_RE = re.compile(rf"(\.linear_attn)\.{HOLDER_NAME}\.")
+
 
 def to_file_state(
     state_dict: Mapping[str, object], exclude_key_regex: str | None = None
 ) -> dict[str, object]:
     """A model's state under file names: holder hidden, gate parameters fp32.
 
-    Args:
-        state_dict: the live state; tensors that need no cast are shared, not copied.
-        exclude_key_regex: file keys that match (``re.match``) are left out, on request only.
+    Tensors that need no cast are shared, not copied. File keys that match ``exclude_key_regex``
+    (``re.match``) are left out.
     """
     pairs = (one_tensor_to_file(key, tensor) for key, tensor in state_dict.items())
     excluded = re.compile(exclude_key_regex) if exclude_key_regex else None
@@ -48,12 +56,7 @@ def one_tensor_to_file(key: str, tensor: object) -> tuple[str, object]:
 def from_file_state(
     state_dict: Mapping[str, object], route_linear_attn_fp32_params: bool = True
 ) -> dict[str, object]:
-    """A file's state under live names: gate parameters fp32 and, by default, in the holder.
-
-    Args:
-        state_dict: the file's state.
-        route_linear_attn_fp32_params: False for a model whose gate parameters are bare.
-    """
+    """A file's state under live names: gate parameters fp32 and, by default, in the holder."""
     return {
         route_fp32_holder_key(key) if route_linear_attn_fp32_params else key: (
             upcast_gated_delta_net_fp32_state_tensor(key, tensor)
@@ -73,9 +76,8 @@ def loaded_dtype(
     """
     if not file_dtype.is_floating_point:
         return file_dtype, file_dtype
-    if has_gated_delta_net_fp32_checkpoint_contract(
-        hf_config
-    ) and is_gated_delta_net_fp32_param_key(key):
+    bound = has_gated_delta_net_fp32_checkpoint_contract(hf_config)
+    if bound and is_gated_delta_net_fp32_param_key(key):
         file_dtype = torch.float32
     return torch.promote_types(file_dtype, requested), file_dtype
 
@@ -85,13 +87,8 @@ def restore_loaded_dtypes(
 ) -> dict[str, Tensor]:
     """Cast a loaded state to its `loaded_dtype` and note the compute dtype on each tensor.
 
-    Args:
-        hf_config: read for ``architectures``.
-        state_dict: tensors as loaded; each tensor's current dtype counts as the requested one.
-        file_dtypes: the dtype every key has in the file.
-
-    Returns:
-        The same keys; each tensor carries ``_hf_compute_dtype``.
+    Each tensor's current dtype counts as the requested one; the results carry
+    ``_hf_compute_dtype``.
     """
     restored = {}
     for key, tensor in state_dict.items():
@@ -101,27 +98,8 @@ def restore_loaded_dtypes(
     return restored
 
 
-HOLDER_NAME = "_fp32_params"
-FP32_GDN_PARAM_NAMES = ("A_log", "dt_bias")
-GDN_FP32_CHECKPOINT_ARCHITECTURES = frozenset(
-    (
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-    )
-)
-
-_LAYER = ".linear_attn."
-_FP32_HOLDER_KEY_RE = re.compile(rf"(\.linear_attn)\.{HOLDER_NAME}\.")
-
-
 def has_gated_delta_net_fp32_checkpoint_contract(hf_config: object) -> bool:
-    """Whether ``hf_config.architectures`` names a model whose gate parameters are fp32.
-
-    A config without the attribute, or with ``None`` in it, has no contract.
-    """
+    """Whether ``hf_config.architectures`` names a model whose gate parameters are fp32."""
     architectures = getattr(hf_config, "architectures", None) or ()
     return any(name in GDN_FP32_CHECKPOINT_ARCHITECTURES for name in architectures)
 
@@ -134,10 +112,7 @@ def is_gated_delta_net_fp32_param_key(
 
 
 def route_fp32_holder_key(key: str, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES) -> str:
-    """``...linear_attn.A_log`` to ``...linear_attn._fp32_params.A_log``; other keys unchanged.
-
-    Inverse of `strip_fp32_holder_key` for the names in ``param_names``.
-    """
+    """``...linear_attn.A_log`` to ``...linear_attn._fp32_params.A_log``; other keys unchanged."""
     layer, found, name = key.rpartition(_LAYER)
     return f"{layer}{found}{HOLDER_NAME}.{name}" if found and name in param_names else key
 
@@ -150,20 +125,13 @@ def strip_fp32_holder_key(key: str) -> str:
 def upcast_gated_delta_net_fp32_state_tensor(
     key: str, tensor: object, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES
 ) -> object:
-    """``tensor`` in fp32 if ``key`` demands it; otherwise the same object.
-
-    Integers, non-tensors and tensors that are already fp32 are returned unchanged.
-    """
-    if not is_gated_delta_net_fp32_param_key(key, param_names) or not _is_floating(tensor):
-        return tensor
-    return tensor if tensor.dtype == torch.float32 else tensor.to(torch.float32)
+    """``tensor`` in fp32 if ``key`` demands it and it is floating; else the same object."""
+    demanded = is_gated_delta_net_fp32_param_key(key, param_names)
+    return tensor.to(torch.float32) if demanded and _is_floating(tensor) else tensor
 
 
 def forced_gated_delta_net_fp32_dtype_mapping(state_dict: Mapping[str, object]) -> dict[str, str]:
-    """``{key: "F32"}`` for the floating fp32 parameters of ``state_dict``.
-
-    An exporter that honours it writes these tensors as F32 even where the source file had BF16.
-    """
+    """``{key: "F32"}`` for the floating fp32 parameters, which an exporter writes as F32."""
     return {
         key: "F32"
         for key, tensor in state_dict.items()

@@ -14,7 +14,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
 from megatron_gdn.hf import build_model, load_hf_weights, megatron_state, save_hf_weights
-from megatron_gdn.hf.compare import compare_folders, open_weights
+from megatron_gdn.hf.folders import compare_folders, open_weights
 from megatron_gdn.inference.generate import evaluating, generate, next_logits, static_context
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.fp8_twin import recipe as quantization_recipe

@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from megatron_gdn.hf import load_hf_weights, megatron_state, read_hf_config, save_hf_weights
-from megatron_gdn.hf.compare import open_weights
+from megatron_gdn.hf.folders import open_weights
 from tests.distributed.bridge import peft_class
 from tests.hf.megatron_models import build_megatron, logits_of
 from tests.hf.model_laws import TOKENS, _compare_logits, _rounding_noise, hf_model

@@ -17,7 +17,7 @@ from megatron_gdn.hf import (
     save_hf_weights,
     state_dict_to_hf,
 )
-from megatron_gdn.hf.compare import open_weights
+from megatron_gdn.hf.folders import open_weights
 from tests.hf.megatron_models import build_megatron
 from tests.parallel import parallel
 

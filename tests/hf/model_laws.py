@@ -16,7 +16,7 @@ from megatron_gdn.hf import (
     read_hf_config,
     save_hf_weights,
 )
-from megatron_gdn.hf.checkpoint_files import find_checkpoint
+from megatron_gdn.hf.folders import find_checkpoint
 from tests.hf.float64_layer import float64_layer
 from tests.hf.megatron_models import build_megatron, logits_of
 from tests.hf.tiny_models import model_class

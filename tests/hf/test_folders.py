@@ -20,7 +20,7 @@ from megatron_gdn.hf import (
     state_dict_to_hf,
 )
 from megatron_gdn.hf.__main__ import main
-from megatron_gdn.hf.compare import open_weights
+from megatron_gdn.hf.folders import open_weights
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from tests.hf.model_laws import load_and_save, stored_tensors
 from tests.hf.tiny_models import FOLDERS

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_gdn.hf.compare import open_weights
+from megatron_gdn.hf.folders import open_weights
 from tests.hf.model_laws import (
     layer_agrees,
     loading_fails,

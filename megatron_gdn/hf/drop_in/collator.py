@@ -1,11 +1,6 @@
-"""Batches of packed documents for these models, and each context-parallel rank's share of them.
+"""Packed batches, each context-parallel rank's share of them, and a ``Trainer`` over such ranks.
 
-Legend: N documents, S tokens of the packed row, s one rank's share.
-
-transformers' ``Trainer`` over context-parallel ranks.
-
-``Trainer`` gives every process its own batches, and each process predicts all tokens of them.
-Context-parallel ranks have each batch in common, and each rank predicts its share of the tokens.
+Legend: S tokens of the packed row.
 """
 
 from __future__ import annotations
@@ -38,15 +33,13 @@ class PackingCollator:
 
     The batch has ``input_ids``, ``position_ids`` (from 0 in every document), ``labels`` (ignored at
     the start of a document, which no token predicts), ``shift_labels`` (what the token at each
-    position must predict; ignored at the end of a document) and
-    ``cu_seq_lens_q`` = ``cu_seq_lens_k``, ``max_length_q`` = ``max_length_k``. transformers' models
-    take ``shift_labels`` with ``labels``; their loss then does not shift labels itself, which would
-    be wrong in a share of a sequence.
+    position must predict; ignored at the end of a document) and ``cu_seq_lens_q``,
+    ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. With ``shift_labels`` the loss of
+    transformers' models does not shift labels itself, which would be wrong in a share of a row.
 
     Args:
         pad_to_multiple_of: the row is filled up to a multiple of it, by a document of
             ``pad_token_id`` whose labels are ignored. ``2 * cp`` for context parallelism.
-        pad_token_id: what padding holds.
 
     Raises:
         ValueError: no documents or no tokens, labels of another length than their document,
@@ -64,25 +57,20 @@ class PackingCollator:
         for number, document in enumerate(documents):
             _require_known(number, document)
         rows = [_list(document["input_ids"]) for document in documents]
-        labels = [
-            _list(document.get("labels", row))
-            for document, row in zip(documents, rows, strict=True)
-        ]
+        labels = [_list(document.get("labels", document["input_ids"])) for document in documents]
         if not any(rows):
             raise ValueError(f"the {len(rows)} documents have no tokens.")
-        gap = -sum(map(len, rows)) % self.multiple
-        if gap:
+        if gap := -sum(map(len, rows)) % self.multiple:
             rows.append([self.pad] * gap)
             labels.append([IGNORED] * gap)
+        labels = [row for row in labels if row]
         lengths = [len(row) for row in rows]
         offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
         longest = max(lengths)
         return {
             "input_ids": torch.tensor(sum(rows, []))[None],
-            "labels": torch.tensor(sum(([IGNORED, *row[1:]] for row in labels if row), []))[None],
-            "shift_labels": torch.tensor(
-                [token for row in labels for token in [*row[1:], *([IGNORED] if row else [])]]
-            )[None],
+            "labels": torch.tensor(sum(([IGNORED, *row[1:]] for row in labels), []))[None],
+            "shift_labels": torch.tensor(sum(([*row[1:], IGNORED] for row in labels), []))[None],
             "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
             "cu_seq_lens_q": offsets,
             "cu_seq_lens_k": offsets,
@@ -98,23 +86,19 @@ def context_parallel_share(
 ) -> dict[str, Any]:
     """This rank's share of a packed batch: of every tensor over tokens, this rank's columns.
 
-    Offsets stay those of the whole row: a patched model needs them so.
-
     Args:
         batch: as :class:`PackingCollator` makes it, the same on all ranks. Tensors ``[1, S]``,
             ``[1, S, ...]`` and ``[n, 1, S]`` (positions of a vision-language model) are cut along
-            S; what has no S passes whole.
+            S; offsets and what has no S pass whole.
         cp_mesh, layout: as given to :func:`.patching.patch`.
 
     Raises:
         ValueError: tokens that the layout cannot cut evenly; pad with ``pad_to_multiple_of``. A
-            batch without ``input_ids``, or a tensor with S in another dimension,
-            which cannot be cut.
+            batch without ``input_ids``, or a tensor with S in another dimension.
     """
     if "input_ids" not in batch:
         raise ValueError(f"the batch has no input_ids to be cut by; it has {', '.join(batch)}.")
-    rows = batch["input_ids"].shape[0]
-    tokens = batch["input_ids"].shape[1]
+    rows, tokens = batch["input_ids"].shape[:2]
     layout = SequenceLayout.parse(layout)
     lengths = [tokens]
     if layout is SequenceLayout.ZIGZAG and "cu_seq_lens_q" in batch:
@@ -170,17 +154,15 @@ class ContextParallelTrainerMixin(Trainer):
         collator = PackingCollator(pad_to_multiple_of=2 * mesh.size())
         CPTrainer(model, args, train_dataset=dataset, data_collator=collator).train()
 
-    The ranks of one ``cp_mesh`` get the same batches; other groups of ranks get other batches.
-    ``compute_loss`` gives the model this rank's share, cut by the ``cp_layout`` of ``patch``.
-    Gradients are those of one rank that has the whole batch: ``Trainer`` divides every rank's sum
-    by the number of labels on all of them. Without ``cp_mesh`` it changes nothing.
-
-    Works in front of any subclass of ``Trainer`` whose methods pass their arguments to ``super()``.
+    The ranks of one ``cp_mesh`` get the same batches, and ``compute_loss`` gives the model this
+    rank's share of them. Gradients are those of one rank that has the whole batch: ``Trainer``
+    divides every rank's sum by the number of labels on all of them. Works in front of any subclass
+    of ``Trainer`` whose methods pass their arguments to ``super()``.
 
     Raises:
         ValueError: with context parallelism a dataset that is streamed, a batch without
-            ``shift_labels``, ``label_smoothing_factor`` or ``compute_loss_func`` (which would
-            shift labels inside a share), or a model that is not patched.
+            ``shift_labels``, ``label_smoothing_factor``, ``compute_loss_func``, or a model that is
+            not patched.
         RuntimeError: training without a wrapper that sums gradients over the ranks.
         NotImplementedError: predictions, of which every rank has its share only.
     """
@@ -202,19 +184,21 @@ class ContextParallelTrainerMixin(Trainer):
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor | tuple[Tensor, Any]:
-        """The loss of this rank's share of ``inputs``, as ``Trainer`` scales it.
-
-        Without gradients it is the mean over all processes, which is the loss of the whole batch.
-        """
+        """The loss of this rank's share of ``inputs``; without gradients, of the whole batch."""
         options = self._options()
         if group_of(options.cp_mesh) is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
         self._require_shifted(inputs)
-        if torch.is_grad_enabled():
-            self._require_summed_gradients(model)
+        trains, sharded = torch.is_grad_enabled(), isinstance(model, FSDPModule)
+        if trains and model is self.model and not sharded:
+            raise RuntimeError(
+                f"the trainer runs {type(model).__name__} unwrapped, so its gradients are not "
+                f"summed over the ranks. Trainer does so after an evaluate() before train(); set "
+                f"eval_on_start=True instead."
+            )
         share = context_parallel_share(inputs, options.cp_mesh, options.cp_layout)
         found = super().compute_loss(model, share, *args, **kwargs)
-        if torch.is_grad_enabled():
+        if trains:
             return found
         loss, *outputs = found if isinstance(found, tuple) else (found,)
         loss = loss.clone()
@@ -254,16 +238,13 @@ class ContextParallelTrainerMixin(Trainer):
                 f"processes in a way that context-parallel ranks cannot share. Give a dataset with "
                 f"__len__ and __getitem__, and neither dispatch_batches nor split_batches."
             )
-        sampler.num_processes, sampler.process_index = replicas_of(group)
+        # Number the groups like this one by their first ranks, which all processes gather.
+        first: list[Any] = [None] * dist.get_world_size()
+        dist.all_gather_object(first, min(dist.get_process_group_ranks(group)))
+        groups = sorted(set(first))
+        sampler.num_processes = len(groups)
+        sampler.process_index = groups.index(first[dist.get_rank()])
         return loader
-
-    def _require_summed_gradients(self, model: Any) -> None:
-        if model is self.model and not isinstance(model, FSDPModule):
-            raise RuntimeError(
-                f"the trainer runs {type(model).__name__} unwrapped, so its gradients are not "
-                f"summed over the ranks. Trainer does so after an evaluate() before train(); set "
-                f"eval_on_start=True instead."
-            )
 
     def _require_shifted(self, inputs: dict[str, Any]) -> None:
         for name, given in (
@@ -278,23 +259,11 @@ class ContextParallelTrainerMixin(Trainer):
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
                 f"{type(self.model).__name__} has accepts_loss_kwargs=False: its loss is a mean "
-                f"over its own tokens, so ranks with different numbers of labels "
-                f"would not add up. Set model.accepts_loss_kwargs = True before the trainer is "
-                f"made."
+                f"over its own tokens, so ranks with different numbers of labels would not add up. "
+                f"Set model.accepts_loss_kwargs = True before the trainer is made."
             )
         if "shift_labels" not in inputs:
             raise ValueError(
                 f"the batch has {', '.join(inputs)} and no shift_labels; labels cannot be shifted "
                 f"inside a share of a sequence. megatron_gdn.hf.PackingCollator makes them."
             )
-
-
-def replicas_of(group: dist.ProcessGroup) -> tuple[int, int]:
-    """How many groups like this one the processes form, and the number of this one.
-
-    A collective of all processes.
-    """
-    first: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(first, min(dist.get_process_group_ranks(group)))
-    groups = sorted(set(first))
-    return len(groups), groups.index(first[dist.get_rank()])

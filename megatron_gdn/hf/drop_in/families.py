@@ -1,6 +1,8 @@
-"""Which transformers modules can be replaced, found by name: transformers is not imported here.
+"""What transformers calls its linear attentions, and how each is read as a mixer of this package.
 
-The projections of a transformers linear-attention module, as the mixer's rows.
+Modules are found by name: transformers is not imported here. Its own functions on a CPU are chosen
+here too: where fla or causal-conv1d is installed, transformers calls their kernels, which need a
+GPU, for tensors of any device.
 
     side by side  the outputs of the family's projections, in the order of the rows' sections
     Qwen3-Next    in_proj_qkvz: per key head [q | k | v of its value heads | z of them]
@@ -11,68 +13,103 @@ Legend: B batch, S tokens, H hidden size, P width of the mixer's rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import inspect
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial, update_wrapper
 from importlib import import_module
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
+from ...gdn.front import gdn_parts
 from ...gdn.hf import ba_rows, qkvz_rows
+from ...gdn.rule import choose_rule
+from ...gdn.sizes import GDNDims
+from ...kda.front import kda_parts
+from ...kda.rule import choose_kda
+from ...kda.sizes import KDADims
 from ...mixers.hooks import has_hooks
+from ...mixers.micro_batch import ChooseRule
+from ...ops.delta_rule.base import HeadSizes
+from ...ops.layout import Layout
+from ...ops.parts import Parts
 from ...ops.readout.base import ACTIVATIONS
 
-if TYPE_CHECKING:
 
-    class LinearAttention(nn.Module):
-        """The attributes of transformers' linear attention that every family has."""
+class Mixer(NamedTuple):
+    """The mixer that computes what a module computes."""
 
-        conv1d: nn.Conv1d
-        activation: str
-        _modules: dict[str, Any]
-        _parameters: dict[str, Any]
+    dims: Any
+    rule: ChooseRule
+    parts: Callable[..., Parts]  # of opened rows, conv weight and bias, A_log and dt_bias
+    names: dict[str, Any]  # of mixer and recurrence in messages, if not those of MicroBatches
 
-        def __init__(self, config: Any, layer_idx: int) -> None: ...
-        def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor: ...
 
-    class TextModel(nn.Module):
-        """The attributes of transformers' text models that are read."""
+def _gdn(module: Any, config: Any, options: Any) -> Mixer:
+    dims = GDNDims.from_config(config)
+    rule = partial(
+        choose_rule, options.backend, dims.heads, operands=options.rule_operands, normalise_qk=True
+    )
+    negative = getattr(module, "allow_neg_eigval", False)
 
-        config: Any
-        layers: Iterable[Any]
+    def parts(rows: Tensor, *parameters: Any, layout: Layout, **how: Any) -> Parts:
+        how |= {"allow_neg_eigval": negative, "recompute_qkv": options.recompute_qkv}
+        return gdn_parts(rows, *parameters, sizes=HeadSizes.of(layout), **how)
 
-        def get_input_embeddings(self) -> nn.Embedding: ...
+    return Mixer(dims, rule, parts, {})
 
-else:
-    LinearAttention = TextModel = nn.Module
+
+def _kda(module: Any, config: Any, options: Any) -> Mixer:
+    if options.rule_operands != "fp16" or options.recompute_qkv:
+        raise ValueError(
+            f"rule_operands={options.rule_operands!r}, recompute_qkv={options.recompute_qkv}: "
+            f"Kimi Delta Attention has neither option. Leave both out."
+        )
+    # Rows with both gates in full width, as the module's projections give them.
+    dims = KDADims(
+        hidden_size=config.hidden_size,
+        num_key_heads=config.linear_num_heads,
+        num_heads=config.linear_num_heads,
+        key_head_dim=config.linear_head_dim,
+        value_head_dim=config.linear_head_dim,
+        conv_kernel_dim=config.linear_conv_kernel_dim,
+        forget_rank=0,
+        output_rank=0,
+    )
+    gate = module.forget_gate
+    bound = getattr(gate, "safe_gate_lower_bound", None)  # GLM 5 next; Kimi Linear has none
+    if getattr(gate, "safe_gate", False):  # Bailing Hybrid
+        bound = gate.lower_bound
+    return Mixer(
+        dims,
+        partial(choose_kda, options.backend, dims.state, bound),
+        partial(kda_parts, lower_bound=bound),
+        {"mixer": "KimiDeltaAttention", "recurrence": "KDA"},
+    )
 
 
 class Family(NamedTuple):
     """What transformers calls the parts of one family's linear attention.
 
-    Attributes:
-        package: of ``transformers.models``, which has the class.
-        kinds: ``model_type`` of the text configs that describe it.
-        projections: their outputs side by side are the mixer's rows; "a > b" calls b on a's output.
-            None: interleaved by key heads, see :mod:`.families`.
-        norm, out: the gated norm and the last projection.
-        gate: the module that has ``A_log`` and ``dt_bias``; empty: the module itself.
-        kind: the recurrence: "gdn" or "kda" (Kimi Delta Attention).
+    The outputs of ``projections`` side by side are the mixer's rows; "a > b" calls b on a's output.
+    None of them: Qwen3-Next's, interleaved by key heads.
     """
 
-    package: str
-    kinds: tuple[str, ...]
+    package: str  # of transformers.models, which has the class
+    kinds: tuple[str, ...]  # model_type of the text configs that describe it
     projections: tuple[str, ...] = ()
     norm: str = "norm"
     out: str = "out_proj"
-    gate: str = ""
-    kind: str = "gdn"
+    gate: str = ""  # the module that has A_log and dt_bias; empty: the module itself
+    mixer: Callable[[Any, Any, Any], Mixer] = _gdn  # of a module, its config and DropInOptions
 
 
 _FLAT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
 _SEPARATE = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
 
-_KDA = {"norm": "o_norm", "out": "o_proj", "gate": "forget_gate", "kind": "kda"}
+_KDA: dict[str, Any] = {"norm": "o_norm", "out": "o_proj", "gate": "forget_gate", "mixer": _kda}
 _LOW_RANK = (
     "q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj > forget_gate.f_b_proj",
     "g_a_proj > g_b_proj", "b_proj",
@@ -119,19 +156,13 @@ def linear_attention_of(layer: nn.Module) -> Any:
     return next(found, None)
 
 
-def linear_attentions(text: TextModel) -> Iterator[Any]:
+def linear_attentions(text: Any) -> Iterator[Any]:
     """The linear attention of every layer that has one."""
-    found = map(linear_attention_of, text.layers)
-    return (module for module in found if module is not None)
+    return (found for layer in text.layers if (found := linear_attention_of(layer)) is not None)
 
 
 def class_for_config(config: Any) -> type:
-    """The linear-attention class of transformers for a text config.
-
-    Raises:
-        ValueError: a config of another family.
-        ImportError: transformers is not installed.
-    """
+    """The linear-attention class of transformers for a text config."""
     kind = getattr(config, "model_type", None)
     for name, family in FAMILIES.items():
         if kind in family.kinds:
@@ -148,8 +179,7 @@ def class_for_config(config: Any) -> type:
 def plain_gate(norm: nn.Module) -> str | None:
     """``act`` if ``norm`` computes ``RMSNorm(x) * weight * act(z)`` by transformers' own forward.
 
-    None for a kernel in its place, a subclass, a replaced ``forward``, another activation or hooks:
-    such a norm is called as a module.
+    None (it is called as a module) for a kernel, subclass, replaced ``forward`` or hooks.
     """
     cls, activation = type(norm), getattr(norm, "activation", None)
     plain = (
@@ -162,22 +192,67 @@ def plain_gate(norm: nn.Module) -> str | None:
     return activation if plain and activation in ACTIVATIONS else None
 
 
-def project(module: LinearAttention, x_BSH: Tensor, dims: Any) -> Tensor:
+def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
     """``[B, S, P]``, rows with the sections of ``dims.layout``.
 
     The projections are called as modules, so adapters and hooks on them work.
     """
-    names = family_of(module).projections
-    if names:
-        return torch.cat([_called(module, name, x_BSH) for name in names], dim=-1)
-    heads = dims.num_key_heads
-    qkvz, ba = (getattr(module, f"in_proj_{name}")(x_BSH) for name in ("qkvz", "ba"))
-    qkvz = qkvz.unflatten(-1, (heads, -1)).split(qkvz_rows(dims), -1)
-    ba = ba.unflatten(-1, (heads, -1)).split(ba_rows(dims), -1)
-    return torch.cat([section.flatten(-2) for section in (*qkvz, *ba)], dim=-1)
+    if chains := family_of(module).projections:
+        sections = []
+        for chain in chains:
+            y = x_BSH
+            for name in chain.split(" > "):
+                y = module.get_submodule(name)(y)
+            sections.append(y)
+        return torch.cat(sections, dim=-1)
+    sections = []
+    for name, rows in (("in_proj_qkvz", qkvz_rows(dims)), ("in_proj_ba", ba_rows(dims))):
+        y = module.get_submodule(name)(x_BSH).unflatten(-1, (dims.num_key_heads, -1))
+        sections += [section.flatten(-2) for section in y.split(rows, -1)]
+    return torch.cat(sections, dim=-1)
 
 
-def _called(module: LinearAttention, chain: str, x_BSH: Tensor) -> Tensor:
-    for name in chain.split(" > "):
-        x_BSH = module.get_submodule(name)(x_BSH)
-    return x_BSH
+_KERNELS = (
+    "causal_conv1d_fn",
+    "causal_conv1d_update",
+    "torch_chunk_gated_delta_rule",
+    "torch_recurrent_gated_delta_rule",
+    "chunk_kimi_delta_attention",
+    "recurrent_kimi_delta_attention",
+)
+
+
+class _ByDevice:
+    """Calls transformers' plain function for CPU tensors, else the function it chose at import."""
+
+    def __init__(self, chosen: Callable[..., Any]) -> None:
+        update_wrapper(self, chosen)
+        self._chosen, self._plain = chosen, inspect.unwrap(chosen)
+        self._names = frozenset(inspect.signature(self._plain).parameters)
+
+    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
+        # No plain function reads boundaries of documents; the chosen function refuses them.
+        packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
+        if packed or x.device.type != "cpu":
+            return self._chosen(x, *args, **kwargs)
+        known = {name: value for name, value in kwargs.items() if name in self._names}
+        return self._plain(x, *args, **known)
+
+
+def plain_functions_on_cpu(model: nn.Module) -> None:
+    """Let transformers' own linear attention run on CPU tensors, with any packages installed.
+
+    Without it, a CPU fails with ``0 active drivers ([])`` where flash-linear-attention is
+    installed. :func:`.patching.patch` does it too. It replaces functions of transformers' modeling
+    files in this process; tensors on another device run what they ran before. Functions that the
+    package ``kernels`` has turned into modules are not changed (set ``USE_HUB_KERNELS=NO``).
+    """
+    for module in model.modules():
+        cls = transformers_class(module)
+        if cls is None:
+            continue
+        source = sys.modules[cls.__module__]
+        for name in _KERNELS:
+            chosen = getattr(source, name, None)
+            if inspect.isfunction(chosen) and hasattr(chosen, "__wrapped__"):
+                setattr(source, name, _ByDevice(chosen))

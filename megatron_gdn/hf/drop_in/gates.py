@@ -2,10 +2,6 @@
 
 The child, the *holder* ``_fp32_params``, has parameters of one dtype, so sharded data parallelism
 can make it a group of its own. State dicts do not show it: keys stay ``linear_attn.A_log``.
-
-``A_log`` and ``dt_bias`` under torch's ``fully_shard``: groups of their own, in fp32.
-
-Load a bf16 transformers model with ``A_log`` and ``dt_bias`` in fp32, as its file has them.
 """
 
 from __future__ import annotations
@@ -22,7 +18,7 @@ from ...compat.observe import log_once
 from ...mixers.precision import Fp32Parameters
 from ...ops.elementwise import decay_and_write_gates
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES, HOLDER_NAME
-from .families import LinearAttention, family_of
+from .families import family_of
 
 
 class SSMGate(Fp32Parameters, nn.Module):
@@ -35,12 +31,8 @@ class SSMGate(Fp32Parameters, nn.Module):
     and g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. ``A_log`` is 0 and
     ``dt_bias`` is 1 until they are filled.
 
-    Args:
-        num_v_heads: value heads.
-        dtype: fp32, or fp64.
-
     Raises:
-        ValueError: a narrower dtype.
+        ValueError: a dtype narrower than fp32.
     """
 
     _keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
@@ -58,33 +50,31 @@ class SSMGate(Fp32Parameters, nn.Module):
     def forward(self, a: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The gate g of ``a``, both ``[..., num_v_heads]``, in the parameters' dtype.
 
-        Without ``a``, copies of ``A_log`` and ``dt_bias``, for a mixer that computes the gate.
-        Copies, because torch's ``fully_shard`` gathers the parameters for this call and frees them
-        when it ends, and the mixer reads them after that.
+        Without ``a``, copies of ``A_log`` and ``dt_bias``, for a mixer that computes the gate:
+        torch's ``fully_shard`` frees the parameters that it gathers for this call when it ends.
 
         Raises:
-            ValueError: a parameter is narrower than fp32; ``a`` for a Kimi Delta Attention, whose
-                gate is another one.
+            ValueError: a parameter narrower than fp32; ``a`` for a Kimi Delta Attention.
         """
         self.require_wide_gates()
-        if a is not None and self.A_log.shape != self.dt_bias.shape:
+        if a is None:
+            return self.A_log.clone(), self.dt_bias.clone()
+        if self.A_log.shape != self.dt_bias.shape:
             raise ValueError(
                 "this holds the gate of a Kimi Delta Attention, one decay for each channel; call "
                 "it without a tensor and compute the gate from A_log and dt_bias."
             )
-        if a is None:
-            return self.A_log.clone(), self.dt_bias.clone()
         return decay_and_write_gates(a, a, self.A_log, self.dt_bias)[0]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
-        super()._save_to_state_dict(destination, _bare(prefix), keep_vars)
+        bare = prefix.removesuffix(f"{HOLDER_NAME}.")
+        super()._save_to_state_dict(destination, bare, keep_vars)
 
 
 class HeldParameter:
-    """Reads a parameter of the holder as if it were the module's own.
+    """Reads a parameter of the holder; an entry of the instance's ``__dict__`` takes precedence.
 
-    While the module has no holder yet, reading raises AttributeError, so that torch finds the
-    module's own parameter. An entry of the instance's ``__dict__`` takes precedence.
+    Without a holder it raises AttributeError, so that torch finds the module's own parameter.
     """
 
     def __init__(self, name: str) -> None:
@@ -112,7 +102,9 @@ class HoldsGates:
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
         if HOLDER_NAME in self._modules:
-            route_to_holder(state_dict, prefix)
+            for name in FP32_GDN_PARAM_NAMES:
+                if prefix + name in state_dict:
+                    state_dict[f"{prefix}{HOLDER_NAME}.{name}"] = state_dict.pop(prefix + name)
         super()._load_from_state_dict(state_dict, prefix, *args)  # pyright: ignore
 
 
@@ -124,7 +116,7 @@ def gate_owner(module: Any) -> Any:
 
 def hold_gates(owner: Any) -> None:
     """Put the gates of a replaced module, or of its forget gate, into a holder."""
-    if not issubclass(type(owner), HoldsGates):
+    if not isinstance(owner, HoldsGates):
         owner.__class__ = _holding(type(owner))
     install_ssm_gate(owner)
 
@@ -134,7 +126,7 @@ def _holding(cls: type) -> type:
     return type(f"Holding{cls.__name__}", (HoldsGates, cls), {"__doc__": cls.__doc__})
 
 
-def install_ssm_gate(module: LinearAttention, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
+def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
     """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder and return it.
 
     They stay the same objects. 16-bit ones become ``fp32_dtype``; fp64 is not rounded.
@@ -146,13 +138,27 @@ def install_ssm_gate(module: LinearAttention, fp32_dtype: torch.dtype = torch.fl
     holder = SSMGate(len(module._parameters["A_log"]), fp32_dtype)
     for name in FP32_GDN_PARAM_NAMES:
         parameter = module._parameters.pop(name)
-        wide = torch.promote_types(parameter.dtype, fp32_dtype)
-        parameter.data = parameter.data.to(wide)
-        if parameter.grad is not None:
-            parameter.grad = parameter.grad.to(wide)
+        _cast(parameter, torch.promote_types(parameter.dtype, fp32_dtype))
         holder.register_parameter(name, parameter)
     module.add_module(HOLDER_NAME, holder)
     return holder
+
+
+def release_gates(owner: Any, dtypes: dict[str, torch.dtype]) -> None:
+    """Undo :func:`hold_gates`: the parameters are the module's own again, in ``dtypes``."""
+    holder = owner._modules.pop(HOLDER_NAME)
+    for name, dtype in dtypes.items():
+        _cast(holder._parameters[name], dtype)
+        owner._parameters[name] = holder._parameters[name]
+    if type(owner).__bases__[0] is HoldsGates:
+        owner.__class__ = type(owner).__bases__[1]
+
+
+def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    if parameter.dtype != dtype:
+        parameter.data = parameter.data.to(dtype)
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.to(dtype)
 
 
 def tell_of_other_dtype(config: Any) -> None:
@@ -165,31 +171,6 @@ def tell_of_other_dtype(config: Any) -> None:
         )
 
 
-def release_gates(module: LinearAttention, dtypes: dict[str, torch.dtype]) -> None:
-    """Undo :func:`hold_gates`: the parameters are the module's own again, in ``dtypes``."""
-    holder = module._modules.pop(HOLDER_NAME)
-    for name, dtype in dtypes.items():
-        parameter = holder._parameters[name]
-        if parameter.dtype != dtype:
-            parameter.data = parameter.data.to(dtype)
-            if parameter.grad is not None:
-                parameter.grad = parameter.grad.to(dtype)
-        module._parameters[name] = parameter
-    if type(module).__bases__[0] is HoldsGates:
-        module.__class__ = type(module).__bases__[1]
-
-
-def route_to_holder(state_dict: dict[str, Any], prefix: str) -> None:
-    """Rename the bare keys of the module at ``prefix`` to those of its holder."""
-    for name in FP32_GDN_PARAM_NAMES:
-        if f"{prefix}{name}" in state_dict:
-            state_dict[f"{prefix}{HOLDER_NAME}.{name}"] = state_dict.pop(f"{prefix}{name}")
-
-
-def _bare(prefix: str) -> str:
-    return prefix.removesuffix(f"{HOLDER_NAME}.")
-
-
 def shard_gates(model: nn.Module, **options: Any) -> None:
     """Give the fp32 gates of every replaced module a ``fully_shard`` group of its own.
 
@@ -200,9 +181,7 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    Args:
-        model: a patched model.
-        options: of ``fully_shard``, without ``mp_policy``: the gates are never rounded.
+    ``options`` are those of ``fully_shard``, without ``mp_policy``: the gates are never rounded.
 
     Raises:
         ValueError: a model without replaced modules.

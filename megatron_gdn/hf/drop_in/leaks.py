@@ -1,12 +1,9 @@
-"""Does one packed document reach another? Works on any module or model, patched or not.
-
-Every document is changed in turn. Any change in the output of another document is a leak.
-"""
+"""Does one packed document reach another? Works on any module or model, patched or not."""
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -35,16 +32,20 @@ class PackingLeak(AssertionError):
 
 
 class Reach(NamedTuple):
-    """How much N packed documents change each other's outputs.
+    """How much N packed documents change each other's outputs."""
 
-    Attributes:
-        change: fp32 ``[N, N]``; ``[i, j]`` is the largest change of document j's output when
-            document i is replaced.
-        largest: fp32 ``[N]``, the largest output of each document.
-    """
+    change: Tensor  # fp32 [N, N]: the largest change of document j's output when i is replaced
+    largest: Tensor  # fp32 [N]: the largest output of each document
 
-    change: Tensor
-    largest: Tensor
+    def leaks(self, tolerance: float) -> list[Leak]:
+        bound = tolerance * self.largest.max().item()
+        documents = range(len(self.largest))
+        return [
+            Leak(origin, into, self.change[origin, into].item(), self.largest[into].item())
+            for origin in documents
+            for into in documents
+            if origin != into and not self.change[origin, into].item() <= bound  # NaN leaks too
+        ]
 
 
 def packing_reach(
@@ -62,20 +63,18 @@ def packing_reach(
         )
     if source not in SOURCES:
         raise ValueError(f"source={source!r} is not known; use one of {', '.join(SOURCES)}.")
-    takes_ids = hasattr(module, "get_input_embeddings")
     parameter = next(module.parameters())
     generator = torch.Generator("cpu").manual_seed(seed)
-    draw = _draw_tokens(module) if takes_ids else _draw_hidden(module, parameter.dtype)
     told = {**_told(source, lengths, parameter.device), **kwargs}
-    if takes_ids:
+    if hasattr(module, "get_input_embeddings"):
         told.setdefault("use_cache", False)
+    spans = torch.tensor(lengths, device="cpu").cumsum(0)
+    spans = [(end - length, end) for length, end in zip(lengths, spans.tolist(), strict=True)]
+    first, other = (_drawn(module, sum(lengths), generator).to(parameter.device) for _ in range(2))
     training = module.training
     module.eval()
-    spans = _spans(lengths)
     try:
         with torch.no_grad():
-            first = draw(sum(lengths), generator).to(parameter.device)
-            other = draw(sum(lengths), generator).to(parameter.device)
             reference = _output(module(first, **told))
             change = torch.empty(len(spans), len(spans), device="cpu")
             for origin, (start, end) in enumerate(spans):
@@ -89,17 +88,6 @@ def packing_reach(
     return Reach(change, torch.stack([reference[:, a:b].abs().max() for a, b in spans]).cpu())
 
 
-def _found(reach: Reach, tolerance: float) -> list[Leak]:
-    change, largest = reach
-    bound = tolerance * largest.max().item()
-    return [
-        Leak(origin, into, change[origin, into].item(), largest[into].item())
-        for origin in range(len(largest))
-        for into in range(len(largest))
-        if origin != into and not change[origin, into].item() <= bound  # NaN leaks too
-    ]
-
-
 def packing_leaks(
     module: nn.Module,
     lengths: Sequence[int] = (5, 7, 4),
@@ -108,7 +96,7 @@ def packing_leaks(
     **kwargs: Any,
 ) -> list[Leak]:
     """Pairs of documents of which one reaches the other; see :func:`assert_no_packing_leak`."""
-    return _found(packing_reach(module, lengths, **kwargs), tolerance)
+    return packing_reach(module, lengths, **kwargs).leaks(tolerance)
 
 
 def assert_no_packing_leak(
@@ -123,19 +111,16 @@ def assert_no_packing_leak(
     """Raise if a packed document changes the output at another one.
 
     Lays documents of random tokens (or hidden states) in one row, replaces each by another of its
-    length, and looks at the outputs of the rest. It needs no knowledge of the module, so it finds
-    the leak of an unpatched transformers model as well.
+    length, and looks at the outputs of the rest, of any model, patched or not.
 
     Args:
         module: a model with ``get_input_embeddings`` and logits or ``last_hidden_state``, or a
             layer from hidden states ``[1, S, H]`` to the same.
-        lengths: of the documents.
         source: how the module is given them: ``"position_ids"``, ``"cu_seq_lens_q"`` (flash
             attention's keywords, which transformers refuses without its kernels),
             ``"packed_seq_ids"`` or ``"indexed_mask"``.
         tolerance: changes up to this fraction of the largest output are not leaks. 0 asks for
             equal bits; the rounding of experts may depend on tokens that are computed together.
-        seed: of the random documents.
         kwargs: what else the module is called with.
 
     Returns:
@@ -143,10 +128,9 @@ def assert_no_packing_leak(
 
     Raises:
         PackingLeak: says which document reached which, and by how much.
-        ValueError: fewer than two documents, an unknown source.
     """
     reach = packing_reach(module, lengths, source=source, seed=seed, **kwargs)
-    found = _found(reach, tolerance)
+    found = reach.leaks(tolerance)
     if not found:
         others = reach.change.clone().fill_diagonal_(0)
         line = (
@@ -167,21 +151,15 @@ def assert_no_packing_leak(
     )  # fmt: skip
 
 
-def _spans(lengths: Sequence[int]) -> list[tuple[int, int]]:
-    ends = torch.tensor(lengths, device="cpu").cumsum(0).tolist()
-    return list(zip([0, *ends], ends, strict=False))
-
-
 def _told(source: str, lengths: Sequence[int], device: torch.device) -> dict[str, Any]:
     length_N = torch.tensor(lengths, device="cpu")
-    ids = length_N.gt(0).cumsum(0).repeat_interleave(length_N)[None].to(device)
-    if source == "packed_seq_ids":
-        return {"_packed_seq_ids": ids}
-    if source == "indexed_mask":
-        return {"attention_mask": ids}
     if source == "position_ids":
         positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])
         return {"position_ids": positions[None].to(device)}
+    if source != "cu_seq_lens_q":
+        ids = torch.arange(1, len(lengths) + 1, device="cpu").repeat_interleave(length_N)
+        name = "attention_mask" if source == "indexed_mask" else "_packed_seq_ids"
+        return {name: ids[None].to(device)}
     offsets = torch.tensor([0, *lengths], device="cpu").cumsum(0).to(device, torch.int32)
     longest = max(lengths)
     return {
@@ -190,26 +168,19 @@ def _told(source: str, lengths: Sequence[int], device: torch.device) -> dict[str
     }  # fmt: skip
 
 
-Draw = Callable[[int, torch.Generator], Tensor]
-
-
-def _draw_tokens(model: Any) -> Draw:
-    vocabulary = model.get_input_embeddings().weight.shape[0]
-    return lambda tokens, generator: torch.randint(
-        vocabulary, (1, tokens), generator=generator, device="cpu"
-    )
-
-
-def _draw_hidden(layer: nn.Module, dtype: torch.dtype) -> Draw:
-    width = getattr(layer, "hidden_size", None)
+def _drawn(module: Any, tokens: int, generator: torch.Generator) -> Tensor:
+    """Random token ids for a model, or hidden states for a layer."""
+    if hasattr(module, "get_input_embeddings"):
+        vocabulary = module.get_input_embeddings().weight.shape[0]
+        return torch.randint(vocabulary, (1, tokens), generator=generator, device="cpu")
+    width = getattr(module, "hidden_size", None)
     if width is None:
         raise ValueError(
-            f"{type(layer).__name__} has no hidden_size, so hidden states cannot be drawn for it; "
+            f"{type(module).__name__} has no hidden_size, so hidden states cannot be drawn for it; "
             f"give a transformers model or linear-attention module."
         )
-    return lambda tokens, generator: torch.randn(
-        1, tokens, width, generator=generator, device="cpu"
-    ).to(dtype)
+    hidden = torch.randn(1, tokens, width, generator=generator, device="cpu")
+    return hidden.to(next(module.parameters()).dtype)
 
 
 def _output(returned: Any) -> Tensor:

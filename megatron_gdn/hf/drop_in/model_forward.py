@@ -1,9 +1,8 @@
-"""Before a patched text model's forward: resolve the batch and pass it to layers and attention.
+"""What a patched text model does around its own forward: batch, positions, masks and attention.
 
-Softmax attention of a transformers model under context parallelism, packed or not.
-
-Every rank gathers the keys and values of all ranks; their gradients are summed and scattered. It
-attends with its own queries, document by document, through torch's
+The batch is resolved before the forward and passed to layers and attention. Under context
+parallelism softmax attention gathers the keys and values of all ranks (their gradients are summed
+and scattered) and attends with its own queries, document by document, through torch's
 ``scaled_dot_product_attention``. Works on any device, number of ranks and layout.
 
 Legend: B batch, S tokens of the whole sequence, s this rank's, H query heads, G key heads, D dim.
@@ -11,7 +10,7 @@ Legend: B batch, S tokens of the whole sequence, s this rank's, H query heads, G
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -20,79 +19,61 @@ from torch import Tensor, nn
 from ...compat.megatron_on_cpu import run_megatron_on_cpu
 from ...mixers.attention.attention import MicroBatchShare, Span
 from ...ops.host_tables import to_device
-from .batch import ModelBatch
-from .families import TextModel, linear_attention_of
-from .layer import DropInOptions, refuse_documents_after_cache, resolve_call
-from .place import group_of
+from .batch import ModelBatch, resolve_call
+from .families import linear_attention_of
+from .layer import DropInOptions
 from .sources import Sources, as_attention_reads, offsets_of, text_positions
 
-if TYPE_CHECKING:
-    from .batch import ModelBatch
+GATHERED = "megatron_gdn_gathered"
 
 
-def prepare_forward(text: TextModel, options: DropInOptions, given: dict[str, Any]) -> dict:
-    """The keywords of the text model's forward, with the resolved batch among them.
-
-    Args:
-        text: the text model.
-        given: all arguments of its forward, by name.
-
-    Raises:
-        ValueError: sources that do not fit, see :mod:`.batch`; a cache with packed documents or
-            context parallelism; attention that does not take packed documents.
-    """
+def prepare_forward(text: Any, options: DropInOptions, given: dict[str, Any]) -> dict:
+    """The keywords of the text model's forward, given by name, with the resolved batch added."""
     kwargs = dict(given)
     seq_index = kwargs.pop("seq_index", None)
     kwargs.pop("gdn_batch", None)
-    given_mask = kwargs.get("attention_mask")
+    mask = kwargs.get("attention_mask")
     sources = Sources(
-        given_mask.get("linear_attention") if isinstance(given_mask, dict) else given_mask,
+        mask.get("linear_attention") if isinstance(mask, dict) else mask,
         kwargs.pop("_packed_seq_ids", None),
         offsets_of(kwargs.pop("cu_seqlens", None), kwargs.get("cu_seq_lens_q")),
         kwargs.get("position_ids"),
         kwargs.pop("indices", None),
     )
-    mask = kwargs["attention_mask"] = as_attention_reads(text, given_mask)
-    cache = kwargs.get("past_key_values")
-    if cache is not None and cache.get_seq_length() > 0 and group_of(options.cp_mesh) is None:
-        refuse_documents_after_cache(sources, seq_index)
-        return kwargs  # the sequences continue: transformers' own forward
-    x = kwargs["inputs_embeds"] if kwargs.get("input_ids") is None else kwargs["input_ids"]
+    mask = kwargs["attention_mask"] = as_attention_reads(text, mask)
+    x, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
+    x = kwargs.get("inputs_embeds") if x is None else x
     if x is None:
         return kwargs  # the model's forward raises and names what is missing
-    batch = resolve_call(options, sources, x, seq_index)
+    batch = resolve_call(options, sources, x, seq_index, cache)
+    if batch is None:
+        return kwargs
     kwargs["gdn_batch"] = batch
     if batch.is_plain:
         return kwargs
-    _refuse_cache(kwargs, batch)
+    if cache is not None or kwargs.get("use_cache"):
+        what = "packed documents" if batch.group is None else "context parallelism"
+        raise ValueError(
+            f"a cache cannot be filled with {what}: it holds one state per row. Pass "
+            f"use_cache=False and no past_key_values; generate on one rank, one sequence per row."
+        )
     kwargs["use_cache"] = False
     if kwargs.get("position_ids") is None:
         kwargs["position_ids"] = _positions(batch, len(x), x.device)
-    refuse_mixing_elsewhere(text.config, batch)
-    kind = _attention_kind(text.config)
-    of_attention = mask[kind] if isinstance(mask, dict) else None
-    if not isinstance(mask, dict):
+    _refuse_mixing_elsewhere(text.config, batch)
+    kinds = set(text.config.layer_types) - {"linear_attention"}
+    kind = kinds.pop() if len(kinds) == 1 else "full_attention"
+    if isinstance(mask, dict):
+        of_attention = mask[kind]
+    else:
         of_attention = _attention_mask(text, batch, x, kwargs["position_ids"], mask)
     kwargs["attention_mask"] = {kind: of_attention, "linear_attention": None}
     return kwargs
 
 
-def _attention_kind(config: Any) -> str:
-    """What a model's config calls the layers that are no linear attention."""
-    kinds = set(config.layer_types) - {"linear_attention"}
-    return kinds.pop() if len(kinds) == 1 else "full_attention"
-
-
-def refuse_mixing_elsewhere(config: Any, batch: ModelBatch) -> None:
-    """Refuse what other parts of a model than its layers here would let documents or ranks mix.
-
-    Raises:
-        NotImplementedError: Qwen4-Exp's per-layer embeddings, whose n-grams and convolution run
-            over the row that they are given; attention whose indexer ranks the keys of a row, with
-            context parallelism; that of GLM 5 next with documents too, since it takes no mask of
-            them.
-    """
-    documents = batch.place is None
+def _refuse_mixing_elsewhere(config: Any, batch: ModelBatch) -> None:
+    """Refuse what other parts of a model than its layers here would let documents or ranks mix."""
+    documents = batch.group is None
     if getattr(config, "ple_layer_ids", None):
         what = "packed documents" if documents else "context parallelism"
         raise NotImplementedError(
@@ -116,46 +97,36 @@ def refuse_mixing_elsewhere(config: Any, batch: ModelBatch) -> None:
         )
 
 
-def _refuse_cache(kwargs: dict[str, Any], batch: ModelBatch) -> None:
-    if kwargs.get("past_key_values") is None and not kwargs.get("use_cache"):
-        return
-    what = "packed documents" if batch.place is None else "context parallelism"
-    raise ValueError(
-        f"a cache cannot be filled with {what}: it holds one state per row. Pass use_cache=False "
-        f"and no past_key_values; generate on one rank, one sequence per row."
-    )
-
-
 def _positions(batch: ModelBatch, rows: int, device: torch.device) -> Tensor:
     """int64 ``[B, S]``: positions inside each document, 0 at padding."""
-    if batch.ids is None or batch.packed is None:
-        assert batch.place is not None
-        return to_device(batch.place.own_positions(), device).expand(rows, -1)
-    ids = batch.ids
+    ids, own = batch.ids, batch.own
+    if ids is None or batch.packed is None:
+        assert own is not None
+        return to_device(own, device).expand(rows, -1)
     starts = torch.ones_like(ids, dtype=torch.bool)
     starts[:, 1:] = ids[:, 1:] != ids[:, :-1]
     column = torch.arange(ids.shape[1], device=ids.device).expand_as(ids)
     start = column.masked_fill(~starts, 0).cummax(-1).values
     position = (column - start).masked_fill(ids == 0, 0)
-    if batch.place is not None:
-        position = position[:, batch.place.own_positions()]
+    if own is not None:
+        position = position[:, own]
     return to_device(position.contiguous(), device)
 
 
 def _attention_mask(
-    text: TextModel, batch: ModelBatch, x: Tensor, position_ids: Tensor, mask: Tensor | None
+    text: Any, batch: ModelBatch, x: Tensor, position_ids: Tensor, mask: Tensor | None
 ) -> Any:
     """The mask that keeps documents apart, in the form that the attention takes."""
     implementation = text.config._attn_implementation
     if all(linear_attention_of(layer) is not None for layer in text.layers):
         return None
-    if batch.place is not None:
+    if batch.group is not None:
         if batch.packed is not None and implementation != GATHERED:
             raise ValueError(
-                f"documents are packed and the model's attention is {implementation!r}, which "
-                f"does not take them under context parallelism. Patch with "
-                f"attention='gathered', or pass attention_mask as a dict whose 'full_attention' "
-                f"is what your attention takes."
+                f"documents are packed and the model's attention is {implementation!r}, which does "
+                f"not take them under context parallelism. Patch with attention='gathered', or "
+                f"pass attention_mask as a dict whose 'full_attention' is what your attention "
+                f"takes."
             )
         return None
     if mask is not None and mask.dim() == 4 and "flash" not in implementation:
@@ -191,9 +162,6 @@ def _for_flash(batch: ModelBatch, implementation: str, position_ids: Tensor) -> 
         )
 
 
-GATHERED = "megatron_gdn_gathered"
-
-
 def register_gathered_attention() -> None:
     """Make :func:`gathered_attention` known to transformers by the name ``GATHERED``."""
     from transformers import AttentionInterface
@@ -213,27 +181,15 @@ def gathered_attention(
     gdn_batch: ModelBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention as transformers calls it.
-
-    Args:
-        query, key, value: ``[B, H, s, D]``, ``[B, G, s, D]``.
-        gdn_batch: where the tokens lie, from a patched model.
-
-    Returns:
-        ``[B, s, H, D]`` and no weights.
-
-    Raises:
-        ValueError: a mask (documents come in ``gdn_batch``), or no ``gdn_batch``.
-    """
+    """Causal attention as transformers calls it: ``[B, H, s, D]`` in, ``[B, s, H, D]`` out."""
     if attention_mask is not None or gdn_batch is None:
         raise ValueError(
             f"{GATHERED!r} attention runs inside a model that megatron_gdn.hf.patch has patched "
             f"for context parallelism, and takes no attention_mask."
         )
-    place = gdn_batch.place
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if place is not None and place.exchange is not None:
-        q, k, v = (place.enter(x.flatten(2)).unflatten(2, x.shape[2:]) for x in (q, k, v))
+    if gdn_batch.exchange is not None:
+        q, k, v = (gdn_batch.to_layout(x.flatten(2)).unflatten(2, x.shape[2:]) for x in (q, k, v))
     layout = gdn_batch.layout
     share = MicroBatchShare.of(
         gdn_batch.packed, gdn_batch.group, lambda _: layout, q.shape[1], q.device
@@ -241,8 +197,8 @@ def gathered_attention(
     keys, values = (share.gather(x.transpose(0, 1)).transpose(0, 1) for x in (k, v))
     spans = [_attend(span, q, keys, values, scaling, dropout) for span in share.spans]
     out = torch.cat(spans, dim=1)
-    if place is not None and place.exchange is not None:
-        out = place.leave(out.flatten(2)).unflatten(2, out.shape[2:])
+    if gdn_batch.exchange is not None:
+        out = gdn_batch.from_layout(out.flatten(2)).unflatten(2, out.shape[2:])
     return out.contiguous(), None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Iterator
+from contextlib import ExitStack
 from functools import wraps
 from types import MethodType
 from typing import Any, cast
@@ -13,14 +13,9 @@ import torch
 from torch import nn
 
 from ...context_parallel import LinearCpMode, SequenceLayout
-from .families import MODELS, TextModel, linear_attention_of, linear_attentions, transformers_class
+from .families import MODELS, linear_attention_of, linear_attentions, transformers_class
 from .gates import gate_owner
-from .layer import (
-    CPAwareGatedDeltaNet,
-    DropInOptions,
-    become_drop_in,
-    stop_being_drop_in,
-)
+from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, stop_being_drop_in
 from .model_forward import GATHERED, prepare_forward, register_gathered_attention
 from .place import group_of
 
@@ -31,31 +26,28 @@ logger = logging.getLogger(__name__)
 
 
 class Patch:
-    """A model whose linear-attention modules were replaced.
-
-    Attributes:
-        model: the model that was given.
-        layers: the replaced modules, by name.
-    """
+    """A model whose linear-attention modules were replaced; ``layers`` are these, by name."""
 
     def __init__(self, model: nn.Module, options: DropInOptions, attention: str | None) -> None:
         self.model = model
         self.layers: dict[str, CPAwareGatedDeltaNet] = {}
-        self._hooks: list[Any] = []
-        self._attention: list[tuple[Any, str]] = []
+        self._changes = ExitStack()  # what undoes them
         self._forwards: dict[nn.Module, Any] = {}
-        texts = list(text_models(model))
-        for text in texts:
+        texts = {name: cast(Any, one) for name, one in model.named_modules() if _is_text_model(one)}
+        if not texts:
+            raise ValueError(
+                f"{type(model).__name__} has no linear-attention modules that are known here: "
+                f"legal are transformers' {MODELS} models and their text models."
+            )
+        for text in texts.values():
             for name, layer in text.named_modules():
                 if isinstance(layer, CPAwareGatedDeltaNet):
                     raise ValueError(
                         f"{name} is replaced already; undo the first patch before another one."
                     )
         try:
-            for text in texts:
-                self._replace(text, options)
-                if attention is not None:
-                    self._attention.append((text.config, text.config._attn_implementation))
+            for prefix, text in texts.items():
+                self._replace(prefix, text, options)
                 self._hook(text, attention)
         except Exception:
             self.undo()
@@ -78,9 +70,7 @@ class Patch:
         )
 
     def undo(self) -> None:
-        """Put transformers' own classes back; parameters stay the same objects.
-
-        ``A_log`` and ``dt_bias`` return to the dtype that they had.
+        """Put back transformers' own classes and the dtypes of ``A_log`` and ``dt_bias``.
 
         Raises:
             RuntimeError: the modules have been wrapped meanwhile, as by ``fully_shard``, or a text
@@ -99,18 +89,8 @@ class Patch:
                     f"the forward of {type(text).__name__} was replaced since it was patched, and "
                     f"calls the patched one. Restore that before undoing the patch."
                 )
-        for hook in self._hooks:
-            hook.remove()
-        for text in self._forwards:
-            before = vars(text).pop(_FORWARD_BEFORE)
-            del vars(text)["forward"]
-            if before is not None:
-                vars(text)["forward"] = before
-        for config, implementation in self._attention:
-            config._attn_implementation = implementation
-        for layer in self.layers.values():
-            stop_being_drop_in(layer)
-        self._hooks, self._attention, self._forwards, self.layers = [], [], {}, {}
+        self._changes.close()
+        self._forwards, self.layers = {}, {}
 
     def __enter__(self) -> Patch:
         return self
@@ -118,13 +98,13 @@ class Patch:
     def __exit__(self, *_: Any) -> None:
         self.undo()
 
-    def _replace(self, text: TextModel, options: DropInOptions) -> None:
-        prefix = next(name for name, module in self.model.named_modules() if module is text)
+    def _replace(self, prefix: str, text: Any, options: DropInOptions) -> None:
         rounded = []
         for name, module in text.named_modules(prefix=prefix):
             if transformers_class(module) is None:
                 continue
             layer = self.layers[name] = become_drop_in(module, text.config, options)
+            self._changes.callback(stop_being_drop_in, layer)
             if layer.drop_in.stored["A_log"] in (torch.bfloat16, torch.float16):
                 rounded.append(name)
         if rounded:
@@ -132,15 +112,14 @@ class Patch:
                 "A_log and dt_bias of %d layers (%s, ...) were loaded in 16 bits and are fp32 from "
                 "here on, with the rounded values. Load within megatron_gdn.hf.gates_in_fp32() to "
                 "keep the file's values.",
-                len(rounded),
-                rounded[0],
+                *(len(rounded), rounded[0]),
             )
 
-    def _hook(self, text: TextModel, attention: str | None) -> None:
+    def _hook(self, text: Any, attention: str | None) -> None:
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         own = text.config._attn_implementation
 
-        def options_now(module: TextModel) -> DropInOptions:
+        def options_now(module: Any) -> DropInOptions:
             options = _options_of(module)
             if attention is not None:
                 off = group_of(options.cp_mesh) is None
@@ -150,7 +129,7 @@ class Patch:
             return options
 
         @torch.compiler.disable  # reads boundaries on the host
-        def before(module: TextModel, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        def before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
             given = {**dict(zip(names, args, strict=False)), **kwargs}
             return (), prepare_forward(module, options_now(module), given)
 
@@ -161,23 +140,30 @@ class Patch:
             own = vars(module)[_FORWARD_BEFORE] or MethodType(type(module).forward, module)
             return own(*args, **kwargs)
 
+        if attention is not None:
+            self._changes.callback(setattr, text.config, "_attn_implementation", own)
         options_now(text)
-        self._hooks.append(text.register_forward_pre_hook(cast(Any, before), with_kwargs=True))
+        hooks = [text.register_forward_pre_hook(cast(Any, before), with_kwargs=True)]
+        for layer in text.layers:
+            if linear_attention_of(layer) is None:
+                hooks.append(layer.register_forward_pre_hook(_before_attention, with_kwargs=True))
+        for hook in hooks:
+            self._changes.callback(hook.remove)
         vars(text)[_FORWARD_BEFORE] = vars(text).get("forward")
         vars(text)["forward"] = MethodType(forward, text)  # a deepcopy binds it to the copy
         self._forwards[text] = forward
-        for layer in text.layers:
-            if linear_attention_of(layer) is None:
-                hook = layer.register_forward_pre_hook(_before_attention, with_kwargs=True)
-                self._hooks.append(hook)
+        self._changes.callback(_restore_forward, text)
 
 
-def _options_of(text: TextModel) -> DropInOptions:
-    """The options of a text model's replaced layers; their ``_cp_mesh`` may have changed.
+def _restore_forward(text: Any) -> None:
+    before = vars(text).pop(_FORWARD_BEFORE)
+    del vars(text)["forward"]
+    if before is not None:
+        vars(text)["forward"] = before
 
-    Raises:
-        ValueError: they are set to different context-parallel ranks.
-    """
+
+def _options_of(text: Any) -> DropInOptions:
+    """The options of a text model's replaced layers; their ``_cp_mesh`` may have changed."""
     first, *others = (module.drop_in.options for module in linear_attentions(text))
     for options in others:
         mine, theirs = first.cp_mesh, options.cp_mesh
@@ -196,12 +182,10 @@ def _before_attention(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dic
     return args, kwargs
 
 
-def text_models(model: nn.Module) -> Iterator[TextModel]:
-    """The modules whose ``layers`` hold linear-attention modules."""
-    for module in model.modules():
-        layers = getattr(module, "layers", None)
-        if isinstance(layers, nn.ModuleList) and any(linear_attentions(cast(TextModel, module))):
-            yield cast(TextModel, module)
+def _is_text_model(module: nn.Module) -> bool:
+    """Whether its ``layers`` hold linear-attention modules."""
+    layers = getattr(module, "layers", None)
+    return isinstance(layers, nn.ModuleList) and any(linear_attentions(module))
 
 
 def patch(
@@ -222,16 +206,14 @@ def patch(
     Bailing Hybrid, also inside their vision-language classes. Modules, parameters, state-dict keys
     and optimizers stay; ``A_log`` and ``dt_bias`` become fp32.
 
-    Packed documents are read once per forward from the model's arguments, see :mod:`.sources`.
-    Conv, rule and (through its mask) attention keep them apart. With context parallelism the
-    model is given this rank's tokens, ``cu_seq_lens_q`` of the whole buffer or this rank's ids,
-    and optionally ``seq_index [s]``, the positions of its tokens; missing ``position_ids`` are
-    filled in. Parameters get the gradient of this rank's tokens: sum it over ``cp_mesh``.
+    Packed documents are read once per forward from the model's arguments, see :mod:`.sources`, and
+    kept apart. With context parallelism the model is given this rank's tokens, ``cu_seq_lens_q`` of
+    the whole buffer or this rank's ids, and optionally ``seq_index [s]``, the positions of its
+    tokens. Parameters get the gradient of this rank's tokens: sum it over ``cp_mesh``.
 
     Args:
         model: any model of these families, or its text model.
-        cp_mesh: one-dimensional device mesh over the context-parallel ranks. ``layer._cp_mesh`` of
-            all replaced layers may be set to another one, or to None, later.
+        cp_mesh: one-dimensional device mesh over the context-parallel ranks.
         cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
             (DualChunkSwap of the whole row, as torch and Megatron do with one sequence),
             ``"contiguous"``, or ``"zigzag"`` (DualChunkSwap of every document).
@@ -241,13 +223,11 @@ def patch(
         unpacked: what runs a batch that is not packed on one rank: ``"transformers"``, its own
             forward with its bits, or ``"fused"``, the mixer of this package.
         attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
-            too: every rank gathers keys and values, packed documents included. None leaves
-            attention to the caller (torch's ``context_parallel``, ring attention), to
-            which this package then cannot pass packed documents.
+            too: every rank gathers keys and values, packed documents included. None leaves it to
+            the caller (torch's ``context_parallel``, ring attention), without packed documents.
 
     Returns:
-        a handle with ``undo()``, also a context manager. Its ``repr`` says in one line what was
-        replaced, and so does the log.
+        a handle with ``undo()``, also a context manager. Its ``repr`` says what was replaced.
 
     Raises:
         ValueError: a model without such modules, or one that is patched already; an option or a
@@ -259,11 +239,6 @@ def patch(
         cp_mesh=cp_mesh, cp_layout=cp_layout, linear_cp_mode=linear_cp_mode, backend=backend,
         rule_operands=rule_operands, unpacked=unpacked, recompute_qkv=recompute_qkv,
     )  # fmt: skip
-    if not any(True for _ in text_models(model)):
-        raise ValueError(
-            f"{type(model).__name__} has no linear-attention modules that are known here: legal "
-            f"are transformers' {MODELS} models and their text models."
-        )
     if attention is not None:
         register_gathered_attention()
     patched = Patch(model, options, None if attention is None else GATHERED)

@@ -10,17 +10,10 @@
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
 
 A table counts documents from 1 along each row; 0 is padding. It lies on the host, also under
-``torch.set_default_device``.
+``torch.set_default_device``. A 4-D mask of bools or integers is True or 1 where a token sees
+another; one of floats is added to scores: 0 there, and a very negative number elsewhere.
 
 Legend: B batch, S tokens of a row, N documents, T tokens that are not padding.
-
-4-D attention masks: the documents that they keep apart, and the form that attention reads.
-
-    bool     True where a token sees another
-    integer  1 there, and 0 elsewhere
-    float    added to scores: 0 there, and a very negative number elsewhere
-
-Legend: B batch, S tokens of a row.
 """
 
 from __future__ import annotations
@@ -31,9 +24,9 @@ import torch
 from torch import Tensor
 
 from ...ops.documents import Documents
-from .families import TextModel
 
 _BLOCKS = "attention_mask (4-D)"
+_EXCLUDED = -1e4  # this, or less, added to a score makes its attention weight 0
 
 
 class Sources(NamedTuple):
@@ -49,16 +42,9 @@ class Sources(NamedTuple):
     position_ids: Tensor | None = None
     indices: Tensor | None = None
 
-    def given(self) -> bool:
-        return any(source is not None for source in self)
-
 
 def offsets_of(cu_seqlens: Tensor | None, cu_seq_lens_q: Tensor | None) -> Tensor | None:
-    """The offsets that were given by either name.
-
-    Raises:
-        ValueError: both were given and differ.
-    """
+    """The offsets that were given by either name."""
     if cu_seqlens is None or cu_seq_lens_q is None:
         return cu_seq_lens_q if cu_seqlens is None else cu_seqlens
     if cu_seqlens.tolist() != cu_seq_lens_q.tolist():
@@ -84,15 +70,9 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
 
     If the other sources name no documents, ``position_ids`` are read: a token whose position does
     not follow that of the token before starts a document (the rule by which transformers masks
-    attention). Tokens where a 0/1 ``attention_mask`` is 0 are padding, with any source of
-    documents.
-
-    Raises:
-        ValueError: a source of the wrong shape; a 4-D mask that is not block-causal; offsets that
-            do not fit the tokens; sources that disagree; padding inside a document; ``indices``
-            without offsets.
+    attention). Tokens where a 0/1 ``attention_mask`` is 0 are padding, with any source.
     """
-    mask = sources.attention_mask
+    mask, packed_seq_ids, cu_seqlens, position_ids, indices = sources
     found: dict[str, Tensor] = {}
     if mask is not None and mask.dim() not in (2, 4):
         raise ValueError(
@@ -100,26 +80,23 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             f"[{rows}, 1, {tokens}, {tokens}]."
         )
     if mask is not None and mask.dim() == 4:
-        found[_BLOCKS] = document_ids_of_block_mask(mask, rows, tokens)
+        found[_BLOCKS] = _of_block_mask(mask, rows, tokens)
     elif is_indexed_packed_mask(mask):
-        _require_shape("attention_mask", mask, rows, tokens)
-        found["attention_mask"] = mask.detach().to("cpu", torch.int64)
-    if sources.packed_seq_ids is not None:
-        ids = sources.packed_seq_ids
-        _require_shape("_packed_seq_ids", ids, rows, tokens)
-        found["_packed_seq_ids"] = ids.detach().to("cpu", torch.int64)
-    if sources.cu_seqlens is not None:
-        found["cu_seq_lens_q"] = _of_offsets(sources.cu_seqlens, sources.indices, rows, tokens)
-    elif sources.indices is not None:
+        found["attention_mask"] = _on_host("attention_mask", mask, rows, tokens).long()
+    if packed_seq_ids is not None:
+        ids = _on_host("_packed_seq_ids", packed_seq_ids, rows, tokens)
+        found["_packed_seq_ids"] = ids.long()
+    if cu_seqlens is not None:
+        found["cu_seq_lens_q"] = _of_offsets(cu_seqlens, indices, rows, tokens)
+    elif indices is not None:
         raise ValueError(
-            f"indices of {sources.indices.numel()} tokens without cu_seqlens, which would count "
-            f"the documents of these tokens. Give both, or the ids of documents as attention_mask."
+            f"indices of {indices.numel()} tokens without cu_seqlens, which would count the "
+            f"documents of these tokens. Give both, or the ids of documents as attention_mask."
         )
     # Also beside a 4-D mask of whole rows, which attention follows; conv and rule follow positions.
     unnamed = set(found) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in found.values())
-    if unnamed and sources.position_ids is not None:
-        keep = found.get(_BLOCKS, mask)
-        of_positions = _of_positions(sources.position_ids, keep, rows, tokens)
+    if unnamed and position_ids is not None:
+        of_positions = _of_positions(position_ids, found.get(_BLOCKS, mask), rows, tokens)
         if of_positions is not None:
             found["position_ids"] = of_positions
     if not found:
@@ -132,9 +109,8 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
                 f"{_short(ids)} and {_short(theirs)}. Give one of them, or make them agree."
             )
     if mask is not None and mask.dim() == 2 and "attention_mask" not in found:
-        _require_shape("attention_mask", mask, rows, tokens)
-        padding_BS = mask.detach().cpu() == 0
-        if sources.indices is not None and not torch.equal(padding_BS, ids == 0):
+        padding_BS = _on_host("attention_mask", mask, rows, tokens) == 0
+        if indices is not None and not torch.equal(padding_BS, ids == 0):
             raise ValueError(
                 f"the attention_mask keeps {int((~padding_BS).sum())} tokens, which are not the "
                 f"{int((ids > 0).sum())} of indices. Give one of them, or make them agree."
@@ -154,11 +130,9 @@ def _numbered(ids_BS: Tensor) -> Tensor:
 
 def _without_padding(ids_BS: Tensor, padding_BS: Tensor) -> Tensor:
     """Ids with 0 at padding, which may be before and after the tokens of a document."""
-    kept = ids_BS.masked_fill(padding_BS, 0)
-    runs, documents = _numbered(kept), _numbered(ids_BS).masked_fill(kept == 0, 0)
-    for row in range(len(kept)):
-        found = documents[row].unique()
-        if runs[row].max() > len(found[found > 0]):
+    kept, documents = ids_BS.masked_fill(padding_BS, 0), _numbered(ids_BS)
+    for row, runs in enumerate(_numbered(kept)):
+        if runs.max() > len(documents[row][kept[row] > 0].unique()):
             raise ValueError(
                 f"the attention_mask has padding inside a document of row {row}: "
                 f"{_short(ids_BS[row : row + 1])} without it. Padding may be before, between "
@@ -172,19 +146,27 @@ def _short(ids_BS: Tensor) -> str:
     return f"row 0 has documents of {lengths[:8]}{' ...' if len(lengths) > 8 else ''} tokens"
 
 
-def _require_shape(name: str, x: Tensor, rows: int, tokens: int) -> None:
+def _on_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
     if x.shape != (rows, tokens):
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}, the hidden states have {rows} rows of {tokens} "
             f"tokens; it must be [{rows}, {tokens}]."
         )
+    return x.detach().cpu()
 
 
 def _of_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tokens: int) -> Tensor:
-    if indices is None:
-        token_T = torch.arange(rows * tokens, device="cpu")
-    else:
-        token_T = _of_indices(indices, rows * tokens)
+    slots = rows * tokens
+    token_T = torch.arange(slots, device="cpu")
+    if indices is not None:
+        token_T = indices.detach().to("cpu", torch.int64)
+        ends = [-1, *token_T.flatten().tolist(), slots]
+        if token_T.dim() != 1 or any(b <= a for a, b in zip(ends, ends[1:], strict=False)):
+            raise ValueError(
+                f"indices of shape {tuple(token_T.shape)} must be [T] and increase from 0 or more "
+                f"to at most {slots - 1}: the places of the tokens that are not padding, in the "
+                f"flattened rows (megatron_gdn.unpad_data makes them of a mask)."
+            )
     documents = Documents.from_cu_seqlens(cu_seqlens, len(token_T), device="cpu")
     length_N = torch.tensor(documents.lengths, device="cpu")
     id_T = length_N.gt(0).cumsum(0).repeat_interleave(length_N)
@@ -194,21 +176,9 @@ def _of_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tokens: i
             f"cu_seq_lens_q={list(documents.offsets)[:20]} has a document that goes on from one "
             f"row of {tokens} tokens into the next; with {rows} rows every row must start one."
         )
-    ids = torch.zeros(rows * tokens, dtype=torch.int64, device="cpu")
+    ids = torch.zeros(slots, dtype=torch.int64, device="cpu")
     ids[token_T] = id_T
     return ids.view(rows, tokens)
-
-
-def _of_indices(indices: Tensor, slots: int) -> Tensor:
-    token_T = indices.detach().to("cpu", torch.int64)
-    ends = [-1, *token_T.flatten().tolist(), slots]
-    if token_T.dim() != 1 or any(b <= a for a, b in zip(ends, ends[1:], strict=False)):
-        raise ValueError(
-            f"indices of shape {tuple(token_T.shape)} must be [T] and increase from 0 or more to "
-            f"at most {slots - 1}: the places of the tokens that are not padding, in the "
-            f"flattened rows (megatron_gdn.unpad_data makes them of a mask)."
-        )
-    return token_T
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
@@ -227,13 +197,10 @@ def _of_positions(positions: Tensor, keep: Tensor | None, rows: int, tokens: int
         return None
     if found.shape[0] == 1:
         found = found.expand(rows, -1)
-    _require_shape("position_ids", found, rows, tokens)
-    position_BS = found.detach().to("cpu", torch.int64)
-    if keep is None:
-        keep_BS = torch.ones_like(position_BS, dtype=torch.bool)
-    else:
-        _require_shape("attention_mask", keep, rows, tokens)
-        keep_BS = keep.detach().to("cpu") != 0
+    position_BS = _on_host("position_ids", found, rows, tokens).long()
+    keep_BS = torch.ones_like(position_BS, dtype=torch.bool)
+    if keep is not None:
+        keep_BS = _on_host("attention_mask", keep, rows, tokens) != 0
     row_T, column_T = keep_BS.nonzero(as_tuple=True)
     position_T = position_BS[row_T, column_T]
     starts = torch.ones_like(row_T, dtype=torch.bool)
@@ -245,17 +212,8 @@ def _of_positions(positions: Tensor, keep: Tensor | None, rows: int, tokens: int
     return ids
 
 
-_EXCLUDED = -1e4  # this, or less, added to a score makes its attention weight 0
-
-
-def document_ids_of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
-    """int64 ``[B, S]`` on the host, of a mask ``[B, 1, S, S]``: documents counted along each row.
-
-    A token that no token sees is padding, 0.
-
-    Raises:
-        ValueError: another shape or pattern, or numbers that are none of the three forms.
-    """
+def _of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
+    """Ids of a mask ``[B, 1, S, S]``; a token that no token sees is padding, 0."""
     if mask.shape[0] not in (1, rows) or mask.shape[1:] != (1, tokens, tokens):
         raise ValueError(
             f"a 4-D attention_mask of shape {tuple(mask.shape)} does not fit {rows} rows of "
@@ -288,12 +246,6 @@ def document_ids_of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
 
 
 def _sees(mask: Tensor) -> Tensor:
-    """Where a token sees another: True, 1, or 0 in a float mask, which is added to scores.
-
-    Raises:
-        ValueError: a float mask with values other than 0 and very negative ones, such as a mask
-            of ones and zeros; an integer mask with values other than 0 and 1.
-    """
     if mask.dtype == torch.bool:
         return mask
     added = mask.is_floating_point()
@@ -312,12 +264,8 @@ def _sees(mask: Tensor) -> Tensor:
     return mask == 0 if added else mask != 0
 
 
-def as_attention_reads(text: TextModel, mask: Any) -> Any:
-    """A 4-D mask of bools or integers in the form that the text model's attention reads.
-
-    Eager and flex attention of transformers add a mask to the scores, where True would be + 1.
-    Other masks are returned as they are; a dict is converted mask by mask.
-    """
+def as_attention_reads(text: Any, mask: Any) -> Any:
+    """A mask as the text model's attention reads it: eager and flex add it to scores."""
     if isinstance(mask, dict):
         return {name: as_attention_reads(text, one) for name, one in mask.items()}
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.is_floating_point():

@@ -1,37 +1,39 @@
-"""Hugging Face folder to a Megatron distributed checkpoint, and a checkpoint back to such a folder.
+"""Whole folders: Hugging Face to a Megatron distributed checkpoint, back, and compared.
 
-Both build the model that a launch builds, of local modules on the CPU, and use what a launch uses:
-`load_hf_weights` and `save_hf_weights`, and Megatron's ``dist_checkpointing``. So both hold the
-whole model in memory, each tensor in the dtype that it has in the files, and Megatron's reader
-and writer second copies of the fused ones.
+Both ways build the model that a launch builds, of local modules on the CPU, and use what a launch
+uses: `load_hf_weights`, `save_hf_weights` and Megatron's ``dist_checkpointing``. So both hold the
+whole model in memory, each tensor in its file's dtype, and second copies of the fused ones.
 
 The checkpoint is one that Megatron's ``--load`` takes at any tensor, pipeline, expert and data
 parallel size: weights alone, as a *release* (training starts at iteration 0 with a new optimizer).
-An export reads the Hugging Face folder again, for file names, dtypes and the tensors that no
-Megatron text model has.
+
+    latest_checkpointed_iteration.txt    "release", or the number of the newest iteration
+    release/ or iter_0000160/            metadata.json and torch.distributed.checkpoint's files
 """
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from pickle import PickleError
-from typing import Any
+from typing import Any, cast
 
 import torch
 
+from ..mixers.tensor_map import bits_of
 from .build import build_model, megatron_arguments
-from .checkpoint_files import RELEASE, TRACKER, find_checkpoint
 from .megatron_model import load_hf_weights, model_view, save_hf_weights
 from .model_config import HFModelConfig, read_hf_config
-from .model_map import Architecture
-from .plan import and_more
-from .safetensors_files import SafetensorsFolder, new_folder, refuse_existing
-from .view import HFView, SourceRecord
+from .model_map import Architecture, HFView, SourceRecord, and_more
+from .safetensors_files import SafetensorsFolder, new_folder, progress_bar, refuse_existing
 
+_TRACKER, _RELEASE, _FORMAT = "latest_checkpointed_iteration.txt", "release", "metadata.json"
 # Megatron's own saves hold these: how a model of this version shards its state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
+_UNREADABLE = (RuntimeError, ValueError, OSError, EOFError, PickleError)
 # A checkpoint's other tensors are optimizer states.
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 # Modules of Transformer Engine that have an ``_extra_state``, where local ones have none.
@@ -57,11 +59,10 @@ def import_folder(
         target: a new folder; it appears only when it is complete.
         model: "hybrid" or "gpt", for the layer numbers.
         zero_centered_gamma: the Megatron model's ``layernorm_zero_centered_gamma``.
-        progress: show a bar.
 
     Raises:
         FileNotFoundError, FileExistsError, ValueError, NotImplementedError: the message names the
-        cause; nothing is left behind.
+            cause; nothing is left behind.
         RuntimeError: torch.distributed runs several processes.
     """
     from megatron.core import dist_checkpointing
@@ -77,10 +78,10 @@ def import_folder(
     with new_folder(target) as folder, in_one_process():
         built = _on_cpu(config, model, zero_centered_gamma)
         load_hf_weights(built, source, progress, keep_dtypes=True)
-        (folder / RELEASE).mkdir()
+        (folder / _RELEASE).mkdir()
         state = _with_states_of_te(built.sharded_state_dict()) | common
-        dist_checkpointing.save(state, str(folder / RELEASE), content_metadata=_CONTENT)
-        (folder / TRACKER).write_text(RELEASE)
+        dist_checkpointing.save(state, str(folder / _RELEASE), content_metadata=_CONTENT)
+        (folder / _TRACKER).write_text(_RELEASE)
 
 
 def export_folder(
@@ -96,20 +97,12 @@ def export_folder(
     Args:
         source: a folder of checkpoints (the newest is read), or the folder of one iteration:
             imported or trained since, saved at any parallel sizes.
-        target: a new folder; it appears only when it is complete.
-        like: the Hugging Face folder the weights were imported from. Files that are not weights and
-            tensors that a Megatron text model does not have (``mtp.``, ``model.visual.``) are
-            copied from it.
-        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. Without
-            it they are rounded to what ``like`` has, and a warning names those that lost bits.
+        target, like, fp32_gates: as for `save_hf_weights`.
         zero_centered_gamma: the trained model's ``layernorm_zero_centered_gamma``. None: the
             value in the checkpoint's arguments, or True if it has none.
-        progress: show a bar.
 
     Raises:
-        FileNotFoundError, FileExistsError, ValueError: the message names the cause; nothing is
-            left behind.
-        RuntimeError: torch.distributed runs several processes.
+        FileNotFoundError, FileExistsError, ValueError, RuntimeError: as `import_folder`.
     """
     from ..compat.one_process import in_one_process
 
@@ -119,13 +112,82 @@ def export_folder(
         save_hf_weights(model, target, like, progress=progress, fp32_gates=fp32_gates)
 
 
-def checkpoint_view(source: str | Path, like: str | Path) -> HFView:
-    """A checkpoint as the tensors that `export_folder` writes."""
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """One tensor that is not equal in bits and dtype."""
+
+    key: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}"
+
+
+def compare_folders(
+    left: str | Path, right: str | Path, progress: bool = False
+) -> Iterator[Difference]:
+    """Differences in keys, dtypes, shapes and bits; none means every tensor is the same.
+
+    One of the two may be a Megatron checkpoint; it is compared as the folder that it would export.
+    """
+    one, other = open_weights(left, right), open_weights(right, left)
+    missing = set(other)
+    for key in progress_bar([*one], "compare", progress):
+        if key not in missing:
+            yield Difference(key, f"only in {left}")
+            continue
+        missing.discard(key)
+        a, b = one.spec(key), other.spec(key)
+        if a != b:
+            yield Difference(key, f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}")
+            continue
+        mine, theirs = one.read(key), other.read(key)
+        if count := int((bits_of(mine) != bits_of(theirs)).sum()):
+            most = (mine.double() - theirs.double()).abs().max().item()
+            what = f"{count} of {mine.numel()} differ, by at most {most:.3g}"
+            yield Difference(key, what)
+    for key in sorted(missing):
+        yield Difference(key, f"only in {right}")
+
+
+def open_weights(folder: str | Path, like: str | Path | None = None) -> SafetensorsFolder | HFView:
+    """A Hugging Face folder, or a Megatron checkpoint seen as the folder ``like``."""
+    if not _is_checkpoint(folder):
+        return SafetensorsFolder(folder)
+    if like is None or _is_checkpoint(like):
+        raise ValueError(
+            f"{folder} is a Megatron checkpoint, which is compared with the Hugging Face folder "
+            f"it came from. To compare two checkpoints, export both."
+        )
     from ..compat.one_process import in_one_process
 
     with in_one_process():
-        model = _loaded(source, like)
+        model = _loaded(folder, like)
         return model_view(model, SourceRecord.from_folder(like), SafetensorsFolder(like))
+
+
+def _is_checkpoint(folder: str | Path) -> bool:
+    return any((Path(folder) / name).is_file() for name in (_TRACKER, _FORMAT))
+
+
+def find_checkpoint(folder: str | Path) -> Path:
+    """The folder of one iteration: ``folder`` itself, or the one its tracker file names."""
+    folder = Path(folder)
+    found = folder
+    if (folder / _TRACKER).is_file():
+        name = (folder / _TRACKER).read_text().strip()
+        if name != _RELEASE and not name.isdigit():
+            raise ValueError(
+                f"{folder / _TRACKER} says {name!r}, neither {_RELEASE!r} nor an iteration; name "
+                f"the folder of one iteration instead."
+            )
+        found = folder / (name if name == _RELEASE else f"iter_{int(name):07d}")
+    if not (found / _FORMAT).is_file():
+        raise FileNotFoundError(
+            f"{found} is no distributed checkpoint: it has no {_FORMAT}. Give a folder that "
+            f"Megatron's --save, or import, made (with {_TRACKER} in it), or one of its iterations."
+        )
+    return found
 
 
 def _on_cpu(config: HFModelConfig, model: Architecture, zero_centered_gamma: bool) -> Any:
@@ -143,7 +205,7 @@ def _on_cpu(config: HFModelConfig, model: Architecture, zero_centered_gamma: boo
 
 
 def _with_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
-    """And what a model of Transformer Engine's modules asks of a checkpoint besides."""
+    """``state`` and what a model of Transformer Engine's modules asks of a checkpoint besides."""
     from megatron.core.dist_checkpointing.mapping import ShardedObject
 
     modules = [one.key.removesuffix(".weight") for one in state.values()]
@@ -156,31 +218,27 @@ def _with_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
 def _loaded(source: str | Path, like: str | Path, zero_centered_gamma: bool | None = None) -> Any:
     """The model of ``like`` with the weights of a checkpoint, in the checkpoint's dtypes."""
     from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing.mapping import (
-        ShardedObject,
-        ShardedTensor,
-        apply_factories,
-    )
+    from megatron.core.dist_checkpointing import dict_utils, mapping
 
     folder = find_checkpoint(source)
     with _reading(folder):
-        stored = _stored(folder)
+        if damaged := _damaged(folder, inside=False):
+            raise ValueError(damaged)
+        stored = dist_checkpointing.load_tensors_metadata(str(folder))
         common = dist_checkpointing.load_common_state_dict(folder)
-    kind, centred = (
-        _architecture(stored, folder),
-        _zero_centered(common, folder, zero_centered_gamma),
-    )
+    kind, centred = _architecture(stored, folder), _centred(common, folder, zero_centered_gamma)
     model = _on_cpu(read_hf_config(like), kind, centred)
     pairs = model.sharded_state_dict().items()
-    state = {name: one for name, one in pairs if not isinstance(one, ShardedObject)}
+    state = {name: one for name, one in pairs if not isinstance(one, mapping.ShardedObject)}
     wanted = dict(state)
-    apply_factories(wanted)
-    _refuse_another_model(stored, _flat(wanted), folder, like)
+    mapping.apply_factories(wanted)
+    by_key = {one.key: one for one in dict_utils.nested_values(wanted)}
+    _refuse_another_model(stored, by_key, folder, like)
     for one in state.values():
         # A fused projection is stored by its sections.
-        of_it = stored.get(one.key) or next(v for k, v in stored.items() if k.startswith(one.key))
-        one.data = torch.empty_like(one.data, dtype=of_it.properties.dtype)
-        if isinstance(one, ShardedTensor):
+        of_it = one.key if one.key in stored else next(k for k in stored if k.startswith(one.key))
+        one.data = torch.empty_like(one.data, dtype=cast(Any, stored[of_it]).dtype)
+        if isinstance(one, mapping.ShardedTensor):
             one.dtype = one.data.dtype
     with _reading(folder):
         loaded = dist_checkpointing.load(state, str(folder))
@@ -190,34 +248,47 @@ def _loaded(source: str | Path, like: str | Path, zero_centered_gamma: bool | No
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Say of an error that it is about ``folder``."""
+    """Say of an error which file is damaged, which torch and Megatron do not."""
     from torch.distributed.checkpoint.api import CheckpointException
 
     try:
         yield
-    except (CheckpointException, RuntimeError, ValueError, OSError, EOFError, PickleError) as error:
+    except (Exception, CheckpointException) as error:
+        if damaged := _damaged(folder):
+            raise ValueError(f"{damaged}. Copy it again, or take another iteration.") from error
+        if not isinstance(error, (*_UNREADABLE, CheckpointException)):
+            raise
         said = (str(error) or type(error).__name__).splitlines()[-1]
         raise ValueError(f"{folder} is truncated or damaged: {said}") from error
 
 
-def _stored(folder: Path) -> dict[str, Any]:
-    """Shape and dtype of every tensor, after a look at the length of every file."""
+def _damaged(folder: Path, inside: bool = True) -> str | None:
+    """The first file that is missing, cut or (with a look inside) zeroed, and what is wrong."""
     from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
-    metadata = FileSystemReader(folder).read_metadata()
-    for part in metadata.storage_data.values():
-        path, end = folder / part.relative_path, part.offset + part.length
-        if path.stat().st_size < end:
-            raise ValueError(f"{path.name} has {path.stat().st_size} bytes of {end} or more.")
-    tensors = metadata.state_dict_metadata.items()
-    return {key: one for key, one in tensors if isinstance(one, TensorStorageMetadata)}
-
-
-def _flat(state: dict[str, Any]) -> dict[str, Any]:
-    from megatron.core.dist_checkpointing.dict_utils import nested_values
-
-    return {one.key: one for one in nested_values(state)}
+    path = folder / _FORMAT
+    try:
+        json.loads(path.read_bytes())
+        path = folder / ".metadata"
+        for place in FileSystemReader(folder).read_metadata().storage_data.values():
+            path = folder / place.relative_path
+            size, end = path.stat().st_size, place.offset + place.length
+            if size < end:
+                return f"{path} has {size} bytes of {end} or more"
+            if not inside:
+                continue
+            with path.open("rb") as file:  # of torch's zip archives
+                file.seek(place.offset)
+                first = file.read(4)
+                file.seek(end - 22)
+                last = file.read(22)
+            if not any(first) or (first == b"PK\3\4" and not any(last)):
+                return f"{path} has zeros in place of what was written"
+    except FileNotFoundError:
+        return f"{path} is missing"
+    except Exception as error:
+        return f"{path} is truncated or damaged ({error})"
+    return None
 
 
 def _refuse_another_model(
@@ -240,7 +311,7 @@ def _refuse_another_model(
             )
         raise ValueError(f"{folder} and {like} are not the same model: {what} {first}.")
     for key, one in sorted(wanted.items()):
-        shape, asked = tuple(stored[key].size), tuple(one.global_shape)
+        shape, asked = tuple(stored[key].global_shape), tuple(one.global_shape)
         # Every run may pad the vocabulary differently; the file's rows come first.
         rows = max(shape[0], asked[0]) if one.allow_shape_mismatch else asked[0]
         if shape != (rows, *asked[1:]):
@@ -260,14 +331,14 @@ def _architecture(stored: dict[str, Any], folder: Path) -> Architecture:
     )
 
 
-def _zero_centered(common: dict[str, Any], folder: Path, wanted: bool | None) -> bool:
+def _centred(common: dict[str, Any], folder: Path, wanted: bool | None) -> bool:
     """``layernorm_zero_centered_gamma`` of the run that saved the checkpoint."""
     args = common.get("args")
     # Older versions of Megatron named the attribute after the flag.
     said = getattr(args, "layernorm_zero_centered_gamma", getattr(args, "apply_layernorm_1p", None))
     if said is None:
-        return True if wanted is None else wanted
-    if wanted is not None and wanted != said:
+        return wanted is not False
+    if wanted not in (None, said):
         advice = "leave out --plain-norms" if said else "export with --plain-norms"
         raise ValueError(f"{folder} was saved with layernorm_zero_centered_gamma={said}; {advice}.")
     return said

@@ -1,1 +1,0 @@
-"""Reads and writes files a few tensors at a time: safetensors and Megatron's checkpoints."""
