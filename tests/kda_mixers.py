@@ -5,8 +5,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_gdn import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
-from megatron_gdn.mixers.init import take_share
-from megatron_gdn.ops.layout import layout_of_in_proj
+from tests.mamba_mixers import randomise_
 from tests.parallel import alone, make_config, parallel
 
 LOCAL = KimiDeltaAttentionSubmodules(
@@ -31,27 +30,6 @@ def build(config, groups, **options) -> KimiDeltaAttention:
     options = {"layer_number": 1, **options}
     mixer = KimiDeltaAttention(config, LOCAL, pg_collection=groups, **options)
     return mixer.double() if config.params_dtype == torch.float64 else mixer
-
-
-def randomise_(mixer) -> None:
-    """Every parameter away from its initial value; the convolution's output away from zero."""
-    with torch.no_grad():
-        for name, parameter in mixer.named_parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.5 if "conv" in name else 0.1))
-
-
-def share_of(name: str, whole: torch.Tensor, mixer: KimiDeltaAttention) -> torch.Tensor:
-    """This tensor-parallel rank's share of a whole parameter (or of its gradient)."""
-    if name == "out_norm.weight":
-        return whole
-    dims = mixer.global_dims
-    dim, sections = {
-        "in_proj.weight": (0, layout_of_in_proj(dims).widths),
-        "conv1d_weight": (0, dims.layout.conv_widths),
-        "conv1d_bias": (0, dims.layout.conv_widths),
-        "out_proj.weight": (1, (dims.layout.mixed_width,)),
-    }.get(name, (0, (whole.shape[0],)))
-    return take_share(whole, dim, sections, mixer.tp_group.rank(), mixer.tp_group.size())
 
 
 def whole_mixer(config, **options) -> KimiDeltaAttention:

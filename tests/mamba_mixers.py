@@ -6,6 +6,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_gdn.mixers.init import take_share
+from megatron_gdn.ops.layout import layout_of_in_proj
 from tests.mamba2.oracle import SSDInputs, token_by_token
 from tests.parallel import alone, make_config
 
@@ -46,14 +47,16 @@ def whole_mixer(config, **options) -> Mamba2Mixer:
     return mixer
 
 
-def share_of(name: str, whole: torch.Tensor, mixer: Mamba2Mixer) -> torch.Tensor:
-    """This tensor-parallel rank's share of a whole parameter (or of its gradient)."""
-    layout, d_inner = mixer.global_dims.layout, mixer.d_inner
+def share_of(name: str, whole: torch.Tensor, mixer) -> torch.Tensor:
+    """This tensor-parallel rank's share of a whole parameter (or of its gradient); KDA's too."""
+    if name == "out_norm.weight":
+        return whole
+    dims = mixer.global_dims
     dim, sections = {
-        "in_proj.weight": (0, layout.widths),
-        "conv1d_weight": (0, layout.conv_widths),
-        "conv1d_bias": (0, layout.conv_widths),
-        "out_proj.weight": (1, (d_inner,)),
+        "in_proj.weight": (0, layout_of_in_proj(dims).widths),
+        "conv1d_weight": (0, dims.layout.conv_widths),
+        "conv1d_bias": (0, dims.layout.conv_widths),
+        "out_proj.weight": (1, (dims.layout.mixed_width,)),
     }.get(name, (0, (whole.shape[0],)))
     return take_share(whole, dim, sections, mixer.tp_group.rank(), mixer.tp_group.size())
 

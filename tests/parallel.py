@@ -11,6 +11,8 @@ from megatron.core.distributed import DistributedDataParallel, DistributedDataPa
 from megatron.core.distributed.finalize_model_grads import (
     _allreduce_non_tensor_model_parallel_grads,
 )
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
@@ -18,6 +20,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gdn import GatedDeltaNet, GDNDims, Layout
 from megatron_gdn.mixers.init import take_share
+from megatron_gdn.specs import hybrid_stack_spec
 
 SIZES = {
     "hidden_size": 24,
@@ -31,6 +34,7 @@ SIZES = {
     "mamba_head_dim": 6,
     "mamba_state_dim": 5,
 }
+VOCABULARY = 32
 
 
 def make_config(**changes) -> TransformerConfig:
@@ -51,6 +55,31 @@ def make_config(**changes) -> TransformerConfig:
     # test on a CPU has. The layers read the field alone.
     config.batch_invariant_mode = exact
     return config
+
+
+def model_config(pattern: str, **changes) -> TransformerConfig:
+    """Of a small hybrid model of these layers, without dropout."""
+    settings = {"ffn_hidden_size": 32, "attention_dropout": 0.0, "hidden_dropout": 0.0}
+    return make_config(**{"num_layers": len(pattern), **settings, **changes})
+
+
+def hybrid_model(config, pattern: str, spec=None, **options) -> HybridModel:
+    settings = {"vocab_size": VOCABULARY, "max_sequence_length": 64, **options}
+    spec = spec or hybrid_stack_spec("local")
+    return HybridModel(config, spec, hybrid_layer_pattern=pattern, **settings)
+
+
+def run_schedule(model: DistributedDataParallel, batches, forward_step, tokens: int, rows: int = 1):
+    """Forward and backward by Megatron's schedule; what the losses of the micro-batches report."""
+    return get_forward_backward_func()(
+        forward_step_func=forward_step,
+        data_iterator=iter(batches),
+        model=[model],
+        num_microbatches=len(batches),
+        seq_length=tokens,
+        micro_batch_size=rows,
+        forward_only=False,
+    )
 
 
 @contextmanager

@@ -5,15 +5,12 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.utils import get_batch_on_this_cp_rank
 
-from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.specs import gpt_block_spec
 from tests.distributed.layer_laws import thd
-from tests.parallel import make_config, parallel
+from tests.parallel import VOCABULARY, model_config, parallel
 
-VOCABULARY = 32
 LENGTHS = (8, 24, 16)
 FULL_RECOMPUTE = {
     "recompute_granularity": "full",
@@ -24,19 +21,15 @@ FULL_RECOMPUTE = {
 
 def build_model(cp: int, recompute: bool, layers=(1, 1), positions="none", **options) -> GPTModel:
     """In fp64, of the same weights whatever the number of ranks; ``layers`` of 1 are recurrent."""
-    config = make_config(
-        num_layers=len(layers), linear_attention_freq=list(layers), context_parallel_size=cp,
-        ffn_hidden_size=32, num_query_groups=2, attention_dropout=0.0, hidden_dropout=0.0,
-        experimental_attention_variant="gated_delta_net", transformer_impl="local",
-        gated_linear_unit=True, add_bias_linear=False, cp_comm_type="p2p",
-        **(FULL_RECOMPUTE if recompute else {}),
-    )  # fmt: skip
+    ours = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [*layers]}
+    swiglu = {"gated_linear_unit": True, "add_bias_linear": False, "transformer_impl": "local"}
+    ranks = {"context_parallel_size": cp, "cp_comm_type": "p2p", "num_query_groups": 2}
+    again = FULL_RECOMPUTE if recompute else {}
+    config = model_config("G" * len(layers), **ours, **swiglu, **ranks, **again)
     torch.manual_seed(3)
-    model = GPTModel(
-        config, gpt_block_spec(config, **options), vocab_size=VOCABULARY, max_sequence_length=64,
-        position_embedding_type=positions, share_embeddings_and_output_weights=False,
-    )  # fmt: skip
-    return model.double()
+    settings = {"vocab_size": VOCABULARY, "max_sequence_length": 64}
+    settings |= {"position_embedding_type": positions}
+    return GPTModel(config, gpt_block_spec(config, **options), **settings).double()
 
 
 def summed_gradients(model, of: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:
@@ -66,18 +59,3 @@ def packed_step(cp: int = 1, recompute: bool = False, **options) -> dict[str, to
         found = summed_gradients(model, loss, loss=loss.detach())
         assert len(forwards) == 1 + recompute
         return found
-
-
-def megatron_cuts_batches_as_local_indices() -> None:
-    """Sequence by sequence, and a packed buffer as if it were one sequence."""
-    with parallel(cp=2):
-        group = parallel_state.get_context_parallel_group()
-        tokens = torch.arange(32).view(2, 16)
-        offsets = torch.tensor([[0, 3, 16]], dtype=torch.int32)
-        cut = get_batch_on_this_cp_rank({"tokens": tokens, "cu_seqlens": None}, False)
-        held = local_indices((16,), 2, group.rank())
-        assert torch.equal(cut["tokens"], tokens[:, held])
-        batch = {"tokens": tokens[:1], "cu_seqlens": offsets}
-        cut = get_batch_on_this_cp_rank(batch, False, use_per_sequence_balancing=True)
-        held = local_indices((3, 13), 2, group.rank(), SequenceLayout.ZIGZAG_BUFFER)
-        assert torch.equal(cut["tokens"], tokens[:1, held])

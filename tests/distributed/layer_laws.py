@@ -47,13 +47,11 @@ def thd(lengths, device="cpu", real_lengths=None) -> PackedSeqParams:
     )
 
 
-def build_layer(config, pg_collection, options):
-    return build_module(
-        gated_delta_net_spec("local", **options),
-        config,
-        layer_number=1,
-        pg_collection=pg_collection,
-    )
+def build_layer(config, pg_collection, options, **parts):
+    """``parts``: modules in the places of the spec's."""
+    spec = gated_delta_net_spec("local", **options)
+    vars(spec.submodules).update(parts)
+    return build_module(spec, config, layer_number=1, pg_collection=pg_collection)
 
 
 def build(config=None, **options):
@@ -98,10 +96,7 @@ class NormInside(nn.Module):
 
 def layer_with(config, groups, called: bool, **options):
     """A layer whose ``out_norm`` is called, or fused."""
-    spec = gated_delta_net_spec("local", **options)
-    if called:
-        spec.submodules.out_norm = NormInside
-    return build_module(spec, config, layer_number=1, pg_collection=groups)
+    return build_layer(config, groups, options, **({"out_norm": NormInside} if called else {}))
 
 
 def randomise_(layer) -> None:

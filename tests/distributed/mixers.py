@@ -39,11 +39,7 @@ MAMBA2_FP32 = replace(
     fp32=("A_log", "dt_bias", "D"),
 )
 KDA_FP32 = replace(
-    GDN,
-    config=kda_mixers.kda_config,
-    build=kda_mixers.build,
-    randomise=kda_mixers.randomise_,
-    share=kda_mixers.share_of,
+    MAMBA2_FP32, config=kda_mixers.kda_config, build=kda_mixers.build, fp32=("A_log", "dt_bias")
 )
 BY_NAME = {"gdn": GDN, "mamba2": MAMBA2_FP32, "kda": KDA_FP32}
 

@@ -4,48 +4,36 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.tensor_parallel.mappings import gather_from_tensor_model_parallel_region
 
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
-from tests.parallel import make_config, parallel
+from tests.parallel import (
+    VOCABULARY,
+    hybrid_model,
+    in_ddp,
+    model_config,
+    parallel,
+    run_schedule,
+)
 
 PATTERN = "G-G-"
-VOCABULARY = 32
 LENGTHS = (8, 24, 16)
 
 
 def build_model(
     tp=1, cp=1, pp=1, sequence_parallel=False, dtype=torch.float32, **options
 ) -> HybridModel:
-    config = make_config(
-        num_layers=len(PATTERN),
-        tensor_model_parallel_size=tp,
-        context_parallel_size=cp,
-        pipeline_model_parallel_size=pp,
-        sequence_parallel=sequence_parallel,
-        pipeline_dtype=dtype,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        ffn_hidden_size=32,
-    )
-    pattern = PATTERN if pp == 1 else "G-|G-"
-    return HybridModel(
-        config,
-        hybrid_stack_spec("local", **options),
-        vocab_size=VOCABULARY,
-        max_sequence_length=64,
-        hybrid_layer_pattern=pattern,
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="none",
-    )
+    ranks = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
+    stages = {"pipeline_model_parallel_size": pp, "pipeline_dtype": dtype}
+    config = model_config(PATTERN, sequence_parallel=sequence_parallel, **ranks, **stages)
+    pattern, spec = PATTERN if pp == 1 else "G-|G-", hybrid_stack_spec("local", **options)
+    first = parallel_state.is_pipeline_first_stage()
+    last = parallel_state.is_pipeline_last_stage()
+    return hybrid_model(config, pattern, spec, pre_process=first, post_process=last)
 
 
 def metadata() -> dict:
@@ -133,24 +121,18 @@ def one_step(
         state = dist_checkpointing.load(model.sharded_state_dict(metadata=metadata()), folder)
         model.load_state_dict(state)
         model.to(dtype)
-        config = model.config
-        ddp = DistributedDataParallel(config, DistributedDataParallelConfig(), model)
-        config.finalize_model_grads_func = finalize_model_grads
+        model.config.finalize_model_grads_func = finalize_model_grads
         torch.manual_seed(11)
         tokens = torch.randint(0, VOCABULARY, (4, sum(LENGTHS) + 1))
-        batches = iter(tokens[:, None] if packed else tokens.view(2, 2, -1))
+        batches = tokens[:, None] if packed else tokens.view(2, 2, -1)
         rank = parallel_state.get_context_parallel_rank()
         held = local_indices(LENGTHS if packed else [sum(LENGTHS)], cp, rank)
 
         def forward_step(batches, model):
             batch = next(batches)
             labels = batch[:, 1:][:, held]
-            made = model(
-                batch[:, :-1][:, held],
-                held[None],
-                None,
-                packed_seq_params=thd(LENGTHS) if packed else None,
-            )
+            params = thd(LENGTHS) if packed else None
+            made = model(batch[:, :-1][:, held], held[None], None, packed_seq_params=params)
 
             def loss_function(logits_bsv):
                 whole_bsV = gather_from_tensor_model_parallel_region(logits_bsv)
@@ -160,21 +142,8 @@ def one_step(
 
             return made, loss_function
 
-        steps = 4 if packed else 2
-        reports = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=[ddp],
-            num_microbatches=steps,
-            seq_length=sum(LENGTHS),
-            micro_batch_size=1 if packed else 2,
-            forward_only=False,
-        )
-        total = (
-            torch.stack([r["loss"] for r in reports]).sum(0)
-            if reports
-            else torch.zeros(2, dtype=dtype)
-        )
+        reports = run_schedule(in_ddp(model), batches, forward_step, sum(LENGTHS), batches.shape[1])
+        total = sum((report["loss"] for report in reports), torch.zeros(2, dtype=dtype))
         dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
         squares = {}
         first = len(PATTERN) // pp * parallel_state.get_pipeline_model_parallel_rank()

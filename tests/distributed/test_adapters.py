@@ -105,19 +105,18 @@ def _build(mixer: str, tp: int, kind: str) -> tuple[nn.Module, dict[str, Tensor]
     mixers = BY_NAME[mixer]
     layer = mixers.build(mixers.config(tensor_model_parallel_size=tp), groups_of_megatron())
     rows, columns = layer.global_dims.layout.widths, layer.global_dims.hidden_size
+    path, more = f"decoder.layers.0.{MIXERS[mixer]}.in_proj", {}
+    names = "adapter.linear_in.weight", "adapter.linear_out.weight"
     if kind == "peft":
         layer.in_proj = PeftAdapted(layer.in_proj)
         names = "lora_A.default.weight", "lora_B.default.weight"
         more = {"base_layer.weight": (rows, columns)}
+    elif kind == "ours":
+        layer.in_proj = Adapted(layer.in_proj)
     else:
-        path = f"decoder.layers.0.{MIXERS[mixer]}.in_proj"
-        own = kind == "ours"
-        layer.in_proj = (
-            Adapted(layer.in_proj) if own
-            else adapted(bridge.FOLDER, kind, layer.in_proj, path, RANK)
-        )  # fmt: skip
-        names = "adapter.linear_in.weight", "adapter.linear_out.weight"
-        more = {} if kind == "LoRA" else {"adapter.weight_magnitude": (rows,)}
+        layer.in_proj = adapted(bridge.FOLDER, kind, layer.in_proj, path, RANK)
+    if kind in ("ours", "DoRA"):
+        more = {"adapter.weight_magnitude": (rows,)}
     sizes = {names[0]: ((RANK,), columns), names[1]: (rows, RANK), **more}
     values = {
         name: take_share(torch.randn(sum(cut), *n), 0, cut, layer.tp_group.rank(), tp)

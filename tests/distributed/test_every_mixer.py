@@ -43,6 +43,16 @@ def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel, m
     pools(2).run(parallel_equals_one_rank, mixers, 2, 1, sequence_parallel)
 
 
+@pytest.mark.parametrize("mixers", [MAMBA2, KDA, TOY], ids=["mamba2", "kda", "toy"])
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
+def test_four_ranks_equal_one_rank(pools, tp, cp, mode, mixers):
+    """More than groups of Mamba2, whose norm runs after the exchange then, and of the toy."""
+    options = {"D_has_hdim": True} if mixers is MAMBA2 and tp == 1 else {}
+    given = {"lengths": UNEQUAL, "mode": mode, **options}
+    pools(4).run(parallel_equals_one_rank, mixers, tp, cp, tp > 1, **given)
+
+
 @each
 def test_a_checkpoint_moves_between_tensor_parallel_sizes(pools, mixers):
     pools(2).run(checkpoint_law, mixers)

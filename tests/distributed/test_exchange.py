@@ -1,7 +1,6 @@
 import re
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -61,21 +60,14 @@ def _columns(dims: GDNDims, rank: int, size: int) -> list[int]:
     return columns
 
 
-@contextmanager
-def travelling(waves: int, direct: bool, own: int = 0) -> Iterator[None]:
+def travelling(waves: int, direct: bool, own: int = 0):
     """Have even the smallest exchange travel in ``waves``, its runs as messages of their own.
 
     Up to ``own`` bytes that a rank keeps are carried with what it sends, in one wave.
     """
-    names = "MOST_WAVES", "WAVE_BYTES", "MESSAGE_BYTES", "OWN_BYTES"
-    before = {name: getattr(exchange, name) for name in names}
-    exchange.MOST_WAVES, exchange.WAVE_BYTES = waves, 1
-    exchange.MESSAGE_BYTES = 0 if direct else 1 << 40
-    exchange.OWN_BYTES = own
-    try:
-        yield
-    finally:
-        vars(exchange).update(before)
+    message = 0 if direct else 1 << 40
+    sizes = {"WAVE_BYTES": 1, "MESSAGE_BYTES": message, "OWN_BYTES": own}
+    return patch.multiple(exchange, MOST_WAVES=waves, **sizes)
 
 
 def layer_equals_one_rank(waves: int, direct: bool, *args, **options) -> None:

@@ -19,7 +19,6 @@ from megatron.core.inference.text_generation_controllers.text_generation_control
     TextGenerationController,
 )
 from megatron.core.inference.utils import InferenceMode
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.inference import roll_back
@@ -29,12 +28,12 @@ from megatron_gdn.inference.generate import (
     static_context,
     without_sequence_parallel,
 )
-from megatron_gdn.specs import gated_delta_net_spec, hybrid_stack_spec, mamba2_spec
+from megatron_gdn.specs import gated_delta_net_spec, mamba2_spec
 from megatron_gdn.testing import check_generation
 from megatron_gdn.testing.generation import RowByRow
 from tests.distributed.layer_laws import thd
 from tests.first_difference import where_generation_differs
-from tests.parallel import make_config, parallel
+from tests.parallel import hybrid_model, make_config, model_config, parallel
 from tests.ranks import on_ranks
 
 VOCAB, LONGEST = 32, 64
@@ -60,29 +59,11 @@ def forget_attention_backend() -> None:
 
 def build_model(pattern="M-*-G-", **changes):
     forget_attention_backend()
-    config = make_config(
-        num_layers=len(pattern),
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        ffn_hidden_size=32,
-        hidden_dropout=0.0,
-        attention_dropout=0.0,
-        kv_channels=6,
-        num_query_groups=2,
-        mamba_num_heads=6,
-        mamba_num_groups=2,
-        mamba_head_dim=4,
-        mamba_state_dim=5,
-        **changes,
-    )
-    model = HybridModel(
-        config,
-        hybrid_stack_spec("local"),
-        vocab_size=VOCAB,
-        max_sequence_length=LONGEST,
-        hybrid_layer_pattern=pattern,
-        position_embedding_type="rope" if "*" in pattern else "none",
-    )
+    mamba = {"mamba_num_heads": 6, "mamba_num_groups": 2, "mamba_head_dim": 4, "mamba_state_dim": 5}
+    sizes = {"gated_linear_unit": True, "add_bias_linear": False, "num_query_groups": 2, **mamba}
+    positions = "rope" if "*" in pattern else "none"
+    config = model_config(pattern, kv_channels=6, **sizes, **changes)
+    model = hybrid_model(config, pattern, position_embedding_type=positions)
     forget_attention_backend()
     return model.eval()
 

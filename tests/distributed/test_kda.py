@@ -35,11 +35,6 @@ def test_gates_of_every_rank_are_shared_by_tensor_parallel_ranks(pools, sequence
     pools(2).run(parallel_equals_one_rank, KDA, 2, 1, sequence_parallel, **options)
 
 
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-def test_tensor_and_context_parallel_ranks_equal_one(pools, mode):
-    pools(4).run(parallel_equals_one_rank, KDA, 2, 2, True, lengths=(16, 8, 24), mode=mode)
-
-
 @pytest.mark.parametrize("recompute", ["light", "full"])
 def test_what_is_computed_again_is_the_same(pools, recompute):
     pools(2).run(parallel_equals_one_rank, KDA, 1, 2, mode="chunkwise", recompute=recompute)

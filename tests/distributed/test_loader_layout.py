@@ -17,13 +17,19 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
-from tests.parallel import assert_close, group_of_one, make_config, parallel
+from tests.parallel import (
+    VOCABULARY,
+    assert_close,
+    group_of_one,
+    hybrid_model,
+    model_config,
+    parallel,
+)
 from tests.ranks import on_ranks
 
 CONTIGUOUS = {"cp_partition_mode": "contiguous"}  # of dev's config
 BUFFER = "--dataloader-inter-document-masking"
 LENGTHS = (8, 24, 16)  # multiples of 2 cp: every layout can cut them
-VOCABULARY = 32
 
 
 @contextmanager
@@ -40,20 +46,14 @@ def launched_with(*flags: str) -> Iterator[None]:
 def build_model(cp: int = 2, pattern: str = "MG*-", **options) -> HybridModel:
     """Over the ranks' context-parallel group, or on one rank of it."""
     changes = options.pop("config", {})
-    config = make_config(
-        num_layers=len(pattern), mtp_num_layers=pattern.count("/") or None,
-        context_parallel_size=cp, ffn_hidden_size=32,
-        attention_dropout=0.0, hidden_dropout=0.0,
-    )  # fmt: skip
+    heads = pattern.count("/") or None
+    config = model_config(pattern, mtp_num_layers=heads, context_parallel_size=cp)
     vars(config).update(changes)
     groups = ProcessGroupCollection.use_mpu_process_groups()
     if cp == 1:
         groups.cp = group_of_one()
-    return HybridModel(
-        config, hybrid_stack_spec("local", **options), VOCABULARY, 64,
-        hybrid_layer_pattern=pattern, share_embeddings_and_output_weights=False,
-        position_embedding_type="rope", pg_collection=groups,
-    )  # fmt: skip
+    spec, rope = hybrid_stack_spec("local", **options), {"position_embedding_type": "rope"}
+    return hybrid_model(config, pattern, spec, pg_collection=groups, **rope)
 
 
 def one_and_two(cp: int = 2, **options) -> tuple[HybridModel, HybridModel]:

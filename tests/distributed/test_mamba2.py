@@ -66,14 +66,6 @@ def test_the_mixer_equals_the_recurrence(case):
     equals_written_out(mixer, written_out, lengths)
 
 
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-@pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
-def test_more_ranks_than_groups_equal_one_rank(pools, tp, cp, mode):
-    """Headwise, a group's heads lie on two ranks: the norm runs after the exchange."""
-    given = {"lengths": UNEQUAL, "mode": mode} | ({"D_has_hdim": True} if tp == 1 else {})
-    pools(4).run(parallel_equals_one_rank, MAMBA2, tp, cp, tp > 1, **given)
-
-
 @pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
 @pytest.mark.parametrize("change", ["subclass", "forward", "hook"])
 @on_ranks(2, cp=1)

@@ -2,10 +2,15 @@
 
 import pytest
 import torch
+from megatron.core import parallel_state
+from megatron.core.utils import get_batch_on_this_cp_rank
 
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel import local_indices
 from tests.distributed import gpt_laws
 from tests.distributed import model_laws as laws
 from tests.parallel import assert_close
+from tests.ranks import on_ranks
 
 LAYOUTS = [
     ({"pp": 2}, 2),
@@ -86,5 +91,16 @@ def test_a_packed_gpt_model_equals_one_rank(pools, mode, recompute):
             assert_close(name, rank[name], value, 1e-11)
 
 
-def test_megatrons_batch_cutter_gives_a_rank_its_local_indices(pools):
-    pools(2).run(gpt_laws.megatron_cuts_batches_as_local_indices)
+@on_ranks(cp=2)
+def test_megatrons_batch_cutter_gives_a_rank_its_local_indices():
+    """Sequence by sequence, and a packed buffer as if it were one sequence."""
+    group = parallel_state.get_context_parallel_group()
+    tokens = torch.arange(32).view(2, 16)
+    offsets = torch.tensor([[0, 3, 16]], dtype=torch.int32)
+    cut = get_batch_on_this_cp_rank({"tokens": tokens, "cu_seqlens": None}, False)
+    held = local_indices((16,), 2, group.rank())
+    assert torch.equal(cut["tokens"], tokens[:, held])
+    batch = {"tokens": tokens[:1], "cu_seqlens": offsets}
+    cut = get_batch_on_this_cp_rank(batch, False, use_per_sequence_balancing=True)
+    held = local_indices((3, 13), 2, group.rank(), SequenceLayout.ZIGZAG_BUFFER)
+    assert torch.equal(cut["tokens"], tokens[:1, held])

@@ -6,18 +6,25 @@ import pytest
 import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_gdn import tree_packed_seq_params
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
-from tests.distributed.model_laws import VOCABULARY, metadata
+from tests.distributed.model_laws import metadata
 from tests.examples.spec_laws import _leaves
-from tests.parallel import assert_close, group_of_one, make_config, parallel
+from tests.parallel import (
+    VOCABULARY,
+    assert_close,
+    group_of_one,
+    hybrid_model,
+    in_ddp,
+    model_config,
+    parallel,
+    run_schedule,
+)
 from tests.ranks import on_ranks
 
 MAIN, HEAD, DEPTHS = "M*G-", "M*", 2
@@ -26,17 +33,11 @@ TOKENS = sum(LENGTHS)
 
 
 def build_model(tp=1, cp=1, sequence_parallel=False, **options) -> HybridModel:
-    config = make_config(
-        num_layers=len(MAIN), mtp_num_layers=DEPTHS, mtp_loss_scaling_factor=1.0,
-        tensor_model_parallel_size=tp, context_parallel_size=cp,
-        sequence_parallel=sequence_parallel, attention_dropout=0.0, hidden_dropout=0.0,
-        ffn_hidden_size=32,
-    )  # fmt: skip
-    return HybridModel(
-        config, hybrid_stack_spec("local", **options), vocab_size=VOCABULARY,
-        max_sequence_length=TOKENS, hybrid_layer_pattern="/".join([MAIN, *[HEAD] * DEPTHS]),
-        position_embedding_type="rope",
-    )  # fmt: skip
+    ranks = {"tensor_model_parallel_size": tp, "context_parallel_size": cp}
+    heads = {"mtp_num_layers": DEPTHS, "mtp_loss_scaling_factor": 1.0}
+    config = model_config(MAIN, sequence_parallel=sequence_parallel, **ranks, **heads)
+    pattern, spec = "/".join([MAIN, *[HEAD] * DEPTHS]), hybrid_stack_spec("local", **options)
+    return hybrid_model(config, pattern, spec, position_embedding_type="rope")
 
 
 def save(folder: str) -> set[str]:
@@ -77,7 +78,7 @@ def trained(
         model.load_state_dict(
             dist_checkpointing.load(model.sharded_state_dict(metadata=metadata()), folder)
         )
-        ddp = DistributedDataParallel(model.config, DistributedDataParallelConfig(), model)
+        ddp = in_ddp(model)
         model.config.finalize_model_grads_func = finalize_model_grads
         batches, rank = _micro_batches(kind), parallel_state.get_context_parallel_rank()
 
@@ -100,11 +101,7 @@ def trained(
         losses, first = [], {}
         for _ in range(steps):
             ddp.zero_grad_buffer()
-            reports = get_forward_backward_func()(
-                forward_step_func=forward_step, data_iterator=iter(batches), model=[ddp],
-                num_microbatches=len(batches), seq_length=TOKENS, micro_batch_size=1,
-                forward_only=False,
-            )  # fmt: skip
+            reports = run_schedule(ddp, batches, forward_step, TOKENS)
             total = torch.stack([r["loss"] for r in reports]).sum(0)
             dist.all_reduce(total, group=parallel_state.get_context_parallel_group())
             losses.append((total[0] / total[1]).item())

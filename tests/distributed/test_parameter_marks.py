@@ -93,10 +93,8 @@ def test_a_norm_that_is_called_waits_for_its_parameters():
     """With ``overlap_param_gather``: every bucket is waited for, the inner norm's own one too."""
     config = make_config(tensor_model_parallel_size=2)
     layer = layer_with(config, groups_of_megatron(), called=True)
-    ddp = in_ddp(
-        layer, use_distributed_optimizer=True, overlap_grad_reduce=True, overlap_param_gather=True,
-        bucket_size=1,
-    )  # fmt: skip
+    overlapped = {"overlap_grad_reduce": True, "overlap_param_gather": True, "bucket_size": 1}
+    ddp = in_ddp(layer, use_distributed_optimizer=True, **overlapped)
     ready = []
     for name, parameter in layer.named_parameters():
         bucket = ddp.param_to_bucket_group[parameter]

@@ -1,21 +1,10 @@
 """A mixer built from the base alone: what is its own beside the laws of every mixer."""
 
-import pytest
 import torch
 
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.state_maps.state_map import StateMap
-from tests.distributed.mixer_laws import parallel_equals_one_rank
-from tests.distributed.mixers import TOY
 from tests.toy_mixer import RULE, G, H, Inputs, K, V
-
-UNEQUAL = (16, 0, 8, 24)
-
-
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-@pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
-def test_more_ranks_than_groups_equal_one_rank(pools, tp, cp, mode):
-    pools(4).run(parallel_equals_one_rank, TOY, tp, cp, tp > 1, lengths=UNEQUAL, mode=mode)
 
 
 def inputs_of(B: int, S: int) -> Inputs:

@@ -9,11 +9,11 @@ from megatron.core import parallel_state
 
 from megatron_gdn import pack_tree
 from megatron_gdn.context_parallel import local_indices
-from tests.distributed.gpt_laws import VOCABULARY, build_model, summed_gradients
+from tests.distributed.gpt_laws import build_model, summed_gradients
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN, KDA, MAMBA2
-from tests.parallel import assert_close, parallel
+from tests.parallel import VOCABULARY, assert_close, parallel
 from tests.ranks import RankError
 from tests.trees import random_tree
 

@@ -2,8 +2,32 @@
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from tests.parallel import parallel
 from tests.ranks import RankPool
+
+
+@pytest.fixture(scope="module")
+def nccl(tmp_path_factory):
+    """A world of one rank in this process."""
+    store = tmp_path_factory.mktemp("nccl") / "store"
+    torch.cuda.set_device(0)
+    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def world(nccl):
+    """Megatron's parallel state in it."""
+    with parallel():
+        yield
+
+
+@pytest.fixture(scope="module")
+def transformer_engine():
+    pytest.importorskip("transformer_engine")
 
 
 @pytest.fixture(scope="module")

@@ -12,13 +12,12 @@ from megatron.core.transformer.custom_layers import batch_invariant_kernels as k
 from torch import Tensor
 
 from megatron_gdn.inference.generate import generate
-from megatron_gdn.specs import hybrid_stack_spec
 from megatron_gdn.testing import check_generation
 from megatron_gdn.testing.generation import GenerationGap
 from tests.distributed.layer_laws import thd
 from tests.first_difference import first_difference, outputs_of, where_generation_differs
 from tests.gpu.parallel_laws import DEVICE
-from tests.parallel import make_config, parallel
+from tests.parallel import hybrid_model, model_config, parallel
 
 VOCABULARY, TOKENS = 64, 4096
 SIZES = {
@@ -30,27 +29,12 @@ SIZES = {
 
 
 def _model(pattern: str, tp: int) -> HybridModel:
-    config = make_config(
-        num_layers=len(pattern),
-        tensor_model_parallel_size=tp,
-        params_dtype=torch.bfloat16,
-        bf16=True,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        gated_linear_unit=True,
-        add_bias_linear=False,
-        batch_invariant_mode=True,
-        **SIZES,
-    )
+    swiglu = {"gated_linear_unit": True, "add_bias_linear": False}
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "batch_invariant_mode": True}
+    config = model_config(pattern, tensor_model_parallel_size=tp, **swiglu, **bf16, **SIZES)
     torch.manual_seed(3)
-    model = HybridModel(
-        config,
-        hybrid_stack_spec("local"),
-        vocab_size=VOCABULARY,
-        max_sequence_length=TOKENS,
-        hybrid_layer_pattern=pattern,
-        position_embedding_type="rope",
-    )
+    lengths = {"vocab_size": VOCABULARY, "max_sequence_length": TOKENS}
+    model = hybrid_model(config, pattern, position_embedding_type="rope", **lengths)
     return model.to(DEVICE).eval()
 
 

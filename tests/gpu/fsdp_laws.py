@@ -15,7 +15,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as checkpoint
 from megatron.core import parallel_state
 from megatron.core.distributed import (
-    DistributedDataParallel,
     DistributedDataParallelConfig,
     torch_fully_sharded_data_parallel,
 )
@@ -42,11 +41,11 @@ from tests.fsdp_on_cpu import (
     fill_states_of_empty_shards,
     one_collective_at_a_time,
 )
-from tests.gpu.parallel_laws import DEVICE, KINDS
-from tests.parallel import make_config, parallel
+from tests.gpu.parallel_laws import DEVICE, KINDS, rms
+from tests.parallel import VOCABULARY, hybrid_model, in_ddp, model_config, parallel
 from tests.precision.training import stack_of
 
-PATTERN, VOCABULARY, ROWS, TOKENS, STEPS = "G-M-", 32, 4, 16, 3
+PATTERN, ROWS, TOKENS, STEPS = "G-M-", 4, 16, 3
 SIZES = {**KINDS["gdn"].sizes, **KINDS["mamba2"].sizes} if DEVICE == "cuda" else {}
 MEGATRONS_COPY = "megatron.core.distributed.fsdp.src.megatron_fsdp"
 FULLY = "optim_grads_params"  # the strategy that shards parameters, so that it gathers them
@@ -64,13 +63,9 @@ def require_as_exact_as_ddp(
     truth: list[torch.Tensor], ddp: list[torch.Tensor], fsdp: list[torch.Tensor]
 ) -> None:
     """Losses of all ranks in bf16, against ``truth`` in fp32: another draw of the same error."""
-    error, yardstick = (_rms(torch.stack(x) - torch.stack(truth)) for x in (fsdp, ddp))
+    error, yardstick = (rms(torch.stack(x) - torch.stack(truth)) for x in (fsdp, ddp))
     print(f"error of Megatron-FSDP {error:.2e}, of DistributedDataParallel {yardstick:.2e}")
     assert error <= 2 * yardstick, (error, yardstick)
-
-
-def _rms(x: torch.Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
 
 
 def losses(
@@ -91,11 +86,8 @@ def losses(
     with parallel(tp=tp), on_this_device():
         model = build(torch.bfloat16, pattern, tensor_model_parallel_size=tp)
         if dtype == torch.float32:
-            rounded, model = (
-                model.state_dict(),
-                build(dtype, pattern, tensor_model_parallel_size=tp),
-            )
-            model.load_state_dict(rounded)
+            rounded, model = model, build(dtype, pattern, tensor_model_parallel_size=tp)
+            model.load_state_dict(rounded.state_dict())
         for name, module in model.named_modules():
             if norms_called and name.endswith("out_norm"):
                 module.register_forward_hook(lambda *call: None)
@@ -118,10 +110,8 @@ def losses_of_a_package(
         rounded: begin with the weights of the bf16 model.
     """
     with parallel(), on_this_device(MEGATRONS_COPY if package == "none" else package):
-        settings = {
-            "use_cpu_initialization": False,
-            "init_model_with_meta_device": device == "meta",
-        }
+        on_meta = {"init_model_with_meta_device": device == "meta"}
+        settings = {"use_cpu_initialization": False, **on_meta}
         with torch.device(device):
             first = build(torch.bfloat16 if rounded else dtype, pattern, **settings)
             model = build(dtype, pattern, **settings) if rounded else first
@@ -289,17 +279,10 @@ def build(
     dtype: torch.dtype, pattern: str, upstream: bool = False, **settings: bool | int
 ) -> HybridModel:
     torch.manual_seed(5)
-    config = make_config(
-        num_layers=len(pattern), ffn_hidden_size=32, attention_dropout=0.0, hidden_dropout=0.0,
-        bf16=dtype == torch.bfloat16, params_dtype=dtype, pipeline_dtype=dtype,
-        **SIZES, **settings,
-    )  # fmt: skip
+    dtypes = {"params_dtype": dtype, "pipeline_dtype": dtype, "bf16": dtype == torch.bfloat16}
+    config = model_config(pattern, **dtypes, **SIZES, **settings)
     rules = {"backend": "reference"} if dtype == torch.float32 else {}
-    model = HybridModel(
-        config, stack_of(upstream, rules), vocab_size=VOCABULARY, max_sequence_length=64,
-        hybrid_layer_pattern=pattern, share_embeddings_and_output_weights=False,
-        position_embedding_type="none",
-    )  # fmt: skip
+    model = hybrid_model(config, pattern, stack_of(upstream, rules))
     return model if config.init_model_with_meta_device else model.to(DEVICE)
 
 
@@ -308,11 +291,7 @@ def _wrap(wrapper: str, model: HybridModel, strategy: str):
     config = model.config
     module = Float16Module(config, model) if config.bf16 else model
     if wrapper == "ddp":
-        wrapped = DistributedDataParallel(
-            config,
-            DistributedDataParallelConfig(grad_reduce_in_fp32=True, use_distributed_optimizer=True),
-            module,
-        )
+        wrapped = in_ddp(module, grad_reduce_in_fp32=True, use_distributed_optimizer=True)
     else:
         overlap = strategy in (FULLY, "optim_grads")
         settings = DistributedDataParallelConfig(

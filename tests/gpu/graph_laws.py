@@ -13,8 +13,9 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from benchmarks.lib.measure import captured
 from megatron_gdn import SequenceLayout, set_documents, static_packed_seq_params
 from megatron_gdn.context_parallel import local_indices
-from tests.distributed.layer_laws import build_layer, randomise_, thd
-from tests.parallel import group_of_one, make_config, parallel
+from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.layer_laws import build_layer, randomise_, thd, transformer_layer
+from tests.parallel import group_of_one, in_ddp, make_config, parallel
 
 # One head configuration, which FlashQLA has compiled for other tests too.
 SIZES = {
@@ -170,28 +171,10 @@ def a_packed_graph_replays_eager_bits(
         dist.barrier()
 
 
-def transformer_layer(cp: int = 1, mode: str | None = None, **changes) -> torch.nn.Module:
-    """With our mixer and nothing else in it."""
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
-    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
-
-    from megatron_gdn.compat.torch_norm import TorchRMSNorm
-    from megatron_gdn.specs import gated_delta_net_spec
-
+def layer_of_megatron(cp: int = 1, mode: str | None = None, **changes) -> torch.nn.Module:
+    """A transformer layer with our mixer and nothing else in it."""
     config = make_config(context_parallel_size=cp, hidden_dropout=0.0, **SIZES, **changes)
-    spec = ModuleSpec(
-        module=TransformerLayer,
-        submodules=TransformerLayerSubmodules(
-            input_layernorm=TorchRMSNorm,
-            self_attention=gated_delta_net_spec("local", linear_cp_mode=mode),
-            self_attn_bda=get_bias_dropout_add,
-        ),
-    )
-    return build_module(spec, config, layer_number=1).cuda()
+    return transformer_layer(config, gated_delta_net_spec("local", linear_cp_mode=mode)).cuda()
 
 
 def megatrons_local_graphs_give_eager_bits(
@@ -203,7 +186,6 @@ def megatrons_local_graphs_give_eager_bits(
         packed: documents in fixed buffers, other ones in each step.
         mode: ``linear_cp_mode``.
     """
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import cuda_graphs
 
@@ -211,9 +193,7 @@ def megatrons_local_graphs_give_eager_bits(
     tokens = TOKENS if packed else 1024
 
     def build(**changes):
-        layer = transformer_layer(cp, mode=mode, **changes)
-        fp32 = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-        return DistributedDataParallel(layer.config, fp32, layer)
+        return in_ddp(layer_of_megatron(cp, mode=mode, **changes), grad_reduce_in_fp32=True)
 
     def step(model, x, d_out, documents) -> dict[str, torch.Tensor]:
         model.zero_grad_buffer()
@@ -257,8 +237,8 @@ def transformer_engines_graph_gives_eager_bits(modules: Sequence[str]) -> None:
     from megatron.core.transformer import cuda_graphs
 
     with parallel():
-        eager = transformer_layer()
-        graphed = transformer_layer(
+        eager = layer_of_megatron()
+        graphed = layer_of_megatron(
             cuda_graph_impl="transformer_engine", cuda_graph_modules=list(modules)
         )
         randomise_(eager)

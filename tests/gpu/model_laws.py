@@ -8,10 +8,8 @@ from __future__ import annotations
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.mixers.init import take_share
@@ -19,7 +17,7 @@ from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
 from tests.distributed.model_laws import global_name
 from tests.gpu.parallel_laws import DEVICE, GPU
-from tests.parallel import make_config, parallel
+from tests.parallel import hybrid_model, in_ddp, model_config, parallel, run_schedule
 
 PATTERN = "G-*-"  # a pipeline's stages are its halves
 VOCABULARY = 64
@@ -31,8 +29,8 @@ MICRO_BATCHES = 2
 def build_model(modules: str, dtype: torch.dtype, layout: dict, options: dict) -> HybridModel:
     """The same weights on every rank of every layout: drawn whole, by name, and cut."""
     pp = layout.get("pp", 1)
-    config = make_config(
-        num_layers=len(PATTERN),
+    config = model_config(
+        PATTERN,
         tensor_model_parallel_size=layout.get("tp", 1),
         context_parallel_size=layout.get("cp", 1),
         pipeline_model_parallel_size=pp,
@@ -40,8 +38,6 @@ def build_model(modules: str, dtype: torch.dtype, layout: dict, options: dict) -
         pipeline_dtype=dtype,
         params_dtype=dtype,
         bf16=dtype == torch.bfloat16,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
         ffn_hidden_size=512,
         gated_linear_unit=True,
         add_bias_linear=False,
@@ -49,17 +45,12 @@ def build_model(modules: str, dtype: torch.dtype, layout: dict, options: dict) -
         **GPU,
     )
     half = len(PATTERN) // 2
-    model = HybridModel(
-        config,
-        hybrid_stack_spec(modules, **options),
-        vocab_size=VOCABULARY,
-        max_sequence_length=TOKENS,
-        hybrid_layer_pattern=PATTERN if pp == 1 else f"{PATTERN[:half]}|{PATTERN[half:]}",
-        pre_process=parallel_state.is_pipeline_first_stage(),
-        post_process=parallel_state.is_pipeline_last_stage(),
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="none",
-    ).to(DEVICE)
+    pattern = PATTERN if pp == 1 else f"{PATTERN[:half]}|{PATTERN[half:]}"
+    sizes = {"vocab_size": VOCABULARY, "max_sequence_length": TOKENS}
+    first, last = parallel_state.is_pipeline_first_stage(), parallel_state.is_pipeline_last_stage()
+    stage = {"pre_process": first, "post_process": last}
+    model = hybrid_model(config, pattern, hybrid_stack_spec(modules, **options), **sizes, **stage)
+    model = model.to(DEVICE)
     first = half * parallel_state.get_pipeline_model_parallel_rank() if pp > 1 else 0
     _fill(model, first)
     return model
@@ -131,14 +122,12 @@ def one_step(
     with parallel(**sizes):
         model = build_model(modules, dtype, layout, options)
         config = model.config
-        ddp = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), model
-        )
+        ddp = in_ddp(model, grad_reduce_in_fp32=True)
         config.finalize_model_grads_func = finalize_model_grads
         generator = torch.Generator().manual_seed(11)
         rows = 1 if packed else 2
         shape = (MICRO_BATCHES, rows, TOKENS + 1)
-        batches = iter(torch.randint(0, VOCABULARY, shape, generator=generator).to(DEVICE))
+        batches = torch.randint(0, VOCABULARY, shape, generator=generator).to(DEVICE)
         cp = layout.get("cp", 1)
         rank = parallel_state.get_context_parallel_rank()
         held = local_indices(LENGTHS if packed else [TOKENS], cp, rank).to(DEVICE)
@@ -161,15 +150,7 @@ def one_step(
 
             return losses, loss_function
 
-        get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=[ddp],
-            num_microbatches=MICRO_BATCHES,
-            seq_length=TOKENS,
-            micro_batch_size=rows,
-            forward_only=False,
-        )
+        run_schedule(ddp, batches, forward_step, TOKENS, rows)
         pp = layout.get("pp", 1)
         first = len(PATTERN) // pp * parallel_state.get_pipeline_model_parallel_rank()
         gradients, errors = {}, {}

@@ -4,18 +4,20 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from megatron.core import parallel_state
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.distributed.finalize_model_grads import (
-    _allreduce_non_tensor_model_parallel_grads,
-)
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from tests import mamba_mixers
 from tests.distributed.layer_laws import build_layer, randomise_, thd
-from tests.parallel import group_of_one, make_config, parallel, share_of
+from tests.parallel import (
+    alone,
+    groups_of_megatron,
+    in_ddp,
+    make_config,
+    parallel,
+    reduce_gradients,
+    share_of,
+)
 
 # Every rank's share is a head configuration that FlashQLA compiles once for several cases: 8 key
 # and 16 value heads, half or a quarter of them.
@@ -60,7 +62,7 @@ KINDS = {
 }
 
 
-def _rms(x: torch.Tensor) -> float:
+def rms(x: torch.Tensor) -> float:
     return x.double().square().mean().sqrt().item()
 
 
@@ -89,9 +91,8 @@ def errors_of_one_rank_and_of_all(
     kind = KINDS[mixer]
     bf16 = {"bf16": True, "params_dtype": torch.bfloat16, **kind.sizes}
     with parallel(tp=tp, cp=cp):
-        alone = ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
         torch.manual_seed(7)
-        exact = kind.build(make_config(**kind.sizes), alone, {"backend": "reference"})
+        exact = kind.build(make_config(**kind.sizes), alone(), {"backend": "reference"})
         randomise_(exact)
         with torch.no_grad():
             for name, parameter in exact.named_parameters():
@@ -105,7 +106,7 @@ def errors_of_one_rank_and_of_all(
             return found | {name: p.grad for name, p in layer.named_parameters()}
 
         truth = everything(exact, x.float())
-        one = kind.build(make_config(**bf16), alone, options)
+        one = kind.build(make_config(**bf16), alone(), options)
         with torch.no_grad():
             for name, parameter in one.named_parameters():
                 parameter.copy_(exact.get_parameter(name))
@@ -114,33 +115,27 @@ def errors_of_one_rank_and_of_all(
         config = make_config(
             tensor_model_parallel_size=tp, context_parallel_size=cp, sequence_parallel=sp, **bf16
         )
-        groups = ProcessGroupCollection(
-            tp=parallel_state.get_tensor_model_parallel_group(),
-            cp=parallel_state.get_context_parallel_group(),
-        )
+        groups = groups_of_megatron()
         layer = kind.build(config, groups, {"linear_cp_mode": mode, "cp_layout": layout, **options})
         with torch.no_grad():
             for name, parameter in layer.named_parameters():
                 parameter.copy_(kind.share_of(name, exact.get_parameter(name), layer))
-        ddp = DistributedDataParallel(
-            config, DistributedDataParallelConfig(grad_reduce_in_fp32=True), layer
-        )
+        ddp = in_ddp(layer, grad_reduce_in_fp32=True)
         mine = local_indices(
             lengths or (tokens,), cp, groups.cp.rank(), SequenceLayout.parse(layout)
         ).to(DEVICE)
         if sp:
             mine = mine.chunk(tp)[groups.tp.rank()]
         found = _forward_backward(ddp, x[mine], weight[mine], lengths)
-        ddp.finish_grad_sync()
-        _allreduce_non_tensor_model_parallel_grads([ddp], config)
+        reduce_gradients(ddp)
 
         report = {}
 
         def compare(name, in_parallel, alone, true):
-            scale = _rms(true)
+            scale = rms(true)
             report[name] = (
-                _rms(in_parallel.float() - true) / scale,
-                _rms(alone.float() - true) / scale,
+                rms(in_parallel.float() - true) / scale,
+                rms(alone.float() - true) / scale,
                 true.numel(),
             )
 
@@ -158,9 +153,7 @@ def errors_of_one_rank_and_of_all(
 
 def _chunkwise_pass(lengths, layout="zigzag", **changes):
     """A chunkwise layer in bf16 over all ranks, as a function that runs it back and forth."""
-    groups = ProcessGroupCollection(
-        tp=group_of_one(), cp=parallel_state.get_context_parallel_group()
-    )
+    groups = groups_of_megatron()
     torch.manual_seed(7)
     config = make_config(context_parallel_size=groups.cp.size(), **BF16, **changes)
     layer = build_layer(config, groups, {"linear_cp_mode": "chunkwise", "cp_layout": layout})

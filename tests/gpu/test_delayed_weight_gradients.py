@@ -2,22 +2,10 @@
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from tests.gpu.test_one_gpu import config_for
-from tests.parallel import parallel
 
 pytestmark = pytest.mark.gpu
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    store = tmp_path_factory.mktemp("nccl") / "store"
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    with parallel():
-        yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("again", [None, "gdn_norm_out", "gdn"])

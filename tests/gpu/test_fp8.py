@@ -4,9 +4,8 @@ import math
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.enums import Fp8Recipe
 from megatron.core.fp8_utils import get_fp8_context
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -15,9 +14,9 @@ from torch import nn
 
 from megatron_gdn.mixers.fp8 import GatesApart
 from megatron_gdn.specs import gated_delta_net_spec, mamba2_spec
-from tests.parallel import make_config, parallel
+from tests.parallel import in_ddp, make_config
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformer_engine", "world")]
 
 RECIPES = ["tensorwise", "delayed", "blockwise"]
 HIDDEN, TOKENS = 256, 512
@@ -28,17 +27,6 @@ SIZES = {
 }  # fmt: skip
 # bf16 rounds an operand by 2^-9 at most and e4m3 by 2^-4; a product has two of them.
 BF16, FP8 = 2 * 2.0**-9, 2 * 2.0**-4
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory):
-    pytest.importorskip("transformer_engine")
-    torch.cuda.set_device(0)
-    store = tmp_path_factory.mktemp("nccl") / "store"
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    with parallel():
-        yield
-    dist.destroy_process_group()
 
 
 def layer_of(mixer: str, recipe: str | None, **changes) -> nn.Module:
@@ -62,8 +50,7 @@ def layer_of(mixer: str, recipe: str | None, **changes) -> nn.Module:
 
 
 def wrapped(layer: nn.Module) -> DistributedDataParallel:
-    config = DistributedDataParallelConfig(grad_reduce_in_fp32=True)
-    ddp = DistributedDataParallel(layer.config, config, layer)
+    ddp = in_ddp(layer, grad_reduce_in_fp32=True)
     ddp.zero_grad_buffer()
     return ddp
 

@@ -4,7 +4,6 @@ import importlib.util
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing, fp8_utils
 from megatron.core.dist_checkpointing.validation import StrictHandling
@@ -20,26 +19,15 @@ from megatron_gdn.specs import hybrid_stack_spec
 from tests.fp8_twin import recipe as quantization_recipe
 from tests.gpu.test_fp8 import BF16, FP8, HIDDEN, RECIPES, SIZES, error
 from tests.hf.tiny_models import as_published, build
-from tests.parallel import make_config, parallel
+from tests.parallel import hybrid_model, model_config
 from tests.precision.exact_resume_laws import train_step
 from tests.precision.training import FLOAT16, Training, save, sharded_state, wrap
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("transformer_engine", "world")]
 
 LENGTHS = (128,)
 # Without it Transformer Engine (2.20) loads no checkpoint that holds delayed scaling's history.
 SWITCH = "NVTE_ALLOW_UNSAFE_PICKLE_EXTRA_STATE"
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory):
-    pytest.importorskip("transformer_engine")
-    torch.cuda.set_device(0)
-    store = tmp_path_factory.mktemp("nccl") / "store"
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    with parallel():
-        yield
-    dist.destroy_process_group()
 
 
 @pytest.fixture(autouse=True)
@@ -51,20 +39,17 @@ def model_of(recipe: str | None, seed: int = 5, **changes) -> HybridModel:
     """Its weights are the seed's, and its steps repeat: the rule is plain torch."""
     fp8_utils.FP8GlobalStateManager.reset()  # as in a process of its own
     settings = {
-        "num_layers": 4, "ffn_hidden_size": 512, "bf16": True, "params_dtype": torch.bfloat16,
+        "ffn_hidden_size": 512, "bf16": True, "params_dtype": torch.bfloat16,
         "use_cpu_initialization": False, "init_method_std": 0.06, "add_bias_linear": False,
-        "attention_dropout": 0.0, "hidden_dropout": 0.0, "deterministic_mode": True,
+        "deterministic_mode": True,
     }  # fmt: skip
     if recipe is not None:
         settings |= {"fp8": "hybrid", "fp8_recipe": Fp8Recipe[recipe]}
     torch.manual_seed(seed)
     model_parallel_cuda_manual_seed(seed)  # linears and embedding draw from a stream of their own
-    return HybridModel(
-        make_config(**{**SIZES, **settings, **changes}),
-        hybrid_stack_spec("te", backend="reference"),
-        vocab_size=64, max_sequence_length=256, hybrid_layer_pattern="G-G-",
-        share_embeddings_and_output_weights=False, position_embedding_type="none",
-    ).cuda()  # fmt: skip
+    config = model_config("G-G-", **{**SIZES, **settings, **changes})
+    spec = hybrid_stack_spec("te", backend="reference")
+    return hybrid_model(config, "G-G-", spec, vocab_size=64, max_sequence_length=256).cuda()
 
 
 def training_of(recipe: str | None, seed: int = 5) -> Training:

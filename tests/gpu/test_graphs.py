@@ -5,13 +5,12 @@ Over several ranks: ``test_parallel.py``.
 
 import pytest
 import torch
-import torch.distributed as dist
 
 from megatron_gdn import set_documents, static_packed_seq_params
 from tests.gpu import graph_laws as laws
 from tests.parallel import group_of_one, parallel
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nccl")]
 
 OPTIONS = {
     "plain": {},
@@ -19,15 +18,6 @@ OPTIONS = {
     "recompute": {"options": {"recompute": "light"}},
     "recompute all": {"options": {"recompute": "full"}},
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def world(tmp_path_factory):
-    store = tmp_path_factory.mktemp("nccl") / "store"
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    yield
-    dist.destroy_process_group()
 
 
 @pytest.mark.parametrize("name", OPTIONS)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.gpu import model_laws as laws
+from tests.gpu.parallel_laws import rms
 
 pytestmark = pytest.mark.gpu
 
@@ -13,10 +14,6 @@ LAYOUTS = [
     {"pp": 2, "cp": 2},
     {"cp": 4},
 ]
-
-
-def rms(x: torch.Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
 
 
 @pytest.fixture(scope="module")

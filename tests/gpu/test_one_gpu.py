@@ -5,9 +5,9 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 
-from tests.parallel import parallel
+from tests.gpu.parallel_laws import rms
+from tests.parallel import in_ddp, run_schedule
 
 pytestmark = pytest.mark.gpu
 
@@ -18,16 +18,6 @@ SIZES = {
     "linear_key_head_dim": 128,
     "linear_value_head_dim": 128,
 }
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory):
-    store = tmp_path_factory.mktemp("nccl") / "store"
-    torch.cuda.set_device(0)
-    dist.init_process_group("nccl", init_method=f"file://{store}", rank=0, world_size=1)
-    with parallel():
-        yield
-    dist.destroy_process_group()
 
 
 def config_for(**changes):
@@ -51,10 +41,6 @@ def config_for(**changes):
     return TransformerConfig(**{**settings, **changes})
 
 
-def rms(x: torch.Tensor) -> float:
-    return x.double().square().mean().sqrt().item()
-
-
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["", "zero-centred"])
 def test_transformer_engines_modules_equal_local_ones_within_bf16_error(
@@ -62,29 +48,16 @@ def test_transformer_engines_modules_equal_local_ones_within_bf16_error(
 ):
     """Each bf16 layer's error against fp32 is the yardstick for the other's."""
     pytest.importorskip("transformer_engine")
-    from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
     from megatron.core.transformer.identity_op import IdentityOp
-    from megatron.core.transformer.spec_utils import ModuleSpec, build_module
-    from megatron.core.transformer.transformer_layer import (
-        TransformerLayer,
-        TransformerLayerSubmodules,
-    )
 
     from megatron_gdn.compat.torch_norm import TorchRMSNorm
     from megatron_gdn.specs import gated_delta_net_spec
-    from tests.distributed.layer_laws import thd
+    from tests.distributed.layer_laws import thd, transformer_layer
 
     def build(backend, **changes):
         config = config_for(layernorm_zero_centered_gamma=zero_centered, **changes)
-        spec = ModuleSpec(
-            module=TransformerLayer,
-            submodules=TransformerLayerSubmodules(
-                input_layernorm=TorchRMSNorm if backend == "local" else IdentityOp,
-                self_attention=gated_delta_net_spec(backend),
-                self_attn_bda=get_bias_dropout_add,
-            ),
-        )
-        return build_module(spec, config, layer_number=1).cuda()
+        norm = TorchRMSNorm if backend == "local" else IdentityOp
+        return transformer_layer(config, gated_delta_net_spec(backend), norm).cuda()
 
     exact = build("local", bf16=False, params_dtype=torch.float32)
     with torch.no_grad():
@@ -140,11 +113,9 @@ def text_batches(steps: int, batch: int, length: int, device="cuda"):
 
 
 def train(spec, steps: int, initial=None) -> tuple[list[float], dict]:
-    from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
     from megatron.core.distributed.finalize_model_grads import finalize_model_grads
     from megatron.core.models.hybrid.hybrid_model import HybridModel
     from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
     from megatron.core.transformer.module import Float16Module
 
     torch.manual_seed(5)
@@ -162,9 +133,7 @@ def train(spec, steps: int, initial=None) -> tuple[list[float], dict]:
             for name, parameter in model.named_parameters():
                 parameter.copy_(initial[name])
     before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    ddp = DistributedDataParallel(
-        config, DistributedDataParallelConfig(), Float16Module(config, model)
-    )
+    ddp = in_ddp(Float16Module(config, model))
     optimizer = get_megatron_optimizer(
         OptimizerConfig(lr=2e-3, bf16=True, params_dtype=torch.bfloat16, weight_decay=0.01), [ddp]
     )
@@ -186,15 +155,7 @@ def train(spec, steps: int, initial=None) -> tuple[list[float], dict]:
     for _ in range(steps):
         ddp.zero_grad_buffer()
         optimizer.zero_grad()
-        (report,) = get_forward_backward_func()(
-            forward_step_func=forward_step,
-            data_iterator=batches,
-            model=[ddp],
-            num_microbatches=1,
-            seq_length=512,
-            micro_batch_size=8,
-            forward_only=False,
-        )
+        (report,) = run_schedule(ddp, [next(batches)], forward_step, 512, 8)
         optimizer.step()
         curve.append(report["loss"].item())
     return curve, before

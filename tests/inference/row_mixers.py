@@ -23,7 +23,6 @@ from megatron_gdn.ops.layout import Layout
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import GatedNorm, Neighbours
 from megatron_gdn.ops.rules.base import Rule
-from tests.gdn_mixer import gated_delta_mixer
 
 DT_LIMIT = (0.05, 1.5)
 TAPS = 4
@@ -74,7 +73,6 @@ class Kind:
     plain: Rule
     draw: Callable[[torch.dtype], Parameters] = field(repr=False)
     make: Callable[[Tensor, Parameters, Rule], RowMixer] = field(repr=False)
-    train: Callable[[Tensor, Parameters, Rule, Documents | None], Any] = field(repr=False)
 
     def rows(self, S: int, B: int = 1, dtype=torch.float32) -> Tensor:
         generator = torch.Generator().manual_seed(S * 7 + B)
@@ -86,6 +84,9 @@ class Kind:
     def mixer(self, dtype=torch.float32, aligned=False) -> RowMixer:
         return self.make(self.rows(1, 1, dtype), self.draw(dtype), self._rule(aligned))
 
+    def train(self, rows: Tensor, parameters: Parameters, rule: Rule, documents) -> Tensor:
+        return mix(rows, self.make(rows, parameters, rule), Neighbours(documents))
+
     def trained(self, rows: Tensor, lengths=None, aligned=False) -> Tensor:
         """What the training path gives for whole sequences."""
         documents = None if lengths is None else documents_of(lengths)
@@ -96,13 +97,8 @@ def gdn_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     def make(rows, parameters, rule):
         return gdn_rows(rows, *parameters.own, sizes, rule=rule, norm=parameters.norm)
 
-    def train(rows, parameters, rule, documents):
-        return gated_delta_mixer(
-            rows, *parameters.own, sizes, rule=rule, norm=parameters.norm, documents=documents
-        )
-
     draw = partial(_draw, sizes.layout, taps, [sizes.value_heads] * 2, sizes.value_dim, 1e-6)
-    return Kind("gdn", sizes.layout, PlainRule(), draw, make, train)
+    return Kind("gdn", sizes.layout, PlainRule(), draw, make)
 
 
 def mamba2_kind(heads: int, groups: int, head_dim: int, state_dim: int, taps: int = TAPS) -> Kind:
@@ -116,11 +112,8 @@ def mamba2_kind(heads: int, groups: int, head_dim: int, state_dim: int, taps: in
             rows, *parameters.own, layout, rule=rule, norm=parameters.norm, dt_limit=DT_LIMIT
         )
 
-    def train(rows, parameters, rule, documents):
-        return mix(rows, make(rows, parameters, rule), Neighbours(documents))
-
     draw = partial(_draw, layout, taps, [heads] * 3, heads * head_dim, 1e-5)
-    return Kind("mamba2", layout, PlainSSD(), draw, make, train)
+    return Kind("mamba2", layout, PlainSSD(), draw, make)
 
 
 def kda_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
@@ -129,12 +122,9 @@ def kda_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     def make(rows, parameters, rule):
         return kda_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm)
 
-    def train(rows, parameters, rule, documents):
-        return mix(rows, make(rows, parameters, rule), Neighbours(documents))
-
     gates = [sizes.value_heads, sizes.value_heads * sizes.key_dim]
     draw = partial(_draw, layout, taps, gates, sizes.value_dim, 1e-6, activation="sigmoid")
-    return Kind("kda", layout, PlainKDA(), draw, make, train)
+    return Kind("kda", layout, PlainKDA(), draw, make)
 
 
 GDN = gdn_kind(HeadSizes(2, 4, 8, 6))

@@ -8,11 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.inference import decode, prefill
+from megatron_gdn.inference import prefill
 from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.generation.aligned import decode_on_grid
+from tests.inference import test_aligned
 from tests.inference.row_mixers import documents_of, gdn_kind, mamba2_kind
 
 pytestmark = [
@@ -40,16 +41,21 @@ each_case = pytest.mark.parametrize("name", CASES)
 
 
 class Mixer:
+    """A kind's mixer on the GPU, aligned, in bf16, as the laws of ``test_aligned`` ask for it."""
+
     def __init__(self, name: str) -> None:
         self.kind, rule = CASES[name]
         self.rule = rule()
         self.parameters = self.kind.draw(torch.bfloat16).to("cuda")
         self.parts = self.kind.make(self.rows(1), self.parameters, self.rule)
 
-    def rows(self, S: int, B: int = 1) -> torch.Tensor:
-        return self.kind.rows(S, B, torch.bfloat16).cuda()
+    def mixer(self, dtype=torch.bfloat16, aligned=True):
+        return self.parts
 
-    def trained(self, rows: torch.Tensor, lengths=None) -> torch.Tensor:
+    def rows(self, S: int, B: int = 1, dtype=torch.bfloat16) -> torch.Tensor:
+        return self.kind.rows(S, B, dtype).cuda()
+
+    def trained(self, rows: torch.Tensor, lengths=None, aligned=True) -> torch.Tensor:
         documents = None if lengths is None else documents_of(lengths, "cuda")
         return self.kind.train(rows, self.parameters, self.rule, documents)
 
@@ -57,19 +63,7 @@ class Mixer:
 @each_case
 @pytest.mark.parametrize("parts", [(63, 1, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)], ids=str)
 def test_any_cut_has_the_bits_of_training(name, parts):
-    mixer = Mixer(name)
-    rows = mixer.rows(150, 2)
-    whole = mixer.trained(rows)
-    carry, at = mixer.parts.shape.zeros(2, rows.dtype, rows.device), 0
-    for part in parts:
-        piece = rows[at : at + abs(part)]
-        if part < 0:
-            mixed, after = decode(piece, mixer.parts, carry, stands=[at, at])
-            carry = after[-1]
-        else:
-            mixed, carry = prefill(piece, mixer.parts, carry, stands=[at, at])
-        assert torch.equal(mixed, whole[at : at + abs(part)]), (at, part)
-        at += abs(part)
+    test_aligned.test_any_cut_has_the_bits_of_training(Mixer(name), parts, torch.bfloat16)
 
 
 @each_case

@@ -1,7 +1,10 @@
+import logging
+
 import pytest
 import torch.distributed as dist
 from megatron.core import parallel_state
 
+from megatron_gdn.compat import observe
 from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
 from tests.parallel import end_groups, parallel
 
@@ -22,3 +25,11 @@ def one_rank(world):
     with parallel():
         yield
     assert not parallel_state.model_parallel_is_initialized()
+
+
+@pytest.fixture
+def log(caplog):
+    """What the package says, though it said it before."""
+    observe.log_once.cache_clear()
+    caplog.set_level(logging.INFO)
+    return caplog

@@ -45,11 +45,8 @@ def layer_of(mixer, **recomputed):
 @pytest.mark.parametrize("again", [None, "gdn_norm_out", "gdn_qkv", "gdn"])
 def test_megatrons_schedule_gets_the_weight_gradients_of_both_projections_later(again):
     plain = gated_delta_net_spec("local")
-    parts = replace(
-        plain.submodules,
-        in_proj=delayed(ColumnParallelLinear),
-        out_proj=delayed(RowParallelLinear),
-    )
+    linears = {"in_proj": delayed(ColumnParallelLinear), "out_proj": delayed(RowParallelLinear)}
+    parts = replace(plain.submodules, **linears)
     recomputed = {"recompute_granularity": "selective", "recompute_modules": [again]}
     late = layer_of(replace(plain, submodules=parts), **(recomputed if again else {}))
     at_once, x = layer_of(plain), torch.randn(9, 2, 24)

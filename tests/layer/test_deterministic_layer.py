@@ -1,12 +1,9 @@
 """How the layer hears of deterministic mode, and that its bits then hold under pressure."""
 
-import logging
-
 import pytest
 import torch
 
 from benchmarks.lib.repeats import check_repeats, forward_backward
-from megatron_gdn.compat import observe
 from tests.distributed.layer_laws import build, randomise_, thd
 from tests.parallel import make_config
 
@@ -20,31 +17,20 @@ def torchs_switch():
     torch.use_deterministic_algorithms(False)
 
 
-def said(caplog) -> str:
-    return "\n".join(record.getMessage() for record in caplog.records)
-
-
-@pytest.fixture
-def log(caplog):
-    observe.log_once.cache_clear()
-    caplog.set_level(logging.INFO, logger="megatron_gdn")
-    return caplog
-
-
 def test_the_config_asks_for_it(log):
     layer = build(make_config(deterministic_mode=True))
     assert layer.backend == "reference"
-    assert "delta rule backend 'reference' (deterministic mode; not flash_qla: " in said(log)
+    assert "delta rule backend 'reference' (deterministic mode; not flash_qla: " in log.text
 
 
 def test_torchs_switch_asks_for_it(log, torchs_switch):
     assert build().backend == "reference"
-    assert "(deterministic mode; " in said(log)
+    assert "(deterministic mode; " in log.text
 
 
 def test_without_either_nothing_is_said_of_it(log):
     build()
-    assert "deterministic" not in said(log)
+    assert "deterministic" not in log.text
 
 
 def test_fla_is_refused_with_the_reason():

@@ -1,6 +1,5 @@
 """The layer on one rank: its equation, its surface, and what it refuses."""
 
-import logging
 import weakref
 from functools import partial
 
@@ -8,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.transformer.spec_utils import build_module
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn import (
@@ -16,9 +14,7 @@ from megatron_gdn import (
     torch_chunk_gated_delta_rule,
     tree_packed_seq_params,
 )
-from megatron_gdn.compat import observe
 from megatron_gdn.ops import recurrent_gated_delta_rule
-from megatron_gdn.specs import gated_delta_net_spec
 from tests.distributed.layer_laws import (
     build,
     build_layer,
@@ -137,37 +133,16 @@ def test_what_the_backward_read_is_freed_though_the_loss_is_kept():
 
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused norm", "norm as a module"])
-def test_the_norm_is_not_recomputed_where_a_checkpoint_keeps_what_is_saved(fused, caplog):
-    observe.log_once.cache_clear()
+def test_the_norm_is_not_recomputed_where_a_checkpoint_keeps_what_is_saved(fused, log):
     layer = build(recompute_norm_out=True)
     if not fused:
         layer.out_norm.register_forward_hook(lambda *_: None)
     x, again = torch.randn(9, 2, 24), partial(checkpoint, layer, use_reentrant=False)
-    with caplog.at_level(logging.INFO, logger="megatron_gdn.compat.observe"):
-        plain = forward_backward(layer, x)
-        assert not any("recompute" in r.message for r in caplog.records)
-        require_same_bits(forward_backward(layer, x, run=again), plain)
-    said = [r.message for r in caplog.records if "recompute" in r.message]
-    assert len(said) == 1 and "saved-tensor hooks" in said[0]
-
-
-def test_an_output_norm_of_another_kind_is_called_as_a_module():
-    class Halved(torch.nn.Module):
-        def __init__(self, config, hidden_size, eps):
-            super().__init__()
-            self.norm = torch.nn.RMSNorm(hidden_size, eps)
-
-        def forward(self, x):
-            return self.norm(x) / 2
-
-    plain, spec = build(), gated_delta_net_spec("local")
-    spec.submodules.out_norm = Halved
-    halved = build_module(spec, make_config(), layer_number=1)
-    state = plain.state_dict()
-    state["out_norm.norm.weight"] = state.pop("out_norm.weight")
-    halved.load_state_dict(state)
-    x = torch.randn(7, 2, 24)
-    assert_close("output", halved(x, None)[0] * 2, plain(x, None)[0], 1e-6)
+    plain = forward_backward(layer, x)
+    assert "recompute" not in log.text
+    require_same_bits(forward_backward(layer, x, run=again), plain)
+    (said,) = [message for message in log.messages if "recompute" in message]
+    assert "saved-tensor hooks" in said
 
 
 def test_hooks_that_wait_for_parameters_run_for_modules_that_are_never_called():
@@ -232,14 +207,11 @@ def test_groups_default_to_megatrons_global_ones():
     assert build().tp_group is build_layer(make_config(), groups_of_megatron(), {}).tp_group
 
 
-def test_the_chosen_backend_is_logged_once_with_its_reason(caplog):
-    observe.log_once.cache_clear()
-    with caplog.at_level(logging.INFO, logger="megatron_gdn.compat.observe"):
-        build()
-        build()
-    lines = [r.message for r in caplog.records if "backend" in r.message]
-    assert len(lines) == 1
-    assert "backend 'reference' (not flash_qla: flash_qla runs on a GPU" in lines[0]
+def test_the_chosen_backend_is_logged_once_with_its_reason(log):
+    build()
+    build()
+    (line,) = [message for message in log.messages if "backend" in message]
+    assert "backend 'reference' (not flash_qla: flash_qla runs on a GPU" in line
 
 
 def test_the_packed_metadata_is_read_once_for_all_layers(monkeypatch):

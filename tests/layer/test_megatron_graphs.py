@@ -7,8 +7,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
-from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.tensor_parallel import random
 from megatron.core.transformer import cuda_graphs
 from megatron.core.transformer.attention import SelfAttention
@@ -20,7 +19,6 @@ from megatron_gdn import (
     static_packed_seq_params,
 )
 from megatron_gdn.mixers.packing import static_documents_of
-from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import build_layer, thd, transformer_layer
 from tests.graphs_on_cpu import (
     captured_arguments,
@@ -28,7 +26,7 @@ from tests.graphs_on_cpu import (
     graphs_on_cpu,
     mismatches,
 )
-from tests.parallel import make_config
+from tests.parallel import hybrid_model, in_ddp, make_config, model_config
 from tests.ranks import on_ranks
 
 one_rank = pytest.mark.usefixtures("one_rank")
@@ -138,14 +136,8 @@ def test_a_model_trains_on_packed_documents_in_megatrons_graphs():
     sets = ((5, 11), (16,), (1, 2, 0, 13), (4, 4, 4, 4))
 
     def build(graphs: str) -> DistributedDataParallel:
-        config = make_config(
-            num_layers=5, cuda_graph_impl=graphs, attention_dropout=0.0, hidden_dropout=0.0
-        )
-        model = HybridModel(
-            config, hybrid_stack_spec("local"), vocab_size=32, max_sequence_length=16,
-            hybrid_layer_pattern="G-*G-", position_embedding_type="rope",
-        )  # fmt: skip
-        return DistributedDataParallel(config, DistributedDataParallelConfig(), model)
+        config = model_config("G-*G-", cuda_graph_impl=graphs)
+        return in_ddp(hybrid_model(config, "G-*G-", position_embedding_type="rope"))
 
     def step(model, tokens, packed) -> dict[str, torch.Tensor]:
         model.zero_grad_buffer()

@@ -1,6 +1,5 @@
 """What Megatrons' configs say about the layers: honoured, named in the log, or refused."""
 
-import logging
 import sys
 from dataclasses import fields
 
@@ -9,7 +8,6 @@ import torch
 from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_gdn.compat import observe
 from megatron_gdn.mamba2.layer import MAMBA2_FIELDS
 from megatron_gdn.mixers.arguments import GDN_FIELDS
 from megatron_gdn.specs import gated_delta_net_spec, gpt_block_spec, mamba2_spec
@@ -38,13 +36,6 @@ def build_under(config, mixer="GatedDeltaNet"):
 
 def selective(*names, **values):
     return build(recompute_granularity="selective", recompute_modules=[*names], **values)
-
-
-@pytest.fixture
-def log(caplog):
-    observe.log_once.cache_clear()
-    caplog.set_level(logging.INFO)
-    return caplog
 
 
 def test_another_variant_is_refused_by_name():

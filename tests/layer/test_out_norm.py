@@ -1,28 +1,22 @@
 """The mixer computes a plain norm itself and calls every other; both keep the hooks' contract."""
 
-import logging
 from types import MethodType
 
 import pytest
 import torch
-from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
-from megatron_gdn.compat import observe
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.out_norm import is_plain_rms_norm
-from megatron_gdn.specs import gated_delta_net_spec
-from tests.distributed.layer_laws import randomise_
+from tests.distributed.layer_laws import build_layer, randomise_
 from tests.parallel import assert_close, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-def build(norm=TorchRMSNorm, **options):
-    spec = gated_delta_net_spec("local", **options)
-    spec.submodules.out_norm = norm
-    return build_module(spec, make_config(), layer_number=1)
+def build(norm=TorchRMSNorm):
+    return build_layer(make_config(), None, {}, out_norm=norm)
 
 
 class DoubledOurs(TorchRMSNorm):
@@ -36,6 +30,17 @@ class DoubledTorchs(nn.RMSNorm):
 
     def forward(self, x):
         return 2 * super().forward(x)
+
+
+class DoubledInside(nn.Module):
+    """A norm of another kind, called as a module."""
+
+    def __init__(self, config, hidden_size, eps):
+        super().__init__()
+        self.norm = nn.RMSNorm(hidden_size, eps)
+
+    def forward(self, x):
+        return 2 * self.norm(x)
 
 
 class Doubled(nn.Module):
@@ -63,8 +68,8 @@ def assert_doubles(doubled, plain):
     assert_close("output", doubled(x, None)[0], 2 * plain(x, None)[0], 1e-6)
 
 
-@pytest.mark.parametrize("norm", [DoubledOurs, DoubledTorchs])
-def test_a_subclass_of_a_plain_norm_is_called(norm):
+@pytest.mark.parametrize("norm", [DoubledOurs, DoubledTorchs, DoubledInside])
+def test_a_norm_that_is_not_plain_is_called(norm):
     assert_doubles(build(norm), build())
 
 
@@ -165,11 +170,9 @@ def test_a_pre_hook_on_conv1d_may_return_what_it_was_given_and_nothing_else(keyw
         layer(x, None)
 
 
-def test_hooks_on_conv1d_that_cannot_run_are_named_once(caplog):
-    observe.log_once.cache_clear()
+def test_hooks_on_conv1d_that_cannot_run_are_named_once(log):
     layer = build()
     layer.conv1d.register_forward_hook(lambda *_: None)
-    with caplog.at_level(logging.INFO, logger="megatron_gdn.compat.observe"):
-        for _ in range(2):
-            layer(torch.randn(7, 2, 24), None)
-    assert len([r for r in caplog.records if "never called" in r.message]) == 1
+    for _ in range(2):
+        layer(torch.randn(7, 2, 24), None)
+    assert log.text.count("never called") == 1

@@ -8,7 +8,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from megatron.core.transformer.spec_utils import build_module
 
 import megatron_gdn
 from megatron_gdn import ops
@@ -18,10 +17,8 @@ from megatron_gdn.ops.autograd import mix_no_tokens
 from megatron_gdn.ops.conv import causal_conv1d
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.readout.plain import grouped_rms_norm
-from megatron_gdn.specs import gated_delta_net_spec
-from tests import mamba_mixers
-from tests.distributed.layer_laws import by_megatron, checkpointed, randomise_, reentrant
-from tests.parallel import make_config
+from tests.distributed.layer_laws import by_megatron, checkpointed, reentrant
+from tests.distributed.mixers import whole
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -34,12 +31,6 @@ DIFFERENTIABLE = {
     "TakeRows": "test_moved_rows_are_differentiated_twice",
     "_PutAside": "hands the gradient on to a backward that refuses it",
 }
-
-
-def build(**options):
-    layer = build_module(gated_delta_net_spec("local", **options), make_config(), layer_number=1)
-    randomise_(layer)
-    return layer
 
 
 def heads(*shape):
@@ -56,11 +47,11 @@ def operation(name):
     rows = torch.randn(13, 1, 24)
     match name:
         case "fused layer" | "layer of modules":
-            layer = build(recompute_norm_out=name == "layer of modules")
+            layer = whole("gdn", recompute_norm_out=name == "layer of modules")
             return lambda x: layer(x, None)[0], rows
         case "Mamba2":
-            mixer = mamba_mixers.whole_mixer(mamba_mixers.mamba_config())
-            return lambda x: mixer(x)[0], rows[..., : mamba_mixers.D].contiguous()
+            mixer = whole("mamba2")
+            return lambda x: mixer(x)[0], torch.randn(13, 1, mixer.config.hidden_size)
         case "causal_conv1d":
             weight = torch.randn(6, 4)
             return lambda x: causal_conv1d(x, weight)[0], heads(6)
@@ -147,7 +138,7 @@ def test_a_checkpoint_that_cannot_be_differentiated_twice_says_so_itself(around)
 
 def test_a_gradient_inside_a_backward_is_a_first_gradient():
     """A function that computes its forward again, as checkpoints do, with gradients enabled."""
-    layer, x = build(), torch.randn(13, 1, 24, requires_grad=True)
+    layer, x = whole("gdn"), torch.randn(13, 1, 24, requires_grad=True)
 
     class Again(torch.autograd.Function):
         @staticmethod

@@ -4,10 +4,9 @@ import pytest
 import torch
 from megatron.core.ssm import gated_delta_net as upstream
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Upstream
-from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.ops import l2norm
-from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.layer_laws import build
 from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -30,9 +29,7 @@ def steps(width):
 def test_the_rules_inputs(monkeypatch, normalise, value_heads):
     # fla's needs a GPU. In 0.18 the layer is one file.
     monkeypatch.setattr(getattr(upstream, "common", upstream), "l2norm", l2norm)
-    config = make_config(linear_num_value_heads=value_heads)
-    spec = gated_delta_net_spec("local", use_qk_l2norm=normalise)
-    layer = build_module(spec, config, layer_number=1)
+    layer = build(make_config(linear_num_value_heads=value_heads), use_qk_l2norm=normalise)
     qkv, gate, beta, alpha = steps(2 * G * K + value_heads * V)
     gate, beta, alpha = gate[:, :, :value_heads], beta[..., :value_heads], alpha[..., :value_heads]
     with torch._dynamo.config.patch(disable=True):

@@ -3,7 +3,6 @@
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 
 from benchmarks.lib.repeats import digest
 from megatron_gdn.compat.megatron_on_cpu import (
@@ -12,8 +11,8 @@ from megatron_gdn.compat.megatron_on_cpu import (
 )
 from megatron_gdn.context_parallel import local_indices
 from tests.distributed.layer_laws import thd
-from tests.parallel import parallel
-from tests.precision.training import VOCABULARY, Training, build_model, load, save, wrap
+from tests.parallel import VOCABULARY, parallel, run_schedule
+from tests.precision.training import Training, build_model, load, save, wrap
 
 LENGTHS = (8, 24, 16)
 STEPS, MIDDLE = 10, 5
@@ -49,15 +48,7 @@ def train_step(training: Training, step: int, lengths: tuple[int, ...], packed: 
 
     training.ddp.zero_grad_buffer()
     training.optimizer.zero_grad()
-    totals = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(rows),
-        model=[training.ddp],
-        num_microbatches=2,
-        seq_length=sum(lengths),
-        micro_batch_size=rows.shape[1],
-        forward_only=False,
-    )
+    totals = run_schedule(training.ddp, rows, forward_step, sum(lengths), rows.shape[1])
     training.optimizer.step()
     total = torch.stack(totals).sum()
     dist.all_reduce(total, group=groups.get_context_parallel_group())

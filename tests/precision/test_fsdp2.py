@@ -24,6 +24,7 @@ from tests.distributed.mixers import BY_NAME, GDN
 from tests.distributed.test_loader_layout import launched_with
 from tests.gpu import fsdp_laws
 from tests.parallel import (
+    VOCABULARY,
     alone,
     assert_close,
     groups_of_megatron,
@@ -49,31 +50,39 @@ def _bf16(mixer: str):
     return BY_NAME[mixer].whole(BY_NAME[mixer].config(bf16=True, params_dtype=torch.bfloat16))
 
 
+def _model(dtype: torch.dtype):
+    kind = {"transformer_impl": "local", "use_cpu_initialization": True}
+    model = fsdp_laws.build(dtype, "G-M-", **kind)
+    return Float16Module(model.config, model) if dtype == torch.bfloat16 else model
+
+
+def _adam(model, dtype: torch.dtype):
+    """Megatron's."""
+    kind = {"bf16": dtype == torch.bfloat16, "params_dtype": dtype}
+    adam = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, **kind)
+    return get_megatron_optimizer(adam, [model])
+
+
 def _under_megatrons_wrapper(dtype: torch.dtype, offset: float = 0.0):
     """A hybrid model under ``--use-torch-fsdp2``, and Megatron's optimizer of it.
 
     The group is that of the other laws: DTensor takes meshes of the same ranks for one another, and
     Megatron refuses gradients of two groups.
     """
-    settings, half = DistributedDataParallelConfig(), dtype == torch.bfloat16
-    kind = {"transformer_impl": "local", "use_cpu_initialization": True}
-    model = fsdp_laws.build(dtype, "G-M-", **kind)
+    model = _model(dtype)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(offset)
-    model = Float16Module(model.config, model) if half else model
-    wrapped = TorchFullyShardedDataParallel(
-        model.config, settings, model, process_group=dist.group.WORLD
-    )
-    adam = OptimizerConfig(optimizer="adam", lr=1e-2, bf16=half, params_dtype=dtype, clip_grad=0.0)
-    return wrapped, get_megatron_optimizer(adam, [wrapped])
+    settings, world = DistributedDataParallelConfig(), dist.group.WORLD
+    wrapped = TorchFullyShardedDataParallel(model.config, settings, model, process_group=world)
+    return wrapped, _adam(wrapped, dtype)
 
 
 def _losses(model, optimizer, steps: range):
     positions = torch.arange(16).expand(2, -1)
     for step in steps:
         torch.manual_seed(50 + 10 * step + dist.get_rank())
-        tokens = torch.randint(fsdp_laws.VOCABULARY, (2, 17))
+        tokens = torch.randint(VOCABULARY, (2, 17))
         losses = model(tokens[:, :-1], positions, None, labels=tokens[:, 1:])
         losses.float().sum().backward()
         optimizer.step()
@@ -197,23 +206,15 @@ def test_a_policy_that_rounds_weights_leaves_gates_that_stand_apart():
     assert torch.equal(layer(x, None)[0], one(x.bfloat16(), None)[0])
 
 
-@on_ranks(2)
+@on_ranks(2, cp=1)
 def test_a_bf16_model_under_megatrons_wrapper_equals_the_unsharded_model_to_the_bit():
     """A bf16 model under ``--use-torch-fsdp2``: losses, gradients and a step to the bit."""
-    kind = {"transformer_impl": "local", "use_cpu_initialization": True}
-    with parallel(), fsdp_laws.on_this_device():
-        one, model = (
-            Float16Module(m.config, m)
-            for m in (fsdp_laws.build(torch.bfloat16, "G-M-", **kind) for _ in range(2))
-        )
-        settings = DistributedDataParallelConfig()
-        # The group of the other laws: DTensor takes meshes of the same ranks for one another, and
-        # Megatron refuses gradients of two groups.
-        world = dist.group.WORLD
-        wrapped = TorchFullyShardedDataParallel(model.config, settings, model, process_group=world)
+    with fsdp_laws.on_this_device():
+        one, (wrapped, optimizer) = _model(torch.bfloat16), _under_megatrons_wrapper(torch.bfloat16)
+        model = wrapped.module
         assert any("fp32_group" in name for name, _ in model.named_modules())
         torch.manual_seed(50 + dist.get_rank())
-        tokens = torch.randint(fsdp_laws.VOCABULARY, (2, 17))
+        tokens = torch.randint(VOCABULARY, (2, 17))
         positions = torch.arange(16).expand(2, -1)
         expected, losses = (
             m(tokens[:, :-1], positions, None, labels=tokens[:, 1:]) for m in (one, wrapped)
@@ -225,12 +226,9 @@ def test_a_bf16_model_under_megatrons_wrapper_equals_the_unsharded_model_to_the_
             dist.all_reduce(whole.grad)
             whole.grad /= dist.get_world_size()
             assert torch.equal(model.get_parameter(name).grad.full_tensor(), whole.grad), name
-        adam = OptimizerConfig(
-            optimizer="adam", lr=1e-2, bf16=True, params_dtype=torch.bfloat16, clip_grad=0.0
-        )
-        for m in (one, wrapped):
-            m.ddp_config = settings
-            get_megatron_optimizer(adam, [m]).step()
+        one.ddp_config = DistributedDataParallelConfig()
+        _adam(one, torch.bfloat16).step()
+        optimizer.step()
         for name, whole in one.named_parameters():
             assert torch.equal(model.get_parameter(name).full_tensor(), whole), name
 

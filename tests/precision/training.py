@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from megatron.core import dist_checkpointing, parallel_state
 from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
-from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig
+from megatron.core.distributed import DistributedDataParallel
 from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.optimizer import (
@@ -18,19 +18,17 @@ from megatron.core.optimizer import (
     get_megatron_optimizer,
     get_standard_config_overrides,
 )
-from megatron.core.pipeline_parallel.schedules import get_forward_backward_func
 from megatron.core.transformer.module import Float16Module
 
 from megatron_gdn.compat.optimizer_checkpoints import leave_strides_out
 from megatron_gdn.specs import hybrid_stack_spec
 from tests import upstream
-from tests.parallel import make_config
+from tests.parallel import VOCABULARY, hybrid_model, in_ddp, model_config, run_schedule
 
 # Megatron collects garbage in every save; what was imported until here is not worth searching.
 gc.freeze()
 
 PATTERN = "G-G-"
-VOCABULARY = 32
 ADAM = {"lr": 1e-2, "adam_beta1": 0.9, "adam_beta2": 0.95, "adam_eps": 1e-8}
 BATCH, TOKENS = 4, 17
 
@@ -75,27 +73,10 @@ def build_model(
     **sizes,
 ) -> HybridModel:
     """The same model on every rank and at every tp; ``upstream_layer`` takes Megatron's own GDN."""
-    config = make_config(
-        num_layers=len(pattern),
-        tensor_model_parallel_size=tp,
-        attention_dropout=0.0,
-        hidden_dropout=0.0,
-        ffn_hidden_size=32,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        pipeline_dtype=torch.bfloat16,
-        **sizes,
-    )
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "pipeline_dtype": torch.bfloat16}
+    config = model_config(pattern, tensor_model_parallel_size=tp, **bf16, **sizes)
     torch.manual_seed(seed)
-    return HybridModel(
-        config,
-        stack_of(upstream_layer, spec_options),
-        vocab_size=VOCABULARY,
-        max_sequence_length=64,
-        hybrid_layer_pattern=pattern,
-        share_embeddings_and_output_weights=False,
-        position_embedding_type="none",
-    )
+    return hybrid_model(config, pattern, stack_of(upstream_layer, spec_options))
 
 
 _earlier: list[DistributedDataParallel] = []
@@ -117,15 +98,9 @@ def wrap(kind: str, model: HybridModel, **ddp_settings) -> Training:
     """Float16Module, DistributedDataParallel and optimizer, as a training script would."""
     _end_earlier_trainings()
     config = model.config
-    ddp = DistributedDataParallel(
-        config,
-        DistributedDataParallelConfig(
-            grad_reduce_in_fp32=True,
-            use_distributed_optimizer=kind != FLOAT16,
-            **ddp_settings,
-        ),
-        Float16Module(config, model),
-    )
+    sharded = {"use_distributed_optimizer": kind != FLOAT16}
+    model = Float16Module(config, model)
+    ddp = in_ddp(model, grad_reduce_in_fp32=True, **sharded, **ddp_settings)
     _earlier.append(ddp)
     optimizer_config = OptimizerConfig(
         optimizer="adam",
@@ -134,7 +109,7 @@ def wrap(kind: str, model: HybridModel, **ddp_settings) -> Training:
         clip_grad=0.0,
         bf16=True,
         params_dtype=torch.bfloat16,
-        use_distributed_optimizer=kind != FLOAT16,
+        **sharded,
     )
     optimizer = get_megatron_optimizer(
         optimizer_config, [ddp], config_overrides=get_standard_config_overrides(optimizer_config)
@@ -186,15 +161,7 @@ def accumulate_gradients(training: Training, step: int) -> float:
 
     training.ddp.zero_grad_buffer()
     training.optimizer.zero_grad()
-    (total,) = get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter([batch]),
-        model=[training.ddp],
-        num_microbatches=1,
-        seq_length=TOKENS - 1,
-        micro_batch_size=len(batch),
-        forward_only=False,
-    )
+    (total,) = run_schedule(training.ddp, [batch], forward_step, TOKENS - 1, len(batch))
     dist.all_reduce(total, group=group)
     return (total / (BATCH * (TOKENS - 1))).item()
 
