@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -59,7 +60,7 @@ class KDAFront:
     """
 
     layout: Layout
-    kernels: Any
+    kernels: ModuleType
     lower_bound: float | None = None
     dtype: torch.dtype | None = None
     batch_invariant: bool = False
