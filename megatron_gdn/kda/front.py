@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -60,7 +59,7 @@ class KDAFront:
     """
 
     layout: Layout
-    kernels: ModuleType
+    kernels: Any
     lower_bound: float | None = None
     dtype: torch.dtype | None = None
     batch_invariant: bool = False
