@@ -119,6 +119,10 @@ class HeadSizes(NamedTuple):
         return _layout(*self).conv_width
 
     @property
+    def z_column(self) -> int:
+        return _layout(*self).gate_columns.start
+
+    @property
     def beta_column(self) -> int:
         return _layout(*self).columns("beta").start
 
