@@ -188,9 +188,9 @@ def test_without_l2norm(device):
 
 def test_gates_keep_their_digits_where_softplus_is_tiny_or_huge(device):
     case = Case(device, S=9)
-    case.proj[..., case.sizes.layout.columns("alpha").start :] = torch.linspace(
-        -80, 80, 9, device=device
-    )[:, None, None]
+    case.proj[..., case.sizes.alpha_column :] = torch.linspace(-80, 80, 9, device=device)[
+        :, None, None
+    ]
     got = prepare.prepare_forward(case.proj, *case.parameters, case.sizes)
     twin = case.double()
     exact = prepare_torch.prepare_forward(twin.proj, *twin.parameters, twin.sizes)

@@ -127,6 +127,10 @@ class HeadSizes(NamedTuple):
         return _layout(*self).columns("beta").start
 
     @property
+    def alpha_column(self) -> int:
+        return _layout(*self).columns("alpha").start
+
+    @property
     def width(self) -> int:
         return _layout(*self).width
 
