@@ -54,7 +54,7 @@ def kernels_equal_their_twins_over_pieces(
         1 + 0.3 * torch.randn(8).to(dtype),
     ]
     neighbours = scheme.passage(documents, tokens, rows, proj).neighbours
-    weight = torch.randn(tokens, rows, sizes.z_column - 2 * 16)[held]
+    weight = torch.randn(tokens, rows, sizes.conv_width - 2 * 16)[held]
 
     def run(kernels: str, wide: bool) -> dict[str, torch.Tensor]:
         leaves = [(x.double() if wide else x.clone()).requires_grad_() for x in (proj, *weights)]

@@ -72,7 +72,7 @@ def test_every_gradient_equals_autograd_through_the_twin(
         twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
         documents=twin.documents,
     )  # fmt: skip
-    z, rest = case.sizes.z_column, case.sizes.beta_column
+    z, rest = case.sizes.conv_width, case.sizes.beta_column
     assert d_proj[..., z:rest].isnan().all(), "z's columns belong to the gated norm"
     assert_close("d_proj qkv", d_proj[..., :z], exact_d_proj[..., :z])
     assert_close("d_proj gates", d_proj[..., rest:], exact_d_proj[..., rest:])
@@ -188,9 +188,9 @@ def test_without_l2norm(device):
 
 def test_gates_keep_their_digits_where_softplus_is_tiny_or_huge(device):
     case = Case(device, S=9)
-    case.proj[..., case.sizes.alpha_column :] = torch.linspace(-80, 80, 9, device=device)[
-        :, None, None
-    ]
+    case.proj[..., case.sizes.layout.columns("alpha").start :] = torch.linspace(
+        -80, 80, 9, device=device
+    )[:, None, None]
     got = prepare.prepare_forward(case.proj, *case.parameters, case.sizes)
     twin = case.double()
     exact = prepare_torch.prepare_forward(twin.proj, *twin.parameters, twin.sizes)
@@ -263,7 +263,7 @@ def test_wide_rows_go_with_half_precision_parameters_and_gradients(device):
         twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in (*grads, *gates)),
         exact_d_rows, documents=twin.documents,
     )  # fmt: skip
-    z = case.sizes.z_column
+    z = case.sizes.conv_width
     assert_close("d_rows", d_rows[..., :z], exact_d_rows[..., :z])
     assert (got.A_log == 0).all() and (got.dt_bias == 0).all()
 
@@ -291,7 +291,7 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
         exact = prepare.prepare_backward(
             narrow, *case.parameters, case.sizes, *grads, exact_d_proj, tile=tile
         )
-        for start, end in ((0, case.sizes.z_column), (case.sizes.beta_column, None)):
+        for start, end in ((0, case.sizes.conv_width), (case.sizes.beta_column, None)):
             assert torch.equal(d_proj[..., start:end], exact_d_proj[..., start:end])
         for name in ("conv_weight", "A_log", "dt_bias"):
             # Rounded to the parameter's type, after sums in tiles of another size.

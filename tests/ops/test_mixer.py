@@ -110,7 +110,7 @@ def test_an_unused_z_gets_a_zero_gradient():
     leaves, _ = make_inputs(sizes, S=5)
     o, _ = gated_delta_mixer(*leaves[:5], sizes, rule=plain_rule(sizes), norm=None)
     (d_proj,) = torch.autograd.grad(o.sum(), leaves[:1])
-    assert (d_proj[..., sizes.z_column : sizes.beta_column] == 0).all()
+    assert (d_proj[..., sizes.conv_width : sizes.beta_column] == 0).all()
     assert d_proj.isfinite().all()
 
 

@@ -119,16 +119,8 @@ class HeadSizes(NamedTuple):
         return _layout(*self).conv_width
 
     @property
-    def z_column(self) -> int:
-        return _layout(*self).gate_columns.start
-
-    @property
     def beta_column(self) -> int:
         return _layout(*self).columns("beta").start
-
-    @property
-    def alpha_column(self) -> int:
-        return _layout(*self).columns("alpha").start
 
     @property
     def width(self) -> int:

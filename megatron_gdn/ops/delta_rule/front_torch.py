@@ -121,7 +121,7 @@ def prepare_backward(
         d_outputs = [x * y for x, y in zip(d_outputs, factors, strict=False)]
     outputs = [x for x in outputs if x is not None]
     grads = torch.autograd.grad(outputs, leaves, d_outputs, materialize_grads=True)
-    z, rest = sizes.z_column, sizes.beta_column
+    z, rest = sizes.conv_width, sizes.beta_column
     d_proj[..., :z] = grads[0][..., :z]
     if dg is not None:
         d_proj[..., rest:] = grads[0][..., rest:]
