@@ -69,11 +69,7 @@ class GDNFront:
         kernels: str = "auto",
         aligned: bool = False,
     ) -> GDNFront:
-        """The front of rows in ``dtype`` for a rule with these ``operand_dtype`` and other marks.
-
-        Raises:
-            ValueError: fp16 operands without ``normalise_qk``, unknown ``kernels``.
-        """
+        """The front of rows in ``dtype`` for a rule with this ``operand_dtype`` and marks."""
         if operands is not None and not normalise_qk:
             raise ValueError(
                 f"this rule takes q and k in {operands}, whose range they may leave without unit "

@@ -57,10 +57,8 @@ def walk(
 ) -> tuple[list[Tensor], Tensor, Tensor]:
     """The states that enter the chunks, the one after the last, those after sequences that end.
 
-    Args:
-        sums: of g, within each chunk.
-        carried: ``[G, R, K, V]``, the state that the group before left.
-        initial: ``[b, G, R, K, V]``, of the b sequences that begin in the group.
+    ``sums``: of g, within each chunk. ``carried [G, R, K, V]``: from the group before.
+    ``initial [b, G, R, K, V]``: of the b sequences that begin in the group.
     """
     decay = sums[..., -1:, None].exp()
     weight = (sums[..., -1:] - sums).exp() * x.dt

@@ -37,10 +37,8 @@ def choose_ssd(
 ) -> Choice:
     """The rule of a Mamba2 mixer, from dtype, device and installed packages alone.
 
-    Args:
-        backend: ``"fla"`` (its ``simple_gla`` kernels), ``"reference"`` (plain torch) or
-            ``"auto"``, fla where it runs.
-        deterministic, aligned: see :func:`..ops.rules.choice.choose`, which has the errors too.
+    ``backend``: ``"fla"`` (its ``simple_gla`` kernels), ``"reference"`` or ``"auto"``, fla where it
+    runs; see :func:`..ops.rules.choice.choose`, which has the errors too.
     """
     fla = Kernels(lambda: _why_not_fla(device, dtype, state), FlaSSD, "fla runs here", FLA_IS_TIMED)
     return choose(

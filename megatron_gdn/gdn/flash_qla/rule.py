@@ -106,15 +106,17 @@ class CarriedBackward(RuleBackward):
 
     def _of_parts(self) -> Tensor:
         """``[P, H, K, V]``: gradient of states that enter parts; that of states that leave is 0."""
-        if self._d_local is None:
-            g_sum, A, chunks_back, *_ = self._saved.tensors
-            q, k, *_, beta = self._inputs
-            _, self._d_local = stages().fused_gdr_dh(
-                q=q, k=k, a=A, g=g_sum, b=beta, do=self._d_o, dht=None, output_dh0=True,
-                output_dh=False, scale=k.shape[-1] ** -0.5, cu_seqlens=self._plan.cut.offsets,
-                num_warmup_chunks=chunks_back,
-            )  # fmt: skip
-        return self._d_local
+        if self._d_local is not None:
+            return self._d_local
+        g_sum, A, chunks_back, *_ = self._saved.tensors
+        q, k, *_, beta = self._inputs
+        _, d_local = stages().fused_gdr_dh(
+            q=q, k=k, a=A, g=g_sum, b=beta, do=self._d_o, dht=None, output_dh0=True,
+            output_dh=False, scale=k.shape[-1] ** -0.5, cu_seqlens=self._plan.cut.offsets,
+            num_warmup_chunks=chunks_back,
+        )  # fmt: skip
+        self._d_local = d_local
+        return d_local
 
     def d_initial(self) -> Tensor:
         parts = self._plan.cut
