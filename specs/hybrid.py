@@ -1,10 +1,7 @@
 """Hybrid stacks with our mixers: 'G' Gated DeltaNet, 'K' Kimi Delta Attention, 'M' Mamba2, ...
 
-In Python, and by the same name in a launch:
-
-    HybridModel(config, hybrid_stack_spec("local"), hybrid_layer_pattern="G-G-G-*-", ...)
-
-    --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
+HybridModel(config, hybrid_stack_spec("local"), hybrid_layer_pattern="G-G-G-*-", ...)
+--spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 """
 
 from dataclasses import fields, replace
@@ -43,9 +40,7 @@ class HybridStackSpec(ModuleSpec):
     """Spec of a ``HybridStack`` whose 'G', 'K' and 'M' layers have the mixers of this package.
 
     ``--spec`` takes it as it is. Called, it returns another spec:
-
-        hybrid_stack_spec                                   # "auto", the layer's own defaults
-        hybrid_stack_spec("local", cp_layout="contiguous")
+    ``hybrid_stack_spec("local", cp_layout="contiguous")``.
     """
 
     def __call__(self, *args: Any, **options: Any) -> Any:

@@ -1,17 +1,7 @@
 """What a model is made of, and what that costs: parameters and floating-point operations.
 
-A forward over documents of L_1, L_2, ... tokens, T together, takes (a multiplication and an
-addition are two operations)
-
-    projections    2 T weights                            every matrix that multiplies a token's row
-    convolution    2 T W channels
-    delta rule     2 T (H (3 K V + 2 C V) + 2 G C K)      in chunks of C = 64 tokens
-    KDA            2 T H (3 K V + 2 C V + 2 C K)          likewise
-    Mamba2         2 T (H (2 K V + C V) + G C K)          likewise
-    attention      2 n d (L_1^2 + L_2^2 + ...)            q k^T and p v, the causal half of each
-    output         2 T D vocabulary
-
-The products of a chunk of the delta rule, with S the state before it and A its triangular inverse:
+``docs/models.md`` has the equations. The products of a chunk of C tokens of the delta rule, with S
+the state before it and A its triangular inverse:
 
     k k^T,  q k^T                                         C C K each, once for a key head
     k S,  q S,  k^T x                                     C K V each, for every value head
