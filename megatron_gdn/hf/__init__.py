@@ -11,75 +11,40 @@ documents and context parallelism, see `drop_in`. `state_dict_adapter` lists the
 fp32 even if a file has another dtype.
 """
 
-from typing import TYPE_CHECKING, Any
+from importlib import import_module
+from typing import Any
 
-from ..gdn.hf import gdn_layer_from_hf, gdn_layer_to_hf
-from ..kda.hf import kda_layer_from_hf, kda_layer_to_hf
-from ..mamba2.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
-from .build import build_model, megatron_flags, transformer_config
-from .folders import Difference, compare_folders, export_folder, import_folder
-from .megatron_model import load_hf_weights, megatron_state, save_hf_weights
-from .model_config import HFModelConfig, parse_hf_config, read_hf_config
-from .model_map import SourceRecord, state_dict_to_hf
+_NAMES = {
+    "..gdn.hf": ("gdn_layer_from_hf", "gdn_layer_to_hf"),
+    "..kda.hf": ("kda_layer_from_hf", "kda_layer_to_hf"),
+    "..mamba2.hf": ("mamba2_layer_from_hf", "mamba2_layer_to_hf"),
+    ".build": ("build_model", "megatron_flags", "transformer_config"),
+    ".drop_in.collator": (
+        "ContextParallelTrainerMixin",
+        "PackingCollator",
+        "context_parallel_share",
+    ),
+    ".drop_in.families": ("plain_functions_on_cpu",),
+    ".drop_in.gates": ("gates_in_fp32", "shard_gates"),
+    ".drop_in.layer": ("CPAwareGatedDeltaNet",),
+    ".drop_in.leaks": ("PackingLeak", "assert_no_packing_leak", "packing_leaks", "packing_reach"),
+    ".drop_in.patching": ("patch",),
+    ".folders": ("Difference", "compare_folders", "export_folder", "import_folder"),
+    ".megatron_model": ("load_hf_weights", "megatron_state", "save_hf_weights"),
+    ".model_config": ("HFModelConfig", "parse_hf_config", "read_hf_config"),
+    ".model_map": ("SourceRecord", "state_dict_to_hf"),
+}
+_HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-if TYPE_CHECKING:
-    from .drop_in import (
-        ContextParallelTrainerMixin,
-        CPAwareGatedDeltaNet,
-        PackingCollator,
-        PackingLeak,
-        assert_no_packing_leak,
-        context_parallel_share,
-        gates_in_fp32,
-        packing_leaks,
-        packing_reach,
-        patch,
-        plain_functions_on_cpu,
-        shard_gates,
-    )
+__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import the drop-in on first use: it needs Megatron, and converting weights does not."""
-    if name not in __all__:
+    """Import a name on first use: `state_dict_adapter` needs torch alone, the drop-in Megatron."""
+    if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from . import drop_in
-
-    return getattr(drop_in, name)
+    return getattr(import_module(_HOME[name], __name__), name)
 
 
-__all__ = [
-    "CPAwareGatedDeltaNet",
-    "ContextParallelTrainerMixin",
-    "Difference",
-    "HFModelConfig",
-    "PackingCollator",
-    "PackingLeak",
-    "SourceRecord",
-    "assert_no_packing_leak",
-    "build_model",
-    "compare_folders",
-    "context_parallel_share",
-    "export_folder",
-    "gates_in_fp32",
-    "gdn_layer_from_hf",
-    "gdn_layer_to_hf",
-    "import_folder",
-    "kda_layer_from_hf",
-    "kda_layer_to_hf",
-    "load_hf_weights",
-    "mamba2_layer_from_hf",
-    "mamba2_layer_to_hf",
-    "megatron_flags",
-    "megatron_state",
-    "packing_leaks",
-    "packing_reach",
-    "parse_hf_config",
-    "patch",
-    "plain_functions_on_cpu",
-    "read_hf_config",
-    "save_hf_weights",
-    "shard_gates",
-    "state_dict_to_hf",
-    "transformer_config",
-]
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOME})

@@ -35,14 +35,13 @@ def build_model(
 
     Args:
         source: a folder with ``config.json``, or what `read_hf_config` returned for it.
-        model: "hybrid" for a HybridModel, two Megatron layers for each layer of the config; "gpt"
-            for a GPTModel, one for each.
+        model: "hybrid" (a HybridModel, two layers for each of the config) or "gpt" (one for each).
         modules: "te" (Transformer Engine's linears and norms), "local" (Megatron's own), or "auto":
             "te" where it is installed.
         dtype: of all parameters but ``A_log`` and ``dt_bias``, which are fp32. None: bf16 where
             there is a GPU, else fp32.
-        vocab_divisible_by: pads the vocabulary to a multiple of this times the tensor-parallel
-            size. Megatron's softmax counts the padding; published sizes need none.
+        vocab_divisible_by: times the tensor-parallel size, what the vocabulary is padded to a
+            multiple of. Megatron's softmax counts the padding; published sizes need none.
         layer_pattern: the hybrid pattern with ``|`` between pipeline stages; None: uncut.
         parallel_output: leave the logits cut over tensor-parallel ranks, as Megatron's loss wants.
         layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
@@ -50,8 +49,7 @@ def build_model(
         **changes: fields of ``TransformerConfig`` to override, such as ``sequence_parallel``.
 
     Returns:
-        The model, on the CPU or the current GPU as Megatron's layers decide, and its
-        ``TransformerConfig``.
+        The model and its ``TransformerConfig``.
 
     Raises:
         FileNotFoundError, ValueError: ``config.json`` is missing or describes another model;
@@ -115,11 +113,7 @@ def transformer_config(
     dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> Any:
-    """The ``TransformerConfig`` of `build_model`.
-
-    Its parallel sizes are Megatron's current ones. Rotary settings, vocabulary and tied embeddings
-    are not in it: Megatron's models take them as arguments.
-    """
+    """The ``TransformerConfig`` of `build_model`; Megatron's models take the rest as arguments."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     settings = hf.megatron_settings() | current_settings(modules, dtype)

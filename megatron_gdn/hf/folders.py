@@ -1,11 +1,9 @@
 """Whole folders: Hugging Face to a Megatron distributed checkpoint, back, and compared.
 
 Both ways build the model that a launch builds, of local modules on the CPU, and use what a launch
-uses: `load_hf_weights`, `save_hf_weights` and Megatron's ``dist_checkpointing``. So both hold the
-whole model in memory, each tensor in its file's dtype, and second copies of the fused ones.
-
-The checkpoint is one that Megatron's ``--load`` takes at any tensor, pipeline, expert and data
-parallel size: weights alone, as a *release* (training starts at iteration 0 with a new optimizer).
+uses. So they hold the whole model in memory, each tensor in its file's dtype, and second copies of
+the fused ones. A checkpoint is one that Megatron's ``--load`` takes at any parallel sizes: weights
+alone, as a *release* (training starts at iteration 0 with a new optimizer).
 
     latest_checkpointed_iteration.txt    "release", or the number of the newest iteration
     release/ or iter_0000160/            metadata.json and torch.distributed.checkpoint's files
@@ -57,7 +55,6 @@ def import_folder(
     Args:
         source: a folder with ``config.json`` and safetensors weights.
         target: a new folder; it appears only when it is complete.
-        model: "hybrid" or "gpt", for the layer numbers.
         zero_centered_gamma: the Megatron model's ``layernorm_zero_centered_gamma``.
 
     Raises:
@@ -126,10 +123,7 @@ class Difference:
 def compare_folders(
     left: str | Path, right: str | Path, progress: bool = False
 ) -> Iterator[Difference]:
-    """Differences in keys, dtypes, shapes and bits; none means every tensor is the same.
-
-    One of the two may be a Megatron checkpoint; it is compared as the folder that it would export.
-    """
+    """Differences in keys, dtypes, shapes and bits; one of the two may be a Megatron checkpoint."""
     one, other = open_weights(left, right), open_weights(right, left)
     missing = set(other)
     for key in progress_bar([*one], "compare", progress):

@@ -4,9 +4,8 @@ Each rank reads its tensor-parallel shard of its pipeline stage's layers and its
 parameters show whether norms are fused into a projection (Transformer Engine) or separate (local
 modules), and whether experts are grouped or sequential.
 
-A linear may be wrapped by a low-rank adapter of Megatron-Bridge: ``to_wrap`` is the linear,
-``adapter`` its low-rank branch, and ``weight`` that of the plain linear with the same output,
-W + (alpha / dim) B A.
+A low-rank adapter of Megatron-Bridge wraps a linear: ``to_wrap`` is the linear, ``adapter`` its
+low-rank branch, ``weight`` that of the plain linear with the same output, W + (alpha / dim) B A.
 """
 
 from __future__ import annotations
@@ -25,13 +24,7 @@ from ..compat.fp8_weights import dequantised
 from ..mixers.tensor_map import TensorMap
 from .model_config import HFModelConfig
 from .model_map import Architecture, HFView, Plan, SourceRecord, and_more
-from .safetensors_files import (
-    SafetensorsFolder,
-    new_folder,
-    progress_bar,
-    refuse_existing,
-    write_like,
-)
+from .safetensors_files import SafetensorsFolder, progress_bar, refuse_existing, write_folder
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +69,6 @@ def load_hf_weights(
     Args:
         model: a HybridModel or GPTModel (or one pipeline chunk of it), bare or wrapped in
             Float16Module / DistributedDataParallel, with this rank's parallel groups set up.
-        folder: ``config.json`` and safetensors weights.
         keep_dtypes: parameters take the files' dtypes (those of `TensorMap.to_megatron`); else the
             values are cast to the parameters'.
 
@@ -84,10 +76,9 @@ def load_hf_weights(
         The record that an export needs to restore the file's own bits and dtypes.
 
     Raises:
-        ValueError: found before any parameter is changed: a parameter that the files do not fill, a
-            weight that the model has no place for (only with one pipeline stage and one expert
-            rank), a weight of an illegal dtype (see `TensorMap.check_dtype`). Found when it is
-            read, so that the model is partly filled: a weight that is NaN or inf.
+        ValueError: a parameter that the files do not fill, a weight that the model has no place for
+            (only with one pipeline stage and one expert rank) or of an illegal dtype; found when it
+            is read, so that the model is partly filled: a weight that is NaN or inf.
     """
     weights, record = SafetensorsFolder(folder), SourceRecord.from_folder(folder)
     plan, params, ranks = _planned(model, record)
@@ -132,7 +123,6 @@ def save_hf_weights(
     ``like``. Low-rank adapters of Megatron-Bridge are merged into the weights that are written.
 
     Args:
-        model: as for `load_hf_weights`.
         folder: a new folder; it appears only when it is complete.
         like: the Hugging Face folder the model came from.
         record: what `load_hf_weights` returned; None: read from ``like``.
@@ -162,8 +152,7 @@ def save_hf_weights(
         for key in source:
             view.read(key)
         return
-    with new_folder(folder) as scratch:
-        write_like(scratch, source, view.read, progress)
+    write_folder(folder, source, view.read, progress)
     view.warn_of_rounded_gates()
 
 

@@ -127,11 +127,8 @@ def unfuse_gated_qkv(qkv: Tensor, groups: int, head_dim: int) -> tuple[Tensor, T
 
 def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
     hidden, head_dim, groups = config.hidden_size, config.head_dim, config.num_query_groups
-    rows = {
-        "q": 2 * config.num_attention_heads * head_dim,
-        "k": groups * head_dim,
-        "v": groups * head_dim,
-    }
+    kv = groups * head_dim
+    rows = {"q": 2 * config.num_attention_heads * head_dim, "k": kv, "v": kv}
     yield mapped(
         f"{p}linear_qkv.weight",
         {f"{hf}{name}_proj.weight": (count, hidden) for name, count in rows.items()},
@@ -312,9 +309,6 @@ def state_dict_to_hf(
         ``(key, tensor)`` in the dtype of the source file; ``A_log`` and ``dt_bias`` in fp32 if
         ``record.fp32_gates``, else a warning at the end names those that were rounded. Keys that
         a Megatron text model does not have are in `record.plan(...).passthrough`.
-
-    Raises:
-        ValueError: a parameter is missing.
     """
     plan = record.plan(model, zero_centered_gamma)
 

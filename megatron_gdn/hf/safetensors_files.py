@@ -183,35 +183,39 @@ def new_folder(target: str | Path) -> Iterator[Path]:
         raise
 
 
-def write_like(
-    folder: Path, like: SafetensorsFolder, read: Callable[[str], Tensor], progress: bool = False
+def write_folder(
+    target: str | Path,
+    like: SafetensorsFolder,
+    read: Callable[[str], Tensor],
+    progress: bool = False,
 ) -> None:
     """Write the files of ``like`` with the tensors that ``read(key)`` gives; copy its others."""
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    for path in like.other_files():
-        (folder / path).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copyfile(like.folder / path, folder / path)
-    size = 0
-    for name, file in progress_bar(like.files.items(), "export", progress):
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        # Copies: safetensors refuses views of one storage, as the pieces of a projection are.
-        tensors = {
-            key: read(key).detach().cpu().clone(memory_format=torch.contiguous_format)
-            for key in file.offset_keys()
-        }
-        size += sum(tensor.nbytes for tensor in tensors.values())
-        try:
-            save_file(tensors, folder / name, metadata=file.metadata() or None)
-        except SafetensorError as error:  # it has the number of the system's error in its words
-            number = re.search(r"os error (\d+)", str(error))
-            if number is None:
-                raise
-            raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
-    index = folder / INDEX_NAME
-    if index.is_file():
-        content = json.loads(index.read_text())
-        if content.get("metadata", {}).get("total_size", size) != size:
-            content["metadata"]["total_size"] = size
-            index.write_text(json.dumps(content, indent=2) + "\n")
+    with new_folder(target) as folder:
+        for path in like.other_files():
+            (folder / path).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(like.folder / path, folder / path)
+        size = 0
+        for name, file in progress_bar(like.files.items(), "export", progress):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            # Copies: safetensors refuses views of one storage, as the pieces of a projection are.
+            tensors = {
+                key: read(key).detach().cpu().clone(memory_format=torch.contiguous_format)
+                for key in file.offset_keys()
+            }
+            size += sum(tensor.nbytes for tensor in tensors.values())
+            try:
+                save_file(tensors, folder / name, metadata=file.metadata() or None)
+            except SafetensorError as error:  # it has the number of the system's error in its words
+                number = re.search(r"os error (\d+)", str(error))
+                if number is None:
+                    raise
+                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+        index = folder / INDEX_NAME
+        if index.is_file():
+            content = json.loads(index.read_text())
+            if content.get("metadata", {}).get("total_size", size) != size:
+                content["metadata"]["total_size"] = size
+                index.write_text(json.dumps(content, indent=2) + "\n")

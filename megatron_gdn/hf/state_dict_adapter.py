@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import TypeGuard
 
 import torch
 from torch import Tensor
@@ -127,17 +126,13 @@ def upcast_gated_delta_net_fp32_state_tensor(
 ) -> object:
     """``tensor`` in fp32 if ``key`` demands it and it is floating; else the same object."""
     demanded = is_gated_delta_net_fp32_param_key(key, param_names)
-    return tensor.to(torch.float32) if demanded and _is_floating(tensor) else tensor
+    if demanded and isinstance(tensor, Tensor) and tensor.is_floating_point():
+        return tensor.to(torch.float32)
+    return tensor
 
 
 def forced_gated_delta_net_fp32_dtype_mapping(state_dict: Mapping[str, object]) -> dict[str, str]:
     """``{key: "F32"}`` for the floating fp32 parameters, which an exporter writes as F32."""
-    return {
-        key: "F32"
-        for key, tensor in state_dict.items()
-        if is_gated_delta_net_fp32_param_key(key) and _is_floating(tensor)
-    }
-
-
-def _is_floating(tensor: object) -> TypeGuard[Tensor]:
-    return isinstance(tensor, Tensor) and tensor.is_floating_point()
+    keys = filter(is_gated_delta_net_fp32_param_key, state_dict)
+    found = ((key, state_dict[key]) for key in keys)
+    return {k: "F32" for k, x in found if isinstance(x, Tensor) and x.is_floating_point()}

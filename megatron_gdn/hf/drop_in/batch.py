@@ -40,11 +40,11 @@ class ModelBatch:
     packed: PackedSeqParams | None = None
     ids: Tensor | None = None
     keep: Tensor | None = None
-    take: tuple[Take, Take] | None = None  # lay the kept tokens end to end and back
     group: ProcessGroup | None = None  # of context-parallel ranks
     layout: SequenceLayout = SequenceLayout.CONTIGUOUS  # of the rows that the mixer is given
     own: Tensor | None = None  # int64 [S] on the host: positions of this rank's tokens
-    exchange: tuple[RowExchange, RowExchange] | None = None  # to layout and back, if need be
+    # To the mixer's rows and back, where some are dropped or lie on other ranks.
+    moves: tuple[Take, Take] | tuple[RowExchange, RowExchange] | None = None
 
     @property
     def is_plain(self) -> bool:
@@ -53,27 +53,21 @@ class ModelBatch:
 
     def enter(self, x_BSH: Tensor) -> Tensor:
         """Hidden states to rows for the mixer: ``[1, T, H]`` when packed, else ``[B, S, H]``."""
-        if self.packed is None or self.group is not None:
-            return self.to_layout(self._blank(x_BSH))
-        rows = x_BSH.flatten(0, 1)
-        if self.take is not None:
-            rows = TakeRows.apply(rows, *self.take)
-        return rows.unsqueeze(0)
+        if self.packed is not None and self.group is None:
+            return self.move(x_BSH.flatten(0, 1)).unsqueeze(0)
+        return self.move(self._blank(x_BSH))
 
     def leave(self, y: Tensor, like_BSH: Tensor) -> Tensor:
         """The inverse of :meth:`enter`; padding is exactly zero."""
-        if self.packed is None or self.group is not None:
-            return self._blank(self.from_layout(y))
-        rows = y.squeeze(0)
-        if self.take is not None:
-            rows = TakeRows.apply(rows, *reversed(self.take))
-        return rows.unflatten(0, like_BSH.shape[:2])
+        if self.packed is not None and self.group is None:
+            return self.move_back(y.squeeze(0)).unflatten(0, like_BSH.shape[:2])
+        return self._blank(self.move_back(y))
 
-    def to_layout(self, x_BSH: Tensor) -> Tensor:
-        return x_BSH if self.exchange is None else TakeRows.apply(x_BSH, *self.exchange)
+    def move(self, x: Tensor) -> Tensor:
+        return x if self.moves is None else TakeRows.apply(x, *self.moves)
 
-    def from_layout(self, y_BSH: Tensor) -> Tensor:
-        return y_BSH if self.exchange is None else TakeRows.apply(y_BSH, *reversed(self.exchange))
+    def move_back(self, y: Tensor) -> Tensor:
+        return y if self.moves is None else TakeRows.apply(y, *reversed(self.moves))
 
     def _blank(self, x_BSH: Tensor) -> Tensor:
         """Set padding to zero; its gradient is zero too."""
@@ -104,13 +98,13 @@ def resolve_call(
     if ids is None:
         return ModelBatch()
     token_T, _, lengths = read_mask(ids)
-    keep = take = None
+    keep = moves = None
     if len(token_T) < rows * tokens:
         back = torch.full((rows * tokens,), -1, device="cpu")
         back[token_T] = torch.arange(len(token_T), device="cpu")
-        take = Take.along(token_T, device), Take.along(back, device)
+        moves = Take.along(token_T, device), Take.along(back, device)
         keep = to_device(ids > 0, device)
-    return ModelBatch(_packed(lengths), ids, keep, take)
+    return ModelBatch(_packed(lengths), ids, keep, moves=moves)
 
 
 def _resolve_shared(
@@ -127,7 +121,7 @@ def _resolve_shared(
         sources = sources._replace(cu_seqlens=offsets)
     require_agreement(sources, x_BSH.shape, seq_index, group, device)
     by_document = offsets is not None
-    layout, positions, exchange = place_of(group, layout, tokens, device, seq_index, by_document)
+    layout, positions, moves = place_of(group, layout, tokens, device, seq_index, by_document)
     if sources.indices is not None:
         raise ValueError(
             f"indices of {sources.indices.numel()} tokens with context parallelism: offsets count "
@@ -154,7 +148,7 @@ def _resolve_shared(
     if positions is None:
         positions = positions_of(lengths, group.size(), layout)
     own = positions[group.rank()]
-    batch = partial(ModelBatch, group=group, layout=layout, own=own, exchange=exchange)
+    batch = partial(ModelBatch, group=group, layout=layout, own=own, moves=moves)
     if ids is None:
         return batch()
     keep = None if bool((ids > 0).all()) else to_device(ids[:, own] > 0, device)

@@ -42,8 +42,8 @@ class PackingCollator:
             ``pad_token_id`` whose labels are ignored. ``2 * cp`` for context parallelism.
 
     Raises:
-        ValueError: no documents or no tokens, labels of another length than their document,
-            documents with padding (an ``attention_mask`` with 0), or columns that would be lost.
+        ValueError: no tokens, labels of another length than their document, documents with padding
+            (an ``attention_mask`` with 0), or columns that would be lost.
     """
 
     def __init__(self, pad_to_multiple_of: int = 1, pad_token_id: int = 0) -> None:
@@ -93,8 +93,7 @@ def context_parallel_share(
         cp_mesh, layout: as given to :func:`.patching.patch`.
 
     Raises:
-        ValueError: tokens that the layout cannot cut evenly; pad with ``pad_to_multiple_of``. A
-            batch without ``input_ids``, or a tensor with S in another dimension.
+        ValueError: tokens that the layout cannot cut evenly; pad with ``pad_to_multiple_of``.
     """
     if "input_ids" not in batch:
         raise ValueError(f"the batch has no input_ids to be cut by; it has {', '.join(batch)}.")

@@ -1,8 +1,7 @@
 """What transformers calls its linear attentions, and how each is read as a mixer of this package.
 
-Modules are found by name: transformers is not imported here. Its own functions on a CPU are chosen
-here too: where fla or causal-conv1d is installed, transformers calls their kernels, which need a
-GPU, for tensors of any device.
+Modules are found by name: transformers is not imported here. Where fla or causal-conv1d is
+installed, it calls their kernels for tensors of any device; on a CPU its own functions run.
 
     side by side  the outputs of the family's projections, in the order of the rows' sections
     Qwen3-Next    in_proj_qkvz: per key head [q | k | v of its value heads | z of them]

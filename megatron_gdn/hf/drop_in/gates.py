@@ -1,7 +1,7 @@
 """``A_log`` and ``dt_bias`` of a transformers module, kept in fp32 by a child module.
 
-The child, the *holder* ``_fp32_params``, has parameters of one dtype, so sharded data parallelism
-can make it a group of its own. State dicts do not show it: keys stay ``linear_attn.A_log``.
+The child, the *holder* ``_fp32_params``, can be a group of its own in sharded data parallelism.
+State dicts do not show it: keys stay ``linear_attn.A_log``.
 """
 
 from __future__ import annotations
@@ -28,11 +28,8 @@ class SSMGate(Fp32Parameters, nn.Module):
 
         g = -exp(A_log) * softplus(a + dt_bias)
 
-    and g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. ``A_log`` is 0 and
-    ``dt_bias`` is 1 until they are filled.
-
-    Raises:
-        ValueError: a dtype narrower than fp32.
+    and g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. A dtype narrower than
+    fp32 is refused.
     """
 
     _keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
@@ -129,11 +126,8 @@ def _holding(cls: type) -> type:
 def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
     """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder and return it.
 
-    They stay the same objects. 16-bit ones become ``fp32_dtype``; fp64 is not rounded.
-
-    Raises:
-        KeyError: ``module`` has no bare ``A_log`` and ``dt_bias``.
-        ValueError: an ``fp32_dtype`` narrower than fp32.
+    They stay the same objects. 16-bit ones become ``fp32_dtype``; fp64 is not rounded. Raises
+    KeyError if there are none.
     """
     holder = SSMGate(len(module._parameters["A_log"]), fp32_dtype)
     for name in FP32_GDN_PARAM_NAMES:
@@ -182,9 +176,6 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
         fully_shard(model, mesh=mesh, mp_policy=policy)
 
     ``options`` are those of ``fully_shard``, without ``mp_policy``: the gates are never rounded.
-
-    Raises:
-        ValueError: a model without replaced modules.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -206,8 +197,7 @@ def gates_in_fp32() -> Iterator[None]:
             model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         megatron_gdn.hf.patch(model)
 
-    Without it ``dtype=torch.bfloat16`` rounds them before a patch can keep them. In other models
-    it affects only parameters with these names.
+    Without it ``dtype=torch.bfloat16`` rounds them before a patch can keep them.
     """
     from transformers import PreTrainedModel
 

@@ -100,10 +100,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     On one rank, a batch that is not packed goes through transformers' own forward, with its bits,
     kernels and cache (unless ``unpacked="fused"``). Every other batch runs this package's mixer.
 
-    Args:
-        config: text config of one of the models that :func:`.patching.patch` takes.
-        layer_idx: number of the layer in the model, from 0.
-        options: see :func:`.patching.patch`.
+    ``options`` are those of :func:`.patching.patch`.
 
     Raises:
         ValueError: a config of another family, another activation than SiLU, sizes that do not fit.
@@ -149,13 +146,12 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         gdn_batch: ModelBatch | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Run the layer.
+        """Run the layer. Arguments after two are keywords: their order differs by version.
 
         Args:
             hidden_states: ``[B, S, H]``, this rank's tokens.
             cache_params: transformers' cache; transformers' own forward then runs.
             cache_position, qkv_format: not read; callers of older transformers pass them.
-                Arguments after ``cache_params`` are keywords: their order differs by version.
             attention_mask, position_ids, cu_seqlens, indices: where documents and padding are, see
                 :mod:`.sources`; so are ``cu_seq_lens_q`` and ``_packed_seq_ids`` among ``kwargs``.
             seq_index: with context parallelism, the sequence positions of this rank's tokens.

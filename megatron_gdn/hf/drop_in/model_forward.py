@@ -129,14 +129,21 @@ def _attention_mask(
                 f"takes."
             )
         return None
-    if mask is not None and mask.dim() == 4 and "flash" not in implementation:
+    assert batch.ids is not None
+    if "flash" in implementation:  # it finds the documents of one row by their positions
+        positions, starts = text_positions(position_ids), (batch.ids.diff(dim=-1) != 0).cpu()
+        told = positions is not None and bool(((positions.cpu().diff(dim=-1) != 1) == starts).all())
+        if len(batch.ids) > 1 or batch.keep is not None or not told:
+            raise ValueError(
+                f"{implementation!r} keeps packed documents apart only in one row without padding "
+                f"whose position_ids start again at every document. Lay the rows end to end "
+                f"(megatron_gdn.hf.PackingCollator does), or use attn_implementation='sdpa'."
+            )
+        return None
+    if mask is not None and mask.dim() == 4:
         return mask
     from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 
-    if "flash" in implementation:
-        return _for_flash(batch, implementation, position_ids)
-    assert batch.ids is not None
-    ids = to_device(batch.ids, x.device)
     weight = text.get_input_embeddings().weight
     shape = torch.empty(*x.shape[:2], 1, dtype=weight.dtype, device=x.device)
     return create_causal_mask(
@@ -144,22 +151,8 @@ def _attention_mask(
         inputs_embeds=shape,
         attention_mask=batch.keep,
         past_key_values=None,
-        and_mask_function=packed_sequence_mask_function(ids),
+        and_mask_function=packed_sequence_mask_function(to_device(batch.ids, x.device)),
     )
-
-
-def _for_flash(batch: ModelBatch, implementation: str, position_ids: Tensor) -> None:
-    """Flash attention finds documents of one row without padding by their positions."""
-    assert batch.ids is not None
-    positions = text_positions(position_ids)
-    starts = (batch.ids.diff(dim=-1) != 0).cpu()
-    told = positions is not None and bool(((positions.cpu().diff(dim=-1) != 1) == starts).all())
-    if len(batch.ids) > 1 or batch.keep is not None or not told:
-        raise ValueError(
-            f"{implementation!r} keeps packed documents apart only in one row without padding "
-            f"whose position_ids start again at every document. Lay the rows end to end "
-            f"(megatron_gdn.hf.PackingCollator does), or use attn_implementation='sdpa'."
-        )
 
 
 def register_gathered_attention() -> None:
@@ -188,8 +181,8 @@ def gathered_attention(
             f"for context parallelism, and takes no attention_mask."
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if gdn_batch.exchange is not None:
-        q, k, v = (gdn_batch.to_layout(x.flatten(2)).unflatten(2, x.shape[2:]) for x in (q, k, v))
+    if gdn_batch.moves is not None:
+        q, k, v = (gdn_batch.move(x.flatten(2)).unflatten(2, x.shape[2:]) for x in (q, k, v))
     layout = gdn_batch.layout
     share = MicroBatchShare.of(
         gdn_batch.packed, gdn_batch.group, lambda _: layout, q.shape[1], q.device
@@ -197,8 +190,8 @@ def gathered_attention(
     keys, values = (share.gather(x.transpose(0, 1)).transpose(0, 1) for x in (k, v))
     spans = [_attend(span, q, keys, values, scaling, dropout) for span in share.spans]
     out = torch.cat(spans, dim=1)
-    if gdn_batch.exchange is not None:
-        out = gdn_batch.from_layout(out.flatten(2)).unflatten(2, out.shape[2:])
+    if gdn_batch.moves is not None:
+        out = gdn_batch.move_back(out.flatten(2)).unflatten(2, out.shape[2:])
     return out.contiguous(), None
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from functools import wraps
 from types import MethodType
 from typing import Any, cast
@@ -25,7 +25,7 @@ _FORWARD_BEFORE = "_megatron_gdn_forward_before"
 logger = logging.getLogger(__name__)
 
 
-class Patch:
+class Patch(AbstractContextManager):
     """A model whose linear-attention modules were replaced; ``layers`` are these, by name."""
 
     def __init__(self, model: nn.Module, options: DropInOptions, attention: str | None) -> None:
@@ -91,9 +91,6 @@ class Patch:
                 )
         self._changes.close()
         self._forwards, self.layers = {}, {}
-
-    def __enter__(self) -> Patch:
-        return self
 
     def __exit__(self, *_: Any) -> None:
         self.undo()
@@ -215,8 +212,7 @@ def patch(
         model: any model of these families, or its text model.
         cp_mesh: one-dimensional device mesh over the context-parallel ranks.
         cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
-            (DualChunkSwap of the whole row, as torch and Megatron do with one sequence),
-            ``"contiguous"``, or ``"zigzag"`` (DualChunkSwap of every document).
+            (DualChunkSwap of the whole row), ``"contiguous"``, or ``"zigzag"`` (of every document).
         linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (states travel) or ``"auto"``.
         backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; for Kimi
             Delta Attentions the first alone.
@@ -230,8 +226,7 @@ def patch(
         a handle with ``undo()``, also a context manager. Its ``repr`` says what was replaced.
 
     Raises:
-        ValueError: a model without such modules, or one that is patched already; an option or a
-            size that does not fit.
+        ValueError: a model without such modules or patched already; an option that does not fit.
     """
     if attention not in (None, "gathered"):
         raise ValueError(f"attention={attention!r} is not known; use 'gathered' or None.")

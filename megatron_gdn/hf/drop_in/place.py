@@ -119,21 +119,20 @@ def require_agreement(
     """Refuse on every rank if ``shape``, kinds of sources or offsets differ between ranks.
 
     They differ if a data loader gives every process its own batches: ranks that should share one
-    sequence then hold tokens of different ones. One collective of five numbers.
+    sequence then hold tokens of different ones. One collective of ten numbers.
     """
     kinds = [0 if x is None else x.dim() for x in (*sources, seq_index)]
     kinds[2] = int(sources.cu_seqlens is not None)  # a wrong shape has its own error
     offsets = b"" if sources.cu_seqlens is None else sources.cu_seqlens.numpy().tobytes()
-    kind = sum(min(count, 7) << (3 * number) for number, count in enumerate(kinds))
-    told = [shape[0], shape[1], kind, len(offsets), zlib.crc32(offsets)]
-    all_c5 = gather_on_host(torch.tensor(told, device="cpu").to(device), group)
-    differs = (all_c5 != all_c5[0]).any(0)
+    told = [shape[0], shape[1], *kinds, len(offsets), zlib.crc32(offsets)]
+    all_cT = gather_on_host(torch.tensor(told, device="cpu").to(device), group)
+    differs = (all_cT != all_cT[0]).any(0)
     if not differs.any():
         return
     if differs[:2].any():
-        sizes = ", ".join(f"{rows} rows of {tokens}" for rows, tokens in all_c5[:, :2].tolist())
+        sizes = ", ".join(f"{rows} rows of {tokens}" for rows, tokens in all_cT[:, :2].tolist())
         what = f"have {sizes} tokens"
-    elif differs[2]:
+    elif differs[2:8].any():
         what = (
             "were given different kinds of sources (masks, ids, offsets, positions, indices, "
             "seq_index)"
