@@ -19,17 +19,22 @@ FULL_RECOMPUTE = {
 }
 
 
-def build_model(cp: int, recompute: bool, layers=(1, 1), positions="none", **options) -> GPTModel:
-    """In fp64, of the same weights whatever the number of ranks; ``layers`` of 1 are recurrent."""
+def gpt_config(layers: tuple[int, ...], **changes):
+    """Of a model whose layers of 1 are recurrent."""
     ours = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": [*layers]}
     swiglu = {"gated_linear_unit": True, "add_bias_linear": False, "transformer_impl": "local"}
-    ranks = {"context_parallel_size": cp, "cp_comm_type": "p2p", "num_query_groups": 2}
+    settings = {"num_query_groups": 2, **ours, **swiglu, **changes}
+    return model_config("G" * len(layers), **settings)
+
+
+def build_model(cp: int, recompute: bool, layers=(1, 1), positions="none", **options) -> GPTModel:
+    """In fp64, of the same weights whatever the number of ranks."""
     again = FULL_RECOMPUTE if recompute else {}
-    config = model_config("G" * len(layers), **ours, **swiglu, **ranks, **again)
+    config = gpt_config(layers, context_parallel_size=cp, cp_comm_type="p2p", **again)
     torch.manual_seed(3)
-    settings = {"vocab_size": VOCABULARY, "max_sequence_length": 64}
-    settings |= {"position_embedding_type": positions}
-    return GPTModel(config, gpt_block_spec(config, **options), **settings).double()
+    sizes = {"vocab_size": VOCABULARY, "max_sequence_length": 64}
+    sizes |= {"position_embedding_type": positions}
+    return GPTModel(config, gpt_block_spec(config, **options), **sizes).double()
 
 
 def summed_gradients(model, of: torch.Tensor, **more: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -12,6 +12,7 @@ from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
 from tests.distributed import bridge
 from tests.distributed.bridge import eval_cp_context, needs_bridge
 from tests.distributed.layer_laws import build_layer, over_ranks, thd
+from tests.distributed.mixers import MAMBA2_FP32
 from tests.distributed.test_loader_layout import (
     LENGTHS,
     build_model,
@@ -19,8 +20,6 @@ from tests.distributed.test_loader_layout import (
     one_and_two,
     require_one_ranks_gradients,
 )
-from tests.mamba_mixers import build as build_mamba
-from tests.mamba_mixers import mamba_config
 from tests.parallel import (
     alone,
     assert_close,
@@ -111,7 +110,7 @@ def test_sizes_under_upstreams_names_follow():
     assert layer.in_proj_dim == 2 * key_columns + 2 * value_columns + 2 * 8
     both = (2 * key_columns + value_columns, value_columns, 8, 8)
     assert layer.feat_dim_split == tuple(width // 2 for width in both)
-    for kind in (layer, build_mamba(mamba_config(context_parallel_size=2), two)):
+    for kind in (layer, MAMBA2_FP32.build(MAMBA2_FP32.config(context_parallel_size=2), two)):
         assert kind.cp_size == 2
         kind.pg_collection = groups_of(group_of_one())
         kind.cp_size = 1  # as Bridge does next
@@ -154,7 +153,7 @@ def test_a_collection_that_is_given_another_group_is_followed():
     groups = groups_of(parallel_state.get_context_parallel_group())
     layers = {
         24: build_layer(make_config(), groups, {}),
-        20: build_mamba(mamba_config(), groups),
+        20: MAMBA2_FP32.build(MAMBA2_FP32.config(), groups),
     }
     mine = held_by_two()
     for width, layer in layers.items():

@@ -14,7 +14,13 @@ from benchmarks.lib.measure import captured
 from megatron_gdn import SequenceLayout, set_documents, static_packed_seq_params
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.specs import gated_delta_net_spec
-from tests.distributed.layer_laws import build_layer, randomise_, thd, transformer_layer
+from tests.distributed.layer_laws import (
+    build_layer,
+    randomise_,
+    require_same_bits,
+    thd,
+    transformer_layer,
+)
 from tests.parallel import group_of_one, in_ddp, make_config, parallel
 
 # One head configuration, which FlashQLA has compiled for other tests too.
@@ -94,11 +100,6 @@ class Step:
         return {"output": out.detach(), **dict(zip(named, grads, strict=True))}
 
 
-def assert_same(found: dict, expected: dict, what: object) -> None:
-    different = [name for name, value in expected.items() if not torch.equal(found[name], value)]
-    assert not different, f"{what}: other bits in {', '.join(different)}"
-
-
 @contextmanager
 def over_ranks(cp: int):
     """The context-parallel group. Its graphs end first: NCCL ends no group that a graph holds."""
@@ -128,7 +129,7 @@ def boundaries_can_be_filled_in_the_graph(**changes) -> None:
             offsets.fill_(TOKENS)[: len(given)].copy_(given)
             replayed = replay()
             assert packed.cu_seqlens_q[: len(given)].tolist() == given.tolist()
-            assert_same(step.run(packed), replayed, f"{lengths}, filled in the graph")
+            require_same_bits(step.run(packed), replayed, f"{lengths}, filled in the graph")
 
 
 def a_dense_graph_replays_eager_bits(cp: int = 1, rows: int = 2, **changes) -> None:
@@ -137,11 +138,11 @@ def a_dense_graph_replays_eager_bits(cp: int = 1, rows: int = 2, **changes) -> N
         eager = {name: value.clone() for name, value in step.run().items()}
         replay = replay_of(step.run)
         for _ in range(3):
-            assert_same(replay(), eager, "dense")
+            require_same_bits(replay(), eager, "dense")
         with torch.no_grad():
             step.leaf.mul_(0.5)  # replays read their inputs anew
         again = replay()
-        assert_same(again, step.run(), "dense, other input")
+        require_same_bits(again, step.run(), "dense, other input")
         assert not torch.equal(again["output"], eager["output"])
 
 
@@ -159,10 +160,10 @@ def a_packed_graph_replays_eager_bits(
             step.take(mine.cuda())
             set_documents(packed, offsets_of(lengths))
             replayed = replay()
-            assert_same(step.run(packed), replayed, f"{lengths} eager and replayed")
+            require_same_bits(step.run(packed), replayed, f"{lengths} eager and replayed")
             ordinary = step.run(thd(lengths, "cuda"))
             if as_ordinary:
-                assert_same(replayed, ordinary, f"{lengths} in buffers and as they come")
+                require_same_bits(replayed, ordinary, f"{lengths} in buffers and as they come")
             for name, value in ordinary.items():
                 error = (replayed[name].double() - value.double()).square().mean().sqrt()
                 scale = value.double().square().mean().sqrt()
@@ -222,7 +223,7 @@ def megatrons_local_graphs_give_eager_bits(
                 x, d_out = torch.randn(2, tokens // cp, rows, 256, device="cuda").bfloat16()
                 expected = step(eager, x, d_out, both[0])
                 found = step(graphed, x, d_out, both[1])
-                assert_same(found, expected, f"{modules}, step {number}")
+                require_same_bits(found, expected, f"{modules}, step {number}")
                 cuda_graphs.create_cudagraphs()
             assert cuda_graphs._CudagraphGlobalRecord.cudagraph_created
         finally:
@@ -266,4 +267,6 @@ def transformer_engines_graph_gives_eager_bits(modules: Sequence[str]) -> None:
 
         for number in range(3):
             x, d_out = torch.randn(2, 1024, 2, 256, device="cuda").bfloat16().unbind()
-            assert_same(step(graphed, x, d_out), step(eager, x, d_out), f"{modules}, {number}")
+            require_same_bits(
+                step(graphed, x, d_out), step(eager, x, d_out), f"{modules}, {number}"
+            )

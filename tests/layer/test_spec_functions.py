@@ -7,20 +7,14 @@ from megatron.core.transformer import transformer_block
 from megatron_gdn import GatedDeltaNet
 from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
 from megatron_gdn.specs import gpt_block_spec
+from tests.distributed.gpt_laws import gpt_config
 from tests.parallel import make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
 def mixers(spec) -> list[type]:
-    config = make_config(
-        num_layers=4,
-        experimental_attention_variant="gated_delta_net",
-        linear_attention_freq=2,
-        transformer_impl="local",
-        gated_linear_unit=True,
-        add_bias_linear=False,
-    )
+    config = gpt_config((1, 0, 1, 0), linear_attention_freq=2)
     model = GPTModel(config, spec, vocab_size=32, max_sequence_length=8)
     return [type(layer.self_attention) for layer in model.decoder.layers]
 

@@ -23,14 +23,8 @@ from tests.precision.training import (
 
 
 def build(hf_folder: Path, tp: int):
-    model, _ = build_model(
-        read_hf_config(hf_folder),
-        "hybrid",
-        dtype=torch.bfloat16,
-        tensor_model_parallel_size=tp,
-        bf16=True,
-    )
-    return model
+    bf16 = {"dtype": torch.bfloat16, "bf16": True, "tensor_model_parallel_size": tp}
+    return build_model(read_hf_config(hf_folder), "hybrid", **bf16)[0]
 
 
 class Fp32Adam:

@@ -102,15 +102,8 @@ def wrap(kind: str, model: HybridModel, **ddp_settings) -> Training:
     model = Float16Module(config, model)
     ddp = in_ddp(model, grad_reduce_in_fp32=True, **sharded, **ddp_settings)
     _earlier.append(ddp)
-    optimizer_config = OptimizerConfig(
-        optimizer="adam",
-        **ADAM,
-        weight_decay=0.1,
-        clip_grad=0.0,
-        bf16=True,
-        params_dtype=torch.bfloat16,
-        **sharded,
-    )
+    bf16 = {"bf16": True, "params_dtype": torch.bfloat16, "weight_decay": 0.1, "clip_grad": 0.0}
+    optimizer_config = OptimizerConfig(optimizer="adam", **ADAM, **bf16, **sharded)
     optimizer = get_megatron_optimizer(
         optimizer_config, [ddp], config_overrides=get_standard_config_overrides(optimizer_config)
     )
@@ -258,12 +251,6 @@ def shares(training: Training) -> dict[str, torch.Tensor]:
             state = adam.state.get(master, {})
             found |= {f"{name} {key}": value for key, value in [("master", master), *state.items()]}
     return {key: value.detach().clone() for key, value in found.items()}
-
-
-def assert_equal(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
-    assert one.keys() == other.keys(), one.keys() ^ other.keys()
-    different = [key for key, value in one.items() if not torch.equal(value, other[key])]
-    assert not different, different
 
 
 def raised(call) -> str | None:
