@@ -1,9 +1,4 @@
-"""Why a package's kernels cannot run on a device: hardware, dtypes, sizes, versions.
-
-Why our Triton kernels cannot run: device, dtype, sizes, packages.
-
-Say once that a slower path is taken.
-"""
+"""Why a package's kernels, or our Triton kernels, cannot run; and saying that once."""
 
 from __future__ import annotations
 
@@ -100,17 +95,14 @@ def why_not_heads(backend: str, value_heads: int) -> str | None:
 
 @cache
 def flash_qla_package() -> Obstacle | None:
+    why = None
     if find_spec("flash_qla") is None:
         why = "flash-qla is not installed (pip install 'flash-qla>=0.1.3')"
-        return Obstacle(why, ImportError)
-    installed = installed_version("flash-qla")
-    if installed is None:
+    elif (installed := installed_version("flash-qla")) is None:
         why = "flash_qla carries no version; install flash-qla 0.1.3 or newer from a wheel"
-        return Obstacle(why, ImportError)
-    if version_tuple(installed) < _FLASH_QLA_OLDEST:
+    elif version_tuple(installed) < _FLASH_QLA_OLDEST:
         why = f"flash-qla {installed} computes wrong gradients at times; install 0.1.3 or newer"
-        return Obstacle(why, ImportError)
-    return None
+    return None if why is None else Obstacle(why, ImportError)
 
 
 def why_not_fla(
@@ -139,32 +131,34 @@ def fla_needs_tilelang(device: torch.device) -> bool:
 
 @cache
 def fla_package(major: int) -> Obstacle | None:
+    why = _why_not_fla(major)
+    return None if why is None else Obstacle(why, ImportError)
+
+
+def _why_not_fla(major: int) -> str | None:
     if find_spec("fla") is None:
-        why = f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"
-        return Obstacle(why, ImportError)
+        return f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"
     known = ".".join(map(str, _FLA_KNOWN))
     found = {name: installed_version(name) for name in _FLA_PACKAGES}
     found = {name: version for name, version in found.items() if version is not None}
     if not found:
-        why = f"fla carries no version; install flash-linear-attention {known} ({FLA_INSTALL_HINT})"
-        return Obstacle(why, ImportError)
+        return (
+            f"fla carries no version; install flash-linear-attention {known} ({FLA_INSTALL_HINT})"
+        )
     for name, installed in found.items():
         if version_tuple(installed)[:2] != _FLA_KNOWN:
-            why = f"{name} {installed} is not known here, {known} is ({FLA_INSTALL_HINT})"
-            return Obstacle(why, ImportError)
+            return f"{name} {installed} is not known here, {known} is ({FLA_INSTALL_HINT})"
     triton = installed_version("triton")
     if triton is None:
-        why = "flash-linear-attention needs triton, which is not installed"
-        return Obstacle(why, ImportError)
+        return "flash-linear-attention needs triton, which is not installed"
     if _needs_tilelang(major) and find_spec("tilelang") is None:
         # fla issue 640: the Triton backward computes wrong dg and db there; fla itself raises.
-        why = (
+        return (
             f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "
             f"3.7.1 or newer"
         )
-        return Obstacle(why, ImportError)
     why = why_not_callable()  # last: it imports fla
-    return None if why is None else Obstacle(f"flash-linear-attention: {why}", ImportError)
+    return None if why is None else f"flash-linear-attention: {why}"
 
 
 @cache
