@@ -26,7 +26,7 @@ import torch.multiprocessing as mp
 ARITHMETIC = (
     "ops/conv.py", "ops/elementwise.py", "ops/fp32_matmul.py",
     "ops/delta_rule/front_torch.py", "ops/delta_rule/chunk", "ops/delta_rule/triangular.py",
-    "ops/delta_rule/base.py", "ops/rules/chunk_table.py", "ops/state_maps/chains_torch.py",
+    "ops/delta_rule/base.py", "ops/rules/chunk_table.py", "ops/state_maps/chains.py",
     "ops/readout/p", "ops/layout.py", "ops/autograd.py",
 )  # fmt: skip
 SCHEMES = {"one rank": (1, "auto"), "headwise": (2, "headwise"), "chunkwise": (2, "chunkwise")}

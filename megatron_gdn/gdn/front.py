@@ -24,9 +24,8 @@ from ..ops.delta_rule.front_choice import is_triton, kernels_for
 from ..ops.documents import Documents
 from ..ops.front.base import Parameters
 from ..ops.layout import Layout
-from ..ops.parts import GatedNorm, Parts
+from ..ops.parts import GatedNorm, Parts, readout_of
 from ..ops.readout.base import Apart
-from ..ops.readout.choose import norm_and_gate
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from .api import RecurrentRule
@@ -201,11 +200,7 @@ def gdn_parts(
         rule.batch_invariant, normalise_qk, allow_neg_eigval, recompute_qkv, kernels,
         getattr(rule, "aligned", False),
     )  # fmt: skip
-    readout, gamma = norm, None
-    if isinstance(readout, GatedNorm):
-        gamma, eps, zero_centered, activation = readout
-        gate = sizes.layout.gate_columns
-        readout = norm_and_gate(gate, eps, zero_centered, activation, triton=front.triton)
+    readout, gamma = readout_of(norm, sizes.layout.gate_columns, front.triton)
     of_front = conv_weight, conv_bias, A_log, dt_bias
     if gates is not None:
         of_front = *of_front, gates.contiguous()

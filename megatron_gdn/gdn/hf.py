@@ -1,12 +1,11 @@
 """One Gated DeltaNet layer: Hugging Face tensors to Megatron's, whole or in shards, and back.
 
-Megatron fuses six projections into one, with the rows of `GDNDims.layout`. `_PROJECTIONS` has the
-ways in which Hugging Face stores them: "interleaved" (Qwen3-Next; in each tensor key head by key
-head, as ``[q | k | v of its value heads | z]``), "flat" (Qwen3.5, 3.6, 3.8, Qwen4-Exp), "separate"
-(OLMo Hybrid). b is the write strength (beta), a the decay input (alpha). Convolution channels are
-[q | k | v] in every family; files of "separate" layers have three tensors of them (transformers
-joins them in memory: q_conv1d, k_conv1d, v_conv1d, or conv1d alone), and call norm and out_proj
-o_norm and o_proj.
+Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugging Face stores them
+"interleaved" (Qwen3-Next; in each tensor key head by key head, as ``[q | k | v of its value heads |
+z]``), "flat" (Qwen3.5, 3.6, 3.8, Qwen4-Exp) or "separate" (OLMo Hybrid). b is the write strength
+(beta), a the decay input (alpha). Convolution channels are [q | k | v]; files of "separate" layers
+have three tensors of them, which transformers joins in memory, and call norm and out_proj o_norm
+and o_proj.
 
 What a weight means is not in it: build Qwen4-Exp's layers with its ``output_gate_type`` as
 `output_gate_activation`, OLMo Hybrid's with `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
@@ -52,10 +51,7 @@ _PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
 
 
 def fuse_interleaved(pieces: Sequence[Tensor], dims: GDNDims) -> Tensor:
-    """``(qkvz [2GK + 2GRV, D], ba [2GR, D])`` to the fused projection ``[q|k|v|z|beta|alpha]``.
-
-    G key heads, R value heads for each, K key dim, V value dim, D hidden.
-    """
+    """``(qkvz, ba)``, ``[., hidden]`` each, to the fused projection ``[q|k|v|z|beta|alpha]``."""
     sections = []
     for piece, rows in zip(pieces, (qkvz_rows(dims), ba_rows(dims)), strict=True):
         sections += piece.reshape(dims.num_key_heads, -1, piece.shape[-1]).split(rows, 1)
@@ -91,15 +87,11 @@ def gdn_layer_maps(
     Args:
         prefix: Megatron's, as in ``decoder.layers.0.self_attention.``.
         hf_prefix: Hugging Face's, as in ``model.layers.0.linear_attn.``.
-        dims: the whole layer's sizes.
-        storage: how the file stores the projections.
         zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model; then
             ``out_norm.weight`` is ``norm.weight - 1``.
     """
     p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_value_heads
-    norm, out = ("norm", "out_proj")
-    if storage.startswith("separate"):
-        norm, out = ("o_norm", "o_proj")
+    norm, out = ("o_norm", "o_proj") if storage.startswith("separate") else ("norm", "out_proj")
     width = dict(zip(dims.layout.names, dims.layout.widths, strict=True))
     projections = {
         f"{hf}{name}.weight": (sum(width[section] for section in sections), D)
@@ -134,13 +126,8 @@ def gdn_layer_from_hf(
 ) -> list[dict[str, Tensor]]:
     """A ``linear_attn`` module's state dict to the layer's, one dict for each rank.
 
-    Args:
-        hf_state: the tensors of ``storage``: projections, convolution, ``A_log``, ``dt_bias``,
-            norm and output projection, in bf16, fp16, fp32 or fp64.
-        dims: the whole layer's sizes.
-        storage: how ``hf_state`` stores the projections.
-        tp_size: number of tensor-parallel ranks.
-        zero_centered_gamma: as in the Megatron config.
+    ``hf_state`` has the tensors of one layer, in bf16, fp16, fp32 or fp64; ``dims`` are the whole
+    layer's sizes.
 
     Returns:
         Megatron parameter names to tensors: ``A_log`` and ``dt_bias`` fp32, a shifted
@@ -166,8 +153,6 @@ def gdn_layer_to_hf(
     """The inverse of `gdn_layer_from_hf`.
 
     Args:
-        ranks: one Megatron state dict for each tensor-parallel rank.
-        dims, storage, zero_centered_gamma: as in the import.
         dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
         originals: Hugging Face tensors as imported (see `TensorMap.to_hf`); ``norm.weight`` is
             the one that needs it.

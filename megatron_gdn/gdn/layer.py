@@ -54,18 +54,11 @@ warn_of_untested(megatron_version)
 
 @dataclass
 class GatedDeltaNetSubmodules:
-    """Specs of the parts a :class:`GatedDeltaNet` is assembled from.
+    """Specs of the parts a :class:`GatedDeltaNet` is assembled from."""
 
-    Attributes:
-        in_proj: column-parallel linear, hidden -> P, with or without a norm fused in front
-            (``TELayerNormColumnParallelLinear``, ``ColumnParallelLinear``, ...).
-        out_norm: norm over one value head (``TENorm``, ``TorchRMSNorm``, ...).
-        out_proj: row-parallel linear, heads * V -> hidden (``TERowParallelLinear``, ...).
-    """
-
-    in_proj: ModuleSpec | type = IdentityOp
-    out_norm: ModuleSpec | type = IdentityOp
-    out_proj: ModuleSpec | type = IdentityOp
+    in_proj: ModuleSpec | type = IdentityOp  # column-parallel, hidden -> P, or norm and linear
+    out_norm: ModuleSpec | type = IdentityOp  # norm over one value head
+    out_proj: ModuleSpec | type = IdentityOp  # row-parallel, heads * V -> hidden
 
 
 class GatedDeltaNet(UpstreamNames, RecurrentMixer):
@@ -88,10 +81,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
 
     Args:
         config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
-        submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
         layer_number: number of this layer in the model, from 1.
-        bias: give the projections biases.
-        conv_bias: give the convolution a bias.
+        bias: give the projections biases; ``conv_bias`` gives the convolution one.
         conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(W).
         use_qk_l2norm: scale query and key heads to unit length.
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
@@ -103,14 +94,14 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these that fits the rows'
             device and dtype; see :func:`megatron_gdn.gdn.rule.resolve_rule`.
-        rule_operands: ``"fp16"`` or ``"bf16"``. In a bf16 layer the GPU backends round to this
-            dtype between the products inside a chunk. fp16 is more exact, bf16 has the wider range,
-            see :mod:`megatron_gdn.gdn.half`. Deterministic mode takes bf16.
+        rule_operands: ``"fp16"`` or ``"bf16"``, to which the GPU backends round in a bf16 layer
+            between the products inside a chunk. fp16 is more exact, bf16 has the wider range, see
+            :mod:`megatron_gdn.gdn.half`. Deterministic mode takes bf16.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``; ``"auto"``
-            takes what ``packed_seq_params``, the config or Megatron's arguments say, else zigzag,
-            see :mod:`megatron_gdn.mixers.loader_layout`. A value that they contradict is refused.
+            takes what Megatron says, else zigzag, see :mod:`megatron_gdn.mixers.loader_layout`. A
+            value that Megatron contradicts is refused.
         linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
             ``"chunkwise"`` (states travel, activations stay) or ``"auto"``, the cheaper for each
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
@@ -120,9 +111,9 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         recompute: what the backward computes again instead of saving it: ``"none"``, ``"light"``
             (query, key, value, and the normed output that out_proj reads) or ``"full"`` (also the
             output of the delta rule and the inverses of its chunks); see :mod:`..mixers.recompute`.
-        recompute_qkv: the part of ``"light"`` that is query, key and value, alone.
-        recompute_norm_out: the other part, alone. Megatron's ``--recompute-modules gdn_norm_out``
-            switches it on too. ``gdn`` of newer Megatrons computes the whole layer again.
+        recompute_qkv, recompute_norm_out: the parts of ``"light"``, alone. Megatron's
+            ``--recompute-modules gdn_norm_out`` switches the second on too, and ``gdn`` of newer
+            Megatrons computes the whole layer again.
         output_gate_activation: of z, ``"silu"`` or ``"sigmoid"`` (Qwen3.8-Flash-Next); default
             ``config.gdn_output_gate_activation`` if Megatron has it, else ``"silu"``.
         allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a token may turn a direction of

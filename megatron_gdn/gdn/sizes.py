@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..ops.delta_rule.base import HeadSizes
-from ..ops.layout import Layout, SizeError, require_sizes
+from ..ops.layout import Layout, SizeError, require_shares, require_sizes
 from ..ops.state_maps.state_map import StateShape
 
 
@@ -14,9 +14,7 @@ from ..ops.state_maps.state_map import StateShape
 class GDNDims:
     """Sizes of a Gated DeltaNet layer, or of the share of it that one rank holds.
 
-    ``GDNDims.from_config(config)`` gives the whole layer; ``dims.shard(n)`` what each of ``n``
-    tensor-parallel ranks holds, and ``.share_heads(n)`` of that what each of ``n`` ranks of a head
-    exchange holds. ``hidden_size`` is never split.
+    ``hidden_size`` is never split.
     """
 
     hidden_size: int
@@ -79,39 +77,16 @@ class GDNDims:
 
     @property
     def state(self) -> StateShape:
-        """The states of these heads."""
         return self.heads.state
 
     def shard(self, ranks: int) -> GDNDims:
-        """The sizes one of ``ranks`` tensor-parallel ranks holds when heads are split among them.
-
-        Raises:
-            ValueError: the key heads do not divide; the message lists the sizes that do.
-        """
-        if ranks < 1 or self.num_key_heads % ranks:
-            legal = [n for n in range(1, self.num_key_heads + 1) if self.num_key_heads % n == 0]
-            raise SizeError(
-                f"tensor_model_parallel_size={ranks} cannot split {self.num_key_heads} key heads "
-                f"and {self.num_value_heads} value heads evenly; use one of "
-                f"{', '.join(map(str, legal))}."
-            )
-        return replace(
-            self,
-            num_key_heads=self.num_key_heads // ranks,
-            num_value_heads=self.num_value_heads // ranks,
-        )
+        """The sizes one of ``ranks`` tensor-parallel ranks holds, see :func:`require_shares`."""
+        keys, values = self.num_key_heads, self.num_value_heads
+        require_shares(ranks, (keys,), f"{keys} key heads and {values} value heads")
+        return replace(self, num_key_heads=keys // ranks, num_value_heads=values // ranks)
 
     def share_heads(self, ranks: int) -> GDNDims:
-        """The sizes on one of ``ranks`` context-parallel ranks that share these heads.
-
-        Rank r gets value heads ``[r H / ranks, (r + 1) H / ranks)`` and the key heads they use. A
-        key head that serves the value heads of several ranks is held by each of them, so there may
-        be as many ranks as value heads.
-
-        Raises:
-            ValueError: the value heads do not divide, or some rank would get value heads of two
-                key heads in unequal numbers; the message lists the sizes that fit.
-        """
+        """The sizes on one of ``ranks`` context-parallel ranks, see :meth:`Layout.share`."""
 
         inside = self.layout.share(ranks)
         return replace(

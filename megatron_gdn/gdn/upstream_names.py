@@ -1,7 +1,6 @@
 """What Megatron and tools look up on megatron-core's layer by name.
 
-These are its sizes, the methods that Megatron calls besides the forward, and the single steps that
-its API documents. The forward of :class:`megatron_gdn.GatedDeltaNet` does not call these steps.
+The forward of :class:`megatron_gdn.GatedDeltaNet` does not call the single steps.
 
 Legend: S tokens, B batch, G key heads, H value heads, K key dim, V value dim.
 """
@@ -40,11 +39,7 @@ class UpstreamNames:
     allow_neg_eigval: bool
 
     def _name_sizes(self) -> None:
-        """Set the sizes of ``global_dims`` (``*_local_tp``: of ``dims``) under upstream's names.
-
-        ``feat_dim_split``, which Megatron-Bridge has refreshed, is the widths of qkv, z, beta and
-        alpha inside a head exchange.
-        """
+        """Set the sizes of ``global_dims`` (``*_local_tp``: of ``dims``) under upstream's names."""
         whole, local = self.global_dims, self.dims
         self.sp_size = self.tp_size if self.config.sequence_parallel else 1
         self.hidden_size, self.conv_kernel_dim = whole.hidden_size, whole.conv_kernel_dim
@@ -55,6 +50,7 @@ class UpstreamNames:
         self.qk_dim_local_tp, self.v_dim_local_tp = local.qk_dim, local.v_dim
         self.conv_dim_local_tp = local.layout.conv_width
         self.num_v_heads_local_tp = local.num_value_heads
+        # Of qkv, z, beta and alpha inside a head exchange; Megatron-Bridge has it refreshed.
         gate = self.v_dim_local_tp, local.num_value_heads, local.num_value_heads
         self.feat_dim_split = tuple(n // self.cp_size for n in (self.conv_dim_local_tp, *gate))
         self.in_proj_split_sections = local.layout.widths
@@ -98,17 +94,10 @@ class UpstreamNames:
     def _prepare_input_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor
     ) -> tuple[Tensor, ...]:
-        """Cut convolved rows into heads and normalise query and key.
+        """Query, key, value, the output gate, beta and alpha of convolved rows; all contiguous.
 
-        Args:
-            qkv: ``[B, S, C]``, the convolved columns of this rank, or of one of the ranks that
-                share its heads.
-            gate: the output gate, ``[B, S, H, V]``.
-            gates: beta and alpha, ``[B, S, H]``.
-
-        Returns:
-            query and key ``[B, S, H, K]``, repeated for the value heads that share them, value
-            ``[B, S, H, V]``, ``gate`` and ``gates``; all contiguous.
+        ``qkv`` ``[B, S, C]`` has the columns of this rank, or of one of the ranks that share its
+        heads. Query and key are normalised, and repeated for the value heads that share them.
         """
         dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
         q, k, v = qkv.split(dims.layout.conv_widths, dim=-1)

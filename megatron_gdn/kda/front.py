@@ -22,10 +22,8 @@ from ..ops.documents import Documents
 from ..ops.elementwise import largest_A_log, least_log_decay, sigmoid, softplus
 from ..ops.front.base import Parameters
 from ..ops.layout import Layout
-from ..ops.obstacles import why_not_triton
-from ..ops.parts import GatedNorm, Parts
+from ..ops.parts import GatedNorm, Parts, readout_of
 from ..ops.readout.base import Apart
-from ..ops.readout.choose import norm_and_gate
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from .rule import RecurrentKDA
@@ -161,19 +159,14 @@ class KDAFront:
 def channel_gates(
     f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Log-decays ``g <= 0`` ``[..., H, K]`` and write strength ``beta [..., H]`` in (0, 1).
+    """Log-decays ``g <= 0`` ``[..., H, K]`` and write strength ``beta`` in (0, 1), like b.
 
         g    = -exp(A_log) softplus(f + dt_bias)
         g    = lower_bound sigmoid(exp(A_log) (f + dt_bias))          with a lower bound
         beta = sigmoid(b)
 
-    in fp32 (fp64 for fp64 parameters). ``A_log`` and an unbounded g are clamped as in
-    :func:`..ops.elementwise.decay_and_write_gates`.
-
-    Args:
-        f: ``[..., H K]``, the forget gate's section of a row.
-        b: ``[..., H]``.
-        A_log, dt_bias: ``[H]``, ``[H K]``.
+    in fp32 (fp64 for fp64 parameters), of f ``[..., H K]`` and b ``[..., H]``. ``A_log`` and an
+    unbounded g are clamped as in :func:`..ops.elementwise.decay_and_write_gates`.
     """
     wide = torch.promote_types(A_log.dtype, torch.float32)
     rate = A_log.to(wide).clamp(max=largest_A_log(wide)).exp()[:, None]
@@ -203,8 +196,6 @@ def kda_parts(
 
     Args:
         rows: ``[S, B, P]``; their device and dtype choose the kernels.
-        conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
-        A_log, dt_bias: ``[H]``, ``[H K]``, fp32.
         rule: from :func:`.rule.choose_kda`.
         norm: the gated output norm, or a readout that calls the norm.
         kernels: see :func:`..ops.delta_rule.front_choice.kernels_for`.
@@ -223,12 +214,6 @@ def kda_parts(
         device, rows.dtype, taps, layout, lower_bound, rule.batch_invariant, again, kernels,
         getattr(rule, "aligned", False),
     )  # fmt: skip
-    readout, gamma = norm, None
-    if isinstance(readout, GatedNorm):
-        gamma, eps, zero_centered, activation = readout
-        triton = kernels == "triton" or (
-            kernels == "auto" and why_not_triton(device, rows.dtype, taps) is None
-        )
-        readout = norm_and_gate(layout.gate_columns, eps, zero_centered, activation, triton=triton)
+    readout, gamma = readout_of(norm, layout.gate_columns, is_triton(front.kernels))
     parameters = conv_weight, conv_bias, A_log, dt_bias, gamma
     return Parts(front, rule, readout, parameters, run_again)

@@ -1,19 +1,12 @@
 """One Kimi Delta Attention: Hugging Face tensors to Megatron's, whole or in shards, and back.
 
 Megatron's in_proj has the rows of :attr:`.sizes.KDADims.in_proj_layout`. Hugging Face has a tensor
-for each section:
-
-    q_proj, k_proj, v_proj, b_proj
-    f_a_proj, f_b_proj      the forget gate of low rank (Kimi Linear, GLM 5 next)
-    g_a_proj, g_b_proj      the output gate likewise
-    f_proj, g_proj          gates of full rank (Bailing Hybrid)
+for each section; a gate is of low rank (Kimi Linear, GLM 5 next: f_a_proj and f_b_proj, g_a_proj
+and g_b_proj) or of full rank (Bailing Hybrid: f_proj, g_proj).
 
 Modules of transformers hold the forget gate's tensors in ``forget_gate`` and one convolution. Files
 have no ``forget_gate``, and three convolutions; Bailing's call o_proj dense. Kimi Linear keeps
-``A_log`` as ``[1, 1, H, 1]``.
-
-What a weight means is not in it: `forget_rank` and `output_rank` are in the dims; a bounded gate is
-the layer's `gate_lower_bound`.
+``A_log`` as ``[1, 1, H, 1]``. A bounded gate is the layer's `gate_lower_bound`.
 """
 
 from __future__ import annotations
@@ -38,16 +31,10 @@ def kda_layer_maps(
     in_files: bool = True,
     zero_centered_gamma: bool = True,
 ) -> list[TensorMap]:
-    """The maps of every parameter of one layer except its input norm.
+    """The maps of every parameter of one layer except its input norm, as of a Gated DeltaNet.
 
-    Args:
-        prefix: Megatron's, as in ``decoder.layers.0.self_attention.``.
-        hf_prefix: Hugging Face's, as in ``model.layers.0.self_attn.``.
-        dims: the whole layer's sizes.
-        family: the ``model_type`` of the model.
-        in_files: names of files; False: of transformers' module.
-        zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model; then
-            ``out_norm.weight`` is ``o_norm.weight - 1``.
+    ``family`` is the ``model_type`` of the model. Names are those of files, or if not ``in_files``
+    of transformers' module.
     """
     p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_heads
     K, V, layout = dims.key_head_dim, dims.value_head_dim, dims.in_proj_layout
@@ -64,7 +51,10 @@ def kda_layer_maps(
     rate_shape, reshaping = (H,), {}
     if family == "kimi_linear":
         rate_shape = (1, 1, H, 1)
-        reshaping = {"join": _flattened, "split": _in_four_dimensions}
+        reshaping = {
+            "join": lambda pieces: pieces[0].flatten(),
+            "split": lambda rate_H: (rate_H.view(1, 1, -1, 1),),
+        }
     shift = -float(zero_centered_gamma)
     maps = [
         mapped(f"{p}in_proj.weight", projections, 0, sections=layout.widths),
@@ -81,14 +71,6 @@ def kda_layer_maps(
     return maps
 
 
-def _flattened(pieces: Sequence[Tensor]) -> Tensor:
-    return pieces[0].flatten()
-
-
-def _in_four_dimensions(rate_H: Tensor) -> tuple[Tensor]:
-    return (rate_H.view(1, 1, -1, 1),)
-
-
 def kda_layer_from_hf(
     hf_state: Mapping[str, Tensor],
     dims: KDADims,
@@ -99,18 +81,8 @@ def kda_layer_from_hf(
 ) -> list[dict[str, Tensor]]:
     """A linear-attention module's tensors to the layer's, one dict for each rank.
 
-    Args:
-        hf_state: the tensors of one layer, without a prefix, in bf16, fp16, fp32 or fp64.
-        dims, family, in_files, zero_centered_gamma: as in :func:`kda_layer_maps`.
-        tp_size: number of tensor-parallel ranks.
-
-    Returns:
-        Megatron parameter names to tensors: ``A_log`` and ``dt_bias`` fp32, a shifted
-        ``out_norm.weight`` fp32, all others in the file's dtype.
-
-    Raises:
-        ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or heads do not
-            split.
+    As :func:`..gdn.hf.gdn_layer_from_hf`; ``family`` and ``in_files`` as in
+    :func:`kda_layer_maps`.
     """
     dims.shard(tp_size)
     maps = kda_layer_maps("", "", dims, family, in_files, zero_centered_gamma)

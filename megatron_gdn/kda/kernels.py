@@ -19,6 +19,7 @@ from ..ops.kernels.launch import MOST_PLANS, Launch
 from ..ops.kernels.reduce import sum_rows
 from ..ops.kernels.tiles import Walk, block_dim, within_grid
 from ..ops.layout import Layout
+from .sizes import sizes_of
 
 _TOKENS = 32  # of a tile
 
@@ -117,15 +118,9 @@ def _backward_kernel(
 def gates_forward(
     rows: Tensor, A_log: Tensor, dt_bias: Tensor, layout: Layout, lower_bound: float | None
 ) -> tuple[Tensor, Tensor]:
-    """``g [B, S, H, K]`` and ``beta [B, S, H]`` in fp32.
-
-    Args:
-        rows: ``[S, B, P]`` with adjacent columns; any strides of S and B.
-        A_log, dt_bias, lower_bound: as in the twin.
-        layout: with the sections ``f`` and ``beta``.
-    """
+    """``g [B, S, H, K]`` and ``beta [B, S, H]`` in fp32, of rows ``[S, B, P]`` of any strides."""
     S, B, _ = rows.shape
-    H, K = _heads(layout)
+    _, H, K, _ = sizes_of(layout)
     g = torch.empty(B, S, H, K, dtype=torch.float32, device=rows.device)
     beta = torch.empty(B, S, H, dtype=torch.float32, device=rows.device)
     launch, _ = _launch(layout, S, B, rows.stride()[:2], None, lower_bound)
@@ -148,7 +143,7 @@ def gates_backward(
     S, B, _ = rows.shape
     strides, d_strides = rows.stride()[:2], d_rows.stride()[:2]
     launch, tiles = _launch(layout, S, B, strides, d_strides, lower_bound)
-    H, K = _heads(layout)
+    _, H, K, _ = sizes_of(layout)
     partial = torch.empty(B * tiles, H * K + H, dtype=torch.float32, device=rows.device)
     if launch is not None:
         launch(rows, A_log, dt_bias, dg.contiguous(), dbeta.contiguous(), d_rows, partial)
@@ -157,18 +152,13 @@ def gates_backward(
     return d_A_log, d_dt_bias
 
 
-def _heads(layout: Layout) -> tuple[int, int]:
-    columns, heads = layout.columns("f"), layout.state_heads
-    return heads, (columns.stop - columns.start) // heads
-
-
 @lru_cache(maxsize=MOST_PLANS)
 def _launch(
     layout: Layout, S: int, B: int, strides: tuple[int, ...], d_strides: tuple[int, ...] | None,
     lower_bound: float | None,
 ) -> tuple[Launch | None, int]:  # fmt: skip
     """The forward, or the backward if it has strides, and the tiles of a row."""
-    H, K = _heads(layout)
+    _, H, K, _ = sizes_of(layout)
     # The backward leaves one partial row per tile, so it repeats to keep those few.
     repeats = 1 if d_strides is None else 8
     tile = within_grid(Walk(_TOKENS, repeats, warps=4), S, B)

@@ -1,12 +1,8 @@
 """The Kimi Delta Attention layer for Megatron-Core.
 
-Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
-of a row, H heads, K key dim, V value dim, R columns of a gate's narrow half.
-
-Rows with both gates in full width, from what in_proj gives.
-
-Legend: s tokens, B batch, p width of in_proj, P width of a row, r columns of a narrow half on one
-of tp tensor-parallel ranks, R = tp r of them, C columns of a gate.
+Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, p width
+of in_proj, P width of a row, H heads, K key dim, V value dim, R columns of a gate's narrow half, r
+of them on one tensor-parallel rank, C columns of a gate.
 """
 
 from __future__ import annotations
@@ -54,13 +50,7 @@ _FIRST_DT = (0.001, 0.1)  # softplus(dt_bias) is drawn from this range, its loga
 
 @dataclass
 class KimiDeltaAttentionSubmodules:
-    """Specs of the parts a :class:`KimiDeltaAttention` is assembled from.
-
-    Attributes:
-        in_proj: column-parallel linear, hidden -> P, with or without a norm fused in front.
-        out_norm: norm over one head.
-        out_proj: row-parallel linear, heads * V -> hidden.
-    """
+    """Specs of the parts, as of :class:`megatron_gdn.gdn.layer.GatedDeltaNetSubmodules`."""
 
     in_proj: ModuleSpec | type = IdentityOp
     out_norm: ModuleSpec | type = IdentityOp
@@ -75,11 +65,7 @@ _IN_FP8 = (
 
 
 def _refuse(config: TransformerConfig) -> None:
-    """Refuse settings that other mixers take.
-
-    Raises:
-        NotImplementedError: ``fp8``, ``linear_allow_neg_eigval``, ``delay_wgrad_compute``.
-    """
+    """Refuse settings that other mixers take."""
     if config.fp8 and config.quant_recipe is None:
         raise NotImplementedError(_IN_FP8)
     if getattr(config, "linear_allow_neg_eigval", False):
@@ -112,17 +98,7 @@ class KimiDeltaAttention(RecurrentMixer):
     Args:
         config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
             Gates and states belong to value heads; Kimi Linear has as many key heads.
-        submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
-        layer_number: number of this layer in the model, from 1.
-        conv_bias: give the convolution a bias.
-        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(W).
-        A_init_range: initial rates exp(A_log) are drawn from U(low, high), low > 0; default
-            (1, 16), and 1 with a lower bound.
-        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
-        name: path of this module in the model, for TE's precision settings.
-        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
-            number the layers.
-        cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
+        A_init_range: as in :class:`megatron_gdn.GatedDeltaNet`; 1 with a lower bound.
         backend: of the recurrence: ``"fla"``, ``"cudnn"`` (Hopper, by this name alone),
             ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
             :func:`megatron_gdn.kda.rule.choose_kda`.
@@ -130,12 +106,11 @@ class KimiDeltaAttention(RecurrentMixer):
             gate; default the value head's dim, as in Kimi Linear. 0: the gate is a full section of
             ``in_proj``.
         gate_lower_bound: below 0: ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
-        cp_layout, linear_cp_mode, cp_ranks_per_machine: as in
-            :class:`megatron_gdn.GatedDeltaNet`.
-        recompute: ``"none"``, ``"light"`` or ``"full"``, as in :class:`megatron_gdn.GatedDeltaNet`.
-            ``"light"`` computes the normed output again.
+        recompute: ``"none"``, ``"light"`` or ``"full"``; ``"light"`` computes the normed output
+            again.
 
-    The last eight are given through ``ModuleSpec(params={...})``.
+    All others are as in :class:`megatron_gdn.GatedDeltaNet`. The last eight are given through
+    ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
@@ -221,11 +196,7 @@ class KimiDeltaAttention(RecurrentMixer):
         return self.conv1d_weight
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Rows query | key | value | f | z | beta, the gates in full width.
-
-        The ranks share the columns of the narrow halves, and each computes its heads' part of the
-        wide halves from all of them.
-        """
+        """Rows query | key | value | f | z | beta, the gates in full width."""
         if any(map(runs_in_fp8, self.in_proj.modules())):  # an adapter holds the linear
             raise NotImplementedError(_IN_FP8)
         rows, _ = self.in_proj(hidden_states)
@@ -283,19 +254,8 @@ class KimiDeltaAttention(RecurrentMixer):
     def reset_parameters(self) -> None:
         """Initialise everything, to the same model at every tensor-parallel size.
 
-        ==========================  ===============================================
-        parameter                   value
-        ==========================  ===============================================
-        in_proj.weight              ``config.init_method``
-        f_b_weight, z_b_weight      ``config.init_method``
-        out_proj.weight             ``config.output_layer_init_method``
-        conv1d_weight, conv1d_bias  U(-1 / sqrt(W), 1 / sqrt(W)), or U(+-conv_init)
-        A_log                       log U(A_init_range)
-        dt_bias                     softplus^-1(exp U(log 0.001, log 0.1))
-        ==========================  ===============================================
-
-        With ``config.perform_initialization`` off the two projections are not initialised here. The
-        layer's own parameters always are.
+        As a :class:`megatron_gdn.GatedDeltaNet`, but ``dt_bias`` is
+        softplus^-1(exp U(log 0.001, log 0.1)), and the gates' wide halves are as ``in_proj``.
         """
         whole, init = self.global_dims, init_shares_of(self.tp_group)
         layout, method = whole.layout, self.config.init_method
@@ -313,14 +273,11 @@ class KimiDeltaAttention(RecurrentMixer):
 
 
 def full_rows(narrow: Tensor, in_proj: Layout, row: Layout, group: Any, *weights: Tensor) -> Tensor:
-    """``[s, B, p]`` to ``[s, B, P]``. The backward keeps the narrow halves ``[s, B, R]``.
+    """in_proj's rows ``[s, B, p]`` to ``[s, B, P]``; the backward keeps the narrow halves.
 
-    Args:
-        narrow: in_proj's rows.
-        in_proj, row: their sections, and those of a row, in one order; the narrow half of ``f`` is
-            called ``f_a``.
-        group: the tensor-parallel ranks, which share the columns of the narrow halves.
-        weights: ``[C, R]`` of every gate that has a narrow half, this rank's heads.
+    The ranks of the tensor-parallel ``group`` share the columns of the narrow halves ``[s, B, R]``,
+    and each computes its heads' part of the wide halves from all of them, with ``weights``
+    ``[C, R]``. The sections are in one order; the narrow half of ``f`` is called ``f_a``.
     """
     sections = list(narrow.split(in_proj.widths, -1))
     halved = [i for i, name in enumerate(row.names) if name != in_proj.names[i]]

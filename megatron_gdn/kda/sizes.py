@@ -1,7 +1,4 @@
-"""The sizes of a Kimi Delta Attention, from Megatron's config to one rank's share.
-
-The columns of a Kimi Delta Attention's rows.
-"""
+"""The sizes of a Kimi Delta Attention, from Megatron's config to one rank's share."""
 
 from __future__ import annotations
 
@@ -10,33 +7,22 @@ from functools import lru_cache
 from typing import Any
 
 from ..ops.delta_rule.base import HeadSizes, require_even_groups
-from ..ops.layout import Layout, Section, SizeError, require_sizes
+from ..ops.layout import Layout, Section, require_shares, require_sizes
 from ..ops.state_maps.state_map import StateShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KDADims:
-    """Sizes of a Kimi Delta Attention, or of the share that one tensor-parallel rank holds.
+    """Sizes of a Kimi Delta Attention, or of the share that one tensor-parallel rank holds."""
 
-    Attributes:
-        hidden_size: of the model; never split.
-        num_key_heads: each serves ``num_heads / num_key_heads`` neighbouring heads with its query
-            and key; as many as heads in Kimi Linear.
-        num_heads: with a value, gates and a state each.
-        key_head_dim, value_head_dim: rows and columns of a state.
-        conv_kernel_dim: taps of the convolution.
-        forget_rank, output_rank: columns of a gate's narrow half that this rank computes; 0: the
-            gate is a section of in_proj itself.
-    """
-
-    hidden_size: int
-    num_key_heads: int
-    num_heads: int
-    key_head_dim: int
-    value_head_dim: int
+    hidden_size: int  # of the model; never split
+    num_key_heads: int  # each serves neighbouring heads; as many as heads in Kimi Linear
+    num_heads: int  # with a value, gates and a state each
+    key_head_dim: int  # rows of a state
+    value_head_dim: int  # columns of a state
     conv_kernel_dim: int
-    forget_rank: int
-    output_rank: int
+    forget_rank: int  # columns of the gate's narrow half; 0: the gate is a section of in_proj
+    output_rank: int  # likewise
 
     def __post_init__(self) -> None:
         require_sizes(self, may_be_zero=("forget_rank", "output_rank"))
@@ -48,8 +34,7 @@ class KDADims:
     ) -> KDADims:
         """Read the sizes from a Megatron ``TransformerConfig`` (its ``linear_*`` fields).
 
-        Args:
-            forget_rank, output_rank: None is the value head's dim, as in Kimi Linear.
+        A rank that is None is the value head's dim, as in Kimi Linear.
 
         Raises:
             ValueError: a field is None or not positive, or the value heads are not a multiple of
@@ -76,14 +61,11 @@ class KDADims:
     def in_proj_layout(self) -> Layout:
         """The columns of in_proj: :attr:`layout` with the narrow halves in the gates' places.
 
-        The ranks share the columns of a narrow half. So every weight has one place, and no gradient
-        of a copy is to be summed.
+        The ranks share the columns of a narrow half: no gradient of a copy is to be summed.
         """
         sections = [
-            section
-            if not self.ranks.get(section.name)
-            else Section(f"{section.name}_a", f"{section.name}_rank", 1)
-            for section in self.layout.sections
+            Section(f"{x.name}_a", f"{x.name}_rank", 1) if self.ranks.get(x.name) else x
+            for x in self.layout.sections
         ]
         counts = [(f"{gate}_rank", rank) for gate, rank in self.ranks.items() if rank]
         return Layout(tuple(sections), (*self.layout.counts, *counts), gate="")
@@ -98,22 +80,13 @@ class KDADims:
         return StateShape(self.num_heads, self.key_head_dim, self.value_head_dim)
 
     def shard(self, ranks: int) -> KDADims:
-        """The sizes one of ``ranks`` tensor-parallel ranks holds.
-
-        Raises:
-            ValueError: the heads or the narrow halves do not divide; lists the sizes that do.
-        """
+        """The sizes one of ``ranks`` tensor-parallel ranks holds, see :func:`require_shares`."""
         counts = (self.num_key_heads, self.num_heads, self.forget_rank, self.output_rank)
-        if ranks < 1 or any(count % ranks for count in counts):
-            legal = [
-                n for n in range(1, self.num_heads + 1) if not any(count % n for count in counts)
-            ]
-            raise SizeError(
-                f"tensor_model_parallel_size={ranks} cannot split {self.num_key_heads} key heads, "
-                f"{self.num_heads} value heads, forget_rank={self.forget_rank} and "
-                f"output_rank={self.output_rank} evenly; use "
-                f"one of {', '.join(map(str, legal))}."
-            )
+        held = (
+            f"{self.num_key_heads} key heads, {self.num_heads} value heads, "
+            f"forget_rank={self.forget_rank} and output_rank={self.output_rank}"
+        )
+        require_shares(ranks, counts, held)
         keys, heads, forget, output = (count // ranks for count in counts)
         return replace(
             self, num_key_heads=keys, num_heads=heads, forget_rank=forget, output_rank=output

@@ -10,7 +10,7 @@ Legend: S seq, Bt batch, P projection width, C conv channels, W taps, H heads, G
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
@@ -22,14 +22,12 @@ from ..ops.conv import Convolve, convolve_rows
 from ..ops.documents import Documents
 from ..ops.elementwise import largest_A_log, least_log_decay, softplus
 from ..ops.front import conv_package
-from ..ops.front.base import Front, FrontAround, Parameters
+from ..ops.front.base import Parameters
 from ..ops.front.conv_package import why_not_conv_package
 from ..ops.layout import Layout
 from ..ops.obstacles import why_not_triton
-from ..ops.parts import GatedNorm, Parts
+from ..ops.parts import GatedNorm, Parts, readout_of
 from ..ops.readout.base import Apart
-from ..ops.readout.choose import norm_and_gate
-from ..ops.readout.plain import PlainReadout
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from .plain import UNLIMITED, SSDInputs
@@ -66,6 +64,7 @@ class Mamba2Front:
     Attributes:
         triton: convolve with the kernels of :mod:`.kernels`, not by ``convolve``.
         batch_invariant: the bits of a packed document do not depend on where it lies.
+        dtype: of x, B and C; None is the projection's.
     """
 
     layout: Layout
@@ -73,6 +72,7 @@ class Mamba2Front:
     triton: bool = False
     batch_invariant: bool = False
     convolve: Convolve = convolve_rows
+    dtype: torch.dtype | None = None
 
     names = SSDInputs._fields
     convolved = ("x", "B", "C")
@@ -85,17 +85,14 @@ class Mamba2Front:
         widths = {section.name: section.width for section in self.layout.sections}
         return StateShape(self.layout.heads("head"), widths["B"], widths["x"], diagonal=True)
 
-    def for_step(self, dtype: torch.dtype) -> Front:
-        return _WideFront(self)
+    def for_step(self, dtype: torch.dtype) -> Mamba2Front:
+        return replace(self, dtype=torch.promote_types(dtype, torch.float32))
 
     def _cut(self, rows: Tensor) -> tuple[Tensor, ...]:
         """``[Bt, S, C]`` to x, B and C with heads."""
-        kinds = ("head", "group", "group")
+        heads = map(self.layout.heads, ("head", "group", "group"))
         sections = rows.split(self.layout.conv_widths, dim=-1)
-        return tuple(
-            x.unflatten(-1, (self.layout.heads(kind), -1))
-            for x, kind in zip(sections, kinds, strict=True)
-        )
+        return tuple(x.unflatten(-1, (n, -1)) for x, n in zip(sections, heads, strict=True))
 
     def _conv_rows(self, proj: Tensor) -> Tensor:
         return proj.transpose(0, 1)[..., self.layout.conv_columns]
@@ -112,12 +109,12 @@ class Mamba2Front:
         only: tuple[str, ...] | None = None,
     ) -> SSDInputs:
         weight, bias, A_log, dt_bias, D, *apart = parameters
+        proj = proj if self.dtype is None else proj.to(self.dtype)
         wanted = self.names if only is None else only
         made: dict[str, Any] = dict.fromkeys(self.names)
         if any(name in wanted for name in self.convolved):
-            made.update(
-                zip(self.convolved, self._convolve(proj, weight, bias, documents), strict=True)
-            )
+            convolved = self._convolve(proj, weight, bias, documents)
+            made.update(zip(self.convolved, convolved, strict=True))
         if "dt" in wanted or "g" in wanted:
             raw = apart[0].transpose(0, 1) if apart else self._dt_rows(proj)
             dt, g = time_steps(raw, A_log, dt_bias, self.dt_limit)
@@ -192,20 +189,6 @@ class Mamba2Front:
         return d_weight.view(weight.shape), d_bias
 
 
-class _WideFront(FrontAround):
-    """Mamba2's front with x, B and C in the dtype of the state."""
-
-    def forward(
-        self,
-        proj: Tensor,
-        parameters: Parameters,
-        documents: Documents | None,
-        only: tuple[str, ...] | None = None,
-    ) -> SSDInputs:
-        wide = torch.promote_types(proj.dtype, torch.float32)
-        return self._front.forward(proj.to(wide), parameters, documents, only)
-
-
 def mamba2_parts(
     rows: Tensor,
     conv_weight: Tensor,
@@ -225,14 +208,9 @@ def mamba2_parts(
 
     Args:
         rows: ``[S, B, P]``, z | x | B | C | dt; their device and dtype choose the kernels.
-        conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
-        A_log, dt_bias: ``[H]``, fp32.
-        D: ``[H]`` or ``[H V]``, fp32.
         rule: from :func:`.rule.choose_ssd`.
-        norm: gamma ``[H V]`` and eps of the norm over each group, or a readout that calls the norm;
-            None: the gate alone.
-        kernels: ``"triton"``, ``"torch"`` or ``"auto"``: Triton where it runs, else causal-conv1d
-            for the convolution where that runs, else plain torch.
+        norm: over each group, or a readout that calls the norm; None: the gate alone.
+        kernels: as of :func:`..ops.delta_rule.front_choice.kernels_for`.
         gates: dt ``[S, B, H]``, if ``rows`` end before it; not for generation.
 
     Raises:
@@ -254,14 +232,7 @@ def mamba2_parts(
         aligned = getattr(rule, "aligned", False)
         if not triton and why_not_conv_package(*kind, widths, aligned) is None:
             convolve = conv_package.convolve_rows
-    gamma, gate = None, layout.gate_columns
-    if norm is None:
-        readout = PlainReadout(gate)
-    elif isinstance(norm, Apart):
-        readout = norm
-    else:
-        gamma, eps, *_ = norm
-        readout = norm_and_gate(gate, eps, groups=layout.heads("group"), triton=triton)
+    readout, gamma = readout_of(norm, layout.gate_columns, triton, layout.heads("group"))
     front = _front(layout, tuple(dt_limit), triton, rule.batch_invariant, convolve)
     apart = () if gates is None else (gates,)
     return Parts(front, rule, readout, (conv_weight, conv_bias, A_log, dt_bias, D, *apart, gamma))

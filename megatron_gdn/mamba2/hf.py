@@ -8,12 +8,11 @@ equal names except the convolution's. So tensors keep their bits, but ``A_log``,
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..mixers.tensor_map import TensorMap, hf_from_ranks, mapped, ranks_from_hf
+from ..mixers.tensor_map import TensorMap, conv_map, hf_from_ranks, mapped, ranks_from_hf
 from .sizes import Mamba2Dims
 
 
@@ -22,15 +21,10 @@ def mamba2_layer_maps(
 ) -> list[TensorMap]:
     """The maps of every parameter of one mixer.
 
-    Args:
-        prefix: Megatron's, as in ``decoder.layers.0.mixer.``.
-        hf_prefix: Hugging Face's, as in ``backbone.layers.0.mixer.``.
-        dims: the whole mixer's sizes.
-        conv_bias: ``use_conv_bias`` of the Hugging Face config.
+    ``prefix`` is Megatron's, as in ``decoder.layers.0.mixer.``, ``hf_prefix`` Hugging Face's, as in
+    ``backbone.layers.0.mixer.``.
     """
     p, hf, layout, D = prefix, hf_prefix, dims.layout, dims.hidden_size
-    conv, taps = layout.conv_width, dims.conv_kernel_dim
-    of_conv: dict[str, Any] = {"shard_dim": 0, "sections": layout.conv_widths}
     maps = [
         mapped(
             f"{p}in_proj.weight",
@@ -38,14 +32,15 @@ def mamba2_layer_maps(
             0,
             sections=layout.widths,
         ),
-        mapped(f"{p}conv1d_weight", {f"{hf}conv1d.weight": (conv, 1, taps)}, **of_conv),
+        conv_map(f"{p}conv1d_weight", hf, layout, dims.conv_kernel_dim, in_three=False),
         mapped(f"{p}norm.weight", {f"{hf}norm.weight": (dims.d_inner,)}, 0),
         mapped(f"{p}out_proj.weight", {f"{hf}out_proj.weight": (D, dims.d_inner)}, 1),
     ]
     for name in ("A_log", "dt_bias", "D"):
         maps.append(mapped(p + name, {hf + name: (dims.num_heads,)}, 0, fp32=True))
     if conv_bias:
-        maps.append(mapped(f"{p}conv1d_bias", {f"{hf}conv1d.bias": (conv,)}, **of_conv))
+        bias = {f"{hf}conv1d.bias": (layout.conv_width,)}
+        maps.append(mapped(f"{p}conv1d_bias", bias, 0, sections=layout.conv_widths))
     return maps
 
 
@@ -54,10 +49,7 @@ def mamba2_layer_from_hf(
 ) -> list[dict[str, Tensor]]:
     """A Hugging Face ``mixer``'s state dict to `megatron_gdn.Mamba2Mixer`'s, one for each rank.
 
-    Args:
-        hf_state: of ``Mamba2Mixer`` or ``NemotronHMamba2Mixer``, with or without ``conv1d.bias``.
-        dims: the whole mixer's sizes.
-        tp_size: number of tensor-parallel ranks.
+    ``hf_state`` is of ``Mamba2Mixer`` or ``NemotronHMamba2Mixer``, with or without ``conv1d.bias``.
 
     Raises:
         ValueError: a tensor is missing, unknown (as the biases of the projections are) or of the
@@ -73,12 +65,6 @@ def mamba2_layer_to_hf(
     dims: Mamba2Dims,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Tensor]:
-    """The inverse of `mamba2_layer_from_hf`.
-
-    Args:
-        ranks: one Megatron state dict for each tensor-parallel rank.
-        dims: as in the import.
-        dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
-    """
+    """The inverse of `mamba2_layer_from_hf`; ``dtypes`` as of :func:`..gdn.hf.gdn_layer_to_hf`."""
     maps = mamba2_layer_maps("", "", dims, "conv1d_bias" in ranks[0])
     return hf_from_ranks(maps, ranks, dtypes)

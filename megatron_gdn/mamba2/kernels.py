@@ -1,10 +1,6 @@
-"""Triton kernels of Mamba2's convolution: conv + SiLU of x, B and C, in one launch each way.
+"""Mamba2's convolution over strided rows: conv + SiLU of x, B and C, one launch each way (Triton).
 
 The walks along the sequence are those of every front.
-
-Legend: S seq, B batch, H heads, G groups, V head dim, K state dim, W taps.
-
-Mamba2's convolution over strided rows, as one launch each way (Triton).
 
 Legend: S seq, B batch, P projection width, C conv channels, W taps, H heads, G groups, V head dim,
 K state dim.
@@ -13,6 +9,7 @@ K state dim.
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
 import torch
 import triton
@@ -26,6 +23,7 @@ from ..ops.front.fused_edges import FusedEdges
 from ..ops.kernels.launch import MOST_PLANS
 from ..ops.kernels.reduce import sum_rows
 from ..ops.kernels.tiles import (
+    Walk,
     block_dim,
     prepare_backward_tile,
     prepare_forward_tile,
@@ -36,19 +34,19 @@ from ..ops.kernels.tiles import (
 from ..ops.layout import Layout
 
 
-@triton.jit(do_not_specialize=["S", "steps", "first_slot"])
+@triton.jit(do_not_specialize=["S", "steps"])
 def conv_forward_kernel(
     rows_ptr, weight_ptr, bias_ptr, position_ptr, x_ptr, B_ptr, C_ptr,
-    S, steps, first_slot, stride_s, stride_b,
+    S, steps, stride_s, stride_b,
     H: tl.constexpr, G: tl.constexpr, V: tl.constexpr, K: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_K: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr,
 ):  # fmt: skip
-    """grid (heads, token tiles, B). Slots are heads of x, then groups of B, then of C.
+    """grid (H + 2G, token tiles, B). Slots are heads of x, then groups of B, then of C.
 
-    ``rows_ptr`` is at the first convolved column. ``first_slot`` skips slots.
+    ``rows_ptr`` is at the first convolved column.
     """
-    slot = tl.program_id(0) + first_slot
+    slot = tl.program_id(0)
     start = tl.program_id(1) * (ROWS * steps)
     b = tl.cast(tl.program_id(2), tl.int64)
     rows_ptr += b * stride_b
@@ -132,17 +130,9 @@ def conv_forward(
     documents: Documents | None,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """``SiLU(conv(x, B, C))``, taps within a document; fp32 inside, rounded once.
+    """``SiLU(conv(x, B, C))``: x ``[B, S, H, V]``, B and C ``[B, S, G, K]``; rounded once.
 
-    Args:
-        proj: ``[S, B, P]``, any strides of S and B.
-        weight, bias: ``[C, 1, W]``, W >= 2, contiguous; ``[C]`` or None.
-        layout: rows z | x | B | C | dt.
-        documents: boundaries, the same in every batch row; None when a row is one sequence.
-        batch_invariant: the bits of a document do not depend on where it lies.
-
-    Returns:
-        x ``[B, S, H, V]``, B and C ``[B, S, G, K]``, in ``proj``'s dtype.
+    The strides of S and B of ``proj`` are any; the weight ``[C, 1, W]`` is contiguous, W >= 2.
     """
     S, B, _ = proj.shape
     H, G, V, K = sizes_of(layout)
@@ -150,16 +140,11 @@ def conv_forward(
     made = x, proj.new_empty(B, S, G, K), proj.new_empty(B, S, G, K)
     tile = within_grid(prepare_forward_tile(S * B, max(K, V)), S, B)
     tile = within_reach(tile, S, weight.shape[-1], (proj.stride(0), G * K, H * V))
-    one_path = batch_invariant and documents is not None
     if S * B:
         conv_forward_kernel[(H + 2 * G, triton.cdiv(S, tile.tokens), B)](
-            proj[..., layout.conv_columns.start :], weight, bias,
-            None if documents is None else documents.position_T, *made,
-            S, tile.steps, 0, proj.stride(0), proj.stride(1),
-            H=H, G=G, V=V, K=K, W=weight.shape[-1], ROWS=tile.rows, STAGES=tile.stages,
-            BLOCK_V=block_dim(V), BLOCK_K=block_dim(K), HAS_BIAS=bias is not None,
-            PACKED=documents is not None, ONE_PATH=one_path, num_warps=tile.warps,
-            maxnreg=tile.registers, enable_fp_fusion=not one_path,
+            *_given(proj, weight, bias, layout, documents), *made,
+            S, tile.steps, proj.stride(0), proj.stride(1),
+            **_constants(tile, weight, bias, layout, documents, batch_invariant),
         )  # fmt: skip
     return made
 
@@ -174,39 +159,46 @@ def conv_backward(
     documents: Documents | None,
     batch_invariant: bool,
 ) -> tuple[Tensor, Tensor | None]:
-    """The backward of :func:`conv_forward`; writes the convolved columns of ``d_proj``.
-
-    Args:
-        grads: of x, B and C.
-
-    Returns:
-        The gradients of weight and bias.
-    """
+    """Gradients of weight and bias; writes the convolved columns of ``d_proj``."""
     S, B, _ = proj.shape
     H, G, V, K = sizes_of(layout)
-    W, channels = weight.shape[-1], layout.conv_width
+    W = weight.shape[-1]
     strides = (proj.stride(0), d_proj.stride(0), G * K, H * V)
     tile = within_grid(prepare_backward_tile(S * B, max(K, V)), S, B)
     tile = within_reach(tile, S, W, strides)
     row_bytes = max(block_dim(K), block_dim(V)) * (proj.element_size() + grads[0].element_size())
     tile = within_shared_memory(tile, row_bytes)
     tiles = triton.cdiv(S, tile.tokens)
-    one_path = batch_invariant and documents is not None
-    with_bias = 0 if bias is None else channels
-    partial = torch.empty(
-        B * tiles, channels * W + with_bias, dtype=torch.float32, device=proj.device
-    )
-    first = layout.conv_columns.start
+    columns = layout.conv_width * (W + (bias is not None))
+    partial = torch.empty(B * tiles, columns, dtype=torch.float32, device=proj.device)
     if S * B:
         conv_backward_kernel[(H + 2 * G, tiles, B)](
-            proj[..., first:], weight, bias, None if documents is None else documents.position_T,
-            *(x.contiguous() for x in grads), d_proj[..., first:], partial,
+            *_given(proj, weight, bias, layout, documents), *(x.contiguous() for x in grads),
+            d_proj[..., layout.conv_columns.start :], partial,
             S, tile.steps, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1),
-            H=H, G=G, V=V, K=K, W=W, ROWS=tile.rows, STAGES=tile.stages,
-            BLOCK_V=block_dim(V), BLOCK_K=block_dim(K), HAS_BIAS=bias is not None,
-            PACKED=documents is not None, ONE_PATH=one_path, num_warps=tile.warps,
-            maxnreg=tile.registers, enable_fp_fusion=not one_path,
+            **_constants(tile, weight, bias, layout, documents, batch_invariant),
         )  # fmt: skip
     d_weight, d_bias = torch.empty_like(weight), None if bias is None else torch.empty_like(bias)
     sum_rows(partial, *(x for x in (d_weight, d_bias) if x is not None))
     return d_weight, d_bias
+
+
+def _given(
+    proj: Tensor, weight: Tensor, bias: Tensor | None, layout: Layout, documents: Documents | None
+) -> tuple[Tensor | None, ...]:
+    position_T = None if documents is None else documents.position_T
+    return proj[..., layout.conv_columns.start :], weight, bias, position_T
+
+
+def _constants(
+    tile: Walk, weight: Tensor, bias: Tensor | None, layout: Layout, documents: Documents | None,
+    batch_invariant: bool,
+) -> dict[str, Any]:  # fmt: skip
+    H, G, V, K = sizes_of(layout)
+    packed, one_path = documents is not None, batch_invariant and documents is not None
+    return {
+        "H": H, "G": G, "V": V, "K": K, "W": weight.shape[-1], "ROWS": tile.rows,
+        "STAGES": tile.stages, "BLOCK_V": block_dim(V), "BLOCK_K": block_dim(K),
+        "HAS_BIAS": bias is not None, "PACKED": packed, "ONE_PATH": one_path,
+        "num_warps": tile.warps, "maxnreg": tile.registers, "enable_fp_fusion": not one_path,
+    }  # fmt: skip

@@ -1,9 +1,7 @@
-"""The Mamba2 mixer for Megatron-Core.
+"""The Mamba2 mixer for Megatron-Core, and its output norm as a module.
 
 Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
 of the projection, H heads, G groups, V head dim, K state dim.
-
-The output norm of a Mamba2 mixer as a module: it owns the weight, the mixer computes with it.
 """
 
 from __future__ import annotations
@@ -56,11 +54,7 @@ MAMBA2_FIELDS = ConfigFields(
 
 @dataclass
 class Mamba2MixerSubmodules:
-    """Specs of the parts a :class:`Mamba2Mixer` is assembled from, as ``MambaMixerSubmodules``.
-
-    in_proj: column-parallel linear, hidden -> P, with or without a norm fused in front.
-    out_proj: row-parallel linear, heads * V -> hidden.
-    """
+    """Specs of the linears hidden -> P and heads * V -> hidden, as ``MambaMixerSubmodules``."""
 
     in_proj: ModuleSpec | type = IdentityOp
     out_proj: ModuleSpec | type = IdentityOp
@@ -82,35 +76,22 @@ class Mamba2Mixer(RecurrentMixer):
 
     Args:
         config: the ``mamba_*`` sizes are read from it.
-        submodules: specs of ``in_proj`` and ``out_proj``.
-        d_model: hidden size.
-        d_conv: taps of the convolution.
-        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(d_conv).
         expand: d_inner / d_model; used if ``config.mamba_num_heads`` is None.
-        A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         D_has_hdim: D has a value for every channel, not for every head.
         rmsnorm: normalise before ``out_proj``; if False, only the gate is applied.
-        norm_before_gate: must be False.
         dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between the first two,
             at least at the third.
-        dt_init, dt_scale: must be ``"random"`` and 1.
-        bias: must be False, as in Megatron's mixer.
-        conv_bias: give the convolution a bias.
+        norm_before_gate, bias, dt_init, dt_scale: must be False, False, ``"random"`` and 1.
         chunk_size: where Megatron's dynamic context may cut prompts; results do not depend on it.
-        layer_number: number of this layer in the model, from 1.
-        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
-        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
-            number the layers.
-        name: path of this module in the model, for TE's precision settings.
         backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
             ``"auto"``, see :func:`megatron_gdn.mamba2.rule.choose_ssd`.
-        cp_layout, linear_cp_mode, cp_ranks_per_machine: as in
-            :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group may be on several
-            ranks; each of these holds a copy of the group's B and C.
+        linear_cp_mode: with headwise, heads of one group may be on several ranks; each of these
+            holds a copy of the group's B and C.
         dt_limit: least and greatest time step.
         norm_eps: of the output norm.
 
-    The last six are given through ``ModuleSpec(params={...})``.
+    All others are as in :class:`megatron_gdn.GatedDeltaNet`. The last six are given through
+    ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an argument that this
@@ -188,7 +169,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def activation(self) -> str:
-        """The activation of convolution and gate; the name is that of Megatron's mixer."""
+        """Of convolution and gate, under the name of Megatron's mixer."""
         return "silu"
 
     @property
@@ -217,20 +198,9 @@ class Mamba2Mixer(RecurrentMixer):
     def reset_parameters(self) -> None:
         """Initialise everything, to the same model at every tensor-parallel size.
 
-        ===============  =========================================================
-        parameter        value
-        ===============  =========================================================
-        in_proj.weight   ``config.init_method``
-        out_proj.weight  ``config.output_layer_init_method``
-        conv1d_weight    U(-1 / sqrt(d_conv), 1 / sqrt(d_conv)), or U(+-conv_init)
-        conv1d_bias      U(-1 / sqrt(d_conv), 1 / sqrt(d_conv))
-        A_log            log U(A_init_range)
-        dt_bias          softplus^-1(exp U(log dt_min, log dt_max))
-        D, norm.weight   1
-        ===============  =========================================================
-
-        With ``config.perform_initialization`` off the two projections are left as Megatron leaves
-        them. The mixer's own parameters are always initialised.
+        As a :class:`megatron_gdn.GatedDeltaNet`, but ``dt_bias`` is
+        softplus^-1(exp U(log dt_min, log dt_max)), ``conv_init`` is for the convolution's weight
+        alone, and ``D`` and ``norm.weight`` are 1.
         """
         whole, layout = self.global_dims, self.global_dims.layout
         init = init_shares_of(self.tp_group)
@@ -284,8 +254,8 @@ class Mamba2Mixer(RecurrentMixer):
         """The norm, for rows of this scheme; a norm needs all heads of a group.
 
         If an exchange puts these heads on several ranks, only the gate is applied before the rows
-        return, and the norm after that. A norm that is called as a module gets all heads and the
-        gate of this rank's tokens, as in Megatron's mixer.
+        return, and the norm after that. A norm that is a module gets all heads of this rank's
+        tokens, as in Megatron's mixer.
         """
         if not self.rmsnorm:
             return None
@@ -309,16 +279,9 @@ class Mamba2Mixer(RecurrentMixer):
 
 
 class GroupedRMSNorm(nn.Module):
-    """RMSNorm over each group of channels of one tensor-parallel rank, after an optional gate.
+    """RMSNorm over each group of neighbouring channels of one tensor-parallel rank, after a gate.
 
-        u = x * silu(gate)        y = u * rsqrt(mean_group(u^2) + eps) * weight
-
-    Args:
-        channels: of this rank.
-        groups: of this rank, ``channels / groups`` neighbouring channels each.
-        eps: added to the mean square.
-        tp_group: the ranks that share the channels.
-        device, dtype: of the weight.
+    u = x * silu(gate)        y = u * rsqrt(mean_group(u^2) + eps) * weight
     """
 
     def __init__(
@@ -357,9 +320,8 @@ _PLAIN_FORWARD = GroupedRMSNorm.forward
 def is_plain_grouped_norm(norm: nn.Module, groups: int) -> bool:
     """Whether a mixer may compute ``norm`` itself, over ``groups`` groups of this rank's channels.
 
-    False for other classes, subclasses, parametrised weights, a replaced ``forward``, other groups,
-    or hooks except those of :func:`..mixers.hooks.wait_for_parameters`. Such a module is called
-    with the recurrence's output and the gate.
+    Any other class, a replaced ``forward`` or hooks that do more than wait for parameters: then the
+    module is called with the recurrence's output and the gate.
     """
     return (
         type(norm) is GroupedRMSNorm

@@ -1,35 +1,23 @@
-"""Every size of a Mamba2 mixer, computed and checked in one place.
-
-Checks of the arguments of a Mamba2 mixer's constructor, and the config's fields about it.
-"""
+"""Every size of a Mamba2 mixer, and checks of its constructor's arguments."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..ops.layout import Layout, Section, SizeError, require_sizes
+from ..ops.layout import Layout, Section, SizeError, require_shares, require_sizes
 from ..ops.state_maps.state_map import StateShape
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Dims:
-    """Sizes of a Mamba2 mixer, or of the share of it that one tensor-parallel rank holds.
+    """Sizes of a Mamba2 mixer, or of the share of it that one tensor-parallel rank holds."""
 
-    Attributes:
-        hidden_size: of the model; never split.
-        num_heads: heads with a state of their own.
-        num_groups: each serves ``num_heads / num_groups`` neighbouring heads with one B and one C.
-        head_dim: channels of x per head, columns of its state.
-        state_dim: width of B and C, rows of a state.
-        conv_kernel_dim: taps of the convolution.
-    """
-
-    hidden_size: int
-    num_heads: int
-    num_groups: int
-    head_dim: int
-    state_dim: int
+    hidden_size: int  # of the model; never split
+    num_heads: int  # with a state each
+    num_groups: int  # each serves neighbouring heads with one B and one C
+    head_dim: int  # channels of x per head, columns of its state
+    state_dim: int  # width of B and C, rows of a state
     conv_kernel_dim: int
 
     def __post_init__(self) -> None:
@@ -90,35 +78,22 @@ class Mamba2Dims:
         return StateShape(self.num_heads, self.state_dim, self.head_dim, diagonal=True)
 
     def shard(self, ranks: int) -> Mamba2Dims:
-        """The sizes one of ``ranks`` tensor-parallel ranks holds: whole groups and their heads.
-
-        Raises:
-            ValueError: the groups do not divide; the message lists the sizes that do.
-        """
-        if ranks < 1 or self.num_groups % ranks:
-            legal = [n for n in range(1, self.num_groups + 1) if self.num_groups % n == 0]
-            raise SizeError(
-                f"tensor_model_parallel_size={ranks} cannot split {self.num_groups} groups of "
-                f"{self.num_heads} Mamba2 heads evenly; use one of {', '.join(map(str, legal))}."
-            )
-        return replace(self, num_heads=self.num_heads // ranks, num_groups=self.num_groups // ranks)
+        """The sizes one of ``ranks`` tensor-parallel ranks holds: whole groups and their heads."""
+        heads, groups = self.num_heads, self.num_groups
+        require_shares(ranks, (groups,), f"{groups} groups of {heads} Mamba2 heads")
+        return replace(self, num_heads=heads // ranks, num_groups=groups // ranks)
 
 
 def refuse_unsupported_arguments(
     norm_before_gate: bool, dt_init: str, dt_scale: float, bias: bool
 ) -> None:
-    """Refuse arguments of Megatron's constructor that Megatron does not honour either.
-
-    Raises:
-        ValueError: one of them has another value than the one that is legal.
-    """
-    given = {
-        "norm_before_gate": (norm_before_gate, False),
-        "dt_init": (dt_init, "random"),
-        "dt_scale": (dt_scale, 1.0),
-        "bias": (bias, False),
-    }
-    for name, (value, legal) in given.items():
+    """Refuse arguments of Megatron's constructor that Megatron does not honour either."""
+    for name, value, legal in (
+        ("norm_before_gate", norm_before_gate, False),
+        ("dt_init", dt_init, "random"),
+        ("dt_scale", dt_scale, 1.0),
+        ("bias", bias, False),
+    ):
         if value != legal:
             raise ValueError(f"Mamba2Mixer takes {name}={legal!r} only, got {value!r}.")
 
@@ -129,15 +104,9 @@ def check_ranges(
     dt_init_floor: float,
     dt_limit: tuple[float, float],
 ) -> None:
-    """Refuse ranges that nothing can be drawn from, or clamped to.
-
-    Raises:
-        ValueError: names the range and what it must be.
-    """
-    for name, (low, high) in {
-        "A_init_range": A_init_range,
-        "dt_min, dt_max": dt_init_range,
-    }.items():
+    """Refuse ranges that nothing can be drawn from, or clamped to."""
+    ranges = {"A_init_range": A_init_range, "dt_min, dt_max": dt_init_range}
+    for name, (low, high) in ranges.items():
         if not 0 < low <= high:
             raise ValueError(
                 f"{name} = ({low}, {high}) must be (low, high) with 0 < low <= high: its logarithm "

@@ -1,11 +1,8 @@
 """One token of many Mamba2 sequences whose states lie in slots, in two launches (Triton).
 
-The plain twin is :func:`megatron_gdn.ops.generation.step.decode`. No context calls it yet.
-
-Triton kernels of Mamba2's decode step over states in slots: conv + SiLU, time steps, recurrence.
-
-As in :mod:`.step`, every program reads the number of its slot from the device and
-overwrites elements that no other program reads.
+The plain twin is :func:`megatron_gdn.ops.generation.step.decode`. No context calls it yet. As in
+:mod:`..gdn.step`, every program reads the number of its slot from the device and overwrites
+elements that no other program reads.
 
 Legend: N rows, M slots, C conv channels, W taps, H heads, G groups, V head dim, K state dim.
 """
@@ -41,22 +38,15 @@ def mamba2_step_slots(
     *,
     dt_limit: tuple[float, float] = UNLIMITED,
 ) -> Tensor:
-    """The output of one token of each sequence, with D's skip; updates the slots.
+    """``[N, 1, H, V]`` fp32: the output of one token of each sequence, with D's skip.
 
-    The host does not wait for the device, and nothing depends on values on the host. So the call
-    can be captured in a CUDA graph: a replay reads rows and slots anew.
+    Nothing depends on values on the host: in a CUDA graph a replay reads rows and slots anew.
 
     Args:
         rows: ``[N, P]``, z | x | B | C | dt, columns adjacent.
-        conv_weight, conv_bias: ``[C, 1, W]``, W >= 2, ``[C]`` or None.
-        A_log, dt_bias: ``[H]``.
-        D: ``[H]`` or ``[H V]``.
-        history: ``[M, C, W - 1]`` in the dtype of ``rows``, contiguous; written.
-        state: ``[M, H, K, V]`` fp32, contiguous; written.
+        history, state: ``[M, C, W - 1]`` in the dtype of ``rows`` and ``[M, H, K, V]`` fp32, both
+            contiguous; written.
         slots: int64 ``[N]``, all different.
-
-    Returns:
-        ``[N, 1, H, V]`` fp32.
     """
     N = rows.shape[0]
     H, G, V, K = sizes_of(layout)
@@ -98,15 +88,12 @@ def prepare_mamba2_step_kernel(
             rows_ptr, weight_ptr, bias_ptr, history_ptr, x_ptr + (n * H + head) * V, head * V,
             0.0, V, BLOCK_V, W, HAS_BIAS, False,
         )  # fmt: skip
-    elif head < H + G:
-        conv_head_step(
-            rows_ptr, weight_ptr, bias_ptr, history_ptr, B_ptr + (n * G + head - H) * K,
-            H * V + (head - H) * K, 0.0, K, BLOCK_K, W, HAS_BIAS, False,
-        )  # fmt: skip
     elif head < H + 2 * G:
+        group = head - H
+        out_ptr = B_ptr + (n * G + group) * K if group < G else C_ptr + (n * G + group - G) * K
         conv_head_step(
-            rows_ptr, weight_ptr, bias_ptr, history_ptr, C_ptr + (n * G + head - H - G) * K,
-            H * V + (head - H) * K, 0.0, K, BLOCK_K, W, HAS_BIAS, False,
+            rows_ptr, weight_ptr, bias_ptr, history_ptr, out_ptr, H * V + group * K, 0.0,
+            K, BLOCK_K, W, HAS_BIAS, False,
         )  # fmt: skip
     else:
         h_H = tl.arange(0, BLOCK_H)

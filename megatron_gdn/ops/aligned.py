@@ -1,33 +1,22 @@
 """One grid for training and generation: a token's bits depend on its sequence's tokens alone.
 
-**The grid.** Every sequence is cut into chunks of 64 tokens, counted from its start. A token's
-place, its chunk and its place in the chunk, does not depend on how long the sequence is, on what
-lies beside it, or on how its tokens come. An aligned mixer computes chunks and nothing else:
+**The grid.** Every sequence is cut into chunks of 64 tokens, counted from its start. An aligned
+mixer computes chunks and nothing else:
 
     front     W - 1 rows before the chunk and its 64 rows       -> the rule's inputs of the chunk
     rule      its inputs, the state at the chunk's start        -> its output, the state after it
     readout   its output, the gate's columns of its rows        -> its rows for out_proj
 
-A chunk with fewer tokens is filled up with zeros. What follows a token changes none of its bits, if
-it is finite.
+A chunk with fewer tokens is filled up with zeros: what follows a token changes none of its bits.
 
-**Fixed shapes.** Each stage runs over groups of a fixed number of chunks (``chunks_of_a_call``).
-The last group is filled up with empty chunks. So every kernel and every matrix product has one
-shape in training, in prefill and in decode, and a library takes one kernel for it. On a GPU a group
-is as large as the plain rule's. A batched product of a GPU computes every matrix alike. On a CPU a
-group is one chunk: MKL rounds a matrix in the middle of a batched product by the alignment of its
-memory (``5 x 64 @ 64 x 6`` in fp32: every second matrix of the batch has other bits). So a chunk is
-computed in memory of its own, by calls that are the same for every chunk, on one thread or many.
-Our Triton kernels compute every token by itself, on one path, in one tile. FlashQLA's blocks walk
-along one sequence each. These take any number of chunks.
+**Fixed shapes.** Each stage runs over groups of a fixed number of chunks (``chunks_of_a_call``),
+the last filled up with empty ones. So every kernel and every matrix product has one shape in
+training, in prefill and in decode, and a library takes one kernel for it. On a CPU a group is one
+chunk, in memory of its own: MKL rounds a matrix in the middle of a batched product by the alignment
+of its memory. Our Triton kernels and FlashQLA's take any number of chunks.
 
-**States** follow each other chunk by chunk, one product of a fixed shape each. The state at the
-start of a chunk is a function of the chunks before it. Generation carries it, with the rows of the
-chunk so far (:mod:`.generation.aligned`). A decode step computes the chunk from that state and
-takes one row of the result.
-
-**Backward.** The front's and the readout's backward run on all rows at once, the rule's on chunks.
-Gradients have the bits that the plain rule promises.
+States follow each other chunk by chunk; generation carries the state at the start of a chunk, with
+the rows of the chunk so far (:mod:`.generation.aligned`). Only the rule's backward is on the grid.
 
 Legend: S seq, B batch, P projection width, W conv taps, n chunks of a group, H heads with a state,
 V columns of a state, T tokens of all sequences end to end.
@@ -52,30 +41,23 @@ from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable:
     """The grid of rows ``[B, S, ...]`` whose sequences begin here.
 
-    Args:
-        documents: of every batch row; None: a row is a sequence.
-        heads: with a state; with the device they set how many chunks a call computes.
+    ``documents`` are of every batch row; the heads with a state and the device set how many chunks
+    a call computes.
     """
     B, S = rows.shape[:2]
     lengths = Documents.lengths_of(documents, S) * B
     return ChunkTable.build(lengths, CHUNK, heads, rows.device, aligned=True)
 
 
-def on_one_path(proj: Tensor, documents: Documents | None) -> Documents:
-    """Boundaries for a Triton front, which has one path for all tokens of packed rows."""
-    return _one_document(proj.shape[0], proj.device) if documents is None else documents
-
-
 @cached_by_stream(32)
 def _one_document(tokens: int, device: torch.device) -> Documents:
+    """For a Triton front, which has one path for all tokens of packed rows."""
     return Documents((0, tokens), device)
 
 
 def rows_before(parameters: Parameters) -> int:
     """W - 1, the rows before a token that the convolution reads."""
-    weight = parameters[0]
-    assert weight is not None
-    return weight.shape[-1] - 1
+    return parameters[0].shape[-1] - 1
 
 
 def front_on_grid(
@@ -86,12 +68,9 @@ def front_on_grid(
     before: Tensor | None = None,
     only: tuple[str, ...] | None = None,
 ) -> Any:
-    """The rule's inputs ``[B, S, ...]``.
+    """The rule's inputs ``[B, S, ...]`` of ``rows`` ``[B, S, P]``.
 
-    Args:
-        rows: ``[B, S, P]``.
-        before: ``[N, W - 1, P]``, the rows before every sequence; None: zeros.
-        only: as in ``front.forward``.
+    ``before`` ``[N, W - 1, P]`` has the rows before every sequence; None: zeros.
     """
     past, flat = rows_before(parameters), rows.flatten(0, 1)
     made: list[_Gathered | None] = []
@@ -101,7 +80,7 @@ def front_on_grid(
         buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
         _fill(buffer[past:], rows, grid, group)
         _fill_history(buffer[:past], flat, group, before)
-        path = on_one_path(buffer, None) if triton else None
+        path = _one_document(len(buffer), buffer.device) if triton else None
         inputs = front.forward(buffer, parameters, path, only)
         kind, inputs = type(inputs), on_tokens(inputs, lambda x: x[:, past:])
         made = made or [None if x is None else _Gathered(grid, x) for x in inputs]
@@ -153,11 +132,7 @@ def _fill_history(buffer: Tensor, flat: Tensor, group: ChunkGroup, before: Tenso
 
 
 class _Gathered:
-    """Chunks of all groups, and their tokens in order.
-
-    Args:
-        like: ``[n, 64, ...]``, of a group.
-    """
+    """Chunks ``like`` ``[n, 64, ...]`` of all groups, and their tokens in order."""
 
     def __init__(self, grid: ChunkTable, like: Tensor) -> None:
         self._grid = grid
@@ -179,6 +154,10 @@ class _Gathered:
 class AlignedFront(FrontAround):
     """A front that runs on the grid. Its backward is the inner front's."""
 
+    def __init__(self, front: Front) -> None:
+        super().__init__(front)
+        self.backward = front.backward
+
     def forward(
         self,
         proj: Tensor,
@@ -186,22 +165,19 @@ class AlignedFront(FrontAround):
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
     ) -> Any:
-        """As the inner front's."""
         if only is not None and not only:
             return self._front.forward(proj, parameters, documents, only)
         if getattr(self._front, "triton", False):
-            return self._front.forward(proj, parameters, on_one_path(proj, documents), only)
+            if documents is None:
+                documents = _one_document(len(proj), proj.device)
+            return self._front.forward(proj, parameters, documents, only)
         rows = proj.transpose(0, 1)
         grid = grid_of(rows, documents, self.layout.state_heads)
         return front_on_grid(self._front, parameters, rows, grid, only=only)
 
 
 class AlignedReadout:
-    """A readout that runs on the grid. Its backward is the inner readout's.
-
-    Args:
-        documents: of every batch row; None: a row is a sequence.
-    """
+    """A readout that runs on the grid. Its backward is the inner readout's."""
 
     reads_o: ClassVar[bool] = True
 
@@ -212,7 +188,6 @@ class AlignedReadout:
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
-        """As the inner readout's."""
         if getattr(self._readout, "by_row", False):
             return self._readout.forward(o, rows, gamma, out=out)
         rows = rows.transpose(0, 1)

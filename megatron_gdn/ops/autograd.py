@@ -16,9 +16,6 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     torch's own ``once_differentiable`` refuses only what depends on the gradient that arrives. A
     gradient also depends on the saved tensors, which torch would silently take for constants.
     Autograd enables gradients in a backward if and only if ``create_graph=True``.
-
-    Raises:
-        NotImplementedError: the backward runs under ``create_graph=True``.
     """
 
     @wraps(backward)

@@ -93,8 +93,7 @@ def _with_history(
 ) -> tuple[Tensor, Documents | None, Tensor]:
     """Put the last W - 1 remembered inputs in front of every sequence.
 
-    Returns the longer buffer, its boundaries, and the indices ``[T]`` of the original tokens in
-    it. A convolution with history is then the plain one over the longer buffer.
+    Returns the longer buffer, its boundaries, and the indices ``[T]`` of the original tokens.
     """
     history_NHC = state_NCW[..., 1:].transpose(1, 2).to(x_BTC.dtype)
     extra = history_NHC.shape[1]
@@ -142,16 +141,13 @@ def causal_conv1d(
 
     Args:
         x: ``[B, T, C]``, any float dtype, any strides.
-        weight: ``[C, W]``.
-        bias: ``[C]`` or None.
+        weight, bias: ``[C, W]``; ``[C]`` or None.
         activation: ``"silu"`` (or its other name ``"swish"``) or None.
         cu_seqlens: cumulative lengths of packed documents (then B must be 1).
-        initial_state: ``[N, C, W]``, the last W inputs before each sequence (N = B, or the number
-            of documents). The oldest of the W is never read.
-        output_final_state: also return the last W inputs of each sequence, ``[N, C, W]``.
+        initial_state: ``[N, C, W]``, the last W inputs before each sequence.
 
     Returns:
-        ``y`` (``[B, T, C]`` in ``x.dtype``) and the final state or None.
+        ``y`` (``[B, T, C]`` in ``x.dtype``), and the last W inputs if they are asked for.
 
     Raises:
         ValueError: shapes that do not fit, packed input with B > 1, an unknown activation.
@@ -168,6 +164,7 @@ def causal_conv1d(
         require_one_row(x.shape[0], f"x of shape {tuple(x.shape)}")
         documents = Documents.from_cu_seqlens(cu_seqlens, x.shape[1], device=x.device)
     channels, taps = weight.shape
+    source, boundaries, tokens = x, documents, None
     if initial_state is not None:
         sequences = x.shape[0] if documents is None else len(documents.lengths)
         if tuple(initial_state.shape) != (sequences, channels, taps):
@@ -175,9 +172,6 @@ def causal_conv1d(
                 f"initial_state must be [N, C, W] = {(sequences, channels, taps)}, got "
                 f"{tuple(initial_state.shape)}."
             )
-
-    source, boundaries, tokens = x, documents, None
-    if initial_state is not None:
         source, boundaries, tokens = _with_history(x, initial_state, documents)
     position_T = None if boundaries is None else boundaries.position_T
     y = _CausalConv.apply(source, weight, bias, activation is not None, position_T)

@@ -22,16 +22,12 @@ from .host_tables import to_device
 class Documents:
     """Boundaries of the N documents packed into one buffer of T tokens.
 
-    Attributes:
-        offsets: N + 1 cumulative lengths on the host, from 0 to T, never decreasing.
-        device: where the per-token tensors live.
-
-    The tensors below are made on first use and kept, so that all layers that are handed the same
-    object share them and no layer has to ask the device for a length.
+    Tensors are made on first use and kept, so that all layers that are handed the same object share
+    them and no layer has to ask the device for a length.
     """
 
-    offsets: tuple[int, ...]
-    device: torch.device
+    offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
+    device: torch.device  # where the per-token tensors live
 
     def __post_init__(self) -> None:
         offsets = self.offsets
@@ -68,8 +64,7 @@ class Documents:
 
         Raises:
             TypeError: something else than a tensor, a sequence of integers or ``Documents``.
-            ValueError: a tensor that is not 1-D and of integers, or on the meta device; offsets
-                that do not start at 0, decrease, or do not end at ``total_tokens``.
+            ValueError: another tensor; offsets that do not start at 0, decrease, or end elsewhere.
         """
         if isinstance(cu_seqlens, Documents):
             documents = cu_seqlens
@@ -92,15 +87,10 @@ class Documents:
         return self.offsets
 
     @cached_property
-    def fingerprint(self) -> int:
-        """56 bits of a hash of :attr:`numbers`, the same in every process."""
-        digest = blake2b(array("q", self.numbers).tobytes(), digest_size=7).digest()
-        return int.from_bytes(digest, "little")
-
-    @property
     def contents(self) -> tuple[int, int]:
-        """Two integers that ranks compare: how many documents, and their :attr:`fingerprint`."""
-        return len(self.lengths), self.fingerprint
+        """Two integers that ranks compare: how many documents, and a hash of :attr:`numbers`."""
+        digest = blake2b(array("q", self.numbers).tobytes(), digest_size=7).digest()
+        return len(self.lengths), int.from_bytes(digest, "little")
 
     @cached_property
     def lengths(self) -> tuple[int, ...]:
@@ -130,13 +120,8 @@ class Documents:
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         """Called by a backward: refuse boundaries that its forward did not have.
 
-        Args:
-            stamp: :attr:`stamp` at the time of its forward.
-            saved: the stamp that autograd returns. If the forward was recomputed, it is the stamp
-                of the recomputation.
-
-        Raises:
-            RuntimeError: the two stamps differ.
+        ``stamp`` is that of its forward; ``saved``, which autograd returns, that of a recomputation
+        if there was one.
         """
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(changed_before_recomputation("those of another micro-batch"))
@@ -186,11 +171,7 @@ def changed_before_recomputation(found: str) -> str:
 
 
 def require_one_row(rows: int, given: str) -> None:
-    """Refuse packed documents in a batch of several rows.
-
-    Raises:
-        ValueError: ``rows`` is not 1. The message names the input as ``given``.
-    """
+    """Refuse packed documents in a batch of several rows, by a message that names ``given``."""
     if rows != 1:
         raise ValueError(
             f"packed documents need a batch of 1, got {given}. Lay the rows end to end and extend "

@@ -1,18 +1,11 @@
-"""SiLU, sigmoid and softplus whose bits depend on the element alone, on a CPU too.
+"""Activations, norms and gates in plain torch; statistics are always fp32 (or fp64).
 
 On a CPU, torch computes whole vectors of a tensor with one code and the last few elements with
-another, which rounds differently. A token's value would then depend on how many tokens follow it:
-a packed document would differ in its last bits from the same document alone. Here a tensor is
-filled up to whole vectors first. (With several threads, torch cuts a tensor of more than 32768
-elements at other places. So this holds for one thread, or for smaller tensors.)
+another, which rounds differently. A token's value would then depend on how many tokens follow it.
+So SiLU, sigmoid and softplus fill a tensor up to whole vectors first. (This holds for one thread,
+or for tensors of at most 32768 elements.)
 
-The layer's two normalisations in plain torch; statistics are always fp32 (or fp64).
-
-Legend: D size of the last dimension, V value dim.
-
-Decay and write strength of the gated delta rule.
-
-Legend: ``alpha_H`` is ``[..., H]``, H value heads.
+Legend: D size of the last dimension, V value dim, H value heads.
 """
 
 from __future__ import annotations
@@ -53,16 +46,9 @@ def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Scale the last dimension to unit length: ``x * rsqrt(sum(x^2) + eps)``.
+    """Scale the last dimension to unit length: ``x * rsqrt(sum(x^2) + eps)``, in ``x.dtype``.
 
     ``eps`` is added under the root, so an all-zero row (padding) gives zeros and a finite gradient.
-    ``x / max(|x|, eps)`` would have no finite gradient there.
-
-    Args:
-        x: ``[..., D]``, any float dtype.
-
-    Returns:
-        ``[..., D]`` in ``x.dtype``; the sum of squares is taken in fp32 (fp64 for fp64 input).
     """
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (x_wide * torch.rsqrt(x_wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
@@ -71,15 +57,10 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, zero_centered: bool = False
 ) -> Tensor:
-    """RMSNorm over the last dimension: ``x * rsqrt(mean(x^2) + eps) * gamma``.
+    """RMSNorm over the last dimension: ``x * rsqrt(mean(x^2) + eps) * gamma``, rounded once.
 
-    Args:
-        x: ``[..., D]``, any float dtype.
-        weight: ``[D]``; ``gamma`` is ``weight``, or ``1 + weight`` when ``zero_centered`` (the
-            form Megatron stores under ``layernorm_zero_centered_gamma``). None means 1.
-
-    Returns:
-        ``[..., D]`` in ``x.dtype``, rounded once at the end.
+    ``gamma`` is ``weight`` ``[D]``, or ``1 + weight`` when ``zero_centered`` (the form Megatron
+    stores under ``layernorm_zero_centered_gamma``); None means 1.
     """
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     y = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
@@ -92,26 +73,15 @@ def rms_norm(
 def rms_norm_gated(
     x: Tensor, z: Tensor, weight: Tensor | None, eps: float = 1e-6, zero_centered: bool = False
 ) -> Tensor:
-    """The layer's output norm: ``RMSNorm(x) * SiLU(z)``, computed in fp32 and rounded once.
-
-    Args:
-        x: output of the delta rule, ``[..., V]``.
-        z: the gate, same shape.
-        weight, eps, zero_centered: as in :func:`rms_norm`.
-
-    Returns:
-        ``[..., V]`` in ``x.dtype``.
-    """
+    """The layer's output norm ``RMSNorm(x) * SiLU(z)``, ``[..., V]``, in fp32 and rounded once."""
     wide = torch.promote_types(x.dtype, torch.float32)
     return (rms_norm(x.to(wide), weight, eps, zero_centered) * silu(z.to(wide))).to(x.dtype)
 
 
 def least_log_decay(dtype: torch.dtype) -> float:
-    """The bound below which every log-decay means the same: its exp rounds to 0 in ``dtype``.
+    """-104 in fp32, -746 in fp64: below it exp rounds to 0, so clamping there changes no decay.
 
-    -104 in fp32 (exp(-103.98) is half of the smallest subnormal number, 2^-149) and -746 in fp64.
-    Clamping a log-decay at the bound changes no decay. Its sums over a chunk then stay finite, and
-    exact to the digits that exp() needs. Sums of -1e30 or -inf would give inf - inf = NaN.
+    Sums over a chunk then stay finite; sums of -1e30 or -inf would give inf - inf = NaN.
     """
     numbers = torch.finfo(dtype)
     smallest = numbers.tiny * numbers.eps
@@ -121,8 +91,7 @@ def least_log_decay(dtype: torch.dtype) -> float:
 def largest_A_log(dtype: torch.dtype) -> float:
     """66 in fp32, 532 in fp64: a rate exp(A_log) that leaves room for products with gradients.
 
-    Above the bound the products overflow, and inf times a softplus of 0 is NaN. At the bound any
-    softplus above 2e-27 already gives a decay of 0 (in fp32).
+    At the bound any softplus above 2e-27 already gives a decay of 0 (in fp32).
     """
     return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
 
@@ -143,25 +112,15 @@ def decay_and_write_gates(
     *,
     allow_neg_eigval: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Turn raw projections into log-decay ``g <= 0`` and write strength ``beta`` in (0, 1).
+    """Turn raw projections ``[..., H]`` into log-decay ``g <= 0`` and write strength ``beta``.
 
         g    = -exp(A_log) * softplus(alpha + dt_bias)
         beta = sigmoid(b), or 2 sigmoid(b) with ``allow_neg_eigval``
 
-    in fp32 for inputs of any dtype: a rounded ``A_log`` is a wrong decay rate, and the recurrence
-    compounds it over the whole sequence.
-
-    ``g`` is clamped at :func:`least_log_decay` from below, ``A_log`` at :func:`largest_A_log` from
-    above. The decay exp(g) is exactly 0 there with or without the clamp, and so is its gradient, as
-    in the recurrence.
-
-    Args:
-        alpha_H, beta_H: ``[..., H]``, the alpha and beta sections of the projection.
-        A_log_H, dt_bias_H: ``[H]``.
-        allow_neg_eigval: see :func:`largest_beta`.
-
-    Returns:
-        ``g`` and ``beta``, both ``[..., H]`` in fp32 (fp64 for fp64 parameters).
+    in fp32 (fp64 for fp64 parameters) for inputs of any dtype: the recurrence compounds a rounded
+    ``A_log`` over the whole sequence. ``g`` is clamped at :func:`least_log_decay` from below,
+    ``A_log`` at :func:`largest_A_log` from above. The decay exp(g) is exactly 0 there with or
+    without the clamp, and so is its gradient.
     """
     wide = torch.promote_types(A_log_H.dtype, torch.float32)
     rate_H = A_log_H.to(wide).clamp(max=largest_A_log(wide)).exp()

@@ -1,60 +1,64 @@
-"""Keeps fp32 matrix products in fp32."""
+"""Settings of the whole process that are other inside the mixer: fp32 products, unfilled memory.
+
+The first thread that enters turns a setting, and the last one that leaves restores it; the rest of
+the process has the turned setting meanwhile.
+"""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
-from typing import Any
+from functools import wraps
+from typing import Any, cast
 
 import torch
+import torch.utils.deterministic
 
 _REDUCED = ("tf32", "bf16")
+
+
+class _Switch:
+    """A context manager that several threads may be inside; ``turn`` returns what turns back."""
+
+    def __init__(self, turn: Callable[[], Callable[[], None]]) -> None:
+        self._turn, self._turn_back = turn, _nothing
+        self._inside, self._lock = 0, threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if self._inside == 0:
+                self._turn_back = self._turn()
+            self._inside += 1
+
+    def __exit__(self, *_error: Any) -> None:
+        with self._lock:
+            self._inside -= 1
+            if self._inside == 0:
+                self._turn_back()
+
+
+def _nothing() -> None:
+    """The setting was as wanted already."""
 
 
 @contextmanager
 def full_fp32_matmul(device_type: str) -> Iterator[None]:
     """fp32 products with 24-bit factors; autocast and the TF32 switches have no effect inside.
 
-    ``torch.backends.cuda.matmul.allow_tf32`` and ``torch.set_float32_matmul_precision`` are meant
-    for the model's projections. The rule sums over thousands of tokens, for which 11-bit factors
-    are too coarse. The switches hold for the whole process and are read when a product is launched.
-    So the first thread that enters turns them off, and the last one that leaves restores them;
-    other products of the process are in full fp32 meanwhile.
+    These are for the model's projections. The rule sums over thousands of tokens, for which 11-bit
+    factors are too coarse.
     """
     # Entering autocast costs more than a small product, so this is skipped if autocast is off.
     autocasts = torch.is_autocast_enabled(device_type)
-    with torch.autocast(device_type, enabled=False) if autocasts else nullcontext():
-        with _lock:
-            users = _users.setdefault(device_type, _Users())
-            if users.count == 0:
-                users.put_back = _turn(device_type)
-            users.count += 1
-        try:
-            yield
-        finally:
-            with _lock:
-                users.count -= 1
-                if users.count == 0:
-                    users.put_back()
+    outside = torch.autocast(device_type, enabled=False) if autocasts else nullcontext()
+    with outside, _full_fp32[device_type == "cuda"]:
+        yield
 
 
-@dataclass
-class _Users:
-    """How many threads are inside :func:`full_fp32_matmul`, and what the last of them calls."""
-
-    count: int = 0
-    put_back: Callable[[], None] = lambda: None
-
-
-_lock = threading.Lock()
-_users: dict[str, _Users] = {}  # by device type: each has switches of its own
-
-
-def _turn(device_type: str) -> Callable[[], None]:
+def _turn(cuda: bool) -> Callable[[], None]:
     """Turn the switches to full fp32; returns a function that restores them."""
-    backend = torch.backends.cuda if device_type == "cuda" else torch.backends.mkldnn
+    backend = torch.backends.cuda if cuda else torch.backends.mkldnn
     matmul: Any = getattr(backend, "matmul", None)
     if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
         precision = torch.get_float32_matmul_precision()
@@ -65,16 +69,12 @@ def _turn(device_type: str) -> Callable[[], None]:
     kept = matmul.fp32_precision
     if kept not in _REDUCED:
         return _nothing
-    if device_type == "cuda" and (old := _old_switch()) is not None:
+    if cuda and (old := _old_switch()) is not None:
         # Turn the old switch: if a new switch contradicts it, torch refuses to read the old one.
         matmul.allow_tf32 = False
         return lambda: _put_back_old(old)
     matmul.fp32_precision = "ieee"
     return lambda: _put_back(matmul, kept)
-
-
-def _nothing() -> None:
-    """The switches were in full fp32 already."""
 
 
 def _old_switch() -> str | None:
@@ -98,3 +98,35 @@ def _put_back(switch: Any, kept: str) -> None:
     switch.fp32_precision = "none"
     if switch.fp32_precision != kept:
         switch.fp32_precision = kept
+
+
+_full_fp32 = [_Switch(lambda: _turn(False)), _Switch(lambda: _turn(True))]
+
+
+def leaves_memory_unfilled[**Arguments, Made](
+    function: Callable[Arguments, Made],
+) -> Callable[Arguments, Made]:
+    """``function``, inside which ``torch.empty`` fills nothing: it writes before it reads.
+
+    Under ``torch.use_deterministic_algorithms(True)`` torch fills what ``torch.empty`` returns with
+    NaN. The kernels' buffers are about twice the layer's activations; to fill them takes one launch
+    each. Tests over memory poisoned with NaN show that no unwritten element is read.
+    """
+
+    @wraps(function)
+    def call(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+        if not torch.are_deterministic_algorithms_enabled():
+            return function(*args, **kwargs)
+        with _unfilled:
+            return function(*args, **kwargs)
+
+    return call
+
+
+def _do_not_fill() -> Callable[[], None]:
+    settings = cast(Any, torch.utils.deterministic)  # torch declares no types for it
+    kept, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
+    return lambda: setattr(settings, "fill_uninitialized_memory", kept)
+
+
+_unfilled = _Switch(_do_not_fill)

@@ -1,6 +1,4 @@
-"""The error of sizes that do not fit, and the check that a size is one.
-
-The columns of a mixer's input projection: the one table that everything else is read from.
+"""The columns of a mixer's input projection: the one table that everything else is read from.
 
 Tensor-parallel shares, head-exchange shares and their copies, convolution channels, checkpoint
 keys, Hugging Face maps, Muon's matrices and the rows that FP8 leaves out all follow from the
@@ -9,9 +7,10 @@ sections listed here.
 
 from __future__ import annotations
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 
@@ -24,11 +23,7 @@ class SizeError(ValueError, AssertionError):
 
 
 def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
-    """Refuse a dataclass of sizes with a field that is not an integer of at least 1 (or 0).
-
-    Raises:
-        ValueError: says which field and what it holds.
-    """
+    """Refuse a dataclass of sizes with a field that is not an integer of at least 1 (or 0)."""
     for field in fields(dims):
         size = getattr(dims, field.name)
         least = 0 if field.name in may_be_zero else 1
@@ -38,22 +33,26 @@ def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
             )
 
 
+def require_shares(ranks: int, counts: Sequence[int], held: str) -> None:
+    """Refuse tensor-parallel ranks that do not divide each of these counts, ``held`` in words."""
+    if ranks < 1 or any(count % ranks for count in counts):
+        most = max(counts)
+        legal = [n for n in range(1, most + 1) if not any(count % n for count in counts)]
+        raise SizeError(
+            f"tensor_model_parallel_size={ranks} cannot split {held} evenly; use one of "
+            f"{', '.join(map(str, legal))}."
+        )
+
+
 class Section(NamedTuple):
-    """Neighbouring columns of a projection row: ``width`` columns for each head of one kind.
+    """Neighbouring columns of a projection row: ``width`` columns for each head of one kind."""
 
-    Attributes:
-        name: as checkpoints call it.
-        heads: kind of the heads, ``"key"`` or ``"value"`` in a Gated DeltaNet.
-        width: columns per head. The heads of a section are contiguous and ascending.
-        conv: whether the columns go through the causal convolution.
-        gates: whether the columns are gates of the rule. FP8 puts 3.7% of noise on a column, and
-            the recurrence compounds a decay: an FP8 launch computes gates in the weights' dtype.
-    """
-
-    name: str
-    heads: str
+    name: str  # as checkpoints call it
+    heads: str  # kind of the heads, "key" or "value" in a Gated DeltaNet; contiguous, ascending
     width: int
-    conv: bool = False
+    conv: bool = False  # whether the columns go through the causal convolution
+    # Whether the columns are gates of the rule. FP8 puts 3.7% of noise on a column, and the
+    # recurrence compounds a decay: an FP8 launch computes gates in the weights' dtype.
     gates: bool = False
 
 
@@ -61,16 +60,13 @@ class Section(NamedTuple):
 class Layout:
     """Sections of a projection row, and how many heads of every kind it holds.
 
-    Attributes:
-        sections: in storage order. Those that go through the convolution are neighbours.
-        counts: ``(kind, number)`` of heads. The first kind has one recurrent state per head. Each
-            head of another kind serves the same number of neighbouring state heads.
-        gate: the section that gates the readout, as wide as a row for out_proj.
+    The first kind has one recurrent state per head. Each head of another kind serves the same
+    number of neighbouring state heads.
     """
 
-    sections: tuple[Section, ...]
-    counts: tuple[tuple[str, int], ...]
-    gate: str = "z"
+    sections: tuple[Section, ...]  # in storage order; those of the convolution are neighbours
+    counts: tuple[tuple[str, int], ...]  # (kind, number) of heads
+    gate: str = "z"  # the section that gates the readout, as wide as a row for out_proj
 
     def __post_init__(self) -> None:
         convolved = [section.conv for section in self.sections]
@@ -102,11 +98,8 @@ class Layout:
 
     @cached_property
     def _columns(self) -> dict[str, slice]:
-        found, start = {}, 0
-        for name, width in zip(self.names, self.widths, strict=True):
-            found[name] = slice(start, start + width)
-            start += width
-        return found
+        ends = list(accumulate(self.widths))
+        return dict(zip(self.names, map(slice, [0, *ends], ends), strict=True))
 
     def columns(self, name: str) -> slice:
         """Where a section lies in a row."""
@@ -124,21 +117,20 @@ class Layout:
         return sum(width for section, width in pairs if not section.gates)
 
     def check_fp8(self, multiple: int) -> None:
-        """Refuse columns that an FP8 product cannot take.
-
-        Raises:
-            ValueError: the columns before the gates, or those of a row for out_proj, are not
-                multiples of ``multiple``.
-        """
+        """Refuse columns before the gates, or of a row for out_proj, that FP8 cannot take."""
         for of, width in (("in_proj without the gates", self.main_width),
                           ("the input of out_proj", self.mixed_width)):  # fmt: skip
             if width % multiple:
-                held = " and ".join(f"{count} {kind} heads" for kind, count in self.counts)
                 raise SizeError(
                     f"FP8 needs multiples of {multiple}, but {of} has {width} columns on a "
-                    f"tensor-parallel rank (remainder {width % multiple}; {held}). Use a smaller "
-                    f"tensor_model_parallel_size, or keep this layer out of FP8."
+                    f"tensor-parallel rank (remainder {width % multiple}; {self._held}). Use a "
+                    f"smaller tensor_model_parallel_size, or keep this layer out of FP8."
                 )
+
+    @property
+    def _held(self) -> str:
+        """For messages."""
+        return " and ".join(f"{count} {kind} heads" for kind, count in self.counts)
 
     @cached_property
     def mixed_width(self) -> int:
@@ -146,17 +138,14 @@ class Layout:
         return self.gate_columns.stop - self.gate_columns.start
 
     @cached_property
-    def _convolved(self) -> list[int]:
-        return [i for i, section in enumerate(self.sections) if section.conv]
-
-    @cached_property
     def conv_names(self) -> tuple[str, ...]:
         """The sections that go through the causal convolution."""
-        return tuple(self.names[i] for i in self._convolved)
+        return tuple(section.name for section in self.sections if section.conv)
 
     @cached_property
     def conv_widths(self) -> tuple[int, ...]:
-        return tuple(self.widths[i] for i in self._convolved)
+        pairs = zip(self.sections, self.widths, strict=True)
+        return tuple(width for section, width in pairs if section.conv)
 
     @cached_property
     def conv_width(self) -> int:
@@ -166,9 +155,9 @@ class Layout:
     @cached_property
     def conv_columns(self) -> slice:
         """Where the convolution's channels lie in a row, in their order."""
-        if not self._convolved:
-            return slice(0, 0)
         names = self.conv_names
+        if not names:
+            return slice(0, 0)
         return slice(self.columns(names[0]).start, self.columns(names[-1]).stop)
 
     @property
@@ -187,17 +176,12 @@ class Layout:
 
         Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that serve them.
         Several ranks hold the same serving head if it serves state heads of each.
-
-        Raises:
-            ValueError: ``ranks`` does not divide the state heads, or two heads would serve unequal
-                numbers of state heads on some rank; the message lists the sizes that fit.
         """
         if ranks < 1 or not self.shares_among(ranks):
             legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]
-            held = " and ".join(f"{count} {kind} heads" for kind, count in self.counts)
             raise SizeError(
-                f"context_parallel_size={ranks} cannot share the {held} of a tensor-parallel rank "
-                f"evenly; use one of {', '.join(map(str, legal))}."
+                f"context_parallel_size={ranks} cannot share the {self._held} of a tensor-parallel "
+                f"rank evenly; use one of {', '.join(map(str, legal))}."
             )
         counts = ((kind, max(1, count // ranks)) for kind, count in self.counts)
         return replace(self, counts=tuple(counts))

@@ -9,10 +9,6 @@ projection is written once, into its columns of one buffer. :class:`.parts.Neigh
 the history of the front and the initial state of the rule.
 
 Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
-
-The autograd function of a mixer, between its projections.
-
-Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
 """
 
 from __future__ import annotations
@@ -28,9 +24,9 @@ from torch.utils.checkpoint import checkpoint
 
 from .aligned import AlignedFront, AlignedReadout
 from .autograd import first_derivative_only, mix_no_tokens
+from .fp32_matmul import leaves_memory_unfilled
 from .front.base import Front
-from .front.history import ContinuedFront
-from .host_tables import leaves_memory_unfilled
+from .front.edges import ContinuedFront
 from .parts import ALONE, Neighbours, Parts
 from .readout.base import Apart, Readout
 from .recompute import HandOver, RefilledOutput, SecondRun
@@ -45,17 +41,10 @@ def mix(
     neighbours: Neighbours = ALONE,
     refilled: RefilledOutput | None = None,
 ) -> Tensor:
-    """Everything between in_proj and out_proj, for the heads one rank holds.
+    """Everything between in_proj and out_proj, for the heads one rank holds: ``[S, B, H * V]``.
 
-    Args:
-        rows: ``[S, B, P]`` in the front's layout; any strides of S and B.
-        neighbours: boundaries, history and states.
-        refilled: lets the reader of the result free it until the backward, see
-            :class:`RefilledOutput`.
-
-    Returns:
-        ``[S, B, H * V]``, ready for out_proj. If the readout is an :class:`Apart` with ``closed``,
-        its ``call`` is still to be made, once all heads are together.
+    If the readout is an :class:`Apart` with ``closed``, its ``call`` is still to be made, once all
+    heads are together. ``refilled`` lets the reader of the result free it until the backward.
     """
     front, rule, readout, parameters, run_again = parts
     apart, inside = None, readout
@@ -70,7 +59,9 @@ def mix(
             neighbours = replace(neighbours, history=history)
         if neighbours.history is not None:
             front = ContinuedFront(front, neighbours.history)
-        keep = torch.is_grad_enabled() and (rows.requires_grad or _any_wanted(parameters))
+        keep = torch.is_grad_enabled() and any(
+            x is not None and x.requires_grad for x in (rows, *parameters)
+        )
         hand_over = HandOver() if keep else None
         of_function = refilled if apart is None else None
         second_run = SecondRun(front, rule, neighbours) if keep and run_again else None
@@ -85,11 +76,6 @@ def mix(
     if refilled is None:
         return apart.call(mixed, rows)
     return _called_again(apart, mixed, rows, refilled)
-
-
-def _any_wanted(parameters: tuple[Tensor | None, ...]) -> bool:
-    """Whether any of them needs a gradient."""
-    return any(x is not None and x.requires_grad for x in parameters)
 
 
 def _called_again(apart: Apart, mixed: Tensor, rows: Tensor, refilled: RefilledOutput) -> Tensor:
@@ -181,9 +167,8 @@ def _forward(
     del inputs  # without a backward its last reader was the rule
     mixed = readout.forward(o, rows, gamma)
     if refilled is not None:
-        if second_run is None:
-            output = partial(_as_it_is, o)
-        else:
+        output = o.detach  # called when o is wanted; a second run makes it then
+        if second_run is not None:
             output = partial(_of_second_run, second_run, rows, of_front, linked, of_rule)
 
         def refill(out: Tensor) -> None:
@@ -193,20 +178,15 @@ def _forward(
     return mixed, saved, kept
 
 
-def _as_it_is(o: Tensor) -> Tensor:
-    return o
-
-
 def _of_second_run(second_run: SecondRun, *kept: Any) -> Tensor:
-    return second_run.made(*kept).o
+    return second_run.made(*kept)[1]
 
 
 def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
     """The gradients of the rows and the parameters.
 
-    Args:
-        saved, gradient: the saved tensors, and the gradient of the output. Both lists are emptied,
-            so that each tensor is freed after its last read.
+    Empties the lists of saved tensors and of the output's gradient: each tensor is freed after its
+    last read.
     """
     front, rule, readout, neighbours, *_ = kept.call
     stamp, rows, o = saved[:3]

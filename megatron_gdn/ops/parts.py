@@ -1,6 +1,6 @@
 """What a mixer is made of between its projections; training and generation run the same parts.
 
-Where the history and the state of a batch's sequences come from.
+Where the history and the state of a batch's sequences come from:
 
 | the rows of the batch are         | history (conv)           | state                            |
 |-----------------------------------|--------------------------|----------------------------------|
@@ -22,9 +22,10 @@ from torch import Tensor
 from .aligned import rows_before
 from .documents import Documents
 from .front.base import Front, GeneratingFront
-from .front.history import HistoryLink
+from .front.edges import HistoryLink
 from .generation.carry import CarryShape
 from .readout.base import Apart, Readout
+from .readout.plain import PlainReadout
 from .rules.base import Rule, RuleBackward, RuleForward
 from .state_maps.state_map import StateShape
 
@@ -38,23 +39,33 @@ class GatedNorm(NamedTuple):
     activation: str = "silu"  # or "sigmoid"
 
 
+def readout_of(
+    norm: GatedNorm | Apart | None, gate: slice, triton: bool, groups: int | None = None
+) -> tuple[Readout | Apart, Tensor | None]:
+    """The readout, and its gamma if it has one. A norm that is None leaves the gate alone."""
+    if not isinstance(norm, GatedNorm):
+        return PlainReadout(gate) if norm is None else norm, None
+    return _norm_and_gate(gate, *norm[1:], groups, triton), norm.gamma
+
+
+@lru_cache(maxsize=64)
+def _norm_and_gate(
+    gate: slice, eps: float, zero_centered: bool, activation: str, groups: int | None, triton: bool
+) -> PlainReadout:
+    kind = PlainReadout
+    if triton:
+        from .readout.kernels import TritonReadout as kind
+    return kind(gate, activation, eps, zero_centered, groups)
+
+
 class Parts(NamedTuple):
-    """The parts of a mixer, for rows of one device, dtype and scheme.
+    """The parts of a mixer, for rows of one device, dtype and scheme."""
 
-    Attributes:
-        front: projection rows to the rule's inputs.
-        rule: the recurrence.
-        readout: the rule's output to rows for out_proj.
-        parameters: the front's, then the readout's gamma or None; local to the scheme.
-        run_again: training keeps nothing of the front and the rule, and runs both again in the
-            backward (:mod:`.recompute`).
-    """
-
-    front: Front
-    rule: Rule
-    readout: Readout | Apart
-    parameters: tuple[Tensor | None, ...]
-    run_again: bool = False
+    front: Front  # projection rows to the rule's inputs
+    rule: Rule  # the recurrence
+    readout: Readout | Apart  # the rule's output to rows for out_proj
+    parameters: tuple[Tensor | None, ...]  # the front's, then the readout's gamma or None
+    run_again: bool = False  # front and rule in the backward, see :mod:`.recompute`
 
     @property
     def aligned(self) -> bool:
@@ -78,7 +89,6 @@ class Parts(NamedTuple):
 
     @property
     def state(self) -> StateShape:
-        """The states of the heads."""
         return self.steps.state
 
     @property
@@ -89,9 +99,7 @@ class Parts(NamedTuple):
     @property
     def shape(self) -> CarryShape:
         """Sizes of the carry that a sequence passes from one call to the next."""
-        weight = self.parameters[0]
-        assert weight is not None
-        return _shape(cast(GeneratingFront, self.front), weight.shape[-1], self.aligned)
+        return _shape(self.steps, self.past + 1, self.aligned)
 
 
 @lru_cache(maxsize=64)
@@ -100,13 +108,9 @@ def _shape(front: GeneratingFront, taps: int, aligned: bool) -> CarryShape:
 
 
 class StateLink(Protocol):
-    """States that enter the N sequences of a batch, and gradients of those that leave.
+    """States that enter the N sequences of a batch, and gradients of those that leave."""
 
-    Attributes:
-        documents: boundaries of the sequences, all batch rows end to end.
-    """
-
-    documents: Documents
+    documents: Documents  # boundaries of the sequences, all batch rows end to end
 
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: Any
@@ -127,12 +131,9 @@ class StateLink(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class Neighbours:
-    """Boundaries, history and states that belong to the rows of one batch.
+    """Boundaries, history and states that belong to the rows of one batch; None if they are zero.
 
-    Attributes:
-        documents: boundaries inside a batch row, the same in every row: documents, or pieces of
-            them. None when a row is one sequence.
-        history, states: None if they are zero.
+    The boundaries are the same in every batch row: of documents, or of pieces of them.
     """
 
     documents: Documents | None = None

@@ -1,23 +1,14 @@
-"""Dropping the mixer's output between the forward and the backward of its reader.
+"""What the mixer drops between forward and backward, and gradients that are freed early.
 
-Gradients that are freed while the function that they were given to still runs.
-
-Autograd holds the gradient that it gives to a backward until that backward returns. So a small
-autograd step follows the function. Its backward, which runs first, puts the gradient into a
-:class:`HandOver` and returns a stub of the same shape, which takes no memory. The function's
-backward takes the gradient from the HandOver. No other reference to the gradient is left.
-
-The front and the rule of one forward, run again in its backward.
-
-Nothing of the rule is then kept between the two but the projection rows, which the backward reads
-anyway. The second run starts when the mixer's output is filled again (:mod:`.recompute`), or else
-with the mixer's backward.
+The front and the rule of one forward may be run again in its backward: nothing of the rule is then
+kept but the projection rows, which the backward reads anyway. The second run starts when the
+mixer's output is filled again, or else with the mixer's backward.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,11 +19,9 @@ from .rules.base import Rule, Saved
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether ``saved_tensors_hooks`` are on. They replace what autograd saves.
+    """Whether ``saved_tensors_hooks`` are on: a checkpoint's or an offload's.
 
-    A checkpoint (``use_reentrant=False``) keeps nothing, or what it computed again. An offload
-    keeps a copy, which it may not have made yet. Neither reads the tensor after our hook has
-    filled it again. So no tensor that is saved under such hooks may be dropped.
+    These do not read the saved tensor after our hook has filled it again, so it may not be dropped.
     """
     hooks = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return hooks._top_saved_tensors_default_hooks(True) is not None
@@ -42,14 +31,7 @@ class RefilledOutput:
     """Frees a tensor that autograd still holds, and fills it again just before it is read.
 
     out_proj saves its input, the normed output of the mixer. One cheap pass computes it again from
-    tensors that the mixer saves anyway. Use one object per forward:
-
-        refilled = RefilledOutput()
-        mixed = mix(..., refilled=refilled)
-        out = out_proj(mixed)
-        refilled.drop_until_backward_of(out)
-
-    If :func:`saved_tensors_are_hooked`, nothing is dropped.
+    tensors that the mixer saves anyway. Use one object per forward.
     """
 
     def __init__(self) -> None:
@@ -103,10 +85,15 @@ LEAST = 128 << 20
 
 
 class HandOver:
-    """One object per forward: ``out = hand_over.behind(out)``, ``take`` in the backward."""
+    """Lets a backward free the gradient that autograd holds until that backward returns.
+
+    A small autograd step ``behind`` the function puts the gradient aside, gives the function a stub
+    of the same shape without memory, and the function's backward ``take``s the gradient. One object
+    per forward.
+    """
 
     def __init__(self) -> None:
-        self._aside: dict[int, Tensor] = {}
+        self.aside: dict[int, Tensor] = {}  # by the run of the backward
 
     def behind(self, out: Tensor) -> Tensor:
         """``out`` through the step; unchanged if its gradient is not needed or is small."""
@@ -116,11 +103,7 @@ class HandOver:
 
     def take(self, gradient: Tensor) -> Tensor:
         """The gradient that this run of the backward put aside; ``gradient`` if there is none."""
-        return self._aside.pop(_run(), gradient)
-
-    def put_aside(self, gradient: Tensor) -> Tensor:
-        self._aside[_run()] = gradient
-        return gradient.new_empty(()).expand(gradient.shape)
+        return self.aside.pop(_run(), gradient)
 
 
 def _run() -> int:
@@ -138,15 +121,8 @@ class _PutAside(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         if torch.is_grad_enabled():  # a second derivative; the function's own backward refuses it
             return gradient, None
-        return ctx.hand_over.put_aside(gradient), None
-
-
-class Again(NamedTuple):
-    """What the second run made."""
-
-    inputs: Any  # of the rule
-    o: Tensor
-    saved: Saved
+        ctx.hand_over.aside[_run()] = gradient
+        return gradient.new_empty(()).expand(gradient.shape), None
 
 
 class SecondRun:
@@ -154,7 +130,7 @@ class SecondRun:
 
     def __init__(self, front: Front, rule: Rule, neighbours: Neighbours) -> None:
         self._front, self._rule, self._neighbours = front, rule, neighbours
-        self._made: Again | None = None
+        self._made: tuple[Any, Tensor, Saved] | None = None
 
     def made(
         self,
@@ -162,32 +138,24 @@ class SecondRun:
         of_front: Sequence[Tensor | None],
         linked: tuple[Tensor, ...],
         kept: Saved,
-    ) -> Again:
-        """The first call computes; :meth:`take` finds the same.
+    ) -> tuple[Any, Tensor, Saved]:
+        """The rule's inputs, o and what its forward saves. The first call computes.
 
-        Args:
-            rows, of_front: of the first run.
-            linked: what the state link kept.
-            kept: from :meth:`.rules.base.Rule.kept_to_run_again`.
+        ``linked`` is what the state link kept, ``kept`` the rule's
+        :meth:`.rules.base.Rule.kept_to_run_again`.
         """
         if self._made is None:
             near = self._neighbours
             inputs = self._front.forward(rows, of_front, near.documents)
             initial = None if near.states is None else near.states.entered(linked)
             o, _, saved = self._rule.run_again(inputs, kept, near.of_rule, initial)
-            self._made = Again(inputs, o, saved)
+            self._made = inputs, o, saved
         return self._made
 
-    def take(
-        self,
-        rows: Tensor,
-        of_front: Sequence[Tensor | None],
-        linked: tuple[Tensor, ...],
-        kept: Saved,
-    ) -> Again:
+    def take(self, *given: Any) -> tuple[Any, Tensor, Saved]:
         """:meth:`made`, forgotten here; without the inputs that the backward does not read."""
-        inputs, o, saved = self.made(rows, of_front, linked, kept)
+        inputs, o, saved = self.made(*given)
         self._made = None
         wanted = self._rule.reads_again
         named = zip(self._front.names, inputs, strict=True)
-        return Again(type(inputs)(*(x if n in wanted else None for n, x in named)), o, saved)
+        return type(inputs)(*(x if n in wanted else None for n, x in named)), o, saved

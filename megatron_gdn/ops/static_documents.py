@@ -1,11 +1,9 @@
 """Boundaries of packed documents in fixed device buffers, for CUDA graphs.
 
-A graph replays launches with the grids, shapes and addresses that they were captured with. So here
-a buffer of T tokens has room for N documents, and every table that is derived from the boundaries
-has the size of the worst case. New boundaries are written over the old ones. Unused entries are
-empty documents and empty chunks at the end of a table; kernels skip them.
-
-Everything is computed on the device by operations of fixed shapes. The host reads nothing.
+A graph replays launches with the grids, shapes and addresses that they were captured with. So every
+table that is derived from the boundaries has the size of the worst case, and new boundaries are
+written over the old ones. Unused entries are empty documents and empty chunks at the end of a
+table; kernels skip them. Everything is computed on the device by operations of fixed shapes.
 
 Legend: N documents at most, T tokens of the buffer, M = N + 1 sequences (the last is always empty),
 n chunks at most.
@@ -32,42 +30,29 @@ _FILLED_AGAIN = (
 
 
 class ChunkPlaces(NamedTuple):
-    """The chunks of all sequences, one sequence after the other, then chunks without tokens.
+    """The chunks of all sequences, one sequence after the other, then chunks without tokens."""
 
-    Attributes:
-        offsets: int32 ``[M + 1]``, the first chunk of every sequence, then the number of chunks.
-        indices: int32 ``[n, 2]``, the sequence of every chunk, and the chunk's number in it. A
-            chunk without tokens is chunk 0 of the last sequence.
-    """
-
-    offsets: Tensor
-    indices: Tensor
+    offsets: Tensor  # int32 [M + 1], the first chunk of every sequence, then the number of chunks
+    indices: Tensor  # int32 [n, 2], sequence and number in it; without tokens: 0 of the last one
 
 
 class StaticDocuments(Documents):
     """Up to N documents packed into one buffer of T tokens, with boundaries that change in place.
 
     Takes the place of :class:`Documents` wherever these are read on the device. Reading them on the
-    host (``offsets``, ``lengths``) is refused.
+    host (``offsets``, ``lengths``) is refused. The documents of every micro-batch fill the buffer.
+    Before the first :meth:`fill` there are as few as ``longest``, by default T, allows.
 
-    Args:
-        total_tokens: T; the documents of every micro-batch fill the buffer.
-        max_documents: N.
-        device: where the buffers lie.
-        longest: the most tokens of a document; None is T.
-
-    Attributes:
-        boundaries: int32 ``[N + 1]``, as :meth:`fill` got them; unused entries are T.
-        cu_seqlens: int32 ``[M + 1]``: the boundaries without empty documents, then T.
-        stamp: number of the latest :meth:`fill`, a tensor on the host.
-        plans: objects that rules and schemes make from the buffers once, under their own keys.
-
-    Before the first :meth:`fill` there are as few documents as ``longest`` allows: by default one.
     """
 
-    boundaries: Tensor
-    stamp: Tensor  # pyright: ignore[reportIncompatibleVariableOverride]
-    plans: dict[Any, Any]
+    boundaries: Tensor  # int32 [N + 1], as :meth:`fill` got them; unused entries are T
+    stamp: Tensor  # pyright: ignore[reportIncompatibleVariableOverride] - number of the latest fill
+    plans: dict[Any, Any]  # what rules and schemes make from the buffers once, by their own keys
+    max_documents: int
+    longest: int
+    _tokens: int
+    _read: Tensor  # the stamp at the last forward that was not recomputed
+    _tables: dict[Any, tuple[Callable[[StaticDocuments], tuple[Tensor, ...]], tuple[Tensor, ...]]]
 
     def __init__(
         self,
@@ -99,27 +84,16 @@ class StaticDocuments(Documents):
         self._renew_stamp()
         vars(self)["_read"] = self.stamp
 
-    max_documents: int
-    longest: int
-    _tokens: int
-    _read: Tensor  # the stamp at the last forward that was not recomputed
-    _tables: dict[Any, tuple[Callable[[StaticDocuments], tuple[Tensor, ...]], tuple[Tensor, ...]]]
-
     def fill(self, cu_seqlens: Tensor | Sequence[int]) -> None:
         """Overwrite the boundaries and everything that was derived from them.
 
         A graph that was captured with these documents reads the new boundaries at its next replay.
         Call it on the stream of the replay, or let that stream wait. A backward reads them too: one
-        ``StaticDocuments`` serves one micro-batch in flight. An eager backward refuses boundaries
-        that were written after its forward; a replay cannot check this.
-
-        Args:
-            cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never decrease. Offsets on
-                a GPU are checked there by a device-side assertion; the host does not wait.
+        ``StaticDocuments`` serves one micro-batch in flight, which a replay cannot check. Offsets
+        on a GPU are checked there by a device-side assertion; the host does not wait.
 
         Raises:
             ValueError: more than N documents; offsets on the host that do not fit.
-            TypeError: as :meth:`Documents.from_cu_seqlens`.
         """
         if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
             offsets, on_host = cu_seqlens, False
@@ -151,10 +125,7 @@ class StaticDocuments(Documents):
         self.refresh(check=not on_host)
 
     def refresh(self, check: bool = True) -> None:
-        """Derive everything from :attr:`boundaries` again, after they were written to.
-
-        The host reads nothing, so a captured region can begin with this call.
-        """
+        """Derive everything from the boundaries again; a captured region can begin with this."""
         self._renew_stamp()
         with torch.inference_mode(False), torch.no_grad():
             if check:
@@ -177,8 +148,7 @@ class StaticDocuments(Documents):
         """Called by a forward that reads these documents.
 
         Raises:
-            RuntimeError: the forward is ``recomputed``, and there was a :meth:`fill` since the last
-                forward that was not.
+            RuntimeError: a :meth:`fill` came between a forward and its recomputation.
         """
         if not recomputed:
             vars(self)["_read"] = self.stamp
@@ -196,11 +166,7 @@ class StaticDocuments(Documents):
     def table[Made: tuple[Tensor, ...]](
         self, key: Any, make: Callable[[StaticDocuments], Made]
     ) -> Made:
-        """The tensors ``make(self)``, which every :meth:`fill` overwrites.
-
-        Args:
-            key: of the table; its shapes must not depend on the boundaries.
-            make: from the buffers on the device; reads nothing on the host.
+        """The tensors ``make(self)``, which every :meth:`fill` overwrites; no shape depends on it.
 
         Raises:
             RuntimeError: the table is new while a CUDA graph is captured.
@@ -241,6 +207,7 @@ class StaticDocuments(Documents):
 
     @property
     def cu_seqlens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """int32 ``[M + 1]``: the boundaries without empty documents, then T."""
         return self.table("cu_seqlens", _without_empty)[0]
 
     @property

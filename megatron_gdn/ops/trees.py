@@ -21,44 +21,34 @@ import torch
 from torch import Tensor
 
 from .documents import Documents
-from .front.edges import HistoryTable
-from .front.history import Arrived, Transfer
+from .front.edges import Arrived, HistoryTable, Transfer
 from .host_tables import to_device
 
 
 class Level(NamedTuple):
     """The documents with as many documents before them, without the empty ones.
 
-    Attributes:
-        tokens: their places in the buffer, document after document; a slice if they lie together.
-        documents: their boundaries among ``tokens``.
-        parents: int64 ``[n]``, where each one's parent is in the level above; None at the top.
-        siblings: pairs of int64 indices, a document of the level above and one of its children
-            here: each document's first child, then each document's second child, and so on. A sum
-            over children that takes them in this order is the same in every run.
-        continued: whether the next level has documents.
+    ``siblings`` are pairs of int64 indices, documents of the level above and children of theirs:
+    each one's first child, then each one's second child, and so on. A sum over children that takes
+    them in this order is the same in every run.
     """
 
-    tokens: slice | Tensor
-    documents: Documents
-    parents: Tensor | None
+    tokens: slice | Tensor  # their places in the buffer, document after document
+    documents: Documents  # their boundaries among ``tokens``
+    parents: Tensor | None  # int64 [n], where each parent is in the level above; None at the top
     siblings: tuple[tuple[Tensor, Tensor], ...]
-    continued: bool
+    continued: bool  # whether the next level has documents
 
 
 @dataclass(frozen=True, eq=False)
 class TreeDocuments(Documents):
     """Documents in slots of one buffer, each of which may continue an earlier one.
 
-    Attributes:
-        offsets: N + 1, of the slots, as of :class:`Documents`.
-        parents: for each document the index of the one whose last token it continues, -1 for none.
-        lengths_without_padding: tokens of each document, at the start of its slot. What follows
-            them in the slot is padding; no document continues it.
+    ``parents`` has the index of the document whose last token each one continues, -1 for none.
     """
 
     parents: tuple[int, ...] = ()
-    lengths_without_padding: tuple[int, ...] = ()
+    lengths_without_padding: tuple[int, ...] = ()  # of each document, at the start of its slot
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -191,7 +181,7 @@ class TreeDocuments(Documents):
 
 
 class HistoryOfParents:
-    """The rows before each document, from its parents: a :class:`.front.history.HistoryLink`.
+    """The rows before each document, from its parents: a :class:`.front.edges.HistoryLink`.
 
     Every child has a copy of the rows, so the gradients of the copies are summed in one order.
     """

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.context_parallel.chunkwise.map_exchange import Nodes, _by_place, _steps_of_share
-from megatron_gdn.ops.state_maps import chains_kernels, chains_torch
+from megatron_gdn.ops.state_maps import chains, chains_kernels
 from megatron_gdn.ops.state_maps.chains import IDENTITY
 from megatron_gdn.ops.state_maps.parts import Parts
 from megatron_gdn.ops.state_maps.state_map import NONE, Steps
@@ -39,7 +39,7 @@ def both(steps, local, through, Q, start):
     chains_kernels.follow(local, through, steps, out, start)
     exact = torch.full_like(out, float("nan"), dtype=torch.float64)
     wide = start.double() if isinstance(start, torch.Tensor) else start
-    chains_torch.follow(local.double(), through.double(), steps, exact, wide)
+    chains.follow_in_torch(local.double(), through.double(), steps, exact, wide)
     return out, exact
 
 
@@ -158,7 +158,7 @@ def test_heads_of_128_are_followed_in_fp32(device):
     through /= K**0.5
     got, exact = both(steps, local, through, n, None)
     plain = torch.empty_like(got)
-    chains_torch.follow(local, through, steps, plain, None)
+    chains.follow_in_torch(local, through, steps, plain, None)
     off, plain_off = ((x.double() - exact).norm() / exact.norm() for x in (got, plain))
     print(f"kernel {off:.1e}, fp32 products {plain_off:.1e}")
     assert off < 2 * n * 2.0**-20  # one TF32 factor would be off by 2^-11

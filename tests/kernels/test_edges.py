@@ -20,8 +20,8 @@ from megatron_gdn.ops import StaticDocuments
 from megatron_gdn.ops.delta_rule import front_torch as gdn_torch
 from megatron_gdn.ops.delta_rule import front_triton as gdn
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
+from megatron_gdn.ops.front.edges import ContinuedFront
 from megatron_gdn.ops.front.fused_edges import FusedEdges
-from megatron_gdn.ops.front.history import ContinuedFront
 from megatron_gdn.ops.trees import TreeDocuments
 
 from . import test_mamba2_kernels as mamba2

@@ -78,8 +78,10 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(cut,
         assert len(received[rank]) == sum(routes[rank].receive_counts)
         # Every piece that continues a document: the rows before it, and its first ones.
         continued = [p for p in pieces_of(*cut).held_by(rank).tolist() if pieces_of(*cut).seen[p]]
-        assert table.count == len(continued)
-        gradient = torch.rand(table.count, 2 * past, dtype=torch.float64)  # newest history first
+        assert len(table.lines) == len(continued)
+        gradient = torch.rand(
+            len(table.lines), 2 * past, dtype=torch.float64
+        )  # newest history first
         back = torch.full((len(received[rank]),), torch.nan, dtype=torch.float64)
         for line, piece, of_piece in zip(table.lines.tolist(), continued, gradient, strict=True):
             first, redone, *history = line
@@ -99,7 +101,7 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(cut,
         gradients.append(gradient[:, past:].flatten())
         returning.append(back)
 
-        if not table.count:
+        if not len(table.lines):
             continue
         # The small buffer of the plain way: every piece's rows without a gap.
         places = table.buffer
@@ -108,7 +110,7 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(cut,
         stream[places.again] = held[rank][places.redone]
         for a, b in pairwise(places.documents.offsets):
             assert torch.equal(stream[a:b], torch.arange(stream[a], stream[a] + b - a))
-        assert len(places.documents.lengths) == table.count
+        assert len(places.documents.lengths) == len(table.lines)
         assert table.lines[:, 1].sum() == len(places.slots)
     returned = played_out(returning, [route.receive_counts for route in routes], cp)
     total = torch.zeros(sum(lengths), dtype=torch.float64)

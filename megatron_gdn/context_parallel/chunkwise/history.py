@@ -1,7 +1,7 @@
 """The convolution's history across ranks: which rows travel, and their gradients back.
 
 A piece reads the W - 1 rows before it. These belong to several pieces if pieces are shorter than
-that. :mod:`megatron_gdn.ops.front.history` computes with the rows.
+that. :mod:`megatron_gdn.ops.front.edges` computes with the rows.
 
 Legend: s this rank's tokens, B batch, C conv channels, W taps, R rows received.
 """
@@ -14,8 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.front.edges import HistoryTable, ranges
-from ...ops.front.history import Transfer
+from ...ops.front.edges import HistoryTable, Transfer, ranges
 from ...ops.host_tables import cached_by_stream, to_device
 from ..layouts import SequenceLayout
 from .map_exchange import exchange_rows
@@ -85,7 +84,7 @@ def history_route(
 class HistoryOfPieces:
     """The rows before this rank's pieces, from the ranks that hold them.
 
-    A :class:`~megatron_gdn.ops.front.history.HistoryLink`.
+    A :class:`~megatron_gdn.ops.front.edges.HistoryLink`.
     """
 
     def __init__(self, route: HistoryRoute, group: dist.ProcessGroup) -> None:

@@ -1,7 +1,6 @@
 """The interface of a front: projection rows to the inputs of a rule, and back.
 
-Legend: S seq, B batch, P projection width, C convolved columns, W conv taps; in slots: N sequences,
-M slots, H heads with a state, K rows of a state, V columns.
+Legend: S seq, B batch, P projection width, C convolved columns, W conv taps.
 """
 
 from __future__ import annotations
@@ -24,17 +23,13 @@ Parameters = Sequence[Any]
 class Front(Protocol):
     """Convolution, activation, norms and gates, forward and backward as plain calls.
 
-    Attributes:
-        layout: the columns of a projection row.
-        names: of the rule's inputs that :meth:`forward` makes, in order.
-        convolved: those that the convolution makes, ``[B, S, heads, width]`` each. Their first
-            W - 1 tokens of a sequence depend on its history.
-        again: those that the mixer computes again in the backward instead of saving them,
-            neighbours in :attr:`names`.
+    ``names`` are of the rule's inputs in order: all, those that the convolution makes,
+    ``[B, S, heads, width]`` each, whose first W - 1 tokens depend on the sequence's history, and
+    neighbours that the mixer computes again in the backward instead of saving them.
     """
 
     @property
-    def layout(self) -> Layout: ...
+    def layout(self) -> Layout: ...  # the columns of a projection row
     @property
     def names(self) -> tuple[str, ...]: ...
     @property
@@ -49,14 +44,10 @@ class Front(Protocol):
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
     ) -> Any:
-        """The rule's inputs, a NamedTuple.
+        """The rule's inputs, a NamedTuple, of rows ``[S, B, P]`` with any strides of S and B.
 
-        Args:
-            proj: ``[S, B, P]``, any strides of S and B.
-            parameters: the front's own.
-            documents: boundaries of packed documents, the same in every batch row; None when every
-                row is one sequence. Taps never cross a boundary.
-            only: names to compute, neighbours in :attr:`names`; the others are None.
+        Taps never cross the documents' boundaries, the same in every batch row. With ``only``,
+        neighbours in :attr:`names`, the other inputs are None.
         """
         ...
 
@@ -68,23 +59,15 @@ class Front(Protocol):
         d_proj: Tensor,
         documents: Documents | None,
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of the parameters, in their shapes and dtypes.
+        """Gradients of the parameters, in their shapes and dtypes, from the rule's ``grads``.
 
-        Args:
-            grads: of the inputs, as the rule returns them.
-            d_proj: ``[S, B, P]``. Every column is written once, except the gate's, which the output
-                norm writes.
+        Writes every column of ``d_proj`` ``[S, B, P]`` once, except the gate's: the readout does.
         """
         ...
 
 
 class GeneratingFront(Front, Protocol):
-    """A front whose sequences can continue from a carry.
-
-    Attributes:
-        state: the states of the heads.
-        step_rule: the recurrence of a decode step.
-    """
+    """A front whose sequences can continue from a carry; a decode step runs ``step_rule``."""
 
     @property
     def state(self) -> StateShape: ...
@@ -92,28 +75,14 @@ class GeneratingFront(Front, Protocol):
     def step_rule(self) -> Rule: ...
 
     def for_step(self, dtype: torch.dtype) -> Front:
-        """The front of a decode step of rows in ``dtype``.
-
-        The rule's inputs of one token are small, so they have the dtype of the state.
-        """
+        """For a decode step of rows in ``dtype``, with the rule's inputs in that of the state."""
         ...
 
 
 class FrontAround:
-    """A front around an inner front; a subclass defines :meth:`Front.forward`."""
+    """A front around an inner front."""
 
     def __init__(self, front: Front) -> None:
         self.layout, self.names = front.layout, front.names
         self.convolved, self.again = front.convolved, front.again
         self._front = front
-
-    def backward(
-        self,
-        proj: Tensor,
-        parameters: Parameters,
-        grads: Any,
-        d_proj: Tensor,
-        documents: Documents | None,
-    ) -> tuple[Tensor | None, ...]:
-        """As the inner front's."""
-        return self._front.backward(proj, parameters, grads, d_proj, documents)

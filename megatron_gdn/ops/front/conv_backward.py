@@ -14,6 +14,7 @@ from .conv_forward import (
     at_an_edge,
     convolve,
     forget,
+    load_bias,
     load_history,
     load_row,
     load_taps,
@@ -80,7 +81,7 @@ def walk_one_token(
     return x_RD, dpre_RD, waiting[W - 1], history, push(waiting[0], waiting[1:W], W - 1)
 
 
-@triton.jit(noinline=True)  # for the compiler's sake, see walk.py
+@triton.jit(noinline=True)  # for the compiler's sake, see :mod:`.conv_forward`
 def _walk_head_backward(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
     column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
@@ -108,11 +109,7 @@ def _walk_head_backward(
     room_R = S - start - first_R  # tokens from a segment's first to the end of the sequence
 
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
-    if HAS_BIAS:
-        bias_D = tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
-        bias_1D = bias_D[None, :]
-    else:
-        bias_1D = tl.zeros((1, BLOCK_D), tl.float32)
+    bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
 
     if LOOK_OUT:
         seen_R = tl.load(position_ptr + start + first_R, mask=room_R > 0, other=0)

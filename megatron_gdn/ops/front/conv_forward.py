@@ -1,19 +1,13 @@
-"""Device functions of the kernels that walk along the sequence, one token at a time.
+"""Conv + SiLU, and l2norm if asked for, of one head: along the sequence, or of one token (Triton).
 
-The walks are written for Triton's compiler (3.6). For every load and store, its coalescing pass
-follows the uses of all operations of a function, so its time grows with the cube of the function's
-size. So each walk is a function that is not inlined, and everything constant is computed before the
-loop. The number of steps is an argument of the launch: one compilation serves all lengths.
+The walks along the sequence are written for Triton's compiler (3.6). For every load and store, its
+coalescing pass follows the uses of all operations of a function, so its time grows with the cube of
+the function's size. So each walk is a function that is not inlined, and everything constant is
+computed before the loop. The number of steps is an argument of the launch: one compilation serves
+all lengths.
 
-Legend: R segments walked side by side, D dim of the head at hand.
-
-Conv + SiLU, and l2norm if asked for, of one head along the sequence (Triton device functions).
-
-Legend: S seq, D dim of the head at hand, W taps; in tile names R segments walked side by side.
-
-Conv + SiLU, and l2norm if asked for, of one head of one token (Triton device function).
-
-Legend: D dim of the head at hand, C conv channels, W taps.
+Legend: S seq, D dim of the head at hand, C conv channels, W taps; in tile names R segments walked
+side by side.
 """
 
 from __future__ import annotations
@@ -72,6 +66,16 @@ def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
 
 
 @triton.jit
+def load_bias(bias_ptr, column, d_D, real_D, BLOCK_D: tl.constexpr, HAS_BIAS: tl.constexpr):
+    """The bias of every channel in fp32, as a row."""
+    if HAS_BIAS:
+        bias_D = tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
+        return bias_D[None, :]
+    else:
+        return tl.zeros((1, BLOCK_D), tl.float32)
+
+
+@triton.jit
 def load_history(
     x_at_RD, stride, seen_R, real_R, real_1D,
     W: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
@@ -122,7 +126,7 @@ def at_an_edge(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.const
     return edge
 
 
-@triton.jit(noinline=True)  # for the compiler's sake, see walk.py
+@triton.jit(noinline=True)  # for the compiler's sake, see the top
 def _walk_head(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
     column, start, S, steps, stride_s, out_stride, eps,
@@ -147,11 +151,7 @@ def _walk_head(
     out_ptr += base * out_stride
     room_R = S - start - first_R  # tokens from a segment's first to the end of the sequence
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
-    if HAS_BIAS:
-        bias_D = tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
-        bias_1D = bias_D[None, :]
-    else:
-        bias_1D = tl.zeros((1, BLOCK_D), tl.float32)
+    bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
     if LOOK_OUT:
         seen_R = tl.load(position_ptr + start + first_R, mask=room_R > 0, other=0)
     else:

@@ -1,7 +1,4 @@
-"""The convolution of a plain front by the kernels of the package causal-conv1d.
-
-For a GPU without Triton: gates and norms stay in plain torch there, the convolution is one kernel
-each way.
+"""The convolution of a plain front by the package causal-conv1d, for a GPU without Triton.
 
 Legend: B batch, S tokens, C channels, W taps.
 """
@@ -27,11 +24,7 @@ _FIXED_ORDER = "CAUSAL_CONV1D_DETERMINISTIC"  # the package reads it in every ba
 def why_not_conv_package(
     device: str, dtype: torch.dtype, taps: int, widths: tuple[int, ...], aligned: bool = False
 ) -> str | None:
-    """Why causal-conv1d cannot convolve sections of these widths; None if it can.
-
-    Args:
-        aligned: tokens keep their bits in any batch, see :mod:`..aligned`.
-    """
+    """Why causal-conv1d cannot convolve sections of these widths; None if it can."""
     if device != "cuda":
         return f"causal-conv1d runs on a GPU, not on {device}"
     if dtype not in (torch.float32, torch.bfloat16, torch.float16):
@@ -70,8 +63,6 @@ def convolve_rows(
     """As :func:`..conv.convolve_rows`, where :func:`why_not_conv_package` has no objection.
 
     Its backward adds in a fixed order: ``CAUSAL_CONV1D_DETERMINISTIC=1`` is set in this process.
-    The package takes no initial state together with packed documents. A front has none: it
-    computes the first tokens of a piece again, see :mod:`.history`.
     """
     from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
 

@@ -1,16 +1,15 @@
-"""The first tokens of pieces, their *edges*: which they are, and how they are computed again.
+"""A front over pieces of sequences, which start from the rows before them: the *history*.
 
-Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, N pieces that
-have a history, R rows of history, M tokens that get further gradients.
-
-The first tokens of pieces, computed with their history by the front itself, in plain steps.
-
-The front runs once more, over a small buffer of short sequences:
+A token's taps reach W - 1 rows back. So the first W - 1 tokens of a piece, its *edge*, need rows
+that are not in the batch; they come from other ranks or from a cache. The front first runs on the
+batch as if every piece were a sequence, while the history travels. Then the edges are computed
+again with the history: by kernels of their own (:mod:`.fused_edges`), or in plain steps by the
+front itself, once more over a small buffer of short sequences:
 
     [ history of the piece | first tokens of the piece ]     for every piece that has a history
 
-Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, R rows of
-history, E rows of the small buffer.
+Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, N pieces that
+have a history, R rows of history, M tokens that get further gradients, E rows of the small buffer.
 """
 
 from __future__ import annotations
@@ -25,31 +24,21 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..host_tables import to_device
-from .base import Front, Parameters
+from .base import Front, FrontAround, Parameters
 
 
 class Places(NamedTuple):
-    """The small buffer of :mod:`.edges`: indices on the device.
+    """The small buffer: indices on the device."""
 
-    Attributes:
-        documents: its short sequences.
-        history, arrived: its rows of history, and their places in the history as it arrived.
-        again, redone: its other rows, and the tokens of the batch that they copy.
-        slots: the places of these other rows among N (W - 1).
-        read: the rows whose results ``redone`` get.
-        received: for every row that arrived, its row of the buffer.
-        known, real, used: bool ``[., 1, 1]``, which of ``arrived``, ``redone`` and ``received``
-            there are; None if all.
-    """
-
-    documents: Documents
-    history: Tensor
-    arrived: Tensor
-    again: Tensor
-    redone: Tensor
-    slots: Tensor
-    read: Tensor
-    received: Tensor
+    documents: Documents  # its short sequences
+    history: Tensor  # its rows of history
+    arrived: Tensor  # their places in the history as it arrived
+    again: Tensor  # its other rows
+    redone: Tensor  # the tokens of the batch that these copy
+    slots: Tensor  # the places of these among N (W - 1)
+    read: Tensor  # the rows whose results ``redone`` get
+    received: Tensor  # for every row that arrived, its row of the buffer
+    # bool [., 1, 1], which of ``arrived``, ``redone`` and ``received`` there are; None if all.
     known: Tensor | None = None
     real: Tensor | None = None
     used: Tensor | None = None
@@ -59,19 +48,15 @@ class Places(NamedTuple):
 class HistoryTable:
     """The tokens that are computed again, and the places of their gradients.
 
-    Attributes:
-        lines: int64 ``[N, W + 1]`` on the host. A piece's first token; how many of its tokens are
-            computed again, at most W - 1; the row of history that lies 1, 2, .. W - 1 before it,
-            -1 where its sequence begins.
-        pieces: the same in int32 on the device.
-        additions: int32 ``[M, 1 + most]``: a token, then the sources of its further gradients, -1
-            for none. Below N (W - 1): a token computed again, W - 1 places for every piece. From
-            there on: a row that was sent, whose gradient came back.
+    A line is a piece's first token; how many of its tokens are computed again, at most W - 1; the
+    row of history that lies 1, 2, .. W - 1 before it, -1 where its sequence begins. An addition is
+    a token, then the sources of its further gradients, -1 for none. Below N (W - 1): a token
+    computed again, W - 1 places for every piece. From there on: a row that was sent.
     """
 
-    lines: Tensor
-    pieces: Tensor
-    additions: Tensor
+    lines: Tensor  # int64 [N, W + 1] on the host
+    pieces: Tensor  # the same in int32 on the device
+    additions: Tensor  # int32 [M, 1 + most]
 
     @classmethod
     def build(
@@ -90,11 +75,6 @@ class HistoryTable:
         return cls(lines, to_device(lines.int(), device), to_device(additions.int(), device))
 
     @cached_property
-    def count(self) -> int:
-        """N."""
-        return len(self.lines)
-
-    @cached_property
     def buffer(self) -> Places:
         """The small buffer; needs at least one piece."""
         first, redone, history = self.lines[:, 0], self.lines[:, 1], self.lines[:, 2:]
@@ -109,16 +89,12 @@ class HistoryTable:
             return to_device(index, device)
 
         of_history, again = ranges(starts, known), table(ranges(starts + known, redone))
+        slots = ranges(torch.arange(len(self.lines), device="cpu") * past, redone)
         return Places(
-            Documents((0, *ends.tolist()), device),
-            table(of_history),
-            table(arrived),
-            again,
-            table(ranges(first, redone)),
-            table(ranges(torch.arange(self.count, device="cpu") * past, redone)),
-            read=again,
+            Documents((0, *ends.tolist()), device), table(of_history), table(arrived), again,
+            table(ranges(first, redone)), table(slots), read=again,
             received=table(of_history[arrived.argsort()]),
-        )
+        )  # fmt: skip
 
 
 @dataclass(frozen=True, eq=False)
@@ -127,15 +103,10 @@ class StaticHistoryTable(HistoryTable):
 
     ``lines`` has a shape and no values. A piece that is not there has no token that is computed
     again, and rows of history -1. A line of ``additions`` that is not there has the token -1.
-
-    Attributes:
-        places: see :attr:`HistoryTable.buffer`.
-        distinct: int64 ``[M]``, for each line of ``additions`` itself, or if it is not there
-            another one.
     """
 
     places: Places
-    distinct: Tensor
+    distinct: Tensor  # int64 [M], for each line of ``additions`` itself, or one that is there
 
     @property
     def buffer(self) -> Places:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -168,28 +139,20 @@ class EdgeInputs(NamedTuple):
 
 
 class EdgesBackward(Protocol):
-    """The backward of the edges: gradients to send; :meth:`add` takes those that come back.
-
-    Attributes:
-        d_history: ``[R, B, C]``, at least fp32.
-        grads: of the rule's inputs for the front's backward over the batch. Those that the
-            convolution makes are zero at the tokens that were computed again.
-    """
+    """The backward of the edges: gradients to send; :meth:`add` takes those that come back."""
 
     @property
-    def d_history(self) -> Tensor: ...
+    def d_history(self) -> Tensor: ...  # [R, B, C], at least fp32
     @property
-    def grads(self) -> Any: ...
+    def grads(self) -> Any: ...  # of the rule's inputs, zero where the edges were computed again
 
     def add(
         self, d_proj: Tensor, returned: Tensor, of_parameters: tuple[Tensor | None, ...]
     ) -> tuple[Tensor | None, ...]:
         """Add the further gradients to rows of ``d_proj`` and to the parameters'.
 
-        Args:
-            d_proj: ``[s, B, P]``, as the front's backward left it. A row is rounded once more.
-            returned: ``[rows sent, B, C]``, the gradients of the rows that this rank sent.
-            of_parameters: from the front's backward; conv weight and bias come first.
+        ``returned`` ``[rows sent, B, C]`` are the gradients of the rows that this rank sent. A row
+        of ``d_proj`` is rounded once more.
         """
         ...
 
@@ -200,9 +163,7 @@ class Edges(Protocol):
     def redo(self, inputs: EdgeInputs, made: Any, names: Sequence[str]) -> None:
         """Overwrite the rule's inputs ``names``, in ``made``, at the first tokens of pieces.
 
-        Args:
-            inputs: with a table of at least one piece.
-            names: neighbours in the front's ``convolved``.
+        There is at least one piece; ``names`` are neighbours in the front's ``convolved``.
         """
         ...
 
@@ -212,7 +173,7 @@ class Edges(Protocol):
 
 
 class BufferedEdges(NamedTuple):
-    """See :class:`.history.Edges`. The buffer is fp32 (fp64 for fp64); its results are rounded."""
+    """See :class:`Edges`. The buffer is fp32 (fp64 for fp64); its results are rounded."""
 
     front: Front
 
@@ -238,7 +199,7 @@ class BufferedEdges(NamedTuple):
         table, proj, parameters, history = inputs
         front, (B, channels) = self.front, history.shape[1:]
         wide = torch.promote_types(proj.dtype, torch.float32)
-        if not table.count:
+        if not len(table.lines):
             nothing = proj.new_empty(0, B, channels, dtype=wide)
             return BufferedBackward(nothing, grads, front, table, nothing, None)
         places, rows = table.buffer, self._buffer(inputs)
@@ -247,9 +208,8 @@ class BufferedEdges(NamedTuple):
             grad = getattr(grads, name)
             moved[name] = grad.new_zeros(grad.shape[0], E, *grad.shape[2:])
             if name in front.convolved:
-                real = (
-                    None if places.real is None else places.real.view(-1, *[1] * (grad.dim() - 2))
-                )
+                real = places.real
+                real = None if real is None else real.view(-1, *[1] * (grad.dim() - 2))
                 moved[name][:, places.again] = _there(grad[:, places.redone], real)
                 grad[:, places.redone] = 0
         d_rows = torch.empty_like(rows)
@@ -297,3 +257,79 @@ class BufferedBackward(NamedTuple):
         # Only the convolution is computed again: other parameters have no second gradient.
         both = zip(of_parameters[:2], self.of_parameters, strict=True)
         return *(None if x is None or y is None else x + y for x, y in both), *of_parameters[2:]
+
+
+class Transfer(Protocol):
+    def wait(self) -> Any: ...
+
+
+class Arrived:
+    """The transfer of what is on this rank already."""
+
+    def wait(self) -> None:
+        """Nothing travels."""
+
+
+class HistoryLink(Protocol):
+    """The source of the history, which also takes its gradient."""
+
+    table: HistoryTable
+
+    def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, Transfer]:
+        """Start to send the rows that others need, and to receive the history ``[R, B, C]``."""
+        ...
+
+    def give_back(self, d_history_RBC: Tensor) -> tuple[Tensor, Transfer]:
+        """Start the reverse: receive the gradients of the rows that :meth:`fetch` sent."""
+        ...
+
+
+class ContinuedFront(FrontAround):
+    """A front over pieces, with the results of the ``front`` over whole sequences.
+
+    One object serves one forward and its backward. The history is fetched once.
+    """
+
+    def __init__(self, front: Front, link: HistoryLink) -> None:
+        super().__init__(front)
+        self._link, self._table = link, link.table
+        self._columns = front.layout.conv_columns
+        self._history_RBC: Tensor | None = None
+        of_kernels = getattr(front, "edges", None)
+        edges = None if of_kernels is None else of_kernels()
+        self._edges: Edges = BufferedEdges(front) if edges is None else edges
+
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+    ) -> Any:
+        history, transfer = self._history_RBC, None
+        if history is None:
+            history, transfer = self._link.fetch(proj[..., self._columns])
+            self._history_RBC = history
+        made = self._front.forward(proj, parameters, documents, only)
+        if transfer is not None:
+            transfer.wait()
+        names = self.convolved if only is None else [x for x in self.convolved if x in only]
+        if len(self._table.lines) and names:
+            self._edges.redo(EdgeInputs(self._table, proj, parameters, history), made, names)
+        return made
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: Any,
+        d_proj: Tensor,
+        documents: Documents | None,
+    ) -> tuple[Tensor | None, ...]:
+        assert self._history_RBC is not None
+        inputs = EdgeInputs(self._table, proj, parameters, self._history_RBC)
+        edges = self._edges.backward(inputs, grads)
+        returned, transfer = self._link.give_back(edges.d_history)
+        of_parameters = self._front.backward(proj, parameters, edges.grads, d_proj, documents)
+        transfer.wait()
+        return edges.add(d_proj, returned, of_parameters)

@@ -1,11 +1,8 @@
-"""The first tokens of pieces, computed with their history (Triton).
+"""The first tokens of pieces, computed with their history (Triton); the twin is :mod:`.edges`.
 
 One launch in the forward, two in the backward: before the gradients travel, and after.
 
-The plain twin is :mod:`.edges`.
-
-Legend: s tokens of the batch, B batch, P projection width, C conv channels, W taps, N pieces that
-have a history, R rows of history.
+Legend as in :mod:`.edges`.
 """
 
 from __future__ import annotations
@@ -27,23 +24,14 @@ _CHANNELS = 256  # per program of the kernel that adds gradients
 
 
 class FusedEdges(NamedTuple):
-    """See :class:`.history.Edges`. The convolved columns are three sections of heads.
+    """See :class:`.edges.Edges`. The convolved columns are three sections of heads."""
 
-    Attributes:
-        names: of the rule's inputs that these sections become.
-        column: the first of these columns in a projection row.
-        heads, widths: of each section.
-        normalise: scale the heads of the first two to unit length.
-        batch_invariant: multiply and add without fusing them, as the front itself does.
-        eps: added to the squared length of a head before it is scaled.
-    """
-
-    names: tuple[str, str, str]
-    column: int
-    heads: tuple[int, int, int]
+    names: tuple[str, str, str]  # of the rule's inputs that these sections become
+    column: int  # the first of these columns in a projection row
+    heads: tuple[int, int, int]  # of each section
     widths: tuple[int, int, int]
-    normalise: bool = False
-    batch_invariant: bool = False
+    normalise: bool = False  # scale the heads of the first two to unit length
+    batch_invariant: bool = False  # do not fuse products and sums, as the front itself does
     eps: float = 1e-6
 
     @property
@@ -58,7 +46,7 @@ class FusedEdges(NamedTuple):
         first = self.names.index(names[0])
         assert tuple(names) == self.names[first : first + len(names)], "not neighbours"
         launch = _redo_launch(
-            self, table.count, *proj.shape[:2], weight.shape[-1], proj.stride()[:2],
+            self, len(table.lines), *proj.shape[:2], weight.shape[-1], proj.stride()[:2],
             history.stride(), bias is not None, (first, first + len(names)),
         )  # fmt: skip
         launch(proj, history, weight, bias, table.pieces, *outputs)
@@ -67,7 +55,7 @@ class FusedEdges(NamedTuple):
         table, proj, (weight, bias, *_), history = inputs
         given = [getattr(grads, name).contiguous() for name in self.names]
         factor = getattr(grads, "factor", None)
-        N, B, past = table.count, proj.shape[1], weight.shape[-1] - 1
+        N, B, past = len(table.lines), proj.shape[1], weight.shape[-1] - 1
         R, _, channels = history.shape
         sums = channels * (past + 1 + (bias is not None))
         partial = proj.new_empty(N * B, sums, dtype=torch.float32)

@@ -1,15 +1,11 @@
 """Triton kernels for the first tokens of pieces: they start from the rows before the piece.
 
-One program has one head of one piece. It walks the first W - 1 tokens, with the same step functions
-as the walks over whole sequences.
+One program walks the first W - 1 tokens of one head of one piece, with the same step functions as
+the walks over whole sequences.
 
 Legend: N pieces that have a history, R rows of history, S tokens of the batch, B batch, C conv
-channels, W taps, D dim of the head at hand, M rows that get further gradients.
-
-``history_r``, ``history_b`` and ``history_c`` are the strides of the history ``[R, B, C]``.
-
-A line of ``pieces`` is: first token, number of tokens computed again (at most W - 1), then the row
-of history that lies 1, 2, .. W - 1 before the piece, -1 where there is none.
+channels, W taps, D dim of the head at hand, M rows that get further gradients; a line of ``pieces``
+is as of :class:`.edges.HistoryTable`; ``history_r``, ``history_b`` and ``history_c`` are strides.
 """
 
 from __future__ import annotations
@@ -19,16 +15,7 @@ import triton.language as tl
 
 from ..kernels.elementwise import sigmoid
 from .conv_backward import walk_one_token
-from .conv_forward import convolve, load_taps, push
-
-
-@triton.jit
-def _load_bias(bias_ptr, column, d_D, real_D, BLOCK_D: tl.constexpr, HAS_BIAS: tl.constexpr):
-    if HAS_BIAS:
-        bias_D = tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
-        return bias_D[None, :]
-    else:
-        return tl.zeros((1, BLOCK_D), tl.float32)
+from .conv_forward import convolve, load_bias, load_taps, push
 
 
 @triton.jit
@@ -59,7 +46,7 @@ def _redo_head(
     first = tl.cast(tl.load(piece_ptr), tl.int64)
     redone = tl.load(piece_ptr + 1)
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
-    bias_1D = _load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
+    bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
     at_1D = (column + d_1D) * history_c
     history = _rows_before(history_ptr, piece_ptr, history_r, at_1D, real_1D, W)
     for token in tl.static_range(W - 1):
@@ -129,8 +116,8 @@ def _redo_head_backward(
 ):  # fmt: skip
     """Step t completes dx of the row W - 1 before token t, which is a row of history.
 
-    After the steps, ``pending`` holds what they add to dx of the piece's own tokens. ``made_ptr``
-    is at column 0 of batch row b; its rows for this piece's tokens begin at ``of_redone``.
+    ``pending`` then holds what the steps add to dx of the piece's own tokens, whose rows in
+    ``made`` begin at ``of_redone``.
     """
     PADDED: tl.constexpr = D != BLOCK_D
     d_D = tl.arange(0, BLOCK_D)
@@ -139,7 +126,7 @@ def _redo_head_backward(
     first = tl.cast(tl.load(piece_ptr), tl.int64)
     redone = tl.load(piece_ptr + 1)
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
-    bias_1D = _load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
+    bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
     at_1D = (column + d_1D) * history_c
     history = _rows_before(history_ptr, piece_ptr, history_r, at_1D, real_1D, W)
     made_ptr += column
@@ -267,10 +254,9 @@ def add_gradients_kernel(
 ):  # fmt: skip
     """grid (M, plus W or with a bias W + 1 if there are partial rows; blocks of channels; B).
 
-    A line of ``additions`` is a token, -1 for none, then ``most`` sources. Their gradients are
-    added to the token's, in this order. A source below ``redone`` is a token computed again; from
-    ``redone`` on it is a row that came back; -1 is none. Programs from M on add to the gradients of
-    the taps and of the bias.
+    A line of ``additions`` is a token, -1 for none, then ``most`` sources, -1 for none, whose
+    gradients are added in this order. Below ``redone`` a source is a token computed again, from
+    there on a row that came back. Programs from M on add to the gradients of taps and bias.
     """
     line = tl.program_id(0)
     b = tl.cast(tl.program_id(2), tl.int64)

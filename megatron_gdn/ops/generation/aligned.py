@@ -1,8 +1,8 @@
 """Prefill and decode on the grid of training, see :mod:`megatron_gdn.ops.aligned`.
 
 A sequence carries the state at the start of its chunk of 64 tokens. Its history holds whole
-projection rows: the W - 1 before the chunk and those of the chunk so far. What lies behind these is
-a chunk's later tokens. If these are finite, they change no bit of the earlier ones.
+projection rows: the W - 1 before the chunk and those of the chunk so far. What lies behind these,
+if finite, changes no bit of the earlier ones.
 
 A decode step writes one row to every history and computes the chunks again from their states, in
 calls of the shapes of training, for all sequences together. It moves nothing else of a history. It
@@ -27,7 +27,7 @@ from ..documents import Documents
 from ..host_tables import cached_by_stream, to_device
 from ..readout.base import Apart
 from ..rules.base import on_tokens
-from ..rules.chunk_table import CHUNK, ChunkTable, chunks_of_a_call
+from ..rules.chunk_table import CHUNK, ChunkTable
 from .carry import Carry
 
 if TYPE_CHECKING:
@@ -41,11 +41,7 @@ def prefill_on_grid(
     stands: Sequence[int],
     documents: Documents | None = None,
 ) -> tuple[Tensor, Carry]:
-    """As :func:`.step.prefill`, for any number of tokens.
-
-    Args:
-        stands: how many tokens each of the N sequences has had.
-    """
+    """As :func:`.step.prefill`, for any number of tokens."""
     new, past, device = proj.transpose(0, 1), parts.past, proj.device
     lengths = (new.shape[1],) * new.shape[0] if documents is None else documents.lengths
     held = [n % CHUNK + more for n, more in zip(stands, lengths, strict=True)]
@@ -80,18 +76,10 @@ def prefill_on_grid(
 
 @torch.no_grad()
 def decode_on_grid(row: Tensor, parts: Parts, memory: Carry, stands: Sequence[int]) -> Tensor:
-    """One token of each of N sequences, in place. The host does not wait for the device.
+    """``[1, N, H * V]`` of one token ``[1, N, P]`` of each sequence. The host does not wait.
 
-    Args:
-        row: ``[1, N, P]``.
-        memory: contiguous, ``[N, W - 1 + 64, P]`` and ``[N, H, K, V]``; written.
-        stands: how many tokens each sequence has had.
-
-    Returns:
-        ``[1, N, H * V]``.
-
-    Raises:
-        ValueError: memory of other sizes or dtypes.
+    ``memory``, ``[N, W - 1 + 64, P]`` and ``[N, H, K, V]``, is contiguous and written. ``stands``
+    says how many tokens each sequence has had.
     """
     history, states = memory
     parts.shape.check(memory, row.shape[1], row.dtype)
@@ -108,21 +96,18 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Carry, stands: Sequence[in
 def newest_of_chunks(
     row: Tensor, parts: Parts, rows: Tensor, state: Tensor, token: Tensor, ended: Tensor | None
 ) -> tuple[Tensor, Tensor | None]:
-    """The newest token of N chunks, and the states after chunks.
+    """The newest token of N chunks ``[1, N, H * V]``, and states after chunks, None if E is 0.
 
     Args:
-        row: ``[1, N, P]``, of these tokens.
-        rows: ``[N, W - 1 + 64, P]``, with these tokens in their places.
+        row: ``[1, N, P]``, of these tokens, which are in their places in ``rows`` too.
+        rows: ``[N, W - 1 + 64, P]``.
         state: ``[N, H, K, V]``, at the chunks' starts.
         token: int64 ``[N]``, the places of these tokens among the N * 64 of the chunks.
-        ended: int64 ``[E]``, the chunks whose states are wanted; None: all N. A rule that does not
-            compute states anyway computes those of a few in a call of their own.
-
-    Returns:
-        ``[1, N, H * V]``; ``[E, H, K, V]``, or None if E is 0.
+        ended: int64 ``[E]``, the chunks whose states are wanted; None: all N.
     """
     inputs, rule = _inputs(parts, rows), parts.rule
     final = ended is None or (len(ended) > 0 and getattr(rule, "leaves_states", False))
+    # A rule that does not compute states anyway computes those of a few in a call of their own.
     made = rule.begin(inputs, None).run(state, keep=False, final=final)
     after = made.final
     if ended is not None and len(ended):
@@ -139,17 +124,13 @@ def newest_of_chunks(
 
 def _inputs(parts: Parts, rows: Tensor) -> Any:
     """The rule's inputs ``[N, 64, ...]`` of chunks behind W - 1 rows each."""
-    (N, _, width), front, past = rows.shape, parts.front, parts.past
+    front, past = parts.front, parts.past
+    chunks = rows[:, past:]
     if getattr(front, "triton", False):
-        chunks = rows[:, past:].transpose(0, 1)
-        return front.forward(chunks, parts.of_front, _behind_rows(past, rows.device))
-    made, lanes = [], chunks_of_a_call(parts.state.heads, rows.device)
-    for some in rows.split(lanes):  # each in memory of its own, see :mod:`..aligned`
-        buffer = rows.new_zeros(past + CHUNK, lanes, width)
-        buffer[:, : len(some)] = some.transpose(0, 1)
-        made.append(front.forward(buffer, parts.of_front, None))
-    of_all = zip(*made, strict=True)
-    return type(made[0])(*((x[0] if len(x) == 1 else torch.cat(x))[:N, past:] for x in of_all))
+        documents = _behind_rows(past, rows.device)
+        return front.forward(chunks.transpose(0, 1), parts.of_front, documents)
+    grid = grid_of(chunks, None, parts.state.heads)
+    return front_on_grid(front, parts.of_front, chunks, grid, rows[:, :past])
 
 
 @cached_by_stream(32)
@@ -167,13 +148,7 @@ def _behind_rows(past: int, device: torch.device) -> Documents:
 def _read_out(
     parts: Parts, o: Tensor, rows: Tensor, grid: ChunkTable, wanted: Tensor, new: Tensor
 ) -> Tensor:
-    """``[s, B, H * V]``: the wanted tokens of ``o`` ``[N, S, H, V]``.
-
-    Args:
-        rows: ``[N, S, P]``, of all tokens.
-        wanted: int64 ``[B * s]``.
-        new: ``[s, B, P]``, the rows of the wanted tokens.
-    """
+    """``[s, B, H * V]``: the wanted tokens of ``o`` ``[N, S, H, V]``, whose rows are ``new``."""
     readout, gamma = parts.readout, parts.parameters[-1]
     if isinstance(readout, Apart) or getattr(readout, "by_row", False):
         o = o.flatten(0, 1).index_select(0, wanted).unflatten(0, new.shape[1::-1])
@@ -183,17 +158,11 @@ def _read_out(
 
 
 class _Step(NamedTuple):
-    """Where the tokens of a decode step lie; int64.
+    """Where the tokens of a decode step lie; int64."""
 
-    Attributes:
-        row: ``[N]``, the new rows among those of all histories.
-        token: ``[N]``, the new tokens among those of the N chunks.
-        ended: ``[E]``, the sequences whose chunks end.
-    """
-
-    row: Tensor
-    token: Tensor
-    ended: Tensor
+    row: Tensor  # [N], the new rows among those of all histories
+    token: Tensor  # [N], the new tokens among those of the N chunks
+    ended: Tensor  # [E], the sequences whose chunks end
 
     @staticmethod
     @cached_by_stream(32)  # all layers take the same
@@ -210,22 +179,14 @@ def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
 
 
 class _Tables(NamedTuple):
-    """Where rows lie. "Known" are the histories of N sequences, then their new rows.
+    """Where rows lie. "Known" are the histories of N sequences, then their new rows."""
 
-    Attributes:
-        source: int64 ``[T]``, the known row of every token of the chunks.
-        fresh: int64, the tokens that are new.
-        full, tail: int64, the tokens of full chunks, and the others.
-        kept: int64 ``[N * (W - 1 + 64)]``, the known rows of the next histories.
-        empty: bool, which of these are zero.
-    """
-
-    source: Tensor
-    fresh: Tensor
-    full: Tensor
-    tail: Tensor
-    kept: Tensor
-    empty: Tensor
+    source: Tensor  # int64 [T], the known row of every token of the chunks
+    fresh: Tensor  # int64, the tokens that are new
+    full: Tensor  # int64, the tokens of full chunks
+    tail: Tensor  # int64, the others
+    kept: Tensor  # int64 [N * (W - 1 + 64)], the known rows of the next histories
+    empty: Tensor  # bool, which of these are zero
 
     @classmethod
     def of(cls, places: Sequence[int], held: Sequence[int], past: int) -> _Tables:

@@ -20,16 +20,13 @@ from ..state_maps.state_map import StateShape
 class Carry(NamedTuple):
     """History and states of N sequences; both zero before the first token.
 
-    Attributes:
-        history: ``[N, C, W - 1]``, the last inputs of the convolution, oldest first, in the
-            projection's dtype: nothing is rounded. For an aligned mixer (:mod:`.aligned`) it is
-            whole projection rows, ``[N, W - 1 + 64, P]``. Those after the last token may hold any
-            finite numbers.
-        state: ``[N, H, K, V]``, fp32 (fp64 for fp64 rows).
+    The history holds the last inputs of the convolution, oldest first, in the projection's dtype;
+    for an aligned mixer (:mod:`.aligned`) whole projection rows, ``[N, W - 1 + 64, P]``, of which
+    those after the last token may hold any finite numbers.
     """
 
-    history: Tensor
-    state: Tensor
+    history: Tensor  # [N, C, W - 1]
+    state: Tensor  # [N, H, K, V], fp32 (fp64 for fp64 rows)
 
 
 class CarryShape(NamedTuple):
@@ -89,11 +86,8 @@ class CarryShape(NamedTuple):
 def choose(before: Carry, after: Sequence[Carry], accepted: Tensor) -> Carry:
     """Roll every sequence back to its last accepted token.
 
-    Args:
-        before: the carry before the tokens.
-        after: the carry after each of the s tokens.
-        accepted: int64 ``[N]``, on the carries' device: how many tokens of each sequence stay, 0 to
-            s. The host does not read it.
+    Of the s tokens that ``after`` has carries of, ``accepted`` (int64 ``[N]`` on the device, 0 to
+    s) stay of each sequence. The host does not read it.
     """
     number = torch.arange(accepted.shape[0], device=accepted.device)
     return Carry(

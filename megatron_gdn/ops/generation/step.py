@@ -3,9 +3,8 @@
     prefill   many tokens of a sequence, in chunks, from a carry or from nothing; dense or packed
     decode    one or a few tokens of every sequence, by the recurrence, with the carry after each
 
-Both run the :class:`..parts.Parts` of training and can continue a sequence at any token. So any cut
-of a sequence gives the result of one call. Neither has a backward. The host never waits for the
-device.
+Both run the :class:`..parts.Parts` of training and can continue a sequence at any token: any cut
+of a sequence gives the result of one call. Neither has a backward, or lets the host wait.
 
 Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed documents), C conv
 channels, W conv taps, H heads with a state, V columns of a state.
@@ -19,8 +18,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..front.edges import HistoryTable
-from ..front.history import Arrived, ContinuedFront
+from ..front.edges import Arrived, ContinuedFront, HistoryTable
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.base import on_tokens
@@ -50,8 +48,7 @@ def prefill(
         ``[s, B, H * V]``, and the carry after the last token of each.
 
     Raises:
-        ValueError: packed rows with B > 1, or boundaries that do not cover them; a carry of other
-            sequences, sizes or dtypes.
+        ValueError: packed rows with B > 1, boundaries that do not cover them, another carry.
     """
     s, B, _ = proj.shape
     if documents is not None:
@@ -96,14 +93,10 @@ def prefill(
 def decode(
     proj: Tensor, parts: Parts, carry: Carry, *, stands: Sequence[int] | None = None
 ) -> tuple[Tensor, list[Carry]]:
-    """Mix one or a few tokens of every sequence, one after the other.
+    """Mix one or a few tokens ``[s, N, P]`` of every sequence, one after the other.
 
-    A token's bits do not depend on how many tokens are given at once.
-
-    Args:
-        proj: ``[s, N, P]``.
-        carry: where the N sequences continue.
-        stands: as in :func:`prefill`.
+    A token's bits do not depend on how many tokens are given at once; ``stands`` is as in
+    :func:`prefill`.
 
     Returns:
         ``[s, N, H * V]``, and the carry after each of the s tokens. Continue from the last one, or
@@ -155,7 +148,7 @@ def _one_token(row: Tensor, parts: Parts, carry: Carry) -> tuple[Tensor, Carry]:
 
 
 class _FromCarry:
-    """History that lies in a carry, as :class:`megatron_gdn.ops.front.history.HistoryLink`."""
+    """History that lies in a carry, as :class:`megatron_gdn.ops.front.edges.HistoryLink`."""
 
     def __init__(self, history_NCW: Tensor, documents: Documents | None, tokens: int) -> None:
         past = history_NCW.shape[2]
@@ -211,12 +204,7 @@ def _last_index(
 
 
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
-    """The last p convolved rows of every sequence, ``[N, C, p]``.
-
-    Args:
-        rows_sBC: the new ones.
-        before_NCp: the last p before them.
-    """
+    """The last p convolved rows of every sequence, ``[N, C, p]``, of new ones and p before them."""
     N, _, past = before_NCp.shape
     if documents is None:
         # Copy only the new rows that stay.

@@ -76,7 +76,7 @@ def build_lock(
 
     Yields:
         the file's descriptor while this process holds the lock, else None. A process that inherits
-        the descriptor holds the lock too, also after this process has left it.
+        it holds the lock too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file, began = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic()

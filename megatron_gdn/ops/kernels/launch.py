@@ -55,9 +55,6 @@ class Launch:
 
     Where kernels are interpreted, or hooks watch Triton's launches, every call is the ordinary one.
     Triton's other settings (``TRITON_DEBUG`` and the like) count as they are at the first call.
-
-    The kernel's parameters are tensors, then ``numbers``, then ``constants``, which may include
-    Triton's options.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any) -> None:

@@ -35,7 +35,7 @@ def _sum_rows_kernel(
 ):  # fmt: skip
     """grid (column blocks, groups of ROWS * REPEATS rows): one row of sums per group.
 
-    With several groups there is one out, of M columns. With one group up to four outs share them.
+    Several groups have one out, of M columns; one group shares them among up to four.
     """
     m_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * (ROWS * REPEATS)
@@ -55,12 +55,9 @@ def _sum_rows_kernel(
 
 
 def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
-    """Write ``partial_NM.sum(0)`` to ``outs``, in an order that depends on N alone.
+    """Write the sums over rows of ``partial_NM`` in fp32, in an order that depends on N alone.
 
-    Args:
-        partial_NM: contiguous fp32.
-        outs: one to four contiguous tensors of any shapes and dtypes. The first has the first
-            columns, and so on; a sum is rounded once.
+    One to four contiguous ``outs`` of any shapes and dtypes take the columns in their order.
     """
     sizes = tuple([out.numel() for out in outs])
     *earlier, (_, last) = _stages(*partial_NM.shape, sizes)

@@ -1,7 +1,6 @@
 """Tile shapes of the kernels: a fixed table keyed by shape, never by a timing.
 
-A timed choice, and with it the order of every sum, may differ between two runs or two ranks. These
-tiles depend on the number of tokens and the head dim alone, so equal shapes give equal bits.
+A timed choice, and with it the order of every sum, may differ between two runs or two ranks.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from typing import NamedTuple
 
 MOST_PROGRAMS = 65535  # of the second and the third axis of a grid
 _FEWEST_STEPS = 8  # a segment is no shorter than the halo of 8 taps
-_STEPS_OF_A_STAGE = 4  # as walk.UNROLL, which cannot be imported without Triton
+_STEPS_OF_A_STAGE = 4  # as conv_forward.UNROLL, which cannot be imported without Triton
 # Bytes of shared memory for copies ahead: two programs of a Hopper multiprocessor have that much
 # each, and one program of a small GPU. A launch that asks for more than there is fails.
 _MOST_COPIED = 96 << 10
@@ -46,9 +45,7 @@ def block_dim(dim: int) -> int:
 
 def prepare_forward_tile(tokens: int, widest_head: int) -> Walk:
     """Four values per thread, so that nine programs of four warps share a multiprocessor."""
-    warps = 4
-    rows = max(1, warps * 128 // block_dim(widest_head))
-    return Walk(rows, steps=32 if tokens >= 4096 else 8, warps=warps)
+    return Walk(_rows_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4)
 
 
 def prepare_backward_tile(tokens: int, widest_head: int) -> Walk:
@@ -57,24 +54,20 @@ def prepare_backward_tile(tokens: int, widest_head: int) -> Walk:
     96 registers let five programs of four warps share a multiprocessor instead of four. Long walks
     repeat less of the halo, short ones make enough programs to fill the chip.
     """
-    warps = 4
-    rows = max(1, warps * 128 // block_dim(widest_head))
     steps = 128 if tokens >= 32768 else 64 if tokens >= 8192 else 32 if tokens >= 2048 else 16
-    return Walk(rows, steps, warps, registers=96)
+    return Walk(_rows_of(widest_head), steps, warps=4, registers=96)
+
+
+def _rows_of(widest_head: int) -> int:
+    return max(1, 512 // block_dim(widest_head))
 
 
 def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> Walk:
-    """``tile``, or one of fewer tokens if offsets within it would not fit 32 bits.
+    """``tile``, or one of fewer tokens if offsets from its first token would not fit 32 bits.
 
-    Within a tile the kernels count elements from its first token in 32 bits. That is too few for
-    large batches of short sequences (``[S, B, P]``, 340 rows of 512 tokens with P = 12352). First
-    ``steps`` is reduced, then ``rows``.
-
-    Args:
-        tokens: S, beyond which nothing is read or written.
-        taps: W; a tile also touches W - 1 tokens on either side.
-        strides: elements between tokens, in every tensor that is read or written. A stride that
-            does not fit 32 bits is left out: its offsets have 64 bits.
+    A tile also touches ``taps`` - 1 tokens on either side, up to the sequence's end at ``tokens``.
+    ``strides`` are elements between tokens, in every tensor; one that does not fit 32 bits is left
+    out, since its offsets have 64 bits.
 
     Raises:
         ValueError: the smallest tile is still too large.
@@ -101,9 +94,6 @@ def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> 
 def within_grid(tile: Walk, tokens: int, batch: int) -> Walk:
     """``tile``, or a longer one if a row would have more tiles than a grid takes.
 
-    The second and third axis of a grid have at most 65535 programs: tiles of a row, and rows. A
-    tile of 128 tokens reaches that at 8.4 million tokens.
-
     Raises:
         ValueError: more than 65535 rows.
     """
@@ -120,11 +110,8 @@ def within_grid(tile: Walk, tokens: int, batch: int) -> Walk:
 def within_shared_memory(tile: Walk, row_bytes: int) -> Walk:
     """``tile``, or one of fewer stages where their copies would not fit into shared memory.
 
-    This happens in the backward of a key head with 16 or more value heads that each have gradients
-    of their own: 32 of them in bf16 would need 264 KiB. Stages change no result.
-
-    Args:
-        row_bytes: what one segment copies for one token, of all tensors.
+    A segment copies ``row_bytes`` for one token: 264 KiB in the backward of a key head with 32
+    value heads in bf16. Stages change no result.
     """
     copied = _STEPS_OF_A_STAGE * tile.rows * row_bytes
     return tile._replace(stages=max(1, min(tile.stages, 1 + _MOST_COPIED // copied)))

@@ -25,27 +25,20 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": s
 
 
 class Readout(Protocol):
-    """The norm and the gate of a rule's output, forward and backward as plain calls.
+    """The norm and the gate of a rule's output, forward and backward as plain calls."""
 
-    Attributes:
-        gate: columns of a row, H * V of them.
-        reads_o: whether the backward reads o.
-    """
-
-    reads_o: ClassVar[bool]
+    reads_o: ClassVar[bool]  # whether the backward does
 
     @property
-    def gate(self) -> slice: ...
+    def gate(self) -> slice: ...  # columns of a row, H * V of them
 
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
         """``[S, B, H * V]`` contiguous, in the dtype of ``rows``; written to ``out`` if given.
 
-        Args:
-            o: ``[B, S, H, V]`` contiguous, in any dtype.
-            rows: ``[S, B, P]``, any strides of S and B.
-            gamma: of the norm; None if it has none.
+        ``o`` is ``[B, S, H, V]``, contiguous, in any dtype, ``rows`` ``[S, B, P]`` with any strides
+        of S and B; gamma is None if there is no norm.
         """
         ...
 
@@ -90,13 +83,11 @@ class Bare:
 class Apart:
     """A readout in two steps: ``inside`` with the recurrence, then ``call`` under autograd.
 
-    Attributes:
-        call: ``(mixed [S, B, H * V], rows [S, B, P]) -> [S, B, H * V]``.
-        closed: ``call`` runs later, on this rank's own tokens, after all heads are together again.
+    If ``closed``, ``call`` runs later, on this rank's own tokens, after all heads are together.
     """
 
     inside: Readout
-    call: Callable[[Tensor, Tensor], Tensor]
+    call: Callable[[Tensor, Tensor], Tensor]  # (mixed [S, B, H V], rows [S, B, P]) -> [S, B, H V]
     closed: bool = False
 
     @property

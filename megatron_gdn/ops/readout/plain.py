@@ -27,22 +27,13 @@ from .base import ACTIVATIONS
 
 @dataclass(frozen=True)
 class PlainReadout:
-    """A :class:`.base.Readout` on any device, fp64 for fp64.
+    """A :class:`.base.Readout` on any device, fp64 for fp64."""
 
-    Attributes:
-        gate: columns of a row, H * V of them.
-        activation: ``"silu"`` or ``"sigmoid"``, of the gate.
-        eps: added to the mean square.
-        zero_centered: scale by ``1 + gamma``, in a norm per head.
-        groups: equal stretches of neighbouring heads, normalised behind the gate; None: a norm per
-            head, before the gate.
-    """
-
-    gate: slice
-    activation: str = "silu"
-    eps: float = 1e-6
-    zero_centered: bool = False
-    groups: int | None = None
+    gate: slice  # columns of a row, H * V of them
+    activation: str = "silu"  # of the gate, or "sigmoid"
+    eps: float = 1e-6  # added to the mean square
+    zero_centered: bool = False  # scale by ``1 + gamma``, in a norm per head
+    groups: int | None = None  # normalised behind the gate; None: a norm per head, before it
 
     reads_o: ClassVar[bool] = True
 

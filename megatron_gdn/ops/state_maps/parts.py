@@ -1,19 +1,10 @@
 """Sequences cut into parts, so that one long sequence can occupy a whole GPU.
 
-A rule runs the parts side by side. Each part is an affine map of the state that enters it, and
-:mod:`.parts` chains the maps of one sequence.
+A rule runs the parts side by side. Each part is an affine map of the state that enters it, and the
+maps ``S_out = through @ S_in + local`` of one sequence are chained.
 
-Legend: N sequences, P parts.
-
-Chaining the affine maps ``S_out = through @ S_in + local`` of the parts of each sequence.
-
-Legend: N sequences, P parts, H value heads, K key dim, V value dim.
-
-The cut of :func:`parts_by_length` for documents in fixed buffers, made on the device.
-
-States may enter sequences that are not cut.
-
-Legend: N documents at most, M = N + 1 sequences (the last is empty), P parts at most.
+Legend: N sequences, P parts, H value heads, K key dim, V value dim; of documents in fixed buffers
+M = N + 1 sequences (the last is empty) and P parts at most.
 """
 
 from __future__ import annotations
@@ -41,36 +32,21 @@ _FEWEST_CHUNKS = 32
 
 @dataclass(frozen=True, eq=False)
 class Parts:
-    """Tables of N sequences cut into P parts, at multiples of 64 tokens from a sequence's start.
+    """Tables of N sequences cut into P parts, at multiples of 64 tokens from a sequence's start."""
 
-    Attributes:
-        sequences: int32 ``[N + 1]``, where sequences begin, and the end.
-        offsets: int32 ``[P + 1]``, where parts begin, and the end.
-        first: int32 ``[N + 1]``, the first part of every sequence, and P.
-        owner: int32 ``[P]``, the sequence of every part.
-        opens, closes: bool ``[P]``, whether the part is the first or the last of its sequence.
-        chunks: int32 ``[P, 1]``, chunks of 64 tokens per part, rounded up.
-        ragged: bool ``[P, 1]``, whether the part ends inside a chunk; None if no part does.
-        nowhere: bool ``[P]``, all false.
-        whole: steps that write the final state of each sequence.
-        entering: steps that write the state that enters each part.
-        opening: steps from the last part to the first that write dS_in of each sequence.
-        leaving: steps from the last part to the first that write dS_out of each part.
-    """
-
-    sequences: Tensor
-    offsets: Tensor
-    first: Tensor
-    owner: Tensor
-    opens: Tensor
-    closes: Tensor
-    chunks: Tensor
-    ragged: Tensor | None
-    nowhere: Tensor
-    whole: Steps
-    entering: Steps
-    opening: Steps
-    leaving: Steps
+    sequences: Tensor  # int32 [N + 1], where sequences begin, and the end
+    offsets: Tensor  # int32 [P + 1], where parts begin, and the end
+    first: Tensor  # int32 [N + 1], the first part of every sequence, and P
+    owner: Tensor  # int32 [P], the sequence of every part
+    opens: Tensor  # bool [P], whether the part is the first of its sequence
+    closes: Tensor  # bool [P], whether it is the last
+    chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per part, rounded up
+    ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if none does
+    nowhere: Tensor  # bool [P], all false
+    whole: Steps  # write the final state of each sequence
+    entering: Steps  # write the state that enters each part
+    opening: Steps  # from the last part to the first, write dS_in of each sequence
+    leaving: Steps  # from the last part to the first, write dS_out of each part
 
     @cached_property
     def are_sequences(self) -> bool:
@@ -133,9 +109,9 @@ def parts_by_length(
 ) -> list[int]:
     """Part offsets. The cut of a sequence depends only on its length and on the heads.
 
-    A sequence is cut into as many parts as fill a GPU of 128 multiprocessors. But no part is cut
-    shorter than 32 chunks, or ``value_heads`` chunks (at least 8) if these are fewer: other
-    sequences fill the GPU too. No part has more than ``longest`` tokens (a multiple of 64).
+    A sequence is cut into as many parts as fill the GPU, but not shorter than 32 chunks, or
+    ``value_heads`` chunks (at least 8) if these are fewer: other sequences fill the GPU too. No
+    part has more than ``longest`` tokens (a multiple of 64).
     """
     most, fewest = most_parts_and_fewest_chunks(value_heads)
     offsets: list[int] = []
@@ -148,15 +124,9 @@ def parts_by_length(
 
 
 def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
-    """The maps of whole sequences from those of their parts.
+    """The maps of whole sequences from those of their parts, ``[P, H, K, V]`` and ``[P, H, K, K]``.
 
-    Args:
-        local: ``[P, H, K, V]`` fp32.
-        through: ``[P, H, K, K]`` fp32.
-
-    Returns:
-        ``local`` ``[N, H, K, V]`` and ``through`` ``[N, H, K, K]``. If some sequence is cut, they
-        are views of one ``[N, H, K, V + K]`` tensor.
+    If some sequence is cut, the results are views of one ``[N, H, K, V + K]`` tensor.
     """
     if parts.are_sequences:
         return local, through
@@ -171,8 +141,7 @@ def entering_states(
 ) -> Tensor | None:
     """The state that enters every part, ``[P, H, K, V]``; None if all are zero.
 
-    Args:
-        initial: ``[N, H, K, V]`` fp32, the states that enter the sequences; None is zero.
+    ``initial`` ``[N, H, K, V]`` has the states that enter the sequences; None is zero.
     """
     if parts.are_sequences:
         return None if initial is None else initial.contiguous()
@@ -186,11 +155,7 @@ def leaving_gradients(
     """The gradient of the state that leaves every part, ``[P, H, K, V]``; None: all are zero.
 
     Follows ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to its first.
-
-    Args:
-        d_local: ``[P, H, K, V]`` fp32; like ``through``, read only if some sequence is cut.
-        through: ``[P, H, K, K]`` fp32.
-        d_final: ``[N, H, K, V]`` fp32, the gradient of the final states; None is zero.
+    ``d_local`` and ``through`` are read only if some sequence is cut.
     """
     if parts.are_sequences:
         return None if d_final is None else d_final.contiguous()
@@ -209,18 +174,10 @@ def initial_gradients(d_local: Tensor, through: Tensor | None, parts: Parts) -> 
 
 
 class StaticParts(NamedTuple):
-    """As :class:`Parts`, for sequences that no state enters.
+    """As :class:`Parts`, of documents in fixed buffers that no state enters.
 
-    Unused parts have no tokens and belong to the last sequence.
-
-    Attributes:
-        sequences: int32 ``[M + 1]``, where sequences begin, and the end.
-        offsets: int32 ``[P + 1]``, where parts begin, and the end.
-        first: int32 ``[M + 1]``, the first part of every sequence, and P.
-        owner: int32 ``[P]``, the sequence of every part.
-        opens, closes: bool ``[P]``, whether the part is the first or the last of its sequence.
-        chunk_offsets, chunk_indices: the chunks of the parts, see
-            :class:`~megatron_gdn.ops.static_documents.ChunkPlaces`.
+    Unused parts have no tokens and belong to the last sequence. The last two are the parts'
+    :class:`~megatron_gdn.ops.static_documents.ChunkPlaces`.
     """
 
     sequences: Tensor
@@ -240,8 +197,7 @@ class StaticParts(NamedTuple):
 def most_cuts(documents: StaticDocuments, value_heads: int) -> int:
     """In how many places documents of this buffer are cut at most.
 
-    A document of c chunks is cut in at most (c - 1) // fewest places, and has more than
-    64 * (c - 1) tokens.
+    One of c chunks is cut in at most (c - 1) // fewest places, and has over 64 * (c - 1) tokens.
     """
     most, fewest = most_parts_and_fewest_chunks(value_heads)
     by_length = documents.total_tokens // (CHUNK * fewest)

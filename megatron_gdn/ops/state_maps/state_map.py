@@ -1,10 +1,6 @@
-"""The affine map of a recurrent state that a stretch of tokens makes.
+"""The affine map of a recurrent state that a stretch of tokens makes, and steps along such maps.
 
-Legend: N stretches, H heads, K rows of a state, V columns.
-
-The steps of chains of state maps, as a table on the device.
-
-Legend: N chains, L steps of the longest.
+Legend: N stretches or chains, H heads, K rows of a state, V columns, L steps of the longest chain.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ class StateShape(NamedTuple):
 
     @property
     def map_columns(self) -> int:
-        """Columns of a map's ``local`` and ``through`` side by side."""
+        """Columns of ``local`` and ``through`` side by side."""
         return self.columns + (1 if self.diagonal else self.rows)
 
     @property
@@ -47,14 +43,10 @@ class StateMap(NamedTuple):
 
     The delta rule mixes the rows of a state, so its ``through`` is a matrix. For a rule that only
     decays rows, ``through`` has one column, the factor of each row.
-
-    Attributes:
-        local: ``[N, H, K, V]`` fp32, S_out for S_in = 0.
-        through: ``[N, H, K, K]`` or ``[N, H, K, 1]`` fp32.
     """
 
-    local: Tensor
-    through: Tensor
+    local: Tensor  # [N, H, K, V] fp32, S_out for S_in = 0
+    through: Tensor  # [N, H, K, K] or [N, H, K, 1] fp32
 
     @property
     def is_diagonal(self) -> bool:
@@ -83,14 +75,12 @@ NONE = -1
 class Steps:
     """The maps that chains apply, and the places of the states between them.
 
-    Attributes:
-        chains: of every chain its steps ``(target, map)``: write the state to ``target``, then
-            apply ``map``; NONE skips the write or the map. Every chain has a step.
-        table: int32 ``[N, L, 2]``, the same on the device, padded with NONE.
+    A step is ``(target, map)``: write the state to ``target``, then apply ``map``; NONE skips the
+    write or the map. Every chain has a step.
     """
 
     chains: tuple[tuple[tuple[int, int], ...], ...]
-    table: Tensor
+    table: Tensor  # int32 [N, L, 2], the same on the device, padded with NONE
 
     @classmethod
     def build(cls, chains: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> Steps:
