@@ -46,27 +46,17 @@ def number_of_new_layer() -> int:
 
 @dataclass
 class _Known:
-    """The comparing layer of one group, and the contents that its ranks agreed on."""
+    """What is known of one group."""
 
     chosen_after: int = -1  # the latest layer that was built before the choice
     layer: int = 0  # the layer that compares
-    # Keys: the contents. Values: the same as a tensor on the device, by stream.
+    # The contents that the ranks agreed on, and the same as a tensor on the device, by stream.
     agreed: OrderedDict[tuple[int, ...], dict[int, Tensor]] = field(default_factory=OrderedDict)
-
-    def compares(self, layer: int) -> bool:
-        if self.chosen_after != _latest_built:
-            self.chosen_after, self.layer = _latest_built, layer
-        return self.layer == layer
 
     def is_new(self, contents: tuple[int, ...]) -> bool:
         if contents in self.agreed:
             self.agreed.move_to_end(contents)
         return contents not in self.agreed
-
-    def add(self, contents: tuple[int, ...]) -> None:
-        self.agreed.setdefault(contents, {})
-        if len(self.agreed) > _REMEMBERED:
-            self.agreed.popitem(last=False)
 
 
 _groups: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
@@ -85,25 +75,23 @@ def require_agreement(
 
     Nothing is compared on one rank, on the meta device (where nothing is sent), while a CUDA graph
     is captured (the host could not read the answer), or with ``MEGATRON_GDN_CHECK_RANKS=0`` in
-    every rank's environment.
+    every rank's environment. Of ``StaticDocuments`` only the number that they can hold is compared:
+    the host does not know boundaries.
 
     Args:
         layer: its :func:`number_of_new_layer`.
-        group: the context-parallel group, None for one rank.
-        tokens: of the sequence or packed buffer, over all ranks, as this rank computes them.
-        documents: the packed documents. Of ``StaticDocuments`` only the number that they can hold
-            is compared: the host does not know boundaries.
-        layout: how this rank takes its tokens to be cut.
+        tokens: of all ranks, as this rank computes them.
         device: where the group's backend communicates.
 
     Raises:
-        ValueError: says what each rank was given. On the CPU every rank raises it, on GPUs every
-            rank whose contents are new.
+        ValueError: what each rank was given; on GPUs on every rank whose contents are new.
     """
     if group is None or group.size() == 1 or device.type == "meta":
         return
     known = _groups.get(group) or _groups.setdefault(group, _Known())
-    if not known.compares(layer) or os.environ.get(SWITCH, "1") == "0":
+    if known.chosen_after != _latest_built:
+        known.chosen_after, known.layer = _latest_built, layer
+    if known.layer != layer or os.environ.get(SWITCH, "1") == "0":
         return
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return
@@ -115,7 +103,9 @@ def require_agreement(
     given = [tuple(theirs) for theirs in gathered.tolist()]
     if given.count(mine) != len(given):
         raise ValueError(_complaint(given, documents))
-    known.add(mine)
+    known.agreed.setdefault(mine, {})
+    if len(known.agreed) > _REMEMBERED:
+        known.agreed.popitem(last=False)
 
 
 @uncompiled
@@ -127,11 +117,10 @@ def _gather(
     ``kept``: ``mine`` on the device, by stream; None if the group has not agreed on it yet.
     """
     stream = stream_of_tables()
-    own = None if kept is None else kept.get(stream)
-    if own is None:
-        own = to_device(torch.tensor(mine, dtype=torch.int64, device="cpu"), device)
-        if kept is not None:
-            kept[stream] = own
+    kept = {} if kept is None else kept
+    if stream not in kept:
+        kept[stream] = to_device(torch.tensor(mine, dtype=torch.int64, device="cpu"), device)
+    own = kept[stream]
     given = own.new_empty(group.size() * len(mine))
     dist.all_gather_into_tensor(given, own, group=group)
     return given.view(-1, len(mine))

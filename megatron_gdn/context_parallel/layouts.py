@@ -46,13 +46,16 @@ class SequenceLayout(StrEnum):
 
     @classmethod
     def parse(cls, value: str | SequenceLayout) -> SequenceLayout:
-        try:
-            return cls(value)
-        except ValueError:
-            raise ValueError(
-                f"unknown context-parallel layout {value!r}; use one of "
-                f"{', '.join(repr(layout.value) for layout in cls)}."
-            ) from None
+        return member(cls, value, "context-parallel layout")
+
+
+def member[Kind: StrEnum](kind: type[Kind], value: Any, what: str) -> Kind:
+    """``kind(value)``, with an error that says ``what`` is legal."""
+    try:
+        return kind(value)
+    except ValueError:
+        legal = ", ".join(repr(one.value) for one in kind)
+        raise ValueError(f"unknown {what} {value!r}; use one of {legal}.") from None
 
 
 def check_lengths(
@@ -138,15 +141,14 @@ def local_indices(
     cp_rank: int,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
 ) -> Tensor:
-    """The sequence positions that one rank holds, in the order it holds them.
+    """The sequence positions that one rank holds, in its order: int64 ``[s]`` on the CPU.
 
-    int64 ``[s]`` on the CPU. ``tokens[..., local_indices(lengths, cp, rank)]`` is what a data
-    loader gives that rank; for an unpacked batch of sequences of S tokens, ``lengths = [S]``.
+    ``tokens[..., local_indices(lengths, cp, rank)]`` is what a data loader gives that rank; for an
+    unpacked batch of sequences of S tokens, ``lengths = [S]``.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not one of 0 .. {cp_size - 1}.")
-    sequence_of_rank_order = inverse(rank_order_of_sequence(lengths, cp_size, layout))
-    return sequence_of_rank_order.chunk(cp_size)[cp_rank] if cp_size > 1 else sequence_of_rank_order
+    return inverse(rank_order_of_sequence(lengths, cp_size, layout)).view(cp_size, -1)[cp_rank]
 
 
 @lru_cache(maxsize=16)
@@ -186,10 +188,7 @@ def require_fragments(documents: StaticDocuments, length: Tensor, cp_size: int) 
 def cut_of(
     documents: Documents | None, tokens: int, layout: SequenceLayout
 ) -> tuple[int, ...] | StaticDocuments:
-    """What ``layout`` cuts: documents of these lengths, or the ``tokens`` of the whole buffer.
-
-    Documents in fixed buffers, whose lengths the host does not know, only where they are cut.
-    """
+    """What ``layout`` cuts: lengths that the host knows, or documents in fixed buffers."""
     if not isinstance(documents, StaticDocuments):
         return Documents.lengths_of(documents, tokens)
     return documents if layout is SequenceLayout.ZIGZAG else (tokens,)

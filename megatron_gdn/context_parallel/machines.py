@@ -1,9 +1,8 @@
 """Which ranks of a context-parallel group lie on one machine, where the wire is fast.
 
-A *machine* is what NVLink joins. Others say node; here a node is a place of a chain. Schemes need
-one number, the same on all ranks: how many ranks in a row lie on one machine. So ranks exchange the
-names of their hosts, once per group. Variables such as ``LOCAL_WORLD_SIZE`` would not do: not every
-launcher sets them, and they differ between ranks where machines differ.
+A *machine* is what NVLink joins. Others say node; here a node is a place of a chain. All ranks need
+the same number, so they exchange the names of their hosts, once per group. ``LOCAL_WORLD_SIZE``
+would not do: not every launcher sets it, and it differs between ranks where machines differ.
 """
 
 from __future__ import annotations
@@ -41,18 +40,14 @@ def check_ranks_per_machine(told: Any) -> int | None:
 def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int:
     """How many successive ranks of ``group`` lie on one machine; a divisor of its size.
 
-    The first call for a group and a number exchanges what ranks were told and their hosts. So all
-    ranks must call together, and ranks that differ are found in the first layer. On the meta device
-    and while a CUDA graph is captured nothing can be sent: what this rank was told counts, and
-    without it one machine.
+    The first call for a group and a number exchanges what ranks were told and their hosts, so all
+    ranks must call together; on every rank it raises a ValueError if ranks were told different
+    numbers. On the meta device and while a CUDA graph is captured nothing can be sent: what this
+    rank was told counts, and without it one machine.
 
     Args:
-        told: the ranks of each machine; the last machine may have fewer. More ranks than the group
-            has mean one machine.
+        told: the ranks of each machine; the last machine may have fewer, and so may the group.
         device: where the group's backend communicates.
-
-    Raises:
-        ValueError: on every rank, if ranks were told different numbers.
     """
     known = _agreed.setdefault(group, {})
     if told not in known:

@@ -15,8 +15,7 @@ bytes go over NVLink, between machines over the network, both at the same time:
 map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state;
 r = 1 + V / (K + V), or 1 + V / (1 + V): maps there, states back. A chain is a sequence that states
 travel along: a document in zigzag, else a batch row. It has l nodes, 2 on every rank, or 1 when
-contiguous. Bytes and steps come from :func:`row_bytes` and :func:`map_exchanges`, which
-``benchmarks/model_context_parallel.py`` reads too. Across machines nothing was measured.
+contiguous. Across machines nothing was measured.
 
 Legend: s tokens of one rank, B batch, H value heads of one tensor-parallel rank, h those inside the
 head exchange and p the projection width there, K key dim, V value dim, n ranks per machine.
@@ -29,21 +28,18 @@ from typing import Any, NamedTuple
 
 from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
-from .layouts import SequenceLayout
+from .layouts import SequenceLayout, member
 
 # Bytes that a rank receives per millisecond.
 WITHIN = 128 * 2**20 / 0.46  # 292 GB/s over NVLink: 128 MiB in 0.46 ms, on four H200
 ACROSS = 50e6  # 50 GB/s: one network card of 400 Gbit/s per GPU, an assumption
 
-# On H200 with flash_qla, 16 key and 32 value heads, 8192 tokens on each of four ranks, a chunkwise
-# forward takes longer than the layer alone: 0.22 ms as a CUDA graph, 0.7 ms if the host is too slow
-# for its launches.
 SUMMARY = 1 / 7000 / WITHIN  # computing the maps of the pieces: per token and byte of a map
-FIXED = 0.46  # small launches and the history, once per layer: between these two
-# Over several machines: as a graph. The host gets ahead while a GPU waits for the network.
-FIXED_ACROSS = 0.22
-# Per collective: 57 us, an estimate. GPUs take 10 to 28 us for a small collective, and a slow host
-# takes 300 us to issue it.
+# Small launches and the history, once per layer. On H200 with flash_qla, 16 key and 32 value heads,
+# 8192 tokens on each of four ranks, they take 0.22 ms as a CUDA graph, 0.7 ms with a slow host.
+FIXED = 0.46  # between these two
+FIXED_ACROSS = 0.22  # over several machines: the host gets ahead while a GPU waits for the network
+# Per collective, an estimate: a GPU takes 10 to 28 us for a small one, a slow host 300 us to issue.
 LATENCY = 0.0575
 STEP = 0.0054  # per product of a chain, which waits for the product before
 GATHER_UP_TO = 8  # ranks; with more ranks, gathered maps cost memory too
@@ -61,13 +57,7 @@ class LinearCpMode(StrEnum):
         """The value given, else the config's (newer Megatrons have one), else auto."""
         if value is None:
             value = getattr(config, "linear_cp_mode", None) or cls.AUTO
-        try:
-            return cls(value)
-        except ValueError:
-            raise ValueError(
-                f"unknown linear_cp_mode {value!r}; use one of "
-                f"{', '.join(repr(mode.value) for mode in cls)}."
-            ) from None
+        return member(cls, value, "linear_cp_mode")
 
 
 class Price(NamedTuple):
@@ -105,6 +95,10 @@ class MapExchange(NamedTuple):
     collectives: int
     steps: int  # products that wait for each other
 
+    @property
+    def ms(self) -> float:
+        return self.received.ms() + self.collectives * LATENCY + self.steps * STEP
+
 
 def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> int:
     """Received by one rank in one headwise forward: projection rows, and mixed rows back.
@@ -137,21 +131,6 @@ def map_exchanges(
     }
 
 
-def exchange_prices(
-    state: StateShape,
-    cp_size: int,
-    layout: SequenceLayout,
-    rows: int,
-    lengths: tuple[int, ...] | None,
-    per_machine: int,
-) -> dict[str, float]:
-    """What each of :func:`map_exchanges` costs, in milliseconds."""
-    return {
-        name: way.received.ms() + way.collectives * LATENCY + way.steps * STEP
-        for name, way in map_exchanges(state, cp_size, layout, rows, lengths, per_machine).items()
-    }
-
-
 def price(
     state: StateShape,
     inside: Layout,
@@ -163,22 +142,19 @@ def price(
     element_size: int,
     per_machine: int,
 ) -> Price:
-    """Price one layer's forward over a micro-batch.
+    """Price one layer's forward over a micro-batch of ``rows`` rows of ``tokens`` over all ranks.
 
     Args:
         state: the states of one tensor-parallel rank's heads.
         inside: projection columns inside the head exchange, on one rank.
-        tokens: of the whole sequence or packed buffer.
-        rows: of the batch.
         lengths: of the packed documents; None when not packed.
         element_size: bytes of an activation.
-        per_machine: ranks on one machine, see :func:`.machines.ranks_per_machine`.
     """
     local = tokens // cp_size * rows
     received = row_bytes(inside, cp_size, local, element_size)
-    sending = min(exchange_prices(state, cp_size, layout, rows, lengths, per_machine).values())
+    ways = map_exchanges(state, cp_size, layout, rows, lengths, per_machine).values()
     fixed = FIXED if per_machine == cp_size else FIXED_ACROSS
     return Price(
         headwise=Received.from_all(received, cp_size, per_machine).ms(),
-        chunkwise=sending + state.map_bytes * local * SUMMARY + fixed,
+        chunkwise=min(way.ms for way in ways) + state.map_bytes * local * SUMMARY + fixed,
     )

@@ -31,21 +31,13 @@ class Passage(NamedTuple):
 
 
 class Scheme(Protocol):
-    """A way to run a layer over one context-parallel group.
+    """A way to run a layer over one context-parallel group."""
 
-    Attributes:
-        name: as ``linear_cp_mode`` calls it.
-        size: ranks of the group.
-        layout: projection columns where the mixer runs.
-        moves_rows: whether :attr:`Passage.close` moves the mixer's output to other ranks.
-        announced: whether the log has said that this scheme was chosen.
-    """
-
-    name: str
-    size: int
-    layout: Layout
-    moves_rows: bool
-    announced: bool
+    name: str  # as linear_cp_mode calls it
+    size: int  # ranks of the group
+    layout: Layout  # projection columns where the mixer runs
+    moves_rows: bool  # Passage.close moves the mixer's output to other ranks
+    announced: bool  # the log has said that this scheme was chosen
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
         """How the rows of one micro-batch reach the mixer.
@@ -62,10 +54,9 @@ class Scheme(Protocol):
         ...
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
-        """The share of a parameter, along its first dimension, that the mixer needs here.
+        """The rows of a parameter that the mixer needs here.
 
-        Args:
-            param: one row per state head, or one row per column of the sections ``names``.
+        ``param`` has one row per state head, or one row per column of the sections ``names``.
         """
         ...
 

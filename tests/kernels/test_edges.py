@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel.chunkwise.history import history_route
-from megatron_gdn.context_parallel.chunkwise.scheme import _local_pieces
+from megatron_gdn.context_parallel.chunkwise.pieces import documents_of_pieces, history_route
 from megatron_gdn.context_parallel.chunkwise.static_history import (
     static_history_route,
     static_pieces,
@@ -102,7 +101,7 @@ def link_of(cut, taps, batch, channels, device, normal):
     # Its strides are not always those of a tensor of its own: a cache lies the other way round.
     history = history.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     returned = normal(sum(route.send_counts), batch, channels)
-    return Link(route, history, returned), _local_pieces(*where, device)
+    return Link(route, history, returned), documents_of_pieces(*where, device)
 
 
 def compare(front, plain, link, proj, parameters, grads, documents, only):

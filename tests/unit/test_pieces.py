@@ -9,8 +9,7 @@ from hypothesis import strategies as st
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.context_parallel.chunkwise.history import history_route
-from megatron_gdn.context_parallel.chunkwise.pieces import pieces_of
+from megatron_gdn.context_parallel.chunkwise.pieces import history_route, pieces_of
 from megatron_gdn.context_parallel.chunkwise.states import _put, _take, chain_nodes, state_table
 
 CPU = torch.device("cpu")

@@ -14,7 +14,7 @@ from megatron_gdn.context_parallel.price import (
     SUMMARY,
     WITHIN,
     LinearCpMode,
-    exchange_prices,
+    map_exchanges,
     price,
 )
 
@@ -36,7 +36,11 @@ def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN, n=None)
 
 def exchanges(cp, rows=1, lengths=None, layout="zigzag", dims=QWEN, n=None):
     layout = SequenceLayout.parse(layout)
-    return exchange_prices(dims.heads.state, cp, layout, rows, lengths, n or cp)
+    return prices(map_exchanges(dims.heads.state, cp, layout, rows, lengths, n or cp))
+
+
+def prices(ways):
+    return {name: way.ms for name, way in ways.items()}
 
 
 def test_headwise_pays_for_the_rows_of_the_other_ranks():
@@ -76,7 +80,7 @@ def test_chunkwise_pays_for_maps_and_for_computing_them(cp, per_rank, nodes, cas
 def test_a_map_of_a_rule_that_mixes_no_rows_has_one_column_beside_the_state():
     decays = QWEN.heads.state._replace(diagonal=True)
     b = 2 * 32 * 128 * (128 + 1) * 4
-    found = exchange_prices(decays, 4, SequenceLayout.ZIGZAG, 1, None, 4)
+    found = prices(map_exchanges(decays, 4, SequenceLayout.ZIGZAG, 1, None, 4))
     expected = {
         "gather": 3 * b / WITHIN + LATENCY + 8 * STEP,
         "share": (1 + 128 / 129) * 3 / 4 * b / WITHIN + 2 * LATENCY + 8 * STEP,
@@ -86,8 +90,8 @@ def test_a_map_of_a_rule_that_mixes_no_rows_has_one_column_beside_the_state():
 
 def test_few_ranks_gather_and_more_share():
     def cheapest(cp, **case):
-        prices = exchanges(cp, **case)
-        return min(prices, key=prices.get)
+        found = exchanges(cp, **case)
+        return min(found, key=found.get)
 
     assert [cheapest(cp) for cp in (2, 4, 8, 16, 64, 256)] == [
         "gather", "gather", "share", "share", "share", "share",

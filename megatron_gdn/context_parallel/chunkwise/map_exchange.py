@@ -14,7 +14,6 @@ fp32, since rounding compounds in a chain of maps:
                       Traffic, memory and work grow with the number of ranks.
     share_and_fold    One all-to-all gives every rank all maps of a share of the chains. The rank
                       folds these from end to end, and another all-to-all returns the states.
-                      Traffic and memory do not grow; the fold has one step per node of a chain.
 
 Legend: h nodes of a chain on this rank; M chains over the same nodes (for example one per sequence,
 batch row and value head), m of them in this rank's share; K rows of a state, V columns, X columns
@@ -77,14 +76,9 @@ def pack(local: Tensor, through: Tensor) -> Tensor:
 
 
 def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
-    """The states that enter this rank's nodes, from one all-gather.
+    """The states that enter this rank's nodes, ``[h, M, K, V]``; zero for the first node.
 
-    Args:
-        maps: ``[h, M, K, X]`` contiguous, local beside through, of this rank's nodes by slot.
-        value_dim: V.
-
-    Returns:
-        ``[h, M, K, V]``; zero for the first node.
+    ``maps``: ``[h, M, K, X]`` contiguous, local beside through, of this rank's nodes by slot.
     """
     h, M, K, _ = maps.shape
     gathered = maps.new_empty(group.size() * h, *maps.shape[1:])
@@ -110,18 +104,13 @@ def _from_zero(
 ) -> list[Stretch]:
     """The steps along a chain that no state enters: from its first node, and from each cut.
 
-    From zero the first map is never multiplied, so a cut costs no product, and one at the first
-    node changes nothing. Every stretch ends with the last state that is wanted in it. The state
-    that enters the next cut's node belongs to it too.
-
-    Args:
-        places: of every node, where its map is.
-        targets: by node, where the state that enters it goes.
+    ``places``: of every node, where its map is. ``targets``: by node, where the state that enters
+    it goes. From zero the first map is never multiplied, so a cut costs no product, and one at the
+    first node changes nothing. The state that enters a cut's node belongs to the stretch before.
     """
     ends = [*sorted(cuts - {0}), len(places) - 1]
     found = [_stretch(range(ends[0] + 1), places, targets)]
     for cut, stop in pairwise(ends):
-        # The state that enters a cut node was made by the stretch before it.
         after = _stretch(range(cut + 1, stop + 1), places, targets)
         found.append([(NONE, places[cut]), *after] if after else [])
     return [stretch for stretch in found if stretch]
@@ -173,17 +162,12 @@ def exchange_rows(
     group: dist.ProcessGroup,
     async_op: bool = False,
 ) -> tuple[Tensor, dist.Work | None]:
-    """Send ``send_counts[r]`` of the rows, in order, to rank r: point-to-point on NCCL.
+    """Send ``send_counts[r]`` of the rows, in order, to rank r; the rows received, by sending rank.
 
-    Returns the rows received, by sending rank, and the work to wait for when ``async_op``.
+    With ``async_op`` also the work to wait for.
     """
-    received = rows.new_empty(sum(receive_counts), *rows.shape[1:])
+    received, counts = rows.new_empty(sum(receive_counts), *rows.shape[1:]), list(receive_counts)
     work = dist.all_to_all_single(
-        received,
-        rows.contiguous(),
-        output_split_sizes=list(receive_counts),
-        input_split_sizes=list(send_counts),
-        group=group,
-        async_op=async_op,
+        received, rows.contiguous(), counts, list(send_counts), group=group, async_op=async_op
     )
     return received, work

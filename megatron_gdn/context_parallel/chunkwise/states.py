@@ -37,31 +37,22 @@ class StateTable:
     In zigzag every document is a chain of 2 * cp nodes, one piece each. The layouts that cut the
     whole buffer have one chain, of fragments: a state enters a fragment by its first piece and
     leaves it by its last; a fragment of several pieces lets no state through.
-
-    Attributes:
-        sequences: boundaries of all N pieces of this rank, all batch rows laid end to end.
-        nodes: of every chain; the chain is cut at fragments that let no state through.
-        node_count: h.
-        first, last: int64 ``[h * chains]``, the pieces by which states enter and leave this
-            rank's nodes; None if these are all N pieces in this order.
-        leavers: tokens and boundaries of each node's last piece, whose maps alone are computed; set
-            only if these are at most half of the tokens. Otherwise the maps of all pieces are
-            computed, whose intermediate results the rule's forward uses.
-        enters: bool ``[h * chains, 1, 1, 1]``, true if the first piece continues a document.
-        leaves: likewise, true if the last piece's document continues on another node.
-        passes: likewise, true if a state passes from end to end. A mask is None if it is true
-            everywhere except at chain ends, where it is unused.
     """
 
-    sequences: Documents
-    nodes: Nodes
-    node_count: int
+    sequences: Documents  # boundaries of all N pieces of this rank, batch rows laid end to end
+    nodes: Nodes  # of every chain; it is cut at fragments that let no state through
+    node_count: int  # h
+    # int64 [h * chains], the pieces by which states enter and leave this rank's nodes; None if
+    # these are all N pieces in this order.
     first: Tensor | None
     last: Tensor | None
+    # Tokens and boundaries of the last pieces, whose maps alone are computed; set only if these are
+    # at most half of the tokens. Else the rule's forward uses what the maps of all pieces leave.
     leavers: tuple[Tensor, Documents] | None
-    enters: Tensor | None
-    leaves: Tensor | None
-    passes: Tensor | None
+    # bool [h * chains, 1, 1, 1]; None if true everywhere but at chain ends, where it is unused.
+    enters: Tensor | None  # the first piece continues a document
+    leaves: Tensor | None  # the last piece's document continues on another node
+    passes: Tensor | None  # a state passes from end to end
 
 
 def chain_nodes(cp_size: int, layout: SequenceLayout, cuts: frozenset[int] = frozenset()) -> Nodes:
@@ -73,10 +64,7 @@ def chain_nodes(cp_size: int, layout: SequenceLayout, cuts: frozenset[int] = fro
 
 
 def _cuts(pieces: Pieces, layout: SequenceLayout) -> frozenset[int]:
-    """The fragments that no state passes: all but those that are one piece inside a document.
-
-    Every rank computes the same set for all nodes, since it follows the whole chain.
-    """
+    """The fragments, of all ranks, that no state passes: all but one piece inside a document."""
     if layout is SequenceLayout.ZIGZAG:  # a chain is one document, and its nodes are the pieces
         return frozenset()
     alone = pieces.fragment.bincount() == 1
@@ -129,9 +117,8 @@ def state_table(
         begin = pieces.local_start[mine][last]
         boundaries = Documents((0, *leaving.cumsum(0).tolist()), device)
         leavers = to_device(ranges(begin, leaving), device), boundaries
-    ends_of_pieces = pieces.length[mine].repeat(rows).cumsum(0).tolist()
     return StateTable(
-        sequences=Documents((0, *(ends_of_pieces or [0])), device),
+        sequences=pieces.documents(rank, rows, device),
         nodes=nodes,
         node_count=h,
         first=pieces_of_all_rows(first),
@@ -192,7 +179,6 @@ class StatesOfPieces:
         return _put(kept[0], self._table.first, self._count)
 
     def leaving(self, backward: RuleBackward, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """The same from the other end: d_local of the pieces, an exchange of transposed maps."""
         table, (entering, through) = self._table, kept
         d_local = _take(backward.d_initial(), table.first, table.enters)
         maps = StateMap(entering, through).transposed(d_local)

@@ -30,7 +30,7 @@ from ...ops.front.edges import Places, StaticHistoryTable
 from ...ops.host_tables import to_device
 from ...ops.static_documents import StaticDocuments
 from ..layouts import SequenceLayout, check_lengths, require_fragments
-from .history import HistoryRoute
+from .pieces import HistoryRoute
 from .states import StateTable, chain_nodes
 
 
@@ -73,12 +73,7 @@ def _boundaries(documents: StaticDocuments, cp_size: int) -> tuple[Tensor]:
 
 
 def static_pieces(documents: StaticDocuments, cp_size: int, layout: SequenceLayout) -> StaticPieces:
-    """Made once for these buffers.
-
-    Raises:
-        NotImplementedError: another layout than zigzag.
-        ValueError: the buffer does not divide; a document that does not fails on the device.
-    """
+    """Made once for these buffers; refuses other layouts, and a buffer that does not divide."""
     if layout is not SequenceLayout.ZIGZAG:
         raise NotImplementedError(
             f"linear_cp_mode='chunkwise' takes documents in fixed buffers (StaticDocuments, for "
@@ -114,7 +109,7 @@ def _filled(pieces: StaticDocuments) -> tuple[Tensor]:
 def static_history_route(
     documents: StaticDocuments, R: int, rank: int, taps: int
 ) -> HistoryRoute | None:
-    """As :func:`.history.history_route`; every fill writes the tables again."""
+    """As :func:`.pieces.history_route`; every fill writes the tables again."""
     if taps == 1:
         return None
     key = (HistoryRoute, R, rank, taps)
@@ -127,14 +122,13 @@ def _build(documents: StaticDocuments, R: int, rank: int, reach: int) -> History
     N, device = documents.max_documents, documents.device
     send_counts, sent = _rows_of(rank, R, N, reach, by_giver=True)
     receive_counts, taken = _rows_of(rank, R, N, reach, by_giver=False)
-    pieces = N * (1 if rank == 0 else 2)
-    of_piece = torch.arange(pieces * 2 * reach, device="cpu").view(-1, 2, reach)
-    history, again = to_device(of_piece.transpose(0, 1).flatten(1), device)
     exchanged = (sent, taken, _numbers(sent, N, reach), _numbers(taken, N, reach))
-    tensors = (to_device(x, device) for x in exchanged)
-    fixed = _Fixed(rank, R, reach, int(rank == 0), again, *tensors)
+    fixed = _Fixed(rank, R, reach, int(rank == 0), *(to_device(x, device) for x in exchanged))
+    pieces = N * (2 - fixed.skipped)
+    of_pieces = torch.arange(pieces * 2 * reach, device="cpu").view(-1, 2, reach)
+    history, again = to_device(of_pieces.transpose(0, 1).flatten(1), device)
     key = ("history", R, rank, reach)
-    made = documents.table(key, lambda these: _tables(these, fixed))
+    made = documents.table(key, lambda these: _tables(these, fixed, again))
     buffer = Places(
         documents=Documents(tuple(range(0, (pieces + 1) * 2 * reach, 2 * reach)), device),
         history=history, arrived=made.arrived, again=again, redone=made.redone,
@@ -180,24 +174,15 @@ def _numbers(rows: Tensor, N: int, reach: int) -> Tensor:
 
 
 class _Fixed(NamedTuple):
-    """What does not depend on the documents; tensors int64 on the device.
-
-    Attributes:
-        reach: W - 1.
-        skipped: slots without a history: rank 0 holds the first fragment of every document.
-        again: the rows of the small buffer for tokens that are computed again.
-        sent, taken: see :func:`_rows_of`.
-        number_sent, number_taken: see :func:`_numbers`.
-    """
+    """What does not depend on the documents; tensors int64 on the device."""
 
     rank: int
     R: int
-    reach: int
-    skipped: int
-    again: Tensor
-    sent: Tensor
+    reach: int  # W - 1
+    skipped: int  # slots without a history: rank 0 holds the first fragment of every document
+    sent: Tensor  # see _rows_of
     taken: Tensor
-    number_sent: Tensor
+    number_sent: Tensor  # see _numbers
     number_taken: Tensor
 
 
@@ -217,15 +202,15 @@ class _Tables(NamedTuple):
     used: Tensor
 
 
-def _tables(documents: StaticDocuments, fixed: _Fixed) -> _Tables:
+def _tables(documents: StaticDocuments, fixed: _Fixed, again: Tensor) -> _Tables:
     R, reach, device = fixed.R, fixed.reach, documents.device
     offsets = documents.cu_seqlens[: documents.max_documents + 1].long()
     start, length = offsets[:-1] // R, offsets.diff() // (2 * R)  # of fragments on this rank
     pieces = _pieces(start, length, fixed)
     additions = _additions(start, length, fixed)
     arrived = pieces[:, 2:].flip(1).flatten()  # oldest first, as rows follow each other
-    first, again = pieces[:, :1], torch.arange(reach, device=device)
-    real = (again < pieces[:, 1:2]).flatten()
+    first, ahead = pieces[:, :1], torch.arange(reach, device=device)
+    real = (ahead < pieces[:, 1:2]).flatten()
     document, slot, k, m = fixed.taken
     piece = document * (2 - fixed.skipped) + slot - fixed.skipped
     age = (k - 1) * length[document] + m
@@ -240,8 +225,8 @@ def _tables(documents: StaticDocuments, fixed: _Fixed) -> _Tables:
         send_rows=row.clamp(max=documents.total_tokens // R - 1),
         arrived=arrived.clamp(min=0),
         known=(arrived >= 0).view(-1, 1, 1),
-        redone=torch.where(real, (first + again).flatten(), first[0]),
-        read=torch.where(real, fixed.again, fixed.again[:1]),
+        redone=torch.where(real, (first + ahead).flatten(), first[0]),
+        read=torch.where(real, again, again[:1]),
         real=real.view(-1, 1, 1),
         received=torch.where(used, (2 * piece + 1) * reach - age, 0),
         used=used.view(-1, 1, 1),

@@ -44,11 +44,7 @@ OWN_BYTES = 16 << 20
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """The group, the columns of each rank, and the places of the tokens.
-
-    Fragments of at least ``direct_fragment`` tokens (on average) travel as messages of their own.
-    With ``at_once`` there is one wave, and no other work while it travels.
-    """
+    """The group, the columns of each rank, and the places of the tokens."""
 
     group: dist.ProcessGroup
     rank: int
@@ -56,8 +52,8 @@ class Exchange:
     own_width: int  # p
     whole_width: int  # P
     waves: tuple[Wave, ...]
-    direct_fragment: float
-    at_once: bool
+    direct_fragment: float  # tokens, on average, from which fragments are messages of their own
+    at_once: bool  # there is one wave, and no other work while it travels
 
     @classmethod
     def of(
@@ -68,10 +64,7 @@ class Exchange:
         layout: SequenceLayout,
         rows: Tensor,
     ) -> Exchange:
-        """The exchange of ``rows`` (``[s, B, P]`` or ``[S, B, p]``) of documents of ``lengths``.
-
-        ``lengths`` may be ``StaticDocuments``, which are cut in zigzag.
-        """
+        """For ``rows`` (``[s, B, P]`` or ``[S, B, p]``); ``StaticDocuments`` are cut in zigzag."""
         static = isinstance(lengths, StaticDocuments)
         rank, own_width = group.rank(), shares.own_width
         tokens = lengths.total_tokens if static else sum(lengths)
@@ -92,13 +85,9 @@ class Exchange:
         return wave.mean_fragment >= self.direct_fragment
 
 
-def _packing(tensor: Tensor) -> ModuleType:
-    """The Triton kernels, or their plain-torch twins where they cannot run."""
-    return _packing_on(tensor.is_cuda)
-
-
 @cache
-def _packing_on(gpu: bool) -> ModuleType:
+def _packing(gpu: bool) -> ModuleType:
+    """The Triton kernels, or their plain-torch twins where they cannot run."""
     if gpu and find_spec("triton") is not None:
         from . import pack
 
@@ -151,7 +140,7 @@ def _send_fragments(
 
 
 def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
-    pack, shares, rank = _packing(whole), exchange.shares, exchange.rank
+    pack, shares, rank = _packing(whole.is_cuda), exchange.shares, exchange.rank
     if whole.stride(-1) != 1:
         whole = whole.contiguous()
     s, B, _ = whole.shape
@@ -171,7 +160,8 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     for wave in () if exchange.at_once else exchange.waves:
         pack.pack_own(_rows_of(whole, wave), full, shares, rank, wave.own_place)
     for wave, _, received, works in sent:
-        _wait_for(works)
+        for work in works:
+            work.wait()  # on a GPU only the stream waits, not the host
         if received is not None:
             beside = wave is not exchange.waves[-1]
             pack.place_rows(received, full, wave.peer_place, beside_transfer=beside)
@@ -179,7 +169,7 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
 
 
 def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
-    pack, shares, rank = _packing(full), exchange.shares, exchange.rank
+    pack, shares, rank = _packing(full.is_cuda), exchange.shares, exchange.rank
     full = full.contiguous()
     S, B, _ = full.shape
     whole = full.new_empty(S // shares.ranks, B, exchange.whole_width)
@@ -196,18 +186,13 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
     for wave in () if exchange.at_once else exchange.waves:
         pack.unpack_own(full, _rows_of(whole, wave), shares, rank, wave.own_place)
     for wave, _, received, works in coming:
-        _wait_for(works)
+        for work in works:
+            work.wait()
         pack.unpack_peers(
             received, full, _rows_of(whole, wave), shares, rank, wave.own_place,
             with_own=exchange.at_once, beside_transfer=wave is not exchange.waves[-1],
         )  # fmt: skip
     return whole
-
-
-def _wait_for(works: list[dist.Work]) -> None:
-    """On a GPU only the stream waits, not the host."""
-    for work in works:
-        work.wait()
 
 
 class _Moved(torch.autograd.Function):

@@ -55,7 +55,6 @@ def tensor_a2a_cp2hp(
 
     Args:
         tensor: ``[s, B, D]``; ``seq_dim`` is 0 and ``head_dim`` -1 or 2.
-        cp_group: the ranks that share the sequence.
         split_sections: widths of the sections of D, each split by itself (query heads among
             all ranks, then key heads, ...); None treats D as one section.
         undo_attention_load_balancing: return tokens in sequence order, undoing the zigzag of one
@@ -89,7 +88,6 @@ def tensor_a2a_hp2cp(
     The inverse of :func:`tensor_a2a_cp2hp`, whose sections are cp times as wide.
 
     Args:
-        tensor: ``[S, B, d]``.
         split_sections: widths of the sections of **d**, as they are in ``tensor``: those given to
             :func:`tensor_a2a_cp2hp`, each divided by cp. None treats d as one section.
         redo_attention_load_balancing: ``tensor`` is in sequence order and the result is a zigzag
@@ -135,14 +133,8 @@ def get_parameter_local_cp(
     Gradients flow into the whole parameter, at the rows of this rank's heads. Their sum over the
     group, which Megatron's data-parallel reduction takes, equals the gradient of a run on one rank.
 
-    Args:
-        split_sections: widths of the sections of ``dim``, each split by itself.
-
-    Returns:
-        A view of ``param`` for one section, else a new tensor.
-
-    Raises:
-        ValueError: a section is not a multiple of the group's size.
+    ``split_sections``: widths of the sections of ``dim``, each split by itself, each a multiple of
+    the group's size (else a ValueError). One section gives a view of ``param``.
     """
     if cp_group.size() == 1:
         return param

@@ -30,15 +30,11 @@ class MambaContextParallel:
     """Hidden-parallel context parallelism around a Mamba2 mixer.
 
     It is no module and owns no parameters. Every ``get_*`` call reads the parameters of ``mixer``
-    anew, so it finds the tensors that sharded data parallelism puts in their place. The shares are
-    views, so gradients reach the whole parameters. Summed over the group, these gradients equal
-    those of a run on one rank.
-
-    Sequences are in Megatron's zigzag layout: every sequence (every document) is cut into 2 cp
-    fragments, and rank r holds fragments r and 2 cp - 1 - r.
+    anew, so it finds the tensors that sharded data parallelism puts in their place. Gradients reach
+    the whole parameters; summed over the group, they equal those of a run on one rank. Sequences
+    (documents) are in Megatron's zigzag layout.
 
     Args:
-        cp_group: the context-parallel group.
         num_heads, head_dim: of the mixer, before this split.
         n_groups: groups of B and C. With fewer groups than ranks, neighbouring ranks hold copies.
         d_state: width of B and of C.
@@ -99,8 +95,7 @@ class MambaContextParallel:
                 from its device once; ``Documents`` never.
 
         Returns:
-            ``[B, S, p]`` or ``[T, p]``, tokens in sequence order; with one rank the given tensor
-            itself.
+            ``[B, S, p]`` or ``[T, p]`` in sequence order; with one rank the given tensor itself.
 
         Raises:
             ValueError: rows of another width, offsets for more than one batch row, offsets that do
@@ -180,13 +175,11 @@ class MambaContextParallel:
 
 def _resolve(cu_seqlens: Any, tokens: int) -> Documents:
     """The documents; kept on the offsets' tensor until it is written to."""
-    version = None
-    if isinstance(cu_seqlens, Tensor) and not cu_seqlens.is_inference():
-        version = cu_seqlens._version
-        kept = getattr(cu_seqlens, _RESOLVED, None)
-        if kept is not None and kept[0] == version:
-            return Documents.from_cu_seqlens(kept[1], tokens)
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
+        return Documents.from_cu_seqlens(cu_seqlens, tokens)
+    version, kept = getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))
+    if version == cu_seqlens._version:
+        return Documents.from_cu_seqlens(kept, tokens)
     documents = Documents.from_cu_seqlens(cu_seqlens, tokens)
-    if version is not None:
-        setattr(cu_seqlens, _RESOLVED, (version, documents))
+    setattr(cu_seqlens, _RESOLVED, (cu_seqlens._version, documents))
     return documents

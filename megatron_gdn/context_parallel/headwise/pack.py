@@ -32,16 +32,11 @@ _PER_PROCESSOR = 2  # programs on a multiprocessor: as many as fit at once
 _LEFT_TO_TRANSFERS = 32
 
 
-@cache
-def _processors(device: torch.device) -> int:
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
     """How many programs process the tiles; the result is the same for any number."""
     if device.type != "cuda":
         return min(tiles, 3)
-    processors = _processors(device)
+    processors = torch.cuda.get_device_properties(device).multi_processor_count
     if beside_transfer:
         return min(tiles, max(1, processors - _LEFT_TO_TRANSFERS))
     return min(tiles, _PER_PROCESSOR * processors)
@@ -57,10 +52,9 @@ def _rows_at_once(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
 def _strides(whole: Tensor) -> tuple[int, int, int]:
     """Strides of tokens and of batch rows in units of their common power of two, and that unit."""
     assert whole.stride(2) == 1 or whole.shape[2] == 1
-    stride_s = whole.stride(0) if whole.shape[0] > 1 else 0
-    stride_b = whole.stride(1) if whole.shape[1] > 1 else 0
-    align = alignment(stride_s, stride_b)
-    return stride_s // align, stride_b // align, align
+    s, b = (whole.stride(d) if whole.shape[d] > 1 else 0 for d in (0, 1))
+    align = alignment(s, b)
+    return s // align, b // align, align
 
 
 def _carry(
@@ -76,10 +70,7 @@ def _carry(
     kept: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """``kept``: full rows and their place, for the message of the rank ``skipped``.
-
-    ``beside_transfer`` leaves multiprocessors free for a transfer.
-    """
+    """``kept``: full rows and their place, for the message of the rank ``skipped``."""
     tokens, batch, _ = whole.shape
     if not tokens * batch or not messages or not cut:
         return
@@ -191,19 +182,18 @@ def _sum_launches(
     """One for every number of ranks that hold the same columns."""
     stride_s, stride_b, align = strides
     rows, launches = tokens * batch, []
-    for copies in sorted({c for c in shares.copies if c > 1}):
+    for copies in sorted(set(shares.copies) - {1}):
         cut = tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == copies)
         # Sums have a wider dtype than the rows, so a tile takes half as many rows.
         at_once = max(1, _rows_at_once(rows, dtype.itemsize, cut) // 2)
         tiles = triton.cdiv(rows, at_once) * (shares.ranks // copies)
         if tiles:
-            launch = Launch(
+            launches.append(Launch(
                 sum_copies_kernel, (_programs(tiles, device, beside_transfer),),
                 rank, tokens, batch, tiles, stride_s, stride_b,
                 STRIPS=cut, OWN_WIDTH=own_width, ALIGN=align, ROWS=at_once, COPIES=copies,
                 WIDE=tl.float64 if dtype == torch.float64 else tl.float32, num_warps=_WARPS,
-            )  # fmt: skip
-            launches.append(launch)
+            ))  # fmt: skip
     return tuple(launches)
 
 

@@ -27,19 +27,13 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """One of the waves in which rows travel: the same stretch of every rank's tokens.
+    """One of the waves in which rows travel: the same stretch of every rank's tokens."""
 
-    Attributes:
-        tokens: which of a rank's tokens, ``size`` of them.
-        own_place: int32 ``[size]``, sequence positions of this rank's tokens.
-        peer_place: int32 ``[(R - 1) * size]``, those of all peers' tokens, end to end.
-        positions: int64 ``[R, size]`` on the CPU, those of every rank's tokens; None if only the
-            device knows them. Such a wave travels as one message per peer.
-    """
-
-    tokens: slice
-    own_place: Tensor
-    peer_place: Tensor
+    tokens: slice  # size of them
+    own_place: Tensor  # int32 [size], sequence positions of this rank's tokens
+    peer_place: Tensor  # int32 [(R - 1) * size], those of all peers' tokens, end to end
+    # int64 [R, size] on the CPU, those of every rank's tokens; None if only the device knows them.
+    # Such a wave travels as one message per peer.
     positions: Tensor | None
 
     @property
@@ -82,12 +76,7 @@ def route(
     device: torch.device,
     waves: int = 1,
 ) -> tuple[Wave, ...]:
-    """How rank ``cp_rank`` exchanges the tokens of a buffer of documents, in about equal waves.
-
-    Args:
-        lengths: tokens of each document (one entry when not packed).
-        layout: how the buffer was cut.
-    """
+    """How rank ``cp_rank`` exchanges tokens of documents of ``lengths``, in about equal waves."""
     table_Rs = positions(lengths, cp_size, layout)
     made = []
     for tokens in _cut(table_Rs.shape[1], waves):
@@ -99,10 +88,7 @@ def route(
 def static_route(
     documents: StaticDocuments, cp_size: int, cp_rank: int, waves: int
 ) -> tuple[Wave, ...]:
-    """As :func:`route`, in zigzag; every fill writes the tables again.
-
-    (Layouts that cut the whole buffer do not depend on documents.)
-    """
+    """As :func:`route`, in zigzag; every fill writes the tables again."""
     key = ("route", cp_size, cp_rank, waves)
     if key not in documents.plans:
         cut = _cut(documents.total_tokens // cp_size, waves)

@@ -22,7 +22,7 @@ from ...ops.parts import Neighbours
 from ..layouts import SequenceLayout, cut_of, held_positions
 from ..scheme import Passage
 from .exchange import Exchange, to_heads, to_sequence
-from .shares import HeadShares
+from .shares import ColumnBlock, HeadShares
 
 
 class Headwise:
@@ -35,11 +35,8 @@ class Headwise:
     Args:
         layout: projection columns of one tensor-parallel rank; ``self.layout`` holds those inside
             the exchange.
-        group: the context-parallel group.
+        group: the context-parallel group; a ValueError if it cannot share the heads.
         sequence_layout: how the data loader cut the sequence.
-
-    Raises:
-        ValueError: the heads cannot be shared by the group.
     """
 
     name = "headwise"
@@ -58,7 +55,7 @@ class Headwise:
         self._mixed = HeadShares.even(self.size, (layout.mixed_width,))
         self._group, self._sequence_layout = group, sequence_layout
         self._rank = group.rank()
-        self._of_parameters: dict[Any, tuple[HeadShares, tuple[int, int] | None]] = {}
+        self._of_parameters: dict[Any, tuple[HeadShares, ColumnBlock | None]] = {}
         self.announced = False
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
@@ -80,15 +77,15 @@ class Headwise:
         key heads that several ranks hold.
         """
         wanted = param.shape[0] if names is None else tuple(names)
-        shares, rows = self._of_parameters.get(wanted) or self._remember(wanted)
-        if rows is not None:
-            return param.narrow(0, *rows)
+        shares, block = self._of_parameters.get(wanted) or self._remember(wanted)
+        if block is not None:
+            return param.narrow(0, block.whole, block.width)
         return _OwnRows.apply(param, _own_rows(shares, self._rank, param.device))
 
-    def _remember(self, wanted: int | tuple[str, ...]) -> tuple[HeadShares, tuple[int, int] | None]:
+    def _remember(self, wanted: int | tuple[str, ...]) -> tuple[HeadShares, ColumnBlock | None]:
         """How a parameter with this number of rows, or with these sections, is shared.
 
-        For a single section also the start and the number of this rank's rows: they are contiguous.
+        For a single section also this rank's rows, which are contiguous.
         """
         if isinstance(wanted, int):
             shares = HeadShares.even(self.size, (wanted,))
@@ -96,9 +93,8 @@ class Headwise:
             sections, copies = zip(*(self._share_of[name] for name in wanted), strict=True)
             shares = HeadShares(self.size, sections, copies)
         first, *others = shares.blocks(self._rank)
-        found = shares, None if others else (first.whole, first.width)
-        self._of_parameters[wanted] = found
-        return found
+        self._of_parameters[wanted] = shares, None if others else first
+        return self._of_parameters[wanted]
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
         return held_positions(documents, tokens, self._group, self._sequence_layout)

@@ -22,9 +22,8 @@ class ColumnBlock(NamedTuple):
 class HeadShares(NamedTuple):
     """Sections of a row, each cut by itself into equal blocks of whole heads.
 
-    A section of ``c`` copies is cut into ``ranks / c`` blocks, and rank r holds block ``r // c``:
-    with one copy every column is on one rank, else on ``c`` neighbouring ranks. A rank's own row
-    is its blocks, in the order of the sections.
+    A section of ``c`` copies is cut into ``ranks / c`` blocks, and rank r holds block ``r // c``.
+    A rank's own row is its blocks, in the order of the sections.
     """
 
     ranks: int
@@ -71,8 +70,7 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 class Strip(NamedTuple):
     """``repeats`` blocks of columns side by side, each a power of two wide.
 
-    It starts at column ``whole + (rank // copies) * step`` of the whole row and at ``own`` of a
-    rank's row.
+    From column ``whole + (rank // copies) * step`` of the whole row, ``own`` of a rank's row.
     """
 
     whole: int

@@ -43,13 +43,10 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     A batch that is not packed, on one context-parallel rank, goes to Megatron's DotProductAttention
     with all its options. With packed documents or context parallelism, every rank gathers the keys
     and values of all ranks and attends with its own queries, document by document. So the number of
-    heads does not limit the number of ranks. Memory for scores: what torch's
-    ``scaled_dot_product_attention`` takes for one document.
+    heads does not limit the number of ranks.
 
-    Constructor arguments are those of DotProductAttention, and:
-
-    Args:
-        cp_layout: how sequences were cut for context parallelism, as in `GatedDeltaNet`.
+    Constructor arguments are those of DotProductAttention, and ``cp_layout``: how sequences were
+    cut for context parallelism, as in `GatedDeltaNet`.
 
     Raises:
         NotImplementedError: context parallelism with a window, a softmax other than ``"vanilla"``,
@@ -121,8 +118,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             query: ``[s, B, H, D]``, or ``[s, H, D]`` when packed.
             key, value: likewise with G heads; in generation of all tokens so far, of which the
                 queries are the last.
-            attention_mask: None or causal. For a batch that is not packed, on one context-parallel
-                rank, any mask that DotProductAttention takes.
+            attention_mask: None or causal; any that DotProductAttention takes, where that runs.
             packed_seq_params: global boundaries of packed documents (``qkv_format="thd"``), and the
                 context-parallel group of this micro-batch if it has its own.
 
@@ -151,22 +147,25 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         self._require_plain("packed documents" if packed else "context parallelism", attn_mask_type)
         if attention_bias is not None:
             raise NotImplementedError("TorchAttention adds no attention_bias; pass None.")
-        rows = 1 if packed else query.shape[1]
-        tokens = query.shape[0] * micro_batch.size
+        rows, tokens = 1 if packed else query.shape[1], query.shape[0] * micro_batch.size
         require_causal(attention_mask, rows, tokens, lambda: micro_batch.positions)
         without_rows = query.dim() == 3  # Megatron takes the row of a batch off "thd" queries
         if without_rows:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key, value = micro_batch.gather(key), micro_batch.gather(value)
         exact = self.config.batch_invariant_mode and micro_batch.size == 1
-        attend = self._attend_query_by_query if exact else self._attend
-        out_sBHD = torch.cat([attend(span, query, key, value) for span in micro_batch.spans])
-        return out_sBHD.flatten(1) if without_rows else out_sBHD.flatten(2)
+        attended = (self._attend(x, query, key, value, exact) for x in micro_batch.spans)
+        out_sBHD = torch.cat([*attended])
+        return out_sBHD.flatten(1 if without_rows else 2)
 
-    def _attend(self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor):
+    def _attend(
+        self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, exact: bool
+    ) -> Tensor:
         """One document's queries on this rank, over its keys up to the last of them."""
         query = query_sBHD[span.first : span.last]
         key, value = (x[span.start : span.end] for x in (key_SBGD, value_SBGD))
+        if exact:
+            return self._query_by_query(query, key, value).unflatten(-1, (query.shape[2], -1))
         position, before = span.position, 0
         if span.before:
             before = sum(keys.stop - keys.start for keys in span.before)
@@ -197,16 +196,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             )
         return out_BHsD.permute(2, 0, 1, 3)
 
-    def _attend_query_by_query(self, span: Span, query: Tensor, key: Tensor, value: Tensor):
-        query = query[span.first : span.last]
-        key, value = key[span.start : span.end], value[span.start : span.end]
-        return self._query_by_query(query, key, value).unflatten(-1, (query.shape[2], -1))
-
     def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Each query over the keys up to its own, which alone set its bits; slow.
-
-        For ``config.batch_invariant_mode``, as no kernel here promises that.
-        """
+        """Each query over the keys up to its own, which alone set its bits; slow."""
         self._require_plain("batch_invariant_mode")
         before, shared_by = key.shape[0] - query.shape[0], query.shape[2] // key.shape[2]
         scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
@@ -252,20 +243,14 @@ def _of_one_rank(config: TransformerConfig) -> TransformerConfig:
 
 
 class Span(NamedTuple):
-    """The rows ``first:last`` of this rank, which are of one document, and the keys they see.
-
-    ``start:end`` are the document's keys in sequence order, up to the last that any row sees.
-    ``position`` int64 ``[last - first]`` is the place of each row, counted from ``start``; None if
-    the rows are all of ``start:end``, in order. ``before`` are keys of documents that this one
-    continues, which all rows see.
-    """
+    """The rows ``first:last`` of this rank, which are of one document, and the keys they see."""
 
     first: int
     last: int
-    start: int
-    end: int
-    position: Tensor | None
-    before: tuple[slice, ...] = ()
+    start: int  # of the document's keys in sequence order
+    end: int  # of those that any row sees
+    position: Tensor | None  # int64, of each row, from start; None: the rows are start:end in order
+    before: tuple[slice, ...] = ()  # keys of documents that this one continues; all rows see them
 
 
 class MicroBatchShare(NamedTuple):
@@ -316,10 +301,10 @@ class MicroBatchShare(NamedTuple):
     @property
     def spans(self) -> tuple[Span, ...]:
         """This rank's rows by document, in order; empty documents are left out."""
-        spans, documents = _spans(self.lengths, self.size, self.rank, self.layout), self.documents
-        if isinstance(documents, TreeDocuments):
-            return tuple(x._replace(before=documents.tokens_before(x.start)) for x in spans)
-        return spans
+        spans = _spans(self.lengths, self.size, self.rank, self.layout)
+        if not isinstance(self.documents, TreeDocuments):
+            return spans
+        return tuple(x._replace(before=self.documents.tokens_before(x.start)) for x in spans)
 
     def gather(self, x: Tensor) -> Tensor:
         """``[s, ...] -> [S, ...]``, all ranks' rows in sequence order; gradients are summed."""
@@ -347,10 +332,9 @@ def _spans(
     cuts = torch.searchsorted(held, offsets).tolist()
     spans = []
     for start, first, last in zip(offsets.tolist(), cuts, cuts[1:], strict=False):
-        if first == last:
-            continue
-        position = held[first:last] - start
-        seen = int(position[-1]) + 1
-        whole = seen == last - first
-        spans.append(Span(first, last, start, start + seen, None if whole else position))
+        if first < last:
+            position = held[first:last] - start
+            seen = int(position[-1]) + 1
+            whole = seen == last - first
+            spans.append(Span(first, last, start, start + seen, None if whole else position))
     return tuple(spans)

@@ -19,14 +19,11 @@ from .attention import MicroBatchShare, TorchAttention, gather_in_order
 class TorchSelfAttention(FollowsLoader, SelfAttention):
     """``SelfAttention`` that rotates queries and keys by the positions this rank holds.
 
-    Megatron's ``SelfAttention`` always rotates for the zigzag layout and for the model's own
-    context-parallel group. Where that is wrong, this class rotates itself; elsewhere it runs
-    Megatron's code.
+    Megatron's always rotates for the zigzag layout and for the model's own context-parallel group.
+    Where that is wrong, this class rotates itself; elsewhere it runs Megatron's code.
 
-    Constructor arguments are those of SelfAttention, and:
-
-    Args:
-        cp_layout: how sequences were cut for context parallelism, as in `GatedDeltaNet`.
+    Constructor arguments are those of SelfAttention, and ``cp_layout``: how sequences were cut for
+    context parallelism, as in `GatedDeltaNet`.
     """
 
     core_attention: Any
@@ -97,16 +94,11 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 f"megatron_gdn.inference.generate.static_context."
             )
         if rotary_pos_emb is not None:
-            first, second = (self._in_order(angles) for angles in _pair(rotary_pos_emb))
+            group = self.pg_collection.cp
+            first, second = (_of_all_ranks(angles, group) for angles in _pair(rotary_pos_emb))
             rotary_pos_emb = first, second
         with self.core_attention.on_whole_sequences():
             return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
-
-    def _in_order(self, angles: Tensor) -> Tensor:
-        """The angles of all positions, from the zigzag share that the model cut for this rank."""
-        group = self.pg_collection.cp
-        total = angles.shape[0] * group.size()
-        return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple:
         tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
@@ -152,8 +144,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         positions = share.positions.to(angles.device)
         if share.documents is not None:
             if isinstance(share.documents, TreeDocuments):  # the model cut them, as if not packed
-                whole = (angles.shape[0] * share.size,)
-                angles = gather_in_order(angles, share.group, whole, SequenceLayout.ZIGZAG)
+                angles = _of_all_ranks(angles, share.group)
             longest = share.documents.longest_sequence
             if longest > angles.shape[0]:
                 raise ValueError(
@@ -167,8 +158,13 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 "rotary positions of a batch that is not packed cannot follow a context-parallel "
                 "group of the micro-batch's own; pack the sequences (qkv_format='thd')."
             )
-        whole = gather_in_order(angles, share.group, share.lengths, SequenceLayout.ZIGZAG)
-        return whole[positions]
+        return _of_all_ranks(angles, share.group)[positions]
+
+
+def _of_all_ranks(angles: Tensor, group: Any) -> Tensor:
+    """The angles of all positions, from the zigzag share that the model cut for this rank."""
+    total = angles.shape[0] * (1 if group is None else group.size())
+    return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 
 
 def _pair(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

@@ -2,11 +2,10 @@
 
 A ``DynamicInferenceContext`` lays the tokens of a step end to end: first those of requests that
 decode, s = 1 + num_speculative_tokens each, then the prompts, or chunks of them, then padding. Its
-buffers hold for each slot the last W inputs of the convolution, ``[C, W]``, and the states. A slot
-number of -1 marks a request that only pads the step.
-
-The window of an aligned mixer is one row and then the history of a :class:`Carry`, ``[W + 64, P]``.
-That row's first element counts the request's tokens in its chunk of 64.
+buffers hold for each slot a window, the last W inputs of the convolution ``[C, W]``, and states. A
+slot number of -1 marks a request that only pads the step. The window of an aligned mixer is one
+row, whose first element counts the request's tokens in its chunk of 64, and then the history of a
+:class:`Carry`, ``[W + 64, P]``.
 
 Legend: N requests, M slots, t tokens, P projection width, C conv channels, W conv taps, H heads
 with a state, K rows of a state, V columns.
@@ -84,16 +83,14 @@ def decode_requests(
     slots: Tensor | None,
     intermediate: SlotBuffers | None = None,
 ) -> Tensor:
-    """The next tokens of N requests; it does not wait for the device.
+    """The next tokens of N requests, ``[N, s, P]`` to ``[N, s, H V]``, zero for padding.
+
+    It does not wait for the device.
 
     Args:
-        rows: ``[N, s, P]``.
         slots: integers ``[N]`` on the device, -1 for padding; None: request n is in slot n.
         intermediate: ``[M, s, C, W]`` and ``[M, s, ...]``, which receive the windows and states
             after each token; the context later chooses among them.
-
-    Returns:
-        ``[N, s, H V]``, zero for padding.
 
     Raises:
         ValueError: see :meth:`SlotBuffers.check`; several tokens without ``intermediate``.
@@ -132,11 +129,10 @@ def decode_requests(
 
 
 def _step_on_grid(row: Tensor, parts: Parts, buffers: SlotBuffers, slots: Tensor) -> Tensor:
-    """One token of aligned requests, ``[1, N, P]`` to ``[1, N, H V]``.
+    """As :func:`...ops.generation.aligned.decode_on_grid`, for requests in slots.
 
-    As :func:`...ops.generation.aligned.decode_on_grid`, but requests lie in slots, of which some
-    are -1, and only the device knows slots and places: windows and states are copied, and all
-    states are computed.
+    Only the device knows slots, of which some are -1, and places: windows and states are copied,
+    and all states are computed.
     """
     past, read = parts.past, slots.clamp(min=0).long()
     number = torch.arange(len(slots), device=slots.device)
@@ -163,12 +159,8 @@ def _step_on_grid(row: Tensor, parts: Parts, buffers: SlotBuffers, slots: Tensor
 def prefill_requests(rows: Tensor, parts: Parts, buffers: SlotBuffers, metadata: Any) -> Tensor:
     """Run prompts, or chunks that continue them, each from the carry in its slot.
 
-    Args:
-        rows: ``[t, 1, P]``, sequences end to end and then padding.
-        metadata: Megatron's ``MambaMetadata`` of the step.
-
-    Returns:
-        ``[t, 1, H V]``, zero in the padding.
+    Sequences end to end and then padding, ``[t, 1, P]``, give ``[t, 1, H V]``, zero in the padding.
+    ``metadata`` is Megatron's ``MambaMetadata`` of the step.
 
     Raises:
         ValueError: see :meth:`SlotBuffers.check`.
@@ -187,10 +179,10 @@ def prefill_requests(rows: Tensor, parts: Parts, buffers: SlotBuffers, metadata:
     documents = Documents(offsets, rows.device)
     slots = metadata.batch_indices_prefill[: len(offsets) - 1].long()
     windows, real = buffers.conv.index_select(0, slots), rows[: offsets[-1]]
-    history = windows[:, 1:] if parts.aligned else windows[..., 1:]
+    history, place = windows[..., 1:], None
+    if parts.aligned:  # it cuts on the host, so this waits for the device
+        history, place = windows[:, 1:], windows[:, 0, 0].long().tolist()
     carry = buffers.carry(slots, history.to(rows.dtype))
-    # An aligned mixer cuts on the host, so this waits for the device.
-    place = windows[:, 0, 0].long().tolist() if parts.aligned else None
     mixed[: offsets[-1]], carry = prefill(real, parts, carry, documents, stands=place)
     if place is None:
         convolved = real[..., parts.front.layout.conv_columns].to(windows.dtype)

@@ -26,30 +26,20 @@ if TYPE_CHECKING:
 
 
 class GeneratingMixer:
-    """A Megatron mixer that continues sequences from a :class:`...ops.generation.carry.Carry`.
-
-    A mixer defines its sizes and its parts between the projections; the steps of Megatron's
-    contexts are the same for every mixer.
-
-    Attributes:
-        pp_layer_offset: layers on the pipeline stages before.
-        chunk_size: where Megatron's dynamic context may cut prompts. Results do not depend on it;
-            the context needs the same value in all recurrent layers of a model.
-        state_transposed: whether Megatron stores this mixer's states as ``[H, V, K]``.
-        aligned: a token's bits depend on its sequence alone, see :mod:`megatron_gdn.ops.aligned`.
-        dims: the ``layout`` of a projection row and the ``state`` of the heads, on this rank.
-    """
+    """A Megatron mixer that continues sequences from a :class:`...ops.generation.carry.Carry`."""
 
     config: Any
     pg_collection: Any
     tp_group: Any
     backend: str
     layer_number: int | None
-    pp_layer_offset: int = 0
+    pp_layer_offset: int = 0  # layers on the pipeline stages before
+    # Where Megatron's dynamic context may cut prompts. Results do not depend on it; the context
+    # needs the same value in all recurrent layers of a model.
     chunk_size: int = 128
-    state_transposed: ClassVar[bool] = False
-    aligned: bool
-    dims: Any
+    state_transposed: ClassVar[bool] = False  # Megatron stores this mixer's states as [H, V, K]
+    aligned: bool  # a token's bits depend on its sequence alone, see megatron_gdn.ops.aligned
+    dims: Any  # of this rank: the layout of a projection row, the state of its heads
     micro_batches: MicroBatches
 
     @property
@@ -73,16 +63,10 @@ class GeneratingMixer:
         attention_mask: Tensor | None,
         packed: PackedSeqParams | None,
     ) -> Tensor:
-        """Projection rows of the next tokens to rows for out_proj; updates the carries.
+        """The next tokens' projection rows ``[s, B, P]`` to rows for out_proj, ``[s, B, H V]``.
 
-        Args:
-            rows: ``[s, B, P]``, all tokens, also under sequence parallelism.
-            context: Megatron's ``StaticInferenceContext`` or ``DynamicInferenceContext``.
-            attention_mask: None or causal.
-            packed: refused if it holds boundaries.
-
-        Returns:
-            ``[s, B, H * V]``.
+        It updates the carries in Megatron's static or dynamic ``context``. All tokens are here,
+        also under sequence parallelism.
 
         Raises:
             ValueError: see :func:`.static.mix_static` and :class:`.dynamic.SlotBuffers`.
@@ -98,7 +82,6 @@ class GeneratingMixer:
                 )
             with span(self, "mixer"):
                 return self._dynamic_step(rows, context)
-        parts = self.whole_parts(rows)
         s, B = rows.shape[:2]
         with span(self, "mixer"):
             if packed is not None and resolve_packed_seq_params(packed, s, rows.device) is not None:
@@ -109,7 +92,7 @@ class GeneratingMixer:
             offset = context.sequence_len_offset
             require_causal(attention_mask, B, offset + s, lambda: range(offset, offset + s))
             assert self.layer_number is not None
-            return mix_static(rows, parts, context, self.layer_number)
+            return mix_static(rows, self.whole_parts(rows), context, self.layer_number)
 
     def _refuse_generation(self, rows: Tensor, context: Any) -> None:
         static = getattr(context, "is_static_batching", None)

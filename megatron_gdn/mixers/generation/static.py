@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ...ops.generation.aligned import decode_on_grid
-from ...ops.generation.carry import Carry, choose
+from ...ops.generation.carry import Carry
 from ...ops.generation.step import decode, prefill
 from ...ops.parts import Parts
 
@@ -32,24 +32,16 @@ class _Place:
 
     rows: int
     tokens: int
-    memory: Tensor  # the states that the steps below belong to
+    memory: Tensor  # the states that the steps belong to
     before: Carry | None = None
     after: Sequence[Carry] = ()
 
 
 def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
-    """Mix the next s tokens of the batch rows that the context points at.
+    """Mix the next s tokens of the batch rows that the context points at, ``[s, B, P]``.
 
     At ``sequence_len_offset`` 0 the rows begin, else they continue. The recurrence then runs up to
     :data:`MOST_DECODED` tokens; more tokens run as a chunk of prefill.
-
-    Args:
-        rows: ``[s, B, P]``.
-        context: Megatron's ``StaticInferenceContext``.
-        layer: the layer's number, its key in the context.
-
-    Returns:
-        ``[s, B, H * V]``.
 
     Raises:
         ValueError: more tokens or rows than the context was made for; an offset or a batch that
@@ -62,8 +54,7 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     _check(context, layer, place, s, B)
     memory = _memory(context, layer, parts, rows)
     mine = Carry(*(tensor[0, start : start + B] for tensor in memory))
-    after: Sequence[Carry] = ()
-    before = None
+    before, after = None, ()
     if offset == 0:
         mixed, carry = prefill(rows, parts)
     elif s > MOST_DECODED:
@@ -71,15 +62,13 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     elif s == 1 and parts.aligned:
         mixed, carry = decode_on_grid(rows, parts, mine, [offset] * B), mine
     else:
-        if s > 1:
-            before = Carry(*(tensor.clone() for tensor in mine))
+        before = Carry(*(tensor.clone() for tensor in mine)) if s > 1 else None
         mixed, after = decode(rows, parts, mine, stands=[offset] * B)
         carry = after[-1]
     for kept, fresh in zip(mine, carry, strict=True):
         if kept is not fresh:
             kept.copy_(fresh)
-    if offset == 0:
-        # Forget the other places that overlap these rows.
+    if offset == 0:  # forget the other places that overlap these rows
         for key, other in list(places.items()):
             if key[0] == layer and key[1] < start + B and start < key[1] + other.rows:
                 del places[key]
@@ -92,8 +81,8 @@ def roll_back(context: Any, accepted: int) -> None:
     """Keep only the first ``accepted`` tokens of the last forward, in every recurrent layer.
 
     The context's ``sequence_len_offset`` goes back too, so attention layers overwrite the keys of
-    the other tokens. Every row of the batch keeps the same number of tokens; requests that differ
-    need Megatron's ``DynamicInferenceContext`` with speculated tokens.
+    the other tokens. Rows that keep different numbers of tokens need Megatron's
+    ``DynamicInferenceContext`` with speculated tokens.
 
     Args:
         context: Megatron's ``StaticInferenceContext``, after a forward of 2 to :data:`MOST_DECODED`
@@ -120,11 +109,9 @@ def roll_back(context: Any, accepted: int) -> None:
                 f"accepted={accepted} must be 0 to {len(place.after)}, the tokens of the last step."
             )
     for (layer, start), place in places.items():
-        count = torch.full((place.rows,), accepted, device=place.memory.device)
         assert place.before is not None  # it has steps
-        chosen = choose(place.before, place.after, count)
-        memory = context.key_value_memory_dict[layer]
-        for tensor, fresh in zip(memory, chosen, strict=True):
+        kept = (place.before, *place.after)[accepted]
+        for tensor, fresh in zip(context.key_value_memory_dict[layer], kept, strict=True):
             tensor[0, start : start + place.rows].copy_(fresh)
         place.tokens += accepted - len(place.after)
         context.sequence_len_offset = place.tokens
@@ -165,10 +152,10 @@ def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> No
 
 def _memory(context: Any, layer: int, parts: Parts, rows: Tensor) -> Carry:
     """History and state of all rows, with a dimension of 1 before them."""
-    shape, known = parts.shape, context.key_value_memory_dict.get(layer)
-    if known is None:
-        zeros = shape.zeros(context.max_batch_size, rows.dtype, rows.device)
-        known = context.key_value_memory_dict[layer] = Carry(*(x[None] for x in zeros))
-    memory = Carry(*known)
-    shape.check(Carry(*(x[0] for x in memory)), context.max_batch_size, rows.dtype)
+    shape, most, memories = parts.shape, context.max_batch_size, context.key_value_memory_dict
+    if layer not in memories:
+        zeros = shape.zeros(most, rows.dtype, rows.device)
+        memories[layer] = Carry(*(x[None] for x in zeros))
+    memory = Carry(*memories[layer])
+    shape.check(Carry(*(x[0] for x in memory)), most, rows.dtype)
     return memory
