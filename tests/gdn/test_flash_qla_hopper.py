@@ -14,7 +14,7 @@ from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.rule import RuleInputs
 from tests.ops.delta_rule.states import backward_of, documents_of
 
-from .test_flash_qla_wiring import forget_plans
+from .stand_ins import forget_plans
 
 HEADS = (16, 32)
 

@@ -10,12 +10,12 @@ from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.state_maps.parts import CHUNK, parts_by_length
 
-from .test_flash_qla_wiring import StandIn, StandInContext, forget_plans
+from .stand_ins import FlashQlaStandIn, StandInContext, forget_plans
 
 FEWEST = 4  # chunks of a part, as in FlashQLA's cost model
 
 
-class OneWave(StandIn):
+class OneWave(FlashQlaStandIn):
     """A cost model that cuts sequences so that parts times heads are one wave of the GPU."""
 
     def __init__(self, multiprocessors: int) -> None:

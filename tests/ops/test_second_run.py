@@ -13,13 +13,18 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
-from tests.gdn import test_flash_qla_wiring as wiring
+from tests.gdn.stand_ins import flash_qla_rule, forget_plans
 from tests.gdn_mixer import gated_delta_mixer
 
 from .test_mixer import CASES, gradients, make_inputs
 
 ROOT = Path(__file__).parents[2]
-flash_qla = wiring.rule  # the fixture
+
+
+@pytest.fixture
+def flash_qla(monkeypatch):
+    yield flash_qla_rule(monkeypatch)
+    forget_plans()
 
 
 @pytest.fixture
@@ -159,7 +164,6 @@ LEVELS = {
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "flash_qla"])
-@pytest.mark.parametrize("flash_qla", [(False, None)], indirect=True)
 def test_the_bytes_of_a_token_are_those_of_the_formula(level, kernels, flash_qla, layer_memory):
     """For FlashQLA's rule with its stages in plain torch, in fp64."""
     rule = flash_qla if kernels else PlainRule()
