@@ -1,26 +1,17 @@
 """The command behind docs/evidence.md runs, and the page says what its record says."""
 
 import json
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, python
 
 
 @pytest.mark.nightly
 def test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn(tmp_path):
-    command = [sys.executable, str(ROOT / "benchmarks" / "loss_curves.py")]
-    command += ["--steps=3", "--rows=2", "--tokens=48", f"--output={tmp_path / 'small'}"]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    flags = "--steps=3", "--rows=2", "--tokens=48", f"--output={tmp_path / 'small'}"
+    python("benchmarks/loss_curves.py", *flags, OMP_NUM_THREADS="1")
     record, *steps = map(json.loads, (tmp_path / "small.jsonl").read_text().splitlines())
     assert [step["step"] for step in steps] == [1, 2, 3]
     assert set(record["parting"]) < set(steps[0])

@@ -1,11 +1,9 @@
 """``MEGATRON_GDN_OPTIONS``: options of the layer in a launch, where ``--spec`` takes none."""
 
-import subprocess
-import sys
-
 import pytest
 
 from megatron_gdn.specs.launch_options import VARIABLE, parse_options
+from tests.processes import python
 
 
 @pytest.mark.parametrize(
@@ -68,7 +66,7 @@ def test_the_specs_of_a_launch_take_them_and_calls_go_before_them(monkeypatch):
     monkeypatch.setenv(
         VARIABLE, "linear_cp_mode=chunkwise,recompute=full,gate_lower_bound=-5.0,backend=flash_qla"
     )
-    ran = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True)
+    ran = python("-c", SCRIPT)
     chunkwise = {"linear_cp_mode": "chunkwise"}
     launched = chunkwise | {"recompute": "full", "backend": "flash_qla"}
     of_k = chunkwise | {"recompute": "full"}

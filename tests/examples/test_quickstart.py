@@ -1,20 +1,16 @@
 """The first thing a reader runs works from a fresh process, with plain python."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from tests.examples.conftest import EXAMPLES
+from tests.processes import python
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what the CPU prints")
 def test_the_quickstart_trains_one_layer_on_packed_documents():
-    script = str(EXAMPLES / "quickstart.py")
-    done = subprocess.run([sys.executable, script], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0 and done.stderr == "", done.stderr
+    done = python("examples/quickstart.py")
+    assert done.stderr == ""
     first, *gradients = done.stdout.splitlines()
     assert first == "backend reference, output (128, 1, 64), gradients:"
     names = [line.split()[0] for line in gradients]

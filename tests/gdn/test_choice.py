@@ -1,8 +1,5 @@
 """Which delta rule the mixer takes, and what it says when one cannot be had."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
@@ -12,6 +9,7 @@ from megatron_gdn.gdn.rule import Repeatable, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.obstacles import say_once, why_not_flash_qla
 from tests.gdn_mixer import gated_delta_mixer
+from tests.processes import python
 
 SIZES = HeadSizes(16, 32, 128, 128)
 
@@ -150,4 +148,4 @@ def test_importing_the_mixer_loads_no_kernel_package():
         "loaded = {'triton', 'fla', 'flash_qla', 'megatron.core'} & set(sys.modules); "
         "assert not loaded, loaded"
     )
-    subprocess.run([sys.executable, "-c", program], check=True)
+    python("-c", program)

@@ -1,7 +1,6 @@
 """The processes that compile while a run waits, with stand-ins for the compiler."""
 
 import logging
-import multiprocessing
 import os
 import signal
 import sys
@@ -15,9 +14,8 @@ import torch
 from megatron_gdn.gdn.flash_qla import builds
 from megatron_gdn.gdn.flash_qla.builds import Heads
 from megatron_gdn.ops.kernels.builds import build_lock
+from tests.processes import fork, until
 
-FORK = multiprocessing.get_context("fork")
-PATIENCE = 30
 # As `python -m megatron_gdn.warm_up --for-a-run`: a fork compiles, the process ends with its input.
 COMPILES = """
 import os, pathlib, sys, time
@@ -40,13 +38,6 @@ os.kill(int((folder / "fork").read_text()), 9)
 
 def command(folder: Path, quick: float, slow: float) -> list[str]:
     return [sys.executable, "-c", COMPILES, str(folder), str(quick), str(slow)]
-
-
-def until(condition) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
 
 
 def alive(pid: int) -> bool:
@@ -101,18 +92,16 @@ def rank(tmp_path, monkeypatch):
     started = []
 
     def start(*args):
-        process = FORK.Process(target=compile_ahead, args=(tmp_path, *args), daemon=True)
-        process.start()
-        started.append(process)
-        return process
+        started.append(fork(compile_ahead, tmp_path, *args))
+        return started[-1]
 
     yield start
     for process in started:
         process.kill()
 
 
-def lock_is_free() -> bool:
-    with build_lock(HEADS.lock, "a test", wait=False) as lock:
+def lock_is_free(heads=HEADS) -> bool:
+    with build_lock(heads.lock, "a test", wait=False) as lock:
         return lock is not None
 
 

@@ -1,10 +1,8 @@
 """Kernels begin to be compiled when a layer is built, with a stand-in for the compiler."""
 
 import logging
-import multiprocessing
 import os
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,10 +21,11 @@ from megatron_gdn.gdn.sizes import GDNDims
 from megatron_gdn.mixers.loader_layout import LoaderLayout
 from megatron_gdn.mixers.micro_batch import MicroBatches
 from megatron_gdn.ops.kernels.builds import build_lock
+from tests.processes import PATIENCE, fork, until
 
-FORK = multiprocessing.get_context("fork")
+from .test_flash_qla_builds import lock_is_free
+
 HEADS = Heads(16, 32, torch.float16)
-PATIENCE = 30
 COMPILES = """
 import pathlib, sys, time
 folder, part = pathlib.Path(sys.argv[1]), sys.argv[2]
@@ -60,21 +59,9 @@ def machine(tmp_path, monkeypatch):
         process.communicate()
 
 
-def until(condition) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-
-
 def started(folder: Path) -> str:
     path = folder / "started"
     return path.read_text() if path.exists() else ""
-
-
-def lock_is_free() -> bool:
-    with build_lock(HEADS.lock, "a test", wait=False) as lock:
-        return lock is not None
 
 
 def test_one_process_of_a_machine_has_the_kernels_compiled_and_says_so(machine):
@@ -85,12 +72,10 @@ def test_one_process_of_a_machine_has_the_kernels_compiled_and_says_so(machine):
         (machine / f"goes on {rank}").touch()
         until((machine / "end").exists)
 
-    ranks = [FORK.Process(target=build_layers, args=(rank,), daemon=True) for rank in range(3)]
-    for process in ranks:
-        process.start()
+    ranks = [fork(build_layers, rank) for rank in range(3)]
     until(lambda: len(list(machine.glob("goes on *"))) == 3)  # nobody waits for a kernel
     until(lambda: started(machine))
-    assert not lock_is_free(), "the processes that compile hold it"
+    assert not lock_is_free(HEADS), "the processes that compile hold it"
     logs = "".join(path.read_text() for path in machine.glob("log *"))
     assert logs.count("for 16:32 heads in fp16 are compiled from here on") == 1
     assert str(tilelang_cache()) in logs
@@ -99,7 +84,7 @@ def test_one_process_of_a_machine_has_the_kernels_compiled_and_says_so(machine):
     for process in ranks:
         process.join(PATIENCE)
         assert process.exitcode == 0
-    until(lock_is_free)
+    until(lambda: lock_is_free(HEADS))
     assert started(machine) == "cut "
 
 

@@ -1,18 +1,13 @@
 """Imported models generate the tokens that transformers generates, each with its own cache."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
 from megatron_gdn.hf import read_hf_config
 from tests.hf.generation_laws import continuations, mamba2_continuations
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, python
 
 
 @pytest.mark.parametrize(
@@ -62,15 +57,8 @@ def test_the_example_names_a_folder_without_a_model(tmp_path, capsys):
 def test_the_example_generates_from_a_folder(hf_folder):
     folder = hf_folder("dense")
     flags = ["--tokens", "5", "17", "3", "--count", "6"]
-    done = subprocess.run(
-        [sys.executable, "examples/generate.py", folder, *flags],
-        cwd=ROOT,
-        env=os.environ | {"TORCHDYNAMO_DISABLE": "1"},  # compiling takes most of its time
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    # Compiling takes most of its time.
+    done = python("examples/generate.py", folder, *flags, TORCHDYNAMO_DISABLE="1")
     # No notes of absent packages; that MTP weights are not loaded is worth a line.
     (said,) = done.stderr.splitlines()
     assert "were not loaded" in said

@@ -2,13 +2,12 @@
 
 import json
 import math
-import subprocess
-import sys
 
 import pytest
 import torch
 
 from megatron_gdn.testing import certificate
+from tests.processes import python
 
 
 def test_a_row_is_what_its_tensors_say():
@@ -45,10 +44,7 @@ def test_what_cannot_be_measured_is_refused(capsys, given, told):
 def test_both_schemes_stay_within_rounding_of_one_rank():
     """A share of the bits of one rank: errors against fp64 are those of one rank, twice at most."""
     command = "--heads 2:4 --head-dim 16 --hidden 32 --lengths 160 32 --cp 2 4 --json"
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron_gdn.testing.certificate", *command.split()],
-        capture_output=True, text=True, check=True, timeout=600,
-    )  # fmt: skip
+    done = python("-m", "megatron_gdn.testing.certificate", *command.split(), timeout=600)
     rows = [json.loads(line) for line in done.stdout.splitlines()]
     assert len(rows) == 2 * 5
     assert done.stderr == ""

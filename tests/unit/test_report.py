@@ -1,14 +1,10 @@
 """The figures of the pages are those of the records under ``benchmarks/results``."""
 
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-pytest.importorskip("matplotlib", reason="the pages' pictures are drawn with it")
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).parents[2]
+pytest.importorskip("matplotlib", reason="the pages' pictures are drawn with it")
 
 
 @pytest.fixture
@@ -51,6 +47,4 @@ def test_the_formula_gives_what_the_page_says(script):
 
 @pytest.mark.slow
 def test_rounding_is_simulated():
-    command = [sys.executable, str(ROOT / "benchmarks" / "rounding.py")]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
-    assert done.returncode == 0 and "fp16" in done.stdout, done.stderr
+    assert "fp16" in python("benchmarks/rounding.py").stdout

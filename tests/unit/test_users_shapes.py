@@ -1,15 +1,12 @@
 """The script that measures users' shapes in one call runs from end to end, small, on a CPU."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, python
+
 # megatron-core's layer runs on a CPU with stand-ins of fla's kernels.
 SCRIPT = """
 import runpy, sys
@@ -21,22 +18,8 @@ runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run_toy(*flags: str) -> str:
-    return run("--toy", *flags)
-
-
 def run(*flags: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, *flags],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python("-c", SCRIPT, *flags, TORCHDYNAMO_DISABLE="1").stdout
 
 
 @pytest.fixture
@@ -48,7 +31,7 @@ def shapes(monkeypatch):
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
 def test_every_layer_of_a_cell_is_measured_and_held_to_megatron_core(tmp_path):
     out = tmp_path / "results.jsonl"
-    said = run_toy("--cells", "1", "2", "6", "--out", str(out))
+    said = run("--toy", "--cells", "1", "2", "6", "--out", str(out))
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert not [record for record in records if "failed" in record]
     layers = ["upstream", "ours", "floor", "ours-light", "ours-full"]
@@ -67,14 +50,14 @@ def test_every_layer_of_a_cell_is_measured_and_held_to_megatron_core(tmp_path):
 def test_a_layer_that_fails_does_not_end_the_run(tmp_path):
     """megatron-core's layer refuses packed documents with the stand-ins of a CPU."""
     out = tmp_path / "results.jsonl"
-    run_toy("--cells", "10", "--out", str(out))
+    run("--toy", "--cells", "10", "--out", str(out))
     records = [json.loads(line) for line in out.read_text().splitlines()]
     assert "failed" in records[0] and records[0]["layer"] == "upstream"
     assert all("failed" not in record for record in records[1:]) and len(records) == 5
 
 
 def test_without_time_no_cell_begins():
-    assert run_toy("--cells", "1", "--seconds", "1").count("not begun") == 1
+    assert run("--toy", "--cells", "1", "--seconds", "1").count("not begun") == 1
 
 
 def test_the_cells_have_every_shape_that_is_asked_for(shapes):

@@ -37,9 +37,8 @@ def test_a_forward_called_without_its_module_knows_the_documents(fresh, family, 
 
 @pytest.mark.parametrize("family", [*FAMILIES, VISION])
 @torch.no_grad()
-def test_a_copy_of_a_patched_model_runs_its_own_parameters(fresh, family):
-    model = fresh(family)
-    patch(model)
+def test_a_copy_of_a_patched_model_runs_its_own_parameters(patched, family):
+    model = patched(family)
     other = copy.deepcopy(model)
     for parameter in other.parameters():
         parameter.zero_()
@@ -80,9 +79,8 @@ def layer_of(model):
     return model.model.layers[0].linear_attn
 
 
-def test_another_activation_is_refused(fresh):
-    model = fresh(DENSE)
-    patch(model)
+def test_another_activation_is_refused(patched):
+    model = patched()
     layer_of(model).activation = "gelu"
     with pytest.raises(ValueError, match=r"activation='gelu'"):
         model(TOKENS, **SOURCES["offsets"], use_cache=False)
@@ -97,9 +95,8 @@ class Wrapped(nn.Module):
         return 2 * self.base_layer(x)
 
 
-def test_a_convolution_that_was_wrapped_is_refused(fresh):
-    model = fresh(DENSE)
-    patch(model)
+def test_a_convolution_that_was_wrapped_is_refused(patched):
+    model = patched()
     layer_of(model).conv1d = Wrapped(layer_of(model).conv1d)
     with pytest.raises(NotImplementedError, match="conv1d is a Wrapped"):
         model(TOKENS, **SOURCES["offsets"], use_cache=False)
@@ -119,9 +116,8 @@ def hook_of_all_modules(norm, monkeypatch):
 @pytest.mark.parametrize("change", [forward_of_all_instances, hook_of_all_modules])
 @pytest.mark.parametrize("family", [NEXT, DENSE])
 @torch.no_grad()
-def test_a_norm_that_was_changed_for_all_modules_is_called(fresh, family, change, monkeypatch):
-    model = fresh(family)
-    patch(model)
+def test_a_norm_that_was_changed_for_all_modules_is_called(patched, family, change, monkeypatch):
+    model = patched(family)
     layer, x = layer_of(model), torch.randn(1, sum(LENGTHS), 24)
     expected = 2 * layer(x, cu_seqlens=OFFSETS)
     change(layer.norm, monkeypatch)

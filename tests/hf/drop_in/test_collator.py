@@ -3,7 +3,6 @@
 import math
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from megatron_gdn.hf import PackingCollator, context_parallel_share
 from tests.examples.conftest import EXAMPLES
 from tests.hf.drop_in.test_sources import read
+from tests.processes import python
 
 DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10]}]
 
@@ -53,12 +53,8 @@ def test_what_cannot_be_packed_is_refused():
 
 
 def losses_of(*flags: str) -> list[float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(EXAMPLES / "finetune_transformers.py"), "--steps", "11", *flags],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    torchrun = "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"
+    done = python(*torchrun, "examples/finetune_transformers.py", "--steps", "11", *flags)
     assert "no packed document reaches another" in done.stdout
     return [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
 

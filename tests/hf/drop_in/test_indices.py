@@ -19,9 +19,8 @@ def told(mask=MASK) -> dict:
 
 @pytest.mark.parametrize("unpacked", ["transformers", "fused"])
 @pytest.mark.parametrize("family", [DENSE, NEXT])
-def test_offsets_and_indices_are_the_mask_that_they_were_made_of(fresh, family, unpacked):
-    model = fresh(family)
-    patch(model, unpacked=unpacked)
+def test_offsets_and_indices_are_the_mask_that_they_were_made_of(patched, family, unpacked):
+    model = patched(family, unpacked=unpacked)
     layer = model.model.layers[0].linear_attn
     torch.manual_seed(3)
     x = torch.randn(2, 6, 24)
@@ -42,9 +41,8 @@ def test_offsets_and_indices_are_the_mask_that_they_were_made_of(fresh, family, 
         assert_close("gradient", gradient[row, start:end], expected_gradient[0], 1e-5)
 
 
-def test_a_row_without_padding_has_the_bits_of_offsets_alone(fresh):
-    model = fresh(DENSE)
-    patch(model)
+def test_a_row_without_padding_has_the_bits_of_offsets_alone(patched):
+    model = patched()
     layer, x = model.model.layers[0].linear_attn, torch.randn(1, 9, 24)
     mask = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 3, 3]])
     packed = layer(x, cu_seqlens=torch.tensor([0, 5, 7, 9]))
@@ -61,9 +59,8 @@ def test_a_model_takes_them_too(fresh):
         assert_close("alone", logits[row, start:end], alone[0], 1e-5)
 
 
-def test_two_names_of_offsets_must_agree(fresh):
-    model = fresh(DENSE)
-    patch(model)
+def test_two_names_of_offsets_must_agree(patched):
+    model = patched()
     layer, x = model.model.layers[0].linear_attn, torch.randn(1, 4, 24)
     one, other = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 4])
     assert torch.equal(layer(x, cu_seqlens=one, cu_seq_lens_q=one), layer(x, cu_seqlens=one))
@@ -73,9 +70,8 @@ def test_two_names_of_offsets_must_agree(fresh):
         model(torch.zeros(1, 4, dtype=torch.long), cu_seqlens=one, cu_seq_lens_q=other)
 
 
-def test_a_layer_alone_refuses_documents_after_what_a_cache_holds(fresh):
-    model = fresh(DENSE)
-    patch(model)
+def test_a_layer_alone_refuses_documents_after_what_a_cache_holds(patched):
+    model = patched()
     layer, x = model.model.layers[0].linear_attn, torch.randn(1, 4, 24)
     cache = model(torch.randint(67, (1, 3)), use_cache=True).past_key_values
     for more in ({"cu_seqlens": torch.tensor([0, 2, 4])}, {"seq_index": torch.arange(4)}):
@@ -84,10 +80,9 @@ def test_a_layer_alone_refuses_documents_after_what_a_cache_holds(fresh):
 
 
 @pytest.mark.parametrize("unpacked", ["transformers", "fused"])
-def test_what_older_callers_pass_is_taken_by_keyword_alone(fresh, unpacked):
+def test_what_older_callers_pass_is_taken_by_keyword_alone(patched, unpacked):
     """Third by position is a mask for some transformers and cache_position for others."""
-    model = fresh(DENSE)
-    patch(model, unpacked=unpacked)
+    model = patched(unpacked=unpacked)
     layer, x = model.model.layers[0].linear_attn, torch.randn(2, 6, 24)
     mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
     y = layer(x, None, cache_position=torch.arange(6), attention_mask=mask, qkv_format="bshd")

@@ -197,9 +197,8 @@ def test_what_cannot_be_replaced_is_refused(fresh):
         patch(fresh(DENSE), attention="ring")
 
 
-def test_a_norm_with_a_hook_is_called(fresh):
-    model = fresh(DENSE)
-    patch(model, unpacked="fused")
+def test_a_norm_with_a_hook_is_called(patched):
+    model = patched(unpacked="fused")
     layer, seen = mixer_of(model), []
     x = torch.randn(1, 6, 24)
     expected = layer(x)

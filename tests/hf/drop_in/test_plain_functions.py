@@ -1,14 +1,11 @@
 """transformers' own forward on a CPU in an environment that has fla, which other tests hide as they
 import transformers' models."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from tests.examples.launching import ROOT
 from tests.hf.drop_in.conftest import FAMILIES, mixer_of
+from tests.processes import python
 
 TOKENS = [[3, 17, 5, 60, 2, 8, 8, 41, 9]]
 NEW = 4
@@ -56,11 +53,7 @@ def test_unpacked_batches_and_generation_run_where_fla_is_installed(fresh, tmp_p
     script = IN_A_FRESH_PROCESS.format(
         sources=SOURCES, tokens=TOKENS, families=FAMILIES, patched=patched, new=NEW
     )
-    done = subprocess.run(
-        [sys.executable, "-c", script, tmp_path / "found.pt"],
-        cwd=ROOT, capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    python("-c", script, tmp_path / "found.pt")
     found = torch.load(tmp_path / "found.pt")
     for family in FAMILIES:
         assert "0 active drivers" in found[family, "as it is"], "this law tests nothing"

@@ -22,17 +22,15 @@ def test_a_mask_of_ones_and_zeros_counts_beside_offsets_and_ids():
     assert one == [[1, 1, 1, 1, 1, 1, 0, 0]]
 
 
-def test_padding_inside_a_document_is_refused(fresh):
-    model = fresh(DENSE)
-    patch(model)
+def test_padding_inside_a_document_is_refused(patched):
+    model = patched()
     mask = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1]])
     with pytest.raises(ValueError, match="padding"):
         model(torch.randint(67, (1, 8)), attention_mask=mask, cu_seq_lens_q=LENGTHS)
 
 
-def test_seq_index_on_one_rank_is_read(fresh):
-    model = fresh(DENSE)
-    patch(model)
+def test_seq_index_on_one_rank_is_read(patched):
+    model = patched()
     tokens = torch.randint(67, (1, 4))
     straight = model(tokens, seq_index=torch.arange(4)).logits
     assert torch.equal(straight, model(tokens).logits)
@@ -40,9 +38,8 @@ def test_seq_index_on_one_rank_is_read(fresh):
         model(tokens, seq_index=torch.tensor([0, 2, 1, 3]))
 
 
-def test_documents_cannot_follow_what_a_cache_holds(fresh):
-    model = fresh(DENSE)
-    patch(model)
+def test_documents_cannot_follow_what_a_cache_holds(patched):
+    model = patched()
     tokens = torch.randint(67, (1, 4))
     cache = model(tokens, use_cache=True).past_key_values
     for more in (
@@ -128,9 +125,8 @@ def test_options_that_kimi_delta_attention_does_not_have_are_refused(fresh, opti
         patch(fresh(KIMI), **options)
 
 
-def test_the_holder_of_kimis_gates_computes_no_other_gate(fresh):
-    model = fresh(KIMI)
-    patch(model)
+def test_the_holder_of_kimis_gates_computes_no_other_gate(patched):
+    model = patched(KIMI)
     layer = next(m for m in model.modules() if hasattr(m, "drop_in"))
     holder = next(m for m in layer.modules() if type(m).__name__ == "SSMGate")
     with pytest.raises(ValueError, match="the gate of a Kimi Delta Attention"):

@@ -2,27 +2,20 @@
 
 import math
 import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests.examples.launching import ROOT
 from tests.hf.tiny_models import build
+from tests.processes import python
 
 pytest.importorskip("accelerate")
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU")
 
 
 def torchrun(ranks: int, *words: str) -> str:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone",
-         f"--nproc_per_node={ranks}", *words],
-        cwd=ROOT, capture_output=True, text=True, timeout=400, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-8000:]
-    return done.stdout
+    start = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"
+    return python(*start, *words, timeout=400).stdout
 
 
 @pytest.mark.parametrize(
