@@ -1,14 +1,14 @@
 """Kimi Delta Attentions to be held to laws: how they are built and shared out."""
 
 import torch
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_gdn import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.init import take_share
 from megatron_gdn.ops.layout import layout_of_in_proj
-from tests.parallel import group_of_one, make_config, parallel
+from tests.mamba_mixers import alone, randomise_
+from tests.parallel import make_config, parallel
 
 LOCAL = KimiDeltaAttentionSubmodules(
     in_proj=ColumnParallelLinear, out_norm=TorchRMSNorm, out_proj=RowParallelLinear
@@ -33,13 +33,6 @@ def build(config, groups, **options) -> KimiDeltaAttention:
     return mixer.double() if config.params_dtype == torch.float64 else mixer
 
 
-def randomise_(mixer) -> None:
-    """Every parameter away from its initial value; the convolution's output away from zero."""
-    with torch.no_grad():
-        for name, parameter in mixer.named_parameters():
-            parameter.add_(torch.randn_like(parameter) * (0.5 if "conv" in name else 0.1))
-
-
 def share_of(name: str, whole: torch.Tensor, mixer: KimiDeltaAttention) -> torch.Tensor:
     """This tensor-parallel rank's share of a whole parameter (or of its gradient)."""
     if name == "out_norm.weight":
@@ -57,8 +50,7 @@ def share_of(name: str, whole: torch.Tensor, mixer: KimiDeltaAttention) -> torch
 def whole_mixer(config, **options) -> KimiDeltaAttention:
     """On one rank, the same on all."""
     torch.manual_seed(7)
-    groups = ProcessGroupCollection(tp=group_of_one(), cp=group_of_one())
-    mixer = build(config, groups, **options)
+    mixer = build(config, alone(), **options)
     randomise_(mixer)
     return mixer
 

@@ -29,7 +29,7 @@ FINETUNE = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_transformers
 TRAINER = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_with_trainer.py"
 DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_"
 DOCTOR = (
-    "tests/doctor/test_rules.py::test_the_command_prints_lines_or_json_and_its_status_says_"
+    "tests/doctor/test_doctor.py::test_the_command_prints_lines_or_json_and_its_status_says_"
     "whether_anything_is_wrong"
 )
 MODELS = "tests/models/test_command.py::test_the_commands_of_the_page_print_what_it_shows"
@@ -39,7 +39,7 @@ GPU = "a machine with a GPU"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
 EXAMPLE = ".venv/bin/python " + EXAMPLE_PY + " --nproc-per-node {}"
 
-REPORT = "tests/unit/test_report.py::test_{}"
+REPORT = "tests/unit/test_benchmarks.py::test_{}"
 LAUNCH = "tests/launches/test_page_launches.py::test_a_launch_of_the_pages_trains"
 
 # Command, as `commands_of` gives it -> the test that runs it, or one of the words above.
@@ -61,8 +61,7 @@ RUN_BY = {
         "tests/testing/test_certificate.py::test_both_schemes_stay_within_rounding_of_one_rank"
     ),
     ".venv/bin/python examples/quickstart.py": (
-        "tests/examples/test_quickstart.py"
-        "::test_the_quickstart_trains_one_layer_on_packed_documents"
+        "tests/examples/test_commands.py::test_the_quickstart_trains_one_layer_on_packed_documents"
     ),
     ".venv/bin/python examples/generate.py HF_FOLDER --tokens 5 17 3 --count 32": (
         "tests/hf/test_generation.py::test_the_example_generates_from_a_folder"
@@ -86,17 +85,17 @@ RUN_BY = {
     ".venv/bin/python -m megatron_gdn.warm_up --config launch.sh": WARM_UP,
     FINETUNE: DROP_IN + "over_two_ranks",
     FINETUNE + " --fully-shard": DROP_IN + "the_same_where_it_is_sharded",
-    TRAINER: "tests/hf/drop_in/test_trainer.py"
+    TRAINER: "tests/hf/drop_in/test_commands.py"
     "::test_the_example_trains_and_saves_what_transformers_loads",
     ".venv/bin/python examples/show_leaks.py docs/leaks.png": (
-        "tests/hf/drop_in/test_leak_picture.py"
+        "tests/hf/drop_in/test_commands.py"
         "::test_the_picture_shows_the_leak_and_that_a_patched_model_has_none"
     ),
     ".venv/bin/python benchmarks/bench_hf_dropin.py --tiny": (
-        "tests/hf/drop_in/test_benchmark.py::test_the_benchmark_runs_tiny_on_the_cpu"
+        "tests/hf/drop_in/test_commands.py::test_the_benchmark_runs_tiny_on_the_cpu"
     ),
     ".venv/bin/python benchmarks/loss_curves.py": (
-        "tests/examples/test_evidence.py"
+        "tests/examples/test_commands.py"
         "::test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn"
     ),
     "pip install .": INSTALLED.format("clone"),

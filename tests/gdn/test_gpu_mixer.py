@@ -13,6 +13,7 @@ from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
 from tests.gdn_mixer import gated_delta_mixer
+from tests.ops.delta_rule.states import documents_of
 
 pytestmark = [
     pytest.mark.gpu,
@@ -44,15 +45,11 @@ def make_inputs(heads, S, B=1, lengths=None, decay="usual", dim=(128, 128), seed
 
     proj = normal(S, B, sizes.width)
     weight = (normal(sizes.conv_width, 1, 4).detach() * 0.5).requires_grad_()
-    A_log = (
-        normal(heads[1], dtype=torch.float32).detach() * 0.3 + ALL_DECAYS[decay]
-    ).requires_grad_()
+    A_log = normal(heads[1], dtype=torch.float32).detach() * 0.3 + ALL_DECAYS[decay]
+    A_log.requires_grad_()
     dt_bias = normal(heads[1], dtype=torch.float32)
     gamma = (1 + 0.3 * normal(dim[1]).detach()).requires_grad_()
-    documents = None
-    if lengths is not None:
-        offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        documents = Documents.from_cu_seqlens(offsets, S, device="cuda")
+    documents = documents_of(lengths, "cuda")
     d_out = normal(S, B, sizes.value_heads * dim[1]).detach()
     return sizes, [proj, weight, A_log, dt_bias, gamma], d_out, documents
 

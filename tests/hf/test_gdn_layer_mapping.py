@@ -27,14 +27,7 @@ FILE_DTYPES = {
 
 def dims_of(key_heads=4, value_heads_per_key_head=3, key_dim=5, value_dim=3):
     # K != V and D unlike any product of the others, so that no two sizes agree by chance.
-    return GDNDims(
-        hidden_size=7,
-        num_key_heads=key_heads,
-        num_value_heads=key_heads * value_heads_per_key_head,
-        key_head_dim=key_dim,
-        value_head_dim=value_dim,
-        conv_kernel_dim=4,
-    )
+    return GDNDims(7, key_heads, key_heads * value_heads_per_key_head, key_dim, value_dim, 4)
 
 
 def random_file(dims, storage, dtypes=(), seed=0):
@@ -49,6 +42,10 @@ def random_file(dims, storage, dtypes=(), seed=0):
                 values = torch.logspace(-4.5, 1.0, source.shape[0]) * values.sign()
             state[source.key] = values.to(dtypes.get(source.key, BF16))
     return state
+
+
+def dtypes_of(file):
+    return {key: tensor.dtype for key, tensor in file.items()}
 
 
 def assert_same_file(given, expected):
@@ -66,9 +63,7 @@ def test_file_to_shards_to_file_is_equal_in_bits_and_dtype(storage, ratio, tp_si
     dims = dims_of(value_heads_per_key_head=ratio)
     file = random_file(dims, storage, dtypes)
     ranks = gdn_layer_from_hf(file, dims, storage, tp_size)
-    back = gdn_layer_to_hf(
-        ranks, dims, storage, {key: tensor.dtype for key, tensor in file.items()}
-    )
+    back = gdn_layer_to_hf(ranks, dims, storage, dtypes_of(file))
     if "norm.weight" in dtypes:
         # An fp32 gain below 1/2 has bits that fp32 cannot keep beside the 1: it needs its original.
         (norm,) = (key for key in file if key.endswith("norm.weight"))
@@ -95,29 +90,29 @@ def test_a_bf16_model_gives_back_every_bit_when_it_has_the_original(
     for rank in ranks:
         rank["out_norm.weight"] = rank["out_norm.weight"].to(BF16)
     originals = {"norm.weight": file["norm.weight"]}
-    natural = {key: tensor.dtype for key, tensor in file.items()}
-    back = gdn_layer_to_hf(ranks, dims, storage, natural, originals, zero_centered_gamma)
+    back = gdn_layer_to_hf(ranks, dims, storage, dtypes_of(file), originals, zero_centered_gamma)
     assert_same_file(back, file)
 
 
-def test_a_trained_gain_is_exported_as_trained_and_its_neighbours_as_they_were():
-    dims = dims_of()
-    file = random_file(dims, "flat")
-    (rank,) = gdn_layer_from_hf(file, dims, "flat")
-    rank["out_norm.weight"][1] = 0.25
+def norm_there_and_back(file, change=lambda gain: None):
+    """The gain that is exported beside its original, ``change``d in between."""
+    (rank,) = gdn_layer_from_hf(file, dims_of(), "flat")
+    change(rank["out_norm.weight"])
     originals = {"norm.weight": file["norm.weight"]}
-    back = gdn_layer_to_hf([rank], dims, "flat", originals=originals)["norm.weight"]
+    return gdn_layer_to_hf([rank], dims_of(), "flat", originals=originals)["norm.weight"]
+
+
+def test_a_trained_gain_is_exported_as_trained_and_its_neighbours_as_they_were():
+    file = random_file(dims_of(), "flat")
+    back = norm_there_and_back(file, lambda gain: gain[1].fill_(0.25))
     assert back[1] == 1.25
     assert torch.equal(back[[0, 2]], file["norm.weight"][[0, 2]])
 
 
 def test_minus_zero_and_nan_survive_the_shift():
-    dims = dims_of()
-    file = random_file(dims, "flat")
+    file = random_file(dims_of(), "flat")
     file["norm.weight"] = torch.tensor([-0.0, float("nan"), 2.0**-20], dtype=BF16)
-    (rank,) = gdn_layer_from_hf(file, dims, "flat")
-    originals = {"norm.weight": file["norm.weight"]}
-    back = gdn_layer_to_hf([rank], dims, "flat", originals=originals)["norm.weight"]
+    back = norm_there_and_back(file)
     assert torch.equal(back.view(torch.int16), file["norm.weight"].view(torch.int16))
 
 
@@ -178,13 +173,9 @@ def test_gates_and_output_columns_are_shared_out_in_order(tp_size):
     dims = dims_of()
     file = random_file(dims, "flat")
     ranks = gdn_layer_from_hf(file, dims, "flat", tp_size)
-    for ours, theirs, dim in [
-        ("A_log", "A_log", 0),
-        ("dt_bias", "dt_bias", 0),
-        ("out_proj.weight", "out_proj.weight", 1),
-    ]:
-        assert torch.equal(torch.cat([rank[ours] for rank in ranks], dim), file[theirs])
-        assert len({rank[ours].shape for rank in ranks}) == 1
+    for name, dim in (("A_log", 0), ("dt_bias", 0), ("out_proj.weight", 1)):
+        assert torch.equal(torch.cat([rank[name] for rank in ranks], dim), file[name])
+        assert len({rank[name].shape for rank in ranks}) == 1
 
 
 sizes = st.integers(1, 5)
@@ -228,9 +219,8 @@ def test_sections_of_different_dtypes_keep_all_their_bits():
     dims = dims_of()
     dtypes = {"in_proj_a.weight": F32, "in_proj_b.weight": torch.float16}
     file = random_file(dims, "flat", dtypes)
-    natural = {key: tensor.dtype for key, tensor in file.items()}
-    back = gdn_layer_to_hf(gdn_layer_from_hf(file, dims, "flat", 2), dims, "flat", natural)
-    assert_same_file(back, file)
+    ranks = gdn_layer_from_hf(file, dims, "flat", 2)
+    assert_same_file(gdn_layer_to_hf(ranks, dims, "flat", dtypes_of(file)), file)
 
 
 def test_a_missing_a_foreign_and_a_misshapen_tensor_are_named():
@@ -279,14 +269,7 @@ def test_published_shapes():
         (5120, 48): (16480, 10240),
         (4096, 64): (20608, 12288),
     }.items():
-        dims = GDNDims(
-            hidden_size=hidden,
-            num_key_heads=16,
-            num_value_heads=value_heads,
-            key_head_dim=128,
-            value_head_dim=128,
-            conv_kernel_dim=4,
-        )
+        dims = GDNDims(hidden, 16, value_heads, 128, 128, 4)
         for storage, tp_size in itertools.product(["interleaved", "flat"], [1, 2, 4, 8, 16]):
             maps = {e.name: e for e in gdn_layer_maps("", "", dims, storage)}
             files = [torch.empty(s.shape, device="meta") for s in maps["in_proj.weight"].sources]

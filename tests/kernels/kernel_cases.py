@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.documents import Documents
+from tests.ops.delta_rule.states import documents_of
 
 # Rounding of fp32 in sums of a few hundred terms, and Triton's exp2 / rsqrt, good to about 2 ulp:
 # 2^-24 * sqrt(400) * a few operations.
@@ -36,10 +36,7 @@ class Case:
         self.A_log = normal(sizes.value_heads)
         self.dt_bias = normal(sizes.value_heads)
         self.gamma = 1 + 0.3 * normal(sizes.value_dim)
-        self.documents = None
-        if lengths is not None:
-            offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
-            self.documents = Documents.from_cu_seqlens(offsets, S, device=device)
+        self.documents = documents_of(lengths, device)
         self._normal = normal
 
     def grads(self, per_value_head: bool) -> tuple[Tensor, ...]:

@@ -7,21 +7,13 @@ from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import Chunkwise, local_indices
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.parts import GatedNorm
 from tests.gdn_mixer import gated_delta_mixer
-from tests.ops.delta_rule.states import InHalf
+from tests.ops.delta_rule.states import InHalf, documents_of
 
 from .conftest import INTERPRETED, _numpy_scalars_as_indices
 
-DIMS = GDNDims(
-    hidden_size=8,
-    num_key_heads=1,
-    num_value_heads=2,
-    key_head_dim=16,
-    value_head_dim=8,
-    conv_kernel_dim=4,
-)
+DIMS = GDNDims(8, 1, 2, 16, 8, 4)
 
 
 def kernels_equal_their_twins_over_pieces(
@@ -36,10 +28,7 @@ def kernels_equal_their_twins_over_pieces(
     state = DIMS.heads.state
     scheme = Chunkwise(DIMS.layout, state, DIMS.conv_kernel_dim, group, layout)
     tokens, rows = (20, 2) if lengths is None else (sum(lengths), 1)
-    documents = None
-    if lengths is not None:
-        offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        documents = Documents.from_cu_seqlens(offsets, tokens)
+    documents = documents_of(lengths)
     held = local_indices(lengths or (tokens,), group.size(), rank, layout)
     torch.manual_seed(0)
     sizes = DIMS.heads

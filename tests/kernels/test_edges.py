@@ -24,7 +24,7 @@ from megatron_gdn.ops.front.fused_edges import FusedEdges
 from megatron_gdn.ops.front.history import ContinuedFront
 from megatron_gdn.ops.trees import TreeDocuments
 
-from . import test_mamba2_kernels as mamba2
+from . import test_other_fronts as mamba2
 from .kernel_cases import Case, assert_close
 
 # A prompt of two tokens with 18 children, one of which has a child: rows that many read.

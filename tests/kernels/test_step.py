@@ -14,7 +14,7 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.parts import GatedNorm
 from tests.kernels.conftest import INTERPRETED
-from tests.kernels.test_mamba2_kernels import layout_of
+from tests.kernels.test_other_fronts import layout_of
 
 # The interpreter cuts bfloat16 off instead of rounding it.
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])

@@ -16,6 +16,7 @@ from megatron_gdn.ops.elementwise import decay_and_write_gates, l2norm, rms_norm
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
 from tests.gdn_mixer import gated_delta_mixer
+from tests.ops.delta_rule.states import documents_of
 
 NAMES = ("proj", "conv_weight", "conv_bias", "A_log", "dt_bias", "gamma")
 CASES = {
@@ -38,11 +39,7 @@ def make_inputs(sizes, S, B=1, bias=False, lengths=None):
         torch.randn(sizes.value_heads, **wide),
         1 + 0.3 * torch.randn(sizes.value_dim, **wide),
     ]
-    documents = None
-    if lengths is not None:
-        offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        documents = Documents.from_cu_seqlens(offsets, S)
-    return [x if x is None else x.requires_grad_() for x in leaves], documents
+    return [x if x is None else x.requires_grad_() for x in leaves], documents_of(lengths)
 
 
 def composed(leaves, sizes, documents):

@@ -1,14 +1,17 @@
 """The harness finds what is planted, names it, and finds nothing in the package's own mixer."""
 
 import multiprocessing
+import time
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.lib.invariance import check_batch_invariance
 from benchmarks.lib.processes import compare_processes, in_processes
 from benchmarks.lib.repeats import check_repeats, difference_of, forward_backward
+from tests.ranks import RankError, RankPool
 from tests.testing import planted
 from tests.whole_groups import whole_groups
 
@@ -119,3 +122,35 @@ def test_a_document_that_feels_its_neighbours_is_found():
 
     found = check_batch_invariance(packed_run(by_position), xs, documents(4))
     assert {difference.where for difference in found} == {"last", "in the middle"}
+
+
+@pytest.fixture
+def pool():
+    started = RankPool(2)
+    yield started
+    started.stop()
+
+
+def raise_on_the_second_rank() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the only reason")
+    dist.barrier()
+
+
+def sleep_on_the_first_rank() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(1000)
+
+
+def test_what_a_later_rank_raises_is_told_while_the_first_waits_for_it(pool):
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1:(.|\n)*the only reason"):
+        pool.run(raise_on_the_second_rank)
+    assert time.monotonic() - start < pool.timeout_s / 2
+
+
+def test_a_rank_that_does_not_answer_tells_where_it_is(pool):
+    pool.run(dist.barrier)
+    pool.timeout_s = 1
+    with pytest.raises(RankError, match="rank 0:\nno answer(.|\n)*sleep_on_the_first_rank"):
+        pool.run(sleep_on_the_first_rank)

@@ -20,7 +20,10 @@ def of_filled(x: Tensor, documents: Documents) -> Tensor:
     return torch.where((documents.cu_seqlens.diff() > 0).view(-1, 1, 1, 1), x, 0.0)
 
 
-def documents_of(lengths, device="cpu") -> Documents:
+def documents_of(lengths, device="cpu") -> Documents | None:
+    """None of None: rows without documents."""
+    if lengths is None:
+        return None
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
     return Documents.from_cu_seqlens(offsets, offsets[-1], device=device)
 
