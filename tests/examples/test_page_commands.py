@@ -58,7 +58,7 @@ RUN_BY = {
     ),
     "make test-frameworks": SUITE,
     ".venv/bin/python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4": (
-        "tests/testing/test_certificate.py::test_both_schemes_stay_within_rounding_of_one_rank"
+        "tests/testing/test_harness.py::test_both_schemes_stay_within_rounding_of_one_rank"
     ),
     ".venv/bin/python examples/quickstart.py": (
         "tests/examples/test_commands.py::test_the_quickstart_trains_one_layer_on_packed_documents"

@@ -114,19 +114,10 @@ def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture
-def megatron():
-    start_one_process()
-    megatron_gdn.patch_megatron()
-    yield
-    megatron_gdn.patch_megatron(gdn=False)
-    end_one_process()
-
-
 PACKERS = [packed_before_training, packed_in_the_batch]
 
 
-@pytest.mark.usefixtures("megatron")
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("pack", PACKERS)
 def test_a_packed_batch_has_the_losses_and_gradients_of_its_documents(pack, multiple, tmp_path):

@@ -12,7 +12,6 @@ from mbridge import AutoBridge
 from megatron.core.transformer.moe import moe_utils
 
 import megatron_gdn
-from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from tests.frameworks import tiny_models
 from tests.frameworks.tiny_models import require_exported, require_falling, require_logits, tokens
 
@@ -35,12 +34,8 @@ MODELS = "Qwen3.5", "Qwen3.5 MoE"
 
 
 @pytest.fixture(autouse=True)
-def megatron(monkeypatch):
+def megatron(monkeypatch, one_process):
     monkeypatch.setattr(torch.nn.Module, "cuda", lambda module, device=None: module)
-    start_one_process()
-    yield
-    megatron_gdn.patch_megatron(gdn=False)
-    end_one_process()
 
 
 def published(name: str, folder, dtype: torch.dtype = torch.float32):

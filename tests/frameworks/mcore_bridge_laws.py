@@ -17,7 +17,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.overrides import TorchFunctionMode
 
 import megatron_gdn
-from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.context_parallel.layouts import local_indices
 from megatron_gdn.frameworks.mcore_bridge import by_key_head
 from tests.frameworks.tiny_models import (
@@ -48,12 +47,9 @@ class CudaIsTheCPU(TorchFunctionMode):
 
 
 @pytest.fixture(autouse=True)
-def megatron():
-    start_one_process()
+def megatron(one_process):
     with CudaIsTheCPU():
         yield
-    megatron_gdn.patch_megatron(gdn=False)
-    end_one_process()
 
 
 def config_of(folder, dtype: torch.dtype = torch.float32, **settings) -> ModelConfig:

@@ -1,14 +1,20 @@
 """Rows of projections as frameworks order them."""
 
+from argparse import Namespace
+
 import pytest
 import torch
 from megatron.core import parallel_state
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Theirs
 
+import megatron_gdn
 from megatron_gdn import GDNDims
 from megatron_gdn.frameworks.mcore_bridge import by_key_head
+from megatron_gdn.frameworks.miles import enable
 from megatron_gdn.frameworks.slime import _of_ranks, _rank_after_rank
 from megatron_gdn.gdn.hf import gdn_layer_maps
 from megatron_gdn.ops.delta_rule.base import HeadSizes
+from tests.frameworks.test_patch import is_ours
 
 DIMS = GDNDims(
     hidden_size=6, num_key_heads=4, num_value_heads=8, key_head_dim=2, value_head_dim=3,
@@ -49,3 +55,36 @@ def test_the_rows_of_a_key_head_lie_together():
         0, 2, 4, 5, 8, 9, 12, 13, 16, 17,
         1, 3, 6, 7, 10, 11, 14, 15, 18, 19,
     ]  # fmt: skip
+
+
+QWEN = ["miles_plugins.models.qwen3_5", "get_qwen3_5_spec"]
+
+
+@pytest.fixture(autouse=True)
+def undone():
+    yield
+    megatron_gdn.patch_megatron(gdn=False)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        Namespace(spec=None, megatron_to_hf_mode="bridge"),
+        Namespace(spec=QWEN, megatron_to_hf_mode="bridge"),
+        Namespace(spec=["megatron_gdn.specs", "hybrid_stack_spec"], megatron_to_hf_mode="raw"),
+        Namespace(spec=["megatron_gdn.frameworks.slime", "get_qwen3_5_spec"]),
+        Namespace(),
+    ],
+)
+def test_what_bridge_or_megatron_builds_is_ours(args):
+    enable(args)
+    assert is_ours(Theirs)
+
+
+@pytest.mark.parametrize("plugins", ["miles", "slime"])
+def test_a_spec_with_layers_of_its_own_is_refused(plugins):
+    spec = [QWEN[0].replace("miles", plugins), QWEN[1]]
+    said = f"--spec {spec[0]} builds .* slime: give --spec megatron_gdn.frameworks.slime"
+    with pytest.raises(ValueError, match=said):
+        enable(Namespace(spec=spec, megatron_to_hf_mode="raw"))
+    assert not is_ours(Theirs)

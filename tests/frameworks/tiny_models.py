@@ -103,9 +103,11 @@ def _experts_one_by_one(saved: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]
                 yield f"{root}.experts.{i}.{part}.weight", tensor
 
 
-def require_falling(loss_of: Callable[[], Tensor], parameters: Iterable[Tensor]) -> None:
+def require_falling(
+    loss_of: Callable[[], Tensor], parameters: Iterable[Tensor], rate: float = 0.1
+) -> None:
     """Three steps of gradient descent, each with a lower loss than the one before."""
-    optimizer = torch.optim.SGD(parameters, 0.1)
+    optimizer = torch.optim.SGD(parameters, rate)
     losses = []
     for _ in range(3):
         loss = loss_of()

@@ -130,22 +130,18 @@ def test_the_whole_mixer_is_as_exact_as_plain_torch(rule):
     check_against_fp64((16, 32), rule, yardstick="reference", S=777)
 
 
-@pytest.mark.parametrize("rule", HALF)
-@pytest.mark.parametrize("decay", ["none", "strong", "slow"])
-def test_fp16_operands_are_as_exact_as_plain_torch_at_any_decay(decay, rule):
-    check_against_fp64((16, 32), rule, yardstick="reference", S=777, decay=decay)
+FP16 = {
+    **{decay: ("2", {"S": 777, "decay": decay}) for decay in ("none", "strong", "slow")},
+    **{name: ("2", SHAPES[name] | {"seeds": 2}) for name in ("S63-B2", "S2100-B3", "packed")},
+    **{f"ratio {ratio}": (ratio, {"S": 321}) for ratio in ("1", "3", "4")},
+}
 
 
 @pytest.mark.parametrize("rule", HALF)
-@pytest.mark.parametrize("shape", ["S63-B2", "S2100-B3", "packed"])
-def test_fp16_operands_are_as_exact_as_plain_torch_at_any_shape(shape, rule):
-    check_against_fp64((16, 32), rule, yardstick="reference", seeds=2, **SHAPES[shape])
-
-
-@pytest.mark.parametrize("rule", HALF)
-@pytest.mark.parametrize("ratio", ["1", "3", "4"])
-def test_fp16_operands_are_as_exact_as_plain_torch_at_any_ratio(ratio, rule):
-    check_against_fp64(RATIOS[ratio], rule, yardstick="reference", S=321)
+@pytest.mark.parametrize("case", FP16)
+def test_fp16_operands_are_as_exact_as_plain_torch(case, rule):
+    ratio, options = FP16[case]
+    check_against_fp64(RATIOS[ratio], rule, yardstick="reference", **options)
 
 
 def test_fp16_operands_know_no_size_of_the_gradient():

@@ -1,17 +1,18 @@
-"""The equations of FLOPs hold to the product: torch counts what plain forms multiply."""
+"""The catalogue's numbers are the published models', and its FLOPs what torch counts."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_gdn.hf import parse_hf_config
 from megatron_gdn.kda.rule import recurrent_kda
 from megatron_gdn.models import ENTRIES, Entry, Model, Stack, find, flops_per_step
 from megatron_gdn.ops import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from tests.hf.tiny_models import model_class
 from tests.kda_mixers import parameters_of_kda
-from tests.models.published import as_config, config_of
+from tests.models.published import as_config, config_of, parameters_of, vision_parameters
 from tests.models.twins import delta_rule, kda_rule, mamba2_rule
 
 TOKENS = 192
@@ -51,62 +52,59 @@ def forward_and_step(twin, inputs) -> tuple[int, int]:
     return counted(lambda: twin(*inputs)), counted(step)
 
 
-def test_the_delta_rule_in_chunks_takes_its_equation_forward_and_twice_that_back():
-    torch.manual_seed(1)
+def drawn_delta_rule(g: torch.Tensor) -> tuple:
     q, k = (F.normalize(draw(TOKENS, 2, 10), dim=-1) for _ in range(2))
-    v, g, beta = draw(TOKENS, 6, 14), -draw(TOKENS, 6).exp(), draw(TOKENS, 6).sigmoid()
-    S = draw(6, 10, 14)
-    o, final = delta_rule(q, k, v, g, beta, S)
+    return q, k, draw(TOKENS, 6, 14), g, draw(TOKENS, 6).sigmoid(), draw(6, 10, 14)
+
+
+def chunked_delta_rule(q, k, v, g, beta, S):
     batch = [x[None] for x in (q, k, v, g, beta)]
     options = {"initial_state": S[None], "output_final_state": True, "scale": 1.0}
-    expected, state = torch_chunk_gated_delta_rule(*batch, **options)
-    torch.testing.assert_close(o, expected[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(final, state[0], rtol=1e-4, atol=1e-4)
-
-    inputs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, S)]
-    rule = Stack.of(as_config(GDN), "G", 1, True).flops([TOKENS]).rule
-    assert forward_and_step(delta_rule, inputs) == (rule, 3 * rule)
+    return [x[0] for x in torch_chunk_gated_delta_rule(*batch, **options)]
 
 
-def test_kda_in_chunks_takes_its_equation_forward_and_twice_that_back():
+def recurrence_of_kda(q, k, v, g, beta, S):
+    o, state = recurrent_kda(RuleInputs(*(x[None] for x in (q, k, v, g, beta))), None, S[None])
+    return o[0] * 10**0.5, state[0]
+
+
+def recurrence_of_mamba2(x, B, C, g, S):
+    outputs = []
+    for t in range(TOKENS):
+        b, c = (row[t].repeat_interleave(3, 0) for row in (B, C))
+        S = g[t].exp()[:, None, None] * S + b[:, :, None] * x[t][:, None, :]
+        outputs.append((c[:, :, None] * S).sum(1))
+    return torch.stack(outputs), S
+
+
+RULES = {
+    "G": (delta_rule, chunked_delta_rule, lambda: drawn_delta_rule(-draw(TOKENS, 6).exp())),
+    "K": (
+        kda_rule, recurrence_of_kda, lambda: drawn_delta_rule(-0.1 * draw(TOKENS, 6, 10).exp())
+    ),
+    "M": (
+        mamba2_rule, recurrence_of_mamba2,
+        lambda: (draw(TOKENS, 6, 14), draw(TOKENS, 2, 10), draw(TOKENS, 2, 10),
+                 -draw(TOKENS, 6).exp(), draw(6, 10, 14)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("letter", RULES)
+def test_a_rule_in_chunks_takes_its_equation_forward_and_twice_that_back(letter):
     torch.manual_seed(1)
-    q, k = (F.normalize(draw(TOKENS, 2, 10), dim=-1) for _ in range(2))
-    v, g, beta = draw(TOKENS, 6, 14), -0.1 * draw(TOKENS, 6, 10).exp(), draw(TOKENS, 6).sigmoid()
-    S = draw(6, 10, 14)
-    o, final = kda_rule(q, k, v, g, beta, S)
-    expected, state = recurrent_kda(
-        RuleInputs(*(x[None] for x in (q, k, v, g, beta))), None, S[None]
-    )
-    torch.testing.assert_close(o * 10**-0.5, expected[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(final, state[0], rtol=1e-4, atol=1e-4)
-
-    inputs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, S)]
-    stack = Stack.of(as_config(GDN), "K", 1, True)
-    rule = stack.flops([TOKENS]).rule
-    assert forward_and_step(kda_rule, inputs) == (rule, 3 * rule)
+    twin, exact, drawn = RULES[letter]
+    inputs = [x.detach().requires_grad_() for x in drawn()]
+    torch.testing.assert_close(tuple(twin(*inputs)), tuple(exact(*inputs)), rtol=1e-4, atol=1e-4)
+    sizes = MAMBA if letter == "M" else GDN
+    rule = Stack.of(as_config(sizes), letter, 1, True).flops([TOKENS]).rule
+    assert forward_and_step(twin, inputs) == (rule, 3 * rule)
 
 
 def test_the_parameters_of_kda_are_the_layers(pools):
     (layer,) = Stack.of(as_config(GDN), "K", 1, True).layers
     norm_before = 24
     assert pools(1).run(parameters_of_kda, GDN) == [layer.weights + layer.vectors - norm_before]
-
-
-def test_mamba2_in_chunks_takes_its_equation_forward_and_twice_that_back():
-    torch.manual_seed(1)
-    x, B, C, S = draw(TOKENS, 6, 14), draw(TOKENS, 2, 10), draw(TOKENS, 2, 10), draw(6, 10, 14)
-    g = -draw(TOKENS, 6).exp()
-    y, _ = mamba2_rule(x, B, C, g, S)
-    state, expected = S, []
-    for t in range(TOKENS):  # the recurrence
-        b, c = (row[t].repeat_interleave(3, 0) for row in (B, C))
-        state = g[t].exp()[:, None, None] * state + b[:, :, None] * x[t][:, None, :]
-        expected.append((c[:, :, None] * state).sum(1))
-    torch.testing.assert_close(y, torch.stack(expected), rtol=1e-4, atol=1e-4)
-
-    inputs = [z.detach().requires_grad_() for z in (x, B, C, g, S)]
-    rule = Stack.of(as_config(MAMBA), "M", 1, True).flops([TOKENS]).rule
-    assert forward_and_step(mamba2_rule, inputs) == (rule, 3 * rule)
 
 
 def tiny(name: str) -> Model:
@@ -161,3 +159,69 @@ def test_documents_pay_for_the_squares_of_their_lengths():
 def test_a_pattern_with_layers_that_are_not_known_is_refused():
     with pytest.raises(ValueError, match=r"has \['D'\]; FLOPs are known of 'G', 'K', 'M'"):
         Stack.of(as_config(GDN), "GD", 1, True)
+
+
+QWEN = [name for name, entry in ENTRIES.items() if entry.architecture.startswith("Qwen")]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_model_has_as_many_parameters_as_the_one_that_transformers_builds(name):
+    assert find(name).stack.parameters == parameters_of(name)
+
+
+# The numbers of parameters in the index of the published files. They hold the language model, one
+# head of multi-token prediction (one attention layer with its MLP), and the vision encoder.
+@pytest.mark.parametrize(
+    ("name", "published", "sees"),
+    [
+        ("Qwen3.5-9B", 9_653_104_368, True),
+        ("Qwen3.5-122B-A10B", 125_086_497_008, True),
+        ("Qwen3.6-35B-A3B", 35_951_822_704, True),
+        ("Qwen3.8-27B", 27_781_427_952, True),
+        ("Qwen3.8-2.4T-A95B", 2_446_182_725_504, False),
+    ],
+)
+def test_the_published_files_hold_as_many(name, published, sees):
+    model = find(name)
+    pattern = f"{model.pattern}/{model.pattern[-2:]}"
+    vocab = model.entry.fields["vocab_size"]
+    stack = Stack.of(as_config(model.settings), pattern, vocab, model.tied)
+    vision = vision_parameters(stack.hidden_size) if sees else 0
+    assert stack.parameters + vision == published
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_transformers_config_class_translates_to_the_same_settings(name):
+    model = find(name)
+    config = config_of(model.entry.architecture, model.entry.fields).to_dict()
+    assert parse_hf_config(config | {"architectures": [model.entry.architecture]}) == model.hf
+
+
+def test_transformers_config_class_of_nemotron_has_the_same_layers_and_sizes():
+    names = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+    for name in (name for name in ENTRIES if name.startswith("Nemotron")):
+        model = find(name)
+        config = config_of(model.entry.architecture, model.entry.fields)
+        assert "".join(names[kind] for kind in config.layers_block_type) == model.pattern
+        assert config.conv_kernel == 4, "Megatron's Mamba2 layers have no other"
+        assert {config.use_conv_bias, not config.use_bias, not config.mlp_bias} == {True}
+        assert config.n_shared_experts == config.n_group == config.topk_group == 1
+        for field in (name for name in model.entry.fields if name != "hybrid_override_pattern"):
+            assert getattr(config, field) == model.entry.fields[field], field
+
+
+def test_olmo_hybrid_is_what_transformers_builds_by_default():
+    model = find("Olmo-Hybrid-7B")
+    default = config_of(model.entry.architecture, {}).to_dict()
+    assert {name: default[name] for name in model.entry.fields} == model.entry.fields
+    assert default["layer_types"] == (["linear_attention"] * 3 + ["full_attention"]) * 8
+
+
+def test_every_entry_says_where_its_numbers_were_found():
+    assert all(entry.source for entry in ENTRIES.values())
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are():
+    assert find("qwen3.5-35b-a3b").name == "Qwen3.5-35B-A3B"
+    with pytest.raises(ValueError, match=r"unknown model 'Qwen9'; known: tiny, Qwen3-Next-80B"):
+        find("Qwen9")
