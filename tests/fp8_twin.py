@@ -17,7 +17,6 @@ _on = [False]
 
 @contextmanager
 def fp8_on():
-    """Megatron's FP8 context."""
     _on.append(True)
     try:
         yield

@@ -56,6 +56,5 @@ def whole_mixer(config, **options) -> KimiDeltaAttention:
 
 
 def parameters_of_kda(sizes) -> int:
-    """How many numbers a layer of these sizes has; run on a rank."""
     with parallel():
         return sum(p.numel() for p in whole_mixer(kda_config(**sizes)).parameters())

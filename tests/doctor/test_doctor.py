@@ -42,7 +42,6 @@ def environment(tmp_path, monkeypatch) -> Iterator[Callable[..., None]]:
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A GPU as far as the doctor asks before it runs anything."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
 

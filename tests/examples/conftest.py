@@ -16,7 +16,6 @@ settings.load_profile("patient")
 
 @pytest.fixture(scope="session")
 def text(tmp_path_factory) -> Path:
-    """Documents from 0 bytes to several sequences long."""
     folder = tmp_path_factory.mktemp("text")
     for n in range(30):
         lines = [f"def f{n}_{i}(x):\n    return x + {i}\n" for i in range(n * n % 17)]

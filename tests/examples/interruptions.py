@@ -30,7 +30,6 @@ def end_by_signal(number: signal.Signals, flags: list, cwd: Path, random: Random
 
 
 def end_by_kill(flags: list, cwd: Path, random: Random) -> None:
-    """Kill -9 at any moment of the training."""
     launch = _until_some_step(flags, cwd, random)
     time.sleep(random.random() * 0.2)
     launch.send(signal.SIGKILL)
@@ -74,7 +73,6 @@ def fill(filler: Path) -> None:
 
 
 def assert_one_line(printed: str, pattern: str) -> None:
-    """A run that failed says so once, in a line."""
     said = [line for line in printed.splitlines() if "pretrain_hybrid.py: " in line]
     assert len(said) == 1, printed
     assert re.search(pattern, said[0]), printed
@@ -96,7 +94,6 @@ def newest_output(cwd: Path) -> Path:
 
 
 def _until_some_step(flags: list, cwd: Path, random: Random) -> Launch:
-    """Start a run and wait until it has done one to four steps more."""
     records = list((cwd / "runs").glob("*/metrics.jsonl"))
     steps = len(metrics(newest_output(cwd))) if records else 0
     target = steps + random.randint(1, 4)

@@ -60,7 +60,6 @@ class Launch:
                 os.killpg(process.pid, number)
 
     def until(self, happened) -> "Launch":
-        """Wait until ``happened()`` is true or a rank has ended."""
         deadline = time.monotonic() + TIMEOUT_S
         while self.is_running and not happened():
             assert time.monotonic() < deadline, self._give_up("nothing happened")
@@ -109,7 +108,6 @@ def metrics(output_dir: Path) -> list[dict]:
 
 
 def run(*flags: object, cwd: Path, size: int = 2) -> str:
-    """Run the example to its end; returns what it printed."""
     launch = Launch(*flags, cwd=cwd, size=size)
     assert launch.end() == [0] * size, launch.printed
     return launch.printed

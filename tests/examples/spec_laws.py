@@ -17,7 +17,6 @@ from tests.parallel import make_config, parallel
 
 
 def hybrid(pattern: str, config=None, spec=None) -> HybridModel:
-    """A model of that pattern, with heads behind a slash."""
     config = make_config(num_layers=len(pattern)) if config is None else config
     spec = hybrid_stack_spec("local") if spec is None else spec
     return HybridModel(config, spec, 16, 8, hybrid_layer_pattern=pattern)
@@ -31,7 +30,6 @@ def gradients_are_finite(model, **more) -> bool:
 
 
 def hybrid_keys_and_options(pattern: str, **options):
-    """Checkpoint keys, parameter names and the first mixer's sequence layout of a hybrid model."""
     with parallel():
         model = hybrid(pattern, spec=hybrid_stack_spec("local", **options))
         keys = {entry.key for entry in _leaves(model.sharded_state_dict())}
@@ -40,7 +38,6 @@ def hybrid_keys_and_options(pattern: str, **options):
 
 
 def kda_layers(pattern: str):
-    """The recurrent mixers of a model, its keys, whether a K layer kept its number, its loss."""
     with parallel():
         model = hybrid(pattern)
         mixers = [getattr(layer, "self_attention", None) for layer in model.decoder.layers]
@@ -73,7 +70,6 @@ def layers_of_a_head(pattern: str):
 
 
 def variant_refusal(pattern: str) -> str:
-    """The message with which the local spec declines a config of another variant."""
     with parallel():
         config = make_config(num_layers=len(pattern))
         config.experimental_attention_variant = "gdn2"
@@ -83,7 +79,6 @@ def variant_refusal(pattern: str) -> str:
 
 
 def experts_of_hybrid_layers(pattern: str, **changes) -> list[int]:
-    """How many experts each layer of a model with the local spec has."""
     with parallel():
         config = make_config(
             num_layers=len(pattern), add_bias_linear=False, moe_ffn_hidden_size=16, **changes
@@ -108,7 +103,6 @@ def built_by_calling() -> str:
 
 
 def hybrid_refusal(pattern: str) -> str:
-    """The message with which the local spec declines a pattern."""
     with pytest.raises(NotImplementedError) as error:
         hybrid_keys_and_options(pattern)
     return str(error.value)
@@ -132,7 +126,6 @@ def gpt_mixers_and_loss(freq, **changes):
 
 
 def gpt_mixers_of_variant(variant: str) -> list[type]:
-    """The mixers of a GPT block's specs, of a config that calls the variant so."""
     with parallel():
         config = gpt_config(4)
         config.experimental_attention_variant = variant
@@ -141,7 +134,6 @@ def gpt_mixers_of_variant(variant: str) -> list[type]:
 
 
 def gpt_layers_per_stage(pipeline_ranks: int) -> list[int]:
-    """How many layers each pipeline stage gets, asked by rank number."""
     with parallel():
         config = gpt_config(4, num_layers=6, pipeline_model_parallel_size=pipeline_ranks)
         counts = []

@@ -38,7 +38,6 @@ def small_disk(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory) -> list[dict]:
-    """The record of the run that nothing ended."""
     cwd = tmp_path_factory.mktemp("whole")
     run(*TINY, f"--train-iters={STEPS}", "--sample-tokens=0", "--data", text, cwd=cwd)
     return metrics(cwd / "runs/pretrain_hybrid")
@@ -108,7 +107,6 @@ def test_files_that_may_not_grow_are_named_in_one_line_and_the_checkpoint_before
 
 
 def make_demo(*flags: object, cwd: Path) -> subprocess.Popen:
-    """Real torchrun, launched as `make demo` does."""
     command = [sys.executable, EXAMPLES / "pretrain_hybrid.py", "--nproc-per-node", 2]
     command += [*TINY, *flags]
     return subprocess.Popen(

@@ -120,7 +120,6 @@ def free_port() -> str:
 
 
 def launch(folder: Path, name: str, **environment: str) -> str:
-    """What rank 0 of the script saw."""
     script, seen = folder / "pretrain_my.py", folder / "seen"
     script.write_text(OF_RANKS)
     path = os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))

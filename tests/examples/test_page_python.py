@@ -113,7 +113,6 @@ def block(name: str) -> str:
 
 
 def run(code: str, folder) -> str:
-    """What a fresh process prints that runs ``code`` from a file of its own."""
     (folder / "pasted.py").write_text(code)
     return python("pasted.py", cwd=folder).stdout
 

@@ -15,7 +15,6 @@ from tests.examples.launching import ROOT, TINY, metrics, run
 
 
 def torchrun(*flags: object) -> str:
-    """Run the example as a user does, with two processes; returns what its stdout has."""
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     command += [str(ROOT / "examples" / "pretrain_hybrid.py"), *map(str, flags)]
     environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}

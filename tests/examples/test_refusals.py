@@ -15,7 +15,6 @@ from tests.examples.launching import EXAMPLES, ROOT, TINY, Launch
 
 @pytest.fixture
 def parse(tmp_path, monkeypatch):
-    """The settings of a run of two processes with these flags, started in an empty folder."""
     from pretraining.arguments import parse_args
 
     monkeypatch.chdir(tmp_path)

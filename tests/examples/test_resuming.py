@@ -25,14 +25,12 @@ def original(text, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def trained(original, tmp_path) -> Path:
-    """The same, to be changed."""
     shutil.copytree(original / "runs", tmp_path / "runs")
     return tmp_path
 
 
 @pytest.fixture
 def refused(trained, monkeypatch, capsys):
-    """Flags to the one line in which they are refused."""
     monkeypatch.chdir(trained)
     monkeypatch.setenv("WORLD_SIZE", "2")
 

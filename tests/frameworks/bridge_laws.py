@@ -110,7 +110,6 @@ def test_it_trains(tmp_path):
 
 @pytest.fixture
 def adapted(tmp_path):
-    """Bridge's Qwen3.5 with LoRA on all four kinds of linears, none of which does nothing."""
     published("Qwen3.5", tmp_path, torch.float32)
     megatron_gdn.patch_megatron()
     model, bridge = bridged(tmp_path, torch.float32)

@@ -53,7 +53,6 @@ def bridge_of(folder, dtype: torch.dtype = torch.float32):
 
 
 def bridged(folder, dtype: torch.dtype = torch.float32):
-    """mbridge's model of that folder, with its weights, and the bridge."""
     bridge = bridge_of(folder, dtype)
     (model,) = bridge.get_model(weight_path=str(folder), bf16=dtype == torch.bfloat16)
     return model, bridge

@@ -59,7 +59,6 @@ def config_of(folder, dtype: torch.dtype = torch.float32, **settings) -> ModelCo
 
 
 def bridged(folder, dtype: torch.dtype = torch.float32):
-    """mcore-bridge's model of that folder, with its weights, and the bridge."""
     config = config_of(folder, dtype)
     (model,) = get_mcore_model(config)
     config.bridge.load_weights([model], str(folder))

@@ -188,8 +188,6 @@ class _Names(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of the stand-in."""
-
     def find_spec(self, fullname, path=None, target=None):
         if fullname in MODULES:
             return ModuleSpec(fullname, self, is_package=True)

@@ -106,7 +106,6 @@ def _experts_one_by_one(saved: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]
 def require_falling(
     loss_of: Callable[[], Tensor], parameters: Iterable[Tensor], rate: float = 0.1
 ) -> None:
-    """Three steps of gradient descent, each with a lower loss than the one before."""
     optimizer = torch.optim.SGD(parameters, rate)
     losses = []
     for _ in range(3):

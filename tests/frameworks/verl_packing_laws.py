@@ -37,7 +37,6 @@ def documents() -> list[Tensor]:
 
 
 def packed_logits(cp: int) -> list[Tensor]:
-    """Of each document, after verl has packed, cut and joined them."""
     with parallel(cp=cp), torch.no_grad():
         ids = torch.nested.as_nested_tensor(documents(), layout=torch.jagged)
         rows, packed, _ = preprocess_thd_engine(ids)

@@ -23,8 +23,6 @@ except ImportError:
 
 @dataclass
 class StandInCache:
-    """What FlashQLA's backward takes from its forward."""
-
     h0: torch.Tensor
     mark: int
 
@@ -152,7 +150,6 @@ class FlashQlaStandIn:
 
 
 def flash_qla_rule(monkeypatch, invariant=False, cut=None, **options):
-    """FlashQLA's rule over stand-ins, whose cost model cuts sequences so."""
     stand_in = FlashQlaStandIn(cut)
     for module in (flash_qla, flash_qla_plan, flash_qla_states):
         monkeypatch.setattr(module, "stages", lambda: stand_in)
@@ -241,7 +238,6 @@ class FlaStandIn:
 
 
 def rule_of_fla(monkeypatch):
-    """fla's rule over stand-ins."""
     from fla.ops.cp import chunk_fwd
 
     stand_in, real = FlaStandIn(), inspect.signature(chunk_fwd.chunk_cp_fwd_h)

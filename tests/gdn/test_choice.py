@@ -54,7 +54,6 @@ KNOWN = Repeatable(
 
 @pytest.fixture
 def hopper(monkeypatch):
-    """A Hopper GPU with flash-qla 0.1.3, as far as the choice can see."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(repeatable, "installed_version", lambda package: "0.1.3")
     monkeypatch.setattr(repeatable, "REPEATABLE", (KNOWN,))

@@ -60,8 +60,6 @@ HEADS = Heads(2, 4, torch.bfloat16)
 
 
 class Kernel:
-    """As tilelang's object for a function; the compilers write its entry."""
-
     def __init__(self, entry: Path) -> None:
         self.entry, self.made_here = entry, 0
 
@@ -70,7 +68,6 @@ class Kernel:
 
 
 def call(folder: Path, wanted: str) -> Kernel:
-    """Call a kernel on a Hopper GPU, as far as this is asked for."""
     kernel = Kernel(folder / wanted)
     entry = SimpleNamespace(name=wanted, is_there=kernel.entry.exists, remember=lambda made: None)
     builds._capability = lambda: builds.HOPPER
@@ -83,7 +80,6 @@ def call(folder: Path, wanted: str) -> Kernel:
 
 
 def compile_ahead(folder: Path, quick: float, slow: float, wanted: str) -> None:
-    """A rank that calls one of the two kernels, and goes on with its steps."""
     logging.basicConfig(filename=folder / "log", format="%(message)s", force=True)
     output = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 2)
@@ -165,7 +161,6 @@ while not (folder / "end").exists():
 
 @pytest.fixture
 def machine(tmp_path, monkeypatch):
-    """With a Hopper GPU as far as this is asked for, and an empty cache."""
     (tmp_path / "cache").mkdir()
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.delenv("MEGATRON_GDN_COMPILE_AHEAD", raising=False)
@@ -216,7 +211,6 @@ def test_one_process_of_a_machine_has_the_kernels_compiled_and_says_so(machine):
 
 
 def ready(part: str = "cut") -> Path:
-    """As warm_up leaves it."""
     path = OTHER_HEADS.ready(part, 132)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()

@@ -64,7 +64,6 @@ class Compiled:
 
 @pytest.fixture
 def tilelang(monkeypatch):
-    """tilelang, as far as a hook for CUDA source goes."""
     hooks = {}
     callback = ModuleType("tilelang.engine.callback")
     callback.register_cuda_postproc = lambda hook: hooks.update({fences._HOOK: hook})

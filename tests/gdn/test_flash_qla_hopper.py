@@ -88,7 +88,6 @@ def inputs_of(S, B):
 
 
 def all_of(rule, inputs, d_o, documents):
-    """Without states, and with states that enter and leave."""
     o, _, saved = rule.begin(inputs, documents).run()
     yield from (o, *backward_of(rule, inputs, d_o, saved, documents).run()[:5])
     forward = rule.begin(inputs, documents)

@@ -40,7 +40,6 @@ class OneWave(FlashQlaStandIn):
 
 @pytest.fixture
 def planned(monkeypatch):
-    """``planned(rows, tokens, heads, multiprocessors)``: the plan of the rule's forward."""
     monkeypatch.setattr(flash_qla_plan, "_remember_chunks", lambda *_: None)
 
     def plan(rows, tokens, heads, multiprocessors, *, invariant=False, states=False):

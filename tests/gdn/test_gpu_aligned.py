@@ -31,7 +31,6 @@ def cut(inputs: RuleInputs, start: int, end: int) -> RuleInputs:
 
 
 def filled_up(inputs: RuleInputs) -> RuleInputs:
-    """With zeros to a chunk of 64 tokens, as a decode step gives them."""
     missing = CHUNK - inputs.k.shape[1]
     return RuleInputs(*(torch.cat([x, x.new_zeros(1, missing, *x.shape[2:])], 1) for x in inputs))
 

@@ -55,7 +55,6 @@ def make_inputs(heads, S, B=1, lengths=None, decay="usual", dim=(128, 128), seed
 
 
 def run(sizes, leaves, d_out, documents, rule, kernels="auto", **options):
-    """Output and every gradient."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     proj, weight, A_log, dt_bias, gamma = leaves
     out = gated_delta_mixer(

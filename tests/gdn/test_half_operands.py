@@ -40,7 +40,6 @@ rule = HalfOperands(InHalf())
 
 
 def make_inputs(S=70, B=1, seed=0):
-    """fp16 q, k, v, and a bf16 d_o."""
     make = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -173,7 +172,6 @@ def test_states_bring_gradients_of_any_size_from_other_ranks(size):
 
 @pytest.mark.parametrize("lengths", [None, (1, 0, 64, 65)], ids=["dense", "packed"])
 def test_states_are_in_true_units_on_both_sides(lengths):
-    """Final states, and the gradient of initial ones for a d_o and a d_final of any size."""
     B, S = (2, 65) if lengths is None else (1, 130)
     inputs, d_o = make_inputs(S, B)
     documents = None if lengths is None else documents_of(lengths)
@@ -248,8 +246,6 @@ def test_without_norm_o_leaves_in_the_dtype_of_the_projection():
 
 
 class Gpu:
-    """What the choice sees of a GPU rule."""
-
     reads_again = frozenset()
 
     def __init__(self, name, deterministic=False):

@@ -101,7 +101,6 @@ def test_documents_with_and_without_states(rule, lengths):
 
 @of_kinds
 def test_states_enter_documents_in_fixed_buffers(rule):
-    """One set of buffers is filled for one batch after another."""
     tokens = sum(LENGTHS)
     inputs, d_o = random_inputs(tokens)
     expected = exact_run(Oracle(inputs, (tokens,)), d_o)
@@ -171,7 +170,6 @@ FINALS["fla, cut"] = (FLA, (2500, 0, 2100))
 
 @of(FINALS, "lengths")
 def test_final_states(rule, lengths):
-    """From zero and from given states, after the map was asked for or not."""
     B, S = (2, 100) if lengths is None else (1, sum(lengths))
     inputs, _ = random_inputs(S, B)
     documents = None if lengths is None else documents_of(lengths)

@@ -143,7 +143,6 @@ def saving_fails(source: Path, target: Path) -> str:
 
 
 def save_adapted_checkpoint(source: Path, target: Path) -> None:
-    """The distributed checkpoint of a layer's adapter beside the model, as Bridge saves."""
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
 

@@ -7,7 +7,6 @@ from torch import Tensor
 
 
 def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output of the layer for float64 input, and the float64 parameters to take gradients of."""
     params = {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()}
     if hasattr(layer, "forget_gate"):
         return _kda(layer, x_BSD, params), params
@@ -54,7 +53,6 @@ def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _kda(layer, x_BSD: Tensor, params: dict[str, Tensor]) -> Tensor:
-    """The same of a Kimi Delta Attention."""
     B, S, _ = x_BSD.shape
     H, K, gate = layer.num_heads, layer.head_dim, layer.forget_gate
 

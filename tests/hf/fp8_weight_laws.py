@@ -56,7 +56,6 @@ class StoredInFP8(Tensor):
 
 @contextmanager
 def loaded(folder: Path):
-    """The model and its record."""
     engine = {"transformer_engine.pytorch.tensor": SimpleNamespace(QuantizedTensor=StoredInFP8)}
     with parallel(), patch.object(fp8_weights, "sys", SimpleNamespace(modules=engine)):
         model = build_megatron(read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16)

@@ -36,7 +36,6 @@ def continuations(folder: Path, kind: str, count: int = 20) -> tuple[list, list,
 
 
 def mamba2_continuations(count: int = 20) -> tuple[list, list, float]:
-    """The same of a whole Mamba2 model of transformers, whose mixers come in by our maps."""
     from transformers import Mamba2Config, Mamba2ForCausalLM
 
     torch.manual_seed(4)

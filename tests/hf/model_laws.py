@@ -33,7 +33,6 @@ def hf_model(folder: Path):
 
 
 def logits_agree(folder: Path, kind: str, tp: int = 1, **changes) -> dict[str, float]:
-    """How far apart the two models' logits are: see `_compare_logits`."""
     config = read_hf_config(folder)
     theirs_model = hf_model(folder)
     torch.manual_seed(5)
@@ -122,7 +121,6 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def packed_documents_agree(folder: Path, lengths: tuple[int, ...], tp: int = 1) -> dict[str, float]:
-    """Logits of documents packed into one row against transformers on each by itself."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     config = read_hf_config(folder)
@@ -160,7 +158,6 @@ def load_dist_checkpoint(model, folder: Path) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors by their keys."""
     from torch.distributed.checkpoint import FileSystemReader, load
 
     reader = FileSystemReader(find_checkpoint(folder))
@@ -287,7 +284,6 @@ def loading_fails(
     folder: Path, kind: str = "hybrid", tp: int = 1, config=None, untouched: bool = True,
     options: dict | None = None, **changes,
 ) -> str:  # fmt: skip
-    """The message of the error that loading into a model of another ``config`` raises."""
     import dataclasses
 
     built_for = dataclasses.replace(read_hf_config(folder), **(config or {}))

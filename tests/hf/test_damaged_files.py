@@ -75,7 +75,6 @@ def test_a_full_disk_is_named_by_the_folder_that_was_to_be_made(imported, hf_fol
 
 @pytest.fixture
 def imported(hf_folder, tmp_path) -> Path:
-    """The folder of one iteration, made by an import."""
     import_folder(hf_folder("dense"), tmp_path / "imported")
     return tmp_path / "imported" / "release"
 

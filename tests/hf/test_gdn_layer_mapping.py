@@ -263,7 +263,6 @@ def test_every_bf16_gain_survives_alone():
 
 
 def test_published_shapes():
-    """Rows of the fused projection and of the convolution for four published models."""
     for (hidden, value_heads), expected in {
         (2048, 32): (12352, 8192),
         (5120, 48): (16480, 10240),

@@ -29,7 +29,6 @@ each = pytest.mark.parametrize("name", LAYERS)
 
 
 def layer_of(name: str):
-    """transformers' model and its first linear attention, the family and our dims."""
     family, kind, changes, options = LAYERS[name]
     model = build(family, **changes)
     text = getattr(model.model, "language_model", model.model)

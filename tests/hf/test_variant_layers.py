@@ -31,7 +31,6 @@ LAYERS = {
 
 
 def options_of(theirs) -> dict:
-    """Of our layer, so that these weights mean the same in it."""
     norm = theirs.o_norm if hasattr(theirs, "o_norm") else theirs.norm
     return {
         "output_gate_activation": norm.activation,

@@ -104,7 +104,6 @@ def model_class(family: str):
 
 
 def build(family: str, **changes):
-    """A transformers model of ``family`` with random weights, norms included, in fp32."""
     import transformers as hf
 
     dense = COMMON | {"intermediate_size": 20} | changes
@@ -207,7 +206,6 @@ FOLDERS = {
 
 
 def make_folder(name: str, folder: Path) -> None:
-    """Build and save one of `FOLDERS`."""
     family, changes, saving = FOLDERS[name]
     folder.mkdir()
     as_published(build(family, **changes), folder, **saving)

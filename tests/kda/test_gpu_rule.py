@@ -37,7 +37,6 @@ GATES = {
 @pytest.mark.parametrize("rows", [1, 2], ids=["documents", "rows"])
 @pytest.mark.parametrize("backend", ["cudnn", "fla"])
 def test_kernels_give_what_fp64_gives(backend, rows, gates):
-    """Documents of a few tokens; rows of 4,096 where nothing decays, else of 200."""
     if backend == "cudnn":
         pytest.importorskip("cudnn")
         if gates == "faster":

@@ -40,7 +40,6 @@ class Case:
         self._normal = normal
 
     def grads(self, per_value_head: bool) -> tuple[Tensor, ...]:
-        """Random dq, dk, dv, dg, dbeta."""
         S, B = self.proj.shape[:2]
         G, H, K, V = self.sizes
         shapes = [(H if per_value_head else G, K)] * 2 + [(H, V), (H,), (H,)]
@@ -51,7 +50,6 @@ class Case:
         return self.conv_weight, self.conv_bias, self.A_log, self.dt_bias
 
     def double(self) -> Case:
-        """The same case in fp64, strides included, for the twin to be exact in."""
         twin = object.__new__(Case)
         twin.__dict__.update(self.__dict__)
         for name in ("proj", "conv_weight", "conv_bias", "A_log", "dt_bias", "gamma"):

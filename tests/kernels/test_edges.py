@@ -58,8 +58,6 @@ FEW_CUTS = (
 
 
 class Link:
-    """What other ranks send, and what was sent to them."""
-
     def __init__(self, route, history, returned):
         self.table, self.history, self.returned, self.d_history = (
             route.table, history, returned, None,
@@ -106,7 +104,6 @@ def link_of(cut, taps, batch, channels, device, normal):
 
 
 def compare(front, plain, link, proj, parameters, grads, documents, only):
-    """Everything that comes out of both."""
     assert isinstance(front.edges(), FusedEdges) and plain.edges() is None
     exact_link, columns = link.double(), front.layout.conv_columns
     exact_proj = proj.double()

@@ -30,7 +30,6 @@ def case(request, device):
 
 
 def readouts(case, **options):
-    """On the kernels, and in plain torch."""
     gate = case.sizes.layout.gate_columns
     return TritonPerHead(gate, **options), PerHead(gate, **options)
 

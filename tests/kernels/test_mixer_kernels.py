@@ -91,8 +91,6 @@ def test_prefill_and_steps_have_the_bits_of_training(kind, make, device):
 
 
 class Calls(TorchDispatchMode):
-    """The names of torch's functions that compute on tensors."""
-
     def __init__(self) -> None:
         super().__init__()
         self.names: list[str] = []

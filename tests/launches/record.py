@@ -64,7 +64,6 @@ def recorded(script: str, processes: int, launch: str, held_to: str = "") -> Ite
 
 
 def branch() -> str:
-    """The clone's."""
     return _git("rev-parse", "--abbrev-ref")
 
 
@@ -87,7 +86,6 @@ def read() -> list[dict[str, str]]:
 
 
 def table() -> str:
-    """One row per launch, one column per branch, and what was run when."""
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for line in read():
         cells.setdefault(tuple(line[key] for key in KEY[:-1]), {})[line["branch"]] = line["result"]

@@ -21,7 +21,6 @@ FLAGS = """
 
 
 def test_each_virtual_pipeline_stage_gets_its_layers(tmp_path):
-    """Two processes with two stages of one layer each take the steps of one process."""
     flags = [*FLAGS.split(), "--use-distributed-optimizer", "--dist-ckpt-optim-fully-reshardable"]
     saved = [*flags, f"--save={tmp_path}", "--save-interval=2"]
     one = losses(launched("pretrain_gpt.py", 1, *saved))

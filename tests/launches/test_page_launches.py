@@ -28,7 +28,6 @@ ONE = "--tensor-model-parallel-size 1 --context-parallel-size 1"
 
 
 def trained(script: str, processes: int, changed: str = "") -> list[float]:
-    """The losses of the page's launch of ``script`` at small sizes, with some flags changed."""
     with recorded(script, processes, f"as printed {changed}") as result:
         flags = [*launches_of(ROOT)[script], *changed.split(), *TINY.split()]
         steps = losses(launched(script, processes, *flags))
@@ -39,7 +38,6 @@ def trained(script: str, processes: int, changed: str = "") -> list[float]:
 
 @pytest.mark.parametrize("script", ["pretrain_hybrid.py", "pretrain_gpt.py"])
 def test_a_launch_of_the_pages_trains(script):
-    """Tensor and sequence parallelism over two, context parallelism over two, as on the page."""
     trained(script, 4)
 
 

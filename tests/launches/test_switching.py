@@ -33,7 +33,6 @@ def rounding(flags: str) -> float:
 
 
 def trained(layer: str, until: int, flags: str) -> subprocess.CompletedProcess[str]:
-    """Two data-parallel processes; they save and exit after step ``until``."""
     return launched(
         "pretrain_hybrid.py", 2, "--spec", *SPEC[layer].split(), *FLAGS.split(), *flags.split(),
         f"--exit-interval={until}",

@@ -10,7 +10,6 @@ G, H, K, V = 2, 6, 5, 3
 
 
 def random_inputs(S: int, B: int = 1, dtype=torch.float64, per_channel_D: bool = False, **sizes):
-    """Seeded inputs; decays between almost 1 and almost 0."""
     g_heads, heads = sizes.get("G", G), sizes.get("H", H)
     k, v = sizes.get("K", K), sizes.get("V", V)
     made = torch.Generator().manual_seed(S + B)
@@ -51,7 +50,6 @@ def token_by_token(
 
 
 def oracle(inputs: SSDInputs, lengths, d_o, initial=None, d_final=None):
-    """Output, final states, gradients of the inputs and of the initial states, in fp64."""
     lengths = tuple(n for n in lengths if n)
     shape = (len(lengths), inputs.x.shape[2], inputs.B.shape[3], inputs.x.shape[3])
     initial = torch.zeros(shape, dtype=torch.float64) if initial is None else initial

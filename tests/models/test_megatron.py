@@ -29,7 +29,6 @@ MORE = [
 
 
 def arguments_of(monkeypatch, flags: list[str], world_size: int = 1) -> argparse.Namespace:
-    """Megatron's parsed and validated arguments."""
     hopper = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -110,7 +109,6 @@ def test_options_that_change_the_size_of_a_k_layer_are_counted(monkeypatch, pool
 
 
 def flops_of_built_stacks(args: argparse.Namespace) -> list[float]:
-    """Counted for a sequence after a stack was built without options, and with a narrow gate."""
     from megatron_gdn.specs import hybrid_stack_spec
     from tests.examples.spec_laws import HybridModel, make_config
 

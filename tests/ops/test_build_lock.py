@@ -16,7 +16,6 @@ from tests.processes import fork as start
 
 
 def want(folder: Path, name: str, seconds: float) -> None:
-    """A process that needs a result which takes so many seconds to build."""
     logging.basicConfig(
         filename=folder / f"{name}.log", format="%(created)f %(message)s", force=True
     )

@@ -35,7 +35,6 @@ def test_log_decays_without_end_agree_with_the_recurrence(g, dtype):
 
 @pytest.mark.parametrize("dtype", BOTH)
 def test_the_bound_on_log_decays_is_where_the_decay_vanishes(dtype):
-    """So a log-decay above it keeps its bits, and below it every one gives the same decay."""
     bound = torch.tensor(least_log_decay(dtype), dtype=dtype)
     assert bound.exp() == 0 and (bound + 1).exp() > 0
     assert (bound * 64).isfinite()

@@ -34,8 +34,6 @@ def layer_memory(monkeypatch):
 
 
 class Counting(PlainRule):
-    """The plain rule; counts runs of its forward."""
-
     def __init__(self) -> None:
         self.runs = 0
 

@@ -17,7 +17,6 @@ TABLE = [prepare_forward_tile, prepare_backward_tile]
 
 
 def reach(tile: Walk, tokens: int, taps: int) -> int:
-    """Rows between a tile's first token and the last it reads or writes."""
     return min(tile.tokens + taps - 1, tokens) - 1
 
 

@@ -19,7 +19,6 @@ _FOLDERS = ("transformer", "ssm", "models/common", "models/gpt", "models/hybrid"
 
 
 def calls(scope: ast.AST, function: str, first: str = "") -> list[ast.Call]:
-    """The calls of ``function`` whose first argument is ``first``."""
     return [
         node
         for node in ast.walk(scope)
@@ -41,7 +40,6 @@ def keywords(call: ast.Call, scope: ast.AST) -> set[str]:
 
 
 def parameters(core: Path, file: str, name: str, method: str) -> set[str]:
-    """Those of a method of Megatron's own mixer."""
     for node in class_of(core / file, name).body:
         if isinstance(node, ast.FunctionDef) and node.name == method:
             of = node.args

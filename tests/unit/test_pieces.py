@@ -182,12 +182,6 @@ UNITS = 24  # tokens of the buffer, in the smallest documents that zigzag can cu
 FILLS = ((24,), (1,) * 8 + (16,), (2, 0, 3, 1, 18), (5, 1, 1, 17), (0, 0, 23, 1))
 
 
-def exchanged(rows: list, counts: list) -> list[torch.Tensor]:
-    """What each rank receives if rank r sends ``counts[r][t]`` of its rows to rank t."""
-    sent = [x.split(list(n)) for x, n in zip(rows, counts, strict=True)]
-    return [torch.cat([of[t] for of in sent]) for t in range(len(rows))]
-
-
 @pytest.mark.parametrize("cp", [2, 3, 4, 8])
 @pytest.mark.parametrize("taps", [2, 3, 4, 6])
 def test_every_piece_gets_the_rows_before_it_and_their_gradients_return(cp, taps):
@@ -204,7 +198,7 @@ def test_every_piece_gets_the_rows_before_it_and_their_gradients_return(cp, taps
         documents.fill([0, *ends.tolist()])
         tokens = [local_indices(lengths, cp, rank) for rank in range(cp)]
         rows = [x[route.send_rows] for x, route in zip(tokens, routes, strict=True)]
-        arrived = exchanged(rows, sends)
+        arrived = played_out(rows, sends, cp)
         expected = torch.zeros(UNITS * unit, dtype=torch.int64)
         redone_of, d_histories = [], []
         for mine, route, history in zip(tokens, routes, arrived, strict=True):
@@ -229,7 +223,7 @@ def test_every_piece_gets_the_rows_before_it_and_their_gradients_return(cp, taps
                         expected[start - age] += grad
             redone_of.append(torch.tensor(redone))
             d_histories.append(d_history)
-        returned = exchanged(d_histories, receives)
+        returned = played_out(d_histories, receives, cp)
         found = torch.zeros_like(expected)
         for mine, route, redone, back in zip(tokens, routes, redone_of, returned, strict=True):
             sources = torch.cat([redone, back, torch.zeros(1, dtype=torch.int64)])

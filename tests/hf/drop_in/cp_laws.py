@@ -29,7 +29,6 @@ def offsets_of(lengths) -> torch.Tensor:
 
 
 def own_positions(order: str, tokens: int, lengths=None) -> torch.Tensor:
-    """Which positions this rank holds."""
     size, rank = dist.get_world_size(), dist.get_rank()
     if order == "interleaved":
         return torch.arange(rank, tokens, size)
@@ -242,7 +241,6 @@ def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
 
 
 def refused(message: str, order: str, options: dict, told: dict, rows: int = 1) -> None:
-    """Every rank refuses, in words."""
     layer = build("Qwen3_5ForCausalLM")
     theirs = layer.model.layers[0].linear_attn
     become_drop_in(theirs, layer.config, DropInOptions(cp_mesh=mesh(), cp_layout=order, **options))
@@ -257,7 +255,6 @@ def all_refused(cases: list[tuple]) -> None:
 
 
 def padded_rows_and_padding_in_a_row() -> None:
-    """Right padding in several rows; padding between documents of one row; zeros at both."""
     model = build("Qwen3_5ForCausalLM").double()
     theirs = mixer_of(model)
     several = torch.ones(2, 16, dtype=torch.long)

@@ -25,7 +25,6 @@ def torchrun(ranks: int, *words: str) -> str:
     [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.nightly)],
 )
 def test_losses_gradients_and_evaluation_are_those_of_a_plain_loop(ranks, replicas):
-    """With accumulated batches; what would train on something else is refused."""
     said = torchrun(ranks, "-m", "tests.hf.drop_in.trainer_script", str(replicas))
     assert "the same as a plain loop" in said
 

@@ -31,8 +31,6 @@ class CPTrainer(ContextParallelTrainerMixin, Trainer):
 
 
 class Record(TrainerCallback):
-    """Gradients before every step of the optimizer, and the losses that are logged."""
-
     def __init__(self) -> None:
         self.gradients, self.losses = [], []
 
@@ -59,7 +57,6 @@ def summed_loss(model, batch: dict) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def plain_loop(model, batches: list[dict], at_once: int):
-    """Losses and gradients of each step, over ``at_once`` batches."""
     patch(model, unpacked="fused")
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     for step in range(STEPS):

@@ -141,7 +141,6 @@ def root_mean_square_errors(found: dict, exact: dict) -> dict[str, float]:
 
 
 def run_whole(rule, inputs: RuleInputs, d_o: Tensor, documents=None) -> list[Tensor]:
-    """Output and every gradient of a rule."""
     o, _, saved = rule.begin(inputs, documents).run()
     grads = backward_of(rule, inputs, d_o, saved, documents).run()
     return [o, *by_key_head(grads, inputs.k.shape[2])]

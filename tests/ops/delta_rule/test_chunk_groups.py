@@ -244,7 +244,6 @@ def random_lower(C, scale):
 
 
 def repeated_key(C, beta):
-    """What C tokens with one and the same key and no decay make of L."""
     return (beta * torch.ones(1, C, C, dtype=torch.float64)).tril(-1)
 
 

@@ -157,7 +157,6 @@ def test_two_runs_are_bitwise_equal():
 
 
 def test_the_decay_gradient_survives_a_strong_decay_in_the_same_chunk():
-    """One token that forgets everything must not cost its neighbours' gradients their digits."""
     inputs = make_inputs(1, 64, 1, 1, 8, 8, 0.01)
     inputs[3][:, 20] = -4000.0
     rounded = [x.float() for x in inputs]

@@ -135,7 +135,6 @@ def random_offsets(tokens: int, most: int) -> list[int]:
 
 
 def chunks_of(offsets) -> list[list[int]]:
-    """The sequence of every chunk, and the chunk's number in it."""
     pairs = enumerate(zip(offsets, offsets[1:], strict=False))
     return [[n, c] for n, (start, end) in pairs for c in range(-(-(end - start) // CHUNK))]
 
