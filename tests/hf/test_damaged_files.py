@@ -9,42 +9,35 @@ import pytest
 from megatron_gdn.hf import import_folder
 from megatron_gdn.hf.__main__ import main
 
-
-def _zeros(file: Path) -> None:
-    file.write_bytes(bytes(file.stat().st_size))
-
-
-def _zeros_at_its_end(file: Path) -> None:
-    """As a crash of the machine leaves a file whose last blocks were not written."""
-    content = file.read_bytes()
-    file.write_bytes(content[:-4096].ljust(len(content), b"\0"))
+# The last as a crash of the machine leaves a file whose last blocks were not written.
+DAMAGE = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "zeros": lambda content: bytes(len(content)),
+    "zeros at its end": lambda content: content[:-4096].ljust(len(content), b"\0"),
+}
 
 
-def _cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def _empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def _shards(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*.distcp"))
+def damage(file: Path, how: str) -> None:
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(DAMAGE[how](file.read_bytes()))
 
 
 @pytest.mark.parametrize("shard", [0, -1], ids=["first shard", "last shard"])
-@pytest.mark.parametrize("damage", [Path.unlink, _empty, _cut, _zeros, _zeros_at_its_end])
-def test_a_damaged_shard_is_named(imported, hf_folder, tmp_path, capsys, shard, damage):
-    file = imported / _shards(imported)[shard]
-    damage(file)
+@pytest.mark.parametrize("how", ["gone", *DAMAGE])
+def test_a_damaged_shard_is_named(imported, hf_folder, tmp_path, capsys, shard, how):
+    file = sorted(imported.glob("*.distcp"))[shard]
+    damage(file, how)
     assert_named(file, imported, hf_folder("dense"), tmp_path, capsys)
 
 
 @pytest.mark.parametrize("name", ["metadata.json", ".metadata"])
-@pytest.mark.parametrize("damage", [Path.unlink, _empty, _cut, _zeros])
-def test_a_damaged_table_is_named(imported, hf_folder, tmp_path, capsys, name, damage):
-    damage(imported / name)
-    named = imported if (name, damage) == ("metadata.json", Path.unlink) else imported / name
+@pytest.mark.parametrize("how", ["gone", "empty", "cut", "zeros"])
+def test_a_damaged_table_is_named(imported, hf_folder, tmp_path, capsys, name, how):
+    damage(imported / name, how)
+    named = imported if (name, how) == ("metadata.json", "gone") else imported / name
     assert_named(named, imported, hf_folder("dense"), tmp_path, capsys)
 
 

@@ -1,9 +1,12 @@
-"""Tables of the head exchange, its shares and its plain-torch packing, against definitions."""
+"""The head exchange: its tables, shares and packing by definition, and around another mixer."""
+
+from dataclasses import dataclass
 
 import pytest
 import torch
+from torch import nn
 
-from megatron_gdn.context_parallel import SequenceLayout, local_indices
+from megatron_gdn.context_parallel import MambaContextParallel, SequenceLayout, local_indices
 from megatron_gdn.context_parallel.headwise import pack_torch
 from megatron_gdn.context_parallel.headwise.route import route, stretches
 from megatron_gdn.context_parallel.headwise.shares import HeadShares, alignment, strips
@@ -150,3 +153,95 @@ def test_the_twin_packs_by_the_definition_and_unpacks_sums(shares):
     for peer in range(shares.ranks):
         times[columns_of(shares, peer)] += 1
     torch.testing.assert_close(back, whole * times, rtol=1e-15, atol=0)
+
+
+STATE, DIM, TAPS = 3, 2, 4
+
+
+@dataclass
+class Group:
+    """What the adapter asks of a process group before anything is exchanged."""
+
+    ranks: int
+    place: int = 0
+
+    def size(self) -> int:
+        return self.ranks
+
+    def rank(self) -> int:
+        return self.place
+
+
+class Owner(nn.Module):
+    def __init__(self, heads: int, groups: int, bias: bool = True) -> None:
+        super().__init__()
+        channels = heads * DIM + 2 * groups * STATE
+        self.conv1d = nn.Conv1d(channels, channels, TAPS, groups=channels, bias=bias)
+        self.dt_bias, self.A_log, self.D = (nn.Parameter(torch.randn(heads)) for _ in range(3))
+
+
+def adapter(heads, groups, ranks, place=0, **options):
+    owner = Owner(heads, groups, **options)
+    return MambaContextParallel(Group(ranks, place), heads, DIM, groups, STATE, owner), owner
+
+
+@pytest.mark.parametrize(
+    ("sizes", "local"),
+    [
+        ((8, 8, 2), (4, 4, 1)), ((8, 8, 4), (2, 2, 1)), ((16, 8, 4), (4, 2, 1)),
+        ((8, 1, 2), (4, 1, 2)), ((8, 2, 4), (2, 1, 2)), ((16, 1, 4), (4, 1, 4)),
+        ((8, 2, 1), (8, 2, 1)),
+    ],
+)  # fmt: skip
+def test_heads_groups_and_copies_of_a_rank(sizes, local):
+    cp, _ = adapter(*sizes)
+    assert (cp.num_heads_local, cp.n_groups_local, cp.group_repeat_count) == local
+    assert (cp.d_inner, cp.d_inner_local) == (sizes[0] * DIM, local[0] * DIM)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "said"),
+    [
+        ((6, 2, 4), "cannot share the 6 head heads and 2 group heads .* use one of 1, 2, 6"),
+        ((12, 3, 4), "use one of 1, 3, 6, 12"),
+        ((12, 6, 4), "use one of 1, 2, 3, 6, 12"),
+        ((7, 2, 1), "num_heads=7 is not a multiple of n_groups=2"),
+    ],
+)
+def test_what_cannot_be_shared_is_refused_with_what_can(sizes, said):
+    with pytest.raises(ValueError, match=said):
+        adapter(*sizes)
+
+
+@pytest.mark.parametrize(("heads", "groups", "ranks"), [(8, 8, 4), (8, 2, 4), (16, 1, 4)])
+def test_parameters_are_read_when_asked_for_and_shared_by_section(heads, groups, ranks):
+    inner, copies = heads * DIM, max(1, ranks // groups)
+    for place in range(ranks):
+        cp, owner = adapter(heads, groups, ranks, place)
+        x, B, C = torch.arange(len(owner.conv1d.bias)).split([inner] + 2 * [groups * STATE])
+        of_groups = [s.chunk(ranks // copies)[place // copies] for s in (B, C)]
+        rows = torch.cat([x.chunk(ranks)[place], *of_groups])
+        assert torch.equal(cp.get_conv1d_weight(), owner.conv1d.weight[rows, 0])
+        assert torch.equal(cp.get_conv1d_bias(), owner.conv1d.bias[rows])
+        first = place * heads // ranks
+        for name in ("dt_bias", "A_log", "D"):
+            share, whole = getattr(cp, f"get_{name}")(), getattr(owner, name)
+            assert torch.equal(share, whole.chunk(ranks)[place])
+            assert share.data_ptr() == whole[first:].data_ptr()
+            gathered = torch.randn(heads)
+            got = getattr(cp, f"get_{name}")(gathered)
+            assert got.data_ptr() == gathered[first:].data_ptr()
+        owner.D = nn.Parameter(torch.full((heads,), 5.0))
+        assert cp.get_D().eq(5).all()
+        (cp.get_conv1d_weight().sum() + cp.get_A_log().sum()).backward()
+        assert owner.conv1d.weight.grad[:, 0, 0].nonzero().flatten().equal(rows.sort()[0])
+        assert owner.A_log.grad.sum() == heads // ranks
+
+
+def test_one_rank_gets_the_very_tensors():
+    cp, owner = adapter(8, 2, 1, bias=False)
+    x = torch.randn(2, 5, 9)
+    assert cp.pre_conv_ssm(x) is x and cp.post_conv_ssm(x) is x
+    assert cp.get_A_log() is owner.A_log and cp.get_conv1d_bias() is None
+    assert cp.get_conv1d_weight().shape == (len(owner.conv1d.weight), TAPS)
+    assert not isinstance(cp, nn.Module)
