@@ -58,9 +58,7 @@ def first_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str 
 
 
 @torch.no_grad()
-def where_generation_differs(
-    model: nn.Module, text: Tensor, prompt: int, at_once: int
-) -> str | None:
+def where_generation_differs(model, text, prompt, at_once):
     """Between the two runs that ``check_generation`` compares; text ``[B, S]``."""
     positions = torch.arange(text.shape[1], device=text.device).expand_as(text)
     context = static_context(model, *text.shape)

@@ -1,6 +1,5 @@
 """Building Megatron things inside a rank: parallel state, configs, layers with known weights."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -49,9 +48,7 @@ def make_config(**changes) -> TransformerConfig:
 
 
 @contextmanager
-def parallel(
-    tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234, **sizes: int
-) -> Iterator[None]:
+def parallel(tp=1, cp=1, pp=1, seed=1234, **sizes):
     """Megatron's parallel state over the world, gone afterwards; over gloo a few stay for who asks
     for the same, since making and ending groups takes long."""
     torch.manual_seed(seed)

@@ -12,9 +12,7 @@ FORK = multiprocessing.get_context("fork")
 PATIENCE = 30  # seconds on a busy machine
 
 
-def python(
-    *arguments: object, cwd: Path = ROOT, timeout: int = 300, **environment: str
-) -> subprocess.CompletedProcess[str]:
+def python(*arguments, cwd=ROOT, timeout=300, **environment):
     """This Python with the repository among its imports; it must end well."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=cwd, timeout=timeout,

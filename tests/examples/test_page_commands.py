@@ -45,18 +45,11 @@ LAUNCH = "tests/launches/test_page_launches.py::test_a_launch_of_the_pages_train
 # Command, as `commands_of` gives it -> the test that runs it, or one of the words above.
 RUN_BY = {
     "make demo": IN_ORDER,
-    "make test": SUITE,
-    "make test-all": SUITE,
-    "make test-kernels": SUITE,
-    "make nightly": SUITE,
-    "make docs": SUITE,
-    "make test-versions": SUITE,
     "make test-gpu": GPU,
     "make test-launches MEGATRON_LM=FOLDER": LAUNCH,
     "benchmarks/launches.sh MEGATRON_LM": (
         "tests/launches/test_benchmark.py::test_losses_go_on_after_a_kill"
     ),
-    "make test-frameworks": SUITE,
     ".venv/bin/python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4": (
         "tests/testing/test_harness.py::test_both_schemes_stay_within_rounding_of_one_rank"
     ),
@@ -120,8 +113,6 @@ RUN_BY = {
     EXAMPLE.format(2) + " --hybrid-layer-pattern K-G-*-": (
         "tests/examples/test_pretrain_hybrid.py::test_a_model_of_kimi_delta_attention_is_learned"
     ),
-    "make lint": SUITE,
-    "make format": SUITE,
     "OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/unit/test_layout.py -k share": SUITE,
     "TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/kernels/test_chains.py": SUITE,
     ".venv/bin/python benchmarks/report.py": REPORT.format(
@@ -144,6 +135,8 @@ RUN_BY = {
     "python -m build": FRESH + "test_a_source_distribution_holds_what_tests_and_pages_need",
     "python -m uv pip compile --all-extras pyproject.toml": EXTRAS,
 }
+OF_THE_SUITE = "test test-all test-kernels nightly docs test-versions test-frameworks lint format"
+RUN_BY |= {f"make {target}": SUITE for target in OF_THE_SUITE.split()}
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
 RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command}
 # What a framework is installed by stands in its environment, in the same version.

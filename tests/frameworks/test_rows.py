@@ -8,18 +8,15 @@ from megatron.core import parallel_state
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Theirs
 
 import megatron_gdn
-from megatron_gdn import GDNDims
 from megatron_gdn.frameworks.mcore_bridge import by_key_head
 from megatron_gdn.frameworks.miles import enable
 from megatron_gdn.frameworks.slime import _of_ranks, _rank_after_rank
 from megatron_gdn.gdn.hf import gdn_layer_maps
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from tests.frameworks.test_patch import is_ours
+from tests.gdn_mixer import gdn_dims
 
-DIMS = GDNDims(
-    hidden_size=6, num_key_heads=4, num_value_heads=8, key_head_dim=2, value_head_dim=3,
-    conv_kernel_dim=4,
-)  # fmt: skip
+DIMS = gdn_dims(6, 4, 8, 2, 3)
 MAPS = gdn_layer_maps("", "linear_attn.", DIMS, "flat")
 
 

@@ -19,10 +19,10 @@ from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla.builds import Heads, compile_early, tilelang_cache
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.half import HalfOperands
-from megatron_gdn.gdn.sizes import GDNDims
 from megatron_gdn.mixers.loader_layout import LoaderLayout
 from megatron_gdn.mixers.micro_batch import MicroBatches
 from megatron_gdn.ops.kernels.builds import build_lock
+from tests.gdn_mixer import gdn_dims
 from tests.processes import PATIENCE, fork, until
 
 # As `python -m megatron_gdn.warm_up --for-a-run`: a fork compiles, the process ends with its input.
@@ -286,7 +286,7 @@ def test_a_layer_asks_for_the_kernels_that_it_will_surely_need(
     calls = []
     monkeypatch.setattr(flash_qla, "compile_early", lambda *call: calls.append(call))
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, bf16=True)
-    sizes = GDNDims(64, 16, 32, 128, 128, 4).heads
+    sizes = gdn_dims(64, 16, 32, 128, 128).heads
     rule = HalfOperands(FlashQlaRule()) if operands == "fp16" else FlashQlaRule()
     MicroBatches(
         config, sizes.layout, sizes.state, 4, Group(ranks),

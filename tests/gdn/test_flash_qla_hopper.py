@@ -108,7 +108,6 @@ CASES = {
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_the_same_bits(case, monkeypatch):
     pytest.importorskip("flash_qla")

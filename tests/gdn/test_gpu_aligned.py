@@ -18,10 +18,7 @@ from .test_gpu_states import (
     rule_named,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 CHUNK = 64
 

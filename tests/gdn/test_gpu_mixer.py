@@ -15,10 +15,7 @@ from megatron_gdn.ops.recompute import RefilledOutput
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.states import documents_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 NAMES = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
 DECAYS = {"strong": 2.8, "usual": 0.0, "none": -20.0}  # A_log; exp of it is the decay rate

@@ -20,10 +20,7 @@ from tests.ops.delta_rule.states import (
     run_whole,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 HEADS = (16, 32)
 RULES = ("flash_qla", "fla")

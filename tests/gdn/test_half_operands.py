@@ -50,6 +50,17 @@ def make_inputs(S=70, B=1, seed=0):
     return RuleInputs(q, k, normal(H, V).half(), g, beta), normal(H, V).bfloat16()
 
 
+def mixed(proj, rule, norm=None, weight=None, **options):
+    weight = torch.randn(SIZES.conv_width, 4, dtype=proj.dtype) if weight is None else weight
+    gates = torch.zeros(2, H)
+    return gated_delta_mixer(proj, weight, None, *gates, SIZES, rule=rule, norm=norm, **options)
+
+
+def assert_all_close(got, exact) -> None:
+    for name, a, b in zip(NAMES, got, exact, strict=True):
+        assert_close(name, a, b)
+
+
 def run(inputs, d_o):
     o, *grads = run_whole(rule, inputs, d_o)
     assert o.dtype == torch.float16
@@ -71,15 +82,13 @@ def test_output_and_every_gradient_at_any_size_of_the_gradient(exponent):
     """Not of subnormal gradients alone: 2^-128 is where bf16 itself begins to lose bits."""
     inputs, d_o = make_inputs()
     d_o = (d_o.double() * 2.0**exponent).bfloat16()
-    for name, got, exact in zip(NAMES, run(inputs, d_o), exact_run(inputs, d_o), strict=True):
-        assert_close(name, got, exact)
+    assert_all_close(run(inputs, d_o), exact_run(inputs, d_o))
 
 
 def test_write_strengths_up_to_2_are_as_exact():
     inputs, d_o = make_inputs()
     inputs = inputs._replace(beta=2 * inputs.beta)
-    for name, got, exact in zip(NAMES, run(inputs, d_o), exact_run(inputs, d_o), strict=True):
-        assert_close(name, got, exact)
+    assert_all_close(run(inputs, d_o), exact_run(inputs, d_o))
 
 
 def test_another_size_of_the_gradient_is_another_factor_and_the_same_bits():
@@ -151,8 +160,7 @@ def test_a_sequence_in_segments_equals_the_whole():
     lengths = (1, 63, 64, 65, 30)
     inputs, d_o = make_inputs(sum(lengths))
     got = run_in_segments(rule, inputs, d_o, documents_of(lengths))
-    for name, a, exact in zip(NAMES, got, exact_run(inputs, d_o), strict=True):
-        assert_close(name, a, exact)
+    assert_all_close(got, exact_run(inputs, d_o))
 
 
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**60, 0.0], ids=["faint", "loud", "none"])
@@ -236,10 +244,8 @@ def test_the_mixer_takes_the_factor_out_of_every_gradient(lengths, recompute):
 
 
 def test_without_norm_o_leaves_in_the_dtype_of_the_projection():
-    proj, weight = torch.randn(9, 2, SIZES.width).bfloat16(), torch.randn(SIZES.conv_width, 4)
-    proj.requires_grad_()
-    gates = (torch.zeros(H), torch.zeros(H))
-    o, z = gated_delta_mixer(proj, weight.bfloat16(), None, *gates, SIZES, rule=rule, norm=None)
+    proj = torch.randn(9, 2, SIZES.width).bfloat16().requires_grad_()
+    o, z = mixed(proj, rule)
     assert o.dtype == z.dtype == torch.bfloat16
     (d_proj,) = torch.autograd.grad(o.float().square().sum(), [proj])
     assert d_proj.dtype == torch.bfloat16 and d_proj.isfinite().all() and d_proj.any()
@@ -281,21 +287,20 @@ def test_the_choice_of_fp16_operands(choose, backend):
     [
         ({"backend": "flash_qla", "deterministic": True}, "deterministic mode"),
         ({"normalise_qk": False}, "unit length"),
+        *(({key: value}, "") for key, value in (
+            ("backend", "reference"), ("dtype", torch.float16), ("dtype", torch.float32)
+        )),
     ],
-    ids=["deterministic", "no l2norm"],
-)
+    ids=["deterministic", "no l2norm", "reference", "fp16", "fp32"],
+)  # fmt: skip
 def test_where_fp16_operands_cannot_be_had_the_reason_says_so(choose, options, why):
+    """And where they would gain nothing, nothing is said."""
     rule, reason = choose(**options)
     assert not isinstance(rule, HalfOperands)
-    assert "no fp16 operands: " in reason and why in reason
-
-
-@pytest.mark.parametrize(
-    "options", [{"backend": "reference"}, {"dtype": torch.float16}, {"dtype": torch.float32}]
-)
-def test_where_fp16_operands_would_gain_nothing_there_is_nothing_to_say(choose, options):
-    rule, reason = choose(**options)
-    assert not isinstance(rule, HalfOperands) and "operands" not in reason
+    if why:
+        assert "no fp16 operands: " in reason and why in reason
+    else:
+        assert "operands" not in reason
 
 
 def test_unknown_operands_are_refused(choose):
@@ -323,20 +328,11 @@ def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
             return LooksBackward(d_o, inputs, documents, self.chunks)
 
     monkeypatch.setattr(PerHead, "backward", remembered)
-    proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
-    proj.requires_grad_()
-    out = gated_delta_mixer(
-        proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, rule=HalfOperands(Looks()),
-        norm=GatedNorm(torch.ones(V)),
-    )  # fmt: skip
-    out.sum().backward()
+    proj = torch.randn(9, 1, SIZES.width, requires_grad=True)
+    mixed(proj, HalfOperands(Looks()), GatedNorm(torch.ones(V))).sum().backward()
     assert found == [None]
 
 
 def test_the_mixer_refuses_q_and_k_of_any_length():
-    proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
     with pytest.raises(ValueError, match=r"torch.float16.*operands='bf16'"):
-        gated_delta_mixer(
-            proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, rule=rule, norm=None,
-            normalise_qk=False,
-        )  # fmt: skip
+        mixed(torch.randn(9, 1, SIZES.width), rule, normalise_qk=False)

@@ -83,9 +83,7 @@ def in_fp32(folder: Path, target: Path) -> Path:
     return target
 
 
-def merged_export_agrees(
-    source: Path, target: Path, bridge: str | None, tp: int = 1, first: bool = False
-) -> dict[str, float]:
+def merged_export_agrees(source, target, bridge, tp=1, first=False):
     """How far logits of the export, by transformers, are from the adapted model's; ``first``: it
     was adapted before it was loaded."""
     config = read_hf_config(source)

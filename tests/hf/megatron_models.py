@@ -2,12 +2,10 @@
 
 import torch
 
-from megatron_gdn.hf import HFModelConfig, build_model
+from megatron_gdn.hf import build_model
 
 
-def build_megatron(
-    config: HFModelConfig, kind: str, params_dtype: torch.dtype = torch.float32, **changes
-):
+def build_megatron(config, kind, params_dtype=torch.float32, **changes):
     """A HybridModel or GPTModel of ``config`` that gives whole logits."""
     model, _ = build_model(config, kind, dtype=params_dtype, parallel_output=False, **changes)
     return model

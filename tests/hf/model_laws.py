@@ -61,9 +61,7 @@ def _rounding_noise(model, tokens: torch.Tensor, logits: torch.Tensor) -> torch.
     return roundings * moved
 
 
-def _compare_logits(
-    ours: torch.Tensor, theirs: torch.Tensor, noise: torch.Tensor
-) -> dict[str, float]:
+def _compare_logits(ours, theirs, noise):
     """Largest difference beyond the noise and most common difference, over the largest logit."""
     scale = theirs.abs().max()
     difference = (ours - theirs).abs().amax(-1)
@@ -180,9 +178,7 @@ def _model_of_stage(config, kind: str, dtype: torch.dtype, tp: int, pp: int):
     return build_megatron(config, kind, params_dtype=dtype, sequence_parallel=tp > 1, **pattern)
 
 
-def checkpoint_loads(
-    folder: Path, checkpoint: Path, kind: str, tp: int = 1, pp: int = 1, ep: int = 1
-) -> list[str]:
+def checkpoint_loads(folder, checkpoint, kind, tp=1, pp=1, ep=1):
     """The checkpoint and the Hugging Face folder fill this rank alike; the names it holds."""
     config = read_hf_config(folder)
     with parallel(tp, pp=pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp):
@@ -197,15 +193,7 @@ def checkpoint_loads(
     return sorted(map(_canonical, held))
 
 
-def load_and_save(
-    checkpoint: Path,
-    folder: Path,
-    target: Path,
-    kind: str,
-    dtype: torch.dtype,
-    change: tuple[str, float] = ("", 0.0),
-    **sizes: int,
-) -> None:
+def load_and_save(checkpoint, folder, target, kind, dtype, change=("", 0.0), **sizes):
     """A run of ``dtype`` loads a checkpoint, adds to a parameter (``change``), and saves as
     Megatron saves."""
     from megatron.core import dist_checkpointing
@@ -229,9 +217,7 @@ def _canonical(name: str) -> str:
     return name.replace("input_layernorm.", f"self_attention.{fused}.layer_norm_")
 
 
-def save_gives_the_source_back(
-    folder: Path, target: Path, kind: str, dtype: torch.dtype, tp: int = 1, wrap: bool = False
-) -> list[str]:
+def save_gives_the_source_back(folder, target, kind, dtype, tp=1, wrap=False):
     """Load into a model of ``dtype``, save, compare: the differences, as text."""
     from megatron.core.transformer.module import Float16Module
 
@@ -250,9 +236,7 @@ def save_gives_the_source_back(
     return [str(difference) for difference in compare_folders(folder, target)]
 
 
-def save_trained_gates(
-    folder: Path, target: Path, tp: int, fp32_gates: bool
-) -> tuple[dict[str, torch.Tensor], list[str]]:
+def save_trained_gates(folder, target, tp, fp32_gates):
     """Load, move the gates of layer 0 off bf16, save; this rank's gates and its warnings."""
     with parallel(tp), _warnings_of("megatron_gdn.hf") as said:
         model = build_megatron(read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16)

@@ -14,8 +14,8 @@ from megatron_gdn.gdn.hf import (
     gdn_layer_to_hf,
     unfuse_interleaved,
 )
-from megatron_gdn.gdn.sizes import GDNDims
 from megatron_gdn.mixers.tensor_map import TensorMap
+from tests.gdn_mixer import gdn_dims
 
 BF16, F32 = torch.bfloat16, torch.float32
 # What the published files hold: Qwen3.5 has two fp32 tensors a layer, the others none.
@@ -27,7 +27,7 @@ FILE_DTYPES = {
 
 def dims_of(key_heads=4, value_heads_per_key_head=3, key_dim=5, value_dim=3):
     # K != V and D unlike any product of the others, so that no two sizes agree by chance.
-    return GDNDims(7, key_heads, key_heads * value_heads_per_key_head, key_dim, value_dim, 4)
+    return gdn_dims(7, key_heads, key_heads * value_heads_per_key_head, key_dim, value_dim)
 
 
 def random_file(dims, storage, dtypes=(), seed=0):
@@ -268,7 +268,7 @@ def test_published_shapes():
         (5120, 48): (16480, 10240),
         (4096, 64): (20608, 12288),
     }.items():
-        dims = GDNDims(hidden, 16, value_heads, 128, 128, 4)
+        dims = gdn_dims(hidden, 16, value_heads, 128, 128)
         for storage, tp_size in itertools.product(["interleaved", "flat"], [1, 2, 4, 8, 16]):
             maps = {e.name: e for e in gdn_layer_maps("", "", dims, storage)}
             files = [torch.empty(s.shape, device="meta") for s in maps["in_proj.weight"].sources]

@@ -17,10 +17,7 @@ from tests.ops.delta_rule.states import (
     run_everything,
 )
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 G, H, K, V = 32, 32, 128, 128
 LENGTHS = (1, 63, 64, 0, 65, 130)
 GATES = {

@@ -10,7 +10,6 @@ import json
 import runpy
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +29,7 @@ WITHOUT_GPU = """
 class MakeOnCPU(TorchFunctionMode):
     """What is asked for on a GPU, or moved there by ``.cuda()`` or ``.to()``, stays on a CPU."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]

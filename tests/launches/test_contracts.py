@@ -2,21 +2,15 @@
 
 import pytest
 
-from tests.launches.launching import in_a_clone, launched, losses
+from tests.launches.launching import SMALL, in_a_clone, launched, losses
 
 pytestmark = in_a_clone
 
-FLAGS = """
+FLAGS = f"""{SMALL}
     --spec megatron_gdn.specs gpt_block_spec --experimental-attention-variant gated_delta_net
-    --linear-attention-freq 2 --num-layers 4 --hidden-size 64 --ffn-hidden-size 96
-    --num-attention-heads 4 --linear-num-key-heads 2 --linear-key-head-dim 16
-    --linear-num-value-heads 4 --linear-value-head-dim 16 --linear-conv-kernel-dim 4
-    --position-embedding-type rope --normalization RMSNorm --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --seq-length 64 --max-position-embeddings 64 --vocab-size 256 --tokenizer-type NullTokenizer
+    --linear-attention-freq 2 --num-layers 4 --vocab-size 256 --tokenizer-type NullTokenizer
     --mock-data --micro-batch-size 1 --global-batch-size 4 --train-iters 4 --lr 3e-3
-    --lr-warmup-iters 1 --eval-iters 1 --eval-interval 4 --log-interval 1 --num-workers 0
-    --no-persist-layer-norm
+    --lr-warmup-iters 1 --eval-iters 1 --eval-interval 4
 """
 
 

@@ -7,23 +7,18 @@ import numpy
 import pytest
 import torch
 
-from tests.launches.launching import in_a_clone, launched, losses
+from tests.launches.launching import SMALL, in_a_clone, launched, losses
 from tests.launches.record import recorded
 
 pytestmark = in_a_clone
 
 LENGTH = 32
-FLAGS = """
+FLAGS = f"""{SMALL}
     --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern G-*-
-    --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
-    --linear-num-key-heads 2 --linear-key-head-dim 16 --linear-num-value-heads 4
-    --linear-value-head-dim 16 --linear-conv-kernel-dim 4 --position-embedding-type rope
-    --normalization RMSNorm --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --seq-length 64 --max-position-embeddings 64 --vocab-size 256 --tokenizer-type NullTokenizer
+    --vocab-size 256 --tokenizer-type NullTokenizer
     --global-batch-size 2 --train-iters 4 --lr 3e-3 --lr-warmup-iters 1
-    --split 100,0,0 --eval-iters 0 --eval-interval 100 --log-interval 1 --num-workers 0
-    --no-persist-layer-norm --no-masked-softmax-fusion --dataloader-inter-document-masking
+    --split 100,0,0 --eval-iters 0 --eval-interval 100
+    --no-masked-softmax-fusion --dataloader-inter-document-masking
 """
 
 

@@ -1,7 +1,6 @@
 """The SSD recurrence token by token in fp64: what every implementation is held to."""
 
 import torch
-from torch import Tensor
 
 from megatron_gdn.mamba2.plain import SSDInputs
 from tests.ops.delta_rule.states import documents_of  # noqa: F401 - for those beside
@@ -28,9 +27,7 @@ def random_inputs(S: int, B: int = 1, dtype=torch.float64, per_channel_D: bool =
     return inputs, randn(B, S, heads, v).to(dtype)
 
 
-def token_by_token(
-    inputs: SSDInputs, lengths: tuple[int, ...], initial: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def token_by_token(inputs, lengths, initial=None):
     """Output ``[B, S, H, V]`` and final states ``[N, H, K, V]``, one token after another."""
     x, B, C, dt, g, D = (t.double() for t in inputs)
     repeat = x.shape[2] // B.shape[2]

@@ -13,9 +13,7 @@ def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return G.exp()[..., None], (G[:, -1:] - G).exp()[..., None], pairs
 
 
-def delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor
-) -> tuple[Tensor, Tensor]:
+def delta_rule(q, k, v, g, beta, S):
     """q, k ``[T, G, K]``; v ``[T, H, V]``; g, beta ``[T, H]``; S ``[H, K, V]``."""
     R, outputs = v.shape[1] // k.shape[1], []
 
@@ -38,9 +36,7 @@ def delta_rule(
     return torch.cat(outputs, 1).transpose(0, 1), S
 
 
-def kda_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, S: Tensor
-) -> tuple[Tensor, Tensor]:
+def kda_rule(q, k, v, g, beta, S):
     """As :func:`delta_rule` with g ``[T, H, K]``, slow: no sum over a chunk is below -60."""
     R, outputs = v.shape[1] // k.shape[1], []
     for start in range(0, len(k), CHUNK):

@@ -5,18 +5,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
 from tests.gdn.stand_ins import flash_qla_rule, forget_plans
-from tests.gdn_mixer import gated_delta_mixer
 
-from .test_mixer import CASES, gradients, make_inputs
+from .test_mixer import CASES, assert_equal, gradients, make_inputs, mixed_by, saved_bytes
 
 ROOT = Path(__file__).parents[2]
 
@@ -40,18 +37,6 @@ class Counting(PlainRule):
     def begin(self, inputs, documents):
         self.runs += 1
         return super().begin(inputs, documents)
-
-
-def mixed_by(rule, leaves, sizes, documents=None, **options):
-    *tensors, gamma = leaves
-    return gated_delta_mixer(
-        *tensors, sizes, rule=rule, norm=GatedNorm(gamma), documents=documents, **options
-    )
-
-
-def assert_equal(one, other) -> None:
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("rule", [PlainRule(), PlainRule(aligned=True)], ids=["plain", "aligned"])
@@ -130,20 +115,6 @@ def test_one_gradient_alone_is_enough(needs):
     fixed = [x if x is None or i == needs else x.detach() for i, x in enumerate(leaves)]
     again = mixed_by(PlainRule(), fixed, SIZES, recompute_rule=True).sum()
     assert torch.equal(torch.autograd.grad(again, leaves[needs])[0], expected)
-
-
-def saved_bytes(run) -> int:
-    """Of all tensors that autograd saves in ``run``, each storage once."""
-    kept = {}
-
-    def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with saved_tensors_hooks(pack, lambda x: x):
-        held = run()
-    del held
-    return sum(kept.values())
 
 
 def test_a_second_run_saves_the_rows_and_the_parameters_alone():

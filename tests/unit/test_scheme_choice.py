@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from megatron_gdn import GDNDims, SequenceLayout
+from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.machines import (
     check_ranks_per_machine,
     ranks_per_machine,
@@ -24,8 +24,9 @@ from megatron_gdn.context_parallel.price import (
     exchange_prices,
     price,
 )
+from tests.gdn_mixer import gdn_dims
 
-QWEN = GDNDims(2048, 16, 32, 128, 128, 4)
+QWEN = gdn_dims(2048, 16, 32, 128, 128)
 MAP = 32 * 128 * 256 * 4  # 4.19 MB: one map of 32 heads
 
 

@@ -9,6 +9,7 @@ from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import MambaContextParallel, local_indices
 from megatron_gdn.mamba2.sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
 from megatron_gdn.ops.delta_rule.base import require_even_groups
+from tests.gdn_mixer import gdn_dims
 
 QWEN3_NEXT = SimpleNamespace(
     hidden_size=2048,
@@ -166,11 +167,11 @@ def test_ranges_must_be_drawable():
 
 
 def gdn(key_heads=4):
-    return GDNDims(24, key_heads, 8, 8, 12, 4)
+    return gdn_dims(24, key_heads, 8, 8, 12)
 
 
 def mamba(heads=8):
-    return Mamba2Dims(24, heads, 2, 6, 5, 4)
+    return dims(hidden_size=24, num_heads=heads, num_groups=2, head_dim=6, state_dim=5)
 
 
 def exchange(cp_size, num_heads, n_groups):

@@ -7,7 +7,7 @@ from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.chunk import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.rules.base import RuleBackward, RuleOutput, Saved
+from megatron_gdn.ops.rules.base import RuleBackward, Saved
 from megatron_gdn.ops.static_documents import StaticDocuments
 
 NAMES = ("o", "q", "k", "v", "g", "beta")
@@ -187,9 +187,7 @@ def run_on_ranks(rule, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]
     return [torch.cat(x, dim=1) for x in zip(*found[::-1], strict=True)]
 
 
-def forwards_from(
-    rule, inputs: RuleInputs, documents: Documents | None, initial: Tensor
-) -> list[tuple[Tensor, RuleOutput]]:
+def forwards_from(rule, inputs, documents, initial):
     """Every way to a final state, beside the states that it started from: zero or ``initial``, the
     map asked for before or not, a backward to come or not."""
     found = []

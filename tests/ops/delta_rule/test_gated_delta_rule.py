@@ -61,14 +61,19 @@ def assert_agree(actual, expected, tolerance):
 DECAYS = pytest.mark.parametrize("decay", [0.0, 1e-3, 1.0, 16.0])
 
 
+def assert_recurrence(inputs, offsets=None, tolerance=FP32, **options):
+    """The chunk rule agrees with the recurrence, in fp64 from the same inputs."""
+    wide = [x.double() for x in inputs]
+    l2norm = {"l2norm": options.get("l2norm", True)}
+    expected = outputs_and_gradients(recurrent_gated_delta_rule, wide, offsets, **l2norm)
+    found = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, offsets, **options)
+    assert_agree(found, expected, tolerance)
+
+
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 300])
 @DECAYS
 def test_fp32_chunks_agree_with_the_fp64_recurrence(T, decay):
-    inputs = make_inputs(2, T, 3, 6, 16, 8, decay)
-    # The oracle sees what fp32 can hold of the inputs, so that only the computation is compared.
-    rounded = [x.float() for x in inputs]
-    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in rounded])
-    assert_agree(outputs_and_gradients(torch_chunk_gated_delta_rule, rounded), expected, FP32)
+    assert_recurrence([x.float() for x in make_inputs(2, T, 3, 6, 16, 8, decay)])
 
 
 @pytest.mark.parametrize("strength", [1.5, 2.0])
@@ -77,8 +82,7 @@ def test_fp32_chunks_agree_with_the_recurrence_at_write_strengths_up_to_2(streng
     """Of unit keys none makes a state longer: beta |k|^2 <= 2. At 2 all are reflections."""
     inputs = [x.float() for x in make_inputs(1, 300, 3, 6, 16, 8, decay)]
     inputs[4].mul_(strength) if strength < 2 else inputs[4].fill_(strength)
-    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in inputs])
-    assert_agree(outputs_and_gradients(torch_chunk_gated_delta_rule, inputs), expected, FP32)
+    assert_recurrence(inputs)
 
 
 @pytest.mark.parametrize(
@@ -86,13 +90,9 @@ def test_fp32_chunks_agree_with_the_recurrence_at_write_strengths_up_to_2(streng
 )
 @DECAYS
 def test_fp64_chunks_agree_with_the_recurrence_at_odd_sizes(G, H, K, V, chunk_size, decay):
-    inputs = make_inputs(2, 75, G, H, K, V, decay)
-    scaled = [inputs[0], inputs[1] * 0.3, *inputs[2:]]
-    expected = outputs_and_gradients(recurrent_gated_delta_rule, scaled, l2norm=False)
-    actual = outputs_and_gradients(
-        torch_chunk_gated_delta_rule, scaled, l2norm=False, chunk_size=chunk_size
-    )
-    assert_agree(actual, expected, 1e-11)
+    q, k, *others = make_inputs(2, 75, G, H, K, V, decay)
+    options = {"l2norm": False, "chunk_size": chunk_size}
+    assert_recurrence([q, k * 0.3, *others], tolerance=1e-11, **options)
 
 
 OFFSETS = [0, 1, 3, 3, 100, 164, 300]
@@ -100,12 +100,8 @@ OFFSETS = [0, 1, 3, 3, 100, 164, 300]
 
 @DECAYS
 def test_packed_documents_agree_with_the_recurrence(decay):
-    inputs = [x.float() for x in make_inputs(1, 300, 3, 6, 16, 8, decay, sequences=6)]
-    expected = outputs_and_gradients(
-        recurrent_gated_delta_rule, [x.double() for x in inputs], OFFSETS
-    )
-    actual = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, OFFSETS)
-    assert_agree(actual, expected, FP32)
+    inputs = make_inputs(1, 300, 3, 6, 16, 8, decay, sequences=6, dtype=torch.float32)
+    assert_recurrence(inputs, OFFSETS)
 
 
 @pytest.mark.parametrize("rule", [recurrent_gated_delta_rule, torch_chunk_gated_delta_rule])
@@ -128,13 +124,9 @@ def test_changing_the_first_packed_document_leaves_the_others_bitwise_unchanged(
     before = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, OFFSETS)
     after = outputs_and_gradients(torch_chunk_gated_delta_rule, changed, OFFSETS)
     for name in NAMES:
-        start = 4 if "state" in name else OFFSETS[4]
-        axis = 0 if "state" in name else 1
-        rest = slice(start, None)
-        kept = (before[name][rest], after[name][rest]) if axis == 0 else (
-            before[name][:, rest], after[name][:, rest]
-        )  # fmt: skip
-        assert torch.equal(*kept), name
+        # States by document, everything else by token in the one row.
+        rest = slice(4, None) if "state" in name else (0, slice(OFFSETS[4], None))
+        assert torch.equal(before[name][rest], after[name][rest]), name
     assert not torch.equal(before["output"], after["output"])
 
 
@@ -157,11 +149,10 @@ def test_two_runs_are_bitwise_equal():
 
 
 def test_the_decay_gradient_survives_a_strong_decay_in_the_same_chunk():
-    inputs = make_inputs(1, 64, 1, 1, 8, 8, 0.01)
+    """One token that forgets everything must not cost its neighbours' gradients their digits."""
+    inputs = make_inputs(1, 64, 1, 1, 8, 8, 0.01, dtype=torch.float32)
     inputs[3][:, 20] = -4000.0
-    rounded = [x.float() for x in inputs]
-    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in rounded])
-    assert_agree(outputs_and_gradients(torch_chunk_gated_delta_rule, rounded), expected, FP32)
+    assert_recurrence(inputs)
 
 
 def test_a_call_keeps_its_inputs_and_nothing_else_for_the_backward():
@@ -186,13 +177,7 @@ def test_gradients_pass_torchs_own_numerical_check():
     inputs = [x.requires_grad_() for x in make_inputs(1, 5, 1, 2, 3, 2, 0.5, sequences=2)]
 
     def rule(*xs):
-        return torch_chunk_gated_delta_rule(
-            *xs[:5],
-            initial_state=xs[5],
-            output_final_state=True,
-            chunk_size=2,
-            cu_seqlens=[0, 2, 5],
-        )
+        return carried(torch_chunk_gated_delta_rule, *xs, chunk_size=2, cu_seqlens=[0, 2, 5])
 
     assert torch.autograd.gradcheck(rule, inputs)
 
