@@ -1,5 +1,4 @@
-"""A front and a rule from differentiable functions, run again under autograd in a backward: a start
-for a new mixer, and the oracle of its kernels."""
+"""A front and a rule from differentiable functions, run again under autograd in a backward."""
 
 from __future__ import annotations
 

@@ -15,8 +15,7 @@ from megatron_gdn.testing.generation import RowByRow
 
 
 def outputs_of(model: nn.Module, calls: Sequence[tuple[int, Callable[[], Any]]]):
-    """The outputs ``[T, ...]`` of every module in the order in which they end; of each of the
-    ``calls`` there is how many tokens it runs."""
+    """The outputs ``[T, ...]`` of every module, as they end; a call has ``calls`` tokens."""
     found: dict[str, list[Tensor]] = defaultdict(list)
     # Hooks on other modules inside a mixer would change how the mixer calls these.
     inside = [m.named_children() for m in model.modules() if isinstance(m, GeneratingMixer)]

@@ -1,5 +1,4 @@
-"""Linears in FP8 on the CPU, as Transformer Engine's on a GPU (tensorwise): operands are rounded,
-products are in fp32."""
+"""Linears in FP8 on the CPU, tensorwise: operands are rounded, products are in fp32."""
 
 from contextlib import contextmanager
 

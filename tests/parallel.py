@@ -49,8 +49,7 @@ def make_config(**changes) -> TransformerConfig:
 
 @contextmanager
 def parallel(tp=1, cp=1, pp=1, seed=1234, **sizes):
-    """Megatron's parallel state over the world, gone afterwards; over gloo a few stay for who asks
-    for the same, since making and ending groups takes long."""
+    """Megatron's parallel state over the world, gone afterwards; over gloo a few stay."""
     torch.manual_seed(seed)
     blank, key = _globals(), (tp, cp, pp, *sorted(sizes.items()))
     kept = _kept.pop(key, None)

@@ -12,13 +12,13 @@ FORK = multiprocessing.get_context("fork")
 PATIENCE = 30  # seconds on a busy machine
 
 
-def python(*arguments, cwd=ROOT, timeout=300, **environment):
-    """This Python with the repository among its imports; it must end well."""
+def python(*arguments, cwd=ROOT, timeout=300, ends=0, **environment):
+    """This Python with the repository among its imports; it must end with the code ``ends``."""
     done = subprocess.run(
         [sys.executable, *map(str, arguments)], cwd=cwd, timeout=timeout,
         env=os.environ | {"PYTHONPATH": str(ROOT), **environment}, capture_output=True, text=True,
     )  # fmt: skip
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-8000:]
+    assert done.returncode == ends, done.stdout[-4000:] + done.stderr[-8000:]
     return done
 
 

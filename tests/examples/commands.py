@@ -50,8 +50,7 @@ def blocks_of(*of: Path, language: str | None = "any") -> list[Block]:
 
 
 def commands_of(*of: Path) -> list[str]:
-    """Every command of pages in order: a line that starts with a program's name, in a block that is
-    no Python or between backticks, with its continuation and without comments."""
+    """Every command of pages in order, with its continuation and without comments."""
     return [line for page in of for line in _shell_of(page) if _PROGRAM.match(line)]
 
 

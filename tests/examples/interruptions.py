@@ -1,5 +1,4 @@
-"""Ways in which a run ends before its time, each at a random moment; each function starts the run,
-ends it, and checks what it said."""
+"""Ways in which a run ends before its time, each at a random moment, and what it then says."""
 
 import re
 import signal

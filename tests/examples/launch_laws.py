@@ -29,8 +29,7 @@ WITHOUT_GPU = """
 
 
 def launch(script: str, flags: list[str]) -> tuple[list[str], float, int]:
-    """Parse, build and take one packed step of a launch over two context-parallel ranks: the
-    layers' mixers, the loss, and how many parameters got no gradient."""
+    """One packed step over two context-parallel ranks: mixers, loss, absent gradients."""
     from megatron.training import argument_utils, arguments
 
     config_of = {

@@ -1,7 +1,6 @@
 """``MEGATRON_GDN_OPTIONS``, and the shell files of examples/launch with stand-ins for Slurm."""
 
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -9,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from megatron_gdn.specs.launch_options import VARIABLE, parse_options
-from tests.examples.launching import ROOT
+from tests.examples.launching import ROOT, free_port
 from tests.processes import python
 
 
@@ -113,17 +112,11 @@ SCONTROL = """#!/usr/bin/env bash
 """
 
 
-def free_port() -> str:
-    with socket.socket() as listening:
-        listening.bind(("localhost", 0))
-        return str(listening.getsockname()[1])
-
-
 def launch(folder: Path, name: str, **environment: str) -> str:
     script, seen = folder / "pretrain_my.py", folder / "seen"
     script.write_text(OF_RANKS)
     path = os.pathsep.join((str(folder), str(Path(sys.executable).parent), os.environ["PATH"]))
-    more = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PORT": free_port()}
+    more = {"PATH": path, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "PORT": str(free_port())}
     run = subprocess.run(
         [ROOT / "examples/launch" / name, script, "--lr", seen], cwd=ROOT, timeout=200,
         env=os.environ | more | environment, capture_output=True, text=True,

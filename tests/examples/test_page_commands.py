@@ -1,17 +1,14 @@
-"""Every command of every page is run by what `RUN_BY` says; a command that is not in there fails,
-and so does a row whose command is gone."""
+"""Every command of every page is run by what `RUN_BY` says, which has no other rows."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from itertools import dropwhile
 
 import pytest
 
 from tests.examples.commands import commands_of, flags_of, pages
 from tests.examples.launching import ROOT, TINY, metrics, run
+from tests.processes import python
 
 COMMANDS = commands_of(*pages(ROOT))
 _ON_GPUS = r"(python3|torchrun .*|\S+=\S+ python3) benchmarks/|benchmarks/on_gpus.sh "
@@ -212,15 +209,10 @@ def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp
 
 @pytest.mark.nightly
 def test_upstreams_layer_fails_every_law_of_flaws():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/layer/test_upstream_flaws.py"],
-        cwd=ROOT,
-        env=os.environ | {"GDN_TEST_LAYER": "upstream", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = python(
+        "-m", "pytest", "tests/layer/test_upstream_flaws.py", timeout=None, ends=1,
+        GDN_TEST_LAYER="upstream", TORCHDYNAMO_DISABLE="1",
+    )  # fmt: skip
     summary = done.stdout.splitlines()[-1]
     assert "failed" in summary and "passed" not in summary and "error" not in summary
 

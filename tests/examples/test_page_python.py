@@ -1,5 +1,4 @@
-"""The Python of every page runs as printed, in a fresh process and an empty folder, with what the
-page says that a reader has and, without a GPU, stand-ins for what is asked of CUDA."""
+"""The Python of every page runs as printed, in a fresh process; CUDA's names have stand-ins."""
 
 import pytest
 

@@ -1,5 +1,4 @@
-"""Megatron-Bridge builds, loads and exports our layer after one call (`make test-frameworks`,
-behind `te_on_cpu.py`)."""
+"""Megatron-Bridge builds, loads and exports our layer after one call, behind `te_on_cpu.py`."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""Documents that Megatron-Bridge's own packers have packed give, in its forward step, the losses of
-the documents alone; `thd_get_partitioned_indices`, which needs a GPU, is written here."""
+"""Documents that Megatron-Bridge's packers have packed give the losses of the documents alone."""
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch

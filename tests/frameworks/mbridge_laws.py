@@ -1,5 +1,4 @@
-"""mbridge's Qwen3.5 builds, loads and exports our layer after one call, without fused kernels of a
-GPU (`make test-frameworks`, behind `te_on_cpu.py`)."""
+"""mbridge's Qwen3.5 builds, loads and exports our layer after one call, behind `te_on_cpu.py`."""
 
 import re
 from pathlib import Path

@@ -1,5 +1,4 @@
-"""mcore-bridge, ms-swift's library of models, builds, loads and saves our layer after one call,
-without a GPU's fused kernels (`make test-frameworks`, behind `te_on_cpu.py`)."""
+"""mcore-bridge, of ms-swift, builds, loads and saves our layer after one call (`te_on_cpu.py`)."""
 
 import re
 import sys

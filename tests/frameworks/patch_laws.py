@@ -1,5 +1,4 @@
-"""Megatron's own specs, imported and in part made before, build our layers after one call. Run
-behind the stand-in, by test_patch.py."""
+"""Megatron's own specs build our layers after one call; test_patch.py runs this file."""
 
 import copy
 import pickle

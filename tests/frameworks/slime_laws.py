@@ -1,5 +1,4 @@
-"""slime's own Python builds, loads, packs for and converts our layer, by `--spec` alone (`make
-test-frameworks`, behind `te_on_cpu.py`; three names of SGLang are stood in for)."""
+"""slime's own Python builds, loads, packs for and converts our layer, by `--spec` alone."""
 
 import sys
 from types import ModuleType, SimpleNamespace

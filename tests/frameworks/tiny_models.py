@@ -31,8 +31,7 @@ MODELS = {
 
 
 def published(name, folder, dtype=torch.float32, *, vision=True, **changes):
-    """A tiny model of transformers' class, saved in ``dtype``; ``vision``: with a model of images,
-    as Qwen3.5 is published. ``changes`` are of the text model."""
+    """A tiny model of transformers' class in ``dtype``; ``changes`` are of the text model."""
     family, more = MODELS[name]
     text = {**SIZES, **more, **changes}
     torch.manual_seed(0)
@@ -68,8 +67,7 @@ def require_logits(name: str, found: Tensor, expected: Tensor, roundings: int = 
 
 
 def require_exported(exported, folder, *, gates_in_fp32=False, one_by_one=False):
-    """Every tensor of the folder, bit for bit and in its dtype, and no other; gates in fp32 and
-    experts one by one where that is asked."""
+    """Every tensor of the folder, bit for bit and in its dtype, and no other."""
     saved = load_file(folder / "model.safetensors")
     if one_by_one:
         saved = dict(_experts_one_by_one(saved))

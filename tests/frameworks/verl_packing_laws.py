@@ -1,5 +1,4 @@
-"""Documents that verl packs and cuts for one or two context-parallel ranks have their own logits,
-in a model of linear layers alone."""
+"""Documents that verl packs and cuts for context-parallel ranks have their own logits."""
 
 import pytest
 import torch

@@ -44,11 +44,14 @@ class Entered(NamedTuple):
     state: torch.Tensor | None
 
 
-class FlashQlaStandIn:
-    """The stages that the rule calls, each by the plain rule over the sequences it is given.
+def oracle_of(k, v, beta, g, cu_seqlens, q=None) -> Oracle:
+    """Stand-ins hand on a sum of g that is one too large, to see it passed on."""
+    lengths = (k.shape[1],) * k.shape[0] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    return Oracle(RuleInputs(k if q is None else q, k, v, g - 1, beta), lengths)
 
-    ``cut`` is what FlashQLA's cost model answers.
-    """
+
+class FlashQlaStandIn:
+    """The stages by the plain rule over their sequences; ``cut``: what the cost model answers."""
 
     CHUNK_SIZE, mark = CHUNK, 7
     FlashQLACPContext = StandInContext
@@ -75,14 +78,9 @@ class FlashQlaStandIn:
         short = torch.where(cu_seqlens.diff()[:, None] % CHUNK > 0, 1, chunks)
         return short, chunks, None, None
 
-    def _rule(self, k, v, b, g, cu_seqlens, q=None):
-        rows, tokens = k.shape[:2]
-        lengths = (tokens,) * rows if cu_seqlens is None else cu_seqlens.diff().tolist()
-        return Oracle(RuleInputs(k if q is None else q, k, v, g - 1, b), lengths)
-
     def fused_gdr_h(self, k, v, a, g, b, initial_state=None, num_warmup_chunks=None,
                     cu_seqlens=None, **_):  # fmt: skip
-        oracle = self._rule(k, v, b, g, cu_seqlens)
+        oracle = oracle_of(k, v, b, g, cu_seqlens)
         if num_warmup_chunks is None:
             self.passes["states alone"] += 1
             return Entered(initial_state), None, None
@@ -95,7 +93,7 @@ class FlashQlaStandIn:
         self, q, k, v, a, g, b, cp_seq_map, raw_cu_seqlens, initial_state=None,
         output_final_state=False, cu_seqlens=None, output_h=False, **_,
     ):  # fmt: skip
-        o, leaving = self._rule(k, v, b, g, cu_seqlens, q).forward(initial_state)
+        o, leaving = oracle_of(k, v, b, g, cu_seqlens, q).forward(initial_state)
         if output_h:  # as fused_gdr_h gives them to the stand-in of the backward
             self.passes["states by the forward"] += 1
             return o, Entered(initial_state), None
@@ -109,22 +107,22 @@ class FlashQlaStandIn:
         return o, None, last.float()
 
     def fused_gdr_dh(self, q, k, a, g, b, do, dht, cu_seqlens, num_warmup_chunks, **_):
-        oracle = self._rule(k, torch.zeros_like(do), b, g, cu_seqlens, q)
+        oracle = oracle_of(k, torch.zeros_like(do), b, g, cu_seqlens, q)
         return None, oracle.backward(do, d_final=dht)[1].float()
 
     def fused_gdr_bwd(self, q, k, v, a, g, b, do, dht, h, cu_seqlens=None, **_):
-        grads, d_initial = self._rule(k, v, b, g, cu_seqlens, q).backward(do, h.state, dht)
+        grads, d_initial = oracle_of(k, v, b, g, cu_seqlens, q).backward(do, h.state, dht)
         return *grads, d_initial
 
     def chunk_gated_delta_rule_fwd(
         self, q, k, v, g, beta, cp_context, cu_seqlens, output_final_state, enable_fwd_cp_cache, **_
     ):
         assert cu_seqlens is cp_context.cu_seqlens
-        o, last = self._rule(k, v, beta, g + 1, cu_seqlens, q).forward()
+        o, last = oracle_of(k, v, beta, g + 1, cu_seqlens, q).forward()
         last, cache = last if output_final_state else None, None
         if cp_context.is_intra and enable_fwd_cp_cache:
             parts = self._parts(cp_context, k.device)
-            of_parts = self._rule(k, v, beta, g + 1, parts.offsets)
+            of_parts = oracle_of(k, v, beta, g + 1, parts.offsets)
             entering = entering_states(of_parts.forward()[1], of_parts.through(), parts, None)
             cache = StandInCache(entering, self.mark)
         return g + 1, beta.new_zeros(*beta.shape, CHUNK), o, None, last, cache
@@ -141,7 +139,7 @@ class FlashQlaStandIn:
             return initial_state, dht
         parts = self._parts(context, k.device)
         assert cp_cache is None or cp_cache.mark == self.mark
-        oracle = self._rule(k, v, beta, g, parts.offsets, q)
+        oracle = oracle_of(k, v, beta, g, parts.offsets, q)
         local, through, d_local = oracle.forward()[1], oracle.through(), oracle.backward(do)[1]
         return (
             entering_states(local, through, parts, initial_state),
@@ -165,28 +163,32 @@ def forget_plans() -> None:
         getattr(flash_qla_plan, known).cache_clear()
 
 
-class FlaStandIn:
-    """fla's stages by the plain rule, each call bound to the signature of fla's own function first;
-    ``w`` carries beta, and ``g`` is one too large."""
+class OfFla:
+    """A method is called with its arguments bound to those of fla's function of its name."""
 
-    RCP_LN2 = getattr(fla_chunk, "RCP_LN2", None)
+    _real = fla_chunk
 
     def __getattribute__(self, name):
         found = object.__getattribute__(self, name)
         if name.startswith("_") or name == "RCP_LN2":
             return found
+        signature = inspect.signature(getattr(self._real, name))
 
         def bound(*args, **kwargs):
-            return found(
-                **inspect.signature(getattr(fla_chunk, name)).bind(*args, **kwargs).arguments
-            )
+            given = signature.bind(*args, **kwargs).arguments
+            self._check(given)
+            return found(**given)
 
         return bound
 
-    @staticmethod
-    def _rule(k, v, beta, g, cu_seqlens, q=None):
-        lengths = (k.shape[1],) * k.shape[0] if cu_seqlens is None else cu_seqlens.diff().tolist()
-        return Oracle(RuleInputs(k if q is None else q, k, v, g - 1, beta), lengths)
+    def _check(self, given):
+        pass
+
+
+class FlaStandIn(OfFla):
+    """fla's stages by the plain rule; ``w`` carries beta, and ``g`` is one too large."""
+
+    RCP_LN2 = getattr(fla_chunk, "RCP_LN2", None)
 
     def chunk_local_cumsum(self, g, **_):
         return g + 1
@@ -203,13 +205,13 @@ class FlaStandIn:
     def chunk_gated_delta_rule_fwd_h(
         self, k, w, u, g, initial_state=None, output_final_state=False, cu_seqlens=None, **_
     ):
-        last = self._rule(k, u, w[..., 0], g, cu_seqlens).forward(initial_state)[1]
+        last = oracle_of(k, u, w[..., 0], g, cu_seqlens).forward(initial_state)[1]
         return (w, initial_state), u, last if output_final_state else None
 
     def chunk_fwd_o(self, q, k, v, h, g, scale, cu_seqlens=None, **_):
         assert scale == k.shape[-1] ** -0.5
         w, initial = h
-        return self._rule(k, v, w[..., 0], g, cu_seqlens, q).forward(initial)[0]
+        return oracle_of(k, v, w[..., 0], g, cu_seqlens, q).forward(initial)[0]
 
     def chunk_bwd_dv_local(self, q, k, do, **_):
         return torch.zeros_like(do)
@@ -217,7 +219,7 @@ class FlaStandIn:
     def chunk_gated_delta_rule_bwd_dhu(
         self, q, k, w, do, dv, g, h0, scale, dht=None, cu_seqlens=None, **_
     ):
-        oracle = self._rule(k, torch.zeros_like(do), w[..., 0], g, cu_seqlens, q)
+        oracle = oracle_of(k, torch.zeros_like(do), w[..., 0], g, cu_seqlens, q)
         d_initial = oracle.backward(do, d_final=dht)[1]
         assert h0.shape == d_initial.shape
         return None, d_initial.float(), None
@@ -225,14 +227,14 @@ class FlaStandIn:
     def chunk_gated_delta_rule_fwd(
         self, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens=None, **_
     ):
-        o, last = self._rule(k, v, beta, g + 1, cu_seqlens, q).forward(initial_state)
+        o, last = oracle_of(k, v, beta, g + 1, cu_seqlens, q).forward(initial_state)
         last = last if output_final_state else None
         return g + 1, o, beta.new_zeros(*beta.shape, 64), last, None, None
 
     def chunk_gated_delta_rule_bwd(
         self, q, k, v, g, beta, A, scale, initial_state, do, dht, cu_seqlens=None, **_
     ):
-        oracle = self._rule(k, v, beta, g, cu_seqlens, q)
+        oracle = oracle_of(k, v, beta, g, cu_seqlens, q)
         (dq, dk, dv, dg, dbeta), d_initial = oracle.backward(do, initial_state, dht)
         return dq, dk, dv, dbeta, dg, d_initial, None, None
 
@@ -245,7 +247,7 @@ def rule_of_fla(monkeypatch):
     def maps_of_parts(*args, **kwargs):
         given = real.bind(*args, **kwargs).arguments
         assert given["multi_seqs"] and given["chunk_size"] == 64
-        oracle = stand_in._rule(given["k"], given["u"], given["w"][..., 0], given["g"],
+        oracle = oracle_of(given["k"], given["u"], given["w"][..., 0], given["g"],
                               given["cu_seqlens"])  # fmt: skip
         given["hm"].copy_(torch.cat([oracle.forward()[1], oracle.through()], dim=-1))
 

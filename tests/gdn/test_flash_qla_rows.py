@@ -49,6 +49,11 @@ class OneWave(FlashQlaStandIn):
         return StandInContext(cu_seqlens, True, offsets)
 
 
+def empty(rows, tokens, heads):
+    x = torch.zeros(1).expand(rows, tokens, heads, 1)
+    return RuleInputs(x, x, x, x[..., 0], x[..., 0])
+
+
 @pytest.fixture
 def planned(monkeypatch):
     monkeypatch.setattr(flash_qla_plan, "_remember_chunks", lambda *_: None)
@@ -59,9 +64,7 @@ def planned(monkeypatch):
             monkeypatch.setattr(module, "stages", lambda: stand_in)
         monkeypatch.setattr(flash_qla_plan, "multiprocessors", lambda: multiprocessors)
         forget_plans()
-        x = torch.zeros(1).expand(rows, tokens, heads, 1)
-        inputs = RuleInputs(x, x, x, x[..., 0], x[..., 0])
-        return flash_qla.FlashQlaRule(invariant).plan(inputs, None, states)
+        return flash_qla.FlashQlaRule(invariant).plan(empty(rows, tokens, heads), None, states)
 
     yield plan
     forget_plans()
@@ -126,9 +129,7 @@ def test_deterministic_mode_and_states_keep_their_own_cut(planned):
 
 def test_one_plan_serves_every_layer_and_the_backward(planned):
     planned(4, 4096, 8, 132)
-    x = torch.zeros(1).expand(4, 4096, 8, 1)
-    inputs = RuleInputs(x, x, x, x[..., 0], x[..., 0])
-    rule = flash_qla.FlashQlaRule()
+    rule, inputs = flash_qla.FlashQlaRule(), empty(4, 4096, 8)
     assert rule.plan(inputs, None, False) is rule.plan(inputs, None, False)
 
 
@@ -152,10 +153,8 @@ def test_the_plan_of_a_sequence_is_the_sequence_whatever_lies_beside_it(rule):
     for heads in (1, 4, 32):
         for _ in range(20):
             lengths = [draw.randint(0, 9000) for _ in range(draw.randint(1, 9))]
-            x = torch.zeros(1).expand(1, sum(lengths), heads, 1)
-            inputs = RuleInputs(x, x, x, x[..., 0], x[..., 0])
             for states in (False, True):
-                plan = rule.plan(inputs, documents_of(lengths), states)
+                plan = rule.plan(empty(1, sum(lengths), heads), documents_of(lengths), states)
                 expected = [0, *torch.tensor([n for n in lengths if n]).cumsum(0).tolist()]
                 assert plan.cut.offsets.tolist() == plan.cut.sequences.tolist() == expected
                 assert plan.cut.are_sequences and not plan.context.is_intra

@@ -1,6 +1,7 @@
 """The mixer in bf16 on a GPU: as close to fp64 as plain torch in bf16 is, and repeatable."""
 
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -59,6 +60,15 @@ def run(sizes, leaves, d_out, documents, rule, kernels="auto", **options):
         documents=documents, kernels=kernels, **options,
     )  # fmt: skip
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
+
+
+@contextmanager
+def waiting_refused():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def rule_named(name, sizes, dtype=torch.bfloat16):
@@ -185,8 +195,7 @@ def test_recomputing_keeps_every_bit(shape, rule):
 @pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed", "long"])
 @pytest.mark.parametrize("rule", ["fla", "flash_qla", *HALF])
 def test_a_second_run_of_the_rule_is_as_exact(shape, rule):
-    """fla's second run is its first one. FlashQLA's gives the backward states of another kernel,
-    which rounds the same products."""
+    """fla's has the first one's bits; FlashQLA's states are rounded by another kernel."""
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
     chosen = rule_named(rule, sizes)
     saved = run(sizes, leaves, d_out, documents, chosen)
@@ -235,11 +244,8 @@ def test_nothing_waits_for_the_device(shape, rule):
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
     rule = rule_named(rule, sizes)
     run(sizes, leaves, d_out, documents, rule)  # compiles, tunes and fills per-batch tables
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused():
         run(sizes, leaves, d_out, documents, rule, recompute_qkv=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_new_packed_batch_does_not_wait_either():
@@ -249,11 +255,8 @@ def test_a_new_packed_batch_does_not_wait_either():
     fresh = Documents.from_cu_seqlens([0, 1, 3, 6, 69, 200, 1000], 1000, device="cuda")
     assert fresh.cu_seqlens.is_cuda and fresh.position_T.is_cuda  # made once, outside
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused():
         run(sizes, leaves, d_out, fresh, rule)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("rule", ["flash_qla", "flash_qla fp16"])

@@ -1,5 +1,4 @@
-"""GPU rules with states in and out, bf16 against the fp64 chunk rule. Heads 16/32 throughout: every
-other ratio is minutes of compiling."""
+"""GPU rules with states, bf16 against fp64; other ratios than 16/32 are minutes of compiling."""
 
 import pytest
 import torch
@@ -47,8 +46,7 @@ def rule_named(name: str, **options):
 
 
 def make_inputs(S, B=1, decay="mixed", seed=0):
-    """bf16 inputs of the rule, and d_o. "mixed" decays have half-lives from 10^5 tokens to less
-    than one."""
+    """bf16 inputs and d_o; "mixed" decays have half-lives from 10^5 tokens to less than one."""
     make = torch.Generator(device="cuda").manual_seed(seed)
     G, H = HEADS
 

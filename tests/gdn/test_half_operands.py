@@ -1,5 +1,4 @@
-"""fp16 operands in a layer of another dtype: the powers of two around a rule, here the plain one in
-fp32, so that one rounding of q, k, v, d_o, o, dq, dk, dv is all that is seen."""
+"""fp16 operands: powers of two around the plain rule in fp32, whose roundings are seen."""
 
 import weakref
 

@@ -118,8 +118,7 @@ def test_fixed_buffers_of_more_tokens_than_fla_counts_are_refused():
 
 @of({"uncut": UNCUT, "cut": KINDS["cut"], "fla": FLA})
 def test_fp16_operands_leave_no_trace(rule):
-    """Powers of two go in and out, around a rule that computes in fp64, with gradients of 10 bits,
-    which fp16 holds even where the last sequence's are 2^8 larger."""
+    """Around fp64, with gradients of 10 bits, which fp16 holds at two sizes."""
     inputs, d_o = random_inputs(sum(LENGTHS))
     d_o = (d_o * 2**6).round() * 2.0**-14
     d_o[:, -LENGTHS[-1] :] *= 2.0**8

@@ -84,8 +84,7 @@ def in_fp32(folder: Path, target: Path) -> Path:
 
 
 def merged_export_agrees(source, target, bridge, tp=1, first=False):
-    """How far logits of the export, by transformers, are from the adapted model's; ``first``: it
-    was adapted before it was loaded."""
+    """The export's logits beside the adapted model's; ``first``: adapted, then loaded."""
     config = read_hf_config(source)
     torch.manual_seed(5)
     tokens = torch.randint(config.vocab_size, (2, TOKENS))

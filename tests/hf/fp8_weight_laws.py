@@ -27,8 +27,7 @@ E4M3_MAX = 448.0
 
 
 class StoredInFP8(Tensor):
-    """Values in e4m3 with one scale, as Transformer Engine's tensors: ``detach`` keeps the class,
-    ``copy_`` quantises, and other functions compute with the values."""
+    """Values in e4m3 with one scale, as Transformer Engine's; ``copy_`` quantises."""
 
     @staticmethod
     def __new__(cls, weight: Tensor):

@@ -17,6 +17,7 @@ from megatron_gdn.hf import (
     save_hf_weights,
 )
 from megatron_gdn.hf.checkpoint_files import find_checkpoint
+from tests.distributed.layer_laws import thd
 from tests.hf.float64_layer import float64_layer
 from tests.hf.megatron_models import build_megatron, logits_of
 from tests.hf.tiny_models import model_class
@@ -48,8 +49,7 @@ def logits_agree(folder: Path, kind: str, tp: int = 1, **changes) -> dict[str, f
 
 
 def _rounding_noise(model, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """For each token, how far one fp32 rounding of the embeddings moves transformers' logits: a
-    head whose query meets its key at a right angle magnifies rounding a thousandfold."""
+    """For each token, how far one fp32 rounding of the embeddings moves transformers' logits."""
     embeddings = model.get_input_embeddings()(tokens)
     # About ten roundings in each of two blocks of four layers; errors add in squares.
     roundings = 80**0.5
@@ -75,8 +75,7 @@ def _compare_logits(ours, theirs, noise):
 
 
 def layer_agrees(folder: Path, tp: int = 1) -> dict[str, tuple[float, float, float]]:
-    """Output, input gradient and every parameter's: the largest difference over the largest entry
-    of ours from float64, ours from transformers, transformers from float64."""
+    """By tensor, of its largest entry: ours from float64 and theirs, theirs from float64."""
     config = read_hf_config(folder)
     their_model = hf_model(folder).model
     theirs = getattr(their_model, "language_model", their_model).layers[0].linear_attn
@@ -119,26 +118,18 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def packed_documents_agree(folder: Path, lengths: tuple[int, ...], tp: int = 1) -> dict[str, float]:
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     config = read_hf_config(folder)
     theirs_model = hf_model(folder)
     torch.manual_seed(5)
     documents = [torch.randint(config.vocab_size, (1, length)) for length in lengths]
-    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-    packing = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-    )
     with parallel(tp), torch.no_grad():
         model = build_megatron(config, "hybrid").eval()
         load_hf_weights(model, folder)
         tokens = torch.cat(documents, 1)
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        ours = model(tokens, positions, None, packed_seq_params=packing)[..., : config.vocab_size]
+        ours = model(tokens, positions, None, packed_seq_params=thd(lengths))[
+            ..., : config.vocab_size
+        ]
         theirs = [theirs_model(document, use_cache=False).logits for document in documents]
         noise = [
             _rounding_noise(theirs_model, document, logits)
@@ -194,8 +185,7 @@ def checkpoint_loads(folder, checkpoint, kind, tp=1, pp=1, ep=1):
 
 
 def load_and_save(checkpoint, folder, target, kind, dtype, change=("", 0.0), **sizes):
-    """A run of ``dtype`` loads a checkpoint, adds to a parameter (``change``), and saves as
-    Megatron saves."""
+    """A run loads a checkpoint, adds ``change`` to a parameter, and saves as Megatron saves."""
     from megatron.core import dist_checkpointing
 
     tp, pp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "ep"))

@@ -24,8 +24,7 @@ def fp32_folder(hf_folder, tmp_path):
 def test_a_merged_export_is_the_model_with_its_adapters(
     pools, fp32_folder, tmp_path, name, first, folder
 ):
-    """fp32 throughout; W x + B (A x) is another order, so tokens that one rounding moves further
-    are excepted."""
+    """fp32; W x + B (A x) is another order: tokens that one rounding moves further are excepted."""
     (found,) = pools(1).run(
         laws.merged_export_agrees, fp32_folder(name), tmp_path / "saved", folder, first=first
     )

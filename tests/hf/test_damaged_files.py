@@ -27,26 +27,25 @@ def damage(file: Path, how: str) -> None:
 
 @pytest.mark.parametrize("shard", [0, -1], ids=["first shard", "last shard"])
 @pytest.mark.parametrize("how", ["gone", *DAMAGE])
-def test_a_damaged_shard_is_named(imported, hf_folder, tmp_path, capsys, shard, how):
+def test_a_damaged_shard_is_named(imported, hf_folder, tmp_path, refused, shard, how):
     file = sorted(imported.glob("*.distcp"))[shard]
     damage(file, how)
-    assert_named(file, imported, hf_folder("dense"), tmp_path, capsys)
+    assert_named(file, imported, hf_folder("dense"), tmp_path, refused)
 
 
 @pytest.mark.parametrize("name", ["metadata.json", ".metadata"])
 @pytest.mark.parametrize("how", ["gone", "empty", "cut", "zeros"])
-def test_a_damaged_table_is_named(imported, hf_folder, tmp_path, capsys, name, how):
+def test_a_damaged_table_is_named(imported, hf_folder, tmp_path, refused, name, how):
     damage(imported / name, how)
     named = imported if (name, how) == ("metadata.json", "gone") else imported / name
-    assert_named(named, imported, hf_folder("dense"), tmp_path, capsys)
+    assert_named(named, imported, hf_folder("dense"), tmp_path, refused)
 
 
 def test_other_faults_keep_their_words_and_their_tracebacks(
-    imported, hf_folder, tmp_path, capsys, monkeypatch
+    imported, hf_folder, tmp_path, refused, monkeypatch
 ):
     command = ["export", str(imported), str(tmp_path), "--like", str(hf_folder("dense"))]
-    assert main(command) == 2
-    assert f"{tmp_path} exists; remove it" in capsys.readouterr().err
+    assert f"{tmp_path} exists; remove it" in refused(*command)
     monkeypatch.setattr("megatron_gdn.hf.__main__.export_folder", lambda *a, **k: {}["a bug"])
     with pytest.raises(KeyError):
         main(command)
@@ -72,8 +71,7 @@ def imported(hf_folder, tmp_path) -> Path:
     return tmp_path / "imported" / "release"
 
 
-def assert_named(file: Path, source: Path, like: Path, at: Path, capsys) -> None:
-    assert main(["export", str(source), str(at / "back"), "--like", str(like)]) == 2
-    said = capsys.readouterr().err
+def assert_named(file: Path, source: Path, like: Path, at: Path, refused) -> None:
+    said = refused("export", source, at / "back", "--like", like)
     assert f"{file} " in said and said.startswith("error: ") and said.count("\n") == 1, said
     assert not (at / "back").exists()

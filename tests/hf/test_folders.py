@@ -4,8 +4,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -51,7 +49,7 @@ def test_export_gives_the_source_files_back_byte_for_byte(hf_folder, tmp_path, n
 
 
 @pytest.mark.parametrize("name", ["next", "moe packed", "dense tied"])
-def test_plain_norms_round_trip_too_and_are_not_taken_for_others(hf_folder, tmp_path, capsys, name):
+def test_plain_norms_round_trip_and_are_not_taken_for_others(hf_folder, tmp_path, refused, name):
     folder, imported = hf_folder(name), tmp_path / "imported"
     import_folder(folder, imported, zero_centered_gamma=False)
     export_folder(imported, tmp_path / "back", like=folder)
@@ -61,9 +59,8 @@ def test_plain_norms_round_trip_too_and_are_not_taken_for_others(hf_folder, tmp_
     assert torch.equal(gains, source.read("model.norm.weight").float() + 1.0)
     zero_centred = tmp_path / "zero-centred"
     import_folder(folder, zero_centred)
-    command = ["export", str(zero_centred), str(tmp_path / "x"), "--like", str(folder)]
-    assert main([*command, "--plain-norms"]) == 2
-    assert "leave out --plain-norms" in capsys.readouterr().err
+    said = refused("export", zero_centred, tmp_path / "x", "--like", folder, "--plain-norms")
+    assert "leave out --plain-norms" in said
 
 
 def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder):
@@ -257,15 +254,14 @@ BROKEN = {
 
 @pytest.mark.parametrize(("breakage", "message"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_source_is_named_and_leaves_nothing_behind(
-    copy, tmp_path, capsys, breakage, message
+    copy, tmp_path, refused, breakage, message
 ):
     breakage(copy)
-    assert main(["import", str(copy), str(tmp_path / "imported")]) == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, refused("import", copy, tmp_path / "imported"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, monkeypatch):
+def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, refused, monkeypatch):
     read, count = SafetensorsFolder.read, iter(range(1000))
 
     def read_some(*args):
@@ -274,24 +270,22 @@ def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, monkeypatch):
         return read(*args)
 
     monkeypatch.setattr(SafetensorsFolder, "read", read_some)
-    assert main(["import", str(copy), str(tmp_path / "imported")]) == 2
+    refused("import", copy, tmp_path / "imported")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_target_that_exists_is_not_touched(copy, tmp_path, capsys):
+def test_a_target_that_exists_is_not_touched(copy, tmp_path, refused):
     target = tmp_path / "imported"
     target.mkdir()
     (target / "precious").write_text("data")
-    assert main(["import", str(copy), str(target)]) == 2
-    assert "exists; remove it" in capsys.readouterr().err
+    assert "exists; remove it" in refused("import", copy, target)
     assert (target / "precious").read_text() == "data"
 
 
-def test_a_target_that_cannot_be_made_is_named(copy, tmp_path, capsys):
+def test_a_target_that_cannot_be_made_is_named(copy, tmp_path, refused):
     (tmp_path / "file").touch()
     for target in (tmp_path / "file" / "imported", "/proc/imported"):
-        assert main(["import", str(copy), str(target)]) == 2
-        said = capsys.readouterr().err
+        said = refused("import", copy, target)
         assert f"no folder can be made in {Path(target).parent} (" in said
         assert said.count("\n") == 1
 
@@ -313,27 +307,25 @@ def test_flags_are_not_guessed(capsys):
     ],
     ids=["no format", "empty tracker"],
 )
-def test_a_folder_without_checkpoint_is_named_on_export(copy, tmp_path, capsys, breakage, message):
-    import_folder(copy, tmp_path / "imported")
-    breakage(tmp_path / "imported")
-    command = ["export", str(tmp_path / "imported"), str(tmp_path / "back"), "--like", str(copy)]
-    assert main(command) == 2
-    assert re.search(message, capsys.readouterr().err)
+def test_a_folder_without_checkpoint_is_named_on_export(copy, tmp_path, refused, breakage, message):
+    imported = tmp_path / "imported"
+    import_folder(copy, imported)
+    breakage(imported)
+    assert re.search(message, refused("export", imported, tmp_path / "back", "--like", copy))
     assert not (tmp_path / "back").exists()
 
 
-def test_an_export_like_another_model_is_refused(hf_folder, copy, tmp_path, capsys):
+def test_an_export_like_another_model_is_refused(hf_folder, copy, tmp_path, refused):
     import_folder(copy, tmp_path / "imported")
+    export = "export", tmp_path / "imported", tmp_path / "back", "--like"
     for name, message in {
         "only gdn": r"not the same model: the checkpoint has no decoder.layers.6.*",
         "dense ratio 3": r"0.self_attention.A_log has shape \(8,\) in .*asks for \(12,\)",
         "dense tied": "no place for output_layer.weight",
     }.items():
-        command = ["export", str(tmp_path / "imported"), str(tmp_path / "back")]
-        assert main([*command, "--like", str(hf_folder(name))]) == 2
-        assert re.search(message, capsys.readouterr().err), name
-    assert main(["export", str(copy), str(tmp_path / "back"), "--like", str(copy)]) == 2
-    assert "is no distributed checkpoint" in capsys.readouterr().err
+        assert re.search(message, refused(*export, hf_folder(name))), name
+    said = refused("export", copy, tmp_path / "back", "--like", copy)
+    assert "is no distributed checkpoint" in said
     assert not (tmp_path / "back").exists()
 
 
@@ -385,6 +377,5 @@ def test_the_command_runs_as_a_module(copy, tmp_path):
     run("export", tmp_path / "imported", tmp_path / "back", "--like", copy)
     assert run("compare", copy, tmp_path / "back") == "every tensor is equal\n"
     assert "--hidden-dropout 0.0 " in run("flags", copy)
-    command = [sys.executable, "-m", "megatron_gdn.hf", "import", "nowhere", str(tmp_path / "x")]
-    broken = subprocess.run(command, capture_output=True, text=True, timeout=120)
-    assert (broken.returncode, "Traceback" in broken.stderr) == (2, False)
+    broken = python("-m", "megatron_gdn.hf", "import", "nowhere", tmp_path / "x", ends=2)
+    assert "Traceback" not in broken.stderr

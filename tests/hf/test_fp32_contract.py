@@ -1,5 +1,7 @@
 """The fp32 checkpoint contract: the published behaviour, and the stricter name test."""
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import pytest
@@ -7,7 +9,6 @@ import torch
 
 from megatron_gdn.hf import state_dict_adapter as adapter
 from megatron_gdn.hf import state_dict_adapter as contract
-from tests.processes import python
 
 A_LOG = "model.layers.0.linear_attn.A_log"
 HELD = "model.layers.0.linear_attn._fp32_params.A_log"
@@ -138,4 +139,4 @@ def test_the_contract_imports_with_torch_alone():
         "sys.modules.update(dict.fromkeys(['megatron', 'safetensors', 'transformers', 'tqdm']))\n"
         "import megatron_gdn.hf.state_dict_adapter, megatron_gdn.gdn.hf\n"
     )
-    python("-c", code)
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

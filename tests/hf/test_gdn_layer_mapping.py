@@ -147,8 +147,7 @@ def test_both_storages_of_one_layer_give_the_same_shards(tp_size, ratio):
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("name", ["in_proj.weight", "conv1d.weight"])
 def test_a_rank_holds_its_own_heads_of_every_section(name, tp_size):
-    """Each row carries its (section, head): a round trip cannot see rows that were sharded as one
-    block."""
+    """Rows are their (section, head): a round trip cannot see rows sharded as one block."""
     dims = dims_of()
     counts = [dims.num_key_heads] * 2 + [dims.num_value_heads] * 4
     rows = [dims.key_head_dim] * 2 + [dims.value_head_dim] * 2 + [1] * 2

@@ -1,9 +1,4 @@
-"""Layers of models that Megatron cannot build whole: ours is transformers', and comes back.
-
-OLMo Hybrid   separate projections, three convolutions in its files, write strengths up to 2
-Qwen4-Exp     the output gate is a sigmoid
-the others    Kimi Delta Attention
-"""
+"""Layers of models that Megatron cannot build whole: ours is transformers', and comes back."""
 
 from typing import NamedTuple
 
@@ -42,8 +37,7 @@ KDA_SIZES = {
 
 
 class Layer(NamedTuple):
-    """``kind``: how a Gated DeltaNet is stored, or the model_type of a Kimi Delta Attention, whose
-    own ``options`` are given."""
+    """``kind``: a GDN's storage, or the model_type of a KDA, whose own ``options`` are given."""
 
     family: str
     kind: str
@@ -134,8 +128,7 @@ def test_weights_return_bit_for_bit(name, tp_size, zero_centered):
 
 @each
 def test_a_layer_has_the_outputs_and_gradients_of_transformers(pools, name):
-    """fp32, 1e-5 of the largest entry beside the equation in float64, which settles who errs; a
-    KDA's gradients may be off by twice what transformers errs by."""
+    """fp32, 1e-5 of the largest entry; a KDA's gradients may err twice as much as transformers'."""
     pools(1).run(layer_equals_transformers, name)
 
 

@@ -81,8 +81,7 @@ VISION = GLM_VISION | {"num_position_embeddings": 16}
 
 
 def model_class(family: str):
-    """A transformers class in plain torch: where fla is installed, transformers picks its kernels
-    at import."""
+    """In plain torch: where fla is installed, transformers picks its kernels at import."""
     import transformers
 
     hidden = {name: sys.modules.get(name) for name in ("fla", "causal_conv1d")}

@@ -1,5 +1,4 @@
-"""Which rule a Kimi Delta Attention takes, and what the cuDNN rule makes of its kernels' results,
-for which stand functions with their layouts, made of the plain rule in fp64."""
+"""Which rule a Kimi Delta Attention takes, and the cuDNN rule around the plain rule in fp64."""
 
 from types import SimpleNamespace
 

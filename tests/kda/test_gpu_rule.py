@@ -11,11 +11,7 @@ import torch
 from megatron_gdn.kda.rule import PlainKDA, resolve_kda
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.elementwise import l2norm
-from tests.ops.delta_rule.states import (
-    documents_of,
-    root_mean_square_errors,
-    run_everything,
-)
+from tests.ops.delta_rule.states import beside_fp64, documents_of, root_mean_square_errors
 
 pytestmark = pytest.mark.gpu
 G, H, K, V = 32, 32, 128, 128
@@ -57,12 +53,8 @@ def test_kernels_give_what_fp64_gives(backend, rows, gates):
         backend, device="cuda", dtype=torch.bfloat16, key_dim=K,
         lower_bound=bound if backend == "fla" else -5.0,
     ).rule  # fmt: skip
-    found = run_everything(rule, inputs, d_o, documents, initial, d_final)
-    wide = RuleInputs(*(x.double() for x in inputs))
-    exact = run_everything(
-        PlainKDA(), wide, d_o.double(), documents, initial.double(), d_final.double()
-    )
-    errors = root_mean_square_errors(found, exact)
+    both = beside_fp64(rule, PlainKDA(), inputs, d_o, documents, initial, d_final)
+    errors = root_mean_square_errors(*both)
     print(gates, {name: f"{error:.1e}" for name, error in errors.items()})
     bounds = {name: 2**-6 if name == "g" else 2**-7 for name in errors}
     assert all(errors[name] < bounds[name] for name in errors), errors

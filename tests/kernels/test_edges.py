@@ -1,5 +1,4 @@
-"""The first tokens of pieces on their kernels against the plain way in fp64, by the routes of real
-layouts; what another rank would send is random."""
+"""The first tokens of pieces on their kernels against the plain way in fp64, by real routes."""
 
 from itertools import accumulate
 

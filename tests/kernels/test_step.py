@@ -21,7 +21,7 @@ from megatron_gdn.ops.rules.base import RuleOutput, Saved
 from tests.gdn_mixer import gated_delta_mixer
 from tests.inference.row_mixers import DT_LIMIT, gdn_kind, mamba2_kind
 from tests.kernels.conftest import INTERPRETED
-from tests.kernels.test_other_fronts import layout_of
+from tests.mamba2.oracle import layout_of
 from tests.ops.delta_rule.states import InHalf
 
 from .kernel_cases import Case, assert_close
@@ -114,45 +114,40 @@ def test_mamba2s_step_in_slots_is_the_recurrence(device, sizes, taps, bias, what
     hold_a_step_in_slots(step, made, layout.width, taps, device, dtype)
 
 
-def run(case, kernels: str, rule=None, **options):
+def run(case, kernels: str, rule, **options):
     leaves = [case.proj, case.conv_weight, case.A_log, case.dt_bias, case.gamma]
     leaves = [x.detach().requires_grad_() for x in leaves]
     proj, weight, A_log, dt_bias, gamma = leaves
     out = gated_delta_mixer(
-        proj, weight, None, A_log, dt_bias, case.sizes, rule=rule or PlainRule(),
+        proj, weight, None, A_log, dt_bias, case.sizes, rule=rule,
         norm=GatedNorm(gamma), documents=case.documents, kernels=kernels, **options,
     )  # fmt: skip
     weights = torch.linspace(-1, 1, out.numel(), dtype=out.dtype, device=out.device)
     return [out.detach(), *torch.autograd.grad(out, leaves, weights.view(out.shape))]
 
 
-@pytest.mark.parametrize(
-    "shape", [{"S": 35, "B": 2}, {"S": 40, "lengths": (1, 2, 20, 17)}], ids=["dense", "packed"]
-)
+FP32, HALF = {"sizes": HeadSizes(1, 3, 8, 16)}, {"sizes": HeadSizes(2, 4, 8, 16)}
+SHAPES = {
+    "dense": {**FP32, "S": 35, "B": 2},
+    "packed": {**FP32, "S": 40, "lengths": (1, 2, 20, 17)},
+    "fp16 operands, dense": {**HALF, "S": 9, "B": 2},
+    "fp16 operands, packed": {**HALF, "S": 21, "lengths": (1, 2, 18)},
+}
+
+
+@pytest.mark.parametrize("shape", SHAPES)
 def test_output_and_every_gradient(shape, device):
-    case = Case(device, sizes=HeadSizes(1, 3, 8, 16), **shape)
-    got = run(case, "triton")
-    exact = run(case.double(), "torch")
+    """Against fp64, or the twin: roundings of q, k, v and d_o to fp16 may fall the other way."""
+    half, case = shape.startswith("fp16"), Case(device, **SHAPES[shape])
+    rule = HalfOperands(InHalf()) if half else PlainRule()
+    got = run(case, "triton", rule)
+    exact = run(case if half else case.double(), "torch", rule)
+    again = run(case, "triton", rule, recompute_qkv=True)
     names = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
-    for name, a, b in zip(names, got, exact, strict=True):
-        assert_close(name, a, b, 3e-5)  # the rule in fp32 adds its own rounding to the kernels'
-    for name, a, b in zip(names, got, run(case, "triton", recompute_qkv=True), strict=True):
-        assert torch.equal(a, b), name
-
-
-@pytest.mark.parametrize(
-    "shape", [{"S": 9, "B": 2}, {"S": 21, "lengths": (1, 2, 18)}], ids=["dense", "packed"]
-)
-def test_fp16_operands_give_the_twins_results(shape, device):
-    """To the rounding of q, k, v and d_o to fp16, which may fall the other way now and then."""
-    case, rule = Case(device, sizes=HeadSizes(2, 4, 8, 16), **shape), HalfOperands(InHalf())
-    got, twin = run(case, "triton", rule), run(case, "torch", rule)
-    names = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
-    for name, a, b in zip(names, got, twin, strict=True):
-        assert a.dtype == torch.float32
-        assert_close(name, a, b, 2**-11)
-    for name, a, b in zip(names, got, run(case, "triton", rule, recompute_qkv=True), strict=True):
-        assert torch.equal(a, b), name
+    for name, a, b, c in zip(names, got, exact, again, strict=True):
+        # The rule in fp32 adds its own rounding to the kernels'.
+        assert_close(name, a, b, 2**-11 if half else 3e-5)
+        assert a.dtype == torch.float32 and torch.equal(a, c), name
 
 
 SIZES = HeadSizes(1, 2, 8, 12)

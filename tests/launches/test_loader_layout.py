@@ -1,5 +1,4 @@
-"""``pretrain_hybrid.py`` of a clone under context parallelism, as its own loader cuts documents of
-32 tokens, which every layout can cut: a wrong one would be silent."""
+"""A clone's own loader cuts documents of 32 tokens, which every layout can."""
 
 import subprocess
 
@@ -39,8 +38,7 @@ def documents(tmp_path_factory) -> str:
 
 
 def trained(documents: str, ranks: int, options: str = "") -> subprocess.CompletedProcess[str]:
-    """The script over so many context-parallel ranks, each with as many tokens of a micro-batch:
-    for them Megatron draws numbers, on a CPU from the generator of the initial weights."""
+    """Ranks have as many tokens of a micro-batch: Megatron draws numbers for them."""
     return launched(
         "pretrain_hybrid.py", ranks, *FLAGS.split(), f"--context-parallel-size={ranks}",
         f"--micro-batch-size={ranks}", f"--data-path={documents}",

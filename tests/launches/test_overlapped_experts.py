@@ -1,5 +1,4 @@
-"""``pretrain_gpt.py`` of a clone runs two micro-batches' layers in parts, by turns; weight
-gradients apart need Transformer Engine: tests/gpu/test_delayed_weight_gradients.py."""
+"""``pretrain_gpt.py`` of a clone runs two micro-batches' layers in parts, by turns."""
 
 from tests.launches.launching import held_out_losses, in_a_clone, launched, losses
 from tests.launches.record import recorded

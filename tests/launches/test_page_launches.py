@@ -1,5 +1,4 @@
-"""The whole launches of the pages run in a clone of Megatron-LM as they stand there, but on a CPU
-and with a tiny model."""
+"""The whole launches of the pages in a clone of Megatron-LM, on a CPU with a tiny model."""
 
 import math
 

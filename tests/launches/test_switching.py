@@ -1,5 +1,4 @@
-"""``pretrain_hybrid.py`` of a clone goes on with Megatron's layer or ours, mid-run and back, in
-every format of checkpoints."""
+"""A clone's run goes on with Megatron's layer or ours, and back, in every format of checkpoints."""
 
 import subprocess
 
@@ -27,8 +26,7 @@ BUFFERS = {
 
 
 def rounding(flags: str) -> float:
-    """Of a loss of 5.5, the mean over 128 tokens: bf16 rounds each logit to 2^-9, fp32 64 channels
-    to 2^-24."""
+    """Of a loss of 5.5 over 128 tokens: bf16 rounds logits to 2^-9, fp32 64 channels to 2^-24."""
     return 2.0**-9 if "--bf16" in flags else 64 * 2.0**-24
 
 
@@ -41,8 +39,7 @@ def trained(layer: str, until: int, flags: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_run_goes_on_with_our_layer_and_back_with_megatrons(tmp_path, kind):
-    """Steps 1-2 upstream, 3-4 ours, 5-6 upstream, beside upstream's with the same stops, after each
-    of which Megatron logs a mean."""
+    """Steps 1-2 upstream, 3-4 ours, 5-6 upstream, beside upstream's with the same stops."""
     flags = FORMATS[kind]
     first, theirs, ours = (tmp_path / name for name in ("first", "theirs", "ours"))
     losses(trained("upstream", 2, f"{flags} --save {first}"))

@@ -3,6 +3,7 @@
 import torch
 
 from megatron_gdn.mamba2.plain import SSDInputs
+from megatron_gdn.ops.layout import Layout, Section
 from tests.ops.delta_rule.states import documents_of  # noqa: F401 - for those beside
 
 G, H, K, V = 2, 6, 5, 3
@@ -55,3 +56,14 @@ def oracle(inputs: SSDInputs, lengths, d_o, initial=None, d_final=None):
     d_final = torch.zeros(shape, dtype=torch.float64) if d_final is None else d_final
     *grads, d_initial = torch.autograd.grad((o, final), leaves, (d_o.double(), d_final.double()))
     return o.detach(), final.detach(), SSDInputs(*grads), d_initial
+
+
+def layout_of(H: int, G: int, V: int, K: int) -> Layout:
+    """Of H heads of V channels and G groups of K states."""
+    return Layout(
+        (
+            Section("z", "head", V), Section("x", "head", V, True), Section("B", "group", K, True),
+            Section("C", "group", K, True), Section("dt", "head", 1),
+        ),
+        (("head", H), ("group", G)),
+    )  # fmt: skip

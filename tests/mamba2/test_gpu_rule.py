@@ -9,11 +9,7 @@ import torch
 
 from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
 from megatron_gdn.mamba2.rule import resolve_ssd
-from tests.ops.delta_rule.states import (
-    documents_of,
-    root_mean_square_errors,
-    run_everything,
-)
+from tests.ops.delta_rule.states import beside_fp64, documents_of, root_mean_square_errors
 
 from .oracle import random_inputs
 
@@ -30,11 +26,7 @@ def test_kernels_give_what_fp64_gives(packed):
     count = len([n for n in LENGTHS if n]) if packed else rows
     initial, d_final = torch.randn(2, count, 8, 128, 64, device="cuda")
     rule = resolve_ssd("fla", device="cuda", dtype=torch.bfloat16, state_dim=128).rule
-    found = run_everything(rule, inputs, d_o, documents, initial, d_final)
-    wide = SSDInputs(*(x.double() for x in inputs))
-    exact = run_everything(
-        PlainSSD(), wide, d_o.double(), documents, initial.double(), d_final.double()
-    )
-    errors = root_mean_square_errors(found, exact)
+    both = beside_fp64(rule, PlainSSD(), inputs, d_o, documents, initial, d_final)
+    errors = root_mean_square_errors(*both)
     print({name: f"{error:.1e}" for name, error in errors.items()})
     assert max(errors.values()) < 2**-7, errors

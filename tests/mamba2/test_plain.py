@@ -6,12 +6,12 @@ import torch.nn.functional as F
 
 from megatron_gdn.mamba2.front import Mamba2Front, time_steps
 from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
-from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.readout.plain import GateOnly, Grouped, grouped_rms_norm
 from megatron_gdn.ops.rules.base import Saved
+from tests.ops.test_readout import ACTIVATIONS, assert_readout
 from tests.whole_groups import whole_groups
 
-from .oracle import documents_of, oracle, random_inputs
+from .oracle import documents_of, layout_of, oracle, random_inputs
 
 RULE = PlainSSD()
 
@@ -57,13 +57,7 @@ def test_the_strongest_decays_leave_no_nan():
 
 
 H, G, V, K, W = 4, 2, 3, 5, 4
-LAYOUT = Layout(
-    (
-        Section("z", "head", V), Section("x", "head", V, True), Section("B", "group", K, True),
-        Section("C", "group", K, True), Section("dt", "head", 1),
-    ),
-    (("head", H), ("group", G)),
-)  # fmt: skip
+LAYOUT = layout_of(H, G, V, K)
 
 
 def parameters(bias=True, dtype=torch.float64):
@@ -133,9 +127,6 @@ def test_extreme_time_steps_give_a_decay_of_zero_and_no_nan():
     assert raw.grad.isfinite().all() and A_log.grad.isfinite().all()
 
 
-ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
-
-
 def gate_then_norm(o, proj, gamma, groups, eps=1e-5, act=F.silu):
     u = o.flatten(2).transpose(0, 1) * act(proj[..., LAYOUT.gate_columns])
     u = u.unflatten(-1, (groups, -1))
@@ -151,21 +142,15 @@ def test_the_gate_comes_before_the_norm_of_each_group(groups, activation):
     leaves = [x.clone().requires_grad_() for x in (o, proj, gamma)]
     expected = gate_then_norm(*leaves, groups, act=ACTIVATIONS[activation])
     norm = Grouped(LAYOUT.gate_columns, activation, groups)
+    wanted, d_out = assert_readout(norm, leaves, expected)
+    # The two halves, through autograd and by hand.
     gate = GateOnly(LAYOUT.gate_columns, activation)
-    torch.testing.assert_close(norm.forward(o, proj, gamma), expected.detach())
     apart = grouped_rms_norm(gate.forward(o, proj, None), gamma, groups)
     torch.testing.assert_close(apart, expected.detach())
-    d_out = torch.randn_like(expected)
-    wanted = torch.autograd.grad(expected, leaves, d_out)
-    d_proj = torch.zeros_like(proj)
-    d_o, d_gamma = norm.backward(d_out, o, proj, gamma, d_proj)
-    for a, b in zip((d_o, d_proj, d_gamma), wanted, strict=True):
-        torch.testing.assert_close(a, b)
-    # The two halves, through autograd and by hand.
     u = gate.forward(o, proj, None).requires_grad_()
     leaf = gamma.clone().requires_grad_()
     d_u, d_gamma = torch.autograd.grad(grouped_rms_norm(u, leaf, groups), (u, leaf), d_out)
-    d_proj.zero_()
+    d_proj = torch.zeros_like(proj)
     d_o, nothing = gate.backward(d_u, o, proj, None, d_proj)
     assert nothing is None
     for a, b in zip((d_o, d_proj, d_gamma), wanted, strict=True):

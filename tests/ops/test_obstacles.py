@@ -1,5 +1,4 @@
-"""Every requirement of the installed fla is checked when a rule is chosen; what torch would say of
-a GPU is replaced."""
+"""Every requirement of the installed fla is checked when a rule is chosen."""
 
 import pytest
 import torch

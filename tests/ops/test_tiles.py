@@ -1,5 +1,4 @@
-"""Tiles of the walking kernels: as many tokens as 32-bit offsets reach and as many stages as shared
-memory holds, and the table's where they do."""
+"""Tiles of the walking kernels: the table's, where 32-bit offsets and shared memory hold them."""
 
 import pytest
 

@@ -33,8 +33,7 @@ def test_a_shuffled_sum_is_found_and_is_the_only_one():
 
 
 def in_a_fresh_process(function):
-    """What ``function()`` returns in a new process, whose heap has the same history every time: of
-    malloc's holes that other tests left, any may be the next tensor."""
+    """What ``function()`` returns in a new process, whose heap has the same history every time."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function).result()
 

@@ -1,5 +1,4 @@
-"""What Megatron's layers pass to a mixer and call on it, read from their source; with
-MEGATRON_LM=folder from a clone's branch, too."""
+"""What Megatron's layers pass to a mixer and call on it, from their source (or MEGATRON_LM's)."""
 
 import ast
 import inspect

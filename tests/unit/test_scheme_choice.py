@@ -103,8 +103,7 @@ def test_long_sequences_go_chunkwise_and_many_short_documents_headwise():
 
 
 def by_hand(s, cp, n, heads, layout):
-    """Milliseconds of a forward over machines of n ranks, headwise and chunkwise, of s tokens per
-    rank in bf16; bytes come in equal parts from all other ranks, over both wires at once."""
+    """Milliseconds of a forward, headwise and chunkwise; bytes come over both wires."""
     key_heads, value_heads = heads
     outside = (cp - n) / (cp - 1)
 

@@ -1,5 +1,4 @@
-"""What runs on the ranks: patched models in float64 over a mesh, against one rank. transformers'
-own norms and rotations round to fp32 in there, so models agree to some 1e-7."""
+"""What runs on the ranks, in float64; transformers' norms and rotations round to fp32 in there."""
 
 import copy
 

@@ -77,8 +77,7 @@ def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, fa
 
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])
 def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh, family):
-    """fp32 may err as transformers does, in the worst of four runs, three with embeddings moved by
-    a rounding: a random model has tokens that magnify roundings."""
+    """fp32 may err as transformers does in the worst of four runs, three of moved embeddings."""
     theirs, ours, truth = fresh(family), fresh(family), in_float64(fresh(family))
     for model in (ours, truth):
         patch(model, unpacked="fused")

@@ -1,5 +1,4 @@
-"""What torchrun runs (-m tests.hf.drop_in.trainer_script REPLICAS): Trainer over context-parallel
-ranks against a plain loop on one rank."""
+"""Run by torchrun: Trainer over context-parallel ranks against a plain loop on one rank."""
 
 import copy
 import sys

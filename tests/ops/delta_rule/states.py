@@ -98,8 +98,7 @@ class Oracle:
 
 
 def by_key_head(grads, groups: int) -> list[Tensor]:
-    """dq and dk summed over the value heads of a key head, and a factor taken out, where a core
-    left these to us."""
+    """dq and dk summed over the value heads of a key head, a factor taken out."""
     dq, dk, dv, dg, dbeta = grads[:5]
     summed = []
     for grad in (dq, dk):
@@ -130,6 +129,13 @@ def run_everything(rule, inputs, d_o, documents, initial, d_final) -> dict[str, 
         "d_initial": maps.transposed(d_local).apply(d_final),
         **dict(zip(inputs._fields, grads, strict=False)),
     }  # fmt: skip
+
+
+def beside_fp64(rule, plain, inputs, d_o, documents, initial, d_final) -> tuple[dict, dict]:
+    """All that the rule gives, and ``plain`` in fp64."""
+    wide = type(inputs)(*(x.double() for x in inputs))
+    exact = run_everything(plain, wide, d_o.double(), documents, initial.double(), d_final.double())
+    return run_everything(rule, inputs, d_o, documents, initial, d_final), exact
 
 
 def root_mean_square_errors(found: dict, exact: dict) -> dict[str, float]:
@@ -188,8 +194,7 @@ def run_on_ranks(rule, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]
 
 
 def forwards_from(rule, inputs, documents, initial):
-    """Every way to a final state, beside the states that it started from: zero or ``initial``, the
-    map asked for before or not, a backward to come or not."""
+    """Every way to a final state beside its start, zero or ``initial``."""
     found = []
     for start in (None, initial):
         for map_first in (False, True):

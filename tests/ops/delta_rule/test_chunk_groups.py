@@ -265,8 +265,7 @@ def test_the_inverse_is_exact_in_fp64(way, C):
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("L", [repeated_key(64, 1.0), repeated_key(64, 0.5), repeated_key(64, 1.9)])
 def test_a_key_that_repeats_costs_no_digits(way, L):
-    """The bound |X - X'| <= c u |X| |I + L| |X| entry by entry; c counts roundings in a row, C in
-    each of log2(C) = 6 levels."""
+    """|X - X'| <= c u |X| |I + L| |X|; c counts roundings in a row, C in each of 6 levels."""
     exact = exact_inverse(L)
     error = (WAYS[way](L.float()).double() - exact).abs()
     identity = torch.eye(64, dtype=torch.float64)
