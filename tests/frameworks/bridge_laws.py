@@ -24,7 +24,6 @@ from tests.frameworks.tiny_models import (
 
 RANK, ALPHA = 4, 8
 
-
 pytestmark = pytest.mark.usefixtures("one_process")
 
 

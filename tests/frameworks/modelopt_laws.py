@@ -23,7 +23,6 @@ from tests.parallel import make_config
 
 WIDTH, PRUNED = 24, 16
 
-
 pytestmark = pytest.mark.usefixtures("patched")
 
 

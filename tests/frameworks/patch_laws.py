@@ -28,7 +28,6 @@ SIZES = {
     "apply_rope_fusion": False,
 }  # fmt: skip
 
-
 pytestmark = pytest.mark.usefixtures("one_process")
 
 

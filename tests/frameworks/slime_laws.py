@@ -68,7 +68,6 @@ WITHOUT_GPU = {
     "use_cpu_initialization": True,
 }  # fmt: skip
 
-
 CPU = SimpleNamespace(
     device=lambda index=None: torch.device("cpu"), current_device=lambda: "cpu",
     synchronize=lambda device=None: None, ipc_collect=lambda: None, empty_cache=lambda: None,

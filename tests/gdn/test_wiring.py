@@ -10,17 +10,7 @@ from megatron_gdn.ops.rules import fla_functions
 from megatron_gdn.ops.rules.base import Saved, kept_to_run_again
 from megatron_gdn.ops.rules.base import run_again as run_the_rule_again
 from megatron_gdn.ops.static_documents import StaticDocuments
-from tests.ops.delta_rule.states import (
-    NAMES,
-    Oracle,
-    assert_rows_equal_one_row,
-    backward_of,
-    by_key_head,
-    documents_of,
-    forwards_from,
-    run_in_segments,
-    run_whole,
-)
+from tests.ops.delta_rule import states
 
 from .stand_ins import flash_qla_rule, forget_plans, rule_of_fla
 
@@ -81,7 +71,7 @@ def close(got, exact, name="") -> None:
 
 
 def check(got, exact):
-    for name, a, b in zip(NAMES[: len(exact)], got, exact, strict=True):
+    for name, a, b in zip(states.NAMES[: len(exact)], got, exact, strict=True):
         assert a.dtype == b.dtype
         close(a, b, name)
 
@@ -93,21 +83,21 @@ def exact_run(oracle, d_o, initial=None, d_final=None):
 @of_documents
 def test_documents_with_and_without_states(rule, lengths):
     inputs, d_o = random_inputs(sum(lengths))
-    documents = documents_of(lengths)
-    check(run_whole(rule, inputs, d_o, documents), exact_run(Oracle(inputs, lengths), d_o))
-    joined = Oracle(inputs, (sum(lengths),))
-    check(run_in_segments(rule, inputs, d_o, documents), exact_run(joined, d_o))
+    documents = states.documents_of(lengths)
+    apart, joined = states.Oracle(inputs, lengths), states.Oracle(inputs, (sum(lengths),))
+    check(states.run_whole(rule, inputs, d_o, documents), exact_run(apart, d_o))
+    check(states.run_in_segments(rule, inputs, d_o, documents), exact_run(joined, d_o))
 
 
 @of_kinds
 def test_states_enter_documents_in_fixed_buffers(rule):
     tokens = sum(LENGTHS)
     inputs, d_o = random_inputs(tokens)
-    expected = exact_run(Oracle(inputs, (tokens,)), d_o)
+    expected = exact_run(states.Oracle(inputs, (tokens,)), d_o)
     static = StaticDocuments(tokens, 6)
     for lengths in (LENGTHS, (431,), (64, 64, 64, 64, 64, 111), (0, 130, 0, 301)):
-        static.fill(documents_of(lengths).offsets)
-        check(run_in_segments(rule, inputs, d_o, static), expected)
+        static.fill(states.documents_of(lengths).offsets)
+        check(states.run_in_segments(rule, inputs, d_o, static), expected)
 
 
 def test_fixed_buffers_of_more_tokens_than_fla_counts_are_refused():
@@ -122,9 +112,10 @@ def test_fp16_operands_leave_no_trace(rule):
     inputs, d_o = random_inputs(sum(LENGTHS))
     d_o = (d_o * 2**6).round() * 2.0**-14
     d_o[:, -LENGTHS[-1] :] *= 2.0**8
-    rule, one = HalfOperands(rule), documents_of((sum(LENGTHS),))
-    exact = exact_run(Oracle(inputs, (sum(LENGTHS),)), d_o)
-    for run, documents in ((run_whole, one), (run_in_segments, documents_of(LENGTHS))):
+    rule, whole = HalfOperands(rule), (sum(LENGTHS),)
+    exact = exact_run(states.Oracle(inputs, whole), d_o)
+    for run, lengths in ((states.run_whole, whole), (states.run_in_segments, LENGTHS)):
+        documents = states.documents_of(lengths)
         o, *grads = run(rule, inputs, d_o * 2.0**-40, documents)
         check([o, *(x * 2.0**40 for x in grads)], exact)
 
@@ -139,8 +130,8 @@ def test_few_rows_and_heads_run_as_one_cut_row(rule):
 @of_rows
 def test_batch_rows_with_and_without_states(rule):
     inputs, d_o = random_inputs(100, B=2)
-    oracle = Oracle(inputs, (100, 100))
-    check(run_whole(rule, inputs, d_o), exact_run(oracle, d_o))
+    oracle = states.Oracle(inputs, (100, 100))
+    check(states.run_whole(rule, inputs, d_o), exact_run(oracle, d_o))
 
     initial, d_final = random_states(2)
     exact = exact_run(oracle, d_o, initial, d_final)
@@ -151,14 +142,14 @@ def test_batch_rows_with_and_without_states(rule):
             close(local, oracle.forward()[1])
             close(through, oracle.through())
         o, _, saved = forward.run(initial)
-        backward = backward_of(rule, inputs, d_o, saved)
+        backward = states.backward_of(rule, inputs, d_o, saved)
         if maps_first:
             d_initial = backward.d_initial() + through.double().mT @ d_final
             close(d_initial, oracle.backward(d_o, initial, d_final)[1])
-        check([o, *by_key_head(backward.run(initial, d_final), HEADS[0])], exact)
+        check([o, *states.by_key_head(backward.run(initial, d_final), HEADS[0])], exact)
 
     saved = rule.begin(inputs, None).run().saved
-    close(backward_of(rule, inputs, d_o, saved).d_initial(), oracle.backward(d_o)[1])
+    close(states.backward_of(rule, inputs, d_o, saved).d_initial(), oracle.backward(d_o)[1])
 
 
 # Lengths of documents, or None of two batch rows.
@@ -171,11 +162,11 @@ FINALS["fla, cut"] = (FLA, (2500, 0, 2100))
 def test_final_states(rule, lengths):
     B, S = (2, 100) if lengths is None else (1, sum(lengths))
     inputs, _ = random_inputs(S, B)
-    documents = None if lengths is None else documents_of(lengths)
-    exact = Oracle(inputs, [n for n in lengths or (S,) * B if n])
+    documents = None if lengths is None else states.documents_of(lengths)
+    exact = states.Oracle(inputs, [n for n in lengths or (S,) * B if n])
     make = torch.Generator().manual_seed(4)
     initial = torch.randn(exact.zeros().shape, generator=make, dtype=torch.float64)
-    for start, made in forwards_from(rule, inputs, documents, initial):
+    for start, made in states.forwards_from(rule, inputs, documents, initial):
         o, final = exact.forward(start)
         check([made.o, made.final.double()], [o, final])
 
@@ -186,22 +177,22 @@ def test_final_states(rule, lengths):
 )  # fmt: skip
 def test_documents_over_batch_rows_equal_one_row(rule, lengths):
     inputs, d_o = random_inputs(sum(lengths))
-    for run in (run_whole, run_in_segments):
-        assert_rows_equal_one_row(run, rule, inputs, d_o, documents_of(lengths))
+    for run in (states.run_whole, states.run_in_segments):
+        states.assert_rows_equal_one_row(run, rule, inputs, d_o, states.documents_of(lengths))
 
 
 @of_rows
 def test_gradients_after_a_forward_from_zero_flow_through_both_ends(rule):
     """A forward that a package ran itself: its backward still takes d_final and gives d_initial."""
     inputs, d_o = random_inputs(100, B=2)
-    oracle, (d_final, _) = Oracle(inputs, (100, 100)), random_states(2)
+    oracle, (d_final, _) = states.Oracle(inputs, (100, 100)), random_states(2)
     exact = exact_run(oracle, d_o, None, d_final)
-    for documents in (None, documents_of((100, 100))):
+    for documents in (None, states.documents_of((100, 100))):
         o, _, saved = rule.begin(inputs, documents).run()
-        backward = backward_of(rule, inputs, d_o, saved, documents)
+        backward = states.backward_of(rule, inputs, d_o, saved, documents)
         d_initial = backward.d_initial() + oracle.through().mT @ d_final
         close(d_initial, oracle.backward(d_o, None, d_final)[1])
-        check([o, *by_key_head(backward.run(None, d_final), HEADS[0])], exact)
+        check([o, *states.by_key_head(backward.run(None, d_final), HEADS[0])], exact)
 
 
 def run_again(rule, inputs, d_o, documents=None, initial=None, map_first=False):
@@ -213,14 +204,14 @@ def run_again(rule, inputs, d_o, documents=None, initial=None, map_first=False):
     kept = kept_to_run_again(rule, first.saved)
     again = run_the_rule_again(rule, inputs, kept, documents, initial)
     assert torch.equal(again.o, first.o)
-    grads = backward_of(rule, inputs, d_o, again.saved, documents).run(initial)
-    return [again.o, *by_key_head(grads, inputs.k.shape[2])]
+    grads = states.backward_of(rule, inputs, d_o, again.saved, documents).run(initial)
+    return [again.o, *states.by_key_head(grads, inputs.k.shape[2])]
 
 
 @of_documents
 def test_a_second_run_of_documents_gives_what_the_backward_needs(rule, lengths):
     inputs, d_o = random_inputs(sum(lengths))
-    documents, apart = documents_of(lengths), Oracle(inputs, lengths)
+    documents, apart = states.documents_of(lengths), states.Oracle(inputs, lengths)
     for initial in (None, random_states(len(lengths))[0]):
         exact = exact_run(apart, d_o, initial)
         for map_first in (False, True):
@@ -235,7 +226,7 @@ def test_a_second_run_of_documents_gives_what_the_backward_needs(rule, lengths):
 @of_rows
 def test_a_second_run_of_batch_rows_gives_what_the_backward_needs(rule):
     inputs, d_o = random_inputs(100, B=2)
-    oracle = Oracle(inputs, (100, 100))
+    oracle = states.Oracle(inputs, (100, 100))
     for initial in (None, random_states(2)[0]):
         check(run_again(rule, inputs, d_o, None, initial), exact_run(oracle, d_o, initial))
 
@@ -243,7 +234,7 @@ def test_a_second_run_of_batch_rows_gives_what_the_backward_needs(rule):
 @of_flash_qla
 def test_a_second_run_keeps_nothing_per_token(rule):
     inputs, _ = random_inputs(sum(LENGTHS))
-    saved = rule.begin(inputs, documents_of(LENGTHS)).run().saved
+    saved = rule.begin(inputs, states.documents_of(LENGTHS)).run().saved
     kept = kept_to_run_again(rule, saved).tensors
     assert all(x.shape[1] == inputs.k.shape[1] for x in saved.tensors[:2])
     assert not any(torch.is_tensor(x) and x.shape[:2] == inputs.k.shape[:2] for x in kept)

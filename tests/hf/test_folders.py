@@ -232,7 +232,6 @@ SETTINGS = {
     ),
 }  # fmt: skip
 
-
 BROKEN = {
     **{name: (lambda f, how=how: edit_weights(f, how), said)
        for name, (how, said) in TENSORS.items()},

@@ -12,7 +12,6 @@ from tests.ops.delta_rule.states import documents_of
 # 2^-24 * sqrt(400) * a few operations.
 FP32 = 1e-5
 
-
 DEFAULT_SIZES = HeadSizes(2, 4, 16, 8)
 
 

@@ -1,8 +1,5 @@
-"""fla's kernels as the rules of KDA and Mamba2, in Triton's interpreter, against fp64.
-
-A GPU has them in bf16 only, see tests/kda/test_gpu_rule.py. Here they run in fp32, so that a wrong
-scale, base of the logarithm, boundary or state shows in the last digits.
-"""
+"""fla's kernels of KDA and Mamba2 in Triton's interpreter against fp64: in fp32, where a wrong
+scale, base of the logarithm, boundary or state shows in the last digits."""
 
 import builtins
 import operator

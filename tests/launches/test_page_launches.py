@@ -21,7 +21,6 @@ TINY = f"""
     --log-interval 1 --eval-iters 1
 """
 
-
 # One process in place of the page's tensor and context parallelism.
 ONE = "--tensor-model-parallel-size 1 --context-parallel-size 1"
 

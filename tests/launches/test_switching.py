@@ -4,8 +4,7 @@ import subprocess
 
 import pytest
 
-from tests.launches.launching import in_a_clone, launched, losses
-from tests.launches.small_model import FLAGS, SPEC
+from tests.launches.launching import FLAGS, SPEC, in_a_clone, launched, losses
 
 pytestmark = in_a_clone
 
@@ -89,3 +88,13 @@ def test_megatrons_file_of_fp32_buffers_loads_here_and_not_with_megatrons_layer(
     alone = losses(trained("upstream", 4, f"{SHARDED} {AGAIN} --load {named}"))
     found = losses(trained("ours", 4, f"{flags} --load {first}"))
     assert len(alone) == 2 and found == pytest.approx(alone, rel=rounding(flags))
+
+
+@pytest.mark.parametrize("layer", SPEC)
+def test_muon_that_ranks_share_takes_the_steps_of_one_on_each(layer):
+    """The shares have different sizes, and with our layer different dtypes."""
+    pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs emerging-optimizers")
+    alone, shared = (
+        losses(trained(layer, 4, f"--bf16 --optimizer muon {flag}")) for flag in ("", SHARDED)
+    )
+    assert len(alone) == 4 and shared == pytest.approx(alone, rel=rounding("--bf16"))

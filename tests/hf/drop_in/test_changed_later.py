@@ -8,7 +8,7 @@ from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
 from megatron_gdn.hf import PackingCollator, context_parallel_share, patch
-from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, NEXT, QWEN4, VISION
+from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, NEXT, QWEN4, VISION, mixer_of
 from tests.hf.drop_in.test_collator import Mesh
 from tests.hf.drop_in.test_sources import read
 from tests.hf.tiny_models import build
@@ -78,13 +78,9 @@ def test_a_patch_whose_forward_was_wrapped_is_not_undone_around_it(fresh):
     patched.undo()
 
 
-def layer_of(model):
-    return model.model.layers[0].linear_attn
-
-
 def test_another_activation_is_refused(patched):
     model = patched()
-    layer_of(model).activation = "gelu"
+    mixer_of(model).activation = "gelu"
     with pytest.raises(ValueError, match=r"activation='gelu'"):
         model(TOKENS, **SOURCES["offsets"], use_cache=False)
 
@@ -100,7 +96,7 @@ class Wrapped(nn.Module):
 
 def test_a_convolution_that_was_wrapped_is_refused(patched):
     model = patched()
-    layer_of(model).conv1d = Wrapped(layer_of(model).conv1d)
+    mixer_of(model).conv1d = Wrapped(mixer_of(model).conv1d)
     with pytest.raises(NotImplementedError, match="conv1d is a Wrapped"):
         model(TOKENS, **SOURCES["offsets"], use_cache=False)
 
@@ -121,7 +117,7 @@ def hook_of_all_modules(norm, monkeypatch):
 @torch.no_grad()
 def test_a_norm_that_was_changed_for_all_modules_is_called(patched, family, change, monkeypatch):
     model = patched(family)
-    layer, x = layer_of(model), torch.randn(1, sum(LENGTHS), 24)
+    layer, x = mixer_of(model), torch.randn(1, sum(LENGTHS), 24)
     expected = 2 * layer(x, cu_seqlens=OFFSETS)
     change(layer.norm, monkeypatch)
     try:

@@ -22,7 +22,6 @@ from tests.hf.drop_in.conftest import (
 ANY = (5, 1, 23, 19)
 CUT = (16, 8, 24)
 
-
 FEW = [
     ("scattered", "headwise", None, 1),
     ("zigzag_buffer", "headwise", ANY, 1),

@@ -1,4 +1,4 @@
-"""The laws of the layer's weight mapping: nothing but torch, at sizes where mistakes show."""
+"""The laws of layers' weight mappings: nothing but torch, at sizes where mistakes show."""
 
 import itertools
 
@@ -14,6 +14,9 @@ from megatron_gdn.gdn.hf import (
     gdn_layer_to_hf,
     unfuse_interleaved,
 )
+from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
+from megatron_gdn.mamba2.hf import mamba2_layer_maps
+from megatron_gdn.mamba2.sizes import Mamba2Dims
 from megatron_gdn.mixers.tensor_map import TensorMap
 from tests.gdn_mixer import gdn_dims
 
@@ -276,3 +279,50 @@ def test_published_shapes():
             shards = maps["in_proj.weight"].shards(full, tp_size)
             assert {s.shape for s in shards} == {(expected[0] // tp_size, hidden)}
             assert maps["conv1d.weight"].sources[0].shape[0] == expected[1]
+
+
+MAMBA2 = Mamba2Dims(
+    hidden_size=7, num_heads=12, num_groups=4, head_dim=3, state_dim=5, conv_kernel_dim=4
+)
+
+
+def mamba2_file(conv_bias=True, wide=()):
+    torch.manual_seed(0)
+    return {
+        source.key: torch.randn(source.shape).to(F32 if source.key in wide else BF16)
+        for entry in mamba2_layer_maps("", "", MAMBA2, conv_bias)
+        for source in entry.sources
+    }
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("conv_bias", [True, False], ids=["conv bias", "no conv bias"])
+@pytest.mark.parametrize("wide", [(), ("A_log", "D")], ids=["all bf16", "some fp32"])
+def test_mamba2s_file_to_shards_to_file_is_equal_in_bits_and_dtype(tp_size, conv_bias, wide):
+    file = mamba2_file(conv_bias, wide)
+    ranks = mamba2_layer_from_hf(file, MAMBA2, tp_size)
+    for rank in ranks:
+        assert {rank[name].dtype for name in ("A_log", "dt_bias", "D")} == {F32}
+        assert rank["in_proj.weight"].shape == (MAMBA2.shard(tp_size).layout.width, 7)
+    assert_same_file(mamba2_layer_to_hf(ranks, MAMBA2, dtypes_of(file)), file)
+
+
+def test_mamba2s_rows_are_a_ranks_share_of_every_section():
+    file = mamba2_file()
+    sections = file["in_proj.weight"].split(MAMBA2.layout.widths)
+    for rank, state in enumerate(mamba2_layer_from_hf(file, MAMBA2, 2)):
+        expected = torch.cat([section.chunk(2)[rank] for section in sections])
+        assert torch.equal(state["in_proj.weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "tp_size", "said"),
+    [
+        ({"in_proj.bias": torch.zeros(3)}, 1, r"not known \['in_proj.bias'\]"),
+        ({"D": torch.zeros(3)}, 1, "D has shape .3,., but the layer's sizes ask for .12,."),
+        ({}, 3, "tensor_model_parallel_size=3 cannot split 4 groups"),
+    ],
+)
+def test_what_does_not_fit_mamba2_is_named(change, tp_size, said):
+    with pytest.raises(ValueError, match=said):
+        mamba2_layer_from_hf(mamba2_file() | change, MAMBA2, tp_size)
