@@ -22,6 +22,12 @@ def python(*arguments, cwd=ROOT, timeout=300, ends=0, **environment):
     return done
 
 
+def torchrun(ranks, *arguments, **options) -> str:
+    """What a script, or ``-m`` a module, prints over so many ranks."""
+    start = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"
+    return python(*start, *arguments, **options).stdout
+
+
 def fork(function, *args) -> multiprocessing.process.BaseProcess:
     process = FORK.Process(target=function, args=args, daemon=True)
     process.start()

@@ -12,8 +12,7 @@ from pretraining.arguments import parse_args
 from pretraining.corpus import read_paths
 from pretraining.feed import Feed
 from tests.examples.test_pretrain_hybrid import torchrun
-from tests.hf.megatron_models import logits_of
-from tests.hf.model_laws import hf_model, load_dist_checkpoint
+from tests.hf.model_laws import hf_model, load_dist_checkpoint, logits_of
 from tests.hf.tiny_models import build, model_class
 from tests.parallel import parallel
 

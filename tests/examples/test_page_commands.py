@@ -24,7 +24,7 @@ WARM_UP = (
 )
 FINETUNE = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_transformers.py"
 TRAINER = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_with_trainer.py"
-DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_"
+DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_over_two_ranks_sharded_or_not"
 DOCTOR = (
     "tests/doctor/test_doctor.py::test_the_command_prints_lines_or_json_and_its_status_says_"
     "whether_anything_is_wrong"
@@ -73,8 +73,8 @@ RUN_BY = {
     ".venv/bin/python -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
     ".venv/bin/python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2": WARM_UP,
     ".venv/bin/python -m megatron_gdn.warm_up --config launch.sh": WARM_UP,
-    FINETUNE: DROP_IN + "over_two_ranks",
-    FINETUNE + " --fully-shard": DROP_IN + "the_same_where_it_is_sharded",
+    FINETUNE: DROP_IN,
+    FINETUNE + " --fully-shard": DROP_IN,
     TRAINER: "tests/hf/drop_in/test_commands.py"
     "::test_the_example_trains_and_saves_what_transformers_loads",
     ".venv/bin/python examples/show_leaks.py docs/leaks.png": (

@@ -8,13 +8,7 @@ import pytest
 from pretraining.corpus import Corpus
 from pretraining.held_out import hold_out
 from tests.examples.launching import ROOT, TINY, metrics, run
-from tests.processes import python
-
-
-def torchrun(*flags: object) -> str:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command.append(ROOT / "examples" / "pretrain_hybrid.py")
-    return python(*command, *flags, cwd=None, timeout=240, OMP_NUM_THREADS="1").stdout
+from tests.processes import torchrun
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +20,9 @@ def packed_run(text, tmp_path_factory) -> tuple[Path, str]:
 
 @pytest.mark.slow
 def test_torchrun_launches_the_same_run(packed_run, text, tmp_path):
-    printed = torchrun(*TINY, "--data", text, "--output-dir", tmp_path / "out", "--save-interval=6")
+    flags = [*TINY, "--data", text, "--output-dir", tmp_path / "out", "--save-interval=6"]
+    script = ROOT / "examples/pretrain_hybrid.py"
+    printed = torchrun(2, script, *flags, cwd=None, OMP_NUM_THREADS="1")
     assert metrics(tmp_path / "out") == metrics(packed_run[0])
     assert f"--resume --output-dir {tmp_path}/out --train-iters 24" in printed.splitlines()[-1]
 

@@ -259,17 +259,6 @@ def test_a_cache_that_cannot_be_written_is_left_to_the_first_call(machine, monke
     assert not builds._started
 
 
-class Group:
-    def __init__(self, size: int) -> None:
-        self._size = size
-
-    def size(self) -> int:
-        return self._size
-
-    def rank(self) -> int:
-        return 0
-
-
 @pytest.mark.parametrize(
     ("ranks", "mode", "asked"),
     [
@@ -288,8 +277,9 @@ def test_a_layer_asks_for_the_kernels_that_it_will_surely_need(
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, bf16=True)
     sizes = gdn_dims(64, 16, 32, 128, 128).heads
     rule = HalfOperands(FlashQlaRule()) if operands == "fp16" else FlashQlaRule()
+    group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
     MicroBatches(
-        config, sizes.layout, sizes.state, 4, Group(ranks),
+        config, sizes.layout, sizes.state, 4, group,
         LoaderLayout(SequenceLayout.ZIGZAG, config), mode=mode,
         choose_rule=lambda *rows, **modes: (rule, "for a test"),
     )  # fmt: skip

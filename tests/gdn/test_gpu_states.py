@@ -7,7 +7,7 @@ from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.rule import RuleInputs, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.static_documents import StaticDocuments
-from tests.gdn.test_gpu_mixer import errors
+from tests.gdn.test_gpu_mixer import errors, waiting_refused
 from tests.ops.delta_rule.states import (
     NAMES,
     Oracle,
@@ -221,11 +221,8 @@ def test_a_rule_with_states_waits_for_nothing(half):
     fresh = documents_of((2, 62, 3001, 1), "cuda")
     assert fresh.cu_seqlens.is_cuda
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused():
         run_in_segments(rule, inputs, d_o, fresh)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def part(inputs: RuleInputs, d_o, start, length):

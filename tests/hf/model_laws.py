@@ -9,6 +9,7 @@ import torch
 
 from megatron_gdn import GatedDeltaNet
 from megatron_gdn.hf import (
+    build_model,
     compare_folders,
     gdn_layer_from_hf,
     load_hf_weights,
@@ -19,12 +20,25 @@ from megatron_gdn.hf import (
 from megatron_gdn.hf.checkpoint_files import find_checkpoint
 from tests.distributed.layer_laws import thd
 from tests.hf.float64_layer import float64_layer
-from tests.hf.megatron_models import build_megatron, logits_of
 from tests.hf.tiny_models import model_class
 from tests.parallel import parallel
 
 # Lengths around the convolution, and past the 64 tokens of a chunk of the delta rule.
 TOKENS = 65
+
+
+def build_megatron(config, kind, params_dtype=torch.float32, **changes):
+    """A HybridModel or GPTModel of ``config`` that gives whole logits."""
+    model, _ = build_model(config, kind, dtype=params_dtype, parallel_output=False, **changes)
+    return model
+
+
+def logits_of(model, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
+    """``[B, S, vocab]`` of ``tokens [B, S]``, causal."""
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    return model(tokens, positions, hidden)[..., :vocab]
 
 
 def hf_model(folder: Path):

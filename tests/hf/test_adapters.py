@@ -18,8 +18,14 @@ from megatron_gdn.hf import (
 from megatron_gdn.hf.compare import open_weights
 from tests.distributed import bridge
 from tests.distributed.bridge import needs_bridge, peft_class
-from tests.hf.megatron_models import build_megatron, logits_of
-from tests.hf.model_laws import TOKENS, _compare_logits, _rounding_noise, hf_model
+from tests.hf.model_laws import (
+    TOKENS,
+    _compare_logits,
+    _rounding_noise,
+    build_megatron,
+    hf_model,
+    logits_of,
+)
 from tests.hf.test_models import assert_logits_agree
 from tests.parallel import parallel
 

@@ -18,7 +18,7 @@ from megatron_gdn.hf import (
     state_dict_to_hf,
 )
 from megatron_gdn.hf.compare import open_weights
-from tests.hf.megatron_models import build_megatron
+from tests.hf.model_laws import build_megatron
 from tests.parallel import parallel
 
 FC2 = "decoder.layers.1.mlp.linear_fc2.weight"

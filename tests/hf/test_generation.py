@@ -11,8 +11,7 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron_gdn.hf import load_hf_weights, mamba2_layer_from_hf, read_hf_config
 from megatron_gdn.inference.generate import generate
 from megatron_gdn.specs import hybrid_stack_spec
-from tests.hf.megatron_models import build_megatron
-from tests.hf.model_laws import hf_model
+from tests.hf.model_laws import build_megatron, hf_model
 from tests.parallel import make_config, parallel
 from tests.processes import ROOT, python
 

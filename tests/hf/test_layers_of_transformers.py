@@ -17,6 +17,7 @@ from megatron_gdn.hf import (
 from megatron_gdn.kda.sizes import KDADims
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.hf.float64_layer import float64_layer
+from tests.hf.test_layer_mapping import assert_same_file
 from tests.hf.tiny_models import build
 from tests.kda_mixers import kda_config, whole_mixer
 from tests.parallel import assert_close, make_config, parallel
@@ -107,12 +108,6 @@ class Mapping:
         return ours
 
 
-def assert_equal(got, expected) -> None:
-    assert got.keys() == expected.keys()
-    for key, tensor in expected.items():
-        assert got[key].shape == tensor.shape and torch.equal(got[key], tensor), key
-
-
 @each
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["plain norms", "zero-centred"])
@@ -123,7 +118,7 @@ def test_weights_return_bit_for_bit(name, tp_size, zero_centered):
     module, gamma = mapping.theirs.state_dict(), {"zero_centered_gamma": zero_centered}
     originals = {f"{mapping.norm}.weight": module[f"{mapping.norm}.weight"]}
     ranks = mapping.read(module, tp_size, **gamma)
-    assert_equal(mapping.write(ranks, originals=originals, **gamma), module)
+    assert_same_file(mapping.write(ranks, originals=originals, **gamma), module)
 
 
 @each
@@ -170,9 +165,9 @@ def test_files_have_the_layer_of_the_module(name, tmp_path):
     file = layer_in_the_file(tmp_path, "q_conv1d.weight")
     ranks = mapping.read(file, 2, in_files=True)
     for rank, other in zip(ranks, mapping.read(mapping.theirs.state_dict(), 2), strict=True):
-        assert_equal(rank, other)
+        assert_same_file(rank, other)
     originals = {"o_norm.weight": file["o_norm.weight"]}
-    assert_equal(mapping.write(ranks, originals=originals, in_files=True), file)
+    assert_same_file(mapping.write(ranks, originals=originals, in_files=True), file)
 
 
 def test_olmo_hybrids_files_have_the_layer_of_its_model(tmp_path):
@@ -194,9 +189,9 @@ def test_olmo_hybrids_files_have_the_layer_of_its_model(tmp_path):
     file = layer_in_the_file(tmp_path, "q_conv1d.weight")
     ranks = gdn_layer_from_hf(file, dims, "separate", 2)
     for rank, theirs in zip(ranks, mapping.read(mapping.theirs.state_dict(), 2), strict=True):
-        assert_equal(rank, theirs)
+        assert_same_file(rank, theirs)
     originals = {"o_norm.weight": file["o_norm.weight"]}
-    assert_equal(gdn_layer_to_hf(ranks, dims, "separate", originals=originals), file)
+    assert_same_file(gdn_layer_to_hf(ranks, dims, "separate", originals=originals), file)
 
 
 @pytest.mark.parametrize("family", [OLMO, QWEN4])

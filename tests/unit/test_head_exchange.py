@@ -1,6 +1,6 @@
 """The head exchange: its tables, shares and packing by definition, and around another mixer."""
 
-from dataclasses import dataclass
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -158,20 +158,6 @@ def test_the_twin_packs_by_the_definition_and_unpacks_sums(shares):
 STATE, DIM, TAPS = 3, 2, 4
 
 
-@dataclass
-class Group:
-    """What the adapter asks of a process group before anything is exchanged."""
-
-    ranks: int
-    place: int = 0
-
-    def size(self) -> int:
-        return self.ranks
-
-    def rank(self) -> int:
-        return self.place
-
-
 class Owner(nn.Module):
     def __init__(self, heads: int, groups: int, bias: bool = True) -> None:
         super().__init__()
@@ -182,7 +168,8 @@ class Owner(nn.Module):
 
 def adapter(heads, groups, ranks, place=0, **options):
     owner = Owner(heads, groups, **options)
-    return MambaContextParallel(Group(ranks, place), heads, DIM, groups, STATE, owner), owner
+    group = SimpleNamespace(size=lambda: ranks, rank=lambda: place)
+    return MambaContextParallel(group, heads, DIM, groups, STATE, owner), owner
 
 
 @pytest.mark.parametrize(

@@ -78,13 +78,6 @@ def test_a_patch_whose_forward_was_wrapped_is_not_undone_around_it(fresh):
     patched.undo()
 
 
-def test_another_activation_is_refused(patched):
-    model = patched()
-    mixer_of(model).activation = "gelu"
-    with pytest.raises(ValueError, match=r"activation='gelu'"):
-        model(TOKENS, **SOURCES["offsets"], use_cache=False)
-
-
 class Wrapped(nn.Module):
     def __init__(self, module):
         super().__init__()
@@ -94,10 +87,17 @@ class Wrapped(nn.Module):
         return 2 * self.base_layer(x)
 
 
-def test_a_convolution_that_was_wrapped_is_refused(patched):
+@pytest.mark.parametrize(
+    ("name", "change", "error"),
+    [
+        ("activation", lambda activation: "gelu", ValueError),
+        ("conv1d", Wrapped, NotImplementedError),
+    ],
+)
+def test_another_activation_or_convolution_is_refused(patched, name, change, error):
     model = patched()
-    mixer_of(model).conv1d = Wrapped(mixer_of(model).conv1d)
-    with pytest.raises(NotImplementedError, match="conv1d is a Wrapped"):
+    setattr(mixer_of(model), name, change(getattr(mixer_of(model), name)))
+    with pytest.raises(error, match="activation='gelu'|conv1d is a Wrapped"):
         model(TOKENS, **SOURCES["offsets"], use_cache=False)
 
 

@@ -9,15 +9,9 @@ import torch
 
 from tests.hf.drop_in.conftest import FAMILIES, mixer_of
 from tests.hf.tiny_models import build
-from tests.processes import python
+from tests.processes import python, torchrun
 
 on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU")
-
-
-def torchrun(ranks: int, *words: str) -> str:
-    pytest.importorskip("accelerate")
-    start = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={ranks}"
-    return python(*start, *words, timeout=400).stdout
 
 
 @on_cpu
@@ -26,16 +20,17 @@ def torchrun(ranks: int, *words: str) -> str:
     [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.nightly)],
 )
 def test_losses_gradients_and_evaluation_are_those_of_a_plain_loop(ranks, replicas):
-    said = torchrun(ranks, "-m", "tests.hf.drop_in.trainer_script", str(replicas))
+    pytest.importorskip("accelerate")
+    said = torchrun(ranks, "-m", "tests.hf.drop_in.trainer_script", replicas, timeout=400)
     assert "the same as a plain loop" in said
 
 
 @on_cpu
 @pytest.mark.nightly
 def test_the_example_trains_and_saves_what_transformers_loads(tmp_path):
-    said = torchrun(
-        2, "examples/finetune_with_trainer.py", "--steps", "11", "--save", str(tmp_path)
-    )
+    pytest.importorskip("accelerate")
+    flags = "--steps", "11", "--save", tmp_path
+    said = torchrun(2, "examples/finetune_with_trainer.py", *flags, timeout=400)
     first, last = (float(x) for x in re.findall(r"loss (\d+\.\d+)", said))
     assert first == pytest.approx(math.log(256), abs=0.2) and last < first - 1
     loaded = type(build("Qwen3_5ForCausalLM")).from_pretrained(tmp_path)

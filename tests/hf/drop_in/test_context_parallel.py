@@ -92,20 +92,21 @@ def test_a_mesh_set_on_a_built_layer_counts(pools, ranks):
     pools(ranks).run(laws.a_mesh_that_is_set_counts, [None, ANY])
 
 
-def test_a_mesh_set_on_a_patched_model_counts(pools):
-    pools(2).run(laws.a_mesh_set_on_a_patched_model_counts)
-
-
-def test_a_mesh_of_one_rank_leaves_attention_alone(pools):
-    pools(2).run(laws.a_mesh_of_one_rank_leaves_attention_alone)
-
-
-def test_tables_do_not_follow_the_default_device(pools):
-    pools(2).run(laws.tables_do_not_follow_the_default_device)
-
-
-def test_padding_is_zero_on_every_rank(pools):
-    pools(2).run(laws.padded_rows_and_padding_in_a_row)
+@pytest.mark.parametrize(
+    "law",
+    [
+        laws.a_mesh_set_on_a_patched_model_counts,
+        laws.a_mesh_of_one_rank_leaves_attention_alone,
+        laws.tables_do_not_follow_the_default_device,
+        laws.padded_rows_and_padding_in_a_row,
+        laws.indexed_attention_is_refused,
+        laws.different_batches_are_refused,
+        laws.padding_beside_offsets,
+    ],
+    ids=lambda law: law.__name__,
+)
+def test_of_two_ranks(pools, law):
+    pools(2).run(law)
 
 
 def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
@@ -132,18 +133,6 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
          "ends at 9, which does not match the 16 tokens"),
     ]  # fmt: skip
     pools(2).run(laws.all_refused, [(m, o, c, t, *r) for o, c, t, m, *r in cases])
-
-
-def test_indexed_attention_is_refused_on_every_rank(pools):
-    pools(2).run(laws.indexed_attention_is_refused)
-
-
-def test_ranks_that_are_given_different_things_are_told(pools):
-    pools(2).run(laws.different_batches_are_refused)
-
-
-def test_padding_beside_offsets_is_no_key_and_no_state(pools):
-    pools(2).run(laws.padding_beside_offsets)
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from megatron_gdn.hf import CPAwareGatedDeltaNet, gates_in_fp32, patch
 from megatron_gdn.hf.drop_in import SSMGate, install_ssm_gate
 from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, NEXT, VISION, VISION_MOE
 from tests.hf.drop_in.test_layer import bare
+from tests.hf.test_layer_mapping import assert_same_file
 from tests.hf.tiny_models import build
 from tests.parallel import assert_close
 
@@ -70,23 +71,17 @@ def test_a_narrow_mamba_ssm_dtype_is_told_of_and_not_taken(asked, caplog):
     assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
 
 
-def equal(one: dict, other: dict) -> None:
-    assert one.keys() == other.keys()
-    for name, tensor in one.items():
-        assert tensor.dtype == other[name].dtype and torch.equal(tensor, other[name]), name
-
-
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])
 def test_a_saved_model_loads_in_transformers_and_comes_back_bit_for_bit(fresh, family, tmp_path):
     model, source = fresh(family), fresh(family)
     patch(model)
     model.save_pretrained(tmp_path)
     theirs = type(source).from_pretrained(tmp_path, dtype=torch.float32)
-    equal(theirs.state_dict(), source.state_dict())
+    assert_same_file(theirs.state_dict(), source.state_dict())
     theirs.save_pretrained(tmp_path / "back")
     back = type(source).from_pretrained(tmp_path / "back", dtype=torch.float32)
     patch(back)
-    equal(back.state_dict(), model.state_dict())
+    assert_same_file(back.state_dict(), model.state_dict())
     model.load_state_dict(theirs.state_dict())
 
 

@@ -34,7 +34,8 @@ def gradients(module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])
 def test_unpacked_batches_have_the_bits_of_transformers(fresh, family):
     theirs, ours = fresh(family), fresh(family)
-    patch(ours)
+    assert len(patch(ours).layers) == 3
+    assert ours.state_dict().keys() == theirs.state_dict().keys()
     tokens = torch.randint(67, (2, 9))
     mask = torch.ones(2, 9, dtype=torch.long)
     mask[1, 6:] = 0
@@ -172,14 +173,6 @@ def test_undo_gives_back_the_classes_dtypes_and_parameters(fresh, family):
         assert type(ours) is type(theirs)
     tokens = torch.randint(67, (1, 5))
     assert torch.equal(model(tokens).logits, before(tokens).logits)
-
-
-def test_layers_inside_a_vision_language_model_are_replaced(fresh):
-    model, before = (fresh("Qwen3_5ForConditionalGeneration") for _ in range(2))
-    assert len(patch(model).layers) == 3
-    tokens = torch.randint(67, (2, 7))
-    assert torch.equal(model(tokens).logits, before(tokens).logits)
-    assert model.state_dict().keys() == before.state_dict().keys()
 
 
 def test_what_cannot_be_replaced_is_refused(fresh):
