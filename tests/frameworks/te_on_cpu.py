@@ -1,6 +1,5 @@
 """A stand-in for Transformer Engine on the CPU: ``install()``, before Megatron is imported, puts
-plain torch modules under the names of its linears, norms and attention, at a tensor parallel size
-of 1. Every other name is a class that says so when it is called."""
+plain torch modules under its names; others are classes that say so when they are called."""
 
 import sys
 from importlib import import_module

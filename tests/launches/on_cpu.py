@@ -1,6 +1,5 @@
-"""Run a script of a Megatron-LM clone on the CPU, unchanged, behind torchrun:
-tests/launches/on_cpu.py [megatron_gdn.launch] MEGATRON_LM/pretrain_hybrid.py FLAGS. `FLAGS` end
-with `WITHOUT_GPU` and with sizes that a CPU trains in seconds."""
+"""Run a script of a Megatron-LM clone on the CPU, behind torchrun: tests/launches/on_cpu.py
+[megatron_gdn.launch] MEGATRON_LM/pretrain_hybrid.py FLAGS, which end with `WITHOUT_GPU`."""
 
 import contextlib
 import functools
