@@ -277,9 +277,12 @@ def test_a_layer_asks_for_the_kernels_that_it_will_surely_need(
     config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, bf16=True)
     sizes = gdn_dims(64, 16, 32, 128, 128).heads
     rule = HalfOperands(FlashQlaRule()) if operands == "fp16" else FlashQlaRule()
-    group = SimpleNamespace(size=lambda: ranks, rank=lambda: 0)
+
+    class Group:
+        size, rank = staticmethod(lambda: ranks), staticmethod(lambda: 0)
+
     MicroBatches(
-        config, sizes.layout, sizes.state, 4, group,
+        config, sizes.layout, sizes.state, 4, Group(),
         LoaderLayout(SequenceLayout.ZIGZAG, config), mode=mode,
         choose_rule=lambda *rows, **modes: (rule, "for a test"),
     )  # fmt: skip
