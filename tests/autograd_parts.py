@@ -1,17 +1,13 @@
-"""A front and a rule from differentiable functions, run again under autograd in a backward: a start
-for a new mixer, and the oracle of its kernels."""
+"""A front and a rule from differentiable functions, run again under autograd in a backward."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.front.base import Parameters
-from megatron_gdn.ops.layout import Layout
 from megatron_gdn.ops.rules.base import Rule, RuleOutput, Saved
 from megatron_gdn.ops.state_maps.state_map import StateMap
 
@@ -22,23 +18,11 @@ class AutogradFront:
 
     again: tuple[str, ...] = ()
 
-    def __init__(
-        self,
-        layout: Layout,
-        make: Callable[[Tensor, Parameters, Documents | None], Any],
-        inputs: type,
-        convolved: tuple[str, ...],
-    ) -> None:
+    def __init__(self, layout, make, inputs, convolved):
         self.layout, self.names, self.convolved = layout, inputs._fields, convolved
         self._make = make
 
-    def forward(
-        self,
-        proj: Tensor,
-        parameters: Parameters,
-        documents: Documents | None,
-        only: tuple[str, ...] | None = None,
-    ) -> Any:
+    def forward(self, proj, parameters, documents, only=None):
         with torch.no_grad():
             made = self._make(_wide(proj), [_wide(x) for x in parameters], documents)
         kept = {
@@ -48,14 +32,7 @@ class AutogradFront:
         }  # fmt: skip
         return type(made)(**kept)
 
-    def backward(
-        self,
-        proj: Tensor,
-        parameters: Parameters,
-        grads: Any,
-        d_proj: Tensor,
-        documents: Documents | None,
-    ) -> tuple[Tensor | None, ...]:
+    def backward(self, proj, parameters, grads, d_proj, documents):
         leaves: list[Any] = [None if x is None else _wide(x).detach().requires_grad_()
                              for x in (proj, *parameters)]  # fmt: skip
         given = [x for x in leaves if x is not None]
@@ -81,22 +58,14 @@ class AutogradRule(Rule):
 
     batch_invariant = True
 
-    def __init__(
-        self,
-        name: str,
-        run: Callable[[Any, Tensor | None, Documents | None], tuple[Tensor, Tensor]],
-        through: Callable[[Any, Documents | None], Tensor],
-        inputs: type,
-    ) -> None:
+    def __init__(self, name, run, through, inputs):
         self.name, self.reads_again = name, frozenset(inputs._fields)
         self._run, self._through = run, through
 
     def begin(self, inputs: Any, documents: Documents | None) -> _Forward:
         return _Forward(self, inputs, documents)
 
-    def begin_backward(
-        self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
-    ) -> _Backward:
+    def begin_backward(self, d_o, inputs, saved, documents):
         return _Backward(self, d_o, inputs, documents)
 
 
@@ -110,17 +79,13 @@ class _Forward:
         return StateMap(local, self._rule._through(self._inputs, self._documents))
 
     @torch.no_grad()
-    def run(
-        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
-    ) -> RuleOutput:
+    def run(self, initial=None, *, keep=True, final=False):
         o, last = self._rule._run(self._inputs, initial, self._documents)
         return RuleOutput(o, last if final else None, Saved())
 
 
 class _Backward:
-    def __init__(
-        self, rule: AutogradRule, d_o: Tensor, inputs: Any, documents: Documents | None
-    ) -> None:
+    def __init__(self, rule, d_o, inputs, documents):
         self._rule, self._d_o, self._inputs, self._documents = rule, d_o, inputs, documents
 
     def _grads(self, initial: Tensor | None, d_final: Tensor | None) -> tuple[Any, Tensor]:

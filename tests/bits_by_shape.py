@@ -1,8 +1,5 @@
-"""Products as another machine's libraries might give them: their bits depend on their shape. Which
-shapes share a library's kernel differs by machine, so a law of equal bits between products of two
-shapes may hold on one alone. In this mode it fails on every machine: a product adds up a part of
-its inner dimension that its shape says, and then the rest. It replaces the CPU's kernels, and
-cannot be switched off again."""
+"""Products whose bits depend on their shape, as in some machine's library: a law of equal bits
+between products of two shapes fails here everywhere. It replaces the CPU's kernels for good."""
 
 import os
 import warnings

@@ -2,6 +2,7 @@ import gc
 import os
 
 import pytest
+import torch
 
 from tests.bits_by_shape import hold_if_asked
 from tests.ranks import RankPool
@@ -11,6 +12,11 @@ os.environ.setdefault("MEGATRON_GDN_COMPILE_AHEAD", "0")
 # What the test files import stays, half a million objects: they are not searched for garbage.
 gc.disable()
 hold_if_asked()
+
+
+def pytest_runtest_setup(item):
+    if item.get_closest_marker("gpu") and not torch.cuda.is_available():
+        pytest.skip("needs a GPU")
 
 
 def pytest_collection_finish():

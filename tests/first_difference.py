@@ -15,8 +15,7 @@ from megatron_gdn.testing.generation import RowByRow
 
 
 def outputs_of(model: nn.Module, calls: Sequence[tuple[int, Callable[[], Any]]]):
-    """The outputs ``[T, ...]`` of every module in the order in which they end; of each of the
-    ``calls`` there is how many tokens it runs."""
+    """The outputs ``[T, ...]`` of every module, as they end; a call has ``calls`` tokens."""
     found: dict[str, list[Tensor]] = defaultdict(list)
     # Hooks on other modules inside a mixer would change how the mixer calls these.
     inside = [m.named_children() for m in model.modules() if isinstance(m, GeneratingMixer)]
@@ -58,9 +57,7 @@ def first_difference(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> str 
 
 
 @torch.no_grad()
-def where_generation_differs(
-    model: nn.Module, text: Tensor, prompt: int, at_once: int
-) -> str | None:
+def where_generation_differs(model, text, prompt, at_once):
     """Between the two runs that ``check_generation`` compares; text ``[B, S]``."""
     positions = torch.arange(text.shape[1], device=text.device).expand_as(text)
     context = static_context(model, *text.shape)

@@ -1,5 +1,4 @@
-"""Linears in FP8 on the CPU, as Transformer Engine's on a GPU (tensorwise): operands are rounded,
-products are in fp32."""
+"""Linears in FP8 on the CPU, tensorwise: operands are rounded, products are in fp32."""
 
 from contextlib import contextmanager
 
@@ -17,7 +16,6 @@ _on = [False]
 
 @contextmanager
 def fp8_on():
-    """Megatron's FP8 context."""
     _on.append(True)
     try:
         yield

@@ -17,8 +17,7 @@ class MeshOfCPUs(dist.DeviceMesh):
 
 
 def one_collective_at_a_time(coalesce: Callable) -> Callable:
-    """``coalesce``, but its collectives have ended when it ends: gloo, without streams, would run
-    two of a group at once."""
+    """``coalesce``, whose collectives end in it: gloo would run two of a group at once."""
 
     @contextmanager
     def in_turn(*args: Any, **kwargs: Any):
@@ -30,8 +29,7 @@ def one_collective_at_a_time(coalesce: Callable) -> Callable:
 
 
 def fill_states_of_empty_shards(adam: torch.optim.Optimizer) -> None:
-    """torch's Adam gets a state for every parameter, as FusedAdam has: Megatron gathers their
-    shapes one by one, and ranks with other states would wait for each other."""
+    """torch's Adam gets a state for every parameter, whose shapes Megatron gathers."""
     if not isinstance(adam, torch.optim.Adam | torch.optim.AdamW):
         return
     counts = [state["step"] for state in adam.state.values()] or [torch.tensor(0.0)]

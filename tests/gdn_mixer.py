@@ -3,6 +3,7 @@
 from torch import Tensor
 
 from megatron_gdn.gdn.front import gdn_parts
+from megatron_gdn.gdn.sizes import GDNDims
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents, require_one_row
 from megatron_gdn.ops.mixer import mix
@@ -10,6 +11,12 @@ from megatron_gdn.ops.parts import ALONE, GatedNorm, Neighbours
 from megatron_gdn.ops.readout.base import Apart, Bare, heads_of
 from megatron_gdn.ops.recompute import RefilledOutput
 from megatron_gdn.ops.rules.base import Rule
+
+
+def gdn_dims(hidden, key_heads, value_heads, key_dim, value_dim, taps=4) -> GDNDims:
+    sizes = {"key_head_dim": key_dim, "value_head_dim": value_dim, "conv_kernel_dim": taps}
+    heads = {"num_key_heads": key_heads, "num_value_heads": value_heads}
+    return GDNDims(hidden_size=hidden, **heads, **sizes)
 
 
 def gated_delta_mixer(

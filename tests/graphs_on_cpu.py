@@ -1,5 +1,4 @@
-"""Megatron's local CUDA graphs of layers without a GPU: a capture runs the layer, and a replay runs
-it again on the graph's tensors. That a replay runs no Python is for ``tests/gpu``."""
+"""Megatron's local CUDA graphs of layers without a GPU: a replay runs the layer again."""
 
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext

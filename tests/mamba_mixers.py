@@ -62,8 +62,7 @@ def share_of(name: str, whole: torch.Tensor, mixer) -> torch.Tensor:
 
 
 def written_out(mixer: Mamba2Mixer, x, lengths, added=None) -> torch.Tensor:
-    """The whole mixer token by token in fp64, differentiable; ``added(y, z)`` is added to what the
-    norm gives."""
+    """The whole mixer token by token in fp64; ``added(y, z)`` is added to what the norm gives."""
     p = {name: t.detach().clone().requires_grad_() for name, t in mixer.named_parameters()}
     layout, groups = mixer.layout, mixer.ngroups
     outputs = []

@@ -1,6 +1,5 @@
 """Building Megatron things inside a rank: parallel state, configs, layers with known weights."""
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
@@ -83,11 +82,8 @@ def run_schedule(model: DistributedDataParallel, batches, forward_step, tokens: 
 
 
 @contextmanager
-def parallel(
-    tp: int = 1, cp: int = 1, pp: int = 1, seed: int = 1234, **sizes: int
-) -> Iterator[None]:
-    """Megatron's parallel state over the world, gone afterwards; over gloo a few stay for who asks
-    for the same, since making and ending groups takes long."""
+def parallel(tp=1, cp=1, pp=1, seed=1234, **sizes):
+    """Megatron's parallel state over the world, gone afterwards; over gloo a few stay."""
     torch.manual_seed(seed)
     blank, key = _globals(), (tp, cp, pp, *sorted(sizes.items()))
     kept = _kept.pop(key, None)

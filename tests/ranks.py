@@ -56,8 +56,7 @@ def _end_with_parent() -> None:
 
 
 def _share_one_device() -> None:
-    """All gloo groups of this process listen on one device: each has a thread that wakes up every
-    10 ms, and Megatron makes dozens of groups."""
+    """All gloo groups of this process listen on one device, whose thread wakes up every 10 ms."""
     from torch.distributed import distributed_c10d as c10d
 
     with_own_device = c10d.ProcessGroupGloo
@@ -78,8 +77,7 @@ def _share_one_device() -> None:
 
 
 def _write_in_this_process() -> None:
-    """Megatron's writers of checkpoints run in this process, not in one more per rank, which
-    imports torch."""
+    """Megatron's writers of checkpoints run in this process, not in one more per rank."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
     if getattr(filesystem_async, "_results_queue", queue) is None:
@@ -87,8 +85,7 @@ def _write_in_this_process() -> None:
 
 
 def _store(rank: int, size: int, pipe, timeout: timedelta):
-    """Where ranks find each other: rank 0 serves it at a free port. Those who wait for a key in a
-    file would sleep and look again."""
+    """Where ranks meet: rank 0 serves it at a free port; who waits for a file would sleep."""
     from torch.distributed import TCPStore
 
     if rank == 0:
@@ -136,8 +133,7 @@ class RankError(AssertionError):
 
 
 class RankPool:
-    """``size`` processes in one gloo world (or one nccl world, a GPU each), killed if a call or a
-    collective takes longer than ``timeout_s``."""
+    """``size`` processes in a world of gloo or nccl; a call that takes too long kills them."""
 
     def __init__(self, size: int, backend: str = "gloo", timeout_s: float | None = None) -> None:
         self.size, self.backend = size, backend

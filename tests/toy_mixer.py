@@ -1,11 +1,9 @@
 """Plain linear attention with a scalar decay, as a Megatron mixer built from the base alone.
 
-    S_t = exp(g_t) S_{t-1} + k_t v_t^T;  o_t = S_t^T q_t;  y = out_proj(RMSNorm(o) * SiLU(z))
+S_t = exp(g_t) S_{t-1} + k_t v_t^T;  o_t = S_t^T q_t;  y = out_proj(RMSNorm(o) * SiLU(z))
 
-No delta, other sections in another order (the convolved ones in the middle), and key and query
-heads in groups. It shows what a second mixer has to bring: a layout, two functions, a module.
-
-Legend: S seq, B batch, T tokens of one sequence, G groups, H heads, K key dim, V value dim.
+It shows what a second mixer has to bring: a layout, with the convolved sections in the middle and
+heads in groups, two functions, a module.
 """
 
 from functools import partial

@@ -53,14 +53,9 @@ class Tree(NamedTuple):
 
 
 class Separately(NamedTuple):
-    """Every document with all that it continues as a sequence of its own.
-
-    Attributes:
-        documents: of the longer buffer.
-        source: the token of the tree's buffer that each token of the longer buffer is.
-        kept: in the longer buffer, each document's own tokens, in the order of the documents.
-        tokens: the same tokens in the tree's buffer.
-    """
+    """Every document, with all that it continues, as a sequence in the buffer of ``documents``: the
+    tree's token of each of its tokens (``source``), each document's own tokens there (``kept``) and
+    in the tree's buffer (``tokens``), in the order of the documents."""
 
     documents: Documents
     source: Tensor

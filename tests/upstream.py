@@ -1,9 +1,6 @@
-"""megatron-core's own Gated DeltaNet, made to run on the CPU, to hold it to our laws.
-
-``GDN_TEST_LAYER=upstream pytest tests/layer/test_upstream_flaws.py`` builds upstream's class
-instead of ours; every test there then fails, which is how we know that it can. (With
-``TORCHDYNAMO_DISABLE=1``, so that upstream's gate is computed as it is written.)
-"""
+"""megatron-core's own Gated DeltaNet, made to run on the CPU: ``GDN_TEST_LAYER=upstream
+TORCHDYNAMO_DISABLE=1 pytest tests/layer/test_upstream_flaws.py`` builds it instead of ours, and
+every test there then fails, which is how we know that it can."""
 
 import importlib
 import os

@@ -1,5 +1,4 @@
-"""megatron-core's own MambaMixer on the CPU: for mamba-ssm's two pieces stand the recurrence token
-by token and the gated norm's three lines; all between, and the checkpoint, is Megatron's."""
+"""megatron-core's own MambaMixer on the CPU: two stand-ins for mamba-ssm's pieces."""
 
 from contextlib import contextmanager
 from unittest.mock import patch

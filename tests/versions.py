@@ -1,11 +1,10 @@
 """Runs the package with one other version at a time, and writes what came of it.
 
-    make test-versions [ROWS="torch==2.7.0 python==3.13"] [CLONES=folder] [SCRATCH=folder]
+make test-versions [ROWS="torch==2.7.0 python==3.13"] [CLONES=folder] [SCRATCH=folder]
 
-A row names one package and its version; everything else has the version of ``constraints.txt``.
-It gets a virtual environment of its own, in which the quick tests of two folders and one launch
-run, and a line in ``docs/versions.jsonl``, from which the table of ``docs/versions.md`` is made.
-A row against the bounds of ``pyproject.toml`` runs too: that is how a bound is known to be true.
+A row is one package's version in an environment with ``constraints.txt`` for the rest: the quick
+tests of two folders and a launch run there, for a line of ``docs/versions.jsonl``. Rows against the
+bounds of ``pyproject.toml`` run too: that is how a bound is known to be true.
 """
 
 from __future__ import annotations

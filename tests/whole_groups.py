@@ -9,8 +9,7 @@ from megatron_gdn.ops.rules import chunk_table
 
 @contextmanager
 def whole_groups(chunk_heads: int = 256) -> Iterator[None]:
-    """Every group of chunks is filled up to one small size: a library that takes its kernels by
-    shape may give a document other bits among other documents."""
+    """Every group of chunks is filled up: libraries take kernels by shape."""
     with (
         patch.object(chunk_table, "fills_up", lambda device: True),
         patch.object(chunk_table, "_AT_ONCE", chunk_heads),

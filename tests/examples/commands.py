@@ -33,14 +33,12 @@ def pages(root: Path) -> list[Path]:
 
 
 def tokens_of(page: Path) -> Iterator[Token]:
-    """The elements of a page in their order, those within lines and tables too."""
     for token in _MARKDOWN.parse(page.read_text()):
         yield token
         yield from token.children or ()
 
 
 def blocks_of(*of: Path, language: str | None = "any") -> list[Block]:
-    """The blocks of code of pages that are written in ``language``."""
     found = []
     for page in of:
         for token in tokens_of(page):
@@ -52,8 +50,7 @@ def blocks_of(*of: Path, language: str | None = "any") -> list[Block]:
 
 
 def commands_of(*of: Path) -> list[str]:
-    """Every command of pages in order: a line that starts with a program's name, in a block that is
-    no Python or between backticks, with its continuation and without comments."""
+    """Every command of pages in order, with its continuation and without comments."""
     return [line for page in of for line in _shell_of(page) if _PROGRAM.match(line)]
 
 

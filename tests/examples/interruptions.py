@@ -1,5 +1,4 @@
-"""Ways in which a run ends before its time, each at a random moment; each function starts the run,
-ends it, and checks what it said."""
+"""Ways in which a run ends before its time, each at a random moment, and what it then says."""
 
 import re
 import signal
@@ -30,7 +29,6 @@ def end_by_signal(number: signal.Signals, flags: list, cwd: Path, random: Random
 
 
 def end_by_kill(flags: list, cwd: Path, random: Random) -> None:
-    """Kill -9 at any moment of the training."""
     launch = _until_some_step(flags, cwd, random)
     time.sleep(random.random() * 0.2)
     launch.send(signal.SIGKILL)
@@ -74,7 +72,6 @@ def fill(filler: Path) -> None:
 
 
 def assert_one_line(printed: str, pattern: str) -> None:
-    """A run that failed says so once, in a line."""
     said = [line for line in printed.splitlines() if "pretrain_hybrid.py: " in line]
     assert len(said) == 1, printed
     assert re.search(pattern, said[0]), printed
@@ -96,7 +93,6 @@ def newest_output(cwd: Path) -> Path:
 
 
 def _until_some_step(flags: list, cwd: Path, random: Random) -> Launch:
-    """Start a run and wait until it has done one to four steps more."""
     records = list((cwd / "runs").glob("*/metrics.jsonl"))
     steps = len(metrics(newest_output(cwd))) if records else 0
     target = steps + random.randint(1, 4)

@@ -1,5 +1,4 @@
-"""Ranks of the example, to be signalled and killed: forked from the server of `tests/ranks.py`,
-which has imported torch and Megatron, they run the example's `main` as torchrun's ranks do."""
+"""Ranks of the example, to be signalled and killed: forked from the server of `tests/ranks.py`."""
 
 import contextlib
 import json
@@ -36,7 +35,7 @@ class Launch:
 
     def __init__(self, *flags: object, cwd: Path, size: int = 2, limit=None) -> None:
         self._log = cwd / f"printed-{len(list(cwd.glob('printed-*')))}.txt"
-        port, context = _free_port(), _context("gloo")
+        port, context = free_port(), _context("gloo")
         self._ranks = [
             context.Process(
                 target=_rank,
@@ -60,7 +59,6 @@ class Launch:
                 os.killpg(process.pid, number)
 
     def until(self, happened) -> "Launch":
-        """Wait until ``happened()`` is true or a rank has ended."""
         deadline = time.monotonic() + TIMEOUT_S
         while self.is_running and not happened():
             assert time.monotonic() < deadline, self._give_up("nothing happened")
@@ -109,7 +107,6 @@ def metrics(output_dir: Path) -> list[dict]:
 
 
 def run(*flags: object, cwd: Path, size: int = 2) -> str:
-    """Run the example to its end; returns what it printed."""
     launch = Launch(*flags, cwd=cwd, size=size)
     assert launch.end() == [0] * size, launch.printed
     return launch.printed
@@ -148,7 +145,7 @@ def _rank(rank: int, size: int, port: int, flags: list[str], cwd: Path, log: Pat
     main(stop)
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         return listener.getsockname()[1]

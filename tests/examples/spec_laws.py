@@ -1,5 +1,6 @@
 """What the spec tests do inside a rank: build the models and hand back what can be compared."""
 
+import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
@@ -15,35 +16,35 @@ from megatron_gdn.specs import (
 from tests.parallel import make_config, parallel
 
 
+def hybrid(pattern: str, config=None, spec=None) -> HybridModel:
+    config = make_config(num_layers=len(pattern)) if config is None else config
+    spec = hybrid_stack_spec("local") if spec is None else spec
+    return HybridModel(config, spec, 16, 8, hybrid_layer_pattern=pattern)
+
+
+def gradients_are_finite(model, **more) -> bool:
+    """Of every parameter, in a step of eight tokens."""
+    tokens = torch.arange(8)[None]
+    model(tokens, tokens, None, labels=tokens, **more).sum().backward()
+    return all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
 def hybrid_keys_and_options(pattern: str, **options):
-    """Checkpoint keys, parameter names and the first mixer's sequence layout of a hybrid model."""
     with parallel():
-        model = HybridModel(
-            make_config(num_layers=len(pattern)),
-            hybrid_stack_spec("local", **options),
-            vocab_size=16,
-            max_sequence_length=8,
-            hybrid_layer_pattern=pattern,
-        )
+        model = hybrid(pattern, spec=hybrid_stack_spec("local", **options))
         keys = {entry.key for entry in _leaves(model.sharded_state_dict())}
         names = {name for name, _ in model.named_parameters()}
         return keys, names, str(model.decoder.layers[0].self_attention.cp_layout)
 
 
 def kda_layers(pattern: str):
-    """The recurrent mixers of a model, its keys, whether a K layer kept its number, its loss."""
     with parallel():
-        config = make_config(num_layers=len(pattern))
-        model = HybridModel(config, hybrid_stack_spec("local"), 16, 8, hybrid_layer_pattern=pattern)
+        model = hybrid(pattern)
         mixers = [getattr(layer, "self_attention", None) for layer in model.decoder.layers]
         names = [type(mixer).__name__ for mixer in mixers if hasattr(mixer, "micro_batches")]
         keys = {entry.key for entry in _leaves(model.sharded_state_dict())}
         same = mixers[-1].layer_number == len(pattern)
-        tokens = torch.arange(8)[None]
-        loss = model(tokens, tokens, None, labels=tokens)
-        loss.sum().backward()
-        finite = all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
-        return names, keys, same, finite
+        return names, keys, same, gradients_are_finite(model)
 
 
 def letters_and_states(pattern: str):
@@ -51,56 +52,40 @@ def letters_and_states(pattern: str):
     from megatron.core.models.hybrid.hybrid_block import HybridStack
 
     with parallel():
-        config = make_config(num_layers=len(pattern))
-        model = HybridModel(config, hybrid_stack_spec("local"), 16, 8, hybrid_layer_pattern=pattern)
+        model = hybrid(pattern)
         stack, mixer = model.decoder, model.decoder.layers[0].self_attention
         shapes = stack.mamba_state_shapes_per_request()
         assert isinstance(stack, HybridStack)
-        return list(
-            stack.layer_type_list
-        ), shapes and shapes == mixer.mamba_state_shapes_per_request()
+        same = shapes and shapes == mixer.mamba_state_shapes_per_request()
+        return list(stack.layer_type_list), same
 
 
 def layers_of_a_head(pattern: str):
     """The mixers of a model's first head, and whether every parameter gets a finite gradient."""
-    main, head = pattern.split("/")
     with parallel():
-        config = make_config(num_layers=len(main), mtp_num_layers=1)
-        model = HybridModel(config, hybrid_stack_spec("local"), 16, 8, hybrid_layer_pattern=pattern)
+        model = hybrid(pattern, make_config(num_layers=pattern.index("/"), mtp_num_layers=1))
         layers = model.mtp.layers[0].mtp_model_layer.layers
-        tokens = torch.arange(8)[None]
-        loss = model(tokens, tokens, None, labels=tokens, loss_mask=torch.ones(1, 8))
-        loss.sum().backward()
-        finite = all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+        finite = gradients_are_finite(model, loss_mask=torch.ones(1, 8))
         return [type(layer.self_attention).__name__ for layer in layers], finite
 
 
 def variant_refusal(pattern: str) -> str:
-    """The message with which the local spec declines a config of another variant."""
     with parallel():
         config = make_config(num_layers=len(pattern))
         config.experimental_attention_variant = "gdn2"
-        try:
-            HybridModel(config, hybrid_stack_spec("local"), 16, 8, hybrid_layer_pattern=pattern)
-        except ValueError as error:
-            return str(error)
-    return ""
+        with pytest.raises(ValueError) as error:
+            hybrid(pattern, config)
+        return str(error.value)
 
 
 def experts_of_hybrid_layers(pattern: str, **changes) -> list[int]:
-    """How many experts each layer of a model with the local spec has."""
     with parallel():
         config = make_config(
             num_layers=len(pattern), add_bias_linear=False, moe_ffn_hidden_size=16, **changes
         )
-        model = HybridModel(
-            config, gdn_hybrid_stack_spec_local, 16, 8, hybrid_layer_pattern=pattern
-        )
-        layers = model.decoder.layers
-        return [
-            sum(name.endswith("linear_fc1.weight") for name, _ in layer.named_parameters())
-            for layer in layers
-        ]
+        layers = hybrid(pattern, config, gdn_hybrid_stack_spec_local).decoder.layers
+        names = ([name for name, _ in layer.named_parameters()] for layer in layers)
+        return [sum(name.endswith("linear_fc1.weight") for name in of) for of in names]
 
 
 def built_by_calling() -> str:
@@ -118,12 +103,9 @@ def built_by_calling() -> str:
 
 
 def hybrid_refusal(pattern: str) -> str:
-    """The message with which the local spec declines a pattern."""
-    try:
+    with pytest.raises(NotImplementedError) as error:
         hybrid_keys_and_options(pattern)
-    except NotImplementedError as error:
-        return str(error)
-    return ""
+    return str(error.value)
 
 
 def gpt_mixers_and_loss(freq, **changes):
@@ -144,7 +126,6 @@ def gpt_mixers_and_loss(freq, **changes):
 
 
 def gpt_mixers_of_variant(variant: str) -> list[type]:
-    """The mixers of a GPT block's specs, of a config that calls the variant so."""
     with parallel():
         config = gpt_config(4)
         config.experimental_attention_variant = variant
@@ -153,7 +134,6 @@ def gpt_mixers_of_variant(variant: str) -> list[type]:
 
 
 def gpt_layers_per_stage(pipeline_ranks: int) -> list[int]:
-    """How many layers each pipeline stage gets, asked by rank number."""
     with parallel():
         config = gpt_config(4, num_layers=6, pipeline_model_parallel_size=pipeline_ranks)
         counts = []

@@ -112,21 +112,11 @@ def test_only_the_last_pack_of_an_epoch_can_be_much_emptier_than_a_piece():
 
 
 def make_feed(corpus, *, cp=(1, 0), dp=(1, 0), packing=True, shuffle=True, consumed=0):
-    return Feed(
-        corpus,
-        seed=5,
-        seq_length=16,
-        micro_batch_size=3,
-        packing=packing,
-        multiple=4,
-        cp_size=cp[0],
-        cp_rank=cp[1],
-        dp_size=dp[0],
-        dp_rank=dp[1],
-        device=torch.device("cpu"),
-        shuffle=shuffle,
-        consumed=consumed,
-    )
+    (cp_size, cp_rank), (dp_size, dp_rank) = cp, dp
+    place = {"cp_size": cp_size, "cp_rank": cp_rank, "dp_size": dp_size, "dp_rank": dp_rank}
+    shape = {"seq_length": 16, "micro_batch_size": 3, "packing": packing, "multiple": 4}
+    order = {"seed": 5, "shuffle": shuffle, "consumed": consumed}
+    return Feed(corpus, device=torch.device("cpu"), **place, **shape, **order)
 
 
 CORPUS = Corpus(tuple(bytes([n]) * (n * 7 % 53) for n in range(40)))

@@ -1,5 +1,4 @@
-"""Outside the repository, in environments with the package and what it depends on alone, which is
-lent by a path file: what is tried is the package, not the network."""
+"""The package alone, in environments to which this one lends what it depends on by a path file."""
 
 import os
 import shutil
@@ -121,13 +120,8 @@ def test_all_extras_resolve_together(clone):
     command = next(c for c in commands_of(clone / "docs/releasing.md") if "--all-extras" in c)
     index = {k: v for k, v in os.environ.items() if k.startswith(("UV_", "SSL_"))}
     resolved = shell(sys.executable, *command.split()[1:], cwd=clone, **index)
-    for name in (
-        "transformer-engine",
-        "flash-qla",
-        "causal-conv1d",
-        "flash-linear-attention",
-        "transformers",
-    ):
+    extras = "transformer-engine flash-qla causal-conv1d flash-linear-attention transformers"
+    for name in extras.split():
         assert f"\n{name}==" in resolved
 
 
@@ -146,9 +140,6 @@ def test_make_demo_and_the_lines_below_it_run_from_a_fresh_clone_as_they_stand(c
     for line in lines:
         shell(*line.split(), cwd=clone)
         assert flags_of(line)[1]
-    assert sorted(p.name for p in run.parent.iterdir()) == [
-        "pretrain_hybrid",
-        "pretrain_hybrid-2",
-        "pretrain_hybrid-3",
-    ]
+    names = sorted(p.name for p in run.parent.iterdir())
+    assert names == ["pretrain_hybrid", "pretrain_hybrid-2", "pretrain_hybrid-3"]
     assert (run.parent / "pretrain_hybrid-2/checkpoints/iter_0000800").is_dir()

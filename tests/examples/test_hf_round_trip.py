@@ -12,8 +12,7 @@ from pretraining.arguments import parse_args
 from pretraining.corpus import read_paths
 from pretraining.feed import Feed
 from tests.examples.test_pretrain_hybrid import torchrun
-from tests.hf.megatron_models import logits_of
-from tests.hf.model_laws import hf_model, load_dist_checkpoint
+from tests.hf.model_laws import hf_model, load_dist_checkpoint, logits_of
 from tests.hf.tiny_models import build, model_class
 from tests.parallel import parallel
 
@@ -28,8 +27,7 @@ def text(tmp_path_factory) -> Path:
 
 
 def untrained_model(family: str, **changes):
-    """As transformers draws it, small weights that magnify no rounding; in fp32, since bf16 files
-    would hold the trained weights rounded."""
+    """Small weights, which magnify no rounding; in fp32, as trained ones would be rounded."""
     # Not a multiple of 8 rows a rank: Megatron pads it, transformers does not.
     sizes = {"vocab_size": 300, "max_position_embeddings": LENGTH}
     config = build(family, **sizes, **changes).config
@@ -39,8 +37,7 @@ def untrained_model(family: str, **changes):
 
 @pytest.fixture(scope="module")
 def way_round(text, tmp_path_factory) -> Path:
-    """A folder with ``hf``, ``imported``, ``run`` (four steps, saved after three) and ``back``, of
-    a model with every kind of layer."""
+    """A folder with ``hf``, ``imported``, ``run`` (four steps, saved after three) and ``back``."""
     at = tmp_path_factory.mktemp("way_round")
     untrained_model("Qwen3NextForCausalLM", mlp_only_layers=[1]).save_pretrained(at / "hf")
     assert main(["import", str(at / "hf"), str(at / "imported")]) == 0

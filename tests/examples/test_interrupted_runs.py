@@ -12,16 +12,7 @@ from random import Random
 import psutil
 import pytest
 
-from tests.examples.interruptions import (
-    assert_one_line,
-    end_by_full_disk,
-    end_by_kill,
-    end_by_kill_amid_a_save,
-    end_by_signal,
-    fill,
-    mount_small_disk,
-    newest_output,
-)
+from tests.examples import interruptions
 from tests.examples.launching import EXAMPLES, ROOT, TINY, Launch, metrics, run
 
 STEPS = 40
@@ -30,7 +21,7 @@ STEPS = 40
 @pytest.fixture
 def small_disk(tmp_path):
     folder = tmp_path / "runs"
-    if not mount_small_disk(folder, megabytes=64):
+    if not interruptions.mount_small_disk(folder, megabytes=64):
         pytest.skip("this user may not mount a small file system")
     yield folder
     subprocess.run(["umount", "--lazy", str(folder)], check=True)
@@ -38,7 +29,6 @@ def small_disk(tmp_path):
 
 @pytest.fixture(scope="module")
 def whole(text, tmp_path_factory) -> list[dict]:
-    """The record of the run that nothing ended."""
     cwd = tmp_path_factory.mktemp("whole")
     run(*TINY, f"--train-iters={STEPS}", "--sample-tokens=0", "--data", text, cwd=cwd)
     return metrics(cwd / "runs/pretrain_hybrid")
@@ -56,11 +46,11 @@ def test_a_run_that_is_ended_in_every_way_at_random_steps_has_the_losses_of_one_
 ):
     random = Random(seed)
     ends = [
-        partial(end_by_signal, signal.SIGINT),
-        partial(end_by_signal, signal.SIGTERM),
-        end_by_kill,
-        end_by_kill_amid_a_save,
-        end_by_full_disk,
+        partial(interruptions.end_by_signal, signal.SIGINT),
+        partial(interruptions.end_by_signal, signal.SIGTERM),
+        interruptions.end_by_kill,
+        interruptions.end_by_kill_amid_a_save,
+        interruptions.end_by_full_disk,
     ]
     random.shuffle(ends)
     # A kill before the first checkpoint leaves nothing to go on from.
@@ -81,7 +71,7 @@ def test_a_full_disk_under_the_record_ends_the_run_with_a_checkpoint_on_the_othe
     flags = [*TINY, "--train-iters=1000", "--data", text, "--save", tmp_path / "checkpoints"]
     launch = Launch(*flags, cwd=tmp_path)
     launch.until(lambda: "step 1 " in launch.printed)
-    fill(small_disk / "filler")
+    interruptions.fill(small_disk / "filler")
     assert launch.end() == [0, 0], launch.printed
     said = launch.printed.splitlines()[-1]
     step = re.match(r"stopped by the disk of runs/\S+ is full; saved is step (\d+), ", said)
@@ -101,14 +91,14 @@ def test_files_that_may_not_grow_are_named_in_one_line_and_the_checkpoint_before
     run(*TINY, "--train-iters=2", "--data", text, cwd=tmp_path)
     launch = Launch("--resume", "--train-iters=6", cwd=tmp_path, limit=_files_of_100_kB)
     assert launch.end()[0] == 1
-    assert_one_line(launch.printed, r"runs/\S+/checkpoints cannot grow: File too large; saved is s")
+    said = r"runs/\S+/checkpoints cannot grow: File too large; saved is s"
+    interruptions.assert_one_line(launch.printed, said)
     assert [p.name for p in (tmp_path / "runs/pretrain_hybrid/checkpoints").glob("iter*")] == [
         "iter_0000002"
     ]
 
 
 def make_demo(*flags: object, cwd: Path) -> subprocess.Popen:
-    """Real torchrun, launched as `make demo` does."""
     command = [sys.executable, EXAMPLES / "pretrain_hybrid.py", "--nproc-per-node", 2]
     command += [*TINY, *flags]
     return subprocess.Popen(
@@ -135,7 +125,7 @@ def test_ctrl_c_on_the_command_of_make_demo_ends_in_the_line_that_says_how_to_go
     assert last.startswith("stopped by SIGINT (Ctrl-C); saved is step"), printed
     assert last.endswith("pretrain_hybrid.py --nproc-per-node 2 --resume"), printed
     assert "Traceback" not in printed
-    assert metrics(newest_output(tmp_path))
+    assert metrics(interruptions.newest_output(tmp_path))
 
 
 @pytest.mark.nightly

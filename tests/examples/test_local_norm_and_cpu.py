@@ -1,13 +1,11 @@
 """TorchRMSNorm is the formula; running Megatron on the CPU leaves everybody else's torch alone."""
 
-import subprocess
-import sys
-
 import pytest
 import torch
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from tests.parallel import make_config
+from tests.processes import python
 
 
 @pytest.mark.parametrize("zero_centered", [False, True])
@@ -89,5 +87,4 @@ assert torch.equal(drawn, torch.rand(2))
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="nothing is changed when there is a GPU")
 def test_only_megatron_sees_the_cpu_as_its_gpu():
-    done = subprocess.run([sys.executable, "-c", OTHERS], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+    python("-c", OTHERS)

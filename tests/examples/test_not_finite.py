@@ -83,7 +83,6 @@ def test_weights_that_the_last_step_broke_are_seen_by_held_out_documents_and_by_
 
 
 def what_a_rank_finds() -> list[str]:
-    """Rank 1 alone has a NaN."""
     from pretraining.step import NotFiniteError, require_finite
 
     with parallel(cp=2):

@@ -1,17 +1,14 @@
-"""Every command of every page is run by what `RUN_BY` says; a command that is not in there fails,
-and so does a row whose command is gone."""
+"""Every command of every page is run by what `RUN_BY` says, which has no other rows."""
 
 import ast
-import os
 import re
-import subprocess
-import sys
 from itertools import dropwhile
 
 import pytest
 
 from tests.examples.commands import commands_of, flags_of, pages
 from tests.examples.launching import ROOT, TINY, metrics, run
+from tests.processes import python
 
 COMMANDS = commands_of(*pages(ROOT))
 _ON_GPUS = r"(python3|torchrun .*|\S+=\S+ python3) benchmarks/|benchmarks/on_gpus.sh "
@@ -27,9 +24,9 @@ WARM_UP = (
 )
 FINETUNE = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_transformers.py"
 TRAINER = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_with_trainer.py"
-DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_"
+DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_over_two_ranks_sharded_or_not"
 DOCTOR = (
-    "tests/doctor/test_rules.py::test_the_command_prints_lines_or_json_and_its_status_says_"
+    "tests/doctor/test_doctor.py::test_the_command_prints_lines_or_json_and_its_status_says_"
     "whether_anything_is_wrong"
 )
 MODELS = "tests/models/test_command.py::test_the_commands_of_the_page_print_what_it_shows"
@@ -39,30 +36,22 @@ GPU = "a machine with a GPU"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
 EXAMPLE = ".venv/bin/python " + EXAMPLE_PY + " --nproc-per-node {}"
 
-REPORT = "tests/unit/test_report.py::test_{}"
+REPORT = "tests/unit/test_benchmarks.py::test_{}"
 LAUNCH = "tests/launches/test_page_launches.py::test_a_launch_of_the_pages_trains"
 
 # Command, as `commands_of` gives it -> the test that runs it, or one of the words above.
 RUN_BY = {
     "make demo": IN_ORDER,
-    "make test": SUITE,
-    "make test-all": SUITE,
-    "make test-kernels": SUITE,
-    "make nightly": SUITE,
-    "make docs": SUITE,
-    "make test-versions": SUITE,
     "make test-gpu": GPU,
     "make test-launches MEGATRON_LM=FOLDER": LAUNCH,
     "benchmarks/launches.sh MEGATRON_LM": (
         "tests/launches/test_benchmark.py::test_losses_go_on_after_a_kill"
     ),
-    "make test-frameworks": SUITE,
     ".venv/bin/python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4": (
-        "tests/testing/test_certificate.py::test_both_schemes_stay_within_rounding_of_one_rank"
+        "tests/testing/test_harness.py::test_both_schemes_stay_within_rounding_of_one_rank"
     ),
     ".venv/bin/python examples/quickstart.py": (
-        "tests/examples/test_quickstart.py"
-        "::test_the_quickstart_trains_one_layer_on_packed_documents"
+        "tests/examples/test_commands.py::test_the_quickstart_trains_one_layer_on_packed_documents"
     ),
     ".venv/bin/python examples/generate.py HF_FOLDER --tokens 5 17 3 --count 32": (
         "tests/hf/test_generation.py::test_the_example_generates_from_a_folder"
@@ -84,19 +73,19 @@ RUN_BY = {
     ".venv/bin/python -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
     ".venv/bin/python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2": WARM_UP,
     ".venv/bin/python -m megatron_gdn.warm_up --config launch.sh": WARM_UP,
-    FINETUNE: DROP_IN + "over_two_ranks",
-    FINETUNE + " --fully-shard": DROP_IN + "the_same_where_it_is_sharded",
-    TRAINER: "tests/hf/drop_in/test_trainer.py"
+    FINETUNE: DROP_IN,
+    FINETUNE + " --fully-shard": DROP_IN,
+    TRAINER: "tests/hf/drop_in/test_commands.py"
     "::test_the_example_trains_and_saves_what_transformers_loads",
     ".venv/bin/python examples/show_leaks.py docs/leaks.png": (
-        "tests/hf/drop_in/test_leak_picture.py"
+        "tests/hf/drop_in/test_commands.py"
         "::test_the_picture_shows_the_leak_and_that_a_patched_model_has_none"
     ),
     ".venv/bin/python benchmarks/bench_hf_dropin.py --tiny": (
-        "tests/hf/drop_in/test_benchmark.py::test_the_benchmark_runs_tiny_on_the_cpu"
+        "tests/hf/drop_in/test_commands.py::test_the_benchmark_runs_tiny_on_the_cpu"
     ),
     ".venv/bin/python benchmarks/loss_curves.py": (
-        "tests/examples/test_evidence.py"
+        "tests/examples/test_commands.py"
         "::test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn"
     ),
     "pip install .": INSTALLED.format("clone"),
@@ -121,8 +110,6 @@ RUN_BY = {
     EXAMPLE.format(2) + " --hybrid-layer-pattern K-G-*-": (
         "tests/examples/test_pretrain_hybrid.py::test_a_model_of_kimi_delta_attention_is_learned"
     ),
-    "make lint": SUITE,
-    "make format": SUITE,
     "OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/unit/test_layout.py -k share": SUITE,
     "TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/kernels/test_chains.py": SUITE,
     ".venv/bin/python benchmarks/report.py": REPORT.format(
@@ -145,6 +132,8 @@ RUN_BY = {
     "python -m build": FRESH + "test_a_source_distribution_holds_what_tests_and_pages_need",
     "python -m uv pip compile --all-extras pyproject.toml": EXTRAS,
 }
+OF_THE_SUITE = "test test-all test-kernels nightly docs test-versions test-frameworks lint format"
+RUN_BY |= {f"make {target}": SUITE for target in OF_THE_SUITE.split()}
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
 RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command}
 # What a framework is installed by stands in its environment, in the same version.
@@ -220,15 +209,10 @@ def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp
 
 @pytest.mark.nightly
 def test_upstreams_layer_fails_every_law_of_flaws():
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "tests/layer/test_upstream_flaws.py"],
-        cwd=ROOT,
-        env=os.environ | {"GDN_TEST_LAYER": "upstream", "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 1, done.stdout + done.stderr
+    done = python(
+        "-m", "pytest", "tests/layer/test_upstream_flaws.py", timeout=None, ends=1,
+        GDN_TEST_LAYER="upstream", TORCHDYNAMO_DISABLE="1",
+    )  # fmt: skip
     summary = done.stdout.splitlines()[-1]
     assert "failed" in summary and "passed" not in summary and "error" not in summary
 

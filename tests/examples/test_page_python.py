@@ -1,15 +1,10 @@
-"""The Python of every page runs as printed, in a fresh process and an empty folder, with what the
-page says that a reader has and, without a GPU, stand-ins for what is asked of CUDA."""
-
-import os
-import subprocess
-import sys
+"""The Python of every page runs as printed, in a fresh process; CUDA's names have stand-ins."""
 
 import pytest
 
 from megatron_gdn.hf import compare_folders
 from tests.examples.commands import blocks_of, pages
-from tests.examples.launching import ROOT
+from tests.processes import ROOT, python
 
 MODEL = 'hybrid_layer_pattern="G-*-"'
 # Block -> a line of it. Every block of every page has one.
@@ -117,15 +112,8 @@ def block(name: str) -> str:
 
 
 def run(code: str, folder) -> str:
-    """What a fresh process prints that runs ``code`` from a file of its own."""
     (folder / "pasted.py").write_text(code)
-    done = subprocess.run(
-        [sys.executable, "pasted.py"],
-        cwd=folder, env=os.environ | {"PYTHONPATH": str(ROOT)},
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return python("pasted.py", cwd=folder).stdout
 
 
 @pytest.fixture(scope="module")

@@ -1,29 +1,14 @@
 """The pretraining run: two processes, gloo; by torchrun, as a user launches it, it is the same."""
 
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
-from pretraining.arguments import parse_args
 from pretraining.corpus import Corpus
 from pretraining.held_out import hold_out
 from tests.examples.launching import ROOT, TINY, metrics, run
-
-
-def torchrun(*flags: object) -> str:
-    """Run the example as a user does, with two processes; returns what its stdout has."""
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
-    command += [str(ROOT / "examples" / "pretrain_hybrid.py"), *map(str, flags)]
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        command, env=environment, capture_output=True, text=True, timeout=240, check=False
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
+from tests.processes import torchrun
 
 
 @pytest.fixture(scope="module")
@@ -35,7 +20,9 @@ def packed_run(text, tmp_path_factory) -> tuple[Path, str]:
 
 @pytest.mark.slow
 def test_torchrun_launches_the_same_run(packed_run, text, tmp_path):
-    printed = torchrun(*TINY, "--data", text, "--output-dir", tmp_path / "out", "--save-interval=6")
+    flags = [*TINY, "--data", text, "--output-dir", tmp_path / "out", "--save-interval=6"]
+    script = ROOT / "examples/pretrain_hybrid.py"
+    printed = torchrun(2, script, *flags, cwd=None, OMP_NUM_THREADS="1")
     assert metrics(tmp_path / "out") == metrics(packed_run[0])
     assert f"--resume --output-dir {tmp_path}/out --train-iters 24" in printed.splitlines()[-1]
 
@@ -147,10 +134,5 @@ def test_a_model_of_kimi_delta_attention_is_learned(text, tmp_path):
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_flags_that_cannot_work_are_refused_with_the_way_out(flags, advice, monkeypatch, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit) as stopped:
-        parse_args([*flags, "--train-iters=160"] if "--train-iters=0" not in flags else flags)
-    assert stopped.value.code == 2
-    said = capsys.readouterr().err
-    assert re.search(advice, said) and said.count("\n") == 1
+def test_flags_that_cannot_work_are_refused_with_the_way_out(flags, advice, refused):
+    assert re.search(advice, refused("--train-iters=160", *flags))

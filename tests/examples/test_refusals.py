@@ -2,40 +2,12 @@
 
 import argparse
 import math
-import os
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 
-from tests.examples.launching import EXAMPLES, ROOT, TINY, Launch
-
-
-@pytest.fixture
-def parse(tmp_path, monkeypatch):
-    """The settings of a run of two processes with these flags, started in an empty folder."""
-    from pretraining.arguments import parse_args
-
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    return lambda *flags: parse_args([*map(str, flags)])
-
-
-@pytest.fixture
-def refused(parse, capsys):
-    """Flags to the line in which they are refused."""
-
-    def line(*flags: object) -> str:
-        with pytest.raises(SystemExit) as stopped:
-            parse(*flags)
-        said = capsys.readouterr().err
-        assert stopped.value.code == 2 and said.count("\n") == 1 and said.endswith("\n")
-        return said
-
-    return line
+from tests.examples.launching import EXAMPLES, TINY, Launch
+from tests.processes import python
 
 
 @pytest.mark.parametrize("flag", ["--output-dir", "--save", "--tensorboard-dir"])
@@ -133,22 +105,11 @@ def test_an_error_of_the_layer_is_one_line_with_the_flags_names(text, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def started(*command: object, cwd: Path) -> subprocess.CompletedProcess:
-    return subprocess.run(
-        [sys.executable, *map(str, command)],
-        cwd=cwd,
-        env=os.environ | {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-
-
 @pytest.mark.slow
 def test_plain_python_trains_in_one_process(text, tmp_path):
-    done = started(EXAMPLES / "pretrain_hybrid.py", *TINY, "--data", text, cwd=tmp_path)
-    assert done.returncode == 0 and " cp 1 " in done.stdout, done.stdout + done.stderr
+    command = EXAMPLES / "pretrain_hybrid.py", *TINY, "--data", text
+    done = python(*command, cwd=tmp_path, TORCHDYNAMO_DISABLE="1")
+    assert " cp 1 " in done.stdout, done.stdout + done.stderr
     last = done.stdout.splitlines()[-1]
     assert last.endswith("examples/pretrain_hybrid.py --resume --train-iters 24")
 
@@ -162,8 +123,8 @@ def test_the_line_that_says_what_is_wrong_stands_last(launcher, tmp_path):
         start = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script]
     else:
         start = [script, launcher, 2]
-    done = started(*start, "--hidden-size=130", cwd=tmp_path)
-    assert done.returncode == (1 if launcher == "torchrun" else 2)
+    ends = 1 if launcher == "torchrun" else 2
+    done = python(*start, "--hidden-size=130", cwd=tmp_path, ends=ends, TORCHDYNAMO_DISABLE="1")
     said = done.stderr.rstrip().splitlines()
     assert "--hidden-size 130 is not a multiple of --num-attention-heads 4." in said[-1] or (
         launcher == "torchrun" and set(said[-1]) == {"="} and "--hidden-size 130 is" in said[-2]

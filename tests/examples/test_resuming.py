@@ -8,7 +8,6 @@ from pathlib import Path
 
 import pytest
 
-from pretraining.arguments import parse_args
 from tests.examples.interruptions import assert_one_line
 from tests.examples.launching import TINY, Launch, metrics, run
 
@@ -25,25 +24,14 @@ def original(text, tmp_path_factory) -> Path:
 
 @pytest.fixture
 def trained(original, tmp_path) -> Path:
-    """The same, to be changed."""
     shutil.copytree(original / "runs", tmp_path / "runs")
     return tmp_path
 
 
 @pytest.fixture
-def refused(trained, monkeypatch, capsys):
-    """Flags to the one line in which they are refused."""
-    monkeypatch.chdir(trained)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-
-    def parse(*flags: str) -> str:
-        with pytest.raises(SystemExit):
-            parse_args(list(flags))
-        said = capsys.readouterr().err.strip()
-        assert "\n" not in said
-        return said
-
-    return parse
+def refused(refused, trained):
+    """In the folder of that run."""
+    return refused
 
 
 @pytest.mark.slow
@@ -63,8 +51,7 @@ def test_a_run_is_extended_by_train_iters_alone(trained):
 
 
 def test_another_number_of_tensor_ranks_goes_on_with_the_same_losses(text, tmp_path):
-    """The softmax counts no padding of the vocabulary, whose rows depend on the ranks; what one
-    rank cannot do, or need not, can be switched off."""
+    """The softmax counts no padding of the vocabulary; flags of two ranks can be taken back."""
     two_ranks = ["--tensor-model-parallel-size=2", "--sequence-parallel", "--deterministic"]
     run(*TINY, "--data", text, "--save-interval=8", *two_ranks, cwd=tmp_path)
     folder = ["--load", RUN / "checkpoints", "--ckpt-step=8"]
@@ -82,12 +69,10 @@ def test_the_learning_rate_of_the_command_line_is_taken(trained):
     assert [m["lr"] for m in metrics(trained / "runs/pretrain_hybrid-2")] == [0.05, 0.05]
 
 
-def test_a_second_run_gets_a_folder_of_its_own_and_leaves_the_first_as_it_is(trained, monkeypatch):
-    monkeypatch.chdir(trained)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    assert parse_args([]).output_dir == Path("runs/pretrain_hybrid-2")
+def test_a_second_run_gets_a_folder_of_its_own_and_leaves_the_first_as_it_is(trained, parse):
+    assert parse().output_dir == Path("runs/pretrain_hybrid-2")
     Path("runs/pretrain_hybrid-2").mkdir()  # of a run that did not come to its first step
-    assert parse_args([]).output_dir == Path("runs/pretrain_hybrid-2")
+    assert parse().output_dir == Path("runs/pretrain_hybrid-2")
 
 
 def test_a_folder_that_holds_a_run_is_not_written_over(refused):
@@ -122,11 +107,10 @@ def test_half_a_model_is_refused_even_when_the_checkpoint_holds_no_settings(trai
     assert_one_line(launch.printed, r"is of another model: it holds .*decoder.layers.* in all")
 
 
-def test_pipeline_cuts_are_no_other_model(trained, monkeypatch):
-    monkeypatch.chdir(trained)
+def test_pipeline_cuts_are_no_other_model(trained, parse, monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     flags = ["--resume", "--hybrid-layer-pattern=G-|*-", "--pipeline-model-parallel-size=2"]
-    assert parse_args(flags).hybrid_layer_pattern == "G-|*-"
+    assert parse(*flags).hybrid_layer_pattern == "G-|*-"
 
 
 def test_going_back_is_refused_where_it_would_overwrite(refused):

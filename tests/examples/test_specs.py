@@ -76,9 +76,9 @@ def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():
 
 def test_options_reach_the_layer(pools):
     assert spec_laws.mixer_spec_params(backend="reference") == {"backend": "reference"}
-    _, _, layout = pools(1).run(spec_laws.hybrid_keys_and_options, "G-", cp_layout="zigzag_buffer")[
-        0
-    ]
+    ((_, _, layout),) = pools(1).run(
+        spec_laws.hybrid_keys_and_options, "G-", cp_layout="zigzag_buffer"
+    )
     assert "buffer" in layout.lower()
 
 
@@ -149,14 +149,9 @@ def test_gpt_blocks_mix_layers_by_linear_attention_freq(pools, freq, mixers):
 
 
 def test_gpt_blocks_may_hold_experts(pools):
-    found, finite, _ = pools(1).run(
-        spec_laws.gpt_mixers_and_loss,
-        4,
-        num_moe_experts=4,
-        moe_layer_freq=2,
-        moe_ffn_hidden_size=16,
-        add_bias_linear=False,
-    )[0]
+    experts = {"num_moe_experts": 4, "moe_layer_freq": 2, "moe_ffn_hidden_size": 16}
+    experts["add_bias_linear"] = False
+    found, finite, _ = pools(1).run(spec_laws.gpt_mixers_and_loss, 4, **experts)[0]
     assert finite and found.count("GatedDeltaNet") == 3
 
 

@@ -1,5 +1,4 @@
-"""Megatron-Bridge builds, loads and exports our layer after one call (`make test-frameworks`,
-behind `te_on_cpu.py`)."""
+"""Megatron-Bridge builds, loads and exports our layer after one call, behind `te_on_cpu.py`."""
 
 import re
 from pathlib import Path
@@ -12,7 +11,6 @@ from megatron.bridge.peft.lora import LoRA
 from safetensors.torch import load_file, save_file
 
 import megatron_gdn
-from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.frameworks.bridge import in_published_dtypes
 from tests.frameworks.bridge_models import bridged, logits, published
 from tests.frameworks.tiny_models import (
@@ -26,13 +24,7 @@ from tests.frameworks.tiny_models import (
 
 RANK, ALPHA = 4, 8
 
-
-@pytest.fixture(autouse=True)
-def megatron():
-    start_one_process()
-    yield
-    megatron_gdn.patch_megatron(gdn=False)
-    end_one_process()
+pytestmark = pytest.mark.usefixtures("one_process")
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -93,13 +85,10 @@ def test_the_page_s_lines_write_files_of_the_same_dtypes(tmp_path):
     exec(build, names)
     ours, names["bridge"] = bridged(tmp_path, torch.bfloat16)
     exec(export, names | {"models": [ours], "NEW_FOLDER": tmp_path / "new"})
-    new, saved = (
-        load_file(folder / "model.safetensors") for folder in (tmp_path / "new", tmp_path)
-    )
     assert isinstance(ours.module.decoder.layers[0].self_attention, megatron_gdn.GatedDeltaNet)
-    assert {name: x.dtype for name, x in new.items()} == {
-        name: x.dtype for name, x in saved.items()
-    }
+    files = (load_file(at / "model.safetensors") for at in (tmp_path / "new", tmp_path))
+    new, saved = ({name: x.dtype for name, x in file.items()} for file in files)
+    assert new == saved
 
 
 def test_a_weight_that_the_files_do_not_have_is_refused(tmp_path):
@@ -119,7 +108,6 @@ def test_it_trains(tmp_path):
 
 @pytest.fixture
 def adapted(tmp_path):
-    """Bridge's Qwen3.5 with LoRA on all four kinds of linears, none of which does nothing."""
     published("Qwen3.5", tmp_path, torch.float32)
     megatron_gdn.patch_megatron()
     model, bridge = bridged(tmp_path, torch.float32)

@@ -20,8 +20,7 @@ def published(name: str, folder, dtype: torch.dtype = torch.float32, **changes):
 
 
 def bridged(folder, dtype: torch.dtype, **changes):
-    """Bridge's model of that folder, with its weights, and the bridge; ``changes`` are of its
-    provider."""
+    """Bridge's model of that folder, with its weights, and the bridge."""
     bridge = AutoBridge.from_hf_pretrained(folder, torch_dtype=dtype)
     provider = bridge.to_megatron_provider(load_weights=True)
     half = dtype == torch.bfloat16

@@ -1,5 +1,4 @@
-"""Documents that Megatron-Bridge's own packers have packed give, in its forward step, the losses of
-the documents alone; `thd_get_partitioned_indices`, which needs a GPU, is written here."""
+"""Documents that Megatron-Bridge's packers have packed give the losses of the documents alone."""
 
 from types import SimpleNamespace
 from unittest.mock import MagicMock, patch
@@ -114,19 +113,10 @@ def gradients(model, loss: torch.Tensor) -> dict[str, torch.Tensor]:
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.fixture
-def megatron():
-    start_one_process()
-    megatron_gdn.patch_megatron()
-    yield
-    megatron_gdn.patch_megatron(gdn=False)
-    end_one_process()
-
-
 PACKERS = [packed_before_training, packed_in_the_batch]
 
 
-@pytest.mark.usefixtures("megatron")
+@pytest.mark.usefixtures("patched")
 @pytest.mark.parametrize("multiple", [1, 4])
 @pytest.mark.parametrize("pack", PACKERS)
 def test_a_packed_batch_has_the_losses_and_gradients_of_its_documents(pack, multiple, tmp_path):

@@ -1,5 +1,4 @@
-"""mbridge's Qwen3.5 builds, loads and exports our layer after one call, without fused kernels of a
-GPU (`make test-frameworks`, behind `te_on_cpu.py`)."""
+"""mbridge's Qwen3.5 builds, loads and exports our layer after one call, behind `te_on_cpu.py`."""
 
 import re
 from pathlib import Path
@@ -12,7 +11,6 @@ from mbridge import AutoBridge
 from megatron.core.transformer.moe import moe_utils
 
 import megatron_gdn
-from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from tests.frameworks import tiny_models
 from tests.frameworks.tiny_models import require_exported, require_falling, require_logits, tokens
 
@@ -35,12 +33,8 @@ MODELS = "Qwen3.5", "Qwen3.5 MoE"
 
 
 @pytest.fixture(autouse=True)
-def megatron(monkeypatch):
+def megatron(monkeypatch, one_process):
     monkeypatch.setattr(torch.nn.Module, "cuda", lambda module, device=None: module)
-    start_one_process()
-    yield
-    megatron_gdn.patch_megatron(gdn=False)
-    end_one_process()
 
 
 def published(name: str, folder, dtype: torch.dtype = torch.float32):
@@ -58,7 +52,6 @@ def bridge_of(folder, dtype: torch.dtype = torch.float32):
 
 
 def bridged(folder, dtype: torch.dtype = torch.float32):
-    """mbridge's model of that folder, with its weights, and the bridge."""
     bridge = bridge_of(folder, dtype)
     (model,) = bridge.get_model(weight_path=str(folder), bf16=dtype == torch.bfloat16)
     return model, bridge

@@ -1,5 +1,4 @@
-"""mcore-bridge's model of linear layers alone on two context-parallel ranks, for which its own
-loader cut the documents."""
+"""mcore-bridge's model of linear layers on two context-parallel ranks, cut by its own loader."""
 
 import torch
 from mcore_bridge import get_mcore_model, split_cp_inputs

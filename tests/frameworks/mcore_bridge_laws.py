@@ -1,5 +1,4 @@
-"""mcore-bridge, ms-swift's library of models, builds, loads and saves our layer after one call,
-without a GPU's fused kernels (`make test-frameworks`, behind `te_on_cpu.py`)."""
+"""mcore-bridge, of ms-swift, builds, loads and saves our layer after one call (`te_on_cpu.py`)."""
 
 import re
 import sys
@@ -17,7 +16,6 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.overrides import TorchFunctionMode
 
 import megatron_gdn
-from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.context_parallel.layouts import local_indices
 from megatron_gdn.frameworks.mcore_bridge import by_key_head
 from tests.frameworks.tiny_models import (
@@ -48,12 +46,9 @@ class CudaIsTheCPU(TorchFunctionMode):
 
 
 @pytest.fixture(autouse=True)
-def megatron():
-    start_one_process()
+def megatron(one_process):
     with CudaIsTheCPU():
         yield
-    megatron_gdn.patch_megatron(gdn=False)
-    end_one_process()
 
 
 def config_of(folder, dtype: torch.dtype = torch.float32, **settings) -> ModelConfig:
@@ -63,7 +58,6 @@ def config_of(folder, dtype: torch.dtype = torch.float32, **settings) -> ModelCo
 
 
 def bridged(folder, dtype: torch.dtype = torch.float32):
-    """mcore-bridge's model of that folder, with its weights, and the bridge."""
     config = config_of(folder, dtype)
     (model,) = get_mcore_model(config)
     config.bridge.load_weights([model], str(folder))

@@ -18,20 +18,12 @@ from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.post_training.modelopt.hybrid.model_specs import get_hybrid_stack_modelopt_spec
 
 import megatron_gdn
-from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from tests.frameworks.patch_laws import SIZES, TOKENS, VOCABULARY, logits
 from tests.parallel import make_config
 
 WIDTH, PRUNED = 24, 16
 
-
-@pytest.fixture(autouse=True)
-def megatron():
-    start_one_process()
-    megatron_gdn.patch_megatron()
-    yield
-    megatron_gdn.patch_megatron(gdn=False)
-    end_one_process()
+pytestmark = pytest.mark.usefixtures("patched")
 
 
 def config(width: int = WIDTH, **changes):

@@ -1,5 +1,4 @@
-"""slime's own Python builds, loads, packs for and converts our layer, by `--spec` alone (`make
-test-frameworks`, behind `te_on_cpu.py`; three names of SGLang are stood in for)."""
+"""slime's own Python builds, loads, packs for and converts our layer, by `--spec` alone."""
 
 import sys
 from types import ModuleType, SimpleNamespace
@@ -68,7 +67,6 @@ WITHOUT_GPU = {
     "no_persist_layer_norm": True, "gradient_accumulation_fusion": False,
     "use_cpu_initialization": True,
 }  # fmt: skip
-
 
 CPU = SimpleNamespace(
     device=lambda index=None: torch.device("cpu"), current_device=lambda: "cpu",

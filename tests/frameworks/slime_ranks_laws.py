@@ -1,5 +1,4 @@
-"""slime's loader, packing and converter with our layer on two ranks: the layer alone with tensor
-parallelism, linear layers alone with context parallelism, which the stand-in does not have."""
+"""slime's loader, packing and converter with our layer on two tensor- or context-parallel ranks."""
 
 import pytest
 import torch

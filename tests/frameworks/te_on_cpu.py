@@ -1,6 +1,5 @@
 """A stand-in for Transformer Engine on the CPU: ``install()``, before Megatron is imported, puts
-plain torch modules under the names of its linears, norms and attention, at a tensor parallel size
-of 1. Every other name is a class that says so when it is called."""
+plain torch modules under its names; others are classes that say so when they are called."""
 
 import sys
 from importlib import import_module
@@ -188,8 +187,6 @@ class _Names(ModuleType):
 
 
 class _Finder(MetaPathFinder, Loader):
-    """Finds the modules of the stand-in."""
-
     def find_spec(self, fullname, path=None, target=None):
         if fullname in MODULES:
             return ModuleSpec(fullname, self, is_package=True)

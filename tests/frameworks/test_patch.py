@@ -4,7 +4,6 @@ import importlib
 import inspect
 import json
 import os
-import subprocess
 import sys
 import tomllib
 from collections.abc import Callable
@@ -18,8 +17,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 
 import megatron_gdn
 from megatron_gdn import launch
-
-ROOT = Path(__file__).parents[2]
+from tests.processes import ROOT, python
 
 
 @pytest.fixture(autouse=True)
@@ -30,12 +28,9 @@ def undone():
 
 def test_megatrons_own_specs_build_our_layers():
     """All of patch_laws.py, behind a stand-in for Transformer Engine, in a process of its own."""
-    run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-p", "tests.frameworks.behind_te_on_cpu",
-         "tests/frameworks/patch_laws.py"],
-        cwd=ROOT, capture_output=True, text=True,
-    )  # fmt: skip
-    assert run.returncode == 0 and " passed" in run.stdout, run.stdout[-4000:]
+    plugin = "-p", "tests.frameworks.behind_te_on_cpu"
+    run = python("-m", "pytest", *plugin, "tests/frameworks/patch_laws.py", timeout=None)
+    assert " passed" in run.stdout, run.stdout[-4000:]
 
 
 def _with_constructor(change: Callable[[inspect.Signature], inspect.Signature]):
@@ -150,7 +145,7 @@ def test_launch_runs_a_script_as_python_does(monkeypatch, tmp_path):
     script, seen = tmp_path / "pretrain_my.py", tmp_path / "seen"
     script.write_text(SCRIPT)
     (tmp_path / "beside.py").touch()
-    subprocess.run([sys.executable, str(script), "--lr", "1"], check=True)
+    python(script, "--lr", "1")
     as_python = json.loads(seen.read_text())
     assert as_python == ["__main__", [str(script), "--lr", "1"], str(tmp_path), False]
     monkeypatch.setenv("MEGATRON_LM", str(tmp_path))
@@ -174,8 +169,7 @@ def test_enable_and_launch_make_the_letter_of_kda_known(tmp_path, first):
     script = tmp_path / "pretrain_my.py"
     script.write_text(first + READING)
     module = [] if first else ["-m", "megatron_gdn.launch"]
-    ran = subprocess.run([sys.executable, *module, script], capture_output=True, text=True)
-    assert "['K', '-']" in ran.stdout, ran.stderr[-500:]
+    assert "['K', '-']" in python(*module, script).stdout
 
 
 def test_launch_imports_megatron_from_the_scripts_folder_as_python_does(tmp_path):
@@ -184,10 +178,7 @@ def test_launch_imports_megatron_from_the_scripts_folder_as_python_does(tmp_path
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "core").symlink_to(megatron)
     script.write_text("import megatron.core\nprint(megatron.core.__file__)\n")
-    done = [
-        subprocess.run([sys.executable, *module, script], capture_output=True, text=True, cwd=ROOT)
-        for module in ([], ["-m", "megatron_gdn.launch"])
-    ]
+    done = [python(*module, script) for module in ([], ["-m", "megatron_gdn.launch"])]
     assert done[0].stdout == done[1].stdout == f"{tmp_path}/megatron/core/__init__.py\n"
 
 
@@ -203,7 +194,7 @@ def test_a_launched_training_script_counts_flops_as_we_do(tmp_path):
     script.write_text(COUNTING)
     for module, counter in (([], "megatron.training.training"), (["-m", "megatron_gdn.launch"],
                             "megatron_gdn.models.megatron_count")):  # fmt: skip
-        subprocess.run([sys.executable, *module, str(script)], check=True)
+        python(*module, script)
         assert seen.read_text() == counter
 
 

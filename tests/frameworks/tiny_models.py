@@ -1,7 +1,6 @@
 """Tiny models as transformers saves them, and what every framework is asked about them."""
 
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Iterator
 
 import torch
 import transformers
@@ -31,11 +30,8 @@ MODELS = {
 }
 
 
-def published(
-    name: str, folder, dtype: torch.dtype = torch.float32, *, vision: bool = True, **changes
-):
-    """A tiny model of transformers' class, saved in ``dtype``; ``vision``: with a model of images,
-    as Qwen3.5 is published. ``changes`` are of the text model."""
+def published(name, folder, dtype=torch.float32, *, vision=True, **changes):
+    """A tiny model of transformers' class in ``dtype``; ``changes`` are of the text model."""
     family, more = MODELS[name]
     text = {**SIZES, **more, **changes}
     torch.manual_seed(0)
@@ -70,15 +66,8 @@ def require_logits(name: str, found: Tensor, expected: Tensor, roundings: int = 
     assert difference <= roundings * torch.finfo(torch.float32).eps * largest
 
 
-def require_exported(
-    exported: Iterable[tuple[str, Tensor]],
-    folder: Path,
-    *,
-    gates_in_fp32: bool = False,
-    one_by_one: bool = False,
-) -> None:
-    """Every tensor of the folder, bit for bit and in its dtype, and no other; gates in fp32 and
-    experts one by one where that is asked."""
+def require_exported(exported, folder, *, gates_in_fp32=False, one_by_one=False):
+    """Every tensor of the folder, bit for bit and in its dtype, and no other."""
     saved = load_file(folder / "model.safetensors")
     if one_by_one:
         saved = dict(_experts_one_by_one(saved))
@@ -103,9 +92,8 @@ def _experts_one_by_one(saved: dict[str, Tensor]) -> Iterator[tuple[str, Tensor]
                 yield f"{root}.experts.{i}.{part}.weight", tensor
 
 
-def require_falling(loss_of: Callable[[], Tensor], parameters: Iterable[Tensor]) -> None:
-    """Three steps of gradient descent, each with a lower loss than the one before."""
-    optimizer = torch.optim.SGD(parameters, 0.1)
+def require_falling(loss_of, parameters, rate=0.1):
+    optimizer = torch.optim.SGD(parameters, rate)
     losses = []
     for _ in range(3):
         loss = loss_of()

@@ -1,5 +1,4 @@
-"""verl finds the plugin in a process of its own, and a model that Megatron's spec builds there is
-ours."""
+"""verl finds the plugin in a process of its own, and Megatron's spec builds our model there."""
 
 import os
 import subprocess

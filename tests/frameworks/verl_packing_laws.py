@@ -1,5 +1,4 @@
-"""Documents that verl packs and cuts for one or two context-parallel ranks have their own logits,
-in a model of linear layers alone."""
+"""Documents that verl packs and cuts for context-parallel ranks have their own logits."""
 
 import pytest
 import torch
@@ -37,7 +36,6 @@ def documents() -> list[Tensor]:
 
 
 def packed_logits(cp: int) -> list[Tensor]:
-    """Of each document, after verl has packed, cut and joined them."""
     with parallel(cp=cp), torch.no_grad():
         ids = torch.nested.as_nested_tensor(documents(), layout=torch.jagged)
         rows, packed, _ = preprocess_thd_engine(ids)

@@ -1,23 +1,30 @@
-"""The processes that compile while a run waits, with stand-ins for the compiler."""
+"""Processes that compile while a layer is built or a run waits, with stand-ins for compilers."""
 
 import logging
-import multiprocessing
 import os
 import signal
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from megatron.core.transformer.transformer_config import TransformerConfig
 
+from megatron_gdn.context_parallel import SequenceLayout
 from megatron_gdn.gdn.flash_qla import builds
-from megatron_gdn.gdn.flash_qla.builds import Heads
+from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.gdn.flash_qla.builds import Heads, compile_early, tilelang_cache
+from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
+from megatron_gdn.gdn.half import HalfOperands
+from megatron_gdn.mixers.loader_layout import LoaderLayout
+from megatron_gdn.mixers.micro_batch import MicroBatches
 from megatron_gdn.ops.kernels.builds import build_lock
+from tests.gdn_mixer import gdn_dims
+from tests.processes import PATIENCE, fork, until
 
-FORK = multiprocessing.get_context("fork")
-PATIENCE = 30
 # As `python -m megatron_gdn.warm_up --for-a-run`: a fork compiles, the process ends with its input.
 COMPILES = """
 import os, pathlib, sys, time
@@ -42,13 +49,6 @@ def command(folder: Path, quick: float, slow: float) -> list[str]:
     return [sys.executable, "-c", COMPILES, str(folder), str(quick), str(slow)]
 
 
-def until(condition) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.02)
-
-
 def alive(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
@@ -60,8 +60,6 @@ HEADS = Heads(2, 4, torch.bfloat16)
 
 
 class Kernel:
-    """As tilelang's object for a function; the compilers write its entry."""
-
     def __init__(self, entry: Path) -> None:
         self.entry, self.made_here = entry, 0
 
@@ -70,7 +68,6 @@ class Kernel:
 
 
 def call(folder: Path, wanted: str) -> Kernel:
-    """Call a kernel on a Hopper GPU, as far as this is asked for."""
     kernel = Kernel(folder / wanted)
     entry = SimpleNamespace(name=wanted, is_there=kernel.entry.exists, remember=lambda made: None)
     builds._capability = lambda: builds.HOPPER
@@ -83,7 +80,6 @@ def call(folder: Path, wanted: str) -> Kernel:
 
 
 def compile_ahead(folder: Path, quick: float, slow: float, wanted: str) -> None:
-    """A rank that calls one of the two kernels, and goes on with its steps."""
     logging.basicConfig(filename=folder / "log", format="%(message)s", force=True)
     output = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 2)
@@ -101,18 +97,16 @@ def rank(tmp_path, monkeypatch):
     started = []
 
     def start(*args):
-        process = FORK.Process(target=compile_ahead, args=(tmp_path, *args), daemon=True)
-        process.start()
-        started.append(process)
-        return process
+        started.append(fork(compile_ahead, tmp_path, *args))
+        return started[-1]
 
     yield start
     for process in started:
         process.kill()
 
 
-def lock_is_free() -> bool:
-    with build_lock(HEADS.lock, "a test", wait=False) as lock:
+def lock_is_free(heads=HEADS) -> bool:
+    with build_lock(heads.lock, "a test", wait=False) as lock:
         return lock is not None
 
 
@@ -152,3 +146,164 @@ def test_compilers_that_fail_are_quoted_and_nobody_waits_for_them(
     assert capfd.readouterr().err.count("nvcc is not there") == 1
     assert caplog.text.count("compiled from here on") == 1
     assert "compiles FlashQLA's quick for 2:4 heads in bf16 in this process" in caplog.text
+
+
+OTHER_HEADS = Heads(16, 32, torch.float16)
+WAITS_FOR_ITS_END = """
+import pathlib, sys, time
+folder, part = pathlib.Path(sys.argv[1]), sys.argv[2]
+with open(folder / "started", "a") as file:
+    file.write(f"{part} ")
+while not (folder / "end").exists():
+    time.sleep(0.02)
+"""
+
+
+@pytest.fixture
+def machine(tmp_path, monkeypatch):
+    (tmp_path / "cache").mkdir()
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.delenv("MEGATRON_GDN_COMPILE_AHEAD", raising=False)
+    monkeypatch.delenv("TILELANG_DISABLE_CACHE", raising=False)
+    monkeypatch.delitem(sys.modules, "tilelang", raising=False)  # which a layer need not import
+    properties = SimpleNamespace(multi_processor_count=132)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device=None: properties)
+    monkeypatch.setattr(builds, "_started", {})
+    monkeypatch.setattr(
+        builds, "command",
+        lambda heads, part: [sys.executable, "-c", WAITS_FOR_ITS_END, str(tmp_path), part],
+    )  # fmt: skip
+    yield tmp_path
+    (tmp_path / "end").touch()
+    for process in builds._started.values():
+        process.communicate()
+
+
+def started(folder: Path) -> str:
+    path = folder / "started"
+    return path.read_text() if path.exists() else ""
+
+
+def test_one_process_of_a_machine_has_the_kernels_compiled_and_says_so(machine):
+    def build_layers(rank: int) -> None:
+        logging.basicConfig(filename=machine / f"log {rank}", force=True)
+        for _ in range(3):
+            compile_early(OTHER_HEADS, "cut")
+        (machine / f"goes on {rank}").touch()
+        until((machine / "end").exists)
+
+    ranks = [fork(build_layers, rank) for rank in range(3)]
+    until(lambda: len(list(machine.glob("goes on *"))) == 3)  # nobody waits for a kernel
+    until(lambda: started(machine))
+    assert not lock_is_free(OTHER_HEADS), "the processes that compile hold it"
+    logs = "".join(path.read_text() for path in machine.glob("log *"))
+    assert logs.count("for 16:32 heads in fp16 are compiled from here on") == 1
+    assert str(tilelang_cache()) in logs
+    assert "`python -m megatron_gdn.warm_up --heads 16:32 --operands fp16`" in logs
+    (machine / "end").touch()
+    for process in ranks:
+        process.join(PATIENCE)
+        assert process.exitcode == 0
+    until(lambda: lock_is_free(OTHER_HEADS))
+    assert started(machine) == "cut "
+
+
+def ready(part: str = "cut") -> Path:
+    path = OTHER_HEADS.ready(part, 132)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.touch()
+    return path
+
+
+def test_where_all_kernels_are_there_nothing_is_started(machine, caplog):
+    path = ready()
+    compile_early(OTHER_HEADS, "cut")
+    assert not caplog.text and not builds._started
+    path.unlink()
+    compile_early(OTHER_HEADS, "cut")
+    assert "compiled from here on" in caplog.text
+    until(lambda: started(machine))
+
+
+@pytest.mark.parametrize("other", [("states", 132), ("cut", 114)])
+def test_kernels_of_another_part_or_gpu_do_not_count(machine, other):
+    ready("cut")
+    assert OTHER_HEADS.ready("cut", 132).exists()
+    assert not OTHER_HEADS.ready(*other).exists()
+
+
+@pytest.mark.parametrize(
+    "why", ["switched off", "no GPU", "Blackwell", "no cache", "another process compiles"]
+)
+def test_nothing_is_started_without_need(machine, monkeypatch, caplog, why):
+    if why == "switched off":
+        monkeypatch.setenv("MEGATRON_GDN_COMPILE_AHEAD", "0")
+    if why == "no GPU":
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    if why == "Blackwell":
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (10, 0))
+    if why == "no cache":
+        monkeypatch.setenv("TILELANG_DISABLE_CACHE", "1")
+    another = build_lock(OTHER_HEADS.lock, "FlashQLA")
+    with another if why == "another process compiles" else nullcontext():
+        compile_early(OTHER_HEADS, "cut")
+    assert not builds._started and not caplog.text
+
+
+def test_a_cache_that_cannot_be_written_is_left_to_the_first_call(machine, monkeypatch):
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(machine / "file"))
+    (machine / "file").touch()
+    compile_early(OTHER_HEADS, "cut")
+    assert not builds._started
+
+
+@pytest.mark.parametrize(
+    ("ranks", "mode", "asked"),
+    [
+        (1, "auto", ("16:32", "cut")),
+        (2, "headwise", ("8:16", "cut")),
+        (2, "chunkwise", ("16:32", "states")),
+        (2, "auto", None),  # either of the two, by the length of what comes
+    ],
+)
+@pytest.mark.parametrize("operands", ["fp16", "bf16"])
+def test_a_layer_asks_for_the_kernels_that_it_will_surely_need(
+    monkeypatch, ranks, mode, asked, operands
+):
+    calls = []
+    monkeypatch.setattr(flash_qla, "compile_early", lambda *call: calls.append(call))
+    config = TransformerConfig(num_layers=1, hidden_size=64, num_attention_heads=2, bf16=True)
+    sizes = gdn_dims(64, 16, 32, 128, 128).heads
+    rule = HalfOperands(FlashQlaRule()) if operands == "fp16" else FlashQlaRule()
+
+    class Group:
+        size, rank = staticmethod(lambda: ranks), staticmethod(lambda: 0)
+
+    MicroBatches(
+        config, sizes.layout, sizes.state, 4, Group(),
+        LoaderLayout(SequenceLayout.ZIGZAG, config), mode=mode,
+        choose_rule=lambda *rows, **modes: (rule, "for a test"),
+    )  # fmt: skip
+    if asked is None:
+        assert not calls
+    else:
+        ((heads, part),) = calls
+        assert (str(heads), part) == (f"{asked[0]} heads in {operands}", asked[1])
+
+
+def test_the_cache_is_found_without_tilelang_where_tilelang_has_it(tmp_path, monkeypatch):
+    pytest.importorskip("tilelang")
+    from tilelang import env
+
+    for folder in (None, str(tmp_path)):
+        if folder is None:
+            monkeypatch.delenv("TILELANG_CACHE_DIR", raising=False)
+        else:
+            monkeypatch.setenv("TILELANG_CACHE_DIR", folder)
+        with monkeypatch.context() as without:
+            without.delitem(sys.modules, "tilelang")
+            found = tilelang_cache()
+        assert found == Path(env.TILELANG_CACHE_DIR) == tilelang_cache()
+    assert os.environ["TILELANG_CACHE_DIR"] == str(tmp_path)

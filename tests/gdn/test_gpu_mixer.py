@@ -1,6 +1,7 @@
 """The mixer in bf16 on a GPU: as close to fp64 as plain torch in bf16 is, and repeatable."""
 
 import sys
+from contextlib import contextmanager
 
 import pytest
 import torch
@@ -13,11 +14,9 @@ from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
 from tests.gdn_mixer import gated_delta_mixer
+from tests.ops.delta_rule.states import documents_of
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 
 NAMES = ("out", "proj", "conv_weight", "A_log", "dt_bias", "gamma")
 DECAYS = {"strong": 2.8, "usual": 0.0, "none": -20.0}  # A_log; exp of it is the decay rate
@@ -44,21 +43,16 @@ def make_inputs(heads, S, B=1, lengths=None, decay="usual", dim=(128, 128), seed
 
     proj = normal(S, B, sizes.width)
     weight = (normal(sizes.conv_width, 1, 4).detach() * 0.5).requires_grad_()
-    A_log = (
-        normal(heads[1], dtype=torch.float32).detach() * 0.3 + ALL_DECAYS[decay]
-    ).requires_grad_()
+    A_log = normal(heads[1], dtype=torch.float32).detach() * 0.3 + ALL_DECAYS[decay]
+    A_log.requires_grad_()
     dt_bias = normal(heads[1], dtype=torch.float32)
     gamma = (1 + 0.3 * normal(dim[1]).detach()).requires_grad_()
-    documents = None
-    if lengths is not None:
-        offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        documents = Documents.from_cu_seqlens(offsets, S, device="cuda")
+    documents = documents_of(lengths, "cuda")
     d_out = normal(S, B, sizes.value_heads * dim[1]).detach()
     return sizes, [proj, weight, A_log, dt_bias, gamma], d_out, documents
 
 
 def run(sizes, leaves, d_out, documents, rule, kernels="auto", **options):
-    """Output and every gradient."""
     leaves = [x.detach().requires_grad_() for x in leaves]
     proj, weight, A_log, dt_bias, gamma = leaves
     out = gated_delta_mixer(
@@ -66,6 +60,15 @@ def run(sizes, leaves, d_out, documents, rule, kernels="auto", **options):
         documents=documents, kernels=kernels, **options,
     )  # fmt: skip
     return [out.detach(), *torch.autograd.grad(out, leaves, d_out.to(out.dtype))]
+
+
+@contextmanager
+def waiting_refused():
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def rule_named(name, sizes, dtype=torch.bfloat16):
@@ -133,22 +136,18 @@ def test_the_whole_mixer_is_as_exact_as_plain_torch(rule):
     check_against_fp64((16, 32), rule, yardstick="reference", S=777)
 
 
-@pytest.mark.parametrize("rule", HALF)
-@pytest.mark.parametrize("decay", ["none", "strong", "slow"])
-def test_fp16_operands_are_as_exact_as_plain_torch_at_any_decay(decay, rule):
-    check_against_fp64((16, 32), rule, yardstick="reference", S=777, decay=decay)
+FP16 = {
+    **{decay: ("2", {"S": 777, "decay": decay}) for decay in ("none", "strong", "slow")},
+    **{name: ("2", SHAPES[name] | {"seeds": 2}) for name in ("S63-B2", "S2100-B3", "packed")},
+    **{f"ratio {ratio}": (ratio, {"S": 321}) for ratio in ("1", "3", "4")},
+}
 
 
 @pytest.mark.parametrize("rule", HALF)
-@pytest.mark.parametrize("shape", ["S63-B2", "S2100-B3", "packed"])
-def test_fp16_operands_are_as_exact_as_plain_torch_at_any_shape(shape, rule):
-    check_against_fp64((16, 32), rule, yardstick="reference", seeds=2, **SHAPES[shape])
-
-
-@pytest.mark.parametrize("rule", HALF)
-@pytest.mark.parametrize("ratio", ["1", "3", "4"])
-def test_fp16_operands_are_as_exact_as_plain_torch_at_any_ratio(ratio, rule):
-    check_against_fp64(RATIOS[ratio], rule, yardstick="reference", S=321)
+@pytest.mark.parametrize("case", FP16)
+def test_fp16_operands_are_as_exact_as_plain_torch(case, rule):
+    ratio, options = FP16[case]
+    check_against_fp64(RATIOS[ratio], rule, yardstick="reference", **options)
 
 
 def test_fp16_operands_know_no_size_of_the_gradient():
@@ -196,8 +195,7 @@ def test_recomputing_keeps_every_bit(shape, rule):
 @pytest.mark.parametrize("shape", ["S777", "S2100-B3", "packed", "long"])
 @pytest.mark.parametrize("rule", ["fla", "flash_qla", *HALF])
 def test_a_second_run_of_the_rule_is_as_exact(shape, rule):
-    """fla's second run is its first one. FlashQLA's gives the backward states of another kernel,
-    which rounds the same products."""
+    """fla's has the first one's bits; FlashQLA's states are rounded by another kernel."""
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
     chosen = rule_named(rule, sizes)
     saved = run(sizes, leaves, d_out, documents, chosen)
@@ -246,11 +244,8 @@ def test_nothing_waits_for_the_device(shape, rule):
     sizes, leaves, d_out, documents = make_inputs((16, 32), **SHAPES[shape])
     rule = rule_named(rule, sizes)
     run(sizes, leaves, d_out, documents, rule)  # compiles, tunes and fills per-batch tables
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused():
         run(sizes, leaves, d_out, documents, rule, recompute_qkv=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_new_packed_batch_does_not_wait_either():
@@ -260,11 +255,8 @@ def test_a_new_packed_batch_does_not_wait_either():
     fresh = Documents.from_cu_seqlens([0, 1, 3, 6, 69, 200, 1000], 1000, device="cuda")
     assert fresh.cu_seqlens.is_cuda and fresh.position_T.is_cuda  # made once, outside
     torch.cuda.synchronize()
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with waiting_refused():
         run(sizes, leaves, d_out, fresh, rule)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 @pytest.mark.parametrize("rule", ["flash_qla", "flash_qla fp16"])

@@ -1,5 +1,4 @@
-"""fp16 operands in a layer of another dtype: the powers of two around a rule, here the plain one in
-fp32, so that one rounding of q, k, v, d_o, o, dq, dk, dv is all that is seen."""
+"""fp16 operands: powers of two around the plain rule in fp32, whose roundings are seen."""
 
 import weakref
 
@@ -18,31 +17,16 @@ from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.readout.plain import PlainReadout
 from tests.gdn_mixer import gated_delta_mixer
-from tests.ops.delta_rule.states import (
-    NAMES,
-    InHalf,
-    InHalfBackward,
-    Oracle,
-    assert_rows_equal_one_row,
-    backward_of,
-    by_key_head,
-    documents_of,
-    forwards_from,
-    run_in_segments,
-    run_on_ranks,
-    run_whole,
-)
+from tests.ops.delta_rule import states
 
 G, H, K, V = 2, 6, 5, 7
 # Two numbers rounded to fp16, by 2^-12 each: d_o on the way in, a gradient on the way out.
 HALF = 2 * 2**-12
 
-
-rule = HalfOperands(InHalf())
+rule = HalfOperands(states.InHalf())
 
 
 def make_inputs(S=70, B=1, seed=0):
-    """fp16 q, k, v, and a bf16 d_o."""
     make = torch.Generator().manual_seed(seed)
 
     def normal(*shape):
@@ -53,14 +37,25 @@ def make_inputs(S=70, B=1, seed=0):
     return RuleInputs(q, k, normal(H, V).half(), g, beta), normal(H, V).bfloat16()
 
 
+def mixed(proj, rule, norm=None, weight=None, **options):
+    weight = torch.randn(SIZES.conv_width, 4, dtype=proj.dtype) if weight is None else weight
+    gates = torch.zeros(2, H)
+    return gated_delta_mixer(proj, weight, None, *gates, SIZES, rule=rule, norm=norm, **options)
+
+
+def assert_all_close(got, exact) -> None:
+    for name, a, b in zip(states.NAMES, got, exact, strict=True):
+        assert_close(name, a, b)
+
+
 def run(inputs, d_o):
-    o, *grads = run_whole(rule, inputs, d_o)
+    o, *grads = states.run_whole(rule, inputs, d_o)
     assert o.dtype == torch.float16
     return [o, *grads]
 
 
 def exact_run(inputs, d_o):
-    oracle = Oracle(RuleInputs(*(x.double() for x in inputs)), [inputs.k.shape[1]])
+    oracle = states.Oracle(RuleInputs(*(x.double() for x in inputs)), [inputs.k.shape[1]])
     return [oracle.forward()[0], *oracle.backward(d_o.double())[0]]
 
 
@@ -74,15 +69,13 @@ def test_output_and_every_gradient_at_any_size_of_the_gradient(exponent):
     """Not of subnormal gradients alone: 2^-128 is where bf16 itself begins to lose bits."""
     inputs, d_o = make_inputs()
     d_o = (d_o.double() * 2.0**exponent).bfloat16()
-    for name, got, exact in zip(NAMES, run(inputs, d_o), exact_run(inputs, d_o), strict=True):
-        assert_close(name, got, exact)
+    assert_all_close(run(inputs, d_o), exact_run(inputs, d_o))
 
 
 def test_write_strengths_up_to_2_are_as_exact():
     inputs, d_o = make_inputs()
     inputs = inputs._replace(beta=2 * inputs.beta)
-    for name, got, exact in zip(NAMES, run(inputs, d_o), exact_run(inputs, d_o), strict=True):
-        assert_close(name, got, exact)
+    assert_all_close(run(inputs, d_o), exact_run(inputs, d_o))
 
 
 def test_another_size_of_the_gradient_is_another_factor_and_the_same_bits():
@@ -90,12 +83,12 @@ def test_another_size_of_the_gradient_is_another_factor_and_the_same_bits():
     saved = rule.begin(inputs, None).run().saved
 
     def backward(d_o):
-        return backward_of(rule, inputs, d_o, saved).run()
+        return states.backward_of(rule, inputs, d_o, saved).run()
 
     usual = backward(d_o)
     for exponent in (-40, 40):
         other = backward(d_o * 2.0**exponent)
-        for name in NAMES[1:]:
+        for name in states.NAMES[1:]:
             assert torch.equal(getattr(usual, name), getattr(other, name)), name
         assert torch.equal(other.factor, usual.factor * 2.0**exponent)
 
@@ -106,13 +99,13 @@ def test_a_quiet_key_head_keeps_its_digits_beside_a_loud_one():
     d_o[:, :, quiet] *= 2.0**-60
     got, exact = run(inputs, d_o), exact_run(inputs, d_o)
     for index, heads in ((1, slice(0, 1)), (2, slice(0, 1)), (3, quiet), (4, quiet), (5, quiet)):
-        assert_close(NAMES[index], got[index][:, :, heads], exact[index][:, :, heads])
+        assert_close(states.NAMES[index], got[index][:, :, heads], exact[index][:, :, heads])
 
 
 def test_no_gradient_gives_none_and_the_factor_stays_finite():
     inputs, d_o = make_inputs()
     saved = rule.begin(inputs, None).run().saved
-    grads = backward_of(rule, inputs, torch.zeros_like(d_o), saved).run()
+    grads = states.backward_of(rule, inputs, torch.zeros_like(d_o), saved).run()
     assert grads.factor.isfinite().all() and (grads.factor > 0).all()
     assert all((x == 0).all() for x in grads[:5])
 
@@ -123,7 +116,7 @@ def test_what_is_not_finite_reaches_the_gradients_of_its_head_and_no_other(bad):
     exact = run(inputs, d_o)
     d_o[0, 33, 1, 2] = bad
     got = run(inputs, d_o)
-    for name, x, y in zip(NAMES[3:], got[3:], exact[3:], strict=True):
+    for name, x, y in zip(states.NAMES[3:], got[3:], exact[3:], strict=True):
         assert not x[:, :, 1].isfinite().all(), name
         assert torch.equal(x[:, :, H // G :], y[:, :, H // G :]), name
 
@@ -153,9 +146,8 @@ def test_the_largest_number_is_brought_just_below_its_mark(largest):
 def test_a_sequence_in_segments_equals_the_whole():
     lengths = (1, 63, 64, 65, 30)
     inputs, d_o = make_inputs(sum(lengths))
-    got = run_in_segments(rule, inputs, d_o, documents_of(lengths))
-    for name, a, exact in zip(NAMES, got, exact_run(inputs, d_o), strict=True):
-        assert_close(name, a, exact)
+    got = states.run_in_segments(rule, inputs, d_o, states.documents_of(lengths))
+    assert_all_close(got, exact_run(inputs, d_o))
 
 
 @pytest.mark.parametrize("size", [2.0**-60, 2.0**60, 0.0], ids=["faint", "loud", "none"])
@@ -164,8 +156,8 @@ def test_states_bring_gradients_of_any_size_from_other_ranks(size):
     lengths = [70, 40, 65]
     inputs, d_o = make_inputs(sum(lengths))
     d_o[:, :110] *= size
-    got = run_on_ranks(rule, inputs, d_o, lengths)
-    for name, *both in zip(NAMES, got, exact_run(inputs, d_o), strict=True):
+    got = states.run_on_ranks(rule, inputs, d_o, lengths)
+    for name, *both in zip(states.NAMES, got, exact_run(inputs, d_o), strict=True):
         if name == "q":  # gets nothing from later tokens: beside what does, its digits may go
             assert_close(name, *both)
             continue
@@ -175,14 +167,14 @@ def test_states_bring_gradients_of_any_size_from_other_ranks(size):
 
 @pytest.mark.parametrize("lengths", [None, (1, 0, 64, 65)], ids=["dense", "packed"])
 def test_states_are_in_true_units_on_both_sides(lengths):
-    """Final states, and the gradient of initial ones for a d_o and a d_final of any size."""
     B, S = (2, 65) if lengths is None else (1, 130)
     inputs, d_o = make_inputs(S, B)
-    documents = None if lengths is None else documents_of(lengths)
-    exact = Oracle(RuleInputs(*(x.double() for x in inputs)), [n for n in lengths or (S,) * B if n])
+    documents = None if lengths is None else states.documents_of(lengths)
+    wide = RuleInputs(*(x.double() for x in inputs))
+    exact = states.Oracle(wide, [n for n in lengths or (S,) * B if n])
     make = torch.Generator().manual_seed(2)
     initial, d_final = (torch.randn(exact.zeros().shape, generator=make) for _ in range(2))
-    for start, made in forwards_from(rule, inputs, documents, initial):
+    for start, made in states.forwards_from(rule, inputs, documents, initial):
         o, final = exact.forward(start.double())
         assert_close("o", made.o, o)
         assert_close("final", made.final, final, 2**-20)  # fp32 from what fp16 holds exactly
@@ -191,18 +183,18 @@ def test_states_are_in_true_units_on_both_sides(lengths):
     for size in (2.0**-60, 1.0, 2.0**60):
         scaled, d_state = (d_o.double() * size).bfloat16(), d_final * size
         grads, d_initial = exact.backward(scaled.double(), initial, d_state)
-        backward = backward_of(rule, inputs, scaled, saved, documents)
+        backward = states.backward_of(rule, inputs, scaled, saved, documents)
         got = backward.d_initial() + through.mT @ d_state
         assert_close("d_initial", got, d_initial)
-        got = by_key_head(backward.run(initial, d_state), G)
-        for name, a, b in zip(NAMES[1:], got, grads, strict=True):
+        got = states.by_key_head(backward.run(initial, d_state), G)
+        for name, a, b in zip(states.NAMES[1:], got, grads, strict=True):
             assert_close(name, a, b)
 
 
-@pytest.mark.parametrize("run", [run_whole, run_in_segments])
+@pytest.mark.parametrize("run", [states.run_whole, states.run_in_segments])
 def test_documents_over_batch_rows_equal_one_row(run):
     inputs, d_o = make_inputs(140)
-    assert_rows_equal_one_row(run, rule, inputs, d_o, documents_of((5, 65, 0, 70)))
+    states.assert_rows_equal_one_row(run, rule, inputs, d_o, states.documents_of((5, 65, 0, 70)))
 
 
 SIZES = HeadSizes(G, H, K, V)
@@ -219,7 +211,7 @@ def test_the_mixer_takes_the_factor_out_of_every_gradient(lengths, recompute):
 
     leaves = [normal(S, B, SIZES.width), normal(SIZES.conv_width, 1, 4), normal(H), normal(H)]
     gamma, d_out = normal(V), normal(S, B, H * V).detach()
-    documents = None if lengths is None else documents_of(lengths)
+    documents = None if lengths is None else states.documents_of(lengths)
     options = {"documents": documents, "recompute_qkv": recompute}
 
     def run_mixer(rule, dtype, size=1.0):
@@ -240,10 +232,8 @@ def test_the_mixer_takes_the_factor_out_of_every_gradient(lengths, recompute):
 
 
 def test_without_norm_o_leaves_in_the_dtype_of_the_projection():
-    proj, weight = torch.randn(9, 2, SIZES.width).bfloat16(), torch.randn(SIZES.conv_width, 4)
-    proj.requires_grad_()
-    gates = (torch.zeros(H), torch.zeros(H))
-    o, z = gated_delta_mixer(proj, weight.bfloat16(), None, *gates, SIZES, rule=rule, norm=None)
+    proj = torch.randn(9, 2, SIZES.width).bfloat16().requires_grad_()
+    o, z = mixed(proj, rule)
     assert o.dtype == z.dtype == torch.bfloat16
     (d_proj,) = torch.autograd.grad(o.float().square().sum(), [proj])
     assert d_proj.dtype == torch.bfloat16 and d_proj.isfinite().all() and d_proj.any()
@@ -274,21 +264,20 @@ def test_the_choice_of_fp16_operands(choose, backend):
     [
         ({"backend": "flash_qla", "deterministic": True}, "deterministic mode"),
         ({"normalise_qk": False}, "unit length"),
+        *(({key: value}, "") for key, value in (
+            ("backend", "reference"), ("dtype", torch.float16), ("dtype", torch.float32)
+        )),
     ],
-    ids=["deterministic", "no l2norm"],
-)
+    ids=["deterministic", "no l2norm", "reference", "fp16", "fp32"],
+)  # fmt: skip
 def test_where_fp16_operands_cannot_be_had_the_reason_says_so(choose, options, why):
+    """And where they would gain nothing, nothing is said."""
     rule, reason = choose(**options)
     assert not isinstance(rule, HalfOperands)
-    assert "no fp16 operands: " in reason and why in reason
-
-
-@pytest.mark.parametrize(
-    "options", [{"backend": "reference"}, {"dtype": torch.float16}, {"dtype": torch.float32}]
-)
-def test_where_fp16_operands_would_gain_nothing_there_is_nothing_to_say(choose, options):
-    rule, reason = choose(**options)
-    assert not isinstance(rule, HalfOperands) and "operands" not in reason
+    if why:
+        assert "no fp16 operands: " in reason and why in reason
+    else:
+        assert "operands" not in reason
 
 
 def test_unknown_operands_are_refused(choose):
@@ -306,30 +295,21 @@ def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
         made.append(weakref.ref(d_o))
         return d_o, d_gamma
 
-    class LooksBackward(InHalfBackward):
+    class LooksBackward(states.InHalfBackward):
         def run(self, *args):
             found.append(made[0]())
             return super().run(*args)
 
-    class Looks(InHalf):
+    class Looks(states.InHalf):
         def begin_backward(self, d_o, inputs, saved, documents):
             return LooksBackward(self, d_o, inputs, saved, documents)
 
     monkeypatch.setattr(PlainReadout, "backward", remembered)
-    proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
-    proj.requires_grad_()
-    out = gated_delta_mixer(
-        proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, rule=HalfOperands(Looks()),
-        norm=GatedNorm(torch.ones(V)),
-    )  # fmt: skip
-    out.sum().backward()
+    proj = torch.randn(9, 1, SIZES.width, requires_grad=True)
+    mixed(proj, HalfOperands(Looks()), GatedNorm(torch.ones(V))).sum().backward()
     assert found == [None]
 
 
 def test_the_mixer_refuses_q_and_k_of_any_length():
-    proj, weight = torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 4)
     with pytest.raises(ValueError, match=r"torch.float16.*operands='bf16'"):
-        gated_delta_mixer(
-            proj, weight, None, torch.zeros(H), torch.zeros(H), SIZES, rule=rule, norm=None,
-            normalise_qk=False,
-        )  # fmt: skip
+        mixed(torch.randn(9, 1, SIZES.width), rule, normalise_qk=False)

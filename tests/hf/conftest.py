@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from megatron_gdn.hf.__main__ import main
 from tests.hf.tiny_models import FOLDERS, make_folder
 
 
@@ -19,6 +20,17 @@ def hf_folder(tmp_path_factory):
         return made[name]
 
     return make
+
+
+@pytest.fixture
+def refused(capsys):
+    """``refused(*command)``: what the command line says of it."""
+
+    def said(*command: object) -> str:
+        assert main([*map(str, command)]) == 2
+        return capsys.readouterr().err
+
+    return said
 
 
 @pytest.fixture(params=FOLDERS)

@@ -1,5 +1,4 @@
-"""A transformers layer's own equation in float64, token by token, which settles who is right:
-transformers' chunk rule loses digits in the gradients of A_log and dt_bias."""
+"""A transformers layer's own equation in float64, token by token, which settles who is right."""
 
 import torch
 import torch.nn.functional as F
@@ -7,7 +6,6 @@ from torch import Tensor
 
 
 def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-    """Output of the layer for float64 input, and the float64 parameters to take gradients of."""
     params = {n: p.detach().double().requires_grad_() for n, p in layer.named_parameters()}
     if hasattr(layer, "forget_gate"):
         return _kda(layer, x_BSD, params), params
@@ -35,16 +33,9 @@ def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
     q, k, v = qkv.split([G * K, G * K, H * V], -1)
     q, k = (_unit(t.reshape(B, S, G, K)).repeat_interleave(H // G, 2) for t in (q, k))
     v, z = v.reshape(B, S, H, V), z.reshape(B, S, H, V)
-    decay = (-params["A_log"].exp() * F.softplus(a + params["dt_bias"])).exp()
+    g = -params["A_log"].exp() * F.softplus(a + params["dt_bias"])
     beta = b.sigmoid() * (2 if getattr(layer, "allow_neg_eigval", False) else 1)
-    state = x_BSD.new_zeros(B, H, K, V)
-    outputs = []
-    for t in range(S):
-        state = state * decay[:, t, :, None, None]
-        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
-        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / K**0.5)
-    o = torch.stack(outputs, 1)
+    o = _rule(q, k, v, g[..., None], beta)
     name, out = ("o_norm", "o_proj") if hasattr(layer, "o_norm") else ("norm", "out_proj")
     norm = getattr(layer, name)
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + norm.variance_epsilon)
@@ -54,7 +45,6 @@ def float64_layer(layer, x_BSD: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def _kda(layer, x_BSD: Tensor, params: dict[str, Tensor]) -> Tensor:
-    """The same of a Kimi Delta Attention."""
     B, S, _ = x_BSD.shape
     H, K, gate = layer.num_heads, layer.head_dim, layer.forget_gate
 
@@ -76,16 +66,21 @@ def _kda(layer, x_BSD: Tensor, params: dict[str, Tensor]) -> Tensor:
     x = (f + params["forget_gate.dt_bias"]).reshape(B, S, H, K)
     bounded = getattr(gate, "safe_gate", getattr(gate, "safe_gate_lower_bound", None) is not None)
     g = -5.0 * torch.sigmoid(rate * x) if bounded else -rate * F.softplus(x)
-    beta, state, outputs = linear("b_proj").sigmoid(), x_BSD.new_zeros(B, H, K, K), []
-    for t in range(S):
-        state = state * g[:, t].exp()[..., None]
-        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
-        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
-        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / K**0.5)
-    o = torch.stack(outputs, 1)
+    o = _rule(q, k, v, g, linear("b_proj").sigmoid())
     o = o * torch.rsqrt(o.square().mean(-1, keepdim=True) + layer.o_norm.variance_epsilon)
     mixed = params["o_norm.weight"] * o * z.reshape(B, S, H, K).sigmoid()
     return mixed.flatten(2) @ params["o_proj.weight"].T
+
+
+def _rule(q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The delta rule token by token, whose state decays by exp(g)."""
+    state, outputs = q.new_zeros(*k[:, 0].shape, v.shape[-1]), []
+    for t in range(q.shape[1]):
+        state = state * g[:, t].exp()[..., None]
+        error = v[:, t] - torch.einsum("bhkv,bhk->bhv", state, k[:, t])
+        state = state + torch.einsum("bhk,bhv->bhkv", k[:, t], beta[:, t, :, None] * error)
+        outputs.append(torch.einsum("bhkv,bhk->bhv", state, q[:, t]) / k.shape[-1] ** 0.5)
+    return torch.stack(outputs, 1)
 
 
 def _unit(x: Tensor) -> Tensor:

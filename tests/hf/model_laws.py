@@ -9,6 +9,7 @@ import torch
 
 from megatron_gdn import GatedDeltaNet
 from megatron_gdn.hf import (
+    build_model,
     compare_folders,
     gdn_layer_from_hf,
     load_hf_weights,
@@ -17,13 +18,27 @@ from megatron_gdn.hf import (
     save_hf_weights,
 )
 from megatron_gdn.hf.folders import find_checkpoint
+from tests.distributed.layer_laws import thd
 from tests.hf.float64_layer import float64_layer
-from tests.hf.megatron_models import build_megatron, logits_of
 from tests.hf.tiny_models import model_class
 from tests.parallel import parallel
 
 # Lengths around the convolution, and past the 64 tokens of a chunk of the delta rule.
 TOKENS = 65
+
+
+def build_megatron(config, kind, params_dtype=torch.float32, **changes):
+    """A HybridModel or GPTModel of ``config`` that gives whole logits."""
+    model, _ = build_model(config, kind, dtype=params_dtype, parallel_output=False, **changes)
+    return model
+
+
+def logits_of(model, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
+    """``[B, S, vocab]`` of ``tokens [B, S]``, causal."""
+    length = tokens.shape[1]
+    positions = torch.arange(length).expand_as(tokens)
+    hidden = torch.ones(length, length, dtype=torch.bool).triu(1)[None, None]
+    return model(tokens, positions, hidden)[..., :vocab]
 
 
 def hf_model(folder: Path):
@@ -33,7 +48,6 @@ def hf_model(folder: Path):
 
 
 def logits_agree(folder: Path, kind: str, tp: int = 1, **changes) -> dict[str, float]:
-    """How far apart the two models' logits are: see `_compare_logits`."""
     config = read_hf_config(folder)
     theirs_model = hf_model(folder)
     torch.manual_seed(5)
@@ -49,8 +63,7 @@ def logits_agree(folder: Path, kind: str, tp: int = 1, **changes) -> dict[str, f
 
 
 def _rounding_noise(model, tokens: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
-    """For each token, how far one fp32 rounding of the embeddings moves transformers' logits: a
-    head whose query meets its key at a right angle magnifies rounding a thousandfold."""
+    """For each token, how far one fp32 rounding of the embeddings moves transformers' logits."""
     embeddings = model.get_input_embeddings()(tokens)
     # About ten roundings in each of two blocks of four layers; errors add in squares.
     roundings = 80**0.5
@@ -62,9 +75,7 @@ def _rounding_noise(model, tokens: torch.Tensor, logits: torch.Tensor) -> torch.
     return roundings * moved
 
 
-def _compare_logits(
-    ours: torch.Tensor, theirs: torch.Tensor, noise: torch.Tensor
-) -> dict[str, float]:
+def _compare_logits(ours, theirs, noise):
     """Largest difference beyond the noise and most common difference, over the largest logit."""
     scale = theirs.abs().max()
     difference = (ours - theirs).abs().amax(-1)
@@ -78,8 +89,7 @@ def _compare_logits(
 
 
 def layer_agrees(folder: Path, tp: int = 1) -> dict[str, tuple[float, float, float]]:
-    """Output, input gradient and every parameter's: the largest difference over the largest entry
-    of ours from float64, ours from transformers, transformers from float64."""
+    """By tensor, of its largest entry: ours from float64 and theirs, theirs from float64."""
     config = read_hf_config(folder)
     their_model = hf_model(folder).model
     theirs = getattr(their_model, "language_model", their_model).layers[0].linear_attn
@@ -122,27 +132,18 @@ def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def packed_documents_agree(folder: Path, lengths: tuple[int, ...], tp: int = 1) -> dict[str, float]:
-    """Logits of documents packed into one row against transformers on each by itself."""
-    from megatron.core.packed_seq_params import PackedSeqParams
-
     config = read_hf_config(folder)
     theirs_model = hf_model(folder)
     torch.manual_seed(5)
     documents = [torch.randint(config.vocab_size, (1, length)) for length in lengths]
-    offsets = torch.tensor([0, *lengths]).cumsum(0).int()
-    packing = PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        max_seqlen_q=max(lengths),
-        max_seqlen_kv=max(lengths),
-    )
     with parallel(tp), torch.no_grad():
         model = build_megatron(config, "hybrid").eval()
         load_hf_weights(model, folder)
         tokens = torch.cat(documents, 1)
         positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        ours = model(tokens, positions, None, packed_seq_params=packing)[..., : config.vocab_size]
+        ours = model(tokens, positions, None, packed_seq_params=thd(lengths))[
+            ..., : config.vocab_size
+        ]
         theirs = [theirs_model(document, use_cache=False).logits for document in documents]
         noise = [
             _rounding_noise(theirs_model, document, logits)
@@ -160,7 +161,6 @@ def load_dist_checkpoint(model, folder: Path) -> None:
 
 
 def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
-    """A checkpoint's tensors by their keys."""
     from torch.distributed.checkpoint import FileSystemReader, load
 
     reader = FileSystemReader(find_checkpoint(folder))
@@ -183,9 +183,7 @@ def _model_of_stage(config, kind: str, dtype: torch.dtype, tp: int, pp: int):
     return build_megatron(config, kind, params_dtype=dtype, sequence_parallel=tp > 1, **pattern)
 
 
-def checkpoint_loads(
-    folder: Path, checkpoint: Path, kind: str, tp: int = 1, pp: int = 1, ep: int = 1
-) -> list[str]:
+def checkpoint_loads(folder, checkpoint, kind, tp=1, pp=1, ep=1):
     """The checkpoint and the Hugging Face folder fill this rank alike; the names it holds."""
     config = read_hf_config(folder)
     with parallel(tp, pp=pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp):
@@ -200,17 +198,8 @@ def checkpoint_loads(
     return sorted(map(_canonical, held))
 
 
-def load_and_save(
-    checkpoint: Path,
-    folder: Path,
-    target: Path,
-    kind: str,
-    dtype: torch.dtype,
-    change: tuple[str, float] = ("", 0.0),
-    **sizes: int,
-) -> None:
-    """A run of ``dtype`` loads a checkpoint, adds to a parameter (``change``), and saves as
-    Megatron saves."""
+def load_and_save(checkpoint, folder, target, kind, dtype, change=("", 0.0), **sizes):
+    """A run loads a checkpoint, adds ``change`` to a parameter, and saves as Megatron saves."""
     from megatron.core import dist_checkpointing
 
     tp, pp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "ep"))
@@ -232,9 +221,7 @@ def _canonical(name: str) -> str:
     return name.replace("input_layernorm.", f"self_attention.{fused}.layer_norm_")
 
 
-def save_gives_the_source_back(
-    folder: Path, target: Path, kind: str, dtype: torch.dtype, tp: int = 1, wrap: bool = False
-) -> list[str]:
+def save_gives_the_source_back(folder, target, kind, dtype, tp=1, wrap=False):
     """Load into a model of ``dtype``, save, compare: the differences, as text."""
     from megatron.core.transformer.module import Float16Module
 
@@ -253,9 +240,7 @@ def save_gives_the_source_back(
     return [str(difference) for difference in compare_folders(folder, target)]
 
 
-def save_trained_gates(
-    folder: Path, target: Path, tp: int, fp32_gates: bool
-) -> tuple[dict[str, torch.Tensor], list[str]]:
+def save_trained_gates(folder, target, tp, fp32_gates):
     """Load, move the gates of layer 0 off bf16, save; this rank's gates and its warnings."""
     with parallel(tp), _warnings_of("megatron_gdn.hf") as said:
         model = build_megatron(read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16)
@@ -287,7 +272,6 @@ def loading_fails(
     folder: Path, kind: str = "hybrid", tp: int = 1, config=None, untouched: bool = True,
     options: dict | None = None, **changes,
 ) -> str:  # fmt: skip
-    """The message of the error that loading into a model of another ``config`` raises."""
     import dataclasses
 
     built_for = dataclasses.replace(read_hf_config(folder), **(config or {}))

@@ -1,13 +1,171 @@
 """A model with low-rank adapters loads Hugging Face weights and is saved with them merged."""
 
+from collections.abc import Callable
+from pathlib import Path
+
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
 
-from megatron_gdn.hf import export_folder
+from megatron_gdn.hf import (
+    export_folder,
+    load_hf_weights,
+    megatron_state,
+    read_hf_config,
+    save_hf_weights,
+)
+from megatron_gdn.hf.folders import open_weights
 from tests.distributed import bridge
-from tests.distributed.bridge import needs_bridge
-from tests.hf import adapter_laws as laws
+from tests.distributed.bridge import needs_bridge, peft_class
+from tests.hf.model_laws import (
+    TOKENS,
+    _compare_logits,
+    _rounding_noise,
+    build_megatron,
+    hf_model,
+    logits_of,
+)
 from tests.hf.test_models import assert_logits_agree
+from tests.parallel import parallel
+
+# The linears of Gated DeltaNet, of attention and of the MLP, by the names that Bridge matches.
+TARGETS = ["in_proj", "out_proj", "linear_qkv", "linear_proj", "linear_fc1", "linear_fc2"]
+RANK, ALPHA = 4, 8
+GDN = "decoder.layers.0.self_attention"
+
+
+class Wrapper(nn.Module):
+    """What an export reads of Bridge's LoRA, without tensor parallelism."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.to_wrap, self.adapter = linear, nn.Module()
+        rows, columns = linear.weight.shape
+        self.adapter.linear_in = nn.Linear(columns, RANK, bias=False)
+        self.adapter.linear_out = nn.Linear(RANK, rows, bias=False)
+
+    @property
+    def weight(self) -> Tensor:
+        delta = self.adapter.linear_out.weight @ self.adapter.linear_in.weight
+        return self.to_wrap.weight + ALPHA / RANK * delta
+
+    def forward(self, x: Tensor):
+        rows, bias = self.to_wrap(x)
+        return rows + ALPHA / RANK * self.adapter.linear_out(self.adapter.linear_in(x)), bias
+
+
+class WithoutWeight(nn.Module):
+    """As Bridge's DoRA, which has no merged weight."""
+
+    def __init__(self, linear: nn.Module) -> None:
+        super().__init__()
+        self.to_wrap, self.adapter = linear, nn.Module()
+
+
+def wrap_by_hand(model: nn.Module, wrapper: Callable = Wrapper) -> nn.Module:
+    for layer in model.decoder.layers:
+        for name in ("self_attention", "mlp"):
+            owner = getattr(layer, name)
+            for target in set(TARGETS) & owner._modules.keys():
+                setattr(owner, target, wrapper(getattr(owner, target)))
+    return model
+
+
+def with_adapters(model: nn.Module, bridge: str | None) -> nn.Module:
+    """Adapters whose B is not zero; ``bridge``: a clone of Megatron-Bridge, None: `Wrapper`."""
+    torch.manual_seed(21)
+    if bridge is None:
+        model = wrap_by_hand(model)
+    else:
+        model = peft_class(bridge, "LoRA")(target_modules=TARGETS, dim=RANK, alpha=ALPHA)(model)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if ".linear_out." in name:
+                parameter.normal_(std=0.05)
+    return model
+
+
+def in_fp32(folder: Path, target: Path) -> Path:
+    """The same Hugging Face model with every tensor in fp32, so that an export does not round."""
+    target.mkdir()
+    for path in folder.iterdir():
+        if path.suffix == ".safetensors":
+            tensors = {key: tensor.float() for key, tensor in load_file(path).items()}
+            save_file(tensors, target / path.name, metadata={"format": "pt"})
+        else:
+            (target / path.name).write_bytes(path.read_bytes())
+    return target
+
+
+def merged_export_agrees(source, target, bridge, tp=1, first=False):
+    """The export's logits beside the adapted model's; ``first``: adapted, then loaded."""
+    config = read_hf_config(source)
+    torch.manual_seed(5)
+    tokens = torch.randint(config.vocab_size, (2, TOKENS))
+    with parallel(tp), torch.no_grad():
+        model = build_megatron(config, "hybrid", tensor_model_parallel_size=tp)
+        if first:
+            model = with_adapters(model, bridge)
+        load_hf_weights(model, source)
+        plain = logits_of(model, tokens, config.vocab_size) if not first else None
+        if not first:
+            model = with_adapters(model, bridge)
+        model.eval()
+        ours = logits_of(model, tokens, config.vocab_size)
+        assert plain is None or (ours - plain).abs().max() > 0.05 * plain.abs().max()
+        before = {name: p.clone() for name, p in model.named_parameters()}
+        save_hf_weights(model, target, like=source)
+        assert all(torch.equal(p, before[name]) for name, p in model.named_parameters())
+        torch.distributed.barrier()
+        theirs_model = hf_model(target)
+        theirs = theirs_model(tokens, use_cache=False).logits
+        return _compare_logits(ours, theirs, _rounding_noise(theirs_model, tokens, theirs))
+
+
+def merged_rows(source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """in_proj's sections of a merged state, and W + (alpha / dim) B A of the same rows."""
+    config = read_hf_config(source)
+    with parallel(1):
+        model = with_adapters(build_megatron(config, "hybrid"), None)
+        load_hf_weights(model, source)
+        state, wrapper = megatron_state(model), model.get_submodule(f"{GDN}.in_proj")
+        assert not any("adapter" in name or "to_wrap" in name for name in state)
+    layout, merged = config.gdn.layout, state[f"{GDN}.in_proj.weight"]
+    parts = [
+        tensor.detach().split(layout.widths)
+        for tensor in (wrapper.to_wrap.weight, wrapper.adapter.linear_out.weight)
+    ]
+    a = wrapper.adapter.linear_in.weight.detach()
+    expected = [w + ALPHA / RANK * b @ a for w, b in zip(*parts, strict=True)]
+    return (
+        dict(zip(layout.names, merged.split(layout.widths), strict=True)),
+        dict(zip(layout.names, expected, strict=True)),
+    )
+
+
+def saving_fails(source: Path, target: Path) -> str:
+    with parallel(1):
+        model = wrap_by_hand(build_megatron(read_hf_config(source), "hybrid"), WithoutWeight)
+        try:
+            save_hf_weights(model, target, like=source)
+        except NotImplementedError as error:
+            return str(error)
+        return f"saved {sorted(open_weights(target))}"
+
+
+def save_adapted_checkpoint(source: Path, target: Path) -> None:
+    from megatron.core import dist_checkpointing
+    from megatron.core.dist_checkpointing import ShardedTensor
+
+    with parallel(1):
+        model = build_megatron(read_hf_config(source), "hybrid")
+        state = model.sharded_state_dict()
+        key = f"{GDN}.in_proj.adapter.linear_in.weight"
+        state[key] = ShardedTensor.from_rank_offsets(key, torch.zeros(RANK, 24))
+        target.mkdir()
+        dist_checkpointing.save({"model": state}, str(target))
+
 
 by_hand = pytest.param(None, id="a wrapper like Bridge's")
 by_bridge = pytest.param(bridge.FOLDER, id="Bridge's LoRA", marks=needs_bridge)
@@ -15,7 +173,7 @@ by_bridge = pytest.param(bridge.FOLDER, id="Bridge's LoRA", marks=needs_bridge)
 
 @pytest.fixture
 def fp32_folder(hf_folder, tmp_path):
-    return lambda name: laws.in_fp32(hf_folder(name), tmp_path / "fp32")
+    return lambda name: in_fp32(hf_folder(name), tmp_path / "fp32")
 
 
 @pytest.mark.parametrize("folder", [by_hand, by_bridge])
@@ -24,10 +182,9 @@ def fp32_folder(hf_folder, tmp_path):
 def test_a_merged_export_is_the_model_with_its_adapters(
     pools, fp32_folder, tmp_path, name, first, folder
 ):
-    """fp32 throughout; W x + B (A x) is another order, so tokens that one rounding moves further
-    are excepted."""
+    """fp32; W x + B (A x) is another order: tokens that one rounding moves further are excepted."""
     (found,) = pools(1).run(
-        laws.merged_export_agrees, fp32_folder(name), tmp_path / "saved", folder, first=first
+        merged_export_agrees, fp32_folder(name), tmp_path / "saved", folder, first=first
     )
     assert_logits_agree(found, noisy=True)
 
@@ -35,24 +192,24 @@ def test_a_merged_export_is_the_model_with_its_adapters(
 @needs_bridge
 def test_two_ranks_merge_what_they_share(pools, fp32_folder, tmp_path):
     source, target = fp32_folder("dense"), tmp_path / "saved"
-    for found in pools(2).run(laws.merged_export_agrees, source, target, bridge.FOLDER, tp=2):
+    for found in pools(2).run(merged_export_agrees, source, target, bridge.FOLDER, tp=2):
         assert_logits_agree(found, noisy=True)
 
 
 def test_every_section_of_in_proj_is_merged(pools, fp32_folder):
-    ((merged, expected),) = pools(1).run(laws.merged_rows, fp32_folder("dense"))
+    ((merged, expected),) = pools(1).run(merged_rows, fp32_folder("dense"))
     assert list(merged) == ["query", "key", "value", "z", "beta", "alpha"]
     for name, rows in merged.items():
         assert torch.allclose(rows, expected[name], rtol=0, atol=1e-6), name
 
 
 def test_an_adapter_that_cannot_be_merged_is_refused_by_name(pools, hf_folder, tmp_path):
-    (said,) = pools(1).run(laws.saving_fails, hf_folder("dense"), tmp_path / "saved")
-    assert said.startswith(f"{laws.GDN}.in_proj is a WithoutWeight"), said
+    (said,) = pools(1).run(saving_fails, hf_folder("dense"), tmp_path / "saved")
+    assert said.startswith(f"{GDN}.in_proj is a WithoutWeight"), said
     assert not (tmp_path / "saved").exists()
 
 
 def test_a_checkpoint_with_adapters_is_not_exported_without_them(pools, hf_folder, tmp_path):
-    pools(1).run(laws.save_adapted_checkpoint, hf_folder("dense"), tmp_path / "checkpoint")
+    pools(1).run(save_adapted_checkpoint, hf_folder("dense"), tmp_path / "checkpoint")
     with pytest.raises(ValueError, match=r"has adapters, .*save_hf_weights, which merges them"):
         export_folder(tmp_path / "checkpoint", tmp_path / "saved", like=hf_folder("dense"))

@@ -18,8 +18,7 @@ from megatron_gdn.hf import (
     read_hf_config,
 )
 from megatron_gdn.hf.folders import find_checkpoint
-from tests.hf.megatron_models import build_megatron
-from tests.hf.model_laws import checkpoint_loads, load_and_save
+from tests.hf.model_laws import build_megatron, checkpoint_loads, load_and_save
 from tests.parallel import parallel
 
 

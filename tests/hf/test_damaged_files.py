@@ -9,51 +9,43 @@ import pytest
 from megatron_gdn.hf import import_folder
 from megatron_gdn.hf.__main__ import main
 
-
-def _zeros(file: Path) -> None:
-    file.write_bytes(bytes(file.stat().st_size))
-
-
-def _zeros_at_its_end(file: Path) -> None:
-    """As a crash of the machine leaves a file whose last blocks were not written."""
-    content = file.read_bytes()
-    file.write_bytes(content[:-4096].ljust(len(content), b"\0"))
+# The last as a crash of the machine leaves a file whose last blocks were not written.
+DAMAGE = {
+    "empty": lambda content: b"",
+    "cut": lambda content: content[: len(content) // 2],
+    "zeros": lambda content: bytes(len(content)),
+    "zeros at its end": lambda content: content[:-4096].ljust(len(content), b"\0"),
+}
 
 
-def _cut(file: Path) -> None:
-    file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
-
-
-def _empty(file: Path) -> None:
-    file.write_bytes(b"")
-
-
-def _shards(folder: Path) -> list[str]:
-    return sorted(path.name for path in folder.glob("*.distcp"))
+def damage(file: Path, how: str) -> None:
+    if how == "gone":
+        file.unlink()
+    else:
+        file.write_bytes(DAMAGE[how](file.read_bytes()))
 
 
 @pytest.mark.parametrize("shard", [0, -1], ids=["first shard", "last shard"])
-@pytest.mark.parametrize("damage", [Path.unlink, _empty, _cut, _zeros, _zeros_at_its_end])
-def test_a_damaged_shard_is_named(imported, hf_folder, tmp_path, capsys, shard, damage):
-    file = imported / _shards(imported)[shard]
-    damage(file)
-    assert_named(file, imported, hf_folder("dense"), tmp_path, capsys)
+@pytest.mark.parametrize("how", ["gone", *DAMAGE])
+def test_a_damaged_shard_is_named(imported, hf_folder, tmp_path, refused, shard, how):
+    file = sorted(imported.glob("*.distcp"))[shard]
+    damage(file, how)
+    assert_named(file, imported, hf_folder("dense"), tmp_path, refused)
 
 
 @pytest.mark.parametrize("name", ["metadata.json", ".metadata"])
-@pytest.mark.parametrize("damage", [Path.unlink, _empty, _cut, _zeros])
-def test_a_damaged_table_is_named(imported, hf_folder, tmp_path, capsys, name, damage):
-    damage(imported / name)
-    named = imported if (name, damage) == ("metadata.json", Path.unlink) else imported / name
-    assert_named(named, imported, hf_folder("dense"), tmp_path, capsys)
+@pytest.mark.parametrize("how", ["gone", "empty", "cut", "zeros"])
+def test_a_damaged_table_is_named(imported, hf_folder, tmp_path, refused, name, how):
+    damage(imported / name, how)
+    named = imported if (name, how) == ("metadata.json", "gone") else imported / name
+    assert_named(named, imported, hf_folder("dense"), tmp_path, refused)
 
 
 def test_other_faults_keep_their_words_and_their_tracebacks(
-    imported, hf_folder, tmp_path, capsys, monkeypatch
+    imported, hf_folder, tmp_path, refused, monkeypatch
 ):
     command = ["export", str(imported), str(tmp_path), "--like", str(hf_folder("dense"))]
-    assert main(command) == 2
-    assert f"{tmp_path} exists; remove it" in capsys.readouterr().err
+    assert f"{tmp_path} exists; remove it" in refused(*command)
     monkeypatch.setattr("megatron_gdn.hf.__main__.export_folder", lambda *a, **k: {}["a bug"])
     with pytest.raises(KeyError):
         main(command)
@@ -75,13 +67,11 @@ def test_a_full_disk_is_named_by_the_folder_that_was_to_be_made(imported, hf_fol
 
 @pytest.fixture
 def imported(hf_folder, tmp_path) -> Path:
-    """The folder of one iteration, made by an import."""
     import_folder(hf_folder("dense"), tmp_path / "imported")
     return tmp_path / "imported" / "release"
 
 
-def assert_named(file: Path, source: Path, like: Path, at: Path, capsys) -> None:
-    assert main(["export", str(source), str(at / "back"), "--like", str(like)]) == 2
-    said = capsys.readouterr().err
+def assert_named(file: Path, source: Path, like: Path, at: Path, refused) -> None:
+    said = refused("export", source, at / "back", "--like", like)
     assert f"{file} " in said and said.startswith("error: ") and said.count("\n") == 1, said
     assert not (at / "back").exists()

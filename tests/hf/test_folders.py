@@ -4,8 +4,6 @@ import hashlib
 import json
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -24,6 +22,7 @@ from megatron_gdn.hf.folders import open_weights
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from tests.hf.model_laws import load_and_save, stored_tensors
 from tests.hf.tiny_models import FOLDERS
+from tests.processes import python
 
 
 def digests(folder):
@@ -50,7 +49,7 @@ def test_export_gives_the_source_files_back_byte_for_byte(hf_folder, tmp_path, n
 
 
 @pytest.mark.parametrize("name", ["next", "moe packed", "dense tied"])
-def test_plain_norms_round_trip_too_and_are_not_taken_for_others(hf_folder, tmp_path, capsys, name):
+def test_plain_norms_round_trip_and_are_not_taken_for_others(hf_folder, tmp_path, refused, name):
     folder, imported = hf_folder(name), tmp_path / "imported"
     import_folder(folder, imported, zero_centered_gamma=False)
     export_folder(imported, tmp_path / "back", like=folder)
@@ -60,9 +59,8 @@ def test_plain_norms_round_trip_too_and_are_not_taken_for_others(hf_folder, tmp_
     assert torch.equal(gains, source.read("model.norm.weight").float() + 1.0)
     zero_centred = tmp_path / "zero-centred"
     import_folder(folder, zero_centred)
-    command = ["export", str(zero_centred), str(tmp_path / "x"), "--like", str(folder)]
-    assert main([*command, "--plain-norms"]) == 2
-    assert "leave out --plain-norms" in capsys.readouterr().err
+    said = refused("export", zero_centred, tmp_path / "x", "--like", folder, "--plain-norms")
+    assert "leave out --plain-norms" in said
 
 
 def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder):
@@ -177,22 +175,6 @@ def edit_weights(folder, change):
 A_LOG = "model.layers.0.linear_attn.A_log"
 
 
-def drop(tensors):
-    del tensors[A_LOG]
-
-
-def cut(tensors):
-    tensors[A_LOG] = tensors[A_LOG][:3].clone()
-
-
-def add(tensors):
-    tensors["model.layers.0.linear_attn.my_A_log"] = torch.ones(2)
-
-
-def quantise(tensors):
-    tensors[A_LOG] = tensors[A_LOG].to(torch.float8_e4m3fn)
-
-
 def cast_to(dtype):
     return lambda tensors: tensors.update({A_LOG: tensors[A_LOG].to(dtype)})
 
@@ -201,82 +183,84 @@ def poison(value):
     return lambda tensors: tensors[A_LOG][5].fill_(value)
 
 
-def truncate(folder):
-    path = folder / "model-00002-of-00003.safetensors"
-    path.write_bytes(path.read_bytes()[:-7])
-
-
-def delete(folder):
-    (folder / "model-00002-of-00003.safetensors").unlink()
-
-
 def lie(folder):
     path = folder / "model.safetensors.index.json"
     index = json.loads(path.read_text())
-    index["weight_map"][A_LOG] = next(
-        name for name in set(index["weight_map"].values()) if name != index["weight_map"][A_LOG]
-    )
+    others = set(index["weight_map"].values()) - {index["weight_map"][A_LOG]}
+    index["weight_map"][A_LOG] = others.pop()
     path.write_text(json.dumps(index))
 
 
-def no_weights(folder):
-    for path in folder.glob("model*"):
-        path.unlink()
-
-
-def untied_head(folder):
-    edit_config(folder, tie_word_embeddings=True)
-
-
-BROKEN = {
-    "missing key": (lambda f: edit_weights(f, drop), r"missing key 'model.layers.0.*A_log'"),
-    "wrong shape": (lambda f: edit_weights(f, cut), r"A_log has shape \(3,\).*\(8,\)"),
-    "unknown key": (lambda f: edit_weights(f, add), r"unknown key '.*my_A_log'"),
-    "fp8": (lambda f: edit_weights(f, quantise), r"A_log is quantised \(F8_E4M3"),
+SECOND = "model-00002-of-00003.safetensors"
+# How the tensors of a folder are changed, and the error.
+TENSORS = {
+    "missing key": (lambda tensors: tensors.pop(A_LOG), r"missing key 'model.layers.0.*A_log'"),
+    "wrong shape": (
+        lambda tensors: tensors.update({A_LOG: tensors[A_LOG][:3].clone()}),
+        r"A_log has shape \(3,\).*\(8,\)",
+    ),
+    "unknown key": (
+        lambda tensors: tensors.update({A_LOG.replace("A_log", "my_A_log"): torch.ones(2)}),
+        r"unknown key '.*my_A_log'",
+    ),
+    "fp8": (cast_to(torch.float8_e4m3fn), r"A_log is quantised \(F8_E4M3"),
     "int8": (
-        lambda f: edit_weights(f, cast_to(torch.int8)),
+        cast_to(torch.int8),
         r"0.linear_attn.A_log in .*\.safetensors has dtype int8; legal for .*A_log: bfloat16, ",
     ),
     "fp64 gate": (
-        lambda f: edit_weights(f, cast_to(torch.float64)),
+        cast_to(torch.float64),
         r"A_log in .* has dtype float64; legal for .*A_log: bfloat16, float16, float32\.",
     ),
     "nan": (
-        lambda f: edit_weights(f, poison(float("nan"))),
+        poison(float("nan")),
         r"0.linear_attn.A_log in .*\.safetensors holds 1 of 8 values that are NaN or inf",
     ),
-    "inf": (lambda f: edit_weights(f, poison(float("-inf"))), r"A_log in .*NaN or inf"),
+    "inf": (poison(float("-inf")), r"A_log in .*NaN or inf"),
+}
+# Likewise of the config's settings.
+SETTINGS = {
     "unknown architecture": (
-        lambda f: edit_config(f, architectures=["LlamaForCausalLM"]),
+        {"architectures": ["LlamaForCausalLM"]},
         r"unknown architecture \['LlamaForCausalLM'\]; known: Qwen3NextForCausalLM, ",
     ),
-    "missing field": (
-        lambda f: edit_config(f, linear_num_key_heads=None),
-        "no 'linear_num_key_heads'",
+    "missing field": ({"linear_num_key_heads": None}, "no 'linear_num_key_heads'"),
+    "wrong layer types": ({"layer_types": ["mamba"]}, "layer_types must be 4"),
+    "bias": ({"attention_bias": True}, "attention_bias=true is not supported"),
+    "tied but different": (
+        {"tie_word_embeddings": True}, "lm_head.weight differs from model.embed_tokens.weight",
     ),
-    "wrong layer types": (lambda f: edit_config(f, layer_types=["mamba"]), "layer_types must be 4"),
-    "bias": (lambda f: edit_config(f, attention_bias=True), "attention_bias=true is not supported"),
+}  # fmt: skip
+
+BROKEN = {
+    **{name: (lambda f, how=how: edit_weights(f, how), said)
+       for name, (how, said) in TENSORS.items()},
+    **{name: (lambda f, how=how: edit_config(f, **how), said)
+       for name, (how, said) in SETTINGS.items()},
     "not json": (lambda f: (f / "config.json").write_text("{"), "config.json is not JSON"),
     "no config": (lambda f: (f / "config.json").unlink(), "config.json does not exist"),
-    "truncated": (truncate, r"model-00002-of-00003.safetensors is truncated or not.*bytes"),
-    "missing file": (delete, r"model-00002-of-00003.safetensors is missing"),
+    "truncated": (
+        lambda f: (f / SECOND).write_bytes((f / SECOND).read_bytes()[:-7]),
+        rf"{SECOND} is truncated or not.*bytes",
+    ),
+    "missing file": (lambda f: (f / SECOND).unlink(), rf"{SECOND} is missing"),
     "wrong index": (lie, r"index.json and the files disagree.*A_log"),
-    "no weights": (no_weights, "has no weights: neither"),
-    "tied but different": (untied_head, "lm_head.weight differs from model.embed_tokens.weight"),
-}
+    "no weights": (
+        lambda f: [path.unlink() for path in f.glob("model*")], "has no weights: neither",
+    ),
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("breakage", "message"), BROKEN.values(), ids=BROKEN)
 def test_a_broken_source_is_named_and_leaves_nothing_behind(
-    copy, tmp_path, capsys, breakage, message
+    copy, tmp_path, refused, breakage, message
 ):
     breakage(copy)
-    assert main(["import", str(copy), str(tmp_path / "imported")]) == 2
-    assert re.search(message, capsys.readouterr().err)
+    assert re.search(message, refused("import", copy, tmp_path / "imported"))
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, monkeypatch):
+def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, refused, monkeypatch):
     read, count = SafetensorsFolder.read, iter(range(1000))
 
     def read_some(*args):
@@ -285,24 +269,22 @@ def test_an_error_half_way_leaves_nothing_behind(copy, tmp_path, monkeypatch):
         return read(*args)
 
     monkeypatch.setattr(SafetensorsFolder, "read", read_some)
-    assert main(["import", str(copy), str(tmp_path / "imported")]) == 2
+    refused("import", copy, tmp_path / "imported")
     assert [path.name for path in tmp_path.iterdir()] == ["source"]
 
 
-def test_a_target_that_exists_is_not_touched(copy, tmp_path, capsys):
+def test_a_target_that_exists_is_not_touched(copy, tmp_path, refused):
     target = tmp_path / "imported"
     target.mkdir()
     (target / "precious").write_text("data")
-    assert main(["import", str(copy), str(target)]) == 2
-    assert "exists; remove it" in capsys.readouterr().err
+    assert "exists; remove it" in refused("import", copy, target)
     assert (target / "precious").read_text() == "data"
 
 
-def test_a_target_that_cannot_be_made_is_named(copy, tmp_path, capsys):
+def test_a_target_that_cannot_be_made_is_named(copy, tmp_path, refused):
     (tmp_path / "file").touch()
     for target in (tmp_path / "file" / "imported", "/proc/imported"):
-        assert main(["import", str(copy), str(target)]) == 2
-        said = capsys.readouterr().err
+        said = refused("import", copy, target)
         assert f"no folder can be made in {Path(target).parent} (" in said
         assert said.count("\n") == 1
 
@@ -324,27 +306,25 @@ def test_flags_are_not_guessed(capsys):
     ],
     ids=["no format", "empty tracker"],
 )
-def test_a_folder_without_checkpoint_is_named_on_export(copy, tmp_path, capsys, breakage, message):
-    import_folder(copy, tmp_path / "imported")
-    breakage(tmp_path / "imported")
-    command = ["export", str(tmp_path / "imported"), str(tmp_path / "back"), "--like", str(copy)]
-    assert main(command) == 2
-    assert re.search(message, capsys.readouterr().err)
+def test_a_folder_without_checkpoint_is_named_on_export(copy, tmp_path, refused, breakage, message):
+    imported = tmp_path / "imported"
+    import_folder(copy, imported)
+    breakage(imported)
+    assert re.search(message, refused("export", imported, tmp_path / "back", "--like", copy))
     assert not (tmp_path / "back").exists()
 
 
-def test_an_export_like_another_model_is_refused(hf_folder, copy, tmp_path, capsys):
+def test_an_export_like_another_model_is_refused(hf_folder, copy, tmp_path, refused):
     import_folder(copy, tmp_path / "imported")
+    export = "export", tmp_path / "imported", tmp_path / "back", "--like"
     for name, message in {
         "only gdn": r"not the same model: the checkpoint has no decoder.layers.6.*",
         "dense ratio 3": r"0.self_attention.A_log has shape \(8,\) in .*asks for \(12,\)",
         "dense tied": "no place for output_layer.weight",
     }.items():
-        command = ["export", str(tmp_path / "imported"), str(tmp_path / "back")]
-        assert main([*command, "--like", str(hf_folder(name))]) == 2
-        assert re.search(message, capsys.readouterr().err), name
-    assert main(["export", str(copy), str(tmp_path / "back"), "--like", str(copy)]) == 2
-    assert "is no distributed checkpoint" in capsys.readouterr().err
+        assert re.search(message, refused(*export, hf_folder(name))), name
+    said = refused("export", copy, tmp_path / "back", "--like", copy)
+    assert "is no distributed checkpoint" in said
     assert not (tmp_path / "back").exists()
 
 
@@ -368,18 +348,16 @@ def test_compare_tells_equal_from_different(copy, tmp_path, capsys):
 
 def test_compare_sees_permuted_rows_and_other_dtypes(copy, tmp_path):
     """An elementwise tolerance of 0.1 passes a permuted N(0, 0.02) weight; bits do not."""
-    imported = tmp_path / "imported"
+    imported, source = tmp_path / "imported", tmp_path / "unchanged"
     import_folder(copy, imported)
+    shutil.copytree(copy, source)
     gate_rows = "model.layers.0.linear_attn.in_proj_a.weight"
 
     def change(tensors):
         tensors[A_LOG] = tensors[A_LOG].bfloat16()
-        for key in tensors:
-            if key == gate_rows:
-                tensors[key] = tensors[key].flip(0).contiguous()
+        if gate_rows in tensors:
+            tensors[gate_rows] = tensors[gate_rows].flip(0).contiguous()
 
-    source = tmp_path / "unchanged"
-    shutil.copytree(copy, source)
     edit_weights(copy, change)
     found = {difference.key: difference.what for difference in compare_folders(copy, source)}
     assert found[A_LOG] == "BF16 [8] against F32 [8]"
@@ -392,13 +370,11 @@ def test_compare_sees_permuted_rows_and_other_dtypes(copy, tmp_path):
 @pytest.mark.slow
 def test_the_command_runs_as_a_module(copy, tmp_path):
     def run(*arguments):
-        command = [sys.executable, "-m", "megatron_gdn.hf", *map(str, arguments)]
-        return subprocess.run(command, capture_output=True, text=True, timeout=120)
+        return python("-m", "megatron_gdn.hf", *arguments).stdout
 
-    done = run("import", copy, tmp_path / "imported")
-    assert done.returncode == 0, done.stderr
-    assert run("export", tmp_path / "imported", tmp_path / "back", "--like", copy).returncode == 0
-    assert run("compare", copy, tmp_path / "back").stdout == "every tensor is equal\n"
-    assert "--hidden-dropout 0.0 " in run("flags", copy).stdout
-    broken = run("import", tmp_path / "nowhere", tmp_path / "x")
-    assert (broken.returncode, "Traceback" in broken.stderr) == (2, False)
+    run("import", copy, tmp_path / "imported")
+    run("export", tmp_path / "imported", tmp_path / "back", "--like", copy)
+    assert run("compare", copy, tmp_path / "back") == "every tensor is equal\n"
+    assert "--hidden-dropout 0.0 " in run("flags", copy)
+    broken = python("-m", "megatron_gdn.hf", "import", "nowhere", tmp_path / "x", ends=2)
+    assert "Traceback" not in broken.stderr

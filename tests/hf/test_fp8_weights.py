@@ -1,11 +1,101 @@
 """Weights that are stored in FP8, as ``--fp8-param-gather`` stores those of most linears."""
 
-from tests.hf import fp8_weight_laws as laws
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map
+
+from megatron_gdn.compat import fp8_weights
+from megatron_gdn.hf import (
+    load_hf_weights,
+    megatron_state,
+    read_hf_config,
+    save_hf_weights,
+    state_dict_to_hf,
+)
+from megatron_gdn.hf.folders import open_weights
+from tests.hf.model_laws import build_megatron
+from tests.parallel import parallel
+
+FC2 = "decoder.layers.1.mlp.linear_fc2.weight"
+KEY = "model.layers.0.mlp.down_proj.weight"
+E4M3_MAX = 448.0
+
+
+class StoredInFP8(Tensor):
+    """Values in e4m3 with one scale, as Transformer Engine's; ``copy_`` quantises."""
+
+    @staticmethod
+    def __new__(cls, weight: Tensor):
+        made = Tensor._make_wrapper_subclass(cls, weight.shape, dtype=weight.dtype)
+        made.scale = weight.abs().max().float() / E4M3_MAX
+        made.data8 = (weight.float() / made.scale).to(torch.float8_e4m3fn)
+        return made
+
+    def dequantize(self) -> Tensor:
+        return (self.data8.float() * self.scale).to(self.dtype)
+
+    @classmethod
+    def __torch_dispatch__(cls, func, types, args=(), kwargs=None):
+        first = args[0]
+        if func is torch.ops.aten.detach.default:
+            return cls(first.dequantize())
+        if func is torch.ops.aten.copy_.default and isinstance(first, cls):
+            vars(first).update(vars(cls(args[1])))
+            return first
+        args, kwargs = tree_map(
+            lambda x: x.dequantize() if isinstance(x, cls) else x, (args, kwargs or {})
+        )
+        return func(*args, **kwargs)
+
+
+@contextmanager
+def loaded(folder: Path):
+    engine = {"transformer_engine.pytorch.tensor": SimpleNamespace(QuantizedTensor=StoredInFP8)}
+    with parallel(), patch.object(fp8_weights, "sys", SimpleNamespace(modules=engine)):
+        model = build_megatron(read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16)
+        linear = model.decoder.layers[1].mlp.linear_fc2
+        first = linear.weight.detach().clone()
+        linear.weight = nn.Parameter(StoredInFP8(first))
+        linear.weight.get_high_precision_init_val = lambda: first
+        yield model, load_hf_weights(model, folder)
+
+
+def exports_have_its_values(folder: Path, target: Path) -> None:
+    source = open_weights(folder)
+    with loaded(folder) as (model, record):
+        weight = model.get_parameter(FC2)
+        assert isinstance(weight, StoredInFP8)
+        values = weight.dequantize()
+        assert not torch.equal(values, source.read(KEY))
+        state = megatron_state(model)
+        assert type(state[FC2]) is Tensor
+        assert torch.equal(state[FC2], values)
+        save_hf_weights(model, target, like=folder, record=record)
+        saved = open_weights(target)
+        stored = {**state, FC2: weight}
+        for from_dict in (dict(state_dict_to_hf([s], record)) for s in (state, stored)):
+            assert type(from_dict[KEY]) is Tensor
+            assert torch.equal(from_dict[KEY], values)
+    for key in source:
+        expected = values if key == KEY else source.read(key)
+        assert torch.equal(saved.read(key), expected), key
+
+
+def first_values_are_the_files(folder: Path) -> None:
+    """Megatron's optimizer starts its fp32 copy from them, not from the FP8 values."""
+    with loaded(folder) as (model, _):
+        first = model.get_parameter(FC2).get_high_precision_init_val()
+        assert torch.equal(first, open_weights(folder).read(KEY))
 
 
 def test_an_export_has_the_values_of_weights_stored_in_fp8(pools, hf_folder, tmp_path):
-    pools(1).run(laws.exports_have_its_values, hf_folder("dense"), tmp_path / "saved")
+    pools(1).run(exports_have_its_values, hf_folder("dense"), tmp_path / "saved")
 
 
 def test_the_optimizer_starts_from_the_loaded_values_of_weights_stored_in_fp8(pools, hf_folder):
-    pools(1).run(laws.first_values_are_the_files, hf_folder("dense"))
+    pools(1).run(first_values_are_the_files, hf_folder("dense"))

@@ -1,18 +1,91 @@
 """Imported models generate the tokens that transformers generates, each with its own cache."""
 
-import os
 import re
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+import torch
+from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron_gdn.hf import read_hf_config
-from tests.hf.generation_laws import continuations, mamba2_continuations
+from megatron_gdn.hf import load_hf_weights, mamba2_layer_from_hf, read_hf_config
+from megatron_gdn.inference.generate import generate
+from megatron_gdn.specs import hybrid_stack_spec
+from tests.hf.model_laws import build_megatron, hf_model
+from tests.parallel import make_config, parallel
+from tests.processes import ROOT, python
 
-ROOT = Path(__file__).parents[2]
+
+def continuations(folder: Path, kind: str, count: int = 20) -> tuple[list, list, float]:
+    """Greedy tokens of both, and by how much theirs are the likeliest, at the closest."""
+    config = read_hf_config(folder)
+    torch.manual_seed(5)
+    prompt = torch.randint(config.vocab_size, (2, 9))
+    theirs_model = hf_model(folder)
+    with torch.no_grad():
+        theirs, out = prompt, theirs_model(prompt, use_cache=True)
+        for _ in range(count):
+            token = out.logits[:, -1:].argmax(-1)
+            theirs = torch.cat([theirs, token], dim=1)
+            out = theirs_model(token, past_key_values=out.past_key_values, use_cache=True)
+        best = theirs_model(theirs, use_cache=False).logits[:, 8:-1].topk(2).values
+    with parallel():
+        model = build_megatron(config, kind)
+        load_hf_weights(model, folder)
+        ours = generate(
+            model, prompt, count, pick=lambda logits: logits[:, : config.vocab_size].argmax(-1)
+        )
+    return ours.tolist(), theirs.tolist(), (best[..., 0] - best[..., 1]).min().item()
+
+
+def mamba2_continuations(count: int = 20) -> tuple[list, list, float]:
+    from transformers import Mamba2Config, Mamba2ForCausalLM
+
+    torch.manual_seed(4)
+    theirs_config = Mamba2Config(
+        num_heads=8, head_dim=8, hidden_size=32, expand=2, state_size=6, n_groups=1,
+        num_hidden_layers=3, vocab_size=48, layer_norm_epsilon=1e-5, bos_token_id=0,
+        eos_token_id=None, pad_token_id=None,
+    )  # fmt: skip
+    theirs_model = Mamba2ForCausalLM(theirs_config).eval()
+    with torch.no_grad():
+        for parameter in theirs_model.parameters():  # away from where it starts, and tells little
+            parameter.add_(torch.randn_like(parameter) * 0.2)
+    prompt = torch.randint(1, 48, (2, 9))
+    theirs = theirs_model.generate(prompt, max_new_tokens=count, do_sample=False)
+    with torch.no_grad():
+        best = theirs_model(theirs, use_cache=False).logits[:, 8:-1].topk(2).values
+    with parallel():
+        ours_model = _mamba2_model(theirs_model, theirs_config)
+        ours = generate(ours_model, prompt, count)
+    return ours.tolist(), theirs.tolist(), (best[..., 0] - best[..., 1]).min().item()
+
+
+def _mamba2_model(theirs, theirs_config):
+    config = make_config(
+        num_layers=3, hidden_size=32, hidden_dropout=0.0, layernorm_epsilon=1e-5,
+        mamba_num_heads=8, mamba_num_groups=1, mamba_head_dim=8, mamba_state_dim=6,
+    )  # fmt: skip
+    model = HybridModel(
+        config, hybrid_stack_spec("local"), vocab_size=48, max_sequence_length=64,
+        hybrid_layer_pattern="MMM", position_embedding_type="none",
+        share_embeddings_and_output_weights=False, parallel_output=False,
+    ).eval()  # fmt: skip
+    body = theirs.backbone
+    state = {
+        "embedding.word_embeddings.weight": body.embeddings.weight,
+        "output_layer.weight": theirs.lm_head.weight,
+        "decoder.final_norm.weight": body.norm_f.weight,
+    }
+    for n, layer in enumerate(body.layers):
+        (mixer,) = mamba2_layer_from_hf(
+            layer.mixer.state_dict(), model.decoder.layers[n].mixer.global_dims
+        )
+        state |= {f"decoder.layers.{n}.mixer.{name}": x for name, x in mixer.items()}
+        state[f"decoder.layers.{n}.norm.weight"] = layer.norm.weight
+    missing, unknown = model.load_state_dict(state, strict=False)
+    assert not unknown and all("_extra_state" in name for name in missing), (missing, unknown)
+    return model
 
 
 @pytest.mark.parametrize(
@@ -62,15 +135,8 @@ def test_the_example_names_a_folder_without_a_model(tmp_path, capsys):
 def test_the_example_generates_from_a_folder(hf_folder):
     folder = hf_folder("dense")
     flags = ["--tokens", "5", "17", "3", "--count", "6"]
-    done = subprocess.run(
-        [sys.executable, "examples/generate.py", folder, *flags],
-        cwd=ROOT,
-        env=os.environ | {"TORCHDYNAMO_DISABLE": "1"},  # compiling takes most of its time
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
+    # Compiling takes most of its time.
+    done = python("examples/generate.py", folder, *flags, TORCHDYNAMO_DISABLE="1")
     # No notes of absent packages; that MTP weights are not loaded is worth a line.
     (said,) = done.stderr.splitlines()
     assert "were not loaded" in said

@@ -77,20 +77,11 @@ GLM = {
 }
 GLM_VISION = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2,
               "out_hidden_size": 24, "patch_size": 4}  # fmt: skip
-VISION = {
-    "depth": 1,
-    "hidden_size": 16,
-    "intermediate_size": 16,
-    "num_heads": 2,
-    "out_hidden_size": 24,
-    "num_position_embeddings": 16,
-    "patch_size": 4,
-}
+VISION = GLM_VISION | {"num_position_embeddings": 16}
 
 
 def model_class(family: str):
-    """A transformers class in plain torch: where fla is installed, transformers picks its kernels
-    at import."""
+    """In plain torch: where fla is installed, transformers picks its kernels at import."""
     import transformers
 
     hidden = {name: sys.modules.get(name) for name in ("fla", "causal_conv1d")}
@@ -104,35 +95,27 @@ def model_class(family: str):
 
 
 def build(family: str, **changes):
-    """A transformers model of ``family`` with random weights, norms included, in fp32."""
     import transformers as hf
 
     dense = COMMON | {"intermediate_size": 20} | changes
     moe = COMMON | MOE | changes
     torch.manual_seed(sum(map(ord, family)))
-    if family == "Qwen3NextForCausalLM":
-        config = hf.Qwen3NextConfig(**dense | moe)
-    elif family == "Qwen3_5ForCausalLM":
-        config = hf.Qwen3_5TextConfig(**dense)
-    elif family == "Qwen3_5MoeForCausalLM":
-        config = hf.Qwen3_5MoeTextConfig(**moe)
-    elif family == "Qwen3_5ForConditionalGeneration":
-        config = hf.Qwen3_5Config(text_config=dense, vision_config=VISION)
-    elif family == "Qwen3_5MoeForConditionalGeneration":
-        config = hf.Qwen3_5MoeConfig(text_config=moe, vision_config=VISION)
-    elif family == "OlmoHybridForCausalLM":
-        config = hf.OlmoHybridConfig(**dense | NO_PADDING)
-    elif family == "Qwen4ExpForCausalLM":
-        config = hf.Qwen4ExpTextConfig(**COMMON | MOE | QWEN4 | changes)
-    elif family == "KimiLinearForCausalLM":
-        config = hf.KimiLinearConfig(**KDA | LATENT | {"num_local_experts": 4} | changes)
-    elif family == "BailingHybridForCausalLM":
-        config = hf.BailingHybridConfig(**KDA | LATENT | BAILING | changes)
-    elif family == "Glm5NextForConditionalGeneration":
-        config = hf.Glm5NextConfig(
-            text_config=KDA | LATENT | GLM | changes, vision_config=GLM_VISION
-        )
-    model = model_class(family)(config)
+    kind, settings = {
+        "Qwen3NextForCausalLM": ("Qwen3Next", dense | moe),
+        "Qwen3_5ForCausalLM": ("Qwen3_5Text", dense),
+        "Qwen3_5MoeForCausalLM": ("Qwen3_5MoeText", moe),
+        "Qwen3_5ForConditionalGeneration": ("Qwen3_5", dense),
+        "Qwen3_5MoeForConditionalGeneration": ("Qwen3_5Moe", moe),
+        "OlmoHybridForCausalLM": ("OlmoHybrid", dense | NO_PADDING),
+        "Qwen4ExpForCausalLM": ("Qwen4ExpText", COMMON | MOE | QWEN4 | changes),
+        "KimiLinearForCausalLM": ("KimiLinear", KDA | LATENT | {"num_local_experts": 4} | changes),
+        "BailingHybridForCausalLM": ("BailingHybrid", KDA | LATENT | BAILING | changes),
+        "Glm5NextForConditionalGeneration": ("Glm5Next", KDA | LATENT | GLM | changes),
+    }[family]
+    if family.endswith("ConditionalGeneration"):
+        vision = GLM_VISION if kind == "Glm5Next" else VISION
+        settings = {"text_config": settings, "vision_config": vision}
+    model = model_class(family)(getattr(hf, f"{kind}Config")(**settings))
     with torch.no_grad():
         for name, param in model.named_parameters():
             # Gains on both sides of 1/2, gates unlike each other, weights as large as trained ones.
@@ -207,7 +190,6 @@ FOLDERS = {
 
 
 def make_folder(name: str, folder: Path) -> None:
-    """Build and save one of `FOLDERS`."""
     family, changes, saving = FOLDERS[name]
     folder.mkdir()
     as_published(build(family, **changes), folder, **saving)

@@ -1,9 +1,5 @@
-"""fla's and cuDNN's kernels of KDA on a GPU: output, states and every gradient against fp64.
-
-Operands of the products are bf16: a result has some four roundings of 2^-9 in a row behind it,
-which are independent of each other, so their root mean square stays below 2^-7. The gradient of g
-is a difference of sums of such products: twice that.
-"""
+"""fla's and cuDNN's kernels of KDA on a GPU against fp64. Operands are bf16: some four independent
+roundings of 2^-9 stay below 2^-7, twice that in the gradient of g, a difference of sums."""
 
 import pytest
 import torch
@@ -12,16 +8,9 @@ from megatron_gdn.kda.rule import PlainKDA, choose_kda
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.state_maps.state_map import StateShape
-from tests.ops.delta_rule.states import (
-    documents_of,
-    root_mean_square_errors,
-    run_everything,
-)
+from tests.ops.delta_rule.states import beside_fp64, documents_of, root_mean_square_errors
 
-pytestmark = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
-]
+pytestmark = pytest.mark.gpu
 G, H, K, V = 32, 32, 128, 128
 LENGTHS = (1, 63, 64, 0, 65, 130)
 GATES = {
@@ -38,7 +27,6 @@ GATES = {
 @pytest.mark.parametrize("rows", [1, 2], ids=["documents", "rows"])
 @pytest.mark.parametrize("backend", ["cudnn", "fla"])
 def test_kernels_give_what_fp64_gives(backend, rows, gates):
-    """Documents of a few tokens; rows of 4,096 where nothing decays, else of 200."""
     if backend == "cudnn":
         pytest.importorskip("cudnn")
         if gates == "faster":
@@ -60,12 +48,8 @@ def test_kernels_give_what_fp64_gives(backend, rows, gates):
     initial, d_final = torch.randn(2, count, H, K, V, **kind)
     given = bound if backend == "fla" else -5.0
     rule = choose_kda(backend, StateShape(H, K, V), given, initial.device, torch.bfloat16).rule
-    found = run_everything(rule, inputs, d_o, documents, initial, d_final)
-    wide = RuleInputs(*(x.double() for x in inputs))
-    exact = run_everything(
-        PlainKDA(), wide, d_o.double(), documents, initial.double(), d_final.double()
-    )
-    errors = root_mean_square_errors(found, exact)
+    both = beside_fp64(rule, PlainKDA(), inputs, d_o, documents, initial, d_final)
+    errors = root_mean_square_errors(*both)
     print(gates, {name: f"{error:.1e}" for name, error in errors.items()})
     bounds = {name: 2**-6 if name == "g" else 2**-7 for name in errors}
     assert all(errors[name] < bounds[name] for name in errors), errors

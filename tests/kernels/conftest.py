@@ -1,6 +1,4 @@
-"""The kernels of this folder run compiled on a GPU, or in Triton's interpreter under
-``TRITON_INTERPRET=1`` (make test-kernels), which must be set before triton is first imported;
-without either the folder is left out."""
+"""Kernels run compiled on a GPU, or in Triton's interpreter where ``TRITON_INTERPRET=1`` is set."""
 
 import os
 

@@ -6,12 +6,11 @@ import torch
 from torch import Tensor
 
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.documents import Documents
+from tests.ops.delta_rule.states import documents_of
 
 # Rounding of fp32 in sums of a few hundred terms, and Triton's exp2 / rsqrt, good to about 2 ulp:
 # 2^-24 * sqrt(400) * a few operations.
 FP32 = 1e-5
-
 
 DEFAULT_SIZES = HeadSizes(2, 4, 16, 8)
 
@@ -36,14 +35,10 @@ class Case:
         self.A_log = normal(sizes.value_heads)
         self.dt_bias = normal(sizes.value_heads)
         self.gamma = 1 + 0.3 * normal(sizes.value_dim)
-        self.documents = None
-        if lengths is not None:
-            offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
-            self.documents = Documents.from_cu_seqlens(offsets, S, device=device)
+        self.documents = documents_of(lengths, device)
         self._normal = normal
 
     def grads(self, per_value_head: bool) -> tuple[Tensor, ...]:
-        """Random dq, dk, dv, dg, dbeta."""
         S, B = self.proj.shape[:2]
         G, H, K, V = self.sizes
         shapes = [(H if per_value_head else G, K)] * 2 + [(H, V), (H,), (H,)]
@@ -54,7 +49,6 @@ class Case:
         return self.conv_weight, self.conv_bias, self.A_log, self.dt_bias
 
     def double(self) -> Case:
-        """The same case in fp64, strides included, for the twin to be exact in."""
         twin = object.__new__(Case)
         twin.__dict__.update(self.__dict__)
         for name in ("proj", "conv_weight", "conv_bias", "A_log", "dt_bias", "gamma"):

@@ -99,7 +99,6 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
 
 
 def chain_of(nodes, local, through):
-    """What enters every node, at the place of its map."""
     steps = _steps_of_share(nodes, 1, 4, local.device)
     out = torch.full_like(local, float("nan"), memory_format=torch.contiguous_format)
     return chains_kernels.follow(local, through, steps, out, None)

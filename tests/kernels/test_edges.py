@@ -1,5 +1,4 @@
-"""The first tokens of pieces on their kernels against the plain way in fp64, by the routes of real
-layouts; what another rank would send is random."""
+"""The first tokens of pieces on their kernels against the plain way in fp64, by real routes."""
 
 from itertools import accumulate
 
@@ -23,7 +22,7 @@ from megatron_gdn.ops.front.edges import ContinuedFront
 from megatron_gdn.ops.front.fused_edges import FusedEdges
 from megatron_gdn.ops.trees import TreeDocuments
 
-from . import test_mamba2_kernels as mamba2
+from . import test_other_fronts as mamba2
 from .kernel_cases import Case, assert_close
 
 # A prompt of two tokens with 18 children, one of which has a child: rows that many read.
@@ -57,8 +56,6 @@ FEW_CUTS = (
 
 
 class Link:
-    """What other ranks send, and what was sent to them."""
-
     def __init__(self, route, history, returned):
         self.table, self.history, self.returned, self.d_history = (
             route.table, history, returned, None,
@@ -105,7 +102,6 @@ def link_of(cut, taps, batch, channels, device, normal):
 
 
 def compare(front, plain, link, proj, parameters, grads, documents, only):
-    """Everything that comes out of both."""
     assert isinstance(front.edges(), FusedEdges) and plain.edges() is None
     exact_link, columns = link.double(), front.layout.conv_columns
     exact_proj = proj.double()

@@ -1,8 +1,5 @@
-"""fla's kernels as the rules of KDA and Mamba2, in Triton's interpreter, against fp64.
-
-A GPU has them in bf16 only, see tests/kda/test_gpu_rule.py. Here they run in fp32, so that a wrong
-scale, base of the logarithm, boundary or state shows in the last digits.
-"""
+"""fla's kernels of KDA and Mamba2 in Triton's interpreter against fp64: in fp32, where a wrong
+scale, base of the logarithm, boundary or state shows in the last digits."""
 
 import builtins
 import operator
@@ -18,7 +15,7 @@ from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.elementwise import l2norm
 from tests.mamba2.oracle import random_inputs
-from tests.ops.delta_rule.states import documents_of, run_everything
+from tests.ops.delta_rule.states import beside_fp64, documents_of
 
 from .conftest import INTERPRETED
 from .kernel_cases import assert_close
@@ -89,9 +86,7 @@ def test_the_kernels_give_what_the_plain_rule_gives_in_fp64(kernels, case):
     inputs, d_o = draw(*sizes)
     documents = None if lengths is None else documents_of(lengths)
     initial, d_final = torch.randn(2, 2 if lengths is None else 3, H, K, V) * with_states
-    found = run_everything(rule, inputs, d_o, documents, initial, d_final)
-    wide = type(inputs)(*(x.double() for x in inputs))
-    exact = run_everything(plain, wide, d_o.double(), documents, initial.double(), d_final.double())
+    found, exact = beside_fp64(rule, plain, inputs, d_o, documents, initial, d_final)
     for name, tensor in exact.items():
         assert_close(name, found[name], tensor)
     maps = rule.begin(inputs, documents).state_map()

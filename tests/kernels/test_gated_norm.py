@@ -1,4 +1,4 @@
-"""The kernels of the readout per head against their plain twin in fp64."""
+"""The kernels of the readouts against their plain twins in fp64."""
 
 import pytest
 import torch
@@ -9,6 +9,7 @@ from megatron_gdn.ops.readout.kernels import TritonReadout
 from megatron_gdn.ops.readout.plain import PlainReadout
 
 from .kernel_cases import Case, assert_close
+from .test_other_fronts import case as mamba2_case
 
 CASES = {
     "S1": {"S": 1, "sizes": HeadSizes(1, 1, 8, 128)},
@@ -30,7 +31,6 @@ def case(request, device):
 
 
 def readouts(case, **options):
-    """On the kernels, and in plain torch."""
     gate = case.sizes.layout.gate_columns
     return TritonReadout(gate, **options), PlainReadout(gate, **options)
 
@@ -42,32 +42,39 @@ of_every_kind = pytest.mark.parametrize(
 )
 
 
-@of_every_kind
-def test_forward_equals_the_twin(case, options):
-    ours, plain = readouts(case, **options)
-    got = ours.forward(case.o, case.proj, case.gamma)
-    twin = case.double()
-    assert got.is_contiguous()
-    assert_close("out", got, plain.forward(case.o.double(), twin.proj, twin.gamma))
+def assert_twins(ours, plain, o, proj, gamma, d_out, **options):
+    out = ours.forward(o, proj, gamma)
+    assert out.is_contiguous()
+    wide = [x.double() for x in (o, proj, gamma)]
+    assert_close("out", out, plain.forward(*wide))
+    d_proj, exact_d_proj = (torch.full_like(x, torch.nan) for x in (proj, wide[1]))
+    got = ours.backward(d_out, o, proj, gamma, d_proj, **options)
+    exact = plain.backward(d_out.double(), *wide, exact_d_proj)
+    for name, a, b in zip(("d_o", "d_gamma"), got, exact, strict=True):
+        assert_close(name, a, b)
+    assert_close("d_z", d_proj[..., ours.gate], exact_d_proj[..., ours.gate])
+    d_proj[..., ours.gate] = torch.nan
+    assert d_proj.isnan().all(), "only z's columns are the norm's to write"
 
 
 @of_every_kind
 @pytest.mark.parametrize("tile", [None, Block(16, 3, 4)], ids=["table", "small"])
-def test_every_gradient_equals_autograd_through_the_twin(case, options, tile):
-    ours, plain = readouts(case, **options)
-    d_proj = torch.full_like(case.proj, float("nan"))
-    d_o, d_gamma = ours.backward(case.d_out, case.o, case.proj, case.gamma, d_proj, tile=tile)
-    twin = case.double()
-    exact_d_proj = torch.full_like(twin.proj, float("nan"))
-    exact_o, exact_gamma = plain.backward(
-        case.d_out.double(), case.o.double(), twin.proj, twin.gamma, exact_d_proj
+def test_output_and_every_gradient_equal_the_twin(case, options, tile):
+    tensors = case.o, case.proj, case.gamma, case.d_out
+    assert_twins(*readouts(case, **options), *tensors, tile=tile)
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+@pytest.mark.parametrize(("S", "B", "sizes"), [(9, 2, (4, 2, 6, 4)), (5, 1, (3, 1, 7, 4))])
+def test_the_norm_of_groups_equals_its_twin(S, B, sizes, activation, device):
+    layout, proj, _, normal = mamba2_case(device, S, B, sizes)
+    (H, G, V, _), z = sizes, layout.gate_columns
+    o, gamma, d_out = normal(B, S, H, V), normal(H * V), normal(S, B, H * V + 8)[..., : H * V]
+    ours, plain = (
+        TritonReadout(z, activation, 1e-5, groups=G),
+        PlainReadout(z, activation, 1e-5, groups=G),
     )
-    assert_close("d_o", d_o, exact_o)
-    assert_close("d_gamma", d_gamma, exact_gamma)
-    gate = ours.gate
-    assert_close("d_z", d_proj[..., gate], exact_d_proj[..., gate])
-    d_proj[..., gate] = float("nan")
-    assert d_proj.isnan().all(), "only z's columns are the norm's to write"
+    assert_twins(ours, plain, o, proj, gamma, d_out)
 
 
 def test_an_all_zero_row_gives_zeros_and_finite_gradients(device):

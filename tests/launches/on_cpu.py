@@ -1,6 +1,5 @@
-"""Run a script of a Megatron-LM clone on the CPU, unchanged, behind torchrun:
-tests/launches/on_cpu.py [megatron_gdn.launch] MEGATRON_LM/pretrain_hybrid.py FLAGS. `FLAGS` end
-with `WITHOUT_GPU` and with sizes that a CPU trains in seconds."""
+"""Run a script of a Megatron-LM clone on the CPU, behind torchrun: tests/launches/on_cpu.py
+[megatron_gdn.launch] MEGATRON_LM/pretrain_hybrid.py FLAGS, which end with `WITHOUT_GPU`."""
 
 import contextlib
 import functools
@@ -10,7 +9,6 @@ import json
 import runpy
 import sys
 import types
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,9 +28,7 @@ WITHOUT_GPU = """
 class MakeOnCPU(TorchFunctionMode):
     """What is asked for on a GPU, or moved there by ``.cuda()`` or ``.to()``, stays on a CPU."""
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
+    def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = dict(kwargs or {})
         if func is torch.Tensor.cuda:
             return args[0]
@@ -63,8 +59,7 @@ def answer_for_a_gpu() -> None:
 
 
 def shard_on_cpus() -> None:
-    """Meshes of both FSDPs are of CPUs, their collectives run in turn (gloo has no streams), and
-    torch's Adam has a state of every shard, which Megatron-FSDP's checkpoints want."""
+    """Meshes are of CPUs, gloo's collectives run in turn, and Adam has a state of every shard."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel as fsdp2
     from megatron.core.distributed.fsdp import mcore_fsdp_adapter
     from megatron.core.distributed.fsdp.src.megatron_fsdp import param_and_grad_buffer
@@ -84,8 +79,7 @@ def shard_on_cpus() -> None:
 
 
 def take_compiled_helpers_of_the_wheel() -> None:
-    """A clone, which may call itself megatron-core too, compiles its C++ index builder into its own
-    folder; the wheel has it."""
+    """The wheel has the C++ index builder, which a clone compiles into its own folder."""
     from megatron.core import datasets
     from megatron.core.datasets import utils
 
@@ -130,8 +124,7 @@ def count_experts_tokens_in_numbers() -> None:
 
 
 def predict_tokens_without_transformer_engine() -> None:
-    """Megatron-LM's main asks of a head's projection whether it is of a class of Transformer
-    Engine, which is no class where that is not installed."""
+    """Megatron-LM asks for a class of Transformer Engine, which is none without it."""
     from megatron.core.transformer import multi_token_prediction
 
     vars(multi_token_prediction)["is_inference_column_parallel_linear"] = lambda module: False

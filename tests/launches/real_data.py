@@ -1,14 +1,12 @@
 """Text and conversations for launches: this repository's pages, and a tokenizer of their bytes."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 from tests.examples.commands import pages
 from tests.examples.launching import ROOT
 from tests.launches.launching import CLONE
+from tests.processes import python
 
 # A turn is its role and what is said, each on a line.
 CHAT = "{% for turn in messages %}{{ turn['role'] + '\n' + turn['content'] + '\n' }}{% endfor %}"
@@ -35,16 +33,12 @@ def save_text(folder: Path) -> None:
     paragraphs = [part for page in pages(ROOT) for part in page.read_text().split("\n\n")]
     lines = (json.dumps({"text": part.strip()}) for part in paragraphs if part.strip())
     (folder / "text.jsonl").write_text("\n".join(lines))
-    command = [
-        sys.executable, str(Path(CLONE) / "tools" / "preprocess_data.py"),
+    python(
+        Path(CLONE) / "tools" / "preprocess_data.py",
         f"--input={folder / 'text.jsonl'}", f"--output-prefix={folder / 'text'}", "--append-eod",
         "--tokenizer-type=HuggingFaceTokenizer", f"--tokenizer-model={folder}", "--workers=1",
-    ]  # fmt: skip
-    done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": CLONE}, capture_output=True, text=True,
-        timeout=300, check=False,
+        cwd=None, PYTHONPATH=CLONE,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr[-3000:]
 
 
 def save_chats(folder: Path) -> None:

@@ -1,5 +1,4 @@
-"""What each launch gave in a clone, the latest of each branch: docs/launches.jsonl, and the table
-of docs/launching.md."""
+"""The latest launch of each branch: docs/launches.jsonl, and the table of docs/launching.md."""
 
 import json
 import subprocess
@@ -44,8 +43,7 @@ class Result:
 
 @contextmanager
 def recorded(script: str, processes: int, launch: str, held_to: str = "") -> Iterator[Result]:
-    """Within it a launch, told by its flags, runs and is held to another; its line is written, if
-    it fails too."""
+    """Within it a launch, told by its flags, runs; its line is written if it fails, too."""
     result = Result()
     try:
         yield result
@@ -64,7 +62,6 @@ def recorded(script: str, processes: int, launch: str, held_to: str = "") -> Ite
 
 
 def branch() -> str:
-    """The clone's."""
     return _git("rev-parse", "--abbrev-ref")
 
 
@@ -87,7 +84,6 @@ def read() -> list[dict[str, str]]:
 
 
 def table() -> str:
-    """One row per launch, one column per branch, and what was run when."""
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for line in read():
         cells.setdefault(tuple(line[key] for key in KEY[:-1]), {})[line["branch"]] = line["result"]

@@ -4,9 +4,8 @@ import subprocess
 
 import pytest
 
-from tests.launches.launching import in_a_clone, launched, losses
+from tests.launches.launching import FLAGS, SPEC, in_a_clone, launched, losses
 from tests.launches.record import branch, recorded
-from tests.launches.small_model import FLAGS, SPEC
 
 pytestmark = in_a_clone
 

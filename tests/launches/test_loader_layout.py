@@ -1,5 +1,4 @@
-"""``pretrain_hybrid.py`` of a clone under context parallelism, as its own loader cuts documents of
-32 tokens, which every layout can cut: a wrong one would be silent."""
+"""A clone's own loader cuts documents of 32 tokens, which every layout can."""
 
 import subprocess
 
@@ -7,23 +6,18 @@ import numpy
 import pytest
 import torch
 
-from tests.launches.launching import in_a_clone, launched, losses
+from tests.launches.launching import SMALL, in_a_clone, launched, losses
 from tests.launches.record import recorded
 
 pytestmark = in_a_clone
 
 LENGTH = 32
-FLAGS = """
+FLAGS = f"""{SMALL}
     --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern G-*-
-    --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
-    --linear-num-key-heads 2 --linear-key-head-dim 16 --linear-num-value-heads 4
-    --linear-value-head-dim 16 --linear-conv-kernel-dim 4 --position-embedding-type rope
-    --normalization RMSNorm --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --seq-length 64 --max-position-embeddings 64 --vocab-size 256 --tokenizer-type NullTokenizer
+    --vocab-size 256 --tokenizer-type NullTokenizer
     --global-batch-size 2 --train-iters 4 --lr 3e-3 --lr-warmup-iters 1
-    --split 100,0,0 --eval-iters 0 --eval-interval 100 --log-interval 1 --num-workers 0
-    --no-persist-layer-norm --no-masked-softmax-fusion --dataloader-inter-document-masking
+    --split 100,0,0 --eval-iters 0 --eval-interval 100
+    --no-masked-softmax-fusion --dataloader-inter-document-masking
 """
 
 
@@ -44,8 +38,7 @@ def documents(tmp_path_factory) -> str:
 
 
 def trained(documents: str, ranks: int, options: str = "") -> subprocess.CompletedProcess[str]:
-    """The script over so many context-parallel ranks, each with as many tokens of a micro-batch:
-    for them Megatron draws numbers, on a CPU from the generator of the initial weights."""
+    """Ranks have as many tokens of a micro-batch: Megatron draws numbers for them."""
     return launched(
         "pretrain_hybrid.py", ranks, *FLAGS.split(), f"--context-parallel-size={ranks}",
         f"--micro-batch-size={ranks}", f"--data-path={documents}",

@@ -1,5 +1,4 @@
-"""The whole launches of the pages run in a clone of Megatron-LM as they stand there, but on a CPU
-and with a tiny model."""
+"""The whole launches of the pages in a clone of Megatron-LM, on a CPU with a tiny model."""
 
 import math
 
@@ -22,13 +21,11 @@ TINY = f"""
     --log-interval 1 --eval-iters 1
 """
 
-
 # One process in place of the page's tensor and context parallelism.
 ONE = "--tensor-model-parallel-size 1 --context-parallel-size 1"
 
 
 def trained(script: str, processes: int, changed: str = "") -> list[float]:
-    """The losses of the page's launch of ``script`` at small sizes, with some flags changed."""
     with recorded(script, processes, f"as printed {changed}") as result:
         flags = [*launches_of(ROOT)[script], *changed.split(), *TINY.split()]
         steps = losses(launched(script, processes, *flags))
@@ -39,7 +36,6 @@ def trained(script: str, processes: int, changed: str = "") -> list[float]:
 
 @pytest.mark.parametrize("script", ["pretrain_hybrid.py", "pretrain_gpt.py"])
 def test_a_launch_of_the_pages_trains(script):
-    """Tensor and sequence parallelism over two, context parallelism over two, as on the page."""
     trained(script, 4)
 
 

@@ -1,14 +1,13 @@
 """Scripts of a clone go on from one process's second step in every arrangement, optimizer included,
-and take the steps that it took; so does Megatron's own layer. Experts begin on two ranks, since
-Megatron loads no optimizer of experts at another size. Three steps multiply fp32's rounding by less
-than ten."""
+and take the steps that it took, as does Megatron's own layer; three multiply fp32's rounding by
+less than ten. Experts begin on two ranks: Megatron loads no optimizer of them at another size."""
 
 from pathlib import Path
 
 import pytest
 
 from tests.launches import real_data
-from tests.launches.launching import held_out_losses, in_a_clone, launched, losses
+from tests.launches.launching import SMALL, held_out_losses, in_a_clone, launched, losses
 from tests.launches.record import branch, recorded
 
 pytestmark = in_a_clone
@@ -22,19 +21,12 @@ UPSTREAM = {
     HYBRID: "--spec tests.launches.upstream_layers hybrid_stack",
     GPT: "--spec tests.launches.upstream_layers gpt_block",
 }
-SIZES = """
-    --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
-    --linear-num-key-heads 2 --linear-key-head-dim 16 --linear-num-value-heads 4
-    --linear-value-head-dim 16 --linear-conv-kernel-dim 4 --position-embedding-type rope
-    --normalization RMSNorm --swiglu --disable-bias-linear
-    --untie-embeddings-and-output-weights --attention-dropout 0 --hidden-dropout 0
-    --seq-length 64 --max-position-embeddings 64
+SIZES = f"""{SMALL}
     --mamba-num-heads 8 --mamba-head-dim 16 --mamba-num-groups 2 --mamba-state-dim 16
     --moe-router-topk 2 --moe-token-dispatcher-type alltoall
     --micro-batch-size 1 --global-batch-size 4 --train-iters 5 --lr 3e-3
-    --lr-warmup-iters 1 --eval-iters 1 --eval-interval 3 --log-interval 1 --num-workers 0
-    --no-persist-layer-norm --use-distributed-optimizer --dist-ckpt-optim-fully-reshardable
-    --save-interval 2 --no-load-rng
+    --lr-warmup-iters 1 --eval-iters 1 --eval-interval 3 --use-distributed-optimizer
+    --dist-ckpt-optim-fully-reshardable --save-interval 2 --no-load-rng
 """
 DATA = {
     "": "--mock-data --tokenizer-type NullTokenizer --vocab-size 256",

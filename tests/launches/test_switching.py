@@ -1,12 +1,10 @@
-"""``pretrain_hybrid.py`` of a clone goes on with Megatron's layer or ours, mid-run and back, in
-every format of checkpoints."""
+"""A clone's run goes on with Megatron's layer or ours, and back, in every format of checkpoints."""
 
 import subprocess
 
 import pytest
 
-from tests.launches.launching import in_a_clone, launched, losses
-from tests.launches.small_model import FLAGS, SPEC
+from tests.launches.launching import FLAGS, SPEC, in_a_clone, launched, losses
 
 pytestmark = in_a_clone
 
@@ -27,13 +25,11 @@ BUFFERS = {
 
 
 def rounding(flags: str) -> float:
-    """Of a loss of 5.5, the mean over 128 tokens: bf16 rounds each logit to 2^-9, fp32 64 channels
-    to 2^-24."""
+    """Of a loss of 5.5 over 128 tokens: bf16 rounds logits to 2^-9, fp32 64 channels to 2^-24."""
     return 2.0**-9 if "--bf16" in flags else 64 * 2.0**-24
 
 
 def trained(layer: str, until: int, flags: str) -> subprocess.CompletedProcess[str]:
-    """Two data-parallel processes; they save and exit after step ``until``."""
     return launched(
         "pretrain_hybrid.py", 2, "--spec", *SPEC[layer].split(), *FLAGS.split(), *flags.split(),
         f"--exit-interval={until}",
@@ -42,8 +38,7 @@ def trained(layer: str, until: int, flags: str) -> subprocess.CompletedProcess[s
 
 @pytest.mark.parametrize("kind", FORMATS)
 def test_a_run_goes_on_with_our_layer_and_back_with_megatrons(tmp_path, kind):
-    """Steps 1-2 upstream, 3-4 ours, 5-6 upstream, beside upstream's with the same stops, after each
-    of which Megatron logs a mean."""
+    """Steps 1-2 upstream, 3-4 ours, 5-6 upstream, beside upstream's with the same stops."""
     flags = FORMATS[kind]
     first, theirs, ours = (tmp_path / name for name in ("first", "theirs", "ours"))
     losses(trained("upstream", 2, f"{flags} --save {first}"))
@@ -93,3 +88,13 @@ def test_megatrons_file_of_fp32_buffers_loads_here_and_not_with_megatrons_layer(
     alone = losses(trained("upstream", 4, f"{SHARDED} {AGAIN} --load {named}"))
     found = losses(trained("ours", 4, f"{flags} --load {first}"))
     assert len(alone) == 2 and found == pytest.approx(alone, rel=rounding(flags))
+
+
+@pytest.mark.parametrize("layer", SPEC)
+def test_muon_that_ranks_share_takes_the_steps_of_one_on_each(layer):
+    """The shares have different sizes, and with our layer different dtypes."""
+    pytest.importorskip("emerging_optimizers", reason="Megatron's Muon needs emerging-optimizers")
+    alone, shared = (
+        losses(trained(layer, 4, f"--bf16 --optimizer muon {flag}")) for flag in ("", SHARDED)
+    )
+    assert len(alone) == 4 and shared == pytest.approx(alone, rel=rounding("--bf16"))

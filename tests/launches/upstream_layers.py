@@ -1,5 +1,4 @@
-"""Megatron's own Gated DeltaNet by ``--spec tests.launches.upstream_layers hybrid_stack`` (or
-``gpt_block``), in a stack that is otherwise ours."""
+"""Megatron's own Gated DeltaNet by ``--spec``, in a stack that is otherwise ours."""
 
 from dataclasses import replace
 from itertools import pairwise

@@ -1,16 +1,15 @@
 """The SSD recurrence token by token in fp64: what every implementation is held to."""
 
 import torch
-from torch import Tensor
 
 from megatron_gdn.mamba2.plain import SSDInputs
+from megatron_gdn.ops.layout import Layout, Section
 from tests.ops.delta_rule.states import documents_of  # noqa: F401 - for those beside
 
 G, H, K, V = 2, 6, 5, 3
 
 
 def random_inputs(S: int, B: int = 1, dtype=torch.float64, per_channel_D: bool = False, **sizes):
-    """Seeded inputs; decays between almost 1 and almost 0."""
     g_heads, heads = sizes.get("G", G), sizes.get("H", H)
     k, v = sizes.get("K", K), sizes.get("V", V)
     made = torch.Generator().manual_seed(S + B)
@@ -29,9 +28,7 @@ def random_inputs(S: int, B: int = 1, dtype=torch.float64, per_channel_D: bool =
     return inputs, randn(B, S, heads, v).to(dtype)
 
 
-def token_by_token(
-    inputs: SSDInputs, lengths: tuple[int, ...], initial: Tensor | None = None
-) -> tuple[Tensor, Tensor]:
+def token_by_token(inputs, lengths, initial=None):
     """Output ``[B, S, H, V]`` and final states ``[N, H, K, V]``, one token after another."""
     x, B, C, dt, g, D = (t.double() for t in inputs)
     repeat = x.shape[2] // B.shape[2]
@@ -51,7 +48,6 @@ def token_by_token(
 
 
 def oracle(inputs: SSDInputs, lengths, d_o, initial=None, d_final=None):
-    """Output, final states, gradients of the inputs and of the initial states, in fp64."""
     lengths = tuple(n for n in lengths if n)
     shape = (len(lengths), inputs.x.shape[2], inputs.B.shape[3], inputs.x.shape[3])
     initial = torch.zeros(shape, dtype=torch.float64) if initial is None else initial
@@ -60,3 +56,14 @@ def oracle(inputs: SSDInputs, lengths, d_o, initial=None, d_final=None):
     d_final = torch.zeros(shape, dtype=torch.float64) if d_final is None else d_final
     *grads, d_initial = torch.autograd.grad((o, final), leaves, (d_o.double(), d_final.double()))
     return o.detach(), final.detach(), SSDInputs(*grads), d_initial
+
+
+def layout_of(H: int, G: int, V: int, K: int) -> Layout:
+    """Of H heads of V channels and G groups of K states."""
+    return Layout(
+        (
+            Section("z", "head", V), Section("x", "head", V, True), Section("B", "group", K, True),
+            Section("C", "group", K, True), Section("dt", "head", 1),
+        ),
+        (("head", H), ("group", G)),
+    )  # fmt: skip

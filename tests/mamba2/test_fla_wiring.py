@@ -1,9 +1,4 @@
-"""The rule of fla around stand-ins of its kernels in plain torch: what goes where, on a CPU.
-
-Every call is bound to the signature of fla's own function first.
-"""
-
-import inspect
+"""The rule of fla around stand-ins of its kernels in plain torch: what goes where, on a CPU."""
 
 import pytest
 import torch
@@ -14,6 +9,7 @@ from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
 from megatron_gdn.mamba2.rule import choose_ssd
 from megatron_gdn.ops.rules.base import Saved
 from megatron_gdn.ops.state_maps.state_map import StateShape
+from tests.gdn.stand_ins import OfFla
 
 from .oracle import H, K, V, documents_of, oracle, random_inputs
 
@@ -21,25 +17,15 @@ real = pytest.importorskip("fla.ops.simple_gla.chunk")
 UNEQUAL = (1, 63, 64, 0, 65, 130)
 
 
-class StandIn:
+class StandIn(OfFla):
     """fla's functions by the plain rule; the summed g is one too large, to see it passed on."""
 
-    RCP_LN2 = real.RCP_LN2
+    _real, RCP_LN2 = real, real.RCP_LN2
     _narrow = False  # whether the backward wants its states in the operands' dtype
 
-    def __getattribute__(self, name):
-        found = object.__getattribute__(self, name)
-        if name.startswith("_") or name == "RCP_LN2":
-            return found
-
-        def bound(*args, **kwargs):
-            given = inspect.signature(getattr(real, name)).bind(*args, **kwargs).arguments
-            assert given["chunk_size"] == 64
-            tensors = [t for t in given.values() if isinstance(t, torch.Tensor)]
-            assert all(t.is_contiguous() for t in tensors)
-            return found(**given)
-
-        return bound
+    def _check(self, given):
+        assert given["chunk_size"] == 64
+        assert all(t.is_contiguous() for t in given.values() if isinstance(t, torch.Tensor))
 
     def chunk_local_cumsum(self, g, scale=None, reverse=False, **_):
         assert reverse == (scale is None)

@@ -1,18 +1,119 @@
-"""The equations of FLOPs hold to the product: torch counts what plain forms multiply."""
+"""The catalogue's numbers are the published models', and its FLOPs what torch counts."""
+
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
+from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron_gdn.hf import parse_hf_config
 from megatron_gdn.kda.rule import recurrent_kda
 from megatron_gdn.models import ENTRIES, Entry, Model, Stack, find, flops_per_step
+from megatron_gdn.models.stack import CHUNK
 from megatron_gdn.ops import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from tests.hf.tiny_models import model_class
 from tests.kda_mixers import parameters_of_kda
-from tests.models.published import as_config, config_of
-from tests.models.twins import delta_rule, kda_rule, mamba2_rule
+
+CONFIG_OF = {
+    "Qwen3NextForCausalLM": "Qwen3NextConfig",
+    "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
+    "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
+    "OlmoHybridForCausalLM": "OlmoHybridConfig",
+    "NemotronHForCausalLM": "NemotronHConfig",
+}
+# Of the vision encoder of Qwen3.5, 3.6 and 3.8 from 9B on; its output is as wide as the model.
+VISION = {"depth": 27, "hidden_size": 1152, "intermediate_size": 4304, "num_heads": 16}
+
+
+def config_of(architecture: str, fields: dict[str, Any]) -> Any:
+    return getattr(transformers, CONFIG_OF[architecture])(**fields)
+
+
+def parameters_of(name: str) -> int:
+    entry = ENTRIES[name]
+    with torch.device("meta"):
+        model = model_class(entry.architecture)(config_of(entry.architecture, entry.fields))
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def vision_parameters(hidden_size: int) -> int:
+    config = transformers.Qwen3_5Config(vision_config=VISION | {"out_hidden_size": hidden_size})
+    with torch.device("meta"):
+        model = model_class("Qwen3_5VisionModel")(config.vision_config)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def as_config(settings: dict[str, Any]) -> Any:
+    return SimpleNamespace(**settings)
+
+
+def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """exp(G), exp(G_C - G) and exp(G_i - G_j) of one chunk, for each head."""
+    G = g.cumsum(-1)
+    pairs = (G[:, :, None] - G[:, None, :]).tril().exp().tril()
+    return G.exp()[..., None], (G[:, -1:] - G).exp()[..., None], pairs
+
+
+def delta_rule(q, k, v, g, beta, S):
+    """q, k ``[T, G, K]``; v ``[T, H, V]``; g, beta ``[T, H]``; S ``[H, K, V]``."""
+    R, outputs = v.shape[1] // k.shape[1], []
+
+    def of_values(x: Tensor) -> Tensor:
+        return x.repeat_interleave(R, 0)
+
+    for start in range(0, len(k), CHUNK):
+        part = slice(start, start + CHUNK)
+        q_, k_, v_ = (x[part].transpose(0, 1) for x in (q, k, v))
+        into, out_of, gamma = _decays(g[part].T)
+        b = beta[part].T[..., None]
+        L = b * of_values(k_ @ k_.mT) * gamma.tril(-1)
+        written = b * (v_ - into * of_values(k_) @ S)
+        x = torch.linalg.solve_triangular(
+            L + torch.eye(CHUNK), written, upper=False, unitriangular=True
+        )
+        P = of_values(q_ @ k_.mT) * gamma
+        outputs.append((into * of_values(q_)) @ S + P @ x)
+        S = into[:, -1:] * S + (out_of * of_values(k_)).mT @ x
+    return torch.cat(outputs, 1).transpose(0, 1), S
+
+
+def kda_rule(q, k, v, g, beta, S):
+    """As :func:`delta_rule` with g ``[T, H, K]``, slow: no sum over a chunk is below -60."""
+    R, outputs = v.shape[1] // k.shape[1], []
+    for start in range(0, len(k), CHUNK):
+        part = slice(start, start + CHUNK)
+        q_, k_ = (x[part].transpose(0, 1).repeat_interleave(R, 0) for x in (q, k))
+        G, v_ = g[part].transpose(0, 1).cumsum(1), v[part].transpose(0, 1)
+        b, grown = beta[part].T[..., None], k_ * (-G).exp()
+        L = b * ((k_ * G.exp()) @ grown.mT).tril(-1)
+        written = b * (v_ - (k_ * G.exp()) @ S)
+        x = torch.linalg.solve_triangular(
+            L + torch.eye(CHUNK), written, upper=False, unitriangular=True
+        )
+        P = ((q_ * G.exp()) @ grown.mT).tril()
+        outputs.append((q_ * G.exp()) @ S + P @ x)
+        S = G[:, -1].exp()[..., None] * S + (k_ * (G[:, -1:] - G).exp()).mT @ x
+    return torch.cat(outputs, 1).transpose(0, 1), S
+
+
+def mamba2_rule(x: Tensor, B: Tensor, C: Tensor, g: Tensor, S: Tensor) -> tuple[Tensor, Tensor]:
+    """x ``[T, H, V]``; B, C ``[T, G, K]``; g ``[T, H]``; S ``[H, K, V]``."""
+    R, outputs = x.shape[1] // B.shape[1], []
+    for start in range(0, len(x), CHUNK):
+        part = slice(start, start + CHUNK)
+        x_, B_, C_ = (y[part].transpose(0, 1) for y in (x, B, C))
+        into, out_of, gamma = _decays(g[part].T)
+        P = (C_ @ B_.mT).repeat_interleave(R, 0) * gamma
+        B_, C_ = (y.repeat_interleave(R, 0) for y in (B_, C_))
+        outputs.append((into * C_) @ S + P @ x_)
+        S = into[:, -1:] * S + (out_of * B_).mT @ x_
+    return torch.cat(outputs, 1).transpose(0, 1), S
+
 
 TOKENS = 192
 GDN = {
@@ -51,62 +152,59 @@ def forward_and_step(twin, inputs) -> tuple[int, int]:
     return counted(lambda: twin(*inputs)), counted(step)
 
 
-def test_the_delta_rule_in_chunks_takes_its_equation_forward_and_twice_that_back():
-    torch.manual_seed(1)
+def drawn_delta_rule(g: torch.Tensor) -> tuple:
     q, k = (F.normalize(draw(TOKENS, 2, 10), dim=-1) for _ in range(2))
-    v, g, beta = draw(TOKENS, 6, 14), -draw(TOKENS, 6).exp(), draw(TOKENS, 6).sigmoid()
-    S = draw(6, 10, 14)
-    o, final = delta_rule(q, k, v, g, beta, S)
+    return q, k, draw(TOKENS, 6, 14), g, draw(TOKENS, 6).sigmoid(), draw(6, 10, 14)
+
+
+def chunked_delta_rule(q, k, v, g, beta, S):
     batch = [x[None] for x in (q, k, v, g, beta)]
     options = {"initial_state": S[None], "output_final_state": True, "scale": 1.0}
-    expected, state = torch_chunk_gated_delta_rule(*batch, **options)
-    torch.testing.assert_close(o, expected[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(final, state[0], rtol=1e-4, atol=1e-4)
-
-    inputs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, S)]
-    rule = Stack.of(as_config(GDN), "G", 1, True).flops([TOKENS]).rule
-    assert forward_and_step(delta_rule, inputs) == (rule, 3 * rule)
+    return [x[0] for x in torch_chunk_gated_delta_rule(*batch, **options)]
 
 
-def test_kda_in_chunks_takes_its_equation_forward_and_twice_that_back():
+def recurrence_of_kda(q, k, v, g, beta, S):
+    o, state = recurrent_kda(RuleInputs(*(x[None] for x in (q, k, v, g, beta))), None, S[None])
+    return o[0] * 10**0.5, state[0]
+
+
+def recurrence_of_mamba2(x, B, C, g, S):
+    outputs = []
+    for t in range(TOKENS):
+        b, c = (row[t].repeat_interleave(3, 0) for row in (B, C))
+        S = g[t].exp()[:, None, None] * S + b[:, :, None] * x[t][:, None, :]
+        outputs.append((c[:, :, None] * S).sum(1))
+    return torch.stack(outputs), S
+
+
+RULES = {
+    "G": (delta_rule, chunked_delta_rule, lambda: drawn_delta_rule(-draw(TOKENS, 6).exp())),
+    "K": (
+        kda_rule, recurrence_of_kda, lambda: drawn_delta_rule(-0.1 * draw(TOKENS, 6, 10).exp())
+    ),
+    "M": (
+        mamba2_rule, recurrence_of_mamba2,
+        lambda: (draw(TOKENS, 6, 14), draw(TOKENS, 2, 10), draw(TOKENS, 2, 10),
+                 -draw(TOKENS, 6).exp(), draw(6, 10, 14)),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("letter", RULES)
+def test_a_rule_in_chunks_takes_its_equation_forward_and_twice_that_back(letter):
     torch.manual_seed(1)
-    q, k = (F.normalize(draw(TOKENS, 2, 10), dim=-1) for _ in range(2))
-    v, g, beta = draw(TOKENS, 6, 14), -0.1 * draw(TOKENS, 6, 10).exp(), draw(TOKENS, 6).sigmoid()
-    S = draw(6, 10, 14)
-    o, final = kda_rule(q, k, v, g, beta, S)
-    expected, state = recurrent_kda(
-        RuleInputs(*(x[None] for x in (q, k, v, g, beta))), None, S[None]
-    )
-    torch.testing.assert_close(o * 10**-0.5, expected[0], rtol=1e-4, atol=1e-4)
-    torch.testing.assert_close(final, state[0], rtol=1e-4, atol=1e-4)
-
-    inputs = [x.detach().requires_grad_() for x in (q, k, v, g, beta, S)]
-    stack = Stack.of(as_config(GDN), "K", 1, True)
-    rule = stack.flops([TOKENS]).rule
-    assert forward_and_step(kda_rule, inputs) == (rule, 3 * rule)
+    twin, exact, drawn = RULES[letter]
+    inputs = [x.detach().requires_grad_() for x in drawn()]
+    torch.testing.assert_close(tuple(twin(*inputs)), tuple(exact(*inputs)), rtol=1e-4, atol=1e-4)
+    sizes = MAMBA if letter == "M" else GDN
+    rule = Stack.of(as_config(sizes), letter, 1, True).flops([TOKENS]).rule
+    assert forward_and_step(twin, inputs) == (rule, 3 * rule)
 
 
 def test_the_parameters_of_kda_are_the_layers(pools):
     (layer,) = Stack.of(as_config(GDN), "K", 1, True).layers
     norm_before = 24
     assert pools(1).run(parameters_of_kda, GDN) == [layer.weights + layer.vectors - norm_before]
-
-
-def test_mamba2_in_chunks_takes_its_equation_forward_and_twice_that_back():
-    torch.manual_seed(1)
-    x, B, C, S = draw(TOKENS, 6, 14), draw(TOKENS, 2, 10), draw(TOKENS, 2, 10), draw(6, 10, 14)
-    g = -draw(TOKENS, 6).exp()
-    y, _ = mamba2_rule(x, B, C, g, S)
-    state, expected = S, []
-    for t in range(TOKENS):  # the recurrence
-        b, c = (row[t].repeat_interleave(3, 0) for row in (B, C))
-        state = g[t].exp()[:, None, None] * state + b[:, :, None] * x[t][:, None, :]
-        expected.append((c[:, :, None] * state).sum(1))
-    torch.testing.assert_close(y, torch.stack(expected), rtol=1e-4, atol=1e-4)
-
-    inputs = [z.detach().requires_grad_() for z in (x, B, C, g, S)]
-    rule = Stack.of(as_config(MAMBA), "M", 1, True).flops([TOKENS]).rule
-    assert forward_and_step(mamba2_rule, inputs) == (rule, 3 * rule)
 
 
 def tiny(name: str) -> Model:
@@ -161,3 +259,69 @@ def test_documents_pay_for_the_squares_of_their_lengths():
 def test_a_pattern_with_layers_that_are_not_known_is_refused():
     with pytest.raises(ValueError, match=r"has \['D'\]; FLOPs are known of 'G', 'K', 'M'"):
         Stack.of(as_config(GDN), "GD", 1, True)
+
+
+QWEN = [name for name, entry in ENTRIES.items() if entry.architecture.startswith("Qwen")]
+
+
+@pytest.mark.parametrize("name", ENTRIES)
+def test_a_model_has_as_many_parameters_as_the_one_that_transformers_builds(name):
+    assert find(name).stack.parameters == parameters_of(name)
+
+
+# The numbers of parameters in the index of the published files. They hold the language model, one
+# head of multi-token prediction (one attention layer with its MLP), and the vision encoder.
+@pytest.mark.parametrize(
+    ("name", "published", "sees"),
+    [
+        ("Qwen3.5-9B", 9_653_104_368, True),
+        ("Qwen3.5-122B-A10B", 125_086_497_008, True),
+        ("Qwen3.6-35B-A3B", 35_951_822_704, True),
+        ("Qwen3.8-27B", 27_781_427_952, True),
+        ("Qwen3.8-2.4T-A95B", 2_446_182_725_504, False),
+    ],
+)
+def test_the_published_files_hold_as_many(name, published, sees):
+    model = find(name)
+    pattern = f"{model.pattern}/{model.pattern[-2:]}"
+    vocab = model.entry.fields["vocab_size"]
+    stack = Stack.of(as_config(model.settings), pattern, vocab, model.tied)
+    vision = vision_parameters(stack.hidden_size) if sees else 0
+    assert stack.parameters + vision == published
+
+
+@pytest.mark.parametrize("name", QWEN)
+def test_transformers_config_class_translates_to_the_same_settings(name):
+    model = find(name)
+    config = config_of(model.entry.architecture, model.entry.fields).to_dict()
+    assert parse_hf_config(config | {"architectures": [model.entry.architecture]}) == model.hf
+
+
+def test_transformers_config_class_of_nemotron_has_the_same_layers_and_sizes():
+    names = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
+    for name in (name for name in ENTRIES if name.startswith("Nemotron")):
+        model = find(name)
+        config = config_of(model.entry.architecture, model.entry.fields)
+        assert "".join(names[kind] for kind in config.layers_block_type) == model.pattern
+        assert config.conv_kernel == 4, "Megatron's Mamba2 layers have no other"
+        assert {config.use_conv_bias, not config.use_bias, not config.mlp_bias} == {True}
+        assert config.n_shared_experts == config.n_group == config.topk_group == 1
+        for field in (name for name in model.entry.fields if name != "hybrid_override_pattern"):
+            assert getattr(config, field) == model.entry.fields[field], field
+
+
+def test_olmo_hybrid_is_what_transformers_builds_by_default():
+    model = find("Olmo-Hybrid-7B")
+    default = config_of(model.entry.architecture, {}).to_dict()
+    assert {name: default[name] for name in model.entry.fields} == model.entry.fields
+    assert default["layer_types"] == (["linear_attention"] * 3 + ["full_attention"]) * 8
+
+
+def test_every_entry_says_where_its_numbers_were_found():
+    assert all(entry.source for entry in ENTRIES.values())
+
+
+def test_a_name_that_is_not_there_is_refused_with_those_that_are():
+    assert find("qwen3.5-35b-a3b").name == "Qwen3.5-35B-A3B"
+    with pytest.raises(ValueError, match=r"unknown model 'Qwen9'; known: tiny, Qwen3-Next-80B"):
+        find("Qwen9")

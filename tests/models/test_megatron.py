@@ -29,7 +29,6 @@ MORE = [
 
 
 def arguments_of(monkeypatch, flags: list[str], world_size: int = 1) -> argparse.Namespace:
-    """Megatron's parsed and validated arguments."""
     hopper = SimpleNamespace(major=9, minor=0)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda *_: hopper)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
@@ -37,6 +36,15 @@ def arguments_of(monkeypatch, flags: list[str], world_size: int = 1) -> argparse
     args = add_megatron_arguments(argparse.ArgumentParser()).parse_args([*flags, *MORE])
     args.rank, args.world_size = 0, world_size
     validate_args(args)
+    return args
+
+
+def tiny_arguments(monkeypatch, *more: str, flags=None) -> argparse.Namespace:
+    """Of the tiny model, for sequences of 64 tokens."""
+    flags = find("tiny").flags() if flags is None else flags
+    sizes = ["--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "1"]
+    args = arguments_of(monkeypatch, [*flags, *sizes, *more])
+    args.padded_vocab_size = 1024
     return args
 
 
@@ -100,9 +108,8 @@ def build(name: str, kind: str) -> int:
 
 def test_options_that_change_the_size_of_a_k_layer_are_counted(monkeypatch, pools):
     """Of the environment or of a call in Python: those that the stack was built with."""
-    flags = find("tiny").flags() + ["--seq-length", "64", "--max-position-embeddings", "64"]
-    args = arguments_of(monkeypatch, [*flags, "--micro-batch-size", "1"])
-    args.padded_vocab_size, args.hybrid_layer_pattern = 1024, "K-K"
+    args = tiny_arguments(monkeypatch)
+    args.hybrid_layer_pattern = "K-K"
     plain, narrow = pools(1).run(flops_of_built_stacks, args)[0]
     # A gate's half has rank * (D + H V) weights; its default rank is V.
     D, H, V = args.hidden_size, args.linear_num_value_heads, args.linear_value_head_dim
@@ -110,7 +117,6 @@ def test_options_that_change_the_size_of_a_k_layer_are_counted(monkeypatch, pool
 
 
 def flops_of_built_stacks(args: argparse.Namespace) -> list[float]:
-    """Counted for a sequence after a stack was built without options, and with a narrow gate."""
     from megatron_gdn.specs import hybrid_stack_spec
     from tests.examples.spec_laws import HybridModel, make_config
 
@@ -133,12 +139,7 @@ def test_a_model_that_megatron_would_build_otherwise_is_refused():
 
 def test_megatron_counts_v_squared_for_k_v_and_no_gate(monkeypatch):
     """Why its own count is replaced; if this fails, upstream was mended."""
-    flags = find("tiny").flags() + ["--seq-length", "64", "--max-position-embeddings", "64"]
-    flags += ["--micro-batch-size", "1", "--linear-key-head-dim", "16"]
-    args = arguments_of(monkeypatch, flags)
-    args.padded_vocab_size = 1024
-    more = arguments_of(monkeypatch, [*flags, "--linear-key-head-dim", "32"])
-    more.padded_vocab_size = 1024
+    args, more = (tiny_arguments(monkeypatch, "--linear-key-head-dim", K) for K in ("16", "32"))
     projections = 3 * 2 * 64 * 3 * (2 * 4 * 16) * (128 + 4)  # of q and k in three layers, and conv
     theirs = [training.num_floating_point_operations(x, 1) for x in (args, more)]
     ours = [megatron_count.num_floating_point_operations(x, 1) for x in (args, more)]
@@ -154,9 +155,7 @@ def test_megatron_counts_v_squared_for_k_v_and_no_gate(monkeypatch):
 def test_training_counts_with_ours_and_with_its_own_where_layers_are_not_known(monkeypatch):
     monkeypatch.setattr(training, "num_floating_point_operations", lambda *_: "theirs")
     megatron_count.install()
-    flags = find("tiny").flags() + ["--seq-length", "64", "--max-position-embeddings", "64"]
-    args = arguments_of(monkeypatch, [*flags, "--micro-batch-size", "1"])
-    args.padded_vocab_size = 1024
+    args = tiny_arguments(monkeypatch)
     assert training.num_floating_point_operations(args, 1) == find("tiny").stack.flops([64]).step
     for name, value in (
         ("multi_latent_attention", True),
@@ -172,14 +171,10 @@ def test_training_counts_with_ours_and_with_its_own_where_layers_are_not_known(m
 def test_heads_of_multi_token_prediction_are_counted_in_both_models(monkeypatch):
     counts = []
     for kind, more in (("gpt", ["--mtp-num-layers", "2"]), ("hybrid", [])):
-        flags = [*find("tiny").flags(kind), *more, "--micro-batch-size", "1"]
+        flags = find("tiny").flags(kind)
         if kind == "hybrid":
-            at = flags.index("--hybrid-layer-pattern") + 1
-            flags[at] += "/*-/*-"
-        args = arguments_of(
-            monkeypatch, [*flags, "--seq-length", "64", "--max-position-embeddings", "64"]
-        )
-        args.padded_vocab_size = 1024
+            flags[flags.index("--hybrid-layer-pattern") + 1] += "/*-/*-"
+        args = tiny_arguments(monkeypatch, *more, flags=flags)
         counts.append(megatron_count.num_floating_point_operations(args, 1))
     D, one = 128, find("tiny").stack
     head = 2 * 64 * (2 * D * D + 1024 * D)

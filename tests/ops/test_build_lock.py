@@ -3,7 +3,6 @@
 import errno
 import fcntl
 import logging
-import multiprocessing
 import os
 import signal
 import time
@@ -12,26 +11,11 @@ from pathlib import Path
 import pytest
 
 from megatron_gdn.ops.kernels.builds import build_lock
-
-FORK = multiprocessing.get_context("fork")
-PATIENCE = 20  # seconds on a busy machine
-
-
-def start(function, *args):
-    process = FORK.Process(target=function, args=args, daemon=True)
-    process.start()
-    return process
-
-
-def until(condition) -> None:
-    end = time.monotonic() + PATIENCE
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.01)
+from tests.processes import PATIENCE, until
+from tests.processes import fork as start
 
 
 def want(folder: Path, name: str, seconds: float) -> None:
-    """A process that needs a result which takes so many seconds to build."""
     logging.basicConfig(
         filename=folder / f"{name}.log", format="%(created)f %(message)s", force=True
     )

@@ -1,15 +1,16 @@
-"""An element's bits depend on the element alone, in values and gradients."""
+"""Elementwise functions, norms and gates: their equations, and bits of an element alone."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
+from megatron_gdn.ops import decay_and_write_gates, l2norm, rms_norm, rms_norm_gated
 from megatron_gdn.ops.elementwise import sigmoid, silu, softplus
 
 NAMES = {silu: F.silu, sigmoid: torch.sigmoid, softplus: F.softplus}
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def one_thread():
     before = torch.get_num_threads()
     torch.set_num_threads(1)
@@ -26,7 +27,7 @@ def value_and_gradient(function, x):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("function", NAMES)
-def test_bits_do_not_depend_on_where_an_element_stands(function, dtype):
+def test_bits_do_not_depend_on_where_an_element_stands(one_thread, function, dtype):
     x = torch.randn(4096, generator=torch.Generator().manual_seed(0), dtype=dtype) * 4
     y, dx = value_and_gradient(function, x)
     assert torch.allclose(y, NAMES[function](x))
@@ -36,7 +37,46 @@ def test_bits_do_not_depend_on_where_an_element_stands(function, dtype):
 
 
 @pytest.mark.parametrize("function", NAMES)
-def test_shapes_and_strides_are_kept(function):
+def test_shapes_and_strides_are_kept(one_thread, function):
     x = torch.randn(3, 5, 7)
     assert torch.equal(function(x.mT), function(x).mT)
     assert function(x[:0]).shape == (0, 5, 7)
+
+
+def test_l2norm_gives_unit_rows_and_finite_gradients_for_zero_rows():
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    x[0, 0] = 0
+    x.requires_grad_()
+    y = l2norm(x)
+    torch.testing.assert_close(
+        y[1].norm(dim=-1), torch.ones(5, dtype=torch.float64), atol=1e-5, rtol=0
+    )
+    y.sum().backward()
+    assert torch.equal(y[0, 0], torch.zeros(8, dtype=torch.float64))
+    assert torch.isfinite(x.grad).all()
+
+
+def test_rms_norm_equals_torchs_with_both_forms_of_gamma():
+    x, weight = torch.randn(3, 8, dtype=torch.float64), torch.randn(8, dtype=torch.float64)
+    torch.testing.assert_close(rms_norm(x, weight, 1e-5), F.rms_norm(x, (8,), weight, 1e-5))
+    torch.testing.assert_close(
+        rms_norm(x, weight, 1e-5, zero_centered=True), F.rms_norm(x, (8,), 1 + weight, 1e-5)
+    )
+
+
+def test_the_gated_norm_rounds_once():
+    x, z = torch.randn(64, 8).bfloat16(), torch.randn(64, 8).bfloat16()
+    exact = F.rms_norm(x.double(), (8,), None, 1e-6) * F.silu(z.double())
+    y = rms_norm_gated(x, z, None, 1e-6)
+    assert ((y.double() - exact).abs() <= exact.abs() * (2**-8 * 1.001)).all()
+
+
+def test_gates_are_fp32_for_bf16_projections_and_never_grow_the_state():
+    alpha, beta = torch.randn(2, 7, 4).bfloat16() * 9, torch.randn(2, 7, 4).bfloat16()
+    A_log, dt_bias = torch.rand(4) * 2.8, torch.ones(4)
+    g, write = decay_and_write_gates(alpha, beta, A_log, dt_bias)
+    assert g.dtype == write.dtype == torch.float32
+    assert (g <= 0).all() and ((write > 0) & (write < 1)).all()
+    exact = -A_log.double().exp() * F.softplus(alpha.double() + dt_bias.double())
+    exact = exact.clamp(min=-104)  # where the decay is 0
+    torch.testing.assert_close(g.double(), exact, rtol=1e-6, atol=1e-7)

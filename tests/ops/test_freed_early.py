@@ -9,9 +9,7 @@ import torch
 from megatron_gdn.ops import recompute as hand_over
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.parts import GatedNorm
-from megatron_gdn.ops.recompute import RefilledOutput
-from tests.gdn_mixer import gated_delta_mixer
+from tests.ops.test_mixer import assert_equal, make_inputs, mixed_by
 
 SIZES = HeadSizes(1, 2, 4, 4)
 
@@ -48,71 +46,35 @@ class Watch(PlainRule):
         return super().begin_backward(d_o, inputs, saved, documents)
 
 
-def leaves():
-    torch.manual_seed(2)
-    normal = [
-        torch.randn(9, 1, SIZES.width), torch.randn(SIZES.conv_width, 1, 4),
-        torch.randn(2), torch.randn(2), torch.randn(4),
-    ]  # fmt: skip
-    return [x.requires_grad_() for x in normal]
-
-
-def mixed_by(rule, tensors):
-    proj, weight, A_log, dt_bias, gamma = tensors
-    return gated_delta_mixer(
-        proj, weight, None, A_log, dt_bias, SIZES, rule=rule, norm=GatedNorm(gamma)
-    )
-
-
 @pytest.fixture(autouse=True)
 def every_size(monkeypatch):
     monkeypatch.setattr(hand_over, "LEAST", 0)
 
 
 def test_the_output_of_the_rule_and_the_incoming_gradient_are_freed():
-    rule, tensors = Watch(), leaves()
-    mixed = mixed_by(rule, tensors)
+    rule, leaves = Watch(), make_inputs(SIZES, 9, bias=True)[0]
+    mixed = mixed_by(rule, leaves, SIZES)
     mixed.register_hook(lambda gradient: watched(gradient, rule.gradients))
     mixed.square().sum().backward()
     assert rule.alive == [[False, False]]
 
 
 def test_a_second_backward_finds_everything():
-    rule, tensors = Watch(), leaves()
-    mixed = mixed_by(rule, tensors)
+    rule, leaves = Watch(), make_inputs(SIZES, 9, bias=True)[0]
+    mixed = mixed_by(rule, leaves, SIZES)
     loss = mixed.square().sum()
-    first = torch.autograd.grad(loss, tensors, retain_graph=True)
-    again = torch.autograd.grad(loss, tensors)
+    first = torch.autograd.grad(loss, leaves, retain_graph=True)
+    again = torch.autograd.grad(loss, leaves)
     assert rule.alive == [[True], [False]]
-    for one, other in zip(first, again, strict=True):
-        assert torch.equal(one, other)
+    assert_equal(first, again)
 
 
 def test_no_gradient_changes(monkeypatch):
     def gradients():
-        tensors = leaves()
-        out = mixed_by(PlainRule(), tensors)
-        return torch.autograd.grad(out.square().sum() + out.sum(), tensors)
+        leaves, _ = make_inputs(SIZES, 9, bias=True)
+        out = mixed_by(PlainRule(), leaves, SIZES)
+        return torch.autograd.grad(out.square().sum() + out.sum(), leaves)
 
     handed_over = gradients()
     monkeypatch.setattr(hand_over, "LEAST", 1 << 60)
-    for one, other in zip(handed_over, gradients(), strict=True):
-        assert torch.equal(one, other)
-
-
-def test_a_dropped_output_is_filled_again_behind_the_hand_over():
-    def gradients(refilled):
-        tensors = leaves()
-        proj, weight, A_log, dt_bias, gamma = tensors
-        mixed = gated_delta_mixer(
-            proj, weight, None, A_log, dt_bias, SIZES,
-            rule=PlainRule(), norm=GatedNorm(gamma), refilled=refilled,
-        )  # fmt: skip
-        out = mixed @ torch.ones(mixed.shape[-1], 3, requires_grad=True)
-        if refilled is not None:
-            refilled.drop_until_backward_of(out)
-            assert mixed.untyped_storage().nbytes() == 0
-        return torch.autograd.grad(out.square().sum(), tensors)
-
-    for one, other in zip(gradients(RefilledOutput()), gradients(None), strict=True):
-        assert torch.equal(one, other)
+    assert_equal(handed_over, gradients())

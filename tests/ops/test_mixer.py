@@ -9,6 +9,7 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn.gdn.api import recurrent_gated_delta_rule
 from megatron_gdn.gdn.rule import resolve_rule
+from megatron_gdn.ops import recompute as hand_over
 from megatron_gdn.ops.conv import causal_conv1d
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents
@@ -16,6 +17,7 @@ from megatron_gdn.ops.elementwise import decay_and_write_gates, l2norm, rms_norm
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
 from tests.gdn_mixer import gated_delta_mixer
+from tests.ops.delta_rule.states import documents_of
 
 NAMES = ("proj", "conv_weight", "conv_bias", "A_log", "dt_bias", "gamma")
 CASES = {
@@ -38,11 +40,7 @@ def make_inputs(sizes, S, B=1, bias=False, lengths=None):
         torch.randn(sizes.value_heads, **wide),
         1 + 0.3 * torch.randn(sizes.value_dim, **wide),
     ]
-    documents = None
-    if lengths is not None:
-        offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
-        documents = Documents.from_cu_seqlens(offsets, S)
-    return [x if x is None else x.requires_grad_() for x in leaves], documents
+    return [x if x is None else x.requires_grad_() for x in leaves], documents_of(lengths)
 
 
 def composed(leaves, sizes, documents):
@@ -63,23 +61,45 @@ def plain_rule(sizes):
     return resolve_rule("reference", device="cpu", dtype=torch.float64, sizes=sizes).rule
 
 
+def mixed_by(rule, leaves, sizes, documents=None, **options):
+    *tensors, gamma = leaves
+    rule = plain_rule(sizes) if rule is None else rule
+    return gated_delta_mixer(
+        *tensors, sizes, rule=rule, norm=GatedNorm(gamma), documents=documents, **options
+    )
+
+
 def gradients(out, leaves):
     present = [x for x in leaves if x is not None]
     torch.manual_seed(1)
     return torch.autograd.grad(out, present, torch.randn(out.shape, dtype=out.dtype))
 
 
+def assert_equal(one, other) -> None:
+    for a, b in zip(one, other, strict=True):
+        assert torch.equal(a, b)
+
+
+def saved_bytes(run) -> int:
+    """Of all tensors that autograd saves in ``run``, each storage once."""
+    kept = {}
+
+    def pack(x):
+        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
+        return x
+
+    with saved_tensors_hooks(pack, lambda x: x):
+        held = run()
+    del held
+    return sum(kept.values())
+
+
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
 @pytest.mark.parametrize("name", CASES)
 def test_mixer_and_every_gradient_equal_the_composition(name, recompute):
-    arguments = CASES[name]
-    sizes = arguments["sizes"]
-    leaves, documents = make_inputs(**arguments)
-    *tensors, gamma = leaves
-    mixed = gated_delta_mixer(
-        *tensors, sizes, rule=plain_rule(sizes), norm=GatedNorm(gamma),
-        documents=documents, recompute_qkv=recompute,
-    )  # fmt: skip
+    sizes = CASES[name]["sizes"]
+    leaves, documents = make_inputs(**CASES[name])
+    mixed = mixed_by(None, leaves, sizes, documents, recompute_qkv=recompute)
     expected = composed(leaves, sizes, documents)
     torch.testing.assert_close(mixed, expected, rtol=1e-10, atol=1e-10)
     got, exact = gradients(mixed, leaves), gradients(expected, leaves)
@@ -111,41 +131,28 @@ def test_an_unused_z_gets_a_zero_gradient():
 
 def test_recomputing_keeps_every_bit_and_saves_k_and_v_too():
     sizes = HeadSizes(1, 2, 16, 16)
-
-    def run(recompute):
-        leaves, _ = make_inputs(sizes, S=64)
-        *tensors, gamma = leaves
-        kept = {}
-
-        def pack(x):
-            kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-            return x
-
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            mixed = gated_delta_mixer(
-                *tensors, sizes, rule=plain_rule(sizes), norm=GatedNorm(gamma),
-                recompute_qkv=recompute,
-            )  # fmt: skip
-        return mixed, gradients(mixed, leaves), sum(kept.values())
-
-    mixed, grads, saved = run(False)
-    again, grads_again, saved_less = run(True)
-    assert torch.equal(mixed, again)
-    assert all(torch.equal(a, b) for a, b in zip(grads, grads_again, strict=True))
+    leaves, _ = make_inputs(sizes, S=64)
+    usual, again = (mixed_by(None, leaves, sizes, recompute_qkv=x) for x in (False, True))
+    assert torch.equal(usual, again)
+    assert_equal(gradients(usual, leaves), gradients(again, leaves))
+    saved, saved_less = (
+        saved_bytes(lambda x=x: mixed_by(None, leaves, sizes, recompute_qkv=x))
+        for x in (False, True)
+    )
     key, value = sizes.layout.widths[1:3]
     assert saved - saved_less == 64 * (key + value) * 8  # of 64 tokens in fp64; q never is saved
 
 
-def test_a_dropped_output_is_filled_again_for_the_reader_of_it():
+@pytest.mark.parametrize("least", [0, None], ids=["handed over", "kept"])
+def test_a_dropped_output_is_filled_again_for_the_reader_of_it(monkeypatch, least):
+    if least is not None:
+        monkeypatch.setattr(hand_over, "LEAST", least)
     sizes = HeadSizes(1, 2, 4, 6)
     weight = torch.randn(12, 12, dtype=torch.float64, requires_grad=True)
 
     def run(refilled):
         leaves, _ = make_inputs(sizes, S=9, B=2)
-        *tensors, gamma = leaves
-        mixed = gated_delta_mixer(
-            *tensors, sizes, rule=plain_rule(sizes), norm=GatedNorm(gamma), refilled=refilled
-        )
+        mixed = mixed_by(None, leaves, sizes, refilled=refilled)
         out = mixed @ weight
         storage = mixed.untyped_storage()
         if refilled is not None:
@@ -155,8 +162,7 @@ def test_a_dropped_output_is_filled_again_for_the_reader_of_it():
         assert storage.nbytes() > 0
         return grads
 
-    for a, b in zip(run(None), run(RefilledOutput()), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(run(None), run(RefilledOutput()))
 
 
 class _LateCopies:
@@ -184,12 +190,9 @@ def test_an_output_that_others_keep_is_not_dropped(keeper):
     sizes = HeadSizes(1, 2, 4, 6)
     weight = torch.randn(12, 12, dtype=torch.float64, requires_grad=True)
 
-    def block(refill, *tensors):
-        *tensors, gamma = tensors
+    def block(refill, *leaves):
         refilled = RefilledOutput() if refill else None
-        mixed = gated_delta_mixer(
-            *tensors, sizes, rule=plain_rule(sizes), norm=GatedNorm(gamma), refilled=refilled
-        )
+        mixed = mixed_by(None, leaves, sizes, refilled=refilled)
         out, storage = mixed @ weight, mixed.untyped_storage()
         if refilled is not None:
             refilled.drop_until_backward_of(out)
@@ -209,8 +212,7 @@ def test_an_output_that_others_keep_is_not_dropped(keeper):
             out = block(refill, *leaves)
         return gradients(out, [weight, *leaves])
 
-    for a, b in zip(run(False, None), run(True, keeper), strict=True):
-        assert torch.equal(a, b)
+    assert_equal(run(False, None), run(True, keeper))
 
 
 @pytest.mark.parametrize("with_norm", [True, False], ids=["norm", "no norm"])
@@ -238,25 +240,16 @@ def test_no_tokens_are_nobodys_work_and_every_gradient_is_zero(S, B, packed, wit
 def test_without_grad_nothing_is_kept():
     sizes = HeadSizes(1, 1, 4, 4)
     leaves, _ = make_inputs(sizes, S=5)
-    *tensors, gamma = leaves
     with torch.no_grad():
-        mixed = gated_delta_mixer(*tensors, sizes, rule=plain_rule(sizes), norm=GatedNorm(gamma))
-    assert mixed.grad_fn is None
+        assert mixed_by(None, leaves, sizes).grad_fn is None
 
 
 def test_wrong_shapes_say_what_is_expected():
     sizes = HeadSizes(1, 2, 4, 6)
-    leaves, _ = make_inputs(sizes, S=5, B=2)
-    *tensors, gamma = leaves
-    rule, norm = plain_rule(sizes), GatedNorm(gamma)
+    (proj, *others), _ = make_inputs(sizes, S=5, B=2)
     with pytest.raises(ValueError, match=rf"\[S, B, {sizes.width}\]"):
-        gated_delta_mixer(tensors[0][..., 1:], *tensors[1:], sizes, rule=rule, norm=norm)
+        mixed_by(None, [proj[..., 1:], *others], sizes)
     with pytest.raises(ValueError, match="batch of 1"):
-        gated_delta_mixer(
-            *tensors, sizes, rule=rule, norm=norm, documents=Documents.from_cu_seqlens([0, 5], 5)
-        )
+        mixed_by(None, [proj, *others], sizes, documents_of([5]))
     with pytest.raises(ValueError, match="cover all of it"):
-        gated_delta_mixer(
-            tensors[0][:, :1], *tensors[1:], sizes, rule=rule, norm=norm,
-            documents=Documents.from_cu_seqlens([0, 4], 4),
-        )  # fmt: skip
+        mixed_by(None, [proj[:, :1], *others], sizes, documents_of([4]))

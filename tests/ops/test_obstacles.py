@@ -1,5 +1,4 @@
-"""Every requirement of the installed fla is checked when a rule is chosen; what torch would say of
-a GPU is replaced."""
+"""Every requirement of the installed fla is checked when a rule is chosen."""
 
 import pytest
 import torch
@@ -26,6 +25,12 @@ def ampere(monkeypatch):
         cached.cache_clear()
 
 
+def installed(monkeypatch, versions):
+    known = obstacles.installed_version
+    made = lambda name: versions[name] if name in versions else known(name)  # noqa: E731
+    monkeypatch.setattr(obstacles, "installed_version", made)
+
+
 def choose(name, dtype=torch.bfloat16):
     return resolve_rule(name, device="cuda", dtype=dtype, sizes=SIZES, operands="bf16")
 
@@ -46,18 +51,12 @@ def test_the_installed_fla_is_taken(ampere):
 @pytest.mark.parametrize("package", ["flash-linear-attention", "fla-core"])
 @pytest.mark.parametrize("version", ["0.5.0", "0.7.0", "1.6.0"])
 def test_another_version_is_refused(ampere, package, version):
-    known = obstacles.installed_version
-    ampere.setattr(
-        obstacles, "installed_version", lambda name: version if name == package else known(name)
-    )
+    installed(ampere, {package: version})
     refused(f"{package} {version} is not known here, 0.6 is")
 
 
 def test_an_fla_without_a_version_is_refused(ampere):
-    known = obstacles.installed_version
-    ampere.setattr(
-        obstacles, "installed_version", lambda name: known(name) if name == "triton" else None
-    )
+    installed(ampere, {"flash-linear-attention": None, "fla-core": None})
     refused("fla carries no version")
 
 
@@ -74,10 +73,7 @@ def test_a_function_that_is_gone_is_seen_before_the_first_forward(ampere):
 def test_hopper_with_a_triton_that_miscompiles_needs_tilelang(ampere):
     ampere.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     ampere.setattr(obstacles, "find_spec", lambda name: None if name == "tilelang" else object())
-    known = obstacles.installed_version
-    ampere.setattr(
-        obstacles, "installed_version", lambda name: "3.6.0" if name == "triton" else known(name)
-    )
+    installed(ampere, {"triton": "3.6.0"})
     ampere.setattr(obstacles, "flash_qla_package", lambda: obstacles.Obstacle("not here"))
     refused("install tilelang")
 

@@ -1,5 +1,4 @@
-"""``backend="auto"`` that ends in plain torch on a GPU (a stand-in) is told once, with what mends
-it."""
+"""``backend="auto"`` that ends in plain torch on a GPU is told once, with what mends it."""
 
 import importlib
 import sys

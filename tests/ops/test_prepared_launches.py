@@ -8,8 +8,6 @@ pytest.importorskip("triton")
 from megatron_gdn.ops.kernels import launch as launches
 from megatron_gdn.ops.kernels.launch import Launch, key_of
 
-gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
-
 
 class At:
     """A tensor on a GPU, as far as a key looks at it."""
@@ -83,24 +81,21 @@ def sums_of(kernel, x, ordinary=False):
     return launch, run
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("shape", [(1, 1), (5, 130), (16, 48)])
 @pytest.mark.parametrize("shift", [0, 1, 4], ids="shift{}".format)
-class TestOnAGpu:
-    pytestmark = gpu
-
-    def test_the_same_bits_with_tensors_at_any_address(self, add_kernel, shape, shift):
-        """The same launch sees aligned and misaligned tensors in turn."""
-        memory = torch.randn(shape[0] * shape[1] + 8, device="cuda")
-        views = [memory[at:][: shape[0] * shape[1]].view(shape) for at in (0, shift, 0, shift, 3)]
-        launch, prepared = sums_of(add_kernel, views[0])
-        _, ordinary = sums_of(add_kernel, views[0], ordinary=True)
-        for view in (*views, *views):
-            assert torch.equal(prepared(view), ordinary(view))
-        assert len(launch._prepared) == 2, "one kernel for multiples of 16 bytes, one for others"
+def test_the_same_bits_with_tensors_at_any_address(add_kernel, shape, shift):
+    """The same launch sees aligned and misaligned tensors in turn."""
+    memory = torch.randn(shape[0] * shape[1] + 8, device="cuda")
+    views = [memory[at:][: shape[0] * shape[1]].view(shape) for at in (0, shift, 0, shift, 3)]
+    launch, prepared = sums_of(add_kernel, views[0])
+    _, ordinary = sums_of(add_kernel, views[0], ordinary=True)
+    for view in (*views, *views):
+        assert torch.equal(prepared(view), ordinary(view))
+    assert len(launch._prepared) == 2, "one kernel for multiples of 16 bytes, one for others"
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_prepared_launch_is_captured_and_replayed(add_kernel):
     x = torch.randn(40, 200, device="cuda")
     _, run = sums_of(add_kernel, x)
@@ -115,7 +110,6 @@ def test_a_prepared_launch_is_captured_and_replayed(add_kernel):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_prepared_launch_is_queued_in_the_current_stream(add_kernel):
     x = torch.randn(40, 200, device="cuda")
     _, run = sums_of(add_kernel, x)
@@ -132,7 +126,6 @@ def test_a_prepared_launch_is_queued_in_the_current_stream(add_kernel):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_hooks_see_every_launch(add_kernel):
     seen = []
     x = torch.randn(8, 8, device="cuda")

@@ -22,6 +22,18 @@ def written_out(o, rows, gate, gamma, zero_centered, act):
     return y.transpose(0, 1).flatten(2)
 
 
+def assert_readout(readout, leaves, expected):
+    """Its output and gradients are those of ``expected``: the gradients, and that of the output."""
+    o, rows, gamma = (x.detach() for x in leaves)
+    torch.testing.assert_close(readout.forward(o, rows, gamma), expected.detach())
+    d_out, d_rows = torch.randn_like(expected), torch.zeros_like(rows)
+    d_o, d_gamma = readout.backward(d_out, o, rows, gamma, d_rows)
+    wanted = torch.autograd.grad(expected, leaves, d_out)
+    for found, exact in zip((d_o, d_rows, d_gamma), wanted, strict=True):
+        torch.testing.assert_close(found, exact)
+    return wanted, d_out
+
+
 @pytest.mark.parametrize("zero_centered", [False, True])
 @pytest.mark.parametrize("activation", ACTIVATIONS)
 @pytest.mark.parametrize("sizes", [(1, 1, 1, 1), (3, 2, 3, 5), (65, 1, 6, 7)], ids=str)
@@ -35,14 +47,7 @@ def test_output_and_every_gradient(sizes, activation, zero_centered):
     leaves = [x.clone().requires_grad_() for x in (o, rows, gamma)]
     of_leaves = leaves[0], leaves[1], gate, leaves[2]
     expected = written_out(*of_leaves, zero_centered, ACTIVATIONS[activation])
-    readout = PlainReadout(gate, activation, EPS, zero_centered)
-    torch.testing.assert_close(readout.forward(o, rows, gamma), expected.detach())
-    d_out = torch.randn_like(expected)
-    d_rows = torch.zeros_like(rows)
-    d_o, d_gamma = readout.backward(d_out, o, rows, gamma, d_rows)
-    wanted = torch.autograd.grad(expected, leaves, d_out)
-    for found, exact in zip((d_o, d_rows, d_gamma), wanted, strict=True):
-        torch.testing.assert_close(found, exact)
+    assert_readout(PlainReadout(gate, activation, EPS, zero_centered), leaves, expected)
 
 
 def toy_parts(layout, readout, *parameters):

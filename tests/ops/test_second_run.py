@@ -5,21 +5,23 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.recompute import RefilledOutput
-from tests.gdn import test_flash_qla_wiring as wiring
-from tests.gdn_mixer import gated_delta_mixer
+from tests.gdn.stand_ins import flash_qla_rule, forget_plans
 
-from .test_mixer import CASES, gradients, make_inputs
+from .test_mixer import CASES, assert_equal, gradients, make_inputs, mixed_by, saved_bytes
 
 ROOT = Path(__file__).parents[2]
-flash_qla = wiring.rule  # the fixture
+
+
+@pytest.fixture
+def flash_qla(monkeypatch):
+    yield flash_qla_rule(monkeypatch)
+    forget_plans()
 
 
 @pytest.fixture
@@ -29,26 +31,12 @@ def layer_memory(monkeypatch):
 
 
 class Counting(PlainRule):
-    """The plain rule; counts runs of its forward."""
-
     def __init__(self) -> None:
         self.runs = 0
 
     def begin(self, inputs, documents):
         self.runs += 1
         return super().begin(inputs, documents)
-
-
-def mixed_by(rule, leaves, sizes, documents=None, **options):
-    *tensors, gamma = leaves
-    return gated_delta_mixer(
-        *tensors, sizes, rule=rule, norm=GatedNorm(gamma), documents=documents, **options
-    )
-
-
-def assert_equal(one, other) -> None:
-    for a, b in zip(one, other, strict=True):
-        assert torch.equal(a, b)
 
 
 @pytest.mark.parametrize("rule", [PlainRule(), PlainRule(aligned=True)], ids=["plain", "aligned"])
@@ -129,20 +117,6 @@ def test_one_gradient_alone_is_enough(needs):
     assert torch.equal(torch.autograd.grad(again, leaves[needs])[0], expected)
 
 
-def saved_bytes(run) -> int:
-    """Of all tensors that autograd saves in ``run``, each storage once."""
-    kept = {}
-
-    def pack(x):
-        kept[x.untyped_storage().data_ptr()] = x.untyped_storage().nbytes()
-        return x
-
-    with saved_tensors_hooks(pack, lambda x: x):
-        held = run()
-    del held
-    return sum(kept.values())
-
-
 def test_a_second_run_saves_the_rows_and_the_parameters_alone():
     leaves, _ = make_inputs(SIZES, S=64)
     parameters = sum(x.nbytes for x in leaves[1:] if x is not None)
@@ -159,7 +133,6 @@ LEVELS = {
 
 @pytest.mark.parametrize("level", LEVELS)
 @pytest.mark.parametrize("kernels", [False, True], ids=["plain", "flash_qla"])
-@pytest.mark.parametrize("flash_qla", [(False, None)], indirect=True)
 def test_the_bytes_of_a_token_are_those_of_the_formula(level, kernels, flash_qla, layer_memory):
     """For FlashQLA's rule with its stages in plain torch, in fp64."""
     rule = flash_qla if kernels else PlainRule()

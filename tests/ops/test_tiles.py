@@ -1,5 +1,4 @@
-"""Tiles of the walking kernels: as many tokens as 32-bit offsets reach and as many stages as shared
-memory holds, and the table's where they do."""
+"""Tiles of the walking kernels: the table's, where 32-bit offsets and shared memory hold them."""
 
 import pytest
 
@@ -17,7 +16,6 @@ TABLE = [prepare_forward_tile, prepare_backward_tile]
 
 
 def reach(tile: Walk, tokens: int, taps: int) -> int:
-    """Rows between a tile's first token and the last it reads or writes."""
     return min(tile.tokens + taps - 1, tokens) - 1
 
 

@@ -28,7 +28,6 @@ def run(leaves, rows, documents, recompute=False):
 
 
 def both(tree, dtype=torch.float64, recompute=False):
-    """Output and gradients of the tree's tokens, packed as a tree and separately."""
     leaves, _ = make_inputs(SIZES, max(sum(tree.slots), 1), bias=True)
     leaves = [x.detach().to(dtype).requires_grad_() for x in leaves]
     apart = separately(tree)

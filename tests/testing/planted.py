@@ -18,8 +18,6 @@ SIZES = HeadSizes(32, 32, 8, 8)
 
 
 class Mixer(nn.Module):
-    """The fused mixer over rows ``[T, 1, P]``, with its parameters."""
-
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)

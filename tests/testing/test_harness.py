@@ -1,14 +1,21 @@
-"""The harness finds what is planted, names it, and finds nothing in the package's own mixer."""
+"""The harness and the certificate find what is planted, and nothing in the package's own mixer."""
 
+import json
+import math
 import multiprocessing
+import time
 from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from benchmarks.lib.invariance import check_batch_invariance
 from benchmarks.lib.processes import compare_processes, in_processes
 from benchmarks.lib.repeats import check_repeats, difference_of, forward_backward
+from megatron_gdn.testing import certificate
+from tests.processes import python
+from tests.ranks import RankError, RankPool
 from tests.testing import planted
 from tests.whole_groups import whole_groups
 
@@ -26,8 +33,7 @@ def test_a_shuffled_sum_is_found_and_is_the_only_one():
 
 
 def in_a_fresh_process(function):
-    """What ``function()`` returns in a new process, whose heap has the same history every time: of
-    malloc's holes that other tests left, any may be the next tensor."""
+    """What ``function()`` returns in a new process, whose heap has the same history every time."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
         return pool.submit(function).result()
 
@@ -119,3 +125,81 @@ def test_a_document_that_feels_its_neighbours_is_found():
 
     found = check_batch_invariance(packed_run(by_position), xs, documents(4))
     assert {difference.where for difference in found} == {"last", "in the middle"}
+
+
+@pytest.fixture
+def pool():
+    started = RankPool(2)
+    yield started
+    started.stop()
+
+
+def raise_on_the_second_rank() -> None:
+    if dist.get_rank() == 1:
+        raise ValueError("the only reason")
+    dist.barrier()
+
+
+def sleep_on_the_first_rank() -> None:
+    if dist.get_rank() == 0:
+        time.sleep(1000)
+
+
+def test_what_a_later_rank_raises_is_told_while_the_first_waits_for_it(pool):
+    start = time.monotonic()
+    with pytest.raises(RankError, match="rank 1:(.|\n)*the only reason"):
+        pool.run(raise_on_the_second_rank)
+    assert time.monotonic() - start < pool.timeout_s / 2
+
+
+def test_a_rank_that_does_not_answer_tells_where_it_is(pool):
+    pool.run(dist.barrier)
+    pool.timeout_s = 1
+    with pytest.raises(RankError, match="rank 0:\nno answer(.|\n)*sleep_on_the_first_rank"):
+        pool.run(sleep_on_the_first_rank)
+
+
+def test_a_row_is_what_its_tensors_say():
+    """Two tokens of two words; the second's probability falls from 1/2 to 1/4."""
+    one = {
+        "output": torch.tensor([1.0, -2.0]), "x's gradient": torch.tensor([1.0]),
+        "input gradient": torch.tensor([4.0]), "logits": torch.zeros(2, 2),
+        "token": torch.tensor([0, 1]),
+    }  # fmt: skip
+    logits = torch.tensor([[0.0, 0.0], [0.75, 0.25]])
+    logits[1] = logits[1].log()
+    found = one | {"output": torch.tensor([1.0, -1.9]), "input gradient": torch.tensor([3.0])}
+    row = certificate._row("fp32", "headwise", 2, found | {"logits": logits}, one, one)
+    assert row.output == pytest.approx(0.05) and row.gradients == 0.25
+    assert row.kl == pytest.approx((math.log(0.5 / 0.75) + math.log(0.5 / 0.25)) / 4)
+    assert row.ratio_mean == pytest.approx(0.75) and row.ratio_farthest == pytest.approx(0.5)
+    assert row.clipped == 0.5
+
+
+@pytest.mark.parametrize(
+    "given, told",
+    [
+        ("--heads 16", "give key and value heads"),
+        ("--cp 2 --lengths 6", "every document must be a multiple of 4"),
+    ],
+)
+def test_what_cannot_be_measured_is_refused(capsys, given, told):
+    with pytest.raises(SystemExit):
+        certificate.arguments(given.split())
+    assert told in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_both_schemes_stay_within_rounding_of_one_rank():
+    """A share of the bits of one rank: errors against fp64 are those of one rank, twice at most."""
+    command = "--heads 2:4 --head-dim 16 --hidden 32 --lengths 160 32 --cp 2 4 --json"
+    done = python("-m", "megatron_gdn.testing.certificate", *command.split(), timeout=600)
+    rows = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(rows) == 2 * 5
+    assert done.stderr == ""
+    for row in rows:
+        (one,) = (x for x in rows if x["ranks"] == 1 and x["precision"] == row["precision"])
+        assert 0 < row["output"] <= 2 * one["output"] and row["gradients"] <= 2 * one["gradients"]
+        # fp32: a log-probability off by some hundred roundings; the KL is its square.
+        if row["precision"] == "fp32":
+            assert row["ratio_farthest"] < 1e-5 and row["kl"] < 1e-10 and not row["clipped"]

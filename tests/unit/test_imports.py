@@ -1,20 +1,10 @@
 """What an import may need, each tried in a fresh process."""
 
-import subprocess
-import sys
 import tomllib
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parents[2]
-
-
-def run(code: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=200)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
+from tests.processes import ROOT, python
 
 BLOCK = """
 import sys
@@ -28,13 +18,14 @@ sys.meta_path.insert(0, Blocked())
 
 def test_ops_and_carried_states_need_torch_alone():
     names = {"megatron", "fla", "triton", "transformers", "transformer_engine", "numpy"}
-    run(
+    python(
+        "-c",
         BLOCK.format(names=names)
         + """
 import torch, megatron_gdn.inference, megatron_gdn.ops as ops
 x = torch.rand(1, 5, 2, 4)
 ops.gated_delta_rule(x, x, x, -x[..., 0], x[..., 0])
-"""
+""",
     )
 
 
@@ -47,7 +38,8 @@ def test_the_layer_needs_torch_and_megatron_alone_and_touches_no_gpu():
         "flash_qla",
         "safetensors",
     }
-    out = run(
+    out = python(
+        "-c",
         BLOCK.format(names=names)
         + """
 import torch
@@ -58,9 +50,9 @@ import megatron_gdn.specs
 import megatron_gdn.models
 megatron_gdn.models.config("tiny")
 print(torch.cuda.is_initialized())
-"""
+""",
     )
-    assert out.strip() == "False"
+    assert out.stdout.strip() == "False"
 
 
 @pytest.mark.parametrize(
@@ -92,9 +84,8 @@ def test_the_version_is_that_of_pyproject_installed_or_not():
     """Without packages there is no installed one (nor torch, which it does not need)."""
     pyproject = tomllib.loads((ROOT / "pyproject.toml").read_text())
     for options in ([], ["-S"]):
-        command = [sys.executable, *options, "-c", "import megatron_gdn as m; print(m.__version__)"]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=200, cwd=ROOT)
-        assert done.stdout.strip() == pyproject["project"]["version"], done.stderr
+        done = python(*options, "-c", "import megatron_gdn as m; print(m.__version__)")
+        assert done.stdout.strip() == pyproject["project"]["version"]
 
 
 def test_a_wheel_holds_every_package_and_data_file_and_no_other():

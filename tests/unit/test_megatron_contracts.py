@@ -1,5 +1,4 @@
-"""What Megatron's layers pass to a mixer and call on it, read from their source; with
-MEGATRON_LM=folder from a clone's branch, too."""
+"""What Megatron's layers pass to a mixer and call on it, from their source (or MEGATRON_LM's)."""
 
 import ast
 import inspect
@@ -19,7 +18,6 @@ _FOLDERS = ("transformer", "ssm", "models/common", "models/gpt", "models/hybrid"
 
 
 def calls(scope: ast.AST, function: str, first: str = "") -> list[ast.Call]:
-    """The calls of ``function`` whose first argument is ``first``."""
     return [
         node
         for node in ast.walk(scope)
@@ -41,7 +39,6 @@ def keywords(call: ast.Call, scope: ast.AST) -> set[str]:
 
 
 def parameters(core: Path, file: str, name: str, method: str) -> set[str]:
-    """Those of a method of Megatron's own mixer."""
     for node in class_of(core / file, name).body:
         if isinstance(node, ast.FunctionDef) and node.name == method:
             of = node.args

@@ -176,15 +176,13 @@ def test_tables_do_not_follow_the_default_device():
     ],
 )
 def test_what_would_be_reordered_or_guessed_is_refused(mask, message):
-    with pytest.raises(ValueError, match=message):
-        seqlens_of_mask(torch.tensor(mask))
-    with pytest.raises(ValueError, match=message):
-        unpad_data(torch.tensor(mask))
-    x = torch.zeros(*torch.tensor(mask).shape[::-1], 1)
-    with pytest.raises(ValueError):
-        pack_rows(x, torch.tensor(mask))
-    with pytest.raises(ValueError):
-        unpack_rows(x, torch.tensor(mask))
+    mask = torch.tensor(mask)
+    for count in (seqlens_of_mask, unpad_data):
+        with pytest.raises(ValueError, match=message):
+            count(mask)
+    for change in (pack_rows, unpack_rows):
+        with pytest.raises(ValueError):
+            change(torch.zeros(*mask.shape[::-1], 1), mask)
 
 
 def test_shapes_that_do_not_fit_are_refused():

@@ -1,16 +1,19 @@
-"""Tables of chunkwise context parallelism against their definition, the exchanges played out on the
-host."""
+"""Tables of chunkwise context parallelism against their definition, played out on the host."""
 
 from itertools import pairwise
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
+from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
 from megatron_gdn.context_parallel.chunkwise.pieces import history_route, pieces_of
 from megatron_gdn.context_parallel.chunkwise.states import _put, _take, chain_nodes, state_table
+from megatron_gdn.context_parallel.chunkwise.static_history import static_history_route
+from megatron_gdn.ops import StaticDocuments
 
 CPU = torch.device("cpu")
 
@@ -174,3 +177,86 @@ def test_states_enter_every_piece_as_one_rank_would_have_them(cut, rows):
         torch.testing.assert_close(got, entering[:, held[rank]].flatten())
         got = _put(backward[rank].flatten(), table.last, count)
         torch.testing.assert_close(got, leaving[:, held[rank]].flatten())
+
+
+UNITS = 24  # tokens of the buffer, in the smallest documents that zigzag can cut
+FILLS = ((24,), (1,) * 8 + (16,), (2, 0, 3, 1, 18), (5, 1, 1, 17), (0, 0, 23, 1))
+
+
+@pytest.mark.parametrize("cp", [2, 3, 4, 8])
+@pytest.mark.parametrize("taps", [2, 3, 4, 6])
+def test_every_piece_gets_the_rows_before_it_and_their_gradients_return(cp, taps):
+    reach, unit = taps - 1, 2 * cp
+    documents = StaticDocuments(UNITS * unit, 9)
+    routes = [static_history_route(documents, cp, rank, taps) for rank in range(cp)]
+    sends = [route.send_counts for route in routes]
+    receives = [route.receive_counts for route in routes]
+    assert [list(x) for x in zip(*sends, strict=True)] == [list(x) for x in receives]
+    make = torch.Generator().manual_seed(cp * taps)
+    for fill in FILLS:
+        lengths = [units * unit for units in fill]
+        ends = torch.tensor(lengths).cumsum(0)
+        documents.fill([0, *ends.tolist()])
+        tokens = [local_indices(lengths, cp, rank) for rank in range(cp)]
+        rows = [x[route.send_rows] for x, route in zip(tokens, routes, strict=True)]
+        arrived = played_out(rows, sends, cp)
+        expected = torch.zeros(UNITS * unit, dtype=torch.int64)
+        redone_of, d_histories = [], []
+        for mine, route, history in zip(tokens, routes, arrived, strict=True):
+            d_history, redone = torch.zeros_like(history), []
+            for first, count, *before in route.table.pieces.tolist():
+                grads = torch.randint(1, 99, (reach,), generator=make).tolist()
+                redone += grads
+                if not count:
+                    assert before == [-1] * reach
+                    continue
+                start = mine[first].item()
+                document = int((ends <= start).sum())
+                begin = int(ends[document]) - lengths[document]
+                assert count == min(reach, lengths[document] // (2 * cp))
+                expected.index_add_(0, mine[first : first + count], torch.tensor(grads[:count]))
+                for age, row in enumerate(before, 1):
+                    assert (row >= 0) == (start - age >= begin)
+                    if row >= 0:
+                        assert history[row] == start - age
+                        grad = int(torch.randint(1, 99, (), generator=make))
+                        d_history[row] += grad
+                        expected[start - age] += grad
+            redone_of.append(torch.tensor(redone))
+            d_histories.append(d_history)
+        returned = played_out(d_histories, receives, cp)
+        found = torch.zeros_like(expected)
+        for mine, route, redone, back in zip(tokens, routes, redone_of, returned, strict=True):
+            sources = torch.cat([redone, back, torch.zeros(1, dtype=torch.int64)])
+            lines = route.table.additions.long()
+            there = lines[lines[:, 0] >= 0]
+            assert len(there[:, 0].unique()) == len(there)
+            found[mine[there[:, 0]]] += sources[there[:, 1:]].sum(1)
+        assert torch.equal(found, expected)
+
+
+def test_the_two_parts_of_one_tensor_are_not_copied():
+    whole = torch.randn(2, 3, 4, 9)
+    local, through = whole.split([5, 4], dim=-1)
+    packed = pack(local, through)
+    assert torch.equal(packed, whole) and packed.data_ptr() == whole.data_ptr()
+    assert packed.is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "split",
+    [
+        lambda x: (x[..., :5].contiguous(), x[..., 5:].contiguous()),
+        lambda x: (x[..., 5:], x[..., :5]),
+        lambda x: (x[..., :5], x[..., 5:].mT),
+        lambda x: (x[..., :4], x[..., 5:]),
+        lambda x: (x[..., :5], (x + 1)[..., 5:]),
+        lambda x: (x[:1, ..., :5], x[1:, ..., 5:]),
+        lambda x: (x.transpose(0, 1)[..., :5], x.transpose(0, 1)[..., 5:]),
+    ],
+    ids=["apart", "reversed", "transposed", "gap", "other tensor", "other rows", "other order"],
+)
+def test_whatever_else_they_are_the_result_is_theirs(split):
+    local, through = split(torch.randn(2, 3, 4, 9))
+    packed = pack(local, through)
+    assert torch.equal(packed, torch.cat([local, through], dim=-1)) and packed.is_contiguous()

@@ -34,13 +34,8 @@ def test_a_case_that_was_not_run_has_no_bar_and_no_figure(figure):
     for axis, unit in zip(figure.axes, (1, 100), strict=True):
         widths = [bar.get_width() / unit for bar in axis.patches]
         assert widths == pytest.approx([20.0, 13.0, 13.1, 0.2, 0.1])
-    assert [t.get_text() for t in figure.axes[0].texts] == [
-        " 20.0",
-        " 13.0",
-        " 13.1",
-        " 0.2",
-        " 0.1",
-    ]
+    told = ",".join(t.get_text() for t in figure.axes[0].texts)
+    assert told == " 20.0, 13.0, 13.1, 0.2, 0.1"
 
 
 def test_no_label_lies_on_another(figure):

@@ -19,39 +19,28 @@ class Small(MarkedParameters, Fp32Parameters, nn.Module):
         self.remember_marks()
 
 
+F32, F64 = torch.float32, torch.float64
+
+
 @pytest.mark.parametrize(
-    "cast",
+    ("cast", "dtype"),
     [
-        lambda m: m.bfloat16(),
-        lambda m: m.half(),
-        lambda m: m.to(torch.bfloat16),
-        lambda m: nn.Sequential(m).bfloat16()[0],
+        (lambda m: m.bfloat16(), F32),
+        (lambda m: m.half(), F32),
+        (lambda m: m.to(torch.bfloat16), F32),
+        (lambda m: nn.Sequential(m).bfloat16()[0], F32),
+        (lambda m: m.double(), F64),
+        (lambda m: m.double().bfloat16(), F32),
     ],
 )
-def test_casting_the_module_leaves_every_bit_of_the_named_parameter(cast):
+def test_casting_the_module_leaves_every_bit_of_the_named_parameter(cast, dtype):
     module = Small()
     before, identity = module.A_log.detach().clone(), module.A_log
     module.A_log.grad = torch.rand(7)
     module = cast(module)
-    assert module.A_log is identity and torch.equal(module.A_log, before)
-    assert module.A_log.dtype == module.A_log.grad.dtype == torch.float32
+    assert module.A_log is identity and torch.equal(module.A_log, before.to(dtype))
+    assert module.A_log.dtype == module.A_log.grad.dtype == dtype
     assert module.weight.dtype != torch.float32
-
-
-def test_fp64_is_kept_until_a_narrower_cast_gives_fp32():
-    module = Small()
-    before, identity = module.A_log.detach().clone(), module.A_log
-    module.A_log.grad = torch.rand(7)
-    for cast, dtype in ((module.double, torch.float64), (module.bfloat16, torch.float32)):
-        cast()
-        assert module.A_log is identity and torch.equal(module.A_log, before.to(dtype))
-        assert module.A_log.dtype == module.A_log.grad.dtype == dtype
-
-
-def test_a_state_of_fp64_is_not_called_rounded_by_a_module_of_fp64(caplog):
-    module = Small().double()
-    module.load_state_dict(module.state_dict())
-    assert not caplog.text
 
 
 @pytest.mark.parametrize("swap", [False, True])
@@ -81,6 +70,8 @@ def test_a_rounded_parameter_is_named_once_per_load(caplog, dtype):
     assert torch.equal(model[0].A_log, state["0.A_log"].float())
 
 
-def test_a_load_of_fp32_says_nothing(caplog):
-    Small().load_state_dict(Small().state_dict())
+@pytest.mark.parametrize("dtype", [F32, F64])
+def test_a_state_of_the_modules_own_dtype_is_not_called_rounded(caplog, dtype):
+    module = Small().to(dtype)
+    module.load_state_dict(module.state_dict())
     assert not caplog.records

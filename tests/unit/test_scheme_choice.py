@@ -1,10 +1,17 @@
-"""The price of the two context-parallel schemes, against sums done by hand."""
+"""The price of both context-parallel schemes, by hand, and which ranks share a machine."""
 
+import math
 from dataclasses import replace
 
 import pytest
+import torch
 
-from megatron_gdn import GDNDims, SequenceLayout
+from megatron_gdn import SequenceLayout
+from megatron_gdn.context_parallel.machines import (
+    check_ranks_per_machine,
+    ranks_per_machine,
+    stretch,
+)
 from megatron_gdn.context_parallel.price import (
     ACROSS,
     FIXED,
@@ -17,15 +24,9 @@ from megatron_gdn.context_parallel.price import (
     map_exchanges,
     price,
 )
+from tests.gdn_mixer import gdn_dims
 
-QWEN = GDNDims(
-    hidden_size=2048,
-    num_key_heads=16,
-    num_value_heads=32,
-    key_head_dim=128,
-    value_head_dim=128,
-    conv_kernel_dim=4,
-)
+QWEN = gdn_dims(2048, 16, 32, 128, 128)
 MAP = 32 * 128 * 256 * 4  # 4.19 MB: one map of 32 heads
 
 
@@ -106,8 +107,7 @@ def test_long_sequences_go_chunkwise_and_many_short_documents_headwise():
 
 
 def by_hand(s, cp, n, heads, layout):
-    """Milliseconds of a forward over machines of n ranks, headwise and chunkwise, of s tokens per
-    rank in bf16; bytes come in equal parts from all other ranks, over both wires at once."""
+    """Milliseconds of a forward, headwise and chunkwise; bytes come over both wires."""
     key_heads, value_heads = heads
     outside = (cp - n) / (cp - 1)
 
@@ -197,3 +197,40 @@ def test_a_mode_comes_from_the_argument_then_the_config_then_is_auto():
     assert LinearCpMode.of(None, object()) is LinearCpMode.AUTO
     with pytest.raises(ValueError, match="'headwise', 'chunkwise', 'auto'"):
         LinearCpMode.of("ring", Config)
+
+
+META = torch.device("meta")
+
+
+class Group:
+    """Nothing is sent over it: rows on the meta device have no values."""
+
+    def __init__(self, size: int) -> None:
+        self.size = lambda: size
+
+
+@pytest.mark.parametrize(
+    ("machines", "ranks"),
+    [("aaaa", 4), ("aabb", 2), ("aaaabb", 2), ("aaaaaaaabbbb", 4), ("aab", 1), ("abab", 1)],
+)
+def test_no_stretch_of_ranks_is_on_two_machines(machines, ranks):
+    assert stretch(machines) == ranks
+    for first in range(0, len(machines), ranks):
+        assert len(set(machines[first : first + ranks])) == 1
+
+
+@pytest.mark.parametrize("size", range(1, 17))
+def test_what_is_told_may_be_more_than_the_ranks_and_need_not_divide_them(size):
+    for told in range(1, 20):
+        expected = size if told >= size else math.gcd(told, size)
+        assert ranks_per_machine(Group(size), told, META) == expected
+
+
+def test_without_values_nothing_is_sent():
+    assert ranks_per_machine(Group(6), None, META) == 6
+
+
+@pytest.mark.parametrize("told", [0, -8, 8.0, "8", True])
+def test_what_is_no_number_of_ranks_is_refused(told):
+    with pytest.raises(ValueError, match="cp_ranks_per_machine=.*integer of at least 1"):
+        check_ranks_per_machine(told)

@@ -5,6 +5,7 @@ from functools import cache
 
 import pytest
 
+from megatron_gdn.hf import patch
 from megatron_gdn.hf.drop_in.families import linear_attention_of
 from tests.hf.tiny_models import build
 
@@ -34,3 +35,15 @@ def fresh():
     """``fresh(family)``: a tiny transformers model of its own, always of the same weights."""
     built = cache(build)
     return lambda family: copy.deepcopy(built(family))
+
+
+@pytest.fixture(scope="package")
+def patched(fresh):
+    """``patched(family, **options)``: such a model after :func:`patch`."""
+
+    def make(family=DENSE, **options):
+        model = fresh(family)
+        patch(model, **options)
+        return model
+
+    return make

@@ -1,9 +1,8 @@
-"""What runs on the ranks: patched models in float64 over a mesh, against one rank. transformers'
-own norms and rotations round to fp32 in there, so models agree to some 1e-7."""
+"""What runs on the ranks, in float64; transformers' norms and rotations round to fp32 in there."""
 
 import copy
-import re
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -29,7 +28,6 @@ def offsets_of(lengths) -> torch.Tensor:
 
 
 def own_positions(order: str, tokens: int, lengths=None) -> torch.Tensor:
-    """Which positions this rank holds."""
     size, rank = dist.get_world_size(), dist.get_rank()
     if order == "interleaved":
         return torch.arange(rank, tokens, size)
@@ -62,6 +60,28 @@ def compare(ours, truth, mine, ours_grads, truth_grads, what, tolerance) -> None
         assert_close(f"{what}: {name}", ours_grads[name], grad, tolerance)
 
 
+def compare_layers(one, many, mine, told, told_many, what, rows=1, times=1) -> None:
+    """Outputs, input gradients and the parameters', which ``times`` groups of ranks sum up."""
+    one.zero_grad(), many.zero_grad()
+    torch.manual_seed(1)
+    x, weight = torch.randn(2, rows, TOKENS, 24, dtype=torch.float64)
+    whole, part = (y.clone().requires_grad_() for y in (x, x[:, mine]))
+    y, local = one(whole, **told), many(part, **told_many)
+    (y * weight).sum().backward()
+    (local * weight[:, mine]).sum().backward()
+    assert_close(f"{what}: input gradient", part.grad, whole.grad[:, mine], 1e-11)
+    summed = {name: grad / times for name, grad in sum_gradients(many).items()}
+    compare(local, y, mine, summed, gradients(one), what, 1e-11)
+
+
+def pair(model, **options):
+    """Two copies, patched: for one rank, and for all of them."""
+    one, many = copy.deepcopy(model), copy.deepcopy(model)
+    patch(one, unpacked="fused")
+    patch(many, mesh(), attention="gathered", **options)
+    return one, many
+
+
 def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
     """One layer; ``cases`` are (order, linear_cp_mode, lengths or None, rows)."""
     model = build(family).double()
@@ -76,20 +96,10 @@ def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
             cp_mesh=mesh(), cp_layout=order if known else "contiguous", linear_cp_mode=mode
         )
         become_drop_in(many, config, options)
-        torch.manual_seed(1)
-        x = torch.randn(rows, TOKENS, 24, dtype=torch.float64)
-        weight = torch.randn(rows, TOKENS, 24, dtype=torch.float64)
         mine = own_positions(order, TOKENS, lengths or [TOKENS])
-        offsets = None if lengths is None else offsets_of(lengths)
-        whole = x.clone().requires_grad_()
-        y = one(whole, cu_seqlens=offsets)
-        (y * weight).sum().backward()
-        part = x[:, mine].clone().requires_grad_()
-        seq_index = None if known else mine
-        local = many(part, cu_seqlens=offsets, seq_index=seq_index)
-        (local * weight[:, mine]).sum().backward()
-        assert_close(f"{what}: input gradient", part.grad, whole.grad[:, mine], 1e-11)
-        compare(local, y, mine, sum_gradients(many), gradients(one), what, 1e-11)
+        told = {"cu_seqlens": None if lengths is None else offsets_of(lengths)}
+        told_many = told | {"seq_index": None if known else mine}
+        compare_layers(one, many, mine, told, told_many, what, rows)
 
 
 def a_mesh_that_is_set_counts(cases: list[tuple]) -> None:
@@ -103,39 +113,20 @@ def a_mesh_that_is_set_counts(cases: list[tuple]) -> None:
     for cp_mesh, lengths in [(one_mesh, x) for x in cases for one_mesh in (mesh(), pairs["cp"])]:
         many._cp_mesh = cp_mesh
         assert many._cp_mesh is cp_mesh
-        torch.manual_seed(1)
-        x = torch.randn(1, TOKENS, 24, dtype=torch.float64)
-        weight = torch.randn(1, TOKENS, 24, dtype=torch.float64)
         size, rank = cp_mesh.size(), cp_mesh.get_local_rank()
         mine = local_indices([TOKENS], size, rank, "zigzag_buffer")
         told = {} if lengths is None else {"cu_seqlens": offsets_of(lengths)}
-        one.zero_grad(), many.zero_grad()
-        whole = x.clone().requires_grad_()
-        y = one(whole, **told)
-        (y * weight).sum().backward()
-        part = x[:, mine].clone().requires_grad_()
-        local = many(part, **told)
-        (local * weight[:, mine]).sum().backward()
         what = f"over {size} ranks {lengths}"
-        assert_close(f"{what}: input gradient", part.grad, whole.grad[:, mine], 1e-11)
-        times = dist.get_world_size() // size  # groups that have the whole sequence each
-        summed = {name: grad / times for name, grad in sum_gradients(many).items()}
-        compare(local, y, mine, summed, gradients(one), what, 1e-11)
+        compare_layers(one, many, mine, told, told, what, times=dist.get_world_size() // size)
+    x = torch.randn(1, TOKENS, 24, dtype=torch.float64)
     cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True).past_key_values
-    try:
+    with pytest.raises(NotImplementedError, match="a cache cannot be filled"):
         many(x[:, mine], cache)
-    except NotImplementedError as error:
-        assert "a cache cannot be filled" in str(error)
-    else:
-        raise AssertionError("nobody refused to go on from a cache")
     many._cp_mesh = None
     assert torch.equal(many(x), one(x))
-    try:
+    with pytest.raises(ValueError, match="runs over one"):
         many._cp_mesh = pairs
-    except ValueError as error:
-        assert "runs over one" in str(error) and many._cp_mesh is None
-    else:
-        raise AssertionError("nobody refused a mesh of two dimensions")
+    assert many._cp_mesh is None
 
 
 def a_mesh_set_on_a_patched_model_counts() -> None:
@@ -157,12 +148,8 @@ def a_mesh_set_on_a_patched_model_counts() -> None:
         assert_close(f"logits over {cp_mesh}", local, logits[:, given], 1e-5)
     assert many.config._attn_implementation == GATHERED
     next(iter(patched.layers.values()))._cp_mesh = None
-    try:
+    with pytest.raises(ValueError, match="different context-parallel ranks"):
         many(tokens[:, mine], use_cache=False)
-    except ValueError as error:
-        assert "different context-parallel ranks" in str(error)
-    else:
-        raise AssertionError("nobody refused layers over different ranks")
     patched.undo()
     assert many.config._attn_implementation == own
 
@@ -183,12 +170,9 @@ def indexed_attention_is_refused() -> None:
     """Its indexer would rank the keys of one rank's tokens."""
     model = build("Qwen4ExpForCausalLM")
     patch(model, mesh(), attention="gathered")
-    try:
+    said = "its indexer ranks the keys of the tokens that a rank holds"
+    with pytest.raises(NotImplementedError, match=said):
         model(torch.randint(67, (1, 8)), use_cache=False)
-    except NotImplementedError as error:
-        assert "its indexer ranks the keys of the tokens that a rank holds" in str(error)
-    else:
-        raise AssertionError("nobody refused an indexer that sees a share of the keys")
 
 
 def tables_do_not_follow_the_default_device() -> None:
@@ -230,15 +214,8 @@ def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
     for order, mode, lengths, source in cases:
         what = f"{family} {order} {mode} {lengths} {source}"
         known = order in ("zigzag", "zigzag_buffer", "contiguous")
-        one, many = copy.deepcopy(model), copy.deepcopy(model)
-        patch(one, unpacked="fused")
-        patch(
-            many,
-            mesh(),
-            cp_layout=order if known else "contiguous",
-            linear_cp_mode=mode,
-            attention="gathered",
-        )
+        layout = order if known else "contiguous"
+        one, many = pair(model, cp_layout=layout, linear_cp_mode=mode)
         torch.manual_seed(2)
         tokens = torch.randint(67, (1, TOKENS))
         weight = torch.randn(1, TOKENS, 67, dtype=torch.float64)
@@ -263,17 +240,12 @@ def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
 
 
 def refused(message: str, order: str, options: dict, told: dict, rows: int = 1) -> None:
-    """Every rank refuses, in words."""
     layer = build("Qwen3_5ForCausalLM")
     theirs = layer.model.layers[0].linear_attn
     become_drop_in(theirs, layer.config, DropInOptions(cp_mesh=mesh(), cp_layout=order, **options))
     tokens = told.pop("tokens", 8)
-    try:
+    with pytest.raises((ValueError, NotImplementedError), match=message):
         theirs(torch.randn(rows, tokens, 24), **told)
-    except (ValueError, NotImplementedError) as error:
-        assert re.search(message, str(error)), error
-    else:
-        raise AssertionError(f"nobody refused: {message}")
 
 
 def all_refused(cases: list[tuple]) -> None:
@@ -282,7 +254,6 @@ def all_refused(cases: list[tuple]) -> None:
 
 
 def padded_rows_and_padding_in_a_row() -> None:
-    """Right padding in several rows; padding between documents of one row; zeros at both."""
     model = build("Qwen3_5ForCausalLM").double()
     theirs = mixer_of(model)
     several = torch.ones(2, 16, dtype=torch.long)
@@ -304,10 +275,7 @@ def padded_rows_and_padding_in_a_row() -> None:
 
 def fully_sharded_equals_one_rank(family: str) -> None:
     """FSDP2 over the context-parallel ranks, the fp32 gates in groups of their own."""
-    model = build(family)
-    one, many = copy.deepcopy(model), copy.deepcopy(model)
-    patch(one, unpacked="fused")
-    patch(many, mesh(), attention="gathered")
+    one, many = pair(build(family))
     policy = MixedPrecisionPolicy()
     shard_gates(many, mesh=mesh())
     for layer in many.model.layers:
@@ -350,20 +318,13 @@ def different_batches_are_refused() -> None:
         (8, {"seq_index": torch.arange(8)} if rank else {}, "kinds of sources"),
         (8 + 4 * rank, {}, "1 rows of 8, 1 rows of 12 tokens"),
     ):  # fmt: skip
-        try:
+        with pytest.raises(ValueError, match=message):
             model(torch.zeros(1, tokens, dtype=torch.long), **told)
-        except ValueError as error:
-            assert re.search(message, str(error)), error
-        else:
-            raise AssertionError(f"nobody refused: {message}")
 
 
 def padding_beside_offsets() -> None:
     """A 0/1 mask with offsets: what it leaves out is neither read by conv and rule nor a key."""
-    model = build("Qwen3_5ForCausalLM").double()
-    one, many = copy.deepcopy(model), copy.deepcopy(model)
-    patch(one, unpacked="fused")
-    patch(many, mesh(), attention="gathered")
+    one, many = pair(build("Qwen3_5ForCausalLM").double())
     tokens = torch.randint(67, (1, 16), generator=torch.Generator().manual_seed(4))
     offsets = offsets_of((7, 9))
     mask = torch.ones(1, 16, dtype=torch.long)

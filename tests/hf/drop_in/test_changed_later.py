@@ -1,4 +1,4 @@
-"""What is changed in a patched model counts from its next forward, or is refused by name."""
+"""What is changed in a patched model, or would be ignored or cut wrongly, counts or is refused."""
 
 import copy
 
@@ -7,8 +7,11 @@ import torch
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
-from megatron_gdn.hf import patch
-from tests.hf.drop_in.conftest import DENSE, FAMILIES, NEXT, VISION
+from megatron_gdn.hf import PackingCollator, context_parallel_share, patch
+from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, NEXT, QWEN4, VISION, mixer_of
+from tests.hf.drop_in.test_collator import Mesh
+from tests.hf.drop_in.test_sources import read
+from tests.hf.tiny_models import build
 from tests.parallel import assert_close
 
 LENGTHS = (5, 7, 3)
@@ -37,9 +40,8 @@ def test_a_forward_called_without_its_module_knows_the_documents(fresh, family, 
 
 @pytest.mark.parametrize("family", [*FAMILIES, VISION])
 @torch.no_grad()
-def test_a_copy_of_a_patched_model_runs_its_own_parameters(fresh, family):
-    model = fresh(family)
-    patch(model)
+def test_a_copy_of_a_patched_model_runs_its_own_parameters(patched, family):
+    model = patched(family)
     other = copy.deepcopy(model)
     for parameter in other.parameters():
         parameter.zero_()
@@ -76,18 +78,6 @@ def test_a_patch_whose_forward_was_wrapped_is_not_undone_around_it(fresh):
     patched.undo()
 
 
-def layer_of(model):
-    return model.model.layers[0].linear_attn
-
-
-def test_another_activation_is_refused(fresh):
-    model = fresh(DENSE)
-    patch(model)
-    layer_of(model).activation = "gelu"
-    with pytest.raises(ValueError, match=r"activation='gelu'"):
-        model(TOKENS, **SOURCES["offsets"], use_cache=False)
-
-
 class Wrapped(nn.Module):
     def __init__(self, module):
         super().__init__()
@@ -97,11 +87,17 @@ class Wrapped(nn.Module):
         return 2 * self.base_layer(x)
 
 
-def test_a_convolution_that_was_wrapped_is_refused(fresh):
-    model = fresh(DENSE)
-    patch(model)
-    layer_of(model).conv1d = Wrapped(layer_of(model).conv1d)
-    with pytest.raises(NotImplementedError, match="conv1d is a Wrapped"):
+@pytest.mark.parametrize(
+    ("name", "change", "error"),
+    [
+        ("activation", lambda activation: "gelu", ValueError),
+        ("conv1d", Wrapped, NotImplementedError),
+    ],
+)
+def test_another_activation_or_convolution_is_refused(patched, name, change, error):
+    model = patched()
+    setattr(mixer_of(model), name, change(getattr(mixer_of(model), name)))
+    with pytest.raises(error, match="activation='gelu'|conv1d is a Wrapped"):
         model(TOKENS, **SOURCES["offsets"], use_cache=False)
 
 
@@ -119,13 +115,136 @@ def hook_of_all_modules(norm, monkeypatch):
 @pytest.mark.parametrize("change", [forward_of_all_instances, hook_of_all_modules])
 @pytest.mark.parametrize("family", [NEXT, DENSE])
 @torch.no_grad()
-def test_a_norm_that_was_changed_for_all_modules_is_called(fresh, family, change, monkeypatch):
-    model = fresh(family)
-    patch(model)
-    layer, x = layer_of(model), torch.randn(1, sum(LENGTHS), 24)
+def test_a_norm_that_was_changed_for_all_modules_is_called(patched, family, change, monkeypatch):
+    model = patched(family)
+    layer, x = mixer_of(model), torch.randn(1, sum(LENGTHS), 24)
     expected = 2 * layer(x, cu_seqlens=OFFSETS)
     change(layer.norm, monkeypatch)
     try:
         assert_close("output", layer(x, cu_seqlens=OFFSETS), expected, 1e-6)
     finally:
         getattr(layer.norm, "remove_hook", lambda: None)()
+
+
+BOUNDARIES = torch.tensor([0, 3, 8])
+
+
+def test_a_mask_of_ones_and_zeros_counts_beside_offsets_and_ids():
+    mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
+    ids = torch.tensor([[4, 4, 4, 5, 5, 5, 5, 5]])
+    expected = [[1, 1, 1, 2, 2, 2, 0, 0]]
+    assert read(attention_mask=mask, cu_seqlens=BOUNDARIES) == expected
+    assert read(attention_mask=mask.bool(), packed_seq_ids=ids) == [[4, 4, 4, 5, 5, 5, 0, 0]]
+    one = read(attention_mask=mask, cu_seqlens=torch.tensor([0, 8]))
+    assert one == [[1, 1, 1, 1, 1, 1, 0, 0]]
+
+
+def test_padding_inside_a_document_is_refused(patched):
+    model = patched()
+    mask = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1]])
+    with pytest.raises(ValueError, match="padding"):
+        model(torch.randint(67, (1, 8)), attention_mask=mask, cu_seq_lens_q=BOUNDARIES)
+
+
+def test_seq_index_on_one_rank_is_read(patched):
+    model = patched()
+    tokens = torch.randint(67, (1, 4))
+    straight = model(tokens, seq_index=torch.arange(4)).logits
+    assert torch.equal(straight, model(tokens).logits)
+    with pytest.raises(ValueError, match="one rank holds the whole sequence"):
+        model(tokens, seq_index=torch.tensor([0, 2, 1, 3]))
+
+
+def test_documents_cannot_follow_what_a_cache_holds(patched):
+    model = patched()
+    tokens = torch.randint(67, (1, 4))
+    cache = model(tokens, use_cache=True).past_key_values
+    for more in (
+        {"_packed_seq_ids": torch.tensor([[1, 1, 2, 2]])},
+        {"cu_seq_lens_q": torch.tensor([0, 2, 4])},
+        {"seq_index": torch.arange(4)},
+    ):
+        with pytest.raises(ValueError, match="goes on from a cache"):
+            model(tokens, past_key_values=cache, **more)
+
+
+def test_documents_that_per_layer_embeddings_would_mix_are_refused():
+    """Their n-grams end at the end-of-text token, and their convolution nowhere."""
+    n_grams = {"ple_layer_ids": [1], "heads_per_ngram": 2, "ngram_vocab_size_base": 50}
+    model = build(QWEN4, **n_grams, make_ngram_vocab_size_divisible_by=2, eos_token_id=3)
+    tokens = torch.randint(67, (1, 8))
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3]])
+    alone = model(tokens).logits
+    patch(model)
+    assert torch.equal(model(tokens).logits, alone)
+    with pytest.raises(NotImplementedError, match=r"packed documents .*ple_layer_ids=\[1\]"):
+        model(tokens, position_ids=positions)
+
+
+def test_documents_that_indexed_attention_would_mix_are_refused(fresh):
+    model, tokens = fresh(GLM), torch.randint(67, (1, 8))
+    alone = model(tokens).logits
+    patch(model)
+    assert torch.equal(model(tokens).logits, alone)
+    with pytest.raises(NotImplementedError, match="takes a mask of padding only"):
+        model(tokens, attention_mask=torch.tensor([[1, 1, 1, 1, 2, 2, 2, 2]]))
+
+
+def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(fresh):
+    model, before = fresh(DENSE), fresh(DENSE)
+    model.model.layers[2].linear_attn.activation = "gelu"
+    with pytest.raises(ValueError, match="gelu"):
+        patch(model)
+    for ours, theirs in zip(model.modules(), before.modules(), strict=True):
+        assert type(ours) is type(theirs)
+        assert len(ours._forward_pre_hooks) == len(theirs._forward_pre_hooks)
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        ({"attention_mask": [1, 1, 0]}, "document 1 has padding"),
+        ({"attention_mask": [1, 1]}, "3 input_ids and 2 attention_mask"),
+        ({"loss_mask": [1, 1, 0]}, "document 1 has 'loss_mask'"),
+    ],
+)
+def test_columns_that_would_be_lost_are_refused(document, message):
+    rows = [{"input_ids": [1]}, {"input_ids": [5, 6, 7], **document}]
+    with pytest.raises(ValueError, match=message):
+        PackingCollator()(rows)
+    PackingCollator()([{"input_ids": [5, 6], "attention_mask": [1, 1]}])
+
+
+def test_documents_without_a_token_are_refused():
+    with pytest.raises(ValueError, match="no tokens"):
+        PackingCollator()([{"input_ids": []}, {"input_ids": []}])
+
+
+def test_a_share_cuts_or_refuses_whatever_has_the_tokens():
+    batch = PackingCollator(pad_to_multiple_of=4)([{"input_ids": [5, 6, 7, 8, 9]}])
+    more = {
+        "position_ids": torch.arange(8).expand(4, 1, 8),
+        "inputs_embeds": torch.arange(8.0)[None, :, None].expand(1, 8, 3),
+    }
+    share = context_parallel_share(batch | more, Mesh(2, 1), "contiguous")
+    assert share["position_ids"].tolist() == [[[4, 5, 6, 7]]] * 4
+    assert share["inputs_embeds"][0, :, 0].tolist() == [4, 5, 6, 7]
+    for name, x in (("weights", torch.ones(8)), ("attention_mask", torch.ones(1, 1, 8, 8))):
+        with pytest.raises(ValueError, match=f"{name} of shape"):
+            context_parallel_share(batch | {name: x}, Mesh(2, 1), "contiguous")
+    with pytest.raises(ValueError, match="no input_ids"):
+        context_parallel_share({"labels": batch["labels"]}, Mesh(2, 1))
+
+
+@pytest.mark.parametrize("options", [{"rule_operands": "bf16"}, {"recompute_qkv": True}], ids=str)
+def test_options_that_kimi_delta_attention_does_not_have_are_refused(fresh, options):
+    with pytest.raises(ValueError, match="has neither option"):
+        patch(fresh(KIMI), **options)
+
+
+def test_the_holder_of_kimis_gates_computes_no_other_gate(patched):
+    model = patched(KIMI)
+    layer = next(m for m in model.modules() if hasattr(m, "drop_in"))
+    holder = next(m for m in layer.modules() if type(m).__name__ == "SSMGate")
+    with pytest.raises(ValueError, match="the gate of a Kimi Delta Attention"):
+        holder(torch.randn(1, 1, 8))

@@ -3,7 +3,6 @@
 import math
 import re
 import runpy
-import subprocess
 import sys
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from megatron_gdn.hf import PackingCollator, context_parallel_share
 from tests.examples.conftest import EXAMPLES
 from tests.hf.drop_in.test_sources import read
+from tests.processes import torchrun
 
 DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10]}]
 
@@ -53,14 +53,9 @@ def test_what_cannot_be_packed_is_refused():
 
 
 def losses_of(*flags: str) -> list[float]:
-    done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2",
-         str(EXAMPLES / "finetune_transformers.py"), "--steps", "11", *flags],
-        capture_output=True, text=True, timeout=300, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert "no packed document reaches another" in done.stdout
-    return [float(x) for x in re.findall(r"loss (\d+\.\d+)", done.stdout)]
+    said = torchrun(2, "examples/finetune_transformers.py", "--steps", "11", *flags)
+    assert "no packed document reaches another" in said
+    return [float(x) for x in re.findall(r"loss (\d+\.\d+)", said)]
 
 
 @pytest.mark.parametrize(
@@ -87,13 +82,8 @@ def test_the_examples_refuse_what_they_cannot_do(script, flags, words, monkeypat
 
 @pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="says what the CPU prints")
-def test_the_example_trains_over_two_ranks():
-    first, last = losses_of()
-    assert first == pytest.approx(math.log(256), abs=0.2) and last < first - 1
-
-
-@pytest.mark.nightly
-@pytest.mark.skipif(torch.cuda.is_available(), reason="says what the CPU prints")
-def test_the_example_trains_the_same_where_it_is_sharded():
+def test_the_example_trains_over_two_ranks_sharded_or_not():
     """AdamW's first steps are of the gradient's sign, so roundings grow to some 1e-3."""
-    assert losses_of("--fully-shard") == pytest.approx(losses_of(), abs=5e-3)
+    first, last = losses = losses_of()
+    assert first == pytest.approx(math.log(256), abs=0.2) and last < first - 1
+    assert losses_of("--fully-shard") == pytest.approx(losses, abs=5e-3)

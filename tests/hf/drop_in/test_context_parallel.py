@@ -22,7 +22,6 @@ from tests.hf.drop_in.conftest import (
 ANY = (5, 1, 23, 19)
 CUT = (16, 8, 24)
 
-
 FEW = [
     ("scattered", "headwise", None, 1),
     ("zigzag_buffer", "headwise", ANY, 1),
@@ -45,23 +44,9 @@ MORE = [
         pytest.param(NEXT, 2, MORE, marks=pytest.mark.slow),
         (DENSE, 4, FEW),
         pytest.param(DENSE, 4, MORE, marks=pytest.mark.slow),
-        (OLMO, 2, FEW[1:]),
-        (QWEN4, 2, FEW[1:]),
+        *((family, 2, FEW[1:]) for family in (OLMO, QWEN4, BAILING)),
         (KIMI, 2, FEW),
         (GLM, 4, FEW[1:]),
-        (BAILING, 2, FEW[1:]),
-    ],
-    ids=[
-        "dense-2",
-        "next-2",
-        "next-2-more",
-        "dense-4",
-        "dense-4-more",
-        "olmo-2",
-        "qwen4-2",
-        "kimi-2",
-        "glm-4",
-        "bailing-2",
     ],
 )
 def test_a_layer_equals_one_rank(pools, family, ranks, cases):
@@ -107,20 +92,21 @@ def test_a_mesh_set_on_a_built_layer_counts(pools, ranks):
     pools(ranks).run(laws.a_mesh_that_is_set_counts, [None, ANY])
 
 
-def test_a_mesh_set_on_a_patched_model_counts(pools):
-    pools(2).run(laws.a_mesh_set_on_a_patched_model_counts)
-
-
-def test_a_mesh_of_one_rank_leaves_attention_alone(pools):
-    pools(2).run(laws.a_mesh_of_one_rank_leaves_attention_alone)
-
-
-def test_tables_do_not_follow_the_default_device(pools):
-    pools(2).run(laws.tables_do_not_follow_the_default_device)
-
-
-def test_padding_is_zero_on_every_rank(pools):
-    pools(2).run(laws.padded_rows_and_padding_in_a_row)
+@pytest.mark.parametrize(
+    "law",
+    [
+        laws.a_mesh_set_on_a_patched_model_counts,
+        laws.a_mesh_of_one_rank_leaves_attention_alone,
+        laws.tables_do_not_follow_the_default_device,
+        laws.padded_rows_and_padding_in_a_row,
+        laws.indexed_attention_is_refused,
+        laws.different_batches_are_refused,
+        laws.padding_beside_offsets,
+    ],
+    ids=lambda law: law.__name__,
+)
+def test_of_two_ranks(pools, law):
+    pools(2).run(law)
 
 
 def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
@@ -130,12 +116,7 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
         ("contiguous", {}, {"seq_index": torch.arange(7)}, r"must be \[8\] or \[rows, 8\]"),
         ("contiguous", {}, {"seq_index": torch.arange(8)}, "dense global token positions.* 8 are"),
         ("contiguous", {}, {"seq_index": torch.zeros(1, 2, 8)}, r"shape \(1, 2, 8\)"),
-        (
-            "contiguous",
-            {},
-            {"seq_index": torch.arange(16).view(2, 8)},
-            "rows of seq_index differ",
-        ),
+        ("contiguous", {}, {"seq_index": torch.arange(16).view(2, 8)}, "rows of seq_index differ"),
         ("zigzag", {}, {"cu_seqlens": torch.tensor([0, 6, 16])}, "6 tokens, .* multiple of 4"),
         ("zigzag", {}, {"_packed_seq_ids": torch.ones(1, 8), "cu_seqlens": torch.tensor([0, 16])},
          "cuts every document by itself"),
@@ -152,18 +133,6 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
          "ends at 9, which does not match the 16 tokens"),
     ]  # fmt: skip
     pools(2).run(laws.all_refused, [(m, o, c, t, *r) for o, c, t, m, *r in cases])
-
-
-def test_indexed_attention_is_refused_on_every_rank(pools):
-    pools(2).run(laws.indexed_attention_is_refused)
-
-
-def test_ranks_that_are_given_different_things_are_told(pools):
-    pools(2).run(laws.different_batches_are_refused)
-
-
-def test_padding_beside_offsets_is_no_key_and_no_state(pools):
-    pools(2).run(laws.padding_beside_offsets)
 
 
 @pytest.mark.parametrize(

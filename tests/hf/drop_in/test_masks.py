@@ -1,10 +1,11 @@
-"""4-D masks of any dtype keep documents apart in a patched model and agree with other sources."""
+"""4-D masks of any dtype, and offsets with indices, keep documents of a patched model apart."""
 
 import pytest
 import torch
 
+from megatron_gdn import unpad_data
 from megatron_gdn.hf import patch
-from tests.hf.drop_in.conftest import DENSE
+from tests.hf.drop_in.conftest import DENSE, NEXT
 from tests.hf.drop_in.test_sources import block_mask
 from tests.parallel import assert_close
 
@@ -71,3 +72,89 @@ def test_a_mask_that_does_not_isolate_what_others_name_is_refused(model):
             model(TOKENS, attention_mask=mask, **told)
     with pytest.raises(ValueError, match="is added to scores.* Pass a bool mask"):
         model(TOKENS, attention_mask=block_mask(IDS).double())
+
+
+PADDED = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]])
+INDEXED = [(0, 0, 2), (0, 2, 5), (1, 0, 4)]
+
+
+def told(mask=PADDED) -> dict:
+    indices, offsets, _ = unpad_data(mask)
+    return {"cu_seqlens": offsets.long(), "indices": indices}
+
+
+@pytest.mark.parametrize("unpacked", ["transformers", "fused"])
+@pytest.mark.parametrize("family", [DENSE, NEXT])
+def test_offsets_and_indices_are_the_mask_that_they_were_made_of(patched, family, unpacked):
+    model = patched(family, unpacked=unpacked)
+    layer = model.model.layers[0].linear_attn
+    torch.manual_seed(3)
+    x = torch.randn(2, 6, 24)
+    x[PADDED == 0] = float("nan")
+    x.requires_grad_()
+    expected = layer(x, attention_mask=PADDED)
+    for more in ({}, {"attention_mask": PADDED}, {"attention_mask": PADDED > 0, "seq_index": None}):
+        y = layer(hidden_states=x, position_ids=torch.arange(6)[None], **told(), **more)
+        assert torch.equal(y, expected)
+        assert torch.equal(y[PADDED == 0], torch.zeros(3, 24))
+    (gradient,) = torch.autograd.grad(y.square().sum(), x)
+    assert not gradient[PADDED == 0].any()
+    for row, start, end in INDEXED:
+        alone = x[row : row + 1, start:end].detach().requires_grad_()
+        out = layer(alone)
+        assert_close("alone", y[row, start:end], out[0], 1e-5)
+        (expected_gradient,) = torch.autograd.grad(out.square().sum(), alone)
+        assert_close("gradient", gradient[row, start:end], expected_gradient[0], 1e-5)
+
+
+def test_a_row_without_padding_has_the_bits_of_offsets_alone(patched):
+    model = patched()
+    layer, x = model.model.layers[0].linear_attn, torch.randn(1, 9, 24)
+    mask = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 3, 3]])
+    packed = layer(x, cu_seqlens=torch.tensor([0, 5, 7, 9]))
+    assert torch.equal(layer(x, attention_mask=mask, **told(mask)), packed)
+
+
+def test_a_model_takes_them_too(fresh):
+    model = fresh(DENSE).double()
+    patch(model, unpacked="fused")
+    tokens = torch.randint(67, (2, 6), generator=torch.Generator().manual_seed(2))
+    logits = model(tokens, use_cache=False, **told()).logits
+    for row, start, end in INDEXED:
+        alone = model(tokens[row : row + 1, start:end], use_cache=False).logits
+        assert_close("alone", logits[row, start:end], alone[0], 1e-5)
+
+
+def test_two_names_of_offsets_must_agree(patched):
+    model = patched()
+    layer, x = model.model.layers[0].linear_attn, torch.randn(1, 4, 24)
+    one, other = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 4])
+    assert torch.equal(layer(x, cu_seqlens=one, cu_seq_lens_q=one), layer(x, cu_seqlens=one))
+    with pytest.raises(ValueError, match="two names of one thing"):
+        layer(x, cu_seqlens=one, cu_seq_lens_q=other)
+    with pytest.raises(ValueError, match="two names of one thing"):
+        model(torch.zeros(1, 4, dtype=torch.long), cu_seqlens=one, cu_seq_lens_q=other)
+
+
+def test_a_layer_alone_refuses_documents_after_what_a_cache_holds(patched):
+    model = patched()
+    layer, x = model.model.layers[0].linear_attn, torch.randn(1, 4, 24)
+    cache = model(torch.randint(67, (1, 3)), use_cache=True).past_key_values
+    for more in ({"cu_seqlens": torch.tensor([0, 2, 4])}, {"seq_index": torch.arange(4)}):
+        with pytest.raises(ValueError, match="goes on from a cache"):
+            layer(x, cache, **more)
+
+
+@pytest.mark.parametrize("unpacked", ["transformers", "fused"])
+def test_what_older_callers_pass_is_taken_by_keyword_alone(patched, unpacked):
+    """Third by position is a mask for some transformers and cache_position for others."""
+    model = patched(unpacked=unpacked)
+    layer, x = model.model.layers[0].linear_attn, torch.randn(2, 6, 24)
+    mask = torch.tensor([[1] * 6, [1] * 4 + [0] * 2])
+    y = layer(x, None, cache_position=torch.arange(6), attention_mask=mask, qkv_format="bshd")
+    assert torch.equal(y, layer(x, attention_mask=mask))
+    for third in (torch.arange(6), mask):
+        with pytest.raises(TypeError, match="positional arguments"):
+            layer(x, None, third)
+    with pytest.raises(ValueError, match=r"attention_mask has shape \(6,\)"):
+        layer(x, attention_mask=torch.ones(6))

@@ -59,10 +59,9 @@ class RowByRow(torch.nn.Linear):
 @whole_groups()
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", [DENSE, NEXT])
-def test_a_packed_document_has_the_bits_of_the_document_alone(fresh, family, recompute):
+def test_a_packed_document_has_the_bits_of_the_document_alone(patched, family, recompute):
     """Of all but the linears, which are left to a library that picks kernels by shape."""
-    model = fresh(family)
-    patch(model, unpacked="fused", recompute_qkv=recompute)
+    model = patched(family, unpacked="fused", recompute_qkv=recompute)
     layer = mixer_of(model)
     for module in layer.modules():
         if isinstance(module, torch.nn.Linear):
@@ -196,11 +195,10 @@ def test_questions_that_make_no_sense_are_refused(fresh):
         packing_leaks(fresh(DENSE), source="mask")
 
 
-def test_a_cache_and_packed_documents_do_not_go_together(fresh):
+def test_a_cache_and_packed_documents_do_not_go_together(patched):
     from transformers import DynamicCache
 
-    model = fresh(DENSE)
-    patch(model)
+    model = patched()
     tokens, ids = torch.randint(67, (1, 4)), torch.tensor([[1, 1, 2, 2]])
     assert model(tokens, _packed_seq_ids=ids).past_key_values is None
     for more in ({"use_cache": True}, {"past_key_values": DynamicCache(config=model.config)}):

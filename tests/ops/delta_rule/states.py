@@ -7,7 +7,7 @@ from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.chunk import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.rules.base import RuleBackward, RuleOutput, Saved
+from megatron_gdn.ops.rules.base import RuleBackward, Saved
 from megatron_gdn.ops.static_documents import StaticDocuments
 
 NAMES = ("o", "q", "k", "v", "g", "beta")
@@ -20,7 +20,10 @@ def of_filled(x: Tensor, documents: Documents) -> Tensor:
     return torch.where((documents.cu_seqlens.diff() > 0).view(-1, 1, 1, 1), x, 0.0)
 
 
-def documents_of(lengths, device="cpu") -> Documents:
+def documents_of(lengths, device="cpu") -> Documents | None:
+    """None of None: rows without documents."""
+    if lengths is None:
+        return None
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
     return Documents.from_cu_seqlens(offsets, offsets[-1], device=device)
 
@@ -95,8 +98,7 @@ class Oracle:
 
 
 def by_key_head(grads, groups: int) -> list[Tensor]:
-    """dq and dk summed over the value heads of a key head, and a factor taken out, where a core
-    left these to us."""
+    """dq and dk summed over the value heads of a key head, a factor taken out."""
     dq, dk, dv, dg, dbeta = grads[:5]
     summed = []
     for grad in (dq, dk):
@@ -129,6 +131,13 @@ def run_everything(rule, inputs, d_o, documents, initial, d_final) -> dict[str, 
     }  # fmt: skip
 
 
+def beside_fp64(rule, plain, inputs, d_o, documents, initial, d_final) -> tuple[dict, dict]:
+    """All that the rule gives, and ``plain`` in fp64."""
+    wide = type(inputs)(*(x.double() for x in inputs))
+    exact = run_everything(plain, wide, d_o.double(), documents, initial.double(), d_final.double())
+    return run_everything(rule, inputs, d_o, documents, initial, d_final), exact
+
+
 def root_mean_square_errors(found: dict, exact: dict) -> dict[str, float]:
     """Of each tensor, over its own root mean square."""
     return {
@@ -138,7 +147,6 @@ def root_mean_square_errors(found: dict, exact: dict) -> dict[str, float]:
 
 
 def run_whole(rule, inputs: RuleInputs, d_o: Tensor, documents=None) -> list[Tensor]:
-    """Output and every gradient of a rule."""
     o, _, saved = rule.begin(inputs, documents).run()
     grads = backward_of(rule, inputs, d_o, saved, documents).run()
     return [o, *by_key_head(grads, inputs.k.shape[2])]
@@ -185,11 +193,8 @@ def run_on_ranks(rule, inputs: RuleInputs, d_o: Tensor, lengths) -> list[Tensor]
     return [torch.cat(x, dim=1) for x in zip(*found[::-1], strict=True)]
 
 
-def forwards_from(
-    rule, inputs: RuleInputs, documents: Documents | None, initial: Tensor
-) -> list[tuple[Tensor, RuleOutput]]:
-    """Every way to a final state, beside the states that it started from: zero or ``initial``, the
-    map asked for before or not, a backward to come or not."""
+def forwards_from(rule, inputs, documents, initial):
+    """Every way to a final state beside its start, zero or ``initial``."""
     found = []
     for start in (None, initial):
         for map_first in (False, True):

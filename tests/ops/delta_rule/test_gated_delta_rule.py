@@ -1,14 +1,21 @@
-"""The chunk rule against the token recurrence in fp64, and the laws both obey."""
+"""The chunk rule against the token recurrence in fp64, the laws both obey, and extreme inputs."""
 
 import pytest
 import torch
 
 from megatron_gdn.ops import (
     Documents,
+    decay_and_write_gates,
     gated_delta_rule,
     recurrent_gated_delta_rule,
     torch_chunk_gated_delta_rule,
 )
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.elementwise import least_log_decay
+from tests.ops.test_plain_rules import DELTA, delta_inputs, states
+
+from .states import backward_of, documents_of
 
 NAMES = ("output", "final state", "dq", "dk", "dv", "dg", "dbeta", "dinitial_state")
 # 1e-5 of the largest entry: 84 units of fp32 rounding, for sums of at most a few hundred terms.
@@ -56,14 +63,19 @@ def assert_agree(actual, expected, tolerance):
 DECAYS = pytest.mark.parametrize("decay", [0.0, 1e-3, 1.0, 16.0])
 
 
+def assert_recurrence(inputs, offsets=None, tolerance=FP32, **options):
+    """The chunk rule agrees with the recurrence, in fp64 from the same inputs."""
+    wide = [x.double() for x in inputs]
+    l2norm = {"l2norm": options.get("l2norm", True)}
+    expected = outputs_and_gradients(recurrent_gated_delta_rule, wide, offsets, **l2norm)
+    found = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, offsets, **options)
+    assert_agree(found, expected, tolerance)
+
+
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 300])
 @DECAYS
 def test_fp32_chunks_agree_with_the_fp64_recurrence(T, decay):
-    inputs = make_inputs(2, T, 3, 6, 16, 8, decay)
-    # The oracle sees what fp32 can hold of the inputs, so that only the computation is compared.
-    rounded = [x.float() for x in inputs]
-    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in rounded])
-    assert_agree(outputs_and_gradients(torch_chunk_gated_delta_rule, rounded), expected, FP32)
+    assert_recurrence([x.float() for x in make_inputs(2, T, 3, 6, 16, 8, decay)])
 
 
 @pytest.mark.parametrize("strength", [1.5, 2.0])
@@ -72,8 +84,7 @@ def test_fp32_chunks_agree_with_the_recurrence_at_write_strengths_up_to_2(streng
     """Of unit keys none makes a state longer: beta |k|^2 <= 2. At 2 all are reflections."""
     inputs = [x.float() for x in make_inputs(1, 300, 3, 6, 16, 8, decay)]
     inputs[4].mul_(strength) if strength < 2 else inputs[4].fill_(strength)
-    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in inputs])
-    assert_agree(outputs_and_gradients(torch_chunk_gated_delta_rule, inputs), expected, FP32)
+    assert_recurrence(inputs)
 
 
 @pytest.mark.parametrize(
@@ -81,13 +92,9 @@ def test_fp32_chunks_agree_with_the_recurrence_at_write_strengths_up_to_2(streng
 )
 @DECAYS
 def test_fp64_chunks_agree_with_the_recurrence_at_odd_sizes(G, H, K, V, chunk_size, decay):
-    inputs = make_inputs(2, 75, G, H, K, V, decay)
-    scaled = [inputs[0], inputs[1] * 0.3, *inputs[2:]]
-    expected = outputs_and_gradients(recurrent_gated_delta_rule, scaled, l2norm=False)
-    actual = outputs_and_gradients(
-        torch_chunk_gated_delta_rule, scaled, l2norm=False, chunk_size=chunk_size
-    )
-    assert_agree(actual, expected, 1e-11)
+    q, k, *others = make_inputs(2, 75, G, H, K, V, decay)
+    options = {"l2norm": False, "chunk_size": chunk_size}
+    assert_recurrence([q, k * 0.3, *others], tolerance=1e-11, **options)
 
 
 OFFSETS = [0, 1, 3, 3, 100, 164, 300]
@@ -95,12 +102,8 @@ OFFSETS = [0, 1, 3, 3, 100, 164, 300]
 
 @DECAYS
 def test_packed_documents_agree_with_the_recurrence(decay):
-    inputs = [x.float() for x in make_inputs(1, 300, 3, 6, 16, 8, decay, sequences=6)]
-    expected = outputs_and_gradients(
-        recurrent_gated_delta_rule, [x.double() for x in inputs], OFFSETS
-    )
-    actual = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, OFFSETS)
-    assert_agree(actual, expected, FP32)
+    inputs = make_inputs(1, 300, 3, 6, 16, 8, decay, sequences=6, dtype=torch.float32)
+    assert_recurrence(inputs, OFFSETS)
 
 
 @pytest.mark.parametrize("rule", [recurrent_gated_delta_rule, torch_chunk_gated_delta_rule])
@@ -123,13 +126,9 @@ def test_changing_the_first_packed_document_leaves_the_others_bitwise_unchanged(
     before = outputs_and_gradients(torch_chunk_gated_delta_rule, inputs, OFFSETS)
     after = outputs_and_gradients(torch_chunk_gated_delta_rule, changed, OFFSETS)
     for name in NAMES:
-        start = 4 if "state" in name else OFFSETS[4]
-        axis = 0 if "state" in name else 1
-        rest = slice(start, None)
-        kept = (before[name][rest], after[name][rest]) if axis == 0 else (
-            before[name][:, rest], after[name][:, rest]
-        )  # fmt: skip
-        assert torch.equal(*kept), name
+        # States by document, everything else by token in the one row.
+        rest = slice(4, None) if "state" in name else (0, slice(OFFSETS[4], None))
+        assert torch.equal(before[name][rest], after[name][rest]), name
     assert not torch.equal(before["output"], after["output"])
 
 
@@ -153,11 +152,9 @@ def test_two_runs_are_bitwise_equal():
 
 def test_the_decay_gradient_survives_a_strong_decay_in_the_same_chunk():
     """One token that forgets everything must not cost its neighbours' gradients their digits."""
-    inputs = make_inputs(1, 64, 1, 1, 8, 8, 0.01)
+    inputs = make_inputs(1, 64, 1, 1, 8, 8, 0.01, dtype=torch.float32)
     inputs[3][:, 20] = -4000.0
-    rounded = [x.float() for x in inputs]
-    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in rounded])
-    assert_agree(outputs_and_gradients(torch_chunk_gated_delta_rule, rounded), expected, FP32)
+    assert_recurrence(inputs)
 
 
 def test_a_call_keeps_its_inputs_and_nothing_else_for_the_backward():
@@ -182,13 +179,7 @@ def test_gradients_pass_torchs_own_numerical_check():
     inputs = [x.requires_grad_() for x in make_inputs(1, 5, 1, 2, 3, 2, 0.5, sequences=2)]
 
     def rule(*xs):
-        return torch_chunk_gated_delta_rule(
-            *xs[:5],
-            initial_state=xs[5],
-            output_final_state=True,
-            chunk_size=2,
-            cu_seqlens=[0, 2, 5],
-        )
+        return carried(torch_chunk_gated_delta_rule, *xs, chunk_size=2, cu_seqlens=[0, 2, 5])
 
     assert torch.autograd.gradcheck(rule, inputs)
 
@@ -241,3 +232,100 @@ def test_resolved_documents_keep_their_tensors():
     assert documents.cu_seqlens.tolist() == [0, 3, 8]
     assert documents.position_T is documents.position_T
     assert Documents.from_cu_seqlens(documents, 8) is documents
+
+
+rule = PlainRule()
+
+
+def test_batch_rows_as_documents_equal_them_as_rows():
+    inputs, initial = delta_inputs(1.0, 2, 70), states(DELTA, 2)
+    as_rows = rule.begin(inputs, None).run(initial, final=True)
+    as_documents = rule.begin(inputs, documents_of((70, 70))).run(initial, final=True)
+    torch.testing.assert_close(as_documents.o, as_rows.o, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(as_documents.final, as_rows.final, rtol=1e-10, atol=1e-10)
+
+
+def test_states_of_half_precision_inputs_are_fp32():
+    inputs, documents = delta_inputs(1.0, 1, 20), documents_of((13, 7))
+    half = RuleInputs(*(x.half() for x in inputs[:3]), *(x.float() for x in inputs[3:]))
+    forward = rule.begin(half, documents)
+    local, through = forward.state_map()
+    assert local.dtype == through.dtype == torch.float32
+    o, final, saved = forward.run(states(DELTA, 2).float(), final=True)
+    assert o.dtype == torch.float16 and final.dtype == torch.float32
+    d_local = backward_of(rule, half, o, saved, documents).d_initial()
+    assert d_local.dtype == torch.float32
+
+
+BOTH = [torch.float32, torch.float64]
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("g", [float("-inf"), -1e30, -1e4])
+def test_log_decays_without_end_agree_with_the_recurrence(g, dtype):
+    """Alone, in a row, at both ends of a chunk, and one head that forgets everything."""
+    inputs = [x.float() for x in make_inputs(1, 150, 2, 4, 16, 8, 1.0)]
+    inputs[3][:, [0, 5, 6, 7, 63, 64, 100, 149]] = g
+    inputs[3][:, :, 2] = g
+    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in inputs])
+    actual = outputs_and_gradients(torch_chunk_gated_delta_rule, [x.to(dtype) for x in inputs])
+    assert_agree(actual, expected, FP32)
+    assert (actual["dg"][inputs[3] == g] == 0).all()
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+def test_the_bound_on_log_decays_is_where_the_decay_vanishes(dtype):
+    bound = torch.tensor(least_log_decay(dtype), dtype=dtype)
+    assert bound.exp() == 0 and (bound + 1).exp() > 0
+    assert (bound * 64).isfinite()
+
+
+@pytest.mark.parametrize("dtype", BOTH)
+@pytest.mark.parametrize("A_log", [89.0, 710.0, 1e30])
+def test_any_decay_rate_gives_finite_gates_and_gradients(A_log, dtype):
+    alpha = torch.tensor([[-200.0, -1000.0], [0.0, 3.0], [3e38, -3e38]], dtype=dtype)
+    A_log, dt_bias = torch.full((2,), A_log, dtype=dtype), torch.ones(2, dtype=dtype)
+    leaves = [x.requires_grad_() for x in (alpha, torch.zeros_like(alpha), A_log, dt_bias)]
+    g, beta = decay_and_write_gates(*leaves)
+    assert g.isfinite().all() and (g[1] == least_log_decay(dtype)).all() and g[0, 1] == 0
+    # What a rule hands back is not exactly 0 where the decay is: rounding, of sums' differences.
+    (g * 1e-7).sum().add(beta.sum()).backward()
+    assert all(x.grad.isfinite().all() for x in leaves)
+    assert (alpha.grad[1] == 0).all()
+
+
+def test_ordinary_gates_keep_their_bits():
+    alpha, beta, A_log, dt_bias = torch.randn(4, 50, 4)
+    A_log, dt_bias = A_log[0] + 2, dt_bias[0]
+    g, _ = decay_and_write_gates(alpha, beta, A_log, dt_bias)
+    plain = -A_log.exp() * torch.nn.functional.softplus(alpha + dt_bias)
+    assert torch.equal(g, plain.clamp(min=-104)) and torch.equal(g.exp(), plain.exp())
+
+
+def test_gates_do_not_hide_nan():
+    nan, zero = torch.full((1, 2), float("nan")), torch.zeros(1, 2)
+    for inputs in ((nan, zero, zero[0], zero[0]), (zero, zero, nan[0], zero[0])):
+        assert decay_and_write_gates(*inputs)[0].isnan().all()
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("which", range(5), ids=["q", "k", "v", "g", "beta"])
+@pytest.mark.parametrize("token", [0, 20, 63, 64, 130])
+@pytest.mark.parametrize("entries", [slice(None), slice(2, 3)], ids=["a head", "one entry"])
+def test_what_is_not_finite_reaches_no_earlier_output(token, which, bad, entries):
+    """Bit for bit; and NaN or inf stands where the recurrence has it."""
+    if which == 3 and bad == -float("inf"):
+        pytest.skip("a legal log-decay")
+    inputs = [x.float() for x in make_inputs(1, 150, 2, 4, 16, 8, 1.0)]
+    clean, _ = carried(torch_chunk_gated_delta_rule, *inputs)
+    of_head = inputs[which][:, token, 1]
+    (of_head[:, entries] if which < 3 else of_head).fill_(bad)
+    o, state = carried(torch_chunk_gated_delta_rule, *inputs)
+    expected, expected_state = carried(recurrent_gated_delta_rule, *inputs)
+    if which == 2 and entries != slice(None):  # the recurrence keeps the other columns
+        assert not (o.isfinite() & ~expected.isfinite()).any()
+    else:
+        assert torch.equal(o.isfinite(), expected.isfinite())
+        assert torch.equal(state.isfinite(), expected_state.isfinite())
+    assert torch.equal(o[:, :token], clean[:, :token])
+    assert not expected[:, token].isfinite().all() or which == 3 and token == 0

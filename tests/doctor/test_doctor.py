@@ -1,0 +1,192 @@
+"""The doctor names what is broken, in environments and rules that are broken."""
+
+import importlib
+import json
+import tomllib
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from megatron_gdn.doctor import checks as rules
+from megatron_gdn.doctor.__main__ import main
+from megatron_gdn.doctor.checks import _EXTRAS, kernels, machine, packages
+from megatron_gdn.ops import obstacles
+from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+
+
+@pytest.fixture
+def environment(tmp_path, monkeypatch) -> Iterator[Callable[..., None]]:
+    """Installs packages that hide the true ones: ``name="version"``, and modules with this code."""
+    caches = (obstacles.fla_package, obstacles.flash_qla_package)
+
+    def install(modules: dict[str, str] | None = None, **versions: str) -> None:
+        for name, version in versions.items():
+            info = tmp_path / f"{name}-{version}.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Name: {name}\nVersion: {version}\n")
+        for name, code in (modules or {}).items():
+            (tmp_path / name).mkdir()
+            (tmp_path / name / "__init__.py").write_text(code)
+        monkeypatch.syspath_prepend(tmp_path)
+        importlib.invalidate_caches()
+
+    for cache in caches:
+        cache.cache_clear()
+    yield install
+    for cache in caches:
+        cache.cache_clear()
+
+
+@pytest.fixture
+def hopper(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+
+
+def said(findings, subject: str) -> tuple[str, str]:
+    """State and text of the only finding about ``subject``."""
+    (found,) = (each for each in findings if each.subject == subject)
+    return found.state, found.text
+
+
+@pytest.mark.parametrize(
+    "name, version, told",
+    [
+        ("megatron_core", "0.17.0", "0.17.0 is installed, <0.21,>="),
+        ("torch", "2.6.0", "2.6.0 is installed, >=2."),
+        ("transformer_engine", "2.4.0", "2.4.0 is installed, >=2.8 works"),
+        ("flash_linear_attention", "0.5.0", "0.5.0 is installed, <0.7,>=0.6 works; pip install"),
+        ("causal_conv1d", "1.5.2", "1.5.2 is installed, >=1.6"),
+    ],
+)
+def test_a_version_that_does_not_work_is_named(environment, name, version, told):
+    environment(**{name: version})
+    state, text = said(packages(), name.replace("_", "-"))
+    assert state == "wrong" and text.startswith(told)
+
+
+def test_of_transformers_it_is_a_note_for_no_layer_needs_it(environment):
+    environment(transformers="5.12.1")
+    state, text = said(packages(), "transformers")
+    assert state == "note" and text.startswith("5.12.1 is installed, >=5.16")
+
+
+def test_a_package_that_was_built_for_another_torch_is_named(environment):
+    environment({"causal_conv1d": "raise ImportError('undefined symbol: _ZN3c10')"},
+                causal_conv1d="1.6.1")  # fmt: skip
+    state, text = said(packages(), "causal-conv1d")
+    assert state == "wrong" and "undefined symbol: _ZN3c10; build it for torch" in text
+
+
+@pytest.mark.parametrize(
+    "modules, versions, subject, told",
+    [
+        (["fla"], {"flash_linear_attention": "0.6.0", "fla_core": "0.5.1"},
+         "flash-linear-attention", "fla-core 0.5.1 is not known here, 0.6 is"),
+        (["fla"], {"triton": "3.5.0", "flash_linear_attention": "0.6.0", "fla_core": "0.6.0"},
+         "flash-linear-attention", "Triton 3.5.0 miscompiles fla's backward on Hopper"),
+        (["flash_qla"], {"flash_qla": "0.1.2"}, "flash-qla", "computes wrong gradients at times"),
+        (["flash_qla"], {}, "flash-qla", "flash_qla carries no version"),
+        (["flash_qla"], {"flash_qla": "0.1.3"}, "flash-qla", "tilelang, which is not installed"),
+    ],
+)  # fmt: skip
+def test_a_bad_pair_is_named(environment, hopper, modules, versions, subject, told):
+    environment(dict.fromkeys(modules, ""), **versions)
+    state, text = said(kernels(), f"rule of {subject}")
+    assert state == "wrong" and told in text
+
+
+def test_without_a_gpu_it_is_a_note_about_hopper(environment):
+    environment({"flash_qla": ""}, flash_qla="0.1.2")
+    state, text = said(kernels(), "rule of flash-qla")
+    assert state == "note" and text.startswith("on a Hopper GPU: flash-qla 0.1.2 computes wrong")
+
+
+def test_a_gpu_that_torch_does_not_see_is_named(tmp_path, monkeypatch):
+    assert said(machine(), "gpu")[0] == "note"
+    (tmp_path / "nvidia-smi").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    state, text = said(machine(), "gpu")
+    assert state == "wrong" and "sees no GPU: the driver may be too old" in text
+
+
+def test_what_is_absent_and_optional_is_a_note_and_the_rest_is_well():
+    found = list(packages())
+    assert {each.subject for each in found} >= {"torch", "megatron-core", "psutil", "transformers"}
+    assert all(each.state == "ok" or "not installed" in each.text for each in found)
+
+
+def test_every_extra_of_training_is_looked_at():
+    text = (Path(__file__).parents[2] / "pyproject.toml").read_text()
+    extras = tomllib.loads(text)["project"]["optional-dependencies"]
+    assert set(_EXTRAS) <= set(extras)
+    of_the_project = {"docs", "dev", "test", "bench", "train", "hf-train"}
+    of_others = {"hopper", "gpu"}  # `kernels` looks at flash-qla and tilelang
+    assert set(extras) - set(_EXTRAS) == of_the_project | of_others
+
+
+SMALL = HeadSizes(1, 2, 8, 12)
+COMMAND = ["--heads", "1:2", "--head-dim", "8", "--tokens", "70"]
+
+
+def states(found) -> dict[str, str]:
+    return {each.subject: each.state for each in found}
+
+
+def test_on_a_cpu_the_plain_rule_runs_exact_and_repeats():
+    found = list(rules.rules(SMALL, 131))
+    assert set(states(found).values()) == {"ok"}
+    assert found[0].text.startswith("reference: not flash_qla") and "not fla" in found[0].text
+    assert "10 repeats equal in 6 tensors" in found[-1].text
+
+
+class Worse(PlainRule):
+    """Rounds its values to bf16, as the plain rule does not."""
+
+
+def test_a_rule_that_is_less_exact_than_plain_torch_is_wrong(monkeypatch):
+    run = rules.run_rule
+
+    def rounded(rule, inputs, documents, **options):
+        if isinstance(rule, Worse):
+            inputs = inputs._replace(v=inputs.v.bfloat16().float())
+        return run(rule, inputs, documents, **options)
+
+    choice = rules.resolve_rule(device="cpu", dtype=torch.float32, sizes=SMALL)
+    monkeypatch.setattr(rules, "run_rule", rounded)
+    monkeypatch.setattr(rules, "resolve_rule", lambda **_: choice._replace(rule=Worse()))
+    found = {each.subject: each for each in rules.rules(SMALL, 70)}
+    assert found["rule, errors"].state == "wrong"
+    assert "of plain torch's error against fp64: choose another" in found["rule, errors"].text
+
+
+def test_a_rule_that_does_not_repeat_is_wrong(monkeypatch):
+    run, calls = rules.run_rule, []
+
+    def drifting(rule, inputs, documents, **options):
+        out, state = run(rule, inputs, documents, **options)
+        calls.append(1)
+        return out * (1 + torch.finfo(out.dtype).eps * (len(calls) % 2)), state
+
+    monkeypatch.setattr(rules, "run_rule", drifting)
+    assert states(rules.rules(SMALL, 70))["repeats"] == "wrong"
+
+
+def test_the_command_prints_lines_or_json_and_its_status_says_whether_anything_is_wrong(
+    monkeypatch, capsys
+):
+    assert main(COMMAND) == 0
+    assert "ok     repeats" in capsys.readouterr().out
+    monkeypatch.setattr(rules, "_parity", lambda subject, *_: rules.Finding(subject, "wrong", ""))
+    assert main([*COMMAND, "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert {"subject": "rule", "state": "wrong", "text": ""} in found
+
+
+def test_heads_that_do_not_divide_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main(["--heads", "3:4"])
+    assert "3:4 is not KEY:VALUE" in capsys.readouterr().err

@@ -1,0 +1,79 @@
+"""The first things a reader runs: `make`, the quickstart, the command behind docs/evidence.md."""
+
+import json
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.processes import ROOT, python
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what the CPU prints")
+def test_the_quickstart_trains_one_layer_on_packed_documents():
+    done = python("examples/quickstart.py")
+    assert done.stderr == ""
+    first, *gradients = done.stdout.splitlines()
+    assert first == "backend reference, output (128, 1, 64), gradients:"
+    names = [line.split()[0] for line in gradients]
+    parts = ["in_proj", "conv1d", "out_norm", "out_proj"]
+    assert names == ["dt_bias", "A_log", *(f"{part}.weight" for part in parts)]
+    assert all(float(line.split()[-1]) > 0 for line in gradients)
+
+
+@pytest.mark.nightly
+def test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn(tmp_path):
+    flags = "--steps=3", "--rows=2", "--tokens=48", f"--output={tmp_path / 'small'}"
+    python("benchmarks/loss_curves.py", *flags, OMP_NUM_THREADS="1")
+    record, *steps = map(json.loads, (tmp_path / "small.jsonl").read_text().splitlines())
+    assert [step["step"] for step in steps] == [1, 2, 3]
+    assert set(record["parting"]) < set(steps[0])
+    assert record["parting"].keys() > {"megatron-core", "transformers"}
+    # A forward pass in fp32, and then two steps: far from what another equation would give.
+    for apart in record["parting"].values():
+        assert apart["first"] < 1e-6
+        assert apart["largest"] < 1e-5
+    assert steps[2]["megatron_gdn"] < steps[0]["megatron_gdn"]
+    assert (tmp_path / "small.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_page_states_what_was_recorded():
+    page = (ROOT / "docs" / "evidence.md").read_text()
+    record, *steps = map(json.loads, (ROOT / "docs" / "evidence.jsonl").read_text().splitlines())
+    assert len(steps) == record["steps"]
+    assert record["date"] in page
+    for name, version in record["versions"].items():
+        assert f"{name} {version}" in page
+    for name, apart in record["parting"].items():
+        numbers = [f"{apart[key]:.1e}" for key in ("first", "largest", "last tenth's mean")]
+        row = rf"\| {re.escape(name)} +\|" + r" \|".join(f" +{re.escape(n)}" for n in numbers)
+        assert re.search(row, page), row
+    assert f"{steps[-1]['megatron_gdn']:.3f}" in page
+
+
+# What pyenv puts on PATH for a version that another folder has chosen.
+SHIM = "#!/bin/sh\necho 'pyenv: python3.12: command not found' >&2\nexit 127\n"
+OLD = "#!/bin/sh\nexit 1\n"  # what an older Python answers to the question for its version
+
+
+def chosen(folder) -> str:
+    """What `make` takes for PYTHON if ``folder`` is all that has Pythons."""
+    path = os.pathsep.join([str(folder), "/usr/bin", "/bin"])
+    shown = subprocess.run(
+        ["make", "--no-print-directory", "--eval", "shown: ; @echo $(PYTHON)", "shown"],
+        cwd=ROOT, env={"PATH": path, "PYENV_ROOT": str(folder)}, capture_output=True, text=True,
+        check=True,
+    )  # fmt: skip
+    return shown.stdout.strip()
+
+
+def test_a_shim_without_its_version_and_an_older_python_are_passed_over(tmp_path):
+    for name, script in (("python3.12", SHIM), ("python3", OLD)):
+        (tmp_path / name).write_text(script)
+        (tmp_path / name).chmod(0o755)
+    (tmp_path / "python3.13").symlink_to(sys.executable)
+    assert chosen(tmp_path) == "python3.13"

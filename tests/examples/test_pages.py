@@ -1,0 +1,271 @@
+"""Every block of the pages says what it is, and their links and dependencies are there."""
+
+import ast
+import contextlib
+import io
+import math
+import os
+import re
+import sys
+import tomllib
+from pathlib import Path
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core import parallel_state
+from megatron.core.process_groups_config import ProcessGroupCollection
+
+from benchmarks.lib.pages import filled
+from megatron_gdn.context_parallel import local_indices
+from tests.distributed.layer_laws import thd
+from tests.examples.commands import (
+    Block,
+    blocks_of,
+    changed_lines,
+    launches_of,
+    lines_of,
+    pages,
+    tokens_of,
+)
+from tests.examples.launching import ROOT
+from tests.examples.test_page_commands import RUN_BY
+from tests.examples.test_page_python import BLOCKS, FRAMEWORKS
+from tests.launches import record
+from tests.parallel import parallel
+
+LENGTHS = (16, 48)
+# Given after the page's flags, of which the last one counts.
+SMALL = """
+    --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
+    --linear-num-key-heads 2 --linear-key-head-dim 16 --linear-num-value-heads 4
+    --linear-value-head-dim 16 --seq-length 64 --max-position-embeddings 64 --vocab-size 256
+    --tensor-model-parallel-size 1
+"""
+WITHOUT_GPU = """
+    --transformer-impl local --no-rope-fusion --use-cpu-initialization
+    --no-gradient-accumulation-fusion
+"""
+
+
+def launch(script: str, flags: list[str]) -> tuple[list[str], float, int]:
+    """One packed step over two context-parallel ranks: mixers, loss, absent gradients."""
+    from megatron.training import argument_utils, arguments
+
+    config_of = {
+        "pretrain_hybrid.py": argument_utils.hybrid_config_from_args,
+        "pretrain_gpt.py": argument_utils.gpt_config_from_args,
+    }[script]
+    with contextlib.redirect_stdout(io.StringIO()), parallel(cp=2):
+        with patch.object(sys, "argv", [script, *flags, *SMALL.split(), *WITHOUT_GPU.split()]):
+            args = arguments.parse_args()
+        # What the launch sets, and what the GPUs it is for would answer.
+        with (
+            patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
+            patch.object(arguments, "get_device_arch_version", lambda: 9),
+        ):
+            arguments.validate_args(args)
+        config = config_of(args)
+        assert config.transformer.context_parallel_size == 2
+        model = config.get_builder_cls()(config).build_model(
+            ProcessGroupCollection.use_mpu_process_groups()
+        )
+        torch.manual_seed(11)
+        tokens = torch.randint(0, 256, (1, sum(LENGTHS) + 1))
+        held = local_indices(LENGTHS, 2, parallel_state.get_context_parallel_rank())
+        losses = model(
+            tokens[:, :-1][:, held],
+            held[None],
+            None,
+            labels=tokens[:, 1:][:, held],
+            packed_seq_params=thd(LENGTHS),
+        )
+        losses.float().sum().backward()
+        mixers = [
+            type(layer.self_attention).__name__
+            for layer in model.decoder.layers
+            if hasattr(layer, "self_attention")
+        ]
+        missing = sum(p.grad is None or not p.grad.isfinite().all() for p in model.parameters())
+        return mixers, losses.float().mean().item(), missing
+
+
+def not_run(block: Block) -> str | None:
+    """Why no test runs the block; None if one does, or if there is nothing to run."""
+    match block.language:
+        case "python" if block.page.parent == FRAMEWORKS:
+            laws = ROOT / "tests/frameworks" / f"{block.page.stem}_laws.py"
+            named = laws.is_file() and f"docs/frameworks/{block.page.name}" in laws.read_text()
+            return None if named else f"{laws.name} does not read the page"
+        case "python":
+            held = [line for line in BLOCKS.values() if line in block.code]
+            return None if len(held) == 1 else "give it a row in BLOCKS of test_page_python.py"
+        case "bash":
+            lines = lines_of(block.code)
+            if lines[0].startswith("--spec"):
+                return None
+            missing = [line for line in lines if line not in RUN_BY]
+            return f"RUN_BY of test_page_commands.py lacks {missing}" if missing else None
+        case "text":
+            if any(line in RUN_BY or line.startswith("$ ") for line in lines_of(block.code)):
+                return "it has commands: call it bash"
+            return "it is Python: call it python" if is_python(block.code) else None
+        case language if language and language.startswith("{"):
+            return None
+    return "say what it is after the fence: python, bash or text"
+
+
+def is_python(code: str) -> bool:
+    try:
+        return bool(ast.parse(code).body)
+    except SyntaxError:
+        return False
+
+
+def test_every_block_of_every_page_is_run_or_has_nothing_to_run():
+    blocks = blocks_of(*pages(ROOT))
+    assert len(blocks) > 50
+    faults = [f"{b.page.relative_to(ROOT)}: {why}\n{b.code}" for b in blocks if (why := not_run(b))]
+    assert not faults, "\n".join(faults)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        "```\nx\n```", "    x = 1\n", "```sh\nmake test\n```", "```text\nmake test\n```",
+        "```text\nlayer = new(x)\n```", "```python\nlayer = new(x)\n```",
+        "```bash\nmake what_is_not_there\n```", "- in a list\n\n  ```bash\n  cd elsewhere\n  ```",
+    ],
+)  # fmt: skip
+def test_a_block_that_no_test_runs_would_be_seen(tmp_path, block):
+    (tmp_path / "page.md").write_text(f"A page.\n\n{block}\n")
+    (found,) = blocks_of(tmp_path / "page.md")
+    assert not_run(found)
+
+
+PAGES = [*pages(ROOT), ROOT / "CHANGELOG.md"]
+MADE = ("docs/_build",)
+FOLDERS = ("megatron_gdn", "specs", "examples", "benchmarks", "tests", "docs")
+
+
+def anchors(page: Path) -> set[str]:
+    """The anchors of a page's headings, as GitHub and MyST make them."""
+    tokens = list(tokens_of(page))
+    headings = [tokens[i + 1].content for i, t in enumerate(tokens) if t.type == "heading_open"]
+    return {re.sub(r"[^\w\- ]", "", h.lower()).replace(" ", "-") for h in headings}
+
+
+def broken(page: Path) -> list[str]:
+    found = []
+    for token in tokens_of(page):
+        link = token.attrs.get("href", token.attrs.get("src", ""))
+        if not link or "://" in link:
+            continue
+        name, _, heading = link.partition("#")
+        target = (page.parent / name).resolve() if name else page
+        if not target.exists() or (heading and heading not in anchors(target)):
+            found.append(link)
+    return found
+
+
+def absent(page: Path) -> list[str]:
+    """The files that a page names from the root of the repository, and that are not there."""
+    spans = [t.content.partition("::")[0] for t in tokens_of(page) if t.type == "code_inline"]
+    names = [s for s in spans if s.startswith(FOLDERS) and re.fullmatch(r"[\w/.]+/[\w.]*", s)]
+    return [name for name in names if not (ROOT / name).exists() and name not in MADE]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_links_lead_somewhere(page):
+    assert broken(page) == []
+
+
+@pytest.mark.parametrize("page", pages(ROOT), ids=lambda page: str(page.relative_to(ROOT)))
+def test_files_that_a_page_names_exist(page):
+    assert absent(page) == []
+
+
+def test_a_broken_link_would_be_seen(tmp_path):
+    (tmp_path / "page.md").write_text(
+        "# A page\n[a](#a-page) [b](#b) [c](other.md) ![d](x.png)\n\n| [e](no.md#f) |\n|-|\n"
+        "`tests/ranks.py` `tests/no.py` `megatron_gdn.ops`\n"
+    )
+    assert broken(tmp_path / "page.md") == ["#b", "other.md", "x.png", "no.md#f"]
+    assert absent(tmp_path / "page.md") == ["tests/no.py"]
+
+
+def test_readme_has_a_link_to_every_page_but_those_of_the_api():
+    text = (ROOT / "README.md").read_text()
+    # README leads to what these include.
+    included = {"index.md", "contributing.md", "changelog.md", "performance.md", "tests.md"}
+    docs = [page.name for page in (ROOT / "docs").glob("*.md")]
+    assert [name for name in docs if f"docs/{name}" not in text and name not in included] == []
+
+
+def test_the_page_of_the_tests_names_every_folder():
+    tests = ROOT / "tests"
+    folders = {path.parent.relative_to(tests).parts[0] for path in tests.glob("*/**/test_*.py")}
+    rows = {t.content for t in tokens_of(tests / "README.md") if t.type == "code_inline"}
+    assert {f"{folder}/" for folder in folders} <= rows
+
+
+PAGE = ROOT / "docs" / "dependencies.md"
+
+
+def asked_for() -> set[tuple[str, str]]:
+    """(package, extra) of every requirement; the extra of a plain one is "required"."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    extras = {"required": project["dependencies"]}
+    extras |= {f"[{name}]": asked for name, asked in project["optional-dependencies"].items()}
+    return {
+        (re.match(r"[\w-]+", requirement)[0], extra)
+        for extra, requirements in extras.items()
+        for requirement in requirements
+        if not requirement.startswith(f"{project['name']}[")  # extras of our own
+    }
+
+
+def named_on(page: str) -> set[tuple[str, str]]:
+    table = page.partition("\n## ")[0]
+    rows = re.findall(r"^\| `([\w-]+)` \| ([^|]+) \|", table, flags=re.MULTILINE)
+    return {(name, extra.strip("` ")) for name, extras in rows for extra in extras.split(",")}
+
+
+def test_every_requirement_is_on_the_page_under_its_extras_and_no_other_is():
+    assert named_on(PAGE.read_text()) == asked_for()
+
+
+@pytest.mark.parametrize("change", ["| `furo` | `[docs]` |", "| `torch` | required |"])
+def test_a_missing_row_would_be_seen(change):
+    page = PAGE.read_text()
+    assert named_on(page.replace(change, "| furo | |")) != named_on(page)
+
+
+HYBRID = ["GatedDeltaNet"] * 3 + ["TorchSelfAttention"]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("script", ["pretrain_hybrid.py", "pretrain_gpt.py"])
+def test_a_launch_is_parsed_built_and_trained(pools, script):
+    for mixers, loss, missing in pools(2).run(launch, script, launches_of(ROOT)[script]):
+        assert [name for name in mixers if name != "IdentityOp"] == HYBRID * 2
+        # An untrained model knows nothing of 256 tokens.
+        assert loss == pytest.approx(math.log(256), rel=0.1) and missing == 0
+
+
+def test_the_lines_that_change_are_those_of_the_launches():
+    hybrid, gpt = changed_lines(ROOT)
+    for script, flags in (("pretrain_hybrid.py", hybrid), ("pretrain_gpt.py", gpt)):
+        whole = launches_of(ROOT)[script]
+        assert flags == whole[: len(flags)]
+
+
+def test_the_table_of_launches_is_of_what_was_recorded():
+    assert filled(record.PAGE.read_text(), {"launches": record.table()}) == record.PAGE.read_text()
+
+
+def test_every_recorded_launch_ended_well():
+    """A launch of a branch that the table has no column for would be left out in silence."""
+    failed = [line for line in record.read() if line["result"] == "fails"]
+    assert not failed
+    assert {line["branch"] for line in record.read()} <= set(record.BRANCHES)

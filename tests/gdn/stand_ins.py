@@ -1,0 +1,256 @@
+"""Stand-ins of FlashQLA's and fla's kernels in plain torch, and the rules around them."""
+
+import inspect
+from collections import Counter
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from megatron_gdn.gdn import fla as fla_rule
+from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
+from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.gdn.flash_qla import states as flash_qla_states
+from megatron_gdn.gdn.rule import RuleInputs
+from megatron_gdn.ops.state_maps.parts import CHUNK, entering_states, leaving_gradients
+from tests.ops.delta_rule.states import Oracle
+
+try:
+    from fla.ops.gated_delta_rule import chunk as fla_chunk
+except ImportError:
+    fla_chunk = None
+
+
+@dataclass
+class StandInCache:
+    h0: torch.Tensor
+    mark: int
+
+
+@dataclass
+class StandInContext:
+    cu_seqlens: torch.Tensor | None = None
+    is_intra: bool = False
+    intra_cp_cu_seqlens: torch.Tensor | None = None
+    seq_map_r2c: torch.Tensor | None = None
+    seq_map_c2r: torch.Tensor | None = None
+    ht_mask: torch.Tensor | None = None
+    ht_mask_bwd: torch.Tensor | None = None
+
+
+class Entered(NamedTuple):
+    """In place of the states at chunks: those that enter, which the backward goes on from."""
+
+    state: torch.Tensor | None
+
+
+def oracle_of(k, v, beta, g, cu_seqlens, q=None) -> Oracle:
+    """Stand-ins hand on a sum of g that is one too large, to see it passed on."""
+    lengths = (k.shape[1],) * k.shape[0] if cu_seqlens is None else cu_seqlens.diff().tolist()
+    return Oracle(RuleInputs(k if q is None else q, k, v, g - 1, beta), lengths)
+
+
+class FlashQlaStandIn:
+    """The stages by the plain rule over their sequences; ``cut``: what the cost model answers."""
+
+    CHUNK_SIZE, mark = CHUNK, 7
+    FlashQLACPContext = StandInContext
+
+    def __init__(self, cut=None) -> None:
+        self.cut, self.passes = cut, Counter()
+
+    def build_cp_context(self, cu_seqlens=None, **_):
+        if cu_seqlens is None or self.cut is None:
+            return StandInContext(cu_seqlens)
+        return StandInContext(cu_seqlens, True, torch.tensor(self.cut, dtype=torch.int32))
+
+    def chunk_local_cumsum(self, g, chunk_size, cu_seqlens=None, reverse=False, zero_last_chunk=0):
+        if reverse:
+            return g  # the stand-in of the backward has per-token gradients already
+        return g + 1  # to the other stand-ins, which take it away again
+
+    def kkt_solve(self, k, b, cu_seqlens, chunk_size):
+        return k.new_zeros(*b.shape, chunk_size)
+
+    def get_warmup_chunks_bidi(self, g, cu_seqlens, ht_mask_fwd, ht_mask_bwd, **_):
+        assert not ht_mask_fwd.any() and not ht_mask_bwd.any()
+        chunks = ((cu_seqlens.diff() + CHUNK - 1) // CHUNK)[:, None].repeat(1, g.shape[-1])
+        short = torch.where(cu_seqlens.diff()[:, None] % CHUNK > 0, 1, chunks)
+        return short, chunks, None, None
+
+    def fused_gdr_h(self, k, v, a, g, b, initial_state=None, num_warmup_chunks=None,
+                    cu_seqlens=None, **_):  # fmt: skip
+        oracle = oracle_of(k, v, b, g, cu_seqlens)
+        if num_warmup_chunks is None:
+            self.passes["states alone"] += 1
+            return Entered(initial_state), None, None
+        assert torch.equal(
+            num_warmup_chunks[:, :1], (cu_seqlens.diff()[:, None] + CHUNK - 1) // CHUNK
+        )
+        return None, oracle.forward()[1].float(), oracle.through().float()
+
+    def fused_gdr_fwd(
+        self, q, k, v, a, g, b, cp_seq_map, raw_cu_seqlens, initial_state=None,
+        output_final_state=False, cu_seqlens=None, output_h=False, **_,
+    ):  # fmt: skip
+        o, leaving = oracle_of(k, v, b, g, cu_seqlens, q).forward(initial_state)
+        if output_h:  # as fused_gdr_h gives them to the stand-in of the backward
+            self.passes["states by the forward"] += 1
+            return o, Entered(initial_state), None
+        if not output_final_state:
+            return o, None, None
+        # The last part of a sequence writes the state that leaves the sequence.
+        last = leaving.new_full((len(raw_cu_seqlens) - 1, *leaving.shape[1:]), float("nan"))
+        for part, owner in enumerate(cp_seq_map.tolist()):
+            if cu_seqlens[part + 1] == raw_cu_seqlens[owner + 1]:
+                last[owner] = leaving[part]
+        return o, None, last.float()
+
+    def fused_gdr_dh(self, q, k, a, g, b, do, dht, cu_seqlens, num_warmup_chunks, **_):
+        oracle = oracle_of(k, torch.zeros_like(do), b, g, cu_seqlens, q)
+        return None, oracle.backward(do, d_final=dht)[1].float()
+
+    def fused_gdr_bwd(self, q, k, v, a, g, b, do, dht, h, cu_seqlens=None, **_):
+        grads, d_initial = oracle_of(k, v, b, g, cu_seqlens, q).backward(do, h.state, dht)
+        return *grads, d_initial
+
+    def chunk_gated_delta_rule_fwd(
+        self, q, k, v, g, beta, cp_context, cu_seqlens, output_final_state, enable_fwd_cp_cache, **_
+    ):
+        assert cu_seqlens is cp_context.cu_seqlens
+        o, last = oracle_of(k, v, beta, g + 1, cu_seqlens, q).forward()
+        last, cache = last if output_final_state else None, None
+        if cp_context.is_intra and enable_fwd_cp_cache:
+            parts = self._parts(cp_context, k.device)
+            of_parts = oracle_of(k, v, beta, g + 1, parts.offsets)
+            entering = entering_states(of_parts.forward()[1], of_parts.through(), parts, None)
+            cache = StandInCache(entering, self.mark)
+        return g + 1, beta.new_zeros(*beta.shape, CHUNK), o, None, last, cache
+
+    def _parts(self, context, device):
+        return flash_qla_plan.Parts.build(
+            context.cu_seqlens.tolist(), context.intra_cp_cu_seqlens.tolist(), device
+        )
+
+    def cp_preprocess_bwd(
+        self, context, q, k, v, a, g, beta, do, dht, initial_state, cp_cache=None, **_
+    ):
+        if not context.is_intra:
+            return initial_state, dht
+        parts = self._parts(context, k.device)
+        assert cp_cache is None or cp_cache.mark == self.mark
+        oracle = oracle_of(k, v, beta, g, parts.offsets, q)
+        local, through, d_local = oracle.forward()[1], oracle.through(), oracle.backward(do)[1]
+        return (
+            entering_states(local, through, parts, initial_state),
+            leaving_gradients(d_local, through, parts, dht),
+        )
+
+
+def flash_qla_rule(monkeypatch, invariant=False, cut=None, **options):
+    stand_in = FlashQlaStandIn(cut)
+    for module in (flash_qla, flash_qla_plan, flash_qla_states):
+        monkeypatch.setattr(module, "stages", lambda: stand_in)
+    monkeypatch.setattr(flash_qla_plan, "_remember_chunks", lambda *_: None)
+    monkeypatch.setattr(flash_qla_plan, "parts_by_length", lambda *_: cut)
+    monkeypatch.setattr(flash_qla_plan, "multiprocessors", lambda: 132)
+    forget_plans()
+    return flash_qla.FlashQlaRule(batch_invariant=invariant, **options)
+
+
+def forget_plans() -> None:
+    for known in ("plan_of", "plan_of_rows", "plan_of_whole"):
+        getattr(flash_qla_plan, known).cache_clear()
+
+
+class OfFla:
+    """A method is called with its arguments bound to those of fla's function of its name."""
+
+    _real = fla_chunk
+
+    def __getattribute__(self, name):
+        found = object.__getattribute__(self, name)
+        if name.startswith("_") or name == "RCP_LN2":
+            return found
+        signature = inspect.signature(getattr(self._real, name))
+
+        def bound(*args, **kwargs):
+            given = signature.bind(*args, **kwargs).arguments
+            self._check(given)
+            return found(**given)
+
+        return bound
+
+    def _check(self, given):
+        pass
+
+
+class FlaStandIn(OfFla):
+    """fla's stages by the plain rule; ``w`` carries beta, and ``g`` is one too large."""
+
+    RCP_LN2 = getattr(fla_chunk, "RCP_LN2", None)
+
+    def chunk_local_cumsum(self, g, **_):
+        return g + 1
+
+    def recompute_w_u_fwd(self, k, v, beta, A, g, **_):
+        return beta[..., None].expand(*beta.shape, k.shape[-1]).contiguous(), v
+
+    def chunk_gated_delta_rule_fwd_intra(self, k, v, g, beta, **_):
+        return *self._recompute(k, v, beta, g), beta.new_zeros(*beta.shape, 64)
+
+    def _recompute(self, k, v, beta, g):
+        return object.__getattribute__(self, "recompute_w_u_fwd")(k, v, beta, None, g)
+
+    def chunk_gated_delta_rule_fwd_h(
+        self, k, w, u, g, initial_state=None, output_final_state=False, cu_seqlens=None, **_
+    ):
+        last = oracle_of(k, u, w[..., 0], g, cu_seqlens).forward(initial_state)[1]
+        return (w, initial_state), u, last if output_final_state else None
+
+    def chunk_fwd_o(self, q, k, v, h, g, scale, cu_seqlens=None, **_):
+        assert scale == k.shape[-1] ** -0.5
+        w, initial = h
+        return oracle_of(k, v, w[..., 0], g, cu_seqlens, q).forward(initial)[0]
+
+    def chunk_bwd_dv_local(self, q, k, do, **_):
+        return torch.zeros_like(do)
+
+    def chunk_gated_delta_rule_bwd_dhu(
+        self, q, k, w, do, dv, g, h0, scale, dht=None, cu_seqlens=None, **_
+    ):
+        oracle = oracle_of(k, torch.zeros_like(do), w[..., 0], g, cu_seqlens, q)
+        d_initial = oracle.backward(do, d_final=dht)[1]
+        assert h0.shape == d_initial.shape
+        return None, d_initial.float(), None
+
+    def chunk_gated_delta_rule_fwd(
+        self, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens=None, **_
+    ):
+        o, last = oracle_of(k, v, beta, g + 1, cu_seqlens, q).forward(initial_state)
+        last = last if output_final_state else None
+        return g + 1, o, beta.new_zeros(*beta.shape, 64), last, None, None
+
+    def chunk_gated_delta_rule_bwd(
+        self, q, k, v, g, beta, A, scale, initial_state, do, dht, cu_seqlens=None, **_
+    ):
+        oracle = oracle_of(k, v, beta, g, cu_seqlens, q)
+        (dq, dk, dv, dg, dbeta), d_initial = oracle.backward(do, initial_state, dht)
+        return dq, dk, dv, dbeta, dg, d_initial, None, None
+
+
+def rule_of_fla(monkeypatch):
+    from fla.ops.cp import chunk_fwd
+
+    stand_in, real = FlaStandIn(), inspect.signature(chunk_fwd.chunk_cp_fwd_h)
+
+    def maps_of_parts(*args, **kwargs):
+        given = real.bind(*args, **kwargs).arguments
+        assert given["multi_seqs"] and given["chunk_size"] == 64
+        oracle = oracle_of(given["k"], given["u"], given["w"][..., 0], given["g"],
+                              given["cu_seqlens"])  # fmt: skip
+        given["hm"].copy_(torch.cat([oracle.forward()[1], oracle.through()], dim=-1))
+
+    monkeypatch.setattr(chunk_fwd, "chunk_cp_fwd_h", maps_of_parts)
+    monkeypatch.setattr(fla_rule, "stages", lambda: stand_in)
+    return fla_rule.FlaRule()

@@ -1,0 +1,239 @@
+"""FlashQLA's and fla's rules around stand-ins of their kernels: what goes where, on a CPU."""
+
+import pytest
+import torch
+
+from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.gdn.half import HalfOperands
+from megatron_gdn.gdn.rule import RuleInputs
+from megatron_gdn.ops.rules import fla_functions
+from megatron_gdn.ops.rules.base import Saved
+from megatron_gdn.ops.static_documents import StaticDocuments
+from tests.ops.delta_rule import states
+
+from .stand_ins import flash_qla_rule, forget_plans, rule_of_fla
+
+HEADS, K, V = (2, 4), 3, 5
+LENGTHS, LONG = (130, 1, 300), (2500, 2100)
+CUT, CUT_ROWS = [0, 64, 130, 131, 259, 431], [0, 64, 100, 164, 200]
+# Whether FlashQLA's rule is batch invariant and where its cost model cuts, or fla's.
+UNCUT, FLA = (False, None), "fla"
+KINDS = {"uncut": UNCUT, "cut": (False, CUT), "invariant": (True, CUT)}
+ROWS = {"uncut": UNCUT, "cut": (False, CUT_ROWS), "invariant": (True, CUT_ROWS)}
+
+
+@pytest.fixture
+def rule(request, monkeypatch):
+    if request.param == FLA:
+        pytest.importorskip("fla.ops.gated_delta_rule.chunk")
+        yield rule_of_fla(monkeypatch)
+    else:
+        yield flash_qla_rule(monkeypatch, *request.param)
+        forget_plans()
+
+
+def of(cases: dict, *names: str):
+    """These values for every rule of ``cases``."""
+    rows = [value if names else (value,) for value in cases.values()]
+    return pytest.mark.parametrize(("rule", *names), rows, ids=cases, indirect=["rule"])
+
+
+of_kinds, of_rows = of({**KINDS, "fla": FLA}), of({**ROWS, "fla": FLA})
+of_flash_qla = of(KINDS)
+of_documents = of(
+    {**{name: (kind, LENGTHS) for name, kind in KINDS.items()}, "fla": (FLA, LENGTHS),
+     "fla, cut": (FLA, LONG)}, "lengths",
+)  # fmt: skip
+
+
+def random_inputs(S, B=1):
+    make = torch.Generator().manual_seed(3)
+    G, H = HEADS
+
+    def normal(*shape):
+        return torch.randn(B, S, *shape, generator=make, dtype=torch.float64)
+
+    q, k = (torch.nn.functional.normalize(normal(G, K), dim=-1) for _ in range(2))
+    inputs = RuleInputs(q, k, normal(H, V), -normal(H).abs() * 0.05, normal(H).sigmoid())
+    return inputs, normal(H, V)
+
+
+def random_states(count):
+    return torch.randn(2, count, HEADS[1], K, V, dtype=torch.float64)
+
+
+def close(got, exact, name="") -> None:
+    """fp32 states between the parts; everything else is fp64."""
+    torch.testing.assert_close(
+        got.double(), exact, rtol=1e-5, atol=1e-6, msg=lambda m: f"{name}: {m}"
+    )
+
+
+def check(got, exact):
+    for name, a, b in zip(states.NAMES[: len(exact)], got, exact, strict=True):
+        assert a.dtype == b.dtype
+        close(a, b, name)
+
+
+def exact_run(oracle, d_o, initial=None, d_final=None):
+    return [oracle.forward(initial)[0], *oracle.backward(d_o, initial, d_final)[0]]
+
+
+@of_documents
+def test_documents_with_and_without_states(rule, lengths):
+    inputs, d_o = random_inputs(sum(lengths))
+    documents = states.documents_of(lengths)
+    apart, joined = states.Oracle(inputs, lengths), states.Oracle(inputs, (sum(lengths),))
+    check(states.run_whole(rule, inputs, d_o, documents), exact_run(apart, d_o))
+    check(states.run_in_segments(rule, inputs, d_o, documents), exact_run(joined, d_o))
+
+
+@of_kinds
+def test_states_enter_documents_in_fixed_buffers(rule):
+    tokens = sum(LENGTHS)
+    inputs, d_o = random_inputs(tokens)
+    expected = exact_run(states.Oracle(inputs, (tokens,)), d_o)
+    static = StaticDocuments(tokens, 6)
+    for lengths in (LENGTHS, (431,), (64, 64, 64, 64, 64, 111), (0, 130, 0, 301)):
+        static.fill(states.documents_of(lengths).offsets)
+        check(states.run_in_segments(rule, inputs, d_o, static), expected)
+
+
+def test_fixed_buffers_of_more_tokens_than_fla_counts_are_refused():
+    inputs = RuleInputs(*[torch.empty(1, 2**20, 32, 128, device="meta")] * 5)
+    with pytest.raises(NotImplementedError, match="at most 524288 tokens per rank"):
+        fla_functions.parts_of(inputs, StaticDocuments(2**20, 2))
+
+
+@of({"uncut": UNCUT, "cut": KINDS["cut"], "fla": FLA})
+def test_fp16_operands_leave_no_trace(rule):
+    """Around fp64, with gradients of 10 bits, which fp16 holds at two sizes."""
+    inputs, d_o = random_inputs(sum(LENGTHS))
+    d_o = (d_o * 2**6).round() * 2.0**-14
+    d_o[:, -LENGTHS[-1] :] *= 2.0**8
+    rule, whole = HalfOperands(rule), (sum(LENGTHS),)
+    exact = exact_run(states.Oracle(inputs, whole), d_o)
+    for run, lengths in ((states.run_whole, whole), (states.run_in_segments, LENGTHS)):
+        documents = states.documents_of(lengths)
+        o, *grads = run(rule, inputs, d_o * 2.0**-40, documents)
+        check([o, *(x * 2.0**40 for x in grads)], exact)
+
+
+@of({"cut": ROWS["cut"]})
+def test_few_rows_and_heads_run_as_one_cut_row(rule):
+    inputs, _ = random_inputs(100, B=2)
+    plan = rule.begin(inputs, None).run().saved.plan.plan
+    assert plan.context.is_intra and plan.parts.offsets.tolist() == CUT_ROWS
+
+
+@of_rows
+def test_batch_rows_with_and_without_states(rule):
+    inputs, d_o = random_inputs(100, B=2)
+    oracle = states.Oracle(inputs, (100, 100))
+    check(states.run_whole(rule, inputs, d_o), exact_run(oracle, d_o))
+
+    initial, d_final = random_states(2)
+    exact = exact_run(oracle, d_o, initial, d_final)
+    for maps_first in (True, False):
+        forward = rule.begin(inputs, None)
+        if maps_first:
+            local, through = forward.state_map()
+            close(local, oracle.forward()[1])
+            close(through, oracle.through())
+        o, _, saved = forward.run(initial)
+        backward = states.backward_of(rule, inputs, d_o, saved)
+        if maps_first:
+            d_initial = backward.d_initial() + through.double().mT @ d_final
+            close(d_initial, oracle.backward(d_o, initial, d_final)[1])
+        check([o, *states.by_key_head(backward.run(initial, d_final), HEADS[0])], exact)
+
+    saved = rule.begin(inputs, None).run().saved
+    close(states.backward_of(rule, inputs, d_o, saved).d_initial(), oracle.backward(d_o)[1])
+
+
+# Lengths of documents, or None of two batch rows.
+FINALS = {f"rows, {name}": (kind, None) for name, kind in [*ROWS.items(), ("fla", FLA)]}
+FINALS |= {name: (kind, (130, 0, 1, 300, 0)) for name, kind in [*KINDS.items(), ("fla", FLA)]}
+FINALS["fla, cut"] = (FLA, (2500, 0, 2100))
+
+
+@of(FINALS, "lengths")
+def test_final_states(rule, lengths):
+    B, S = (2, 100) if lengths is None else (1, sum(lengths))
+    inputs, _ = random_inputs(S, B)
+    documents = None if lengths is None else states.documents_of(lengths)
+    exact = states.Oracle(inputs, [n for n in lengths or (S,) * B if n])
+    make = torch.Generator().manual_seed(4)
+    initial = torch.randn(exact.zeros().shape, generator=make, dtype=torch.float64)
+    for start, made in states.forwards_from(rule, inputs, documents, initial):
+        o, final = exact.forward(start)
+        check([made.o, made.final.double()], [o, final])
+
+
+@of(
+    {**{name: (kind, (100, 0, 100)) for name, kind in ROWS.items()},
+     "fla": (FLA, (130, 0, 1, 131))}, "lengths",
+)  # fmt: skip
+def test_documents_over_batch_rows_equal_one_row(rule, lengths):
+    inputs, d_o = random_inputs(sum(lengths))
+    for run in (states.run_whole, states.run_in_segments):
+        states.assert_rows_equal_one_row(run, rule, inputs, d_o, states.documents_of(lengths))
+
+
+@of_rows
+def test_gradients_after_a_forward_from_zero_flow_through_both_ends(rule):
+    """A forward that a package ran itself: its backward still takes d_final and gives d_initial."""
+    inputs, d_o = random_inputs(100, B=2)
+    oracle, (d_final, _) = states.Oracle(inputs, (100, 100)), random_states(2)
+    exact = exact_run(oracle, d_o, None, d_final)
+    for documents in (None, states.documents_of((100, 100))):
+        o, _, saved = rule.begin(inputs, documents).run()
+        backward = states.backward_of(rule, inputs, d_o, saved, documents)
+        d_initial = backward.d_initial() + oracle.through().mT @ d_final
+        close(d_initial, oracle.backward(d_o, None, d_final)[1])
+        check([o, *states.by_key_head(backward.run(None, d_final), HEADS[0])], exact)
+
+
+def run_again(rule, inputs, d_o, documents=None, initial=None, map_first=False):
+    """As ``run_whole``, with nothing of the forward kept but what it says."""
+    begun = rule.begin(inputs, documents)
+    if map_first:
+        begun.state_map()
+    first = begun.run(initial)
+    kept = rule.kept_to_run_again(first.saved)
+    again = rule.run_again(inputs, kept, documents, initial)
+    assert torch.equal(again.o, first.o)
+    grads = states.backward_of(rule, inputs, d_o, again.saved, documents).run(initial)
+    return [again.o, *states.by_key_head(grads, inputs.k.shape[2])]
+
+
+@of_documents
+def test_a_second_run_of_documents_gives_what_the_backward_needs(rule, lengths):
+    inputs, d_o = random_inputs(sum(lengths))
+    documents, apart = states.documents_of(lengths), states.Oracle(inputs, lengths)
+    for initial in (None, random_states(len(lengths))[0]):
+        exact = exact_run(apart, d_o, initial)
+        for map_first in (False, True):
+            check(run_again(rule, inputs, d_o, documents, initial, map_first), exact)
+    if rule.name == "fla":
+        assert rule.kept_to_run_again(rule.begin(inputs, documents).run().saved) == Saved()
+    else:
+        passes = flash_qla.stages().passes
+        assert passes["states alone"] == 0 and passes["states by the forward"] == 4
+
+
+@of_rows
+def test_a_second_run_of_batch_rows_gives_what_the_backward_needs(rule):
+    inputs, d_o = random_inputs(100, B=2)
+    oracle = states.Oracle(inputs, (100, 100))
+    for initial in (None, random_states(2)[0]):
+        check(run_again(rule, inputs, d_o, None, initial), exact_run(oracle, d_o, initial))
+
+
+@of_flash_qla
+def test_a_second_run_keeps_nothing_per_token(rule):
+    inputs, _ = random_inputs(sum(LENGTHS))
+    saved = rule.begin(inputs, states.documents_of(LENGTHS)).run().saved
+    kept = rule.kept_to_run_again(saved).tensors
+    assert all(x.shape[1] == inputs.k.shape[1] for x in saved.tensors[:2])
+    assert not any(torch.is_tensor(x) and x.shape[:2] == inputs.k.shape[:2] for x in kept)

@@ -1,0 +1,121 @@
+"""The drop-in's commands, and transformers' own forward where fla is installed."""
+
+import json
+import math
+import re
+
+import pytest
+import torch
+
+from tests.hf.drop_in.conftest import FAMILIES, mixer_of
+from tests.hf.tiny_models import build
+from tests.processes import python, torchrun
+
+on_cpu = pytest.mark.skipif(torch.cuda.is_available(), reason="runs on the CPU")
+
+
+@on_cpu
+@pytest.mark.parametrize(
+    ("ranks", "replicas"),
+    [pytest.param(2, 1, marks=pytest.mark.slow), pytest.param(4, 2, marks=pytest.mark.nightly)],
+)
+def test_losses_gradients_and_evaluation_are_those_of_a_plain_loop(ranks, replicas):
+    pytest.importorskip("accelerate")
+    said = torchrun(ranks, "-m", "tests.hf.drop_in.trainer_script", replicas, timeout=400)
+    assert "the same as a plain loop" in said
+
+
+@on_cpu
+@pytest.mark.nightly
+def test_the_example_trains_and_saves_what_transformers_loads(tmp_path):
+    pytest.importorskip("accelerate")
+    flags = "--steps", "11", "--save", tmp_path
+    said = torchrun(2, "examples/finetune_with_trainer.py", *flags, timeout=400)
+    first, last = (float(x) for x in re.findall(r"loss (\d+\.\d+)", said))
+    assert first == pytest.approx(math.log(256), abs=0.2) and last < first - 1
+    loaded = type(build("Qwen3_5ForCausalLM")).from_pretrained(tmp_path)
+    assert loaded.model.layers[0].linear_attn.A_log.dtype == torch.float32
+
+
+@pytest.mark.slow
+@on_cpu
+def test_the_benchmark_runs_tiny_on_the_cpu():
+    said = python("benchmarks/bench_hf_dropin.py", "--tiny").stdout.splitlines()
+    records = [json.loads(line) for line in said if line.startswith("{")]
+    assert len(records) == 6
+    patched = [record for record in records if record["layer"] != "transformers"]
+    assert len(patched) == 4
+    for record in patched:
+        assert record["ms"]["median"] > 0
+        # fp32 beside float64: the layer that was timed computes what it should.
+        assert all(error < 1e-5 for error in record["error"].values()), record
+
+
+@pytest.mark.slow
+def test_the_picture_shows_the_leak_and_that_a_patched_model_has_none(tmp_path):
+    image = tmp_path / "leaks.png"
+    done = python("examples/show_leaks.py", image)
+    assert done.stderr == ""
+    found = dict(re.findall(r"(\w+): a document changes another by up to (\S+)", done.stdout))
+    assert float(found["transformers"]) > 1e-2 and float(found["patched"]) == 0
+    assert image.read_bytes().startswith(b"\x89PNG")
+
+
+TOKENS = [[3, 17, 5, 60, 2, 8, 8, 41, 9]]
+NEW = 4
+# Which modules hold a family's functions.
+SOURCES = ["qwen3_next", "qwen3_5", "qwen3_5_moe", "olmo_hybrid", "qwen4_exp", "kimi_linear",
+           "bailing_hybrid"]  # fmt: skip
+
+IN_A_FRESH_PROCESS = """
+import importlib, sys
+import torch
+for name in {sources}:  # fla is not hidden, so transformers takes its kernels
+    importlib.import_module(f"transformers.models.{{name}}.modeling_{{name}}")
+from megatron_gdn.hf import patch, plain_functions_on_cpu
+from tests import bits_by_shape
+from tests.hf.drop_in.conftest import mixer_of
+from tests.hf.tiny_models import build
+
+bits_by_shape.hold_if_asked()  # as in the process that compares
+tokens, found = torch.tensor({tokens}), {{}}
+for family in {families}:
+    model = build(family)
+    try:
+        model(tokens)
+        found[family, "as it is"] = "runs"
+    except Exception as error:
+        found[family, "as it is"] = str(error)
+    if {patched}:
+        patch(model)
+    else:
+        plain_functions_on_cpu(model)
+    logits = model(tokens).logits
+    logits.sum().backward()
+    found[family, "logits"] = logits.detach()
+    found[family, "gradient"] = mixer_of(model).conv1d.weight.grad
+    found[family, "generated"] = model.generate(tokens, max_new_tokens={new}, do_sample=False)
+torch.save(found, sys.argv[1])
+"""
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")
+@pytest.mark.parametrize("patched", [True, False])
+def test_unpacked_batches_and_generation_run_where_fla_is_installed(fresh, tmp_path, patched):
+    """With the bits that transformers has where fla is not installed."""
+    pytest.importorskip("fla")
+    script = IN_A_FRESH_PROCESS.format(
+        sources=SOURCES, tokens=TOKENS, families=FAMILIES, patched=patched, new=NEW
+    )
+    python("-c", script, tmp_path / "found.pt")
+    found = torch.load(tmp_path / "found.pt")
+    for family in FAMILIES:
+        assert "0 active drivers" in found[family, "as it is"], "this law tests nothing"
+        model, tokens = fresh(family), torch.tensor(TOKENS)
+        logits = model(tokens).logits
+        logits.sum().backward()
+        gradient = mixer_of(model).conv1d.weight.grad
+        generated = model.generate(tokens, max_new_tokens=NEW, do_sample=False)
+        assert torch.equal(found[family, "logits"], logits)
+        assert torch.equal(found[family, "gradient"], gradient)
+        assert torch.equal(found[family, "generated"], generated)

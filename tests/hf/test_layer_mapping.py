@@ -1,0 +1,328 @@
+"""The laws of layers' weight mappings: nothing but torch, at sizes where mistakes show."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from megatron_gdn.gdn.hf import (
+    fuse_interleaved,
+    gdn_layer_from_hf,
+    gdn_layer_maps,
+    gdn_layer_to_hf,
+    unfuse_interleaved,
+)
+from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
+from megatron_gdn.mamba2.hf import mamba2_layer_maps
+from megatron_gdn.mamba2.sizes import Mamba2Dims
+from megatron_gdn.mixers.tensor_map import TensorMap
+from tests.gdn_mixer import gdn_dims
+
+BF16, F32 = torch.bfloat16, torch.float32
+# What the published files hold: Qwen3.5 has two fp32 tensors a layer, the others none.
+FILE_DTYPES = {
+    "all bf16": {},
+    "fp32 A_log and norm": {"A_log": F32, "norm.weight": F32, "o_norm.weight": F32},
+}
+
+
+def dims_of(key_heads=4, value_heads_per_key_head=3, key_dim=5, value_dim=3):
+    # K != V and D unlike any product of the others, so that no two sizes agree by chance.
+    return gdn_dims(7, key_heads, key_heads * value_heads_per_key_head, key_dim, value_dim)
+
+
+def random_file(dims, storage, dtypes=(), seed=0):
+    """A layer as a file holds it; gains straddle 1/2, below which bf16 cannot hold w - 1."""
+    generator = torch.Generator().manual_seed(seed)
+    dtypes = dict(dtypes)
+    state = {}
+    for entry in gdn_layer_maps("", "", dims, storage):
+        for source in entry.sources:
+            values = torch.randn(source.shape, generator=generator)
+            if source.key.endswith("norm.weight"):
+                values = torch.logspace(-4.5, 1.0, source.shape[0]) * values.sign()
+            state[source.key] = values.to(dtypes.get(source.key, BF16))
+    return state
+
+
+def dtypes_of(file):
+    return {key: tensor.dtype for key, tensor in file.items()}
+
+
+def assert_same_file(given, expected):
+    assert given.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert given[key].dtype == tensor.dtype, key
+        assert torch.equal(given[key], tensor), key
+
+
+@pytest.mark.parametrize("storage", ["interleaved", "flat", "separate", "separate, one conv"])
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("dtypes", FILE_DTYPES.values(), ids=FILE_DTYPES)
+def test_file_to_shards_to_file_is_equal_in_bits_and_dtype(storage, ratio, tp_size, dtypes):
+    dims = dims_of(value_heads_per_key_head=ratio)
+    file = random_file(dims, storage, dtypes)
+    ranks = gdn_layer_from_hf(file, dims, storage, tp_size)
+    back = gdn_layer_to_hf(ranks, dims, storage, dtypes_of(file))
+    if "norm.weight" in dtypes:
+        # An fp32 gain below 1/2 has bits that fp32 cannot keep beside the 1: it needs its original.
+        (norm,) = (key for key in file if key.endswith("norm.weight"))
+        del back[norm], file[norm]
+    assert_same_file(back, file)
+
+
+def test_integers_are_no_weights():
+    file = random_file(dims_of(), "flat")
+    file["dt_bias"] = file["dt_bias"].to(torch.int8)
+    with pytest.raises(ValueError, match="dt_bias has dtype int8; legal for dt_bias: bfloat16"):
+        gdn_layer_from_hf(file, dims_of(), "flat")
+
+
+@pytest.mark.parametrize("storage", ["interleaved", "flat"])
+@pytest.mark.parametrize("dtypes", FILE_DTYPES.values(), ids=FILE_DTYPES)
+@pytest.mark.parametrize("zero_centered_gamma", [True, False])
+def test_a_bf16_model_gives_back_every_bit_when_it_has_the_original(
+    storage, dtypes, zero_centered_gamma
+):
+    dims = dims_of()
+    file = random_file(dims, storage, dtypes)
+    ranks = gdn_layer_from_hf(file, dims, storage, 2, zero_centered_gamma)
+    for rank in ranks:
+        rank["out_norm.weight"] = rank["out_norm.weight"].to(BF16)
+    originals = {"norm.weight": file["norm.weight"]}
+    back = gdn_layer_to_hf(ranks, dims, storage, dtypes_of(file), originals, zero_centered_gamma)
+    assert_same_file(back, file)
+
+
+def norm_there_and_back(file, change=lambda gain: None):
+    """The gain that is exported beside its original, ``change``d in between."""
+    (rank,) = gdn_layer_from_hf(file, dims_of(), "flat")
+    change(rank["out_norm.weight"])
+    originals = {"norm.weight": file["norm.weight"]}
+    return gdn_layer_to_hf([rank], dims_of(), "flat", originals=originals)["norm.weight"]
+
+
+def test_a_trained_gain_is_exported_as_trained_and_its_neighbours_as_they_were():
+    file = random_file(dims_of(), "flat")
+    back = norm_there_and_back(file, lambda gain: gain[1].fill_(0.25))
+    assert back[1] == 1.25
+    assert torch.equal(back[[0, 2]], file["norm.weight"][[0, 2]])
+
+
+def test_minus_zero_and_nan_survive_the_shift():
+    file = random_file(dims_of(), "flat")
+    file["norm.weight"] = torch.tensor([-0.0, float("nan"), 2.0**-20], dtype=BF16)
+    back = norm_there_and_back(file)
+    assert torch.equal(back.view(torch.int16), file["norm.weight"].view(torch.int16))
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("ratio", [1, 2, 3, 4])
+def test_both_storages_of_one_layer_give_the_same_shards(tp_size, ratio):
+    """A flat file, and the same projections interleaved head by head with plain loops."""
+    dims = dims_of(value_heads_per_key_head=ratio)
+    flat = random_file(dims, "flat")
+    K, V = dims.key_head_dim, dims.value_head_dim
+    qkv = flat["in_proj_qkv.weight"]
+    z, b, a = (flat[f"in_proj_{n}.weight"] for n in "zba")
+    qkvz_rows, ba_rows = [], []
+    for head in range(dims.num_key_heads):
+        key = range(head * K, (head + 1) * K)
+        value = range(head * ratio * V, (head + 1) * ratio * V)
+        gates = range(head * ratio, (head + 1) * ratio)
+        qkvz_rows += [qkv[row] for row in key]
+        qkvz_rows += [qkv[dims.qk_dim + row] for row in key]
+        qkvz_rows += [qkv[2 * dims.qk_dim + row] for row in value]
+        qkvz_rows += [z[row] for row in value]
+        ba_rows += [b[row] for row in gates] + [a[row] for row in gates]
+    interleaved = {key: t for key, t in flat.items() if not key.startswith("in_proj")}
+    interleaved["in_proj_qkvz.weight"] = torch.stack(qkvz_rows)
+    interleaved["in_proj_ba.weight"] = torch.stack(ba_rows)
+    ours = gdn_layer_from_hf(interleaved, dims, "interleaved", tp_size)
+    theirs = gdn_layer_from_hf(flat, dims, "flat", tp_size)
+    for rank, expected in zip(ours, theirs, strict=True):
+        assert_same_file(rank, expected)
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("name", ["in_proj.weight", "conv1d.weight"])
+def test_a_rank_holds_its_own_heads_of_every_section(name, tp_size):
+    """Rows are their (section, head): a round trip cannot see rows sharded as one block."""
+    dims = dims_of()
+    counts = [dims.num_key_heads] * 2 + [dims.num_value_heads] * 4
+    rows = [dims.key_head_dim] * 2 + [dims.value_head_dim] * 2 + [1] * 2
+    if name == "conv1d.weight":
+        counts, rows = counts[:3], rows[:3]
+
+    def labels(rank: int, ranks: int) -> list[list[int]]:
+        return [
+            [section, head]
+            for section, (count, size) in enumerate(zip(counts, rows, strict=True))
+            for head in range(rank * count // ranks, (rank + 1) * count // ranks)
+            for _ in range(size)
+        ]
+
+    (entry,) = (e for e in gdn_layer_maps("", "", dims, "flat") if e.name == name)
+    for rank, piece in enumerate(entry.shards(torch.tensor(labels(0, 1)), tp_size)):
+        assert piece.tolist() == labels(rank, tp_size)
+
+
+@pytest.mark.parametrize("tp_size", [2, 4])
+def test_gates_and_output_columns_are_shared_out_in_order(tp_size):
+    dims = dims_of()
+    file = random_file(dims, "flat")
+    ranks = gdn_layer_from_hf(file, dims, "flat", tp_size)
+    for name, dim in (("A_log", 0), ("dt_bias", 0), ("out_proj.weight", 1)):
+        assert torch.equal(torch.cat([rank[name] for rank in ranks], dim), file[name])
+        assert len({rank[name].shape for rank in ranks}) == 1
+
+
+sizes = st.integers(1, 5)
+
+
+@given(G=sizes, R=sizes, K=sizes, V=sizes)
+@settings(deadline=None)
+def test_interleaving_is_a_bijection_of_rows(G, R, K, V):
+    dims = dims_of(G, R, K, V)
+    in_proj = torch.arange(dims.layout.width)[:, None]
+    qkvz, ba = unfuse_interleaved(in_proj, dims)
+    assert sorted(torch.cat([qkvz, ba]).flatten().tolist()) == list(range(dims.layout.width))
+    assert torch.equal(fuse_interleaved([qkvz, ba], dims), in_proj)
+
+
+@given(data=st.data(), ranks=st.integers(1, 4), dim=st.integers(0, 1))
+@settings(deadline=None)
+def test_unshard_undoes_shard(data, ranks, dim):
+    sections = tuple(ranks * n for n in data.draw(st.lists(sizes, min_size=1, max_size=6)))
+    full = torch.randn(sum(sections), 3) if dim == 0 else torch.randn(3, sum(sections))
+    entry = TensorMap(names=("any",), sources=(), shard_dim=dim, sections=sections)
+    assert torch.equal(entry.unshard(entry.shards(full, ranks)), full)
+
+
+def test_gates_are_fp32_in_every_shard_and_other_weights_keep_their_dtype():
+    dims = dims_of()
+    for rank in gdn_layer_from_hf(random_file(dims, "flat"), dims, "flat", 4):
+        assert rank["A_log"].dtype == rank["dt_bias"].dtype == F32
+        assert rank["in_proj.weight"].dtype == rank["out_proj.weight"].dtype == BF16
+
+
+def test_import_does_not_touch_the_file_tensors():
+    dims = dims_of()
+    file = random_file(dims, "flat", {"norm.weight": F32, "A_log": F32})
+    before = {key: tensor.clone() for key, tensor in file.items()}
+    gdn_layer_from_hf(file, dims, "flat", 2)
+    assert_same_file(file, before)
+
+
+def test_sections_of_different_dtypes_keep_all_their_bits():
+    dims = dims_of()
+    dtypes = {"in_proj_a.weight": F32, "in_proj_b.weight": torch.float16}
+    file = random_file(dims, "flat", dtypes)
+    ranks = gdn_layer_from_hf(file, dims, "flat", 2)
+    assert_same_file(gdn_layer_to_hf(ranks, dims, "flat", dtypes_of(file)), file)
+
+
+def test_a_missing_a_foreign_and_a_misshapen_tensor_are_named():
+    dims = dims_of()
+    file = random_file(dims, "flat")
+    for broken, message in [
+        ({k: t for k, t in file.items() if k != "dt_bias"}, r"missing \['dt_bias'\]"),
+        (file | {"my_A_log": file["A_log"]}, r"not known \['my_A_log'\]"),
+        (file | {"A_log": file["A_log"][:3]}, r"A_log has shape \(3,\).*\(12,\)"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            gdn_layer_from_hf(broken, dims, "flat")
+
+
+def test_heads_that_do_not_split_are_refused_with_the_sizes_that_do():
+    dims = dims_of()
+    with pytest.raises(ValueError, match="=3 cannot split 4 key heads.*1, 2, 4"):
+        gdn_layer_from_hf(random_file(dims, "flat"), dims, "flat", 3)
+
+
+def test_ranks_that_disagree_on_a_replicated_tensor_are_refused():
+    dims = dims_of()
+    ranks = gdn_layer_from_hf(random_file(dims, "flat"), dims, "flat", 2)
+    ranks[1]["out_norm.weight"] = ranks[1]["out_norm.weight"] + 1
+    with pytest.raises(ValueError, match=r"out_norm.weight is replicated.*rank 1 differs"):
+        gdn_layer_to_hf(ranks, dims, "flat")
+
+
+def test_every_bf16_gain_survives_alone():
+    """All 65280 finite bf16 numbers through a zero-centred bf16 weight, with the original."""
+    everything = torch.arange(-(2**15), 2**15).to(torch.int16).view(BF16)
+    gains = everything[everything.isfinite()]
+    dims = dims_of(1, 1, 1, len(gains))
+    (entry,) = (e for e in gdn_layer_maps("", "", dims, "flat") if e.name == "out_norm.weight")
+    stored = entry.to_megatron([gains]).to(BF16)
+    (back,) = entry.to_hf(stored, [BF16], [gains])
+    assert torch.equal(back.view(torch.int16), gains.view(torch.int16))
+    (blind,) = entry.to_hf(stored, [BF16])
+    assert not torch.equal(blind, gains), "bf16 cannot do this without the original"
+
+
+def test_published_shapes():
+    for (hidden, value_heads), expected in {
+        (2048, 32): (12352, 8192),
+        (5120, 48): (16480, 10240),
+        (4096, 64): (20608, 12288),
+    }.items():
+        dims = gdn_dims(hidden, 16, value_heads, 128, 128)
+        for storage, tp_size in itertools.product(["interleaved", "flat"], [1, 2, 4, 8, 16]):
+            maps = {e.name: e for e in gdn_layer_maps("", "", dims, storage)}
+            files = [torch.empty(s.shape, device="meta") for s in maps["in_proj.weight"].sources]
+            full = maps["in_proj.weight"].to_megatron(files)
+            assert full.shape == (expected[0], hidden)
+            shards = maps["in_proj.weight"].shards(full, tp_size)
+            assert {s.shape for s in shards} == {(expected[0] // tp_size, hidden)}
+            assert maps["conv1d.weight"].sources[0].shape[0] == expected[1]
+
+
+MAMBA2 = Mamba2Dims(
+    hidden_size=7, num_heads=12, num_groups=4, head_dim=3, state_dim=5, conv_kernel_dim=4
+)
+
+
+def mamba2_file(conv_bias=True, wide=()):
+    torch.manual_seed(0)
+    return {
+        source.key: torch.randn(source.shape).to(F32 if source.key in wide else BF16)
+        for entry in mamba2_layer_maps("", "", MAMBA2, conv_bias)
+        for source in entry.sources
+    }
+
+
+@pytest.mark.parametrize("tp_size", [1, 2, 4])
+@pytest.mark.parametrize("conv_bias", [True, False], ids=["conv bias", "no conv bias"])
+@pytest.mark.parametrize("wide", [(), ("A_log", "D")], ids=["all bf16", "some fp32"])
+def test_mamba2s_file_to_shards_to_file_is_equal_in_bits_and_dtype(tp_size, conv_bias, wide):
+    file = mamba2_file(conv_bias, wide)
+    ranks = mamba2_layer_from_hf(file, MAMBA2, tp_size)
+    for rank in ranks:
+        assert {rank[name].dtype for name in ("A_log", "dt_bias", "D")} == {F32}
+        assert rank["in_proj.weight"].shape == (MAMBA2.shard(tp_size).layout.width, 7)
+    assert_same_file(mamba2_layer_to_hf(ranks, MAMBA2, dtypes_of(file)), file)
+
+
+def test_mamba2s_rows_are_a_ranks_share_of_every_section():
+    file = mamba2_file()
+    sections = file["in_proj.weight"].split(MAMBA2.layout.widths)
+    for rank, state in enumerate(mamba2_layer_from_hf(file, MAMBA2, 2)):
+        expected = torch.cat([section.chunk(2)[rank] for section in sections])
+        assert torch.equal(state["in_proj.weight"], expected)
+
+
+@pytest.mark.parametrize(
+    ("change", "tp_size", "said"),
+    [
+        ({"in_proj.bias": torch.zeros(3)}, 1, r"not known \['in_proj.bias'\]"),
+        ({"D": torch.zeros(3)}, 1, "D has shape .3,., but the layer's sizes ask for .12,."),
+        ({}, 3, "tensor_model_parallel_size=3 cannot split 4 groups"),
+    ],
+)
+def test_what_does_not_fit_mamba2_is_named(change, tp_size, said):
+    with pytest.raises(ValueError, match=said):
+        mamba2_layer_from_hf(mamba2_file() | change, MAMBA2, tp_size)

@@ -1,0 +1,101 @@
+"""The kernels of Mamba2's and KDA's fronts against their plain twins."""
+
+import pytest
+import torch
+
+from megatron_gdn.kda.front import KDAFront
+from megatron_gdn.kda.sizes import rows_of
+from megatron_gdn.mamba2.front import Mamba2Front
+from megatron_gdn.mamba2.plain import SSDInputs
+from megatron_gdn.ops.delta_rule.base import RuleGrads
+from tests.mamba2.oracle import layout_of
+from tests.ops.delta_rule.states import documents_of
+
+from .kernel_cases import assert_close
+
+
+def case(device, S, B=1, sizes=(2, 1, 6, 20), bias=True, taps=4):
+    made = torch.Generator().manual_seed(S)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=made).to(device)
+
+    layout = layout_of(*sizes)
+    proj = normal(S, B + 1, layout.width + 8)[:, :B, : layout.width]
+    C, H = layout.conv_width, sizes[0]
+    given = [normal(C, 1, taps), normal(C) if bias else None, normal(H), normal(H), normal(H)]
+    return layout, proj, given, normal
+
+
+def mamba2(device, sizes=(2, 1, 6, 20), **shape):
+    layout, proj, given, normal = case(device, sizes=sizes, **shape)
+    (S, B), (H, G, V, K) = proj.shape[:2], sizes
+    shapes = [(H, V), (G, K), (G, K), (H,), (H,), (H, 1)]
+    ours = [Mamba2Front(layout, triton=True, batch_invariant=each) for each in (False, True)]
+    grads = SSDInputs(*(normal(B, S, *x) for x in shapes))
+    return layout, proj, given, grads, ours, Mamba2Front(layout)
+
+
+def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
+    make = torch.Generator().manual_seed(S)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=make).to(device)
+
+    layout, (G, H, K, V) = rows_of(*heads), heads
+    proj, C = normal(S, B + 1, layout.width + 8)[:, :B, : layout.width], layout.conv_width
+    given = [normal(C, 1, 4) * 0.5, normal(C) if bias else None, normal(H) + A_log, normal(H * K)]
+    shapes = [(G, K), (G, K), (H, V), (H, K), (H,)]
+    ours, twin = (
+        KDAFront.of(device, torch.float32, 4, layout, bound, kernels=kernels)
+        for kernels in ("triton", "torch")
+    )
+    return layout, proj, given, RuleGrads(*(normal(B, S, *x) for x in shapes)), [ours], twin
+
+
+FRONTS = {
+    "Mamba2": (mamba2, {"S": 19, "B": 2}, None),
+    "Mamba2, packed": (mamba2, {"S": 40, "sizes": (2, 2, 6, 4)}, (1, 2, 0, 20, 17)),
+    "Mamba2, no bias": (mamba2, {"S": 9, "bias": False, "taps": 2}, None),
+    "KDA": (kda, {"S": 65, "B": 2, "heads": (1, 3, 12, 20)}, None),
+    "KDA, one token": (kda, {"S": 1}, None),
+    "KDA, bounded": (kda, {"S": 33, "bound": -5.0}, None),
+    "KDA, packed": (kda, {"S": 40, "bias": True}, (1, 2, 0, 20, 17)),
+    "KDA, no decay left": (kda, {"S": 9, "A_log": 8.0}, None),
+    "KDA, several tiles": (kda, {"S": 300, "heads": (1, 1, 16, 16)}, None),
+}
+
+
+@pytest.mark.parametrize("name", FRONTS)
+def test_a_front_and_its_gradients_equal_the_twins(name, device):
+    draw, shape, lengths = FRONTS[name]
+    layout, proj, given, grads, ours, twin = draw(device, **shape)
+    documents, z = documents_of(lengths, device), layout.columns("z")
+
+    def run(front, dtype):
+        rows, *parameters = (None if x is None else x.to(dtype) for x in (proj, *given))
+        of_rule = type(grads)(*(None if x is None else x.to(dtype) for x in grads))
+        d_rows = torch.full_like(rows, torch.nan)
+        made = front.forward(rows, parameters, documents)
+        of_parameters = front.backward(rows, parameters, of_rule, d_rows, documents)
+        assert d_rows[..., z].isnan().all(), "only the norm writes z's columns"
+        d_rows[..., z] = 0
+        return made, d_rows, of_parameters
+
+    # Where log-decays are clamped, fp64 has another bound.
+    wide = torch.float32 if "A_log" in shape else torch.float64
+    exact, d_exact, of_exact = run(twin, wide)
+    for front in ours:
+        made, d_rows, of_parameters = run(front, torch.float32)
+        for field, a, b in zip(made._fields, made, exact, strict=True):
+            assert a.is_contiguous() or field == "D"
+            assert_close(field, a, b)
+        one = front.convolved[1]
+        some = front.forward(proj, given, documents, (one,))
+        assert torch.equal(getattr(some, one), getattr(made, one))
+        assert [field for field in made._fields if getattr(some, field) is not None] == [one]
+        assert_close("rows", d_rows, d_exact)
+        for number, (a, b) in enumerate(zip(of_parameters, of_exact, strict=True)):
+            assert (a is None) == (b is None)
+            if a is not None:
+                assert_close(f"parameter {number}", a, b)

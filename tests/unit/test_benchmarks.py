@@ -1,0 +1,178 @@
+"""The benchmarks' scripts run, and the pages' figures and pictures are those of their records."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.processes import ROOT, python
+
+
+@pytest.fixture
+def script(monkeypatch):
+    """``script(name)``: a script of the benchmarks as a module, with its folder on the path."""
+    pytest.importorskip("matplotlib", reason="the pages' pictures are drawn with it")
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return __import__
+
+
+def test_the_tables_of_the_pages_are_of_the_results(script):
+    report = script("report")
+    for page, tables in report.pages().items():
+        assert report.filled(page.read_text(), tables) == page.read_text(), page.name
+
+
+def test_the_picture_of_readme_shows_what_readme_says(script):
+    rows = script("report").beside()
+    shares = {group: [] for group in dict.fromkeys(row.group for row in rows)}
+    for row in rows:
+        shares[row.group].append(f"{row.ms[0] / row.ms[1]:.2f}")
+    layer, parallel, model = shares.values()
+    readme = (ROOT / "README.md").read_text()
+    assert f"One GPU: {min(layer)} to {max(layer)} of megatron-core's time" in readme
+    assert "131072 tokens: {} of the time by head exchange, {} by state".format(*parallel) in readme
+    assert "A whole model: {} of the step, and {} with packed documents".format(*model) in readme
+
+
+def test_the_formula_gives_what_the_page_says(script):
+    model = script("model_context_parallel")
+    constants = model.Constants.measured()
+    page = (ROOT / "docs" / "context_parallel.md").read_text()
+    for record in model.read("context_parallel.jsonl"):
+        of = {"headwise": model.headwise_ms, "chunkwise": model.chunkwise_ms}.get(record["layer"])
+        if of is not None and record["case"].isdigit():
+            formula = of(int(record["case"]) / record["cp"], record["cp"], constants)
+            case = f"| {record['case']} | {record['cp']} | {record['layer']} |"
+            (row,) = (line for line in page.splitlines() if line.startswith(case))
+            assert f"| {formula:.2f} " in row and f"| {model.median(record):.2f} |" in row
+
+
+@pytest.mark.slow
+def test_rounding_is_simulated():
+    assert "fp16" in python("benchmarks/rounding.py").stdout
+
+
+# megatron-core's layer runs on a CPU with stand-ins of fla's kernels.
+SCRIPT = """
+import runpy, sys
+from tests.upstream import upstream_on_cpu
+upstream_on_cpu()
+sys.path.insert(0, "benchmarks")
+sys.argv[0] = "benchmarks/users_shapes.py"
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def run(*flags: str) -> str:
+    return python("-c", SCRIPT, *flags, TORCHDYNAMO_DISABLE="1").stdout
+
+
+@pytest.fixture
+def shapes(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    return __import__("lib.shapes", fromlist=["CELLS"])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
+def test_every_layer_of_a_cell_is_measured_and_held_to_megatron_core(tmp_path):
+    out = tmp_path / "results.jsonl"
+    said = run("--toy", "--cells", "1", "2", "6", "--out", str(out))
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert not [record for record in records if "failed" in record]
+    layers = ["upstream", "ours", "floor", "ours-light", "ours-full"]
+    assert [record["layer"] for record in records] == [*layers, *2 * [*layers, "ours-uncut"]]
+    for record in records:
+        if record["layer"].startswith("ours"):
+            assert record["correct"] and record["eager"]["median"] > 0
+        if record["layer"] in ("ours-light", "ours-full"):  # the plain rule keeps every bit
+            assert set(record["from ours"].values()) == {0.0}
+    saved = {record["layer"]: record["saved"] for record in records[:5] if "saved" in record}
+    assert saved["ours"] > saved["ours-light"] > saved["ours-full"]
+    assert "eager, beside megatron-core: 0." in said or "megatron-core: 1." in said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
+def test_a_layer_that_fails_does_not_end_the_run(tmp_path):
+    """megatron-core's layer refuses packed documents with the stand-ins of a CPU."""
+    out = tmp_path / "results.jsonl"
+    run("--toy", "--cells", "10", "--out", str(out))
+    records = [json.loads(line) for line in out.read_text().splitlines()]
+    assert "failed" in records[0] and records[0]["layer"] == "upstream"
+    assert all("failed" not in record for record in records[1:]) and len(records) == 5
+
+
+def test_without_time_no_cell_begins():
+    assert run("--toy", "--cells", "1", "--seconds", "1").count("not begun") == 1
+
+
+def test_the_cells_have_every_shape_that_is_asked_for(shapes):
+    cells = shapes.CELLS
+    assert {cell.heads for cell in cells} == {(16, 32), (8, 32), (4, 8), (4, 12), (2, 4)}
+    assert {cell.hidden for cell in cells} == {2048, 4096, 5120}
+    assert {cell.batch for cell in cells} == set(shapes.BATCHES)
+    assert {cell.linears for cell in cells} == {"te", "local"}
+    assert len({cell.name for cell in cells}) == len(cells)
+    for gates in ("fast", "slow"):
+        assert {cell.batch for cell in cells if cell.gates == gates} == set(shapes.BATCHES)
+    assert {goal.cell for goal in shapes.GOALS} <= set(cells[:4])
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
+def test_cells_whose_kernels_are_not_compiled_are_left_out():
+    said = run("--cells", "1", "--compile-seconds", "1")
+    assert "not begun, its kernels are not compiled" in said and "not measured" in said
+
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+# Megatron's lines; the second has the means of the first two steps.
+LINE = (
+    " [2026-11-25 06:45:18.92] iteration {:8d}/       4 | consumed samples:            8 |"
+    " elapsed time per iteration (ms): {:.1f} | learning rate: 3.000000E-04 | global batch size:"
+    "     4 | lm loss: {:.6E} | loss scale: 1.0 | grad norm: 4.129 |\n"
+)
+LOG = (
+    LINE.format(1, 900, 6) + "[Rank 0] (after 1 iterations) memory (MB) | allocated: 1.00 | max "
+    "allocated: 20.50 | reserved: 3.00 | max reserved: 40.00\n"
+    + LINE.format(2, 500, 5) + LINE.format(3, 90, 3) + LINE.format(4, 80, 2)
+)  # fmt: skip
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    return __import__("launches")
+
+
+@pytest.fixture
+def record(launches, tmp_path):
+    launch = object.__new__(launches.Launch)
+    launch.log = tmp_path / "log"
+    launch.log.write_text(LOG)
+    return launches.record_of(launch)
+
+
+def test_times_losses_and_peak_are_read(record):
+    assert record["losses"] == {1: 6, 2: 4, 3: 3, 4: 2}
+    assert record["first_ms"] == [900, 100] and record["peak"] == 20.5
+    assert record["step_ms"] == {"median": 95, "least": 80, "p10": 80, "p90": 900, "n": 4}
+
+
+def test_losses_after_a_checkpoint_are_held_to_those_printed_before(launches, record):
+    later = {"losses": {3: 3.03, 4: 2, 5: 1}}
+    assert launches.resumed(record, later) == {
+        "first_step": 3, "steps_in_both": 2, "furthest": pytest.approx(0.01),
+    }  # fmt: skip
+
+
+def test_the_table_sets_our_layer_beside_megatrons(launches, record):
+    ours = record | {"case": "fp8", "layer": "ours"}
+    times = dict.fromkeys(("median", "least", "p10", "p90"), 190)
+    theirs = record | {"case": "fp8", "layer": "upstream", "step_ms": times}
+    slower = theirs | {"step_ms": {"median": 200}}
+    killed = record | {"case": "killed", "layer": "ours"}
+    _, *rows = launches.launch_table([ours, theirs, slower, killed, {"case": "4096"}])
+    assert [row[1:4] for row in rows] == [
+        ["ours", "95.0", "0.50"],
+        ["megatron-core", "190.0", "1.00"],
+    ]

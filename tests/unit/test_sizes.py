@@ -1,0 +1,201 @@
+"""Sizes of mixers: how they are shared out, and which are refused, with what can be instead."""
+
+import math
+from types import SimpleNamespace
+
+import pytest
+
+from megatron_gdn import GDNDims, SequenceLayout
+from megatron_gdn.context_parallel import MambaContextParallel, local_indices
+from megatron_gdn.mamba2.sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
+from megatron_gdn.ops.delta_rule.base import require_even_groups
+from tests.gdn_mixer import gdn_dims
+
+QWEN3_NEXT = SimpleNamespace(
+    hidden_size=2048,
+    linear_num_key_heads=16,
+    linear_num_value_heads=32,
+    linear_key_head_dim=128,
+    linear_value_head_dim=128,
+    linear_conv_kernel_dim=4,
+)
+
+
+def test_sizes_of_qwen3_next():
+    dims = GDNDims.from_config(QWEN3_NEXT)
+    assert dims.layout.widths == (2048, 2048, 4096, 4096, 32, 32)
+    assert dims.layout.names == ("query", "key", "value", "z", "beta", "alpha")
+    assert dims.layout.width == 12352 and dims.layout.conv_width == 8192
+    assert dims.value_heads_per_key_head == 2
+
+
+def test_shards_add_up_to_the_whole():
+    dims = GDNDims.from_config(QWEN3_NEXT)
+    for ranks in (1, 2, 4, 8, 16):
+        share = dims.shard(ranks)
+        assert [n * ranks for n in share.layout.widths] == list(dims.layout.widths)
+        assert share.hidden_size == dims.hidden_size
+
+
+def test_a_size_that_does_not_divide_is_refused_with_the_ones_that_do():
+    dims = GDNDims.from_config(QWEN3_NEXT).shard(2)
+    with pytest.raises(
+        ValueError, match=r"tensor_model_parallel_size=3 .* 8 key heads .* 1, 2, 4, 8\."
+    ):
+        dims.shard(3)
+
+
+def test_ranks_up_to_the_number_of_value_heads_can_share_them():
+    dims = GDNDims.from_config(QWEN3_NEXT)
+    for tp in (1, 2, 4, 8, 16):
+        for cp in (1, 2, 4, 8, 16, 32):
+            if tp * cp > 32:
+                continue
+            share = dims.shard(tp).share_heads(cp)
+            assert share.num_value_heads * tp * cp == 32
+            assert share.num_key_heads == max(1, 16 // (tp * cp))
+            if tp * cp <= 16:
+                assert share == dims.shard(tp * cp)
+
+
+@pytest.mark.parametrize(
+    ("key_heads", "value_heads", "legal"),
+    [
+        (16, 32, "1, 2, 4, 8, 16, 32"),
+        (2, 8, "1, 2, 4, 8"),
+        (4, 24, "1, 2, 4, 8, 12, 24"),
+        (3, 6, "1, 3, 6"),
+    ],
+)
+def test_head_counts_that_cannot_be_shared_list_those_that_can(key_heads, value_heads, legal):
+    config = {
+        **vars(QWEN3_NEXT), "linear_num_key_heads": key_heads,
+        "linear_num_value_heads": value_heads,
+    }  # fmt: skip
+    dims = GDNDims.from_config(SimpleNamespace(**config))
+    legal_sizes = [int(size) for size in legal.split(", ")]
+    for ranks in range(1, 2 * value_heads):
+        if ranks in legal_sizes:
+            # Every rank's value heads use the same key heads in equal numbers.
+            share = dims.share_heads(ranks)
+            per_key_head = value_heads // key_heads
+            for rank in range(ranks):
+                heads = range(value_heads)[rank * share.num_value_heads :][: share.num_value_heads]
+                assert len({head // per_key_head for head in heads}) == share.num_key_heads
+        else:
+            with pytest.raises(ValueError, match=f"context_parallel_size={ranks} .*of {legal}\\."):
+                dims.share_heads(ranks)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"linear_num_value_heads": 24}, "num_value_heads=24 is not a multiple"),
+        ({"linear_key_head_dim": None}, "key_head_dim=None is not a size"),
+        ({"linear_conv_kernel_dim": 0}, "conv_kernel_dim=0 is not a size"),
+        ({"linear_num_key_heads": True}, "num_key_heads=True is not a size"),
+    ],
+)
+def test_impossible_sizes_are_refused(changes, message):
+    with pytest.raises(ValueError, match=message):
+        GDNDims.from_config(SimpleNamespace(**{**vars(QWEN3_NEXT), **changes}))
+
+
+def test_fp8_alignment_is_checked_on_the_local_width_without_the_gates():
+    """12352 rows have 64 of the gates: 12352 / 8 is no multiple of 16, 12288 / 8 is."""
+    dims = GDNDims.from_config(QWEN3_NEXT)
+    assert dims.shard(8).layout.width % 16 and not dims.shard(8).layout.main_width % 16
+    for ranks in (1, 4, 8, 16):
+        dims.shard(ranks).layout.check_fp8(16)
+    with pytest.raises(ValueError, match=r"multiples of 1000, but in_proj .* has 1536 columns"):
+        dims.shard(8).layout.check_fp8(1000)
+    with pytest.raises(ValueError, match=r"the input of out_proj has 512 columns .*remainder 512"):
+        dims.shard(8).layout.check_fp8(768)
+
+
+SIZES = {"num_heads": 8, "num_groups": 4, "head_dim": 3, "state_dim": 5}
+
+
+def dims(**changes):
+    return Mamba2Dims(**{**SIZES, "hidden_size": 6, "conv_kernel_dim": 4, **changes})
+
+
+def config(**changes):
+    named = {f"mamba_{name}": value for name, value in SIZES.items()}
+    return SimpleNamespace(**{**named, **changes})
+
+
+def test_sizes_come_from_the_config_or_from_expand():
+    assert Mamba2Dims.from_config(config(), 6, 4, 2) == dims()
+    assert Mamba2Dims.from_config(config(mamba_num_heads=None), 6, 4, 2).num_heads == 4
+    with pytest.raises(ValueError, match="gives 14 channels, which do not divide into heads of"):
+        Mamba2Dims.from_config(config(mamba_num_heads=None), 7, 4, 2)
+
+
+def test_sizes_that_do_not_fit_are_refused():
+    with pytest.raises(ValueError, match="num_heads=6 is not a multiple of num_groups=4"):
+        dims(num_heads=6)
+    with pytest.raises(ValueError, match="head_dim=None is not a size"):
+        dims(head_dim=None)
+    with pytest.raises(ValueError, match="size=8 cannot split 4 groups of 8 .* use one of 1, 2, 4"):
+        dims().shard(8)
+    dims().layout.check_fp8(8)  # 24 + 24 + 20 + 20 = 88 columns before dt
+    with pytest.raises(ValueError, match="multiples of 16, but in_proj .* 88 columns"):
+        dims().layout.check_fp8(16)
+
+
+def test_arguments_that_would_be_ignored_are_refused():
+    refuse_unsupported_arguments(False, "random", 1.0, False)
+    with pytest.raises(ValueError, match="takes norm_before_gate=False only, got True"):
+        refuse_unsupported_arguments(True, "random", 1.0, False)
+    with pytest.raises(ValueError, match="takes dt_init='random' only, got 'constant'"):
+        refuse_unsupported_arguments(False, "constant", 1.0, False)
+
+
+def test_ranges_must_be_drawable():
+    good = {"A_init_range": (1, 16), "dt_init_range": (0.001, 0.1), "dt_init_floor": 1e-4}
+    check_ranges(**good, dt_limit=(0.0, math.inf))
+    bad = (
+        ({"A_init_range": (0, 16)}, r"A_init_range = \(0, 16\) must be"),
+        ({"dt_init_range": (0.2, 0.1)}, "dt_min, dt_max = .* must be"),
+        ({"dt_init_floor": 0.0}, "dt_init_floor=0.0 must be above 0"),
+        ({"dt_limit": (2.0, 1.0)}, "must be .least, greatest."),
+    )
+    for change, said in bad:
+        with pytest.raises(ValueError, match=said):
+            check_ranges(**{**good, "dt_limit": (0.0, math.inf), **change})
+
+
+def gdn(key_heads=4):
+    return gdn_dims(24, key_heads, 8, 8, 12)
+
+
+def mamba(heads=8):
+    return dims(hidden_size=24, num_heads=heads, num_groups=2, head_dim=6, state_dim=5)
+
+
+def exchange(cp_size, num_heads, n_groups):
+    group = SimpleNamespace(size=lambda: cp_size, rank=lambda: 0)
+    return MambaContextParallel(group, num_heads, 4, n_groups, 5, mixer=None)
+
+
+REFUSED = {
+    "value heads per key head": lambda: gdn(key_heads=3),
+    "likewise of an op": lambda: require_even_groups(3, 8),
+    "tensor parallel": lambda: gdn().shard(3),
+    "context parallel": lambda: gdn().layout.share(3),
+    "FP8": lambda: gdn().layout.check_fp8(24),
+    "FP8 of Mamba2": lambda: mamba().layout.check_fp8(32),
+    "heads per group": lambda: mamba(heads=7),
+    "groups per rank": lambda: mamba().shard(3),
+    "lengths in zigzag": lambda: local_indices([10], 2, 0, SequenceLayout.ZIGZAG),
+    "heads of an exchange": lambda: exchange(2, 7, 2),
+    "ranks of an exchange": lambda: exchange(3, 8, 2),
+}
+
+
+@pytest.mark.parametrize("error", [AssertionError, ValueError])
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_caller_of_either_kind_catches_it(name, error):
+    with pytest.raises(error):
+        REFUSED[name]()
