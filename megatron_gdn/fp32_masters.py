@@ -64,7 +64,7 @@ def load_fp32_masters(
     masters = _masters_by_key(saved)
     # A parameter that was fp32 in the file is exact already, and its master may be out of date: a
     # fused Adam with masters of its own keeps none up to date for fp32 parameters.
-    wanted = {
+    wanted: dict[str, Any] = {
         masters[tensor.key]: tensor
         for chunk in chunks
         for tensor in nested_values(chunk.sharded_state_dict(metadata=metadata))
