@@ -6,12 +6,8 @@ import argparse
 import json
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:
-    from .checks import Finding
 
 _DESCRIPTION = """\
 Say what a Gated DeltaNet layer runs with on this machine, which delta rule it takes and why, what
@@ -25,24 +21,19 @@ The exit status is 1 if anything is wrong, else 0.
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = _parse(argv)
-    findings: list[Finding] = []
-    for finding in _examine(options):
+    warnings.simplefilter("ignore")  # of packages that are imported; what matters is a finding
+    from ..ops.delta_rule.base import HeadSizes
+    from .checks import kernels, machine, packages, rules
+
+    (key, value), findings = options.heads, []
+    sizes = HeadSizes(key, value, options.head_dim, options.head_dim)
+    for finding in chain(machine(), packages(), kernels(), rules(sizes, options.tokens)):
         findings.append(finding)
         if not options.json:
             print(f"{finding.state:5}  {finding.subject:26}  {finding.text}", flush=True)
     if options.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     return int(any(finding.state == "wrong" for finding in findings))
-
-
-def _examine(options: argparse.Namespace) -> Iterator[Finding]:
-    warnings.simplefilter("ignore")  # of packages that are imported; what matters is a finding
-    from ..ops.delta_rule.base import HeadSizes
-    from .checks import kernels, machine, packages, rules
-
-    key, value = options.heads
-    sizes = HeadSizes(key, value, options.head_dim, options.head_dim)
-    yield from chain(machine(), packages(), kernels(), rules(sizes, options.tokens))
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
