@@ -266,8 +266,9 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
     """In fp32 on both sides: in fp64 log-decays are held at another bound."""
     case = Case(device, S=37)
     case.A_log[1:3] = A_log
-    case.proj[:5, :, case.sizes.alpha_column :] = -200  # softplus is 0
-    case.proj[5, :, case.sizes.alpha_column :] = 3e38
+    alpha = case.sizes.layout.columns("alpha")
+    case.proj[:5, :, alpha] = -200  # softplus is 0
+    case.proj[5, :, alpha] = 3e38
     got, twin = (forward(module, case) for module in (prepare, prepare_torch))
     torch.testing.assert_close(got.g, twin.g, rtol=1e-5, atol=0, equal_nan=True)
     if A_log != A_log:

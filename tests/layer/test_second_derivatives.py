@@ -26,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 EXCHANGES = "tests/distributed/test_exchange.py"
 DIFFERENTIABLE = {
     "_Moved": EXCHANGES,
-    "_Exchange": EXCHANGES,
     "_OwnRows": "test_own_rows_of_a_parameter_are_differentiated_twice",
     "TakeRows": "test_moved_rows_are_differentiated_twice",
     "_PutAside": "hands the gradient on to a backward that refuses it",
