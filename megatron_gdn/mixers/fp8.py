@@ -223,8 +223,9 @@ class _CutRows(torch.autograd.Function):
     def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
         weight = ctx.weight
         if not ctx.added:
-            parts = zip((d_main, d_gates), weight.tensor_split([ctx.first]), strict=True)
-            own = [torch.zeros_like(rows) if d_rows is None else d_rows for d_rows, rows in parts]
+            counts = (ctx.first, len(weight) - ctx.first)  # the weight may have no memory by now
+            parts = zip((d_main, d_gates), counts, strict=True)
+            own = [weight.new_zeros(n, weight.shape[1]) if d is None else d for d, n in parts]
             return torch.cat(own), None, None
         if not hasattr(weight, "grad_added_to_main_grad"):
             return None, None, None
