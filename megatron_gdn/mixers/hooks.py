@@ -67,11 +67,11 @@ def parameters_waited_for(module: nn.Module) -> Iterator[None]:
     """
     parts = [part for part in module.modules() if part._forward_pre_hooks]
     hooks = [part._forward_pre_hooks for part in parts]
-    for part, own in zip(parts, hooks, strict=True):
-        wait_for_parameters(part)
-        others = ((key, hook) for key, hook in own.items() if not _waits_for_parameters(hook))
-        part._forward_pre_hooks = OrderedDict(others)
     try:
+        for part, own in zip(parts, hooks, strict=True):
+            wait_for_parameters(part)
+            others = ((key, hook) for key, hook in own.items() if not _waits_for_parameters(hook))
+            part._forward_pre_hooks = OrderedDict(others)
         yield
     finally:
         for part, own in zip(parts, hooks, strict=True):
