@@ -114,15 +114,15 @@ def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
         return
     given = (rows(),)
     for key, hook in list(module._forward_pre_hooks.items()):  # a hook may remove itself
+        returned: Any
         added: dict[str, Any] = {}
         if key in module._forward_pre_hooks_with_kwargs:
-            returned: Any = hook(module, given, {})
-            returned, added = (None, {}) if returned is None else returned
-        else:
-            returned = hook(module, given)
+            returned, added = hook(module, given, {}) or (given, {})
+        elif (returned := hook(module, given)) is None:
+            returned = given
         if isinstance(returned, tuple) and len(returned) == 1:
             returned = returned[0]
-        if added or not (returned is None or returned is given[0]):
+        if added or returned is not given[0]:
             raise NotImplementedError(
                 f"a forward pre-hook of GatedDeltaNet's {name} ({hook}) returned another input. "
                 f"The mixer computes this module from the projection's rows, so a hook may read "
