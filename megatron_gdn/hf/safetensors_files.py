@@ -147,11 +147,13 @@ class SafetensorsFolder:
 
 def progress_bar[Item](items: Collection[Item], label: str, show: bool) -> Iterable[Item]:
     """``items`` with a tqdm bar on a terminal; as they are if not asked, or without tqdm."""
+    if not (show and sys.stderr.isatty()):
+        return items  # tqdm starts a thread and fixes multiprocessing's start method, also disabled
     try:
         from tqdm import tqdm
     except ImportError:
         return items
-    return tqdm(items, desc=label, unit="part", disable=not (show and sys.stderr.isatty()))
+    return tqdm(items, desc=label, unit="part")
 
 
 def refuse_existing(target: str | Path) -> None:
