@@ -140,6 +140,7 @@ def compare_folders(
             most = (mine.double() - theirs.double()).abs().max().item()
             what = f"{count} of {mine.numel()} differ, by at most {most:.3g}"
             yield Difference(key, what)
+        del mine, theirs  # before the next two are read
     for key in sorted(missing):
         yield Difference(key, f"only in {right}")
 
