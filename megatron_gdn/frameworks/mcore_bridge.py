@@ -87,13 +87,13 @@ def _reordered(parameter: Tensor, rows: Tensor) -> Iterator[None]:
 @cache
 def _reorder_in_the_bridge() -> None:
     """From now on the bridge finds the rows of our layers in its order. Other layers stay."""
-    from mcore_bridge.bridge import GPTBridge  # pyright: ignore[reportMissingImports]
-
     if (found := version("mcore-bridge")) != TESTED:
         logger.warning(
             f"mcore-bridge {found}: megatron_gdn reorders weights as mcore-bridge {TESTED} stores "
             f"them, and was not tested with this one. Compare the logits of a small model first."
         )
+    from mcore_bridge.bridge import GPTBridge  # pyright: ignore[reportMissingImports]
+
     convert = GPTBridge._set_linear_attn_state
 
     @wraps(convert)
