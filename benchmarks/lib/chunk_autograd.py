@@ -169,7 +169,7 @@ def _per_head(x: RuleValues, R: int) -> tuple[Tensor, ...]:
 
 
 def _per_channel(x: RuleValues, R: int) -> tuple[Tensor, ...]:
-    """The same of a decay per channel, see ``kda.rule.chunk_math``: halves of halves."""
+    """The same of a decay per channel, see ``megatron_gdn.kda.rule``: halves of halves."""
     q, k, e = (t.repeat_interleave(R, 0) for t in (x.q, x.k, x.e))
     if x.strength is not None:
         e = e * x.strength[..., None]
