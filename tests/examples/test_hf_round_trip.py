@@ -11,10 +11,10 @@ from megatron_gdn.hf.__main__ import main
 from pretraining.arguments import parse_args
 from pretraining.corpus import read_paths
 from pretraining.feed import Feed
-from tests.examples.test_pretrain_hybrid import torchrun
 from tests.hf.model_laws import hf_model, load_dist_checkpoint, logits_of
 from tests.hf.tiny_models import build, model_class
 from tests.parallel import parallel
+from tests.processes import torchrun
 
 STEPS, ROWS, LENGTH = 3, 4, 64
 
@@ -42,6 +42,7 @@ def way_round(text, tmp_path_factory) -> Path:
     untrained_model("Qwen3NextForCausalLM", mlp_only_layers=[1]).save_pretrained(at / "hf")
     assert main(["import", str(at / "hf"), str(at / "imported")]) == 0
     torchrun(
+        *(2, "examples/pretrain_hybrid.py"),
         *("--hf-config", at / "hf", "--pretrained-checkpoint", at / "imported"),
         *("--data", text, "--output-dir", at / "run", "--no-packing", "--sample-tokens=0"),
         *("--context-parallel-size=1", "--tensor-model-parallel-size=2", "--sequence-parallel"),
