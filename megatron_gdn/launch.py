@@ -19,7 +19,11 @@ from .ops.delta_rule.base import HeadSizes
 
 
 def script_file(script: str) -> Path:
-    """The file that ``script`` names, here or in the clone."""
+    """The file that ``script`` names.
+
+    Raises:
+        FileNotFoundError: there is none, neither here nor in the clone.
+    """
     folders = [Path(), *map(Path, filter(None, [os.environ.get("MEGATRON_LM")]))]
     for folder in folders:
         for path in (folder / script, folder / f"{script}.py"):

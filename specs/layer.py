@@ -48,12 +48,22 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
 
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """As `gated_delta_net_spec`, of `megatron_gdn.KimiDeltaAttention`."""
+    """Spec of `megatron_gdn.KimiDeltaAttention` for the ``self_attention`` place of a layer.
+
+    Args:
+        modules: as in `gated_delta_net_spec`.
+        **options: keyword arguments of the KimiDeltaAttention constructor.
+    """
     return _delta_spec(KimiDeltaAttention, KimiDeltaAttentionSubmodules, modules, options)
 
 
 def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """As `gated_delta_net_spec`, of `megatron_gdn.Mamba2Mixer` for the place in a MambaLayer."""
+    """Spec of `megatron_gdn.Mamba2Mixer` for the ``mixer`` place of a MambaLayer.
+
+    Args:
+        modules: as in `gated_delta_net_spec`; the norm of a local MambaLayer is its ``norm``.
+        **options: keyword arguments of the Mamba2Mixer constructor.
+    """
     in_proj, out_proj, _ = _modules(resolve_modules(modules))
     submodules = Mamba2MixerSubmodules(in_proj=in_proj, out_proj=out_proj)
     return ModuleSpec(module=Mamba2Mixer, params=options, submodules=submodules)

@@ -87,16 +87,19 @@ def check_lengths(
 def rank_order_of_sequence(
     lengths: Sequence[int], cp_size: int, layout: str | SequenceLayout = SequenceLayout.ZIGZAG
 ) -> Tensor:
-    """For every position in sequence order, its place in rank order: int64 ``[T]`` on the CPU.
+    """For every position in sequence order, its place in rank order.
 
     Args:
         lengths: tokens of each document of the buffer, in order (one entry when not packed);
             zero is allowed.
-        cp_size: R.
+        cp_size: number of context-parallel ranks.
         layout: how the buffer was cut.
 
+    Returns:
+        int64 ``[T]`` on the CPU, a permutation of ``0 .. T-1`` with ``T = sum(lengths)``.
+
     Raises:
-        ValueError: a length does not divide.
+        ValueError: a length does not divide, see :func:`check_lengths`.
     """
     layout = SequenceLayout.parse(layout)
     check_lengths(lengths, cp_size, layout)
@@ -141,10 +144,13 @@ def local_indices(
     cp_rank: int,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
 ) -> Tensor:
-    """The sequence positions that one rank holds, in its order: int64 ``[s]`` on the CPU.
+    """The sequence positions that one rank holds, in the order it holds them.
 
     ``tokens[..., local_indices(lengths, cp, rank)]`` is what a data loader gives that rank; for an
-    unpacked batch of sequences of S tokens, ``lengths = [S]``.
+    unpacked batch of sequences of length s, ``lengths = [s]``.
+
+    Returns:
+        int64 ``[T / cp_size]`` on the CPU.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not one of 0 .. {cp_size - 1}.")

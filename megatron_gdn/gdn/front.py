@@ -159,18 +159,22 @@ def gdn_parts(
             the kernels.
         conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
+        rule: from :func:`.rule.resolve_rule`.
         norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
-        recompute_qkv: compute q, k and v again in the backward instead of saving them: saves
-            ``2 (G K + H V)`` bytes per token in bf16 for one more pass over the projection.
+        normalise_qk: scale q and k to unit length.
+        allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
+        recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
+            ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
         recompute_rule: compute all inputs of the rule, its output and the inverses of its chunks
-            again in the backward: saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token for about
-            one more forward of the rule.
+            again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token and
+            costs about one more forward of the rule.
         kernels: see :func:`..ops.delta_rule.front_choice.kernels_for`.
         gates: ``[S, B, 2 H]``, beta | alpha, if ``rows`` end with z; not for generation.
 
     Raises:
-        ValueError: rows of other heads; a convolution of other channels or one that is not
-            contiguous; fp16 operands without ``normalise_qk``, unknown ``kernels``.
+        ValueError: rows of other heads, see X convolution of
+            other channels or one that is not contiguous; fp16 operands without ``normalise_qk``,
+            unknown ``kernels``.
     """
     require_even_groups(sizes.key_heads, sizes.value_heads)
     width = sizes.width if gates is None else sizes.beta_column

@@ -126,8 +126,13 @@ def gdn_layer_from_hf(
 ) -> list[dict[str, Tensor]]:
     """A ``linear_attn`` module's state dict to the layer's, one dict for each rank.
 
-    ``hf_state`` has the tensors of one layer, in bf16, fp16, fp32 or fp64; ``dims`` are the whole
-    layer's sizes.
+    Args:
+        hf_state: the tensors of ``storage``: projections, convolution, ``A_log``, ``dt_bias``,
+            norm and output projection, in bf16, fp16, fp32 or fp64.
+        dims: the whole layer's sizes.
+        storage: how ``hf_state`` stores the projections.
+        tp_size: number of tensor-parallel ranks.
+        zero_centered_gamma: as in the Megatron config.
 
     Returns:
         Megatron parameter names to tensors: ``A_log`` and ``dt_bias`` fp32, a shifted
@@ -153,6 +158,8 @@ def gdn_layer_to_hf(
     """The inverse of `gdn_layer_from_hf`.
 
     Args:
+        ranks: one Megatron state dict for each tensor-parallel rank.
+        dims, storage, zero_centered_gamma: as in the import.
         dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
         originals: Hugging Face tensors as imported (see `TensorMap.to_hf`); ``norm.weight`` is
             the one that needs it.

@@ -80,13 +80,26 @@ class GDNDims:
         return self.heads.state
 
     def shard(self, ranks: int) -> GDNDims:
-        """The sizes one of ``ranks`` tensor-parallel ranks holds, see :func:`require_shares`."""
+        """The sizes one of ``ranks`` tensor-parallel ranks holds when heads are split among them.
+
+        Raises:
+            ValueError: the key heads do not divide; the message lists the sizes that do.
+        """
         keys, values = self.num_key_heads, self.num_value_heads
         require_shares(ranks, (keys,), f"{keys} key heads and {values} value heads")
         return replace(self, num_key_heads=keys // ranks, num_value_heads=values // ranks)
 
     def share_heads(self, ranks: int) -> GDNDims:
-        """The sizes on one of ``ranks`` context-parallel ranks, see :meth:`Layout.share`."""
+        """The sizes on one of ``ranks`` context-parallel ranks that share these heads.
+
+        Rank r gets value heads ``[r H / ranks, (r + 1) H / ranks)`` and the key heads they use. A
+        key head that serves the value heads of several ranks is held by each of them, so there may
+        be as many ranks as value heads.
+
+        Raises:
+            ValueError: the value heads do not divide, or some rank would get value heads of two
+                key heads in unequal numbers; the message lists the sizes that fit.
+        """
 
         inside = self.layout.share(ranks)
         return replace(

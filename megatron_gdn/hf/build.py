@@ -31,25 +31,30 @@ def build_model(
     """This rank's part of a Megatron model that computes what the Hugging Face model computes.
 
     Megatron's parallel state and random seeds must have been set up. Weights are random until
-    `load_hf_weights` or a checkpoint fills them.
+    `load_hf_weights` or a checkpoint fills them. Sizes, norms (zero-centred), epsilon, output
+    gates, rotary settings, experts, tied embeddings and dropout 0 come from ``config.json``.
 
     Args:
         source: a folder with ``config.json``, or what `read_hf_config` returned for it.
-        model: "hybrid" (a HybridModel, two layers for each of the config) or "gpt" (one for each).
-        modules: "te" (Transformer Engine's linears and norms), "local" (Megatron's own), or "auto":
-            "te" where it is installed.
-        dtype: of all parameters but ``A_log`` and ``dt_bias``, which are fp32. None: bf16 where
-            there is a GPU, else fp32.
-        vocab_divisible_by: times the tensor-parallel size, what the vocabulary is padded to a
-            multiple of. Megatron's softmax counts the padding; published sizes need none.
+        model: "hybrid" for a HybridModel, two Megatron layers for each layer of the config; "gpt"
+            for a GPTModel, one for each.
+        modules: "te" for Transformer Engine's linears and norms, "local" for Megatron's own;
+            "auto" takes Transformer Engine where it is installed.
+        dtype: of the parameters, except ``A_log`` and ``dt_bias``, which are fp32. None: bf16
+            where there is a GPU, else fp32.
+        max_sequence_length: tokens of the longest sequence.
+        vocab_divisible_by: pads the vocabulary to a multiple of this times the tensor-parallel
+            size. Megatron's softmax counts the padding; published sizes need none.
         layer_pattern: the hybrid pattern with ``|`` between pipeline stages; None: uncut.
+        vp_stage: which virtual pipeline stage to build.
         parallel_output: leave the logits cut over tensor-parallel ranks, as Megatron's loss wants.
         layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
-        spec: to build from in place of this package's: of a HybridStack, or of a GPT block.
+        spec: a spec to build from in place of this package's: of a HybridStack, or of a GPT block.
         **changes: fields of ``TransformerConfig`` to override, such as ``sequence_parallel``.
 
     Returns:
-        The model and its ``TransformerConfig``.
+        The model, on the CPU or the current GPU as Megatron's layers decide, and its
+        ``TransformerConfig``.
 
     Raises:
         FileNotFoundError, ValueError: ``config.json`` is missing or describes another model;

@@ -69,6 +69,8 @@ def load_hf_weights(
     Args:
         model: a HybridModel or GPTModel (or one pipeline chunk of it), bare or wrapped in
             Float16Module / DistributedDataParallel, with this rank's parallel groups set up.
+        folder: ``config.json`` and safetensors weights.
+        progress: show a bar.
         keep_dtypes: parameters take the files' dtypes (those of `TensorMap.to_megatron`); else the
             values are cast to the parameters'.
 
@@ -76,9 +78,11 @@ def load_hf_weights(
         The record that an export needs to restore the file's own bits and dtypes.
 
     Raises:
-        ValueError: a parameter that the files do not fill, a weight that the model has no place for
-            (only with one pipeline stage and one expert rank) or of an illegal dtype; found when it
-            is read, so that the model is partly filled: a weight that is NaN or inf.
+        ValueError: the model and the files do not match. Found before any parameter is changed:
+            a parameter that the files do not fill, a weight that the model has no place for
+            (only with one pipeline stage and one expert rank, where every weight must have a
+            place), a weight of an illegal dtype (see `TensorMap.check_dtype`). Found when it is
+            read, so that the model is partly filled: a weight that is NaN or inf.
     """
     weights, record = SafetensorsFolder(folder), SourceRecord.from_folder(folder)
     plan, params, ranks = _planned(model, record)
@@ -118,14 +122,17 @@ def save_hf_weights(
     """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of ``like``.
 
     Every rank calls it. The first data-parallel replica gathers its tensor-parallel shards, one
-    tensor at a time, and its rank 0 writes; the others return at once. Keys that a Megatron text
-    model does not have (``mtp.``, ``model.visual.``) and files that are not weights are copied from
-    ``like``. Low-rank adapters of Megatron-Bridge are merged into the weights that are written.
+    tensor at a time, and its rank 0 writes; the others have nothing to do and return at once.
+    Keys that a Megatron text model does not have (``mtp.``, ``model.visual.``) and files that are
+    not weights are copied from ``like``. Low-rank adapters of Megatron-Bridge are merged into the
+    weights, W + (alpha / dim) B A; the model itself keeps them apart.
 
     Args:
+        model: as for `load_hf_weights`.
         folder: a new folder; it appears only when it is complete.
         like: the Hugging Face folder the model came from.
         record: what `load_hf_weights` returned; None: read from ``like``.
+        progress: show a bar.
         fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. Without it
             they are rounded to what ``like`` has, and a warning names those that lost bits.
 

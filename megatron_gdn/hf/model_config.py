@@ -104,7 +104,12 @@ class HFModelConfig:
 
 
 def read_hf_config(folder: str | Path) -> HFModelConfig:
-    """Read ``folder/config.json``; errors as `parse_hf_config`, and FileNotFoundError."""
+    """Read ``folder/config.json``.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ValueError: it is not JSON, or `parse_hf_config` refuses it.
+    """
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a Hugging Face model folder.")

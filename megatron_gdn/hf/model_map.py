@@ -303,12 +303,17 @@ def state_dict_to_hf(
     Args:
         ranks: one state dict for each tensor-parallel rank, with global layer and expert numbers.
         record: of the folder the weights came from, or of one with the same architecture.
+        model: "hybrid" or "gpt".
         zero_centered_gamma: the model's ``config.layernorm_zero_centered_gamma``.
 
     Yields:
         ``(key, tensor)`` in the dtype of the source file; ``A_log`` and ``dt_bias`` in fp32 if
-        ``record.fp32_gates``, else a warning at the end names those that were rounded. Keys that
-        a Megatron text model does not have are in `record.plan(...).passthrough`.
+        ``record.fp32_gates``, else a warning at the end names those that were rounded.
+        Multi-token prediction and vision keys are not in a Megatron text model and so not here;
+        `record.plan(...).passthrough` lists them.
+
+    Raises:
+        ValueError: a parameter is missing.
     """
     plan = record.plan(model, zero_centered_gamma)
 

@@ -196,8 +196,13 @@ def kda_parts(
 
     Args:
         rows: ``[S, B, P]``; their device and dtype choose the kernels.
+        conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
+        A_log, dt_bias: ``[H]``, ``[H K]``, fp32.
+        layout: rows query | key | value | f | z | beta.
         rule: from :func:`.rule.choose_kda`.
-        norm: the gated output norm, or a readout that calls the norm.
+        norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
+        lower_bound: of the log-decay, below 0; None: unbounded.
+        run_again: see :class:`Parts`.
         kernels: see :func:`..ops.delta_rule.front_choice.kernels_for`.
 
     Raises:

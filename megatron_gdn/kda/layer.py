@@ -98,7 +98,17 @@ class KimiDeltaAttention(RecurrentMixer):
     Args:
         config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
             Gates and states belong to value heads; Kimi Linear has as many key heads.
-        A_init_range: as in :class:`megatron_gdn.GatedDeltaNet`; 1 with a lower bound.
+        submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
+        layer_number: number of this layer in the model, from 1.
+        conv_bias: give the convolution a bias.
+        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(W).
+        A_init_range: initial rates exp(A_log) are drawn from U(low, high), low > 0; default
+            (1, 16), and 1 with a lower bound.
+        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
+        name: path of this module in the model, for TE's precision settings.
+        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
+            number the layers.
+        cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
         backend: of the recurrence: ``"fla"``, ``"cudnn"`` (Hopper, by this name alone),
             ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
             :func:`megatron_gdn.kda.rule.choose_kda`.
@@ -106,11 +116,12 @@ class KimiDeltaAttention(RecurrentMixer):
             gate; default the value head's dim, as in Kimi Linear. 0: the gate is a full section of
             ``in_proj``.
         gate_lower_bound: below 0: ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
-        recompute: ``"none"``, ``"light"`` or ``"full"``; ``"light"`` computes the normed output
-            again.
+        cp_layout, linear_cp_mode, cp_ranks_per_machine: as in
+            :class:`megatron_gdn.GatedDeltaNet`.
+        recompute: ``"none"``, ``"light"`` or ``"full"``, as in :class:`megatron_gdn.GatedDeltaNet`.
+            ``"light"`` computes the normed output again.
 
-    All others are as in :class:`megatron_gdn.GatedDeltaNet`. The last eight are given through
-    ``ModuleSpec(params={...})``.
+    The last eight are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,

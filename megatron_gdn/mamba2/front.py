@@ -207,10 +207,17 @@ def mamba2_parts(
     """The :class:`Parts` of a Mamba2 mixer.
 
     Args:
-        rows: ``[S, B, P]``, z | x | B | C | dt; their device and dtype choose the kernels.
+        rows: ``[S, B, P]``; their device and dtype choose the kernels.
+        conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
+        A_log, dt_bias: ``[H]``, fp32.
+        D: ``[H]`` or ``[H V]``, fp32.
+        layout: rows z | x | B | C | dt.
         rule: from :func:`.rule.choose_ssd`.
-        norm: over each group, or a readout that calls the norm; None: the gate alone.
-        kernels: as of :func:`..ops.delta_rule.front_choice.kernels_for`.
+        norm: gamma ``[H V]`` and eps of the norm over each group, or a readout that calls the norm;
+            None: the gate alone.
+        dt_limit: least and greatest time step.
+        kernels: ``"triton"``, ``"torch"`` or ``"auto"``: Triton where it runs, else causal-conv1d
+            for the convolution where that runs, else plain torch.
         gates: dt ``[S, B, H]``, if ``rows`` end before it; not for generation.
 
     Raises:

@@ -49,7 +49,10 @@ def mamba2_layer_from_hf(
 ) -> list[dict[str, Tensor]]:
     """A Hugging Face ``mixer``'s state dict to `megatron_gdn.Mamba2Mixer`'s, one for each rank.
 
-    ``hf_state`` is of ``Mamba2Mixer`` or ``NemotronHMamba2Mixer``, with or without ``conv1d.bias``.
+    Args:
+        hf_state: of ``Mamba2Mixer`` or ``NemotronHMamba2Mixer``, with or without ``conv1d.bias``.
+        dims: the whole mixer's sizes.
+        tp_size: number of tensor-parallel ranks.
 
     Raises:
         ValueError: a tensor is missing, unknown (as the biases of the projections are) or of the
@@ -65,6 +68,12 @@ def mamba2_layer_to_hf(
     dims: Mamba2Dims,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Tensor]:
-    """The inverse of `mamba2_layer_from_hf`; ``dtypes`` as of :func:`..gdn.hf.gdn_layer_to_hf`."""
+    """The inverse of `mamba2_layer_from_hf`.
+
+    Args:
+        ranks: one Megatron state dict for each tensor-parallel rank.
+        dims: as in the import.
+        dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
+    """
     maps = mamba2_layer_maps("", "", dims, "conv1d_bias" in ranks[0])
     return hf_from_ranks(maps, ranks, dtypes)

@@ -76,22 +76,35 @@ class Mamba2Mixer(RecurrentMixer):
 
     Args:
         config: the ``mamba_*`` sizes are read from it.
+        submodules: specs of ``in_proj`` and ``out_proj``.
+        d_model: hidden size.
+        d_conv: taps of the convolution.
+        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(d_conv).
         expand: d_inner / d_model; used if ``config.mamba_num_heads`` is None.
+        A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         D_has_hdim: D has a value for every channel, not for every head.
         rmsnorm: normalise before ``out_proj``; if False, only the gate is applied.
+        norm_before_gate: must be False.
         dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between the first two,
             at least at the third.
-        norm_before_gate, bias, dt_init, dt_scale: must be False, False, ``"random"`` and 1.
+        dt_init, dt_scale: must be ``"random"`` and 1.
+        bias: must be False, as in Megatron's mixer.
+        conv_bias: give the convolution a bias.
         chunk_size: where Megatron's dynamic context may cut prompts; results do not depend on it.
+        layer_number: number of this layer in the model, from 1.
+        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
+        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
+            number the layers.
+        name: path of this module in the model, for TE's precision settings.
         backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
             ``"auto"``, see :func:`megatron_gdn.mamba2.rule.choose_ssd`.
-        linear_cp_mode: with headwise, heads of one group may be on several ranks; each of these
-            holds a copy of the group's B and C.
+        cp_layout, linear_cp_mode, cp_ranks_per_machine: as in
+            :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group may be on several
+            ranks; each of these holds a copy of the group's B and C.
         dt_limit: least and greatest time step.
         norm_eps: of the output norm.
 
-    All others are as in :class:`megatron_gdn.GatedDeltaNet`. The last six are given through
-    ``ModuleSpec(params={...})``.
+    The last six are given through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an argument that this

@@ -69,9 +69,16 @@ def fully_shard(
     """``torch.distributed.fsdp.fully_shard`` for a module with mixers.
 
     The fp32 parameters of each mixer form a group of their own: torch shards, gathers and reduces
-    them in fp32, whatever ``param_dtype`` the policy has. They keep their names in
-    ``named_parameters`` and in state dicts. Mixers that are sharded already stay as they are.
-    Arguments and result are torch's.
+    them in fp32. They keep their names in ``named_parameters`` and in state dicts. Mixers that are
+    sharded already stay as they are.
+
+    Args:
+        module, mp_policy, ignored_params: as torch's. The policy is not that of the fp32
+            parameters, so a ``param_dtype`` does not round them.
+        options: torch's others.
+
+    Returns:
+        ``module``, as torch's function does.
     """
     ignored = set(ignored_params or ())
     for root in module if isinstance(module, list) else [module]:

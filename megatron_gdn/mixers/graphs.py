@@ -87,20 +87,25 @@ def static_packed_seq_params(
 ) -> PackedSeqParams:
     """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
 
-    Every replay uses the boundaries that :func:`set_documents` wrote last; before, there is one
-    document, or as few as ``max_seqlen`` allows. ``docs/cuda_graphs.md`` has an example.
+    Every replay uses the boundaries that :func:`set_documents` wrote last. Until the first call
+    there is one document, or as few as ``max_seqlen`` allows. ``docs/cuda_graphs.md`` has an
+    example.
 
     Args:
         total_tokens: of the packed buffer, over all context-parallel ranks; the same for every
             micro-batch (make padding at the end a document of its own).
-        max_documents: of a micro-batch. Kernels run for all of them and skip the empty ones.
+        max_documents: the most documents of a micro-batch. Kernels run for all of them and skip the
+            empty ones.
         max_seqlen: ``max_seqlen_q`` and ``max_seqlen_kv``, which attention layers and rotary
             embeddings read on the host; no document may be longer. None is ``total_tokens``.
         device: where the layers run.
 
     Returns:
-        ``cu_seqlens_q`` and ``cu_seqlens_kv`` are one int32 tensor ``[max_documents + 1]``, whose
-        unused entries are ``total_tokens``.
+        ``PackedSeqParams``: ``cu_seqlens_q`` and ``cu_seqlens_kv`` are one int32 tensor
+        ``[max_documents + 1]``, whose unused entries are ``total_tokens``.
+
+    Raises:
+        ValueError: no token, no document, or documents that are too few and short for the tokens.
     """
     documents = StaticDocuments(total_tokens, max_documents, device, max_seqlen)
     longest = total_tokens if max_seqlen is None else max_seqlen
@@ -116,11 +121,16 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
     The host waits for nothing. One set of buffers serves one micro-batch in flight, since its
     backward reads them too. Call it on the stream of the replay, or inside the captured region with
-    a ``cu_seqlens`` that is itself a fixed buffer on the GPU, where an assertion checks it.
+    a ``cu_seqlens`` that is itself a fixed buffer on the GPU.
 
     Args:
         cu_seqlens: int ``[m + 1]``, m up to ``max_documents``: global offsets from 0 to
             ``total_tokens``; padded offsets if documents have padded slots.
+
+    Raises:
+        TypeError: ``params`` of another kind.
+        ValueError: too many or too long documents, or offsets that do not fit. Offsets on the GPU
+            are checked there, by an assertion.
     """
     documents = static_documents_of(params)
     if documents is None:
@@ -176,9 +186,12 @@ def refuse_packed(config: TransformerConfig, packed: PackedSeqParams) -> None:
 def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Let layers with softmax attention run eagerly where Megatron captures layers (``local``).
 
-    Call it before the first step; it returns these layers. Megatron has one ``cuda_graph_modules``
-    for all layers, and without ``apply_rope_fusion`` the rotation of packed documents reads their
-    boundaries on the host.
+    Megatron has one ``cuda_graph_modules`` for all layers, and the rotation of packed documents
+    reads boundaries on the host unless ``apply_rope_fusion`` is on: no graph can be made of it.
+    Call it before the first step.
+
+    Returns:
+        The layers that were left out.
     """
     left = [
         layer

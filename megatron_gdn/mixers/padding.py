@@ -53,9 +53,10 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
     """Lay the documents of a padded batch end to end, in the order of the rows.
 
     Padding is never read, so its values (NaN included) do not matter; its gradient is 0. The host
-    reads the mask once, and one gather moves the rows. With context parallelism the packed rows are
-    those of all ranks, every slot must have a multiple of ``2 * context_parallel_size`` rows, and
-    each rank takes its own:
+    reads the mask once, and one gather moves the rows.
+
+    With context parallelism the packed rows are those of all ranks, and every document's slot must
+    have a multiple of ``2 * context_parallel_size`` rows. Each rank then takes its own rows:
 
         packed, params = pack_rows(x, mask, multiple_of=2 * cp)
         slots = params.cu_seqlens_q_padded.diff().tolist()
@@ -71,6 +72,9 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
         x's device): ``cu_seqlens_*`` counts tokens, ``cu_seqlens_*_padded`` slots (None for
         ``multiple_of=1``), ``max_seqlen_*`` is the longest slot. A batch of nothing but padding
         gives one empty document.
+
+    Raises:
+        ValueError: as in :func:`seqlens_of_mask`; shapes that do not fit; a bad ``multiple_of``.
     """
     layout = _layout(mask, multiple_of, x.device)
     if x.shape[:2] != mask.shape[::-1]:
@@ -84,13 +88,20 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
 
 
 def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor:
-    """Move packed rows back to their places in the padded batch ``[S, B, ...]``; padding is 0.
+    """Move packed rows back to their places in the padded batch; padding is exactly 0.
 
-    The inverse of :func:`pack_rows` wherever the mask is not 0, at the same cost.
+    The inverse of :func:`pack_rows` wherever the mask is not 0. The host reads the mask once, and
+    one gather moves the rows.
 
     Args:
         packed: ``[P, 1, ...]``, the rows of all context-parallel ranks in sequence order.
         mask, multiple_of: as they were given to :func:`pack_rows`.
+
+    Returns:
+        ``[S, B, ...]``.
+
+    Raises:
+        ValueError: as in :func:`seqlens_of_mask`; another number of rows than the mask has.
     """
     layout = _layout(mask, multiple_of, packed.device)
     rows = sum(layout.slots)

@@ -29,12 +29,13 @@ def tree_packed_seq_params(
 
     A document whose parent is another starts where that one ended: from its last state, behind its
     last rows in the convolution, at the next position, and with attention to all that it
-    continues. So its result is that of the whole sequence from its first ancestor on.
+    continues. The result of every document is that of the whole sequence from its first ancestor
+    on; what several sequences share is computed once.
 
     `GatedDeltaNet`, `Mamba2Mixer` and the local attention of this project's specs take these
-    parameters; with context parallelism the mixers run headwise. Attention of Transformer Engine
-    refuses their ``qkv_format="thd_tree"``. Megatron's own GatedDeltaNet and its MLA do not look,
-    and would read the buffer as one sequence.
+    parameters; with context parallelism the mixers run headwise. ``qkv_format`` is ``"thd_tree"``,
+    so that attention of Transformer Engine refuses them. Megatron's own GatedDeltaNet and its MLA
+    do not look, and would read the buffer as one sequence.
 
     Args:
         lengths: tokens of each document; 0 is legal, and its children continue its parent.
@@ -45,8 +46,11 @@ def tree_packed_seq_params(
         device: where the layers run.
 
     Returns:
-        int32 ``[N + 1]`` boundaries: ``cu_seqlens_*`` of tokens, ``cu_seqlens_*_padded`` of slots.
-        ``max_seqlen_*`` is the longest sequence, rounded up.
+        ``PackedSeqParams`` with int32 ``[N + 1]`` boundaries: ``cu_seqlens_*`` of tokens,
+        ``cu_seqlens_*_padded`` of slots. ``max_seqlen_*`` is the longest sequence, rounded up.
+
+    Raises:
+        ValueError: lengths or parents that do not fit, ``multiple_of`` less than 1.
 
     Source: shared prefixes in training, as in Megatron-LM's pull requests 7386 and 7387 for
     attention and Mamba.
@@ -109,6 +113,10 @@ def pack_tree(
         prompts: of token ids, integers ``[n]``, at least one token each.
         responses: to each prompt, likewise; an empty one has no row.
         multiple_of: as in :func:`tree_packed_seq_params`.
+
+    Raises:
+        ValueError: another number of lists of responses than of prompts, a prompt without tokens,
+            or tokens of another shape.
     """
     if len(prompts) != len(responses) or not prompts:
         raise ValueError(

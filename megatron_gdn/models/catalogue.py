@@ -174,7 +174,11 @@ class Model:
         return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
 
     def refuse_unless_built(self, model: Architecture = "hybrid") -> None:
-        """Refuse a model that Megatron would build as another one, with NotImplementedError."""
+        """Refuse a model that Megatron would not build as it was published.
+
+        Raises:
+            NotImplementedError: it would be another model.
+        """
         if self.hf is None and not self._is_nemotron:
             raise NotImplementedError(
                 f"{self.name} is listed for its sizes: its layers norm their outputs and write "
@@ -233,6 +237,10 @@ class Model:
         return Parts(config, spec, arguments | {"hybrid_layer_pattern": self.pattern})
 
     def flags(self, model: Architecture = "hybrid") -> list[str]:
-        """The flags of ``pretrain_hybrid.py`` or ``pretrain_gpt.py`` that build the model."""
+        """The flags of ``pretrain_hybrid.py`` or ``pretrain_gpt.py`` that build the model.
+
+        Raises:
+            NotImplementedError: see `refuse_unless_built`.
+        """
         self.refuse_unless_built(model)
         return self._nemotron_flags() if self.hf is None else megatron_flags(self.hf, model)

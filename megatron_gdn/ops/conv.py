@@ -141,13 +141,16 @@ def causal_conv1d(
 
     Args:
         x: ``[B, T, C]``, any float dtype, any strides.
-        weight, bias: ``[C, W]``; ``[C]`` or None.
+        weight: ``[C, W]``.
+        bias: ``[C]`` or None.
         activation: ``"silu"`` (or its other name ``"swish"``) or None.
         cu_seqlens: cumulative lengths of packed documents (then B must be 1).
-        initial_state: ``[N, C, W]``, the last W inputs before each sequence.
+        initial_state: ``[N, C, W]``, the last W inputs before each sequence (N = B, or the number
+            of documents). The oldest of the W is never read.
+        output_final_state: also return the last W inputs of each sequence, ``[N, C, W]``.
 
     Returns:
-        ``y`` (``[B, T, C]`` in ``x.dtype``), and the last W inputs if they are asked for.
+        ``y`` (``[B, T, C]`` in ``x.dtype``) and the final state or None.
 
     Raises:
         ValueError: shapes that do not fit, packed input with B > 1, an unknown activation.

@@ -120,8 +120,13 @@ class Documents:
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         """Called by a backward: refuse boundaries that its forward did not have.
 
-        ``stamp`` is that of its forward; ``saved``, which autograd returns, that of a recomputation
-        if there was one.
+        Args:
+            stamp: :attr:`stamp` at the time of its forward.
+            saved: the stamp that autograd returns. If the forward was recomputed, it is the stamp
+                of the recomputation.
+
+        Raises:
+            RuntimeError: the two stamps differ.
         """
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(changed_before_recomputation("those of another micro-batch"))

@@ -46,9 +46,16 @@ def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
 
 
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
-    """Scale the last dimension to unit length: ``x * rsqrt(sum(x^2) + eps)``, in ``x.dtype``.
+    """Scale the last dimension to unit length: ``x * rsqrt(sum(x^2) + eps)``.
 
     ``eps`` is added under the root, so an all-zero row (padding) gives zeros and a finite gradient.
+    ``x / max(|x|, eps)`` would have no finite gradient there.
+
+    Args:
+        x: ``[..., D]``, any float dtype.
+
+    Returns:
+        ``[..., D]`` in ``x.dtype``; the sum of squares is taken in fp32 (fp64 for fp64 input).
     """
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     return (x_wide * torch.rsqrt(x_wide.square().sum(-1, keepdim=True) + eps)).to(x.dtype)
@@ -57,10 +64,15 @@ def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
 def rms_norm(
     x: Tensor, weight: Tensor | None, eps: float = 1e-6, zero_centered: bool = False
 ) -> Tensor:
-    """RMSNorm over the last dimension: ``x * rsqrt(mean(x^2) + eps) * gamma``, rounded once.
+    """RMSNorm over the last dimension: ``x * rsqrt(mean(x^2) + eps) * gamma``.
 
-    ``gamma`` is ``weight`` ``[D]``, or ``1 + weight`` when ``zero_centered`` (the form Megatron
-    stores under ``layernorm_zero_centered_gamma``); None means 1.
+    Args:
+        x: ``[..., D]``, any float dtype.
+        weight: ``[D]``; ``gamma`` is ``weight``, or ``1 + weight`` when ``zero_centered`` (the
+            form Megatron stores under ``layernorm_zero_centered_gamma``). None means 1.
+
+    Returns:
+        ``[..., D]`` in ``x.dtype``, rounded once at the end.
     """
     x_wide = x.to(torch.promote_types(x.dtype, torch.float32))
     y = x_wide * torch.rsqrt(x_wide.square().mean(-1, keepdim=True) + eps)
@@ -73,7 +85,16 @@ def rms_norm(
 def rms_norm_gated(
     x: Tensor, z: Tensor, weight: Tensor | None, eps: float = 1e-6, zero_centered: bool = False
 ) -> Tensor:
-    """The layer's output norm ``RMSNorm(x) * SiLU(z)``, ``[..., V]``, in fp32 and rounded once."""
+    """The layer's output norm: ``RMSNorm(x) * SiLU(z)``, computed in fp32 and rounded once.
+
+    Args:
+        x: output of the delta rule, ``[..., V]``.
+        z: the gate, same shape.
+        weight, eps, zero_centered: as in :func:`rms_norm`.
+
+    Returns:
+        ``[..., V]`` in ``x.dtype``.
+    """
     wide = torch.promote_types(x.dtype, torch.float32)
     return (rms_norm(x.to(wide), weight, eps, zero_centered) * silu(z.to(wide))).to(x.dtype)
 
@@ -112,15 +133,25 @@ def decay_and_write_gates(
     *,
     allow_neg_eigval: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Turn raw projections ``[..., H]`` into log-decay ``g <= 0`` and write strength ``beta``.
+    """Turn raw projections into log-decay ``g <= 0`` and write strength ``beta`` in (0, 1).
 
         g    = -exp(A_log) * softplus(alpha + dt_bias)
         beta = sigmoid(b), or 2 sigmoid(b) with ``allow_neg_eigval``
 
-    in fp32 (fp64 for fp64 parameters) for inputs of any dtype: the recurrence compounds a rounded
-    ``A_log`` over the whole sequence. ``g`` is clamped at :func:`least_log_decay` from below,
-    ``A_log`` at :func:`largest_A_log` from above. The decay exp(g) is exactly 0 there with or
-    without the clamp, and so is its gradient.
+    in fp32 for inputs of any dtype: a rounded ``A_log`` is a wrong decay rate, and the recurrence
+    compounds it over the whole sequence.
+
+    ``g`` is clamped at :func:`least_log_decay` from below, ``A_log`` at :func:`largest_A_log` from
+    above. The decay exp(g) is exactly 0 there with or without the clamp, and so is its gradient, as
+    in the recurrence.
+
+    Args:
+        alpha_H, beta_H: ``[..., H]``, the alpha and beta sections of the projection.
+        A_log_H, dt_bias_H: ``[H]``.
+        allow_neg_eigval: see :func:`largest_beta`.
+
+    Returns:
+        ``g`` and ``beta``, both ``[..., H]`` in fp32 (fp64 for fp64 parameters).
     """
     wide = torch.promote_types(A_log_H.dtype, torch.float32)
     rate_H = A_log_H.to(wide).clamp(max=largest_A_log(wide)).exp()

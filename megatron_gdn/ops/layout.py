@@ -117,7 +117,12 @@ class Layout:
         return sum(width for section, width in pairs if not section.gates)
 
     def check_fp8(self, multiple: int) -> None:
-        """Refuse columns before the gates, or of a row for out_proj, that FP8 cannot take."""
+        """Refuse columns that an FP8 product cannot take.
+
+        Raises:
+            ValueError: the columns before the gates, or those of a row for out_proj, are not
+                multiples of ``multiple``.
+        """
         for of, width in (("in_proj without the gates", self.main_width),
                           ("the input of out_proj", self.mixed_width)):  # fmt: skip
             if width % multiple:
@@ -176,6 +181,10 @@ class Layout:
 
         Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that serve them.
         Several ranks hold the same serving head if it serves state heads of each.
+
+        Raises:
+            ValueError: ``ranks`` does not divide the state heads, or two heads would serve unequal
+                numbers of state heads on some rank; the message lists the sizes that fit.
         """
         if ranks < 1 or not self.shares_among(ranks):
             legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]

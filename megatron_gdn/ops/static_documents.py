@@ -89,11 +89,16 @@ class StaticDocuments(Documents):
 
         A graph that was captured with these documents reads the new boundaries at its next replay.
         Call it on the stream of the replay, or let that stream wait. A backward reads them too: one
-        ``StaticDocuments`` serves one micro-batch in flight, which a replay cannot check. Offsets
-        on a GPU are checked there by a device-side assertion; the host does not wait.
+        ``StaticDocuments`` serves one micro-batch in flight. An eager backward refuses boundaries
+        that were written after its forward; a replay cannot check this.
+
+        Args:
+            cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never decrease. Offsets on
+                a GPU are checked there by a device-side assertion; the host does not wait.
 
         Raises:
             ValueError: more than N documents; offsets on the host that do not fit.
+            TypeError: as :meth:`Documents.from_cu_seqlens`.
         """
         if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
             offsets, on_host = cu_seqlens, False

@@ -51,14 +51,20 @@ def tensor_a2a_cp2hp(
 ) -> Tensor:
     """All-to-all from context parallel to hidden parallel: ``[s, B, D] -> [S, B, d]``.
 
-    Rank r receives the r-th of cp equal shares of every section, for all tokens, in one collective.
+    Rank r receives the r-th of cp equal shares of every section, for all tokens.
 
     Args:
-        tensor: ``[s, B, D]``; ``seq_dim`` is 0 and ``head_dim`` -1 or 2.
+        tensor: ``[s, B, D]``.
+        seq_dim: 0.
+        head_dim: -1 or 2.
+        cp_group: the ranks that share the sequence.
         split_sections: widths of the sections of D, each split by itself (query heads among
             all ranks, then key heads, ...); None treats D as one section.
         undo_attention_load_balancing: return tokens in sequence order, undoing the zigzag of one
             sequence of S tokens; if False, rank 0's tokens come first, then rank 1's, ...
+
+    Returns:
+        ``[S, B, d]``. One collective, forward and backward, however many sections there are.
 
     Raises:
         ValueError: another dimension order, sections that do not divide, or S not a multiple of
@@ -88,10 +94,14 @@ def tensor_a2a_hp2cp(
     The inverse of :func:`tensor_a2a_cp2hp`, whose sections are cp times as wide.
 
     Args:
+        tensor: ``[S, B, d]``.
         split_sections: widths of the sections of **d**, as they are in ``tensor``: those given to
             :func:`tensor_a2a_cp2hp`, each divided by cp. None treats d as one section.
         redo_attention_load_balancing: ``tensor`` is in sequence order and the result is a zigzag
             share of it; otherwise ``tensor`` already holds rank 0's tokens, rank 1's, ...
+
+    Returns:
+        ``[s, B, D]``.
 
     Raises:
         ValueError: another dimension order, sections that do not add up to d, or S not a multiple
@@ -128,13 +138,22 @@ def get_parameter_local_cp(
     cp_group: dist.ProcessGroup,
     split_sections: Sequence[int] | None = None,
 ) -> Tensor:
-    """This rank's share of a parameter whose dimension ``dim`` is split by heads.
+    """This rank's share of a parameter whose ``dim`` is split by heads.
 
     Gradients flow into the whole parameter, at the rows of this rank's heads. Their sum over the
     group, which Megatron's data-parallel reduction takes, equals the gradient of a run on one rank.
 
-    ``split_sections``: widths of the sections of ``dim``, each split by itself, each a multiple of
-    the group's size (else a ValueError). One section gives a view of ``param``.
+    Args:
+        param: the whole parameter.
+        dim: the dimension that holds the heads.
+        cp_group: the context-parallel group.
+        split_sections: widths of the sections of ``dim``, each split by itself.
+
+    Returns:
+        A view of ``param`` for one section, else a new tensor.
+
+    Raises:
+        ValueError: a section is not a multiple of the group's size.
     """
     if cp_group.size() == 1:
         return param

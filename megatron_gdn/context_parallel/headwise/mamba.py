@@ -105,9 +105,17 @@ class MambaContextParallel:
         return self._move(projected_states, name, self._width, ranks, self._proj, cu_seqlens)
 
     def post_conv_ssm(self, output: Tensor, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
-        """The inverse, of mixed rows: ``[B, S, v]`` to ``[B, s, V]``, or ``[T, v]``; errors alike.
+        """The inverse, of mixed rows.
 
-        ``cu_seqlens``: as given to :meth:`pre_conv_ssm`.
+        Args:
+            output: ``[B, S, v]`` or ``[T, v]``.
+            cu_seqlens: as given to :meth:`pre_conv_ssm`.
+
+        Returns:
+            ``[B, s, V]`` or ``[T / cp, V]``; with one rank the given tensor itself.
+
+        Raises:
+            ValueError: as :meth:`pre_conv_ssm`.
         """
         return self._move(output, "output", self.d_inner_local, 1, self._mixed, cu_seqlens)
 

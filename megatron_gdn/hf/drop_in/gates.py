@@ -28,8 +28,15 @@ class SSMGate(Fp32Parameters, nn.Module):
 
         g = -exp(A_log) * softplus(a + dt_bias)
 
-    and g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. A dtype narrower than
-    fp32 is refused.
+    and g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. ``A_log`` is 0 and
+    ``dt_bias`` is 1 until they are filled.
+
+    Args:
+        num_v_heads: value heads.
+        dtype: fp32, or fp64.
+
+    Raises:
+        ValueError: a narrower dtype.
     """
 
     _keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
@@ -126,8 +133,11 @@ def _holding(cls: type) -> type:
 def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
     """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder and return it.
 
-    They stay the same objects. 16-bit ones become ``fp32_dtype``; fp64 is not rounded. Raises
-    KeyError if there are none.
+    They stay the same objects. 16-bit ones become ``fp32_dtype``; fp64 is not rounded.
+
+    Raises:
+        KeyError: ``module`` has no bare ``A_log`` and ``dt_bias``.
+        ValueError: an ``fp32_dtype`` narrower than fp32.
     """
     holder = SSMGate(len(module._parameters["A_log"]), fp32_dtype)
     for name in FP32_GDN_PARAM_NAMES:
@@ -175,7 +185,12 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
             fully_shard(layer, mesh=mesh, mp_policy=policy)
         fully_shard(model, mesh=mesh, mp_policy=policy)
 
-    ``options`` are those of ``fully_shard``, without ``mp_policy``: the gates are never rounded.
+    Args:
+        model: a patched model.
+        options: of ``fully_shard``, without ``mp_policy``: the gates are never rounded.
+
+    Raises:
+        ValueError: a model without replaced modules.
     """
     from torch.distributed.fsdp import fully_shard
 

@@ -146,14 +146,18 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         gdn_batch: ModelBatch | None = None,
         **kwargs: Any,
     ) -> Tensor:
-        """Run the layer. Arguments after two are keywords: their order differs by version.
+        """Run the layer.
 
         Args:
             hidden_states: ``[B, S, H]``, this rank's tokens.
             cache_params: transformers' cache; transformers' own forward then runs.
             cache_position, qkv_format: not read; callers of older transformers pass them.
-            attention_mask, position_ids, cu_seqlens, indices: where documents and padding are, see
-                :mod:`.sources`; so are ``cu_seq_lens_q`` and ``_packed_seq_ids`` among ``kwargs``.
+                Arguments after ``cache_params`` are keywords: their order differs by version.
+            attention_mask: ``[B, S]``, 0 at padding, or ids of documents (1 ..) where packed.
+            position_ids, cu_seqlens: other sources of documents, see :mod:`.sources`; so are
+                ``cu_seq_lens_q`` and ``_packed_seq_ids`` among the keywords.
+            indices: int ``[T]``, which of the ``B * S`` tokens ``cu_seqlens`` counts; the others
+                are padding.
             seq_index: with context parallelism, the sequence positions of this rank's tokens.
             gdn_batch: all this, resolved; a patched model passes it to its layers.
             kwargs: what transformers passes on to its kernels.

@@ -111,16 +111,19 @@ def assert_no_packing_leak(
     """Raise if a packed document changes the output at another one.
 
     Lays documents of random tokens (or hidden states) in one row, replaces each by another of its
-    length, and looks at the outputs of the rest, of any model, patched or not.
+    length, and looks at the outputs of the rest. It needs no knowledge of the module, so it finds
+    the leak of an unpatched transformers model as well.
 
     Args:
         module: a model with ``get_input_embeddings`` and logits or ``last_hidden_state``, or a
             layer from hidden states ``[1, S, H]`` to the same.
+        lengths: of the documents.
         source: how the module is given them: ``"position_ids"``, ``"cu_seq_lens_q"`` (flash
             attention's keywords, which transformers refuses without its kernels),
             ``"packed_seq_ids"`` or ``"indexed_mask"``.
         tolerance: changes up to this fraction of the largest output are not leaks. 0 asks for
             equal bits; the rounding of experts may depend on tokens that are computed together.
+        seed: of the random documents.
         kwargs: what else the module is called with.
 
     Returns:
@@ -128,6 +131,7 @@ def assert_no_packing_leak(
 
     Raises:
         PackingLeak: says which document reached which, and by how much.
+        ValueError: fewer than two documents, an unknown source.
     """
     reach = packing_reach(module, lengths, source=source, seed=seed, **kwargs)
     found = reach.leaks(tolerance)

@@ -86,8 +86,11 @@ class CarryShape(NamedTuple):
 def choose(before: Carry, after: Sequence[Carry], accepted: Tensor) -> Carry:
     """Roll every sequence back to its last accepted token.
 
-    Of the s tokens that ``after`` has carries of, ``accepted`` (int64 ``[N]`` on the device, 0 to
-    s) stay of each sequence. The host does not read it.
+    Args:
+        before: the carry before the tokens.
+        after: the carry after each of the s tokens.
+        accepted: int64 ``[N]``, on the carries' device: how many tokens of each sequence stay, 0 to
+            s. The host does not read it.
     """
     number = torch.arange(accepted.shape[0], device=accepted.device)
     return Carry(

@@ -93,10 +93,14 @@ def prefill(
 def decode(
     proj: Tensor, parts: Parts, carry: Carry, *, stands: Sequence[int] | None = None
 ) -> tuple[Tensor, list[Carry]]:
-    """Mix one or a few tokens ``[s, N, P]`` of every sequence, one after the other.
+    """Mix one or a few tokens of every sequence, one after the other.
 
-    A token's bits do not depend on how many tokens are given at once; ``stands`` is as in
-    :func:`prefill`.
+    A token's bits do not depend on how many tokens are given at once.
+
+    Args:
+        proj: ``[s, N, P]``.
+        carry: where the N sequences continue.
+        stands: as in :func:`prefill`.
 
     Returns:
         ``[s, N, H * V]``, and the carry after each of the s tokens. Continue from the last one, or
