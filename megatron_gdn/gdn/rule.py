@@ -79,11 +79,6 @@ def choose_rule(
         raise ValueError(
             f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
         )
-    if backend not in ("auto", *RULES):
-        raise ValueError(
-            f"unknown backend {backend!r}; use 'auto' or one of "
-            f"{', '.join(repr(name) for name in RULES)}."
-        )
     device = torch.device(device)
     kernels = {
         "flash_qla": Kernels(
