@@ -30,8 +30,8 @@ from torch import Tensor
 from megatron_gdn.ops.delta_rule.chunk_math import _dg, summed, upto
 from megatron_gdn.ops.delta_rule.triangular import unit_lower_inverse
 from megatron_gdn.ops.elementwise import least_log_decay
-from megatron_gdn.ops.fp32_matmul import full_fp32_matmul
 from megatron_gdn.ops.rules.chunk_table import ChunkGroup, ChunkTable
+from megatron_gdn.ops.switches import full_fp32_matmul
 
 
 class RuleValues(NamedTuple):

@@ -23,10 +23,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..ops.fp32_matmul import full_fp32_matmul
 from ..ops.rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
 from ..ops.rules.chunk_table import CHUNK, ChunkGroup, ChunkTable, lengths_of_sequences
 from ..ops.state_maps.state_map import StateMap
+from ..ops.switches import full_fp32_matmul
 
 UNLIMITED = (0.0, math.inf)
 

@@ -24,7 +24,6 @@ from torch.utils.checkpoint import checkpoint
 
 from .aligned import AlignedFront, AlignedReadout
 from .autograd import first_derivative_only, mix_no_tokens
-from .fp32_matmul import leaves_memory_unfilled
 from .front.base import Front
 from .front.edges import ContinuedFront
 from .parts import ALONE, Neighbours, Parts
@@ -32,6 +31,7 @@ from .readout.base import Apart, Readout
 from .recompute import HandOver, RefilledOutput, SecondRun
 from .rules.base import Rule, Saved
 from .rules.by_level import RuleByLevel
+from .switches import leaves_memory_unfilled
 from .trees import TreeDocuments
 
 

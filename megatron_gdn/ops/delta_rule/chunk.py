@@ -24,10 +24,10 @@ from torch import Tensor
 from ..autograd import first_derivative_only, uncompiled
 from ..documents import Documents
 from ..elementwise import l2norm
-from ..fp32_matmul import full_fp32_matmul
 from ..rules import chunk_table
 from ..rules.chunk_table import ChunkGroup, ChunkTable, chunks_at_once
 from ..static_documents import StaticDocuments
+from ..switches import full_fp32_matmul
 from .base import check_rule_inputs
 from .chunk_math import ChunkGrads, Chunks
 

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..fp32_matmul import full_fp32_matmul
 from ..state_maps.state_map import StateMap
+from ..switches import full_fp32_matmul
 from ..trees import Level, TreeDocuments
 from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..fp32_matmul import full_fp32_matmul
+from ..switches import full_fp32_matmul
 from .state_map import NONE, Steps
 
 IDENTITY = "identity"

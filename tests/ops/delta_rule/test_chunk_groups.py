@@ -10,9 +10,9 @@ from megatron_gdn.ops import recurrent_gated_delta_rule
 from megatron_gdn.ops import torch_chunk_gated_delta_rule as chunk_rule
 from megatron_gdn.ops.delta_rule import triangular
 from megatron_gdn.ops.delta_rule.chunk import ChunkedRule
-from megatron_gdn.ops.fp32_matmul import full_fp32_matmul
 from megatron_gdn.ops.rules import chunk_table
 from megatron_gdn.ops.rules.chunk_table import ChunkTable
+from megatron_gdn.ops.switches import full_fp32_matmul
 
 from .test_gated_delta_rule import (
     FP32,
