@@ -16,7 +16,7 @@ from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -33,7 +33,6 @@ from ..mixers.arguments import (
     require_this_variant,
 )
 from ..mixers.base import RecurrentMixer
-from ..mixers.fp8 import keep_unquantised_input
 from ..mixers.graphs import in_layer_graph
 from ..mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
 from ..mixers.init import device_for, init_shares_of
@@ -195,10 +194,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             linear_cp_mode, cp_ranks_per_machine,
         )  # fmt: skip
         self._build(submodules, name)
-        self.recompute_whole, self.recompute_norm_out = "whole" in again, "norm_out" in again
-        if self.recompute_norm_out:
-            self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
-        self.recompute_qkv, self.recompute_rule = "qkv" in again, "rule" in again
+        self._recompute(again)
+        self.recompute_qkv = "qkv" in again
         self.reset_parameters()
 
     def set_for_recompute_input_layernorm(self) -> None:
@@ -255,14 +252,7 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         for parameter in self.conv1d.parameters():
             mark_sharded(parameter, dims.layout.conv_widths)
         self._add_fp32(dt_bias=dims.num_value_heads, A_log=dims.num_value_heads)
-        self.out_norm = build_module(
-            submodules.out_norm,
-            config=config,
-            hidden_size=self.value_head_dim,
-            eps=config.layernorm_epsilon,
-        )
-        for parameter in self.out_norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+        self._build_out_norm(submodules.out_norm)
         self._build_out_proj(submodules.out_proj, name, self.bias)
         self.remember_marks()
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
 from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -31,7 +31,7 @@ from ..mixers.arguments import (
     recomputed_parts,
 )
 from ..mixers.base import RecurrentMixer
-from ..mixers.fp8 import keep_unquantised_input, runs_in_fp8
+from ..mixers.fp8 import runs_in_fp8
 from ..mixers.graphs import in_layer_graph
 from ..mixers.init import device_for, first_dt_bias, init_shares_of
 from ..mixers.loader_layout import AUTO
@@ -196,10 +196,7 @@ class KimiDeltaAttention(RecurrentMixer):
             cp_ranks_per_machine, mixer="KimiDeltaAttention", recurrence="KDA",
         )  # fmt: skip
         self._build(submodules, conv_bias, name)
-        self.recompute_whole, self.recompute_norm_out = "whole" in again, "norm_out" in again
-        if self.recompute_norm_out:
-            self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
-        self.recompute_rule = "rule" in again
+        self._recompute(again)
         self.reset_parameters()
 
     @property
@@ -251,14 +248,7 @@ class KimiDeltaAttention(RecurrentMixer):
                 mark_sharded(weight, (rows,))
             self.register_parameter(f"{gate}_b_weight", weight)
         self._add_fp32(dt_bias=dims.num_heads * dims.key_head_dim, A_log=dims.num_heads)
-        self.out_norm = build_module(
-            submodules.out_norm,
-            config=config,
-            hidden_size=dims.value_head_dim,
-            eps=config.layernorm_epsilon,
-        )
-        for parameter in self.out_norm.parameters():
-            parameter.sequence_parallel = config.sequence_parallel
+        self._build_out_norm(submodules.out_norm)
         self._build_out_proj(submodules.out_proj, name)
         self.remember_marks()
 

@@ -30,7 +30,14 @@ from ..ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from ..ops.rules.base import Rule
 from .arguments import refuse_config, refuse_unsupported, require_causal, the_context
 from .checkpoint import SaysStoredRows, ShardedBySections
-from .fp8 import GatesApart, keep_gates_apart, quantises, refuse_fp8_weight, wide_parameters
+from .fp8 import (
+    GatesApart,
+    keep_gates_apart,
+    keep_unquantised_input,
+    quantises,
+    refuse_fp8_weight,
+    wide_parameters,
+)
 from .fully_sharded import ShardedApart, shard_apart_in_megatron
 from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
@@ -75,6 +82,7 @@ class RecurrentMixer(
     gates_own_rows: bool = False  # the readout reads this rank's own rows, after all heads are back
     recompute_whole: bool = False  # training keeps the input alone
     recompute_norm_out: bool = False  # the rows for out_proj are made again for its backward
+    recompute_rule: bool = False  # front and rule run again in the backward
     norm_out_checkpoint: RefilledOutput | None = None  # of the last forward; upstream's name
 
     def __init__(
@@ -301,6 +309,22 @@ class RecurrentMixer(
             tp_comm_buffer_name="fc2",
             name=None if name is None else f"{name}.out_proj",
         )
+
+    def _build_out_norm(self, spec: ModuleSpec | type) -> None:
+        """Set ``out_norm``, over the V columns of one head."""
+        config = self.config
+        width = self.global_dims.state.columns
+        self.out_norm = build_module(
+            spec, config=config, hidden_size=width, eps=config.layernorm_epsilon
+        )
+        for parameter in self.out_norm.parameters():
+            parameter.sequence_parallel = config.sequence_parallel
+
+    def _recompute(self, again: frozenset[str]) -> None:
+        """Set what the backward computes again, from :func:`.recompute.computed_again`."""
+        self.recompute_whole, self.recompute_rule = "whole" in again, "rule" in again
+        if "norm_out" in again:
+            self.recompute_norm_out = keep_unquantised_input(self.out_proj, self.config)
 
     def _linear(self, spec: ModuleSpec | type, *sizes: int, **how: Any) -> Any:
         how.update(config=self.config, is_expert=False, tp_group=self.tp_group)
