@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .autograd import uncompiled
 from .front.base import Front
 from .parts import Neighbours
 from .rules.base import Rule, Saved
@@ -56,6 +57,7 @@ class RefilledOutput:
 
         self.remember(output, refill_and_send)
 
+    @uncompiled  # Dynamo does not know whether tensors that are saved are hooked, and warns
     def drop_until_backward_of(self, out: Tensor) -> None:
         """Free the storage now; fill it again once the gradient of ``out`` is known.
 
