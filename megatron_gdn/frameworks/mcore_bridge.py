@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+from ..mixers.tensor_map import by_group
 from ..ops.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -54,9 +55,7 @@ def build(
 
 def by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
     """``[P]``: which of our rows of ``in_proj`` (or channels of ``conv1d``) each of theirs is."""
-    widths = layout.conv_widths if conv else layout.widths
-    sections = torch.arange(sum(widths)).split(widths)
-    return torch.cat([rows.view(layout.heads("key"), -1) for rows in sections], 1).flatten()
+    return by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
 
 
 @contextmanager

@@ -13,11 +13,13 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.hybrid.hybrid_block import HybridStack
 from torch import Tensor, nn
 
 from ..compat.fp8_weights import dequantised
@@ -34,31 +36,25 @@ _OUTPUT = "output_layer.weight"
 _PUBLISHED = {"output_gate_activation": "silu", "allow_neg_eigval": False, "use_qk_l2norm": True}
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    """Rank and size of the groups that share weights."""
+class _Ranks(NamedTuple):
+    """Rank and size of the groups that share weights, and which replica this is."""
 
     tp: tuple[int, int] = (0, 1)
     expert_tp: tuple[int, int] = (0, 1)
     ep: tuple[int, int] = (0, 1)
-    pp_size: int = 1
+    pp: tuple[int, int] = (0, 1)
     dp: int = 0
 
-    @classmethod
-    def current(cls) -> _Ranks:
-        from megatron.core import parallel_state
 
-        state: Any = parallel_state  # some of its functions say that they give no int
-        if not state.model_parallel_is_initialized():
-            return cls()
-
-        def of(group: str) -> tuple[int, int]:
-            rank, size = f"get_{group}_parallel_rank", f"get_{group}_parallel_world_size"
-            return getattr(state, rank)(), getattr(state, size)()
-
-        groups = of("tensor_model"), of("expert_tensor"), of("expert_model")
-        dp = state.get_data_parallel_rank(with_context_parallel=True)
-        return cls(*groups, pp_size=of("pipeline_model")[1], dp=dp)
+def _ranks() -> _Ranks:
+    state: Any = parallel_state  # some of its functions say that they give no int
+    if not state.model_parallel_is_initialized():
+        return _Ranks()
+    groups: list[Any] = [
+        [getattr(state, f"get_{of}_parallel_{what}")() for what in ("rank", "world_size")]
+        for of in ("tensor_model", "expert_tensor", "expert_model", "pipeline_model")
+    ]
+    return _Ranks(*groups, dp=state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def load_hf_weights(
@@ -139,10 +135,10 @@ def save_hf_weights(
     Raises:
         NotImplementedError: pipeline or expert parallelism, or an adapter that cannot be merged.
     """
-    ranks = _Ranks.current()
-    if ranks.pp_size > 1 or ranks.ep[1] > 1 or ranks.expert_tp[1] != ranks.tp[1]:
+    ranks = _ranks()
+    if ranks.pp[1] > 1 or ranks.ep[1] > 1 or ranks.expert_tp[1] != ranks.tp[1]:
         raise NotImplementedError(
-            f"pipeline_model_parallel_size={ranks.pp_size}, "
+            f"pipeline_model_parallel_size={ranks.pp[1]}, "
             f"expert_model_parallel_size={ranks.ep[1]} and "
             f"expert_tensor_parallel_size={ranks.expert_tp[1]}: weights are gathered over "
             f"tensor-parallel ranks only. Load the checkpoint with pp=1, ep=1 and etp=tp first."
@@ -172,10 +168,8 @@ def model_view(model: nn.Module, record: SourceRecord, like: SafetensorsFolder) 
         shard = merged(next(params[name] for name in entry.names if name in params))
         if ranks.tp[1] == 1:
             return [shard]
-        from megatron.core.parallel_state import get_tensor_model_parallel_group
-
         shards = [torch.empty_like(shard) for _ in range(ranks.tp[1])]
-        group = get_tensor_model_parallel_group()
+        group = parallel_state.get_tensor_model_parallel_group()
         torch.distributed.all_gather(shards, shard.contiguous(), group=group)
         return shards
 
@@ -193,16 +187,14 @@ def megatron_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters with global layer and expert numbers, adapters merged, for `state_dict_to_hf`."""
     model = _unwrapped(model)
     merged = _with_adapters_merged(model)
-    return {n: merged(p) for n, p in _global_parameters(model, _Ranks.current()).items()}
+    return {n: merged(p) for n, p in _global_parameters(model, _ranks()).items()}
 
 
 def _planned(
     model: nn.Module, record: SourceRecord
 ) -> tuple[Plan, dict[str, nn.Parameter], _Ranks]:
     """The plan for ``model``, its parameters by their names in it, and this rank's place."""
-    from megatron.core.models.hybrid.hybrid_block import HybridStack
-
-    bare, ranks, tied = _unwrapped(model), _Ranks.current(), record.config.tied
+    bare, ranks, tied = _unwrapped(model), _ranks(), record.config.tied
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
     plan = record.plan(kind, bare.config.layernorm_zero_centered_gamma)
     shared = bare.share_embeddings_and_output_weights
@@ -259,11 +251,9 @@ def _match(
     """Which parameters each map fills, with every shape checked on meta tensors."""
     targets, homeless = [], []
     for entry in plan.maps:
-        names = entry.names
-        if config.tied and entry.pad_rows:
-            # The last pipeline stage of a tied model has a copy of the embedding.
-            names = (*names, _OUTPUT)
-        here = [name for name in names if name in params]
+        # The last pipeline stage of a tied model has a copy of the embedding.
+        of_tied = (_OUTPUT,) if config.tied and entry.pad_rows else ()
+        here = [name for name in (*entry.names, *of_tied) if name in params]
         pieces = [torch.empty(source.piece_shape, device="meta") for source in entry.sources]
         for name in here:
             shape = tuple(_local_piece(entry, pieces, params[name], ranks).shape)
@@ -276,7 +266,7 @@ def _match(
             targets.append((entry, here))
         else:
             homeless.append(entry.name)
-    if homeless and ranks.pp_size == ranks.ep[1] == 1:
+    if homeless and ranks.pp[1] == ranks.ep[1] == 1:
         raise ValueError(
             f"the model has no {homeless[0]}{and_more(homeless)}. Build it with config.json's "
             f"sizes and the layer pattern {config.hybrid_layer_pattern!r}."
