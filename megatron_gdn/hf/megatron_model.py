@@ -22,7 +22,7 @@ from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from torch import Tensor, nn
 
-from ..compat.fp8_weights import dequantised
+from ..compat.quantised_weights import dequantised
 from ..mixers.tensor_map import TensorMap
 from .model_config import HFModelConfig
 from .model_map import Architecture, HFView, Plan, SourceRecord, and_more
@@ -298,7 +298,7 @@ def _local_piece(
 def _copy(param: nn.Parameter, piece: Tensor) -> bool:
     """Copy ``piece``; return whether the parameter's dtype kept every value.
 
-    A weight that is stored in FP8 keeps its first values apart, for the optimizer's fp32 copy.
+    A weight that is stored quantised keeps its first values, for the optimizer's fp32 copy.
     """
     cast = piece.to(param.dtype)
     param.copy_(cast)
@@ -311,8 +311,8 @@ def _copy(param: nn.Parameter, piece: Tensor) -> bool:
 def _with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
     """A function from a parameter outside adapters to the tensor that an export writes.
 
-    It is the parameter itself, the values of one that Transformer Engine stores in FP8, or, of a
-    wrapped linear, the merged weight on this rank (a collective of the tensor-parallel ranks).
+    It is the parameter's values or, of a wrapped linear, the merged weight on this rank (a
+    collective of the tensor-parallel ranks).
     """
     wrappers: dict[nn.Parameter, nn.Module] = {}
     for name, module in model.named_modules():

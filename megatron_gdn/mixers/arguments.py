@@ -143,13 +143,7 @@ def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> No
 
 
 def refuse_config(config: TransformerConfig, mixer: str) -> None:
-    """Refuse FP4, and weights that are cut further than tensor parallelism cuts them."""
-    if getattr(config, "fp4", None):
-        raise NotImplementedError(
-            f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit products, and the "
-            f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
-            f"GatedDeltaNet and Mamba2Mixer in bf16."
-        )
+    """Refuse weights that are cut further than tensor parallelism cuts them."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "

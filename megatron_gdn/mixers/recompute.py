@@ -53,10 +53,4 @@ def computed_again(
             f"the modules."
         )
     asked |= of_modules
-    if "whole" in asked and config.fp8:
-        raise NotImplementedError(
-            "--recompute-modules gdn with fp8: Megatron's checkpoint runs the layer again without "
-            "FP8, so the backward would be of another function. Take 'gdn' out of the modules; "
-            "recompute='full' saves most of that memory."
-        )
     return frozenset({"whole"} if "whole" in asked else asked)

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.fp8_weights import dequantised
+from ..compat.quantised_weights import dequantised
 from ..ops.layout import Layout
 from .init import take_share
 
