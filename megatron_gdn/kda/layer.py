@@ -26,6 +26,7 @@ from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import (
     GDN_FIELDS,
+    computed_again,
     name_ignored_fields,
     name_ignored_offloads,
     recomputed_parts,
@@ -36,7 +37,6 @@ from ..mixers.init import device_for, first_dt_bias, init_shares_of
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
-from ..mixers.recompute import computed_again
 from ..mixers.tensor_parallel import mark_sharded
 from ..ops.layout import Layout
 from ..ops.parts import Parts

@@ -41,13 +41,12 @@ from .fp8 import (
     refuse_second_run,
     wide_parameters,
 )
-from .fully_sharded import ShardedApart, shard_apart_in_megatron
 from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
 from .init import InitShare, device_for
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
-from .precision import mark_keep_in_fp32
+from .precision import ShardedApart, mark_keep_in_fp32, shard_apart_in_megatron
 from .tensor_parallel import FollowsGroups, MarkedParameters, mark_packed, mark_sharded
 
 
@@ -322,7 +321,7 @@ class RecurrentMixer(
             parameter.sequence_parallel = config.sequence_parallel
 
     def _recompute(self, again: frozenset[str]) -> None:
-        """Set what the backward computes again, from :func:`.recompute.computed_again`."""
+        """Set what the backward computes again, from :func:`.arguments.computed_again`."""
         self.recompute_whole, self.recompute_rule = "whole" in again, "rule" in again
         if self.recompute_whole:
             refuse_second_run(self.config)

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.upstream_bias import read_upstream_bias
 from ..ops.layout import layout_of_in_proj
-from .fully_sharded import NOT_BY_SECTION
+from .precision import NOT_BY_SECTION
 
 # Ends of the keys of adapter tensors (LoRA, DoRA) that have one entry for every row of in_proj, in
 # Megatron-Bridge and in peft.
