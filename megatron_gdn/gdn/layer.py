@@ -34,11 +34,10 @@ from ..mixers.arguments import (
 from ..mixers.base import RecurrentMixer
 from ..mixers.graphs import in_layer_graph
 from ..mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
-from ..mixers.init import device_for, init_shares_of
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
-from ..mixers.tensor_parallel import mark_sharded
+from ..mixers.tensor_parallel import device_for, init_shares_of, mark_sharded
 from ..ops.delta_rule.base import HeadSizes
 from ..ops.parts import Parts
 from ..ops.readout.base import ACTIVATIONS

@@ -33,11 +33,10 @@ from ..mixers.arguments import (
 )
 from ..mixers.base import RecurrentMixer
 from ..mixers.graphs import in_layer_graph
-from ..mixers.init import device_for, first_dt_bias, init_shares_of
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
-from ..mixers.tensor_parallel import mark_sharded
+from ..mixers.tensor_parallel import device_for, first_dt_bias, init_shares_of, mark_sharded
 from ..ops.layout import Layout
 from ..ops.parts import Parts
 from .front import kda_parts

@@ -43,11 +43,17 @@ from .fp8 import (
 )
 from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
-from .init import InitShare, device_for
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
 from .precision import ShardedApart, mark_keep_in_fp32, shard_apart_in_megatron
-from .tensor_parallel import FollowsGroups, MarkedParameters, mark_packed, mark_sharded
+from .tensor_parallel import (
+    FollowsGroups,
+    InitShare,
+    MarkedParameters,
+    device_for,
+    mark_packed,
+    mark_sharded,
+)
 
 
 class RecurrentMixer(

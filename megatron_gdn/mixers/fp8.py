@@ -122,7 +122,7 @@ def wide_parameters(config: Any) -> AbstractContextManager[Any]:
 
 
 def refuse_fp8_weight(linear: Any) -> None:
-    """Refuse a weight that a quantization recipe stores in FP8, see :func:`wide_parameters`."""
+    """Refuse a weight that a quantization recipe stores in FP8."""
     weight = getattr(linear, "weight", None)
     if weight is not None and stored_quantised(weight):
         raise NotImplementedError(
@@ -141,12 +141,7 @@ def runs_in_fp8(linear: Any) -> bool:
 
 
 def keep_unquantised_input(linear: Any, config: Any) -> bool:
-    """Let ``linear`` save the very tensor that it is given, so that this can be computed again.
-
-    In FP8 a linear of Transformer Engine saves a quantised copy by itself. Asked to, it saves its
-    input and quantises it again in the backward; delayed scaling cannot do that. Returns whether
-    the linear's backward will read its input.
-    """
+    """Let ``linear`` save its input, not a quantised copy; whether its backward will read it."""
     if not quantises(config) or not hasattr(linear, "fp8_meta"):
         return True
     if config.fp8 and config.fp8_recipe == "delayed" or not hasattr(linear, "save_original_input"):
@@ -308,8 +303,8 @@ class GateProduct(torch.autograd.Function):
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
 
     ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` ``[p, D]`` are this
-    rank's rows, ``gamma`` ``[D]`` is None without a norm, ``group`` is the tensor-parallel group.
-    The result is ``[S, B, p]``, and ``x`` for the linear alone: its gradient is overwritten.
+    rank's rows, ``gamma`` is ``[D]`` or None. The result is ``[S, B, p]``, and ``x`` for the linear
+    alone: its gradient is overwritten.
     """
 
     @staticmethod

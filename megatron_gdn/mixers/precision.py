@@ -26,10 +26,7 @@ _missing_keys_of_warned_load: list[str] | None = None
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
-    """Set the mark that newer Megatron (``Float16Module``) and optimizer overrides look for.
-
-    The first mark installs :mod:`megatron_gdn.compat.mixed_dtype_optimizers`.
-    """
+    """Set the mark that newer Megatron (``Float16Module``) and optimizer overrides look for."""
     assert parameter.dtype == torch.float32, parameter.dtype
     vars(parameter)["keep_in_fp32"] = True
     repair_mixed_dtype_optimizers()
@@ -65,10 +62,7 @@ class Fp32Parameters(nn.Module):
         return super()._apply(apply, recurse)
 
     def require_wide_gates(self) -> None:
-        """Refuse fp32 parameters that were rounded before they reached the layer.
-
-        Sharded data parallelism with a dtype of its own replaces them by other tensors.
-        """
+        """Refuse fp32 parameters that were rounded on their way, as by sharded data parallelism."""
         for name in self._keep_in_float32_parameter_names:
             dtype = getattr(self, name).dtype
             if dtype not in (torch.float32, torch.float64):
@@ -135,7 +129,7 @@ NOT_BY_SECTION = (
 class Fp32Group(nn.Module):
     """The fp32 parameters of a mixer as a module of their own, which ``fully_shard`` takes.
 
-    What is set here is set in the mixer, under the same names. State dicts do not show this module.
+    What is set here is set in the mixer too. State dicts do not show this module.
     """
 
     _mixer: Any

@@ -15,7 +15,6 @@ from torch import Tensor
 
 from ..compat.quantised_weights import dequantised
 from ..ops.layout import Layout
-from .init import take_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +58,7 @@ class TensorMap:
         return self.names[0]
 
     def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
-        """Refuse a source of fewer than 16 bits, or one that `fp32` rounds (unless ``may_round``).
-
-        ``where`` names the source and its file.
-        """
+        """Refuse a source of fewer than 16 bits, or that `fp32` rounds (unless ``may_round``)."""
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:
@@ -166,6 +162,11 @@ def mapped(
     return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
 
 
+def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int) -> Tensor:
+    """Rank ``rank``'s share of every section of ``whole``'s dimension ``dim``, end to end."""
+    return torch.cat([s.chunk(size, dim)[rank] for s in whole.split(list(sections), dim)], dim)
+
+
 def bits_of(tensor: Tensor) -> Tensor:
     """The floats' bits as integers, so that NaN and -0 compare by their bits too."""
     sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -175,11 +176,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 def ranks_from_hf(
     maps: Sequence[TensorMap], hf_state: Mapping[str, Tensor], tp_size: int, what: str
 ) -> list[dict[str, Tensor]]:
-    """Hugging Face tensors to the layer's, one dict for each tensor-parallel rank.
-
-    ``hf_state`` are exactly the tensors that the maps of the parameters name, without prefixes.
-    ``what`` names the layer in errors.
-    """
+    """Exactly the tensors that maps name to one dict per rank; ``what`` names the layer."""
     sources = {source.key: source for entry in maps for source in entry.sources}
     if hf_state.keys() != sources.keys():
         raise ValueError(
@@ -208,10 +205,7 @@ def hf_from_ranks(
     dtypes: Mapping[str, torch.dtype] | None = None,
     originals: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The inverse of `ranks_from_hf`; ``dtypes`` are by default the tensors' own.
-
-    ``originals`` are the Hugging Face tensors as imported, see `TensorMap.to_hf`.
-    """
+    """The inverse of `ranks_from_hf`; ``dtypes`` and ``originals`` as in `TensorMap.exported`."""
     state: dict[str, Tensor] = {}
     for entry in maps:
         full = entry.unshard([rank[entry.name] for rank in ranks])
