@@ -23,8 +23,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..compat.quantised_weights import dequantised
-from ..mixers.tensor_map import TensorMap
+from ..mixers.tensor_map import TensorMap, dequantised
 from .model_config import HFModelConfig
 from .model_map import Architecture, HFView, Plan, SourceRecord, and_more
 from .safetensors_files import SafetensorsFolder, progress_bar, refuse_existing, write_folder

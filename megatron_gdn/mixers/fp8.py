@@ -33,9 +33,9 @@ from megatron.core.tensor_parallel.mappings import (
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
-from ..compat.quantised_weights import stored_quantised
 from ..ops.autograd import first_derivative_only, uncompiled
 from ..ops.layout import Layout, SizeError
+from .tensor_map import stored_quantised
 
 _STAYS_WIDE = (
     "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, and the "

@@ -5,6 +5,7 @@ Everything here is a pure function of tensors: no files, no process groups, no c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.quantised_weights import dequantised
 from ..ops.layout import Layout
 
 
@@ -165,6 +165,18 @@ def mapped(
 def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int) -> Tensor:
     """Rank ``rank``'s share of every section of ``whole``'s dimension ``dim``, end to end."""
     return torch.cat([s.chunk(size, dim)[rank] for s in whole.split(list(sections), dim)], dim)
+
+
+def stored_quantised(tensor: Tensor) -> bool:
+    """Whether Transformer Engine (2.0 and newer) stores this weight quantised."""
+    # Where nobody imported it, no tensor is of its class.
+    engine: Any = sys.modules.get("transformer_engine.pytorch.tensor")
+    return isinstance(tensor, getattr(engine, "QuantizedTensor", ()))
+
+
+def dequantised(tensor: Tensor) -> Tensor:
+    """The values of a weight that is stored quantised; any other tensor itself."""
+    return tensor.dequantize() if stored_quantised(tensor) else tensor
 
 
 def bits_of(tensor: Tensor) -> Tensor:
