@@ -12,7 +12,7 @@ _NAMES = {
         "SequenceLayout", "get_parameter_local_cp", "tensor_a2a_cp2hp", "tensor_a2a_hp2cp",
     ),
     "frameworks.patch": ("patch_megatron",),
-    "mixers.fully_sharded": ("fully_shard",),
+    "mixers.precision": ("fully_shard",),
     "gdn.sizes": ("GDNDims",),
     "mixers.graphs": (
         "leave_attention_out_of_graphs", "set_documents", "static_packed_seq_params",

@@ -18,8 +18,7 @@ from megatron.core.transformer.transformer_layer import (
 )
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
-from megatron_gdn.mixers.attention.attention import TorchAttention
-from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
+from megatron_gdn.mixers.attention import TorchAttention, TorchSelfAttention
 from megatron_gdn.mixers.loader_layout import AUTO
 
 # Megatron builds it as it is, though its annotations ask for a class.

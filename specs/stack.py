@@ -23,7 +23,7 @@ from torch import Tensor
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel import SequenceLayout
-from megatron_gdn.mixers.arguments import require_this_variant
+from megatron_gdn.gdn.layer import require_this_variant
 from megatron_gdn.mixers.loader_layout import AUTO, FollowsLoader, LoaderLayout
 from megatron_gdn.mixers.packing import TREE
 

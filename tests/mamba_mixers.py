@@ -5,7 +5,7 @@ import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
-from megatron_gdn.mixers.init import take_share
+from megatron_gdn.mixers.tensor_map import take_share
 from megatron_gdn.ops.layout import layout_of_in_proj
 from tests.mamba2.oracle import SSDInputs, token_by_token
 from tests.parallel import alone, make_config

@@ -18,7 +18,7 @@ from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelpe
 from megatron.core.transformer.transformer_config import TransformerConfig
 
 from megatron_gdn import GatedDeltaNet, GDNDims, Layout
-from megatron_gdn.mixers.init import take_share
+from megatron_gdn.mixers.tensor_map import take_share
 from megatron_gdn.specs import hybrid_stack_spec
 
 SIZES = {

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel.scheme import local_parameters
 from megatron_gdn.mixers.base import RecurrentMixer
-from megatron_gdn.mixers.init import take_share
 from megatron_gdn.mixers.out_norm import norm_of
+from megatron_gdn.mixers.tensor_map import take_share
 from megatron_gdn.mixers.tensor_parallel import mark_sharded
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section

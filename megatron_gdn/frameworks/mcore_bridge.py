@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import cache, wraps
 from importlib.metadata import version
 from typing import Any
@@ -24,6 +24,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+from ..mixers.tensor_map import by_group
 from ..ops.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -54,34 +55,27 @@ def build(
 
 def by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
     """``[P]``: which of our rows of ``in_proj`` (or channels of ``conv1d``) each of theirs is."""
-    widths = layout.conv_widths if conv else layout.widths
-    sections = torch.arange(sum(widths)).split(widths)
-    return torch.cat([rows.view(layout.heads("key"), -1) for rows in sections], 1).flatten()
-
-
-@contextmanager
-def rows_by_key_head(layer: GatedDeltaNet) -> Iterator[None]:
-    """Within it ``in_proj``, the adapters around it and ``conv1d`` have mcore-bridge's rows."""
-    layout = layer.dims.layout
-    with ExitStack() as stack:
-        for name, parameter in layer.in_proj.named_parameters():
-            if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # no rows in them
-                stack.enter_context(_reordered(parameter, by_key_head(layout)))
-        for parameter in layer.conv1d.parameters():
-            stack.enter_context(_reordered(parameter, by_key_head(layout, conv=True)))
-        yield
+    return by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
 
 
 @contextmanager
 @torch.no_grad()
-def _reordered(parameter: Tensor, rows: Tensor) -> Iterator[None]:
-    assert len(parameter) == len(rows), (parameter.shape, len(rows))
-    rows = rows.to(parameter.device)
-    parameter.copy_(parameter[rows])
+def rows_by_key_head(layer: GatedDeltaNet) -> Iterator[None]:
+    """Within it ``in_proj``, the adapters around it and ``conv1d`` have mcore-bridge's rows."""
+    layout = layer.dims.layout
+    channels = by_key_head(layout, conv=True)
+    moved = [(parameter, channels) for parameter in layer.conv1d.parameters()]
+    for name, parameter in layer.in_proj.named_parameters():
+        if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # no rows in them
+            moved.append((parameter, by_key_head(layout)))
+    assert all(len(parameter) == len(rows) for parameter, rows in moved)
+    for parameter, rows in moved:
+        parameter.copy_(parameter[rows.to(parameter.device)])
     try:
         yield
     finally:
-        parameter.copy_(parameter[rows.argsort()])
+        for parameter, rows in moved:
+            parameter.copy_(parameter[rows.argsort().to(parameter.device)])
 
 
 @cache

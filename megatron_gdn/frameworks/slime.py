@@ -19,7 +19,6 @@ every section, so the whole tensor that slime sees has the rows of rank 0 first,
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict
 from functools import cache, wraps
 from importlib import import_module
 from pathlib import Path
@@ -71,9 +70,7 @@ def _with_ours(model: str, args: Any, config: Any, vp_stage: int | None) -> Any:
     _published(args.hf_checkpoint)  # an error in its files is raised now, not after a rollout
     plugin = import_module(f"slime_plugins.models.{model}")
     block = getattr(plugin, f"get_{model}_spec")(args, config, vp_stage)
-    for name, size in asdict(dims).items():
-        if name != "hidden_size":
-            setattr(config, f"linear_{name}", size)
+    vars(config).update(dims.config_fields)
     # slime's `slice_with_cp` cuts each document by itself.
     mixer = gated_delta_net_spec("te", **with_launch_options({"cp_layout": "zigzag"}))
     parts = [layer.submodules for layer in block.layer_specs]

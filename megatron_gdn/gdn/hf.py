@@ -14,15 +14,14 @@ What a weight means is not in it: build Qwen4-Exp's layers with its ``output_gat
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 from torch import Tensor
 
 from ..mixers.tensor_map import (
     TensorMap,
-    concatenated,
+    by_group,
     conv_map,
     hf_from_ranks,
     mapped,
@@ -50,21 +49,6 @@ _PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
 }  # fmt: skip
 
 
-def fuse_interleaved(pieces: Sequence[Tensor], dims: GDNDims) -> Tensor:
-    """``(qkvz, ba)``, ``[., hidden]`` each, to the fused projection ``[q|k|v|z|beta|alpha]``."""
-    sections = []
-    for piece, rows in zip(pieces, (qkvz_rows(dims), ba_rows(dims)), strict=True):
-        sections += piece.reshape(dims.num_key_heads, -1, piece.shape[-1]).split(rows, 1)
-    return concatenated([section.flatten(0, 1) for section in sections])
-
-
-def unfuse_interleaved(in_proj: Tensor, dims: GDNDims) -> tuple[Tensor, Tensor]:
-    """The inverse of `fuse_interleaved`."""
-    sections = in_proj.split(dims.layout.widths)
-    grouped = [s.reshape(dims.num_key_heads, -1, in_proj.shape[-1]) for s in sections]
-    return torch.cat(grouped[:4], 1).flatten(0, 1), torch.cat(grouped[4:], 1).flatten(0, 1)
-
-
 def qkvz_rows(dims: GDNDims) -> list[int]:
     """What a key head has in ``in_proj_qkvz``."""
     value_rows = dims.value_heads_per_key_head * dims.value_head_dim
@@ -73,6 +57,13 @@ def qkvz_rows(dims: GDNDims) -> list[int]:
 
 def ba_rows(dims: GDNDims) -> list[int]:
     return [dims.value_heads_per_key_head] * 2
+
+
+def interleaved_rows(dims: GDNDims) -> Tensor:
+    """Which row of ``(in_proj_qkvz, in_proj_ba)`` each row of the fused projection is."""
+    G, widths = dims.num_key_heads, dims.layout.widths
+    qkvz, ba = (by_group(part, G).argsort() for part in (widths[:4], widths[4:]))
+    return torch.cat([qkvz, len(qkvz) + ba])
 
 
 def gdn_layer_maps(
@@ -98,13 +89,10 @@ def gdn_layer_maps(
         for name, sections in _PROJECTIONS[storage].items()
     }
     # Other storages are the fused projection cut in four or six.
-    fusing: dict[str, Any] = {"sections": dims.layout.widths}
-    if storage == "interleaved":
-        fusing["join"] = partial(fuse_interleaved, dims=dims)
-        fusing["split"] = partial(unfuse_interleaved, dims=dims)
+    rows = interleaved_rows(dims) if storage == "interleaved" else None
     taps, in_three = dims.conv_kernel_dim, storage == "separate"
     return [
-        mapped(f"{p}in_proj.weight", projections, 0, **fusing),
+        mapped(f"{p}in_proj.weight", projections, 0, rows=rows, sections=dims.layout.widths),
         conv_map(f"{p}conv1d.weight", hf, dims.layout, taps, in_three),
         mapped(f"{p}A_log", {f"{hf}A_log": (H,)}, 0, fp32=True),
         mapped(f"{p}dt_bias", {f"{hf}dt_bias": (H,)}, 0, fp32=True),

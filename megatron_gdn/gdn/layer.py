@@ -12,6 +12,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
@@ -20,29 +21,26 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
+from ..compat.observe import log_once
 from ..compat.quiet import warn_of_untested
 from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import (
     GDN_FIELDS,
-    allows_neg_eigval,
-    gate_activation,
+    computed_again,
     name_ignored_fields,
     name_ignored_offloads,
-    name_other_activation,
-    require_this_variant,
 )
 from ..mixers.base import RecurrentMixer
 from ..mixers.graphs import in_layer_graph
 from ..mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
-from ..mixers.init import device_for, init_shares_of
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
-from ..mixers.recompute import computed_again
-from ..mixers.tensor_parallel import mark_sharded
+from ..mixers.tensor_parallel import device_for, init_shares_of, mark_sharded
 from ..ops.delta_rule.base import HeadSizes
 from ..ops.parts import Parts
+from ..ops.readout.base import ACTIVATIONS
 from .front import gdn_parts
 from .rule import choose_rule
 from .sizes import GDNDims
@@ -58,6 +56,28 @@ class GatedDeltaNetSubmodules:
     in_proj: ModuleSpec | type = IdentityOp  # column-parallel, hidden -> P, or norm and linear
     out_norm: ModuleSpec | type = IdentityOp  # norm over one value head
     out_proj: ModuleSpec | type = IdentityOp  # row-parallel, heads * V -> hidden
+
+
+def require_this_variant(config: TransformerConfig) -> None:
+    """Refuse a config that asks for another recurrence."""
+    if config.experimental_attention_variant == "gdn2":
+        raise ValueError(
+            "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and this layer is "
+            "Gated DeltaNet ('gdn', 'gated_delta_net' in older Megatrons), which has other gates "
+            "and parameters. Change the variant, or build "
+            "megatron.core.ssm.gated_delta_net.GatedDeltaNet2."
+        )
+
+
+def name_other_activation(config: TransformerConfig) -> None:
+    """One log line where upstream's layer, in deterministic mode, would compute something else."""
+    if config.activation_func is not F.silu:
+        name = getattr(config.activation_func, "__name__", config.activation_func)
+        log_once(
+            f"GatedDeltaNet: config.activation_func={name} is for MLPs; convolution and gate take "
+            f"SiLU here. megatron-core's own layer takes {name} for them in deterministic mode, so "
+            f"the two differ on one checkpoint. --swiglu gives SiLU to both."
+        )
 
 
 class GatedDeltaNet(UpstreamNames, RecurrentMixer):
@@ -109,7 +129,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
             ``"auto"`` prices messages by it.
         recompute: what the backward computes again instead of saving it: ``"none"``, ``"light"``
             (query, key, value, and the normed output that out_proj reads) or ``"full"`` (also the
-            output of the delta rule and the inverses of its chunks); see :mod:`..mixers.recompute`.
+            output of the delta rule and the inverses of its chunks); see
+            :data:`..mixers.arguments.LEVELS`.
         recompute_qkv, recompute_norm_out: the parts of ``"light"``, alone. Megatron's
             ``--recompute-modules gdn_norm_out`` switches the second on too, and ``gdn`` of newer
             Megatrons computes the whole layer again.
@@ -182,8 +203,16 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         in_layer_graph(config)  # refuses what no graph of a layer takes
         self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
-        self.output_gate_activation = gate_activation(output_gate_activation, config)
-        self.allow_neg_eigval = allows_neg_eigval(allow_neg_eigval, config)
+        by_config = getattr(config, "gdn_output_gate_activation", None) or "silu"
+        self.output_gate_activation = output_gate_activation or by_config
+        if self.output_gate_activation not in ACTIVATIONS:
+            raise ValueError(
+                f"output_gate_activation={self.output_gate_activation!r}; use one of "
+                f"{', '.join(map(repr, ACTIVATIONS))}."
+            )
+        if allow_neg_eigval is None:
+            allow_neg_eigval = getattr(config, "linear_allow_neg_eigval", False)
+        self.allow_neg_eigval = bool(allow_neg_eigval)
         self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
         self._name_sizes()
         self._choose_by(

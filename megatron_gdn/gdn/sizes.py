@@ -9,6 +9,11 @@ from ..ops.delta_rule.base import HeadSizes
 from ..ops.layout import Layout, SizeError, require_shares, require_sizes
 from ..ops.state_maps.state_map import StateShape
 
+# Fields that a TransformerConfig and a ``config.json`` call by this name after ``linear_``.
+LINEAR = (
+    "conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GDNDims:
@@ -42,14 +47,13 @@ class GDNDims:
             ValueError: a field is None or not positive, or the value heads are not a multiple of
                 the key heads.
         """
-        return cls(
-            hidden_size=config.hidden_size,
-            num_key_heads=config.linear_num_key_heads,
-            num_value_heads=config.linear_num_value_heads,
-            key_head_dim=config.linear_key_head_dim,
-            value_head_dim=config.linear_value_head_dim,
-            conv_kernel_dim=config.linear_conv_kernel_dim,
-        )
+        sizes = {name: getattr(config, f"linear_{name}") for name in LINEAR}
+        return cls(hidden_size=config.hidden_size, **sizes)
+
+    @property
+    def config_fields(self) -> dict[str, int]:
+        """The ``linear_*`` fields that `from_config` reads; a ``config.json`` has the same."""
+        return {f"linear_{name}": getattr(self, name) for name in LINEAR}
 
     @property
     def qk_dim(self) -> int:

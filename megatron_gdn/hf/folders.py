@@ -14,13 +14,17 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from pickle import PickleError
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from megatron.core import dist_checkpointing
+from megatron.core.dist_checkpointing import dict_utils, mapping
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystemReader
 
+from ..compat.one_process import in_one_process
 from ..mixers.tensor_map import bits_of
 from .build import build_model, megatron_arguments
 from .megatron_model import load_hf_weights, model_view, save_hf_weights
@@ -62,10 +66,6 @@ def import_folder(
             cause; nothing is left behind.
         RuntimeError: torch.distributed runs several processes.
     """
-    from megatron.core import dist_checkpointing
-
-    from ..compat.one_process import in_one_process
-
     config = read_hf_config(source)
     common = {
         "args": megatron_arguments(config, model, zero_centered_gamma),
@@ -101,16 +101,13 @@ def export_folder(
     Raises:
         FileNotFoundError, FileExistsError, ValueError, RuntimeError: as `import_folder`.
     """
-    from ..compat.one_process import in_one_process
-
     refuse_existing(target)
     with in_one_process():
         model = _loaded(source, like, zero_centered_gamma)
         save_hf_weights(model, target, like, progress=progress, fp32_gates=fp32_gates)
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
+class Difference(NamedTuple):
     """One tensor that is not equal in bits and dtype."""
 
     key: str
@@ -154,8 +151,6 @@ def open_weights(folder: str | Path, like: str | Path | None = None) -> Safetens
             f"{folder} is a Megatron checkpoint, which is compared with the Hugging Face folder "
             f"it came from. To compare two checkpoints, export both."
         )
-    from ..compat.one_process import in_one_process
-
     with in_one_process():
         model = _loaded(folder, like)
         return model_view(model, SourceRecord.from_folder(like), SafetensorsFolder(like))
@@ -201,20 +196,15 @@ def _on_cpu(config: HFModelConfig, model: Architecture, zero_centered_gamma: boo
 
 def _with_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
     """``state`` and what a model of Transformer Engine's modules asks of a checkpoint besides."""
-    from megatron.core.dist_checkpointing.mapping import ShardedObject
-
     modules = [one.key.removesuffix(".weight") for one in state.values()]
     modules += [name.replace("linear_proj", "core_attention") for name in modules]
     found = {name for name in modules if name.endswith(_STATEFUL_IN_TE)} | {"output_layer"}
     keys = (f"{name}._extra_state" for name in found)
-    return state | {key: ShardedObject(key, None, (1,), (0,)) for key in keys}
+    return state | {key: mapping.ShardedObject(key, None, (1,), (0,)) for key in keys}
 
 
 def _loaded(source: str | Path, like: str | Path, zero_centered_gamma: bool | None = None) -> Any:
     """The model of ``like`` with the weights of a checkpoint, in the checkpoint's dtypes."""
-    from megatron.core import dist_checkpointing
-    from megatron.core.dist_checkpointing import dict_utils, mapping
-
     folder = find_checkpoint(source)
     with _reading(folder):
         if damaged := _damaged(folder, inside=False):
@@ -244,8 +234,6 @@ def _loaded(source: str | Path, like: str | Path, zero_centered_gamma: bool | No
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
     """Say of an error which file is damaged, which torch and Megatron do not."""
-    from torch.distributed.checkpoint.api import CheckpointException
-
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -259,8 +247,6 @@ def _reading(folder: Path) -> Iterator[None]:
 
 def _damaged(folder: Path, inside: bool = True) -> str | None:
     """The first file that is missing, cut or (with a look inside) zeroed, and what is wrong."""
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-
     path = folder / _FORMAT
     try:
         json.loads(path.read_bytes())

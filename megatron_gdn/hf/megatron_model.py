@@ -13,15 +13,17 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
+from megatron.core import parallel_state
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..compat.fp8_weights import dequantised
-from ..mixers.tensor_map import TensorMap
+from ..mixers.tensor_map import TensorMap, dequantised
 from .model_config import HFModelConfig
 from .model_map import Architecture, HFView, Plan, SourceRecord, and_more
 from .safetensors_files import SafetensorsFolder, progress_bar, refuse_existing, write_folder
@@ -34,31 +36,25 @@ _OUTPUT = "output_layer.weight"
 _PUBLISHED = {"output_gate_activation": "silu", "allow_neg_eigval": False, "use_qk_l2norm": True}
 
 
-@dataclass(frozen=True, slots=True)
-class _Ranks:
-    """Rank and size of the groups that share weights."""
+class _Ranks(NamedTuple):
+    """Rank and size of the groups that share weights, and which replica this is."""
 
     tp: tuple[int, int] = (0, 1)
     expert_tp: tuple[int, int] = (0, 1)
     ep: tuple[int, int] = (0, 1)
-    pp_size: int = 1
+    pp: tuple[int, int] = (0, 1)
     dp: int = 0
 
-    @classmethod
-    def current(cls) -> _Ranks:
-        from megatron.core import parallel_state
 
-        state: Any = parallel_state  # some of its functions say that they give no int
-        if not state.model_parallel_is_initialized():
-            return cls()
-
-        def of(group: str) -> tuple[int, int]:
-            rank, size = f"get_{group}_parallel_rank", f"get_{group}_parallel_world_size"
-            return getattr(state, rank)(), getattr(state, size)()
-
-        groups = of("tensor_model"), of("expert_tensor"), of("expert_model")
-        dp = state.get_data_parallel_rank(with_context_parallel=True)
-        return cls(*groups, pp_size=of("pipeline_model")[1], dp=dp)
+def _ranks() -> _Ranks:
+    state: Any = parallel_state  # some of its functions say that they give no int
+    if not state.model_parallel_is_initialized():
+        return _Ranks()
+    groups: list[Any] = [
+        [getattr(state, f"get_{of}_parallel_{what}")() for what in ("rank", "world_size")]
+        for of in ("tensor_model", "expert_tensor", "expert_model", "pipeline_model")
+    ]
+    return _Ranks(*groups, dp=state.get_data_parallel_rank(with_context_parallel=True))
 
 
 def load_hf_weights(
@@ -139,10 +135,10 @@ def save_hf_weights(
     Raises:
         NotImplementedError: pipeline or expert parallelism, or an adapter that cannot be merged.
     """
-    ranks = _Ranks.current()
-    if ranks.pp_size > 1 or ranks.ep[1] > 1 or ranks.expert_tp[1] != ranks.tp[1]:
+    ranks = _ranks()
+    if ranks.pp[1] > 1 or ranks.ep[1] > 1 or ranks.expert_tp[1] != ranks.tp[1]:
         raise NotImplementedError(
-            f"pipeline_model_parallel_size={ranks.pp_size}, "
+            f"pipeline_model_parallel_size={ranks.pp[1]}, "
             f"expert_model_parallel_size={ranks.ep[1]} and "
             f"expert_tensor_parallel_size={ranks.expert_tp[1]}: weights are gathered over "
             f"tensor-parallel ranks only. Load the checkpoint with pp=1, ep=1 and etp=tp first."
@@ -166,43 +162,33 @@ def save_hf_weights(
 def model_view(model: nn.Module, record: SourceRecord, like: SafetensorsFolder) -> HFView:
     """``model`` as the tensors that a save writes. Reading is a collective of the tp ranks."""
     plan, params, ranks = _planned(model, record)
-    merged = _with_adapters_merged(_unwrapped(model))
+    merged = _with_adapters_merged(cast(Any, unwrap_model(model)))
 
     def read_shards(entry: TensorMap) -> list[Tensor]:
         shard = merged(next(params[name] for name in entry.names if name in params))
         if ranks.tp[1] == 1:
             return [shard]
-        from megatron.core.parallel_state import get_tensor_model_parallel_group
-
         shards = [torch.empty_like(shard) for _ in range(ranks.tp[1])]
-        group = get_tensor_model_parallel_group()
+        group = parallel_state.get_tensor_model_parallel_group()
         torch.distributed.all_gather(shards, shard.contiguous(), group=group)
         return shards
 
     return HFView(plan, record, read_shards, rest=like)
 
 
-def _unwrapped(model: Any) -> Any:
-    """The model inside DistributedDataParallel and Float16Module."""
-    while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
-        model = model.module
-    return model
-
-
 def megatron_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters with global layer and expert numbers, adapters merged, for `state_dict_to_hf`."""
-    model = _unwrapped(model)
-    merged = _with_adapters_merged(model)
-    return {n: merged(p) for n, p in _global_parameters(model, _Ranks.current()).items()}
+    bare: Any = unwrap_model(model)
+    merged = _with_adapters_merged(bare)
+    return {n: merged(p) for n, p in _global_parameters(bare, _ranks()).items()}
 
 
 def _planned(
     model: nn.Module, record: SourceRecord
 ) -> tuple[Plan, dict[str, nn.Parameter], _Ranks]:
     """The plan for ``model``, its parameters by their names in it, and this rank's place."""
-    from megatron.core.models.hybrid.hybrid_block import HybridStack
-
-    bare, ranks, tied = _unwrapped(model), _Ranks.current(), record.config.tied
+    bare: Any = unwrap_model(model)
+    ranks, tied = _ranks(), record.config.tied
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
     plan = record.plan(kind, bare.config.layernorm_zero_centered_gamma)
     shared = bare.share_embeddings_and_output_weights
@@ -259,11 +245,9 @@ def _match(
     """Which parameters each map fills, with every shape checked on meta tensors."""
     targets, homeless = [], []
     for entry in plan.maps:
-        names = entry.names
-        if config.tied and entry.pad_rows:
-            # The last pipeline stage of a tied model has a copy of the embedding.
-            names = (*names, _OUTPUT)
-        here = [name for name in names if name in params]
+        # The last pipeline stage of a tied model has a copy of the embedding.
+        of_tied = (_OUTPUT,) if config.tied and entry.pad_rows else ()
+        here = [name for name in (*entry.names, *of_tied) if name in params]
         pieces = [torch.empty(source.piece_shape, device="meta") for source in entry.sources]
         for name in here:
             shape = tuple(_local_piece(entry, pieces, params[name], ranks).shape)
@@ -276,7 +260,7 @@ def _match(
             targets.append((entry, here))
         else:
             homeless.append(entry.name)
-    if homeless and ranks.pp_size == ranks.ep[1] == 1:
+    if homeless and ranks.pp[1] == ranks.ep[1] == 1:
         raise ValueError(
             f"the model has no {homeless[0]}{and_more(homeless)}. Build it with config.json's "
             f"sizes and the layer pattern {config.hybrid_layer_pattern!r}."
@@ -308,7 +292,7 @@ def _local_piece(
 def _copy(param: nn.Parameter, piece: Tensor) -> bool:
     """Copy ``piece``; return whether the parameter's dtype kept every value.
 
-    A weight that is stored in FP8 keeps its first values apart, for the optimizer's fp32 copy.
+    A weight that is stored quantised keeps its first values, for the optimizer's fp32 copy.
     """
     cast = piece.to(param.dtype)
     param.copy_(cast)
@@ -321,8 +305,8 @@ def _copy(param: nn.Parameter, piece: Tensor) -> bool:
 def _with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
     """A function from a parameter outside adapters to the tensor that an export writes.
 
-    It is the parameter itself, the values of one that Transformer Engine stores in FP8, or, of a
-    wrapped linear, the merged weight on this rank (a collective of the tensor-parallel ranks).
+    It is the parameter's values or, of a wrapped linear, the merged weight on this rank (a
+    collective of the tensor-parallel ranks).
     """
     wrappers: dict[nn.Parameter, nn.Module] = {}
     for name, module in model.named_modules():

@@ -11,7 +11,7 @@ from typing import Any
 import torch.nn.functional as F
 
 from ..gdn.hf import Storage
-from ..gdn.sizes import GDNDims
+from ..gdn.sizes import LINEAR, GDNDims
 from .state_dict_adapter import GDN_FP32_CHECKPOINT_ARCHITECTURES
 
 # Models of which a layer's weights convert, and what keeps whole ones from it.
@@ -83,11 +83,7 @@ class HFModelConfig:
             "activation_func": F.silu,
             "experimental_attention_variant": "gated_delta_net",
             "linear_attention_freq": [int(gdn) for gdn in self.is_linear],
-            "linear_conv_kernel_dim": self.gdn.conv_kernel_dim,
-            "linear_key_head_dim": self.gdn.key_head_dim,
-            "linear_value_head_dim": self.gdn.value_head_dim,
-            "linear_num_key_heads": self.gdn.num_key_heads,
-            "linear_num_value_heads": self.gdn.num_value_heads,
+            **self.gdn.config_fields,
             "ffn_hidden_size": self.ffn_size or self.expert_ffn_size,
         }
         if self.num_experts:
@@ -184,14 +180,7 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     return HFModelConfig(
         architecture=architecture,
         storage="interleaved" if architecture == "Qwen3NextForCausalLM" else "flat",
-        gdn=GDNDims(
-            hidden_size=hidden,
-            num_key_heads=field("linear_num_key_heads"),
-            num_value_heads=field("linear_num_value_heads"),
-            key_head_dim=field("linear_key_head_dim"),
-            value_head_dim=field("linear_value_head_dim"),
-            conv_kernel_dim=field("linear_conv_kernel_dim"),
-        ),
+        gdn=GDNDims(hidden_size=hidden, **{name: field(f"linear_{name}") for name in LINEAR}),
         hidden_size=hidden,
         vocab_size=field("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),

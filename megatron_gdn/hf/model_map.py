@@ -8,7 +8,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache, partial, reduce
+from functools import lru_cache
 from pathlib import Path
 from typing import Literal, NamedTuple
 
@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ..gdn.hf import gdn_layer_maps
-from ..mixers.tensor_map import HFRef, TensorMap, mapped
+from ..mixers.tensor_map import HFRef, TensorMap, by_group, mapped
 from .model_config import HFModelConfig, read_hf_config
-from .safetensors_files import SafetensorsFolder, TensorSpec
+from .safetensors_files import SafetensorsFolder, TensorSpec, refuse_quantised
 from .state_dict_adapter import is_gated_delta_net_fp32_param_key
 
 logger = logging.getLogger(__name__)
@@ -101,42 +101,26 @@ def _text_root(keys: Collection[str]) -> str:
     return roots.pop()
 
 
-def fuse_gated_qkv(pieces: Sequence[Tensor], groups: int, head_dim: int) -> Tensor:
-    """``(q and gate [N 2A, D], k [QA, D], v [QA, D])`` to one projection, group by group.
+def gated_qkv_rows(heads: int, groups: int, head_dim: int) -> Tensor:
+    """Which row of ``(q_proj, k_proj, v_proj)`` each row of Megatron's projection is.
 
-    N attention heads, Q query groups, A head dim, D hidden.
     The file alternates ``[q | gate]`` head by head; Megatron keeps, for each query group,
     ``[q of its heads | gate of its heads | k | v]``.
     """
-    q_gate, k, v = pieces
-    hidden = q_gate.shape[-1]
-    q_gate = q_gate.reshape(groups, -1, 2, head_dim, hidden).transpose(1, 2)
-    grouped = [part.reshape(groups, -1, hidden) for part in (q_gate, k, v)]
-    dtype = reduce(torch.promote_types, [part.dtype for part in pieces])
-    return torch.cat([part.to(dtype) for part in grouped], 1).flatten(0, 1)
-
-
-def unfuse_gated_qkv(qkv: Tensor, groups: int, head_dim: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The inverse of `fuse_gated_qkv`."""
-    hidden = qkv.shape[-1]
-    grouped = qkv.reshape(groups, -1, hidden)
-    q_gate, k, v = grouped.split([grouped.shape[1] - 2 * head_dim, head_dim, head_dim], 1)
-    q_gate = q_gate.reshape(groups, 2, -1, head_dim, hidden).transpose(1, 2)
-    return q_gate.reshape(-1, hidden), k.flatten(0, 1), v.flatten(0, 1)
+    q, k = heads * head_dim, groups * head_dim
+    rows = torch.arange(2 * (q + k), device="cpu")
+    q_then_gate = rows[: 2 * q].view(heads, 2, -1).transpose(0, 1).flatten()
+    return torch.cat([q_then_gate, rows[2 * q :]])[by_group((q, q, k, k), groups)]
 
 
 def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
-    hidden, head_dim, groups = config.hidden_size, config.head_dim, config.num_query_groups
-    kv = groups * head_dim
-    rows = {"q": 2 * config.num_attention_heads * head_dim, "k": kv, "v": kv}
-    yield mapped(
-        f"{p}linear_qkv.weight",
-        {f"{hf}{name}_proj.weight": (count, hidden) for name, count in rows.items()},
-        0,
-        join=partial(fuse_gated_qkv, groups=groups, head_dim=head_dim),
-        split=partial(unfuse_gated_qkv, groups=groups, head_dim=head_dim),
-    )
-    yield mapped(f"{p}linear_proj.weight", {f"{hf}o_proj.weight": (hidden, rows["q"] // 2)}, 1)
+    hidden, head_dim = config.hidden_size, config.head_dim
+    heads, groups = config.num_attention_heads, config.num_query_groups
+    counts = {"q": 2 * heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
+    sources = {f"{hf}{name}_proj.weight": (count, hidden) for name, count in counts.items()}
+    rows = gated_qkv_rows(heads, groups, head_dim)
+    yield mapped(f"{p}linear_qkv.weight", sources, 0, rows=rows)
+    yield mapped(f"{p}linear_proj.weight", {f"{hf}o_proj.weight": (hidden, heads * head_dim)}, 1)
 
 
 def _mlp_maps(p: str, hf: str, hidden: int, ffn: int) -> Iterator[TensorMap]:
@@ -191,12 +175,7 @@ class SourceRecord:
     def plan(self, model: Architecture, zero_centered_gamma: bool) -> Plan:
         """Assign every key to a map, to passthrough or to an alias, or refuse it."""
         config, specs = self.config, self.specs
-        for key, spec in specs.items():
-            if spec.dtype.startswith("F8") or key.endswith("weight_scale_inv"):
-                raise NotImplementedError(
-                    f"{key} is quantised ({spec.dtype}, block-scaled FP8 checkpoints); convert the "
-                    f"folder to BF16 first."
-                )
+        refuse_quantised(specs)
         maps = list(model_maps(config, specs.keys(), model, zero_centered_gamma))
         shapes = {source.key: source.shape for entry in maps for source in entry.sources}
         whose = f"a {config.architecture} with {config.num_layers} layers"
@@ -270,16 +249,11 @@ class HFView:
 
     def _compute_pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
         full = entry.unshard(self._read_shards(entry))
-        if entry.pad_rows:
-            full = full[: entry.sources[0].shape[0]]
-        keys = [source.key for source in entry.sources]
-        original = None
-        if entry.shift and self._originals.keys() >= set(keys):
-            original = [self._originals[key] for key in keys]
-        pieces = entry.to_hf(full, [self.spec(key).torch_dtype for key in keys], original)
-        if entry.fp32 and not torch.equal(pieces[0].to(full.dtype), full.view(pieces[0].shape)):
-            self._rounded_gates.update(keys)
-        return dict(zip(entry.sources, pieces, strict=True))
+        dtypes = {source.key: self.spec(source.key).torch_dtype for source in entry.sources}
+        pieces = entry.exported(full, dtypes, self._originals)
+        if entry.fp32 and not torch.equal(entry.to_megatron([*pieces.values()]).to(full), full):
+            self._rounded_gates.update(dtypes)
+        return pieces
 
     def warn_of_rounded_gates(self) -> None:
         """After an export, warn of the ``A_log`` and ``dt_bias`` read that lost bits in it."""

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -43,6 +43,15 @@ class TensorSpec:
         return TORCH_DTYPES[self.dtype]
 
 
+def refuse_quantised(specs: Mapping[str, TensorSpec]) -> None:
+    for key, spec in specs.items():
+        if spec.dtype.startswith("F8") or key.endswith("weight_scale_inv"):
+            raise NotImplementedError(
+                f"{key} is quantised ({spec.dtype}, block-scaled FP8 checkpoints); convert the "
+                f"folder to BF16 first."
+            )
+
+
 class SafetensorsFolder:
     """The weights of a Hugging Face folder: one ``model.safetensors``, or shards with an index.
 
@@ -56,13 +65,12 @@ class SafetensorsFolder:
         self.files = {name: self._opened(name) for name in names}
         self.file_of = {key: name for name in names for key in self.files[name].offset_keys()}
         self.specs = {key: self._spec(key) for key in self.file_of}
-        misplaced = {
-            key: name for key, name in (index or {}).items() if self.file_of.get(key) != name
-        }
-        unlisted = self.file_of.keys() - (index or self.file_of).keys()
+        listed = self.file_of if index is None else index
+        misplaced = [key for key, name in listed.items() if self.file_of.get(key) != name]
+        unlisted = self.file_of.keys() - listed.keys()
         if misplaced or unlisted:
             key = min(misplaced or unlisted)
-            where = f"in {misplaced[key]}" if misplaced else "nowhere"
+            where = f"in {listed[key]}" if misplaced else "nowhere"
             raise ValueError(
                 f"{self.folder / INDEX_NAME} and the files disagree about "
                 f"{len(misplaced) + len(unlisted)} tensors; the first is missing key {key!r}, "

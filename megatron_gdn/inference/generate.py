@@ -19,7 +19,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..mixers.attention.self_attention import TorchSelfAttention
+from ..mixers.attention import TorchSelfAttention
 from ..mixers.fp8 import quantises
 
 _SEQUENCE_PARALLEL = (

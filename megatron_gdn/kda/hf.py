@@ -48,18 +48,12 @@ def kda_layer_maps(
         f"{named[section]}.weight": (width, D)
         for section, width in zip(layout.names, layout.widths, strict=True)
     }
-    rate_shape, reshaping = (H,), {}
-    if family == "kimi_linear":
-        rate_shape = (1, 1, H, 1)
-        reshaping = {
-            "join": lambda pieces: pieces[0].flatten(),
-            "split": lambda rate_H: (rate_H.view(1, 1, -1, 1),),
-        }
+    rates = (1, 1, H, 1) if family == "kimi_linear" else (H,)
     shift = -float(zero_centered_gamma)
     maps = [
         mapped(f"{p}in_proj.weight", projections, 0, sections=layout.widths),
         conv_map(f"{p}conv1d_weight", hf, dims.layout, dims.conv_kernel_dim, in_files),
-        mapped(f"{p}A_log", {f"{gate}A_log": rate_shape}, 0, fp32=True, **reshaping),
+        mapped(f"{p}A_log", {f"{gate}A_log": rates}, 0, fp32=True),
         mapped(f"{p}dt_bias", {f"{gate}dt_bias": (H * K,)}, 0, fp32=True),
         mapped(f"{p}out_norm.weight", {f"{hf}o_norm.weight": (V,)}, shift=shift),
         mapped(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, H * V)}, 1),

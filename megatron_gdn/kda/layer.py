@@ -26,19 +26,17 @@ from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import (
     GDN_FIELDS,
+    computed_again,
     name_ignored_fields,
     name_ignored_offloads,
     recomputed_parts,
 )
 from ..mixers.base import RecurrentMixer
-from ..mixers.fp8 import runs_in_fp8
 from ..mixers.graphs import in_layer_graph
-from ..mixers.init import device_for, first_dt_bias, init_shares_of
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
-from ..mixers.recompute import computed_again
-from ..mixers.tensor_parallel import mark_sharded
+from ..mixers.tensor_parallel import device_for, first_dt_bias, init_shares_of, mark_sharded
 from ..ops.layout import Layout
 from ..ops.parts import Parts
 from .front import kda_parts
@@ -57,17 +55,8 @@ class KimiDeltaAttentionSubmodules:
     out_proj: ModuleSpec | type = IdentityOp
 
 
-_IN_FP8 = (
-    "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, and the "
-    "recurrence compounds their error. Switch fp8 off, keep its in_proj out of it by a "
-    "quantization recipe, or take 'K' out of the pattern."
-)
-
-
 def _refuse(config: TransformerConfig) -> None:
     """Refuse settings that other mixers take."""
-    if config.fp8 and config.quant_recipe is None:
-        raise NotImplementedError(_IN_FP8)
     if getattr(config, "linear_allow_neg_eigval", False):
         raise NotImplementedError(
             "linear_allow_neg_eigval=True: write strengths of KimiDeltaAttention end at 1. Give "
@@ -141,6 +130,7 @@ class KimiDeltaAttention(RecurrentMixer):
     out_norm: Any
 
     uses_attention_mask: ClassVar[bool] = False
+    stays_wide: ClassVar[bool] = True
     in_layer_graphs: ClassVar[bool] = True
     split_by_heads: ClassVar[tuple[str, ...]] = ("f_b_weight", "z_b_weight")
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -205,9 +195,7 @@ class KimiDeltaAttention(RecurrentMixer):
 
     def project(self, hidden_states: Tensor) -> Tensor:
         """Rows query | key | value | f | z | beta, the gates in full width."""
-        if any(map(runs_in_fp8, self.in_proj.modules())):  # an adapter holds the linear
-            raise NotImplementedError(_IN_FP8)
-        rows, _ = self.in_proj(hidden_states)
+        rows = super().project(hidden_states)
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
         if not weights:
             return rows

@@ -29,10 +29,9 @@ from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import ConfigFields, name_ignored_fields
 from ..mixers.base import RecurrentMixer
 from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
-from ..mixers.init import device_for, first_dt_bias, init_shares_of
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
-from ..mixers.tensor_parallel import mark_sharded
+from ..mixers.tensor_parallel import device_for, first_dt_bias, init_shares_of, mark_sharded
 from ..ops.aligned import by_token
 from ..ops.parts import GatedNorm, Parts
 from ..ops.readout.base import Apart, Bare

@@ -1,8 +1,7 @@
 """What Megatron passes to every mixer: used, ignored by name, or refused if it changes a result.
 
-Arguments of the forward: a recurrence is causal by itself and takes document boundaries from
-``PackedSeqParams``. Fields of the config: one that is missing asks for nothing, since megatron-core
-0.19 knows fewer names than the branches main and dev, and they know fewer than their proposals.
+A field that the config does not have asks for nothing: megatron-core 0.19 knows fewer names than
+the branches main and dev, and they know fewer than their proposals.
 """
 
 from __future__ import annotations
@@ -12,13 +11,11 @@ from dataclasses import MISSING, fields
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from megatron.core.transformer.cuda_graphs import is_graph_capturing
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..compat.observe import log_once
-from ..ops.readout.base import ACTIVATIONS
 
 _ATTENTION_ONLY = (
     "key_value_states",
@@ -44,16 +41,14 @@ def require_causal(
     """Refuse an attention mask that masks anything but the future.
 
     The first layer that gets a mask checks its values, which waits for the device, and marks the
-    tensor for the other layers. Every layer checks a mask that was made in inference mode, since
-    torch does not record writes to it. While Megatron captures its CUDA graphs of layers nothing is
-    checked: it then passes zeros, or the first s rows of a causal mask, also if this rank holds
-    other positions. The eager steps before the capture have checked the real masks.
+    tensor for the other layers (torch records no writes to one made in inference mode). While
+    Megatron captures its CUDA graphs of layers nothing is checked: it then passes zeros, or the
+    first s rows of a causal mask. The eager steps before the capture have checked the real masks.
 
     Args:
         mask: None; Megatron's bool ``[b or 1, 1, s, S]`` with True where attention is forbidden;
-            the same with True everywhere, which forbids a token even itself and so can only mean
-            "no mask" (Megatron's own tests pass it); or a 2-D mask of ones, ``[b, S]`` or
-            ``[b, s]``, which keeps every token.
+            the same with True everywhere, by which Megatron's own tests mean "no mask"; or a 2-D
+            mask of ones, ``[b, S]`` or ``[b, s]``.
         rows, tokens: b, of the batch; S, of all ranks.
         local_positions: gives the sequence positions of the s tokens of this rank.
     """
@@ -143,13 +138,7 @@ def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> No
 
 
 def refuse_config(config: TransformerConfig, mixer: str) -> None:
-    """Refuse FP4, and weights that are cut further than tensor parallelism cuts them."""
-    if getattr(config, "fp4", None):
-        raise NotImplementedError(
-            f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit products, and the "
-            f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
-            f"GatedDeltaNet and Mamba2Mixer in bf16."
-        )
+    """Refuse weights that are cut further than tensor parallelism cuts them."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "
@@ -202,44 +191,16 @@ _RECOMPUTED = {
     "gdn_in_proj_conv": "qkv",
 }
 _KEEPS_PROJECTION = ("gdn_in_proj", "gdn_in_proj_conv", "gdn_qkv")
+# The option `recompute`, and what is computed again in the backward beside q, which costs least per
+# byte: k and v; out_proj's input; the rule's output, gates and the inverses of its chunks.
+LEVELS = {
+    "none": frozenset(),
+    "light": frozenset({"qkv", "norm_out"}),
+    "full": frozenset({"qkv", "norm_out", "rule"}),
+}
+_CALLED = {"qkv": "query, key and value", "norm_out": "the normed output"}
 # Names of `--offload-modules` for parts of attention.
 _OF_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
-
-
-def require_this_variant(config: TransformerConfig) -> None:
-    """Refuse a config that asks for another recurrence."""
-    if config.experimental_attention_variant == "gdn2":
-        raise ValueError(
-            "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and this layer is "
-            "Gated DeltaNet ('gdn', 'gated_delta_net' in older Megatrons), which has other gates "
-            "and parameters. Change the variant, or build "
-            "megatron.core.ssm.gated_delta_net.GatedDeltaNet2."
-        )
-
-
-def gate_activation(given: str | None, config: TransformerConfig) -> str:
-    """The activation of the output gate: the option, else the config's, else ``"silu"``."""
-    activation = given or getattr(config, "gdn_output_gate_activation", None) or "silu"
-    if activation not in ACTIVATIONS:
-        legal = ", ".join(map(repr, ACTIVATIONS))
-        raise ValueError(f"output_gate_activation={activation!r}; use one of {legal}.")
-    return activation
-
-
-def name_other_activation(config: TransformerConfig) -> None:
-    """One log line where upstream's layer, in deterministic mode, would compute something else."""
-    if config.activation_func is not F.silu:
-        name = getattr(config.activation_func, "__name__", config.activation_func)
-        log_once(
-            f"GatedDeltaNet: config.activation_func={name} is for MLPs; convolution and gate take "
-            f"SiLU here. megatron-core's own layer takes {name} for them in deterministic mode, so "
-            f"the two differ on one checkpoint. --swiglu gives SiLU to both."
-        )
-
-
-def allows_neg_eigval(given: bool | None, config: TransformerConfig) -> bool:
-    """Whether write strengths reach 2: the option, else the config's, else False."""
-    return bool(getattr(config, "linear_allow_neg_eigval", False) if given is None else given)
 
 
 def recomputed_parts(config: TransformerConfig) -> set[str]:
@@ -257,6 +218,38 @@ def recomputed_parts(config: TransformerConfig) -> set[str]:
         elif name.startswith("gdn") and name not in _RECOMPUTED:
             log_once(f"GatedDeltaNet: --recompute-modules {name} has no effect: it is not known.")
     return {_RECOMPUTED[name] for name in modules if name in _RECOMPUTED}
+
+
+def computed_again(
+    config: TransformerConfig, recompute: str | None, **options: bool | None
+) -> frozenset[str]:
+    """Of ``qkv``, ``norm_out`` and ``rule`` those that any setting asks for, or ``whole`` alone.
+
+    ``options`` are the layer's ``recompute_qkv`` and ``recompute_norm_out`` by the parts' names.
+    """
+    if recompute is not None and recompute not in LEVELS:
+        legal = ", ".join(repr(level) for level in LEVELS)
+        raise ValueError(f"recompute={recompute!r} is not known; use one of {legal}.")
+    asked = set() if recompute is None else set(LEVELS[recompute])
+    for part, given in options.items():
+        if given not in (None, True, False):
+            raise ValueError(f"recompute_{part}={given!r} must be True or False.")
+        if recompute is not None and given is not None and given != (part in asked):
+            does = "computes" if part in asked else "does not compute"
+            raise ValueError(
+                f"recompute={recompute!r} and recompute_{part}={given} contradict: {recompute!r} "
+                f"{does} {_CALLED[part]} again. Give one of the two."
+            )
+    asked |= {part for part, given in options.items() if given}
+    of_modules = recomputed_parts(config)
+    if recompute == "none" and of_modules:
+        raise ValueError(
+            f"recompute='none' and --recompute-modules {' '.join(config.recompute_modules or ())} "
+            f"contradict. Leave the option out, or take the names that begin with 'gdn' out of "
+            f"the modules."
+        )
+    asked |= of_modules
+    return frozenset({"whole"} if "whole" in asked else asked)
 
 
 def name_ignored_offloads(config: TransformerConfig, mixer: str = "GatedDeltaNet") -> None:

@@ -32,20 +32,28 @@ from .arguments import refuse_config, refuse_unsupported, require_causal, the_co
 from .checkpoint import SaysStoredRows, ShardedBySections
 from .fp8 import (
     GatesApart,
+    check_settings,
     keep_gates_apart,
     keep_unquantised_input,
     quantises,
+    refuse_fp8_product,
     refuse_fp8_weight,
+    refuse_second_run,
     wide_parameters,
 )
-from .fully_sharded import ShardedApart, shard_apart_in_megatron
 from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
-from .init import InitShare, device_for
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
-from .precision import mark_keep_in_fp32
-from .tensor_parallel import FollowsGroups, MarkedParameters, mark_packed, mark_sharded
+from .precision import ShardedApart, mark_keep_in_fp32, shard_apart_in_megatron
+from .tensor_parallel import (
+    FollowsGroups,
+    InitShare,
+    MarkedParameters,
+    device_for,
+    mark_packed,
+    mark_sharded,
+)
 
 
 class RecurrentMixer(
@@ -79,6 +87,7 @@ class RecurrentMixer(
     use_muon: ClassVar[bool] = True  # Muon may update in_proj by its sections; else Adam does
     in_layer_graphs: ClassVar[bool] = False  # Megatron may capture it in a graph of the layer
     takes_gates_apart: ClassVar[bool] = False  # parts takes the rule's gates beside the rows
+    stays_wide: ClassVar[bool] = False  # in_proj never runs in FP8: no section holds the gates
     gates_own_rows: bool = False  # the readout reads this rank's own rows, after all heads are back
     recompute_whole: bool = False  # training keeps the input alone
     recompute_norm_out: bool = False  # the rows for out_proj are made again for its backward
@@ -103,12 +112,7 @@ class RecurrentMixer(
         self.tp_size = pg_collection.tp.size()
         self.loader_layout = LoaderLayout(cp_layout, config)
         self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # of one rank
-        # A recipe decides by module, and may keep these columns out of FP8.
-        if config.fp8 and config.quant_recipe is None:
-            from megatron.core.fp8_utils import get_fp8_align_size
-
-            recipe: Any = config.fp8_recipe
-            self.dims.layout.check_fp8(get_fp8_align_size(recipe))
+        check_settings(config, type(self).__name__, self.dims.layout, self.stays_wide)
 
     def forward(
         self,
@@ -195,6 +199,8 @@ class RecurrentMixer(
 
     def project(self, hidden_states: Tensor) -> Tensor:
         """``[s, B, D]`` to rows ``[s, B, P]``; all tokens, also under sequence parallelism."""
+        if self.stays_wide:
+            refuse_fp8_product(self.in_proj)
         rows, _ = self.in_proj(hidden_states)
         return rows
 
@@ -321,8 +327,10 @@ class RecurrentMixer(
             parameter.sequence_parallel = config.sequence_parallel
 
     def _recompute(self, again: frozenset[str]) -> None:
-        """Set what the backward computes again, from :func:`.recompute.computed_again`."""
+        """Set what the backward computes again, from :func:`.arguments.computed_again`."""
         self.recompute_whole, self.recompute_rule = "whole" in again, "rule" in again
+        if self.recompute_whole:
+            refuse_second_run(self.config)
         if "norm_out" in again:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, self.config)
 

@@ -34,7 +34,7 @@ from torch.distributed.tensor import DTensor
 
 from ..compat.upstream_bias import read_upstream_bias
 from ..ops.layout import layout_of_in_proj
-from .fully_sharded import NOT_BY_SECTION
+from .precision import NOT_BY_SECTION
 
 # Ends of the keys of adapter tensors (LoRA, DoRA) that have one entry for every row of in_proj, in
 # Megatron-Bridge and in peft.
@@ -123,30 +123,23 @@ class ShardedBySections:
                 f"Load the checkpoint at tensor_model_parallel_size=1 and save it from there."
             )
 
-        def sharded(state: dict, at: str, split_over_tp: dict[str, int]) -> dict[str, Any]:
-            groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
-            return make_sharded_tensors_for_checkpoint(
-                state, at, split_over_tp, sharded_offsets, **groups
-            )
-
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        fp32 = self._keep_in_float32_parameter_names
-        of_heads = (*fp32, *_CONV_PARAMETERS, *self.split_by_heads)
-        result = sharded(own, prefix, dict.fromkeys(of_heads, 0))
+        if (conv := getattr(self, "conv1d", None)) is not None:
+            own |= conv.state_dict(prefix="conv1d.", keep_vars=True)
+        split = (*self._keep_in_float32_parameter_names, *_CONV, *self.split_by_heads)
+        groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
+        result = make_sharded_tensors_for_checkpoint(
+            own, prefix, dict.fromkeys(split, 0), sharded_offsets, **groups
+        )
         for name, stored in _CONV_PARAMETERS.items():
             if name in own:
                 result[f"{prefix}{name}"].key = f"{prefix}{stored}"
         for name, child in self.named_children():
-            at = f"{prefix}{name}."
-            if name == "conv1d":
-                state = child.state_dict(prefix="", keep_vars=True)
-                of_child = sharded(state, at, {"weight": 0, "bias": 0})
-            else:
-                of_child = sharded_state_dict_default(
-                    child, at, sharded_offsets, metadata, tp_group=tp_group
+            if name != "conv1d":
+                result |= sharded_state_dict_default(
+                    child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=tp_group
                 )
-            result.update(of_child)
 
         for key, tensor in result.items():
             name = key.removeprefix(prefix)

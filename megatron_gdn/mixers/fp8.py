@@ -8,6 +8,9 @@ sequence. The width without the gates is also one that FP8 can take: 12288 / 8 i
 12352 / 8 is not. Megatron's quantization recipe switches linears on and off by their names, so each
 call asks. The weight stays one parameter: for the call alone the linear holds a view of its first
 rows, and a view of its rows in ``main_grad``.
+
+Legend: S tokens of the sequence, s this rank's share of them, B batch, T tokens of both, D hidden
+size, n ranks of the tensor-parallel group, p this rank's gate columns, P its columns of in_proj.
 """
 
 from __future__ import annotations
@@ -20,13 +23,68 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from megatron.core import fp8_utils
+from megatron.core.tensor_parallel.mappings import (
+    all_gather_last_dim_from_tensor_parallel_region,
+    all_to_all_hp2sp,
+    all_to_all_sp2hp,
+    gather_from_sequence_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+)
 from torch import Tensor, nn
 
-from ..compat.fp8_weights import stored_in_fp8
 from ..compat.observe import log_once
 from ..ops.autograd import first_derivative_only, uncompiled
-from ..ops.layout import Layout
-from .gate_product import GateProduct
+from ..ops.layout import Layout, SizeError
+from .tensor_map import stored_quantised
+
+_STAYS_WIDE = (
+    "KimiDeltaAttention under fp8: its forget gates would pass through FP8 products, and the "
+    "recurrence compounds their error. Switch fp8 off, keep its in_proj out of it by a "
+    "quantization recipe, or take 'K' out of the pattern."
+)
+
+
+def check_settings(config: Any, mixer: str, layout: Layout, stays_wide: bool) -> None:
+    """Refuse FP4, and FP8 where the mixer or the columns of ``layout`` cannot take it."""
+    if getattr(config, "fp4", None):
+        raise NotImplementedError(
+            f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit products, and the "
+            f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
+            f"GatedDeltaNet and Mamba2Mixer in bf16."
+        )
+    # A recipe decides by module, and may keep these columns out of FP8.
+    if config.fp8 and config.quant_recipe is None:
+        if stays_wide:
+            raise NotImplementedError(_STAYS_WIDE)
+        require_fp8_widths(layout, fp8_utils.get_fp8_align_size(config.fp8_recipe))
+
+
+def refuse_fp8_product(in_proj: nn.Module) -> None:
+    """Refuse a projection that a quantization recipe runs in FP8, for a mixer that stays wide."""
+    if any(map(runs_in_fp8, in_proj.modules())):  # an adapter holds the linear
+        raise NotImplementedError(_STAYS_WIDE)
+
+
+def require_fp8_widths(layout: Layout, multiple: int) -> None:
+    """Refuse columns of in_proj or of a row for out_proj that an FP8 product cannot take."""
+    for of, width in (("in_proj without the gates", layout.main_width),
+                      ("the input of out_proj", layout.mixed_width)):  # fmt: skip
+        if width % multiple:
+            raise SizeError(
+                f"FP8 needs multiples of {multiple}, but {of} has {width} columns on a "
+                f"tensor-parallel rank (remainder {width % multiple}; {layout.held}). Use a "
+                f"smaller tensor_model_parallel_size, or keep this layer out of FP8."
+            )
+
+
+def refuse_second_run(config: Any) -> None:
+    """Refuse a checkpoint of the whole layer."""
+    if config.fp8:
+        raise NotImplementedError(
+            "--recompute-modules gdn with fp8: Megatron's checkpoint runs the layer again without "
+            "FP8, so the backward would be of another function. Take 'gdn' out of the modules; "
+            "recompute='full' saves most of that memory."
+        )
 
 
 def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
@@ -64,9 +122,9 @@ def wide_parameters(config: Any) -> AbstractContextManager[Any]:
 
 
 def refuse_fp8_weight(linear: Any) -> None:
-    """Refuse a weight that a quantization recipe stores in FP8, see :func:`wide_parameters`."""
+    """Refuse a weight that a quantization recipe stores in FP8."""
     weight = getattr(linear, "weight", None)
-    if weight is not None and stored_in_fp8(weight):
+    if weight is not None and stored_quantised(weight):
         raise NotImplementedError(
             "the quantization recipe stores a projection of this layer in FP8 (fp8_param: true). "
             "Rows of such a weight have no bf16 values for the rule's gates, and its first values "
@@ -83,12 +141,7 @@ def runs_in_fp8(linear: Any) -> bool:
 
 
 def keep_unquantised_input(linear: Any, config: Any) -> bool:
-    """Let ``linear`` save the very tensor that it is given, so that this can be computed again.
-
-    In FP8 a linear of Transformer Engine saves a quantised copy by itself. Asked to, it saves its
-    input and quantises it again in the backward; delayed scaling cannot do that. Returns whether
-    the linear's backward will read its input.
-    """
+    """Let ``linear`` save its input, not a quantised copy; whether its backward will read it."""
     if not quantises(config) or not hasattr(linear, "fp8_meta"):
         return True
     if config.fp8 and config.fp8_recipe == "delayed" or not hasattr(linear, "save_original_input"):
@@ -232,3 +285,98 @@ class _CutRows(torch.autograd.Function):
         weight.grad_added_to_main_grad = True
         make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
         return make(weight), None, None  # Megatron wants a gradient to be there, and reads none
+
+
+class GateProduct(torch.autograd.Function):
+    """``RMSNorm(x) @ weight^T`` in the weight's dtype, tensor-parallel by columns.
+
+        r = 1 / sqrt(mean(x^2) + eps)
+        y = r (x @ (gamma weight)^T)
+
+    Normed rows are neither written nor kept. Only gates and their weights travel, never rows of
+    ``x``: 64 columns against 2048. The weight's gradient is summed in fp32, and added to
+    ``weight.main_grad`` if the weight has one.
+
+    ``x`` is handed through to the linear that computes the other columns. So the linear's gradient
+    of it arrives here, and the gates' share is added to it in place:
+
+        d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
+
+    ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` ``[p, D]`` are this
+    rank's rows, ``gamma`` is ``[D]`` or None. The result is ``[S, B, p]``, and ``x`` for the linear
+    alone: its gradient is overwritten.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, gamma: Tensor | None, eps: float, group: Any,
+        sequence_parallel: bool,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        ctx.set_materialize_grads(False)
+        whole = gather_from_sequence_parallel_region(weight, group=group)  # all ranks' rows
+        x_TD, factor = x.flatten(0, 1), whole
+        r_T1 = None
+        if gamma is not None:
+            factor = (whole * gamma).to(whole.dtype)
+            squares = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=_wide(x)).square()
+            r_T1 = (squares / x.shape[-1] + eps).rsqrt()
+        y = _wide_product(x_TD, factor.t())
+        y = (y if r_T1 is None else y * r_T1).to(weight.dtype).unflatten(0, x.shape[:2])
+        ctx.save_for_backward(x, whole, factor, gamma, r_T1, y)
+        ctx.group, ctx.sequence_parallel = group, sequence_parallel
+        ctx.main_grad = getattr(weight, "main_grad", None)
+        handed = x.view_as(x)
+        if not x.requires_grad:
+            ctx.mark_non_differentiable(handed)
+        if sequence_parallel and group.size() > 1:
+            return all_to_all_sp2hp(y, group).unflatten(0, (-1, x.shape[1])), handed
+        return y.chunk(group.size(), -1)[group.rank()].contiguous(), handed
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx: Any, d_gates: Tensor | None, d_x: Tensor | None) -> tuple[Tensor | None, ...]:
+        if d_gates is None:
+            return d_x, None, None, None, None, None
+        x, whole, factor, gamma, r_T1, y = ctx.saved_tensors
+        group, split = ctx.group, ctx.sequence_parallel and ctx.group.size() > 1
+        gathered = all_to_all_hp2sp if split else all_gather_last_dim_from_tensor_parallel_region
+        x_TD, d_y = x.flatten(0, 1), gathered(d_gates.flatten(0, 1), group)
+        d_scaled = d_y if r_T1 is None else (d_y * r_T1).to(d_y.dtype)
+        d_weight = d_gamma = None
+        if ctx.needs_input_grad[0]:
+            if d_x is None:
+                d_TD = d_scaled @ factor
+            else:
+                d_TD = d_x.flatten(0, 1).contiguous()
+                d_TD.addmm_(d_scaled.to(d_TD.dtype), factor.to(d_TD.dtype))
+            if r_T1 is not None:  # of r
+                dot = (y.flatten(0, 1).to(r_T1.dtype) * d_y).sum(-1, keepdim=True)
+                along = (dot * r_T1.square() / x.shape[-1]).to(x.dtype)
+                d_TD.addcmul_(along, x_TD, value=-1)
+            d_x = d_TD.view(x.shape)
+        if ctx.needs_input_grad[1] or ctx.needs_input_grad[2]:
+            outer = _wide_product(d_scaled.t(), x_TD)
+            if ctx.needs_input_grad[2]:
+                d_gamma = (whole * outer).sum(0).to(gamma.dtype)
+            if ctx.needs_input_grad[1]:
+                d_own = outer if gamma is None else outer * gamma
+                if split:
+                    d_own = reduce_scatter_to_sequence_parallel_region(d_own, group=group)
+                else:
+                    d_own = d_own.chunk(group.size())[group.rank()]
+                if ctx.main_grad is None:
+                    d_weight = d_own.to(whole.dtype)
+                else:
+                    ctx.main_grad.add_(d_own)
+        return d_x, d_weight, d_gamma, None, None, None
+
+
+def _wide(x: Tensor) -> torch.dtype:
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+def _wide_product(a: Tensor, b: Tensor) -> Tensor:
+    """``a @ b``, not rounded to 16 bits."""
+    if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.to(_wide(a)) @ b.to(_wide(b))

@@ -32,9 +32,7 @@ def _waits_for_parameters(hook: Callable) -> bool:
 
 def has_hooks(module: nn.Module) -> bool:
     """Whether a call of ``module`` would run any hook, its own or torch's for all modules."""
-    forward = module._forward_pre_hooks or module._forward_hooks
-    backward = module._backward_hooks or module._backward_pre_hooks
-    return bool(forward or backward) or any(_HOOKS_OF_ALL)
+    return bool(module._forward_pre_hooks) or _has_other_hooks(module)
 
 
 def _has_other_hooks(module: nn.Module) -> bool:
@@ -61,10 +59,7 @@ def wait_for_parameters(module: nn.Module) -> None:
 
 @contextmanager
 def parameters_waited_for(module: nn.Module) -> Iterator[None]:
-    """:func:`wait_for_parameters` of all parts of ``module``; inside, a call does not wait again.
-
-    For calls with other tensors in place of the parameters, which these hooks do not know.
-    """
+    """:func:`wait_for_parameters` of all parts of ``module``; calls inside do not wait again."""
     parts = [part for part in module.modules() if part._forward_pre_hooks]
     hooks = [part._forward_pre_hooks for part in parts]
     try:
@@ -81,9 +76,8 @@ def parameters_waited_for(module: nn.Module) -> Iterator[None]:
 def require_plain_conv(conv: nn.Module) -> None:
     """Refuse a ``conv1d`` that is not torch's ``Conv1d`` with stride and dilation 1.
 
-    The mixer reads its weight and bias (parametrised ones too), so the result would lack what an
-    adapter or another forward adds. accelerate's forward, which only moves inputs between devices,
-    is accepted, and so is modelopt's class with its quantizers off.
+    accelerate's forward, which only moves inputs between devices, is accepted, and so is modelopt's
+    class with its quantizers off.
     """
     own = vars(conv)
     plain = type(conv).forward is _CONV_FORWARD and ("forward" not in own or "_hf_hook" in own)

@@ -25,7 +25,6 @@ _PLAIN_FORWARDS = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
 
 
 def _is_plain(module: Any) -> bool:
-    """:func:`is_plain_rms_norm` of a module without hooks."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
         return False
@@ -40,11 +39,7 @@ def _is_plain(module: Any) -> bool:
 
 
 def is_plain_rms_norm(module: Any) -> bool:
-    """Whether ``out_norm`` computes what the kernels compute, so that they may do it instead.
-
-    Other classes, subclasses, parametrised weights and a replaced ``forward`` are called, and so
-    are modules with hooks other than those of :func:`wait_for_parameters`.
-    """
+    """Whether ``out_norm`` computes what the kernels compute, so that they may do it instead."""
     return _is_plain(module) and only_waits_for_parameters(module)
 
 

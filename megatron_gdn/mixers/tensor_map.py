@@ -5,7 +5,8 @@ Everything here is a pure function of tensors: no files, no process groups, no c
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
 from typing import Any
@@ -13,9 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.fp8_weights import dequantised
 from ..ops.layout import Layout
-from .init import take_share
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,23 +30,22 @@ class HFRef:
         return self.shape if self.expert is None else self.shape[1:]
 
 
-def concatenated(pieces: Sequence[Tensor]) -> Tensor:
-    """Join along rows, in the dtype that holds every piece exactly."""
-    dtype = reduce(torch.promote_types, [piece.dtype for piece in pieces])
-    return torch.cat([piece.to(dtype) for piece in pieces])
+def by_group(widths: Sequence[int], groups: int) -> Tensor:
+    """``[R]``: sections of rows end to end, each cut in ``groups``, laid out group by group."""
+    sections = torch.arange(sum(widths), device="cpu").split(list(widths))
+    return torch.cat([rows.view(groups, -1) for rows in sections], 1).flatten()
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorMap:
     """One Megatron tensor, the Hugging Face tensors it is made of, and its split over ranks.
 
-    megatron = join(pieces) + shift        pieces = split(megatron - shift)
+    megatron = cat(pieces)[rows] + shift
     """
 
     names: tuple[str, ...]  # in Megatron: the canonical (Transformer Engine's), then local modules'
-    sources: tuple[HFRef, ...]  # in the order `join` takes them
-    join: Callable[[Sequence[Tensor]], Tensor] | None = None  # None concatenates rows
-    split: Callable[[Tensor], Sequence[Tensor]] | None = None  # None splits by the sources' rows
+    sources: tuple[HFRef, ...]
+    rows: Tensor | None = None  # which of the sources' rows each of Megatron's is; None: in order
     shard_dim: int | None = None  # shared by tensor-parallel ranks; None means every rank has all
     sections: tuple[int, ...] = ()  # along shard_dim, each shared out by itself; empty means one
     shift: float = 0.0  # +1 or -1 where the two sides centre a norm gain differently
@@ -60,10 +58,7 @@ class TensorMap:
         return self.names[0]
 
     def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
-        """Refuse a source of fewer than 16 bits, or one that `fp32` rounds (unless ``may_round``).
-
-        ``where`` names the source and its file.
-        """
+        """Refuse a source of fewer than 16 bits, or that `fp32` rounds (unless ``may_round``)."""
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:
@@ -75,7 +70,12 @@ class TensorMap:
 
     def to_megatron(self, pieces: Sequence[Tensor]) -> Tensor:
         """The full Megatron tensor. Shifted and fp32 tensors come out as fp32."""
-        full = self.join(pieces) if self.join else concatenated(pieces)
+        dtype = reduce(torch.promote_types, [piece.dtype for piece in pieces])  # holds every bit
+        full = torch.cat([piece.to(dtype) for piece in pieces])
+        if self.rows is not None:
+            full = full[self.rows.to(full.device)]
+        if self.fp32:
+            full = full.flatten()  # Kimi Linear's rates are [1, 1, H, 1]
         # In bf16, w - 1 forgets the low bits of every w below one half.
         full = full.float() if self.fp32 or self.shift else full
         return full + self.shift if self.shift else full
@@ -89,22 +89,33 @@ class TensorMap:
         unchanged since the import is exported as its original, bit for bit. Without originals a
         shifted gain cannot come back exactly from bf16.
         """
-        split = self.split or self._split_rows
         unshifted = full.float() - self.shift if self.shift else full
-        pieces = [piece.to(dtype) for piece, dtype in zip(split(unshifted), dtypes, strict=True)]
+        pieces = [x.to(dtype) for x, dtype in zip(self._split(unshifted), dtypes, strict=True)]
         if original is None or [piece.dtype for piece in original] != list(dtypes):
             return pieces
         original = [piece.to(full.device) for piece in original]
         imported = self.to_megatron(original).to(full.dtype)
-        changed = split(bits_of(imported) != bits_of(full))
+        changed = self._split(bits_of(imported) != bits_of(full))
         return [
             torch.where(new, piece, old)
             for new, piece, old in zip(changed, pieces, original, strict=True)
         ]
 
-    def _split_rows(self, full: Tensor) -> Sequence[Tensor]:
-        if len(self.sources) == 1:
+    def exported(
+        self, full: Tensor, dtypes: Mapping[str, torch.dtype], originals: Mapping[str, Tensor]
+    ) -> dict[HFRef, Tensor]:
+        """`to_hf` by the sources' keys; a dtype that is not given is the original's, or its own."""
+        keys = [source.key for source in self.sources]
+        known = [originals[key] for key in keys] if originals.keys() >= set(keys) else None
+        natural = [tensor.dtype for tensor in known or [full] * len(keys)]
+        wanted = [dtypes.get(*pair) for pair in zip(keys, natural, strict=True)]
+        return dict(zip(self.sources, self.to_hf(full, wanted, known), strict=True))
+
+    def _split(self, full: Tensor) -> Sequence[Tensor]:
+        if len(self.sources) == 1 and self.rows is None:
             return (full.reshape(self.sources[0].piece_shape),)
+        if self.rows is not None:
+            full = full[self.rows.argsort().to(full.device)]
         return full.split([source.piece_shape[0] for source in self.sources])
 
     def shards(self, full: Tensor, ranks: int) -> list[Tensor]:
@@ -123,12 +134,13 @@ class TensorMap:
         return [take_share(full, dim, sections, rank, ranks) for rank in range(ranks)]
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The full tensor from the ranks' shards, dequantised if they are stored in FP8."""
+        """The full tensor from the ranks' shards, dequantised, without rows of padding."""
         shards = [dequantised(shard) for shard in shards]
         if (dim := self.shard_dim) is not None:
             local = [size // len(shards) for size in self.sections] or shards[0].shape[dim]
             by_section = zip(*(shard.split(local, dim) for shard in shards), strict=True)
-            return torch.cat([piece for section in by_section for piece in section], dim)
+            full = torch.cat([piece for section in by_section for piece in section], dim)
+            return full[: self.sources[0].shape[0]] if self.pad_rows else full
         for rank, other in enumerate(shards[1:], start=1):
             if not torch.equal(bits_of(other), bits_of(shards[0])):
                 raise ValueError(
@@ -150,6 +162,23 @@ def mapped(
     return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
 
 
+def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int) -> Tensor:
+    """Rank ``rank``'s share of every section of ``whole``'s dimension ``dim``, end to end."""
+    return torch.cat([s.chunk(size, dim)[rank] for s in whole.split(list(sections), dim)], dim)
+
+
+def stored_quantised(tensor: Tensor) -> bool:
+    """Whether Transformer Engine (2.0 and newer) stores this weight quantised."""
+    # Where nobody imported it, no tensor is of its class.
+    engine: Any = sys.modules.get("transformer_engine.pytorch.tensor")
+    return isinstance(tensor, getattr(engine, "QuantizedTensor", ()))
+
+
+def dequantised(tensor: Tensor) -> Tensor:
+    """The values of a weight that is stored quantised; any other tensor itself."""
+    return tensor.dequantize() if stored_quantised(tensor) else tensor
+
+
 def bits_of(tensor: Tensor) -> Tensor:
     """The floats' bits as integers, so that NaN and -0 compare by their bits too."""
     sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -159,11 +188,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 def ranks_from_hf(
     maps: Sequence[TensorMap], hf_state: Mapping[str, Tensor], tp_size: int, what: str
 ) -> list[dict[str, Tensor]]:
-    """Hugging Face tensors to the layer's, one dict for each tensor-parallel rank.
-
-    ``hf_state`` are exactly the tensors that the maps of the parameters name, without prefixes.
-    ``what`` names the layer in errors.
-    """
+    """Exactly the tensors that maps name to one dict per rank; ``what`` names the layer."""
     sources = {source.key: source for entry in maps for source in entry.sources}
     if hf_state.keys() != sources.keys():
         raise ValueError(
@@ -192,20 +217,12 @@ def hf_from_ranks(
     dtypes: Mapping[str, torch.dtype] | None = None,
     originals: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """The inverse of `ranks_from_hf`; ``dtypes`` are by default the tensors' own.
-
-    ``originals`` are the Hugging Face tensors as imported, see `TensorMap.to_hf`.
-    """
-    dtypes, originals = dtypes or {}, originals or {}
+    """The inverse of `ranks_from_hf`; ``dtypes`` and ``originals`` as in `TensorMap.exported`."""
     state: dict[str, Tensor] = {}
     for entry in maps:
         full = entry.unshard([rank[entry.name] for rank in ranks])
-        keys = [source.key for source in entry.sources]
-        known = [originals[key] for key in keys] if all(k in originals for k in keys) else None
-        natural = [piece.dtype for piece in known] if known else [full.dtype] * len(keys)
-        wanted = [dtypes.get(*pair) for pair in zip(keys, natural, strict=True)]
-        pieces = entry.to_hf(full, wanted, known)
-        state.update(zip(keys, pieces, strict=True))
+        pieces = entry.exported(full, dtypes or {}, originals or {})
+        state |= {source.key: piece for source, piece in pieces.items()}
     return state
 
 

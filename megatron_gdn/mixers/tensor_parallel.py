@@ -1,4 +1,8 @@
-"""Tensor parallelism of a mixer's parameters: their marks, summed gradients, its process groups.
+"""Tensor parallelism of a mixer's parameters: first values, marks, summed gradients, groups.
+
+First values do not depend on how many ranks share a parameter: every rank of a group draws the
+whole one from the same seed and keeps its share. (Megatron draws each rank's share from a stream of
+that rank, or, on the CPU, cuts a fused projection without regard to its sections.)
 
 Megatron reads from a parameter's attributes how it is split over ranks, whether its gradient is
 summed over them and in which precision it is held. torch makes new parameters without these
@@ -10,6 +14,7 @@ so a mixer keeps the marks by the parameters' names.
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, Self
@@ -22,6 +27,65 @@ from torch import Tensor, nn
 from ..compat.observe import log_once
 from ..ops.autograd import first_derivative_only
 from .micro_batch import MicroBatches
+from .tensor_map import take_share
+
+
+def device_for(config: Any) -> torch.device:
+    """The device on which a mixer builds its own parameters, for this config and machine."""
+    # Never meta: after ``to_empty`` Megatron resets no module, and Megatron-FSDP would fill the
+    # projections again, after it sharded them.
+    if config.use_cpu_initialization or not torch.cuda.is_available():
+        return torch.device("cpu")
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def first_dt_bias(low: float, high: float, floor: float = 0.0) -> Callable[[Tensor], object]:
+    """Fills a tensor so that its softplus is ``exp U(log low, log high)``, at least ``floor``."""
+
+    def fill(x: Tensor) -> None:
+        dt = x.uniform_(math.log(low), math.log(high)).exp_().clamp_(min=floor)
+        x.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+    return fill
+
+
+InitShare = Callable[[Tensor | None, Callable[[Tensor], object], int, Sequence[int]], None]
+
+
+def init_shares_of(group: Any) -> InitShare:
+    """``init(parameter, method, dim, sections)`` fills this rank's share of a whole parameter.
+
+    ``method`` fills the whole one in place, in fp32, from torch's default generators. ``sections``
+    are its global sizes along ``dim``, each split by itself. None is skipped.
+    """
+
+    @torch.no_grad()
+    def init(
+        parameter: Tensor | None,
+        method: Callable[[Tensor], object],
+        dim: int,
+        sections: Sequence[int],
+    ) -> None:
+        if parameter is None:
+            return
+        # From the CPU's generator, which Megatron keeps alike in the group; not the default device.
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        if parameter.is_meta:
+            return
+        shape = list(parameter.shape)
+        shape[dim] = sum(sections)
+        whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+        on_gpu = [parameter.device] if parameter.is_cuda else []
+        with torch.random.fork_rng(devices=on_gpu):
+            if on_gpu:
+                with torch.cuda.device(parameter.device):
+                    torch.cuda.manual_seed(seed)
+            else:
+                torch.default_generator.manual_seed(seed)
+            method(whole)
+        parameter.copy_(take_share(whole, dim, sections, group.rank(), group.size()))
+
+    return init
 
 
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
@@ -33,8 +97,7 @@ def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
 def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> None:
     """Mark a column-parallel linear whose rows are several sections, each split by itself.
 
-    Megatron's resharding reads ``partition_sizes`` (this rank's). Its Muon orthogonalises sections
-    that are marked as fused Q, K and V are. ``use_muon=False`` gives the weight to Adam (main).
+    Megatron's resharding reads ``partition_sizes``, its Muon the marks of fused Q, K and V.
     """
     sizes, muon_splits = list(sections), muon_reads_sections()
     if not muon_splits:
@@ -73,10 +136,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The same values; the gradient is the sum over ``group`` (None: nothing is summed).
-
-    For a replicated parameter that each tensor-parallel rank uses on its own heads.
-    """
+    """A replicated parameter that each rank of ``group`` uses on its own heads: sums gradients."""
     if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
         return parameter
     return _SumGradient.apply(parameter, group)
@@ -129,8 +189,8 @@ def _is_plain(value: Any) -> bool:
 class MarkedParameters(nn.Module):
     """Mixin for modules: their parameters' marks belong to the names, not to the objects.
 
-    New parameters are marked again when the module is moved or cast, loaded, copied or unpickled,
-    and before any code (such as optimizers) iterates over its modules or parameters.
+    New parameters are marked when the module is moved, cast, loaded, copied or unpickled, and
+    before any code (such as optimizers) iterates over its modules or parameters.
     """
 
     _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  none before remember_marks
@@ -146,7 +206,7 @@ class MarkedParameters(nn.Module):
             marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain(v)}
             self._marks[name] = {**marks, _MARKED: True}
             setattr(parameter, _MARKED, True)
-        self.register_load_state_dict_post_hook(_mark_loaded)
+        self.register_load_state_dict_post_hook(_mark_loaded)  # a copy calls it for the copy
 
     def mark_parameters(self) -> None:
         """Mark the parameters that are new since the last call."""
@@ -185,8 +245,8 @@ def _mark_loaded(module: MarkedParameters, incompatible_keys: object) -> None:
 class FollowsGroups(nn.Module):
     """Mixin of a mixer that follows its ``pg_collection``.
 
-    Tensor-parallel ranks hold shares of the parameters, so they cannot change. All ranks of the old
-    and of the new context-parallel group must change it together, between micro-batches.
+    All ranks of the old and of the new context-parallel group change it together, between
+    micro-batches. Tensor-parallel ranks hold shares of the parameters, so they cannot change.
     """
 
     micro_batches: MicroBatches

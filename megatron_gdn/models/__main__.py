@@ -14,7 +14,7 @@ from ..context_parallel import SequenceLayout
 from ..context_parallel.machines import stretch
 from ..context_parallel.price import Price, price
 from ..gdn.sizes import GDNDims
-from ..mixers.recompute import LEVELS
+from ..mixers.arguments import LEVELS
 from .catalogue import ENTRIES, Model
 from .stack import CHUNK
 

@@ -1,7 +1,7 @@
 """The columns of a mixer's input projection: the one table that everything else is read from.
 
 Tensor-parallel shares, head-exchange shares and their copies, convolution channels, checkpoint
-keys, Hugging Face maps, Muon's matrices and the rows that FP8 leaves out all follow from the
+keys, Hugging Face maps, Muon's matrices and the rows that are never quantised all follow from the
 sections listed here.
 """
 
@@ -51,9 +51,7 @@ class Section(NamedTuple):
     heads: str  # kind of the heads, "key" or "value" in a Gated DeltaNet; contiguous, ascending
     width: int
     conv: bool = False  # whether the columns go through the causal convolution
-    # Whether the columns are gates of the rule. FP8 puts 3.7% of noise on a column, and the
-    # recurrence compounds a decay: an FP8 launch computes gates in the weights' dtype.
-    gates: bool = False
+    gates: bool = False  # of the rule: never computed by a quantised product
 
 
 @dataclass(frozen=True)
@@ -112,28 +110,12 @@ class Layout:
 
     @cached_property
     def main_width(self) -> int:
-        """Columns before the rule's gates: what an FP8 product computes."""
+        """Columns before the rule's gates: what a quantised product computes."""
         pairs = zip(self.sections, self.widths, strict=True)
         return sum(width for section, width in pairs if not section.gates)
 
-    def check_fp8(self, multiple: int) -> None:
-        """Refuse columns that an FP8 product cannot take.
-
-        Raises:
-            ValueError: the columns before the gates, or those of a row for out_proj, are not
-                multiples of ``multiple``.
-        """
-        for of, width in (("in_proj without the gates", self.main_width),
-                          ("the input of out_proj", self.mixed_width)):  # fmt: skip
-            if width % multiple:
-                raise SizeError(
-                    f"FP8 needs multiples of {multiple}, but {of} has {width} columns on a "
-                    f"tensor-parallel rank (remainder {width % multiple}; {self._held}). Use a "
-                    f"smaller tensor_model_parallel_size, or keep this layer out of FP8."
-                )
-
     @property
-    def _held(self) -> str:
+    def held(self) -> str:
         """For messages."""
         return " and ".join(f"{count} {kind} heads" for kind, count in self.counts)
 
@@ -189,7 +171,7 @@ class Layout:
         if ranks < 1 or not self.shares_among(ranks):
             legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]
             raise SizeError(
-                f"context_parallel_size={ranks} cannot share the {self._held} of a tensor-parallel "
+                f"context_parallel_size={ranks} cannot share the {self.held} of a tensor-parallel "
                 f"rank evenly; use one of {', '.join(map(str, legal))}."
             )
         counts = ((kind, max(1, count // ranks)) for kind, count in self.counts)

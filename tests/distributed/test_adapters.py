@@ -7,7 +7,7 @@ from megatron.core.tensor_parallel import ColumnParallelLinear
 from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
-from megatron_gdn.mixers.init import take_share
+from megatron_gdn.mixers.tensor_map import take_share
 from tests.distributed import bridge
 from tests.distributed.bridge import adapted, needs_bridge
 from tests.distributed.mixers import BY_NAME

@@ -8,7 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
-from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
+from megatron_gdn.mixers.attention import TorchSelfAttention
 from tests.distributed import bridge
 from tests.distributed.bridge import eval_cp_context, needs_bridge
 from tests.distributed.layer_laws import build_layer, over_ranks, thd

@@ -15,7 +15,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module, impor
 
 from megatron_gdn import GatedDeltaNet, Mamba2Mixer, specs
 from megatron_gdn.compat import quiet
-from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
+from megatron_gdn.mixers.attention import TorchSelfAttention
 from megatron_gdn.specs import (
     gated_delta_net_spec,
     gpt_block_spec,

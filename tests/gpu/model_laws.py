@@ -12,7 +12,7 @@ from megatron.core.distributed.finalize_model_grads import finalize_model_grads
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.mixers.init import take_share
+from megatron_gdn.mixers.tensor_map import take_share
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
 from tests.distributed.model_laws import global_name

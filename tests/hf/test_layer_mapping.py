@@ -7,13 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megatron_gdn.gdn.hf import (
-    fuse_interleaved,
-    gdn_layer_from_hf,
-    gdn_layer_maps,
-    gdn_layer_to_hf,
-    unfuse_interleaved,
-)
+from megatron_gdn.gdn.hf import gdn_layer_from_hf, gdn_layer_maps, gdn_layer_to_hf
 from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
 from megatron_gdn.mamba2.hf import mamba2_layer_maps
 from megatron_gdn.mamba2.sizes import Mamba2Dims
@@ -187,10 +181,12 @@ sizes = st.integers(1, 5)
 @settings(deadline=None)
 def test_interleaving_is_a_bijection_of_rows(G, R, K, V):
     dims = dims_of(G, R, K, V)
+    maps = gdn_layer_maps("", "", dims, "interleaved")
+    (entry,) = (one for one in maps if one.name == "in_proj.weight")
     in_proj = torch.arange(dims.layout.width)[:, None]
-    qkvz, ba = unfuse_interleaved(in_proj, dims)
+    qkvz, ba = entry.to_hf(in_proj, [in_proj.dtype] * 2)
     assert sorted(torch.cat([qkvz, ba]).flatten().tolist()) == list(range(dims.layout.width))
-    assert torch.equal(fuse_interleaved([qkvz, ba], dims), in_proj)
+    assert torch.equal(entry.to_megatron([qkvz, ba]), in_proj)
 
 
 @given(data=st.data(), ranks=st.integers(1, 4), dim=st.integers(0, 1))

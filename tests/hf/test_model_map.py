@@ -8,7 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gdn.hf import parse_hf_config
-from megatron_gdn.hf.model_map import fuse_gated_qkv, model_maps, unfuse_gated_qkv
+from megatron_gdn.hf.model_map import gated_qkv_rows, model_maps
+from megatron_gdn.mixers.tensor_map import mapped
 
 CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -34,7 +35,7 @@ def test_attention_rows_are_grouped_as_megatron_splits_them():
         (kind, head, row) for head in range(heads) for kind in (0, 1) for row in range(head_dim)
     ]
     k, v = ([(kind, g, row) for g in range(groups) for row in range(head_dim)] for kind in (2, 3))
-    fused = fuse_gated_qkv([torch.tensor(part) for part in (q_gate, k, v)], groups, head_dim)
+    fused = torch.tensor([*q_gate, *k, *v])[gated_qkv_rows(heads, groups, head_dim)]
     expected = [
         (kind, head, row)
         for group in range(groups)
@@ -56,11 +57,15 @@ sizes = st.integers(1, 4)
 @given(groups=sizes, per_group=sizes, head_dim=sizes)
 @settings(deadline=None)
 def test_gated_attention_is_a_bijection_of_rows(groups, per_group, head_dim):
-    rows = groups * (2 * per_group + 2) * head_dim
-    qkv = torch.arange(rows)[:, None]
-    pieces = unfuse_gated_qkv(qkv, groups, head_dim)
-    assert sorted(torch.cat(pieces).flatten().tolist()) == list(range(rows))
-    assert torch.equal(fuse_gated_qkv(pieces, groups, head_dim), qkv)
+    counts = {"q": 2 * groups * per_group * head_dim, "k": groups * head_dim}
+    counts["v"] = counts["k"]
+    sources = {name: (count, 1) for name, count in counts.items()}
+    entry = mapped("qkv", sources, rows=gated_qkv_rows(groups * per_group, groups, head_dim))
+    qkv = torch.arange(sum(counts.values()))[:, None]
+    pieces = entry.to_hf(qkv, [qkv.dtype] * 3)
+    assert [len(piece) for piece in pieces] == [*counts.values()]
+    assert sorted(torch.cat(pieces).flatten().tolist()) == list(range(len(qkv)))
+    assert torch.equal(entry.to_megatron(pieces), qkv)
 
 
 def test_gate_and_up_are_shared_out_separately():

@@ -9,8 +9,7 @@ from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 
 from megatron_gdn import set_documents, static_packed_seq_params
-from megatron_gdn.mixers.attention.attention import TorchAttention
-from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
+from megatron_gdn.mixers.attention import TorchAttention, TorchSelfAttention
 from tests.distributed.layer_laws import thd
 from tests.parallel import alone, make_config
 

@@ -167,7 +167,7 @@ def test_late_weight_gradients_are_refused_where_a_recipe_quantises_in_proj():
 @pytest.mark.parametrize("linear", ["in_proj", "out_proj"])
 def test_a_weight_that_a_recipe_stores_in_fp8_is_refused(monkeypatch, linear):
     shape = getattr(layer_of(), linear).weight.shape
-    monkeypatch.setattr("megatron_gdn.mixers.fp8.stored_in_fp8", lambda w: w.shape == shape)
+    monkeypatch.setattr("megatron_gdn.mixers.fp8.stored_quantised", lambda w: w.shape == shape)
     with pytest.raises(NotImplementedError, match="fp8_param: true.* Set fp8_param to false"):
         layer_of(settings={"fp8": None, "quant_recipe": recipe("*", **FP8_TOO)}, name=NAME)
 

@@ -5,7 +5,7 @@ from megatron.core.models.gpt import GPTModel
 from megatron.core.transformer import transformer_block
 
 from megatron_gdn import GatedDeltaNet
-from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
+from megatron_gdn.mixers.attention import TorchSelfAttention
 from megatron_gdn.specs import gpt_block_spec
 from tests.distributed.gpt_laws import gpt_config
 from tests.parallel import make_config

@@ -12,7 +12,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import local_indices
-from megatron_gdn.mixers.init import take_share
+from megatron_gdn.mixers.tensor_map import take_share
 from tests.distributed.layer_laws import thd
 from tests.parallel import (
     alone,

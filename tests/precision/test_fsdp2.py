@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from megatron_gdn.mixers.fully_sharded import fully_shard as shard_apart
+from megatron_gdn.mixers.precision import fully_shard as shard_apart
 from tests.distributed.layer_laws import layer_with, randomise_
 from tests.distributed.mixers import BY_NAME, GDN
 from tests.distributed.test_loader_layout import launched_with

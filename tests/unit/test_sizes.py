@@ -8,6 +8,7 @@ import pytest
 from megatron_gdn import GDNDims, SequenceLayout
 from megatron_gdn.context_parallel import MambaContextParallel, local_indices
 from megatron_gdn.mamba2.sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
+from megatron_gdn.mixers.fp8 import require_fp8_widths
 from megatron_gdn.ops.delta_rule.base import require_even_groups
 from tests.gdn_mixer import gdn_dims
 
@@ -106,11 +107,11 @@ def test_fp8_alignment_is_checked_on_the_local_width_without_the_gates():
     dims = GDNDims.from_config(QWEN3_NEXT)
     assert dims.shard(8).layout.width % 16 and not dims.shard(8).layout.main_width % 16
     for ranks in (1, 4, 8, 16):
-        dims.shard(ranks).layout.check_fp8(16)
+        require_fp8_widths(dims.shard(ranks).layout, 16)
     with pytest.raises(ValueError, match=r"multiples of 1000, but in_proj .* has 1536 columns"):
-        dims.shard(8).layout.check_fp8(1000)
+        require_fp8_widths(dims.shard(8).layout, 1000)
     with pytest.raises(ValueError, match=r"the input of out_proj has 512 columns .*remainder 512"):
-        dims.shard(8).layout.check_fp8(768)
+        require_fp8_widths(dims.shard(8).layout, 768)
 
 
 SIZES = {"num_heads": 8, "num_groups": 4, "head_dim": 3, "state_dim": 5}
@@ -139,9 +140,9 @@ def test_sizes_that_do_not_fit_are_refused():
         dims(head_dim=None)
     with pytest.raises(ValueError, match="size=8 cannot split 4 groups of 8 .* use one of 1, 2, 4"):
         dims().shard(8)
-    dims().layout.check_fp8(8)  # 24 + 24 + 20 + 20 = 88 columns before dt
+    require_fp8_widths(dims().layout, 8)  # 24 + 24 + 20 + 20 = 88 columns before dt
     with pytest.raises(ValueError, match="multiples of 16, but in_proj .* 88 columns"):
-        dims().layout.check_fp8(16)
+        require_fp8_widths(dims().layout, 16)
 
 
 def test_arguments_that_would_be_ignored_are_refused():
@@ -184,8 +185,8 @@ REFUSED = {
     "likewise of an op": lambda: require_even_groups(3, 8),
     "tensor parallel": lambda: gdn().shard(3),
     "context parallel": lambda: gdn().layout.share(3),
-    "FP8": lambda: gdn().layout.check_fp8(24),
-    "FP8 of Mamba2": lambda: mamba().layout.check_fp8(32),
+    "FP8": lambda: require_fp8_widths(gdn().layout, 24),
+    "FP8 of Mamba2": lambda: require_fp8_widths(mamba().layout, 32),
     "heads per group": lambda: mamba(heads=7),
     "groups per rank": lambda: mamba().shard(3),
     "lengths in zigzag": lambda: local_indices([10], 2, 0, SequenceLayout.ZIGZAG),

@@ -11,26 +11,29 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from megatron.core import tensor_parallel
+from megatron.core.inference.contexts import BaseInferenceContext
+from megatron.core.models.common.embeddings.rope_utils import apply_rotary_pos_emb
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.attention import SelfAttention
 from megatron.core.transformer.dot_product_attention import DotProductAttention
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ...context_parallel.layouts import SequenceLayout, positions, rank_order_of_sequence
-from ...ops.documents import Documents
-from ...ops.static_documents import StaticDocuments
-from ...ops.trees import TreeDocuments
-from ..arguments import require_causal
-from ..loader_layout import AUTO, FollowsLoader, LoaderLayout
-from ..packing import context_parallel_group_of, resolve_packed_seq_params
+from ..context_parallel.gathered import Span, gather_in_order, spans_of
+from ..context_parallel.layouts import SequenceLayout, positions
+from ..ops.documents import Documents
+from ..ops.static_documents import StaticDocuments
+from ..ops.trees import TreeDocuments
+from .arguments import require_causal
+from .loader_layout import AUTO, FollowsLoader, LoaderLayout
+from .packing import context_parallel_group_of, resolve_packed_seq_params
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -45,12 +48,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     and values of all ranks and attends with its own queries, document by document. So the number of
     heads does not limit the number of ranks.
 
-    Constructor arguments are those of DotProductAttention, and ``cp_layout``: how sequences were
-    cut for context parallelism, as in `GatedDeltaNet`.
-
-    Raises:
-        NotImplementedError: context parallelism with a window, a softmax other than ``"vanilla"``,
-            or attention that is not causal self-attention.
+    Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in `GatedDeltaNet`.
     """
 
     def __init__(
@@ -91,17 +89,6 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         finally:
             self._whole = False
 
-    @contextmanager
-    def _config_of_one_rank(self) -> Iterator[None]:
-        """Inside, Megatron's forward gathers no keys: that of its dev branch does by the config."""
-        config = self.config
-        if config.context_parallel_size > 1:
-            self.config = _of_one_rank(config)
-        try:
-            yield
-        finally:
-            self.config = config
-
     def forward(
         self,
         query: Tensor,
@@ -112,23 +99,10 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend with this rank's queries to the keys of all ranks.
+        """Attend with this rank's queries to the keys of all ranks: ``[s, B, H * D]``.
 
-        Args:
-            query: ``[s, B, H, D]``, or ``[s, H, D]`` when packed.
-            key, value: likewise with G heads; in generation of all tokens so far, of which the
-                queries are the last.
-            attention_mask: None or causal; any that DotProductAttention takes, where that runs.
-            packed_seq_params: global boundaries of packed documents (``qkv_format="thd"``), and the
-                context-parallel group of this micro-batch if it has its own.
-
-        Returns:
-            ``[s, B, H * D]``, or ``[s, H * D]`` when packed, in the dtype of ``query``.
-
-        Raises:
-            ValueError: boundaries or lengths that do not fit.
-            NotImplementedError: packed documents with a setting that context parallelism refuses;
-                an attention bias; a mask that is not causal.
+        ``query`` is ``[s, B, H, D]``, keys and values have G heads; in generation they are of all
+        tokens so far, of which the queries are the last. Packed rows may come without B.
         """
         group = None if self._whole else self.cp_group
         micro_batch = MicroBatchShare.of(
@@ -137,12 +111,16 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         if micro_batch.documents is None and micro_batch.size == 1:
             if self.config.batch_invariant_mode and attention_mask is None:
                 return self._query_by_query(query, key, value)
-            if attention_mask is None and 1 < query.shape[0] < key.shape[0]:
-                attention_mask = _future_of_last(query.shape[0], key.shape[0], query.device)
-            with self._config_of_one_rank():
-                return super().forward(
-                    query, key, value, attention_mask, attn_mask_type, attention_bias
-                )
+            queries, keys = query.shape[0], key.shape[0]
+            if attention_mask is None and 1 < queries < keys:
+                place = torch.arange(keys, device=query.device)
+                attention_mask = (place > place[keys - queries :, None])[None, None]
+            given = query, key, value, attention_mask, attn_mask_type, attention_bias
+            config, self.config = self.config, _of_one_rank(self.config)
+            try:  # Megatron's dev branch gathers keys by the config
+                return super().forward(*given)
+            finally:
+                self.config = config
         packed = micro_batch.documents is not None
         self._require_plain("packed documents" if packed else "context parallelism", attn_mask_type)
         if attention_bias is not None:
@@ -230,27 +208,10 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 )
 
 
-def _future_of_last(queries: int, keys: int, device: torch.device) -> Tensor:
-    """bool ``[1, 1, queries, keys]``: True where a key comes after one of the last queries."""
-    position = torch.arange(keys - queries, keys, device=device)
-    return (torch.arange(keys, device=device) > position[:, None])[None, None]
-
-
 def _of_one_rank(config: TransformerConfig) -> TransformerConfig:
-    alone = copy.copy(config)
+    alone = config if config.context_parallel_size == 1 else copy.copy(config)
     alone.context_parallel_size = 1
     return alone
-
-
-class Span(NamedTuple):
-    """The rows ``first:last`` of this rank, which are of one document, and the keys they see."""
-
-    first: int
-    last: int
-    start: int  # of the document's keys in sequence order
-    end: int  # of those that any row sees
-    position: Tensor | None  # int64, of each row, from start; None: the rows are start:end in order
-    before: tuple[slice, ...] = ()  # keys of documents that this one continues; all rows see them
 
 
 class MicroBatchShare(NamedTuple):
@@ -258,6 +219,8 @@ class MicroBatchShare(NamedTuple):
 
     documents: Documents | None
     group: Any
+    size: int  # of the group
+    rank: int
     layout: SequenceLayout
     lengths: tuple[int, ...]
 
@@ -273,25 +236,17 @@ class MicroBatchShare(NamedTuple):
         """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``.
 
         ``layout_of`` gives how several ranks' micro-batch was cut; called with None if not packed.
-        Boundaries in fixed buffers are read by the host, which a capture refuses (RuntimeError).
         """
         group = context_parallel_group_of(packed, group)
-        total = tokens * (1 if group is None else group.size())
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        total = tokens * size
         documents = resolve_packed_seq_params(packed, total, device)
         if isinstance(documents, StaticDocuments):
-            documents = documents.on_host()
+            documents = documents.on_host()  # a capture refuses that
         layout = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order
         if total != tokens:
             layout = layout_of(None if documents is None else packed)
-        return cls(documents, group, layout, Documents.lengths_of(documents, total))
-
-    @property
-    def size(self) -> int:
-        return 1 if self.group is None else self.group.size()
-
-    @property
-    def rank(self) -> int:
-        return 0 if self.group is None else self.group.rank()
+        return cls(documents, group, size, rank, layout, Documents.lengths_of(documents, total))
 
     @property
     def positions(self) -> Tensor:
@@ -301,7 +256,7 @@ class MicroBatchShare(NamedTuple):
     @property
     def spans(self) -> tuple[Span, ...]:
         """This rank's rows by document, in order; empty documents are left out."""
-        spans = _spans(self.lengths, self.size, self.rank, self.layout)
+        spans = spans_of(self.lengths, self.size, self.rank, self.layout)
         if not isinstance(self.documents, TreeDocuments):
             return spans
         return tuple(x._replace(before=self.documents.tokens_before(x.start)) for x in spans)
@@ -311,30 +266,133 @@ class MicroBatchShare(NamedTuple):
         return gather_in_order(x, self.group, self.lengths, self.layout)
 
 
-def gather_in_order(
-    x: Tensor, group: Any, lengths: tuple[int, ...], layout: SequenceLayout
-) -> Tensor:
-    """``[s, ...] -> [S, ...]``: the rows of all ranks, cut by ``layout``, in sequence order."""
-    if group is None or group.size() == 1:
-        return x
-    rank_order = tensor_parallel.gather_from_sequence_parallel_region(x.contiguous(), group=group)
-    place = rank_order_of_sequence(lengths, group.size(), layout)
-    return rank_order.index_select(0, place.to(x.device, non_blocking=True))
+class TorchSelfAttention(FollowsLoader, SelfAttention):
+    """``SelfAttention`` that rotates queries and keys by the positions this rank holds.
+
+    Megatron's always rotates for the zigzag layout and for the model's own context-parallel group.
+    Where that is wrong, this class rotates itself; elsewhere it runs Megatron's code. Constructor
+    arguments are those of SelfAttention, and ``cp_layout`` as in `GatedDeltaNet`.
+    """
+
+    core_attention: Any
+
+    def __init__(self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.loader_layout = LoaderLayout(cp_layout, self.config)
+        self._rotations: tuple[Tensor, ...] | None = None  # during a forward
+
+    def forward(
+        self,
+        hidden_states: Tensor,
+        attention_mask: Any,  # a Tensor or None; Megatron's annotation differs
+        *,
+        inference_context: BaseInferenceContext | None = None,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None = None,
+        packed_seq_params: PackedSeqParams | None = None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        kwargs.update(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
+        if inference_context is not None:
+            kwargs["inference_context"] = inference_context
+            return self._generate(hidden_states, rotary_pos_emb, **kwargs)
+        self._require_one_group()
+        skips: Any = self.config.no_rope_freq  # by layer
+        if rotary_pos_emb is not None and not (skips and skips[self.layer_number - 1]):
+            rank_tokens = hidden_states.shape[0]
+            if self.config.sequence_parallel:
+                rank_tokens *= self.pg_collection.tp.size()
+            how = self.pg_collection.cp, self.loader_layout.of, rank_tokens, hidden_states.device
+            share = MicroBatchShare.of(packed_seq_params, *how)
+            if not self._megatron_rotates_right(share):
+                pair = _pair(rotary_pos_emb)
+                self._rotations = tuple(self._of_local_tokens(angles, share) for angles in pair)
+                rotary_pos_emb = None
+        try:
+            return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        finally:
+            self._rotations = None
+
+    def _generate(
+        self,
+        hidden_states: Tensor,
+        rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
+        **kwargs: Any,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Megatron's forward, with keys and values in the context; every rank has all tokens."""
+        if self.pg_collection.cp.size() == 1:
+            return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        if not getattr(kwargs["inference_context"], "whole_on_every_rank", False):
+            raise NotImplementedError(
+                f"this layer was built with context_parallel_size={self.pg_collection.cp.size()}, "
+                f"and generation runs on whole sequences; take the context from "
+                f"megatron_gdn.inference.generate.static_context."
+            )
+        if rotary_pos_emb is not None:
+            q, k = (_of_all_ranks(x, self.pg_collection.cp) for x in _pair(rotary_pos_emb))
+            rotary_pos_emb = q, k
+        with self.core_attention.on_whole_sequences():
+            return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple:
+        tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
+        if self._rotations is None:
+            return tensors
+        how = {"mscale": self._yarn_concentration_factor, "cp_group": self.pg_collection.cp}
+        rotated = [
+            apply_rotary_pos_emb(x, angles, config=self.config, **how)
+            for x, angles in zip(tensors[:2], self._rotations, strict=True)
+        ]
+        return (*rotated, *tensors[2:])
+
+    def _require_one_group(self) -> None:
+        mine, core = self.pg_collection.cp, self.core_attention
+        if isinstance(core, TorchAttention) and core.cp_group is not mine:
+            raise ValueError(
+                f"core_attention.cp_group has {core.cp_group.size()} ranks and this layer's "
+                f"pg_collection.cp is another group, of {mine.size()}: queries would be rotated "
+                f"for one and attend over the other. Set both to one group."
+            )
+
+    def _megatron_rotates_right(self, share: MicroBatchShare) -> bool:
+        own_group = self.pg_collection.cp
+        if isinstance(share.documents, TreeDocuments):
+            return False
+        if self.config.rotary_interleaved and 0 in share.lengths:  # Megatron's reshape raises
+            return False
+        same_group = share.group is own_group or share.size == own_group.size() == 1
+        return same_group and (share.size == 1 or share.layout is SequenceLayout.ZIGZAG)
+
+    def _of_local_tokens(self, angles: Tensor, share: MicroBatchShare) -> Tensor:
+        """The angles of this rank's tokens, ``[s, 1, 1, D]``, from those that the model passes.
+
+        These are of positions ``0 .. max_seqlen - 1`` when packed, else of the positions that this
+        rank would hold in zigzag.
+        """
+        positions = share.positions.to(angles.device)
+        if share.documents is not None:
+            if isinstance(share.documents, TreeDocuments):  # the model cut them, as if not packed
+                angles = _of_all_ranks(angles, share.group)
+            longest = share.documents.longest_sequence
+            if longest > angles.shape[0]:
+                raise ValueError(
+                    f"packed_seq_params.max_seqlen_q and max_seqlen_kv give {angles.shape[0]} "
+                    f"rotary positions, but the longest document's slot, with what it continues, "
+                    f"has {longest} tokens; set both to at least {longest}."
+                )
+            return angles[share.documents.position_in_sequence_T[positions]]
+        if share.group is not self.pg_collection.cp:
+            raise NotImplementedError(
+                "rotary positions of a batch that is not packed cannot follow a context-parallel "
+                "group of the micro-batch's own; pack the sequences (qkv_format='thd')."
+            )
+        return _of_all_ranks(angles, share.group)[positions]
 
 
-@lru_cache(maxsize=16)
-def _spans(
-    lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout
-) -> tuple[Span, ...]:
-    # In every layout a rank holds its tokens in sequence order, so a document's are neighbours.
-    held = positions(lengths, size, layout)[rank]
-    offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
-    cuts = torch.searchsorted(held, offsets).tolist()
-    spans = []
-    for start, first, last in zip(offsets.tolist(), cuts, cuts[1:], strict=False):
-        if first < last:
-            position = held[first:last] - start
-            seen = int(position[-1]) + 1
-            whole = seen == last - first
-            spans.append(Span(first, last, start, start + seen, None if whole else position))
-    return tuple(spans)
+def _of_all_ranks(angles: Tensor, group: Any) -> Tensor:
+    """The angles of all positions, from the zigzag share that the model cut for this rank."""
+    total = angles.shape[0] * (1 if group is None else group.size())
+    return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
+
+
+def _pair(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    return angles if isinstance(angles, tuple) else (angles, angles)
