@@ -1,0 +1,70 @@
+"""Causal attention over context-parallel ranks: keys of all, queries of each, by document.
+
+Legend: S tokens of the whole sequence, s this rank's share of them.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .layouts import SequenceLayout, positions, rank_order_of_sequence
+
+
+class Span(NamedTuple):
+    """The rows ``first:last`` of this rank, which are of one document, and the keys they see."""
+
+    first: int
+    last: int
+    start: int  # of the document's keys in sequence order
+    end: int  # of those that any row sees
+    position: Tensor | None  # int64, of each row, from start; None: the rows are start:end in order
+    before: tuple[slice, ...] = ()  # keys of documents that this one continues; all rows see them
+
+
+@lru_cache(maxsize=16)
+def spans_of(
+    lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout
+) -> tuple[Span, ...]:
+    """A rank's rows by document, in order; empty documents are left out."""
+    # In every layout a rank holds its tokens in sequence order, so a document's are neighbours.
+    held = positions(lengths, size, layout)[rank]
+    offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
+    cuts = torch.searchsorted(held, offsets).tolist()
+    spans = []
+    for start, first, last in zip(offsets.tolist(), cuts, cuts[1:], strict=False):
+        if first < last:
+            position = held[first:last] - start
+            seen = int(position[-1]) + 1
+            whole = seen == last - first
+            spans.append(Span(first, last, start, start + seen, None if whole else position))
+    return tuple(spans)
+
+
+def gather_in_order(
+    x: Tensor, group: Any, lengths: tuple[int, ...], layout: SequenceLayout
+) -> Tensor:
+    """``[s, ...] -> [S, ...]``: all ranks' rows in sequence order; their gradients are summed."""
+    if group is None or group.size() == 1:
+        return x
+    place = rank_order_of_sequence(lengths, group.size(), layout)
+    return _Gather.apply(x, group).index_select(0, place.to(x.device, non_blocking=True))
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        out = x.new_empty(len(x) * group.size(), *x.shape[1:])
+        dist.all_gather_into_tensor(out, x.contiguous(), group=group)
+        return out
+
+    @staticmethod
+    def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
+        out = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
+        dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
+        return out, None
