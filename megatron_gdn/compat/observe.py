@@ -1,12 +1,14 @@
-"""What the layer reports: NVTX ranges, and one log line per fact."""
+"""What the layer reports: NVTX ranges, and one log line per fact. Megatron is not imported here."""
 
 import logging
+import os
+import sys
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
+from typing import Any
 
-from megatron.core import utils
-from megatron.core.utils import log_single_rank, nvtx_range_pop, nvtx_range_push
+import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
@@ -15,19 +17,30 @@ _NOTHING = nullcontext()
 
 def span(mixer: object, name: str) -> AbstractContextManager[None]:
     """An NVTX range ``<class of mixer>.<name>``, where Megatron's profiling is switched on."""
-    if not getattr(utils, "_nvtx_enabled", True):
+    utils = sys.modules.get("megatron.core.utils")
+    if utils is None or not getattr(utils, "_nvtx_enabled", True):
         return _NOTHING
-    return _range(f"{type(mixer).__name__}.{name}")
+    return _range(utils, f"{type(mixer).__name__}.{name}")
 
 
 @contextmanager
-def _range(message: str) -> Iterator[None]:
+def _range(utils: Any, message: str) -> Iterator[None]:
     """Closed also when the body raises: an open range would make Megatron's later ones fail."""
-    nvtx_range_push(msg=message)
+    utils.nvtx_range_push(msg=message)
     try:
         yield
     finally:
-        nvtx_range_pop(msg=message)
+        utils.nvtx_range_pop(msg=message)
+
+
+def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
+    """Log on rank 0, as torch.distributed, torchrun or Slurm number the processes."""
+    if dist.is_initialized():
+        rank = dist.get_rank()
+    else:
+        rank = int(os.environ.get("RANK") or os.environ.get("SLURM_PROCID") or 0)
+    if rank == 0:
+        logger.log(level, message)
 
 
 @cache

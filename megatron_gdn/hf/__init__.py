@@ -19,16 +19,20 @@ _NAMES = {
     "..kda.hf": ("kda_layer_from_hf", "kda_layer_to_hf"),
     "..mamba2.hf": ("mamba2_layer_from_hf", "mamba2_layer_to_hf"),
     ".build": ("build_model", "megatron_flags", "transformer_config"),
-    ".drop_in.collator": (
+    ".drop_in": (
+        "CPAwareGatedDeltaNet",
         "ContextParallelTrainerMixin",
         "PackingCollator",
+        "PackingLeak",
+        "assert_no_packing_leak",
         "context_parallel_share",
+        "gates_in_fp32",
+        "packing_leaks",
+        "packing_reach",
+        "patch",
+        "plain_functions_on_cpu",
+        "shard_gates",
     ),
-    ".drop_in.families": ("plain_functions_on_cpu",),
-    ".drop_in.gates": ("gates_in_fp32", "shard_gates"),
-    ".drop_in.layer": ("CPAwareGatedDeltaNet",),
-    ".drop_in.leaks": ("PackingLeak", "assert_no_packing_leak", "packing_leaks", "packing_reach"),
-    ".drop_in.patching": ("patch",),
     ".folders": ("Difference", "compare_folders", "export_folder", "import_folder"),
     ".megatron_model": ("load_hf_weights", "megatron_state", "save_hf_weights"),
     ".model_config": ("HFModelConfig", "parse_hf_config", "read_hf_config"),
@@ -40,7 +44,7 @@ __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use: `state_dict_adapter` needs torch alone, the drop-in Megatron."""
+    """Import a name on first use: `state_dict_adapter` and the drop-in import no Megatron."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name], __name__), name)

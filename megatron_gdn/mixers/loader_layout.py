@@ -21,13 +21,12 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megatron.core.transformer.transformer_config import TransformerConfig
-
 from ..compat.observe import log_once
 from ..context_parallel.layouts import SequenceLayout
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 AUTO = "auto"
 _LEGAL = (AUTO, *SequenceLayout)

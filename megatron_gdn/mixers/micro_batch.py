@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..compat.observe import log_once
@@ -39,6 +38,7 @@ from .packing import context_parallel_group_of, resolve_packed_seq_params
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MOST_GROUPS = 16  # kept at a time
 _MOST_MICRO_BATCHES = 32  # likewise; each holds its tables on the device

@@ -1,31 +1,85 @@
-"""The documents and padding of one forward, for every linear-attention layer of a model.
+"""One forward's batch: where its documents, its padding and each rank's tokens lie.
 
-The text model's forward resolves them once, so all layers, and their recomputation in the backward,
-see the same boundaries.
+The text model's forward resolves it once, so all layers, and their recomputation in the backward,
+see the same boundaries. DualChunkSwap (zigzag) and contiguous shares of context-parallel ranks run
+where they lie; for any other dense ``seq_index`` ranks exchange hidden rows for contiguous shares.
 
-Legend: B batch, S tokens of a row (this rank's, with context parallelism), T tokens that are not
-padding, H hidden size.
+Legend: B batch, S tokens of the whole sequence, s this rank's share (S on one rank), T tokens that
+are not padding, H hidden size.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from itertools import pairwise
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-from megatron.core.packed_seq_params import PackedSeqParams
+import torch.distributed as dist
 from torch import Tensor
 
-from ...context_parallel import SequenceLayout
-from ...mixers.padding import Take, TakeRows, read_mask
+from ...context_parallel import SequenceLayout, inverse
+from ...context_parallel.layouts import positions as positions_of
+from ...mixers.padding import Take, TakeRows, cu_seqlens, read_mask
 from ...ops.documents import Documents
 from ...ops.host_tables import to_device
-from .place import RowExchange, group_of, in_order, place_of, positions_of, require_agreement
-from .sources import Sources, document_ids
+from .sources import Ranks, Sources, document_ids, starts_of
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
+    from torch.distributed.device_mesh import DeviceMesh
+
+_NATIVE = (SequenceLayout.ZIGZAG_BUFFER, SequenceLayout.CONTIGUOUS)
+
+
+def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
+    """The process group of a one-dimensional device mesh; None for none or for one rank."""
+    if mesh is None or mesh.size() == 1:
+        return None
+    if mesh.ndim != 1:
+        raise ValueError(
+            f"cp_mesh has the dimensions {mesh.mesh_dim_names or mesh.ndim}; context parallelism "
+            f"runs over one. Pass that one: mesh['cp']."
+        )
+    return mesh.get_group()
+
+
+class RowExchange(NamedTuple):
+    """One way of a permutation of rows over ranks, as :class:`TakeRows` takes it."""
+
+    group: ProcessGroup
+    sent: Tensor  # int64 [s]: the local rows in the order in which they are sent
+    placed: Tensor  # int64 [s]: for each row of the result its index among those received
+    sends: list[int]  # rows for each rank
+    receives: list[int]
+
+    def of(self, x_BsH: Tensor) -> Tensor:
+        rows = x_BsH.transpose(0, 1).index_select(0, self.sent)
+        out = torch.empty_like(rows)
+        dist.all_to_all_single(out, rows, self.receives, self.sends, group=self.group)
+        return out.index_select(0, self.placed).transpose(0, 1).contiguous()
+
+
+def row_exchange(
+    positions: Tensor, group: ProcessGroup, device: torch.device
+) -> tuple[RowExchange, RowExchange]:
+    """To contiguous shares and back, for positions int64 ``[cp, s]`` on the host.
+
+    A row goes to the rank ``position // s``, which puts it at ``position % s``.
+    """
+    (size, tokens), rank = positions.shape, group.rank()
+    sent, owner = positions[rank].argsort(), positions // tokens
+    sends = owner[rank].bincount(minlength=size).tolist()
+    receives = (owner == rank).sum(-1).tolist()
+    # Every rank sends its rows in the order of their positions, so they arrive sorted by rank.
+    arriving = torch.cat([mine[mine // tokens == rank].sort().values for mine in positions])
+    placed = arriving.argsort()
+    tables = (to_device(x, device) for x in (sent, placed, inverse(placed), inverse(sent)))
+    sent, placed, back_sent, back_placed = tables
+    there = RowExchange(group, sent, placed, sends, receives)
+    return there, RowExchange(group, back_sent, back_placed, receives, sends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -34,15 +88,15 @@ class ModelBatch:
 
     ``packed`` are the documents' boundaries over all ranks, ``ids`` int64 ``[B, S]`` on the host
     those of all ranks' tokens in sequence order, 0 at padding; both None when every row is one
-    sequence. ``keep``, bool ``[B, S]``, is False at padding, where the output is exactly zero.
+    sequence. ``keep``, bool ``[B, s]``, is False at padding, where the output is exactly zero.
     """
 
-    packed: PackedSeqParams | None = None
+    packed: Any = None
     ids: Tensor | None = None
     keep: Tensor | None = None
-    group: ProcessGroup | None = None  # of context-parallel ranks
+    group: Any = None  # of context-parallel ranks
     layout: SequenceLayout = SequenceLayout.CONTIGUOUS  # of the rows that the mixer is given
-    own: Tensor | None = None  # int64 [S] on the host: positions of this rank's tokens
+    own: Tensor | None = None  # int64 [s] on the host: positions of this rank's tokens
     # To the mixer's rows and back, where some are dropped or lie on other ranks.
     moves: tuple[Take, Take] | tuple[RowExchange, RowExchange] | None = None
 
@@ -51,16 +105,36 @@ class ModelBatch:
         """Whether transformers computes the same: whole sequences on one rank."""
         return self.packed is None and self.group is None
 
-    def enter(self, x_BSH: Tensor) -> Tensor:
-        """Hidden states to rows for the mixer: ``[1, T, H]`` when packed, else ``[B, S, H]``."""
-        if self.packed is not None and self.group is None:
-            return self.move(x_BSH.flatten(0, 1)).unsqueeze(0)
-        return self.move(self._blank(x_BSH))
+    @property
+    def lengths(self) -> tuple[int, ...]:
+        """Of the documents over all ranks; of the one sequence in every row, if not packed."""
+        if self.packed is not None:
+            return tuple(self.packed.cu_seqlens_q.diff().tolist())
+        assert self.own is not None
+        return (len(self.own) * self.group.size(),)
 
-    def leave(self, y: Tensor, like_BSH: Tensor) -> Tensor:
+    @property
+    def positions(self) -> Tensor:
+        """int64 ``[B or 1, s]`` on the host: positions in each document, 0 at padding."""
+        ids, own = self.ids, self.own
+        if ids is None or self.packed is None:
+            assert own is not None
+            return own[None]
+        column = torch.arange(ids.shape[1], device="cpu").expand_as(ids)
+        start = column.masked_fill(~starts_of(ids), 0).cummax(-1).values
+        found = (column - start).masked_fill(ids == 0, 0)
+        return found if own is None else found[:, own]
+
+    def enter(self, x_BsH: Tensor) -> Tensor:
+        """Hidden states to rows for the mixer: ``[1, T, H]`` when packed, else ``[B, s, H]``."""
+        if self.packed is not None and self.group is None:
+            return self.move(x_BsH.flatten(0, 1)).unsqueeze(0)
+        return self.move(self._blank(x_BsH))
+
+    def leave(self, y: Tensor, like_BsH: Tensor) -> Tensor:
         """The inverse of :meth:`enter`; padding is exactly zero."""
         if self.packed is not None and self.group is None:
-            return self.move_back(y.squeeze(0)).unflatten(0, like_BSH.shape[:2])
+            return self.move_back(y.squeeze(0)).unflatten(0, like_BsH.shape[:2])
         return self._blank(self.move_back(y))
 
     def move(self, x: Tensor) -> Tensor:
@@ -69,31 +143,47 @@ class ModelBatch:
     def move_back(self, y: Tensor) -> Tensor:
         return y if self.moves is None else TakeRows.apply(y, *reversed(self.moves))
 
-    def _blank(self, x_BSH: Tensor) -> Tensor:
+    def _blank(self, x_BsH: Tensor) -> Tensor:
         """Set padding to zero; its gradient is zero too."""
-        return x_BSH if self.keep is None else x_BSH.masked_fill(~self.keep[..., None], 0)
+        return x_BsH if self.keep is None else x_BsH.masked_fill(~self.keep[..., None], 0)
 
 
 def resolve_call(
-    options: Any, sources: Sources, x_BSH: Tensor, seq_index: Tensor | None, cache: Any = None
+    options: Any, sources: Sources, x_BsH: Tensor, cache: Any = None
 ) -> ModelBatch | None:
     """Resolve one forward; None if it continues from a cache, by transformers' own forward.
 
-    ``x_BSH`` may be token ids ``[B, S]``. With context parallelism masks, ids and positions are of
+    ``x_BsH`` may be token ids ``[B, s]``. With context parallelism masks, ids and positions are of
     this rank's tokens (all ranks are given the same kinds of them), offsets of the whole buffer.
     """
-    (rows, tokens), device, group = x_BSH.shape[:2], x_BSH.device, group_of(options.cp_mesh)
+    (rows, tokens), device, group = x_BsH.shape[:2], x_BsH.device, group_of(options.cp_mesh)
     if group is not None:
         layout = SequenceLayout.parse(options.cp_layout)
-        return _resolve_shared(sources, x_BSH, seq_index, group, layout)
+        return _resolve_shared(sources, Ranks(group, device, rows, tokens), layout)
+    index = sources.seq_index
     if cache is not None and cache.get_seq_length() > 0:
-        _refuse_documents_after_cache(sources, seq_index)
+        told = {
+            "_packed_seq_ids": sources.packed_seq_ids,
+            "cu_seqlens or cu_seq_lens_q": sources.cu_seqlens,
+            "indices": sources.indices,
+            "seq_index": index,
+        }
+        if given := [name for name, x in told.items() if x is not None]:
+            raise ValueError(
+                f"{', '.join(given)} with a batch that goes on from a cache: it holds one sequence "
+                f"per row, in order. Leave it out, or pass no past_key_values."
+            )
         return None
-    if seq_index is not None and not _is_straight(seq_index, tokens):
-        raise ValueError(
-            f"seq_index of shape {tuple(seq_index.shape)} without context-parallel ranks: one "
-            f"rank holds the whole sequence, whose {tokens} tokens must be in order."
-        )
+    if index is not None:
+        straight = index.dim() in (1, 2) and index.shape[-1] == tokens
+        if straight:
+            column = torch.arange(tokens, device="cpu")
+            straight = bool((index.detach().to("cpu", torch.int64) == column).all())
+        if not straight:
+            raise ValueError(
+                f"seq_index of shape {tuple(index.shape)} without context-parallel ranks: one "
+                f"rank holds the whole sequence, whose {tokens} tokens must be in order."
+            )
     ids = document_ids(sources, rows, tokens)
     if ids is None:
         return ModelBatch()
@@ -107,26 +197,35 @@ def resolve_call(
     return ModelBatch(_packed(lengths), ids, keep, moves=moves)
 
 
-def _resolve_shared(
-    sources: Sources,
-    x_BSH: Tensor,
-    seq_index: Tensor | None,
-    group: ProcessGroup,
-    layout: SequenceLayout,
-) -> ModelBatch:
-    (rows, tokens), device = x_BSH.shape[:2], x_BSH.device
-    mask, offsets = sources.attention_mask, sources.cu_seqlens
+def _packed(lengths: tuple[int, ...]) -> SimpleNamespace:
+    """Boundaries as the mixer reads them of Megatron's PackedSeqParams, which is not needed.
+
+    They lie on the host: no layer has to wait for a device.
+    """
+    offsets = cu_seqlens(lengths or (0,), "cpu")
+    return SimpleNamespace(
+        qkv_format="thd",
+        cu_seqlens_q=offsets,
+        cu_seqlens_kv=offsets,
+        cu_seqlens_q_padded=None,
+        cu_seqlens_kv_padded=None,
+        cp_group=None,
+        local_cp_size=None,
+    )
+
+
+def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> ModelBatch:
+    mask, offsets, indices = sources.attention_mask, sources.cu_seqlens, sources.indices
     if offsets is not None:
         offsets = torch.as_tensor(offsets, device="cpu").detach().long()
         sources = sources._replace(cu_seqlens=offsets)
-    require_agreement(sources, x_BSH.shape, seq_index, group, device)
-    by_document = offsets is not None
-    layout, positions, moves = place_of(group, layout, tokens, device, seq_index, by_document)
-    if sources.indices is not None:
+    ranks.require_agreement(sources)
+    layout, positions, moves = _place_of(sources, ranks, layout)
+    if indices is not None:
         raise ValueError(
-            f"indices of {sources.indices.numel()} tokens with context parallelism: offsets count "
-            f"the tokens of the whole buffer, padding included. Give this rank's ids of documents "
-            f"as attention_mask instead, 0 at padding."
+            f"indices of {indices.numel()} tokens with context parallelism: offsets count the "
+            f"tokens of the whole buffer, padding included. Give this rank's ids of documents as "
+            f"attention_mask instead, 0 at padding."
         )
     if mask is not None and mask.dim() != 2:
         raise ValueError(
@@ -134,75 +233,69 @@ def _resolve_shared(
             f"other context-parallel ranks; name the documents by cu_seq_lens_q (of the whole "
             f"buffer) or by this rank's _packed_seq_ids."
         )
-    everywhere = in_order(sources, x_BSH.shape[:2], device, group, layout, positions)
-    total = tokens * group.size()
-    ids = document_ids(everywhere, rows, total)
-    padded = everywhere.attention_mask
-    if ids is None and padded is not None and bool((padded == 0).any()):
-        ids = (padded != 0).long()
-    lengths = (total,)
-    if ids is not None:
-        read_mask(ids)  # raises the errors of one rank
-        if offsets is not None:
-            lengths = Documents.from_cu_seqlens(offsets, total).lengths
-    if positions is None:
-        positions = positions_of(lengths, group.size(), layout)
-    own = positions[group.rank()]
-    batch = partial(ModelBatch, group=group, layout=layout, own=own, moves=moves)
+    everywhere = ranks.in_order(sources, layout, positions)
+    ids, mask = document_ids(everywhere, ranks.rows, ranks.total), everywhere.attention_mask
+    if ids is None and mask is not None and bool((mask == 0).any()):
+        ids = (mask != 0).long()
+    own = positions[ranks.group.rank()]
+    batch = partial(ModelBatch, group=ranks.group, layout=layout, own=own, moves=moves)
     if ids is None:
         return batch()
-    keep = None if bool((ids > 0).all()) else to_device(ids[:, own] > 0, device)
+    read_mask(ids)  # raises the errors of one rank
+    keep = None if bool((ids > 0).all()) else to_device(ids[:, own] > 0, ranks.device)
     one_each = bool((ids.amax(-1) <= 1).all())
-    if one_each and not bool((ids[:, 1:] > ids[:, :-1]).any()):  # padding at the end, or none
+    if one_each and not bool((ids.diff() > 0).any()):  # padding at the end, or none
         return batch(ids=ids, keep=keep)
-    if rows > 1:
+    if ranks.rows > 1:
         what = "padding before tokens" if one_each else "packed documents"
         raise ValueError(
-            f"context parallelism takes {what} in one row only, got {rows} rows. Lay the rows end "
-            f"to end (megatron_gdn.hf.PackingCollator does)."
+            f"context parallelism takes {what} in one row only, got {ranks.rows} rows. Lay the "
+            f"rows end to end (megatron_gdn.hf.PackingCollator does)."
         )
-    # A stretch of padding is a document of its own, so its state reaches no other.
-    changes = (ids[0].diff() != 0).nonzero().flatten() + 1
-    ends = [0, *changes.tolist(), ids.shape[1]]
-    if offsets is not None:  # keep empty documents: the layout may cut by them
-        ends = sorted([*offsets.tolist(), *set(ends).difference(offsets.tolist())])
-    lengths = tuple(b - a for a, b in zip(ends, ends[1:], strict=False))
+    # A stretch of padding is a document of its own, so its state reaches no other. Empty documents
+    # are kept: the layout may cut by them.
+    kept = [0] if offsets is None else offsets.tolist()
+    ends = {*starts_of(ids)[0].nonzero().flatten().tolist(), ranks.total}.difference(kept)
+    lengths = tuple(b - a for a, b in pairwise(sorted([*kept, *ends])))
     return batch(_packed(lengths), ids, keep)
 
 
-def _packed(lengths: tuple[int, ...]) -> PackedSeqParams:
-    """Boundaries of documents, on the host: no layer has to wait for a device to read them."""
-    ends = torch.tensor((0, *(lengths or (0,))), device="cpu")
-    offsets = ends.cumsum(0).to(torch.int32)
-    longest = max(lengths, default=0)
-    return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        max_seqlen_q=longest,
-        max_seqlen_kv=longest,
-    )
+def _place_of(
+    sources: Sources, ranks: Ranks, layout: SequenceLayout
+) -> tuple[SequenceLayout, Tensor, tuple[RowExchange, RowExchange] | None]:
+    """Where the ranks' tokens lie in the sequence, by ``seq_index`` or else by ``layout``.
 
-
-def _is_straight(seq_index: Tensor, tokens: int) -> bool:
-    """Whether every row is 0, 1, ... in order."""
-    if seq_index.dim() not in (1, 2) or seq_index.shape[-1] != tokens:
-        return False
-    index = seq_index.detach().to("cpu", torch.int64)
-    return not bool((index != torch.arange(tokens, device="cpu")).any())
-
-
-def _refuse_documents_after_cache(sources: Sources, seq_index: Tensor | None) -> None:
-    """Refuse anything but a mask and positions: a cache has one sequence per row."""
-    told = {
-        "_packed_seq_ids": sources.packed_seq_ids,
-        "cu_seqlens or cu_seq_lens_q": sources.cu_seqlens,
-        "indices": sources.indices,
-        "seq_index": seq_index,
-    }
-    given = [name for name, x in told.items() if x is not None]
-    if given:
+    Returns the layout of the rows that the mixer is given; int64 ``[cp, s]`` on the host, the
+    positions of all ranks' tokens; and what brings rows to that layout and back, if needed.
+    """
+    size, tokens, total, index = ranks.group.size(), ranks.tokens, ranks.total, sources.seq_index
+    if index is None:
+        lengths, offsets = (total,), sources.cu_seqlens
+        if layout is SequenceLayout.ZIGZAG and offsets is None:
+            layout = SequenceLayout.ZIGZAG_BUFFER
+        elif layout is SequenceLayout.ZIGZAG and ranks.rows == 1:
+            lengths = Documents.from_cu_seqlens(offsets, total).lengths
+        return layout, positions_of(lengths, size, layout), None
+    if index.dim() not in (1, 2) or index.shape[-1] != tokens:
         raise ValueError(
-            f"{', '.join(given)} with a batch that goes on from a cache: it holds one sequence "
-            f"per row, in order. Leave it out, or pass no past_key_values."
+            f"seq_index has shape {tuple(index.shape)}; it must be [{tokens}] or "
+            f"[rows, {tokens}], the sequence positions of this rank's {tokens} tokens."
         )
+    index = index.detach().long().reshape(-1, tokens)
+    if bool((index != index[:1]).any()):
+        raise ValueError(
+            "the rows of seq_index differ; all rows of a batch must be cut alike for context "
+            "parallelism. Pass one row."
+        )
+    positions = ranks.gather(index[0])
+    if not torch.equal(positions.flatten().sort().values, torch.arange(total, device="cpu")):
+        missing = sorted(set(range(total)) - set(positions.flatten().tolist()))
+        raise ValueError(
+            f"seq_index must name every position 0 .. {total - 1} of the sequence on exactly one "
+            f"of the {size} context-parallel ranks (dense global token positions); "
+            f"{len(missing)} are missing, the first {missing[:4]}."
+        )
+    for native, cuts in zip(_NATIVE, (2 * size, size), strict=True):
+        if total % cuts == 0 and torch.equal(positions, positions_of((total,), size, native)):
+            return native, positions, None
+    return SequenceLayout.CONTIGUOUS, positions, row_exchange(positions, ranks.group, ranks.device)

@@ -3,10 +3,6 @@
 Modules are found by name: transformers is not imported here. Where fla or causal-conv1d is
 installed, it calls their kernels for tensors of any device; on a CPU its own functions run.
 
-    side by side  the outputs of the family's projections, in the order of the rows' sections
-    Qwen3-Next    in_proj_qkvz: per key head [q | k | v of its value heads | z of them]
-                  in_proj_ba:   per key head [b of its value heads | a of them]
-
 Legend: B batch, S tokens, H hidden size, P width of the mixer's rows.
 """
 
@@ -15,7 +11,7 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial, update_wrapper
+from functools import lru_cache, partial, update_wrapper
 from importlib import import_module
 from typing import Any, NamedTuple
 
@@ -66,34 +62,34 @@ def _kda(module: Any, config: Any, options: Any) -> Mixer:
             f"rule_operands={options.rule_operands!r}, recompute_qkv={options.recompute_qkv}: "
             f"Kimi Delta Attention has neither option. Leave both out."
         )
+    heads, width, gate = config.linear_num_heads, config.linear_head_dim, module.forget_gate
     # Rows with both gates in full width, as the module's projections give them.
     dims = KDADims(
         hidden_size=config.hidden_size,
-        num_key_heads=config.linear_num_heads,
-        num_heads=config.linear_num_heads,
-        key_head_dim=config.linear_head_dim,
-        value_head_dim=config.linear_head_dim,
+        num_key_heads=heads,
+        num_heads=heads,
+        key_head_dim=width,
+        value_head_dim=width,
         conv_kernel_dim=config.linear_conv_kernel_dim,
         forget_rank=0,
         output_rank=0,
     )
-    gate = module.forget_gate
     bound = getattr(gate, "safe_gate_lower_bound", None)  # GLM 5 next; Kimi Linear has none
     if getattr(gate, "safe_gate", False):  # Bailing Hybrid
         bound = gate.lower_bound
-    return Mixer(
-        dims,
-        partial(choose_kda, options.backend, dims.state, bound),
-        partial(kda_parts, lower_bound=bound),
-        {"mixer": "KimiDeltaAttention", "recurrence": "KDA"},
-    )
+    rule = partial(choose_kda, options.backend, dims.state, bound)
+    names = {"mixer": "KimiDeltaAttention", "recurrence": "KDA"}
+    return Mixer(dims, rule, partial(kda_parts, lower_bound=bound), names)
 
 
 class Family(NamedTuple):
     """What transformers calls the parts of one family's linear attention.
 
     The outputs of ``projections`` side by side are the mixer's rows; "a > b" calls b on a's output.
-    None of them: Qwen3-Next's, interleaved by key heads.
+    None of them: Qwen3-Next's, interleaved by key heads:
+
+        in_proj_qkvz: per key head [q | k | v of its value heads | z of them]
+        in_proj_ba:   per key head [b of its value heads | a of them]
     """
 
     package: str  # of transformers.models, which has the class
@@ -102,7 +98,7 @@ class Family(NamedTuple):
     norm: str = "norm"
     out: str = "out_proj"
     gate: str = ""  # the module that has A_log and dt_bias; empty: the module itself
-    mixer: Callable[[Any, Any, Any], Mixer] = _gdn  # of a module, its config and DropInOptions
+    mixer: Callable[[Any, Any, Any], Mixer] = _gdn  # of a module, its config and options
 
 
 _FLAT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
@@ -175,6 +171,12 @@ def class_for_config(config: Any) -> type:
     )
 
 
+@lru_cache
+def subclass(prefix: str, mixin: type, cls: type) -> type[Any]:
+    """The subclass of a class of transformers with ``mixin`` in front of it."""
+    return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__})
+
+
 def plain_gate(norm: nn.Module) -> str | None:
     """``act`` if ``norm`` computes ``RMSNorm(x) * weight * act(z)`` by transformers' own forward.
 
@@ -196,18 +198,17 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
 
     The projections are called as modules, so adapters and hooks on them work.
     """
+    sections = []
     if chains := family_of(module).projections:
-        sections = []
         for chain in chains:
             y = x_BSH
             for name in chain.split(" > "):
                 y = module.get_submodule(name)(y)
             sections.append(y)
-        return torch.cat(sections, dim=-1)
-    sections = []
-    for name, rows in (("in_proj_qkvz", qkvz_rows(dims)), ("in_proj_ba", ba_rows(dims))):
-        y = module.get_submodule(name)(x_BSH).unflatten(-1, (dims.num_key_heads, -1))
-        sections += [section.flatten(-2) for section in y.split(rows, -1)]
+    else:
+        for name, rows in (("in_proj_qkvz", qkvz_rows(dims)), ("in_proj_ba", ba_rows(dims))):
+            y = module.get_submodule(name)(x_BSH).unflatten(-1, (dims.num_key_heads, -1))
+            sections += [section.flatten(-2) for section in y.split(rows, -1)]
     return torch.cat(sections, dim=-1)
 
 
@@ -221,23 +222,6 @@ _KERNELS = (
 )
 
 
-class _ByDevice:
-    """Calls transformers' plain function for CPU tensors, else the function it chose at import."""
-
-    def __init__(self, chosen: Callable[..., Any]) -> None:
-        update_wrapper(self, chosen)
-        self._chosen, self._plain = chosen, inspect.unwrap(chosen)
-        self._names = frozenset(inspect.signature(self._plain).parameters)
-
-    def __call__(self, x: Any, *args: Any, **kwargs: Any) -> Any:
-        # No plain function reads boundaries of documents; the chosen function refuses them.
-        packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
-        if packed or x.device.type != "cpu":
-            return self._chosen(x, *args, **kwargs)
-        known = {name: value for name, value in kwargs.items() if name in self._names}
-        return self._plain(x, *args, **known)
-
-
 def plain_functions_on_cpu(model: nn.Module) -> None:
     """Let transformers' own linear attention run on CPU tensors, with any packages installed.
 
@@ -246,12 +230,23 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
     files in this process; tensors on another device run what they ran before. Functions that the
     package ``kernels`` has turned into modules are not changed (set ``USE_HUB_KERNELS=NO``).
     """
-    for module in model.modules():
-        cls = transformers_class(module)
-        if cls is None:
-            continue
+    for cls in filter(None, map(transformers_class, model.modules())):
         source = sys.modules[cls.__module__]
         for name in _KERNELS:
             chosen = getattr(source, name, None)
             if inspect.isfunction(chosen) and hasattr(chosen, "__wrapped__"):
-                setattr(source, name, _ByDevice(chosen))
+                plain = inspect.unwrap(chosen)
+                known = frozenset(inspect.signature(plain).parameters)
+                by_device = partial(_by_device, chosen, plain, known)
+                setattr(source, name, update_wrapper(by_device, chosen))
+
+
+def _by_device(
+    chosen: Callable, plain: Callable, known: frozenset[str], x: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Call transformers' plain function for CPU tensors, else the one that it chose at import."""
+    # No plain function reads boundaries of documents; the chosen function refuses them.
+    packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
+    if packed or x.device.type != "cpu":
+        return chosen(x, *args, **kwargs)
+    return plain(x, *args, **{name: value for name, value in kwargs.items() if name in known})

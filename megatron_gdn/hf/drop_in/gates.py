@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from ...compat.observe import log_once
 from ...mixers.precision import Fp32Parameters
 from ...ops.elementwise import decay_and_write_gates
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES, HOLDER_NAME
-from .families import family_of
+from .families import family_of, subclass
 
 
 class SSMGate(Fp32Parameters, nn.Module):
@@ -29,11 +28,7 @@ class SSMGate(Fp32Parameters, nn.Module):
         g = -exp(A_log) * softplus(a + dt_bias)
 
     and g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. ``A_log`` is 0 and
-    ``dt_bias`` is 1 until they are filled.
-
-    Args:
-        num_v_heads: value heads.
-        dtype: fp32, or fp64.
+    ``dt_bias`` is 1 until they are filled. ``dtype`` is fp32 or fp64.
 
     Raises:
         ValueError: a narrower dtype.
@@ -121,13 +116,8 @@ def gate_owner(module: Any) -> Any:
 def hold_gates(owner: Any) -> None:
     """Put the gates of a replaced module, or of its forget gate, into a holder."""
     if not isinstance(owner, HoldsGates):
-        owner.__class__ = _holding(type(owner))
+        owner.__class__ = subclass("Holding", HoldsGates, type(owner))
     install_ssm_gate(owner)
-
-
-@lru_cache
-def _holding(cls: type) -> type:
-    return type(f"Holding{cls.__name__}", (HoldsGates, cls), {"__doc__": cls.__doc__})
 
 
 def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:

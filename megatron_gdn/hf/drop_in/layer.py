@@ -6,7 +6,6 @@ Legend: B batch, S tokens of a row, H hidden size, T rows of the mixer, P projec
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,9 +23,8 @@ from ...ops.parts import GatedNorm
 from ...ops.readout.base import Apart, called_per_head
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import families
-from .batch import ModelBatch, resolve_call
+from .batch import ModelBatch, group_of, resolve_call
 from .gates import HoldsGates, gate_owner, hold_gates, release_gates, tell_of_other_dtype
-from .place import group_of
 from .sources import Sources, offsets_of
 
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
@@ -111,7 +109,8 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any):
         if cls is CPAwareGatedDeltaNet:
-            return super().__new__(_drop_in_class(families.class_for_config(config)))
+            theirs = families.class_for_config(config)
+            return super().__new__(families.subclass("CPAware", cls, theirs))
         return super().__new__(cls)
 
     def __init__(self, config: Any, layer_idx: int, **options: Any) -> None:
@@ -172,10 +171,12 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         """
         batch, options = gdn_batch, self.drop_in.options
         packed_seq_ids = kwargs.pop("_packed_seq_ids", None)
-        offsets = offsets_of(cu_seqlens, kwargs.get("cu_seq_lens_q"))
         if batch is None:
-            sources = Sources(attention_mask, packed_seq_ids, offsets, position_ids, indices)
-            batch = resolve_call(options, sources, hidden_states, seq_index, cache_params)
+            offsets = offsets_of(cu_seqlens, kwargs.get("cu_seq_lens_q"))
+            sources = Sources(
+                attention_mask, packed_seq_ids, offsets, position_ids, indices, seq_index
+            )
+            batch = resolve_call(options, sources, hidden_states, cache_params)
         if cache_params is not None and batch is not None and not batch.is_plain:
             raise NotImplementedError(
                 "a cache cannot be filled from packed documents or under context parallelism: it "
@@ -236,12 +237,6 @@ def _norm_of(norm: Any, layout: Layout) -> GatedNorm | Apart:
     return called_per_head(layout.gate_columns, layout.state_heads, call)
 
 
-@lru_cache
-def _drop_in_class(cls: type) -> type[Any]:
-    """The subclass of a transformers class that runs as a drop-in."""
-    return type(f"CPAware{cls.__name__}", (CPAwareGatedDeltaNet, cls), {"__doc__": cls.__doc__})
-
-
 def _require_silu(module: Any) -> None:
     if module.activation not in ("silu", "swish"):
         raise ValueError(
@@ -272,7 +267,8 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
     runner = _Runner(options, family.mixer(module, config, options), expected, stored)
     runner.run_over(options.cp_mesh)
     if not isinstance(module, CPAwareGatedDeltaNet):
-        module.__class__ = _drop_in_class(families.transformers_class(module))
+        theirs: Any = families.transformers_class(module)
+        module.__class__ = families.subclass("CPAware", CPAwareGatedDeltaNet, theirs)
     families.plain_functions_on_cpu(module)
     tell_of_other_dtype(config)
     hold_gates(owner)

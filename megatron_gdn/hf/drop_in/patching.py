@@ -1,4 +1,11 @@
-"""Replace the linear-attention modules of a transformers model, in place, and undo it."""
+"""Replace the linear-attention modules of a transformers model, in place, and undo it.
+
+Around the text model's own forward the batch is resolved, once, and passed to layers and attention.
+Under context parallelism softmax attention gathers the keys and values of all ranks (their
+gradients are summed and scattered) and attends with its own queries, document by document.
+
+Legend: B batch, S tokens of the whole sequence, s this rank's, H query heads, G key heads, D dim.
+"""
 
 from __future__ import annotations
 
@@ -10,25 +17,87 @@ from types import MethodType
 from typing import Any, cast
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 
 from ...context_parallel import LinearCpMode, SequenceLayout
+from ...context_parallel.gathered import gather_in_order, spans_of
+from ...ops.host_tables import to_device
+from .batch import ModelBatch, group_of, resolve_call
 from .families import MODELS, linear_attention_of, linear_attentions, transformers_class
 from .gates import gate_owner
 from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, stop_being_drop_in
-from .model_forward import GATHERED, prepare_forward, register_gathered_attention
-from .place import group_of
+from .sources import Sources, offsets_of, text_positions
 
+GATHERED = "megatron_gdn_gathered"
 # On a patched text model: the forward that another tool had put on the object, or None.
 _FORWARD_BEFORE = "_megatron_gdn_forward_before"
 
 logger = logging.getLogger(__name__)
 
 
+def patch(
+    model: nn.Module,
+    cp_mesh: Any = None,
+    *,
+    cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
+    linear_cp_mode: str | LinearCpMode | None = None,
+    backend: str = "auto",
+    rule_operands: str = "fp16",
+    unpacked: str = "transformers",
+    recompute_qkv: bool = False,
+    attention: str | None = None,
+) -> Patch:
+    """Let every linear-attention module of a transformers model run by this package, in place.
+
+    For Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and
+    Bailing Hybrid, also inside their vision-language classes. Modules, parameters, state-dict keys
+    and optimizers stay; ``A_log`` and ``dt_bias`` become fp32.
+
+    Packed documents are read once per forward from the model's arguments, see :mod:`.sources`, and
+    kept apart. With context parallelism the model is given this rank's tokens, ``cu_seq_lens_q`` of
+    the whole buffer or this rank's ids, and optionally ``seq_index [s]``, the positions of its
+    tokens. Parameters get the gradient of this rank's tokens: sum it over ``cp_mesh``.
+
+    Args:
+        model: any model of these families, or its text model.
+        cp_mesh: one-dimensional device mesh over the context-parallel ranks.
+        cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
+            (DualChunkSwap of the whole row), ``"contiguous"``, or ``"zigzag"`` (of every document).
+        linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (states travel) or ``"auto"``.
+        backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; for Kimi
+            Delta Attentions the first alone.
+        unpacked: what runs a batch that is not packed on one rank: ``"transformers"``, its own
+            forward with its bits, or ``"fused"``, the mixer of this package.
+        attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
+            too: every rank gathers keys and values, packed documents included. None leaves it to
+            the caller (torch's ``context_parallel``, ring attention), without packed documents.
+
+    Returns:
+        a handle with ``undo()``, also a context manager. Its ``repr`` says what was replaced.
+
+    Raises:
+        ValueError: a model without such modules or patched already; an option that does not fit.
+    """
+    if attention not in (None, "gathered"):
+        raise ValueError(f"attention={attention!r} is not known; use 'gathered' or None.")
+    options = DropInOptions(
+        cp_mesh=cp_mesh, cp_layout=cp_layout, linear_cp_mode=linear_cp_mode, backend=backend,
+        rule_operands=rule_operands, unpacked=unpacked, recompute_qkv=recompute_qkv,
+    )  # fmt: skip
+    if attention is not None:
+        from transformers import AttentionInterface
+
+        AttentionInterface.register(GATHERED, gathered_attention)
+    patched = Patch(model, options, attention is not None)
+    logger.info("%s", patched)
+    return patched
+
+
 class Patch(AbstractContextManager):
     """A model whose linear-attention modules were replaced; ``layers`` are these, by name."""
 
-    def __init__(self, model: nn.Module, options: DropInOptions, attention: str | None) -> None:
+    def __init__(self, model: nn.Module, options: DropInOptions, gathers: bool) -> None:
         self.model = model
         self.layers: dict[str, CPAwareGatedDeltaNet] = {}
         self._changes = ExitStack()  # what undoes them
@@ -48,7 +117,7 @@ class Patch(AbstractContextManager):
         try:
             for prefix, text in texts.items():
                 self._replace(prefix, text, options)
-                self._hook(text, attention)
+                self._wrap(text, gathers)
         except Exception:
             self.undo()
             raise
@@ -112,40 +181,36 @@ class Patch(AbstractContextManager):
                 *(len(rounded), rounded[0]),
             )
 
-    def _hook(self, text: Any, attention: str | None) -> None:
+    def _wrap(self, text: Any, gathers: bool) -> None:
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         own = text.config._attn_implementation
 
         def options_now(module: Any) -> DropInOptions:
             options = _options_of(module)
-            if attention is not None:
-                off = group_of(options.cp_mesh) is None
-                old, new = (attention, own) if off else (own, attention)
+            if gathers:
+                alone = group_of(options.cp_mesh) is None
+                old, new = (GATHERED, own) if alone else (own, GATHERED)
                 if module.config._attn_implementation == old:
                     module.config._attn_implementation = new
             return options
 
         @torch.compiler.disable  # reads boundaries on the host
-        def before(module: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-            given = {**dict(zip(names, args, strict=False)), **kwargs}
-            return (), prepare_forward(module, options_now(module), given)
+        def prepared(module: Any, given: dict[str, Any]) -> dict[str, Any]:
+            return prepare_forward(module, options_now(module), given)
 
         @wraps(type(text).forward)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            if "gdn_batch" not in kwargs:  # called directly, so that the hook did not run
-                args, kwargs = cast(Any, before)(module, args, kwargs)
-            own = vars(module)[_FORWARD_BEFORE] or MethodType(type(module).forward, module)
-            return own(*args, **kwargs)
+            given = cast(Any, prepared)(module, dict(zip(names, args, strict=False)) | kwargs)
+            before = vars(module)[_FORWARD_BEFORE] or MethodType(type(module).forward, module)
+            return before(**given)
 
-        if attention is not None:
+        if gathers:
             self._changes.callback(setattr, text.config, "_attn_implementation", own)
         options_now(text)
-        hooks = [text.register_forward_pre_hook(cast(Any, before), with_kwargs=True)]
         for layer in text.layers:
             if linear_attention_of(layer) is None:
-                hooks.append(layer.register_forward_pre_hook(_before_attention, with_kwargs=True))
-        for hook in hooks:
-            self._changes.callback(hook.remove)
+                hook = layer.register_forward_pre_hook(_before_attention, with_kwargs=True)
+                self._changes.callback(hook.remove)
         vars(text)[_FORWARD_BEFORE] = vars(text).get("forward")
         vars(text)["forward"] = MethodType(forward, text)  # a deepcopy binds it to the copy
         self._forwards[text] = forward
@@ -157,6 +222,12 @@ def _restore_forward(text: Any) -> None:
     del vars(text)["forward"]
     if before is not None:
         vars(text)["forward"] = before
+
+
+def _is_text_model(module: nn.Module) -> bool:
+    """Whether its ``layers`` hold linear-attention modules."""
+    layers = getattr(module, "layers", None)
+    return isinstance(layers, nn.ModuleList) and any(linear_attentions(module))
 
 
 def _options_of(text: Any) -> DropInOptions:
@@ -179,63 +250,170 @@ def _before_attention(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dic
     return args, kwargs
 
 
-def _is_text_model(module: nn.Module) -> bool:
-    """Whether its ``layers`` hold linear-attention modules."""
-    layers = getattr(module, "layers", None)
-    return isinstance(layers, nn.ModuleList) and any(linear_attentions(module))
+def prepare_forward(text: Any, options: DropInOptions, given: dict[str, Any]) -> dict[str, Any]:
+    """The keywords of the text model's forward, given by name, with the resolved batch added."""
+    kwargs = dict(given)
+    kwargs.pop("gdn_batch", None)
+    mask = kwargs.get("attention_mask")
+    sources = Sources(
+        mask.get("linear_attention") if isinstance(mask, dict) else mask,
+        kwargs.pop("_packed_seq_ids", None),
+        offsets_of(kwargs.pop("cu_seqlens", None), kwargs.get("cu_seq_lens_q")),
+        kwargs.get("position_ids"),
+        kwargs.pop("indices", None),
+        kwargs.pop("seq_index", None),
+    )
+    mask = kwargs["attention_mask"] = _as_attention_reads(text, mask)
+    x, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
+    x = kwargs.get("inputs_embeds") if x is None else x
+    if x is None:
+        return kwargs  # the model's forward raises and names what is missing
+    batch = resolve_call(options, sources, x, cache)
+    if batch is None:
+        return kwargs
+    kwargs["gdn_batch"] = batch
+    if batch.is_plain:
+        return kwargs
+    what = "packed documents" if batch.group is None else "context parallelism"
+    if cache is not None or kwargs.get("use_cache"):
+        raise ValueError(
+            f"a cache cannot be filled with {what}: it holds one state per row. Pass "
+            f"use_cache=False and no past_key_values; generate on one rank, one sequence per row."
+        )
+    kwargs["use_cache"] = False
+    if kwargs.get("position_ids") is None:
+        positions = to_device(batch.positions.contiguous(), x.device)
+        kwargs["position_ids"] = positions.expand(len(x), -1)
+    _refuse_mixing_elsewhere(text.config, batch.group is None, what)
+    kinds = set(text.config.layer_types) - {"linear_attention"}
+    kind = kinds.pop() if len(kinds) == 1 else "full_attention"
+    if isinstance(mask, dict):
+        of_attention = mask[kind]
+    else:
+        of_attention = _attention_mask(text, batch, x, kwargs["position_ids"], mask)
+    kwargs["attention_mask"] = {kind: of_attention, "linear_attention": None}
+    return kwargs
 
 
-def patch(
-    model: nn.Module,
-    cp_mesh: Any = None,
-    *,
-    cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
-    linear_cp_mode: str | LinearCpMode | None = None,
-    backend: str = "auto",
-    rule_operands: str = "fp16",
-    unpacked: str = "transformers",
-    recompute_qkv: bool = False,
-    attention: str | None = None,
-) -> Patch:
-    """Let every linear-attention module of a transformers model run by this package, in place.
+def _refuse_mixing_elsewhere(config: Any, alone: bool, what: str) -> None:
+    """Refuse what other parts of a model than its layers here would let documents or ranks mix."""
+    if getattr(config, "ple_layer_ids", None):
+        raise NotImplementedError(
+            f"{what} in a model with per-layer embeddings (ple_layer_ids={config.ple_layer_ids}): "
+            f"their n-grams and convolution run over the whole row that a rank is given, across "
+            f"documents. Give one document per row, on one rank."
+        )
+    if "indexed_attention" not in config.layer_types:
+        return
+    if alone and config.model_type.startswith("glm5_next"):
+        raise NotImplementedError(
+            "packed documents in a model of GLM 5 next: its indexed attention takes a mask of "
+            "padding only, and reads across documents. Give one document per row; a layer of its "
+            "own (CPAwareGatedDeltaNet) takes packed documents."
+        )
+    if not alone:
+        raise NotImplementedError(
+            "context parallelism in a model with indexed attention: its indexer ranks the keys of "
+            "the tokens that a rank holds, not those of the sequence. Run it on one rank; a layer "
+            "of its own (CPAwareGatedDeltaNet) takes context parallelism."
+        )
 
-    For Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and
-    Bailing Hybrid, also inside their vision-language classes. Modules, parameters, state-dict keys
-    and optimizers stay; ``A_log`` and ``dt_bias`` become fp32.
 
-    Packed documents are read once per forward from the model's arguments, see :mod:`.sources`, and
-    kept apart. With context parallelism the model is given this rank's tokens, ``cu_seq_lens_q`` of
-    the whole buffer or this rank's ids, and optionally ``seq_index [s]``, the positions of its
-    tokens. Parameters get the gradient of this rank's tokens: sum it over ``cp_mesh``.
+def _as_attention_reads(text: Any, mask: Any) -> Any:
+    """A mask as the text model's attention reads it: eager and flex add it to scores."""
+    if isinstance(mask, dict):
+        return {name: _as_attention_reads(text, one) for name, one in mask.items()}
+    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.is_floating_point():
+        return mask
+    implementation, sees = text.config._attn_implementation, mask != 0
+    if implementation == "sdpa":
+        return sees
+    if implementation not in ("eager", "flex_attention"):
+        return mask
+    dtype = text.get_input_embeddings().weight.dtype
+    excluded = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
+    return excluded.masked_fill(~sees, torch.finfo(dtype).min)
 
-    Args:
-        model: any model of these families, or its text model.
-        cp_mesh: one-dimensional device mesh over the context-parallel ranks.
-        cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
-            (DualChunkSwap of the whole row), ``"contiguous"``, or ``"zigzag"`` (of every document).
-        linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (states travel) or ``"auto"``.
-        backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; for Kimi
-            Delta Attentions the first alone.
-        unpacked: what runs a batch that is not packed on one rank: ``"transformers"``, its own
-            forward with its bits, or ``"fused"``, the mixer of this package.
-        attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
-            too: every rank gathers keys and values, packed documents included. None leaves it to
-            the caller (torch's ``context_parallel``, ring attention), without packed documents.
 
-    Returns:
-        a handle with ``undo()``, also a context manager. Its ``repr`` says what was replaced.
+def _attention_mask(
+    text: Any, batch: ModelBatch, x: Tensor, position_ids: Tensor, mask: Tensor | None
+) -> Any:
+    """The mask that keeps documents apart, in the form that the attention takes."""
+    implementation = text.config._attn_implementation
+    if all(linear_attention_of(layer) is not None for layer in text.layers):
+        return None
+    if batch.group is not None:
+        if batch.packed is not None and implementation != GATHERED:
+            raise ValueError(
+                f"documents are packed and the model's attention is {implementation!r}, which does "
+                f"not take them under context parallelism. Patch with attention='gathered', or "
+                f"pass attention_mask as a dict whose 'full_attention' is what your attention "
+                f"takes."
+            )
+        return None
+    assert batch.ids is not None
+    if "flash" in implementation:  # it finds the documents of one row by their positions
+        positions, starts = text_positions(position_ids), (batch.ids.diff(dim=-1) != 0).cpu()
+        told = positions is not None and bool(((positions.cpu().diff(dim=-1) != 1) == starts).all())
+        if len(batch.ids) > 1 or batch.keep is not None or not told:
+            raise ValueError(
+                f"{implementation!r} keeps packed documents apart only in one row without padding "
+                f"whose position_ids start again at every document. Lay the rows end to end "
+                f"(megatron_gdn.hf.PackingCollator does), or use attn_implementation='sdpa'."
+            )
+        return None
+    if mask is not None and mask.dim() == 4:
+        return mask
+    from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 
-    Raises:
-        ValueError: a model without such modules or patched already; an option that does not fit.
-    """
-    if attention not in (None, "gathered"):
-        raise ValueError(f"attention={attention!r} is not known; use 'gathered' or None.")
-    options = DropInOptions(
-        cp_mesh=cp_mesh, cp_layout=cp_layout, linear_cp_mode=linear_cp_mode, backend=backend,
-        rule_operands=rule_operands, unpacked=unpacked, recompute_qkv=recompute_qkv,
-    )  # fmt: skip
-    if attention is not None:
-        register_gathered_attention()
-    patched = Patch(model, options, None if attention is None else GATHERED)
-    logger.info("%s", patched)
-    return patched
+    weight = text.get_input_embeddings().weight
+    shape = torch.empty(*x.shape[:2], 1, dtype=weight.dtype, device=x.device)
+    return create_causal_mask(
+        config=text.config,
+        inputs_embeds=shape,
+        attention_mask=batch.keep,
+        past_key_values=None,
+        and_mask_function=packed_sequence_mask_function(to_device(batch.ids, x.device)),
+    )
+
+
+def gathered_attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    gdn_batch: ModelBatch | None = None,
+    **kwargs: Any,
+) -> tuple[Tensor, None]:
+    """Causal attention as transformers calls it: ``[B, H, s, D]`` in, ``[B, s, H, D]`` out."""
+    if attention_mask is not None or gdn_batch is None:
+        raise ValueError(
+            f"{GATHERED!r} attention runs inside a model that megatron_gdn.hf.patch has patched "
+            f"for context parallelism, and takes no attention_mask."
+        )
+    q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+    if gdn_batch.moves is not None:
+        q, k, v = (gdn_batch.move(x.flatten(2)).unflatten(2, x.shape[2:]) for x in (q, k, v))
+    group: Any = gdn_batch.group
+    layout, lengths = gdn_batch.layout, gdn_batch.lengths
+    k, v = (gather_in_order(x.transpose(0, 1), group, lengths, layout) for x in (k, v))
+    attended = []
+    for span in spans_of(lengths, group.size(), group.rank(), layout):
+        q_BHsD = q[:, span.first : span.last].transpose(1, 2)
+        k_BGSD, v_BGSD = (x[span.start : span.end].permute(1, 2, 0, 3) for x in (k, v))
+        mask = None
+        if span.position is not None:
+            position = span.position.to(q.device, non_blocking=True)
+            mask = position[:, None] >= torch.arange(span.end - span.start, device=q.device)
+        out = F.scaled_dot_product_attention(
+            q_BHsD, k_BGSD, v_BGSD, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+            scale=scaling, enable_gqa=q_BHsD.shape[1] != k_BGSD.shape[1],
+        )  # fmt: skip
+        attended.append(out.transpose(1, 2))
+    out = torch.cat(attended, dim=1)
+    if gdn_batch.moves is not None:
+        out = gdn_batch.move_back(out.flatten(2)).unflatten(2, out.shape[2:])
+    return out.contiguous(), None

@@ -13,16 +13,19 @@ A table counts documents from 1 along each row; 0 is padding. It lies on the hos
 ``torch.set_default_device``. A 4-D mask of bools or integers is True or 1 where a token sees
 another; one of floats is added to scores: 0 there, and a very negative number elsewhere.
 
-Legend: B batch, S tokens of a row, N documents, T tokens that are not padding.
+Legend: B batch, S tokens of a row, s a rank's share of it, N documents, T tokens without padding.
 """
 
 from __future__ import annotations
 
+import zlib
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
+from ...context_parallel import SequenceLayout, inverse
 from ...ops.documents import Documents
 
 _BLOCKS = "attention_mask (4-D)"
@@ -30,17 +33,14 @@ _EXCLUDED = -1e4  # this, or less, added to a score makes its attention weight 0
 
 
 class Sources(NamedTuple):
-    """The arguments of one forward that may name documents.
-
-    ``indices`` are the positions of tokens in the flattened ``[B * S]``; ``cu_seqlens`` then counts
-    only these tokens, and the others are padding.
-    """
+    """The arguments of one forward that may name documents, and where a rank's tokens lie."""
 
     attention_mask: Tensor | None = None
     packed_seq_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None
+    cu_seqlens: Tensor | None = None  # counts the tokens at indices only, if these are given
     position_ids: Tensor | None = None
-    indices: Tensor | None = None
+    indices: Tensor | None = None  # in the flattened [B * S]; other tokens are padding
+    seq_index: Tensor | None = None
 
 
 def offsets_of(cu_seqlens: Tensor | None, cu_seq_lens_q: Tensor | None) -> Tensor | None:
@@ -65,6 +65,23 @@ def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
     return bool((mask > 1).any())
 
 
+def text_positions(position_ids: Tensor | None) -> Tensor | None:
+    """The text positions, ``[B, S]`` or ``[1, S]``; None if there are none.
+
+    ``[4, B, S]`` are text, temporal, height and width; ``[3, B, S]`` has no text positions.
+    """
+    if position_ids is None or position_ids.dim() == 2:
+        return position_ids
+    return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else None
+
+
+def starts_of(ids_BS: Tensor) -> Tensor:
+    """bool ``[B, S]``: where a document, or a stretch of padding, begins."""
+    starts = torch.ones_like(ids_BS, dtype=torch.bool)
+    starts[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
+    return starts
+
+
 def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
     """int64 ``[B, S]`` on the host; None when every row is one sequence.
 
@@ -72,7 +89,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
     not follow that of the token before starts a document (the rule by which transformers masks
     attention). Tokens where a 0/1 ``attention_mask`` is 0 are padding, with any source.
     """
-    mask, packed_seq_ids, cu_seqlens, position_ids, indices = sources
+    mask, packed_seq_ids, cu_seqlens, position_ids, indices, _ = sources
     found: dict[str, Tensor] = {}
     if mask is not None and mask.dim() not in (2, 4):
         raise ValueError(
@@ -95,10 +112,10 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
         )
     # Also beside a 4-D mask of whole rows, which attention follows; conv and rule follow positions.
     unnamed = set(found) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in found.values())
-    if unnamed and position_ids is not None:
-        of_positions = _of_positions(position_ids, found.get(_BLOCKS, mask), rows, tokens)
-        if of_positions is not None:
-            found["position_ids"] = of_positions
+    positions = text_positions(position_ids)
+    if unnamed and positions is not None:
+        ids = _of_positions(positions, found.get(_BLOCKS, mask), rows, tokens)
+        found |= {} if ids is None else {"position_ids": ids}
     if not found:
         return None
     (first, ids), *others = found.items()
@@ -123,9 +140,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
 
 def _numbered(ids_BS: Tensor) -> Tensor:
     """Renumber ids to 1, 2, ... along each row; padding stays 0."""
-    starts = torch.ones_like(ids_BS, dtype=torch.bool)
-    starts[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
-    return (starts & (ids_BS > 0)).cumsum(-1) * (ids_BS > 0)
+    return (starts_of(ids_BS) & (ids_BS > 0)).cumsum(-1) * (ids_BS > 0)
 
 
 def _without_padding(ids_BS: Tensor, padding_BS: Tensor) -> Tensor:
@@ -181,23 +196,11 @@ def _of_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tokens: i
     return ids.view(rows, tokens)
 
 
-def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """The text positions ``[B, S]`` or ``[1, S]`` in ``position_ids``; None if there are none.
-
-    ``[4, B, S]`` are text, temporal, height and width; ``[3, B, S]`` has no text positions.
-    """
-    if position_ids is None or position_ids.dim() == 2:
-        return position_ids
-    return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else None
-
-
 def _of_positions(positions: Tensor, keep: Tensor | None, rows: int, tokens: int) -> Tensor | None:
-    found = text_positions(positions)
-    if found is None:
-        return None
-    if found.shape[0] == 1:
-        found = found.expand(rows, -1)
-    position_BS = _on_host("position_ids", found, rows, tokens).long()
+    """Ids by positions that do not follow the one before; None if each row is one sequence."""
+    if positions.shape[0] == 1:
+        positions = positions.expand(rows, -1)
+    position_BS = _on_host("position_ids", positions, rows, tokens).long()
     keep_BS = torch.ones_like(position_BS, dtype=torch.bool)
     if keep is not None:
         keep_BS = _on_host("attention_mask", keep, rows, tokens) != 0
@@ -219,7 +222,21 @@ def _of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
             f"a 4-D attention_mask of shape {tuple(mask.shape)} does not fit {rows} rows of "
             f"{tokens} tokens; it must be [{rows}, 1, {tokens}, {tokens}]."
         )
-    sees = _sees(mask)[:, 0].expand(rows, -1, -1)
+    added = mask.is_floating_point()
+    if mask.dtype != torch.bool:
+        legal = (mask == 0) | (mask <= _EXCLUDED if added else mask == 1)
+        what = "holds 1 where a token sees another, and 0 where not"
+        if added:
+            what = (
+                f"is added to scores: it holds 0 where a token sees another, and {_EXCLUDED:g} or "
+                f"less where not"
+            )
+        if not bool(legal.all()):
+            raise ValueError(
+                f"a 4-D attention_mask of {mask.dtype} {what}; this one has "
+                f"{mask[~legal][0].item()}. Pass a bool mask, True where a token sees another."
+            )
+    sees = (mask == 0 if added else mask != 0)[:, 0].expand(rows, -1, -1)
     keep_BS = sees.diagonal(dim1=-2, dim2=-1)
     wrong = (sees.any(-2) & ~keep_BS).nonzero()
     if len(wrong):
@@ -245,36 +262,99 @@ def _of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
     return (first_BS.cumsum(-1) * keep_BS).cpu()
 
 
-def _sees(mask: Tensor) -> Tensor:
-    if mask.dtype == torch.bool:
-        return mask
-    added = mask.is_floating_point()
-    legal = (mask == 0) | (mask <= _EXCLUDED if added else mask == 1)
-    if not bool(legal.all()):
-        what = (
-            f"is added to scores: it holds 0 where a token sees another, and {_EXCLUDED:g} or less "
-            f"where not"
-            if added
-            else "holds 1 where a token sees another, and 0 where not"
-        )
+class Ranks(NamedTuple):
+    """The context-parallel ranks of one forward, and what each of them is given: ``[B, s]``."""
+
+    group: Any
+    device: torch.device
+    rows: int
+    tokens: int
+
+    @property
+    def total(self) -> int:
+        """S, over all ranks."""
+        return self.tokens * self.group.size()
+
+    def gather(self, own: Tensor) -> Tensor:
+        """``[cp, ...]`` on the host: every rank's tensor, of one shape and dtype."""
+        own = own.to(self.device).contiguous()
+        given = [torch.empty_like(own) for _ in range(self.group.size())]
+        dist.all_gather(given, own, group=self.group)
+        return torch.stack(given).cpu()
+
+    def require_agreement(self, sources: Sources) -> None:
+        """Refuse on every rank if sizes, kinds of sources or offsets differ between ranks.
+
+        They differ if a data loader gives every process its own batches: ranks that should share
+        one sequence then hold tokens of different ones. One collective of ten numbers.
+        """
+        kinds = [0 if x is None else x.dim() for x in sources]
+        kinds[2] = int(sources.cu_seqlens is not None)  # a wrong shape has its own error
+        offsets = b"" if sources.cu_seqlens is None else sources.cu_seqlens.numpy().tobytes()
+        told = [self.rows, self.tokens, *kinds, len(offsets), zlib.crc32(offsets)]
+        all_cT = self.gather(torch.tensor(told, device="cpu"))
+        differs = (all_cT != all_cT[0]).any(0)
+        if not differs.any():
+            return
+        what = "were given cu_seq_lens_q that differ"
+        if differs[:2].any():
+            sizes = ", ".join(f"{rows} rows of {tokens}" for rows, tokens in all_cT[:, :2].tolist())
+            what = f"have {sizes} tokens"
+        elif differs[2:8].any():
+            what = (
+                "were given different kinds of sources (masks, ids, offsets, positions, indices, "
+                "seq_index)"
+            )
         raise ValueError(
-            f"a 4-D attention_mask of {mask.dtype} {what}; this one has {mask[~legal][0].item()}. "
-            f"Pass a bool mask, True where a token sees another."
+            f"the {self.group.size()} context-parallel ranks {what}: they must have shares of one "
+            f"batch. Give all of them the same batches "
+            f"(megatron_gdn.hf.ContextParallelTrainerMixin does in transformers' Trainer) and cut "
+            f"each by context_parallel_share."
         )
-    return mask == 0 if added else mask != 0
 
-
-def as_attention_reads(text: Any, mask: Any) -> Any:
-    """A mask as the text model's attention reads it: eager and flex add it to scores."""
-    if isinstance(mask, dict):
-        return {name: as_attention_reads(text, one) for name, one in mask.items()}
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.is_floating_point():
-        return mask
-    implementation, sees = text.config._attn_implementation, mask != 0
-    if implementation == "sdpa":
-        return sees
-    if implementation not in ("eager", "flex_attention"):
-        return mask
-    dtype = text.get_input_embeddings().weight.dtype
-    excluded = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return excluded.masked_fill(~sees, torch.finfo(dtype).min)
+    def in_order(self, sources: Sources, layout: SequenceLayout, positions: Tensor) -> Sources:
+        """All ranks' sources, in sequence order; offsets cover all ranks already."""
+        mask, ids, offsets, given, *_ = sources
+        shape, of_text = (self.rows, self.tokens), text_positions(given)
+        if given is not None and of_text is None:
+            raise ValueError(
+                f"position_ids of shape {tuple(given.shape)} with context parallelism: a "
+                f"vision-language model computes such positions from the tokens that it sees, here "
+                f"only a share. Compute them from the whole sequence and give this rank's columns "
+                f"as [4, {self.rows}, {self.tokens}], text positions first."
+            )
+        if offsets is not None:
+            of_text = None
+        elif of_text is not None and of_text.shape[0] == 1:
+            of_text = of_text.expand(self.rows, -1)
+        tables = {"attention_mask": mask, "_packed_seq_ids": ids, "position_ids": of_text}
+        for name, x_Bs in tables.items():
+            if x_Bs is None:
+                continue
+            if x_Bs.shape != shape:
+                raise ValueError(
+                    f"{name} has shape {tuple(x_Bs.shape)}; with context parallelism it must be "
+                    f"this rank's: {list(shape)}."
+                )
+            if layout is SequenceLayout.ZIGZAG:
+                raise ValueError(
+                    f"cp_layout={layout.value!r} cuts every document by itself, so a rank's {name} "
+                    f"cannot be put in order without the documents: give cu_seq_lens_q of the "
+                    f"whole buffer, or cut the buffer as 'zigzag_buffer' or 'contiguous'."
+                )
+            all_BS = self.gather(x_Bs.long()).transpose(0, 1).flatten(1)
+            tables[name] = all_BS[:, inverse(positions.flatten())]
+        mask, ids, position_BS = tables.values()
+        if position_BS is not None:
+            before, after = position_BS[:, :-1], position_BS[:, 1:]
+            wrong = ((after != before + 1) & (after != 0)).nonzero()
+            if len(wrong):
+                row, at = wrong[0].tolist()
+                raise ValueError(
+                    f"in sequence order position_ids go from {before[row, at]} to {after[row, at]} "
+                    f"at token {at + 1} of row {row}: they neither go on nor start again at 0. "
+                    f"Either they are not this rank's share of the sequence's positions, or the "
+                    f"tokens were not cut as {layout.value!r}; give seq_index, or the cp_layout "
+                    f"they were cut by."
+                )
+        return Sources(mask, ids, offsets, position_BS)

@@ -11,7 +11,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.hf.drop_in import patch, shard_gates
 from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
-from megatron_gdn.hf.drop_in.model_forward import GATHERED
+from megatron_gdn.hf.drop_in.patching import GATHERED
 from tests.hf.drop_in.conftest import in_float64, mixer_of
 from tests.hf.tiny_models import build
 from tests.parallel import assert_close

@@ -10,7 +10,9 @@ import torch
 
 from megatron_gdn.hf import PackingCollator, context_parallel_share
 from tests.examples.conftest import EXAMPLES
+from tests.hf.drop_in.conftest import FAMILIES
 from tests.hf.drop_in.test_sources import read
+from tests.hf.tiny_models import model_class
 from tests.processes import torchrun
 
 DOCUMENTS = [{"input_ids": [5, 6, 7]}, {"input_ids": [8]}, {"input_ids": [9, 10]}]
@@ -75,6 +77,8 @@ def test_the_examples_refuse_what_they_cannot_do(script, flags, words, monkeypat
     monkeypatch.setenv("WORLD_SIZE", "3")
     if flags:
         monkeypatch.setenv("RANK", "0")
+    for family in FAMILIES:  # in plain torch: the examples import them with the kernels of fla
+        model_class(family)
     with pytest.raises(SystemExit) as stopped:
         runpy.run_path(str(EXAMPLES / script))["arguments"]()
     assert stopped.value.code == 2 and words in capsys.readouterr().err.splitlines()[-1]

@@ -209,7 +209,7 @@ def test_a_cache_and_packed_documents_do_not_go_together(patched):
 def test_flash_attention_is_given_what_it_can_honour_or_nothing(fresh):
     """Its kernels need a GPU; what they would be told is settled before."""
     from megatron_gdn.hf.drop_in.layer import DropInOptions
-    from megatron_gdn.hf.drop_in.model_forward import prepare_forward
+    from megatron_gdn.hf.drop_in.patching import prepare_forward
 
     text = fresh(DENSE).model
     patch(text)

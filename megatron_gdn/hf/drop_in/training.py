@@ -1,31 +1,33 @@
-"""Packed batches, each context-parallel rank's share of them, and a ``Trainer`` over such ranks.
+"""Packed batches: made, shared by context-parallel ranks, trained on, and tested for leaks.
 
 Legend: S tokens of the packed row.
 """
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from ...context_parallel import SequenceLayout, local_indices
+from .batch import group_of
 from .layer import CPAwareGatedDeltaNet, DropInOptions
-from .place import group_of
 
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
     Trainer = object  # the user's class has transformers' Trainer after this mixin
 
-
 IGNORED = -100
 _COLUMNS = ("input_ids", "labels", "attention_mask")
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
+
+logger = logging.getLogger(__name__)
 
 
 class PackingCollator:
@@ -54,10 +56,11 @@ class PackingCollator:
     def __call__(self, documents: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         if not documents:
             raise ValueError("there are no documents to pack.")
+        rows, labels = [], []
         for number, document in enumerate(documents):
             _require_known(number, document)
-        rows = [_list(document["input_ids"]) for document in documents]
-        labels = [_list(document.get("labels", document["input_ids"])) for document in documents]
+            rows.append(_list(document["input_ids"]))
+            labels.append(_list(document.get("labels", document["input_ids"])))
         if not any(rows):
             raise ValueError(f"the {len(rows)} documents have no tokens.")
         if gap := -sum(map(len, rows)) % self.multiple:
@@ -65,18 +68,47 @@ class PackingCollator:
             labels.append([IGNORED] * gap)
         labels = [row for row in labels if row]
         lengths = [len(row) for row in rows]
-        offsets = torch.tensor([0, *lengths]).cumsum(0).to(torch.int32)
-        longest = max(lengths)
         return {
             "input_ids": torch.tensor(sum(rows, []))[None],
             "labels": torch.tensor(sum(([IGNORED, *row[1:]] for row in labels), []))[None],
             "shift_labels": torch.tensor(sum(([*row[1:], IGNORED] for row in labels), []))[None],
             "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-            "cu_seq_lens_q": offsets,
-            "cu_seq_lens_k": offsets,
-            "max_length_q": longest,
-            "max_length_k": longest,
+            **_flash_keywords(lengths, None),
         }
+
+
+def _flash_keywords(lengths: Sequence[int], device: torch.device | None) -> dict[str, Any]:
+    """What flash attention is told of documents that lie end to end."""
+    offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
+    longest = max(lengths)
+    return {
+        "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
+        "max_length_q": longest, "max_length_k": longest,
+    }  # fmt: skip
+
+
+def _require_known(number: int, document: Mapping[str, Any]) -> None:
+    count = len(document["input_ids"])
+    for name, column in document.items():
+        if name not in _COLUMNS:
+            raise ValueError(
+                f"document {number} has {name!r}, which would be lost: {', '.join(_COLUMNS)} are "
+                f"packed. Take it out of the dataset (remove_columns)."
+            )
+        if len(column) != count:
+            raise ValueError(
+                f"document {number} has {count} input_ids and {len(column)} {name}; there must be "
+                f"one per token."
+            )
+    if 0 in _list(document.get("attention_mask", [])):
+        raise ValueError(
+            f"document {number} has padding (0 in its attention_mask), which would be packed as "
+            f"tokens. Tokenize without padding."
+        )
+
+
+def _list(x: Any) -> list[int]:
+    return x.tolist() if hasattr(x, "tolist") else list(x)
 
 
 def context_parallel_share(
@@ -117,30 +149,6 @@ def context_parallel_share(
                 f"known how ranks share it. Leave it out, or cut it and add it to the share."
             )
     return share
-
-
-def _require_known(number: int, document: Mapping[str, Any]) -> None:
-    for name in document:
-        if name not in _COLUMNS:
-            raise ValueError(
-                f"document {number} has {name!r}, which would be lost: {', '.join(_COLUMNS)} are "
-                f"packed. Take it out of the dataset (remove_columns)."
-            )
-        count, there = len(document["input_ids"]), len(document[name])
-        if there != count:
-            raise ValueError(
-                f"document {number} has {count} input_ids and {there} {name}; there must be one "
-                f"per token."
-            )
-    if 0 in _list(document.get("attention_mask", [])):
-        raise ValueError(
-            f"document {number} has padding (0 in its attention_mask), which would be packed as "
-            f"tokens. Tokenize without padding."
-        )
-
-
-def _list(x: Any) -> list[int]:
-    return x.tolist() if hasattr(x, "tolist") else list(x)
 
 
 class ContextParallelTrainerMixin(Trainer):
@@ -266,3 +274,174 @@ class ContextParallelTrainerMixin(Trainer):
                 f"the batch has {', '.join(inputs)} and no shift_labels; labels cannot be shifted "
                 f"inside a share of a sequence. megatron_gdn.hf.PackingCollator makes them."
             )
+
+
+class Leak(NamedTuple):
+    """Document ``origin`` reached document ``into``."""
+
+    origin: int
+    into: int
+    change: float  # largest change of the output at ``into``
+    of: float  # largest output at ``into``
+
+
+class PackingLeak(AssertionError):
+    """What :func:`assert_no_packing_leak` raises; ``leaks`` lists the pairs of documents."""
+
+    def __init__(self, message: str, leaks: list[Leak]) -> None:
+        super().__init__(message)
+        self.leaks = leaks
+
+
+class Reach(NamedTuple):
+    """How much N packed documents change each other's outputs."""
+
+    change: Tensor  # fp32 [N, N]: the largest change of document j's output when i is replaced
+    largest: Tensor  # fp32 [N]: the largest output of each document
+
+    def leaks(self, tolerance: float) -> list[Leak]:
+        bound = tolerance * self.largest.max().item()
+        return [
+            Leak(origin, into, change, self.largest[into].item())
+            for origin, changes in enumerate(self.change.tolist())
+            for into, change in enumerate(changes)
+            if origin != into and not change <= bound  # NaN leaks too
+        ]
+
+
+def packing_reach(
+    module: nn.Module,
+    lengths: Sequence[int] = (5, 7, 4),
+    *,
+    source: str = "position_ids",
+    seed: int = 0,
+    **kwargs: Any,
+) -> Reach:
+    """How much each packed document changes each output; see :func:`assert_no_packing_leak`."""
+    if len(lengths) < 2 or min(lengths) < 1:
+        raise ValueError(
+            f"lengths={tuple(lengths)} must name two documents or more, of a token or more each."
+        )
+    parameter = next(module.parameters())
+    device, length_N = parameter.device, torch.tensor(lengths, device="cpu")
+    ids = torch.arange(1, len(lengths) + 1, device="cpu").repeat_interleave(length_N)[None]
+    positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])[None]
+    sources = {
+        "position_ids": {"position_ids": positions.to(device)},
+        "cu_seq_lens_q": _flash_keywords(lengths, device),
+        "packed_seq_ids": {"_packed_seq_ids": ids.to(device)},
+        "indexed_mask": {"attention_mask": ids.to(device)},
+    }
+    if source not in sources:
+        raise ValueError(f"source={source!r} is not known; use one of {', '.join(sources)}.")
+    told = {**sources[source], **kwargs}
+    if hasattr(module, "get_input_embeddings"):
+        told.setdefault("use_cache", False)
+    ends = length_N.cumsum(0).tolist()
+    spans = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    generator = torch.Generator("cpu").manual_seed(seed)
+    first, other = (_drawn(module, ends[-1], generator).to(device) for _ in range(2))
+    training = module.training
+    module.eval()
+    try:
+        with torch.no_grad():
+            reference = _output(module(first, **told))
+            change = torch.empty(len(spans), len(spans), device="cpu")
+            for origin, replaced in enumerate(spans):
+                changed = first.clone()
+                changed[:, replaced] = other[:, replaced]
+                difference = (_output(module(changed, **told)) - reference).abs()
+                for into, span in enumerate(spans):
+                    change[origin, into] = difference[:, span].max()
+    finally:
+        module.train(training)
+    return Reach(change, torch.stack([reference[:, span].abs().max() for span in spans]).cpu())
+
+
+def packing_leaks(
+    module: nn.Module,
+    lengths: Sequence[int] = (5, 7, 4),
+    *,
+    tolerance: float = 1e-5,
+    **kwargs: Any,
+) -> list[Leak]:
+    """Pairs of documents of which one reaches the other; see :func:`assert_no_packing_leak`."""
+    return packing_reach(module, lengths, **kwargs).leaks(tolerance)
+
+
+def assert_no_packing_leak(
+    module: nn.Module,
+    lengths: Sequence[int] = (5, 7, 4),
+    *,
+    source: str = "position_ids",
+    tolerance: float = 1e-5,
+    seed: int = 0,
+    **kwargs: Any,
+) -> str:
+    """Raise if a packed document changes the output at another one.
+
+    Lays documents of random tokens (or hidden states) in one row, replaces each by another of its
+    length, and looks at the outputs of the rest. It needs no knowledge of the module, so it finds
+    the leak of an unpatched transformers model as well.
+
+    Args:
+        module: a model with ``get_input_embeddings`` and logits or ``last_hidden_state``, or a
+            layer from hidden states ``[1, S, H]`` to the same.
+        lengths: of the documents.
+        source: how the module is given them: ``"position_ids"``, ``"cu_seq_lens_q"`` (flash
+            attention's keywords, which transformers refuses without its kernels),
+            ``"packed_seq_ids"`` or ``"indexed_mask"``.
+        tolerance: changes up to this fraction of the largest output are not leaks. 0 asks for
+            equal bits; the rounding of experts may depend on tokens that are computed together.
+        seed: of the random documents.
+        kwargs: what else the module is called with.
+
+    Returns:
+        what was found, in one line, which is logged too.
+
+    Raises:
+        PackingLeak: says which document reached which, and by how much.
+        ValueError: fewer than two documents, an unknown source.
+    """
+    reach = packing_reach(module, lengths, source=source, seed=seed, **kwargs)
+    found = reach.leaks(tolerance)
+    if not found:
+        others = reach.change.clone().fill_diagonal_(0)
+        line = (
+            f"{type(module).__name__}: no packed document of {tuple(lengths)} tokens, told by "
+            f"{source}, reaches another (largest change {others.max().item():.1e}, largest output "
+            f"{reach.largest.max().item():.1e})"
+        )
+        logger.info(line)
+        return line
+    lines = [
+        f"  document {leak.origin} changes document {leak.into} by {leak.change:.3e} "
+        f"(its largest output is {leak.of:.3e})"
+        for leak in found
+    ]
+    raise PackingLeak(
+        f"packed documents of {tuple(lengths)} tokens reach each other in "
+        f"{type(module).__name__}:\n" + "\n".join(lines), found,
+    )  # fmt: skip
+
+
+def _drawn(module: Any, tokens: int, generator: torch.Generator) -> Tensor:
+    """Random token ids for a model, or hidden states for a layer."""
+    if hasattr(module, "get_input_embeddings"):
+        vocabulary = module.get_input_embeddings().weight.shape[0]
+        return torch.randint(vocabulary, (1, tokens), generator=generator, device="cpu")
+    width = getattr(module, "hidden_size", None)
+    if width is None:
+        raise ValueError(
+            f"{type(module).__name__} has no hidden_size, so hidden states cannot be drawn for it; "
+            f"give a transformers model or linear-attention module."
+        )
+    hidden = torch.randn(1, tokens, width, generator=generator, device="cpu")
+    return hidden.to(next(module.parameters()).dtype)
+
+
+def _output(returned: Any) -> Tensor:
+    for name in ("logits", "last_hidden_state"):
+        if getattr(returned, name, None) is not None:
+            return getattr(returned, name).float()
+    return (returned[0] if isinstance(returned, tuple) else returned).float()
