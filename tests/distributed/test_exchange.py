@@ -61,10 +61,7 @@ def _columns(dims: GDNDims, rank: int, size: int) -> list[int]:
 
 
 def travelling(waves: int, direct: bool, own: int = 0):
-    """Have even the smallest exchange travel in ``waves``, its runs as messages of their own.
-
-    Up to ``own`` bytes that a rank keeps are carried with what it sends, in one wave.
-    """
+    """The smallest exchange travels in ``waves``, too; up to ``own`` bytes are carried with them."""
     message = 0 if direct else 1 << 40
     sizes = {"WAVE_BYTES": 1, "MESSAGE_BYTES": message, "OWN_BYTES": own}
     return patch.multiple(exchange, MOST_WAVES=waves, **sizes)

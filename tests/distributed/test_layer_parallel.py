@@ -1,7 +1,4 @@
-"""Gated DeltaNet in parallel: what is its own beside the laws of every mixer.
-
-Any legal combination equals one rank, output and every parameter's gradient.
-"""
+"""Gated DeltaNet in parallel equals one rank: what is its own beside the laws of every mixer."""
 
 import pytest
 

@@ -110,7 +110,7 @@ RUN_BY = {
     EXAMPLE.format(2) + " --hybrid-layer-pattern K-G-*-": (
         "tests/examples/test_pretrain_hybrid.py::test_a_model_of_kimi_delta_attention_is_learned"
     ),
-    "OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/unit/test_layout.py -k share": SUITE,
+    "OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/unit/test_sizes.py -k share": SUITE,
     "TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/kernels/test_chains.py": SUITE,
     ".venv/bin/python benchmarks/report.py": REPORT.format(
         "the_tables_of_the_pages_are_of_the_results"

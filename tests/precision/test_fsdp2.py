@@ -166,10 +166,7 @@ def test_a_policy_that_rounds_the_gates_is_refused(dtype):
 @pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
 @on_ranks(2, cp=1)
 def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(mixer):
-    """In bf16, to the bit: output, gradients and a step; every rank has rows of its own.
-
-    Each gradient is the mean of two, which is rounded once, in whatever order they are added.
-    """
+    """Output, gradients (means of two, rounded once) and a step; ranks have rows of their own."""
     one, layer = _bf16(mixer), _bf16(mixer)
     assert {p.dtype for p in layer.parameters()} == {torch.bfloat16, torch.float32}
     shard_apart(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))

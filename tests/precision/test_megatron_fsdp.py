@@ -1,7 +1,4 @@
-"""Megatron-FSDP over gloo: parameters of one dtype train as under DDP, of two are refused.
-
-On GPUs and over nccl: tests/gpu/test_megatron_fsdp.py.
-"""
+"""Megatron-FSDP over gloo: parameters of one dtype train as under DDP, of two are refused."""
 
 from functools import cache, partial
 from importlib.util import find_spec
