@@ -75,7 +75,7 @@ def parallel_equals_one_rank(
     changes: dict | None = None,
     **options,
 ) -> None:
-    """Output and every gradient; in deterministic mode twice, with equal bits. ``lengths`` are slots
+    """Output and every gradient; in deterministic mode twice, to the bit. ``lengths`` are slots
     if ``real_lengths`` are given; under ``own_cp_group`` PackedSeqParams alone bring the group."""
     if tree is not None:
         lengths = tree.slots

@@ -157,7 +157,7 @@ def losses_if_accepted(dtype: torch.dtype) -> torch.Tensor:
 def losses_after_a_save(
     folder: str, split: bool, tp: int = 1, pattern: str = PATTERN, upstream: bool = False
 ) -> torch.Tensor:
-    """`losses` in bf16 after the first step, at which a checkpoint, by section if ``split``, is saved."""
+    """`losses` in bf16 after the first step, which saves a checkpoint, by section if ``split``."""
     with parallel(tp=tp), on_this_device(), _script_of(split):
         wrapped, optimizer = _bf16_run(tp, pattern, upstream, offset=0.0)
         steps = _train(wrapped, optimizer)
