@@ -102,10 +102,7 @@ def capturing_by_megatron() -> Iterator[None]:
 
 
 def captured_arguments(arguments: dict[str, Any]) -> dict[str, Any]:
-    """What Megatron's local graphs give a layer to capture in the place of these arguments.
-
-    The first step describes its tensors, and the capture finds tensors of zeros in their place.
-    """
+    """What Megatron's graphs give a layer to capture in the place of these arguments: zeros."""
     described = cuda_graphs.tree_map(
         lambda x: cuda_graphs.ArgMetadata(x) if torch.is_tensor(x) else x, arguments
     )

@@ -2,6 +2,7 @@
 
 import multiprocessing
 import os
+import runpy
 import subprocess
 import sys
 import time
@@ -20,6 +21,30 @@ def python(*arguments, cwd=ROOT, timeout=300, ends=0, **environment):
     )  # fmt: skip
     assert done.returncode == ends, done.stdout[-4000:] + done.stderr[-8000:]
     return done
+
+
+def imported_python(script: Path, *arguments: object, timeout=300) -> str:
+    """What a script prints that runs in its folder, in a process which has imported Megatron
+    already; its small fused functions are not compiled."""
+    from tests.ranks import _context
+
+    process = _context("gloo").Process(target=_run_script, args=(script, *arguments))
+    process.start()
+    process.join(timeout)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0, script.with_suffix(".err").read_text()[-8000:]
+    return script.with_suffix(".out").read_text()
+
+
+def _run_script(script: Path, *arguments: object) -> None:
+    os.chdir(script.parent)
+    sys.stdout, sys.stderr = (script.with_suffix(end).open("w", 1) for end in (".out", ".err"))
+    sys.argv, sys.path[0] = [str(script), *map(str, arguments)], str(script.parent)
+    import torch
+
+    torch.compiler.set_stance("force_eager")
+    runpy.run_path(str(script), run_name="__main__")
 
 
 def torchrun(ranks, *arguments, **options) -> str:

@@ -76,7 +76,7 @@ def _share_one_device() -> None:
     c10d.ProcessGroupGloo = ProcessGroupGloo
 
 
-def _write_in_this_process() -> None:
+def write_in_this_process() -> None:
     """Megatron's writers of checkpoints run in this process, not in one more per rank."""
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 
@@ -115,7 +115,7 @@ def _serve(rank: int, size: int, pipe, backend: str, timeout_s: float, stacks: P
         _share_one_device()
         # Megatron's small fused functions would be compiled by a C++ compiler, shape by shape.
         torch.compiler.set_stance("force_eager")
-        _write_in_this_process()
+        write_in_this_process()
     timeout = timedelta(seconds=timeout_s)
     store = _store(rank, size, pipe, timeout)
     dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=timeout)

@@ -1,10 +1,5 @@
-"""Plain linear attention with a scalar decay, as a Megatron mixer built from the base alone.
-
-S_t = exp(g_t) S_{t-1} + k_t v_t^T;  o_t = S_t^T q_t;  y = out_proj(RMSNorm(o) * SiLU(z))
-
-It shows what a second mixer has to bring: a layout, with the convolved sections in the middle and
-heads in groups, two functions, a module.
-"""
+"""Plain linear attention with a scalar decay, as a Megatron mixer built from the base alone:
+S_t = exp(g_t) S_{t-1} + k_t v_t^T;  o_t = S_t^T q_t;  y = out_proj(RMSNorm(o) * SiLU(z))"""
 
 from functools import partial
 from typing import NamedTuple

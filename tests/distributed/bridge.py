@@ -1,7 +1,4 @@
-"""Parts of a clone of Megatron-Bridge, without what the import of its whole package asks for.
-
-Where Transformer Engine is not installed, classes or mocks have the names that these parts ask for.
-"""
+"""Parts of a clone of Megatron-Bridge, without what the import of its whole package asks for."""
 
 import importlib
 import importlib.util
@@ -50,12 +47,7 @@ def peft_class(folder: str, kind: str) -> type:
 def adapted(
     folder: str, kind: str, linear: ColumnParallelLinear, path: str, rank: int
 ) -> nn.Module:
-    """A linear in Bridge's wrapper, with its low-rank adapter.
-
-    Args:
-        kind: Bridge's class, ``"LoRA"`` or ``"DoRA"``.
-        path: where the linear is in a model, by which Bridge knows what it is.
-    """
+    """A linear in Bridge's "LoRA" or "DoRA", told by its ``path`` in a model."""
     peft = peft_class(folder, kind)
     linear.tp_size = linear.tp_group.size()  # which Transformer Engine's linears know
     prefix, name = path.rsplit(".", 1)

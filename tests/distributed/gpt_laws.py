@@ -47,10 +47,7 @@ def summed_gradients(model, of: torch.Tensor, **more: torch.Tensor) -> dict[str,
 
 
 def packed_step(cp: int = 1, recompute: bool = False, **options) -> dict[str, torch.Tensor]:
-    """The loss of one packed row and every parameter's gradient, summed over the ranks; in fp64.
-
-    The loss is torch's: Megatron's takes fp32 of the logits.
-    """
+    """Loss (torch's, in fp64) of one packed row and every gradient, summed over the ranks."""
     with parallel(cp=cp):
         model = build_model(cp, recompute, **options)
         rank, forwards = parallel_state.get_context_parallel_rank(), []

@@ -109,12 +109,7 @@ def randomise_(layer) -> None:
 def forward_backward(
     layer, x, packed=None, *, weight=None, run: Callable | None = None
 ) -> dict[str, Tensor]:
-    """Output, input gradient and every parameter's gradient.
-
-    Args:
-        weight: of every number of the output in the loss; by default the loss is its square.
-        run: called in the layer's place.
-    """
+    """Output and every gradient; the loss is the output's square, or ``weight`` of it."""
     layer.zero_grad()
     leaf = x.detach().clone().requires_grad_()
     out, bias = (layer if run is None else run)(leaf, None, packed_seq_params=packed)

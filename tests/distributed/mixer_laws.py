@@ -1,7 +1,4 @@
-"""Run on every rank: what holds for every mixer, whole and in parallel.
-
-``mixers`` has the mixers that are held to it.
-"""
+"""Run on every rank: what holds for every mixer, whole and in parallel."""
 
 import tempfile
 from collections.abc import Callable
@@ -78,18 +75,8 @@ def parallel_equals_one_rank(
     changes: dict | None = None,
     **options,
 ) -> None:
-    """Output, input gradient and every parameter's gradient.
-
-    In deterministic mode the parallel mixer runs twice, with equal bits.
-
-    Args:
-        lengths: of packed documents, or of their slots if ``real_lengths`` are given.
-        tree: of packed documents; one rank runs the sequences separately.
-        own_cp_group: ``PackedSeqParams`` bring the context-parallel group, and the mixer is built
-            without one.
-        changes: to the config.
-        options: of the mixer, whole and in parallel.
-    """
+    """Output and every gradient; in deterministic mode twice, to the bit. ``lengths`` are slots
+    if ``real_lengths`` are given; under ``own_cp_group`` PackedSeqParams alone bring the group."""
     if tree is not None:
         lengths = tree.slots
     if lengths is not None:

@@ -96,11 +96,7 @@ class PeftAdapted(nn.Module):
 
 
 def _build(mixer: str, tp: int, kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A layer, and what its adapted ``in_proj`` holds: this rank's share of numbers of one seed.
-
-    Args:
-        kind: Bridge's "LoRA" or "DoRA", or "ours" or "peft", of these names.
-    """
+    """A layer, and this rank's share of what its adapter ("ours", "peft" or Bridge's) holds."""
     torch.manual_seed(11)
     mixers = BY_NAME[mixer]
     layer = mixers.build(mixers.config(tensor_model_parallel_size=tp), groups_of_megatron())

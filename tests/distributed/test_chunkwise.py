@@ -1,7 +1,4 @@
-"""Chunkwise context parallelism: what is its own beside the laws that hold for both schemes.
-
-fp32 on gloo, tolerance as in ``mixers``.
-"""
+"""Chunkwise context parallelism: what is its own beside the laws that hold for both schemes."""
 
 import os
 from dataclasses import replace

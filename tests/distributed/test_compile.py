@@ -34,10 +34,7 @@ LENGTHS = (8, 24, 16)
 )
 @on_ranks(cp="cp")
 def test_a_compiled_layer_equals_the_layer(cp, options, packed):
-    """Output, the input's gradient and every parameter's gradient, bit for bit, and twice.
-
-    Functions that stay as they are (:mod:`megatron_gdn.ops.autograd`) give Dynamo no warning.
-    """
+    """Output and every gradient, bit for bit, and twice, without a warning of Dynamo."""
     layer = over_ranks(**options)
     randomise_(layer)
     x, params = torch.randn(sum(LENGTHS) // cp, 1, 24), thd(LENGTHS) if packed else None

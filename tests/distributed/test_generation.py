@@ -105,11 +105,7 @@ def generates(tp=1, cp=1, sp=False, pattern="M-*-G-") -> tuple[torch.Tensor, tor
 
 
 def gap(tp=1, exact=False, pattern="M-*-G-", at_once=1, dtype=torch.float32, greedy=False):
-    """How far generation is from training in a text of 72 tokens, past a step of 64.
-
-    Args:
-        greedy: the text is what the model writes after 61 tokens, not a drawn one.
-    """
+    """How far generation is from training in 72 tokens, drawn or ``greedy``, past a step of 64."""
     changes = {"params_dtype": dtype, "bf16": dtype == torch.bfloat16}
     changes["batch_invariant_mode"] = exact
     with parallel(tp=tp):

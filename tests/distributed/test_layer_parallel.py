@@ -1,7 +1,4 @@
-"""Gated DeltaNet in parallel: what is its own beside the laws of every mixer.
-
-Any legal combination equals one rank, output and every parameter's gradient.
-"""
+"""Gated DeltaNet in parallel equals one rank: what is its own beside the laws of every mixer."""
 
 import pytest
 
@@ -10,6 +7,7 @@ from tests.distributed.mixers import GDN
 from tests.upstream import with_gdn_norm_out
 
 UNEQUAL = (8, 24, 16, 8)  # multiples of 2 * cp for cp = 2 and 4
+ANY = (3, 0, 29, 7, 1)
 PADDED = ((8, 24, 16, 8), (5, 21, 16, 1))  # slots, and the real lengths in them
 
 TWO_RANKS = [(2, 1, False), (2, 1, True), (1, 2, False)]
@@ -54,18 +52,14 @@ def test_padded_documents_equal_one_rank(pools, tp, cp, sp, mode):
 
 
 @modes
-@with_cp
-@pytest.mark.parametrize("layout", ["zigzag_buffer", "contiguous"])
-def test_documents_of_any_length_in_whole_buffer_layouts_equal_one_rank(
-    pools, tp, cp, sp, layout, mode
-):
-    equal(pools, tp, cp, sp, lengths=(3, 0, 29, 7, 1), layout=layout, mode=mode)
-
-
-@modes
-@with_cp
-def test_a_contiguous_batch_equals_one_rank(pools, tp, cp, sp, mode):
-    equal(pools, tp, cp, sp, tokens=12, layout="contiguous", mode=mode)
+@pytest.mark.parametrize(("tp", "cp", "sp"), [(2, 2, True), pytest.param(1, 4, False, marks=slow)])
+@pytest.mark.parametrize(
+    ("layout", "lengths"),
+    [("zigzag_buffer", ANY), ("contiguous", ANY), ("contiguous", None)],
+    ids=["zigzag_buffer", "contiguous", "contiguous batch"],
+)
+def test_whole_buffer_layouts_equal_one_rank(pools, tp, cp, sp, layout, lengths, mode):
+    equal(pools, tp, cp, sp, tokens=12, lengths=lengths, layout=layout, mode=mode)
 
 
 @modes

@@ -80,11 +80,7 @@ def cut_by_megatron(positions: torch.Tensor) -> torch.Tensor:
 
 
 def require_one_ranks_gradients(model, one, held, packed, tolerance: float = 1e-4) -> None:
-    """Losses and every gradient of ``model`` over the ranks' tokens ``held`` are those of ``one``.
-
-    fp32 through three mixers and a softmax over the vocabulary, sums of up to 48 tokens in another
-    order.
-    """
+    """Losses and every gradient of ``model`` over the ranks' tokens ``held`` are ``one``'s."""
     tokens = torch.arange(sum(LENGTHS) + 1).square().remainder(VOCABULARY)[None]
     positions = torch.cat([torch.arange(n) for n in LENGTHS])[None]
     weight = torch.linspace(0.5, 1.5, sum(LENGTHS))[None]
@@ -109,11 +105,7 @@ def require_one_ranks_gradients(model, one, held, packed, tolerance: float = 1e-
 
 
 def told(flags: tuple[str, ...], cut: str, mode: str | None = None, **options) -> None:
-    """A model under this launch, over documents that were cut so, equals one rank.
-
-    Args:
-        mode: ``cp_partition_mode`` of the PackedSeqParams, if its class has none.
-    """
+    """A model under this launch, over documents that were cut so, equals one rank."""
     with parallel(cp=2), launched_with(*flags):
         one, model = one_and_two(**options)
         held = held_by_two(cut)

@@ -1,7 +1,4 @@
-"""Ranks over several machines, which the option simulates: what travels, and what it is priced at.
-
-fp32 on gloo, tolerance of layers as in ``mixers``.
-"""
+"""Ranks over several machines, which the option simulates: what travels, and its price."""
 
 from unittest.mock import patch
 

@@ -105,14 +105,7 @@ def each_alone(weight, gradients, widths) -> torch.Tensor:
 def sections_step_as_if_alone(
     mixer: str, tp: int, tp_mode: str, bf16: bool, layer_wise: str | None = None
 ) -> None:
-    """Every section of ``in_proj``, and ``out_proj``: bit for bit where the products are the same.
-
-    In the mode "distributed" ranks add up parts of them; 1e-5 of the largest entry.
-
-    Args:
-        layer_wise: None, or how data-parallel ranks share the optimizer: by ``"buffers"`` or by
-            ``"lists"`` of whole parameters (Megatron's ``--no-use-layer-wise-param-layout``).
-    """
+    """To the bit, but in the mode "distributed", in which ranks add up parts of the products."""
     same = close if tp_mode == "distributed" else same_bits
     with parallel.parallel(tp=tp):
         whole, share = in_parallel(mixer, tp)

@@ -35,10 +35,7 @@ modes = pytest.mark.parametrize("linear_cp_mode", MODES)
 
 
 def forget_tables(layer) -> None:
-    """Empty every cache of a function in the package, and the layer's of micro-batches.
-
-    What they hold was made on some device.
-    """
+    """Empty every cache of a function in the package, and the layer's of micro-batches."""
     modules = [m for name, m in sys.modules.items() if name.startswith("megatron_gdn.")]
     found = {id(x): x for m in modules for x in vars(m).values() if hasattr(x, "cache_clear")}
     assert len(found) > 5
@@ -65,10 +62,7 @@ def test_training_works_after_an_evaluation_in_inference_mode(linear_cp_mode):
 )
 @on_ranks(cp="cp")
 def test_tables_do_not_follow_the_default_device(cp, linear_cp_mode, layout):
-    """Nothing that is worked out on the host comes up on ``torch.set_default_device``'s.
-
-    On meta, which stands for a GPU here, it would have no values.
-    """
+    """Tables made on meta, which stands for a GPU here, would have no values."""
     layer = over_ranks(linear_cp_mode=linear_cp_mode, cp_layout=layout)
     lengths = (3, 0, 61, 7) if cp == 1 else (20, 0, 84)
     x = torch.randn(sum(lengths) // cp, 1, layer.hidden_size)
@@ -122,11 +116,7 @@ def test_recomputing_the_norm_works_inside_checkpoints(linear_cp_mode):
 
 @on_ranks(cp=2)
 def test_a_checkpoint_holds_while_auto_changes_the_scheme():
-    """What a micro-batch saves must not depend on the one before it.
-
-    A checkpoint that is not reentrant compares what its two forwards save. Sizes are made tiny by
-    prices without fixed parts.
-    """
+    """It compares what its two forwards save; prices without fixed parts make tiny sizes differ."""
     with patch.multiple(price, FIXED=0, LATENCY=0, STEP=0):
         layer = over_ranks(linear_cp_mode="auto")
         randomise_(layer)

@@ -105,25 +105,19 @@ def test_transformers_has_the_loss_of_the_examples_next_step(way_round, text):
         # What the example's own model has: it stands there, so it counts.
         (["--hidden-size=128"], "--hidden-size 128 is not the 24 of --hf-config"),
         (["--mamba-num-heads=8"], "--mamba-num-heads is of M layers"),
-        (["--hybrid-layer-pattern=G-*-"], "--hybrid-layer-pattern G-\\*- is not the G-G-G-\\*-"),
+        (["--hybrid-layer-pattern=G-*-"], "--hybrid-layer-pattern G-*- is not the G-G-G-*-"),
     ],
 )
-def test_a_size_beside_a_config_is_refused(tmp_path, monkeypatch, capsys, flags, advice):
-    import re
-
+def test_a_size_beside_a_config_is_refused(tmp_path, refused, capsys, flags, advice):
     untrained_model("Qwen3_5ForCausalLM").save_pretrained(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        parse_args(["--hf-config", str(tmp_path), *flags])
-    assert re.search(advice, " ".join(capsys.readouterr().err.split()))
+    capsys.readouterr()
+    assert advice in refused("--hf-config", tmp_path, *flags)
 
 
-def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path, monkeypatch, capsys):
+def test_a_vocabulary_without_room_for_bytes_is_refused(tmp_path, refused, capsys):
     build("Qwen3_5ForCausalLM").save_pretrained(tmp_path)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        parse_args(["--hf-config", str(tmp_path)])
-    assert "a vocabulary of 67 tokens" in " ".join(capsys.readouterr().err.split())
+    capsys.readouterr()
+    assert "a vocabulary of 67 tokens" in refused("--hf-config", tmp_path)
 
 
 def first_update(folder: Path, checkpoint: Path, *flags: str) -> bool:
@@ -157,8 +151,6 @@ def test_the_optimizer_goes_on_from_the_loaded_weights(pools, tmp_path, flags):
     assert kept
 
 
-def test_a_folder_without_pretrained_weights_is_named(monkeypatch, tmp_path, capsys):
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    with pytest.raises(SystemExit):
-        parse_args(["--pretrained-checkpoint", str(tmp_path)])
-    assert f"{tmp_path} is no distributed checkpoint" in capsys.readouterr().err
+def test_a_folder_without_pretrained_weights_is_named(tmp_path, refused):
+    said = refused("--pretrained-checkpoint", tmp_path)
+    assert f"{tmp_path} is no distributed checkpoint" in said

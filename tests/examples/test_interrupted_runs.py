@@ -129,15 +129,7 @@ def test_ctrl_c_on_the_command_of_make_demo_ends_in_the_line_that_says_how_to_go
 
 
 @pytest.mark.nightly
-def test_ranks_that_fail_say_so_in_one_line_and_one_that_could_not_is_named(text, tmp_path):
-    refused = make_demo("--hidden-size=130", cwd=tmp_path)
-    said = refused.communicate()[0].splitlines()
-    assert said == [
-        "starting 2 processes ...",
-        "loading torch and Megatron ...",
-        "pretrain_hybrid.py: error: --hidden-size 130 is not a multiple of "
-        "--num-attention-heads 4.",
-    ]
+def test_a_rank_that_was_killed_is_named(text, tmp_path):
     killed = make_demo("--data", text, "--train-iters=1000", cwd=tmp_path)
     for line in killed.stdout:
         if line.startswith("step 1 "):

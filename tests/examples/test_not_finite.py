@@ -12,6 +12,7 @@ import torch
 
 from tests.examples.launching import TINY, Launch, metrics, run
 from tests.parallel import parallel
+from tests.ranks import on_ranks
 
 # A rate at which the weights of step 2 overflow in step 3; the first step's rate is 0.
 BREAKS = ["--lr=1e30", "--save-interval=1"]
@@ -82,25 +83,16 @@ def test_weights_that_the_last_step_broke_are_seen_by_held_out_documents_and_by_
     ]
 
 
-def what_a_rank_finds() -> list[str]:
+@on_ranks(cp=2)
+def test_what_one_rank_finds_stops_every_rank():
     from pretraining.step import NotFiniteError, require_finite
 
-    with parallel(cp=2):
-        device, rank = torch.device("cpu"), torch.distributed.get_rank()
-        require_finite(7, device, loss=1.0, grad_norm=2.0)
-        found = []
-        for numbers in ({"loss": 1.0, "grad_norm": math.nan}, {"loss": math.inf, "grad_norm": 1.0}):
-            mine = numbers if rank else {"loss": 1.0, "grad_norm": 2.0}
-            try:
-                require_finite(7, device, **mine)
-            except NotFiniteError as fault:
-                found.append(f"{fault.weights} {fault}")
-        return found
-
-
-def test_what_one_rank_finds_stops_every_rank(pools):
-    for found in pools(2).run(what_a_rank_finds):
-        assert len(found) == 2 and all(words.startswith("6 the ") for words in found)
+    device, fine = torch.device("cpu"), {"loss": 1.0, "grad_norm": 2.0}
+    require_finite(7, device, **fine)
+    for numbers in ({"loss": 1.0, "grad_norm": math.nan}, {"loss": math.inf, "grad_norm": 1.0}):
+        with pytest.raises(NotFiniteError, match="^the ") as fault:
+            require_finite(7, device, **(numbers if torch.distributed.get_rank() else fine))
+        assert fault.value.weights == 6
 
 
 def place(folder: Path, *steps: int) -> Path:

@@ -105,12 +105,12 @@ RUN_BY = {
     "GDN_TEST_LAYER=upstream TORCHDYNAMO_DISABLE=1 .venv/bin/python -m pytest "
     "tests/layer/test_upstream_flaws.py": HERE + "test_upstreams_layer_fails_every_law_of_flaws",
     EXAMPLE.format(2) + " --hybrid-layer-pattern M-G-*-": (
-        "tests/examples/test_pretrain_hybrid.py::test_a_model_of_all_three_mixers_is_learned"
+        "tests/examples/test_pretrain_hybrid.py::test_a_model_of_all_mixers_is_learned"
     ),
     EXAMPLE.format(2) + " --hybrid-layer-pattern K-G-*-": (
-        "tests/examples/test_pretrain_hybrid.py::test_a_model_of_kimi_delta_attention_is_learned"
+        "tests/examples/test_pretrain_hybrid.py::test_a_model_of_all_mixers_is_learned"
     ),
-    "OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/unit/test_layout.py -k share": SUITE,
+    "OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/unit/test_sizes.py -k share": SUITE,
     "TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/kernels/test_chains.py": SUITE,
     ".venv/bin/python benchmarks/report.py": REPORT.format(
         "the_tables_of_the_pages_are_of_the_results"

@@ -1,10 +1,10 @@
-"""The Python of every page runs as printed, in a fresh process; CUDA's names have stand-ins."""
+"""The Python of every page runs as printed, in a process of its own; CUDA has stand-ins."""
 
 import pytest
 
 from megatron_gdn.hf import compare_folders
 from tests.examples.commands import blocks_of, pages
-from tests.processes import ROOT, python
+from tests.processes import ROOT, imported_python
 
 MODEL = 'hybrid_layer_pattern="G-*-"'
 # Block -> a line of it. Every block of every page has one.
@@ -113,7 +113,7 @@ def block(name: str) -> str:
 
 def run(code: str, folder) -> str:
     (folder / "pasted.py").write_text(code)
-    return python("pasted.py", cwd=folder).stdout
+    return imported_python(folder / "pasted.py")
 
 
 @pytest.fixture(scope="module")

@@ -42,10 +42,23 @@ def test_the_folder_that_a_run_gets_by_itself_is_tried_too(refused, tmp_path):
         (["--nproc-per-node=4"], "beside torchrun, which has started 2 processes"),
         (["--mamba-num-heads=8"], "--mamba-num-heads is of M layers, and the pattern .* has none"),
         (["--linear-num-key-heads=2", "--hybrid-layer-pattern=M-"], "is of G and K layers"),
+        (
+            ["--seq-length=66"],
+            "--seq-length 66 must be a multiple of 4 with --context-parallel-size 2; use 68",
+        ),
+        (["--context-parallel-size=3"], "Use --nproc-per-node 3"),
+        (["--sequence-parallel"], "needs --tensor-model-parallel-size .* --no-sequence-parallel"),
+        (["--hybrid-layer-pattern=GQ"], "unknown symbols 'Q'; use G"),
+        (["--global-batch-size=12"], "multiple of --micro-batch-size x .* = 8 x 1; use 16"),
+        (["--train-iters=0"], "--train-iters 0 is not a size"),
+        (["--train-iters=160", "--lr-warmup-iters=160"], "leaves no step"),
+        (["--resume", "--load=x"], "give one of the two"),
+        (["--ckpt-step=5"], "needs --load"),
+        (["--hidden-size=130"], "not a multiple of --num-attention-heads 4"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_flag_that_would_be_ignored_or_means_nothing_is_refused(flags, words, refused):
+def test_flags_that_cannot_work_or_mean_nothing_are_refused(flags, words, refused):
     assert re.search(words, refused(*flags))
 
 

@@ -62,10 +62,7 @@ def _drawn() -> Tensor:
 
 
 def gaps(pattern: str, tp: int, steps: int) -> list[tuple[GenerationGap, str | None]]:
-    """Of 4,096 drawn tokens in steps of 97 and, the last ``steps``, of 1; then of greedy ones.
-
-    Each with the module that differs first, if any does.
-    """
+    """Of 4,096 drawn and greedy tokens in steps of 97 and 1, with the module that differs first."""
     with parallel(tp=tp), megatrons_kernels():
         model, text = _model(pattern, tp), _drawn()
         greedy = generate(model, text[:, : TOKENS - steps], steps)

@@ -1,7 +1,4 @@
-"""A hybrid model trains under Megatron-FSDP and under DistributedDataParallel, on every rank.
-
-Over nccl as it is; over gloo behind stand-ins for what Megatron-FSDP asks of CUDA.
-"""
+"""A hybrid model under Megatron-FSDP and DDP, over nccl, or over gloo behind stand-ins for CUDA."""
 
 import sys
 from collections.abc import Callable, Iterator
@@ -76,13 +73,7 @@ def losses(
     tp: int = 1,
     norms_called: bool = False,
 ) -> torch.Tensor:
-    """``[STEPS, rows, TOKENS]`` of this rank's tokens, as ``wrapper`` ("ddp" or "fsdp") trains.
-
-    The model begins with the same weights in every dtype: those of bf16.
-
-    Args:
-        norms_called: give each ``out_norm`` a hook, so that the mixer calls it.
-    """
+    """``[STEPS, rows, TOKENS]`` of this rank under "ddp" or "fsdp", from weights of bf16."""
     with parallel(tp=tp), on_this_device():
         model = build(torch.bfloat16, pattern, tensor_model_parallel_size=tp)
         if dtype == torch.float32:
@@ -102,13 +93,7 @@ def losses_of_a_package(
     device: str = DEVICE,
     rounded: bool = False,
 ) -> torch.Tensor:
-    """`losses` with torch's SGD under ``package.fully_shard``; "none" sums gradients.
-
-    A sum of gradients, because gloo has no product with a factor in its sum.
-
-    Args:
-        rounded: begin with the weights of the bf16 model.
-    """
+    """`losses` with torch's SGD under ``package.fully_shard``; "none" sums gradients."""
     with parallel(), on_this_device(MEGATRONS_COPY if package == "none" else package):
         on_meta = {"init_model_with_meta_device": device == "meta"}
         settings = {"use_cpu_initialization": False, **on_meta}
@@ -147,10 +132,7 @@ def _sum(model: torch.nn.Module) -> None:
 
 
 def losses_of_a_model_built_on(device: str, pattern: str, strategy: str) -> torch.Tensor:
-    """`losses` under Megatron-FSDP, in fp32, with the weights that the model begins with.
-
-    "meta" is Megatron's ``--init-model-with-meta-device``.
-    """
+    """`losses` under Megatron-FSDP, in fp32, with the weights that the model begins with."""
     with parallel(), on_this_device():
         with torch.device(device):
             model = build(
@@ -175,12 +157,7 @@ def losses_if_accepted(dtype: torch.dtype) -> torch.Tensor:
 def losses_after_a_save(
     folder: str, split: bool, tp: int = 1, pattern: str = PATTERN, upstream: bool = False
 ) -> torch.Tensor:
-    """`losses` in bf16 after the first step, at which an fsdp_dtensor checkpoint is written.
-
-    Args:
-        split: store the sections of ``in_proj`` and ``conv1d``, as Megatron's branch dev does.
-        upstream: with Megatron's own Gated DeltaNet.
-    """
+    """`losses` in bf16 after the first step, which saves a checkpoint, by section if ``split``."""
     with parallel(tp=tp), on_this_device(), _script_of(split):
         wrapped, optimizer = _bf16_run(tp, pattern, upstream, offset=0.0)
         steps = _train(wrapped, optimizer)
@@ -198,11 +175,7 @@ def losses_after_a_load(
     upstream: bool = False,
     strict: bool = True,
 ) -> torch.Tensor:
-    """The same, of a model with other weights that loads this checkpoint.
-
-    Args:
-        strict: as Megatron's ``--strict-fsdp-dtensor-load``, its default.
-    """
+    """The same, of a model with other weights that loads this checkpoint."""
     with parallel(tp=tp), on_this_device(), _script_of(split):
         wrapped, optimizer = _bf16_run(tp, pattern, upstream, offset=1.0)
         stored, state = _fsdp_dtensors(wrapped, optimizer, split, is_loading=True)
@@ -358,11 +331,7 @@ def _one_by_one(group: dist.ProcessGroup, async_ops: bool = False) -> Iterator[S
 
 @contextmanager
 def on_this_device(package: str = MEGATRONS_COPY) -> Iterator[None]:
-    """Without a GPU: what Megatron's FSDPs ask of CUDA, answered with the CPU.
-
-    Args:
-        package: of Megatron-FSDP.
-    """
+    """Without a GPU: what Megatron's FSDPs, or ``package``, ask of CUDA, answered with the CPU."""
     if DEVICE == "cuda":
         yield
         return

@@ -181,12 +181,7 @@ def layer_of_megatron(cp: int = 1, mode: str | None = None, **changes) -> torch.
 def megatrons_local_graphs_give_eager_bits(
     modules: Sequence[str], cp: int = 1, packed: bool = False, mode: str | None = None
 ) -> None:
-    """``cuda_graph_impl="local"``: recorded in the first step, replayed in the next.
-
-    Args:
-        packed: documents in fixed buffers, other ones in each step.
-        mode: ``linear_cp_mode``.
-    """
+    """``cuda_graph_impl="local"``: recorded in the first step, replayed in the next."""
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
     from megatron.core.transformer import cuda_graphs
 

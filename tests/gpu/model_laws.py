@@ -1,7 +1,4 @@
-"""Run on every rank of a nccl world: one step of a whole hybrid model on Transformer Engine.
-
-Legend: b one micro-batch row, s this rank's tokens of it.
-"""
+"""Run on every rank of a nccl world: one step of a whole hybrid model on Transformer Engine."""
 
 from __future__ import annotations
 
@@ -106,17 +103,8 @@ def one_step(
     options: dict | None = None,
     truth: dict[str, torch.Tensor] | None = None,
 ) -> dict:
-    """One step through Megatron's schedule.
-
-    Args:
-        truth: the whole gradient of every parameter.
-
-    Returns:
-        losses: ``[micro-batch, b, s]`` per token on the last pipeline stage, else None.
-        held: where in the sequence this rank's s tokens stand.
-        gradients: by parameter, of this rank, fp32.
-        errors: by parameter, the norm of its whole gradient's difference from the truth.
-    """
+    """Of one step by Megatron's schedule: losses per token (on the last stage), where they stand,
+    this rank's gradients, and the norms of the whole gradients' differences from ``truth``."""
     layout, options = layout or {}, options or {}
     sizes = {k: v for k, v in layout.items() if k in ("tp", "cp", "pp")}
     with parallel(**sizes):

@@ -81,12 +81,8 @@ def errors_of_one_rank_and_of_all(
     tp: int, cp: int, sp: bool, lengths, mode: str = "auto", layout: str = "zigzag",
     mixer: str = "gdn", **options,
 ) -> dict:  # fmt: skip
-    """Relative rms error against fp32, of everything a layer gives.
-
-    Returns:
-        backend: the rule that ran, and the one that a Hopper GPU takes.
-        errors: by name, of the parallel layer, of one rank, and over how many numbers.
-    """
+    """The rule that ran and a Hopper GPU's; by name the relative rms errors against fp32 of the
+    parallel layer and of one rank, and over how many numbers."""
     tokens, batch = (sum(lengths), 1) if lengths else (512, 2)
     kind = KINDS[mixer]
     bf16 = {"bf16": True, "params_dtype": torch.bfloat16, **kind.sizes}

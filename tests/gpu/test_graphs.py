@@ -1,7 +1,4 @@
-"""CUDA graphs of the layer on one GPU: a replay has the bits of the eager step.
-
-Over several ranks: ``test_parallel.py``.
-"""
+"""CUDA graphs of the layer on one GPU: a replay has the bits of the eager step."""
 
 import pytest
 import torch

@@ -1,7 +1,6 @@
 """The export command over damaged checkpoints and a full disk: one line, which names the file."""
 
-import subprocess
-import sys
+import resource
 from pathlib import Path
 
 import pytest
@@ -51,17 +50,18 @@ def test_other_faults_keep_their_words_and_their_tracebacks(
         main(command)
 
 
-def test_a_full_disk_is_named_by_the_folder_that_was_to_be_made(imported, hf_folder, tmp_path):
+def test_a_full_disk_is_named_by_the_folder_that_was_to_be_made(
+    imported, hf_folder, tmp_path, refused
+):
     """A limit on the size of files stands in for the disk."""
-    back = tmp_path / "back"
-    command = [sys.executable, "-m", "megatron_gdn.hf", "export", imported, back]
-    command = ["bash", "-c", 'ulimit -f 8 && exec "$@"', "bash", *command]
-    ran = subprocess.run(
-        [*map(str, command), "--like", str(hf_folder("dense"))], capture_output=True, text=True
-    )
-    said = [line for line in ran.stderr.splitlines() if line.startswith("error: ")]
-    assert ran.returncode == 2 and "Traceback" not in ran.stderr, ran.stderr
-    assert len(said) == 1 and str(back) in said[0] and "File too large" in said[0], ran.stderr
+    back, (soft, hard) = tmp_path / "back", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (8192, hard))
+    try:
+        said = refused("export", imported, back, "--like", hf_folder("dense"))
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    lines = [line for line in said.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1 and str(back) in said and "File too large" in lines[0], said
     assert not back.exists()
 
 

@@ -1,9 +1,13 @@
 """Scripts of a Megatron-LM clone, run over processes of this machine, and what they print."""
 
+import atexit
+import functools
+import json
 import os
 import re
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
@@ -13,6 +17,7 @@ from tests.examples.launching import ROOT
 from tests.launches.on_cpu import WITHOUT_GPU
 
 CLONE = os.environ.get("MEGATRON_LM")
+PATIENCE_S = 550
 # Of two equal flags Megatron takes the last.
 SMALL = """
     --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
@@ -40,25 +45,51 @@ in_a_clone = [
 ]
 
 
-def launched(script, processes, *flags, options="", connections="1", launcher=False):
-    """``script`` with these flags, ``options`` of our layers in the environment, behind ``-m
-    megatron_gdn.launch`` where ``launcher``; torch's FSDP2 wants no ``connections`` of CUDA."""
+@functools.cache
+def _server() -> subprocess.Popen[str]:
+    """A process that has imported what the clone's scripts import, from which ranks are forked."""
     assert CLONE is not None
-    environment = {k: v for k, v in os.environ.items() if k != "CUDA_DEVICE_MAX_CONNECTIONS"}
-    if connections is not None:
-        environment["CUDA_DEVICE_MAX_CONNECTIONS"] = connections
-    return subprocess.run(
-        [
-            sys.executable, "-m", "torch.distributed.run", "--standalone",
-            f"--nproc_per_node={processes}",
-            # As a module: a clone has a package `tests` of its own, which would be found first.
-            "-m", "tests.launches.on_cpu", *["megatron_gdn.launch"] * launcher,
-            str(Path(CLONE) / script), *flags, *WITHOUT_GPU.split(),
-        ],
-        env=environment
-        | {"PYTHONPATH": str(ROOT), VARIABLE: options, "TORCHDYNAMO_DISABLE": "1"},
-        capture_output=True, text=True, timeout=550, check=False,
+    server = subprocess.Popen(
+        [sys.executable, "-m", "tests.launches.on_cpu", "serve", CLONE],
+        env=os.environ | {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"},
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
     )  # fmt: skip
+    atexit.register(server.communicate)
+    return server
+
+
+def launched(
+    script, processes, *flags, options="", connections="1", launcher=False, torchrun=False
+) -> subprocess.CompletedProcess[str]:
+    """``script`` with these flags, ``options`` of our layers in the environment, behind ``-m
+    megatron_gdn.launch`` where ``launcher``; torch's FSDP2 wants no ``connections`` of CUDA.
+
+    The ranks have the environment that torchrun gives them; if ``torchrun``, it starts them.
+    """
+    assert CLONE is not None
+    arguments = [
+        *["megatron_gdn.launch"] * launcher, str(Path(CLONE) / script), *flags, *WITHOUT_GPU.split()
+    ]  # fmt: skip
+    given = {VARIABLE: options, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    if torchrun:
+        given |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
+        # As a module: a clone has a package `tests` of its own, which would be found first.
+        start = "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"
+        return subprocess.run(
+            [sys.executable, *start, "-m", "tests.launches.on_cpu", *arguments],
+            env={k: v for k, v in {**os.environ, **given}.items() if v is not None},
+            capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+        )  # fmt: skip
+    with tempfile.TemporaryDirectory() as folder:
+        log = f"{folder}/log"
+        asked = {"processes": processes, "arguments": arguments, "environment": given}
+        server = _server()
+        print(
+            json.dumps({**asked, "log": log, "seconds": PATIENCE_S}), file=server.stdin, flush=True
+        )
+        code = int(server.stdout.readline())
+        said = (Path(f"{log}.{kind}").read_text(errors="replace") for kind in ("out", "err"))
+        return subprocess.CompletedProcess(arguments, code, *said)
 
 
 def losses(done: subprocess.CompletedProcess[str]) -> list[float]:

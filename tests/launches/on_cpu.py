@@ -3,11 +3,16 @@
 
 import contextlib
 import functools
+import gc
 import importlib.metadata
 import importlib.util
 import json
+import os
 import runpy
+import signal
+import socket
 import sys
+import time
 import types
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +22,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from tests.fsdp_on_cpu import MeshOfCPUs, fill_states_of_empty_shards, one_collective_at_a_time
+from tests.ranks import write_in_this_process
 
 WITHOUT_GPU = """
     --distributed-backend gloo --transformer-impl local
@@ -130,10 +136,9 @@ def predict_tokens_without_transformer_engine() -> None:
     vars(multi_token_prediction)["is_inference_column_parallel_linear"] = lambda module: False
 
 
-def run(script: Path, flags: list[str], launcher: bool = False) -> None:
-    """Run ``script`` as ``python script *flags`` does, or behind ``-m megatron_gdn.launch``."""
-    sys.argv = [str(script), *flags]
-    sys.path.insert(0, str(script.parent))
+def prepare(clone: Path) -> None:
+    """All stand-ins; what a script imports comes from its clone."""
+    sys.path.insert(0, str(clone))
     from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
 
     run_megatron_on_cpu()
@@ -150,16 +155,94 @@ def run(script: Path, flags: list[str], launcher: bool = False) -> None:
         training.initialize_megatron, allow_no_cuda=True
     )
     torch.compiler.set_stance("force_eager")  # Megatron's small fusions: minutes of a C++ compiler
+
+
+def run(script: str, *flags: str) -> None:
+    """As ``python script *flags`` does, or behind ``-m megatron_gdn.launch`` if that is first."""
     with MakeOnCPU():
-        if launcher:
+        if script == "megatron_gdn.launch":
             from megatron_gdn import launch
 
-            launch.main([str(script), *flags])
+            launch.main([*flags])
         else:
-            runpy.run_path(str(script), run_name="__main__")
+            sys.argv = [script, *flags]
+            runpy.run_path(script, run_name="__main__")
+
+
+def fork(processes: int, environment: dict[str, str | None], log: str) -> list[int]:
+    """The ranks of a launch, whose output goes to these files; in a rank, nothing."""
+    with socket.socket() as listener:
+        listener.bind(("localhost", 0))
+        port = listener.getsockname()[1]
+    ranks = []
+    for rank in range(processes):
+        ranks.append(os.fork())
+        if not ranks[-1]:
+            os.setpgrp()
+            for name, value in environment.items():
+                os.environ.pop(name, None)
+                if value is not None:
+                    os.environ[name] = value
+            os.environ |= {
+                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
+                "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(port),
+            }  # fmt: skip
+            for stream, kind in enumerate(("in", "out", "err")):
+                file = os.devnull if kind == "in" else f"{log}.{kind}"
+                os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND), stream)
+            return []
+    return ranks
+
+
+def code_of(ranks: list[int], seconds: float) -> int:
+    """Of the first that fails, which ends the others soon; -1 if they did not end in time."""
+    code, deadline = 0, time.monotonic() + seconds
+    running = set(ranks)
+    while running and time.monotonic() < deadline:
+        for rank in [*running]:
+            ended, status = os.waitpid(rank, os.WNOHANG)
+            if ended:
+                running.remove(rank)
+                if status and not code:
+                    code, deadline = os.waitstatus_to_exitcode(status), time.monotonic() + 2
+        time.sleep(0.02)
+    for rank in running:
+        os.killpg(rank, signal.SIGKILL)
+        os.waitpid(rank, 0)
+    return code or -bool(running)
+
+
+def serve(clone: Path) -> list[str]:
+    """Forks a launch per line of stdin and answers with its code; in a rank, what it is to run.
+
+    Ranks have imported what the scripts of the clone import, and started no thread; only what is
+    saved beside the training has writers of its own, which import it all again.
+    """
+    answers = open(os.dup(1), "w", buffering=1)  # noqa: SIM115
+    os.dup2(2, 1)
+    prepare(clone)
+    with MakeOnCPU():
+        for script in ("pretrain_gpt.py", "pretrain_hybrid.py"):
+            runpy.run_path(str(clone / script), run_name="imported")
+    gc.collect()
+    gc.freeze()
+    for line in sys.stdin:
+        asked = json.loads(line)
+        ranks = fork(asked["processes"], asked["environment"], asked["log"])
+        if not ranks:
+            if "--async-save" not in asked["arguments"]:
+                write_in_this_process()
+            return asked["arguments"]
+        print(code_of(ranks, asked["seconds"]), file=answers)
+    return []
 
 
 if __name__ == "__main__":
-    launched = sys.argv[1] == "megatron_gdn.launch"
-    script, *flags = sys.argv[1 + launched :]
-    run(Path(script).resolve(), flags, launched)
+    arguments = sys.argv[1:]
+    if arguments[0] == "serve":
+        arguments = serve(Path(arguments[1]))
+    else:
+        prepare(Path(arguments[arguments[0] == "megatron_gdn.launch"]).resolve().parent)
+    if arguments:
+        run(*arguments)

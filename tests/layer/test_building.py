@@ -1,12 +1,18 @@
-"""A layer built in one place and dtype and run in another, as Megatron does it."""
+"""A layer built in one place and dtype and run in another; a model that calls its spec."""
 
 import pytest
 import torch
+from megatron.core.models.gpt import GPTModel
+from megatron.core.transformer import transformer_block
 from megatron.core.transformer.module import Float16Module
 from megatron.training.utils import to_empty_if_meta_device
 
+from megatron_gdn import GatedDeltaNet
 from megatron_gdn.gdn import layer as layer_module
+from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
+from megatron_gdn.specs import gpt_block_spec
 from tests import mamba_mixers
+from tests.distributed.gpt_laws import gpt_config
 from tests.distributed.layer_laws import build
 from tests.parallel import alone, make_config
 
@@ -122,3 +128,39 @@ def test_a_layer_that_was_emptied_is_reset_to_the_one_built_here(name):
     if name == "GatedDeltaNet":
         layer.out_norm.reset_parameters()  # a module's own initialisation is not the layer's
     require_equal(layer, here)
+
+
+def mixers(spec) -> list[type]:
+    config = gpt_config((1, 0, 1, 0), linear_attention_freq=2)
+    model = GPTModel(config, spec, vocab_size=32, max_sequence_length=8)
+    return [type(layer.self_attention) for layer in model.decoder.layers]
+
+
+def of_its_own(config):
+    return gpt_block_spec(config, backend="reference")
+
+
+def of_a_stage(config, vp_stage=None):
+    assert vp_stage is None
+    return gpt_block_spec(config, vp_stage=vp_stage)
+
+
+@pytest.mark.parametrize("spec", [gpt_block_spec, of_its_own, of_a_stage])
+def test_a_model_calls_a_function_given_as_its_spec(spec):
+    assert mixers(spec) == [GatedDeltaNet, TorchSelfAttention] * 2
+
+
+def test_it_hands_on_the_stages_that_the_function_takes():
+    config, asked = make_config(), []
+
+    def spec(config, vp_stage, pp_rank):
+        asked.append((config, vp_stage, pp_rank))
+        return transformer_block.TransformerBlockSubmodules(layer_specs=[])
+
+    transformer_block._get_block_submodules(config, spec, 1, pp_rank=0)
+    assert asked == [(config, 1, 0)]
+
+
+def test_what_is_no_spec_is_refused_as_before():
+    with pytest.raises(Exception, match="specialize for int"):
+        mixers(3)

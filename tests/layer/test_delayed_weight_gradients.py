@@ -1,8 +1,4 @@
-"""Weight gradients that wait for ``backward_dw``, as Transformer Engine's do in Megatron's overlap.
-
-With ``delay_wgrad_compute`` a linear's backward gives its input's gradient alone. Megatron's
-schedule (1F1B with expert parallelism) calls the layer's ``backward_dw`` later.
-"""
+"""Weight gradients that wait for ``backward_dw``, as in Megatron's overlap."""
 
 from dataclasses import replace
 

@@ -33,11 +33,6 @@ def test_without_either_nothing_is_said_of_it(log):
     assert "deterministic" not in log.text
 
 
-def test_fla_is_refused_with_the_reason():
-    with pytest.raises(ValueError, match="another run or rank may add in another order"):
-        build(make_config(deterministic_mode=True), backend="fla")
-
-
 @pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
 @pytest.mark.parametrize("lengths", [None, (63, 2, 65)], ids=["batch", "packed"])
 def test_the_layer_repeats_under_torchs_switch(torchs_switch, lengths, recompute):

@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core import utils
 
+from megatron_gdn.compat.observe import span
 from tests.distributed.layer_laws import (
     by_megatron,
     checkpointed,
@@ -65,14 +66,30 @@ def test_inside_a_checkpoint_no_bit_changes(name, way, tokens):
         assert all(parameter.is_leaf for parameter in layer.parameters())
 
 
-@each_mixer
-def test_nvtx_ranges_are_called_by_the_mixer(name, monkeypatch):
-    opened = []
+@pytest.fixture
+def opened(monkeypatch):
+    """What Megatron's own NVTX stack opens with its profiling on; torch's markers need CUDA."""
+    names = []
     monkeypatch.setattr(utils, "_nvtx_enabled", True)
     monkeypatch.setattr(utils, "_nvtx_range_messages", [])
-    monkeypatch.setattr(torch.cuda.nvtx, "range_push", opened.append)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", names.append)
     monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: None)
+    return names
+
+
+@each_mixer
+def test_nvtx_ranges_are_called_by_the_mixer(name, opened):
     layer = whole(KINDS[name])
     layer(torch.randn(5, 1, layer.config.hidden_size), None)
     assert "mixer" in {message.partition(".")[2] for message in opened}
     assert {message.partition(".")[0] for message in opened} == {name}
+
+
+def test_a_range_is_closed_when_its_body_raises(opened):
+    with pytest.raises(KeyError, match="inner"), span("", "mixer"), span("", "in_proj"):
+        assert utils._nvtx_range_messages == ["str.mixer", "str.in_proj"]
+        raise KeyError("inner")
+    assert utils._nvtx_range_messages == []
+    with span("", "out_proj"):  # Megatron refuses to close a range that is not the last opened
+        assert utils._nvtx_range_messages == ["str.out_proj"]
+    assert utils._nvtx_range_messages == [] and len(opened) == 3

@@ -1,7 +1,4 @@
-"""What Megatron's CUDA graphs of layers ask of the layer, as far as a CPU shows it.
-
-``tests/gpu/test_graphs.py`` captures and replays them.
-"""
+"""What Megatron's CUDA graphs of layers ask of the layer, as far as a CPU shows it."""
 
 from unittest.mock import patch
 

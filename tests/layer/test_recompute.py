@@ -94,15 +94,6 @@ def test_no_level_changes_a_bit_of_the_plain_rule_and_each_keeps_less():
     assert kept["light"] - kept["full"] == tokens * of_rule * 4
 
 
-@pytest.mark.parametrize(
-    "options", [{"recompute_qkv": True}, {"recompute_norm_out": True}], ids=str
-)
-def test_neither_of_the_older_names_changes_a_bit(options):
-    one, layer, x = build(), build(**options), torch.randn(65, 2, 24)
-    layer.load_state_dict(one.state_dict())
-    require_same_bits(forward_backward(layer, x), forward_backward(one, x))
-
-
 @pytest.mark.parametrize("level", ["light", "full"])
 def test_the_normed_output_is_gone_between_forward_and_backward(level):
     layer, read = build(recompute=level), []

@@ -85,10 +85,7 @@ def train(
     lengths: tuple[int, ...] = LENGTHS,
     **sizes: int | bool,
 ) -> dict:
-    """Losses of ten steps and the bits at their end; through a checkpoint if given a folder.
-
-    Everything runs under torch's switch, which raises at an op without a fixed order.
-    """
+    """Losses of ten steps and the bits at their end; through a checkpoint if given a folder."""
     options = {
         "tp": tp,
         "context_parallel_size": cp,

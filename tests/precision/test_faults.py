@@ -128,11 +128,7 @@ MODELS = {
 @pytest.mark.parametrize("model", MODELS)
 @on_ranks(2)
 def test_several_buckets_save_the_states_that_one_bucket_saves(tmp_path, model, remedied):
-    """Megatron alone saves wrong ones in silence, of any model: a fault of upstream's.
-
-    Adam works on every element by itself: buckets, which say in which messages gradients travel,
-    change no bit of the parameters and their states.
-    """
+    """Megatron alone saves wrong ones in silence: buckets may change no bit of Adam's states."""
     files = []
     for size in (None, 500):
         with parallel():

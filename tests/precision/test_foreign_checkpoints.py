@@ -241,10 +241,7 @@ def test_a_save_that_it_can_load_says_nothing(tmp_path, kind):
 @pytest.mark.parametrize("upstream_first", [True, False], ids=["from upstream", "to upstream"])
 @on_ranks(1)
 def test_plain_state_dicts_carry_masters_and_averages_to_the_other_layer(upstream_first):
-    """What ``--ckpt-format torch`` writes of a bf16 model without the distributed optimizer.
-
-    Our layer's process has this package's wrappers, that of Megatron's own layer has not.
-    """
+    """What ``--ckpt-format torch`` writes of a bf16 model without the distributed optimizer."""
     with parallel():
         first = build(FLOAT16, upstream_layer=upstream_first)
         for step in range(3):

@@ -93,7 +93,6 @@ def _losses(model, optimizer, steps: range):
 @on_ranks(2)
 def test_an_fp32_layer_sharded_over_two_ranks_equals_one():
     """Every rank has rows of its own; gradients are averaged over them."""
-    # TDOC: """fp32, and sums over two ranks in another order: 1e-5 of the largest entry."""
     size, rank = dist.get_world_size(), dist.get_rank()
     with parallel():
         one, layer = _layer(), _layer()
@@ -163,37 +162,51 @@ def test_a_policy_that_rounds_the_gates_is_refused(dtype):
         layer(torch.randn(9, 1, 24), None)
 
 
+@pytest.mark.parametrize(
+    ("ranks", "tp", "sequence_parallel"),
+    [(2, 1, False), (4, 2, False), (4, 2, True)],
+    ids=["", "tp", "sp"],
+)
 @pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
-@on_ranks(2, cp=1)
-def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(mixer):
-    """In bf16, to the bit: output, gradients and a step; every rank has rows of its own.
-
-    Each gradient is the mean of two, which is rounded once, in whatever order they are added.
-    """
-    one, layer = _bf16(mixer), _bf16(mixer)
-    assert {p.dtype for p in layer.parameters()} == {torch.bfloat16, torch.float32}
-    shard_apart(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"))
-    optimizers = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (one, layer)]
-    for step in range(2):
-        torch.manual_seed(50 + 2 * step + dist.get_rank())
-        x = torch.randn(9, 1, layer.config.hidden_size, dtype=torch.bfloat16)
-        expected, out = one(x, None)[0], layer(x, None)[0]
-        assert torch.equal(out, expected)
-        for y in (expected, out):
-            y.float().square().sum().backward()
-        assert dict(layer.named_parameters()).keys() == dict(one.named_parameters()).keys()
-        assert layer.state_dict().keys() == one.state_dict().keys()
-        for name, whole in one.named_parameters():
-            dist.all_reduce(whole.grad)
-            whole.grad /= dist.get_world_size()
-            sharded = layer.get_parameter(name)
-            assert sharded.dtype == sharded.grad.dtype == whole.dtype, name
-            assert torch.equal(sharded.grad.full_tensor(), whole.grad), name
-        for optimizer in optimizers:
-            optimizer.step()
-            optimizer.zero_grad()
-        for name, whole in one.named_parameters():
-            assert torch.equal(layer.get_parameter(name).full_tensor(), whole), name
+@on_ranks("ranks")
+def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(
+    mixer, ranks, tp, sequence_parallel
+):
+    """Output, gradients (means of two, rounded once) and a step; each replica has its rows."""
+    _clear_sharding_prop_cache()  # it names groups that have ended
+    with parallel(tp=tp):
+        groups, replicas = groups_of_megatron(), parallel_state.get_data_parallel_group()
+        replicas = dist.group.WORLD if tp == 1 else replicas  # see _under_megatrons_wrapper
+        mixers, whole = BY_NAME[mixer], _bf16(mixer)
+        sizes = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
+        config = mixers.config(bf16=True, params_dtype=torch.bfloat16, **sizes)
+        one, layer = (mixers.build(config, groups) for _ in range(2))
+        for each in (one, layer):
+            mixers.copy_shares(each, whole)
+        assert {p.dtype for p in layer.parameters()} == {torch.bfloat16, torch.float32}
+        shard_apart(layer, mesh=DeviceMesh.from_group(replicas, "cpu"))
+        optimizers = [torch.optim.Adam(module.parameters(), lr=1e-2) for module in (one, layer)]
+        for step in range(2):
+            torch.manual_seed(50 + 2 * step + replicas.rank())
+            x = torch.randn(10, 1, config.hidden_size, dtype=torch.bfloat16)
+            x = x.chunk(tp)[groups.tp.rank()] if sequence_parallel else x
+            expected, out = one(x, None)[0], layer(x, None)[0]
+            assert torch.equal(out, expected)
+            for y in (expected, out):
+                y.float().square().sum().backward()
+            assert dict(layer.named_parameters()).keys() == dict(one.named_parameters()).keys()
+            assert layer.state_dict().keys() == one.state_dict().keys()
+            for name, parameter in one.named_parameters():
+                dist.all_reduce(parameter.grad, group=replicas)
+                parameter.grad /= replicas.size()
+                sharded = layer.get_parameter(name)
+                assert sharded.dtype == sharded.grad.dtype == parameter.dtype, name
+                assert torch.equal(sharded.grad.full_tensor(), parameter.grad), name
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            for name, parameter in one.named_parameters():
+                assert torch.equal(layer.get_parameter(name).full_tensor(), parameter), name
 
 
 @on_ranks(2, cp=1)
@@ -231,42 +244,6 @@ def test_a_bf16_model_under_megatrons_wrapper_equals_the_unsharded_model_to_the_
         optimizer.step()
         for name, whole in one.named_parameters():
             assert torch.equal(model.get_parameter(name).full_tensor(), whole), name
-
-
-@pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
-@pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
-@on_ranks(4)
-def test_a_bf16_layer_with_tensor_parallelism_equals_the_unsharded_layer_to_the_bit(
-    mixer, sequence_parallel
-):
-    """tp 2 x dp 2, in bf16, to the bit: every gradient is the mean of two replicas'."""
-    kind = {
-        "bf16": True, "params_dtype": torch.bfloat16,
-        "tensor_model_parallel_size": 2, "sequence_parallel": sequence_parallel,
-    }  # fmt: skip
-    _clear_sharding_prop_cache()  # it names groups that have ended
-    with parallel(tp=2):
-        groups = groups_of_megatron()
-        replicas = parallel_state.get_data_parallel_group()
-        whole = _bf16(mixer)
-        mixers = BY_NAME[mixer]
-        one, layer = (mixers.build(mixers.config(**kind), groups) for _ in range(2))
-        for each in (one, layer):
-            mixers.copy_shares(each, whole)
-        shard_apart(layer, mesh=DeviceMesh.from_group(replicas, "cpu"))
-        torch.manual_seed(50 + replicas.rank())
-        x = torch.randn(10, 1, layer.config.hidden_size, dtype=torch.bfloat16)
-        x = x.chunk(2)[groups.tp.rank()] if sequence_parallel else x
-        expected, out = one(x, None)[0], layer(x, None)[0]
-        assert torch.equal(out, expected)
-        for y in (expected, out):
-            y.float().square().sum().backward()
-        for name, whole_grad in one.named_parameters():
-            dist.all_reduce(whole_grad.grad, group=replicas)
-            whole_grad.grad /= replicas.size()
-            sharded = layer.get_parameter(name)
-            assert sharded.dtype == sharded.grad.dtype == whole_grad.dtype, name
-            assert torch.equal(sharded.grad.full_tensor(), whole_grad.grad), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

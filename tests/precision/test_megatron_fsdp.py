@@ -1,8 +1,6 @@
-"""Megatron-FSDP over gloo: parameters of one dtype train as under DDP, of two are refused.
+"""Megatron-FSDP over gloo: parameters of one dtype train as under DDP, of two are refused."""
 
-On GPUs and over nccl: tests/gpu/test_megatron_fsdp.py.
-"""
-
+from functools import cache, partial
 from importlib.util import find_spec
 
 import pytest
@@ -22,19 +20,45 @@ PACKAGES = [
 ]
 
 
-def test_an_fp32_model_trains_as_under_ddp(pools):
-    pool = pools(2)
-    laws.require_exact_in_fp32(
-        pool.run(laws.losses, "ddp", FP32), pool.run(laws.losses, "fsdp", FP32)
-    )
+slow = pytest.mark.slow
 
 
-@pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
-def test_with_tensor_parallelism_every_strategy_trains_as_ddp(pools, pattern):
+@pytest.fixture(scope="module")
+def ddp(pools):
+    """``ddp(*arguments of laws.losses)``: what two ranks lose without FSDP."""
+    return cache(partial(pools(2).run, laws.losses, "ddp"))
+
+
+@pytest.fixture(scope="module")
+def saved(pools, tmp_path_factory):
+    """``saved(split, tp, pattern, upstream)``: a checkpoint, and the losses after it."""
+
+    @cache
+    def save(split: bool, tp: int, pattern: str, upstream: bool):
+        folder = str(tmp_path_factory.mktemp("saved"))
+        found = pools(2 * tp).run(laws.losses_after_a_save, folder, split, tp, pattern, upstream)
+        return folder, found
+
+    return save
+
+
+def test_an_fp32_model_trains_as_under_ddp(pools, ddp):
+    laws.require_exact_in_fp32(ddp(FP32), pools(2).run(laws.losses, "fsdp", FP32))
+
+
+@pytest.mark.parametrize(
+    ("pattern", "strategies"),
+    [
+        ("G-", ["no_shard", "optim", "optim_grads", "optim_grads_params"]),
+        ("M-", ["optim_grads_params"]),
+        pytest.param("M-", ["no_shard", "optim", "optim_grads"], marks=slow),
+    ],
+)
+def test_with_tensor_parallelism_every_strategy_trains_as_ddp(pools, pattern, strategies):
     """tp 2 x dp 2."""
     pool = pools(4)
     ddp = pool.run(laws.losses, "ddp", FP32, pattern, tp=2)
-    for strategy in ("no_shard", "optim", "optim_grads", "optim_grads_params"):
+    for strategy in strategies:
         fsdp = pool.run(laws.losses, "fsdp", FP32, pattern, strategy, tp=2)
         laws.require_exact_in_fp32(ddp, fsdp)
     if pattern == "G-":
@@ -67,20 +91,17 @@ def test_fp32_gates_in_a_bf16_model_are_refused_by_name(pools, pattern):
 
 
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
-def test_where_parameters_are_gathered_by_dtype_they_are_taken(pools, strategy):
-    pool = pools(2)
-    truth, ddp = (pool.run(laws.losses, "ddp", dtype) for dtype in (FP32, BF16))
-    fsdp = pool.run(laws.losses, "fsdp", BF16, strategy=strategy)
-    laws.require_as_exact_as_ddp(truth, ddp, fsdp)
+def test_where_parameters_are_gathered_by_dtype_they_are_taken(pools, ddp, strategy):
+    fsdp = pools(2).run(laws.losses, "fsdp", BF16, strategy=strategy)
+    laws.require_as_exact_as_ddp(ddp(FP32), ddp(BF16), fsdp)
 
 
-def test_it_is_gloos_one_gather_of_two_dtypes_that_is_wrong(pools):
+def test_it_is_gloos_one_gather_of_two_dtypes_that_is_wrong(pools, ddp):
     """Gathered one by one they train as under DDP; once both do, the refusal can go."""
-    pool = pools(2)
-    truth, ddp = (pool.run(laws.losses, "ddp", dtype) for dtype in (FP32, BF16))
-    laws.require_as_exact_as_ddp(truth, ddp, pool.run(laws.losses_one_gather_at_a_time, BF16))
+    run, both = pools(2).run, (ddp(FP32), ddp(BF16))
+    laws.require_as_exact_as_ddp(*both, run(laws.losses_one_gather_at_a_time, BF16))
     with pytest.raises(AssertionError):
-        laws.require_as_exact_as_ddp(truth, ddp, pool.run(laws.losses_if_accepted, BF16))
+        laws.require_as_exact_as_ddp(*both, run(laws.losses_if_accepted, BF16))
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -110,34 +131,33 @@ def test_fully_shard_takes_a_bf16_model_where_dtypes_are_gathered_apart(pools, p
 WEIGHT = "model.module.decoder.layers.0.self_attention.in_proj.weight."
 
 
-@pytest.mark.parametrize("tp", [1, 2])
-@pytest.mark.parametrize("split", [True, False], ids=["by section", "in_proj whole"])
-def test_a_run_goes_on_from_an_fsdp_dtensor_checkpoint(pools, tmp_path, split, tp):
+@pytest.mark.parametrize(
+    ("split", "tp"),
+    [(True, 2), (False, 1), pytest.param(True, 1, marks=slow), pytest.param(False, 2, marks=slow)],
+)
+def test_a_run_goes_on_from_an_fsdp_dtensor_checkpoint(pools, saved, split, tp):
     """To the bit, in bf16; Megatron's dev stores sections, core_r0.19.0 and main do not."""
-    pool, folder = pools(2 * tp), str(tmp_path)
-    saved = pool.run(laws.losses_after_a_save, folder, split, tp)
-    loaded = pool.run(laws.losses_after_a_load, folder, split, tp)
-    assert all(map(torch.equal, loaded, saved))
+    folder, losses = saved(split, tp, laws.PATTERN, False)
+    loaded = pools(2 * tp).run(laws.losses_after_a_load, folder, split, tp)
+    assert all(map(torch.equal, loaded, losses))
     found = {key.split(".in_proj.weight.")[1] for key in laws.keys_of(folder) if WEIGHT in key}
     assert found == ({"query", "key", "value", "z", "beta", "alpha"} if split else set())
 
 
-def test_megatrons_own_layer_goes_on_from_an_fsdp_dtensor_checkpoint(pools, tmp_path):
+def test_megatrons_own_layer_goes_on_from_an_fsdp_dtensor_checkpoint(pools, saved):
     """The yardstick of the law above: the same calls, the same stand-in for FusedAdam's states."""
-    run, layer = pools(2).run, {"pattern": "G-", "upstream": True}
-    saved = run(laws.losses_after_a_save, str(tmp_path), True, **layer)
-    loaded = run(laws.losses_after_a_load, str(tmp_path), True, **layer)
-    assert all(map(torch.equal, loaded, saved))
+    folder, losses = saved(True, 1, "G-", True)
+    loaded = pools(2).run(laws.losses_after_a_load, folder, True, 1, "G-", True)
+    assert all(map(torch.equal, loaded, losses))
 
 
 def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_size(
-    pools, tmp_path
+    pools, ddp, saved
 ):
     """To bf16's error; a tensor-parallel rank holds rows of each section, not one run of rows."""
-    truth = [x[1:] for x in pools(2).run(laws.losses, "ddp", FP32, "G-")]
-    saved = pools(2).run(laws.losses_after_a_save, str(tmp_path), True, pattern="G-")
-    loaded = pools(4).run(laws.losses_after_a_load, str(tmp_path), True, tp=2, pattern="G-")
-    laws.require_as_exact_as_ddp(truth, saved, loaded[::2])
+    folder, losses = saved(True, 1, "G-", False)
+    loaded = pools(4).run(laws.losses_after_a_load, folder, True, tp=2, pattern="G-")
+    laws.require_as_exact_as_ddp([x[1:] for x in ddp(FP32, "G-")], losses, loaded[::2])
 
 
 @pytest.mark.parametrize(
@@ -145,31 +165,28 @@ def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_
     [("G-", False), ("M-", True), ("M-", False)],
     ids=["gdn whole", "mamba2 by section", "mamba2 whole"],
 )
-def test_rows_of_another_tensor_parallel_size_are_refused(pools, tmp_path, pattern, split):
+def test_rows_of_another_tensor_parallel_size_are_refused(pools, saved, pattern, split):
     """One tensor of the same shape, its rows in another order: torch loads it without an error."""
-    pools(2).run(laws.losses_after_a_save, str(tmp_path), split, pattern=pattern)
-    for message in pools(4).run(laws.refusal_of_a_load, str(tmp_path), split, 2, pattern):
+    folder, _ = saved(split, 1, pattern, False)
+    for message in pools(4).run(laws.refusal_of_a_load, folder, split, 2, pattern):
         assert "self_attention.in_proj.weight" in message or "mixer.in_proj.weight" in message
         assert "in their order at tensor_model_parallel_size=1" in message
         assert "Load it with --tensor-model-parallel-size 1" in message
 
 
 @pytest.mark.parametrize("written_by_section", [True, False])
-def test_sections_are_not_taken_for_the_whole(pools, tmp_path, written_by_section):
+def test_sections_are_not_taken_for_the_whole(pools, saved, written_by_section):
     """Under ``--no-strict-fsdp-dtensor-load`` torch leaves weights that it misses as they are."""
-    run = pools(2).run
-    run(laws.losses_after_a_save, str(tmp_path), written_by_section, pattern="G-")
-    for message in run(laws.refusal_of_a_load, str(tmp_path), not written_by_section, 1, "G-"):
+    folder, _ = saved(written_by_section, 1, "G-", False)
+    for message in pools(2).run(laws.refusal_of_a_load, folder, not written_by_section, 1, "G-"):
         assert "its sections, each by itself" in message
         assert "Load it with" in message
 
 
 @pytest.mark.parametrize("reader", ["ours", "upstream"])
-def test_a_run_goes_on_from_the_other_layers_fsdp_dtensor_checkpoint(pools, tmp_path, reader):
+def test_a_run_goes_on_from_the_other_layers_fsdp_dtensor_checkpoint(pools, ddp, saved, reader):
     """bf16's error: Megatron's layer rounds A_log. Its files do not say how rows lie in them."""
-    run, pattern = pools(2).run, "G-"
-    truth = [x[1:] for x in run(laws.losses, "ddp", FP32, pattern)]
     wrote = reader == "ours"
-    saved = run(laws.losses_after_a_save, str(tmp_path), False, 1, pattern, wrote)
-    loaded = run(laws.losses_after_a_load, str(tmp_path), False, 1, pattern, not wrote)
-    laws.require_as_exact_as_ddp(truth, saved, loaded)
+    folder, losses = saved(False, 1, "G-", wrote)
+    loaded = pools(2).run(laws.losses_after_a_load, folder, False, 1, "G-", not wrote)
+    laws.require_as_exact_as_ddp([x[1:] for x in ddp(FP32, "G-")], losses, loaded)

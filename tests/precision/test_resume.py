@@ -69,10 +69,7 @@ def files_are_equal(one: str, other: str) -> int:
 
 @pytest.fixture(scope="module")
 def saved(pools, tmp_path_factory):
-    """``saved(kind)``: a checkpoint, the losses of the run that went on, and of a forgetful one.
-
-    The forgetful run went on at the same layout from the weights alone, without the optimizer.
-    """
+    """``saved(kind)``: a checkpoint, the losses of the run that went on, and without optimizer."""
     made = {}
 
     def get(kind):

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.processes import ROOT, python
+from tests.processes import ROOT, imported_python, python
 
 
 @pytest.fixture
@@ -56,16 +56,27 @@ def test_rounding_is_simulated():
 # megatron-core's layer runs on a CPU with stand-ins of fla's kernels.
 SCRIPT = """
 import runpy, sys
+from tests.processes import ROOT
 from tests.upstream import upstream_on_cpu
 upstream_on_cpu()
-sys.path.insert(0, "benchmarks")
-sys.argv[0] = "benchmarks/users_shapes.py"
+sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.argv[0] = str(ROOT / "benchmarks/users_shapes.py")
 runpy.run_path(sys.argv[0], run_name="__main__")
 """
 
 
-def run(*flags: str) -> str:
-    return python("-c", SCRIPT, *flags, TORCHDYNAMO_DISABLE="1").stdout
+@pytest.fixture
+def run(tmp_path):
+    """``run(*flags)``: what the benchmark prints, and its records."""
+
+    def said_and_recorded(*flags: str):
+        script, out = tmp_path / "script.py", tmp_path / "results.jsonl"
+        script.write_text(SCRIPT)
+        said = imported_python(script, *flags, "--out", out)
+        lines = out.read_text().splitlines() if out.exists() else []
+        return said, [json.loads(line) for line in lines]
+
+    return said_and_recorded
 
 
 @pytest.fixture
@@ -75,10 +86,8 @@ def shapes(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
-def test_every_layer_of_a_cell_is_measured_and_held_to_megatron_core(tmp_path):
-    out = tmp_path / "results.jsonl"
-    said = run("--toy", "--cells", "1", "2", "6", "--out", str(out))
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+def test_every_layer_of_a_cell_is_measured_and_held_to_megatron_core(run):
+    said, records = run("--toy", "--cells", "1", "2", "6")
     assert not [record for record in records if "failed" in record]
     layers = ["upstream", "ours", "floor", "ours-light", "ours-full"]
     assert [record["layer"] for record in records] == [*layers, *2 * [*layers, "ours-uncut"]]
@@ -93,17 +102,15 @@ def test_every_layer_of_a_cell_is_measured_and_held_to_megatron_core(tmp_path):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
-def test_a_layer_that_fails_does_not_end_the_run(tmp_path):
+def test_a_layer_that_fails_does_not_end_the_run(run):
     """megatron-core's layer refuses packed documents with the stand-ins of a CPU."""
-    out = tmp_path / "results.jsonl"
-    run("--toy", "--cells", "10", "--out", str(out))
-    records = [json.loads(line) for line in out.read_text().splitlines()]
+    _, records = run("--toy", "--cells", "10")
     assert "failed" in records[0] and records[0]["layer"] == "upstream"
     assert all("failed" not in record for record in records[1:]) and len(records) == 5
 
 
-def test_without_time_no_cell_begins():
-    assert run("--toy", "--cells", "1", "--seconds", "1").count("not begun") == 1
+def test_without_time_no_cell_begins(run):
+    assert run("--toy", "--cells", "1", "--seconds", "1")[0].count("not begun") == 1
 
 
 def test_the_cells_have_every_shape_that_is_asked_for(shapes):
@@ -119,8 +126,8 @@ def test_the_cells_have_every_shape_that_is_asked_for(shapes):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
-def test_cells_whose_kernels_are_not_compiled_are_left_out():
-    said = run("--cells", "1", "--compile-seconds", "1")
+def test_cells_whose_kernels_are_not_compiled_are_left_out(run):
+    said, _ = run("--cells", "1", "--compile-seconds", "1")
     assert "not begun, its kernels are not compiled" in said and "not measured" in said
 
 
