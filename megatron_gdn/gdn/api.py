@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from ..ops.delta_rule.chunk import torch_chunk_gated_delta_rule
 from ..ops.documents import Documents
 from ..ops.elementwise import l2norm
 from ..ops.rules.base import Rule, Saved
-from ..ops.rules.token_rule import TokenRule, recurrence
+from ..ops.rules.token_rule import recurrence
 from .rule import RULES, resolve_rule
 
 
@@ -129,13 +128,6 @@ def recurrent_gated_delta_rule(
     offsets = None if documents is None else documents.offsets
     o, final = recurrence(q, k, v, g, beta, initial_state, offsets)
     return o.to(value.dtype), final if output_final_state else None
-
-
-class RecurrentRule(TokenRule):
-    def tokens(
-        self, inputs: RuleInputs, documents: Documents | None, initial: Tensor | None
-    ) -> tuple[Tensor, Any]:
-        return recurrent_gated_delta_rule(*inputs, initial, True, cu_seqlens=documents)
 
 
 @uncompiled  # as torch_chunk_gated_delta_rule is

@@ -22,13 +22,13 @@ from torch import Tensor
 from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs, require_even_groups
 from ..ops.delta_rule.front_choice import is_triton, kernels_for
 from ..ops.documents import Documents
-from ..ops.front.base import Parameters
+from ..ops.elementwise import decay_and_write_gates, largest_beta
+from ..ops.front.base import Parameters, StepForm
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm, Parts, readout_of
 from ..ops.readout.base import Apart
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
-from .api import RecurrentRule
 
 if TYPE_CHECKING:
     from ..ops.front.edges import Edges
@@ -50,8 +50,6 @@ class GDNFront:
 
     names = RuleInputs._fields
     convolved = ("q", "k", "v")
-
-    step_rule = RecurrentRule()
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -92,9 +90,25 @@ class GDNFront:
     def triton(self) -> bool:
         return is_triton(self.kernels)
 
-    def for_step(self, dtype: torch.dtype) -> GDNFront:
-        wide = torch.promote_types(dtype, torch.float32)
-        return GDNFront(self.sizes, self.kernels, self.normalise_qk, self.allow_neg_eigval, wide)
+    @cached_property
+    def step(self) -> StepForm:
+        return StepForm(
+            ("query", "key", "value"), self._gates, self._kernel_gates if self.triton else None,
+            self.sizes.key_dim**-0.5, self.normalise_qk,
+        )  # fmt: skip
+
+    def _gates(self, rows: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+        raw = rows.transpose(0, 1)[..., self.sizes.beta_column :]
+        b, alpha = raw.split(self.sizes.value_heads, dim=-1)
+        signs = {"allow_neg_eigval": self.allow_neg_eigval}
+        return decay_and_write_gates(alpha, b, A_log, dt_bias, **signs)
+
+    def _kernel_gates(self) -> tuple[Any, tuple[int, int], tuple[float, float]]:
+        from ..ops.generation.step_kernels import decay_and_write_gates
+
+        beta = self.sizes.beta_column
+        numbers = (0.0, largest_beta(self.allow_neg_eigval))
+        return decay_and_write_gates, (beta, beta + self.sizes.value_heads), numbers
 
     def forward(
         self,

@@ -1,7 +1,7 @@
 """Generation: sequences that continue from a carried history and state.
 
-    Carry                    history and state of a sequence between two calls
-    prefill, decode          run projection rows from a carry
+    Memory                   histories and states of sequences, wherever they lie
+    prefill, decode          run projection rows from there, and write them in place
     gdn_rows, kda_rows, ...  the parts of a mixer that they run; training runs the same
     roll_back                drops last tokens in Megatron's StaticInferenceContext
 
@@ -12,14 +12,14 @@ from ..gdn.front import gdn_parts as gdn_rows
 from ..kda.front import kda_parts as kda_rows
 from ..mamba2.front import mamba2_parts as mamba2_rows
 from ..mixers.generation.static import MOST_DECODED, roll_back
-from ..ops.generation.carry import Carry, CarryShape, choose
+from ..ops.generation.memory import Memory, MemoryShape, choose
 from ..ops.generation.step import decode, prefill
 from ..ops.parts import Parts as RowMixer
 
 __all__ = [
     "MOST_DECODED",
-    "Carry",
-    "CarryShape",
+    "Memory",
+    "MemoryShape",
     "RowMixer",
     "choose",
     "decode",

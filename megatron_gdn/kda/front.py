@@ -9,7 +9,7 @@ Legend: S seq, B batch, P projection width, C conv channels, W taps, H heads, K 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,13 +20,12 @@ from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.delta_rule.front_choice import is_triton, kernels_for
 from ..ops.documents import Documents
 from ..ops.elementwise import largest_A_log, least_log_decay, sigmoid, softplus
-from ..ops.front.base import Parameters
+from ..ops.front.base import Parameters, StepForm
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm, Parts, readout_of
 from ..ops.readout.base import Apart
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
-from .rule import RecurrentKDA
 from .sizes import sizes_of
 
 if TYPE_CHECKING:
@@ -44,14 +43,11 @@ class KDAFront:
     layout: Layout
     kernels: Any
     lower_bound: float | None = None
-    dtype: torch.dtype | None = None
     batch_invariant: bool = False
     again: tuple[str, ...] = ("g",)
 
     names = RuleInputs._fields
     convolved = ("q", "k", "v")
-
-    step_rule = RecurrentKDA()
 
     @staticmethod
     @lru_cache(maxsize=64)
@@ -68,15 +64,26 @@ class KDAFront:
     ) -> KDAFront:
         """The front of rows in ``dtype``, as :meth:`..gdn.front.GDNFront.of`."""
         module = kernels_for(device, dtype, taps, sizes_of(layout), kernels, aligned)
-        return KDAFront(layout, module, lower_bound, None, batch_invariant, again)
+        return KDAFront(layout, module, lower_bound, batch_invariant, again)
 
     @property
     def state(self) -> StateShape:
         return sizes_of(self.layout).state
 
-    def for_step(self, dtype: torch.dtype) -> KDAFront:
-        wide = torch.promote_types(dtype, torch.float32)
-        return KDAFront(self.layout, self.kernels, self.lower_bound, wide)
+    @cached_property
+    def step(self) -> StepForm:
+        def gates(rows: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+            return channel_gates(*self._gate_rows(rows), A_log, dt_bias, self.lower_bound)
+
+        kernel = self._kernel_gates if is_triton(self.kernels) else None
+        scale = sizes_of(self.layout).key_dim ** -0.5
+        return StepForm(("query", "key", "value"), gates, kernel, scale, unit_length=True)
+
+    def _kernel_gates(self) -> tuple[Any, tuple[int, int], tuple[float, float]]:
+        from .kernels import step_gates
+
+        columns = (self.layout.columns("f").start, self.layout.columns("beta").start)
+        return step_gates, columns, (float(self.lower_bound or 0), 1.0)
 
     def _gate_rows(self, proj: Tensor) -> tuple[Tensor, Tensor]:
         rows = proj.transpose(0, 1)
@@ -99,7 +106,7 @@ class KDAFront:
         if parts:
             convolved = self.kernels.prepare_forward(
                 self._conv_rows(proj), *parameters, sizes_of(self.layout),
-                documents=documents, dtype=self.dtype, batch_invariant=self.batch_invariant,
+                documents=documents, batch_invariant=self.batch_invariant,
                 parts=parts,
             )  # fmt: skip
             made.update(convolved._asdict())

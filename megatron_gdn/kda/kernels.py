@@ -115,6 +115,21 @@ def _backward_kernel(
     tl.store(partial_ptr + H * K + h, d_A)
 
 
+@triton.jit
+def step_gates(
+    row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, first, second, low, high, K: tl.constexpr,
+):  # fmt: skip
+    """As :func:`.front.channel_gates`: f and beta's columns; ``low`` is the bound, 0 for none."""
+    f_K = tl.load(row_ptr + first + h * K + k_K, mask=real_K, other=0.0).to(tl.float32)
+    dt_bias_K = tl.load(dt_bias_ptr + h * K + k_K, mask=real_K, other=0.0).to(tl.float32)
+    rate_K = minus_rate(tl.load(A_log_ptr + h + 0 * k_K).to(tl.float32))
+    x_K = f_K + dt_bias_K
+    g_K = rate_K * softplus(x_K)
+    g_K = tl.where(g_K < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g_K)  # NaN stays NaN
+    g_K = tl.where(low < 0, low * sigmoid(-rate_K * x_K), g_K)
+    return g_K, sigmoid(tl.load(row_ptr + second + h + 0 * k_K).to(tl.float32)) * high
+
+
 def gates_forward(
     rows: Tensor, A_log: Tensor, dt_bias: Tensor, layout: Layout, lower_bound: float | None
 ) -> tuple[Tensor, Tensor]:

@@ -36,7 +36,7 @@ from ..ops.documents import Documents
 from ..ops.obstacles import FLA_IS_TIMED, why_not_fla
 from ..ops.rules.base import in_one_row, in_rows
 from ..ops.rules.choice import Choice, Kernels, choose
-from ..ops.rules.token_rule import TokenRule, recurrence
+from ..ops.rules.token_rule import recurrence
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA, why_not_cudnn
 from .fla import FlaKDA, why_not_callable
@@ -167,13 +167,6 @@ def recurrent_kda(
     q, k = (x.repeat_interleave(v.shape[2] // x.shape[2], dim=2) for x in (q, k))
     o, final = recurrence(q * k.shape[-1] ** -0.5, k, v, g, beta, initial, offsets)
     return in_rows(o.to(dtype), rows), final
-
-
-class RecurrentKDA(TokenRule):
-    def tokens(
-        self, inputs: RuleInputs, documents: Documents | None, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        return recurrent_kda(inputs, documents, initial)
 
 
 def choose_kda(

@@ -10,8 +10,8 @@ Legend: S seq, Bt batch, P projection width, C conv channels, W taps, H heads, G
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import lru_cache, partial
+from dataclasses import dataclass
+from functools import cached_property, lru_cache, partial
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -22,7 +22,7 @@ from ..ops.conv import Convolve, convolve_rows
 from ..ops.documents import Documents
 from ..ops.elementwise import largest_A_log, least_log_decay, softplus
 from ..ops.front import conv_package
-from ..ops.front.base import Parameters
+from ..ops.front.base import Parameters, StepForm
 from ..ops.front.conv_package import why_not_conv_package
 from ..ops.layout import Layout
 from ..ops.obstacles import why_not_triton
@@ -31,7 +31,6 @@ from ..ops.readout.base import Apart
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from .plain import UNLIMITED, SSDInputs
-from .rule import RecurrentSSD
 
 if TYPE_CHECKING:
     from ..ops.front.edges import Edges
@@ -64,7 +63,6 @@ class Mamba2Front:
     Attributes:
         triton: convolve with the kernels of :mod:`.kernels`, not by ``convolve``.
         batch_invariant: the bits of a packed document do not depend on where it lies.
-        dtype: of x, B and C; None is the projection's.
     """
 
     layout: Layout
@@ -72,21 +70,29 @@ class Mamba2Front:
     triton: bool = False
     batch_invariant: bool = False
     convolve: Convolve = convolve_rows
-    dtype: torch.dtype | None = None
 
     names = SSDInputs._fields
     convolved = ("x", "B", "C")
     again = cast(tuple[str, ...], ())
-
-    step_rule = RecurrentSSD()
 
     @property
     def state(self) -> StateShape:
         widths = {section.name: section.width for section in self.layout.sections}
         return StateShape(self.layout.heads("head"), widths["B"], widths["x"], diagonal=True)
 
-    def for_step(self, dtype: torch.dtype) -> Mamba2Front:
-        return replace(self, dtype=torch.promote_types(dtype, torch.float32))
+    @cached_property
+    def step(self) -> StepForm:
+        def gates(rows: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
+            dt, g = time_steps(self._dt_rows(rows), A_log, dt_bias, self.dt_limit)
+            return g, dt
+
+        kernel = self._kernel_gates if self.triton else None
+        return StepForm(("C", "B", "x"), gates, kernel, erases=False)
+
+    def _kernel_gates(self) -> tuple[Any, tuple[int, int], tuple[float, float]]:
+        from .kernels import step_gates
+
+        return step_gates, (self.layout.columns("dt").start, 0), self.dt_limit
 
     def _cut(self, rows: Tensor) -> tuple[Tensor, ...]:
         """``[Bt, S, C]`` to x, B and C with heads."""
@@ -109,7 +115,6 @@ class Mamba2Front:
         only: tuple[str, ...] | None = None,
     ) -> SSDInputs:
         weight, bias, A_log, dt_bias, D, *apart = parameters
-        proj = proj if self.dtype is None else proj.to(self.dtype)
         wanted = self.names if only is None else only
         made: dict[str, Any] = dict.fromkeys(self.names)
         if any(name in wanted for name in self.convolved):

@@ -20,6 +20,7 @@ from ..ops.documents import Documents
 from ..ops.front.conv_backward import conv_head_backward
 from ..ops.front.conv_forward import conv_head
 from ..ops.front.fused_edges import FusedEdges
+from ..ops.kernels.elementwise import LEAST_LOG_DECAY, minus_rate, softplus
 from ..ops.kernels.launch import MOST_PLANS
 from ..ops.kernels.reduce import sum_rows
 from ..ops.kernels.tiles import (
@@ -104,6 +105,20 @@ def conv_backward_kernel(
             G * K, 1.0, 0.0,
             K, CHANNELS, 1, W, ROWS, STAGES, BLOCK_K, HAS_BIAS, PACKED, ONE_PATH, False, False,
         )  # fmt: skip
+
+
+@triton.jit
+def step_gates(
+    row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, first, second, low, high, K: tl.constexpr,
+):  # fmt: skip
+    """As :func:`.front.time_steps`: log-decay and time step, of dt's columns and its limits."""
+    same_K = h + 0 * k_K
+    raw_K = tl.load(row_ptr + first + same_K).to(tl.float32)
+    dt_K = softplus(raw_K + tl.load(dt_bias_ptr + same_K).to(tl.float32))
+    dt_K = tl.where(dt_K < low, low, dt_K)  # NaN stays NaN
+    dt_K = tl.where(dt_K > high, high, dt_K)
+    g_K = minus_rate(tl.load(A_log_ptr + same_K).to(tl.float32)) * dt_K
+    return tl.where(g_K < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g_K), dt_K
 
 
 def sizes_of(layout: Layout) -> tuple[int, int, int, int]:

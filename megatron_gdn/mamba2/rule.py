@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from ..ops.documents import Documents
 from ..ops.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla
 from ..ops.rules.choice import Choice, Kernels, choose
-from ..ops.rules.token_rule import TokenRule, recurrence
 from ..ops.state_maps.state_map import StateShape
 from .fla import FlaSSD, why_not_callable
-from .plain import PlainSSD, SSDInputs, wide_dtype
+from .plain import PlainSSD
 
 
 def _why_not_fla(device: torch.device, dtype: torch.dtype, state: StateShape) -> Obstacle | None:
@@ -45,17 +42,3 @@ def choose_ssd(
         backend, "Mamba2", {"fla": fla}, PlainSSD,
         device=device, deterministic=deterministic, aligned=aligned,
     )  # fmt: skip
-
-
-class RecurrentSSD(TokenRule):
-    def tokens(
-        self, inputs: SSDInputs, documents: Documents | None, initial: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """In fp32 (fp64 for fp64); refuses packed documents."""
-        if documents is not None:
-            raise NotImplementedError(
-                "the token recurrence of Mamba2 takes rows of one length, not packed documents."
-            )
-        x, B, C, dt, g, D = (t.to(wide_dtype(inputs.x)) for t in inputs)
-        o, final = recurrence(C, B, dt[..., None] * x, g, None, initial)
-        return (o + D * x).to(inputs.x.dtype), final

@@ -23,7 +23,7 @@ from .aligned import rows_before
 from .documents import Documents
 from .front.base import Front, GeneratingFront
 from .front.edges import HistoryLink
-from .generation.carry import CarryShape
+from .generation.memory import MemoryShape
 from .readout.base import Apart, Readout
 from .readout.plain import PlainReadout
 from .rules.base import Rule, RuleBackward, RuleForward
@@ -97,14 +97,14 @@ class Parts(NamedTuple):
         return rows_before(self.parameters)
 
     @property
-    def shape(self) -> CarryShape:
-        """Sizes of the carry that a sequence passes from one call to the next."""
+    def shape(self) -> MemoryShape:
+        """Sizes of what a sequence needs from the tokens before."""
         return _shape(self.steps, self.past + 1, self.aligned)
 
 
 @lru_cache(maxsize=64)
-def _shape(front: GeneratingFront, taps: int, aligned: bool) -> CarryShape:
-    return CarryShape.of(front.layout, front.state, taps, aligned)
+def _shape(front: GeneratingFront, taps: int, aligned: bool) -> MemoryShape:
+    return MemoryShape.of(front.layout, front.state, taps, aligned)
 
 
 class StateLink(Protocol):

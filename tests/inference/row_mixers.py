@@ -11,7 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from megatron_gdn.inference import RowMixer, decode, gdn_rows, kda_rows, mamba2_rows, prefill
+from megatron_gdn.inference import (
+    Memory,
+    RowMixer,
+    decode,
+    gdn_rows,
+    kda_rows,
+    mamba2_rows,
+    prefill,
+)
 from megatron_gdn.kda.rule import PlainKDA
 from megatron_gdn.kda.sizes import rows_of
 from megatron_gdn.mamba2.plain import PlainSSD
@@ -133,19 +141,36 @@ KDA = kda_kind(HeadSizes(2, 4, 8, 6))
 KINDS = (GDN, MAMBA2, KDA)
 
 
-def run_in_parts(mixer: RowMixer, rows: Tensor, parts, carry=None):
+def empty_memory(mixer: RowMixer, rows: Tensor, sequences: int | None = None) -> Memory:
+    """Of sequences that must say that they begin: what it holds is of no meaning."""
+    count = rows.shape[1] if sequences is None else sequences
+    memory = mixer.shape.zeros(count, rows.dtype, rows.device)
+    for x in memory[:2]:
+        x.fill_(torch.nan)
+    return memory
+
+
+def prefilled(mixer: RowMixer, rows: Tensor, documents: Documents | None = None, **given):
+    """The rows of sequences that begin, and their memory."""
+    sequences = None if documents is None else len(documents.lengths)
+    memory = empty_memory(mixer, rows, sequences)
+    return prefill(rows, mixer, memory, documents, begins=True, **given), memory
+
+
+def copied(memory: Memory) -> Memory:
+    return Memory(memory.history.clone(), memory.state.clone(), memory.slots)
+
+
+def run_in_parts(mixer: RowMixer, rows: Tensor, parts):
     """Parts are prefilled; those of a negative number of tokens are decoded."""
     mixed, start = [], 0
+    memory = mixer.shape.zeros(rows.shape[1], rows.dtype, rows.device)
     for part in parts:
         piece = rows[start : start + abs(part)]
         if part < 0:
-            if carry is None:
-                carry = mixer.shape.zeros(rows.shape[1], rows.dtype, rows.device)
-            out, after = decode(piece, mixer, carry)
-            carry = after[-1]
+            mixed.append(decode(piece, mixer, memory))
         else:
-            out, carry = prefill(piece, mixer, carry)
-        mixed.append(out)
+            mixed.append(prefill(piece, mixer, memory, begins=start == 0))
         start += abs(part)
     assert start == len(rows)
-    return torch.cat(mixed), carry
+    return torch.cat(mixed), memory

@@ -7,11 +7,20 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from megatron_gdn.inference import decode, prefill
-from megatron_gdn.mixers.generation.dynamic import SlotBuffers, decode_requests
+from megatron_gdn.inference import Memory, decode, prefill
+from megatron_gdn.mixers.generation.dynamic import decode_requests
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.generation.aligned import decode_on_grid
-from tests.inference.row_mixers import KINDS, documents_of, gdn_kind, kda_kind, mamba2_kind
+from tests.inference.row_mixers import (
+    KINDS,
+    copied,
+    documents_of,
+    empty_memory,
+    gdn_kind,
+    kda_kind,
+    mamba2_kind,
+    prefilled,
+)
 
 # No multiple of a vector's width, so that elementwise kernels have ends to treat otherwise.
 assert all(kind.layout.width % 16 and kind.layout.conv_width % 32 for kind in KINDS)
@@ -28,14 +37,10 @@ pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 def test_any_cut_has_the_bits_of_training(kind, parts, dtype):
     mixer, rows = kind.mixer(dtype, aligned=True), kind.rows(150, 2, dtype)
     whole = kind.trained(rows, aligned=True)
-    carry, at = mixer.shape.zeros(2, dtype, rows.device), 0
+    memory, at = mixer.shape.zeros(2, dtype, rows.device), 0
     for part in parts:
-        piece = rows[at : at + abs(part)]
-        if part < 0:
-            mixed, after = decode(piece, mixer, carry, stands=[at, at])
-            carry = after[-1]
-        else:
-            mixed, carry = prefill(piece, mixer, carry, stands=[at, at])
+        run = decode if part < 0 else prefill
+        mixed = run(rows[at : at + abs(part)], mixer, memory, stands=[at, at])
         assert torch.equal(mixed, whole[at : at + abs(part)]), (at, part)
         at += abs(part)
     assert at == 150
@@ -50,11 +55,12 @@ def test_neighbours_and_place_change_no_bit(kind):
     assert torch.equal(
         kind.trained(torch.cat([kind.rows(150, 3), rows], 1), aligned=True)[:, 3:], whole
     )
-    mixer, carry = kind.mixer(aligned=True), None
-    given = [0, 0, 0]
+    mixer, given = kind.mixer(aligned=True), [0, 0, 0]
+    memory = empty_memory(mixer, rows, 3)
     for counts in ((70, 3, 0), (0, 60, 9), (80, 87, 1)):
         pieces = [rows[a : a + n] for a, n in zip(given, counts, strict=True)]
-        mixed, carry = prefill(torch.cat(pieces), mixer, carry, documents_of(counts), stands=given)
+        documents, begins = documents_of(counts), not any(given)
+        mixed = prefill(torch.cat(pieces), mixer, memory, documents, begins=begins, stands=given)
         for piece, a, n in zip(mixed.split(list(counts)), given, counts, strict=True):
             assert torch.equal(piece, whole[a : a + n])
         given = [a + n for a, n in zip(given, counts, strict=True)]
@@ -76,12 +82,12 @@ def test_it_computes_what_the_plain_mixer_computes_forward_and_backward(kind):
 
 def test_a_sequence_that_goes_on_must_say_where_it_stands(kind):
     mixer = kind.mixer(aligned=True)
-    carry = mixer.shape.zeros(2, torch.float32, torch.device("cpu"))
+    memory = mixer.shape.zeros(2, torch.float32, torch.device("cpu"))
     for stands in (None, [3]):
         with pytest.raises(ValueError, match="give stands="):
-            prefill(kind.rows(4, 2), mixer, carry, stands=stands)
+            prefill(kind.rows(4, 2), mixer, memory, stands=stands)
         with pytest.raises(ValueError, match="give stands="):
-            decode(kind.rows(4, 2), mixer, carry, stands=stands)
+            decode(kind.rows(4, 2), mixer, memory, stands=stands)
 
 
 WIDE = {
@@ -134,9 +140,8 @@ def test_training_prefill_and_decode_take_products_of_the_same_shapes(kind, lane
         return set(products.seen)
 
     def generated(N: int, stands: int) -> set:
-        carry = mixer.shape.zeros(N, torch.float32, torch.device("cpu"))
-        _, carry = prefill(kind.rows(stands, N), mixer, carry, stands=[0] * N)
-        return shapes(lambda: decode(kind.rows(1, N), mixer, carry, stands=[stands] * N))
+        _, memory = prefilled(mixer, kind.rows(stands, N))
+        return shapes(lambda: decode(kind.rows(1, N), mixer, memory, stands=[stands] * N))
 
     expected = shapes(lambda: kind.trained(kind.rows(65), aligned=True))
     alone = shapes(lambda: kind.trained(kind.rows(1), aligned=True))  # no state leaves the chunk
@@ -164,29 +169,29 @@ def test_requests_that_only_pad_a_step_write_nothing(kind):
     conv[1:], states[1:] = 1e30, 1e30
     for token, row in enumerate(rows):
         both = torch.cat([row, torch.ones_like(row)])[:, None]
-        buffers = SlotBuffers(conv, states, False)
-        out = decode_requests(both, mixer, buffers, torch.tensor([0, -1]))
+        buffers = Memory(conv, states, torch.tensor([0, -1]))
+        out = decode_requests(both, mixer, buffers)
         assert torch.equal(out[0], whole[token]) and not out[1].any()
     assert (conv[1:] == 1e30).all() and (states[1:] == 1e30).all()
-    strided = SlotBuffers(conv.mT.contiguous().mT, states, False)
+    strided = Memory(conv.mT.contiguous().mT, states, torch.tensor([0, -1]))
     with pytest.raises(RuntimeError, match="view"):
-        decode_requests(both, mixer, strided, torch.tensor([0, -1]))
+        decode_requests(both, mixer, strided)
 
 
 def test_no_product_is_one_that_megatrons_mode_replaces(kind):
     """Its kernels for torch.mm and torch.addmm compute fp32 in TF32, and raise for fp64."""
     rows, mixer = kind.rows(70).requires_grad_(), kind.mixer(aligned=True)
-    carry = mixer.shape.zeros(1, torch.float32, rows.device)
+    memory = mixer.shape.zeros(1, torch.float32, rows.device)
     with Products() as products:
         kind.trained(rows, aligned=True).sum().backward()
-        decode(kind.rows(1), mixer, carry, stands=[63])
+        decode(kind.rows(1), mixer, memory, stands=[63])
     names = {name for name, *_ in products.seen}
     assert names and not names & {"aten.mm.default", "aten.addmm.default"}, names
 
 
 def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
     mixer = kind.mixer(aligned=True)
-    carry = mixer.shape.zeros(5, torch.float32, torch.device("cpu"))
+    memory = mixer.shape.zeros(5, torch.float32, torch.device("cpu"))
     calls, begin = [], type(mixer.rule).begin
 
     def counted(self, inputs, documents):
@@ -194,7 +199,7 @@ def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
         return begin(self, inputs, documents)
 
     monkeypatch.setattr(type(mixer.rule), "begin", counted)
-    decode(kind.rows(1, 5), mixer, carry, stands=[0, 1, 63, 64, 200])
+    decode(kind.rows(1, 5), mixer, memory, stands=[0, 1, 63, 64, 200])
     assert [shape[:2] for shape in calls] == [(5, 64), (1, 64)]  # one chunk ends: its state
 
 
@@ -202,14 +207,14 @@ def test_a_step_in_place_writes_a_row_and_the_states_of_chunks_that_end(kind):
     """And has the bits of training; what lies behind a sequence's last row has no meaning."""
     mixer, rows, stands = kind.mixer(aligned=True), kind.rows(140, 3), [63, 5, 127]
     whole, memory = kind.trained(rows, aligned=True), mixer.shape.zeros(3, rows.dtype, rows.device)
-    for tensor in memory:
+    for tensor in memory[:2]:
         tensor.normal_()
     for n, had in enumerate(stands):
-        _, carry = prefill(rows[:had, n : n + 1], mixer, None)
-        memory.history[n, : 3 + had % 64] = carry.history[0, : 3 + had % 64]
-        memory.state[n] = carry.state[0]
+        _, begun = prefilled(mixer, rows[:had, n : n + 1])
+        memory.history[n, : 3 + had % 64] = begun.history[0, : 3 + had % 64]
+        memory.state[n] = begun.state[0]
     for step in range(3):
-        before = [x.clone() for x in memory]
+        before = copied(memory)
         at = [had + step for had in stands]
         row = torch.stack([rows[place, n] for n, place in enumerate(at)])[None]
         mixed = decode_on_grid(row, mixer, memory, at)
@@ -218,6 +223,6 @@ def test_a_step_in_place_writes_a_row_and_the_states_of_chunks_that_end(kind):
             before[0][n, 3 + place % 64] = rows[place, n]
             if place % 64 == 63:
                 before[0][n, :3] = before[0][n, 64:]
-                _, carry = prefill(rows[: place + 1, n : n + 1], mixer, None)
-                before[1][n] = carry.state[0]
-        assert all(map(torch.equal, memory, before))
+                _, begun = prefilled(mixer, rows[: place + 1, n : n + 1])
+                before[1][n] = begun.state[0]
+        assert all(map(torch.equal, memory[:2], before[:2]))

@@ -8,13 +8,12 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.inference import prefill
 from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.generation.aligned import decode_on_grid
 from tests.inference import test_aligned
-from tests.inference.row_mixers import documents_of, gdn_kind, mamba2_kind
+from tests.inference.row_mixers import documents_of, gdn_kind, mamba2_kind, prefilled
 
 pytestmark = [
     pytest.mark.gpu,
@@ -72,9 +71,8 @@ def test_a_step_in_place_has_the_bits_of_training(name):
     rows = mixer.rows(140, 3)
     whole, memory = mixer.trained(rows), mixer.parts.shape.zeros(3, rows.dtype, rows.device)
     for n, had in enumerate(stands):
-        _, carry = prefill(rows[:had, n : n + 1], mixer.parts)
-        for kept, begun in zip(memory, carry, strict=True):
-            kept[n] = begun[0]
+        _, begun = prefilled(mixer.parts, rows[:had, n : n + 1])
+        memory.history[n], memory.state[n] = begun.history[0], begun.state[0]
     for step in range(3):
         at = [had + step for had in stands]
         row = torch.stack([rows[place, n] for n, place in enumerate(at)])[None]

@@ -1,12 +1,11 @@
-"""A convolution of one tap reads no row before a token: a carry's history has no rows."""
+"""A convolution of one tap reads no row before a token: a history has no rows."""
 
 import pytest
 import torch
 
-from megatron_gdn.inference import prefill
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from tests.inference import test_aligned, test_step
-from tests.inference.row_mixers import documents_of, gdn_kind, mamba2_kind
+from tests.inference.row_mixers import documents_of, gdn_kind, mamba2_kind, prefilled
 
 pytestmark = pytest.mark.parametrize(
     "kind",
@@ -18,8 +17,8 @@ pytestmark = pytest.mark.parametrize(
 @pytest.mark.parametrize(
     "law",
     [
-        test_step.test_packed_requests_of_unequal_length_go_on_from_their_own_carries,
-        test_step.test_a_request_without_tokens_keeps_its_carry,
+        test_step.test_packed_requests_of_unequal_length_go_on_from_their_own_memory,
+        test_step.test_a_request_without_tokens_keeps_its_memory,
         test_step.test_several_tokens_at_once_have_the_bits_of_one_by_one_and_roll_back_exactly,
         test_aligned.test_neighbours_and_place_change_no_bit,
     ],
@@ -36,5 +35,5 @@ def test_any_cut_gives_what_the_whole_gives(kind):
 
 def test_an_empty_sequence_may_come_first(kind):
     mixer, rows = kind.mixer(aligned=True), kind.rows(5)
-    mixed, _ = prefill(rows, mixer, None, documents_of((0, 5)))
+    mixed, _ = prefilled(mixer, rows, documents_of((0, 5)))
     assert torch.equal(mixed, kind.trained(rows, aligned=True))

@@ -5,7 +5,14 @@ import torch
 
 from megatron_gdn.inference import choose, decode, prefill
 from megatron_gdn.ops.rules.chunk_table import CHUNK
-from tests.inference.row_mixers import KINDS, documents_of, run_in_parts
+from tests.inference.row_mixers import (
+    KINDS,
+    copied,
+    documents_of,
+    empty_memory,
+    prefilled,
+    run_in_parts,
+)
 
 LENGTHS = (1, 2, 3, 4, 5, 63, 64, 65, 127, 128, 129, 200)
 
@@ -48,13 +55,13 @@ def cuts(length: int):
 def hold_every_cut(kind, length, some_cuts, B=2):
     mixer, rows = kind.mixer(), kind.rows(length, B)
     whole = kind.trained(rows)
-    _, end = prefill(rows, mixer)
+    _, end = prefilled(mixer, rows)
     unit = rounding(mixer, rows)
     for parts in some_cuts:
-        mixed, carry = run_in_parts(mixer, rows, parts)
+        mixed, memory = run_in_parts(mixer, rows, parts)
         assert_close(mixed, whole, unit, parts)
-        assert_close(carry.state, end.state, unit, parts)
-        assert torch.equal(carry.history, end.history), parts
+        assert_close(memory.state, end.state, unit, parts)
+        assert torch.equal(memory.history, end.history), parts
 
 
 @pytest.mark.parametrize("length", LENGTHS)
@@ -69,62 +76,65 @@ def test_every_split_of_every_length(kind, length):
     hold_every_cut(kind, length, [*splits, *((a, -b) for a, b in splits[-8:])], B=1)
 
 
-def test_packed_requests_of_unequal_length_go_on_from_their_own_carries(kind):
+def test_packed_requests_of_unequal_length_go_on_from_their_own_memory(kind):
     mixer = kind.mixer()
     first, more = (3, 70, 1, 0, 64, 5), (130, 2, 0, 4, 1, 64)
     sequences = [kind.rows(a + b, 1)[:, :] for a, b in zip(first, more, strict=True)]
-    carry, mixed = None, [[] for _ in sequences]
+    memory, mixed = empty_memory(mixer, sequences[0], len(sequences)), [[] for _ in sequences]
     starts = [0] * len(sequences)
     for lengths in (first, more):
         pieces = [x[a : a + n] for x, a, n in zip(sequences, starts, lengths, strict=True)]
-        out, carry = prefill(torch.cat(pieces), mixer, carry, documents_of(lengths))
+        documents = documents_of(lengths)
+        out = prefill(torch.cat(pieces), mixer, memory, documents, begins=lengths is first)
         for n, piece in enumerate(out.split(list(lengths))):
             mixed[n].append(piece)
         starts = [a + n for a, n in zip(starts, lengths, strict=True)]
     for n, rows in enumerate(sequences):
         unit = rounding(mixer, rows)
         assert_close(torch.cat(mixed[n]), kind.trained(rows), unit)
-        _, alone = prefill(rows, mixer)
-        assert torch.equal(carry.history[n], alone.history[0])
-        assert_close(carry.state[n], alone.state[0], unit)
+        _, alone = prefilled(mixer, rows)
+        assert torch.equal(memory.history[n], alone.history[0])
+        assert_close(memory.state[n], alone.state[0], unit)
     token = kind.rows(1, len(sequences))
-    out, _ = decode(token, mixer, carry)
+    out = decode(token, mixer, memory)
     for n, rows in enumerate(sequences):
         rows = torch.cat([rows, token[:, n : n + 1]])
         assert_close(out[:, n : n + 1], kind.trained(rows)[-1:], rounding(mixer, rows))
 
 
-def test_a_request_without_tokens_keeps_its_carry(kind):
+def test_a_request_without_tokens_keeps_its_memory(kind):
     mixer = kind.mixer()
-    _, carry = prefill(kind.rows(9, 2), mixer)
-    _, after = prefill(kind.rows(7), mixer, carry, documents_of((0, 7)))
-    assert torch.equal(after.state[0], carry.state[0])
-    assert torch.equal(after.history[0], carry.history[0])
-    assert not torch.equal(after.state[1], carry.state[1])
+    _, memory = prefilled(mixer, kind.rows(9, 2))
+    before = copied(memory)
+    prefill(kind.rows(7), mixer, memory, documents_of((0, 7)))
+    assert torch.equal(memory.state[0], before.state[0])
+    assert torch.equal(memory.history[0], before.history[0])
+    assert not torch.equal(memory.state[1], before.state[1])
 
 
 def test_several_tokens_at_once_have_the_bits_of_one_by_one_and_roll_back_exactly(kind):
     mixer = kind.mixer()
-    _, carry = prefill(kind.rows(21, 3), mixer)
+    _, memory = prefilled(mixer, kind.rows(21, 3))
+    at, steps = copied(memory), memory.steps(5)
     tokens = kind.rows(5, 3)
-    mixed, after = decode(tokens, mixer, carry)
-    at, alone = carry, []
+    mixed = decode(tokens, mixer, memory, steps)
+    alone = [copied(at)]
     for n in range(5):
-        out, (at,) = decode(tokens[n : n + 1], mixer, at)
+        out = decode(tokens[n : n + 1], mixer, at)
         assert torch.equal(out, mixed[n : n + 1])
-        alone.append(at)
+        alone.append(copied(at))
+    assert all(map(torch.equal, memory[:2], at[:2]))
     accepted = torch.tensor([0, 5, 2])
-    chosen = choose(carry, after, accepted)
+    choose(memory, steps, accepted)
     for n, count in enumerate(accepted.tolist()):
-        stands = [carry, *alone][count]
-        assert torch.equal(chosen.state[n], stands.state[n])
-        assert torch.equal(chosen.history[n], stands.history[n])
+        assert torch.equal(memory.state[n], alone[count].state[n])
+        assert torch.equal(memory.history[n], alone[count].history[n])
 
 
-def test_bf16_rows_carry_fp32_states(kind):
+def test_bf16_rows_leave_fp32_states(kind):
     mixer, rows = kind.mixer(torch.bfloat16), kind.rows(70, 2, torch.bfloat16)
-    mixed, carry = run_in_parts(mixer, rows, (33, 30, -7))
-    assert carry.state.dtype == torch.float32 and carry.history.dtype == torch.bfloat16
+    mixed, memory = run_in_parts(mixer, rows, (33, 30, -7))
+    assert memory.state.dtype == torch.float32 and memory.history.dtype == torch.bfloat16
     # Both round o once before the norm and once after it: two units of 2^-8 of the largest.
     whole = kind.trained(rows)
     bound = 2 * 2**-8 * whole.abs().max().item()
@@ -140,19 +150,19 @@ def test_bf16_rows_carry_fp32_states(kind):
         (lambda c: c._replace(history=c.history.double()), "torch.float64"),
     ],
 )
-def test_a_carry_that_does_not_fit_is_refused_in_words(kind, change, words):
+def test_a_memory_that_does_not_fit_is_refused_in_words(kind, change, words):
     mixer = kind.mixer()
-    carry = change(mixer.shape.zeros(2, torch.float32, torch.device("cpu")))
+    memory = change(mixer.shape.zeros(2, torch.float32, torch.device("cpu")))
     for call in (prefill, decode):
         with pytest.raises(ValueError, match=words):
-            call(kind.rows(3, 2), mixer, carry)
+            call(kind.rows(3, 2), mixer, memory)
 
 
 def test_rows_that_do_not_fit_are_refused_in_words(kind):
     mixer = kind.mixer()
     with pytest.raises(ValueError, match="batch of 1"):
-        prefill(kind.rows(4, 2), mixer, documents=documents_of((2, 2)))
+        prefilled(mixer, kind.rows(4, 2), documents_of((2, 2)))
     with pytest.raises(ValueError, match="ends at 3, which does not match the 4"):
-        prefill(kind.rows(4), mixer, documents=documents_of((2, 1)))
+        prefilled(mixer, kind.rows(4), documents_of((2, 1)))
     with pytest.raises(ValueError, match="no token"):
         decode(kind.rows(0, 2), mixer, mixer.shape.zeros(2, torch.float32, torch.device("cpu")))

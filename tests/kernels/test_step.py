@@ -1,25 +1,24 @@
-"""Kernels of decoding in slots, and of whole mixers, against fp64 and in batch-invariant mode."""
-
-from functools import partial
+"""Kernels of a decode step, and of whole mixers, against fp64 and in batch-invariant mode."""
 
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gdn.gdn.half import HalfOperands
-from megatron_gdn.gdn.step import step_slots
-from megatron_gdn.inference import Carry, decode, gdn_rows, mamba2_rows, prefill
+from megatron_gdn.inference import Memory, decode, gdn_rows, kda_rows, mamba2_rows
+from megatron_gdn.kda.rule import PlainKDA
+from megatron_gdn.kda.sizes import rows_of
 from megatron_gdn.mamba2.plain import PlainSSD
-from megatron_gdn.mamba2.step import mamba2_step_slots
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.generation.aligned import decode_on_grid
+from megatron_gdn.ops.generation.step_kernels import put_in_slots
 from megatron_gdn.ops.kernels.launch import Launch
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import GatedNorm, Neighbours
 from megatron_gdn.ops.rules.base import RuleOutput, Saved
 from tests.gdn_mixer import gated_delta_mixer
-from tests.inference.row_mixers import DT_LIMIT, gdn_kind, mamba2_kind
+from tests.inference.row_mixers import DT_LIMIT, copied, gdn_kind, mamba2_kind, prefilled
 from tests.kernels.conftest import INTERPRETED
 from tests.mamba2.oracle import layout_of
 from tests.ops.delta_rule.states import InHalf
@@ -28,90 +27,160 @@ from .kernel_cases import Case, assert_close
 
 # The interpreter cuts bfloat16 off instead of rounding it.
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-CASES = [
-    (HeadSizes(2, 4, 8, 6), 4, True, {}),
-    (HeadSizes(1, 3, 24, 40), 2, False, {}),
-    (HeadSizes(2, 2, 16, 16), 5, False, {"normalise_qk": False}),
-    (HeadSizes(2, 2, 96, 192), 4, False, {"allow_neg_eigval": True}),
-]
+DT_RANGE = (0.2, 1.0)
 
 
-@pytest.mark.parametrize(("sizes", "taps", "bias", "options"), CASES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_step_in_slots_is_the_recurrence(device, sizes, taps, bias, options, dtype):
-    torch.manual_seed(1)
-    H, C = sizes.value_heads, sizes.conv_width
-    parameters = {
-        "conv_weight": torch.randn(C, 1, taps).to(device, dtype) * 0.5,
-        "conv_bias": torch.randn(C).to(device, dtype) if bias else None,
-        "A_log": torch.randn(H).to(device),
-        "dt_bias": torch.randn(H).to(device),
-    }
-    gamma = torch.randn(sizes.value_dim).to(device, dtype)
-    made = {
+def gdn_made(device, dtype, sizes, taps, bias=False, **options):
+    """The same mixer over our kernels and in plain torch."""
+    own, gamma = drawn(device, dtype, sizes.layout, taps, bias, [sizes.value_heads] * 2)
+    return {
         kernels: gdn_rows(
-            torch.zeros(1, 1, sizes.width, dtype=dtype, device=device), **parameters, sizes=sizes,
-            rule=PlainRule(), norm=GatedNorm(gamma), kernels=kernels, **options,
+            no_row(sizes.layout, device, dtype), *own, sizes, rule=PlainRule(),
+            norm=GatedNorm(gamma[: sizes.value_dim]), kernels=kernels, **options,
         )
         for kernels in ("torch", "triton")
     }  # fmt: skip
-    step = partial(step_slots, sizes=sizes, **options)
-    hold_a_step_in_slots(step, made, sizes.width, taps, device, dtype)
 
 
-def hold_a_step_in_slots(step, made, width, taps, device, dtype):
-    """``step`` launches the kernels; ``made`` is the same mixer over our kernels and in torch."""
-    shape, slots = made["torch"].shape, torch.tensor([4, 0, 3], device=device)
-    memory = Carry(*(torch.randn_like(x) for x in shape.zeros(6, dtype, device)))
-    ours = Carry(*(x.clone() for x in memory))
-    theirs = Carry(*(x.index_select(0, slots) for x in memory))
-    for _ in range(taps + 1):  # until the whole history was written here
-        proj = torch.randn(1, 3, width).to(device, dtype)
-        o = step(proj[0], *made["triton"].of_front, *ours, slots)
-        found = made["triton"].read_out(o, proj)
-        plain, (theirs,) = decode(proj, made["torch"], theirs)
-        rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
-        torch.testing.assert_close(
-            found.float(), plain.float(), rtol=1e-5 + rounding, atol=1e-5 * plain.abs().max().item()
+def kda_made(device, dtype, sizes, taps, bias=False, **options):
+    layout, H = rows_of(*sizes), sizes.value_heads
+    own, gamma = drawn(device, dtype, layout, taps, bias, [H, H * sizes.key_dim])
+    norm = GatedNorm(gamma[: sizes.value_dim], activation="sigmoid")
+    return {
+        kernels: kda_rows(
+            no_row(layout, device, dtype), *own, layout, rule=PlainKDA(), norm=norm,
+            kernels=kernels, **options,
         )
-        assert torch.equal(ours.history[slots], theirs.history)
-        scale = theirs.state.abs().max().item()
-        torch.testing.assert_close(ours.state[slots], theirs.state, rtol=1e-5, atol=1e-5 * scale)
-    for slot in (1, 2, 5):
-        assert torch.equal(ours.state[slot], memory.state[slot])
-        assert torch.equal(ours.history[slot], memory.history[slot])
+        for kernels in ("torch", "triton")
+    }  # fmt: skip
 
 
-MAMBA2_CASES = [  # heads, groups, head dim, state dim
-    ((4, 2, 6, 8), 4, True, "normed"),
-    ((3, 1, 40, 24), 2, False, "gate alone"),
-    ((2, 2, 16, 16), 5, True, "D of channels"),
-]
+def mamba2_made(device, dtype, sizes, taps, bias=False, what="normed"):
+    layout, (H, _, V, _) = layout_of(*sizes), sizes
+    D = H * V if what == "D of channels" else H
+    own, gamma = drawn(device, dtype, layout, taps, bias, [H, H, D])
+    norm = None if what == "gate alone" else GatedNorm(gamma, 1e-5)
+    return {
+        kernels: mamba2_rows(
+            no_row(layout, device, dtype), *own, layout, rule=PlainSSD(), norm=norm,
+            dt_limit=DT_RANGE, kernels=kernels,
+        )
+        for kernels in ("torch", "triton")
+    }  # fmt: skip
 
 
-@pytest.mark.parametrize(("sizes", "taps", "bias", "what"), MAMBA2_CASES)
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_mamba2s_step_in_slots_is_the_recurrence(device, sizes, taps, bias, what, dtype):
-    torch.manual_seed(1)
-    layout = layout_of(*sizes)
-    H, V, C = sizes[0], sizes[2], layout.conv_width
-    parameters = (
+def drawn(device, dtype, layout, taps, bias, gates):
+    C = layout.conv_width
+    own = (
         torch.randn(C, 1, taps).to(device, dtype) * 0.5,
         torch.randn(C).to(device, dtype) if bias else None,
-        *(torch.randn(H).to(device) for _ in range(2)),
-        torch.randn(H * V if what == "D of channels" else H).to(device),
+        *(torch.randn(n).to(device) for n in gates),
     )
-    gamma = torch.randn(H * V).to(device, dtype)
-    made = {
-        kernels: mamba2_rows(
-            torch.zeros(1, 1, layout.width, dtype=dtype, device=device), *parameters, layout,
-            rule=PlainSSD(), norm=None if what == "gate alone" else GatedNorm(gamma, 1e-5),
-            dt_limit=(0.2, 1.0), kernels=kernels,
-        )
-        for kernels in ("torch", "triton")
-    }  # fmt: skip
-    step = partial(mamba2_step_slots, layout=layout, dt_limit=(0.2, 1.0))
-    hold_a_step_in_slots(step, made, layout.width, taps, device, dtype)
+    return own, torch.randn(layout.mixed_width).to(device, dtype)
+
+
+def no_row(layout, device, dtype):
+    return torch.zeros(1, 1, layout.width, dtype=dtype, device=device)
+
+
+CASES = [
+    (gdn_made, HeadSizes(2, 4, 8, 6), 4, True, {}),
+    (gdn_made, HeadSizes(1, 3, 24, 40), 2, False, {}),
+    (gdn_made, HeadSizes(2, 2, 16, 16), 5, False, {"normalise_qk": False}),
+    (gdn_made, HeadSizes(2, 2, 96, 192), 4, False, {"allow_neg_eigval": True}),
+    (kda_made, HeadSizes(2, 4, 8, 6), 4, True, {}),
+    (kda_made, HeadSizes(1, 3, 24, 40), 2, False, {"lower_bound": -5.0}),
+    (kda_made, HeadSizes(2, 2, 96, 160), 3, False, {}),
+    (mamba2_made, (4, 2, 6, 8), 4, True, {}),
+    (mamba2_made, (3, 1, 40, 24), 2, False, {"what": "gate alone"}),
+    (mamba2_made, (2, 2, 16, 16), 5, True, {"what": "D of channels"}),
+]
+EVERY_TAP = [(gdn_made, HeadSizes(1, 2, 7, 5), taps, False, {}) for taps in (3, 6, 7, 8)]
+
+
+@pytest.mark.parametrize(("make", "sizes", "taps", "bias", "options"), [*CASES, *EVERY_TAP])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_step_in_place_is_the_recurrence(device, make, sizes, taps, bias, options, dtype):
+    torch.manual_seed(1)
+    made = make(device, dtype, sizes, taps, bias, **options)
+    memory = made["torch"].shape.zeros(3, dtype, device)
+    hold_steps(made, drawn_like(memory), [1] * (taps + 1))  # until all of it was written here
+
+
+@pytest.mark.parametrize(("make", "sizes", "taps", "bias", "options"), CASES)
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_steps_in_a_contexts_buffers_are_the_recurrence(
+    device, make, sizes, taps, bias, options, dtype
+):
+    """Windows of W in a wider dtype, states as Mamba2's context holds them, slots that pad a step,
+    and several tokens at once with the memory after each.
+    """
+    torch.manual_seed(2)
+    made = make(device, dtype, sizes, taps, bias, **options)
+    shape = made["torch"].shape
+    slots = torch.tensor([4, -1, 0, 3], dtype=torch.int32, device=device)
+    history = torch.zeros(6, *shape.window(taps), dtype=torch.float32, device=device)
+    state = torch.zeros(6, *shape.state[::2], shape.rows, dtype=torch.float64, device=device)
+    assert state.shape[1:] == (shape.heads, shape.columns, shape.rows)
+    memory = drawn_like(Memory(history, state.mT, slots))
+    hold_steps(made, memory, [1, 3, 1, taps])
+
+
+def drawn_like(memory):
+    history, state, slots = memory
+    return Memory(torch.randn_like(history), torch.randn_like(state), slots)
+
+
+def hold_steps(made, memory, counts):
+    """Steps of so many tokens by kernels change memory as those in plain torch do."""
+    parts = made["torch"]
+    device, dtype = memory.history.device, parts.of_front[0].dtype
+    assert made["triton"].steps.step.kernel_gates and not parts.steps.step.kernel_gates
+    slots = memory.slots
+    real = slice(None) if slots is None else (slots >= 0).nonzero()[:, 0]
+    N, M = len(memory.history if slots is None else slots), len(memory.history)
+    used = set(range(M) if slots is None else slots.tolist())
+    ours, theirs = copied(memory), copied(memory)
+    if memory.state.stride(-1) != 1:  # a copy of a view is no view
+        ours, theirs = (x._replace(state=x.state.mT.contiguous().mT) for x in (ours, theirs))
+    for count in counts:
+        proj = torch.randn(count, N, parts.front.layout.width).to(device, dtype)
+        steps = [None, None]
+        if count > 1:
+            steps = [Memory(*(buffers(x, count) for x in memory[:2])) for _ in range(2)]
+        found = decode(proj, made["triton"], ours, steps[0])
+        plain = decode(proj, parts, theirs, steps[1])
+        assert found.dtype == plain.dtype == dtype
+        rounding = 0 if dtype == torch.float32 else torch.finfo(dtype).eps
+        close = {"rtol": 1e-5 + rounding, "atol": 1e-5 * plain.abs().max().item()}
+        torch.testing.assert_close(found.float(), plain.float(), **close)
+        if slots is not None:
+            assert not found[:, (slots < 0).nonzero()[:, 0]].any()
+        for a, b in ((ours, theirs), steps) if count > 1 else ((ours, theirs),):
+            at = real if slots is None else slots[real].long()
+            assert torch.equal(a.history[at], b.history[at])
+            bound = 1e-5 * b.state[at].abs().max().item()
+            torch.testing.assert_close(a.state[at], b.state[at], rtol=1e-5, atol=bound)
+        for slot in set(range(M)) - used:
+            assert torch.equal(ours.state[slot], memory.state[slot])
+            assert torch.equal(ours.history[slot], memory.history[slot])
+            for x in (steps[0] or ())[:2]:
+                assert (x[slot] == 7).all()
+
+
+def buffers(x, count):
+    """Of a context's memory after each token, laid as ``x`` is, with marks in it."""
+    if x.stride(-1) == 1:
+        return x.new_full((len(x), count, *x.shape[1:]), 7)
+    return x.new_full((len(x), count, *x.mT.shape[1:]), 7).mT
+
+
+def test_values_are_put_in_their_slots_alone(device):
+    buffer = torch.zeros(5, 3, 1700, device=device)
+    slots, values = torch.tensor([3, -1, 0], device=device), torch.randn(3, 3, 1700, device=device)
+    put_in_slots(buffer, slots, values)
+    assert torch.equal(buffer[3], values[0]) and torch.equal(buffer[0], values[2])
+    assert not buffer[[1, 2, 4]].any()
 
 
 def run(case, kernels: str, rule, **options):
@@ -171,11 +240,13 @@ def test_prefill_and_steps_have_the_bits_of_training(kind, make, device):
     assert parts.front.triton
     with torch.no_grad():
         whole = mix(rows, parts, Neighbours(None))
-    mixed, carry = prefill(rows[:61], parts)
+    mixed, memory = prefilled(parts, rows[:61])
     assert torch.equal(mixed, whole[:61])
-    mixed, after = decode(rows[61:], parts, carry, stands=[61, 61])
+    steps = memory.steps(6)
+    mixed = decode(rows[61:], parts, memory, steps, stands=[61, 61])
     assert torch.equal(mixed, whole[61:])
-    assert not torch.equal(after[1].state, after[2].state)
+    assert torch.equal(steps.state[:, 2], steps.state[:, 0])
+    assert not torch.equal(steps.state[:, 2], steps.state[:, 3])
 
 
 class Calls(TorchDispatchMode):

@@ -13,12 +13,12 @@ from torch import Tensor
 
 from ...compat.observe import span
 from ...ops.autograd import uncompiled
-from ...ops.generation.carry import CarryShape
+from ...ops.generation.memory import Memory, MemoryShape
 from ...ops.parts import Parts
 from ..arguments import require_causal
 from ..micro_batch import MicroBatch, MicroBatches
 from ..packing import resolve_packed_seq_params
-from .dynamic import SlotBuffers, decode_requests, prefill_requests, refuse
+from .dynamic import check_buffers, decode_requests, prefill_requests, refuse
 from .static import mix_static
 
 if TYPE_CHECKING:
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class GeneratingMixer:
-    """A Megatron mixer that continues sequences from a :class:`...ops.generation.carry.Carry`."""
+    """A Megatron mixer that continues sequences from a :class:`...ops.generation.memory.Memory`."""
 
     config: Any
     pg_collection: Any
@@ -65,11 +65,11 @@ class GeneratingMixer:
     ) -> Tensor:
         """The next tokens' projection rows ``[s, B, P]`` to rows for out_proj, ``[s, B, H V]``.
 
-        It updates the carries in Megatron's static or dynamic ``context``. All tokens are here,
+        It updates the memory in Megatron's static or dynamic ``context``. All tokens are here,
         also under sequence parallelism.
 
         Raises:
-            ValueError: see :func:`.static.mix_static` and :class:`.dynamic.SlotBuffers`.
+            ValueError: see :func:`.static.mix_static` and :func:`.dynamic.check_buffers`.
             NotImplementedError: packed sequences, context parallelism, a call that wants gradients;
                 see also :mod:`.dynamic`.
         """
@@ -134,24 +134,21 @@ class GeneratingMixer:
         if s > 1:
             intermediate = context.mamba_states_cache(number, intermediate=True)
         padded, real = context.padded_batch_dimensions, context.batch_dimensions
-        heads, _, columns, _ = self.dims.state
-        mixed = rows.new_zeros(rows.shape[0], 1, heads * columns)
-        if padded.decode_req_count:
-            count = padded.decode_req_count * s
+        count, mixed = padded.decode_req_count * s, None
+        if count:
             of_requests = rows[:count, 0].unflatten(0, (-1, s))
             slots = context.mamba_metadata.batch_indices_decode
-            out = self.ssm_decode(of_requests, *buffers, slots, *intermediate)
-            mixed[:count, 0] = out.flatten(0, 1)
+            mixed = self.ssm_decode(of_requests, *buffers, slots, *intermediate)
+            mixed = mixed.flatten(0, 1)[:, None]
+        if mixed is None or count < len(rows):
+            decoded, (heads, _, columns, _) = mixed, self.dims.state
+            mixed = rows.new_zeros(rows.shape[0], 1, heads * columns)
+            if decoded is not None:
+                mixed[:count] = decoded
         if padded.prefill_req_count:
             begin = real.decode_req_count * s
             mixed[begin:] = self.ssm_prefill(rows[begin:], *buffers, context)
         return mixed
-
-    @property
-    def carry_shape(self) -> CarryShape:
-        """What one sequence carries from call to call in generation, on this rank."""
-        taps = self.conv_weight.shape[-1]
-        return CarryShape.of(self.dims.layout, self.dims.state, taps, self.aligned)
 
     # Megatron's dynamic inference calls the methods below by these names.
 
@@ -162,8 +159,9 @@ class GeneratingMixer:
         """
         heads, rows, columns, _ = self.dims.state
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
-        carried = self.carry_shape
-        return carried.window(carried.past + 1), states
+        taps = self.conv_weight.shape[-1]
+        shape = MemoryShape.of(self.dims.layout, self.dims.state, taps, self.aligned)
+        return shape.window(shape.past + 1), states
 
     def ssm_decode(
         self,
@@ -174,20 +172,33 @@ class GeneratingMixer:
         intermediate_conv_state: Tensor | None = None,
         intermediate_ssm_state: Tensor | None = None,
     ) -> Tensor:
-        """``[N, s, P]`` to ``[N, s, H V]``, see :func:`.dynamic.decode_requests`."""
-        intermediate = None
+        """``[N, s, P]`` to ``[N, s, H V]``, see :func:`.dynamic.decode_requests`.
+
+        Without ``batch_indices`` request n is in slot n.
+        """
+        parts, slots = self.whole_parts(projected.transpose(0, 1)), batch_indices
+        if slots is None:
+            slots = torch.arange(len(projected), device=projected.device)
+        memory, after = self._in_slots(parts, projected, conv_state, ssm_state, slots), None
         if intermediate_conv_state is not None and intermediate_ssm_state is not None:
-            intermediate = self._in_slots(intermediate_conv_state, intermediate_ssm_state)
-        parts = self.whole_parts(projected.transpose(0, 1))
-        buffers = self._in_slots(conv_state, ssm_state)
-        return decode_requests(projected, parts, buffers, batch_indices, intermediate)
+            after = self._viewed(intermediate_conv_state, intermediate_ssm_state)
+        return decode_requests(projected, parts, memory, after)
 
     def ssm_prefill(
         self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
     ) -> Tensor:
         """``[t, 1, P]`` to ``[t, 1, H V]``, see :func:`.dynamic.prefill_requests`."""
-        parts, buffers = self.whole_parts(projected), self._in_slots(conv_state, ssm_state)
-        return prefill_requests(projected, parts, buffers, context.mamba_metadata)
+        parts = self.whole_parts(projected)
+        memory = self._in_slots(parts, projected, conv_state, ssm_state)
+        return prefill_requests(projected, parts, memory, context.mamba_metadata)
 
-    def _in_slots(self, conv_state: Tensor, ssm_state: Tensor) -> SlotBuffers:
-        return SlotBuffers(conv_state, ssm_state, self.state_transposed)
+    def _viewed(self, conv: Tensor, states: Tensor, slots: Tensor | None = None) -> Memory:
+        return Memory(conv, states.mT if self.state_transposed else states, slots)
+
+    def _in_slots(
+        self, parts: Parts, rows: Tensor, conv: Tensor, states: Tensor, slots: Tensor | None = None
+    ) -> Memory:
+        """A context's buffers, checked."""
+        memory = self._viewed(conv, states, slots)
+        check_buffers(memory, parts, rows.dtype, self.state_transposed)
+        return memory

@@ -1,6 +1,6 @@
-"""Carries in Megatron's StaticInferenceContext: one batch whose rows all have the same length.
+"""Memory in Megatron's StaticInferenceContext: one batch whose rows all have the same length.
 
-They are in ``key_value_memory_dict``, beside the keys and values of attention layers. Both have the
+It is in ``key_value_memory_dict``, beside the keys and values of attention layers. Both have the
 batch in dimension 1, so Megatron's ``swap_key_value_dict`` reorders both.
 
 Legend: s tokens, B batch rows, M most rows, P projection width.
@@ -8,15 +8,13 @@ Legend: s tokens, B batch rows, M most rows, P projection width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ...ops.generation.aligned import decode_on_grid
-from ...ops.generation.carry import Carry
+from ...ops.generation.memory import Memory, choose
 from ...ops.generation.step import decode, prefill
 from ...ops.parts import Parts
 
@@ -32,9 +30,8 @@ class _Place:
 
     rows: int
     tokens: int
-    memory: Tensor  # the states that the steps belong to
-    before: Carry | None = None
-    after: Sequence[Carry] = ()
+    states: Tensor  # of the whole batch, that the steps belong to
+    steps: Memory | None = None  # of the rows: before the last tokens and after each
 
 
 def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
@@ -52,27 +49,19 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     places: dict[tuple[int, int], _Place] = vars(context).setdefault(_PLACES, {})
     place = places.get((layer, start))
     _check(context, layer, place, s, B)
-    memory = _memory(context, layer, parts, rows)
-    mine = Carry(*(tensor[0, start : start + B] for tensor in memory))
-    before, after = None, ()
-    if offset == 0:
-        mixed, carry = prefill(rows, parts)
-    elif s > MOST_DECODED:
-        mixed, carry = prefill(rows, parts, mine, stands=[offset] * B)
-    elif s == 1 and parts.aligned:
-        mixed, carry = decode_on_grid(rows, parts, mine, [offset] * B), mine
+    buffers = _buffers(context, layer, parts, rows)
+    memory = Memory(*(tensor[0, start : start + B] for tensor in buffers))
+    steps, stands = None, [offset] * B
+    if offset == 0 or s > MOST_DECODED:
+        mixed = prefill(rows, parts, memory, begins=offset == 0, stands=stands)
     else:
-        before = Carry(*(tensor.clone() for tensor in mine)) if s > 1 else None
-        mixed, after = decode(rows, parts, mine, stands=[offset] * B)
-        carry = after[-1]
-    for kept, fresh in zip(mine, carry, strict=True):
-        if kept is not fresh:
-            kept.copy_(fresh)
+        steps = memory.steps(s) if s > 1 else None
+        mixed = decode(rows, parts, memory, steps, stands=stands)
     if offset == 0:  # forget the other places that overlap these rows
         for key, other in list(places.items()):
             if key[0] == layer and key[1] < start + B and start < key[1] + other.rows:
                 del places[key]
-    places[layer, start] = _Place(B, offset + s, memory.state, before, after if s > 1 else ())
+    places[layer, start] = _Place(B, offset + s, buffers[1], steps)
     return mixed
 
 
@@ -93,29 +82,29 @@ def roll_back(context: Any, accepted: int) -> None:
         ValueError: no such forward, or a number out of range. Nothing is changed then.
     """
     places: dict[tuple[int, int], _Place] = getattr(context, _PLACES, {})
-    if not places or not all(place.after for place in places.values()):
+    if not places or not all(place.steps for place in places.values()):
         raise ValueError(
             f"there is no step to roll back: the last forward must have had 2 to {MOST_DECODED} "
             f"tokens at a sequence_len_offset above 0, in every recurrent layer."
         )
     for (layer, _), place in places.items():
-        if context.key_value_memory_dict[layer][1] is not place.memory:
+        if context.key_value_memory_dict[layer][1] is not place.states:
             raise ValueError(
                 "the batch was reordered (swap_key_value_dict) since its last step; roll back "
                 "before reordering."
             )
-        if not 0 <= accepted <= len(place.after):
+        most = place.steps.history.shape[1] - 1
+        if not 0 <= accepted <= most:
             raise ValueError(
-                f"accepted={accepted} must be 0 to {len(place.after)}, the tokens of the last step."
+                f"accepted={accepted} must be 0 to {most}, the tokens of the last step."
             )
     for (layer, start), place in places.items():
-        assert place.before is not None  # it has steps
-        kept = (place.before, *place.after)[accepted]
-        for tensor, fresh in zip(context.key_value_memory_dict[layer], kept, strict=True):
-            tensor[0, start : start + place.rows].copy_(fresh)
-        place.tokens += accepted - len(place.after)
+        rows, states = slice(start, start + place.rows), place.states
+        memory = Memory(*(tensor[0, rows] for tensor in context.key_value_memory_dict[layer]))
+        choose(memory, place.steps, states.new_full((place.rows,), accepted, dtype=torch.int64))
+        place.tokens += accepted + 1 - place.steps.history.shape[1]
         context.sequence_len_offset = place.tokens
-        place.before, place.after = None, ()
+        place.steps = None
 
 
 def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> None:
@@ -150,12 +139,12 @@ def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> No
         )
 
 
-def _memory(context: Any, layer: int, parts: Parts, rows: Tensor) -> Carry:
-    """History and state of all rows, with a dimension of 1 before them."""
+def _buffers(context: Any, layer: int, parts: Parts, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Histories and states of the whole batch, with a dimension of 1 before them."""
     shape, most, memories = parts.shape, context.max_batch_size, context.key_value_memory_dict
     if layer not in memories:
-        zeros = shape.zeros(most, rows.dtype, rows.device)
-        memories[layer] = Carry(*(x[None] for x in zeros))
-    memory = Carry(*memories[layer])
-    shape.check(Carry(*(x[0] for x in memory)), most, rows.dtype)
-    return memory
+        history, state, _ = shape.zeros(most, rows.dtype, rows.device)
+        memories[layer] = history[None], state[None]
+    history, state = memories[layer]
+    shape.check(Memory(history[0], state[0]), most, rows.dtype)
+    return history, state

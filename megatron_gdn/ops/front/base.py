@@ -5,15 +5,13 @@ Legend: S seq, B batch, P projection width, C convolved columns, W conv taps.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, Protocol
 
-import torch
 from torch import Tensor
 
 from ..documents import Documents
 from ..layout import Layout
-from ..rules.base import Rule
 from ..state_maps.state_map import StateShape
 
 # conv weight [C, 1, W], conv bias [C] or None, then the other parameters of the front.
@@ -66,17 +64,33 @@ class Front(Protocol):
         ...
 
 
+class StepForm(NamedTuple):
+    """How one decoded token is computed from its row and the state S of each head.
+
+        q, k, v = SiLU(conv(row)), q and k of unit length if so said
+        S       = exp(g) S;    S = S + w k (v - S^T k)^T,  or  S + w k v^T  if nothing is erased
+        o       = scale S^T q, and + D v if the front has a fifth parameter D
+
+    ``gates`` gives g ``[N, 1, H]`` or ``[N, 1, H, K]`` and w ``[N, 1, H]`` of rows ``[1, N, P]``,
+    A_log and dt_bias. ``kernel_gates``, None without Triton, gives the same as a device function
+    (see :mod:`...generation.step_kernels`), the two columns and the two numbers that it takes.
+    """
+
+    sections: tuple[str, str, str]  # of the row: those of q, k and v
+    gates: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    kernel_gates: Callable[[], tuple[Any, tuple[int, int], tuple[float, float]]] | None
+    scale: float = 1.0
+    unit_length: bool = False
+    erases: bool = True
+
+
 class GeneratingFront(Front, Protocol):
-    """A front whose sequences can continue from a carry; a decode step runs ``step_rule``."""
+    """A front whose sequences can continue from a memory."""
 
     @property
     def state(self) -> StateShape: ...
     @property
-    def step_rule(self) -> Rule: ...
-
-    def for_step(self, dtype: torch.dtype) -> Front:
-        """For a decode step of rows in ``dtype``, with the rule's inputs in that of the state."""
-        ...
+    def step(self) -> StepForm: ...
 
 
 class FrontAround:

@@ -1,8 +1,9 @@
 """Prefill and decode on the grid of training, see :mod:`megatron_gdn.ops.aligned`.
 
-A sequence carries the state at the start of its chunk of 64 tokens. Its history holds whole
+A sequence remembers the state at the start of its chunk of 64 tokens. Its history holds whole
 projection rows: the W - 1 before the chunk and those of the chunk so far. What lies behind these,
-if finite, changes no bit of the earlier ones.
+if finite, changes no bit of the earlier ones. How many tokens a sequence has had, the host knows;
+or, in slots, the device: then one more row before a history counts the tokens of the chunk.
 
 A decode step writes one row to every history and computes the chunks again from their states, in
 calls of the shapes of training, for all sequences together. It moves nothing else of a history. It
@@ -28,7 +29,7 @@ from ..host_tables import cached_by_stream, to_device
 from ..readout.base import Apart
 from ..rules.base import on_tokens
 from ..rules.chunk_table import CHUNK, ChunkTable
-from .carry import Carry
+from .memory import Memory, put
 
 if TYPE_CHECKING:
     from ..parts import Parts
@@ -37,23 +38,31 @@ if TYPE_CHECKING:
 def prefill_on_grid(
     proj: Tensor,
     parts: Parts,
-    carry: Carry,
-    stands: Sequence[int],
+    history: Tensor,
+    state: Tensor,
+    stands: Sequence[int] | None,
     documents: Documents | None = None,
-) -> tuple[Tensor, Carry]:
-    """As :func:`.step.prefill`, for any number of tokens."""
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The rows for out_proj, and the next histories and states, for any number of tokens.
+
+    It cuts on the host, which waits for the device if only that knows where sequences stand.
+    """
     new, past, device = proj.transpose(0, 1), parts.past, proj.device
+    counted, history = history[:, : -past - CHUNK], history[:, -past - CHUNK :].to(proj.dtype)
+    if stands is None and counted.shape[1]:
+        stands = counted[:, 0, 0].long().tolist()
+    stands = _known(stands, len(history))
     lengths = (new.shape[1],) * new.shape[0] if documents is None else documents.lengths
     held = [n % CHUNK + more for n, more in zip(stands, lengths, strict=True)]
     tables = _Tables.of([n % CHUNK for n in stands], held, past)
     source, fresh, full, tail, kept, empty = (to_device(x, device) for x in tables)
-    known = torch.cat([carry.history.flatten(0, 1), new.flatten(0, 1)])
+    known = torch.cat([history.flatten(0, 1), new.flatten(0, 1)])
     rows = known.index_select(0, source)[None]
     grid = grid_of(rows, _documents(held, device), parts.state.heads)
-    inputs = front_on_grid(parts.front, parts.of_front, rows, grid, carry.history[:, :past])
+    inputs = front_on_grid(parts.front, parts.of_front, rows, grid, history[:, :past])
 
     # First the full chunks, which move the state, then what is left of each sequence.
-    o, state = None, carry.state
+    o = None
     whole = [n // CHUNK * CHUNK for n in held]
     for tokens, counts in ((full, whole), (tail, [n % CHUNK for n in held])):
         filled = [n for n, count in enumerate(counts) if count]
@@ -70,19 +79,35 @@ def prefill_on_grid(
     assert o is not None, "there are tokens"
 
     mixed = _read_out(parts, o, rows, grid, fresh, proj)
-    history = known.index_select(0, kept).masked_fill_(empty[:, None], 0)
-    return mixed, Carry(history.unflatten(0, (len(held), -1)), state)
+    next_rows = known.index_select(0, kept).masked_fill_(empty[:, None], 0)
+    history = next_rows.unflatten(0, (len(held), -1))
+    if counted.shape[1]:
+        counted[:, 0, 0] = to_device(torch.tensor(held, device="cpu") % CHUNK, device)
+        history = torch.cat([counted.to(history.dtype), history], dim=1)
+    return mixed, history, state
+
+
+def _known(stands: Sequence[int] | None, sequences: int) -> Sequence[int]:
+    if stands is None or len(stands) != sequences:
+        raise ValueError(
+            f"an aligned mixer computes in chunks counted from the start of a sequence: give "
+            f"stands=, how many tokens each of the {sequences} sequences has had, got {stands}."
+        )
+    return stands
 
 
 @torch.no_grad()
-def decode_on_grid(row: Tensor, parts: Parts, memory: Carry, stands: Sequence[int]) -> Tensor:
+def decode_on_grid(
+    row: Tensor, parts: Parts, memory: Memory, stands: Sequence[int] | None
+) -> Tensor:
     """``[1, N, H * V]`` of one token ``[1, N, P]`` of each sequence. The host does not wait.
 
-    ``memory``, ``[N, W - 1 + 64, P]`` and ``[N, H, K, V]``, is contiguous and written. ``stands``
-    says how many tokens each sequence has had.
+    ``memory`` is contiguous and written. ``stands`` says how many tokens each sequence has had.
     """
-    history, states = memory
-    parts.shape.check(memory, row.shape[1], row.dtype)
+    if memory.slots is not None:
+        return _decode_in_slots(row, parts, memory, memory.slots)
+    history, states, _ = memory
+    stands = _known(stands, row.shape[1])
     step = _Step.of(tuple(n % CHUNK for n in stands), parts.past, row.device)
     history.view(-1, row.shape[2]).index_copy_(0, step.row, row[0])
     mixed, after = newest_of_chunks(row, parts, history, states, step.token, step.ended)
@@ -91,6 +116,31 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Carry, stands: Sequence[in
         history[:, : parts.past].index_copy_(0, step.ended, last)
         states.index_copy_(0, step.ended, after)
     return mixed
+
+
+def _decode_in_slots(row: Tensor, parts: Parts, memory: Memory, slots: Tensor) -> Tensor:
+    """Where only the device knows slots, of which some are below zero, and places.
+
+    Histories and states are copied, and all states are computed.
+    """
+    past = parts.past
+    number = torch.arange(len(slots), device=slots.device)
+    history, state = memory.gathered()
+    place = history[:, 0, 0].long() % CHUNK  # also in a slot that was never used
+    history[number, 1 + past + place] = row[0].to(history.dtype)
+    rows = history[:, 1:].to(row.dtype)
+    mixed, after = newest_of_chunks(row, parts, rows, state, number * CHUNK + place, None)
+    assert after is not None, "all are wanted"
+    full = place == CHUNK - 1
+    put(memory.state, slots.where(full, -1), after)
+    # The rows that change: the count, the new one, and at a chunk's end those before the next.
+    changed = torch.cat([history[:, :1], row.transpose(0, 1), history[:, 1 + CHUNK :]], 1)
+    changed[:, 0, 0] = (place + 1) % CHUNK
+    before = torch.arange(1, 1 + past, device=slots.device).where(full[:, None], -1)
+    to = torch.cat([torch.zeros_like(place)[:, None], (1 + past + place)[:, None], before], 1)
+    to = (slots[:, None] * history.shape[1] + to).where((slots >= 0)[:, None] & (to >= 0), -1)
+    put(memory.history.view(-1, row.shape[2]), to.flatten(), changed.flatten(0, 1))
+    return mixed.masked_fill_((slots < 0)[:, None], 0)
 
 
 def newest_of_chunks(

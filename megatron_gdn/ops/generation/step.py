@@ -1,13 +1,16 @@
-"""A recurrent mixer that continues from a carry: projection rows in, mixed rows and carry out.
+"""A recurrent mixer that goes on from a :class:`.memory.Memory`, and writes it in place.
 
-    prefill   many tokens of a sequence, in chunks, from a carry or from nothing; dense or packed
-    decode    one or a few tokens of every sequence, by the recurrence, with the carry after each
+    prefill   many tokens of a sequence, in chunks; dense or packed
+    decode    one or a few tokens of every sequence, one after the other
 
 Both run the :class:`..parts.Parts` of training and can continue a sequence at any token: any cut
 of a sequence gives the result of one call. Neither has a backward, or lets the host wait.
 
+A decoded token is two Triton launches and the readout's (:mod:`.step_kernels`) where the front runs
+in Triton; else plain torch, with the same results to rounding.
+
 Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed documents), C conv
-channels, W conv taps, H heads with a state, V columns of a state.
+channels, W conv taps, H heads with a state, K rows of a state, V columns.
 """
 
 from __future__ import annotations
@@ -18,37 +21,41 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
+from ..elementwise import l2norm, silu
 from ..front.edges import Arrived, ContinuedFront, HistoryTable
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
-from ..rules.base import on_tokens
+from ..rules.token_rule import recurrence
 from .aligned import decode_on_grid, prefill_on_grid
-from .carry import Carry
+from .memory import Memory
 
 
 @torch.no_grad()
 def prefill(
     proj: Tensor,
     parts: Parts,
-    carry: Carry | None = None,
+    memory: Memory,
     documents: Documents | None = None,
     *,
+    begins: bool = False,
     stands: Sequence[int] | None = None,
-) -> tuple[Tensor, Carry]:
+) -> Tensor:
     """Mix the next tokens of N sequences, any number of tokens.
 
     Args:
         proj: ``[s, B, P]`` in the front's layout, any strides of s and B.
-        carry: where the sequences continue; None: they begin.
+        memory: where the sequences continue; written.
         documents: boundaries when N sequences lie end to end in one batch row (B must be 1), empty
-            ones included; their carry stays as it was.
-        stands: how many tokens each sequence has had; an aligned mixer needs it with a carry.
+            ones included; their memory stays as it was.
+        begins: the sequences begin, whatever is in the memory.
+        stands: how many tokens each sequence has had. An aligned mixer needs it if the sequences
+            continue and no row of the memory counts them.
 
     Returns:
-        ``[s, B, H * V]``, and the carry after the last token of each.
+        ``[s, B, H * V]``.
 
     Raises:
-        ValueError: packed rows with B > 1, boundaries that do not cover them, another carry.
+        ValueError: packed rows with B > 1, boundaries that do not cover them, other memory.
     """
     s, B, _ = proj.shape
     if documents is not None:
@@ -58,101 +65,139 @@ def prefill(
                 f"them end to end and extend the boundaries."
             )
         Documents.from_cu_seqlens(documents, s)
-    sequences = B if documents is None else len(documents.lengths)
-    goes_on = carry is not None
-    if carry is None:
-        carry = parts.shape.zeros(sequences, proj.dtype, proj.device)
-    parts.shape.check(carry, sequences, proj.dtype)
+    N = B if documents is None else len(documents.lengths)
+    parts.shape.check(memory, N, proj.dtype)
+    if begins:
+        history, state = (x.new_zeros(N, *x.shape[1:]) for x in (memory.history, memory.state))
+        stands = [0] * N
+    else:
+        history, state = memory.gathered()
     if s == 0 or B == 0:
-        return proj.new_empty(s, B, parts.state.heads * parts.state.columns), carry
+        mixed = proj.new_empty(s, B, parts.state.heads * parts.state.columns)
+    elif parts.aligned:
+        mixed, history, state = prefill_on_grid(proj, parts, history, state, stands, documents)
+    else:
+        mixed, state = _in_chunks(proj, parts, history, state, documents, begins)
+        rows = proj[..., parts.front.layout.conv_columns]
+        history = last_rows(rows.to(history.dtype), history, documents)
+    memory.write(history, state)
+    return mixed
 
-    if parts.aligned:
-        stands = _stands(stands, sequences) if goes_on else [0] * sequences
-        return prefill_on_grid(proj, parts, carry, stands, documents)
-    front = parts.front
-    if goes_on and parts.past:
-        front = ContinuedFront(front, _FromCarry(carry.history, documents, s))
+
+def _in_chunks(
+    proj: Tensor,
+    parts: Parts,
+    history: Tensor,
+    state: Tensor,
+    documents: Documents | None,
+    begins: bool,
+) -> tuple[Tensor, Tensor]:
+    """The rows for out_proj, and the next states."""
+    front, past = parts.front, parts.past
+    if past and not begins:
+        history = history[..., history.shape[-1] - past :].to(proj.dtype)
+        front = ContinuedFront(front, _FromMemory(history, documents, len(proj)))
     inputs = front.forward(proj, parts.of_front, documents)
-    filled = None
+    # A rule gets the states of non-empty documents only; an empty document keeps its state.
+    filled, initial = None, None if begins else state
     if documents is not None and 0 in documents.lengths:
-        # A rule gets the states of non-empty documents only; an empty document keeps its state.
         filled = _filled(documents.lengths, proj.device)
-    initial = None
-    if goes_on:
-        initial = carry.state if filled is None else carry.state.index_select(0, filled)
+        initial = None if begins else state.index_select(0, filled)
     output = parts.rule.begin(inputs, documents).run(initial, keep=False, final=True)
-    assert output.final is not None
-    final = output.final.to(carry.state.dtype)
+    final = output.final
+    assert final is not None
     if filled is not None:
-        final = carry.state.index_copy(0, filled, final)
-    history = last_rows(proj[..., parts.front.layout.conv_columns], carry.history, documents)
-    return parts.read_out(output.o, proj), Carry(history, final)
+        final = state.index_copy(0, filled, final.to(state.dtype))
+    return parts.read_out(output.o, proj), final
 
 
 @torch.no_grad()
 def decode(
-    proj: Tensor, parts: Parts, carry: Carry, *, stands: Sequence[int] | None = None
-) -> tuple[Tensor, list[Carry]]:
+    proj: Tensor,
+    parts: Parts,
+    memory: Memory,
+    steps: Memory | None = None,
+    *,
+    stands: Sequence[int] | None = None,
+) -> Tensor:
     """Mix one or a few tokens of every sequence, one after the other.
 
-    A token's bits do not depend on how many tokens are given at once.
+    A token's bits do not depend on how many tokens are given at once. Except for an aligned mixer,
+    a step can be captured in a CUDA graph: a replay reads rows and slots anew.
 
     Args:
         proj: ``[s, N, P]``.
-        carry: where the N sequences continue.
+        memory: where the N sequences continue; written. A sequence whose slot is below zero gets
+            zeros from the rule and writes nothing.
+        steps: ``[M, s, ...]`` in the slots of ``memory``, or of :meth:`.memory.Memory.steps`: its
+            last s entries receive what the memory is after each token.
         stands: as in :func:`prefill`.
 
     Returns:
-        ``[s, N, H * V]``, and the carry after each of the s tokens. Continue from the last one, or
-        from an earlier one if later tokens are not accepted (see :func:`.carry.choose`).
+        ``[s, N, H * V]``.
 
     Raises:
-        ValueError: a carry of other sequences, sizes or dtypes; no token.
+        ValueError: memory of other sequences, sizes or dtypes; no token.
     """
     s, N, _ = proj.shape
     if s == 0:
         raise ValueError("decode got no token; give the projection rows [s, N, P] of at least one.")
-    parts.shape.check(carry, N, proj.dtype)
-    mixed, after = [], []
-    had = _stands(stands, N) if parts.aligned else ()
+    parts.shape.check(memory, N, proj.dtype)
+    mixed = []
     for token, row in enumerate(proj.split(1)):
+        after = None if steps is None else steps.after(token - s, memory.slots)
         if parts.aligned:
-            carry = Carry(*(x.clone(memory_format=torch.contiguous_format) for x in carry))
-            made = decode_on_grid(row, parts, carry, [tokens + token for tokens in had])
+            had = None if stands is None else [n + token for n in stands]
+            mixed.append(decode_on_grid(row, parts, memory, had))
+            if after is not None:
+                after.write(*memory.gathered())
         else:
-            made, carry = _one_token(row, parts, carry)
-        mixed.append(made)
-        after.append(carry)
-    return mixed[0] if s == 1 else torch.cat(mixed), after
+            mixed.append(parts.read_out(_one_token(row, parts, memory, after), row))
+    return mixed[0] if s == 1 else torch.cat(mixed)
 
 
-def _stands(stands: Sequence[int] | None, sequences: int) -> Sequence[int]:
-    if stands is None or len(stands) != sequences:
-        raise ValueError(
-            f"an aligned mixer computes in chunks counted from the start of a sequence: give "
-            f"stands=, how many tokens each of the {sequences} sequences has had, got {stands}."
-        )
-    return stands
+def _one_token(row: Tensor, parts: Parts, memory: Memory, after: Memory | None) -> Tensor:
+    """The rule's output ``[N, 1, H, V]`` of one token ``[1, N, P]``, at least in fp32."""
+    if parts.steps.step.kernel_gates is not None:
+        from .step_kernels import token_in_slots
+
+        return token_in_slots(row, parts.steps, parts.of_front, memory, after)
+    return _plain_token(row, parts, memory, after)
 
 
-def _one_token(row: Tensor, parts: Parts, carry: Carry) -> tuple[Tensor, Carry]:
-    """``[1, N, P]``: the front reads the history as W - 1 rows before the token's row."""
-    steps = parts.steps
-    front = steps.for_step(row.dtype)
-    past, columns = parts.past, front.layout.conv_columns
-    rows = row.new_zeros(past + 1, *row.shape[1:])
-    rows[:past, :, columns] = carry.history.permute(2, 0, 1)
-    rows[past:] = row
-    inputs = front.forward(rows, parts.of_front, None)
-    inputs = on_tokens(inputs, lambda x: x[:, past:].contiguous())
-    output = steps.step_rule.begin(inputs, None).run(carry.state, keep=False, final=True)
-    assert output.final is not None
-    history = rows[1:, :, columns].permute(1, 2, 0).contiguous()
-    return parts.read_out(output.o, row), Carry(history, output.final)
+def _plain_token(row: Tensor, parts: Parts, memory: Memory, after: Memory | None) -> Tensor:
+    """:func:`.step_kernels.token_in_slots` in plain torch, for any dtype."""
+    form, layout = parts.steps.step, parts.front.layout
+    wide = torch.promote_types(row.dtype, torch.float32)
+    given = (None if x is None else x.to(wide) for x in parts.of_front)
+    weight, bias, A_log, dt_bias, *skip = given
+    history, state = memory.gathered()
+    newest = row[0, :, layout.conv_columns, None].to(history.dtype)
+    window = torch.cat([history, newest], dim=-1)
+    pre = (window[..., -weight.shape[-1] :].to(wide) * weight.flatten(1)).sum(-1)
+    convolved = silu(pre if bias is None else pre + bias)[:, None]
+    of = dict(zip(layout.conv_names, convolved.split(layout.conv_widths, dim=-1), strict=True))
+    width = {section.name: section.width for section in layout.sections}
+    q, k, v = (of[name].unflatten(-1, (-1, width[name])) for name in form.sections)
+    if form.unit_length:
+        q, k = l2norm(q), l2norm(k)
+    g, write = form.gates(row, A_log, dt_bias)
+    if form.erases:
+        o, state = recurrence(form.scale * q, k, v, g, write, state)
+    else:
+        o, state = recurrence(form.scale * q, k, write[..., None] * v, g, None, state)
+    if skip:
+        o = o + skip[0].view(len(A_log), -1) * v
+    if memory.slots is not None:
+        o = o.masked_fill((memory.slots < 0)[:, None, None, None], 0)
+    memory.write(window[..., 1:], state)
+    if after is not None:
+        after.write(*memory.gathered())
+    return o
 
 
-class _FromCarry:
-    """History that lies in a carry, as :class:`megatron_gdn.ops.front.edges.HistoryLink`."""
+class _FromMemory:
+    """History that lies in a memory, as :class:`megatron_gdn.ops.front.edges.HistoryLink`."""
 
     def __init__(self, history_NCW: Tensor, documents: Documents | None, tokens: int) -> None:
         past = history_NCW.shape[2]
@@ -168,7 +213,7 @@ class _FromCarry:
         return self._history.permute(2, 0, 1), Arrived()
 
     def give_back(self, d_history_RBC: Tensor):
-        raise NotImplementedError("a carry takes no gradient; generation has no backward.")
+        raise NotImplementedError("a memory takes no gradient; generation has no backward.")
 
 
 @cached_by_stream(32)

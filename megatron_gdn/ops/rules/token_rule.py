@@ -13,14 +13,8 @@ a state, V columns, N sequences.
 
 from __future__ import annotations
 
-from typing import Any, NoReturn
-
 import torch
 from torch import Tensor
-
-from ..documents import Documents
-from ..state_maps.state_map import StateMap
-from .base import Rule, RuleForward, RuleOutput, Saved
 
 
 def recurrence(
@@ -69,38 +63,3 @@ def recurrence(
             outputs.append((S * q_K).sum(-2).flatten(1, 2))
         states.append(S.flatten(1, 2))
     return torch.stack(outputs, dim=1) if outputs else torch.zeros_like(v), torch.cat(states)
-
-
-class TokenForward(RuleForward):
-    def __init__(self, rule: TokenRule, inputs: Any, documents: Documents | None) -> None:
-        self._rule, self._inputs, self._documents = rule, inputs, documents
-
-    def state_map(self) -> StateMap:
-        raise NotImplementedError("a decode step has no state map; use the layer's own rule.")
-
-    @torch.no_grad()
-    def run(
-        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
-    ) -> RuleOutput:
-        o, last = self._rule.tokens(self._inputs, self._documents, initial)
-        return RuleOutput(o, last if final else None, Saved())
-
-
-class TokenRule(Rule):
-    """A recurrence as a rule; a token's bits do not depend on how many tokens a call has."""
-
-    name = "recurrent"
-    batch_invariant = True
-    forward = TokenForward
-
-    def tokens(
-        self, inputs: Any, documents: Documents | None, initial: Tensor | None
-    ) -> tuple[Tensor, Any]:
-        """Output ``[B, S, H, V]`` and the states after it, ``[N, H, K, V]``."""
-        raise NotImplementedError
-
-    def begin_backward(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError(
-            "the token recurrence is for generation and has no backward; train with the layer's "
-            "own rule."
-        )

@@ -1,0 +1,150 @@
+"""What the sequences of a recurrent mixer need from the tokens before: their histories and states.
+
+Whoever generates says which buffers, and which of their slots, hold them. :func:`.step.prefill` and
+:func:`.step.decode` go on from there and write in place.
+
+Legend: N sequences, M slots of a buffer, s tokens, C convolved columns of a projection row, P all
+columns, W conv taps, H heads with a state, K rows of a state, V columns.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..layout import Layout
+from ..rules.chunk_table import CHUNK
+from ..state_maps.state_map import StateShape
+
+
+class Memory(NamedTuple):
+    """Histories and states of N sequences; all zero before their first token.
+
+    A history holds the last inputs of the convolution, oldest first: the W - 1 that the next token
+    reads, or with one more before them (as Megatron's windows of W have it). An aligned mixer
+    (:mod:`.aligned`) keeps whole projection rows, ``[M, W - 1 + 64, P]``, of which those after the
+    last token may hold any finite numbers; one more row before them counts the tokens of the
+    chunk, in its first element.
+    """
+
+    history: Tensor  # [M, C, W - 1 or W], in the dtype of the rows or a wider one
+    state: Tensor  # [M, H, K, V], or a view of [M, H, V, K]; at least fp32 (fp64 for fp64 rows)
+    slots: Tensor | None = None  # integers [N], below zero: no sequence; None: n is in slot n
+
+    def gathered(self) -> tuple[Tensor, Tensor]:
+        """The history and state of every sequence; of any slot where there is no sequence."""
+        if self.slots is None:
+            return self.history, self.state
+        read = self.slots.clamp(min=0).long()
+        return self.history.index_select(0, read), self.state.index_select(0, read)
+
+    def write(self, history: Tensor, state: Tensor) -> None:
+        """Overwrite those of every sequence, ``[N, ...]``."""
+        for buffer, values in ((self.history, history), (self.state, state)):
+            if self.slots is not None:
+                put(buffer, self.slots, values)
+            elif buffer is not values:
+                buffer.copy_(values)
+
+    def after(self, token: int, slots: Tensor | None) -> Memory:
+        """Of steps ``[M, s, ...]``, the memory after one token."""
+        return Memory(self.history[:, token], self.state[:, token], slots)
+
+    def steps(self, tokens: int) -> Memory:
+        """Room for N sequences as they are now, which is copied, and after each of s tokens.
+
+        ``[N, s + 1, ...]``, for :func:`.step.decode` and then :func:`choose`.
+        """
+        now = self.gathered()
+        made = Memory(*(x.new_empty(len(x), tokens + 1, *x.shape[1:]) for x in now))
+        made.after(0, None).write(*now)
+        return made
+
+
+def choose(memory: Memory, steps: Memory, accepted: Tensor) -> None:
+    """Take every sequence back to its last accepted token.
+
+    Args:
+        memory: of the N sequences, after s tokens; written.
+        steps: from :meth:`Memory.steps`, filled by :func:`.step.decode`.
+        accepted: int64 ``[N]`` on the memory's device: how many tokens of each sequence stay, 0 to
+            s. The host does not read it.
+    """
+    number = torch.arange(len(accepted), device=accepted.device)
+    memory.write(steps.history[number, accepted], steps.state[number, accepted])
+
+
+def put(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
+    """``buffer[slots] = values`` except where a slot is below zero; on a GPU without a wait."""
+    if not buffer.is_cuda:
+        real = slots >= 0
+        buffer[slots[real].long()] = values[real].to(buffer.dtype)
+        return
+    from .step_kernels import put_in_slots
+
+    if not buffer[0].is_contiguous():
+        buffer, values = buffer.mT, values.mT
+    put_in_slots(buffer, slots, values.to(buffer.dtype).contiguous())
+
+
+class MemoryShape(NamedTuple):
+    """Sizes of one sequence's :class:`Memory` in one layer, on one tensor-parallel rank."""
+
+    channels: int
+    past: int  # rows of history
+    heads: int
+    rows: int
+    columns: int
+    rows_first: bool = False  # of an aligned mixer's history
+
+    @classmethod
+    def of(cls, layout: Layout, state: StateShape, taps: int, aligned: bool = False) -> MemoryShape:
+        """For a mixer with this rank's projection ``layout``, states and conv ``taps``."""
+        channels = layout.width if aligned else layout.conv_width
+        past = taps - 1 + (CHUNK if aligned else 0)
+        return cls(channels, past, *state[:3], aligned)
+
+    def window(self, rows: int) -> tuple[int, int]:
+        """The shape of so many rows, laid as in a history."""
+        return (rows, self.channels) if self.rows_first else (self.channels, rows)
+
+    @property
+    def history(self) -> tuple[int, int]:
+        return self.window(self.past)
+
+    @property
+    def state(self) -> tuple[int, int, int]:
+        return self.heads, self.rows, self.columns
+
+    def zeros(self, sequences: int, dtype: torch.dtype, device: torch.device) -> Memory:
+        """Memory of N sequences without a token yet; ``dtype`` is the projection's."""
+        wide = torch.promote_types(dtype, torch.float32)
+        return Memory(
+            torch.zeros(sequences, *self.history, dtype=dtype, device=device),
+            torch.zeros(sequences, *self.state, dtype=wide, device=device),
+        )
+
+    def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
+        """Refuse memory of other sizes or dtypes. With slots there may be more of each.
+
+        Raises:
+            ValueError: shape or dtype; the message has both.
+        """
+        wide, slots = torch.promote_types(dtype, torch.float32), memory.slots
+        for name, tensor, shape, least in (
+            ("history", memory.history, self.history, dtype),
+            ("state", memory.state, self.state, wide),
+        ):
+            found, kind = tuple(tensor.shape), tensor.dtype
+            fits = found == (sequences, *shape) and kind == least
+            if slots is not None:
+                longer = self.window(self.past + 1) if name == "history" else shape
+                fits = found[1:] in (shape, longer) and len(slots) == sequences
+                fits = fits and torch.promote_types(kind, least) == kind
+            if not fits:
+                raise ValueError(
+                    f"{name} must be {(sequences, *shape)} in {least} for {sequences} sequences "
+                    f"of {dtype} rows, got {found} in {kind}."
+                )

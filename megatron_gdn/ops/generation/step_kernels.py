@@ -1,0 +1,278 @@
+"""One decoded token of many sequences, whose memory lies in slots, in two launches (Triton).
+
+    conv_step_kernel     a row and the window in its slot -> q, k and v, and the window moved on
+    state_step_kernel    these and the gates' columns     -> o, and the state, read and written once
+
+:func:`.step.decode` has the plain twin. Every program reads the number of its slot from the device
+and overwrites what no other program reads. A mixer hands in its gates as a device function
+
+    gates(row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, first, second, low, high, K) -> g_K, w_K
+
+of head h, in fp32: log-decay and write strength for every row of a state, the same number in all
+rows where a head has one. ``first`` and ``second`` are columns, ``low`` and ``high`` numbers.
+
+Legend: N sequences, M slots, P width of a row, C convolved columns, W taps, G heads of q and k, H
+heads with a state, K rows of a state, V columns; in tile names D dim of the head at hand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..front.base import GeneratingFront
+from ..kernels.elementwise import LEAST_LOG_DECAY, minus_rate, sigmoid, softplus
+from ..kernels.launch import MOST_PLANS, Launch
+from ..kernels.tiles import block_dim
+
+# A :class:`.memory.Memory`, which itself imports this file: history, state and slots.
+type Buffers = tuple[Tensor, Tensor, Tensor | None]
+
+_BLOCK_V = 32  # columns of a state for one program: enough programs for a batch of one
+_EPS = 1e-6  # of unit length, as in :func:`..elementwise.l2norm`
+
+
+def token_in_slots(
+    row: Tensor,
+    front: GeneratingFront,
+    parameters: Sequence[Any],
+    memory: Buffers,
+    after: Buffers | None,
+) -> Tensor:
+    """The rule's output ``[N, 1, H, V]`` in fp32 for one token of each sequence, ``[1, N, P]``.
+
+    Args:
+        row: columns adjacent.
+        memory: every history contiguous, ``[C, W - 1]`` or ``[C, W]``; every state contiguous,
+            ``[H, K, V]`` or a view of ``[H, V, K]``; written.
+        after: likewise, of the same sequences, overwritten with the memory after the token.
+    """
+    weight, bias, A_log, dt_bias, *skip = parameters
+    D, N = skip[0] if skip else None, row.shape[1]
+    history, state, slots = memory
+    to_history, to_state = (None, None) if after is None else after[:2]
+    assert row.stride(2) == 1 and history.stride()[1:] == (history.shape[2], 1)
+    conv, step = _launches(
+        front, N, row.stride(1), weight.shape[-1], history.shape[2], bias is not None,
+        0 if D is None else D.numel(), state.stride(-1) != 1, slots is not None,
+        (history.stride(0), state.stride(0)),
+        None if after is None else (after[0].stride(0), after[1].stride(0)),
+    )  # fmt: skip
+    convolved = torch.empty(N, front.layout.conv_width, dtype=torch.float32, device=row.device)
+    o = convolved.new_empty(N, 1, front.state.heads, front.state.columns)
+    conv(row, weight, bias, history, to_history, slots, convolved)
+    step(row, convolved, A_log, dt_bias, D, state, to_state, slots, o)
+    return o
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _launches(
+    front: GeneratingFront,
+    N: int,
+    stride: int,
+    taps: int,
+    held: int,
+    biased: bool,
+    skips: int,
+    transposed: bool,
+    slots: bool,
+    strides: tuple[int, int],
+    after: tuple[int, int] | None,
+) -> tuple[Launch, Launch]:
+    form, layout, (H, K, V, _) = front.step, front.layout, front.state
+    assert form.kernel_gates is not None
+    gates, columns, numbers = form.kernel_gates()
+    starts = [layout.columns(name).start - layout.conv_columns.start for name in form.sections]
+    G = (layout.columns(form.sections[0]).stop - layout.columns(form.sections[0]).start) // K
+    shape = {
+        "G": G, "H": H, "K": K, "V": V, "C": layout.conv_width,
+        "Q_AT": starts[0], "K_AT": starts[1], "V_AT": starts[2], "BLOCK_K": block_dim(K),
+        "HAS_SLOTS": slots, "HAS_AFTER": after is not None,
+    }  # fmt: skip
+    after = after or (0, 0)
+    conv = Launch(
+        conv_step_kernel, (2 * G + H, N),
+        stride, strides[0], after[0], layout.conv_columns.start, _EPS,
+        W=taps, HELD=held, BLOCK_V=block_dim(V), HAS_BIAS=biased, UNIT=form.unit_length,
+        num_warps=1, **shape,
+    )  # fmt: skip
+    block_v = min(_BLOCK_V, block_dim(V))
+    step = Launch(
+        state_step_kernel, (triton.cdiv(V, block_v), H, N),
+        stride, strides[1], after[1], *columns, *numbers, form.scale,
+        GATES=gates, BLOCK_V=block_v, SKIPS=skips // H, ERASES=form.erases,
+        TRANSPOSED=transposed, num_warps=4, **shape,
+    )  # fmt: skip
+    return conv, step
+
+
+@triton.jit
+def conv_step_kernel(
+    row_ptr, weight_ptr, bias_ptr, history_ptr, after_ptr, slot_ptr, out_ptr,
+    stride_n, history_stride, after_stride, first, eps,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr, W: tl.constexpr,
+    HELD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr,
+    UNIT: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_AFTER: tl.constexpr,
+):  # fmt: skip
+    """Grid (2 G + H, N): heads of q, of k, of v; ``first``: the first convolved column of a row.
+
+    ``out`` is ``[N, C]`` in fp32.
+    """
+    head, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    slot = n
+    if HAS_SLOTS:
+        slot = tl.load(slot_ptr + n).to(tl.int64)
+    row_ptr += n * stride_n + first
+    history_ptr += slot * history_stride
+    out_ptr += n * C
+    if HAS_AFTER:
+        after_ptr += slot * after_stride
+    if head < 2 * G:
+        column = head * K + Q_AT
+        if head >= G:
+            column = (head - G) * K + K_AT
+        conv_head_step(
+            row_ptr, weight_ptr, bias_ptr, history_ptr, after_ptr, out_ptr, column, slot >= 0, eps,
+            K, BLOCK_K, W, HELD, HAS_BIAS, UNIT, HAS_AFTER,
+        )  # fmt: skip
+    else:
+        conv_head_step(
+            row_ptr, weight_ptr, bias_ptr, history_ptr, after_ptr, out_ptr,
+            (head - 2 * G) * V + V_AT, slot >= 0, eps,
+            V, BLOCK_V, W, HELD, HAS_BIAS, False, HAS_AFTER,
+        )  # fmt: skip
+
+
+@triton.jit
+def conv_head_step(
+    row_ptr, weight_ptr, bias_ptr, history_ptr, after_ptr, out_ptr, column, there, eps,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, HELD: tl.constexpr,
+    HAS_BIAS: tl.constexpr, UNIT: tl.constexpr, HAS_AFTER: tl.constexpr,
+):  # fmt: skip
+    """One head of one row: its window of HELD inputs, ``[C, HELD]`` oldest first, moves on by one.
+
+    The program is one warp: what another lane overwrites was loaded before.
+    """
+    d_D = tl.arange(0, BLOCK_D)
+    real_D = (d_D < D) & there
+    x_raw = tl.load(row_ptr + column + d_D, mask=real_D, other=0.0)
+    taps_ptr = weight_ptr + (column + d_D) * W
+    past_ptr = history_ptr + (column + d_D) * HELD
+    pre_D = x_raw.to(tl.float32) * tl.load(taps_ptr + W - 1, mask=real_D, other=0.0).to(tl.float32)
+    for place in tl.static_range(HELD):
+        past_raw = tl.load(past_ptr + place, mask=real_D, other=0.0)
+        if place >= HELD - (W - 1):
+            tap_ptr = taps_ptr + (place - (HELD - (W - 1)))
+            tap_D = tl.load(tap_ptr, mask=real_D, other=0.0).to(tl.float32)
+            pre_D += past_raw.to(tl.float32) * tap_D
+        if place > 0:
+            tl.store(past_ptr + place - 1, past_raw, mask=real_D)
+            if HAS_AFTER:
+                tl.store(after_ptr + (column + d_D) * HELD + place - 1, past_raw, mask=real_D)
+    x_D = x_raw.to(history_ptr.dtype.element_ty)
+    tl.store(past_ptr + HELD - 1, x_D, mask=real_D)
+    if HAS_AFTER:
+        tl.store(after_ptr + (column + d_D) * HELD + HELD - 1, x_D, mask=real_D)
+    if HAS_BIAS:
+        pre_D += tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
+    act_D = pre_D * sigmoid(pre_D)
+    if UNIT:
+        act_D = tl.where(real_D, act_D, 0.0)
+        act_D = act_D * tl.rsqrt(tl.sum(act_D * act_D, axis=0) + eps)
+    tl.store(out_ptr + column + d_D, act_D, mask=real_D)
+
+
+@triton.jit
+def state_step_kernel(
+    row_ptr, convolved_ptr, A_log_ptr, dt_bias_ptr, D_ptr, state_ptr, after_ptr, slot_ptr, o_ptr,
+    stride_n, state_stride, after_stride, first, second, low, high, scale,
+    GATES: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
+    C: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+    SKIPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ERASES: tl.constexpr,
+    TRANSPOSED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_AFTER: tl.constexpr,
+):  # fmt: skip
+    """Grid (ceil(V / BLOCK_V), H, N): BLOCK_V columns of one state.
+
+    SKIPS: how many numbers D has for a head, 0, 1 or V.
+    """
+    h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    slot = n
+    if HAS_SLOTS:
+        slot = tl.load(slot_ptr + n).to(tl.int64)
+    k_K = tl.arange(0, BLOCK_K)
+    v_V = tl.program_id(0) * BLOCK_V + tl.arange(0, BLOCK_V)
+    real_K, real_V = k_K < K, v_V < V
+    there_K = real_K & (slot >= 0)
+    real_KV = there_K[:, None] & real_V[None, :]
+    if TRANSPOSED:
+        place_KV = h * (K * V) + v_V[None, :] * K + k_K[:, None]
+    else:
+        place_KV = h * (K * V) + k_K[:, None] * V + v_V[None, :]
+    at_KV = state_ptr + slot * state_stride + place_KV
+    convolved_ptr += n * C
+    key_at = (h // (H // G)) * K
+    q_K = tl.load(convolved_ptr + key_at + Q_AT + k_K, mask=there_K, other=0.0)
+    key_K = tl.load(convolved_ptr + key_at + K_AT + k_K, mask=there_K, other=0.0)
+    there_V = real_V & (slot >= 0)
+    value_V = tl.load(convolved_ptr + h * V + V_AT + v_V, mask=there_V, other=0.0)
+    g_K, write_K = GATES(
+        row_ptr + n * stride_n, A_log_ptr, dt_bias_ptr, h, k_K, real_K, first, second, low, high, K
+    )
+    S_KV = tl.load(at_KV, mask=real_KV, other=0.0).to(tl.float32) * tl.exp(g_K)[:, None]
+    x_V = value_V
+    if ERASES:
+        x_V = value_V - tl.sum(S_KV * key_K[:, None], axis=0)
+    S_KV += (write_K * key_K)[:, None] * x_V[None, :]
+    tl.store(at_KV, S_KV.to(state_ptr.dtype.element_ty), mask=real_KV)
+    if HAS_AFTER:
+        kept_KV = S_KV.to(after_ptr.dtype.element_ty)
+        tl.store(after_ptr + slot * after_stride + place_KV, kept_KV, mask=real_KV)
+    o_V = tl.sum(S_KV * (q_K * scale)[:, None], axis=0)
+    if SKIPS > 0:
+        D_V = tl.load(D_ptr + h * SKIPS + v_V % SKIPS, mask=real_V, other=0.0)
+        o_V += D_V.to(tl.float32) * value_V
+    o_V = tl.where(slot >= 0, o_V, 0.0)
+    tl.store(o_ptr + (n * H + h) * V + v_V, o_V, mask=real_V)
+
+
+@triton.jit
+def decay_and_write_gates(
+    row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, first, second, low, high, K: tl.constexpr,
+):  # fmt: skip
+    """As :func:`...elementwise.decay_and_write_gates`, of columns ``first`` for the write strength,
+    which is at most ``high``, and ``second`` for the decay.
+    """
+    same_K = h + 0 * k_K
+    b_K = tl.load(row_ptr + first + same_K).to(tl.float32)
+    alpha_K = tl.load(row_ptr + second + same_K).to(tl.float32)
+    A_log_K = tl.load(A_log_ptr + same_K).to(tl.float32)
+    dt_bias_K = tl.load(dt_bias_ptr + same_K).to(tl.float32)
+    g_K = minus_rate(A_log_K) * softplus(alpha_K + dt_bias_K)
+    g_K = tl.where(g_K < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g_K)  # NaN stays NaN
+    return g_K, sigmoid(b_K) * high
+
+
+def put_in_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
+    """``buffer[slots] = values`` except where a slot is below zero; contiguous values of a slot."""
+    size = values[0].numel()
+    put_kernel[(triton.cdiv(size, 4096), len(values))](
+        buffer, slots, values, buffer.stride(0), size, BLOCK=4096, num_warps=8
+    )
+
+
+@triton.jit
+def put_kernel(buffer_ptr, slot_ptr, values_ptr, stride, size, BLOCK: tl.constexpr):
+    """Grid (ceil(size / BLOCK), N)."""
+    n = tl.program_id(1).to(tl.int64)
+    slot = tl.load(slot_ptr + n).to(tl.int64)
+    d_D = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    real_D = (d_D < size) & (slot >= 0)
+    x_D = tl.load(values_ptr + n * size + d_D, mask=real_D, other=0.0)
+    tl.store(buffer_ptr + slot * stride + d_D, x_D, mask=real_D)
