@@ -9,7 +9,7 @@ from megatron.training.utils import to_empty_if_meta_device
 
 from megatron_gdn import GatedDeltaNet
 from megatron_gdn.gdn import layer as layer_module
-from megatron_gdn.mixers.attention.self_attention import TorchSelfAttention
+from megatron_gdn.mixers.attention import TorchSelfAttention
 from megatron_gdn.specs import gpt_block_spec
 from tests import mamba_mixers
 from tests.distributed.gpt_laws import gpt_config
