@@ -18,6 +18,7 @@ from megatron_gdn import (
 from megatron_gdn.context_parallel import Headwise, local_indices
 from megatron_gdn.context_parallel.headwise import exchange
 from megatron_gdn.context_parallel.headwise.exchange import Exchange
+from megatron_gdn.context_parallel.layouts import cut_by
 from megatron_gdn.hf.drop_in.place import row_exchange
 from megatron_gdn.mixers.init import take_share
 from megatron_gdn.mixers.padding import TakeRows
@@ -100,9 +101,8 @@ def _open_gives_every_rank_its_heads(
     whole = torch.randn(tokens, batch, dims.layout.width, device=device)
     gradients = torch.randn(size, tokens, batch, scheme.layout.width, device=device)
     with travelling(waves, direct, own):
-        made = Exchange.of(
-            dist.group.WORLD, scheme._proj, lengths, SequenceLayout(layout), whole[held]
-        )
+        cut = cut_by(SequenceLayout(layout), documents, tokens, device)
+        made = Exchange.of(dist.group.WORLD, scheme._proj, cut, SequenceLayout(layout), whole[held])
         passage = scheme.passage(documents, tokens, batch, whole)
         assert len(made.waves) == waves
         assert all(made.sends_fragments(wave) == direct for wave in made.waves)
