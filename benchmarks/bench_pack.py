@@ -19,6 +19,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.headwise import pack
 from megatron_gdn.context_parallel.headwise.route import route
 from megatron_gdn.context_parallel.headwise.shares import HeadShares
+from megatron_gdn.ops.documents import one_document
 
 
 def arguments() -> argparse.Namespace:
@@ -37,7 +38,7 @@ class Kernels:
     def __init__(self, shares: HeadShares, tokens: int, repeats: int, bandwidth: float) -> None:
         share = tokens // shares.ranks
         device = torch.device("cuda")
-        (wave,) = route((tokens,), shares.ranks, 1, SequenceLayout.ZIGZAG, device)
+        (wave,) = route(one_document(tokens, device), shares.ranks, 1, SequenceLayout.ZIGZAG)
 
         def rows(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device=device, dtype=torch.bfloat16)

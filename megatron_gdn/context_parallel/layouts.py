@@ -27,9 +27,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..ops.documents import Documents
+from ..ops.documents import Documents, one_document
 from ..ops.layout import SizeError
-from ..ops.static_documents import StaticDocuments
 
 
 class SequenceLayout(StrEnum):
@@ -163,17 +162,34 @@ def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
     return inverse(rank_order_of_sequence(lengths, cp_size, layout)).view(cp_size, -1)
 
 
-def zigzag_positions(documents: StaticDocuments, cp_size: int) -> Tensor:
-    """As :func:`positions`, of documents in fixed buffers: on the device.
+def cut_by(
+    layout: SequenceLayout, documents: Documents | None, tokens: int, device: torch.device
+) -> Documents:
+    """What ``layout`` cuts: every document, or all ``tokens`` of the buffer."""
+    if documents is not None and layout is SequenceLayout.ZIGZAG:
+        return documents
+    return one_document(tokens, device)
+
+
+def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
+    """As :func:`positions`, of :func:`cut_by`; on the device if the host does not know it.
 
     Raises:
-        ValueError: T is not a multiple of 2 * R; a document that is not fails on the device.
+        ValueError: as :func:`check_lengths`. What the host does not know fails on the device.
     """
-    check_lengths((documents.total_tokens,), cp_size)
-    return documents.table(("zigzag", cp_size), lambda these: _zigzag(these, cp_size))[0]
+    if cut.known:
+        return positions(cut.lengths, cp_size, layout)
+    require_cut(cut, cp_size, layout)
+    return cut.table(("zigzag", cp_size), lambda these: _zigzag(these, cp_size))[0]
 
 
-def _zigzag(documents: StaticDocuments, cp_size: int) -> tuple[Tensor]:
+def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:
+    """:func:`check_lengths`, of what the host knows."""
+    lengths = documents.lengths if documents.known else (documents.total_tokens,)
+    check_lengths(lengths, cp_size, layout)
+
+
+def _zigzag(documents: Documents, cp_size: int) -> tuple[Tensor]:
     start, document_T = documents.cu_seqlens.long(), documents.document_T()
     length = start.diff()
     require_fragments(documents, length, cp_size)
@@ -181,7 +197,7 @@ def _zigzag(documents: StaticDocuments, cp_size: int) -> tuple[Tensor]:
     return (inverse(places_T).view(cp_size, -1),)
 
 
-def require_fragments(documents: StaticDocuments, length: Tensor, cp_size: int) -> None:
+def require_fragments(documents: Documents, length: Tensor, cp_size: int) -> None:
     """Fail on the device if ``length`` has one that zigzag cannot cut."""
     documents.require(
         (length % (2 * cp_size) == 0).all(),
@@ -191,20 +207,10 @@ def require_fragments(documents: StaticDocuments, length: Tensor, cp_size: int) 
     )
 
 
-def cut_of(
-    documents: Documents | None, tokens: int, layout: SequenceLayout
-) -> tuple[int, ...] | StaticDocuments:
-    """What ``layout`` cuts: lengths that the host knows, or documents in fixed buffers."""
-    if not isinstance(documents, StaticDocuments):
-        return Documents.lengths_of(documents, tokens)
-    return documents if layout is SequenceLayout.ZIGZAG else (tokens,)
-
-
 def held_positions(
     documents: Documents | None, tokens: int, group: Any, layout: SequenceLayout
 ) -> Tensor:
     """int64 ``[s]``: the sequence positions that this rank of ``group`` holds of ``tokens``."""
-    cut = cut_of(documents, tokens, layout)
-    if isinstance(cut, StaticDocuments):
-        return zigzag_positions(cut, group.size())[group.rank()]
-    return positions(cut, group.size(), layout)[group.rank()]
+    device = torch.device("cpu") if documents is None else documents.device
+    cut = cut_by(layout, documents, tokens, device)
+    return positions_of(cut, group.size(), layout)[group.rank()]

@@ -1,21 +1,35 @@
-"""Document boundaries of a packed buffer, resolved once and read by every op.
+"""Document boundaries of a packed buffer, resolved once, and the tables that are made of them.
 
-Legend: N documents, T tokens of the buffer.
+A table is made by torch operations on :attr:`Documents.starts`. These are on the host, and the
+table is moved to the device once. Or they are in fixed buffers on the device
+(:class:`.static_documents.StaticDocuments`): the table then has room for the most documents, and is
+made anew whenever they change. Who reads a table does not ask which.
+
+Legend: N documents, M of them with tokens (in fixed buffers N + 1, the last always empty), T tokens
+of the buffer, n chunks.
 """
 
 from __future__ import annotations
 
 import operator
 from array import array
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .host_tables import to_device
+from .host_tables import cached_by_stream, to_device
+
+
+class ChunkPlaces(NamedTuple):
+    """The chunks of all sequences, one sequence after the other, then chunks without tokens."""
+
+    offsets: Tensor  # int32 [M + 1], the first chunk of every sequence, then the number of chunks
+    indices: Tensor  # int32 [n, 2], sequence and number in it; without tokens: 0 of the last one
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +42,11 @@ class Documents:
 
     offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
     device: torch.device  # where the per-token tensors live
+
+    @property
+    def known(self) -> bool:
+        """Whether the host knows the boundaries; else tables have room for the most documents."""
+        return True
 
     def __post_init__(self) -> None:
         offsets = self.offsets
@@ -72,7 +91,7 @@ class Documents:
             source = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
             if device is None:
                 device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
-            documents = cls(_offsets_of(source), torch.device(device))
+            documents = _same_for_all(_offsets_of(source), torch.device(device))
         if documents.total_tokens != total_tokens:
             raise ValueError(
                 f"cu_seqlens ends at {documents.total_tokens}, which does not match the "
@@ -99,8 +118,21 @@ class Documents:
 
     @property
     def sequences(self) -> int:
-        """How many documents, with empty ones."""
-        return len(self.lengths)
+        """M."""
+        return len(self.filled_offsets) - 1
+
+    @property
+    def most(self) -> int:
+        """How many of the M may have tokens."""
+        return self.sequences
+
+    def on_host(self) -> Documents:
+        """The same with boundaries that the host knows."""
+        return self
+
+    def on(self, device: torch.device) -> Documents:
+        """The same with tables on ``device``."""
+        return self if device == self.device else _same_for_all(self.offsets, device)
 
     @staticmethod
     def lengths_of(documents: Documents | None, tokens: int) -> tuple[int, ...]:
@@ -142,18 +174,80 @@ class Documents:
         """int32 ``[M + 1]`` on the host: the offsets without empty documents (M of N remain)."""
         return torch.tensor(self.filled_offsets, dtype=torch.int32, device="cpu")
 
+    @property
+    def starts(self) -> Tensor:
+        """int32 ``[M + 1]``: :attr:`cu_seqlens` where the boundaries are known."""
+        return self.cu_seqlens_cpu
+
     @cached_property
     def cu_seqlens(self) -> Tensor:
         """:attr:`cu_seqlens_cpu` on the device, for kernels."""
         return to_device(self.cu_seqlens_cpu, self.device)
 
     @cached_property
+    def plans(self) -> dict[Hashable, Any]:
+        """What rules and schemes have made of these documents, by their own keys."""
+        return {}
+
+    def plan[Made](self, key: Hashable, make: Callable[[], Made]) -> Made:
+        """``make()`` of the first call with this key."""
+        if key not in self.plans:
+            self.plans[key] = make()
+        return self.plans[key]
+
+    def where_known[Made: tuple[Tensor, ...]](
+        self, key: Hashable, make: Callable[[Any], Made]
+    ) -> Made:
+        """The tensors ``make(self)``, beside :attr:`starts`. Without ``known`` no shape may depend
+        on boundaries, and every change of these writes the tensors again."""
+        with torch.inference_mode(False), torch.no_grad():
+            return self.plan(("where known", key), lambda: make(self))
+
+    def moved(self, x: Tensor) -> Tensor:
+        """``x``, which lies beside :attr:`starts`, on the device."""
+        return to_device(x, self.device)
+
+    def table[Made: tuple[Tensor, ...]](self, key: Hashable, make: Callable[[Any], Made]) -> Made:
+        """As :meth:`where_known`, on the device."""
+
+        def moved() -> Any:
+            made = make(self)
+            on_device = [self.moved(x) for x in made]
+            return made._make(on_device) if hasattr(made, "_make") else tuple(on_device)
+
+        with torch.inference_mode(False), torch.no_grad():
+            return self.plan(key, moved)
+
+    def require(self, holds: Tensor, otherwise: str) -> None:
+        """Fail with ``otherwise`` where only the device can see that ``holds`` is false."""
+
+    def cut(
+        self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
+    ) -> Documents:
+        """Documents of ``tokens`` tokens, with boundaries ``make(self)``, ``most`` not empty."""
+
+        def made() -> Documents:
+            offsets = tuple(dict.fromkeys(make(self)[0].tolist()))
+            return Documents(offsets if len(offsets) > 1 else (0, 0), self.device)
+
+        return self.plan((Documents, key), made)
+
+    def document_T(self) -> Tensor:
+        """int64 ``[T]``, beside :attr:`starts`: the sequence of every token."""
+        return torch.searchsorted(self.starts[1:], _tokens_of(self), right=True)
+
+    @property
     def position_T(self) -> Tensor:
         """int32 ``[T]``: how many tokens of the same document come before each token."""
-        length_N = torch.tensor(self.lengths, device="cpu")
-        start_T = (length_N.cumsum(0) - length_N).repeat_interleave(length_N)
-        position_T = torch.arange(self.total_tokens, device="cpu") - start_T
-        return to_device(position_T.to(torch.int32), self.device)
+        return self.table("position_T", _positions)[0]
+
+    def most_chunks(self, size: int) -> int:
+        """The most chunks of ``size`` tokens that these documents can have."""
+        return sum(-(-length // size) for length in self.lengths)
+
+    def chunks(self, size: int) -> ChunkPlaces:
+        """The chunks of ``size`` tokens that every sequence is cut into, from its start."""
+        return self.table(("chunks", size), lambda documents: chunks_where_known(documents, size))
 
     @property
     def longest_sequence(self) -> int:
@@ -164,6 +258,44 @@ class Documents:
     def position_in_sequence_T(self) -> Tensor:
         """int32 ``[T]``: the same, and the tokens of the documents that this one continues."""
         return self.position_T
+
+
+@cached_by_stream(32)
+def _same_for_all(offsets: tuple[int, ...], device: torch.device) -> Documents:
+    """Micro-batches with equal boundaries share their tables."""
+    return Documents(offsets, device)
+
+
+def one_document(tokens: int, device: torch.device) -> Documents:
+    """A sequence that fills the buffer."""
+    return _same_for_all((0, tokens), device)
+
+
+def _tokens_of(documents: Documents) -> Tensor:
+    starts = documents.starts
+    return torch.arange(documents.total_tokens, device=starts.device, dtype=torch.int32)
+
+
+def _positions(documents: Documents) -> tuple[Tensor]:
+    return (_tokens_of(documents) - documents.starts[documents.document_T()],)
+
+
+def chunks_where_known(documents: Documents, size: int) -> ChunkPlaces:
+    """:meth:`Documents.chunks`, beside :attr:`Documents.starts`."""
+    return chunk_places(ceil_div(documents.starts.diff(), size), documents.most_chunks(size))
+
+
+def chunk_places(count: Tensor, most: int) -> ChunkPlaces:
+    """``most`` places from ``count``, int32 ``[M]``: the chunks of each sequence."""
+    offsets = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
+    number = torch.arange(most, device=count.device, dtype=torch.int32)
+    sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(max=len(count) - 1)
+    place = torch.where(number < offsets[-1], number - offsets[sequence], 0)
+    return ChunkPlaces(offsets, torch.stack([sequence.to(torch.int32), place], 1))
+
+
+def ceil_div(count: Tensor, by: Tensor | int) -> Tensor:
+    return (count + (by - 1)).div(by, rounding_mode="floor")
 
 
 def changed_before_recomputation(found: str) -> str:

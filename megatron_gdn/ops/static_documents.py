@@ -5,15 +5,14 @@ table that is derived from the boundaries has the size of the worst case, and ne
 written over the old ones. Unused entries are empty documents and empty chunks at the end of a
 table; kernels skip them. Everything is computed on the device by operations of fixed shapes.
 
-Legend: N documents at most, T tokens of the buffer, M = N + 1 sequences (the last is always empty),
-n chunks at most.
+Legend: N documents at most, T tokens of the buffer, M = N + 1 sequences (the last is always empty).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,13 +28,6 @@ _FILLED_AGAIN = (
 )
 
 
-class ChunkPlaces(NamedTuple):
-    """The chunks of all sequences, one sequence after the other, then chunks without tokens."""
-
-    offsets: Tensor  # int32 [M + 1], the first chunk of every sequence, then the number of chunks
-    indices: Tensor  # int32 [n, 2], sequence and number in it; without tokens: 0 of the last one
-
-
 class StaticDocuments(Documents):
     """Up to N documents packed into one buffer of T tokens, with boundaries that change in place.
 
@@ -47,7 +39,7 @@ class StaticDocuments(Documents):
 
     boundaries: Tensor  # int32 [N + 1], as :meth:`fill` got them; unused entries are T
     stamp: Tensor  # pyright: ignore[reportIncompatibleVariableOverride] - number of the latest fill
-    plans: dict[Any, Any]  # what rules and schemes make from the buffers once, by their own keys
+    plans: dict[Hashable, Any]
     max_documents: int
     longest: int
     _tokens: int
@@ -168,10 +160,12 @@ class StaticDocuments(Documents):
         """Fail with ``otherwise`` if ``holds``, on the device, is false. The host does not wait."""
         torch._assert_async(holds, otherwise)  # pyright: ignore[reportPrivateImportUsage]
 
-    def table[Made: tuple[Tensor, ...]](
-        self, key: Any, make: Callable[[StaticDocuments], Made]
-    ) -> Made:
-        """The tensors ``make(self)``, which every :meth:`fill` overwrites; no shape depends on it.
+    @property
+    def known(self) -> bool:
+        return False
+
+    def table[Made: tuple[Tensor, ...]](self, key: Hashable, make: Callable[[Any], Made]) -> Made:
+        """The tensors ``make(self)``, which every :meth:`fill` overwrites.
 
         Raises:
             RuntimeError: the table is new while a CUDA graph is captured.
@@ -182,6 +176,19 @@ class StaticDocuments(Documents):
             with torch.inference_mode(False), torch.no_grad():
                 found = self._tables[key] = (make, make(self))
         return found[1]  # pyright: ignore[reportReturnType]
+
+    where_known = table
+
+    def moved(self, x: Tensor) -> Tensor:
+        return x
+
+    def on(self, device: torch.device) -> Documents:
+        return self
+
+    def cut(
+        self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
+    ) -> Documents:
+        return self.plan((StaticDocuments, key), lambda: _Cut(self, key, make, most, tokens))
 
     def on_host(self) -> Documents:
         """The documents of the latest fill, for layers outside of graphs. The host waits for them.
@@ -207,8 +214,11 @@ class StaticDocuments(Documents):
 
     @property
     def sequences(self) -> int:
-        """M."""
         return self.max_documents + 1
+
+    @property
+    def most(self) -> int:
+        return self.max_documents
 
     @property
     def cu_seqlens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -216,50 +226,54 @@ class StaticDocuments(Documents):
         return self.table("cu_seqlens", _without_empty)[0]
 
     @property
-    def position_T(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.table("position_T", _positions)[0]
+    def starts(self) -> Tensor:
+        return self.cu_seqlens
 
     @property
     def contents(self) -> tuple[int, int]:
         """-2, which is never a number of documents, and N."""
         return -2, self.max_documents
 
-    def document_T(self) -> Tensor:
-        """int64 ``[T]``: the sequence of every token. Computed at each call, to make tables."""
-        token_T = torch.arange(self.total_tokens, device=self.device, dtype=torch.int32)
-        return torch.searchsorted(self.cu_seqlens[1:], token_T, right=True)
-
     def most_chunks(self, size: int) -> int:
-        """The most chunks of ``size`` tokens that these documents can have."""
         return (self.total_tokens + (size - 1) * min(self.max_documents, self.total_tokens)) // size
 
-    def chunks(self, size: int) -> ChunkPlaces:
-        """The chunks of ``size`` tokens that every sequence is cut into, from its start."""
-        return self.table(("chunks", size), lambda documents: _chunks(documents, size))
+
+class _Cut(StaticDocuments):
+    """Documents whose boundaries follow from those of ``whole``, and change with them."""
+
+    _whole: StaticDocuments
+    _key: Hashable
+
+    def __init__(
+        self,
+        whole: StaticDocuments,
+        key: Hashable,
+        make: Callable[[Any], tuple[Tensor]],
+        most: int,
+        tokens: int,
+    ) -> None:
+        (boundaries,) = whole.table(key, make)
+        vars(self).update(
+            device=whole.device, boundaries=boundaries, max_documents=most, plans={},
+            _tokens=tokens, _whole=whole, _key=key,
+        )  # fmt: skip
+
+    @property
+    def stamp(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._whole.stamp
+
+    def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
+        self._whole.require_unchanged(stamp, saved)
+
+    def table[Made: tuple[Tensor, ...]](self, key: Hashable, make: Callable[[Any], Made]) -> Made:
+        return self._whole.table((self._key, key), lambda _: make(self))
+
+    where_known = table
 
 
 def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:
     """An empty document's end moves to T; sorting puts the others in front, in their order."""
     start, end = documents.boundaries[:-1], documents.boundaries[1:]
     ends = torch.where(end > start, end, documents.total_tokens).sort().values
+    ends = ends[: documents.max_documents]
     return (torch.cat([end.new_zeros(1), ends, end.new_full((1,), documents.total_tokens)]),)
-
-
-def _positions(documents: StaticDocuments) -> tuple[Tensor]:
-    start_T = documents.cu_seqlens[documents.document_T()]
-    token_T = torch.arange(documents.total_tokens, device=documents.device, dtype=torch.int32)
-    return (token_T - start_T,)
-
-
-def _chunks(documents: StaticDocuments, size: int) -> ChunkPlaces:
-    count = (documents.cu_seqlens.diff() + (size - 1)).div(size, rounding_mode="floor")
-    return chunk_places(count, documents.most_chunks(size))
-
-
-def chunk_places(count: Tensor, most: int) -> ChunkPlaces:
-    """``most`` places from ``count``, int32 ``[M]``: the chunks of each sequence, the last 0."""
-    offsets = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
-    number = torch.arange(most, device=count.device, dtype=torch.int32)
-    sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(max=len(count) - 1)
-    place = torch.where(number < offsets[-1], number - offsets[sequence], 0)
-    return ChunkPlaces(offsets, torch.stack([sequence.to(torch.int32), place], 1))

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import replace
+from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -17,6 +18,7 @@ from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.mixers import micro_batch
 from megatron_gdn.ops.rules.choice import Choice
+from megatron_gdn.ops.state_maps.state_map import Cuts
 from tests.distributed.layer_laws import (
     by_way_of,
     forward_backward,
@@ -44,12 +46,16 @@ def chains_equal_their_product(
     Before the last cut may stand NaN: no bit after it changes.
     """
     rank, size, M, K, V = dist.get_rank(), dist.get_world_size(), 3, 4, 5
-    nodes = chain_nodes(size, SequenceLayout.parse(layout), frozenset(cuts))
-    nodes = nodes.backwards() if backwards else nodes
+    nodes = chain_nodes(size, SequenceLayout.parse(layout))
+    cut = tuple(j in cuts for j in range(len(nodes.hosts)))
+    nodes, cut = (nodes.backwards(), cut[::-1]) if backwards else (nodes, cut)
+    flags = torch.tensor(cut, dtype=torch.int32)
+    # Nothing is cut; the host knows what; the device alone does.
+    known = (Cuts(flags, cut), Cuts(flags, None)) if cuts else (None,)
     torch.manual_seed(0)  # the same maps on every rank, of which each uses its own
     n = len(nodes.hosts)
     local, through = torch.randn(n, M, K, V, dtype=dtype), torch.randn(n, M, K, K, dtype=dtype) / 2
-    through[list(nodes.cuts)] = 0
+    through[list(cut)] = 0
     state, entering = torch.zeros(M, K, V, dtype=torch.float64), []
     for j in range(n):
         entering.append(state)
@@ -58,16 +64,16 @@ def chains_equal_their_product(
     maps = torch.empty(len(mine), M, K, V + K, dtype=dtype)
     for j, slot in mine:
         maps[slot] = pack(local[j], through[j])
-    last = max(nodes.cuts, default=-1)
+    last = max((j for j in range(n) if cut[j]), default=-1)
     ill = maps.clone()
     for j, slot in mine:
         if j < last:
             ill[slot] = float("nan")
-    for exchange in EXCHANGES.values():
-        got = exchange(maps, V, nodes, dist.group.WORLD)
-        again = exchange(maps, V, nodes, dist.group.WORLD)
+    for exchange, at in product(EXCHANGES.values(), known):
+        got = exchange(maps, V, nodes, dist.group.WORLD, at)
+        again = exchange(maps, V, nodes, dist.group.WORLD, at)
         assert got.dtype == dtype and torch.equal(got, again)
-        beside_nan = exchange(ill, V, nodes, dist.group.WORLD)
+        beside_nan = exchange(ill, V, nodes, dist.group.WORLD, at)
         for j, slot in mine:
             assert j <= last or torch.equal(beside_nan[slot], got[slot]), (j, last)
             # Products of up to 16 maps, each a sum of 4: some 8 roundings deep.

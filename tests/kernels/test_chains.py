@@ -7,7 +7,7 @@ from megatron_gdn.context_parallel.chunkwise.map_exchange import Nodes, _by_plac
 from megatron_gdn.ops.state_maps import chains, chains_kernels
 from megatron_gdn.ops.state_maps.chains import IDENTITY
 from megatron_gdn.ops.state_maps.parts import Parts
-from megatron_gdn.ops.state_maps.state_map import NONE, Steps
+from megatron_gdn.ops.state_maps.state_map import NONE, Cuts, Steps
 
 CHAINS = {
     "one of one": [[(NONE, 0), (0, NONE)]],
@@ -31,16 +31,23 @@ def case(chains, sizes, device):
     return steps, maps.to(device), start.to(device), Q
 
 
-def both(steps, local, through, Q, start):
+def both(steps, local, through, Q, start, cuts=None):
     """The kernel's states and the exact ones; those that no step writes stay NaN."""
     K, V = local.shape[2:]
     X = V + K if start is IDENTITY else V
     out = local.new_full((Q, local.shape[1], K, X), float("nan"))
-    chains_kernels.follow(local, through, steps, out, start)
+    chains_kernels.follow(local, through, steps, out, start, cuts)
     exact = torch.full_like(out, float("nan"), dtype=torch.float64)
     wide = start.double() if isinstance(start, torch.Tensor) else start
-    chains.follow_in_torch(local.double(), through.double(), steps, exact, wide)
+    chains.follow_in_torch(local.double(), through.double(), steps, exact, wide, cuts)
     return out, exact
+
+
+def cuts_at(steps, nodes, device):
+    """As the device knows them, and as the host knows them too."""
+    known = tuple(j in steps for j in range(nodes))
+    flags = torch.tensor(known, dtype=torch.int32, device=device)
+    return Cuts(flags, None), Cuts(flags, known)
 
 
 def assert_fp32(got, exact, steps):
@@ -86,22 +93,25 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
     """A node that lets nothing through, of four whose maps lie in another order."""
     H, K, V = SIZES[1]
     places = [2, 0, 1, 3]
-    nodes = Nodes(hosts=(0, 0, 0, 0), slots=tuple(places), cuts=frozenset({cut}))
+    nodes, cuts = Nodes(hosts=(0, 0, 0, 0), slots=tuple(places)), cuts_at({cut}, 4, device)
     maps = torch.randn(4, H, K, V + K, generator=torch.Generator().manual_seed(0)).to(device)
     local, through = maps.split([V, K], dim=-1)
     through[places[cut]] = 0
-    uncut = chain_of(nodes._replace(cuts=frozenset()), local, through)
-    clean = chain_of(nodes, local, through)
-    torch.testing.assert_close(clean, uncut, rtol=0, atol=0)
+    runs = [(chains_kernels.follow, cuts[0])] + [(chains.follow_in_torch, x) for x in cuts]
+    uncut = [chain_of(follow, nodes, local, through, None) for follow, _ in runs]
+    clean = [chain_of(follow, nodes, local, through, x) for follow, x in runs]
+    for x, y in zip(clean, uncut, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0)
     maps[places[:cut]] = float("nan")
     after = places[cut + 1 :]
-    assert torch.equal(chain_of(nodes, local, through)[after], clean[after])
+    for (follow, x), before in zip(runs, clean, strict=True):
+        assert torch.equal(chain_of(follow, nodes, local, through, x)[after], before[after])
 
 
-def chain_of(nodes, local, through):
+def chain_of(follow, nodes, local, through, cuts):
     steps = _steps_of_share(nodes, 1, 4, local.device)
     out = torch.full_like(local, float("nan"), memory_format=torch.contiguous_format)
-    return chains_kernels.follow(local, through, steps, out, None)
+    return follow(local, through, steps, out, None, cuts)
 
 
 @pytest.mark.parametrize("cuts", [(), (2, 5)], ids=["whole", "cut"])
@@ -110,12 +120,13 @@ def test_a_share_of_the_chains_is_the_twins(cuts, device):
     H, K, V = SIZES[1]
     m, h = H, 2
     ranks = (0, 1, 2, 3)
-    nodes = Nodes(ranks + ranks[::-1], (0,) * 4 + (1,) * 4, frozenset(cuts))
+    nodes = Nodes(ranks + ranks[::-1], (0,) * 4 + (1,) * 4)
     make = torch.Generator().manual_seed(0)
     links = torch.randn(4 * m * h, K, V + K, generator=make).to(device) / K**0.5
     local, through = _by_place(links, m, h).split([V, K], dim=-1)
     steps = _steps_of_share(nodes, m, h, links.device)
-    got, exact = both(steps, local, through, len(local), None)
+    flags = cuts_at(cuts, 8, links.device)[0] if cuts else None
+    got, exact = both(steps, local, through, len(local), None, flags)
     assert exact.isfinite().flatten(1).all(1).sum() == 4 * h
     assert_fp32(got, exact, steps)
 

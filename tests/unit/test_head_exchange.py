@@ -6,12 +6,12 @@ import pytest
 import torch
 from torch import nn
 
+from megatron_gdn import Documents
 from megatron_gdn.context_parallel import MambaContextParallel, SequenceLayout, local_indices
 from megatron_gdn.context_parallel.headwise import pack_torch
 from megatron_gdn.context_parallel.headwise.route import fragments_of, route
 from megatron_gdn.context_parallel.headwise.shares import HeadShares, alignment, strips
 
-CPU = torch.device("cpu")
 CASES = [
     ((48,), 2, "zigzag"),
     ((48,), 4, "zigzag"),
@@ -25,6 +25,11 @@ cases = pytest.mark.parametrize(("lengths", "cp", "layout"), CASES)
 waves_of = pytest.mark.parametrize("waves", [1, 2, 3])
 
 
+def route_of(lengths, *where):
+    offsets = torch.tensor([0, *lengths]).cumsum(0)
+    return route(Documents.from_cu_seqlens(offsets, sum(lengths)), *where)
+
+
 @cases
 @waves_of
 def test_waves_cut_every_ranks_tokens_in_order(lengths, cp, layout, waves):
@@ -32,7 +37,7 @@ def test_waves_cut_every_ranks_tokens_in_order(lengths, cp, layout, waves):
     for rank in range(cp):
         held = local_indices(lengths, cp, rank, layout)
         others = [local_indices(lengths, cp, r, layout) for r in range(cp) if r != rank]
-        made = route(lengths, cp, rank, layout, CPU, waves)
+        made = route_of(lengths, cp, rank, layout, waves)
         assert len(made) <= waves
         assert torch.equal(torch.cat([held[:0], *(w.own_place for w in made)]).long(), held)
         for wave in made:
@@ -45,7 +50,7 @@ def test_waves_cut_every_ranks_tokens_in_order(lengths, cp, layout, waves):
 def test_fragments_are_the_positions_of_every_rank_and_as_few_as_can_be(lengths, cp, layout, waves):
     layout = SequenceLayout(layout)
     for rank in range(cp):
-        for wave in route(lengths, cp, rank, layout, CPU, waves):
+        for wave in route_of(lengths, cp, rank, layout, waves):
             for peer, fragments in enumerate(wave.fragments):
                 covered = []
                 for one in fragments:
@@ -59,7 +64,7 @@ def test_fragments_are_the_positions_of_every_rank_and_as_few_as_can_be(lengths,
 
 def test_a_long_sequence_needs_two_messages_per_peer_and_documents_two_each():
     def most(lengths, layout=SequenceLayout.ZIGZAG):
-        (wave,) = route(lengths, 4, 0, layout, CPU)
+        (wave,) = route_of(lengths, 4, 0, layout)
         return max(len(held) for held in wave.fragments)
 
     assert most((1024,)) == 2
@@ -70,14 +75,14 @@ def test_a_long_sequence_needs_two_messages_per_peer_and_documents_two_each():
 
 def test_every_rank_finds_the_same_mean_fragment():
     """Ranks have different numbers of fragments: the last one's two are neighbours."""
-    waves = [route((64,) * 3, 4, rank, SequenceLayout.ZIGZAG, CPU)[0] for rank in range(4)]
+    waves = [route_of((64,) * 3, 4, rank, SequenceLayout.ZIGZAG)[0] for rank in range(4)]
     assert [len(held) for held in waves[0].fragments] == [4, 6, 6, 3]
     assert {wave.mean_fragment for wave in waves} == {8.0}
 
 
 def test_a_route_is_built_once_for_the_same_values():
     def built():
-        return route((16, 32), 2, 1, SequenceLayout.ZIGZAG, CPU)
+        return route_of((16, 32), 2, 1, SequenceLayout.ZIGZAG)
 
     assert built() is built()
 

@@ -13,7 +13,7 @@ from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
 from megatron_gdn.context_parallel.chunkwise.pieces import history_route, pieces_of
 from megatron_gdn.context_parallel.chunkwise.states import _put, _take, chain_nodes, state_table
 from megatron_gdn.context_parallel.chunkwise.static_history import static_history_route
-from megatron_gdn.ops import StaticDocuments
+from megatron_gdn.ops import Documents, StaticDocuments
 
 CPU = torch.device("cpu")
 
@@ -130,7 +130,8 @@ def test_states_enter_every_piece_as_one_rank_would_have_them(cut, rows):
     """Scalar states: S_out = a S_in + b per piece; the chain by hand against the tables."""
     lengths, cp, layout = cut
     pieces, nodes = pieces_of(*cut), chain_nodes(cp, layout)
-    tables = [state_table(*cut, rank, rows, CPU) for rank in range(cp)]
+    documents = Documents((0, *torch.tensor(lengths).cumsum(0).tolist()), CPU)
+    tables = [state_table(documents, cp, layout, rank, rows) for rank in range(cp)]
     if tables[0] is None:
         assert (pieces.seen == 0).all()
         return
@@ -160,10 +161,13 @@ def test_states_enter_every_piece_as_one_rank_would_have_them(cut, rows):
     b = [_take(m[:, 1], t.last, t.leaves).view(t.node_count, -1) for m, t in both]
     d = [_take(m[:, 1], t.first, t.enters).view(t.node_count, -1) for m, t in both]
     forward, backward = chain(nodes, a, b), chain(nodes.backwards(), a, d)
-    cuts = tables[0].nodes.cuts
     for j in range(1, n - 1):  # the maps of the ends are not followed
-        assert (a[nodes.hosts[j]][nodes.slots[j]] == 0).all() == (j in cuts)
-    assert all(t.nodes == nodes._replace(cuts=cuts) for t in tables)
+        cut_at = [False, False]
+        if tables[0].cuts is not None:
+            cut_at = [cuts.at(at) for cuts, at in zip(tables[0].cuts, (j, n - 1 - j), strict=True)]
+        assert (a[nodes.hosts[j]][nodes.slots[j]] == 0).all() == cut_at[0] == cut_at[1]
+    assert all(t.nodes == nodes for t in tables)
+    assert len({None if t.cuts is None else t.cuts[0].known for t in tables}) == 1
     for rank, table in enumerate(tables):
         count = rows * len(held[rank])
         assert len(table.sequences.lengths) == count

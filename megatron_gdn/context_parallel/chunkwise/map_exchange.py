@@ -24,7 +24,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -33,24 +32,20 @@ from torch import Tensor
 
 from ...ops.host_tables import cached_by_stream
 from ...ops.state_maps.chains import follow
-from ...ops.state_maps.state_map import NONE, Steps
+from ...ops.state_maps.state_map import NONE, Cuts, Steps
 
 
 class Nodes(NamedTuple):
     """A chain in its order: node j is the ``slots[j]``-th of rank ``hosts[j]``.
 
-    Every rank hosts the same number of nodes. No state passes a node in ``cuts`` (positions in the
-    chain): ``local`` alone leaves it. Its ``through`` is zero and is never multiplied, since
-    0 * NaN would carry NaN from one document to another.
+    Every rank hosts the same number of nodes.
     """
 
     hosts: tuple[int, ...]
     slots: tuple[int, ...]
-    cuts: frozenset[int] = frozenset()
 
     def backwards(self) -> Nodes:
-        last = len(self.hosts) - 1
-        return Nodes(self.hosts[::-1], self.slots[::-1], frozenset(last - j for j in self.cuts))
+        return Nodes(self.hosts[::-1], self.slots[::-1])
 
     def of(self, rank: int) -> list[tuple[int, int]]:
         """This rank's nodes as (position in the chain, slot), in the chain's order."""
@@ -75,7 +70,13 @@ def pack(local: Tensor, through: Tensor) -> Tensor:
     return torch.cat([local, through], dim=-1)
 
 
-def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
+def gather_and_fold(
+    maps: Tensor,
+    value_dim: int,
+    nodes: Nodes,
+    group: dist.ProcessGroup,
+    cuts: Cuts | None = None,
+) -> Tensor:
     """The states that enter this rank's nodes, ``[h, M, K, V]``; zero for the first node.
 
     ``maps``: ``[h, M, K, X]`` contiguous, local beside through, of this rank's nodes by slot.
@@ -85,7 +86,7 @@ def gather_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proc
     dist.all_gather_into_tensor(gathered, maps, group=group)
     local, through = gathered[..., :value_dim], gathered[..., value_dim:]
     steps = _steps_of_one(nodes, group.rank(), h, maps.device)
-    return follow(local, through, steps, maps.new_empty(h, M, K, value_dim))
+    return follow(local, through, steps, maps.new_empty(h, M, K, value_dim), None, cuts)
 
 
 @cached_by_stream(64)
@@ -93,39 +94,18 @@ def _steps_of_one(nodes: Nodes, rank: int, h: int, device: torch.device) -> Step
     """Steps over all nodes up to the last one of ``rank``; its states are written by slot."""
     wanted = dict(nodes.of(rank))
     places = [host * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
-    return Steps.build(_from_zero(places, wanted, nodes.cuts), device)
+    last = max(wanted)
+    passed = [(wanted.get(j, NONE), place) for j, place in enumerate(places[:last])]
+    return Steps.build([[*passed, (wanted[last], NONE)]], device)
 
 
-Stretch = list[tuple[int, int]]
-
-
-def _from_zero(
-    places: Sequence[int], targets: dict[int, int], cuts: frozenset[int]
-) -> list[Stretch]:
-    """The steps along a chain that no state enters: from its first node, and from each cut.
-
-    ``places``: of every node, where its map is. ``targets``: by node, where the state that enters
-    it goes. From zero the first map is never multiplied, so a cut costs no product, and one at the
-    first node changes nothing. The state that enters a cut's node belongs to the stretch before.
-    """
-    ends = [*sorted(cuts - {0}), len(places) - 1]
-    found = [_stretch(range(ends[0] + 1), places, targets)]
-    for cut, stop in pairwise(ends):
-        after = _stretch(range(cut + 1, stop + 1), places, targets)
-        found.append([(NONE, places[cut]), *after] if after else [])
-    return [stretch for stretch in found if stretch]
-
-
-def _stretch(nodes: range, places: Sequence[int], targets: dict[int, int]) -> Stretch:
-    """From the state that enters the first of these nodes to the last state that is wanted."""
-    last = max(targets.keys() & nodes, default=None)
-    if last is None:
-        return []
-    passed = range(nodes[0], last)
-    return [*((targets.get(j, NONE), places[j]) for j in passed), (targets[last], NONE)]
-
-
-def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup) -> Tensor:
+def share_and_fold(
+    maps: Tensor,
+    value_dim: int,
+    nodes: Nodes,
+    group: dist.ProcessGroup,
+    cuts: Cuts | None = None,
+) -> Tensor:
     """As :func:`gather_and_fold`, but every rank folds a share of the M chains for all ranks."""
     h, M, K, X = maps.shape
     n = group.size()
@@ -137,7 +117,8 @@ def share_and_fold(maps: Tensor, value_dim: int, nodes: Nodes, group: dist.Proce
     states = maps.new_empty(n * m * h, K, value_dim)
     if m:
         local, through = _by_place(links, m, h).split([value_dim, X - value_dim], dim=-1)
-        follow(local, through, _steps_of_share(nodes, m, h, maps.device), _by_place(states, m, h))
+        steps = _steps_of_share(nodes, m, h, maps.device)
+        follow(local, through, steps, _by_place(states, m, h), None, cuts)
     returned, _ = exchange_rows(states, mine, theirs, group)
     return returned.view(M, h, K, value_dim).transpose(0, 1).contiguous()
 
@@ -152,7 +133,7 @@ def _by_place(x: Tensor, m: int, h: int) -> Tensor:
 def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
     """Steps over all nodes; every state is written at the place of its node's map."""
     places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
-    return Steps.build(_from_zero(places, dict(enumerate(places)), nodes.cuts), device)
+    return Steps.build([[*((j, j) for j in places[:-1]), (places[-1], NONE)]], device)
 
 
 def exchange_rows(

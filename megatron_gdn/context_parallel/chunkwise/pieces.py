@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -26,6 +27,7 @@ from ...ops.documents import Documents
 from ...ops.front.edges import HistoryTable, Transfer, ranges
 from ...ops.host_tables import cached_by_stream, to_device
 from ..layouts import SequenceLayout, rank_order_of_sequence
+from . import fragments
 from .map_exchange import exchange_rows
 
 
@@ -91,16 +93,12 @@ def pieces_of(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
     )
 
 
-@cached_by_stream(16)
 def documents_of_pieces(
-    lengths: tuple[int, ...],
-    cp_size: int,
-    layout: SequenceLayout,
-    rank: int,
-    device: torch.device,
+    lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout, rank: int, device: torch.device
 ) -> Documents:
     """The boundaries of this rank's pieces in one batch row."""
-    return pieces_of(lengths, cp_size, layout).documents(rank, 1, device)
+    documents = Documents((0, *accumulate(lengths)), device)
+    return fragments.pieces_of(documents, cp_size, layout, rank)
 
 
 class HistoryRoute(NamedTuple):

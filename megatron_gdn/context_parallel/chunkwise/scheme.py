@@ -14,19 +14,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.documents import Documents
+from ...ops.documents import Documents, one_document
 from ...ops.layout import Layout
 from ...ops.parts import Neighbours
 from ...ops.state_maps.state_map import StateShape
-from ...ops.static_documents import StaticDocuments
 from ..layouts import SequenceLayout, held_positions
 from ..machines import ranks_per_machine
 from ..price import map_exchanges
 from ..scheme import Passage, stay
+from .fragments import pieces_of
 from .map_exchange import gather_and_fold, share_and_fold
-from .pieces import HistoryOfPieces, documents_of_pieces, history_route
+from .pieces import HistoryOfPieces, history_route
 from .states import Exchange, StatesOfPieces, state_table
-from .static_history import static_history_route, static_pieces, static_state_table
+from .static_history import static_history_route
 
 EXCHANGES: dict[str, Exchange] = {"gather": gather_and_fold, "share": share_and_fold}
 
@@ -75,25 +75,27 @@ class Chunkwise:
             ValueError: a length that the layout cannot cut.
             NotImplementedError: documents in fixed buffers in another layout than zigzag.
         """
-        device, rank, states = like.device, self._group.rank(), None
-        if isinstance(documents, StaticDocuments):
-            pieces = static_pieces(documents, self.size, self._sequence_layout)
-            route = static_history_route(documents, self.size, rank, self._taps)
-            table, exchange = static_state_table(pieces, self.size), self._exchange or "share"
-        else:
-            lengths = Documents.lengths_of(documents, tokens)
-            where = (lengths, self.size, self._sequence_layout, rank)
-            route = history_route(*where, self._taps, device)
-            table, exchange = state_table(*where, rows, device), self._exchange
-            pieces = documents_of_pieces(*where, device)
+        device = like.device
+        whole = one_document(tokens, device) if documents is None else documents
+        where = (self.size, self._sequence_layout, self._group.rank())
+        pieces, table = pieces_of(whole, *where), state_table(whole, *where, rows)
+        states = None
         if table is not None:
-            exchange = exchange or self._cheapest(documents, rows, device)
+            exchange = self._exchange or self._cheapest(documents, rows, device)
             states = StatesOfPieces(table, EXCHANGES[exchange], self._group)
+        if whole.known:
+            route = history_route(whole.lengths, *where, self._taps, device)
+        else:
+            route = static_history_route(
+                whole, self.size, self._group.rank(), self._taps, self._sequence_layout
+            )
         history = None if route is None else HistoryOfPieces(route, self._group)
         return Passage(stay, stay, Neighbours(pieces, history, states))
 
     def _cheapest(self, documents: Documents | None, rows: int, device: torch.device) -> str:
         n = ranks_per_machine(self._group, self._told, device)
+        if documents is not None and not documents.known:
+            return "share"
         lengths = None if documents is None else documents.lengths
         ways = map_exchanges(self._state, self.size, self._sequence_layout, rows, lengths, n)
         return min(ways, key=lambda name: ways[name].ms)

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,14 +21,13 @@ from torch import Tensor
 
 from ...ops.documents import Documents
 from ...ops.front.edges import ranges
-from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, on_tokens
-from ...ops.state_maps.state_map import StateMap
+from ...ops.state_maps.state_map import Cuts, StateMap
 from ..layouts import SequenceLayout
+from .fragments import any_continues, fragments_of, nodes_of, number_of_nodes, pieces_of
 from .map_exchange import Nodes, pack
-from .pieces import Pieces, pieces_of
 
-Exchange = Callable[[Tensor, int, Nodes, dist.ProcessGroup], Tensor]
+Exchange = Callable[[Tensor, int, Nodes, dist.ProcessGroup, Cuts | None], Tensor]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,7 +40,7 @@ class StateTable:
     """
 
     sequences: Documents  # boundaries of all N pieces of this rank, batch rows laid end to end
-    nodes: Nodes  # of every chain; it is cut at fragments that let no state through
+    nodes: Nodes  # of every chain
     node_count: int  # h
     # int64 [h * chains], the pieces by which states enter and leave this rank's nodes; None if
     # these are all N pieces in this order.
@@ -53,81 +53,123 @@ class StateTable:
     enters: Tensor | None  # the first piece continues a document
     leaves: Tensor | None  # the last piece's document continues on another node
     passes: Tensor | None  # a state passes from end to end
+    cuts: tuple[Cuts, Cuts] | None  # of the chain, and of the chain backwards; None: no cuts
 
 
-def chain_nodes(cp_size: int, layout: SequenceLayout, cuts: frozenset[int] = frozenset()) -> Nodes:
-    """The rank of every fragment of a layout, in stream order; no state passes ``cuts``."""
+class _Ends(NamedTuple):
+    """Of this rank's nodes and all batch rows, by slot, as in :class:`StateTable`."""
+
+    first: Tensor
+    last: Tensor
+    enters: Tensor
+    leaves: Tensor
+    passes: Tensor
+    cuts: Tensor  # int32 [n]
+    cuts_back: Tensor
+
+
+def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
+    """The rank of every fragment of a layout, in stream order."""
     ranks = tuple(range(cp_size))
     if layout is SequenceLayout.CONTIGUOUS:
-        return Nodes(ranks, (0,) * cp_size, cuts)
-    return Nodes(ranks + ranks[::-1], (0,) * cp_size + (1,) * cp_size, cuts)
+        return Nodes(ranks, (0,) * cp_size)
+    return Nodes(ranks + ranks[::-1], (0,) * cp_size + (1,) * cp_size)
 
 
-def _cuts(pieces: Pieces, layout: SequenceLayout) -> frozenset[int]:
-    """The fragments, of all ranks, that no state passes: all but one piece inside a document."""
-    if layout is SequenceLayout.ZIGZAG:  # a chain is one document, and its nodes are the pieces
-        return frozenset()
-    alone = pieces.fragment.bincount() == 1
-    amid = (pieces.seen > 0) & (pieces.left > 0)
-    passed = pieces.fragment[amid & alone[pieces.fragment]].tolist()
-    return frozenset(range(len(alone))).difference(passed)
-
-
-@cached_by_stream(16)
 def state_table(
-    lengths: tuple[int, ...],
+    documents: Documents, cp_size: int, layout: SequenceLayout, rank: int, rows: int
+) -> StateTable | None:
+    """Built once per micro-batch; None when no document is cut."""
+    where = (cp_size, layout, rank, rows)
+    return documents.plan((StateTable, *where), lambda: _state_table(documents, *where))
+
+
+def _state_table(
+    documents: Documents, cp_size: int, layout: SequenceLayout, rank: int, rows: int
+) -> StateTable | None:
+    if not any_continues(documents, cp_size, layout):
+        return None
+    pieces, known = pieces_of(documents, cp_size, layout, rank), documents.known
+    where, own = (cp_size, layout, rank, rows), nodes_of(rank, cp_size, layout)
+    made = documents.where_known(
+        (_Ends, *where), lambda these: _ends(these, pieces, cp_size, layout, own, rows)
+    )
+    n, N = number_of_nodes(cp_size, layout), pieces.sequences
+
+    def index(x: Tensor) -> Tensor | None:
+        if known and torch.equal(x, torch.arange(rows * N, device="cpu")):
+            return None
+        return documents.moved(x)
+
+    def mask(x: Tensor, *unused: int) -> Tensor | None:
+        """``unused``: nodes for which it does not matter."""
+        exempt = torch.tensor([j in unused for j in range(n)], device="cpu")[own]
+        if known and (x.view(len(exempt), -1) | exempt[:, None]).all():
+            return None
+        return documents.moved(x)
+
+    cuts, leavers = None, None
+    # In zigzag a chain is one document. The maps of a chain's ends are not followed.
+    if layout is not SequenceLayout.ZIGZAG and not (known and not made.cuts[1:-1].any()):
+        both = made.cuts, made.cuts_back
+        flags = [tuple((x > 0).tolist()) if known else None for x in both]
+        forward, backward = (Cuts(documents.moved(x), f) for x, f in zip(both, flags, strict=True))
+        cuts = forward, backward
+    if known and rows == 1:
+        leavers = _leavers(pieces, made.last)
+    sequences = pieces if rows == 1 else _repeated(pieces, rows)
+    return StateTable(
+        sequences=sequences,
+        nodes=chain_nodes(cp_size, layout),
+        node_count=len(range(n)[own]),
+        first=index(made.first),
+        last=index(made.last),
+        leavers=leavers,
+        enters=mask(made.enters, 0),
+        leaves=mask(made.leaves, n - 1),
+        passes=mask(made.passes, 0, n - 1),
+        cuts=cuts,
+    )
+
+
+def _ends(
+    documents: Documents,
+    pieces: Documents,
     cp_size: int,
     layout: SequenceLayout,
-    rank: int,
+    own: slice,
     rows: int,
-    device: torch.device,
-) -> StateTable | None:
-    """Built once per micro-batch, from host lengths; None when no document is cut."""
-    pieces = pieces_of(lengths, cp_size, layout)
-    if not pieces.any_continues:
+) -> _Ends:
+    fragments, N = fragments_of(documents, cp_size, layout), pieces.sequences
+    begin, end, local = (x[own] for x in fragments[:3])
+    row = torch.arange(rows, device=begin.device).view(1, rows, 1)
+    ends = pieces.starts[1:].long()
+
+    def piece(token: Tensor) -> Tensor:
+        found = torch.searchsorted(ends, token.contiguous(), right=True).clamp(max=N - 1)
+        return (found[:, None] + row * N).flatten()
+
+    def mask(x: Tensor) -> Tensor:
+        return x[own][:, None].expand(-1, rows, -1).reshape(-1, 1, 1, 1)
+
+    cuts = (~fragments.passes[:, 0]).int()
+    return _Ends(
+        piece(local), piece(local + (end - begin - 1).clamp(min=0)), mask(fragments.enters),
+        mask(fragments.leaves), mask(fragments.passes), cuts, cuts.flip(0),
+    )  # fmt: skip
+
+
+def _leavers(pieces: Documents, last: Tensor) -> tuple[Tensor, Documents] | None:
+    begin, leaving = pieces.starts[last].long(), pieces.starts.diff()[last].long()
+    if 2 * int(leaving.sum()) > pieces.total_tokens:
         return None
-    nodes = chain_nodes(cp_size, layout, _cuts(pieces, layout))
-    n, h = len(nodes.hosts), nodes.hosts.count(rank)
-    mine = pieces.held_by(rank)
-    N = len(mine)
-    node, chain = pieces.fragment[mine] % n, pieces.fragment[mine] // n
-    chains = int(pieces.fragment.max()) // n + 1
-    key = torch.tensor(nodes.slots, device="cpu")[node] * chains + chain
-    number = torch.arange(N, device="cpu")
-    first = key.new_full((h * chains,), N).scatter_reduce_(0, key, number, "amin")
-    last = key.new_zeros(h * chains).scatter_reduce_(0, key, number, "amax")
+    boundaries = Documents((0, *leaving.cumsum(0).tolist()), pieces.device)
+    return pieces.moved(ranges(begin, leaving)), boundaries
 
-    enters, leaves = pieces.seen[mine][first] > 0, pieces.left[mine][last] > 0
-    passes = enters & leaves & (first == last)
-    starts, ends = node[first] == 0, node[first] == n - 1
 
-    def pieces_of_all_rows(x: Tensor) -> Tensor | None:
-        x = (x.view(h, 1, chains) + torch.arange(rows, device="cpu").view(1, rows, 1) * N).flatten()
-        every = torch.arange(rows * N, device="cpu")
-        return None if torch.equal(x, every) else to_device(x, device)
-
-    def mask(x: Tensor, exempt: Tensor) -> Tensor | None:
-        if (x | exempt).all():
-            return None
-        of_all_rows = x.view(h, 1, chains).expand(h, rows, chains)
-        return to_device(of_all_rows.reshape(-1, 1, 1, 1).contiguous(), device)
-
-    leavers, leaving = None, pieces.length[mine][last]
-    if rows == 1 and 2 * int(leaving.sum()) <= pieces.tokens:
-        begin = pieces.local_start[mine][last]
-        boundaries = Documents((0, *leaving.cumsum(0).tolist()), device)
-        leavers = to_device(ranges(begin, leaving), device), boundaries
-    return StateTable(
-        sequences=pieces.documents(rank, rows, device),
-        nodes=nodes,
-        node_count=h,
-        first=pieces_of_all_rows(first),
-        last=pieces_of_all_rows(last),
-        leavers=leavers,
-        enters=mask(enters, starts),
-        leaves=mask(leaves, ends),
-        passes=mask(passes, starts | ends),
-    )
+def _repeated(pieces: Documents, rows: int) -> Documents:
+    """The same pieces in every batch row, rows laid end to end."""
+    return Documents((0, *accumulate(pieces.lengths * rows)), pieces.device)
 
 
 def _take(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -151,11 +193,11 @@ class StatesOfPieces:
         self.documents, self._count = table.sequences, table.sequences.sequences
         self._table, self._exchange, self._group = table, exchange, group
 
-    def _chain(self, maps: StateMap, nodes: Nodes) -> Tensor:
+    def _chain(self, maps: StateMap, nodes: Nodes, cuts: Cuts | None) -> Tensor:
         """States that enter this rank's nodes, ``[h * chains, H, K, V]`` as ``maps.local``."""
         packed = pack(*maps)
         packed = packed.view(self._table.node_count, -1, *packed.shape[2:])
-        entering = self._exchange(packed, maps.local.shape[-1], nodes, self._group)
+        entering = self._exchange(packed, maps.local.shape[-1], nodes, self._group, cuts)
         return entering.view(maps.local.shape)
 
     def _maps(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
@@ -172,7 +214,8 @@ class StatesOfPieces:
         self, rule: Rule, forward: RuleForward, inputs: Any
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
         maps = self._maps(rule, forward, inputs)
-        entering = self._chain(maps, self._table.nodes)
+        table = self._table
+        entering = self._chain(maps, table.nodes, None if table.cuts is None else table.cuts[0])
         return _put(entering, self._table.first, self._count), (entering, maps.through)
 
     def entered(self, kept: tuple[Tensor, ...]) -> Tensor:
@@ -182,5 +225,6 @@ class StatesOfPieces:
         table, (entering, through) = self._table, kept
         d_local = _take(backward.d_initial(), table.first, table.enters)
         maps = StateMap(entering, through).transposed(d_local)
-        leaving = self._chain(maps, table.nodes.backwards())
+        cuts = None if table.cuts is None else table.cuts[1]
+        leaving = self._chain(maps, table.nodes.backwards(), cuts)
         return self.entered(kept), _put(leaving, table.last, self._count)

@@ -19,7 +19,6 @@ fragments of a document that a rank holds.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -29,51 +28,23 @@ from ...ops.documents import Documents
 from ...ops.front.edges import Places, StaticHistoryTable
 from ...ops.host_tables import to_device
 from ...ops.static_documents import StaticDocuments
-from ..layouts import SequenceLayout, check_lengths, require_fragments
+from ..layouts import SequenceLayout
+from .fragments import pieces_of
 from .pieces import HistoryRoute
-from .states import StateTable, chain_nodes
 
 
-class StaticPieces(StaticDocuments):
-    """The 2 N pieces that every rank holds: piece 2 n + i is document n's in slot i.
-
-    Each fill of ``whole`` writes their tables again.
-    """
-
-    def __init__(self, whole: StaticDocuments, cp_size: int) -> None:
-        key = ("pieces", cp_size)
-        (boundaries,) = whole.table(key, lambda these: _boundaries(these, cp_size))
-        vars(self).update(
-            device=whole.device, max_documents=2 * whole.max_documents, boundaries=boundaries,
-            plans={}, longest=whole.longest // (2 * cp_size), _whole=whole, _key=key,
-            _tokens=whole.total_tokens // cp_size,
-        )  # fmt: skip
-
-    _whole: StaticDocuments
-    _key: tuple[str, int]
-
-    @property
-    def stamp(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._whole.stamp
-
-    def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
-        self._whole.require_unchanged(stamp, saved)
-
-    def table[Made: tuple[Tensor, ...]](
-        self, key: Any, make: Callable[[StaticDocuments], Made]
-    ) -> Made:
-        return self._whole.table((self._key, key), lambda _: make(self))
+def static_pieces(documents: StaticDocuments, cp_size: int, layout: SequenceLayout) -> Documents:
+    return pieces_of(documents, cp_size, layout, 0)
 
 
-def _boundaries(documents: StaticDocuments, cp_size: int) -> tuple[Tensor]:
-    length = documents.cu_seqlens[: documents.max_documents + 1].diff()
-    require_fragments(documents, length, cp_size)
-    ends = (length // (2 * cp_size))[:, None].expand(-1, 2).flatten().cumsum(0, dtype=torch.int32)
-    return (torch.cat([ends.new_zeros(1), ends]),)
-
-
-def static_pieces(documents: StaticDocuments, cp_size: int, layout: SequenceLayout) -> StaticPieces:
-    """Made once for these buffers; refuses other layouts, and a buffer that does not divide."""
+def static_history_route(
+    documents: Any,
+    R: int,
+    rank: int,
+    taps: int,
+    layout: SequenceLayout = SequenceLayout.ZIGZAG,
+) -> HistoryRoute | None:
+    """As :func:`.pieces.history_route`; every fill writes the tables again."""
     if layout is not SequenceLayout.ZIGZAG:
         raise NotImplementedError(
             f"linear_cp_mode='chunkwise' takes documents in fixed buffers (StaticDocuments, for "
@@ -81,35 +52,6 @@ def static_pieces(documents: StaticDocuments, cp_size: int, layout: SequenceLayo
             f"which pieces of documents lie where. Use linear_cp_mode='headwise', or cut every "
             f"document in zigzag."
         )
-    key = (StaticPieces, cp_size)
-    if key not in documents.plans:
-        check_lengths((documents.total_tokens,), cp_size)
-        documents.plans[key] = StaticPieces(documents, cp_size)
-    return documents.plans[key]
-
-
-def static_state_table(pieces: StaticPieces, cp_size: int) -> StateTable:
-    """As :func:`.states.state_table`: N chains of 2 R nodes, one piece each.
-
-    The maps of empty pieces are masked: kernels do not write them.
-    """
-    by_slot = torch.arange(pieces.max_documents, device="cpu").view(-1, 2).T.flatten()
-    index = to_device(by_slot, pieces.device)
-    (filled,) = pieces.table("filled", _filled)
-    return StateTable(
-        sequences=pieces, nodes=chain_nodes(cp_size, SequenceLayout.ZIGZAG), node_count=2,
-        first=index, last=index, leavers=None, enters=filled, leaves=filled, passes=filled,
-    )  # fmt: skip
-
-
-def _filled(pieces: StaticDocuments) -> tuple[Tensor]:
-    return ((pieces.boundaries.diff() > 0).view(-1, 2).T.reshape(-1, 1, 1, 1),)
-
-
-def static_history_route(
-    documents: StaticDocuments, R: int, rank: int, taps: int
-) -> HistoryRoute | None:
-    """As :func:`.pieces.history_route`; every fill writes the tables again."""
     if taps == 1:
         return None
     key = (HistoryRoute, R, rank, taps)

@@ -22,9 +22,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.static_documents import StaticDocuments
+from ...ops.documents import Documents
 from ..layouts import SequenceLayout
-from .route import Wave, route, static_route
+from .route import Wave, route
 from .shares import HeadShares
 
 # Rows travel in waves of at least this many bytes: one wave is packed (or unpacked) while the other
@@ -60,22 +60,17 @@ class Exchange:
         cls,
         group: dist.ProcessGroup,
         shares: HeadShares,
-        lengths: tuple[int, ...] | StaticDocuments,
+        cut: Documents,
         layout: SequenceLayout,
         rows: Tensor,
     ) -> Exchange:
-        """For ``rows`` (``[s, B, P]`` or ``[S, B, p]``); ``StaticDocuments`` are cut in zigzag."""
-        static = isinstance(lengths, StaticDocuments)
+        """For ``rows`` (``[s, B, P]`` or ``[S, B, p]``) of what ``layout`` cuts."""
         rank, own_width = group.rank(), shares.own_width
-        tokens = lengths.total_tokens if static else sum(lengths)
+        local = cut.total_tokens // shares.ranks
         row_bytes = max(1, rows.shape[1] * own_width * rows.element_size())
-        sent_bytes = tokens // shares.ranks * (shares.ranks - 1) * row_bytes
-        waves = min(MOST_WAVES, max(1, sent_bytes // WAVE_BYTES))
-        if static:
-            made = static_route(lengths, shares.ranks, rank, waves)
-        else:
-            made = route(lengths, shares.ranks, rank, layout, rows.device, waves)
-        at_once = waves == 1 and tokens // shares.ranks * row_bytes <= OWN_BYTES
+        waves = min(MOST_WAVES, max(1, local * (shares.ranks - 1) * row_bytes // WAVE_BYTES))
+        made = route(cut, shares.ranks, rank, layout, waves)
+        at_once = waves == 1 and local * row_bytes <= OWN_BYTES
         return cls(
             group, rank, shares, own_width, shares.whole_width, made,
             direct_fragment=MESSAGE_BYTES / row_bytes, at_once=at_once,

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch.distributed as dist
 from torch import Tensor
 
+from ...ops.documents import one_document
 from ..layouts import SequenceLayout
 from .exchange import Exchange, to_heads, to_sequence
 from .scheme import share_of_parameter
@@ -77,8 +78,9 @@ def tensor_a2a_cp2hp(
         return tensor
     _check_dimensions("tensor_a2a_cp2hp", tensor, seq_dim, head_dim)
     shares = _even_shares("tensor_a2a_cp2hp", tensor.shape[2], split_sections, cp_size)
-    lengths, layout = (tensor.shape[0] * cp_size,), _layout_of(undo_attention_load_balancing)
-    return to_heads(tensor, Exchange.of(cp_group, shares, lengths, layout, tensor))
+    cut = one_document(tensor.shape[0] * cp_size, tensor.device)
+    layout = _layout_of(undo_attention_load_balancing)
+    return to_heads(tensor, Exchange.of(cp_group, shares, cut, layout, tensor))
 
 
 def tensor_a2a_hp2cp(
@@ -129,7 +131,8 @@ def tensor_a2a_hp2cp(
         )
     shares = HeadShares.even(cp_size, [section * cp_size for section in sections])
     layout = _layout_of(redo_attention_load_balancing)
-    return to_sequence(tensor, Exchange.of(cp_group, shares, (S,), layout, tensor))
+    cut = one_document(S, tensor.device)
+    return to_sequence(tensor, Exchange.of(cp_group, shares, cut, layout, tensor))
 
 
 def get_parameter_local_cp(

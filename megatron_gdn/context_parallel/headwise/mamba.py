@@ -16,7 +16,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.documents import Documents
+from ...ops.documents import Documents, one_document
 from ...ops.layout import Layout, Section, SizeError
 from ..layouts import SequenceLayout
 from .exchange import Exchange, to_heads, to_sequence
@@ -168,15 +168,15 @@ class MambaContextParallel:
             )
         rows = x.unsqueeze(1) if x.dim() == 2 else x.transpose(0, 1)
         tokens = rows.shape[0] * ranks
-        lengths = (tokens,)
+        cut = one_document(tokens, x.device)
         if cu_seqlens is not None:
             if rows.shape[1] != 1:
                 raise ValueError(
                     f"cu_seqlens describes one row of packed documents, got {rows.shape[1]} batch "
                     f"rows. Lay the rows end to end and extend cu_seqlens, or leave it out."
                 )
-            lengths = _resolve(cu_seqlens, tokens).lengths
-        exchange = Exchange.of(self.cp_group, shares, lengths, SequenceLayout.ZIGZAG, rows)
+            cut = _resolve(cu_seqlens, tokens).on(x.device)
+        exchange = Exchange.of(self.cp_group, shares, cut, SequenceLayout.ZIGZAG, rows)
         moved = to_sequence(rows, exchange) if ranks == 1 else to_heads(rows, exchange)
         return moved.squeeze(1) if x.dim() == 2 else moved.transpose(0, 1).contiguous()
 

@@ -13,9 +13,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.host_tables import cached_by_stream, to_device
-from ...ops.static_documents import StaticDocuments
-from ..layouts import SequenceLayout, positions, zigzag_positions
+from ...ops.documents import Documents
+from ..layouts import SequenceLayout, positions_of
 
 
 class Fragment(NamedTuple):
@@ -67,45 +66,32 @@ def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
     )
 
 
-@cached_by_stream(16)
 def route(
-    lengths: tuple[int, ...],
-    cp_size: int,
-    cp_rank: int,
-    layout: SequenceLayout,
-    device: torch.device,
-    waves: int = 1,
+    cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
-    """How rank ``cp_rank`` exchanges tokens of documents of ``lengths``, in about equal waves."""
-    table_Rs = positions(lengths, cp_size, layout)
-    made = []
-    for tokens in _cut(table_Rs.shape[1], waves):
-        own, others = (to_device(x, device) for x in _places(table_Rs, cp_rank, tokens))
-        made.append(Wave(tokens, own, others, table_Rs[:, tokens]))
-    return tuple(made)
+    """How rank ``cp_rank`` exchanges the tokens of a cut, in about equal waves."""
+    key = (Wave, cp_size, cp_rank, layout, waves)
+    return cut.plan(key, lambda: _route(key, cut, cp_size, cp_rank, layout, waves))
 
 
-def static_route(
-    documents: StaticDocuments, cp_size: int, cp_rank: int, waves: int
+def _route(
+    key: tuple, cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int
 ) -> tuple[Wave, ...]:
-    """As :func:`route`, in zigzag; every fill writes the tables again."""
-    key = ("route", cp_size, cp_rank, waves)
-    if key not in documents.plans:
-        cut = _cut(documents.total_tokens // cp_size, waves)
+    stretches = _stretches(cut.total_tokens // cp_size, waves)
+    table_Rs = positions_of(cut, cp_size, layout)
 
-        def tables(these: StaticDocuments) -> tuple[Tensor, ...]:
-            table_Rs = zigzag_positions(these, cp_size)
-            return tuple(chain(*(_places(table_Rs, cp_rank, tokens) for tokens in cut)))
+    def places(these: Documents) -> tuple[Tensor, ...]:
+        table_Rs = positions_of(these, cp_size, layout)
+        return tuple(chain(*(_places(table_Rs, cp_rank, tokens) for tokens in stretches)))
 
-        made = documents.table(key, tables)
-        documents.plans[key] = tuple(
-            Wave(tokens, own, others, None)
-            for tokens, own, others in zip(cut, made[::2], made[1::2], strict=True)
-        )
-    return documents.plans[key]
+    made = cut.table(("places", *key), places)
+    return tuple(
+        Wave(tokens, own, others, table_Rs[:, tokens] if cut.known else None)
+        for tokens, own, others in zip(stretches, made[::2], made[1::2], strict=True)
+    )
 
 
-def _cut(tokens: int, waves: int) -> list[slice]:
+def _stretches(tokens: int, waves: int) -> list[slice]:
     """Which of a rank's tokens travel in each wave; no wave is empty."""
     bounds = [tokens * wave // waves for wave in range(waves + 1)]
     return [slice(a, b) for a, b in pairwise(bounds) if a < b]

@@ -19,7 +19,7 @@ from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
 from ...ops.parts import Neighbours
-from ..layouts import SequenceLayout, cut_of, held_positions
+from ..layouts import SequenceLayout, cut_by, held_positions
 from ..scheme import Passage
 from .exchange import Exchange, to_heads, to_sequence
 from .shares import ColumnBlock, HeadShares
@@ -60,9 +60,9 @@ class Headwise:
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
         """Rows arrive in sequence order, with the columns of this rank's heads."""
-        lengths = cut_of(documents, tokens, self._sequence_layout)
+        cut = cut_by(self._sequence_layout, documents, tokens, like.device)
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
-        place = (lengths, self._sequence_layout, local)
+        place = (cut, self._sequence_layout, local)
         return Passage(
             open=partial(_open, exchange=Exchange.of(self._group, self._proj, *place)),
             close=partial(to_sequence, exchange=Exchange.of(self._group, self._mixed, *place)),

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.documents import ChunkPlaces
 from ...ops.host_tables import cached_by_stream
 from ...ops.state_maps.parts import (
     Parts,
@@ -26,7 +27,7 @@ from ...ops.state_maps.parts import (
     static_parts,
     uncut_parts,
 )
-from ...ops.static_documents import ChunkPlaces, StaticDocuments
+from ...ops.static_documents import StaticDocuments
 from .builds import multiprocessors, watch_builds
 from .fences import fence_bulk_stores
 from .hopper import HopperStages

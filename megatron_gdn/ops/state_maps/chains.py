@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..switches import full_fp32_matmul
-from .state_map import NONE, Steps
+from .state_map import NONE, Cuts, Steps
 
 IDENTITY = "identity"
 MOST_ROWS = 128  # of a state that one program of the kernel holds
@@ -28,6 +28,7 @@ def follow(
     steps: Steps,
     out: Tensor,
     start: Tensor | str | None = None,
+    cuts: Cuts | None = None,
 ) -> Tensor:
     """Follow every chain and write the states at its targets.
 
@@ -37,6 +38,7 @@ def follow(
         out: ``[Q, H, K, X]``, written; X is V, or from the identity V and ``through``'s columns.
         start: ``[N, H, K, V]``, the states before the first maps; None is zero. IDENTITY starts
             from the identity map and follows maps, ``local`` beside ``through``, not states.
+        cuts: of every chain; not with IDENTITY.
 
     Returns:
         ``out``, in fp32; torch's TF32 switches have no effect. On a GPU each factor is a sum of
@@ -52,12 +54,17 @@ def follow(
     if local.is_cuda and local.dtype == torch.float32 and dense and K <= MOST_ROWS:
         from . import chains_kernels
 
-        return chains_kernels.follow(local, through, steps, out, start)
-    return follow_in_torch(local, through, steps, out, start)
+        return chains_kernels.follow(local, through, steps, out, start, cuts)
+    return follow_in_torch(local, through, steps, out, start, cuts)
 
 
 def follow_in_torch(
-    local: Tensor, through: Tensor, steps: Steps, out: Tensor, start: Tensor | str | None
+    local: Tensor,
+    through: Tensor,
+    steps: Steps,
+    out: Tensor,
+    start: Tensor | str | None,
+    cuts: Cuts | None = None,
 ) -> Tensor:
     """The plain twin; stops each chain at its last write."""
     V, identity = local.shape[-1], isinstance(start, str)
@@ -71,10 +78,11 @@ def follow_in_torch(
                     out[target] = 0 if state is None else state
                 if j == last or place == NONE:
                     continue
-                if state is not None:
+                cut = False if cuts is None else cuts.at(j)
+                if state is not None and cut is not True:
                     product = through[place] * state if rows_decay else through[place] @ state
                     product[..., :V].add_(local[place])
-                    state = product
+                    state = product if cut is False else torch.where(cut, local[place], product)
                 elif identity:
                     state = torch.cat([local[place], through[place]], dim=-1)
                 else:

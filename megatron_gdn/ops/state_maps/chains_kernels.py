@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
-from .state_map import Steps
+from .state_map import Cuts, Steps
 
 _COLUMNS = 64  # of a state in one program
 _ZERO, _GIVEN, _IDENTITY = range(3)
@@ -21,11 +21,11 @@ _ZERO, _GIVEN, _IDENTITY = range(3)
 
 @triton.jit
 def _follow_kernel(
-    local_ptr, through_ptr, start_ptr, out_ptr, steps_ptr, L, V, X,
+    local_ptr, through_ptr, start_ptr, out_ptr, steps_ptr, cuts_ptr, L, V, X,
     local_p, local_h, local_i, through_p, through_h, through_i, through_j,
     start_n, start_h, start_i, out_q, out_h, out_i,
     K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, START: tl.constexpr,
-    GIVEN: tl.constexpr, IDENTITY: tl.constexpr,
+    GIVEN: tl.constexpr, IDENTITY: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """grid (N, H, tiles of columns): only the first axis takes more than 65535 programs.
 
@@ -61,6 +61,8 @@ def _follow_kernel(
                 else:
                     through_KK = tl.load(through_ptr + p * through_p + at_KK)
                 state_KC = tl.dot(through_KK, state_KC, input_precision="tf32x3")
+                if CUT:
+                    state_KC = tl.where(tl.load(cuts_ptr + step) > 0, 0.0, state_KC)
             elif START == IDENTITY:
                 j_C = x_C - V
                 at_KC = i_K[:, None] * through_i + j_C[None, :] * through_j
@@ -72,7 +74,12 @@ def _follow_kernel(
 
 
 def follow(
-    local: Tensor, through: Tensor, steps: Steps, out: Tensor, start: Tensor | str | None
+    local: Tensor,
+    through: Tensor,
+    steps: Steps,
+    out: Tensor,
+    start: Tensor | str | None,
+    cuts: Cuts | None = None,
 ) -> Tensor:
     """As :func:`.chains.follow`."""
     N, L, _ = steps.table.shape
@@ -82,16 +89,18 @@ def follow(
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
     kind = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
     strides = *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3]
-    _follow_launch(N, L, H, K, V, X, strides, kind)(local, through, given, out, steps.table)
+    launch = _follow_launch(N, L, H, K, V, X, strides, kind, cuts is not None)
+    flags = steps.table if cuts is None else cuts.flags
+    launch(local, through, given, out, steps.table, flags)
     return out
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _follow_launch(
-    N: int, L: int, H: int, K: int, V: int, X: int, strides: tuple[int, ...], kind: int
+    N: int, L: int, H: int, K: int, V: int, X: int, strides: tuple[int, ...], kind: int, cut: bool
 ) -> Launch:
     return Launch(
         _follow_kernel, (N, H, triton.cdiv(X, _COLUMNS)), L, V, X, *strides,
         K=K, BLOCK_K=block_dim(K), COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY,
-        num_warps=8,
+        CUT=cut, num_warps=8,
     )  # fmt: skip

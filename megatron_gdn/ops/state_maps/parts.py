@@ -18,8 +18,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..documents import ChunkPlaces, ceil_div, chunk_places
 from ..host_tables import to_device
-from ..static_documents import ChunkPlaces, StaticDocuments, chunk_places
+from ..static_documents import StaticDocuments
 from .chains import IDENTITY, follow
 from .state_map import NONE, Steps
 
@@ -177,7 +178,7 @@ class StaticParts(NamedTuple):
     """As :class:`Parts`, of documents in fixed buffers that no state enters.
 
     Unused parts have no tokens and belong to the last sequence. The last two are the parts'
-    :class:`~megatron_gdn.ops.static_documents.ChunkPlaces`.
+    :class:`~megatron_gdn.ops.documents.ChunkPlaces`.
     """
 
     sequences: Tensor
@@ -215,17 +216,17 @@ def _static_parts(documents: StaticDocuments, value_heads: int) -> StaticParts:
     most, fewest = most_parts_and_fewest_chunks(value_heads)
     P = documents.sequences + most_cuts(documents, value_heads)  # the last always without tokens
     sequences = documents.cu_seqlens
-    chunks = _ceil(sequences.diff(), CHUNK)
-    step = _ceil(chunks, most).clamp(min=fewest)
+    chunks = ceil_div(sequences.diff(), CHUNK)
+    step = ceil_div(chunks, most).clamp(min=fewest)
     # Parts cut a sequence as chunks do, so chunk_places computes their places too.
-    first, indices = chunk_places(_ceil(chunks, step), P)
+    first, indices = chunk_places(ceil_div(chunks, step), P)
     owner, place = (x.contiguous() for x in indices.unbind(1))
     start = sequences[owner] + place * step[owner] * CHUNK
     start = torch.minimum(start, sequences[owner + 1])
     offsets = torch.cat([start, sequences[-1:]])
     # The empty last sequence gets the unused parts.
     first = torch.cat([first[:-1], first.new_full((1,), P)])
-    places = chunk_places(_ceil(offsets.diff(), CHUNK), documents.most_chunks(CHUNK))
+    places = chunk_places(ceil_div(offsets.diff(), CHUNK), documents.most_chunks(CHUNK))
     return StaticParts(
         sequences, offsets, first, owner,
         opens=place == 0, closes=offsets[1:] == sequences[owner + 1],
@@ -252,8 +253,4 @@ def uncut_parts(documents: StaticDocuments) -> Parts:
 
 def _chunks_of_sequences(documents: StaticDocuments) -> tuple[Tensor, Tensor]:
     length = documents.cu_seqlens.diff()[:, None]
-    return _ceil(length, CHUNK), length % CHUNK != 0
-
-
-def _ceil(count: Tensor, by: Tensor | int) -> Tensor:
-    return (count + (by - 1)).div(by, rounding_mode="floor")
+    return ceil_div(length, CHUNK), length % CHUNK != 0

@@ -87,3 +87,16 @@ class Steps:
         rows = list(zip(*zip_longest(*chains, fillvalue=(NONE, NONE)), strict=True))
         table = torch.tensor(rows, dtype=torch.int32, device="cpu")
         return cls(tuple(tuple(chain) for chain in chains), to_device(table, device))
+
+
+class Cuts(NamedTuple):
+    """The steps of a chain whose maps let no state through: ``local`` alone leaves them.
+
+    Their ``through`` is never used, since 0 * NaN would carry NaN from one document to another.
+    """
+
+    flags: Tensor  # int32 [L] on the device
+    known: tuple[bool, ...] | None  # the same; None if only the device knows it
+
+    def at(self, step: int) -> bool | Tensor:
+        return self.flags[step] > 0 if self.known is None else self.known[step]
