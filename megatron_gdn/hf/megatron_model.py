@@ -20,8 +20,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..compat.fp8_weights import dequantised
-from ..mixers.tensor_map import TensorMap
+from ..mixers.tensor_map import TensorMap, dequantised
 from .model_config import HFModelConfig
 from .model_map import Architecture, HFView, Plan, SourceRecord, and_more
 from .safetensors_files import SafetensorsFolder, progress_bar, refuse_existing, write_folder

@@ -22,11 +22,11 @@ import torch.nn.functional as F
 from megatron.core import fp8_utils
 from torch import Tensor, nn
 
-from ..compat.fp8_weights import stored_in_fp8
 from ..compat.observe import log_once
 from ..ops.autograd import first_derivative_only, uncompiled
 from ..ops.layout import Layout
 from .gate_product import GateProduct
+from .tensor_map import stored_in_fp8
 
 
 def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:

@@ -5,6 +5,7 @@ Everything here is a pure function of tensors: no files, no process groups, no c
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import reduce
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..compat.fp8_weights import dequantised
 from ..ops.layout import Layout
 from .init import take_share
 
@@ -29,6 +29,18 @@ class HFRef:
     @property
     def piece_shape(self) -> tuple[int, ...]:
         return self.shape if self.expert is None else self.shape[1:]
+
+
+def stored_in_fp8(tensor: Tensor) -> bool:
+    """Whether Transformer Engine (2.0 and newer) stores this weight in FP8 (``fp8_param``)."""
+    # Where nobody imported it, no tensor is of its class.
+    engine: Any = sys.modules.get("transformer_engine.pytorch.tensor")
+    return isinstance(tensor, getattr(engine, "QuantizedTensor", ()))
+
+
+def dequantised(tensor: Tensor) -> Tensor:
+    """The values of a weight that is stored in FP8; any other tensor itself."""
+    return tensor.dequantize() if stored_in_fp8(tensor) else tensor
 
 
 def concatenated(pieces: Sequence[Tensor]) -> Tensor:

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from megatron_gdn.compat import fp8_weights
 from megatron_gdn.hf import (
     load_hf_weights,
     megatron_state,
@@ -18,6 +17,7 @@ from megatron_gdn.hf import (
     state_dict_to_hf,
 )
 from megatron_gdn.hf.folders import open_weights
+from megatron_gdn.mixers import tensor_map
 from tests.hf.model_laws import build_megatron
 from tests.parallel import parallel
 
@@ -56,7 +56,7 @@ class StoredInFP8(Tensor):
 @contextmanager
 def loaded(folder: Path):
     engine = {"transformer_engine.pytorch.tensor": SimpleNamespace(QuantizedTensor=StoredInFP8)}
-    with parallel(), patch.object(fp8_weights, "sys", SimpleNamespace(modules=engine)):
+    with parallel(), patch.object(tensor_map, "sys", SimpleNamespace(modules=engine)):
         model = build_megatron(read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16)
         linear = model.decoder.layers[1].mlp.linear_fc2
         first = linear.weight.detach().clone()

@@ -134,7 +134,7 @@ def run(script: Path, flags: list[str], launcher: bool = False) -> None:
     """Run ``script`` as ``python script *flags`` does, or behind ``-m megatron_gdn.launch``."""
     sys.argv = [str(script), *flags]
     sys.path.insert(0, str(script.parent))
-    from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+    from megatron_gdn.compat.one_process import run_megatron_on_cpu
 
     run_megatron_on_cpu()
     answer_for_a_gpu()

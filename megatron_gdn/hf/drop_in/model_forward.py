@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...compat.megatron_on_cpu import run_megatron_on_cpu
+from ...compat.one_process import run_megatron_on_cpu
 from ...mixers.attention.attention import MicroBatchShare, Span
 from ...ops.host_tables import to_device
 from .batch import ModelBatch, resolve_call
