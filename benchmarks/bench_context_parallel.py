@@ -125,7 +125,7 @@ def main() -> None:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
         dist.init_process_group("nccl", device_id=torch.device("cuda", torch.cuda.current_device()))
     else:
-        from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+        from megatron_gdn.compat.one_process import run_megatron_on_cpu
 
         run_megatron_on_cpu()
         dist.init_process_group("gloo")

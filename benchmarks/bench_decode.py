@@ -49,7 +49,7 @@ def build_layer(mixer: str, sizes: dict, dtype: torch.dtype, device: str, backen
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+    from megatron_gdn.compat.one_process import run_megatron_on_cpu
     from megatron_gdn.specs import gated_delta_net_spec, mamba2_spec
 
     run_megatron_on_cpu()

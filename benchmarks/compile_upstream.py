@@ -14,17 +14,19 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-from functools import partial
-from typing import Any
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
 
-from megatron_gdn.gdn.flash_qla.builds import CacheEntry
 from megatron_gdn.gdn.flash_qla.plan import own_stages
-from megatron_gdn.warm_up.flash_qla import ARCH, record_flash_qla, stand_in_for_hopper
-from megatron_gdn.warm_up.tasks import Task, processors, run_tasks
+from megatron_gdn.warm_up.hopper import (
+    Task,
+    flash_qla_noted,
+    processors,
+    run_tasks,
+    stand_in_for_hopper,
+)
 
 TOKENS = 9000
 ROWS = 4
@@ -57,20 +59,8 @@ def call(heads: int, offsets: list[int]) -> None:
     o.backward(torch.zeros_like(o))
 
 
-def compile(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    entry.remember(kernel.compile.__wrapped__(*args, **kwargs))
-    return True
-
-
 def tasks_of(heads: int) -> list[Task]:
-    noted: dict[CacheEntry, Task] = {}
-
-    def note(kernel: Any, args: tuple, kwargs: dict[str, Any]) -> None:
-        entry = CacheEntry.of(kernel, args, kwargs, ARCH)
-        run = partial(compile, entry, kernel, args, kwargs)
-        noted[entry] = Task(f"{entry.name}, {heads} heads", run, entry.is_there)
-
-    with record_flash_qla(note):
+    with flash_qla_noted(f"{heads} heads") as noted:
         for offsets in (*PACKED, []):
             call(heads, offsets)
     return sorted(noted.values(), key=lambda task: "fused" not in task.name)  # slow ones first
@@ -84,10 +74,10 @@ def main() -> None:
     tasks = [task for heads in args.heads for task in tasks_of(heads)]
     missing = [task for task in tasks if task.found is not None and not task.found()]
     print(f"{len(tasks) - len(missing)} of {len(tasks)} kernels are there", flush=True)
-    done = run_tasks(missing, args.processes)
-    for name, error in done.failures.items():
+    _, failures = run_tasks(missing, args.processes)
+    for name, error in failures.items():
         print(f"{name}:\n{error}")
-    raise SystemExit(bool(done.failures))
+    raise SystemExit(bool(failures))
 
 
 if __name__ == "__main__":

@@ -109,7 +109,7 @@ def start(rank: int, ranks: int, port: int) -> None:
     torch.set_num_threads(1)
     os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
     try:
-        from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+        from megatron_gdn.compat.one_process import run_megatron_on_cpu
     except ImportError:  # of older checkouts
         from megatron_gdn.megatron_on_cpu import run_megatron_on_cpu  # pyright: ignore
 

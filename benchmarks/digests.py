@@ -200,7 +200,7 @@ def _rank(rank: int, world: int, port: int, cases: list[Case], device_type: str,
         device = torch.device("cuda", rank)
         torch.cuda.set_device(device)
     else:
-        from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+        from megatron_gdn.compat.one_process import run_megatron_on_cpu
 
         run_megatron_on_cpu()
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed

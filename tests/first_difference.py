@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from megatron_gdn.inference.generate import evaluating, next_logits, static_context
 from megatron_gdn.mixers.generation.mixer import GeneratingMixer
-from megatron_gdn.testing.generation import RowByRow
+from megatron_gdn.testing import RowByRow
 
 
 def outputs_of(model: nn.Module, calls: Sequence[tuple[int, Callable[[], Any]]]):

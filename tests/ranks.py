@@ -106,7 +106,7 @@ def _serve(rank: int, size: int, pipe, backend: str, timeout_s: float, stacks: P
     if backend == "nccl":
         threading.Thread(target=_end_with_parent, daemon=True).start()
         torch.cuda.set_device(rank)
-    from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+    from megatron_gdn.compat.one_process import run_megatron_on_cpu
     from tests.bits_by_shape import hold_if_asked
 
     hold_if_asked()

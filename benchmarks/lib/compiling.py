@@ -22,7 +22,7 @@ from megatron_gdn.mamba2 import kernels as mamba2_conv
 from megatron_gdn.mamba2.sizes import Mamba2Dims
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.readout.kernels import TritonReadout
-from megatron_gdn.warm_up.flash_qla import HopperDriver
+from megatron_gdn.warm_up.hopper import HopperDriver
 from megatron_gdn.warm_up.mixer_kernels import MixerLaunches
 
 

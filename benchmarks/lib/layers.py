@@ -61,7 +61,7 @@ def start_megatron() -> None:
     from megatron.core import parallel_state, tensor_parallel
 
     if DEVICE == "cpu":
-        from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+        from megatron_gdn.compat.one_process import run_megatron_on_cpu
 
         run_megatron_on_cpu()
     if not torch.distributed.is_initialized():

@@ -61,7 +61,7 @@ def start_distributed(args) -> torch.device:
     from megatron.core import parallel_state, tensor_parallel
     from megatron.core.extensions.transformer_engine import HAVE_TE
 
-    from megatron_gdn.compat.megatron_on_cpu import (
+    from megatron_gdn.compat.one_process import (
         resume_distributed_optimizer_with_torch_adam,
         run_megatron_on_cpu,
         use_torch_norm_after_the_last_hybrid_layer,

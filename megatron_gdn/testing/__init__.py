@@ -1,5 +1,126 @@
-"""What a model promises, measured; also ``python -m megatron_gdn.testing.certificate``."""
+"""What a model promises, measured: that it generates with the probabilities that it trains with.
 
-from .generation import GenerationGap, check_generation
+``python -m megatron_gdn.testing.certificate`` measures what context parallelism changes.
+
+Legend: B rows, S tokens of each, V vocabulary.
+"""
+
+from __future__ import annotations
+
+from contextlib import nullcontext
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["GenerationGap", "check_generation"]
+
+_aten = torch.ops.aten
+# Functions of each row of the first argument alone. torch computes them differently at the end of a
+# buffer than in its middle, so RowByRow runs them on single rows, as it does matrix products.
+_BY_ROW = {
+    _aten.silu.default, _aten.sigmoid.default, _aten.exp.default, _aten.cos.default,
+    _aten.sin.default, _aten.gelu.default, _aten.tanh.default, _aten.softplus.default,
+    _aten._softmax.default, _aten._log_softmax.default,
+}  # fmt: skip
+
+
+class RowByRow(TorchDispatchMode):
+    """Compute linear layers and elementwise functions one row at a time, on a CPU.
+
+    There the library takes another kernel, with other bits, for a product with another number of
+    rows. On a GPU Megatron's own batch-invariant kernels are used instead.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is _aten.mm.default:
+            return _rows(lambda row: function(row, args[1]), args[0])
+        if function is _aten.addmm.default and args[0].dim() == 1:
+            return _rows(lambda row: function(args[0], row, args[2], **kwargs), args[1])
+        # A softmax over another dimension than the last has no rows to be cut into.
+        by_row = function in _BY_ROW and args[0].dim() > 1
+        if by_row and ("softmax" not in str(function) or args[1] in (-1, args[0].dim() - 1)):
+            flat = args[0].reshape(-1, args[0].shape[-1])
+            made = _rows(lambda row: function(row, *args[1:], **kwargs), flat)
+            return made.view(*args[0].shape)
+        with self:  # in inference mode composite functions arrive here
+            made = function.decompose(*args, **kwargs)
+        return function(*args, **kwargs) if made is NotImplemented else made
+
+
+def _rows(function, x: Tensor) -> Tensor:
+    if len(x) == 0:
+        return function(x)
+    return torch.cat([function(row.contiguous()) for row in x.split(1)])
+
+
+class GenerationGap(NamedTuple):
+    """How far apart the two paths are, over the tokens that were generated one by one.
+
+    Attributes:
+        max_log_prob, mean_log_prob: differences of the log-probability of a token of the text.
+        mean_kl, max_kl: divergence of the generating path's distribution from the training
+            path's, in nats.
+        equal: whether all log-probabilities of all tokens of the vocabulary have the same bits.
+        backend: the rule of the model's first recurrent layer.
+    """
+
+    max_log_prob: float
+    mean_log_prob: float
+    mean_kl: float
+    max_kl: float
+    equal: bool
+    backend: str | None
+
+
+@torch.no_grad()
+def check_generation(
+    model: nn.Module, tokens: Tensor, *, prompt: int = 1, at_once: int = 1
+) -> GenerationGap:
+    """Compare log-probabilities of a text by the training forward and by prefill and decode.
+
+    With ``config.batch_invariant_mode`` the two are expected to have the same bits: the layers
+    compute on one grid (:mod:`megatron_gdn.ops.aligned`).
+
+    Args:
+        model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline
+            stages. It is compared in evaluation mode and without sequence parallelism.
+        tokens: int64 ``[B, S]``, S above ``prompt``, the same on every rank.
+        prompt: tokens that are prefilled.
+        at_once: tokens of every step after the prompt.
+
+    Raises:
+        ValueError: no token is left after the prompt.
+        NotImplementedError: context parallelism.
+    """
+    from ..inference.generate import evaluating, next_logits, static_context, unwrap_model
+    from ..mixers.generation.mixer import GeneratingMixer
+
+    B, S = tokens.shape
+    if not 0 < prompt < S or at_once < 1:
+        raise ValueError(
+            f"prompt={prompt} and at_once={at_once} of {S} tokens leave nothing to compare; "
+            f"prefill 1 to {S - 1} of them and step by at least 1."
+        )
+    config = unwrap_model([model])[0].config
+    if config.context_parallel_size > 1:
+        raise NotImplementedError("compare generation in a model with context_parallel_size=1.")
+    by_row = config.batch_invariant_mode and not tokens.is_cuda
+    with evaluating(model), RowByRow() if by_row else nullcontext():
+        positions = torch.arange(S, device=tokens.device).expand(B, S)
+        trained = model(tokens, positions, None, runtime_gather_output=True)
+        context = static_context(model, B, S)
+        pieces = [tokens[:, :prompt], *tokens[:, prompt:].split(at_once, dim=1)]
+        made = [next_logits(model, piece, context) for piece in pieces]
+        ours, theirs = (x.float().log_softmax(-1) for x in (torch.cat(made, 1), trained))
+    ours, theirs = ours[:, prompt - 1 :], theirs[:, prompt - 1 :]
+    text = tokens[:, prompt:, None]
+    gap = (ours[:, :-1].gather(2, text) - theirs[:, :-1].gather(2, text)).abs()
+    kl = (theirs.exp() * (theirs - ours)).sum(-1)
+    layers = [m for m in model.modules() if isinstance(m, GeneratingMixer)]
+    return GenerationGap(
+        gap.max().item(), gap.mean().item(), kl.mean().item(), kl.max().item(),
+        torch.equal(ours, theirs), layers[0].backend if layers else None,
+    )  # fmt: skip

@@ -164,7 +164,7 @@ def _rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-    from ..compat.megatron_on_cpu import run_megatron_on_cpu
+    from ..compat.one_process import run_megatron_on_cpu
 
     run_megatron_on_cpu()
     gpu = torch.cuda.is_available()

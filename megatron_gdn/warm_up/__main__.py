@@ -1,6 +1,7 @@
 """``python -m megatron_gdn.warm_up``: from the command line to compiled kernels.
 
-This process and its forks use no GPU: all of them are hidden before torch is imported.
+This process and its forks use no GPU, but to tune fla's kernels: all are hidden before torch is
+imported.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import argparse
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -17,31 +19,37 @@ from functools import partial
 from typing import TYPE_CHECKING, NoReturn
 
 if TYPE_CHECKING:
-    from .tasks import Task
+    from .hopper import Task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: all is compiled. 1: some kernels failed. 2: an error, printed on stderr."""
+    argv = sys.argv[1:] if argv is None else argv
     arguments = parse(argv)
     if arguments.for_a_run:
         _end_with_the_run()
-    began, visible = time.monotonic(), os.environ.get("CUDA_VISIBLE_DEVICES")
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""
+    began, environment = time.monotonic(), dict(os.environ)
+    tunes_alone = arguments.kernels == ["fla"] and not arguments.dry_run
+    if not tunes_alone:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         from ..ops.kernels.builds import build_lock
-        from . import needs
+        from . import kernels
 
-        needed = needs.needs_of(arguments)
-        tasks = needs.tasks_of(needed, arguments)
+        needs = kernels.needs_of(arguments)
+        if tunes_alone:
+            kernels.tune_fla(needs)
+            return 0
+        tasks = kernels.tasks_of(needs, arguments)
         if arguments.dry_run:
             return _show(tasks)
         with ExitStack() as locks:
             if not arguments.for_a_run:  # such a run holds the locks already
                 # A run that starts meanwhile waits for what it needs, and does not compile it too.
-                for heads in sorted(needed.flash_qla, key=str):
+                for heads in sorted(needs.flash_qla, key=str):
                     locks.enter_context(build_lock(heads.lock, f"FlashQLA for {heads}"))
             status = _compile(tasks, arguments.processes, began)
-        for heads, parts in needed.flash_qla.items() if status == 0 else ():
+        for heads, parts in needs.flash_qla.items() if status == 0 else ():
             for part in parts:
                 heads.ready(part, arguments.multiprocessors).touch()
     except (ValueError, ImportError, OSError) as error:
@@ -50,10 +58,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("stopped; what was compiled stays", file=sys.stderr)
         return 130
-    if "fla" in arguments.kernels:
-        from .fla_tuning import tune
-
-        status = max(status, tune(needed.shares, needed.sizes, visible))
+    if "fla" in arguments.kernels:  # in a new process: this one hides the GPUs
+        command = [sys.executable, "-m", "megatron_gdn.warm_up", *argv, "--kernels", "fla"]
+        status = max(status, subprocess.run(command, env=environment, check=False).returncode)
     return status
 
 
@@ -89,7 +96,7 @@ def _show(tasks: list[Task]) -> int:
 
 
 def _compile(tasks: list[Task], processes: int | None, began: float) -> int:
-    from .tasks import processors, run_tasks
+    from .hopper import processors, run_tasks
 
     missing, count = _missing(tasks), len(tasks)
     at_once = min(processes or processors(), len(missing))

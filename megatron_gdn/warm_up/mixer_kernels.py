@@ -1,11 +1,7 @@
-"""The Triton kernels of a Gated DeltaNet mixer: its launches on tensors of one shape.
-
-On the meta device the tensors have no memory, which is enough to compile.
-"""
+"""The Triton kernels of a Gated DeltaNet mixer: its launches on tensors of one shape."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -18,19 +14,14 @@ from ..ops.documents import Documents
 from ..ops.front.edges import EdgeInputs, HistoryTable
 from ..ops.readout.kernels import TritonReadout
 from ..ops.state_maps import chains, chains_kernels
-from .flash_qla import compile_triton_only
-from .tasks import Task
-
-# Kernels are the same for every length except 1 and odd lengths. Lengths in a run are even.
-_TOKENS = 8192
-_DOCUMENTS = 3
+from .hopper import Task, compile_triton
 
 
 class MixerLaunches:
-    """Tensors of one shape in bf16, and the launches of the mixer on them.
+    """Tensors of one shape in bf16, and the launches of a Gated DeltaNet mixer on them.
 
     ``documents`` are packed into the one row; ``operands`` is the dtype of q, k, v and their
-    gradients.
+    gradients. On the meta device the tensors have no memory, which is enough to compile.
     """
 
     def __init__(
@@ -45,32 +36,32 @@ class MixerLaunches:
         device: str = "meta",
     ) -> None:
         self.sizes, self.device, normal = sizes, device, self.tensor
-        (G, H, K, V), S, B = sizes, tokens, batch
+        (_, H, K, V), S, B = sizes, tokens, batch
         self.documents = None
         if documents:
             offsets = [n * S // documents for n in range(documents)] + [S]
             where = "cpu" if device == "meta" else device
             self.documents = Documents.from_cu_seqlens(offsets, S, device=where)
-        self.operands, self.half = operands, operands == torch.float16
+        self.operands, half = operands, operands == torch.float16
         self.proj, self.d_proj = normal(S, B, sizes.width), normal(S, B, sizes.width)
         per_head = partial(normal, H, dtype=torch.float32)
         self.parameters = (normal(sizes.conv_width, 1, taps), None, per_head(), per_head())
         # FlashQLA gives dq and dk per value head; the front sums them.
         q, k, v = (normal(B, S, H, width, dtype=operands) for width in (K, K, V))
         g, beta = (normal(B, S, H, dtype=torch.float32) for _ in range(2))
-        self.grads = RuleGrads(q, k, v, g, beta, factor=per_head() if self.half else None)
+        self.grads = RuleGrads(q, k, v, g, beta, factor=per_head() if half else None)
         self.o, self.d_out = normal(B, S, H, V, dtype=operands), normal(S, B, H * V)
-        self.gamma, self.key_heads = normal(V), G
-        self.readout = TritonReadout(sizes.layout.gate_columns)
+        self.gamma, self.readout = normal(V), TritonReadout(sizes.layout.gate_columns)
 
     def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(*shape, dtype=dtype, device=self.device)
 
     def forward(self, **options) -> None:
-        options = {"dtype": self.operands if self.half else None, **options}
+        half = self.operands if self.operands == torch.float16 else None
         prepare.prepare_forward(
-            self.proj, *self.parameters, self.sizes, documents=self.documents, **options
-        )
+            self.proj, *self.parameters, self.sizes, documents=self.documents,
+            **{"dtype": half, **options},
+        )  # fmt: skip
 
     def backward(self, **options) -> None:
         prepare.prepare_backward(
@@ -112,48 +103,47 @@ class MixerLaunches:
 
     def to_half(self) -> None:
         """d_o from the layer's dtype to fp16; then its powers lowered for a gradient of states."""
+        G, H, K, V = self.sizes
         d_o = torch.empty_like(self.o, dtype=torch.bfloat16)
-        half, up, _ = half_kernels.to_half(d_o, self.key_heads, LARGEST_D_O)
-        H, K, V = self.sizes.state[:3]
+        half, up, _ = half_kernels.to_half(d_o, G, LARGEST_D_O)
         states = d_o.new_empty(1, H, K, V, dtype=torch.float32)
-        half_kernels.lower(half, up, states, self.key_heads, LARGEST_D_FINAL)
+        half_kernels.lower(half, up, states, G, LARGEST_D_FINAL)
 
     def chain(self) -> None:
         """States between the parts of sequences, and maps of whole sequences."""
-        H, K, V = self.sizes.state[:3]
-        local, through = (torch.empty(4, H, K, X, device=self.proj.device) for X in (V, K))
-        table = torch.empty(1, 4, 2, dtype=torch.int32, device=self.proj.device)
+        _, H, K, V = self.sizes
+        local, through = (torch.empty(4, H, K, X, device=self.device) for X in (V, K))
+        table = torch.empty(1, 4, 2, dtype=torch.int32, device=self.device)
         steps = chains.Steps(((),), table)
         for start, columns in ((None, V), (local[:1], V), (chains.IDENTITY, V + K)):
             out = local.new_empty(4, H, K, columns)
             chains_kernels.follow(local, through, steps, out, start)
 
 
+# Kernels are the same for every length except 1 and odd lengths. Lengths in a run are even.
+_TOKENS = 8192
+# Documents, whether the first step needs it, the launch, and its name; in the order they begin.
+_LAUNCHES = (
+    (0, True, MixerLaunches.backward, "front backward"),
+    (0, True, MixerLaunches.forward, "front forward"),
+    (0, True, MixerLaunches.norms, "norm"),
+    (0, True, MixerLaunches.chain, "states"),
+    (0, True, MixerLaunches.to_half, "fp16 operands"),
+    (3, False, MixerLaunches.backward, "front backward, packed"),
+    (3, False, MixerLaunches.forward, "front forward, packed"),
+    (3, False, MixerLaunches.edges, "edges"),
+)
+
+
 def mixer_tasks(sizes: HeadSizes, taps: int, operands: torch.dtype) -> list[Task]:
-    """The mixer's launches for a rank's heads, dense and packed, each as a task."""
-    dense, packed = (
-        MixerLaunches(_TOKENS, sizes, documents, taps=taps, operands=operands)
-        for documents in (0, _DOCUMENTS)
-    )
-    soon = {
-        "front backward": dense.backward, "front forward": dense.forward, "norm": dense.norms,
+    """The launches of ``_LAUNCHES`` that a rank with these heads has, each as a task."""
+    left_out = {
+        "states": sizes.key_dim > chains.MOST_ROWS, "fp16 operands": operands != torch.float16
     }  # fmt: skip
-    if sizes.key_dim <= chains.MOST_ROWS:
-        soon["states"] = dense.chain
-    if operands == torch.float16:
-        soon["fp16 operands"] = dense.to_half
-    later = {
-        "front backward, packed": packed.backward, "front forward, packed": packed.forward,
-        "edges": packed.edges,
-    }  # fmt: skip
+    on = {n: MixerLaunches(_TOKENS, sizes, n, taps=taps, operands=operands) for n in (0, 3)}
     heads = f"{sizes.key_heads}:{sizes.value_heads} heads"
     return [
-        Task(f"{name}, {heads}", partial(_compile, launch), soon=name in soon)
-        for name, launch in (soon | later).items()
+        Task(f"{name}, {heads}", partial(compile_triton, partial(launch, on[documents])), soon=soon)
+        for documents, soon, launch, name in _LAUNCHES
+        if not left_out.get(name)
     ]
-
-
-def _compile(launch: Callable[[], None]) -> bool:
-    with compile_triton_only() as found:
-        launch()
-    return not all(found)

@@ -18,13 +18,8 @@ from megatron_gdn import (
 from megatron_gdn.context_parallel import Headwise, local_indices
 from megatron_gdn.context_parallel.headwise import exchange
 from megatron_gdn.context_parallel.headwise.exchange import Exchange
-<<<<<<< HEAD
-from megatron_gdn.hf.drop_in.batch import row_exchange
-=======
 from megatron_gdn.context_parallel.layouts import cut_by
-from megatron_gdn.hf.drop_in.place import row_exchange
-from megatron_gdn.mixers.init import take_share
->>>>>>> tables
+from megatron_gdn.hf.drop_in.batch import row_exchange
 from megatron_gdn.mixers.padding import TakeRows
 from megatron_gdn.mixers.tensor_map import take_share
 from tests.distributed.mixer_laws import parallel_equals_one_rank

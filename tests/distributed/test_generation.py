@@ -29,8 +29,7 @@ from megatron_gdn.inference.generate import (
     without_sequence_parallel,
 )
 from megatron_gdn.specs import gated_delta_net_spec, mamba2_spec
-from megatron_gdn.testing import check_generation
-from megatron_gdn.testing.generation import RowByRow
+from megatron_gdn.testing import RowByRow, check_generation
 from tests.distributed.layer_laws import thd
 from tests.first_difference import where_generation_differs
 from tests.parallel import hybrid_model, make_config, model_config, parallel

@@ -51,7 +51,7 @@ def test_another_normalization_is_refused():
 
 OTHERS = """
 import torch
-from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+from megatron_gdn.compat.one_process import run_megatron_on_cpu
 
 run_megatron_on_cpu()
 first = torch.Tensor.type

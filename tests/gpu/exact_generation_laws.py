@@ -12,8 +12,7 @@ from megatron.core.transformer.custom_layers import batch_invariant_kernels as k
 from torch import Tensor
 
 from megatron_gdn.inference.generate import generate
-from megatron_gdn.testing import check_generation
-from megatron_gdn.testing.generation import GenerationGap
+from megatron_gdn.testing import GenerationGap, check_generation
 from tests.distributed.layer_laws import thd
 from tests.first_difference import first_difference, outputs_of, where_generation_differs
 from tests.gpu.parallel_laws import DEVICE

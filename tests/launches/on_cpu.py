@@ -139,7 +139,7 @@ def predict_tokens_without_transformer_engine() -> None:
 def prepare(clone: Path) -> None:
     """All stand-ins; what a script imports comes from its clone."""
     sys.path.insert(0, str(clone))
-    from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+    from megatron_gdn.compat.one_process import run_megatron_on_cpu
 
     run_megatron_on_cpu()
     answer_for_a_gpu()

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from megatron_gdn.compat import observe
-from megatron_gdn.compat.megatron_on_cpu import run_megatron_on_cpu
+from megatron_gdn.compat.one_process import run_megatron_on_cpu
 from tests.parallel import end_groups, parallel
 
 

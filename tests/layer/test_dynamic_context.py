@@ -17,7 +17,7 @@ from megatron.core.inference.text_generation_controllers.mtp_utils_pytorch impor
     mamba_state_selective_copy,
 )
 
-from megatron_gdn.testing.generation import RowByRow
+from megatron_gdn.testing import RowByRow
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixers import whole
 from tests.parallel import make_config

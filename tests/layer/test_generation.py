@@ -6,7 +6,7 @@ from megatron.core.inference.contexts import StaticInferenceContext
 
 from benchmarks import bench_decode, bench_grid
 from megatron_gdn.inference import roll_back
-from megatron_gdn.testing.generation import RowByRow
+from megatron_gdn.testing import RowByRow
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixers import whole
 

@@ -5,7 +5,7 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 
 from benchmarks.lib.repeats import digest
-from megatron_gdn.compat.megatron_on_cpu import (
+from megatron_gdn.compat.one_process import (
     resume_distributed_optimizer_with_torch_adam,
     use_torch_norm_after_the_last_hybrid_layer,
 )

@@ -14,10 +14,10 @@ import torch
 
 from megatron_gdn.gdn.flash_qla.builds import Heads
 from megatron_gdn.gdn.sizes import GDNDims
-from megatron_gdn.warm_up import needs
+from megatron_gdn.warm_up import kernels
 from megatron_gdn.warm_up.__main__ import main, parse
-from megatron_gdn.warm_up.needs import Share, needs_of, read_model, shares_of
-from megatron_gdn.warm_up.tasks import Task, run_tasks
+from megatron_gdn.warm_up.hopper import Task, run_tasks
+from megatron_gdn.warm_up.kernels import Share, needs_of, read_model, shares_of
 from tests.examples.commands import commands_of, pages
 
 DIMS = GDNDims(
@@ -99,7 +99,7 @@ def test_flags_go_before_what_the_file_names(tmp_path):
     with pytest.raises(ValueError, match="--conv beside --config"):
         needs_of(parse(["--config", path, "--conv", "2"]))
     several = needs_of(parse(["--heads", "16:32", "2:4", "--conv", "3", "--head-dim", "64"]))
-    assert [str(share) for share in several.shares] == ["16:32", "2:4"]
+    assert several.shares == [Share(16, 32, False), Share(2, 4, False)]
     assert several.sizes[2:] == (64, 64) and several.taps == 3
 
 
@@ -226,7 +226,7 @@ def test_what_is_there_is_left_alone_and_a_run_is_told_once_all_is(
         return True
 
     kernel = Task("kernel", compile, found=file.exists)
-    monkeypatch.setattr(needs, "tasks_of", lambda *of: [kernel, Task("Triton's", lambda: False)])
+    monkeypatch.setattr(kernels, "tasks_of", lambda *of: [kernel, Task("Triton's", lambda: False)])
     command = ["--heads", "16:32", "--parts", "cut", "--operands", "fp16", "bf16"]
     assert main(command) == 1 and not any(path.exists() for path in ready)
     said = capsys.readouterr()

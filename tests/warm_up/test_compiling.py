@@ -100,8 +100,8 @@ def test_heads_of_other_sizes_are_compiled_too(tmp_path):
 
 
 QUICK_KERNELS = """
-from megatron_gdn.warm_up.flash_qla import flash_qla_tasks
-from megatron_gdn.warm_up.tasks import run_tasks
+from megatron_gdn.warm_up.hopper import run_tasks
+from megatron_gdn.warm_up.kernels import flash_qla_tasks
 from megatron_gdn.gdn.flash_qla.builds import Heads
 import torch
 tasks = flash_qla_tasks(Heads(2, 4, torch.float16), ("uncut",), 132)

@@ -1,31 +1,47 @@
-"""The machine and its packages; which delta rule runs here, whether it is exact and repeats."""
+"""``python -m megatron_gdn.doctor``: what runs a Gated DeltaNet layer on this machine."""
 
 from __future__ import annotations
 
+import argparse
+import json
 import shutil
-from collections.abc import Iterator
+import sys
+import warnings
+from collections.abc import Iterator, Sequence
+from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
+from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from ..gdn.api import run_rule
-from ..gdn.rule import resolve_rule
-from ..ops.delta_rule.base import HeadSizes, RuleInputs
-from ..ops.delta_rule.plain import PlainRule
-from ..ops.documents import Documents
-from ..ops.obstacles import Obstacle, fla_package, flash_qla_package, installed_version
-from ..ops.rules.base import Rule
+from .gdn.api import run_rule
+from .gdn.rule import resolve_rule
+from .ops.delta_rule.base import HeadSizes, RuleInputs
+from .ops.delta_rule.plain import PlainRule
+from .ops.documents import Documents
+from .ops.obstacles import Obstacle, fla_package, flash_qla_package, installed_version
+from .ops.rules.base import Rule
 
+_DESCRIPTION = """\
+Say what a Gated DeltaNet layer runs with on this machine, which delta rule it takes and why, what
+is installed in a version that does not work, and whether the rule is exact and repeats. Seconds.
+"""
+_EPILOG = """\
+States: ok; note, it works, but slower or with less; wrong, it raises or computes something wrong.
+The exit status is 1 if anything is wrong, else 0.
+"""
 # Extras of what runs in training; the others are for the project itself.
 _EXTRAS = ("fla", "te", "conv1d", "hf")
 # Built against a torch: such a package can be installed and not be importable.
 _BUILT = {"transformer-engine": "transformer_engine.pytorch", "causal-conv1d": "causal_conv1d"}
 _HOPPER = 9
+_NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
+_REPEATS = 10
 
 
 class Finding(NamedTuple):
@@ -34,6 +50,38 @@ class Finding(NamedTuple):
     subject: str
     state: Literal["ok", "note", "wrong"]
     text: str  # what was found, and what to change if it is not ok
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m megatron_gdn.doctor", description=_DESCRIPTION, epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    add = parser.add_argument
+    help = "heads of one rank, as 16:32 (2:4)"
+    add("--heads", type=_heads, default=(2, 4), metavar="KEY:VALUE", help=help)
+    add("--head-dim", type=int, default=128, help="of keys and values (128)")
+    add("--tokens", type=int, default=1000, help="of the checks (1000)")
+    add("--json", action="store_true", help="a list of findings, for programs")
+    options = parser.parse_args(argv)
+    warnings.simplefilter("ignore")  # of packages that are imported; what matters is a finding
+    sizes, findings = HeadSizes(*options.heads, options.head_dim, options.head_dim), []
+    for finding in chain(machine(), packages(), kernels(), rules(sizes, options.tokens)):
+        findings.append(finding)
+        if not options.json:
+            print(f"{finding.state:5}  {finding.subject:26}  {finding.text}", flush=True)
+    if options.json:
+        print(json.dumps([finding._asdict() for finding in findings], indent=2))
+    return int(any(finding.state == "wrong" for finding in findings))
+
+
+def _heads(text: str) -> tuple[int, int]:
+    key, _, value = text.partition(":")
+    if not (key.isdecimal() and value.isdecimal() and int(key) and int(value) % int(key) == 0):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not KEY:VALUE, such as 16:32; key heads divide value heads"
+        )
+    return int(key), int(value)
 
 
 def machine() -> Iterator[Finding]:
@@ -61,12 +109,10 @@ def packages() -> Iterator[Finding]:
         why = "runs from a clone, so versions were not checked; pip install -e . there"
         yield Finding("megatron-gdn", "note", why)
         return
-    for requirement in asked:
-        if requirement.marker is None:
-            yield _package(requirement, None)
-    for extra in _EXTRAS:
+    for extra in (None, *_EXTRAS):
         for requirement in asked:
-            if requirement.marker and requirement.marker.evaluate({"extra": extra}):
+            marker = requirement.marker
+            if marker is None if extra is None else marker and marker.evaluate({"extra": extra}):
                 yield _package(requirement, extra)
 
 
@@ -105,51 +151,55 @@ def kernels() -> Iterator[Finding]:
     if qla is None and tilelang is None:
         why = "compiles by tilelang, which is not installed; pip install flash-qla brings it"
         qla = Obstacle(f"flash-qla {why}")
-    for package, obstacle in (("flash-linear-attention", fla_package(major)), ("flash-qla", qla)):
-        found = installed_version(package)
+    for package, module, obstacle in (
+        ("flash-linear-attention", "fla", fla_package(major)),
+        ("flash-qla", "flash_qla", qla),
+    ):
         if obstacle is None:
-            yield Finding(f"rule of {package}", "ok", f"{found}, tilelang {tilelang or 'none'}")
+            text = f"{installed_version(package)}, tilelang {tilelang or 'none'}"
+            yield Finding(f"rule of {package}", "ok", text)
         else:
-            present = find_spec("fla" if "linear" in package else "flash_qla") is not None
-            state = "wrong" if present and gpu else "note"
+            state = "wrong" if find_spec(module) is not None and gpu else "note"
             where = "" if gpu else "on a Hopper GPU: "
             yield Finding(f"rule of {package}", state, f"{where}{obstacle.why}")
 
 
-_NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
-_REPEATS = 10
-
-
 def rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
-    """The rule of training and of deterministic mode: the choice, its errors, its repeats.
+    """The rule of training and of deterministic mode: the choices, their errors, the repeats.
 
     Two packed documents of ``tokens`` tokens together; bf16 on a GPU, fp32 on a CPU.
     """
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
+    choose = partial(resolve_rule, device=device, dtype=dtype, sizes=sizes)
+    choices = {"rule": choose(), "deterministic rule": choose(deterministic=True)}
+    for subject, (rule, reason) in choices.items():
+        slow = gpu and rule.name == "reference"
+        yield Finding(subject, "note" if slow else "ok", f"{rule.name}: {reason}")
     inputs = _inputs(sizes, tokens, torch.device(device), dtype)
     documents = Documents((0, tokens // 3, tokens), torch.device(device))
-    for subject, deterministic in (("rule", False), ("deterministic rule", True)):
-        choice = resolve_rule(device=device, dtype=dtype, sizes=sizes, deterministic=deterministic)
-        slow = gpu and choice.rule.name == "reference"
-        yield Finding(subject, "note" if slow else "ok", f"{choice.rule.name}: {choice.reason}")
-        yield _parity(subject, choice.rule, inputs, documents)
-        if deterministic:
-            yield _repeats(choice.rule, inputs, documents)
-
-
-def _parity(subject: str, rule: Rule, inputs: RuleInputs, documents: Documents) -> Finding:
-    """Errors against fp64, of root mean square, beside those of plain torch in the same dtype."""
     exact = _results(PlainRule(), RuleInputs(*(x.double() for x in inputs)), documents)
     plain = _errors(_results(PlainRule(), inputs, documents), exact)
-    errors = _errors(_results(rule, inputs, documents), exact)
+    for subject, (rule, _) in choices.items():
+        errors = plain
+        if type(rule) is not PlainRule:
+            errors = _errors(_results(rule, inputs, documents), exact)
+        yield _parity(subject, errors, plain)
+    yield _repeats(choices["deterministic rule"].rule, inputs, documents)
+
+
+def _parity(subject: str, errors: dict[str, float], plain: dict[str, float]) -> Finding:
+    """Errors against fp64, of root mean square, beside those of plain torch in the same dtype."""
+    subject = f"{subject}, errors"
+    if errors is plain:
+        worst = max(_NAMES, key=lambda name: plain[name])
+        return Finding(subject, "ok", f"{worst} {plain[worst]:.1e}, of plain torch, against fp64")
     worst = max(_NAMES, key=lambda name: errors[name] / plain[name])
     ratio = errors[worst] / plain[worst]
     text = f"{worst} {errors[worst]:.1e}, {ratio:.2f} of plain torch's error against fp64"
     if ratio <= 2:  # kernels round their operands once more than plain torch does
-        return Finding(f"{subject}, errors", "ok", text)
-    text += ": choose another backend, and report this"
-    return Finding(f"{subject}, errors", "wrong", text)
+        return Finding(subject, "ok", text)
+    return Finding(subject, "wrong", f"{text}: choose another backend, and report this")
 
 
 def _repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Finding:
@@ -185,3 +235,7 @@ def _inputs(sizes: HeadSizes, tokens: int, device: torch.device, dtype: torch.dt
     q, k, v = (draw(*shape).to(device, dtype) for shape in (key, key, value))
     g = -draw(sizes.value_heads).exp().to(device)
     return RuleInputs(q, k, v, g, draw(sizes.value_heads).sigmoid().to(device))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

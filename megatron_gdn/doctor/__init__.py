@@ -1,1 +1,0 @@
-"""What runs a Gated DeltaNet layer on this machine: ``python -m megatron_gdn.doctor``."""
