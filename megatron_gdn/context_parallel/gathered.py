@@ -1,4 +1,4 @@
-"""Causal attention over context-parallel ranks: keys of all, queries of each, by document.
+"""Attention over context-parallel ranks: each gathers all keys, and attends with its own queries.
 
 Legend: S tokens of the whole sequence, s this rank's share of them.
 """
