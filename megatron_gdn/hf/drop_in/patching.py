@@ -122,19 +122,18 @@ class Patch(AbstractContextManager):
             raise
 
     def __repr__(self) -> str:
-        if not self.layers:
-            return f"Patch of {type(self.model).__name__}: undone"
+        name, count = type(self.model).__name__, len(self.layers)
+        if not count:
+            return f"Patch of {name}: undone"
         first, layer = next(iter(self.layers.items()))
-        count, options = len(self.layers), layer.drop_in.options
+        options = layer.drop_in.options
         group = group_of(options.cp_mesh)
         ranks = "one rank" if group is None else f"{group.size()} context-parallel ranks"
         runs = "every batch runs this package's mixer"
         if group is None and options.unpacked == "transformers":
             runs = "packed batches run this package's mixer, others transformers' own forward"
-        return (
-            f"Patch of {type(self.model).__name__}: {count} linear-attention modules ({first} is "
-            f"the first) on {ranks}; {runs}"
-        )
+        what = f"{count} linear-attention modules ({first} is the first) on {ranks}"
+        return f"Patch of {name}: {what}; {runs}"
 
     def undo(self) -> None:
         """Put back transformers' own classes and the dtypes of ``A_log`` and ``dt_bias``.
@@ -216,9 +215,8 @@ class Patch(AbstractContextManager):
 
 
 def _restore_forward(text: Any) -> None:
-    before = vars(text).pop(_FORWARD_BEFORE)
     del vars(text)["forward"]
-    if before is not None:
+    if (before := vars(text).pop(_FORWARD_BEFORE)) is not None:
         vars(text)["forward"] = before
 
 
@@ -361,10 +359,9 @@ def _attention_mask(
     from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 
     weight = text.get_input_embeddings().weight
-    shape = torch.empty(*x.shape[:2], 1, dtype=weight.dtype, device=x.device)
     return create_causal_mask(
         config=text.config,
-        inputs_embeds=shape,
+        inputs_embeds=torch.empty(*x.shape[:2], 1, dtype=weight.dtype, device=x.device),
         attention_mask=batch.keep,
         past_key_values=None,
         and_mask_function=packed_sequence_mask_function(to_device(batch.ids, x.device)),

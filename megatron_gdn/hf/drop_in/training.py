@@ -1,7 +1,4 @@
-"""Packed batches: made, shared by context-parallel ranks, trained on, and tested for leaks.
-
-Legend: S tokens of the packed row.
-"""
+"""Packed batches: made of documents, trained on over ranks, and tested for leaks."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...context_parallel import SequenceLayout, local_indices
-from .batch import group_of
+from .batch import context_parallel_share, group_of
 from .layer import CPAwareGatedDeltaNet, DropInOptions
 
 if TYPE_CHECKING:
@@ -25,7 +21,6 @@ else:
 
 IGNORED = -100
 _COLUMNS = ("input_ids", "labels", "attention_mask")
-_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 logger = logging.getLogger(__name__)
 
@@ -109,46 +104,6 @@ def _require_known(number: int, document: Mapping[str, Any]) -> None:
 
 def _list(x: Any) -> list[int]:
     return x.tolist() if hasattr(x, "tolist") else list(x)
-
-
-def context_parallel_share(
-    batch: Mapping[str, Any],
-    cp_mesh: Any,
-    layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
-) -> dict[str, Any]:
-    """This rank's share of a packed batch: of every tensor over tokens, this rank's columns.
-
-    Args:
-        batch: as :class:`PackingCollator` makes it, the same on all ranks. Tensors ``[1, S]``,
-            ``[1, S, ...]`` and ``[n, 1, S]`` (positions of a vision-language model) are cut along
-            S; offsets and what has no S pass whole.
-        cp_mesh, layout: as given to :func:`.patching.patch`.
-
-    Raises:
-        ValueError: tokens that the layout cannot cut evenly; pad with ``pad_to_multiple_of``.
-    """
-    if "input_ids" not in batch:
-        raise ValueError(f"the batch has no input_ids to be cut by; it has {', '.join(batch)}.")
-    rows, tokens = batch["input_ids"].shape[:2]
-    layout = SequenceLayout.parse(layout)
-    lengths = [tokens]
-    if layout is SequenceLayout.ZIGZAG and "cu_seq_lens_q" in batch:
-        lengths = batch["cu_seq_lens_q"].diff().tolist()
-    own = local_indices(lengths, cp_mesh.size(), cp_mesh.get_local_rank(), layout)
-    share = {}
-    for name, x in batch.items():
-        if not isinstance(x, Tensor) or name in _OFFSETS or tokens not in x.shape:
-            share[name] = x
-        elif x.shape[:2] == (rows, tokens):
-            share[name] = x[:, own.to(x.device)]
-        elif x.dim() == 3 and x.shape[1:] == (rows, tokens):
-            share[name] = x[..., own.to(x.device)]
-        else:
-            raise ValueError(
-                f"{name} of shape {tuple(x.shape)} beside input_ids [{rows}, {tokens}]: it is not "
-                f"known how ranks share it. Leave it out, or cut it and add it to the share."
-            )
-    return share
 
 
 class ContextParallelTrainerMixin(Trainer):
