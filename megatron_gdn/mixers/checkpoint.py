@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
-from ..compat.upstream_bias import read_upstream_bias
+from ..compat.checkpoints import read_upstream_bias
 from ..ops.layout import layout_of_in_proj
 from .fully_sharded import NOT_BY_SECTION
 
@@ -96,7 +96,7 @@ class ShardedBySections:
     The weights and biases of ``in_proj`` and ``conv1d`` are stored section by section, and so are
     the tensors that an adapter around ``in_proj`` holds per row. So a checkpoint loads at any
     tensor-parallel size. Upstream splits neither the projection's bias nor adapters; its files are
-    still read (:mod:`megatron_gdn.compat.upstream_bias`). ``metadata["gdn_whole_bias"] = True``
+    still read (:mod:`megatron_gdn.compat.checkpoints`). ``metadata["gdn_whole_bias"] = True``
     writes a bias that upstream reads, without tensor parallelism.
     """
 
