@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
-from ..compat.upstream_bias import read_upstream_bias
+from ..compat.checkpoints import read_upstream_bias
 from ..ops.layout import layout_of_in_proj
 from .precision import NOT_BY_SECTION
 

@@ -24,7 +24,7 @@ from megatron_gdn.specs import (
     kimi_delta_attention_spec,
     mamba2_spec,
 )
-from megatron_gdn.specs.local import LocalMoELayer
+from megatron_gdn.specs.layer import LocalMoELayer
 from megatron_gdn.specs.stack import HybridMTPLayer, checked_mtp_spec
 from tests.examples import spec_laws
 from tests.parallel import make_config
