@@ -11,7 +11,7 @@ from ..ops.rules.choice import Choice, Kernels, choose
 from ..ops.rules.token_rule import TokenRule, recurrence
 from ..ops.state_maps.state_map import StateShape
 from .fla import FlaSSD, why_not_callable
-from .plain import PlainSSD, SSDInputs, wide_dtype
+from .plain import PlainSSD, SSDInputs
 
 
 def _why_not_fla(device: torch.device, dtype: torch.dtype, state: StateShape) -> Obstacle | None:
@@ -56,6 +56,7 @@ class RecurrentSSD(TokenRule):
             raise NotImplementedError(
                 "the token recurrence of Mamba2 takes rows of one length, not packed documents."
             )
-        x, B, C, dt, g, D = (t.to(wide_dtype(inputs.x)) for t in inputs)
+        wide = torch.promote_types(inputs.x.dtype, torch.float32)
+        x, B, C, dt, g, D = (t.to(wide) for t in inputs)
         o, final = recurrence(C, B, dt[..., None] * x, g, None, initial)
         return (o + D * x).to(inputs.x.dtype), final
