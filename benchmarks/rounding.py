@@ -22,9 +22,9 @@ import torch
 from lib.measure import table
 from torch import Tensor
 
+from megatron_gdn.gdn.api import torch_chunk_gated_delta_rule
 from megatron_gdn.gdn.half import LARGEST_D_O
 from megatron_gdn.gdn.half_torch import to_half
-from megatron_gdn.ops.delta_rule.chunk import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.elementwise import largest_beta
 
 C, D, H = 64, 128, 4

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ..ops.autograd import first_derivative_only, uncompiled
 from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs, check_rule_inputs
-from ..ops.delta_rule.chunk import torch_chunk_gated_delta_rule
+from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
 from ..ops.elementwise import l2norm
 from ..ops.rules.base import Rule, Saved
@@ -102,6 +102,38 @@ def gated_delta_rule(
     return run_rule(rule, inputs, documents, **common)
 
 
+def torch_chunk_gated_delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    chunk_size: int = 64,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    *,
+    scale: float | None = None,
+    cu_seqlens: Tensor | Sequence[int] | Documents | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """The gated delta rule in chunks, in plain torch: deterministic, and runs everywhere.
+
+    Computes in fp32 (fp64 for fp64 input). The backward recomputes, so a call keeps its inputs and
+    nothing else. A second derivative is refused.
+
+    Args, returns and errors: as :func:`megatron_gdn.ops.gated_delta_rule`. ``chunk_size``, tokens
+    per chunk, changes rounding, speed and memory, not the result.
+    """
+    documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
+    if chunk_size < 1:
+        raise ValueError(f"chunk_size={chunk_size} must be at least 1; 64 is usual.")
+    return run_rule(
+        PlainRule(chunk_size=chunk_size, scale=scale), RuleInputs(query, key, value, g, beta),
+        documents, initial_state=initial_state, output_final_state=output_final_state,
+        use_qk_l2norm_in_kernel=use_qk_l2norm_in_kernel,
+    )  # fmt: skip
+
+
 def recurrent_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -130,7 +162,7 @@ def recurrent_gated_delta_rule(
     return o.to(value.dtype), final if output_final_state else None
 
 
-@uncompiled  # as torch_chunk_gated_delta_rule is
+@uncompiled  # Dynamo fails on its guards, and the tables of plain rules are cached by value
 def run_rule(
     rule: Rule,
     inputs: RuleInputs,
@@ -163,7 +195,7 @@ def run_rule(
 class _RunRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial):
-        heads = (x.contiguous() for x in (q, k, v))
+        heads = (x if isinstance(rule, PlainRule) else x.contiguous() for x in (q, k, v))
         gates = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (g, beta))
         inputs = RuleInputs(*heads, *gates)
         o, final, saved = rule.begin(inputs, documents).run(initial, final=with_final)
@@ -181,13 +213,12 @@ class _RunRule(torch.autograd.Function):
             **{name: None for name in RuleInputs._fields if name not in ctx.rule.reads_again}
         )
         begun = ctx.rule.begin_backward(d_o.contiguous(), read, saved, ctx.documents)
-        d_initial = None
         if ctx.needs_input_grad[8]:
-            d_initial = begun.d_initial()
-            if d_final is not None:
-                maps = ctx.rule.begin(inputs, ctx.documents).state_map()
-                d_initial = maps.transposed(d_initial).apply(d_final)
-        grads = of_key_heads(begun.run(initial, d_final), inputs.k.shape[2])
+            maps = lambda: ctx.rule.begin(inputs, ctx.documents).state_map()  # noqa: E731
+            grads, d_initial = begun.run_to_states(initial, d_final, maps)
+        else:
+            grads, d_initial = begun.run(initial, d_final), None
+        grads = of_key_heads(grads, inputs.k.shape[2])
         grads = (x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True))
         return None, None, None, *grads, d_initial
 

@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..mixers.out_norm import apply_gated_norm
-from ..ops.delta_rule.chunk import torch_chunk_gated_delta_rule
 from ..ops.elementwise import decay_and_write_gates, l2norm
-from .api import gated_delta_rule
+from .api import gated_delta_rule, torch_chunk_gated_delta_rule
 from .sizes import GDNDims
 
 

@@ -18,7 +18,7 @@ _HOME = {
     "resolve_rule": "..gdn.rule",
     "rms_norm": ".elementwise",
     "rms_norm_gated": ".elementwise",
-    "torch_chunk_gated_delta_rule": ".delta_rule.chunk",
+    "torch_chunk_gated_delta_rule": "..gdn.api",
 }
 
 __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]

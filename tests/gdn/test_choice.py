@@ -4,11 +4,10 @@ import pytest
 import torch
 
 from megatron_gdn.gdn import rule as resolve
-from megatron_gdn.gdn.api import gated_delta_rule, run_rule
+from megatron_gdn.gdn.api import gated_delta_rule, run_rule, torch_chunk_gated_delta_rule
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.rule import Repeatable, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
-from megatron_gdn.ops.delta_rule.chunk import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.obstacles import say_once, why_not_flash_qla

@@ -20,7 +20,6 @@ from megatron_gdn.inference import (
     mamba2_rows,
     prefill,
 )
-from megatron_gdn.kda.rule import PlainKDA
 from megatron_gdn.kda.sizes import rows_of
 from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.mamba2.sizes import Mamba2Dims
@@ -132,7 +131,7 @@ def kda_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
 
     gates = [sizes.value_heads, sizes.value_heads * sizes.key_dim]
     draw = partial(_draw, layout, taps, gates, sizes.value_dim, 1e-6, activation="sigmoid")
-    return Kind("kda", layout, PlainKDA(), draw, make)
+    return Kind("kda", layout, PlainRule(), draw, make)
 
 
 GDN = gdn_kind(HeadSizes(2, 4, 8, 6))

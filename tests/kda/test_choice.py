@@ -7,8 +7,9 @@ import torch
 
 from megatron_gdn.kda import cudnn
 from megatron_gdn.kda import rule as resolve
-from megatron_gdn.kda.rule import PlainKDA, choose_kda
+from megatron_gdn.kda.rule import choose_kda
 from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.state_maps.state_map import StateShape
@@ -27,7 +28,7 @@ def test_auto_is_fla_where_it_runs(monkeypatch):
     assert choose_kda("auto", **GPU).rule.name == "fla"
     monkeypatch.undo()
     choice = choose_kda("auto", **{**GPU, "device": torch.device("cpu")})
-    assert type(choice.rule) is PlainKDA and "runs on a GPU" in choice.reason
+    assert type(choice.rule) is PlainRule and "runs on a GPU" in choice.reason
 
 
 @pytest.mark.parametrize(("given", "said"), [
@@ -36,7 +37,7 @@ def test_auto_is_fla_where_it_runs(monkeypatch):
 def test_fla_is_refused_by_name_where_bits_are_promised(given, said):
     with pytest.raises(ValueError, match=said):
         choose_kda("fla", **GPU, **given)
-    assert type(choose_kda("auto", **GPU, **given).rule) is PlainKDA
+    assert type(choose_kda("auto", **GPU, **given).rule) is PlainRule
 
 
 @pytest.mark.parametrize("given", [{"deterministic": True}, {"aligned": True}], ids=str)
@@ -91,7 +92,7 @@ def kda_fwd(
     assert scale == K**-0.5 and plan_name == "kda_hopper_cuda"
     assert initial_state is not None and output_final_state, "cuDNN keeps a buffer for each"
     documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
-    begun = PlainKDA().begin(RuleInputs(*(x[None] for x in (q, k, v, g, beta))), documents)
+    begun = PlainRule().begin(RuleInputs(*(x[None] for x in (q, k, v, g, beta))), documents)
     made = begun.run(initial_state.mT, final=True)
     return made.o[0], made.final.mT.contiguous(), q.new_empty(0)
 
@@ -102,7 +103,7 @@ def kda_bwd(
     documents = Documents.from_cu_seqlens(offsets.tolist(), len(q), device="cpu")
     inputs = RuleInputs(*(x[None] for x in (q, k, v, g, beta)))
     initial, d_final = initial_state.mT, d_final_state.mT
-    rule = PlainKDA()
+    rule = PlainRule()
     saved = rule.begin(inputs, documents).run(initial).saved
     begun = rule.begin_backward(d_o[None].clone(), inputs, saved, documents)
     maps = rule.begin(inputs, documents).state_map()
@@ -133,7 +134,7 @@ def test_it_gives_what_the_plain_rule_gives(lengths):
     initial, d_final = torch.randn(2, 3 if lengths else 2, H, K, K, dtype=torch.float64)
     found, exact = (
         run_everything(rule, inputs, d_o, documents, initial, d_final)
-        for rule in (cudnn.CudnnKDA(), PlainKDA())
+        for rule in (cudnn.CudnnKDA(), PlainRule())
     )
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
 
@@ -142,7 +143,7 @@ def test_without_states_it_begins_from_zeros_and_returns_none():
     torch.manual_seed(0)
     inputs = inputs_of(2, 70)
     d_o, found = torch.randn_like(inputs.v), []
-    for rule in (cudnn.CudnnKDA(), PlainKDA()):
+    for rule in (cudnn.CudnnKDA(), PlainRule()):
         made = rule.begin(inputs, None).run()
         assert made.final is None
         backward = rule.begin_backward(d_o.clone(), inputs, made.saved, None)

@@ -4,8 +4,9 @@ roundings of 2^-9 stay below 2^-7, twice that in the gradient of g, a difference
 import pytest
 import torch
 
-from megatron_gdn.kda.rule import PlainKDA, choose_kda
+from megatron_gdn.kda.rule import choose_kda
 from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.ops.delta_rule.states import beside_fp64, documents_of, root_mean_square_errors
@@ -48,7 +49,7 @@ def test_kernels_give_what_fp64_gives(backend, rows, gates):
     initial, d_final = torch.randn(2, count, H, K, V, **kind)
     given = bound if backend == "fla" else -5.0
     rule = choose_kda(backend, StateShape(H, K, V), given, initial.device, torch.bfloat16).rule
-    both = beside_fp64(rule, PlainKDA(), inputs, d_o, documents, initial, d_final)
+    both = beside_fp64(rule, PlainRule(), inputs, d_o, documents, initial, d_final)
     errors = root_mean_square_errors(*both)
     print(gates, {name: f"{error:.1e}" for name, error in errors.items()})
     bounds = {name: 2**-6 if name == "g" else 2**-7 for name in errors}
@@ -90,8 +91,8 @@ def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(kernels):
         (out * weight.to(dtype)).sum().backward()
         return [out, *(x.grad for x in leaves)]
 
-    exact = made(torch.float64, PlainKDA(), "torch")
-    plain = made(torch.bfloat16, PlainKDA(), "torch")
+    exact = made(torch.float64, PlainRule(), "torch")
+    plain = made(torch.bfloat16, PlainRule(), "torch")
     found = made(torch.bfloat16, fla, kernels)
 
     def error(got, true):

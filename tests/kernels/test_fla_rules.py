@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from megatron_gdn.kda.fla import FlaKDA
-from megatron_gdn.kda.rule import PlainKDA
 from megatron_gdn.mamba2.fla import FlaSSD
 from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from tests.mamba2.oracle import random_inputs
 from tests.ops.delta_rule.states import beside_fp64, documents_of
@@ -71,9 +71,9 @@ def ssd(rows, tokens, per_channel_D):
 
 DOCUMENTS = (1, 64, 0, 65)
 CASES = {
-    "KDA, rows": (FlaKDA(None), PlainKDA(), (kda, 2, 65, None), None, True),
-    "KDA, documents": (FlaKDA(None), PlainKDA(), (kda, 1, 130, None), DOCUMENTS, True),
-    "KDA, bounded": (FlaKDA(-5.0), PlainKDA(), (kda, 1, 130, -5.0), DOCUMENTS, True),
+    "KDA, rows": (FlaKDA(None), PlainRule(), (kda, 2, 65, None), None, True),
+    "KDA, documents": (FlaKDA(None), PlainRule(), (kda, 1, 130, None), DOCUMENTS, True),
+    "KDA, bounded": (FlaKDA(-5.0), PlainRule(), (kda, 1, 130, -5.0), DOCUMENTS, True),
     "Mamba2, rows": (FlaSSD(), PlainSSD(), (ssd, 2, 65, False), None, False),
     "Mamba2, documents": (FlaSSD(), PlainSSD(), (ssd, 1, 130, True), DOCUMENTS, True),
 }

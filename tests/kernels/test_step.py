@@ -6,7 +6,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.inference import Memory, decode, gdn_rows, kda_rows, mamba2_rows
-from megatron_gdn.kda.rule import PlainKDA
 from megatron_gdn.kda.sizes import rows_of
 from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.ops.delta_rule.base import HeadSizes
@@ -48,7 +47,7 @@ def kda_made(device, dtype, sizes, taps, bias=False, **options):
     norm = GatedNorm(gamma[: sizes.value_dim], activation="sigmoid")
     return {
         kernels: kda_rows(
-            no_row(layout, device, dtype), *own, layout, rule=PlainKDA(), norm=norm,
+            no_row(layout, device, dtype), *own, layout, rule=PlainRule(), norm=norm,
             kernels=kernels, **options,
         )
         for kernels in ("torch", "triton")

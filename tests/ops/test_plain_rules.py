@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_gdn.gdn.api import recurrent_gated_delta_rule
-from megatron_gdn.kda.rule import PlainKDA, recurrent_kda
+from megatron_gdn.kda.rule import recurrent_kda
 from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
@@ -79,7 +79,7 @@ class Kind(NamedTuple):
 
 
 DELTA = Kind(PlainRule(), delta_inputs, delta_recurrence)
-KDA = Kind(PlainKDA(), delta_inputs, recurrent_kda)
+KDA = Kind(PlainRule(), delta_inputs, recurrent_kda)
 SSD = Kind(PlainSSD(), ssd_inputs, ssd_recurrence, (ssd.H, ssd.K, ssd.V), True)
 CASES = {
     "delta rule, batch": (DELTA, 1.0, (2, 70), None),

@@ -1,35 +1,23 @@
-"""The chunk form of the gated delta rule in plain torch, forward and backward.
-
-Inside a chunk everything is a matrix product; only the state at chunk boundaries is computed one
-chunk after the other (:mod:`.chunk_math` has the equations). The backward, in closed form, computes
-the forward again, so no tensor of size T * C outlives either pass. Every reduction has a fixed
-order, so results repeat bit for bit.
+"""Where states enter and leave a group of chunks, and the walk between.
 
 On documents in fixed buffers the device alone knows which chunks end sequences. Every chunk is then
 walked, also those without tokens at the end; the others have the same sums and products.
 
 Legend: N sequences (in fixed buffers empty ones keep their states), n chunks, C tokens of a chunk,
-T tokens, G key heads, R value heads per key head, H = G * R, K key dim, V value dim.
+T tokens, H heads, K rows of a state, V columns.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..autograd import first_derivative_only, uncompiled
-from ..documents import Documents
-from ..elementwise import l2norm
 from ..rules import chunk_table
 from ..rules.chunk_table import ChunkGroup, ChunkTable, chunks_at_once
 from ..static_documents import StaticDocuments
-from ..switches import full_fp32_matmul
-from .base import check_rule_inputs
-from .chunk_math import ChunkGrads, Chunks
 
 
 class _Places(NamedTuple):
@@ -124,181 +112,70 @@ def _in_group(places: _Places, start: int, stop: int) -> tuple[Tensor, Tensor, T
     return first, last, here(places.first), here(places.last)
 
 
-class StaticChunks(Chunks):
-    """The chunks of a :class:`StaticChunkGroup`."""
-
-    group: StaticChunkGroup
-
-    def walk(self, carried: Tensor | None, initial: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
-        group = self.group
-        after = self._states(initial)[1:]
-        torch.bmm(self._written_k.mT, self.U, out=after.flatten(0, 1))
-        through = self._per_chunk(self.M)
-        before = initial.index_select(0, group.sequence)  # read where a sequence begins
-        S = torch.zeros_like(initial[0]) if carried is None else carried
-        for c in range(group.chunks):
-            S = before[c].copy_(torch.where(group.begin[c], before[c], S))
-            S = after[c].baddbmm_(through[c], S)
-        final.copy_(torch.where(group.last_here, after.index_select(0, group.last), final))
-        del self._written_k, self.v  # nobody needs them from here on
-        return before.flatten(0, 1), S
-
-    def walk_back(
-        self, do: Tensor, carried: Tensor | None, d_final: Tensor, d_initial: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        group = self.group
-        d_written = torch.bmm(self.P.mT, do)
-        before = self._states(d_final)[:-1]
-        flat = before.flatten(0, 1)
-        torch.bmm(self._in[:, 0].mT, do, out=flat)
-        flat.baddbmm_(self.W.mT, d_written * self.beta[..., None])
-        through = self._per_chunk(self.M).mT
-        after = d_final.index_select(0, group.sequence)
-        dS = torch.zeros_like(d_final[0]) if carried is None else carried
-        for c in reversed(range(group.chunks)):
-            dS = after[c].copy_(torch.where(group.end[c], after[c], dS))
-            dS = before[c].baddbmm_(through[c], dS)
-        begun = before.index_select(0, group.first)
-        d_initial.copy_(torch.where(group.first_here, begun, d_initial))
-        return after.flatten(0, 1), d_written, dS
+def taken(group: ChunkGroup, states: Tensor, *, ends: bool = False) -> Tensor:
+    """Of ``[N, H, K, V]``, what :func:`walk` reads of the sequences that begin (or end) here."""
+    if isinstance(group, StaticChunkGroup):
+        return states
+    index = group.end_index if ends else group.begin_index
+    return states[:0] if index is None else states.index_select(0, index[1])
 
 
-class ChunkedRule(NamedTuple):
-    """The rule over sequences of known lengths, as two plain calls without autograd.
+def put(group: ChunkGroup, states: Tensor, new: Tensor, *, begins: bool = False) -> None:
+    """Write what :func:`walk` returns of the sequences that end (or begin) here to their states."""
+    if isinstance(group, StaticChunkGroup):
+        states.copy_(torch.where(group.first_here if begins else group.last_here, new, states))
+        return
+    index = group.begin_index if begins else group.end_index
+    if index is not None:
+        states.index_copy_(0, index[1], new)
 
-    A token that is not finite (NaN or inf in k, v, g, beta) makes the outputs of its head NaN from
-    itself on; those before keep their bits. A log-decay may be -inf. Finite numbers whose products
-    overflow inside a chunk may change its earlier outputs, and all gradients of the sequence.
+
+def walk(
+    group: ChunkGroup,
+    through: Tensor,
+    states: Tensor,
+    carried: Tensor | None,
+    given: Tensor,
+    back: bool = False,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Apply ``S -> through S + added`` chunk by chunk, or from the last chunk to the first.
+
+    Args:
+        through: ``[n, H, K, K]``, or ``[n, H, K, 1]`` (or 1 for K), a factor of each row.
+        states: ``[n + 1, H, K, V]``, room; ``added`` is in all but the first (``back``: the last).
+        carried: ``[H, K, V]``, what enters from the group before (``back``: after); None at the
+            start, where a sequence begins.
+        given: what :func:`taken` returns.
+
+    Returns:
+        The state that enters every chunk ``[n, H, K, V]``, the one that leaves the group, and what
+        :func:`put` takes.
     """
-
-    lengths: tuple[int, ...] | StaticDocuments
-    chunk_size: int
-    scale: float  # factor on the output
-    aligned: bool = False  # the forward's groups have one size on a CPU too, see ..aligned
-    # Of an ordinary group, and in fixed buffers.
-    kinds: tuple[type[Chunks], type[StaticChunks]] = (Chunks, StaticChunks)
-
-    def zero_state(self, k: Tensor, v: Tensor) -> Tensor:
-        """``[N, G, R, K, V]`` in the dtype that the rule computes in."""
-        (groups, K), lengths = k.shape[2:], self.lengths
-        count = lengths.sequences if isinstance(lengths, StaticDocuments) else len(lengths)
-        wide = torch.promote_types(v.dtype, torch.float32)
-        return v.new_zeros(count, groups, v.shape[2] // groups, K, v.shape[3], dtype=wide)
-
-    def _table(self, v: Tensor, aligned: bool = False) -> ChunkTable:
-        if isinstance(self.lengths, StaticDocuments):
-            return static_chunk_table(self.lengths, self.chunk_size, v.shape[2])
-        return ChunkTable.build(self.lengths, self.chunk_size, v.shape[2], v.device, aligned)
-
-    def chunks(self, table: ChunkTable, group: ChunkGroup, *inputs, set_aside: bool = False):
-        kind = self.kinds[isinstance(group, StaticChunkGroup)]
-        return kind(table, group, *inputs, scale=self.scale, set_aside=set_aside)
-
-    def forward(
-        self, q, k, v, g, beta, state: Tensor, last: bool = True, output: bool = True
-    ) -> tuple[Tensor, Tensor]:
-        """Output ``[B, T, H, V]`` and final states ``[N, G, R, K, V]``, each if it is asked for."""
-        table = self._table(v, self.aligned and output)
-        walks = last or not table.are_chunks
-        rows = table.rows_like(v) if output else v
-        final, carried = _copy(state) if walks else state, None
-        ends = state.flatten(1, 2), final.flatten(1, 2)
-        with full_fp32_matmul(v.device.type):
-            for group in table.groups:
-                x = self.chunks(table, group, q, k, v, g, beta, set_aside=output)
-                S, carried = x.walk(carried, *ends) if walks else (x.entering(ends[0]), None)
-                if output:
-                    table.put(rows, group, x.output(S))
-        return table.to_tokens(rows, v) if output else rows, final
-
-    def state_gradient(self, do, d_final, q, k, v, g, beta) -> Tensor:
-        """The gradient of the initial states, as :meth:`backward` returns it; reads no state."""
-        table = self._table(v)
-        d_initial, d_carried = _copy(d_final), None
-        d_ends = d_final.flatten(1, 2), d_initial.flatten(1, 2)
-        with full_fp32_matmul(v.device.type):
-            for group in reversed(table.groups):
-                x = self.chunks(table, group, q, k, v, g, beta)
-                *_, d_carried = x.walk_back(x.output_gradient(do)[:, 0], d_carried, *d_ends)
-        return d_initial
-
-    def backward(self, do, d_final, q, k, v, g, beta, state: Tensor) -> tuple[Tensor, ...]:
-        """Gradients of q, k, v, g, beta and the initial states.
-
-        The walk forward keeps some 0.36 MiB per chunk and head of 128 x 128 for the walk back.
-        """
-        table = self._table(v)
-        inputs = (q, k, v, g, beta)
-        d_final = d_final.to(state.dtype)
-        d_initial, final = _copy(d_final), state.new_empty(state.shape)
-        ends = state.flatten(1, 2), final.flatten(1, 2)
-        d_ends = d_final.flatten(1, 2), d_initial.flatten(1, 2)
-        rows = ChunkGrads(*(table.rows_like(x) for x in inputs))
-        kept, carried, d_carried = [], None, None
-        with full_fp32_matmul(v.device.type):
-            for group in table.groups:
-                x = self.chunks(table, group, *inputs)
-                S, carried = x.walk(carried, *ends)
-                kept.append((x, S))
-            while kept:
-                x, S = kept.pop()
-                do_dv = x.output_gradient(do)
-                dS, d_written, d_carried = x.walk_back(do_dv[:, 0], d_carried, *d_ends)
-                for to, gradient in zip(rows, x.gradients(do_dv, S, dS, d_written), strict=True):
-                    table.put(to, x.group, gradient)
-        return *(table.to_tokens(x, like) for x, like in zip(rows, inputs, strict=True)), d_initial
-
-
-def _copy(state: Tensor) -> Tensor:
-    return state.clone(memory_format=torch.contiguous_format)
-
-
-class _ChunkRule(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, q, k, v, g, beta, state, rule: ChunkedRule):
-        ctx.save_for_backward(q, k, v, g, beta, state)
-        ctx.rule = rule
-        return rule.forward(q, k, v, g, beta, state)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, do, dfinal):
-        return *ctx.rule.backward(do, dfinal, *ctx.saved_tensors), None
-
-
-@uncompiled  # Dynamo fails on its guards, and its tables are cached by value
-def torch_chunk_gated_delta_rule(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    chunk_size: int = 64,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    *,
-    scale: float | None = None,
-    cu_seqlens: Tensor | Sequence[int] | Documents | None = None,
-) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule in chunks, in plain torch: deterministic, and runs everywhere.
-
-    Computes in fp32 (fp64 for fp64 input). The backward recomputes, so a call keeps its inputs and
-    nothing else. A second derivative is refused.
-
-    Args, returns and errors: as :func:`megatron_gdn.ops.gated_delta_rule`. ``chunk_size``, tokens
-    per chunk, changes rounding, speed and memory, not the result.
-    """
-    documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
-    if chunk_size < 1:
-        raise ValueError(f"chunk_size={chunk_size} must be at least 1; 64 is usual.")
-    if use_qk_l2norm_in_kernel:
-        query, key = l2norm(query), l2norm(key)
-    factor = key.shape[-1] ** -0.5 if scale is None else scale
-    lengths = (key.shape[1],) * key.shape[0] if documents is None else documents.lengths
-    rule = ChunkedRule(lengths, chunk_size, factor)
-    state = rule.zero_state(key, value)
-    if initial_state is not None:
-        state = initial_state.to(state.dtype).reshape(state.shape)
-    output, final = _ChunkRule.apply(query, key, value, g, beta, state, rule)
-    return output, final.flatten(1, 2) if output_final_state else None
+    step = torch.Tensor.baddbmm_ if through.shape[-1] > 1 else torch.Tensor.addcmul_
+    entering, leaving = (states[1:], states[:-1]) if back else (states[:-1], states[1:])
+    order = reversed(range(group.chunks)) if back else range(group.chunks)
+    if isinstance(group, StaticChunkGroup):
+        opens, closes = (group.end, group.first) if back else (group.begin, group.last)
+        entering = given.index_select(0, group.sequence)
+        S = torch.zeros_like(given[0]) if carried is None else carried
+        for c in order:
+            S = entering[c].copy_(torch.where(opens[c], entering[c], S))
+            S = step(leaving[c], through[c], S)
+        return entering, S.clone(), leaving.index_select(0, closes)
+    opens, closes = group.begin_index, group.end_index
+    closing = group.ends
+    if back:
+        opens, closes, closing = closes, opens, group.begins
+    # Where a sequence ends, the state that enters the next one takes the place of the one that
+    # leaves. So those have a buffer of their own. (In the caller's a sequence's place would decide
+    # the alignment, and on a CPU that decides bits.)
+    left = leaving[:0] if closes is None else leaving.index_select(0, closes[0])
+    if carried is not None:
+        entering[group.chunks - 1 if back else 0].copy_(carried)
+    if opens is not None:
+        entering.index_copy_(0, opens[0], given)
+    into, out_of, factors = entering.unbind(0), leaving.unbind(0), through.unbind(0)
+    places = {c: place for place, c in enumerate(closing)}
+    for c in order:
+        step(left[places[c]] if c in places else out_of[c], factors[c], into[c])
+    return entering, out_of[0 if back else group.chunks - 1].clone(), left

@@ -1,46 +1,132 @@
-"""The chunk form of the gated delta rule on a group of chunks.
+"""One group of chunks of a linear-attention rule, in plain torch; autograd differentiates it.
 
-With G the running sum of g in a chunk, Gamma_ij = exp(G_i - G_j) for i >= j, B = diag(beta) and S
-the state before the chunk:
+With a log-decay per head or per channel, a key k that is written, a key e that is erased (Mamba2
+erases nothing) and a written value u, see :class:`Values`:
 
-    (I + A B) x  = v - exp(G) k S                A_ij = (k_i . k_j) Gamma_ij,  j < i
-    o            = exp(G) q S + P B x            P_ij = (q_i . k_j) Gamma_ij,  j <= i
-    S_next       = exp(G_C) S + (exp(G_C - G) k)^T B x
+    S_t = D_t S_{t-1} + k_t (u_t - e_t^T D_t S_{t-1})        D_t = exp(g_t)        o_t = S_t^T q_t
 
-(Yang et al. 2024, sections 3.2-3.3; q carries the scale.) x is each token's correction: its v minus
-the value that the state returns for its k. B x is written to the state. x is affine in S, and so is
-the state after the chunk:
+Inside a chunk everything is a product of matrices; only the state at chunk boundaries is computed
+one chunk after the other. With G_t the sum of g from the chunk's start, y_t the value that is
+written in the end, and S the state before the chunk:
 
-    x            = U + W S      U = (I + A B)^-1 v,          W = -(I + A B)^-1 exp(G) k
-    S_next       = M S + Z      Z = (exp(G_C - G) B k)^T U,  M = exp(G_C) I + (exp(G_C - G) B k)^T W
+    (I + A) y = u - e_in S      A_ij = e_i . exp(G_i - G_j) k_j, j < i      e_in = exp(G) e
+    o         = q_in S + P y    P_ij = q_i . exp(G_i - G_j) k_j, j <= i     q_in = exp(G) q
+    S_next    = exp(G_C) S + k_out^T y                                      k_out = exp(G_C - G) k
 
-All but S is computed for many chunks at once; the walk from state to state is one product per
-chunk. Q and K are stacked, Q first, so that shared products take one launch.
+(Yang et al. 2024, sections 3.2-3.3.) y is affine in S, and so is the state after the chunk:
 
-Legend: n chunks of the group, G key heads, R value heads per key head, m = n * G, b = m * R,
+    y         = U + W S         U = (I + A)^-1 u,      W = -(I + A)^-1 e_in
+    S_next    = M S + Z         Z = k_out^T U,         M = exp(G_C) I + k_out^T W
+
+Two functions have a backward of their own: the decays of a head, where no sum may be a difference
+of larger ones, and the walk from state to state.
+
+Legend: n chunks of the group, G key heads, R value heads per key head, H = G R, m = n G, b = n H,
 C tokens of a chunk, K key dim, V value dim, N sequences.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from ..elementwise import least_log_decay
 from ..host_tables import cached_by_stream
-from ..rules.chunk_table import ChunkGroup, ChunkTable
+from ..rules.chunk_table import ChunkGroup
+from .chunk import walk
 from .triangular import unit_lower_inverse
 
 
-class ChunkGrads(NamedTuple):
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
+class Values(NamedTuple):
+    """The tokens of a group of chunks, in fp32 (fp64 for fp64)."""
+
+    q: Tensor  # [m, C, K]
+    k: Tensor  # [m, C, K]
+    e: Tensor | None  # [m, C, K]; None: nothing is erased
+    u: Tensor  # [b, C, V]
+    g: Tensor  # [b, C] or [b, C, K]
+    strength: Tensor | None = None  # [b, C], a factor on e for each value head
+    skip: Tensor | None = None  # [b, C, V], added to the output
+
+
+class _Products(NamedTuple):
+    """What a group's values give without its states."""
+
+    P: Tensor | None  # [b, C, C]; None, as q_in, if no output is asked for
+    A: Tensor | None  # [b, C, C], read below its diagonal; None, as e_in, if nothing is erased
+    q_in: Tensor | None  # [b, C, K]
+    e_in: Tensor | None
+    k_out: Tensor
+    decay: Tensor  # [b, 1 or K, 1], of the state over the chunk
+
+
+def run_group(
+    group: ChunkGroup,
+    x: Values,
+    carried: Tensor | None,
+    initial: Tensor,
+    *,
+    output: bool = True,
+    walks: bool = True,
+    set_aside: bool = False,
+) -> tuple[Tensor | None, Tensor, Tensor]:
+    """The output ``[b, C, V]``, the state after the group, those of sequences that end in it.
+
+    Args:
+        carried: ``[H, K, V]``, the state that the chunks before left; None before the first group.
+        initial: those of the sequences that begin here, as :func:`.chunk.taken` gives them.
+        walks: False: every chunk is a sequence, and no state after it is asked for.
+        set_aside: a token that is not finite reaches no earlier output; not differentiable.
+    """
+    reached = None
+    if set_aside:
+        x, reached = _set_aside(x)
+    P, A, q_in, e_in, k_out, decay = (_per_head if x.g.dim() == 2 else _per_channel)(x, output)
+    if reached is not None:  # NaN in what is written makes the state after the chunk NaN
+        k_out = k_out.masked_fill_(reached[:, -1:, None], float("nan"))
+    S, y, carried, final = _Walk.apply(A, x.u, e_in, k_out, decay, carried, initial, group, walks)
+    if P is None or q_in is None:
+        return None, carried, final
+    o = torch.baddbmm(torch.bmm(q_in, S), P, y)
+    if x.skip is not None:
+        o = o + x.skip
+    if reached is not None:
+        o = o.masked_fill_(reached[..., None], float("nan"))
+    return o, carried, final
+
+
+def _set_aside(x: Values) -> tuple[Values, Tensor]:
+    """Zero the tokens whose k, e, u, g or strength is not finite; ``[b, C]``: those they reach.
+
+    In products with triangular matrices an earlier token takes 0 times a later one's values, and
+    0 * NaN is NaN. (A q that is not finite reaches its own output only.)
+    """
+    g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
+    # NaN and inf times 0 are NaN.
+    bad_key = _largest(x.k) * 0 != 0
+    if x.e is not None and x.e is not x.k:
+        bad_key |= _largest(x.e) * 0 != 0
+    odd = _largest(x.u).sub_(g if g.dim() == 2 else g.sum(-1))
+    if x.strength is not None:
+        odd.add_(x.strength)
+    bad = odd.mul_(0) != 0
+    bad.view(len(bad_key), -1, *bad.shape[1:]).logical_or_(bad_key[:, None])
+
+    e = None if x.e is x.k else x.e
+    for t, out in ((x.k, bad_key), (e, bad_key), (x.u, bad), (g, bad), (x.strength, bad)):
+        if t is not None:
+            t.masked_fill_(out.view(*out.shape, *(1,) * (t.dim() - 2)), 0)
+    return x._replace(g=g), bad.cumsum(-1) > 0
+
+
+def _largest(x: Tensor) -> Tensor:
+    """The largest absolute value of every row, or NaN. A norm takes 25 times as long on a CPU."""
+    if x.is_cuda:
+        return torch.linalg.vector_norm(x, float("inf"), dim=-1)
+    return x.abs().amax(-1)
 
 
 @cached_by_stream(32)
@@ -60,308 +146,176 @@ def summed(x: Tensor, diagonal: int) -> Tensor:
     return torch.bmm(x.view(1, -1, C), table[None]).view(x.shape)
 
 
-class Chunks:
-    """The chunks of one group. Tensors that do not need the state are made on first use."""
+class _Decays(torch.autograd.Function):
+    """exp of the sums of g ``[b, C]`` from the chunk's start and to its end; decayed pairs.
 
-    def __init__(
-        self,
-        table: ChunkTable,
-        group: ChunkGroup,
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale: float,
-        set_aside: bool = False,
-    ) -> None:
-        wide = torch.promote_types(v.dtype, torch.float32)
-        G, C = k.shape[2], table.chunk_size
-        self.table, self.group, self.scale = table, group, scale
-        self.key_heads, self.heads = (G,), (G, v.shape[2] // G)
-        n = (group.slots.stop - group.slots.start) // C
-        self.q_k = v.new_empty(n * G, 2, C, k.shape[3], dtype=wide)
-        both = self.q_k.view(n, G, *self.q_k.shape[1:])
-        table.to_chunks(q, group, self.key_heads, wide, out=both[:, :, 0])
-        table.to_chunks(k, group, self.key_heads, wide, out=both[:, :, 1])
-        self.q, self.k = self.q_k.unbind(1)
-        self.q.mul_(scale)
-        self.v = self._of_value_heads(v, wide)
-        self.beta = self._of_value_heads(beta, wide)
-        # G is summed and subtracted in fp64: after a strong decay G is in the thousands, and a
+    Pairs ``[m, C, C]`` of readers and writers give ``[b, C, C]``, lower triangles.
+    """
+
+    @staticmethod
+    def forward(ctx, g: Tensor, *pairs: Tensor) -> tuple[Tensor, ...]:
+        # Summed and subtracted in fp64: after a strong decay G is in the thousands, and a
         # difference of two such fp32 numbers lacks the digits that exp() magnifies.
-        g = self._of_value_heads(g, torch.float64)
-        g.clamp_(min=least_log_decay(wide))  # -inf - -inf would be NaN
-        self._reached = self._set_aside(g) if set_aside else None
-        self._G = self._sums(g)
-        self.decay_in = self._G.exp().to(wide)  # [b, C], from the chunk's start to token i
-        self.decay_out = (self._G[:, -1:] - self._G).exp_().to(wide)  # from token i to its end
-        if self._reached is not None:  # NaN in what is written makes the state after the chunk NaN
-            reached = _per_gate(self._reached[:, -1:], g)
-            self.decay_out.masked_fill_(reached, float("nan"))
-
-    def _sums(self, g: Tensor) -> Tensor:
-        """G, the running sum of g ``[b, C]`` within a chunk."""
-        return summed(g, 0)
-
-    def _set_aside(self, g: Tensor) -> Tensor:
-        """Zero the tokens whose k, v, g or beta is not finite; ``[b, C]``: the tokens they reach.
-
-        In products with triangular matrices an earlier token takes 0 times a later one's values,
-        and 0 * NaN is NaN. NaN is then written where the recurrence has it. (A q that is not finite
-        reaches its own output only.)
-        """
-        largest = [_largest(x) for x in (self.k, self.v)]
-        bad_k = largest[0].mul_(0) != 0  # NaN and inf times 0 are NaN
-        of_gates = g if g.dim() == 2 else g.sum(-1)
-        bad = largest[1].add_(self.beta).sub_(of_gates).mul_(0) != 0
-        self._per_key_head(bad).logical_or_(bad_k[:, None])
-        self.k.masked_fill_(bad_k[..., None], 0)
-        self.v.masked_fill_(bad[..., None], 0)
-        self.beta.masked_fill_(bad, 0)
-        g.masked_fill_(_per_gate(bad, g), 0)
-        return bad.cumsum(-1) > 0
-
-    def _of_value_heads(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """``[B, T, H, ...]`` -> ``[b, C, ...]``."""
-        return self.table.to_chunks(x, self.group, self.heads, dtype).flatten(0, 2)
-
-    def _per_key_head(self, x: Tensor) -> Tensor:
-        """``[b, ...]`` -> ``[m, R, ...]``, a view."""
-        return x.view(-1, self.heads[1], *x.shape[1:])
-
-    @cached_property
-    def gamma(self) -> Tensor:
-        """exp(G_i - G_j) on and below the diagonal, else 0: ``[b, C, C]``."""
-        G = self._G
-        C = G.shape[-1]
-        pairs = self.beta.new_empty(*G.shape, C)
-        torch.sub(G[:, :, None], G[:, None, :], out=pairs)  # in fp64, rounded as it is stored
+        G = summed(g.double().clamp(min=least_log_decay(g.dtype)), 0)  # -inf - -inf would be NaN
+        start, end = G.exp().to(g.dtype), (G[:, -1:] - G).exp_().to(g.dtype)
+        if not pairs:
+            return start, end
+        b, C = g.shape
+        gamma = g.new_empty(b, C, C)  # exp(G_i - G_j)
+        torch.sub(G[:, :, None], G[:, None, :], out=gamma)  # in fp64, rounded as it is stored
         # Masked before exp: above the diagonal the exponent is positive and may overflow. And not
         # by -inf, for which exp() takes ten times as long on a CPU.
-        return pairs.tril_().exp_().tril_()
+        gamma.tril_().exp_().tril_()
+        decayed = [(x[:, None] * gamma.view(len(x), -1, C, C)).flatten(0, 1) for x in pairs]
+        ctx.save_for_backward(gamma, start, end, *decayed)
+        ctx.of_keys = (len(pairs[0]), -1, C, C)
+        return start, end, *decayed
 
-    @cached_property
-    def qk_kk(self) -> Tensor:
-        """q_i . k_j and k_i . k_j: ``[m, 2, C, C]``."""
-        return torch.bmm(self.q_k.flatten(1, 2), self.k.mT).view(*self.q_k.shape[:3], -1)
-
-    @cached_property
-    def _P_A(self) -> Tensor:
-        P_A = self.qk_kk[:, None] * self._per_key_head(self.gamma)[:, :, None]
-        return _without_diagonal_of_second(P_A.flatten(0, 1))
-
-    @property
-    def P(self) -> Tensor:
-        return self._P_A[:, 0]
-
-    @property
-    def A(self) -> Tensor:
-        return self._P_A[:, 1]
-
-    @cached_property
-    def inverse(self) -> Tensor:
-        """(I + A B)^-1."""
-        return unit_lower_inverse(self.A * self.beta[:, None, :])
-
-    @cached_property
-    def _in(self) -> Tensor:
-        """exp(G) q and exp(G) k: ``[b, 2, C, K]``."""
-        decay = self._per_key_head(self.decay_in)[:, :, None, :, None]
-        return (self.q_k[:, None] * decay).flatten(0, 1)
-
-    def _decayed_k(self, decay: Tensor) -> Tensor:
-        return (self.k[:, None] * self._per_key_head(decay)[..., None]).flatten(0, 1)
-
-    @cached_property
-    def U(self) -> Tensor:
-        return torch.bmm(self.inverse, self.v)
-
-    @cached_property
-    def W(self) -> Tensor:
-        k_in = self._in[:, 1]
-        W = torch.empty(k_in.shape, dtype=k_in.dtype, device=k_in.device)
-        return W.baddbmm_(self.inverse, k_in, beta=0, alpha=-1)
-
-    @cached_property
-    def _written_k(self) -> Tensor:
-        return self._decayed_k(self.decay_out * self.beta)
-
-    @cached_property
-    def M(self) -> Tensor:
-        M = torch.bmm(self._written_k.mT, self.W)
-        M.diagonal(dim1=-2, dim2=-1).add_(self.decay_in[:, -1].view(len(M), -1))
-        return M
-
-    def _per_chunk(self, x: Tensor) -> Tensor:
-        """``[b, ...]`` -> ``[n, G * R, ...]``."""
-        return x.view(-1, self.heads[0] * self.heads[1], *x.shape[1:])
-
-    def walk(self, carried: Tensor | None, initial: Tensor, final: Tensor) -> tuple[Tensor, Tensor]:
-        """Run the states through the group.
-
-        Args:
-            carried: ``[G * R, K, V]``, the state that the chunks before left; None at the start.
-            initial, final: ``[N, G * R, K, V]``, read where a sequence begins, written at its end.
-
-        Returns:
-            The state before every chunk ``[b, K, V]``, and the one after the last.
-        """
-        states = self._states(initial)
-        torch.bmm(self._written_k.mT, self.U, out=states[1:].flatten(0, 1))
-        if carried is not None:
-            states[0].copy_(carried)
-        # The row after a sequence's last chunk holds the initial state of the next, so final states
-        # have a buffer of their own. (In ``final`` a sequence's place would decide the alignment,
-        # and on a CPU that decides bits.)
-        ended = None
-        if self.group.end_index is not None:
-            ended = states[1:].index_select(0, self.group.end_index[0])
-        if self.group.begin_index is not None:
-            first, sequences = self.group.begin_index
-            states.index_copy_(0, first, initial.index_select(0, sequences))
-        through, at = self._per_chunk(self.M).unbind(0), states.unbind(0)
-        ends = {c: place for place, c in enumerate(self.group.ends)}
-        for c in range(self.group.chunks):
-            after = ended[ends[c]] if ended is not None and c in ends else at[c + 1]
-            after.baddbmm_(through[c], at[c])
-        if ended is not None and self.group.end_index is not None:
-            final.index_copy_(0, self.group.end_index[1], ended)
-        del self._written_k, self.v  # nobody needs them from here on
-        return states[:-1].flatten(0, 1), at[self.group.chunks]
-
-    def entering(self, initial: Tensor) -> Tensor:
-        """The state before every chunk ``[b, K, V]`` where each begins a sequence."""
-        states = initial.new_zeros(len(self.beta) // initial.shape[1], *initial.shape[1:])
-        assert self.group.begin_index is not None
-        first, sequences = self.group.begin_index
-        states.index_copy_(0, first, initial.index_select(0, sequences))
-        return states.flatten(0, 1)
-
-    def _states(self, like: Tensor) -> Tensor:
-        """Room for the states before and after every chunk, ``[n + 1, G * R, K, V]``."""
-        return like.new_empty(len(self.beta) // like.shape[1] + 1, *like.shape[1:])
-
-    def correction(self, S: Tensor) -> Tensor:
-        """x, written over U; to be called once."""
-        return self.U.baddbmm_(self.W, S)
-
-    def output(self, S: Tensor) -> Tensor:
-        written = self.correction(S).mul_(self.beta[..., None])
-        o = torch.bmm(self._in[:, 0], S).baddbmm_(self.P, written)
-        return (
-            o if self._reached is None else o.masked_fill_(self._reached[..., None], float("nan"))
-        )
-
-    def output_gradient(self, do: Tensor) -> Tensor:
-        """``[b, 2, C, V]``: do, and room for dv beside it."""
-        b, C = self.beta.shape
-        both = self.beta.new_empty(b, 2, C, do.shape[-1])
-        to = both.view(-1, *self.heads, *both.shape[1:])[:, :, :, 0]
-        self.table.to_chunks(do, self.group, self.heads, both.dtype, out=to)
-        return both
-
-    def walk_back(
-        self, do: Tensor, carried: Tensor | None, d_final: Tensor, d_initial: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The reverse of :meth:`walk`, with ``do [b, C, V]`` and the gradients of its states.
-
-        Returns:
-            Three gradients: of the state after every chunk ``[b, K, V]``; of B x through the
-            output of its own chunk ``[b, C, V]``; of the state before the group.
-        """
-        d_written = torch.bmm(self.P.mT, do)
-        states = self._states(d_final)
-        before = states[:-1].flatten(0, 1)
-        torch.bmm(self._in[:, 0].mT, do, out=before)
-        before.baddbmm_(self.W.mT, d_written * self.beta[..., None])
-        # If it is None, the last chunk ends a sequence, or is empty and its gradients are not used.
-        if carried is not None:
-            states[-1].copy_(carried)
-        through = self._per_chunk(self.M).mT.unbind(0)
-        if self.group.begin_index is not None:
-            first, sequences = self.group.begin_index
-            d_initial.index_copy_(0, sequences, states.index_select(0, first))
-        if self.group.end_index is not None:
-            last, sequences = self.group.end_index
-            states[1:].index_copy_(0, last, d_final.index_select(0, sequences))
-        at, begins = states.unbind(0), self.group.begins
-        for c in reversed(range(self.group.chunks)):
-            before = d_initial[begins[c]] if c in begins else at[c]
-            before.baddbmm_(through[c], at[c + 1])
-        return states[1:].flatten(0, 1), d_written, at[0]
-
-    def _of_tokens(
-        self, do_dv: Tensor, S: Tensor, dS: Tensor, d_written: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Gradients of v and beta; B x; the products of do and dv with it, ``[b, 2, C, C]``."""
-        beta, C = self.beta[..., None], self.beta.shape[-1]
-        x = self.correction(S)
-        written = x * beta
-        d_written.baddbmm_(self._decayed_k(self.decay_out), dS)
-        dv = do_dv[:, 1].baddbmm_(self.inverse.mT, d_written * beta, beta=0)
-        # The gradient of (B x)_i, minus the share that comes through the tokens after i.
-        dbeta = d_written.baddbmm_(self.A.mT, dv, alpha=-1).mul_(x).sum(-1)
-        pairs = torch.bmm(do_dv.flatten(1, 2), written.mT).view(-1, 2, C, C)
-        return dv, dbeta, written, pairs
-
-    def gradients(self, do_dv: Tensor, S: Tensor, dS: Tensor, d_written: Tensor) -> ChunkGrads:
-        """From do and room for dv, the states before every chunk and what walk_back returns."""
-        dv, dbeta, written, pairs = self._of_tokens(do_dv, S, dS, d_written)
-        pairs = _without_diagonal_of_second(pairs.mul_(self.gamma[:, None]))
-        pairs = self._per_key_head(pairs)
-        qk, kk = self.qk_kk[:, None].unbind(2)
-        crossing = (pairs[:, :, 0] * qk).addcmul_(pairs[:, :, 1], kk, value=-1)
-
-        decay_in = self._per_key_head(torch.stack([self.decay_in, -self.decay_in], 1))
-        decay_out = self._per_key_head(self.decay_out)
-        read = torch.bmm(do_dv.flatten(1, 2), S.mT).view(-1, *decay_in.shape[1:], S.shape[-2])
-        kept = self._per_key_head(torch.bmm(written, dS.mT))
-        dg = _dg(
-            crossing=crossing.flatten(0, 1),
-            read=((read * self.q_k[:, None]).sum(-1) * decay_in).sum(2).flatten(0, 1),
-            written=((kept * self.k[:, None]).sum(-1) * decay_out).flatten(0, 1),
-            through=(S * dS).sum((-1, -2)) * self.decay_in[:, -1],
-        )
-        read.mul_(decay_in[..., None])[:, :, 1].addcmul_(kept, decay_out[..., None])
-        # The value heads of a key head are summed before the products, not after them.
-        (dq, dk), (dqk, minus_dkk) = read.sum(1).unbind(1), pairs.sum(1).unbind(1)
-        dq.baddbmm_(dqk, self.k).mul_(self.scale)
-        dk.baddbmm_(minus_dkk + minus_dkk.mT, self.k, alpha=-1).baddbmm_(dqk.mT, self.q)
-        return ChunkGrads(dq, dk, dv, dg, dbeta)
+    @staticmethod
+    def backward(ctx, d_start: Tensor, d_end: Tensor, *d_decayed: Tensor):
+        """The gradient of g_t sums what a writer before t gives a reader at t or later."""
+        gamma, start, end, *decayed = ctx.saved_tensors
+        crossing = d_decayed[0] * decayed[0]
+        for d, x in zip(d_decayed[1:], decayed[1:], strict=True):
+            crossing.addcmul_(d, x)
+        # Column t of the product: what reader i gets from writers j < t. Then the readers i >= t.
+        dg = summed(crossing, 1).tril_().sum(-2)
+        C, dtype, device = gamma.shape[-1], gamma.dtype, gamma.device
+        dg.addmm_(d_start * start, upto(C, 0, dtype, device).mT)
+        dg.addmm_(d_end * end, upto(C, 1, dtype, device))
+        return dg, *((d * gamma).view(ctx.of_keys).sum(1) for d in d_decayed)
 
 
-def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value of every row, or NaN. A norm takes 25 times as long on a CPU."""
-    if x.is_cuda:
-        return torch.linalg.vector_norm(x, float("inf"), dim=-1)
-    return x.abs().amax(-1)
+def _per_head(x: Values, output: bool) -> _Products:
+    """With a decay per head, which is a factor on products that the heads of a key head share."""
+    (m, C, _), b = x.k.shape, len(x.g)
+    readers = [t for t in (x.q if output else None, x.e) if t is not None]
+    start, end, *pairs = _Decays.apply(x.g, *(torch.bmm(t, x.k.mT) for t in readers))
+    P, A, e_start = pairs[0] if output else None, None, start
+    if x.e is not None:
+        A = pairs[-1]
+        if x.strength is not None:
+            A, e_start = A * x.strength[..., None], start * x.strength
+
+    def of_heads(t: Tensor | None, decay: Tensor) -> Tensor | None:
+        return None if t is None else (t[:, None] * decay.view(m, -1, C, 1)).view(b, C, -1)
+
+    return _Products(
+        P, A, of_heads(x.q, start) if output else None, of_heads(x.e, e_start),
+        of_heads(x.k, end), start[:, -1:, None],
+    )  # fmt: skip
 
 
-def _per_gate(tokens: Tensor, g: Tensor) -> Tensor:
-    """A mask of tokens in a shape that masks their gates, one or several per token."""
-    return tokens.view(*tokens.shape, *(1,) * (g.dim() - tokens.dim()))
+def _per_channel(x: Values, output: bool) -> _Products:
+    """With a decay per channel (Kimi Team, "Kimi Linear", 2025).
 
+    P and A are then no products of two matrices: exp(G_i) times exp(-G_j) overflows, since a fast
+    gate sums to -320 in a chunk. So a chunk is cut in halves. A reader i of the second half meets
+    a writer j of the first half across the boundary r between them:
 
-def _without_diagonal_of_second(pairs: Tensor) -> Tensor:
-    """``[b, 2, C, C]``: no token corrects itself."""
-    pairs[:, 1].diagonal(dim1=-2, dim2=-1).zero_()
-    return pairs
+        exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j)         both exponents are <= 0
 
-
-def _dg(crossing: Tensor, read: Tensor, written: Tensor, through: Tensor) -> Tensor:
-    """Gradient of g_t: the sum over interactions of a writer before t and a reader at t or later.
-
-    Differences of larger sums would lose accuracy under strong decay.
-
-    Args:
-        crossing: ``[b, C, C]``, reader i against writer j < i.
-        read, written: ``[b, C]``, a token and the state before the chunk, or after it.
-        through: ``[b]``, the state before the chunk against the state after it.
+    which is a product of two matrices. Both halves are cut again, down to single tokens. Every
+    exponent is a sum of its own, and no term is added and subtracted.
     """
-    C = crossing.shape[-1]
-    to_later = upto(C, 0, crossing.dtype, crossing.device)
-    earlier = upto(C, 1, crossing.dtype, crossing.device)
-    # Column t of the product: what reader i gets from the writers j < t. Then the readers i >= t.
-    crossed = summed(crossing, 1).tril_().sum(-2)
-    return crossed.addmm_(read, to_later.mT).addmm_(written, earlier).add_(through[:, None])
+    b, C, K = x.g.shape
+    q, k, e = (
+        t if t is None or len(t) == b else t.repeat_interleave(b // len(t), 0)
+        for t in (x.q, x.k, x.e)
+    )  # fmt: skip
+    if e is not None and x.strength is not None:
+        e = e * x.strength[..., None]
+    g = x.g.clamp(min=least_log_decay(x.g.dtype))
+    made = [t for t in (q if output else None, e) if t is not None]
+    P = A = None
+    if made:
+        pairs = _pairs(torch.stack(made, 2), k, g).unbind(2)
+        P, A = pairs[0] if output else None, None if e is None else pairs[-1]
+    start, end = _sum(g, 0, later=True).exp(), _sum(g, 1).exp()
+    q_in, e_in = q * start if output else None, None if e is None else e * start
+    return _Products(P, A, q_in, e_in, k * end, start[:, -1, :, None])
+
+
+def _pairs(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """``[b, C, r, C]``: r readers ``[b, C, r, K]`` and writers ``[b, C, K]``, decayed between."""
+    b, C, r, K = readers.shape
+    # Of h pairs of halves of `size` tokens, joined from single tokens up: [2 h, size, r, size].
+    pairs, size = (readers * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
+    while size < C:
+        first, second = g.view(-1, 2, size, K).unbind(1)
+        late = readers.view(-1, 2, size, r, K)[:, 1] * _sum(second, 0, later=True).exp()[:, :, None]
+        early = k.view(-1, 2, size, K)[:, 0] * _sum(first, 1).exp()
+        corner = torch.bmm(late.flatten(1, 2), early.mT).view(-1, size, r, size)
+        upper, lower = pairs.view(-1, 2, size, r, size).unbind(1)
+        pairs = torch.cat([F.pad(upper, (0, size)), torch.cat([corner, lower], -1)], 1)
+        size *= 2
+    return pairs.view(b, C, r, C)
+
+
+def _sum(g: Tensor, diagonal: int, later: bool = False) -> Tensor:
+    """Of ``[b, m, K]``: of the tokens from ``diagonal`` past each on, or ``later``: up to each."""
+    m = g.shape[1]
+    table = upto(m, diagonal, g.dtype, g.device).expand(len(g), m, m)
+    return torch.bmm(table.mT if later else table, g)
+
+
+def _minus_bmm(x: Tensor, y: Tensor) -> Tensor:
+    return x.new_empty(*x.shape[:2], y.shape[2]).baddbmm_(x, y, beta=0, alpha=-1)
+
+
+class _Walk(torch.autograd.Function):
+    """The solve and the walk: states before every chunk ``[b, K, V]``, y, and as :func:`.walk`."""
+
+    @staticmethod
+    def forward(ctx, A, u, e_in, k_out, decay, carried, initial, group: ChunkGroup, walks: bool):
+        (H, K, V), y = initial.shape[1:], u
+        states = u.new_empty(len(u) // H + 1, H, K, V)
+        inverse = W = None
+        through = decay
+        if A is not None:
+            inverse = unit_lower_inverse(A)
+            y, W = torch.bmm(inverse, u), _minus_bmm(inverse, e_in)
+        if walks:
+            torch.bmm(k_out.mT, y, out=states[1:].flatten(0, 1))
+            if W is not None:
+                through = torch.bmm(k_out.mT, W)
+                through.diagonal(dim1=-2, dim2=-1).add_(decay[..., 0])
+            of_heads = through.view(-1, H, *through.shape[1:])
+            S, carried, final = walk(group, of_heads, states, carried, initial)
+        else:
+            S, final = states[:-1].zero_(), initial[:0]
+            S.index_copy_(0, group.begin_index[0], initial)
+        S = S.flatten(0, 1)
+        if W is not None:
+            y = y.baddbmm_(W, S)
+        ctx.save_for_backward(inverse, W, k_out, through, S, y)
+        ctx.group, ctx.heads, ctx.decay = group, H, decay.shape
+        return S, y, carried, final
+
+    @staticmethod
+    def backward(ctx, dS, dy, d_carried, d_final):
+        inverse, W, k_out, through, S, y = ctx.saved_tensors
+        states = S.new_empty(len(S) // ctx.heads + 1, *d_carried.shape)
+        if W is None:
+            states[:-1].flatten(0, 1).copy_(dS)
+        else:
+            torch.baddbmm(dS, W.mT, dy, out=states[:-1].flatten(0, 1))
+            through = through.mT
+        of_heads = through.view(-1, ctx.heads, *through.shape[1:])
+        after, d_carried, d_initial = walk(
+            ctx.group, of_heads, states, d_carried, d_final, back=True
+        )
+        d_states = (d_carried if ctx.needs_input_grad[5] else None), d_initial
+        if not any(ctx.needs_input_grad[:5]):  # the gradient of states alone
+            return (None,) * 5 + (*d_states, None, None)
+        after = after.flatten(0, 1)
+        du, dA, de_in = torch.baddbmm(dy, k_out, after), None, None
+        dk_out = torch.bmm(y, after.mT)
+        if inverse is not None:
+            du = torch.bmm(inverse.mT, du)
+            # Above the diagonal it is not zero, but what A was made of is.
+            dA, de_in = _minus_bmm(du, y.mT), _minus_bmm(du, S.mT)
+            dA.diagonal(dim1=-2, dim2=-1).zero_()
+        d_decay = (S * after).sum(-1, keepdim=True)
+        d_decay = d_decay if d_decay.shape == ctx.decay else d_decay.sum(1, keepdim=True)
+        return dA, du, de_in, dk_out, d_decay, *d_states, None, None

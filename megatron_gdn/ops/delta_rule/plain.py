@@ -1,80 +1,192 @@
-"""The gated delta rule in plain torch: any device, dtype and head dim; repeatable bit for bit."""
+"""Linear-attention rules in chunks, in plain torch: any device, dtype and head dim.
+
+A mixer says what its inputs mean, see :class:`.chunk_math.Values`. The backward computes the
+forward again under autograd, one group of chunks after the other, so no tensor of size T * C
+outlives either pass. Every reduction has a fixed order, so results repeat bit for bit.
+
+A token that is not finite (NaN or inf in any input but q) makes the outputs of its head NaN from
+itself on; those before keep their bits. A log-decay may be -inf. Finite numbers whose products
+overflow inside a chunk may change its earlier outputs, and all gradients of the sequence.
+
+Legend: N sequences, B batch, T tokens, C tokens of a chunk, H heads with a state, K rows of a
+state, V columns.
+"""
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
+from ..autograd import gradients
 from ..rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
-from ..rules.chunk_table import CHUNK, lengths_of_sequences
+from ..rules.chunk_table import CHUNK, ChunkGroup, ChunkTable, lengths_of_sequences
 from ..state_maps.state_map import StateMap
 from ..static_documents import StaticDocuments
+from ..switches import full_fp32_matmul
 from .base import RuleGrads, RuleInputs
-from .chunk import ChunkedRule, StaticChunks
-from .chunk_math import Chunks
+from .chunk import put, static_chunk_table, taken
+from .chunk_math import Values, run_group
 
 
-def _chunked(stage: Any, aligned: bool = False) -> ChunkedRule:
-    """The chunk form over the sequences of a stage."""
-    documents = stage._documents
-    lengths = documents
-    if not isinstance(documents, StaticDocuments):
-        lengths = lengths_of_sequences(stage._rows, documents)
-    K = stage._inputs.k.shape[-1]
-    return ChunkedRule(lengths, CHUNK, K**-0.5, aligned, stage._rule.kinds)
+class _Chunks:
+    """The chunks of a stage's inputs, in fp32 (fp64 for fp64), and its states."""
 
+    def __init__(self, stage: Any, aligned: bool = False) -> None:
+        rule, self.inputs, documents = stage._rule, stage._inputs, stage._documents
+        k, v = self.inputs.k, self.inputs.v
+        self.values, self.wide = rule.values, torch.promote_types(v.dtype, torch.float32)
+        if isinstance(documents, StaticDocuments):
+            self.table = static_chunk_table(documents, rule.chunk_size, v.shape[2])
+        else:
+            lengths = lengths_of_sequences(stage._rows, documents)
+            self.table = ChunkTable.build(lengths, rule.chunk_size, v.shape[2], v.device, aligned)
+        self.shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
 
-def _state(chunked: ChunkedRule, inputs: RuleInputs, state: Tensor | None) -> Tensor:
-    """``[N, H, K, V]``, or None for zero, as ``[N, G, R, K, V]``."""
-    zero = chunked.zero_state(inputs.k, inputs.v)
-    return zero if state is None else state.to(zero.dtype).reshape(zero.shape)
+    def of(self, group: ChunkGroup, *tensors: Tensor) -> list[Tensor]:
+        """``[B, T, heads, ...]`` -> ``[n heads, C, ...]``, of each."""
+        to = partial(self.table.to_chunks, group=group, dtype=self.wide)
+        return [to(x, heads=(x.shape[2],)).flatten(0, 1) for x in tensors]
+
+    def state(self, given: Tensor | None) -> Tensor:
+        """``[N, H, K, V]``; None is zero."""
+        if given is None:
+            return self.inputs.v.new_zeros(self.shape, dtype=self.wide)
+        return given.to(self.wide).reshape(self.shape).contiguous()
+
+    def run(self, group: ChunkGroup, *chunks_and_states: Any, **how: bool) -> Any:
+        *chunks, carried, initial = chunks_and_states
+        return run_group(group, self.values(*chunks), carried, initial, **how)
+
+    def walk(
+        self, groups: Sequence[ChunkGroup], initial: Tensor, more: int = 0
+    ) -> tuple[Tensor, list[Tensor | None]]:
+        """Final states, and the state before each of these groups and after the last.
+
+        ``more``: columns of ``initial`` of which the written values are zero.
+        """
+        carried: list[Tensor | None] = [None]
+        final = initial.clone()
+        for group in groups:
+            x = self.values(*self.of(group, *self.inputs))
+            x = x._replace(u=F.pad(x.u, (0, more))) if more else x
+            first = taken(group, initial)
+            _, after, ended = run_group(group, x, carried[-1], first, output=False)
+            put(group, final, ended)
+            carried.append(after)
+        return final, carried
 
 
 class PlainForward(RuleForward):
+    @torch.no_grad()
     def state_map(self) -> StateMap:
-        """Final states with K more value columns, whose values are 0 and whose initial state is I.
+        """Final states with more columns, where no values are written and the identity enters.
 
-        The first V columns are ``local``, the others ``through``.
+        They are ``through``. Where nothing is erased, rows do not mix, and one column of ones says
+        it all.
         """
-        inputs, chunked = self._inputs, _chunked(self, self._rule.aligned)
-        v, (K, V) = inputs.v, (inputs.k.shape[3], inputs.v.shape[3])
-        wide_v = torch.cat([v, v.new_zeros(*v.shape[:3], K)], dim=-1)
-        state = chunked.zero_state(inputs.k, wide_v)
-        state[..., V:].diagonal(dim1=-2, dim2=-1).fill_(1)
-        _, final = chunked.forward(*inputs._replace(v=wide_v), state=state, output=False)
-        return StateMap(*final.flatten(1, 2).split([V, K], dim=-1))
+        chunks = _Chunks(self, self._rule.aligned)
+        initial, (*_, K, V) = chunks.state(None), chunks.shape
+        more = K if self._rule.erases else 1
+        enters = torch.eye(K, more) if self._rule.erases else torch.ones(K, 1)
+        enters = enters.to(initial).expand(*initial.shape[:3], more)
+        with full_fp32_matmul(initial.device.type):
+            wide = torch.cat([initial, enters], dim=-1)
+            final, _ = chunks.walk(chunks.table.groups, wide, more)
+        return StateMap(*(x.contiguous() for x in final.split([V, more], dim=-1)))
 
+    @torch.no_grad()
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        inputs, chunked = self._inputs, _chunked(self, self._rule.aligned)
-        o, last = chunked.forward(*inputs, state=_state(chunked, inputs, initial), last=final)
-        return RuleOutput(in_rows(o, self._rows), last.flatten(1, 2) if final else None, Saved())
+        chunks, like = _Chunks(self, self._rule.aligned), self._inputs.v
+        table, entering = chunks.table, chunks.state(initial)
+        walks = final or not table.are_chunks
+        rows, carried = table.rows_like(like), None
+        leaving = entering.clone() if walks else entering
+        with full_fp32_matmul(like.device.type):
+            for group in table.groups:
+                o, carried, ended = chunks.run(
+                    group, *chunks.of(group, *self._inputs), carried, taken(group, entering),
+                    walks=walks, set_aside=True,
+                )  # fmt: skip
+                if walks:
+                    put(group, leaving, ended)
+                table.put(rows, group, o)
+                del o
+        o = in_rows(table.to_tokens(rows, like), self._rows)
+        return RuleOutput(o, leaving if final else None, Saved())
 
 
 class PlainBackward(RuleBackward):
     def d_initial(self) -> Tensor:
-        inputs, chunked = self._inputs, _chunked(self)
-        nothing = _state(chunked, inputs, None)
-        return chunked.state_gradient(self._d_o, nothing, *inputs).flatten(1, 2)
+        return self._run(None, None, of_inputs=False)[1]
 
-    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        inputs, chunked = self._inputs, _chunked(self)
-        state, d_state = (_state(chunked, inputs, x) for x in (initial, d_final))
-        *grads, _ = chunked.backward(self._d_o, d_state, *inputs, state=state)
-        return RuleGrads(*(in_rows(x, self._rows) for x in grads))
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
+        return self._run(initial, d_final)[0]
+
+    def run_to_states(
+        self, initial: Tensor | None, d_final: Tensor | None, maps: Any
+    ) -> tuple[Any, Tensor]:
+        return self._run(initial, d_final)
+
+    @torch.no_grad()
+    def _run(
+        self, initial: Tensor | None, d_final: Tensor | None, of_inputs: bool = True
+    ) -> tuple[Any, Tensor]:
+        """Gradients of the inputs and of the initial states; of these alone, which read no state.
+
+        The states before all groups are computed first; then one group at a time is held.
+        """
+        chunks, inputs = _Chunks(self), self._inputs if of_inputs else ()
+        table, entering = chunks.table, chunks.state(initial)
+        rows, d_leaving = [table.rows_like(x) for x in inputs], chunks.state(d_final)
+        d_entering, d_carried = d_leaving.clone(), torch.zeros_like(d_leaving[0])
+        with full_fp32_matmul(self._d_o.device.type):
+            starts: list[Tensor | None] = [None, *[d_carried] * (len(table.groups) - 1)]
+            if of_inputs:
+                starts = chunks.walk(table.groups[:-1], entering)[1]
+            for group in reversed(table.groups):
+                fixed, leaves = chunks.of(group, *self._inputs), ()
+                if of_inputs:
+                    fixed, leaves = (), fixed
+                *grads, d_carried, d_first = gradients(
+                    partial(chunks.run, group, *fixed),
+                    (*leaves, starts.pop(), taken(group, entering)),
+                    (*chunks.of(group, self._d_o), d_carried, taken(group, d_leaving, ends=True)),
+                )
+                put(group, d_entering, d_first, begins=True)
+                for to, gradient in zip(rows, grads, strict=True):
+                    table.put(to, group, gradient)
+                del fixed, leaves, grads
+        if not of_inputs:
+            return None, d_entering
+        found = (table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True))
+        return self._rule.grads(*(in_rows(x, self._rows) for x in found)), d_entering
 
 
 class PlainRule(Rule):
-    """The chunk form in plain torch (:mod:`.chunk`) as a rule: ``backend="reference"``."""
+    """The gated delta rule, with a decay per head or per channel: ``backend="reference"``."""
 
     name = "reference"
     batch_invariant = True
     reads_again = frozenset(RuleInputs._fields)
-    kinds = Chunks, StaticChunks
     forward, backward = PlainForward, PlainBackward
+    grads: ClassVar[Any] = RuleGrads
+    erases = True
+    chunk_size = CHUNK
+    scale: float | None = None  # a factor on the output, by default 1 / sqrt(K)
 
-    def __init__(self, aligned: bool = False) -> None:
-        self.aligned = aligned
+    def __init__(
+        self, aligned: bool = False, chunk_size: int = CHUNK, scale: float | None = None
+    ) -> None:
+        self.aligned, self.chunk_size, self.scale = aligned, chunk_size, scale
+
+    def values(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Values:
+        """What is erased is the value that is stored for the key, each ``beta`` of it."""
+        scale = k.shape[-1] ** -0.5 if self.scale is None else self.scale
+        return Values(q * scale, k, k, beta[..., None] * v, g, beta)

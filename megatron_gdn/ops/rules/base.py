@@ -100,6 +100,15 @@ class RuleBackward(_Stage):
         """
         raise NotImplementedError
 
+    def run_to_states(
+        self, initial: Tensor | None, d_final: Tensor | None, maps: Callable[[], StateMap]
+    ) -> tuple[Any, Tensor]:
+        """As :meth:`run`, and the gradient of the initial states; ``maps`` makes the state map."""
+        d_initial = self.d_initial()
+        if d_final is not None:
+            d_initial = maps().transposed(d_initial).apply(d_final)
+        return self.run(initial, d_final), d_initial
+
 
 class Rule:
     """A recurrence over the inputs that a front makes."""

@@ -3,8 +3,8 @@
 import torch
 from torch import Tensor
 
+from megatron_gdn.gdn.api import torch_chunk_gated_delta_rule
 from megatron_gdn.gdn.rule import RuleInputs
-from megatron_gdn.ops.delta_rule.chunk import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.rules.base import RuleBackward, Saved
