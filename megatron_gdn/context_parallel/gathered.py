@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..ops.autograd import first_derivative_only
 from .layouts import SequenceLayout, positions, rank_order_of_sequence
 
 
@@ -64,6 +65,7 @@ class _Gather(torch.autograd.Function):
         return out
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, grad: Tensor) -> tuple[Tensor, None]:
         out = grad.new_empty(len(grad) // ctx.group.size(), *grad.shape[1:])
         dist.reduce_scatter_tensor(out, grad.contiguous(), group=ctx.group)
