@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.documents import Documents
-from ...ops.front.edges import ranges
+from ...ops.front.history import ranges
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, on_tokens
 from ...ops.state_maps.state_map import StateMap
