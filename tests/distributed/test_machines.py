@@ -36,9 +36,9 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
     received, products = [], []
     exchange, follow = map_exchange.exchange_rows, map_exchange.follow
 
-    def count_bytes(rows, send, receive, group, async_op=False):
+    def count_bytes(rows, send, receive, group):
         received.append([rows_of_one * rows[0].nbytes for rows_of_one in receive])
-        return exchange(rows, send, receive, group, async_op)
+        return exchange(rows, send, receive, group)
 
     def count_products(local, through, steps, *args):
         products.append(max(sum(place >= 0 for _, place in chain) for chain in steps.chains))

@@ -1,7 +1,5 @@
 """Tables of chunkwise context parallelism against their definition, played out on the host."""
 
-from itertools import pairwise
-
 import pytest
 import torch
 from hypothesis import given, settings
@@ -74,50 +72,39 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(cut,
         [route.send_counts for route in routes],
         cp,
     )
-    past, gradients, returning = taps - 1, [], []
+    past, returning = taps - 1, []
     expected = torch.zeros(sum(lengths), dtype=torch.float64)
     for rank, table in enumerate(route.table for route in routes):
         assert len(received[rank]) == sum(routes[rank].receive_counts)
         # Every piece that continues a document: the rows before it, and its first ones.
         continued = [p for p in pieces_of(*cut).held_by(rank).tolist() if pieces_of(*cut).seen[p]]
-        assert len(table.lines) == len(continued)
-        gradient = torch.rand(
-            len(table.lines), 2 * past, dtype=torch.float64
-        )  # newest history first
+        assert len(table.before) == len(continued)
+        gradient = torch.rand(len(continued), past, dtype=torch.float64)  # newest history first
         back = torch.full((len(received[rank]),), torch.nan, dtype=torch.float64)
-        for line, piece, of_piece in zip(table.lines.tolist(), continued, gradient, strict=True):
-            first, redone, *history = line
+        place = torch.full((len(held[rank]),), -1)
+        lines = zip(table.before.tolist(), table.edge.tolist(), continued, gradient, strict=True)
+        for line, (history, edge, piece, of_piece) in enumerate(lines):
             start, seen, length = (
                 int(x[piece]) for x in (pieces_of(*cut).start, pieces_of(*cut).seen,
                                         pieces_of(*cut).length)
             )  # fmt: skip
-            assert held[rank][first] == start and redone == min(length, past)
+            first, count = edge[0], min(length, past)
+            assert held[rank][first] == start
+            assert edge == [*range(first, first + count), *[-1] * (past - count)]
+            place[first : first + count] = line * past + torch.arange(count)
             known = min(seen, past)
             assert history[known:] == [-1] * (past - known)
             for age, row in enumerate(history[:known]):
                 assert received[rank][row] == start - 1 - age
                 back[row] = of_piece[age]
                 expected[start - 1 - age] += of_piece[age]
-            expected[start : start + redone] += of_piece[past : past + redone]
         assert not back.isnan().any(), "every row that arrives is the history of one piece"
-        gradients.append(gradient[:, past:].flatten())
+        assert torch.equal(table.place, place.int())
         returning.append(back)
-
-        if not len(table.lines):
-            continue
-        # The small buffer of the plain way: every piece's rows without a gap.
-        places = table.buffer
-        stream = torch.full((places.documents.total_tokens,), -1)
-        stream[places.history] = received[rank][places.arrived]
-        stream[places.again] = held[rank][places.redone]
-        for a, b in pairwise(places.documents.offsets):
-            assert torch.equal(stream[a:b], torch.arange(stream[a], stream[a] + b - a))
-        assert len(places.documents.lengths) == len(table.lines)
-        assert table.lines[:, 1].sum() == len(places.slots)
     returned = played_out(returning, [route.receive_counts for route in routes], cp)
     total = torch.zeros(sum(lengths), dtype=torch.float64)
     for rank, table in enumerate(route.table for route in routes):
-        pool = torch.cat([gradients[rank], returned[rank], torch.zeros(1)])
+        pool = torch.cat([returned[rank], torch.zeros(1)])
         tokens, sources = table.additions[:, 0], table.additions[:, 1:]
         assert len(tokens) == len(tokens.unique())
         total[held[rank][tokens]] += pool[sources].sum(1)
@@ -205,20 +192,22 @@ def test_every_piece_gets_the_rows_before_it_and_their_gradients_return(cp, taps
         rows = [x[route.send_rows] for x, route in zip(tokens, routes, strict=True)]
         arrived = played_out(rows, sends, cp)
         expected = torch.zeros(UNITS * unit, dtype=torch.int64)
-        redone_of, d_histories = [], []
+        d_histories = []
         for mine, route, history in zip(tokens, routes, arrived, strict=True):
-            d_history, redone = torch.zeros_like(history), []
-            for first, count, *before in route.table.pieces.tolist():
-                grads = torch.randint(1, 99, (reach,), generator=make).tolist()
-                redone += grads
+            d_history, place = torch.zeros_like(history), torch.full((len(mine),), -1)
+            lines = zip(route.table.before.tolist(), route.table.edge.tolist(), strict=True)
+            for line, (before, edge) in enumerate(lines):
+                count = sum(token >= 0 for token in edge)
                 if not count:
-                    assert before == [-1] * reach
+                    assert before == edge == [-1] * reach
                     continue
+                first = edge[0]
+                assert edge == [*range(first, first + count), *[-1] * (reach - count)]
+                place[first : first + count] = line * reach + torch.arange(count)
                 start = mine[first].item()
                 document = int((ends <= start).sum())
                 begin = int(ends[document]) - lengths[document]
                 assert count == min(reach, lengths[document] // (2 * cp))
-                expected.index_add_(0, mine[first : first + count], torch.tensor(grads[:count]))
                 for age, row in enumerate(before, 1):
                     assert (row >= 0) == (start - age >= begin)
                     if row >= 0:
@@ -226,12 +215,12 @@ def test_every_piece_gets_the_rows_before_it_and_their_gradients_return(cp, taps
                         grad = int(torch.randint(1, 99, (), generator=make))
                         d_history[row] += grad
                         expected[start - age] += grad
-            redone_of.append(torch.tensor(redone))
+            assert torch.equal(route.table.place, place.int())
             d_histories.append(d_history)
         returned = played_out(d_histories, receives, cp)
         found = torch.zeros_like(expected)
-        for mine, route, redone, back in zip(tokens, routes, redone_of, returned, strict=True):
-            sources = torch.cat([redone, back, torch.zeros(1, dtype=torch.int64)])
+        for mine, route, back in zip(tokens, routes, returned, strict=True):
+            sources = torch.cat([back, torch.zeros(1, dtype=torch.int64)])
             lines = route.table.additions.long()
             there = lines[lines[:, 0] >= 0]
             assert len(there[:, 0].unique()) == len(there)

@@ -6,7 +6,7 @@ of pieces on changing ranks. ``docs/glossary.md`` has a picture.
 
 The convolution of a piece reads the W - 1 rows before it, its *history*. These belong to several
 pieces if pieces are shorter than that. Their gradients travel back.
-:mod:`megatron_gdn.ops.front.edges` computes with the rows.
+:mod:`megatron_gdn.ops.front.history` computes with the rows.
 
 Legend: N pieces, T tokens of the stream, s this rank's tokens, B batch, C conv channels, W taps,
 R rows received.
@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.documents import Documents
-from ...ops.front.edges import HistoryTable, Transfer, ranges
+from ...ops.front.history import History, HistoryTable, ranges
 from ...ops.host_tables import cached_by_stream, to_device
 from ..layouts import SequenceLayout, rank_order_of_sequence
 from . import fragments
@@ -146,34 +146,29 @@ def history_route(
     line = torch.arange(len(mine), device="cpu").repeat_interleave(known)
     age = ranges(torch.zeros_like(known), known)
     before[line, age] = arrived[(known.cumsum(0) - 1)[line] - age]
-    first, redone = pieces.local_start[mine], pieces.length[mine].clamp(max=reach)
+    first, count = pieces.local_start[mine], pieces.length[mine]
     return HistoryRoute(
         send_rows=to_device(row[sent], device),
         send_counts=tuple(taker[sent].bincount(minlength=cp_size).tolist()),
         receive_counts=tuple(giver[taken].bincount(minlength=cp_size).tolist()),
-        table=HistoryTable.build(first, redone, before, row[sent], device),
+        table=HistoryTable.build(first, count, before, row[sent], pieces.tokens, device),
     )
 
 
 class HistoryOfPieces:
     """The rows before this rank's pieces, from the ranks that hold them.
 
-    A :class:`~megatron_gdn.ops.front.edges.HistoryLink`.
+    A :class:`~megatron_gdn.ops.front.history.HistoryLink`.
     """
 
     def __init__(self, route: HistoryRoute, group: dist.ProcessGroup) -> None:
         self.table, self._route, self._group = route.table, route, group
 
-    def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, Transfer]:
+    def fetch(self, rows_sBC: Tensor) -> History:
         rows = rows_sBC.index_select(0, self._route.send_rows)
-        return self._exchange(rows, self._route.send_counts, self._route.receive_counts)
+        counts = self._route.send_counts, self._route.receive_counts
+        return History(exchange_rows(rows, *counts, self._group), self.table)
 
-    def give_back(self, d_history_RBC: Tensor) -> tuple[Tensor, Transfer]:
-        return self._exchange(d_history_RBC, self._route.receive_counts, self._route.send_counts)
-
-    def _exchange(
-        self, rows: Tensor, send: tuple[int, ...], receive: tuple[int, ...]
-    ) -> tuple[Tensor, Transfer]:
-        received, work = exchange_rows(rows, send, receive, self._group, async_op=True)
-        assert work is not None
-        return received, work
+    def give_back(self, d_rows_RBC: Tensor) -> Tensor:
+        counts = self._route.receive_counts, self._route.send_counts
+        return exchange_rows(d_rows_RBC, *counts, self._group)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.documents import Documents
-from ...ops.front.edges import ranges
+from ...ops.front.history import ranges
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, on_tokens
 from ...ops.state_maps.state_map import Cuts, StateMap
 from ..layouts import SequenceLayout

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from ...ops.documents import Documents
-from ...ops.front.edges import Places, StaticHistoryTable
+from ...ops.front.history import HistoryTable
 from ...ops.host_tables import to_device
 from ...ops.static_documents import StaticDocuments
 from ..layouts import SequenceLayout
@@ -64,24 +64,11 @@ def _build(documents: StaticDocuments, R: int, rank: int, reach: int) -> History
     N, device = documents.max_documents, documents.device
     send_counts, sent = _rows_of(rank, R, N, reach, by_giver=True)
     receive_counts, taken = _rows_of(rank, R, N, reach, by_giver=False)
-    exchanged = (sent, taken, _numbers(sent, N, reach), _numbers(taken, N, reach))
+    exchanged = (sent, _numbers(sent, N, reach), _numbers(taken, N, reach))
     fixed = _Fixed(rank, R, reach, int(rank == 0), *(to_device(x, device) for x in exchanged))
-    pieces = N * (2 - fixed.skipped)
-    of_pieces = torch.arange(pieces * 2 * reach, device="cpu").view(-1, 2, reach)
-    history, again = to_device(of_pieces.transpose(0, 1).flatten(1), device)
     key = ("history", R, rank, reach)
-    made = documents.table(key, lambda these: _tables(these, fixed, again))
-    buffer = Places(
-        documents=Documents(tuple(range(0, (pieces + 1) * 2 * reach, 2 * reach)), device),
-        history=history, arrived=made.arrived, again=again, redone=made.redone,
-        slots=to_device(torch.arange(pieces * reach, device="cpu"), device),
-        read=made.read, received=made.received, known=made.known, real=made.real, used=made.used,
-    )  # fmt: skip
-    table = StaticHistoryTable(
-        lines=torch.empty(pieces, reach + 2, dtype=torch.int64, device="meta"),
-        pieces=made.pieces, additions=made.additions, places=buffer, distinct=made.distinct,
-    )  # fmt: skip
-    return HistoryRoute(made.send_rows, send_counts, receive_counts, table)
+    made = documents.table(key, lambda these: _tables(these, fixed))
+    return HistoryRoute(made.send_rows, send_counts, receive_counts, HistoryTable(*made[1:]))
 
 
 def _rows_of(
@@ -123,60 +110,37 @@ class _Fixed(NamedTuple):
     reach: int  # W - 1
     skipped: int  # slots without a history: rank 0 holds the first fragment of every document
     sent: Tensor  # see _rows_of
-    taken: Tensor
     number_sent: Tensor  # see _numbers
     number_taken: Tensor
 
 
 class _Tables(NamedTuple):
-    """What every fill writes; see the classes that hold them."""
+    """What every fill writes: the rows to send, and a :class:`HistoryTable`."""
 
-    pieces: Tensor
-    additions: Tensor
-    distinct: Tensor
     send_rows: Tensor
-    arrived: Tensor
-    known: Tensor
-    redone: Tensor
-    read: Tensor
-    real: Tensor
-    received: Tensor
-    used: Tensor
+    before: Tensor
+    edge: Tensor
+    place: Tensor
+    additions: Tensor
 
 
-def _tables(documents: StaticDocuments, fixed: _Fixed, again: Tensor) -> _Tables:
-    R, reach, device = fixed.R, fixed.reach, documents.device
+def _tables(documents: StaticDocuments, fixed: _Fixed) -> _Tables:
+    R, tokens = fixed.R, documents.total_tokens // fixed.R
     offsets = documents.cu_seqlens[: documents.max_documents + 1].long()
     start, length = offsets[:-1] // R, offsets.diff() // (2 * R)  # of fragments on this rank
-    pieces = _pieces(start, length, fixed)
-    additions = _additions(start, length, fixed)
-    arrived = pieces[:, 2:].flip(1).flatten()  # oldest first, as rows follow each other
-    first, ahead = pieces[:, :1], torch.arange(reach, device=device)
-    real = (ahead < pieces[:, 1:2]).flatten()
-    document, slot, k, m = fixed.taken
-    piece = document * (2 - fixed.skipped) + slot - fixed.skipped
-    age = (k - 1) * length[document] + m
-    used = (m <= length[document]) & (age <= reach)
     sent, slot, _, from_end = fixed.sent
     row = start[sent] + slot * length[sent] + (length[sent] - from_end).clamp(min=0)
-    return _Tables(
-        pieces=pieces.int(),
-        additions=additions.int(),
-        # What is left out repeats the first, which document 0 always has, and writes the same.
-        distinct=torch.where(additions[:, 0] < 0, 0, torch.arange(len(additions), device=device)),
-        send_rows=row.clamp(max=documents.total_tokens // R - 1),
-        arrived=arrived.clamp(min=0),
-        known=(arrived >= 0).view(-1, 1, 1),
-        redone=torch.where(real, (first + ahead).flatten(), first[0]),
-        read=torch.where(real, again, again[:1]),
-        real=real.view(-1, 1, 1),
-        received=torch.where(used, (2 * piece + 1) * reach - age, 0),
-        used=used.view(-1, 1, 1),
-    )
+    before, edge = _pieces(start, length, fixed)
+    flat = torch.where(edge < 0, tokens, edge).flatten()  # the place behind the last is for none
+    place = torch.full((tokens + 1,), -1, device=documents.device)
+    place[flat] = torch.arange(flat.numel(), device=documents.device)
+    additions = _additions(start, length, fixed)
+    found = (x.int() for x in (before, edge, place[:tokens], additions))
+    return _Tables(row.clamp(max=tokens - 1), *found)
 
 
-def _pieces(start: Tensor, length: Tensor, fixed: _Fixed) -> Tensor:
-    """int64 ``[P, W + 1]``: lines of :class:`~megatron_gdn.ops.front.edges.HistoryTable`."""
+def _pieces(start: Tensor, length: Tensor, fixed: _Fixed) -> tuple[Tensor, Tensor]:
+    """``before`` and ``edge`` of :class:`~megatron_gdn.ops.front.history.HistoryTable`."""
     number = torch.arange(len(start), device=start.device).view(-1, 1, 1)
     slot = torch.arange(fixed.skipped, 2, device=start.device).view(1, -1, 1)
     age = torch.arange(1, fixed.reach + 1, device=start.device)
@@ -185,34 +149,26 @@ def _pieces(start: Tensor, length: Tensor, fixed: _Fixed) -> Tensor:
     some = length.clamp(min=1)
     k = (age + some - 1) // some
     row = fixed.number_taken[slot, k, age - (k - 1) * some, number]
-    history = torch.where(age <= fragment * length, row, -1)
-    redone = length.clamp(max=fixed.reach).expand(-1, slot.numel(), 1)
-    return torch.cat([start + slot * length, redone, history], 2).flatten(0, 1)
+    before = torch.where(age <= fragment * length, row, -1)
+    edge = torch.where(age <= length, start + slot * length + age - 1, -1)
+    return before.flatten(0, 1), edge.flatten(0, 1)
 
 
 def _additions(start: Tensor, length: Tensor, fixed: _Fixed) -> Tensor:
-    """int64 ``[4 N (W - 1), 1 + W]``: the first and the last W - 1 tokens of all 2 N pieces.
-
-    A token is -1 if it is in no piece, or among the first tokens too.
-    """
-    N, reach, device = len(start), fixed.reach, start.device
-    number, slot = torch.arange(N, device=device).view(-1, 1, 1), torch.arange(2, device=device)
-    slot, start, length = slot.view(1, 2, 1), start.view(-1, 1, 1), length.view(-1, 1, 1)
-    ahead = torch.arange(reach, device=device)
-    offset = torch.cat([ahead.expand(N, 1, reach), length - reach + ahead], 2).expand(N, 2, -1)
-    is_first = torch.arange(2 * reach, device=device) < reach
-    there = torch.where(is_first, offset < length, offset >= reach)
-    # Redone tokens: places of the pieces with a history follow each other.
-    per_document, place = 2 - fixed.skipped, slot - fixed.skipped
-    again = (number * per_document + place) * reach + offset
-    sources = [torch.where(there & is_first & (place >= 0), again, _NONE)]
-    from_end = length - offset
+    """``[2 N (W - 1), W]``: the last W - 1 tokens of all 2 N pieces, -1 where there is none."""
+    reach, device = fixed.reach, start.device
+    number = torch.arange(len(start), device=device).view(-1, 1, 1)
+    slot = torch.arange(2, device=device).view(1, 2, 1)
+    start, length = start.view(-1, 1, 1), length.view(-1, 1, 1)
+    from_end = torch.arange(reach, 0, -1, device=device)
+    there = (from_end <= length).expand(-1, 2, -1)
+    sources = []
     for k in range(1, reach + 1):
         needed = there & ((k - 1) * length + from_end <= reach)
-        row = fixed.number_sent[slot, k, from_end.clamp(0, reach), number]
-        sources.append(torch.where(needed & (row >= 0), per_document * N * reach + row, _NONE))
+        row = fixed.number_sent[slot, k, from_end, number]
+        sources.append(torch.where(needed & (row >= 0), row, _NONE))
     source = torch.stack(sources, -1).sort(-1).values  # in the order of messages
-    token = torch.where(there, start + slot * length + offset, -1)
+    token = torch.where(there, start + slot * length + length - from_end, -1)
     return torch.cat([token[..., None], torch.where(source == _NONE, -1, source)], -1).flatten(0, 2)
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..elementwise import l2norm, silu
-from ..front.edges import Arrived, ContinuedFront, HistoryTable
+from ..front.history import History, HistoryTable
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.token_rule import recurrence
@@ -93,11 +93,11 @@ def _in_chunks(
     begins: bool,
 ) -> tuple[Tensor, Tensor]:
     """The rows for out_proj, and the next states."""
-    front, past = parts.front, parts.past
-    if past and not begins:
-        history = history[..., history.shape[-1] - past :].to(proj.dtype)
-        front = ContinuedFront(front, _FromMemory(history, documents, len(proj)))
-    inputs = front.forward(proj, parts.of_front, documents)
+    past = None
+    if parts.past and not begins:
+        newest = history[..., history.shape[-1] - parts.past :].to(proj.dtype)
+        past = _history_of(newest, documents, len(proj))
+    inputs = parts.front.forward(proj, parts.of_front, documents, history=past)
     # A rule gets the states of non-empty documents only; an empty document keeps its state.
     filled, initial = None, None if begins else state
     if documents is not None and 0 in documents.lengths:
@@ -196,37 +196,23 @@ def _plain_token(row: Tensor, parts: Parts, memory: Memory, after: Memory | None
     return o
 
 
-class _FromMemory:
-    """History that lies in a memory, as :class:`megatron_gdn.ops.front.edges.HistoryLink`."""
-
-    def __init__(self, history_NCW: Tensor, documents: Documents | None, tokens: int) -> None:
-        past = history_NCW.shape[2]
-        self._history = history_NCW
-        self._packed = documents is not None
-        lengths = Documents.lengths_of(documents, tokens)
-        self.table = _history_table(lengths, past, history_NCW.device)
-
-    def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, Arrived]:
-        """``[R, B, C]``: of every piece its W - 1 rows, oldest first."""
-        if self._packed:
-            return self._history.transpose(1, 2).flatten(0, 1)[:, None], Arrived()
-        return self._history.permute(2, 0, 1), Arrived()
-
-    def give_back(self, d_history_RBC: Tensor):
-        raise NotImplementedError("a memory takes no gradient; generation has no backward.")
+def _history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) -> History:
+    """Of every sequence its W - 1 rows in the memory, oldest first."""
+    packed, device = documents is not None, history_NCW.device
+    rows = history_NCW.permute(2, 0, 1)
+    if packed:
+        rows = history_NCW.transpose(1, 2).flatten(0, 1)[:, None]
+    lengths = Documents.lengths_of(documents, tokens)
+    return History(rows, _history_table(lengths, history_NCW.shape[2], device))
 
 
 @cached_by_stream(32)
 def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) -> HistoryTable:
-    """The rows near the start of every sequence, to be computed again with their history."""
     counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-    # W - 1 rows for every sequence, oldest first.
     oldest = torch.arange(len(lengths), device="cpu") * past
-    history = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")
-    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-    return HistoryTable.build(
-        counts.cumsum(0) - counts, counts.clamp(max=past), history, nothing, device
-    )
+    before = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")
+    nothing, first = counts[:0], counts.cumsum(0) - counts
+    return HistoryTable.build(first, counts, before, nothing, sum(lengths), device)
 
 
 @cached_by_stream(32)
