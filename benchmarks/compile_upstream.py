@@ -72,7 +72,7 @@ def main() -> None:
     torch.cuda.device = lambda *_: contextlib.nullcontext()
     own_stages()  # puts the fences in, before the kernels are noted
     tasks = [task for heads in args.heads for task in tasks_of(heads)]
-    missing = [task for task in tasks if task.found is not None and not task.found()]
+    missing = [task for task in tasks if task.missing]
     print(f"{len(tasks) - len(missing)} of {len(tasks)} kernels are there", flush=True)
     _, failures = run_tasks(missing, args.processes)
     for name, error in failures.items():

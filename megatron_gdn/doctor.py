@@ -65,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--json", action="store_true", help="a list of findings, for programs")
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # of packages that are imported; what matters is a finding
-    sizes, findings = HeadSizes(*options.heads, options.head_dim, options.head_dim), []
+    (key, value), findings = options.heads, []
+    sizes = HeadSizes(key, value, options.head_dim, options.head_dim)
     for finding in chain(machine(), packages(), kernels(), rules(sizes, options.tokens)):
         findings.append(finding)
         if not options.json:

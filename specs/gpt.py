@@ -25,9 +25,15 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.loader_layout import AUTO
 
-from .launch_options import with_launch_options
-from .layer import gated_delta_net_spec, resolve_modules
-from .local import BIAS_DROPOUT_ADD, local_attention_spec, local_mlp_builder, norm_before
+from .layer import (
+    BIAS_DROPOUT_ADD,
+    gated_delta_net_spec,
+    local_attention_spec,
+    local_mlp_builder,
+    norm_before,
+    resolve_modules,
+    with_launch_options,
+)
 
 # Megatron-Core 0.19 calls the variant by the first name. Later versions use the second and replace
 # the first by it.

@@ -19,15 +19,19 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.loader_layout import AUTO
 
-from .launch_options import kda_launch_options, with_launch_options
-from .layer import gated_delta_net_spec, kimi_delta_attention_spec, mamba2_spec, resolve_modules
-from .local import (
+from .layer import (
     BIAS_DROPOUT_ADD,
     LocalMoELayer,
     UnavailableLayer,
+    gated_delta_net_spec,
+    kda_launch_options,
+    kimi_delta_attention_spec,
     local_attention_spec,
     local_mlp_builder,
+    mamba2_spec,
     norm_before,
+    resolve_modules,
+    with_launch_options,
 )
 from .stack import KDAHybridStack, checked_mtp_spec, know_letter, local_mtp_spec
 

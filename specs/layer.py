@@ -1,17 +1,56 @@
-"""Our mixers as Megatron ModuleSpecs, over Transformer Engine or local modules."""
+"""Our mixers as Megatron ModuleSpecs, their options in a launch, and plain-torch layers for them.
 
-from typing import Any, Literal
+``--spec`` names a spec and takes no options of its own:
+
+    MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute_qkv=True" torchrun ... \\
+        pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
+
+An option reaches 'G' and 'K' layers if their mixer has it: recompute both, gate_lower_bound 'K'.
+The specs read the variable once. Every process of a launch must have the same value. An option that
+a call in Python gives overrides the variable's.
+"""
+
+import ast
+import inspect
+import os
+import re
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import replace
+from functools import cache, partial
+from typing import Any, Literal, NoReturn, cast
 
 from megatron.core.extensions import transformer_engine as te
+from megatron.core.fusions.fused_bias_dropout import get_bias_dropout_add
+from megatron.core.models.gpt.moe_module_specs import get_moe_module_spec
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from megatron.core.transformer.attention import SelfAttentionSubmodules
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.mlp import MLP, MLPSubmodules
 from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.transformer.transformer_config import TransformerConfig
+from megatron.core.transformer.transformer_layer import (
+    MoETransformerLayer,
+    TransformerLayerSubmodules,
+)
 
+from megatron_gdn.compat.observe import log_once
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron_gdn.kda.layer import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_gdn.mamba2.layer import Mamba2Mixer, Mamba2MixerSubmodules
+from megatron_gdn.mixers.attention import TorchAttention, TorchSelfAttention
+from megatron_gdn.mixers.loader_layout import AUTO
 
 MODULES = ("auto", "local", "te")
+VARIABLE = "MEGATRON_GDN_OPTIONS"
+# What Megatron passes itself; every other keyword of the constructor is an option.
+_OF_MEGATRON = {
+    "self", "config", "submodules", "layer_number", "pg_collection", "name", "cp_comm_type",
+    "pp_layer_offset", "is_mtp_layer",
+}  # fmt: skip
+# Megatron builds it as it is, though its annotations ask for a class.
+BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
 
 def resolve_modules(modules: str) -> Literal["te", "local"]:
@@ -86,3 +125,108 @@ def _modules(modules: str) -> tuple[type, type, type]:
     if modules == "te":
         return te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
     return ColumnParallelLinear, RowParallelLinear, TorchRMSNorm
+
+
+def norm_before(linear: str, place: str = "input_layernorm") -> dict[str, Any]:
+    """Submodules of a layer: its norm at ``place``, stored as Transformer Engine stores it, which
+    fuses it into ``linear``."""
+    return {
+        place: TorchRMSNorm,
+        "sharded_state_dict_keys_map": {f"{place}.": f"{linear}.layer_norm_"},
+    }
+
+
+def local_mlp_builder():
+    """Dense MLP over Megatron's own linears."""
+    return partial(
+        MLP.as_mlp_submodule,
+        submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
+    )
+
+
+def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> ModuleSpec:
+    """Causal self-attention in plain torch: batches, packed documents, context parallelism."""
+    qk_norm = {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm} if qk_layernorm else {}
+    return ModuleSpec(
+        module=TorchSelfAttention,
+        params={"attn_mask_type": AttnMaskType.causal, "cp_layout": cp_layout},
+        submodules=SelfAttentionSubmodules(
+            linear_qkv=ColumnParallelLinear,
+            core_attention=partial(TorchAttention, cp_layout=cp_layout),
+            linear_proj=RowParallelLinear,
+            **qk_norm,
+        ),
+        metainfo={"fuse_input_layernorm": False},
+    )
+
+
+class LocalMoELayer(MoETransformerLayer):
+    """Experts in plain torch. A spec that ``--spec`` names sees no config, so the layer chooses its
+    own ``mlp``: as many experts as ``config.num_moe_experts``, which must not be None."""
+
+    def __init__(
+        self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any
+    ) -> None:
+        if config.num_moe_experts is None:
+            UnavailableLayer(symbol="E")
+        mlp = get_moe_module_spec(use_te=False, num_experts=config.num_moe_experts)
+        super().__init__(config, replace(submodules, mlp=mlp), **others)
+
+
+class UnavailableLayer:
+    """In the place of a layer that a spec lacks: building it is an error."""
+
+    def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
+        raise NotImplementedError(
+            f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
+            "'K' (Kimi Delta Attention), 'M' (Mamba2), '-' (MLP), '*' (attention) and, if "
+            "num_moe_experts (--num-experts) is given, 'E' (experts). Use "
+            'hybrid_stack_spec("te"), which needs Transformer Engine, or change '
+            "--hybrid-layer-pattern."
+        )
+
+
+def with_launch_options(options: dict[str, Any]) -> dict[str, Any]:
+    """``options`` of GatedDeltaNet, plus the options of the launch that they do not name."""
+    known = _options_of(GatedDeltaNet)
+    return {**{n: value for n, value in _of_launch().items() if n in known}, **options}
+
+
+def kda_launch_options(named: Collection[str]) -> dict[str, Any]:
+    """The options of the launch that KimiDeltaAttention has, but those that a call ``named``."""
+    own = _options_of(KimiDeltaAttention).keys() - {"backend", *named}
+    return {name: value for name, value in _of_launch().items() if name in own}
+
+
+@cache
+def _of_launch() -> dict[str, Any]:
+    options = parse_options(os.environ.get(VARIABLE, ""))
+    if options:
+        said = ", ".join(f"{name}={value!r}" for name, value in options.items())
+        log_once(f"{VARIABLE}: layers are built with {said}, each with those that it has")
+    return options
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """``"name=value,name=value"`` with values as in Python, or words; spaces separate too."""
+    legal = _options_of(KimiDeltaAttention) | _options_of(GatedDeltaNet)
+    options = {}
+    for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):
+        name, equals, value = (piece.strip() for piece in part.partition("="))
+        if not equals or name not in legal:
+            raise ValueError(
+                f"{VARIABLE}={text!r} has {part!r}; it must be name=value,name=value with the "
+                f"names {', '.join(sorted(legal))}."
+            )
+        options[name] = value
+        with suppress(ValueError, SyntaxError):
+            options[name] = ast.literal_eval(value)
+        if legal[name].startswith("bool") and not isinstance(options[name], bool):
+            raise ValueError(f"{VARIABLE} has {name}={value!r}; it must be True or False.")
+    return options
+
+
+def _options_of(mixer: type) -> dict[str, str]:
+    """Every option of a mixer, with its type as written."""
+    arguments = inspect.signature(mixer).parameters.items()
+    return {name: str(given.annotation) for name, given in arguments if name not in _OF_MEGATRON}

@@ -1,7 +1,7 @@
 """Lets Megatron's optimizers train, save and load models that mix fp32 with 16-bit parameters.
 
 A bf16 model whose ``A_log`` and ``dt_bias`` are fp32 meets these faults of megatron-core 0.19, and
-those of :mod:`.optimizer_checkpoints`:
+those of :mod:`.checkpoints`:
 
 1. ``DistributedOptimizer`` saves and loads another parameter's state under a name: it records
    places in the order of the gradient buffers, and Adam gets the fp32 parameters first
@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .optimizer_checkpoints import (
+from .checkpoints import (
     explain_bucket_sizes,
     explain_file_sizes,
     leave_strides_out,

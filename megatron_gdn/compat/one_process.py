@@ -94,8 +94,8 @@ def run_megatron_on_cpu() -> None:
     gather_tensors_of_different_sizes()
 
 
-class _HostEvent:
-    """A moment by the host's clock."""
+class _Finished:
+    """A stream and its events: work on a CPU is done when it returns, a moment is the host's."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._at = 0.0
@@ -103,30 +103,20 @@ class _HostEvent:
     def record(self, stream: object = None) -> None:
         self._at = perf_counter()
 
+    def record_event(self, event: "_Finished | None" = None) -> "_Finished":
+        event = event or _Finished()
+        event.record()
+        return event
+
     def wait(self, *args: object) -> None: ...
 
-    def synchronize(self) -> None: ...
+    wait_event = wait_stream = synchronize = wait
 
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: "_HostEvent") -> float:
+    def elapsed_time(self, end: "_Finished") -> float:
         return 1e3 * (end._at - self._at)
-
-
-class _NoStream:
-    """A stream that has always finished: CPU work is synchronous."""
-
-    def wait_event(self, event: object) -> None: ...
-
-    def wait_stream(self, stream: object) -> None: ...
-
-    def record_event(self, event: _HostEvent | None = None) -> _HostEvent:
-        event = event or _HostEvent()
-        event.record()
-        return event
-
-    def synchronize(self) -> None: ...
 
 
 def answer_for_device_and_streams() -> None:
@@ -136,11 +126,11 @@ def answer_for_device_and_streams() -> None:
     dispatcher of experts, the checkpoint writer and text generation. Can go when they take the
     device from their input and guard the rest with ``torch.cuda.is_available()``.
     """
-    stream = _NoStream()
+    stream = _Finished()
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: stream
-    torch.cuda.Event = _HostEvent
+    torch.cuda.Event = _Finished
 
 
 def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
@@ -333,6 +323,6 @@ def gather_tensors_of_different_sizes() -> None:
             if rank == dist.get_rank(group):
                 received.copy_(tensor)
             dist.broadcast(received, dist.get_global_rank(members, rank), group)
-        return _HostEvent() if async_op else None  # has a wait()
+        return _Finished() if async_op else None  # has a wait()
 
     dist.all_gather = all_gather

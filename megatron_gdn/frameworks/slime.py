@@ -33,8 +33,7 @@ from ..gdn.hf import gdn_layer_maps
 from ..hf.model_config import read_hf_config
 from ..hf.safetensors_files import SafetensorsFolder
 from ..mixers.tensor_map import HFRef, TensorMap
-from ..specs.launch_options import with_launch_options
-from ..specs.layer import gated_delta_net_spec
+from ..specs.layer import gated_delta_net_spec, with_launch_options
 
 _LAYER = "self_attention."
 _TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # slime's loaders, by transformers' model_type

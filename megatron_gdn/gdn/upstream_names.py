@@ -57,7 +57,7 @@ class UpstreamNames:
 
     @property
     def act_fn(self) -> Callable[[Tensor], Tensor]:
-        """The activation of the convolution; the gate's is ``output_gate_activation``."""
+        """Of the convolution; the gate's is ``output_gate_activation``."""
         return F.silu
 
     @property
@@ -94,10 +94,9 @@ class UpstreamNames:
     def _prepare_input_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor
     ) -> tuple[Tensor, ...]:
-        """Query, key, value, the output gate, beta and alpha of convolved rows; all contiguous.
+        """Normalised and repeated q and k, v, and ``gate`` and ``gates`` as they are.
 
-        ``qkv`` ``[B, S, C]`` has the columns of this rank, or of one of the ranks that share its
-        heads. Query and key are normalised, and repeated for the value heads that share them.
+        ``qkv`` ``[B, S, C]`` has this rank's columns, or those of a rank that shares its heads.
         """
         dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
         q, k, v = qkv.split(dims.layout.conv_widths, dim=-1)

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
-from ..compat.upstream_bias import read_upstream_bias
+from ..compat.checkpoints import read_upstream_bias
 from ..ops.layout import layout_of_in_proj
 from .precision import NOT_BY_SECTION
 
@@ -94,9 +94,8 @@ class ShardedBySections:
     """Mixin of a mixer: its parameters as Megatron's sharded tensors.
 
     The weights and biases of ``in_proj`` and ``conv1d`` are stored section by section, and so are
-    the tensors that an adapter around ``in_proj`` holds per row. So a checkpoint loads at any
-    tensor-parallel size. Upstream splits neither the projection's bias nor adapters; its files are
-    still read (:mod:`megatron_gdn.compat.upstream_bias`). ``metadata["gdn_whole_bias"] = True``
+    the tensors that an adapter around ``in_proj`` holds per row. Upstream splits neither the
+    projection's bias nor adapters; its files are still read. ``metadata["gdn_whole_bias"] = True``
     writes a bias that upstream reads, without tensor parallelism.
     """
 
@@ -205,7 +204,7 @@ class SaysStoredRows(nn.Module):
 
 
 def _load_files_that_do_not_say() -> None:
-    """torch's loads ask a file for the entry only if it has it; else they refuse the file."""
+    """torch's loads ask a file for the entry only if the file has it."""
     if hasattr(DefaultLoadPlanner, "_asks_for_stored_rows"):
         return
     set_up = DefaultLoadPlanner.set_up_planner

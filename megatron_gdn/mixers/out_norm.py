@@ -1,7 +1,4 @@
-"""The layer's ``out_norm``: the fused mixer reads a plain RMSNorm, and calls any other module.
-
-Legend: H value heads, V value dim.
-"""
+"""The layer's ``out_norm``: the fused mixer reads a plain RMSNorm, and calls any other module."""
 
 from __future__ import annotations
 
@@ -48,8 +45,7 @@ def norm_of(
 ) -> GatedNorm | Apart:
     """The norm for the readout: weight and epsilon of a plain norm, or a readout that calls it.
 
-    The gradients of its parameters are summed over ``group``. ``layout`` is of the rows with its
-    gate, ``activation`` is ``"silu"`` or ``"sigmoid"``.
+    The gradients of its parameters are summed over ``group``.
     """
     plain, hooked = _is_plain(module), has_hooks(module)
     if plain and hooked and (plain := only_waits_for_parameters(module)):

@@ -1,7 +1,4 @@
-"""How one Megatron tensor relates to its Hugging Face tensors, and how ranks share it.
-
-Everything here is a pure function of tensors: no files, no process groups, no configuration.
-"""
+"""How one Megatron tensor relates to its Hugging Face tensors, and how ranks share it."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ from ..context_parallel.machines import stretch
 from ..context_parallel.price import Price, price
 from ..gdn.sizes import GDNDims
 from ..mixers.arguments import LEVELS
-from .catalogue import ENTRIES, Model
+from . import ENTRIES, Model
 from .stack import CHUNK
 
 _DESCRIPTION = """\

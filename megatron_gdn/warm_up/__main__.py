@@ -80,13 +80,9 @@ def _end_with_the_run() -> None:
     threading.Thread(target=watch, daemon=True).start()
 
 
-def _missing(tasks: list[Task]) -> list[Task]:
-    return [task for task in tasks if task.found is None or not task.found()]
-
-
 def _show(tasks: list[Task]) -> int:
     known = [task for task in tasks if task.found]
-    missing = _missing(known)
+    missing = [task for task in known if task.missing]
     for task in missing:
         print(f"missing: {task.name}")
     print(f"FlashQLA: {len(known) - len(missing)} kernels are there, {len(missing)} are missing")
@@ -98,7 +94,7 @@ def _show(tasks: list[Task]) -> int:
 def _compile(tasks: list[Task], processes: int | None, began: float) -> int:
     from .hopper import processors, run_tasks
 
-    missing, count = _missing(tasks), len(tasks)
+    missing, count = [task for task in tasks if task.missing], len(tasks)
     at_once = min(processes or processors(), len(missing))
     print(
         f"{count - len(missing)} of {count} are there; the rest is compiled or looked up in "

@@ -37,6 +37,10 @@ class Task(NamedTuple):
     found: Callable[[], bool] | None = None  # is it there? None if only ``run`` can find out
     soon: bool = False  # the first step of a run needs it, so it begins before others
 
+    @property
+    def missing(self) -> bool:
+        return self.found is None or not self.found()
+
 
 def processors() -> int:
     """Cores that this process may use."""

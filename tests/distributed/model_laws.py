@@ -153,3 +153,17 @@ def one_step(
                 dist.all_reduce(square, group=parallel_state.get_tensor_model_parallel_group())
             squares[global_name(name, first)] = square.item()
         return {"loss": (total[0] / total[1]).item() if reports else None, **squares}
+
+
+def leaves(state):
+    """The tensors of a sharded state dict."""
+    if isinstance(state, dict):
+        for value in state.values():
+            yield from leaves(value)
+    elif isinstance(state, list):
+        for value in state:
+            yield from leaves(value)
+    elif hasattr(state, "build"):  # a ShardedTensorFactory, split into the keys it writes
+        yield from leaves(state.build())
+    else:
+        yield state

@@ -17,7 +17,7 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.mixers.attention import TorchAttention
-from megatron_gdn.specs.local import local_attention_spec
+from megatron_gdn.specs.layer import local_attention_spec
 from tests.distributed.layer_laws import thd
 from tests.parallel import (
     alone,

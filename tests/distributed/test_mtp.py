@@ -13,8 +13,7 @@ from megatron_gdn import tree_packed_seq_params
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
-from tests.distributed.model_laws import metadata
-from tests.examples.spec_laws import _leaves
+from tests.distributed.model_laws import leaves, metadata
 from tests.parallel import (
     VOCABULARY,
     assert_close,
@@ -45,7 +44,7 @@ def save(folder: str) -> set[str]:
     with parallel():
         state = build_model().sharded_state_dict(metadata=metadata())
         dist_checkpointing.save(state, folder)
-        return {leaf.key for leaf in _leaves(state) if hasattr(leaf, "key")}
+        return {leaf.key for leaf in leaves(state) if hasattr(leaf, "key")}
 
 
 def _micro_batches(kind: str) -> list[tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]]:

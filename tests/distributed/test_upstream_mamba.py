@@ -13,7 +13,7 @@ from megatron.core import dist_checkpointing
 from megatron_gdn import Documents
 from megatron_gdn.context_parallel import MambaContextParallel, local_indices
 from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
-from tests.examples.spec_laws import _leaves
+from tests.distributed.model_laws import leaves
 from tests.host_reads import no_host_reads
 from tests.mamba2.oracle import SSDInputs, token_by_token
 from tests.mamba_mixers import LOCAL, D, build, mamba_config, randomise_
@@ -129,8 +129,8 @@ def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(tp, tmp_pat
 
     def described(mixer):
         state = mixer.sharded_state_dict("mixer.")
-        leaves = [leaf for leaf in _leaves(state) if hasattr(leaf, "dtype")]
-        return {leaf.key: (leaf.global_shape, leaf.dtype, leaf.global_offset) for leaf in leaves}
+        found = [leaf for leaf in leaves(state) if hasattr(leaf, "dtype")]
+        return {leaf.key: (leaf.global_shape, leaf.dtype, leaf.global_offset) for leaf in found}
 
     def through_a_file(one, other) -> None:
         folder = tmp_path / str(one is theirs)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gdn.specs.launch_options import VARIABLE, parse_options
+from megatron_gdn.specs.layer import VARIABLE, parse_options
 from tests.examples.launching import ROOT, free_port
 from tests.processes import python
 

@@ -6,35 +6,82 @@ from dataclasses import dataclass, fields
 
 import megatron.core
 import pytest
+import torch
+from megatron.core import parallel_state
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.extensions.transformer_engine import HAVE_TE
+from megatron.core.models.gpt import GPTModel
 from megatron.core.models.hybrid import hybrid_layer_specs
+from megatron.core.models.hybrid.hybrid_block import HybridStack
+from megatron.core.models.hybrid.hybrid_model import HybridModel
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.multi_token_prediction import MultiTokenPredictionBlock
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_gdn import GatedDeltaNet, Mamba2Mixer, specs
+from megatron_gdn import GatedDeltaNet, KimiDeltaAttention, Mamba2Mixer, specs
 from megatron_gdn.compat import quiet
 from megatron_gdn.mixers.attention import TorchSelfAttention
 from megatron_gdn.specs import (
     gated_delta_net_spec,
     gpt_block_spec,
-    hybrid,
     hybrid_stack_spec,
     kimi_delta_attention_spec,
     mamba2_spec,
 )
-from megatron_gdn.specs.local import LocalMoELayer
+from megatron_gdn.specs import hybrid as hybrid_module
+from megatron_gdn.specs.layer import LocalMoELayer
 from megatron_gdn.specs.stack import HybridMTPLayer, checked_mtp_spec
-from tests.examples import spec_laws
+from tests.distributed.model_laws import leaves
 from tests.parallel import make_config
+from tests.ranks import on_ranks
 
 without_te = pytest.mark.skipif(HAVE_TE, reason="says what happens without Transformer Engine")
 
 
-def test_local_modules_write_the_checkpoint_keys_of_transformer_engine(pools):
-    keys, names, _ = pools(1).run(spec_laws.hybrid_keys_and_options, "G-*M")[0]
-    assert "decoder.layers.0.input_layernorm.weight" in names
+def hybrid(pattern: str, config=None, spec=None) -> HybridModel:
+    config = make_config(num_layers=len(pattern)) if config is None else config
+    spec = hybrid_stack_spec("local") if spec is None else spec
+    return HybridModel(config, spec, 16, 8, hybrid_layer_pattern=pattern)
+
+
+def keys_of(model) -> set[str]:
+    return {entry.key for entry in leaves(model.sharded_state_dict())}
+
+
+def require_finite_gradients(model, **more) -> None:
+    """Of every parameter, in a step of eight tokens."""
+    tokens = torch.arange(8)[None]
+    model(tokens, tokens, None, labels=tokens, **more).sum().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() for p in model.parameters())
+
+
+def gpt_config(freq, num_layers=4, **changes):
+    return make_config(
+        num_layers=num_layers, experimental_attention_variant="gated_delta_net",
+        linear_attention_freq=freq, transformer_impl="local", pipeline_dtype=torch.float32,
+        **changes,
+    )  # fmt: skip
+
+
+def mixers_of_a_gpt_that_trains(freq, **changes) -> list[type]:
+    config = gpt_config(freq, **changes)
+    block = gpt_block_spec(config)
+    assert isinstance(block, TransformerBlockSubmodules)
+    model = GPTModel(config, block, 16, 8, position_embedding_type="rope")
+    tokens, mask = torch.arange(8)[None], torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+    losses = model(tokens, tokens, mask, labels=(tokens + 1) % 16)
+    losses.sum().backward()
+    assert losses.isfinite().all() and losses.shape == (1, 8)
+    return [type(layer.self_attention) for layer in model.decoder.layers]
+
+
+@on_ranks(tp=1)
+def test_local_modules_write_the_checkpoint_keys_of_transformer_engine():
+    model = hybrid("G-*M")
+    keys = keys_of(model)
+    assert "decoder.layers.0.input_layernorm.weight" in dict(model.named_parameters())
     assert {
         "decoder.layers.0.self_attention.in_proj.layer_norm_weight",
         "decoder.layers.0.self_attention.in_proj.weight.beta",
@@ -63,7 +110,7 @@ def test_what_both_mixers_know_goes_to_both():
 def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():
     """Megatron's own stack has none, whatever ``config.qk_layernorm`` says."""
     mixers = gated_delta_net_spec("local"), mamba2_spec("local")
-    with_norms, without = (hybrid._te_submodules(*mixers, asked) for asked in (True, False))
+    with_norms, without = (hybrid_module._te_submodules(*mixers, asked) for asked in (True, False))
     assert without.mamba_layer.submodules.mixer.module is Mamba2Mixer
     for stack, norm in ((with_norms, te.TENorm), (without, None)):
         attention = stack.attention_layer.submodules.self_attention.submodules
@@ -74,47 +121,59 @@ def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():
     assert parts.q_layernorm is parts.k_layernorm is not None
 
 
-def test_options_reach_the_layer(pools):
-    assert spec_laws.mixer_spec_params(backend="reference") == {"backend": "reference"}
-    ((_, _, layout),) = pools(1).run(
-        spec_laws.hybrid_keys_and_options, "G-", cp_layout="zigzag_buffer"
-    )
-    assert "buffer" in layout.lower()
+@on_ranks(tp=1)
+def test_options_reach_the_layer():
+    assert gated_delta_net_spec("local", backend="reference").params == {"backend": "reference"}
+    model = hybrid("G-", spec=hybrid_stack_spec("local", cp_layout="zigzag_buffer"))
+    assert "buffer" in str(model.decoder.layers[0].self_attention.cp_layout).lower()
 
 
-def test_k_layers_are_kimi_delta_attention_beside_gated_delta_net(pools):
-    found, keys, same, finite = pools(1).run(spec_laws.kda_layers, "GKK-*K")[0]
-    assert found == [
-        "GatedDeltaNet", "KimiDeltaAttention", "KimiDeltaAttention", "KimiDeltaAttention",
-    ]  # fmt: skip
+@on_ranks(tp=1)
+def test_k_layers_are_kimi_delta_attention_beside_gated_delta_net():
+    model = hybrid("GKK-*K")
+    mixers = [getattr(layer, "self_attention", None) for layer in model.decoder.layers]
+    found = [type(mixer) for mixer in mixers if hasattr(mixer, "micro_batches")]
+    assert found == [GatedDeltaNet, *[KimiDeltaAttention] * 3]
     assert {
         "decoder.layers.1.self_attention.in_proj.layer_norm_weight",
         "decoder.layers.1.self_attention.in_proj.weight.f_a",
         "decoder.layers.1.self_attention.f_b_weight",
         "decoder.layers.1.self_attention.conv1d.weight.key",
         "decoder.layers.5.self_attention.dt_bias",
-    } <= keys
-    assert same and finite
+    } <= keys_of(model)
+    assert mixers[-1].layer_number == 6
+    require_finite_gradients(model)
 
 
-def test_megatrons_dynamic_context_finds_the_states_of_k_layers(pools):
+@on_ranks(tp=1)
+def test_megatrons_dynamic_context_finds_the_states_of_k_layers():
     """Megatron-LM's main looks for letters that it knows, and counts layers by them."""
-    letters, shapes = pools(1).run(spec_laws.letters_and_states, "K-G*")[0]
-    assert letters == ["G", "-", "G", "*"]
-    assert shapes in (None, True)  # main's stack; others have no place for such layers
+    stack = hybrid("K-G*").decoder
+    assert isinstance(stack, HybridStack)
+    assert list(stack.layer_type_list) == ["G", "-", "G", "*"]
+    shapes = stack.mamba_state_shapes_per_request()
+    # main's stack; others have no place for such layers
+    of_k = stack.layers[0].self_attention.mamba_state_shapes_per_request()
+    assert shapes is None or shapes == of_k
 
 
 @pytest.mark.parametrize("pattern", ["G-/KK", "K-/GK*"])
-def test_heads_of_multi_token_prediction_have_k_layers(pools, pattern):
-    found, finite = pools(1).run(spec_laws.layers_of_a_head, pattern)[0]
-    of = {"K": "KimiDeltaAttention", "G": "GatedDeltaNet", "*": "TorchSelfAttention"}
-    assert found == [of[letter] for letter in pattern.split("/")[1]] and finite
+@on_ranks(tp=1)
+def test_heads_of_multi_token_prediction_have_k_layers(pattern):
+    model = hybrid(pattern, make_config(num_layers=pattern.index("/"), mtp_num_layers=1))
+    found = [type(x.self_attention) for x in model.mtp.layers[0].mtp_model_layer.layers]
+    of = {"K": KimiDeltaAttention, "G": GatedDeltaNet, "*": TorchSelfAttention}
+    assert found == [of[letter] for letter in pattern.split("/")[1]]
+    require_finite_gradients(model, loss_mask=torch.ones(1, 8))
 
 
 @pytest.mark.parametrize("pattern", ["G-", "K-"])
-def test_a_stack_of_another_variant_says_what_to_change(pools, pattern):
-    (message,) = pools(1).run(spec_laws.variant_refusal, pattern)
-    assert "'gdn2' asks for Gated DeltaNet 2" in message
+@on_ranks(tp=1)
+def test_a_stack_of_another_variant_says_what_to_change(pattern):
+    config = make_config(num_layers=2)
+    config.experimental_attention_variant = "gdn2"
+    with pytest.raises(ValueError, match="'gdn2' asks for Gated DeltaNet 2"):
+        hybrid(pattern, config)
 
 
 def test_k_layers_take_their_own_options():
@@ -125,38 +184,49 @@ def test_k_layers_take_their_own_options():
 
 
 @pytest.mark.parametrize("symbol", ["D", "E"])
-def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(pools, symbol):
-    (message,) = pools(1).run(spec_laws.hybrid_refusal, "G" + symbol)
-    assert f"no layer for '{symbol}'" in message and 'hybrid_stack_spec("te")' in message
+@on_ranks(tp=1)
+def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(symbol):
+    with pytest.raises(NotImplementedError, match=f"no layer for '{symbol}'") as refused:
+        hybrid("G" + symbol)
+    assert 'hybrid_stack_spec("te")' in str(refused.value)
 
 
-def test_local_experts_are_as_many_as_the_config_has(pools):
+@on_ranks(tp=1)
+def test_local_experts_are_as_many_as_the_config_has():
     """The spec that ``--spec`` names is made before there is a config."""
-    assert pools(1).run(spec_laws.experts_of_hybrid_layers, "GE", num_moe_experts=3) == [[0, 3]]
+    experts = {"num_moe_experts": 3, "add_bias_linear": False, "moe_ffn_hidden_size": 16}
+    model = hybrid("GE", make_config(num_layers=2, **experts), specs.gdn_hybrid_stack_spec_local)
+    names = [[name for name, _ in layer.named_parameters()] for layer in model.decoder.layers]
+    assert [sum(name.endswith("linear_fc1.weight") for name in of) for of in names] == [0, 3]
 
 
 @pytest.mark.parametrize(
     "freq, mixers",
     [
-        (4, ["GatedDeltaNet"] * 3 + ["TorchSelfAttention"]),
-        (2, ["GatedDeltaNet", "TorchSelfAttention"] * 2),
-        ([1, 1, 0, 1], ["GatedDeltaNet"] * 2 + ["TorchSelfAttention", "GatedDeltaNet"]),
-        ([1, 1, 1, 1], ["GatedDeltaNet"] * 4),
+        (4, [GatedDeltaNet] * 3 + [TorchSelfAttention]),
+        (2, [GatedDeltaNet, TorchSelfAttention] * 2),
+        ([1, 1, 0, 1], [GatedDeltaNet] * 2 + [TorchSelfAttention, GatedDeltaNet]),
+        ([1, 1, 1, 1], [GatedDeltaNet] * 4),
     ],
 )
-def test_gpt_blocks_mix_layers_by_linear_attention_freq(pools, freq, mixers):
-    assert pools(1).run(spec_laws.gpt_mixers_and_loss, freq)[0] == (mixers, True, (1, 8))
+@on_ranks(tp=1)
+def test_gpt_blocks_mix_layers_by_linear_attention_freq(freq, mixers):
+    assert mixers_of_a_gpt_that_trains(freq) == mixers
 
 
-def test_gpt_blocks_may_hold_experts(pools):
+@on_ranks(tp=1)
+def test_gpt_blocks_may_hold_experts():
     experts = {"num_moe_experts": 4, "moe_layer_freq": 2, "moe_ffn_hidden_size": 16}
-    experts["add_bias_linear"] = False
-    found, finite, _ = pools(1).run(spec_laws.gpt_mixers_and_loss, 4, **experts)[0]
-    assert finite and found.count("GatedDeltaNet") == 3
+    mixers = mixers_of_a_gpt_that_trains(4, add_bias_linear=False, **experts)
+    assert mixers.count(GatedDeltaNet) == 3
 
 
-def test_each_pipeline_stage_gets_its_own_layers(pools):
-    assert pools(1).run(spec_laws.gpt_layers_per_stage, 3) == [[2, 2, 2]]
+@on_ranks(tp=1)
+def test_each_pipeline_stage_gets_its_own_layers():
+    config = gpt_config(4, num_layers=6, pipeline_model_parallel_size=3)
+    assert parallel_state.get_pipeline_model_parallel_rank() == 0
+    blocks = [gpt_block_spec(config, pp_rank=rank) for rank in range(3)]
+    assert [len(block.layer_specs) for block in blocks] == [2, 2, 2]
 
 
 @pytest.mark.parametrize(
@@ -168,13 +238,16 @@ def test_megatron_finds_the_hybrid_specs_by_name(name):
     assert spec.submodules.gdn_layer.submodules.self_attention.module is GatedDeltaNet
 
 
-def test_a_hybrid_spec_is_called_for_another_and_built_by_megatron(pools):
+@on_ranks(tp=1)
+def test_a_hybrid_spec_is_called_for_another_and_built_by_megatron():
     other = hybrid_stack_spec("local", cp_layout="contiguous")
     assert other is not hybrid_stack_spec and isinstance(other, ModuleSpec)
     for layer in (other.submodules.gdn_layer, other.submodules.attention_layer):
         assert layer.submodules.self_attention.params["cp_layout"] == "contiguous"
     assert isinstance(other(), ModuleSpec)
-    assert pools(1).run(spec_laws.built_by_calling)[0] == "KDAHybridStack"
+    groups, config = ProcessGroupCollection.use_mpu_process_groups(), make_config(num_layers=1)
+    given = {"pre_process": True, "layer_type_list": ["G"], "pg_collection": groups}
+    assert type(hybrid_stack_spec(config, **given)).__name__ == "KDAHybridStack"
 
 
 def test_unknown_modules_list_the_known_ones():
@@ -192,11 +265,13 @@ def test_transformer_engine_is_never_replaced_in_silence():
 
 
 @pytest.mark.parametrize("variant", ["gated_delta_net", "gdn"])
-def test_gpt_blocks_know_both_names_of_the_variant(pools, variant):
+@on_ranks(tp=1)
+def test_gpt_blocks_know_both_names_of_the_variant(variant):
     """Megatron-Core after 0.19 turns the first into the second."""
-    assert pools(1).run(spec_laws.gpt_mixers_of_variant, variant) == [
-        [GatedDeltaNet, GatedDeltaNet, GatedDeltaNet, TorchSelfAttention]
-    ]
+    config = gpt_config(4)
+    config.experimental_attention_variant = variant
+    mixers = [x.submodules.self_attention.module for x in gpt_block_spec(config).layer_specs]
+    assert mixers == [GatedDeltaNet] * 3 + [TorchSelfAttention]
 
 
 @dataclass
@@ -213,7 +288,7 @@ class OtherStack:
 
 
 def test_stacks_with_other_places_are_filled_and_no_place_is_an_identity(monkeypatch):
-    monkeypatch.setattr(hybrid, "HybridStackSubmodules", OtherStack)
+    monkeypatch.setattr(hybrid_module, "HybridStackSubmodules", OtherStack)
     layers = hybrid_stack_spec("local").submodules
     assert layers.gdn_layer.submodules.self_attention.module is GatedDeltaNet
     assert layers.mamba_layer.submodules.mixer.module is Mamba2Mixer

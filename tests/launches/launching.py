@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gdn.specs.launch_options import VARIABLE
+from megatron_gdn.specs.layer import VARIABLE
 from tests.examples.launching import ROOT
 from tests.launches.on_cpu import WITHOUT_GPU
 

@@ -42,7 +42,7 @@ def test_a_run_goes_on_from_its_file(tmp_path, flags):
 
 
 def test_megatrons_own_layer_does_not_go_on_from_its_torch_dcp_file(tmp_path):
-    """Once it does, `optimizer_checkpoints.with_states_to_load` can go."""
+    """Once it does, `checkpoints.make_states_to_load` can go."""
     losses(trained("upstream", f"{DCP} --save {tmp_path} --exit-interval 3"))
     refused = trained("upstream", f"{DCP} --load {tmp_path}")
     assert refused.returncode != 0

@@ -118,13 +118,13 @@ def test_options_that_change_the_size_of_a_k_layer_are_counted(monkeypatch, pool
 
 def flops_of_built_stacks(args: argparse.Namespace) -> list[float]:
     from megatron_gdn.specs import hybrid_stack_spec
-    from tests.examples.spec_laws import HybridModel, make_config
+    from tests.parallel import hybrid_model, make_config
 
     counts = []
     for kda in ({}, {"output_rank": 4}):
         with parallel(1):
             spec = hybrid_stack_spec("local", kda=kda)
-            HybridModel(make_config(num_layers=1), spec, 16, 8, hybrid_layer_pattern="-")
+            hybrid_model(make_config(num_layers=1), "-", spec)
         counts.append(megatron_count.num_floating_point_operations(args, 1))
     return counts
 

@@ -16,11 +16,11 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
+from megatron_gdn.compat.checkpoints import pad_between_buckets, store_empty_shares
 from megatron_gdn.compat.mixed_dtype_optimizers import (
     repair_mixed_dtype_optimizers,
     restore_mixed_dtype_optimizers,
 )
-from megatron_gdn.compat.optimizer_checkpoints import pad_between_buckets, store_empty_shares
 from tests.distributed.layer_laws import require_same_bits
 from tests.parallel import parallel
 from tests.precision.training import (

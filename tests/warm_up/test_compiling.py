@@ -106,7 +106,7 @@ from megatron_gdn.gdn.flash_qla.builds import Heads
 import torch
 tasks = flash_qla_tasks(Heads(2, 4, torch.float16), ("uncut",), 132)
 quick = [task for task in tasks if "cumsum" in task.name]
-missing = [task for task in quick if not task.found()]
+missing = [task for task in quick if task.missing]
 print(len(tasks), len(quick), len(missing), *run_tasks(missing, 2))
 """
 

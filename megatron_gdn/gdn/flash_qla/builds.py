@@ -86,12 +86,10 @@ def expect(heads: Heads, part: str) -> None:
 def compile_early(heads: Heads, part: str) -> None:
     """Start processes that compile the kernels of a layer being built, and do not wait for them.
 
-    Does nothing without need, a Hopper GPU or a cache on disk, or under
-    ``MEGATRON_GDN_COMPILE_AHEAD=0``. Other parts follow ``part``: batches may differ.
+    Other parts follow ``part``: batches may differ.
     """
-    if not (torch.cuda.is_available() and cache_is_used() and _may_start(heads)):
-        return
-    if heads.ready(part, multiprocessors()).exists():
+    wanted = torch.cuda.is_available() and cache_is_used() and _may_start(heads)
+    if not wanted or heads.ready(part, multiprocessors()).exists():
         return
     with (
         suppress(OSError),  # a folder that cannot be written; the first call says so
@@ -102,7 +100,7 @@ def compile_early(heads: Heads, part: str) -> None:
 
 
 def watch_builds(kernels: list[Any]) -> None:
-    """Make tilelang compile ``kernels``, its own objects, as the top of this file says."""
+    """Let tilelang's objects ``kernels`` compile as the top of this file says."""
     for kernel in kernels:
         kernel.compile = _once_per_machine(kernel)
 
@@ -180,7 +178,6 @@ def tilelang_cache() -> Path:
 
 
 def cache_folder() -> Path:
-    """The folder of this package within :func:`tilelang_cache`."""
     return tilelang_cache() / "megatron_gdn"
 
 

@@ -8,7 +8,7 @@ or of several. `training` has the collator, ``Trainer`` over ranks, and the test
 transformers is imported where a function needs it, and not before; Megatron never.
 """
 
-from .batch import ModelBatch
+from .batch import ModelBatch, context_parallel_share
 from .families import plain_functions_on_cpu
 from .gates import SSMGate, gates_in_fp32, install_ssm_gate, shard_gates
 from .layer import CPAwareGatedDeltaNet
@@ -20,7 +20,6 @@ from .training import (
     PackingCollator,
     PackingLeak,
     assert_no_packing_leak,
-    context_parallel_share,
     packing_leaks,
     packing_reach,
 )

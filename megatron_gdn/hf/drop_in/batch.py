@@ -10,6 +10,7 @@ are not padding, H hidden size.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -20,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...context_parallel import SequenceLayout, inverse
+from ...context_parallel import SequenceLayout, inverse, local_indices
 from ...context_parallel.layouts import positions as positions_of
 from ...mixers.padding import Take, TakeRows, cu_seqlens, read_mask
 from ...ops.documents import Documents
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
     from torch.distributed.device_mesh import DeviceMesh
 
+_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 _NATIVE = (SequenceLayout.ZIGZAG_BUFFER, SequenceLayout.CONTIGUOUS)
 
 
@@ -299,3 +301,43 @@ def _place_of(
         if total % cuts == 0 and torch.equal(positions, positions_of((total,), size, native)):
             return native, positions, None
     return SequenceLayout.CONTIGUOUS, positions, row_exchange(positions, ranks.group, ranks.device)
+
+
+def context_parallel_share(
+    batch: Mapping[str, Any],
+    cp_mesh: Any,
+    layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
+) -> dict[str, Any]:
+    """This rank's share of a packed batch: of every tensor over tokens, this rank's columns.
+
+    Args:
+        batch: as :class:`.training.PackingCollator` makes it, the same on all ranks. Tensors
+            ``[1, S]``, ``[1, S, ...]`` and ``[n, 1, S]`` (positions of a vision-language model)
+            are cut along S; offsets and what has no S pass whole.
+        cp_mesh, layout: as given to :func:`.patching.patch`.
+
+    Raises:
+        ValueError: tokens that the layout cannot cut evenly; pad with ``pad_to_multiple_of``.
+    """
+    if "input_ids" not in batch:
+        raise ValueError(f"the batch has no input_ids to be cut by; it has {', '.join(batch)}.")
+    rows, tokens = batch["input_ids"].shape[:2]
+    layout = SequenceLayout.parse(layout)
+    lengths = [tokens]
+    if layout is SequenceLayout.ZIGZAG and "cu_seq_lens_q" in batch:
+        lengths = batch["cu_seq_lens_q"].diff().tolist()
+    own = local_indices(lengths, cp_mesh.size(), cp_mesh.get_local_rank(), layout)
+    share = {}
+    for name, x in batch.items():
+        if not isinstance(x, Tensor) or name in _OFFSETS or tokens not in x.shape:
+            share[name] = x
+        elif x.shape[:2] == (rows, tokens):
+            share[name] = x[:, own.to(x.device)]
+        elif x.dim() == 3 and x.shape[1:] == (rows, tokens):
+            share[name] = x[..., own.to(x.device)]
+        else:
+            raise ValueError(
+                f"{name} of shape {tuple(x.shape)} beside input_ids [{rows}, {tokens}]: it is not "
+                f"known how ranks share it. Leave it out, or cut it and add it to the share."
+            )
+    return share

@@ -108,12 +108,11 @@ class Patch(AbstractContextManager):
                 f"{type(model).__name__} has no linear-attention modules that are known here: "
                 f"legal are transformers' {MODELS} models and their text models."
             )
-        for text in texts.values():
-            for name, layer in text.named_modules():
-                if isinstance(layer, CPAwareGatedDeltaNet):
-                    raise ValueError(
-                        f"{name} is replaced already; undo the first patch before another one."
-                    )
+        for name, layer in (one for text in texts.values() for one in text.named_modules()):
+            if isinstance(layer, CPAwareGatedDeltaNet):
+                raise ValueError(
+                    f"{name} is replaced already; undo the first patch before another one."
+                )
         try:
             for prefix, text in texts.items():
                 self._replace(prefix, text, options)
@@ -123,20 +122,18 @@ class Patch(AbstractContextManager):
             raise
 
     def __repr__(self) -> str:
-        """What was replaced, in one line."""
-        if not self.layers:
-            return f"Patch of {type(self.model).__name__}: undone"
+        name, count = type(self.model).__name__, len(self.layers)
+        if not count:
+            return f"Patch of {name}: undone"
         first, layer = next(iter(self.layers.items()))
-        count, options = len(self.layers), layer.drop_in.options
+        options = layer.drop_in.options
         group = group_of(options.cp_mesh)
         ranks = "one rank" if group is None else f"{group.size()} context-parallel ranks"
         runs = "every batch runs this package's mixer"
         if group is None and options.unpacked == "transformers":
             runs = "packed batches run this package's mixer, others transformers' own forward"
-        return (
-            f"Patch of {type(self.model).__name__}: {count} linear-attention modules ({first} is "
-            f"the first) on {ranks}; {runs}"
-        )
+        what = f"{count} linear-attention modules ({first} is the first) on {ranks}"
+        return f"Patch of {name}: {what}; {runs}"
 
     def undo(self) -> None:
         """Put back transformers' own classes and the dtypes of ``A_log`` and ``dt_bias``.
@@ -218,9 +215,8 @@ class Patch(AbstractContextManager):
 
 
 def _restore_forward(text: Any) -> None:
-    before = vars(text).pop(_FORWARD_BEFORE)
     del vars(text)["forward"]
-    if before is not None:
+    if (before := vars(text).pop(_FORWARD_BEFORE)) is not None:
         vars(text)["forward"] = before
 
 
@@ -266,10 +262,9 @@ def prepare_forward(text: Any, options: DropInOptions, given: dict[str, Any]) ->
     mask = kwargs["attention_mask"] = _as_attention_reads(text, mask)
     x, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     x = kwargs.get("inputs_embeds") if x is None else x
-    if x is None:
-        return kwargs  # the model's forward raises and names what is missing
-    batch = resolve_call(options, sources, x, cache)
-    if batch is None:
+    # Without x the model's forward raises and names what is missing.
+    batch = None if x is None else resolve_call(options, sources, x, cache)
+    if x is None or batch is None:
         return kwargs
     kwargs["gdn_batch"] = batch
     if batch.is_plain:
@@ -284,18 +279,16 @@ def prepare_forward(text: Any, options: DropInOptions, given: dict[str, Any]) ->
     if kwargs.get("position_ids") is None:
         positions = to_device(batch.positions.contiguous(), x.device)
         kwargs["position_ids"] = positions.expand(len(x), -1)
-    _refuse_mixing_elsewhere(text.config, batch.group is None, what)
+    _refuse_mixing_elsewhere(text.config, what)
     kinds = set(text.config.layer_types) - {"linear_attention"}
     kind = kinds.pop() if len(kinds) == 1 else "full_attention"
-    if isinstance(mask, dict):
-        of_attention = mask[kind]
-    else:
-        of_attention = _attention_mask(text, batch, x, kwargs["position_ids"], mask)
-    kwargs["attention_mask"] = {kind: of_attention, "linear_attention": None}
+    if not isinstance(mask, dict):
+        mask = {kind: _attention_mask(text, batch, x, kwargs["position_ids"], mask)}
+    kwargs["attention_mask"] = {kind: mask[kind], "linear_attention": None}
     return kwargs
 
 
-def _refuse_mixing_elsewhere(config: Any, alone: bool, what: str) -> None:
+def _refuse_mixing_elsewhere(config: Any, what: str) -> None:
     """Refuse what other parts of a model than its layers here would let documents or ranks mix."""
     if getattr(config, "ple_layer_ids", None):
         raise NotImplementedError(
@@ -303,15 +296,14 @@ def _refuse_mixing_elsewhere(config: Any, alone: bool, what: str) -> None:
             f"their n-grams and convolution run over the whole row that a rank is given, across "
             f"documents. Give one document per row, on one rank."
         )
-    if "indexed_attention" not in config.layer_types:
-        return
-    if alone and config.model_type.startswith("glm5_next"):
+    indexed, alone = "indexed_attention" in config.layer_types, what == "packed documents"
+    if indexed and alone and config.model_type.startswith("glm5_next"):
         raise NotImplementedError(
             "packed documents in a model of GLM 5 next: its indexed attention takes a mask of "
             "padding only, and reads across documents. Give one document per row; a layer of its "
             "own (CPAwareGatedDeltaNet) takes packed documents."
         )
-    if not alone:
+    if indexed and not alone:
         raise NotImplementedError(
             "context parallelism in a model with indexed attention: its indexer ranks the keys of "
             "the tokens that a rank holds, not those of the sequence. Run it on one rank; a layer "
@@ -367,10 +359,9 @@ def _attention_mask(
     from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 
     weight = text.get_input_embeddings().weight
-    shape = torch.empty(*x.shape[:2], 1, dtype=weight.dtype, device=x.device)
     return create_causal_mask(
         config=text.config,
-        inputs_embeds=shape,
+        inputs_embeds=torch.empty(*x.shape[:2], 1, dtype=weight.dtype, device=x.device),
         attention_mask=batch.keep,
         past_key_values=None,
         and_mask_function=packed_sequence_mask_function(to_device(batch.ids, x.device)),
@@ -395,7 +386,7 @@ def gathered_attention(
             f"for context parallelism, and takes no attention_mask."
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if gdn_batch.moves is not None:
+    if gdn_batch.moves is not None:  # else they are not copied
         q, k, v = (gdn_batch.move(x.flatten(2)).unflatten(2, x.shape[2:]) for x in (q, k, v))
     group: Any = gdn_batch.group
     layout, lengths = gdn_batch.layout, gdn_batch.lengths
@@ -414,6 +405,4 @@ def gathered_attention(
         )  # fmt: skip
         attended.append(out.transpose(1, 2))
     out = torch.cat(attended, dim=1)
-    if gdn_batch.moves is not None:
-        out = gdn_batch.move_back(out.flatten(2)).unflatten(2, out.shape[2:])
-    return out.contiguous(), None
+    return gdn_batch.move_back(out.flatten(2)).unflatten(2, out.shape[2:]).contiguous(), None

@@ -1,7 +1,4 @@
-"""Packed batches: made, shared by context-parallel ranks, trained on, and tested for leaks.
-
-Legend: S tokens of the packed row.
-"""
+"""Packed batches: made of documents, trained on over ranks, and tested for leaks."""
 
 from __future__ import annotations
 
@@ -14,8 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from ...context_parallel import SequenceLayout, local_indices
-from .batch import group_of
+from .batch import context_parallel_share, group_of
 from .layer import CPAwareGatedDeltaNet, DropInOptions
 
 if TYPE_CHECKING:
@@ -25,7 +21,6 @@ else:
 
 IGNORED = -100
 _COLUMNS = ("input_ids", "labels", "attention_mask")
-_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 logger = logging.getLogger(__name__)
 
@@ -111,46 +106,6 @@ def _list(x: Any) -> list[int]:
     return x.tolist() if hasattr(x, "tolist") else list(x)
 
 
-def context_parallel_share(
-    batch: Mapping[str, Any],
-    cp_mesh: Any,
-    layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
-) -> dict[str, Any]:
-    """This rank's share of a packed batch: of every tensor over tokens, this rank's columns.
-
-    Args:
-        batch: as :class:`PackingCollator` makes it, the same on all ranks. Tensors ``[1, S]``,
-            ``[1, S, ...]`` and ``[n, 1, S]`` (positions of a vision-language model) are cut along
-            S; offsets and what has no S pass whole.
-        cp_mesh, layout: as given to :func:`.patching.patch`.
-
-    Raises:
-        ValueError: tokens that the layout cannot cut evenly; pad with ``pad_to_multiple_of``.
-    """
-    if "input_ids" not in batch:
-        raise ValueError(f"the batch has no input_ids to be cut by; it has {', '.join(batch)}.")
-    rows, tokens = batch["input_ids"].shape[:2]
-    layout = SequenceLayout.parse(layout)
-    lengths = [tokens]
-    if layout is SequenceLayout.ZIGZAG and "cu_seq_lens_q" in batch:
-        lengths = batch["cu_seq_lens_q"].diff().tolist()
-    own = local_indices(lengths, cp_mesh.size(), cp_mesh.get_local_rank(), layout)
-    share = {}
-    for name, x in batch.items():
-        if not isinstance(x, Tensor) or name in _OFFSETS or tokens not in x.shape:
-            share[name] = x
-        elif x.shape[:2] == (rows, tokens):
-            share[name] = x[:, own.to(x.device)]
-        elif x.dim() == 3 and x.shape[1:] == (rows, tokens):
-            share[name] = x[..., own.to(x.device)]
-        else:
-            raise ValueError(
-                f"{name} of shape {tuple(x.shape)} beside input_ids [{rows}, {tokens}]: it is not "
-                f"known how ranks share it. Leave it out, or cut it and add it to the share."
-            )
-    return share
-
-
 class ContextParallelTrainerMixin(Trainer):
     """Makes a ``Trainer`` train a patched model over its ``cp_mesh``.
 
@@ -185,19 +140,18 @@ class ContextParallelTrainerMixin(Trainer):
 
     def get_cp_size(self) -> int:
         """How many processes have the same batch; ``Trainer`` counts labels and batches by it."""
-        group = group_of(self._options().cp_mesh)
-        return 1 if group is None else group.size()
+        return 1 if self._group is None else self._group.size()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor | tuple[Tensor, Any]:
         """The loss of this rank's share of ``inputs``; without gradients, of the whole batch."""
         options = self._options()
-        if group_of(options.cp_mesh) is None:
+        if self._group is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
         self._require_shifted(inputs)
-        trains, sharded = torch.is_grad_enabled(), isinstance(model, FSDPModule)
-        if trains and model is self.model and not sharded:
+        trains = torch.is_grad_enabled()
+        if trains and model is self.model and not isinstance(model, FSDPModule):
             raise RuntimeError(
                 f"the trainer runs {type(model).__name__} unwrapped, so its gradients are not "
                 f"summed over the ranks. Trainer does so after an evaluate() before train(); set "
@@ -216,7 +170,7 @@ class ContextParallelTrainerMixin(Trainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
-        if not prediction_loss_only and group_of(self._options().cp_mesh) is not None:
+        if not prediction_loss_only and self._group is not None:
             raise NotImplementedError(
                 "every context-parallel rank has the predictions of its share of the tokens, so "
                 "metrics and predict() cannot be computed from them here. Evaluate the loss "
@@ -234,8 +188,12 @@ class ContextParallelTrainerMixin(Trainer):
             f"it before the trainer is made."
         )
 
+    @property
+    def _group(self) -> Any:
+        return group_of(self._options().cp_mesh)
+
     def _same_on_all_ranks(self, loader: Any) -> Any:
-        group = group_of(self._options().cp_mesh)
+        group = self._group
         if group is None:
             return loader
         sampler = getattr(loader, "batch_sampler", None)
@@ -254,11 +212,10 @@ class ContextParallelTrainerMixin(Trainer):
         return loader
 
     def _require_shifted(self, inputs: dict[str, Any]) -> None:
-        for name, given in (
-            ("label_smoothing_factor", self.args.label_smoothing_factor),
-            ("compute_loss_func", self.compute_loss_func),
-        ):
-            if given:
+        smooth = self.args.label_smoothing_factor
+        given = {"label_smoothing_factor": smooth, "compute_loss_func": self.compute_loss_func}
+        for name, value in given.items():
+            if value:
                 raise ValueError(
                     f"{name} with context parallelism: it would shift labels inside this rank's "
                     f"share of the sequence. Leave it out; the model's own loss takes shift_labels."
@@ -404,25 +361,23 @@ def assert_no_packing_leak(
         ValueError: fewer than two documents, an unknown source.
     """
     reach = packing_reach(module, lengths, source=source, seed=seed, **kwargs)
-    found = reach.leaks(tolerance)
-    if not found:
-        others = reach.change.clone().fill_diagonal_(0)
-        line = (
-            f"{type(module).__name__}: no packed document of {tuple(lengths)} tokens, told by "
-            f"{source}, reaches another (largest change {others.max().item():.1e}, largest output "
-            f"{reach.largest.max().item():.1e})"
-        )
-        logger.info(line)
-        return line
-    lines = [
-        f"  document {leak.origin} changes document {leak.into} by {leak.change:.3e} "
-        f"(its largest output is {leak.of:.3e})"
-        for leak in found
-    ]
-    raise PackingLeak(
-        f"packed documents of {tuple(lengths)} tokens reach each other in "
-        f"{type(module).__name__}:\n" + "\n".join(lines), found,
-    )  # fmt: skip
+    name, lengths = type(module).__name__, tuple(lengths)
+    if found := reach.leaks(tolerance):
+        said = f"packed documents of {lengths} tokens reach each other in {name}:"
+        for leak in found:
+            said += (
+                f"\n  document {leak.origin} changes document {leak.into} by {leak.change:.3e} "
+                f"(its largest output is {leak.of:.3e})"
+            )
+        raise PackingLeak(said, found)
+    others = reach.change.clone().fill_diagonal_(0)
+    line = (
+        f"{name}: no packed document of {lengths} tokens, told by {source}, reaches another "
+        f"(largest change {others.max().item():.1e}, largest output "
+        f"{reach.largest.max().item():.1e})"
+    )
+    logger.info(line)
+    return line
 
 
 def _drawn(module: Any, tokens: int, generator: torch.Generator) -> Tensor:

@@ -66,17 +66,10 @@ def build_lock(
     patience: float = 0.0,
     wait: bool = True,
 ) -> Iterator[int | None]:
-    """Hold the lock of this file while building ``what``.
+    """Hold the lock of this file, which is never removed, while building ``what``.
 
-    Args:
-        path: never removed: a process that waits may have it open.
-        found: whether the result is where every process looks for it; ends the waiting.
-        patience: seconds to wait before the log says so.
-        wait: for a process that holds the lock.
-
-    Yields:
-        the file's descriptor while this process holds the lock, else None. A process that inherits
-        it holds the lock too.
+    ``found`` ends the waiting; after ``patience`` seconds of it the log says so. Yields the file's
+    descriptor while this process holds the lock, else None; who inherits it holds the lock too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file, began = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic()

@@ -159,13 +159,17 @@ def test_documents_cannot_follow_what_a_cache_holds(patched):
     model = patched()
     tokens = torch.randint(67, (1, 4))
     cache = model(tokens, use_cache=True).past_key_values
+    layer, x = mixer_of(model), torch.randn(1, 4, 24)
     for more in (
         {"_packed_seq_ids": torch.tensor([[1, 1, 2, 2]])},
         {"cu_seq_lens_q": torch.tensor([0, 2, 4])},
+        {"cu_seqlens": torch.tensor([0, 2, 4])},
         {"seq_index": torch.arange(4)},
     ):
         with pytest.raises(ValueError, match="goes on from a cache"):
             model(tokens, past_key_values=cache, **more)
+        with pytest.raises(ValueError, match="goes on from a cache"):
+            layer(x, cache, **more)
 
 
 def test_documents_that_per_layer_embeddings_would_mix_are_refused():

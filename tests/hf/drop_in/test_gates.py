@@ -101,25 +101,19 @@ def test_a_bf16_model_keeps_the_gates_of_its_file(fresh, tmp_path, family):
     assert {p.dtype for p in rounded.parameters()} == {torch.bfloat16}
 
 
-@pytest.mark.parametrize("unpacked", ["transformers", "fused"])
+@pytest.mark.parametrize(
+    ("unpacked", "use_cache"), [("transformers", True), ("fused", True), ("fused", False)]
+)
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, GLM])
-def test_generation_is_that_of_the_unpatched_model(fresh, family, unpacked):
-    ours, theirs = fresh(family), fresh(family)
-    patch(ours, unpacked=unpacked)
-    tokens = torch.randint(67, (2, 5))
-    mask = torch.ones_like(tokens)
-    mask[0, :2] = 0
-    settings = {"max_new_tokens": 6, "do_sample": False, "attention_mask": mask, "pad_token_id": 0}
-    assert torch.equal(ours.generate(tokens, **settings), theirs.generate(tokens, **settings))
-
-
-@pytest.mark.parametrize("family", [*FAMILIES, GLM])
-def test_greedy_tokens_of_the_mixer_are_transformers(fresh, family):
+def test_generation_is_that_of_the_unpatched_model(fresh, family, unpacked, use_cache):
     """Without a cache every token is the mixer's."""
     ours, theirs = fresh(family), fresh(family)
-    patch(ours, unpacked="fused")
+    patch(ours, unpacked=unpacked)
     tokens = torch.randint(1, 67, (2, 5))  # 0 is padding
-    settings = {"max_new_tokens": 12, "do_sample": False, "use_cache": False, "pad_token_id": 0}
+    mask = torch.ones_like(tokens)
+    mask[0, :2] = int(not use_cache)
+    settings = {"max_new_tokens": 6 if use_cache else 12, "use_cache": use_cache}
+    settings |= {"do_sample": False, "attention_mask": mask, "pad_token_id": 0}
     assert torch.equal(ours.generate(tokens, **settings), theirs.generate(tokens, **settings))
 
 

@@ -136,15 +136,6 @@ def test_two_names_of_offsets_must_agree(patched):
         model(torch.zeros(1, 4, dtype=torch.long), cu_seqlens=one, cu_seq_lens_q=other)
 
 
-def test_a_layer_alone_refuses_documents_after_what_a_cache_holds(patched):
-    model = patched()
-    layer, x = model.model.layers[0].linear_attn, torch.randn(1, 4, 24)
-    cache = model(torch.randint(67, (1, 3)), use_cache=True).past_key_values
-    for more in ({"cu_seqlens": torch.tensor([0, 2, 4])}, {"seq_index": torch.arange(4)}):
-        with pytest.raises(ValueError, match="goes on from a cache"):
-            layer(x, cache, **more)
-
-
 @pytest.mark.parametrize("unpacked", ["transformers", "fused"])
 def test_what_older_callers_pass_is_taken_by_keyword_alone(patched, unpacked):
     """Third by position is a mask for some transformers and cache_position for others."""
