@@ -27,7 +27,6 @@ from torch import Tensor
 from ..ops.autograd import uncompiled
 from ..ops.documents import Documents
 from ..ops.host_tables import stream_of_tables, to_device
-from ..ops.static_documents import StaticDocuments
 from .layouts import SequenceLayout
 
 SWITCH = "MEGATRON_GDN_CHECK_RANKS"
@@ -75,8 +74,8 @@ def require_agreement(
 
     Nothing is compared on one rank, on the meta device (where nothing is sent), while a CUDA graph
     is captured (the host could not read the answer), or with ``MEGATRON_GDN_CHECK_RANKS=0`` in
-    every rank's environment. Of ``StaticDocuments`` only the number that they can hold is compared:
-    the host does not know boundaries.
+    every rank's environment. Of documents in fixed buffers only the number that they can hold is
+    compared: the host does not know boundaries.
 
     Args:
         layer: its :func:`number_of_new_layer`.
@@ -135,7 +134,7 @@ def _complaint(given: list[tuple[int, ...]], documents: Documents | None) -> str
         for what, who in ranks.items()
     )
     own = ""
-    if documents is not None and not isinstance(documents, StaticDocuments):
+    if documents is not None and documents.known:
         offsets = [str(offset) for offset in documents.offsets]
         if len(offsets) > 20:
             offsets[10:-2] = [f"... {offsets[-3]}"]

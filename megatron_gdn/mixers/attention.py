@@ -29,8 +29,6 @@ from torch import Tensor
 from ..context_parallel.gathered import Span, gather_in_order, spans_of
 from ..context_parallel.layouts import SequenceLayout, positions
 from ..ops.documents import Documents
-from ..ops.static_documents import StaticDocuments
-from ..ops.trees import TreeDocuments
 from .arguments import require_causal
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .packing import context_parallel_group_of, resolve_packed_seq_params
@@ -241,8 +239,7 @@ class MicroBatchShare(NamedTuple):
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         total = tokens * size
         documents = resolve_packed_seq_params(packed, total, device)
-        if isinstance(documents, StaticDocuments):
-            documents = documents.on_host()  # a capture refuses that
+        documents = None if documents is None else documents.on_host()  # refused in a capture
         layout = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order
         if total != tokens:
             layout = layout_of(None if documents is None else packed)
@@ -257,7 +254,7 @@ class MicroBatchShare(NamedTuple):
     def spans(self) -> tuple[Span, ...]:
         """This rank's rows by document, in order; empty documents are left out."""
         spans = spans_of(self.lengths, self.size, self.rank, self.layout)
-        if not isinstance(self.documents, TreeDocuments):
+        if self.documents is None:
             return spans
         return tuple(x._replace(before=self.documents.tokens_before(x.start)) for x in spans)
 
@@ -355,7 +352,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
 
     def _megatron_rotates_right(self, share: MicroBatchShare) -> bool:
         own_group = self.pg_collection.cp
-        if isinstance(share.documents, TreeDocuments):
+        if share.documents is not None and share.documents.continue_others:
             return False
         if self.config.rotary_interleaved and 0 in share.lengths:  # Megatron's reshape raises
             return False
@@ -370,7 +367,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         """
         positions = share.positions.to(angles.device)
         if share.documents is not None:
-            if isinstance(share.documents, TreeDocuments):  # the model cut them, as if not packed
+            if share.documents.continue_others:  # the model cut them, as if not packed
                 angles = _of_all_ranks(angles, share.group)
             longest = share.documents.longest_sequence
             if longest > angles.shape[0]:

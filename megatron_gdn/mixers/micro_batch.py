@@ -31,8 +31,6 @@ from ..ops.layout import Layout
 from ..ops.parts import ALONE
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
-from ..ops.static_documents import StaticDocuments
-from ..ops.trees import TreeDocuments
 from .loader_layout import LoaderLayout
 from .packing import context_parallel_group_of, resolve_packed_seq_params
 
@@ -254,22 +252,12 @@ class MicroBatches:
     ) -> Scheme:
         schemes = self._schemes_of(group, rule, layout)
         only, headwise = schemes.only(), schemes.headwise
-        static, tree = (isinstance(documents, kind) for kind in (StaticDocuments, TreeDocuments))
-        aligned = self._config.batch_invariant_mode
-        if aligned and static:
-            raise NotImplementedError(
-                "documents in fixed buffers run without batch_invariant_mode: its chunks "
-                "lie where the documents of one micro-batch begin. Switch it off, or give "
-                "ordinary packed documents outside of graphs."
-            )
-        if aligned and tree:
-            raise NotImplementedError(
-                "documents that continue others run without config.batch_invariant_mode: its "
-                "chunks of 64 tokens begin anew in every document. Switch it off, or pack the "
-                "sequences separately."
-            )
-        if tree:  # all its tokens must lie on one rank
-            why = "the one that runs documents that continue others"
+        aligned, why = self._config.batch_invariant_mode, ""
+        if documents is not None:
+            why = documents.why_headwise
+            if aligned and documents.why_not_on_grid:
+                raise NotImplementedError(documents.why_not_on_grid)
+        if documents is not None and documents.continue_others:  # all must lie on one rank
             scheme = schemes.whole or headwise
             if scheme is None:
                 raise NotImplementedError(
@@ -279,8 +267,8 @@ class MicroBatches:
                 )
         elif only is not None:
             scheme, why = only, "the only one that these heads and this backend leave"
-        elif static:
-            scheme, why = headwise, "the one that runs documents in fixed buffers"
+        elif why:
+            scheme = headwise
         elif aligned:
             scheme, why = headwise, "the one that keeps batch_invariant_mode's bits"
         else:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,6 +42,11 @@ class Documents:
 
     offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
     device: torch.device  # where the per-token tensors live
+
+    # What decides where they run. Other kinds of documents say more.
+    why_headwise: ClassVar[str] = ""  # that this scheme is the one that runs them
+    why_not_on_grid: ClassVar[str] = ""  # that batch_invariant_mode does not
+    continue_others: ClassVar[bool] = False  # see .trees
 
     @property
     def known(self) -> bool:
@@ -211,7 +216,7 @@ class Documents:
         """As :meth:`where_known`, on the device."""
 
         def moved() -> Any:
-            made = make(self)
+            made: Any = make(self)
             on_device = [self.moved(x) for x in made]
             return made._make(on_device) if hasattr(made, "_make") else tuple(on_device)
 
@@ -248,6 +253,10 @@ class Documents:
     def chunks(self, size: int) -> ChunkPlaces:
         """The chunks of ``size`` tokens that every sequence is cut into, from its start."""
         return self.table(("chunks", size), lambda documents: chunks_where_known(documents, size))
+
+    def tokens_before(self, start: int) -> tuple[slice, ...]:
+        """Where the tokens lie that the document in the slot from ``start`` on continues."""
+        return ()
 
     @property
     def longest_sequence(self) -> int:

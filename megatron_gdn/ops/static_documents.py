@@ -37,6 +37,12 @@ class StaticDocuments(Documents):
 
     """
 
+    why_headwise = "the one that runs documents in fixed buffers"
+    why_not_on_grid = (
+        "documents in fixed buffers run without batch_invariant_mode: its chunks "
+        "lie where the documents of one micro-batch begin. Switch it off, or give "
+        "ordinary packed documents outside of graphs."
+    )
     boundaries: Tensor  # int32 [N + 1], as :meth:`fill` got them; unused entries are T
     stamp: Tensor  # pyright: ignore[reportIncompatibleVariableOverride] - number of the latest fill
     plans: dict[Hashable, Any]

@@ -47,6 +47,14 @@ class TreeDocuments(Documents):
     ``parents`` has the index of the document whose last token each one continues, -1 for none.
     """
 
+    why_headwise = "the one that runs documents that continue others"
+    why_not_on_grid = (
+        "documents that continue others run without config.batch_invariant_mode: its "
+        "chunks of 64 tokens begin anew in every document. Switch it off, or pack the "
+        "sequences separately."
+    )
+    continue_others = True
+
     parents: tuple[int, ...] = ()
     lengths_without_padding: tuple[int, ...] = ()  # of each document, at the start of its slot
 
@@ -85,7 +93,6 @@ class TreeDocuments(Documents):
         return tuple(paths)
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
-        """Where the tokens lie that the document in the slot from ``start`` on continues."""
         document = bisect_right(self.offsets, start) - 1
         return tuple(
             slice(self.offsets[i], self.offsets[i] + self.lengths_without_padding[i])

@@ -169,7 +169,7 @@ def _leavers(pieces: Documents, last: Tensor) -> tuple[Tensor, Documents] | None
 
 def _repeated(pieces: Documents, rows: int) -> Documents:
     """The same pieces in every batch row, rows laid end to end."""
-    return Documents((0, *accumulate(pieces.lengths * rows)), pieces.device)
+    return Documents((0, *(accumulate(pieces.lengths * rows) if rows else (0,))), pieces.device)
 
 
 def _take(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
