@@ -273,9 +273,9 @@ def _place_of(
     size, tokens, total, index = ranks.group.size(), ranks.tokens, ranks.total, sources.seq_index
     if index is None:
         lengths, offsets = (total,), sources.cu_seqlens
-        if layout is SequenceLayout.ZIGZAG and offsets is None:
+        if offsets is None and layout is SequenceLayout.ZIGZAG:
             layout = SequenceLayout.ZIGZAG_BUFFER
-        elif layout is SequenceLayout.ZIGZAG and ranks.rows == 1:
+        if offsets is not None and layout is SequenceLayout.ZIGZAG and ranks.rows == 1:
             lengths = Documents.from_cu_seqlens(offsets, total).lengths
         return layout, positions_of(lengths, size, layout), None
     if index.dim() not in (1, 2) or index.shape[-1] != tokens:

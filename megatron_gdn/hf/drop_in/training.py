@@ -150,8 +150,8 @@ class ContextParallelTrainerMixin(Trainer):
         if self._group is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
         self._require_shifted(inputs)
-        trains = torch.is_grad_enabled()
-        if trains and model is self.model and not isinstance(model, FSDPModule):
+        trains, sharded = torch.is_grad_enabled(), isinstance(model, FSDPModule)
+        if trains and model is self.model and not sharded:
             raise RuntimeError(
                 f"the trainer runs {type(model).__name__} unwrapped, so its gradients are not "
                 f"summed over the ranks. Trainer does so after an evaluate() before train(); set "
