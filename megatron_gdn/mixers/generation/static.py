@@ -50,7 +50,7 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     place = places.get((layer, start))
     _check(context, layer, place, s, B)
     buffers = _buffers(context, layer, parts, rows)
-    memory = Memory(*(tensor[0, start : start + B] for tensor in buffers))
+    memory = Memory(*[tensor[0, start : start + B] for tensor in buffers])
     steps, stands = None, [offset] * B
     if offset == 0 or s > MOST_DECODED:
         mixed = prefill(rows, parts, memory, begins=offset == 0, stands=stands)
@@ -141,10 +141,9 @@ def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> No
 
 def _buffers(context: Any, layer: int, parts: Parts, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Histories and states of the whole batch, with a dimension of 1 before them."""
-    shape, most, memories = parts.shape, context.max_batch_size, context.key_value_memory_dict
+    memories = context.key_value_memory_dict
     if layer not in memories:
-        history, state, _ = shape.zeros(most, rows.dtype, rows.device)
+        most = context.max_batch_size
+        history, state, _ = parts.shape.zeros(most, rows.dtype, rows.device)
         memories[layer] = history[None], state[None]
-    history, state = memories[layer]
-    shape.check(Memory(history[0], state[0]), most, rows.dtype)
-    return history, state
+    return memories[layer]
