@@ -51,12 +51,14 @@ MOST_ERROR = 5e-2 if ON_GPU else 1e-4  # bf16 rounds some 200 times on the way t
 
 def their_model(sizes: dict[str, Any]) -> torch.nn.Module:
     if not ON_GPU:  # transformers picks these kernels at import, and no CPU runs them
-        sys.modules.update(dict.fromkeys(("fla", "causal_conv1d")))
+        hidden: Any = dict.fromkeys(("fla", "causal_conv1d"))
+        sys.modules.update(hidden)
     from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
 
     torch.manual_seed(1)
     config = Qwen3_5TextConfig(**sizes, tie_word_embeddings=False)
-    return Qwen3_5ForCausalLM(config).to(PLACE, DTYPE).eval()
+    model: Any = Qwen3_5ForCausalLM(config)
+    return model.to(PLACE, DTYPE).eval()
 
 
 def our_model(folder: str, modules: str, tokens: int) -> torch.nn.Module:
@@ -124,7 +126,8 @@ def our_steps(model: Any, text: torch.Tensor, theirs: list, repeats: int) -> dic
         before = [x.clone() for x in memory]
         graph.replay()
         replayed = logits.clone()
-        torch._foreach_copy_(memory, before)  # a replay goes on from here to the same bits
+        for x, kept in zip(memory, before, strict=True):
+            x.copy_(kept)  # a replay goes on from here to the same bits
         graph.replay()
         line["graph_repeats"] = torch.equal(replayed, logits)
         line["graph_finite"] = bool(logits.isfinite().all())
@@ -197,7 +200,8 @@ def layers(sizes: dict[str, Any], batches: list[int], repeats: int, rate: float)
     try:
         ours = build_module(gated_delta_net_spec("local"), config, layer_number=1).to(PLACE).eval()
         made["gdn"] = ours, ours.ssm_decode
-        spec = upstream.submodules.mamba_layer.submodules.mixer
+        stack: Any = upstream
+        spec = stack.submodules.mamba_layer.submodules.mixer
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         theirs = build_module(
             spec, config, d_model=config.hidden_size, layer_number=1, pg_collection=groups
@@ -237,7 +241,7 @@ def main() -> None:
     common = environment() if ON_GPU else {"gpu": "none", "torch": torch.__version__}
     common |= {"copy_gb_per_s": rate / 1e6, "modules": args.modules}
     lines = layers(sizes, args.batches, args.repeats, rate)
-    theirs = their_model(sizes)
+    theirs: Any = their_model(sizes)
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         ours = our_model(folder, args.modules, PROMPT + 2 * args.repeats + 32)
