@@ -3,9 +3,10 @@
     python benchmarks/count_calls.py                 # calls, functions and files per scheme
     python benchmarks/count_calls.py --list          # and the functions in the order of first call
 
-On the CPU with the plain rule: one rank, then two ranks headwise and chunkwise. ``PYTHONPATH`` says
-which checkout's package is counted. Counted is every entry of a frame (a generator enters once per
-step) in the third forward of a layer over one shape; what it calls of torch and Megatron is not.
+On the CPU with the plain rule: one rank, a decode step, two ranks headwise and chunkwise.
+``PYTHONPATH`` says which checkout is counted. Counted is every entry of a frame (a generator enters
+once per step) in the third forward of a layer over one shape, or the third decode step; what it
+calls of torch and Megatron is not.
 """
 
 from __future__ import annotations
@@ -29,7 +30,10 @@ ARITHMETIC = (
     "ops/delta_rule/base.py", "ops/rules/chunk_table.py", "ops/state_maps/chains.py",
     "ops/readout/p", "ops/layout.py", "ops/autograd.py",
 )  # fmt: skip
-SCHEMES = {"one rank": (1, "auto"), "headwise": (2, "headwise"), "chunkwise": (2, "chunkwise")}
+SCHEMES = {
+    "one rank": (1, "auto"), "headwise": (2, "headwise"), "chunkwise": (2, "chunkwise"),
+    "decode step": (1, "decode"),
+}  # fmt: skip
 TOKENS = 128
 
 
@@ -89,7 +93,9 @@ def steady_way(cp: int, mode: str, packed: bool = False) -> Way:
         linear_value_head_dim=8, linear_conv_kernel_dim=4, context_parallel_size=cp,
     )  # fmt: skip
     spec = gated_delta_net_spec("local")
-    options = {"linear_cp_mode": mode, "backend": "reference"}
+    options = {"backend": "reference"}
+    if mode != "decode":
+        options["linear_cp_mode"] = mode
     layer = build_module(
         ModuleSpec(module=spec.module, params=options, submodules=spec.submodules),
         config, layer_number=1,
@@ -98,10 +104,29 @@ def steady_way(cp: int, mode: str, packed: bool = False) -> Way:
     if packed:
         cu = torch.tensor([0, 32, 64, TOKENS], dtype=torch.int32)
         params = PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu)
+    if mode == "decode":
+        return steady_step(layer)
     x = torch.randn(TOKENS // cp, 1, 24, requires_grad=True)
     for _ in range(2):
         layer(x, None, packed_seq_params=params)[0].sum().backward()
     return way_of(lambda: layer(x, None, packed_seq_params=params))
+
+
+@torch.inference_mode()
+def steady_step(layer: Any) -> Way:
+    """Of a token of two sequences in Megatron's static context."""
+    from megatron.core.inference.contexts import StaticInferenceContext
+
+    context = StaticInferenceContext(2, TOKENS)
+    layer.eval()
+
+    def feed(tokens: int) -> None:
+        layer(torch.randn(tokens, 2, 24), inference_context=context)
+        context.increment_sequence_len_offset(tokens)
+
+    for tokens in (8, 1, 1):
+        feed(tokens)
+    return way_of(lambda: feed(1))
 
 
 def start(rank: int, ranks: int, port: int) -> None:

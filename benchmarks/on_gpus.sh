@@ -5,6 +5,7 @@
 #   benchmarks/on_gpus.sh measure   one GPU: kernels, layers, what fp16 operands and bits that repeat cost
 #   benchmarks/on_gpus.sh shapes    one GPU, Transformer Engine: the shapes that users run
 #   benchmarks/on_gpus.sh grid      one GPU: training and generation with the same bits, shared prefixes
+#   benchmarks/on_gpus.sh decode    one GPU, Transformer Engine: step kernels, a hybrid model's decode step
 #   benchmarks/on_gpus.sh fp8       one GPU, Transformer Engine: layers and runs under FP8
 #   benchmarks/on_gpus.sh kda       one GPU: Kimi Delta Attention beside fla's layer
 #   benchmarks/on_gpus.sh repeats   one GPU: the bits of hundreds of runs in two processes
@@ -19,7 +20,7 @@
 # `python3 -m megatron_gdn.warm_up` filled elsewhere spares two minutes of each part.
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?check, measure, shapes, grid, fp8, kda, repeats, parallel, laws or models}
+part=${1:?check, measure, shapes, grid, decode, fp8, kda, repeats, parallel, laws or models}
 out=${2:-runs/on_gpus/$part}
 mkdir -p "$out"
 export PYTHONPATH=$PWD:${PYTHONPATH:-} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -116,6 +117,12 @@ grid)
   bench grid 120 bench_grid || failed=1
   step shared-prefix 120 python3 benchmarks/bench_shared_prefix.py || failed=1
   ;;
+decode)
+  laws kernels 150 tests/kernels/test_step.py || failed=1
+  laws precision 100 tests/inference/test_gpu_precision.py || failed=1
+  bench decode 240 bench_decode_model --seconds 200 || failed=1
+  bench local 150 bench_decode_model --modules local --batches 32 256 --seconds 110 || failed=1
+  ;;
 fp8)
   beside compile compile 240 16:32 16:64
   beside step compile-upstream 240 python3 benchmarks/compile_upstream.py 32 64
@@ -163,7 +170,7 @@ models)
   bench model 120 bench_model --graphs none local --cases batch packed || failed=1
   ;;
 *)
-  echo "no part '$part'; there are check, measure, shapes, grid, fp8, kda, repeats, parallel, laws and models" >&2
+  echo "no part '$part'; there are check, measure, shapes, grid, decode, fp8, kda, repeats, parallel, laws and models" >&2
   exit 2
   ;;
 esac

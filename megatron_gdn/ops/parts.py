@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, Protocol, cast
 
 from torch import Tensor
 
-from .aligned import rows_before
 from .documents import Documents
 from .front.base import Front, GeneratingFront
 from .front.history import HistoryLink
@@ -94,7 +93,7 @@ class Parts(NamedTuple):
     @property
     def past(self) -> int:
         """Rows before a token that the convolution reads."""
-        return rows_before(self.parameters)
+        return cast(Tensor, self.parameters[0]).shape[-1] - 1
 
     @property
     def shape(self) -> MemoryShape:

@@ -8,10 +8,18 @@ import pytest
 import torch
 
 from megatron_gdn.gdn.rule import resolve_rule
+from megatron_gdn.inference import decode
 from megatron_gdn.mamba2.rule import choose_ssd
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.state_maps.state_map import StateShape
-from tests.inference.row_mixers import gdn_kind, mamba2_kind, run_in_parts
+from tests.inference.row_mixers import (
+    copied,
+    gdn_kind,
+    kda_kind,
+    mamba2_kind,
+    prefilled,
+    run_in_parts,
+)
 
 pytestmark = pytest.mark.gpu
 
@@ -46,3 +54,21 @@ def test_generation_in_bf16_is_as_exact_as_the_plain_rule(name, backend):
         name, mixer.rule.name, f"plain {plain:.2e}", *(f"{e / plain:.3f}" for e in found.values())
     )
     assert plain > 0 and max(found.values()) <= 1.2 * plain, (plain, found)
+
+
+@pytest.mark.parametrize("kind", [*KINDS.values(), kda_kind(HEADS)], ids=lambda kind: kind.name)
+def test_a_captured_step_has_the_bits_of_the_eager_one(kind):
+    """Every replay goes on from what the one before wrote."""
+    rows = kind.rows(30, 3, torch.bfloat16).cuda()
+    parts = kind.make(rows, kind.draw(torch.bfloat16).to("cuda"), kind.plain)
+    _, memory = prefilled(parts, rows[:20])
+    eager, fed = copied(memory), rows[20:21].clone()
+    decode(fed, parts, copied(memory))  # compiles
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+        made = decode(fed, parts, memory)
+    for token in rows[20:].split(1):
+        fed.copy_(token)
+        graph.replay()
+        assert torch.equal(made, decode(token, parts, eager))
+    assert all(map(torch.equal, memory[:2], eager[:2]))

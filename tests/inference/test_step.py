@@ -141,6 +141,14 @@ def test_bf16_rows_leave_fp32_states(kind):
     torch.testing.assert_close(mixed, whole, rtol=0, atol=bound)
 
 
+def test_tokens_one_by_one_in_fp64_are_the_chunks_of_training(kind):
+    """Sums of some 100 products, each rounded to 1e-16; decays of sums of up to 100."""
+    rows = kind.rows(70, 2, torch.float64)
+    parameters = kind.draw(torch.float64).to(torch.float64)
+    mixed, _ = run_in_parts(kind.make(rows, parameters, kind.plain), rows, (-70,))
+    assert_close(mixed, kind.train(rows, parameters, kind.plain, None), 1e-11)
+
+
 @pytest.mark.parametrize(
     ("change", "words"),
     [

@@ -50,7 +50,7 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     place = places.get((layer, start))
     _check(context, layer, place, s, B)
     buffers = _buffers(context, layer, parts, rows)
-    memory = Memory(*(tensor[0, start : start + B] for tensor in buffers))
+    memory = Memory(*[tensor[0, start : start + B] for tensor in buffers])
     steps, stands = None, [offset] * B
     if offset == 0 or s > MOST_DECODED:
         mixed = prefill(rows, parts, memory, begins=offset == 0, stands=stands)
@@ -82,7 +82,7 @@ def roll_back(context: Any, accepted: int) -> None:
         ValueError: no such forward, or a number out of range. Nothing is changed then.
     """
     places: dict[tuple[int, int], _Place] = getattr(context, _PLACES, {})
-    if not places or not all(place.steps for place in places.values()):
+    if not places or not all(map(_last_tokens, places.values())):
         raise ValueError(
             f"there is no step to roll back: the last forward must have had 2 to {MOST_DECODED} "
             f"tokens at a sequence_len_offset above 0, in every recurrent layer."
@@ -93,7 +93,7 @@ def roll_back(context: Any, accepted: int) -> None:
                 "the batch was reordered (swap_key_value_dict) since its last step; roll back "
                 "before reordering."
             )
-        most = place.steps.history.shape[1] - 1
+        most = _last_tokens(place)
         if not 0 <= accepted <= most:
             raise ValueError(
                 f"accepted={accepted} must be 0 to {most}, the tokens of the last step."
@@ -101,10 +101,16 @@ def roll_back(context: Any, accepted: int) -> None:
     for (layer, start), place in places.items():
         rows, states = slice(start, start + place.rows), place.states
         memory = Memory(*(tensor[0, rows] for tensor in context.key_value_memory_dict[layer]))
+        assert place.steps is not None
         choose(memory, place.steps, states.new_full((place.rows,), accepted, dtype=torch.int64))
-        place.tokens += accepted + 1 - place.steps.history.shape[1]
+        place.tokens += accepted - _last_tokens(place)
         context.sequence_len_offset = place.tokens
         place.steps = None
+
+
+def _last_tokens(place: _Place) -> int:
+    """How many tokens can be rolled back."""
+    return 0 if place.steps is None else place.steps.history.shape[1] - 1
 
 
 def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> None:
@@ -141,10 +147,9 @@ def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> No
 
 def _buffers(context: Any, layer: int, parts: Parts, rows: Tensor) -> tuple[Tensor, Tensor]:
     """Histories and states of the whole batch, with a dimension of 1 before them."""
-    shape, most, memories = parts.shape, context.max_batch_size, context.key_value_memory_dict
+    memories = context.key_value_memory_dict
     if layer not in memories:
-        history, state, _ = shape.zeros(most, rows.dtype, rows.device)
+        most = context.max_batch_size
+        history, state, _ = parts.shape.zeros(most, rows.dtype, rows.device)
         memories[layer] = history[None], state[None]
-    history, state = memories[layer]
-    shape.check(Memory(history[0], state[0]), most, rows.dtype)
-    return history, state
+    return memories[layer]

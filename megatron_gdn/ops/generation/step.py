@@ -169,8 +169,9 @@ def _plain_token(row: Tensor, parts: Parts, memory: Memory, after: Memory | None
     """:func:`.step_kernels.token_in_slots` in plain torch, for any dtype."""
     form, layout = parts.steps.step, parts.front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
-    given = (None if x is None else x.to(wide) for x in parts.of_front)
+    given = [None if x is None else x.to(wide) for x in parts.of_front]
     weight, bias, A_log, dt_bias, *skip = given
+    assert weight is not None and A_log is not None and dt_bias is not None
     history, state = memory.gathered()
     newest = row[0, :, layout.conv_columns, None].to(history.dtype)
     window = torch.cat([history, newest], dim=-1)
@@ -178,7 +179,7 @@ def _plain_token(row: Tensor, parts: Parts, memory: Memory, after: Memory | None
     convolved = silu(pre if bias is None else pre + bias)[:, None]
     of = dict(zip(layout.conv_names, convolved.split(layout.conv_widths, dim=-1), strict=True))
     width = {section.name: section.width for section in layout.sections}
-    q, k, v = (of[name].unflatten(-1, (-1, width[name])) for name in form.sections)
+    q, k, v = [of[name].unflatten(-1, (-1, width[name])) for name in form.sections]
     if form.unit_length:
         q, k = l2norm(q), l2norm(k)
     g, write = form.gates(row, A_log, dt_bias)
@@ -186,7 +187,7 @@ def _plain_token(row: Tensor, parts: Parts, memory: Memory, after: Memory | None
         o, state = recurrence(form.scale * q, k, v, g, write, state)
     else:
         o, state = recurrence(form.scale * q, k, write[..., None] * v, g, None, state)
-    if skip:
+    if skip and skip[0] is not None:
         o = o + skip[0].view(len(A_log), -1) * v
     if memory.slots is not None:
         o = o.masked_fill((memory.slots < 0)[:, None, None, None], 0)

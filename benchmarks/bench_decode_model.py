@@ -1,0 +1,276 @@
+"""A decode step of a hybrid model beside its floor and beside transformers' model, in one run.
+
+    python3 benchmarks/bench_decode_model.py --out decode.jsonl   # a GPU: 16 layers, 12 of them GDN
+    python3 benchmarks/bench_decode_model.py --tiny                # anywhere: does it run
+
+One model of Qwen3.5's form with random weights, by transformers (with fla's kernels where they are
+installed, and its own cache) and by Megatron from the same file, in Megatron's
+StaticInferenceContext: eager, and as a CUDA graph of one step, whose attention then reads the keys
+of one length. The floor is the bytes of the weights (embeddings apart), histories and states, these
+twice, at the bandwidth of a copy. ``error`` is the largest difference of our logits from
+transformers' over the largest of these, eager and in the graph's first replay.
+
+Then one layer: a decode step on a dynamic context's buffers, half of whose slots are taken in
+another order, beside ``MambaMixer`` of Megatron with states of the same size where that runs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from benchmarks.bench_decode import copy_rate, milliseconds  # noqa: E402
+from benchmarks.lib.measure import captured, environment, write_lines  # noqa: E402
+
+ON_GPU = torch.cuda.is_available()
+PLACE = "cuda" if ON_GPU else "cpu"
+DTYPE = torch.bfloat16 if ON_GPU else torch.float32
+PROMPT, COMPARED = 64, 4
+SIZES = {
+    "hidden_size": 2048, "num_hidden_layers": 16, "intermediate_size": 5632, "vocab_size": 32768,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "head_dim": 128,
+    "linear_num_key_heads": 16, "linear_num_value_heads": 32, "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
+}  # fmt: skip
+TINY = SIZES | {
+    "hidden_size": 32, "num_hidden_layers": 4, "intermediate_size": 48, "vocab_size": 64,
+    "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16,
+    "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 16,
+    "linear_value_head_dim": 16,
+}  # fmt: skip
+MOST_ERROR = 5e-2 if ON_GPU else 1e-4  # bf16 rounds some 200 times on the way to a logit
+
+
+def their_model(sizes: dict[str, Any]) -> torch.nn.Module:
+    if not ON_GPU:  # transformers picks these kernels at import, and no CPU runs them
+        hidden: Any = dict.fromkeys(("fla", "causal_conv1d"))
+        sys.modules.update(hidden)
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(1)
+    config = Qwen3_5TextConfig(**sizes, tie_word_embeddings=False)
+    model: Any = Qwen3_5ForCausalLM(config)
+    return model.to(PLACE, DTYPE).eval()
+
+
+def our_model(folder: str, modules: str, tokens: int) -> torch.nn.Module:
+    from megatron_gdn.hf import build_model, load_hf_weights
+
+    model, _ = build_model(
+        folder, modules=modules, dtype=DTYPE, parallel_output=False, max_sequence_length=tokens
+    )
+    load_hf_weights(model, folder)
+    return model.to(PLACE).eval()
+
+
+def difference(ours: torch.Tensor, theirs: torch.Tensor) -> float:
+    """Of logits ``[B, 1, vocabulary]``; Megatron's may have padding at the end."""
+    theirs = theirs.float()
+    gap = (ours[..., : theirs.shape[-1]].float() - theirs).abs().max()
+    return (gap / theirs.abs().max()).item()
+
+
+@torch.inference_mode()
+def their_steps(model: Any, text: torch.Tensor, repeats: int) -> tuple[list[torch.Tensor], float]:
+    """Logits of the first steps after the prompt, and milliseconds of a step."""
+    out, found = model(text[:, :PROMPT], use_cache=True), []
+    cache = out.past_key_values
+
+    def step(token: torch.Tensor) -> torch.Tensor:
+        return model(token, past_key_values=cache, use_cache=True).logits
+
+    for n in range(COMPARED):
+        found.append(step(text[:, PROMPT + n : PROMPT + n + 1]))
+    return found, milliseconds(lambda: step(text[:, :1]), repeats, ON_GPU)
+
+
+@torch.inference_mode()
+def our_steps(model: Any, text: torch.Tensor, theirs: list, repeats: int) -> dict[str, Any]:
+    from megatron.core.inference.utils import InferenceMode
+
+    from megatron_gdn.inference.generate import next_logits, static_context
+
+    line: dict[str, Any] = {}
+    context = static_context(model, len(text), PROMPT + 2 * repeats + 32)
+    with InferenceMode.active():
+
+        def step(token: torch.Tensor) -> torch.Tensor:
+            return next_logits(model, token, context)
+
+        next_logits(model, text[:, :PROMPT], context)
+        errors = [
+            difference(step(text[:, PROMPT + n : PROMPT + n + 1]), logits)
+            for n, logits in enumerate(theirs)
+        ]
+        line["error"] = max(errors)
+        memory = [x for pair in context.key_value_memory_dict.values() for x in pair]
+        recurrent = [x for x in memory if len(x) == 1]  # of attention the first dimension is longer
+        line["state_bytes"] = sum(x.numel() * x.element_size() for x in recurrent)
+        token = text[:, :1].clone()
+        line["eager_ms"] = milliseconds(lambda: step(token), repeats, ON_GPU)
+        if not ON_GPU:
+            return line
+        try:
+            graph, logits = captured(lambda: step(token))
+        except Exception as error:  # the figures of the other steps are worth having
+            torch.cuda.synchronize()
+            return line | {"graph_failed": f"{type(error).__name__}: {error}"[:300]}
+        before = [x.clone() for x in memory]
+        graph.replay()
+        replayed = logits.clone()
+        for x, kept in zip(memory, before, strict=True):
+            x.copy_(kept)  # a replay goes on from here to the same bits
+        graph.replay()
+        line["graph_repeats"] = torch.equal(replayed, logits)
+        line["graph_finite"] = bool(logits.isfinite().all())
+        line["graph_ms"] = milliseconds(graph.replay, repeats, ON_GPU)
+    return line
+
+
+@torch.inference_mode()
+def graph_error(model: Any, text: torch.Tensor) -> float:
+    """Eager logits of a step against those of a graph of the same step, from the same memory."""
+    from megatron.core.inference.utils import InferenceMode
+
+    from megatron_gdn.inference.generate import next_logits, static_context
+
+    found = []
+    with InferenceMode.active():
+        for replays in (False, True):
+            context = static_context(model, len(text), PROMPT + 8)
+            next_logits(model, text[:, :PROMPT], context)
+            for n in range(3):
+                next_logits(model, text[:, PROMPT + n : PROMPT + n + 1], context)
+            token = text[:, PROMPT + 3 : PROMPT + 4].clone()
+            if replays:
+                graph = torch.cuda.CUDAGraph()
+                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+                    logits = next_logits(model, token, context)
+                graph.replay()
+            else:
+                logits = next_logits(model, token, context)
+            found.append(logits.clone())
+    return difference(found[1], found[0])
+
+
+@torch.inference_mode()
+def layer_steps(mixer: Any, decode: Any, N: int, repeats: int) -> float:
+    """Milliseconds of a mixer's decode on buffers of a dynamic context, between its projections."""
+    conv, states = mixer.mamba_state_shapes_per_request()
+    conv = torch.zeros(2 * N, *conv, dtype=DTYPE, device=PLACE)
+    states = torch.zeros(2 * N, *states, dtype=torch.float32, device=PLACE)
+    slots = torch.randperm(2 * N)[:N].to(PLACE, torch.int32)
+    hidden = torch.randn(N, 1, mixer.config.hidden_size, dtype=DTYPE, device=PLACE)
+    rows, _ = mixer.in_proj(hidden)
+
+    def step() -> torch.Tensor:
+        return decode(rows, conv, states, slots)
+
+    if not ON_GPU:
+        return milliseconds(step, repeats, False)
+    graph, _ = captured(step)
+    return milliseconds(graph.replay, repeats, True)
+
+
+def layers(sizes: dict[str, Any], batches: list[int], repeats: int, rate: float) -> list[dict]:
+    """Our Gated DeltaNet and Megatron's Mamba mixer with states of one size."""
+    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as upstream
+    from megatron.core.process_groups_config import ProcessGroupCollection
+    from megatron.core.transformer.spec_utils import build_module
+    from megatron.core.transformer.transformer_config import TransformerConfig
+
+    from megatron_gdn.specs import gated_delta_net_spec
+
+    linear = {name: size for name, size in sizes.items() if name.startswith("linear_")}
+    H, K, V = (sizes[f"linear_{x}"] for x in ("num_value_heads", "key_head_dim", "value_head_dim"))
+    config = TransformerConfig(
+        num_layers=1, hidden_size=sizes["hidden_size"], num_attention_heads=4, params_dtype=DTYPE,
+        bf16=ON_GPU, normalization="RMSNorm", use_cpu_initialization=True, mamba_state_dim=K,
+        mamba_head_dim=V // 2, mamba_num_heads=2 * H, mamba_num_groups=8 if H >= 8 else 2, **linear,
+    )  # fmt: skip
+    made: dict[str, Any] = {}
+    try:
+        ours = build_module(gated_delta_net_spec("local"), config, layer_number=1).to(PLACE).eval()
+        made["gdn"] = ours, ours.ssm_decode
+        stack: Any = upstream
+        spec = stack.submodules.mamba_layer.submodules.mixer
+        groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+        theirs = build_module(
+            spec, config, d_model=config.hidden_size, layer_number=1, pg_collection=groups
+        ).eval()
+        made["megatron's mamba"] = theirs, getattr(theirs, "ssm_decode", theirs._ssm_decode)
+    except Exception as error:
+        print(f"not all layers run here: {type(error).__name__}: {error}"[:300])
+    found = []
+    for name, (mixer, decode) in made.items():
+        for N in batches:
+            floor = 2 * N * H * K * V * 4 / rate
+            took = layer_steps(mixer, decode, N, repeats)
+            found.append({
+                "part": "dynamic layer", "layer": name, "batch": N, "step_ms": took,
+                "states_floor_ms": floor, "over_floor": took / floor,
+            })  # fmt: skip
+            print(found[-1], flush=True)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--out", help="append JSON lines to this file")
+    parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
+    parser.add_argument("--modules", choices=("auto", "te", "local"), default="auto")
+    parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
+    parser.add_argument("--repeats", type=int, default=50)
+    parser.add_argument("--seconds", type=float, default=500, help="start no new batch after this")
+    args = parser.parse_args()
+    began, sizes = time.monotonic(), TINY if args.tiny else SIZES
+    if args.tiny:
+        args.batches, args.repeats, args.modules = [1, 3], 2, "local"
+    from megatron_gdn.compat.one_process import end_one_process, start_one_process
+
+    start_one_process()
+    rate = copy_rate(ON_GPU, 10)
+    common = environment() if ON_GPU else {"gpu": "none", "torch": torch.__version__}
+    common |= {"copy_gb_per_s": rate / 1e6, "modules": args.modules}
+    lines = layers(sizes, args.batches, args.repeats, rate)
+    theirs: Any = their_model(sizes)
+    with tempfile.TemporaryDirectory() as folder:
+        theirs.save_pretrained(folder)
+        ours = our_model(folder, args.modules, PROMPT + 2 * args.repeats + 32)
+    embedded = sum(p.numel() for name, p in ours.named_parameters() if "embedding" in name)
+    weights = sum(p.numel() * p.element_size() for p in ours.parameters())
+    weights -= embedded * DTYPE.itemsize
+    for batch in args.batches:
+        if time.monotonic() - began > args.seconds:
+            break
+        text = torch.randint(sizes["vocab_size"], (batch, PROMPT + COMPARED), device=PLACE)
+        logits, their_ms = their_steps(theirs, text, args.repeats)
+        line = {"part": "model", "batch": batch} | our_steps(ours, text, logits, args.repeats)
+        if ON_GPU and "graph_ms" in line:
+            line["graph_error"] = graph_error(ours, text)
+        floor = (weights + 2 * line["state_bytes"]) / rate
+        line |= {
+            "floor_ms": floor, "transformers_ms": their_ms,
+            "eager_to_transformers": line["eager_ms"] / their_ms,
+        }  # fmt: skip
+        if "graph_ms" in line:
+            line["graph_over_floor"] = line["graph_ms"] / floor
+        print(line, flush=True)
+        lines.append(line)
+    write_lines(args.out, [line | common for line in lines])
+    end_one_process()
+    wrong = [x for x in lines if max(x.get("error", 0), x.get("graph_error", 0)) > MOST_ERROR]
+    if wrong:
+        raise SystemExit(f"logits differ by more than {MOST_ERROR} of the largest: {wrong}")
+
+
+if __name__ == "__main__":
+    main()
