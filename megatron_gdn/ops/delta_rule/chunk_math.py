@@ -33,6 +33,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..autograd import first_derivative_only, gradients
 from ..elementwise import least_log_decay
 from ..host_tables import cached_by_stream
 from ..rules.chunk_table import ChunkGroup
@@ -172,6 +173,7 @@ class _Decays(torch.autograd.Function):
         return start, end, *decayed
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, d_start: Tensor, d_end: Tensor, *d_decayed: Tensor):
         """The gradient of g_t sums what a writer before t gives a reader at t or later."""
         gamma, start, end, *decayed = ctx.saved_tensors
@@ -229,7 +231,7 @@ def _per_channel(x: Values, output: bool) -> _Products:
     made = [t for t in (q if output else None, e) if t is not None]
     P = A = None
     if made:
-        pairs = _pairs(torch.stack(made, 2), k, g).unbind(2)
+        pairs = _Pairs.apply(torch.stack(made, 2), k, g).unbind(2)
         P, A = pairs[0] if output else None, None if e is None else pairs[-1]
     start, end = _sum(g, 0, later=True).exp(), _sum(g, 1).exp()
     q_in, e_in = q * start if output else None, None if e is None else e * start
@@ -250,6 +252,20 @@ def _pairs(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
         pairs = torch.cat([F.pad(upper, (0, size)), torch.cat([corner, lower], -1)], 1)
         size *= 2
     return pairs.view(b, C, r, C)
+
+
+class _Pairs(torch.autograd.Function):
+    """:func:`_pairs`, computed again in the backward: its halves are twice what a chunk keeps."""
+
+    @staticmethod
+    def forward(ctx, readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
+        ctx.save_for_backward(readers, k, g)
+        return _pairs(readers, k, g)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, d_pairs: Tensor):
+        return gradients(_pairs, ctx.saved_tensors, (d_pairs,))
 
 
 def _sum(g: Tensor, diagonal: int, later: bool = False) -> Tensor:
@@ -293,6 +309,7 @@ class _Walk(torch.autograd.Function):
         return S, y, carried, final
 
     @staticmethod
+    @first_derivative_only
     def backward(ctx, dS, dy, d_carried, d_final):
         inverse, W, k_out, through, S, y = ctx.saved_tensors
         states = S.new_empty(len(S) // ctx.heads + 1, *d_carried.shape)
