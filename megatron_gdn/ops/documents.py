@@ -216,9 +216,10 @@ class Documents:
         """As :meth:`where_known`, on the device."""
 
         def moved() -> Any:
-            made: Any = make(self)
+            made = make(self)
             on_device = [self.moved(x) for x in made]
-            return made._make(on_device) if hasattr(made, "_make") else tuple(on_device)
+            make_named = getattr(made, "_make", tuple)  # of a NamedTuple
+            return make_named(on_device)
 
         with torch.inference_mode(False), torch.no_grad():
             return self.plan(key, moved)
