@@ -19,7 +19,7 @@ from ..ops.documents import Documents
 from ..ops.front.conv_backward import conv_head_backward
 from ..ops.front.conv_forward import conv_head
 from ..ops.front.history import History
-from ..ops.front.history_kernels import lead_in, lead_in_backward, pieces_in
+from ..ops.front.history_kernels import lead_in, lead_in_backward
 from ..ops.kernels.elementwise import LEAST_LOG_DECAY, minus_rate, softplus
 from ..ops.kernels.reduce import sum_rows
 from ..ops.kernels.tiles import (
@@ -160,10 +160,10 @@ def conv_forward(
     made = x, proj.new_empty(B, S, G, K), proj.new_empty(B, S, G, K)
     tile = within_grid(prepare_forward_tile(S * B, max(K, V)), S, B)
     tile = within_reach(tile, S, weight.shape[-1], (proj.stride(0), G * K, H * V))
-    lead = lead_in(history, weight)
+    lead, place = lead_in(history, weight)
     if S * B:
         conv_forward_kernel[(H + 2 * G, triton.cdiv(S, tile.tokens), B)](
-            *_given(proj, weight, bias, layout, documents), lead, _places(history), *made,
+            *_given(proj, weight, bias, layout, documents), lead, place, *made,
             S, tile.steps, proj.stride(0), proj.stride(1),
             **_constants(tile, weight, bias, layout, documents, batch_invariant),
             HAS_HISTORY=lead is not None,
@@ -193,13 +193,13 @@ def conv_backward(
     tile = within_shared_memory(tile, row_bytes)
     tiles = triton.cdiv(S, tile.tokens)
     columns = layout.conv_width * (W + (bias is not None))
-    lead = lead_in(history, weight)
+    lead, place = lead_in(history, weight)
     d_lead = None if lead is None else torch.empty_like(lead)
-    rows = B * (tiles + pieces_in(history))
+    rows = B * (tiles + (0 if lead is None else len(lead)))
     partial = torch.empty(rows, columns, dtype=torch.float32, device=proj.device)
     if S * B:
         conv_backward_kernel[(H + 2 * G, tiles, B)](
-            *_given(proj, weight, bias, layout, documents), lead, _places(history),
+            *_given(proj, weight, bias, layout, documents), lead, place,
             *(x.contiguous() for x in grads), d_proj[..., layout.conv_columns.start :], partial,
             d_lead,
             S, tile.steps, proj.stride(0), proj.stride(1), d_proj.stride(0), d_proj.stride(1),
@@ -218,10 +218,6 @@ def _given(
 ) -> tuple[Tensor | None, ...]:
     position_T = None if documents is None else documents.position_T
     return proj[..., layout.conv_columns.start :], weight, bias, position_T
-
-
-def _places(history: History | None) -> Tensor | None:
-    return history.table.place if pieces_in(history) and history is not None else None
 
 
 def _constants(

@@ -193,7 +193,7 @@ def test_changing_one_document_leaves_the_others_bitwise_unchanged(device):
 
 
 def test_wide_rows_go_with_half_precision_parameters_and_gradients(device):
-    """As at the edges of pieces: fp32 rows give what fp16 ones give, before its rounding."""
+    """fp32 rows give what fp16 ones give, before its rounding."""
     case = Case(device, S=12, lengths=(6, 2, 4), dtype=torch.float16, bias=True)
     rows = case.proj.float()
     wide = forward(prepare, case, rows, parts="qkv")

@@ -18,7 +18,7 @@ from torch import Tensor
 from ..documents import Documents
 from ..elementwise import largest_beta
 from ..front.history import History
-from ..front.history_kernels import lead_in, lead_in_backward, pieces_in
+from ..front.history_kernels import lead_in, lead_in_backward
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
@@ -92,8 +92,7 @@ def prepare_forward(
         beta = torch.empty_like(g)
     position_T = None if documents is None else documents.position_T
     stride_s, stride_b, _ = proj.stride()
-    lead = lead_in(history, conv_weight) if parts != "g" else None
-    place = None if lead is None or history is None else history.table.place
+    lead, place = lead_in(history if parts != "g" else None, conv_weight)
     launch = _forward_launch(
         sizes, S, B, conv_weight.shape[-1], stride_s, stride_b, parts, conv_bias is not None,
         documents is not None, batch_invariant, normalise_qk, largest_beta(allow_neg_eigval),
@@ -184,8 +183,7 @@ def prepare_backward(
     # Kernels take no None: without gates, a pointer that is never read.
     of_gates = [A_log if x is None else x.contiguous() for x in (dg, dbeta)]
     assert dq.shape[2] % sizes.key_heads == 0 and dq.shape == dk.shape
-    lead = lead_in(history, conv_weight)
-    place = None if lead is None or history is None else history.table.place
+    lead, place = lead_in(history, conv_weight)
     d_lead = None if lead is None else torch.empty_like(lead)
     launch, shape = _backward_plan(
         sizes, S, B, conv_weight.shape[-1], proj.stride(), d_proj.stride(), dq.shape[2],
@@ -194,7 +192,7 @@ def prepare_backward(
         gates is not None, gated, lead is not None, tile,
     )  # fmt: skip
     # Every piece with a history leaves one more row for each batch row.
-    rows = shape[0] + B * pieces_in(history)
+    rows = shape[0] + (0 if lead is None else B * len(lead))
     partial = torch.empty(rows, shape[1], dtype=torch.float32, device=proj.device)
     if launch is not None:
         launch(

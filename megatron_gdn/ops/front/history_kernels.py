@@ -114,21 +114,16 @@ def add_rows_kernel(
     tl.store(at_C, total_C.to(d_rows_ptr.dtype.element_ty), mask=real_C)
 
 
-def pieces_in(history: History | None) -> int:
-    """How many pieces of the batch have a history."""
-    return 0 if history is None else len(history.table.before)
-
-
-def lead_in(history: History | None, weight: Tensor) -> Tensor | None:
-    """``[N, W - 1, B, C]`` in fp32; None if no piece has a history."""
-    if history is None or not pieces_in(history):
-        return None
+def lead_in(history: History | None, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+    """``[N, W - 1, B, C]`` in fp32, and tokens' places there; None if no piece has a history."""
+    if history is None or not len(history.table.before):
+        return None, None
     rows, table = history.rows, history.table
     B, C = rows.shape[1:]
     made = rows.new_empty(*table.before.shape, B, C, dtype=torch.float32)
     launch = _launch(lead_in_kernel, len(made), B, C, weight.shape[-1], *rows.stride())
     launch(rows, weight, table.before, made)
-    return made
+    return made, table.place
 
 
 def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: Tensor) -> None:
