@@ -13,8 +13,8 @@ from megatron_gdn.ops.state_maps.state_map import StateMap
 
 
 class AutogradFront:
-    """A ``Front`` of ``make(proj, parameters, documents)``, which gives the rule's ``inputs`` in
-    fp32 or wider; those named in ``convolved`` are rounded to the projection's dtype."""
+    """A ``Front`` of ``make(proj, parameters, documents, history)``, which gives the rule's
+    ``inputs`` in fp32 or wider; those named in ``convolved`` are rounded to the rows' dtype."""
 
     again: tuple[str, ...] = ()
 
@@ -22,9 +22,9 @@ class AutogradFront:
         self.layout, self.names, self.convolved = layout, inputs._fields, convolved
         self._make = make
 
-    def forward(self, proj, parameters, documents, only=None):
+    def forward(self, proj, parameters, documents, only=None, history=None):
         with torch.no_grad():
-            made = self._make(_wide(proj), [_wide(x) for x in parameters], documents)
+            made = self._make(_wide(proj), [_wide(x) for x in parameters], documents, history)
         kept = {
             name: (x.to(proj.dtype) if name in self.convolved else x).contiguous()
             if only is None or name in only else None
@@ -32,14 +32,19 @@ class AutogradFront:
         }  # fmt: skip
         return type(made)(**kept)
 
-    def backward(self, proj, parameters, grads, d_proj, documents):
+    def backward(self, proj, parameters, grads, d_proj, documents, history=None):
+        before = None if history is None else history.rows
         leaves: list[Any] = [None if x is None else _wide(x).detach().requires_grad_()
-                             for x in (proj, *parameters)]  # fmt: skip
+                             for x in (before, proj, *parameters)]  # fmt: skip
         given = [x for x in leaves if x is not None]
+        before, *leaves = leaves
+        past = None if history is None else history._replace(rows=before)
         with torch.enable_grad():
-            made = self._make(leaves[0], leaves[1:], documents)
+            made = self._make(leaves[0], leaves[1:], documents, past)
         d_made = [_wide(getattr(grads, name)) for name in self.names]
         found = iter(torch.autograd.grad(made, given, d_made, materialize_grads=True))
+        if history is not None:
+            history.d_rows.copy_(next(found))
         d_rows = next(found)
         rest = [None if x is None else next(found) for x in leaves[1:]]
         gate = self.layout.columns("z")

@@ -48,10 +48,11 @@ class Inputs(NamedTuple):
     g: Tensor  # [B, S, H] fp32, <= 0
 
 
-def front(layout: Layout, proj, parameters, documents) -> Inputs:
+def front(layout: Layout, proj, parameters, documents, history) -> Inputs:
     weight, _, decay_bias = parameters
     rows = proj.transpose(0, 1)
-    x = convolve_rows(rows[..., layout.conv_columns], weight.flatten(1), None, documents)
+    conv = rows[..., layout.conv_columns]
+    x = convolve_rows(conv, weight.flatten(1), None, documents, history)
     v, k, q = x.split(layout.conv_widths, dim=-1)
     v = v.unflatten(-1, (layout.heads("head"), -1))
     k, q = (x.unflatten(-1, (layout.heads("group"), -1)) for x in (k, q))

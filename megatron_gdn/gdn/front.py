@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,15 +23,13 @@ from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs, require_even
 from ..ops.delta_rule.front_choice import is_triton, kernels_for
 from ..ops.documents import Documents
 from ..ops.front.base import Parameters
+from ..ops.front.history import History
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm, Parts, readout_of
 from ..ops.readout.base import Apart
 from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from .api import RecurrentRule
-
-if TYPE_CHECKING:
-    from ..ops.front.edges import Edges
 
 
 @dataclass(frozen=True, eq=False)
@@ -102,6 +100,7 @@ class GDNFront:
         parameters: Parameters,
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
+        history: History | None = None,
     ) -> RuleInputs:
         weight, bias, A_log, dt_bias, *apart = parameters
         return self.kernels.prepare_forward(
@@ -109,6 +108,7 @@ class GDNFront:
             documents=documents, normalise_qk=self.normalise_qk,
             allow_neg_eigval=self.allow_neg_eigval, dtype=self.dtype,
             batch_invariant=self.batch_invariant, parts="qkvg" if only is None else "".join(only),
+            history=history,
         )  # fmt: skip
 
     def backward(
@@ -118,6 +118,7 @@ class GDNFront:
         grads: RuleGrads,
         d_proj: Tensor,
         documents: Documents | None,
+        history: History | None = None,
     ) -> tuple[Tensor | None, ...]:
         *of_inputs, factor = grads
         weight, bias, A_log, dt_bias, *apart = parameters
@@ -127,12 +128,9 @@ class GDNFront:
             proj, weight, bias, A_log, dt_bias, self.sizes, *of_inputs, d_proj,
             documents=documents, factor=factor, normalise_qk=self.normalise_qk,
             allow_neg_eigval=self.allow_neg_eigval, batch_invariant=self.batch_invariant,
-            gates=gates, d_gates=d_gates,
+            gates=gates, d_gates=d_gates, history=history,
         )  # fmt: skip
         return made if d_gates is None else (*made, d_gates)
-
-    def edges(self) -> Edges | None:
-        return self.kernels.edges_of(self.sizes, self.normalise_qk, self.batch_invariant)
 
 
 def gdn_parts(

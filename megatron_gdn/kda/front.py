@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..ops.delta_rule.front_choice import is_triton, kernels_for
 from ..ops.documents import Documents
 from ..ops.elementwise import largest_A_log, least_log_decay, sigmoid, softplus
 from ..ops.front.base import Parameters
+from ..ops.front.history import History
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm, Parts, readout_of
 from ..ops.readout.base import Apart
@@ -28,9 +29,6 @@ from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from .rule import RecurrentKDA
 from .sizes import sizes_of
-
-if TYPE_CHECKING:
-    from ..ops.front.edges import Edges
 
 
 @dataclass(frozen=True, eq=False)
@@ -92,6 +90,7 @@ class KDAFront:
         parameters: Parameters,
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
+        history: History | None = None,
     ) -> RuleInputs:
         wanted = self.names if only is None else only
         parts = "".join(name for name in self.convolved if name in wanted)
@@ -100,7 +99,7 @@ class KDAFront:
             convolved = self.kernels.prepare_forward(
                 self._conv_rows(proj), *parameters, sizes_of(self.layout),
                 documents=documents, dtype=self.dtype, batch_invariant=self.batch_invariant,
-                parts=parts,
+                parts=parts, history=history,
             )  # fmt: skip
             made.update(convolved._asdict())
         if "g" in wanted or "beta" in wanted:
@@ -117,6 +116,7 @@ class KDAFront:
         grads: RuleGrads,
         d_proj: Tensor,
         documents: Documents | None,
+        history: History | None = None,
     ) -> tuple[Tensor | None, ...]:
         dq, dk, dv, dg, dbeta, _ = grads
         _, _, A_log, dt_bias = parameters
@@ -124,6 +124,7 @@ class KDAFront:
         d_weight, d_bias, *_ = self.kernels.prepare_backward(
             self._conv_rows(proj), *parameters, sizes_of(self.layout), dq, dk, dv, None, None,
             self._conv_rows(d_proj), documents=documents, batch_invariant=self.batch_invariant,
+            history=history,
         )  # fmt: skip
         return d_weight, d_bias, d_A_log, d_dt_bias
 
@@ -151,9 +152,6 @@ class KDAFront:
         for columns, gradient in zip(self._gate_rows(d_proj), d_rows, strict=True):
             columns.copy_(gradient)
         return d_A_log, d_dt_bias
-
-    def edges(self) -> Edges | None:
-        return self.kernels.edges_of(sizes_of(self.layout), True, self.batch_invariant)
 
 
 def channel_gates(

@@ -10,20 +10,22 @@ Legend: S seq, Bt batch, P projection width, C conv channels, W taps, H heads, G
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from ..ops.autograd import gradients
-from ..ops.conv import Convolve, convolve_rows
+from ..ops.conv import convolve_rows
 from ..ops.documents import Documents
 from ..ops.elementwise import largest_A_log, least_log_decay, softplus
 from ..ops.front import conv_package
 from ..ops.front.base import Parameters
 from ..ops.front.conv_package import why_not_conv_package
+from ..ops.front.history import History
 from ..ops.layout import Layout
 from ..ops.obstacles import why_not_triton
 from ..ops.parts import GatedNorm, Parts, readout_of
@@ -32,9 +34,6 @@ from ..ops.rules.base import Rule
 from ..ops.state_maps.state_map import StateShape
 from .plain import UNLIMITED, SSDInputs
 from .rule import RecurrentSSD
-
-if TYPE_CHECKING:
-    from ..ops.front.edges import Edges
 
 
 def time_steps(
@@ -71,7 +70,7 @@ class Mamba2Front:
     dt_limit: tuple[float, float] = UNLIMITED
     triton: bool = False
     batch_invariant: bool = False
-    convolve: Convolve = convolve_rows
+    convolve: Callable[..., Tensor] = convolve_rows
     dtype: torch.dtype | None = None
 
     names = SSDInputs._fields
@@ -107,13 +106,14 @@ class Mamba2Front:
         parameters: Parameters,
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
+        history: History | None = None,
     ) -> SSDInputs:
         weight, bias, A_log, dt_bias, D, *apart = parameters
         proj = proj if self.dtype is None else proj.to(self.dtype)
         wanted = self.names if only is None else only
         made: dict[str, Any] = dict.fromkeys(self.names)
         if any(name in wanted for name in self.convolved):
-            convolved = self._convolve(proj, weight, bias, documents)
+            convolved = self._convolve(proj, weight, bias, documents, history)
             made.update(zip(self.convolved, convolved, strict=True))
         if "dt" in wanted or "g" in wanted:
             raw = apart[0].transpose(0, 1) if apart else self._dt_rows(proj)
@@ -133,6 +133,7 @@ class Mamba2Front:
         grads: SSDInputs,
         d_proj: Tensor,
         documents: Documents | None,
+        history: History | None = None,
     ) -> tuple[Tensor | None, ...]:
         weight, bias, A_log, dt_bias, D, *apart = parameters
         d_apart = [torch.empty_like(x) for x in apart]
@@ -142,26 +143,28 @@ class Mamba2Front:
         gates = partial(time_steps, limit=self.dt_limit)
         d_dt, d_A_log, d_dt_bias = gradients(gates, (raw, A_log, dt_bias), (grads.dt, grads.g))
         d_raw.copy_(d_dt)
-        d_weight, d_bias = self._convolve_backward(proj, weight, bias, grads[:3], d_proj, documents)
+        d_weight, d_bias = self._convolve_backward(
+            proj, weight, bias, grads[:3], d_proj, documents, history
+        )
         d_D = grads.D.sum((0, 1)).to(D.dtype).view(D.shape)
         return d_weight, d_bias, d_A_log, d_dt_bias, d_D, *d_apart
 
-    def edges(self) -> Edges | None:
-        if not self.triton:
-            return None
-        from .kernels import edges_of
-
-        return edges_of(self.layout, self.batch_invariant)
-
     def _convolve(
-        self, proj: Tensor, weight: Tensor, bias: Tensor | None, documents: Documents | None
+        self,
+        proj: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        documents: Documents | None,
+        history: History | None,
     ) -> tuple[Tensor, ...]:
         """x, B and C."""
         if self.triton:
             from .kernels import conv_forward
 
-            return conv_forward(proj, weight, bias, self.layout, documents, self.batch_invariant)
-        rows = self.convolve(self._conv_rows(proj), weight.flatten(1), bias, documents)
+            return conv_forward(
+                proj, weight, bias, self.layout, documents, self.batch_invariant, history
+            )
+        rows = self.convolve(self._conv_rows(proj), weight.flatten(1), bias, documents, history)
         return tuple(x.contiguous() for x in self._cut(rows))
 
     def _convolve_backward(
@@ -172,19 +175,27 @@ class Mamba2Front:
         grads: tuple[Tensor, Tensor, Tensor],
         d_proj: Tensor,
         documents: Documents | None,
+        history: History | None,
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of weight and bias; writes the convolved columns of ``d_proj``."""
         if self.triton:
             from .kernels import conv_backward
 
             return conv_backward(
-                proj, weight, bias, self.layout, grads, d_proj, documents, self.batch_invariant
-            )
-        given = (self._conv_rows(proj), weight.flatten(1), bias)
+                proj, weight, bias, self.layout, grads, d_proj, documents, self.batch_invariant,
+                history,
+            )  # fmt: skip
+        before = None if history is None else history.rows
+        given = (self._conv_rows(proj), weight.flatten(1), bias, before)
+
+        def run(rows: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
+            past = history and history._replace(rows=before)
+            return self.convolve(rows, weight, bias, documents, past)
+
         d_rows = torch.cat([x.flatten(2) for x in grads], dim=-1).to(proj.dtype)
-        d_conv, d_weight, d_bias = gradients(
-            lambda x, w, b: self.convolve(x, w, b, documents), given, d_rows
-        )
+        d_conv, d_weight, d_bias, d_before = gradients(run, given, d_rows)
+        if history is not None and history.d_rows is not None:
+            history.d_rows.copy_(d_before)
         self._conv_rows(d_proj).copy_(d_conv)
         return d_weight.view(weight.shape), d_bias
 

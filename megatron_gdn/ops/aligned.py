@@ -32,6 +32,7 @@ from torch import Tensor
 
 from .documents import Documents
 from .front.base import Front, FrontAround, Parameters
+from .front.history import History
 from .host_tables import cached_by_stream
 from .readout.base import Readout
 from .rules.base import on_tokens
@@ -164,9 +165,11 @@ class AlignedFront(FrontAround):
         parameters: Parameters,
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
+        history: History | None = None,
     ) -> Any:
-        if only is not None and not only:
-            return self._front.forward(proj, parameters, documents, only)
+        # Pieces begin anywhere in a sequence: they have no grid.
+        if history is not None or (only is not None and not only):
+            return self._front.forward(proj, parameters, documents, only, history)
         if getattr(self._front, "triton", False):
             if documents is None:
                 documents = _one_document(len(proj), proj.device)

@@ -15,9 +15,10 @@ from torch import Tensor
 from .autograd import first_derivative_only, uncompiled
 from .documents import Documents, require_one_row
 from .elementwise import sigmoid, silu
+from .front.history import History
 
-# x [B, T, C], weight [C, W], bias [C] or None, documents or None -> silu(conv(x)).
-type Convolve = Callable[[Tensor, Tensor, Tensor | None, Documents | None], Tensor]
+# x [B, T, C], weight [C, W], bias [C] or None, documents or None, activation or None -> y.
+type Convolution = Callable[[Tensor, Tensor, Tensor | None, Documents | None, str | None], Tensor]
 
 
 def _delayed(x_BTC: Tensor, delay: int, position_T: Tensor | None) -> Tensor:
@@ -184,9 +185,33 @@ def causal_conv1d(
     return y, final_state
 
 
-def convolve_rows(x_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, documents) -> Tensor:
-    """conv + SiLU; documents, if any, have the same boundaries in every row."""
+def _convolution(
+    x_BSC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    documents: Documents | None,
+    activation: str | None,
+) -> Tensor:
     if documents is None:
-        return causal_conv1d(x_BSC, weight_CW, bias_C)[0]
-    rows = [causal_conv1d(x, weight_CW, bias_C, cu_seqlens=documents)[0] for x in x_BSC.split(1)]
+        return causal_conv1d(x_BSC, weight_CW, bias_C, activation)[0]
+    rows = [
+        causal_conv1d(x, weight_CW, bias_C, activation, cu_seqlens=documents)[0]
+        for x in x_BSC.split(1)
+    ]
     return torch.cat(rows)
+
+
+def convolve_rows(
+    x_BSC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    documents: Documents | None,
+    history: History | None = None,
+    convolution: Convolution = _convolution,
+) -> Tensor:
+    """conv + SiLU; documents, if any, have the same boundaries in every row."""
+    if history is None:
+        return convolution(x_BSC, weight_CW, bias_C, documents, "silu")
+    x_wide = x_BSC.to(torch.promote_types(x_BSC.dtype, torch.float32))
+    pre_BSC = convolution(x_wide, weight_CW, bias_C, documents, None)
+    return silu(history.added_to(pre_BSC, weight_CW)).to(x_BSC.dtype)

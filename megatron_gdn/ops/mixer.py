@@ -25,7 +25,8 @@ from torch.utils.checkpoint import checkpoint
 from .aligned import AlignedFront, AlignedReadout
 from .autograd import first_derivative_only, mix_no_tokens
 from .front.base import Front
-from .front.edges import ContinuedFront
+from .front.history import History, HistoryTable
+from .obstacles import why_not_triton
 from .parts import ALONE, Neighbours, Parts
 from .readout.base import Apart, Readout
 from .recompute import HandOver, RefilledOutput, SecondRun
@@ -57,8 +58,6 @@ def mix(
         if isinstance(neighbours.documents, TreeDocuments):
             rule, history = RuleByLevel(rule), neighbours.documents.history(parts.past)
             neighbours = replace(neighbours, history=history)
-        if neighbours.history is not None:
-            front = ContinuedFront(front, neighbours.history)
         keep = torch.is_grad_enabled() and any(
             x is not None and x.requires_grad for x in (rows, *parameters)
         )
@@ -115,6 +114,7 @@ class _Kept(NamedTuple):
     stamp: Tensor | None  # of the documents
     parameters: int  # how many of the saved tensors
     linked: int  # how many of the saved tensors a state link kept
+    history: History | None
 
 
 class MixerFunction(torch.autograd.Function):
@@ -146,7 +146,10 @@ def _forward(
     """The mixer's output, and what its backward needs if there will be one."""
     front, rule, readout, neighbours, keep, refilled, _, second_run = call
     *of_front, gamma = parameters
-    inputs = front.forward(rows, of_front, neighbours.documents)
+    history = None
+    if neighbours.history is not None:
+        history = neighbours.history.fetch(rows[..., front.layout.conv_columns])
+    inputs = front.forward(rows, of_front, neighbours.documents, history=history)
     begun = rule.begin(inputs, neighbours.of_rule)
     initial, linked = None, ()
     if neighbours.states is not None:
@@ -162,14 +165,14 @@ def _forward(
         read = [x if name in wanted and name not in again else None for name, x in named]
         stamp = None if neighbours.documents is None else neighbours.documents.stamp
         saved = (stamp, rows, of_readout, *parameters, *read, *linked, *of_rule.tensors)
-        kept = _Kept(call, of_rule.plan, stamp, len(parameters), len(linked))
+        kept = _Kept(call, of_rule.plan, stamp, len(parameters), len(linked), history)
         del read
     del inputs  # without a backward its last reader was the rule
     mixed = readout.forward(o, rows, gamma)
     if refilled is not None:
         output = o.detach  # called when o is wanted; a second run makes it then
         if second_run is not None:
-            output = partial(_of_second_run, second_run, rows, of_front, linked, of_rule)
+            output = partial(_of_second_run, second_run, rows, of_front, history, linked, of_rule)
 
         def refill(out: Tensor) -> None:
             readout.forward(output(), rows, gamma, out=out)
@@ -188,7 +191,7 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
     Empties the lists of saved tensors and of the output's gradient: each tensor is freed after its
     last read.
     """
-    front, rule, readout, neighbours, *_ = kept.call
+    (front, rule, readout, neighbours, *_), history = kept.call, kept.history
     stamp, rows, o = saved[:3]
     if neighbours.documents is not None and kept.stamp is not None:
         neighbours.documents.require_unchanged(kept.stamp, stamp)
@@ -202,13 +205,13 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
     d_rows = rows.new_empty(rows.shape)
     inputs, second_run = None, kept.call.second_run
     if second_run is not None:
-        inputs, o, of_rule = second_run.take(rows, of_front, linked, of_rule)
+        inputs, o, of_rule = second_run.take(rows, of_front, history, linked, of_rule)
     d_o, d_gamma = readout.backward(gradient.pop(), o, rows, gamma, d_rows)
     del o
     gradient.append(d_o)
     del d_o
     if inputs is None:
-        made = front.forward(rows, of_front, neighbours.documents, front.again)
+        made = front.forward(rows, of_front, neighbours.documents, front.again, history)
         inputs = type(made)(*[x if y is None else y for x, y in zip(read, made, strict=True)])
         del made
     del read
@@ -220,5 +223,27 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
         initial, d_final = neighbours.states.leaving(begun, linked)
     grads = begun.run(initial, d_final)
     del begun
-    of_parameters = front.backward(rows, of_front, grads, d_rows, neighbours.documents)
+    history = None if history is None else history.for_backward()
+    of_parameters = front.backward(rows, of_front, grads, d_rows, neighbours.documents, history)
+    if neighbours.history is not None and history is not None:
+        assert history.d_rows is not None
+        returned = neighbours.history.give_back(history.d_rows)
+        add_returned(d_rows[..., front.layout.conv_columns], returned, history.table)
     return d_rows, *of_parameters, d_gamma
+
+
+def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> None:
+    """Add the gradients of the rows that were sent; a row is rounded once more."""
+    if not table.additions.numel():
+        return
+    if why_not_triton(d_conv_sBC.device.type, d_conv_sBC.dtype, table.before.shape[1] + 1) is None:
+        from .front.history_kernels import add_rows
+
+        add_rows(d_conv_sBC, returned, table.additions)
+        return
+    tokens, sources = table.additions[:, 0], table.additions[:, 1:]
+    nothing = returned.new_zeros(1, *returned.shape[1:])  # the last row, for -1
+    further = torch.cat([returned, nothing])[sources.long()].sum(1)
+    further = further.masked_fill((tokens < 0)[:, None, None], 0)
+    whole = d_conv_sBC.to(returned.dtype).index_add(0, tokens.clamp(min=0), further)
+    d_conv_sBC.copy_(whole)

@@ -22,7 +22,7 @@ from torch import Tensor
 from .aligned import rows_before
 from .documents import Documents
 from .front.base import Front, GeneratingFront
-from .front.edges import HistoryLink
+from .front.history import HistoryLink
 from .generation.carry import CarryShape
 from .readout.base import Apart, Readout
 from .readout.plain import PlainReadout

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from .autograd import uncompiled
 from .front.base import Front
+from .front.history import History
 from .parts import Neighbours
 from .rules.base import Rule, Saved
 
@@ -138,6 +139,7 @@ class SecondRun:
         self,
         rows: Tensor,
         of_front: Sequence[Tensor | None],
+        history: History | None,
         linked: tuple[Tensor, ...],
         kept: Saved,
     ) -> tuple[Any, Tensor, Saved]:
@@ -148,7 +150,7 @@ class SecondRun:
         """
         if self._made is None:
             near = self._neighbours
-            inputs = self._front.forward(rows, of_front, near.documents)
+            inputs = self._front.forward(rows, of_front, near.documents, history=history)
             initial = None if near.states is None else near.states.entered(linked)
             o, _, saved = self._rule.run_again(inputs, kept, near.of_rule, initial)
             self._made = inputs, o, saved

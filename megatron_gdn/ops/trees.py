@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from .documents import Documents
-from .front.edges import Arrived, HistoryTable, Transfer
+from .front.history import History, HistoryTable
 from .host_tables import to_device
 
 
@@ -174,14 +174,14 @@ class TreeDocuments(Documents):
             sent += row
         host = torch.tensor
         first = host([start[i] for i in continuing], device="cpu")
-        redone = host([min(length[i], past) for i in continuing], device="cpu")
-        rows = host(sent, device="cpu")
-        table = HistoryTable.build(first, redone, host(history, device="cpu"), rows, self.device)
+        count = host([length[i] for i in continuing], device="cpu")
+        before, rows = host(history, device="cpu"), host(sent, device="cpu")
+        table = HistoryTable.build(first, count, before, rows, self.total_tokens, self.device)
         return HistoryOfParents(table, to_device(rows, self.device))
 
 
 class HistoryOfParents:
-    """The rows before each document, from its parents: a :class:`.front.edges.HistoryLink`.
+    """The rows before each document, from its parents: a :class:`.front.history.HistoryLink`.
 
     Every child has a copy of the rows, so the gradients of the copies are summed in one order.
     """
@@ -189,8 +189,8 @@ class HistoryOfParents:
     def __init__(self, table: HistoryTable, rows: Tensor) -> None:
         self.table, self._rows = table, rows
 
-    def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, Transfer]:
-        return rows_sBC.index_select(0, self._rows), Arrived()
+    def fetch(self, rows_sBC: Tensor) -> History:
+        return History(rows_sBC.index_select(0, self._rows), self.table)
 
-    def give_back(self, d_history_RBC: Tensor) -> tuple[Tensor, Transfer]:
-        return d_history_RBC, Arrived()
+    def give_back(self, d_rows_RBC: Tensor) -> Tensor:
+        return d_rows_RBC

@@ -13,9 +13,10 @@ import torch
 from ..gdn import half_kernels
 from ..gdn.half import LARGEST_D_FINAL, LARGEST_D_O
 from ..ops.delta_rule import front_triton as prepare
-from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
+from ..ops.delta_rule.base import HeadSizes, RuleGrads
 from ..ops.documents import Documents
-from ..ops.front.edges import EdgeInputs, HistoryTable
+from ..ops.front.history import History, HistoryTable
+from ..ops.front.history_kernels import add_rows
 from ..ops.readout.kernels import TritonReadout
 from ..ops.state_maps import chains, chains_kernels
 from .flash_qla import compile_triton_only
@@ -78,27 +79,18 @@ class MixerLaunches:
             documents=self.documents, factor=self.grads.factor, **options,
         )  # fmt: skip
 
-    def edges(self, **_options) -> None:
-        """The first tokens of two pieces, whose history another rank holds."""
+    def with_history(self, **_options) -> None:
+        """Both ways, over two pieces whose history another rank holds."""
         S, B, _ = self.proj.shape
         past = self.parameters[0].shape[-1] - 1
-        of_pieces = torch.tensor([past, past], device="cpu")
-        arrived = torch.arange(2 * past, device="cpu").view(2, past)
-        table = HistoryTable.build(
-            of_pieces, of_pieces, arrived, torch.arange(past, device="cpu"), self.proj.device
-        )
-        history = self.tensor(2 * past, B, self.sizes.conv_width)
-        edges = prepare.edges_of(self.sizes, True)
-        q, k, v = (
-            self.grads.q.new_empty(B, S, *sizes)
-            for sizes in zip(edges.heads, edges.widths, strict=True)
-        )
-        made = RuleInputs(q, k, v, self.grads.g, self.grads.beta)
-        inputs = EdgeInputs(table, self.proj, self.parameters, history)
-        edges.redo(inputs, made, edges.names)
-        begun = edges.backward(inputs, self.grads)
-        of_parameters = tuple(None if x is None else x.clone() for x in self.parameters)
-        begun.add(self.d_proj, begun.d_history[:past], of_parameters)
+        first, length, sent = torch.tensor([[0, S // 2], [S // 2] * 2, [0, 1]], device="cpu")
+        before = torch.arange(2 * past, device="cpu").view(2, past)
+        table = HistoryTable.build(first, length, before, sent, S, self.proj.device)
+        history = History(self.tensor(2 * past, B, self.sizes.conv_width), table).for_backward()
+        self.forward(history=history)
+        self.backward(history=history)
+        assert history.d_rows is not None
+        add_rows(self.d_proj[..., : self.sizes.conv_width], history.d_rows, table.additions)
 
     def norm_forward(self) -> None:
         self.readout.forward(self.o, self.proj, self.gamma)
@@ -144,7 +136,7 @@ def mixer_tasks(sizes: HeadSizes, taps: int, operands: torch.dtype) -> list[Task
         soon["fp16 operands"] = dense.to_half
     later = {
         "front backward, packed": packed.backward, "front forward, packed": packed.forward,
-        "edges": packed.edges,
+        "history": packed.with_history,
     }  # fmt: skip
     heads = f"{sizes.key_heads}:{sizes.value_heads} heads"
     return [

@@ -12,7 +12,7 @@ import torch.distributed as dist
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import machines
 from megatron_gdn.context_parallel.chunkwise import map_exchange
-from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
+from megatron_gdn.context_parallel.chunkwise.map_exchange import chain_nodes
 from megatron_gdn.context_parallel.machines import ranks_per_machine
 from megatron_gdn.context_parallel.price import map_exchanges
 from megatron_gdn.ops.delta_rule.plain import PlainRule
@@ -39,9 +39,9 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
     received, products = [], []
     exchange, follow = map_exchange.exchange_rows, map_exchange.follow
 
-    def count_bytes(rows, send, receive, group, async_op=False):
+    def count_bytes(rows, send, receive, group):
         received.append([rows_of_one * rows[0].nbytes for rows_of_one in receive])
-        return exchange(rows, send, receive, group, async_op)
+        return exchange(rows, send, receive, group)
 
     def count_products(local, through, steps, *args):
         products.append(max(sum(place >= 0 for _, place in chain) for chain in steps.chains))

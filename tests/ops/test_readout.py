@@ -51,8 +51,8 @@ def test_output_and_every_gradient(sizes, activation, zero_centered):
 
 
 def toy_parts(layout, readout, *parameters):
-    def make(proj, given, documents):
-        return toy_mixer.front(layout, proj, given, documents)
+    def make(proj, given, documents, history):
+        return toy_mixer.front(layout, proj, given, documents, history)
 
     front = AutogradFront(layout, make, toy_mixer.Inputs, ("q", "k", "v"))
     return Parts(front, toy_mixer.RULE, readout, parameters)

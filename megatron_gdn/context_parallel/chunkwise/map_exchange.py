@@ -33,6 +33,7 @@ from torch import Tensor
 from ...ops.host_tables import cached_by_stream
 from ...ops.state_maps.chains import follow
 from ...ops.state_maps.state_map import NONE, Cuts, Steps
+from ..layouts import SequenceLayout
 
 
 class Nodes(NamedTuple):
@@ -54,6 +55,14 @@ class Nodes(NamedTuple):
             for j, (host, slot) in enumerate(zip(self.hosts, self.slots, strict=True))
             if host == rank
         ]
+
+
+def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
+    """The rank of every fragment of a layout, in stream order."""
+    ranks = tuple(range(cp_size))
+    if layout is SequenceLayout.CONTIGUOUS:
+        return Nodes(ranks, (0,) * cp_size)
+    return Nodes(ranks + ranks[::-1], (0,) * cp_size + (1,) * cp_size)
 
 
 def pack(local: Tensor, through: Tensor) -> Tensor:
@@ -113,13 +122,13 @@ def share_and_fold(
     m = shares[group.rank()]
     theirs, mine = [h * share for share in shares], [h * m] * n
     by_chain_MhKX = maps.transpose(0, 1).reshape(M * h, K, X)
-    links, _ = exchange_rows(by_chain_MhKX, theirs, mine, group)
+    links = exchange_rows(by_chain_MhKX, theirs, mine, group)
     states = maps.new_empty(n * m * h, K, value_dim)
     if m:
         local, through = _by_place(links, m, h).split([value_dim, X - value_dim], dim=-1)
         steps = _steps_of_share(nodes, m, h, maps.device)
         follow(local, through, steps, _by_place(states, m, h), None, cuts)
-    returned, _ = exchange_rows(states, mine, theirs, group)
+    returned = exchange_rows(states, mine, theirs, group)
     return returned.view(M, h, K, value_dim).transpose(0, 1).contiguous()
 
 
@@ -141,14 +150,8 @@ def exchange_rows(
     send_counts: Sequence[int],
     receive_counts: Sequence[int],
     group: dist.ProcessGroup,
-    async_op: bool = False,
-) -> tuple[Tensor, dist.Work | None]:
-    """Send ``send_counts[r]`` of the rows, in order, to rank r; the rows received, by sending rank.
-
-    With ``async_op`` also the work to wait for.
-    """
+) -> Tensor:
+    """Send ``send_counts[r]`` of the rows, in order, to rank r; the rows received, by sender."""
     received, counts = rows.new_empty(sum(receive_counts), *rows.shape[1:]), list(receive_counts)
-    work = dist.all_to_all_single(
-        received, rows.contiguous(), counts, list(send_counts), group=group, async_op=async_op
-    )
-    return received, work
+    dist.all_to_all_single(received, rows.contiguous(), counts, list(send_counts), group=group)
+    return received

@@ -17,7 +17,6 @@ from .base import HeadSizes
 front_conv_package = SimpleNamespace(
     prepare_forward=partial(front_torch.prepare_forward, convolve=convolve_rows),
     prepare_backward=partial(front_torch.prepare_backward, convolve=convolve_rows),
-    edges_of=front_torch.edges_of,
 )
 
 

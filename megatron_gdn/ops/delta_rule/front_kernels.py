@@ -51,13 +51,13 @@ def _gates(
 @triton.jit(do_not_specialize=["S", "steps", "first_slot"])
 def prepare_forward_kernel(
     proj_ptr, gates_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
-    q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
+    lead_ptr, place_ptr, q_ptr, k_ptr, v_ptr, g_ptr, beta_ptr,
     S, steps, first_slot, stride_s, stride_b, eps, largest_beta,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
-    APART: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr,
+    ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr, APART: tl.constexpr,
 ):  # fmt: skip
     """grid (heads, token tiles, B). Slot 0 .. 2G+H-1 is a head; slot 2G+H computes the gates.
 
@@ -69,19 +69,25 @@ def prepare_forward_kernel(
     start = tl.program_id(1) * tokens
     b = tl.cast(tl.program_id(2), tl.int64)
     proj_ptr += b * stride_b
+    CHANNELS: tl.constexpr = 2 * G * K + H * V
+    lead_stride = tl.num_programs(2) * CHANNELS
+    if HAS_HISTORY:
+        lead_ptr += b * CHANNELS
     if slot < 2 * G:
         out_ptr = q_ptr + slot * K if slot < G else k_ptr + (slot - G) * K
         conv_head(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr + b * S * (G * K),
-            slot * K, start, S, steps, stride_s, G * K, eps,
-            K, ROWS, STAGES, BLOCK_K, W, HAS_BIAS, PACKED, ONE_PATH, NORMALISE,
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr,
+            out_ptr + b * S * (G * K),
+            slot * K, start, S, steps, stride_s, lead_stride, G * K, eps,
+            K, ROWS, STAGES, BLOCK_K, W, HAS_BIAS, PACKED, HAS_HISTORY, ONE_PATH, NORMALISE,
         )  # fmt: skip
     elif slot < 2 * G + H:
         h = slot - 2 * G
         conv_head(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr, v_ptr + b * S * (H * V) + h * V,
-            2 * G * K + h * V, start, S, steps, stride_s, H * V, eps,
-            V, ROWS, STAGES, BLOCK_V, W, HAS_BIAS, PACKED, ONE_PATH, False,
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr,
+            v_ptr + b * S * (H * V) + h * V,
+            2 * G * K + h * V, start, S, steps, stride_s, lead_stride, H * V, eps,
+            V, ROWS, STAGES, BLOCK_V, W, HAS_BIAS, PACKED, HAS_HISTORY, ONE_PATH, False,
         )  # fmt: skip
     else:
         raw_ptr = proj_ptr + 2 * G * K + 2 * H * V
@@ -151,15 +157,16 @@ def _gates_backward(
 
 @triton.jit(do_not_specialize=["S", "steps"])
 def prepare_backward_kernel(
-    proj_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr,
-    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, factor_ptr, d_proj_ptr, partial_ptr, gates_ptr,
-    d_gates_ptr,
+    proj_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr, lead_ptr, place_ptr,
+    dq_ptr, dk_ptr, dv_ptr, dg_ptr, dbeta_ptr, factor_ptr, d_proj_ptr, partial_ptr, d_lead_ptr,
+    gates_ptr, d_gates_ptr,
     S, steps, stride_s, stride_b, d_stride_s, d_stride_b, eps, largest_beta,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, W: tl.constexpr,
     GROUP: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_H: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALED: tl.constexpr, APART: tl.constexpr, GATES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr,
+    ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr, SCALED: tl.constexpr, APART: tl.constexpr,
+    GATES: tl.constexpr,
 ):  # fmt: skip
     """grid (GATES + 2G + H, token tiles, B). Slot 0 is the gates, so that they never finish last.
 
@@ -175,6 +182,10 @@ def prepare_backward_kernel(
     d_proj_ptr += b * d_stride_b
     PARTIAL: tl.constexpr = CHANNELS * (W + 1 if HAS_BIAS else W)
     partial_ptr += (b * tl.num_programs(1) + tile) * (PARTIAL + (2 * H if GATES else 0))
+    lead_stride = tl.num_programs(2) * CHANNELS
+    if HAS_HISTORY:
+        lead_ptr += b * CHANNELS
+        d_lead_ptr += b * CHANNELS
     if slot < 0:
         raw_ptr = proj_ptr + CHANNELS + H * V
         d_raw_ptr = d_proj_ptr + CHANNELS + H * V
@@ -195,19 +206,19 @@ def prepare_backward_kernel(
         factor = tl.load(factor_ptr + slot % G * (H // G)) if SCALED else 1.0
         grad_ptr = dq_ptr + slot * (GROUP * K) if slot < G else dk_ptr + (slot - G) * (GROUP * K)
         conv_head_backward(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr,
-            grad_ptr + b * S * (G * GROUP * K), d_proj_ptr, partial_ptr,
-            slot * K, start, S, steps, stride_s, d_stride_s, G * GROUP * K, factor, eps,
-            K, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_K, HAS_BIAS, PACKED, ONE_PATH,
-            NORMALISE, SCALED,
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr,
+            grad_ptr + b * S * (G * GROUP * K), d_proj_ptr, partial_ptr, d_lead_ptr,
+            slot * K, start, S, steps, stride_s, d_stride_s, lead_stride, G * GROUP * K, factor,
+            eps, K, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_K, HAS_BIAS, PACKED, HAS_HISTORY,
+            ONE_PATH, NORMALISE, SCALED,
         )  # fmt: skip
     else:
         h = slot - 2 * G
         factor = tl.load(factor_ptr + h) if SCALED else 1.0
         conv_head_backward(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr,
-            dv_ptr + b * S * (H * V) + h * V, d_proj_ptr, partial_ptr,
-            2 * G * K + h * V, start, S, steps, stride_s, d_stride_s, H * V, factor, eps,
-            V, CHANNELS, 1, W, ROWS, STAGES, BLOCK_V, HAS_BIAS, PACKED, ONE_PATH,
-            False, SCALED,
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr,
+            dv_ptr + b * S * (H * V) + h * V, d_proj_ptr, partial_ptr, d_lead_ptr,
+            2 * G * K + h * V, start, S, steps, stride_s, d_stride_s, lead_stride, H * V, factor,
+            eps, V, CHANNELS, 1, W, ROWS, STAGES, BLOCK_V, HAS_BIAS, PACKED, HAS_HISTORY,
+            ONE_PATH, False, SCALED,
         )  # fmt: skip

@@ -6,14 +6,16 @@ C conv channels, W taps.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..conv import Convolve, convolve_rows
+from ..conv import convolve_rows
 from ..documents import Documents
 from ..elementwise import decay_and_write_gates, l2norm
+from ..front.history import History
 from .base import HeadSizes, RuleInputs
 
 
@@ -40,8 +42,9 @@ def prepare_forward(
     parts: str = "qkvg",
     dtype: torch.dtype | None = None,
     batch_invariant: bool = False,
-    convolve: Convolve = convolve_rows,
+    convolve: Callable[..., Tensor] = convolve_rows,
     gates: Tensor | None = None,
+    history: History | None = None,
 ) -> RuleInputs:
     """As :func:`.front_triton.prepare_forward`, differentiable; ``convolve`` is conv + SiLU."""
     wide = torch.promote_types(proj.dtype, torch.float32)
@@ -57,6 +60,7 @@ def prepare_forward(
             conv_weight.flatten(1)[section].to(wide),
             None if conv_bias is None else conv_bias[section].to(wide),
             documents,
+            None if history is None else history.columns(section),
         )
         x = x.unflatten(-1, (heads[part], -1))
         if normalise_qk and part != "v":
@@ -70,10 +74,6 @@ def prepare_forward(
         )
         made |= {"g": g.contiguous(), "beta": beta.contiguous()}
     return RuleInputs(**made)
-
-
-def edges_of(sizes: HeadSizes, normalise_qk: bool, batch_invariant: bool = False) -> None:
-    """None: the front itself computes the edges, see :mod:`..front.edges`."""
 
 
 def prepare_backward(
@@ -95,22 +95,25 @@ def prepare_backward(
     normalise_qk: bool = True,
     allow_neg_eigval: bool = False,
     batch_invariant: bool = False,
-    convolve: Convolve = convolve_rows,
+    convolve: Callable[..., Tensor] = convolve_rows,
     gates: Tensor | None = None,
     d_gates: Tensor | None = None,
+    history: History | None = None,
 ) -> GDNParameterGrads:
     """As :func:`.front_triton.prepare_backward`, through autograd of the forward above."""
     wide = torch.promote_types(proj.dtype, torch.float32)
     inputs = [proj, conv_weight, A_log, dt_bias]
-    inputs += [x for x in (conv_bias, gates) if x is not None]
+    before = None if history is None else history.rows
+    inputs += [x for x in (conv_bias, gates, before) if x is not None]
     with torch.enable_grad():
         leaves = [x.detach().to(wide).requires_grad_() for x in inputs]
         rows, weight, decay, time_bias, *others = leaves
+        past = None if history is None else history._replace(rows=others.pop())
         raw = None if gates is None else others.pop()
         outputs = prepare_forward(
             rows, weight, others[0] if others else None, decay, time_bias, sizes,
             documents=documents, normalise_qk=normalise_qk, allow_neg_eigval=allow_neg_eigval,
-            convolve=convolve, gates=raw, parts="qkv" if dg is None else "qkvg",
+            convolve=convolve, gates=raw, parts="qkv" if dg is None else "qkvg", history=past,
         )  # fmt: skip
     heads = sizes.key_heads
     dq, dk = (x.to(wide).unflatten(2, (heads, -1)).sum(3) for x in (dq, dk))
@@ -125,6 +128,9 @@ def prepare_backward(
     d_proj[..., :z] = grads[0][..., :z]
     if dg is not None:
         d_proj[..., rest:] = grads[0][..., rest:]
+    if history is not None and history.d_rows is not None:
+        *grads, d_rows = grads
+        history.d_rows.copy_(d_rows)
     if d_gates is not None:
         d_gates.copy_(grads[-1])
     d_weight, d_A_log, d_dt_bias = (

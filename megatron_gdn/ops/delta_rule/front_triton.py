@@ -17,7 +17,8 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..elementwise import largest_beta
-from ..front.fused_edges import FusedEdges
+from ..front.history import History
+from ..front.history_kernels import lead_in, lead_in_backward, pieces_in
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
@@ -52,6 +53,7 @@ def prepare_forward(
     batch_invariant: bool = False,
     tile: Walk | None = None,
     gates: Tensor | None = None,
+    history: History | None = None,
 ) -> RuleInputs:
     """Projection rows to the inputs of the delta rule.
 
@@ -70,6 +72,7 @@ def prepare_forward(
         dtype: of q, k and v; None is the projection's.
         tile: overrides the table of :mod:`..kernels.tiles`, for tuning and tests.
         gates: ``[S, B, 2 H]``, beta | alpha, contiguous, if they are not columns of ``proj``.
+        history: the rows before the pieces of ``documents``; None where all begin a sequence.
 
     Returns:
         :class:`RuleInputs`, all contiguous. Arithmetic is fp32, rounded once.
@@ -89,10 +92,12 @@ def prepare_forward(
         beta = torch.empty_like(g)
     position_T = None if documents is None else documents.position_T
     stride_s, stride_b, _ = proj.stride()
+    lead = lead_in(history, conv_weight) if parts != "g" else None
+    place = None if lead is None or history is None else history.table.place
     launch = _forward_launch(
         sizes, S, B, conv_weight.shape[-1], stride_s, stride_b, parts, conv_bias is not None,
         documents is not None, batch_invariant, normalise_qk, largest_beta(allow_neg_eigval),
-        gates is not None, tile,
+        gates is not None, lead is not None, tile,
     )  # fmt: skip
     if launch is not None:
         # Kernels take no None, so each part left out gets a pointer that is never read. It has the
@@ -100,7 +105,9 @@ def prepare_forward(
         heads = next((x for x in (q, k, v) if x is not None), proj)
         outputs = [heads if x is None else x for x in (q, k, v)]
         outputs += [A_log if x is None else x for x in (g, beta)]
-        launch(proj, gates, conv_weight, conv_bias, A_log, dt_bias, position_T, *outputs)
+        launch(
+            proj, gates, conv_weight, conv_bias, A_log, dt_bias, position_T, lead, place, *outputs
+        )
     made: list[Any] = [q, k, v, g, beta]
     return RuleInputs(*made)
 
@@ -109,8 +116,7 @@ def prepare_forward(
 def _forward_launch(
     sizes: HeadSizes, S: int, B: int, W: int, stride_s: int, stride_b: int, parts: str,
     has_bias: bool, packed: bool, batch_invariant: bool, normalise: bool, most_beta: float,
-    apart: bool,
-    tile: Walk | None,
+    apart: bool, continued: bool, tile: Walk | None,
 ) -> Launch | None:  # fmt: skip
     """None if there are no rows."""
     G, H, K, V = sizes
@@ -129,7 +135,8 @@ def _forward_launch(
         S, tile.steps, first, stride_s, stride_b, _EPS, most_beta,
         G=G, H=H, K=K, V=V, W=W, ROWS=tile.rows, STAGES=tile.stages,
         BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
-        HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, APART=apart,
+        HAS_BIAS=has_bias, PACKED=packed, HAS_HISTORY=continued, ONE_PATH=one_path,
+        NORMALISE=normalise, APART=apart,
         num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
     )  # fmt: skip
 
@@ -156,6 +163,7 @@ def prepare_backward(
     tile: Walk | None = None,
     gates: Tensor | None = None,
     d_gates: Tensor | None = None,
+    history: History | None = None,
 ) -> GDNParameterGrads:
     """The backward of :func:`prepare_forward`, from its inputs; writes all of ``d_proj`` but z.
 
@@ -167,6 +175,7 @@ def prepare_backward(
         factor: ``[H]`` fp32, see :class:`.base.RuleGrads`; None is 1.
         gates, d_gates: ``[S, B, 2 H]``, contiguous, the second written, if the gates are not
             columns of ``proj`` and ``d_proj``.
+        history: as in the forward; its ``d_rows`` are written.
     """
     S, B, _ = proj.shape
     position_T = None if documents is None else documents.position_T
@@ -175,18 +184,25 @@ def prepare_backward(
     # Kernels take no None: without gates, a pointer that is never read.
     of_gates = [A_log if x is None else x.contiguous() for x in (dg, dbeta)]
     assert dq.shape[2] % sizes.key_heads == 0 and dq.shape == dk.shape
+    lead = lead_in(history, conv_weight)
+    place = None if lead is None or history is None else history.table.place
+    d_lead = None if lead is None else torch.empty_like(lead)
     launch, shape = _backward_plan(
         sizes, S, B, conv_weight.shape[-1], proj.stride(), d_proj.stride(), dq.shape[2],
         proj.element_size(), dv.element_size(), conv_bias is not None, documents is not None,
         batch_invariant, normalise_qk, largest_beta(allow_neg_eigval), factor is not None,
-        gates is not None, gated, tile,
+        gates is not None, gated, lead is not None, tile,
     )  # fmt: skip
-    partial = torch.empty(shape, dtype=torch.float32, device=proj.device)
+    # Every piece with a history leaves one more row for each batch row.
+    rows = shape[0] + B * pieces_in(history)
+    partial = torch.empty(rows, shape[1], dtype=torch.float32, device=proj.device)
     if launch is not None:
         launch(
-            proj, conv_weight, conv_bias, A_log, dt_bias, position_T,
-            dq, dk, dv, *of_gates, factor, d_proj, partial, gates, d_gates,
+            proj, conv_weight, conv_bias, A_log, dt_bias, position_T, lead, place,
+            dq, dk, dv, *of_gates, factor, d_proj, partial, d_lead, gates, d_gates,
         )  # fmt: skip
+    if history is not None and d_lead is not None:
+        lead_in_backward(history, conv_weight, d_lead, partial[shape[0] :])
     grads = GDNParameterGrads(
         torch.empty_like(conv_weight),
         None if conv_bias is None else torch.empty_like(conv_bias),
@@ -198,18 +214,11 @@ def prepare_backward(
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def edges_of(sizes: HeadSizes, normalise_qk: bool, batch_invariant: bool = False) -> FusedEdges:
-    """How the first tokens of pieces are computed, from the convolved sections of the rows."""
-    G, H, K, V = sizes
-    return FusedEdges(("q", "k", "v"), 0, (G, G, H), (K, K, V), normalise_qk, batch_invariant)
-
-
-@lru_cache(maxsize=MOST_PLANS)
 def _backward_plan(
     sizes: HeadSizes, S: int, B: int, W: int, strides: tuple[int, ...], d_strides: tuple[int, ...],
     d_heads: int, size: int, d_size: int, has_bias: bool, packed: bool,
     batch_invariant: bool, normalise: bool, most_beta: float, scaled: bool, apart: bool,
-    gated: bool, tile: Walk | None,
+    gated: bool, continued: bool, tile: Walk | None,
 ) -> tuple[Launch | None, tuple[int, int]]:  # fmt: skip
     """The launch, None if there are no rows, and the shape of partial sums.
 
@@ -234,8 +243,8 @@ def _backward_plan(
             S, tile.steps, *strides[:2], *d_strides[:2], _EPS, most_beta,
             G=G, H=H, K=K, V=V, W=W, GROUP=d_heads // G, ROWS=tile.rows, STAGES=tile.stages,
             BLOCK_K=block_dim(K), BLOCK_V=block_dim(V), BLOCK_H=block_dim(H),
-            HAS_BIAS=has_bias, PACKED=packed, ONE_PATH=one_path, NORMALISE=normalise, SCALED=scaled,
-            APART=apart, GATES=gated,
+            HAS_BIAS=has_bias, PACKED=packed, HAS_HISTORY=continued, ONE_PATH=one_path,
+            NORMALISE=normalise, SCALED=scaled, APART=apart, GATES=gated,
             num_warps=tile.warps, maxnreg=tile.registers, enable_fp_fusion=not one_path,
         )  # fmt: skip
     channels = sizes.conv_width

@@ -15,6 +15,7 @@ from ..documents import Documents
 from ..layout import Layout
 from ..rules.base import Rule
 from ..state_maps.state_map import StateShape
+from .history import History
 
 # conv weight [C, 1, W], conv bias [C] or None, then the other parameters of the front.
 Parameters = Sequence[Any]
@@ -43,11 +44,13 @@ class Front(Protocol):
         parameters: Parameters,
         documents: Documents | None,
         only: tuple[str, ...] | None = None,
+        history: History | None = None,
     ) -> Any:
         """The rule's inputs, a NamedTuple, of rows ``[S, B, P]`` with any strides of S and B.
 
-        Taps never cross the documents' boundaries, the same in every batch row. With ``only``,
-        neighbours in :attr:`names`, the other inputs are None.
+        Taps never cross the documents' boundaries, the same in every batch row; before these lies
+        the ``history``, if any. With ``only``, neighbours in :attr:`names`, the other inputs are
+        None.
         """
         ...
 
@@ -58,10 +61,12 @@ class Front(Protocol):
         grads: Any,
         d_proj: Tensor,
         documents: Documents | None,
+        history: History | None = None,
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the parameters, in their shapes and dtypes, from the rule's ``grads``.
 
         Writes every column of ``d_proj`` ``[S, B, P]`` once, except the gate's: the readout does.
+        Writes ``history.d_rows`` too.
         """
         ...
 

@@ -16,6 +16,7 @@ from .conv_forward import (
     forget,
     load_bias,
     load_history,
+    load_lead_in,
     load_row,
     load_taps,
     push,
@@ -37,9 +38,10 @@ def _load_grads(
 
 @triton.jit
 def walk_one_token(
-    x_RD, grads, factor, seen_R, bias_1D, taps, history, pending, eps, real_1D,
+    x_RD, grads, factor, seen_R, lead_RD, bias_1D, taps, history, pending, eps, real_1D,
     W: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    NORMALISE: tl.constexpr, SCALED: tl.constexpr, PADDED: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr, SCALED: tl.constexpr,
+    PADDED: tl.constexpr,
 ):  # fmt: skip
     """d(pre-activation) of one token per segment, and dx of the token W - 1 steps back.
 
@@ -52,6 +54,8 @@ def walk_one_token(
     if PACKED:
         history = forget(history, seen_R, W)
     pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
+    if HAS_HISTORY:
+        pre_RD += lead_RD
     sig_RD = sigmoid(pre_RD)
     act_RD = pre_RD * sig_RD
 
@@ -83,12 +87,13 @@ def walk_one_token(
 
 @triton.jit(noinline=True)  # for the compiler's sake, see :mod:`.conv_forward`
 def _walk_head_backward(
-    proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
-    column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
+    proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr, d_proj_ptr,
+    partial_ptr, d_lead_ptr,
+    column, start, S, steps, stride_s, d_stride_s, lead_stride, grad_stride, factor, eps,
     D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, EDGE: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, EDGE: tl.constexpr,
+    NORMALISE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One head, ROWS segments of ``steps`` tokens, walked one token of every segment at a time.
 
@@ -137,10 +142,18 @@ def _walk_head_backward(
             grads_now = _load_grads(grad_at_RD, room_R > step, real_1D, D, GROUP, PADDED, EDGE)
             if LOOK_OUT:
                 seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
+            lead_RD, place_R = 0.0, 0
+            if HAS_HISTORY:
+                place_R = tl.load(place_ptr + start + t_R, mask=room_R > step, other=-1)
+                lead_RD = load_lead_in(lead_ptr + column + d_1D, place_R, real_1D, lead_stride)
             x_RD, dpre_RD, dx_RD, history, pending = walk_one_token(
-                x_now, grads_now, factor, seen_R, bias_1D, taps, history, pending, eps, real_1D,
-                W, GROUP, HAS_BIAS, LOOK_OUT, NORMALISE, SCALED, PADDED,
+                x_now, grads_now, factor, seen_R, lead_RD, bias_1D, taps, history, pending, eps,
+                real_1D, W, GROUP, HAS_BIAS, LOOK_OUT, HAS_HISTORY, NORMALISE, SCALED, PADDED,
             )  # fmt: skip
+            if HAS_HISTORY:
+                at_RD = d_lead_ptr + tl.cast(place_R, tl.int64)[:, None] * lead_stride
+                mask_RD = (place_R >= 0)[:, None] & real_1D
+                tl.store(at_RD + column + d_1D, dpre_RD, mask=mask_RD)
             summed = ()
             for tap in tl.static_range(W - 1):
                 summed = summed + (d_taps[tap] + dpre_RD * history[W - 2 - tap],)
@@ -162,9 +175,13 @@ def _walk_head_backward(
         grads_now = _load_grads(grad_at_RD, room_R > step, real_1D, D, GROUP, PADDED, EDGE)
         if LOOK_OUT:
             seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
+        lead_RD = 0.0
+        if HAS_HISTORY:
+            place_R = tl.load(place_ptr + start + t_R, mask=room_R > step, other=-1)
+            lead_RD = load_lead_in(lead_ptr + column + d_1D, place_R, real_1D, lead_stride)
         x_RD, dpre_RD, dx_RD, history, pending = walk_one_token(
-            x_now, grads_now, factor, seen_R, bias_1D, taps, history, pending, eps, real_1D,
-            W, GROUP, HAS_BIAS, LOOK_OUT, NORMALISE, SCALED, PADDED,
+            x_now, grads_now, factor, seen_R, lead_RD, bias_1D, taps, history, pending, eps,
+            real_1D, W, GROUP, HAS_BIAS, LOOK_OUT, HAS_HISTORY, NORMALISE, SCALED, PADDED,
         )  # fmt: skip
         dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
         dx_RD = dx_RD.to(dx_at_RD.dtype.element_ty)
@@ -179,25 +196,28 @@ def _walk_head_backward(
 
 @triton.jit
 def conv_head_backward(
-    proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
-    column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
+    proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr, d_proj_ptr,
+    partial_ptr, d_lead_ptr,
+    column, start, S, steps, stride_s, d_stride_s, lead_stride, grad_stride, factor, eps,
     D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
-    SCALED: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr,
+    ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """:func:`_walk_head_backward`, with masks only where needed, with ONE_PATH everywhere."""
     if ONE_PATH or at_an_edge(position_ptr, start, S, ROWS * steps, W, PACKED):
         _walk_head_backward(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
-            column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
-            D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, True, NORMALISE,
-            SCALED,
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr,
+            d_proj_ptr, partial_ptr, d_lead_ptr,
+            column, start, S, steps, stride_s, d_stride_s, lead_stride, grad_stride, factor, eps,
+            D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, HAS_HISTORY, True,
+            NORMALISE, SCALED,
         )  # fmt: skip
     else:
         _walk_head_backward(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr, grad_ptr, d_proj_ptr, partial_ptr,
-            column, start, S, steps, stride_s, d_stride_s, grad_stride, factor, eps,
-            D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, False, NORMALISE,
-            SCALED,
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr,
+            d_proj_ptr, partial_ptr, d_lead_ptr,
+            column, start, S, steps, stride_s, d_stride_s, lead_stride, grad_stride, factor, eps,
+            D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, False, False,
+            NORMALISE, SCALED,
         )  # fmt: skip

@@ -111,6 +111,13 @@ def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constex
 
 
 @triton.jit
+def load_lead_in(lead_at_1D, place_R, real_1D, stride):
+    """What the rows before a piece add to one token per segment, see :mod:`.history`."""
+    at_RD = lead_at_1D + tl.cast(place_R, tl.int64)[:, None] * stride
+    return tl.load(at_RD, mask=(place_R >= 0)[:, None] & real_1D, other=0.0)
+
+
+@triton.jit
 def at_an_edge(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
     """Whether the walk over ``tokens`` tokens meets an end of the sequence or of a document.
 
@@ -128,11 +135,11 @@ def at_an_edge(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.const
 
 @triton.jit(noinline=True)  # for the compiler's sake, see the top
 def _walk_head(
-    proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
-    column, start, S, steps, stride_s, out_stride, eps,
+    proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
+    column, start, S, steps, stride_s, lead_stride, out_stride, eps,
     D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    EDGE: tl.constexpr, NORMALISE: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, EDGE: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """One head, ROWS segments of ``steps`` tokens: y = l2norm(silu(conv(x))).
 
@@ -172,6 +179,9 @@ def _walk_head(
                 history = forget(history, seen_R, W)
             x_RD = x_RD.to(tl.float32)
             pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
+            if HAS_HISTORY:
+                place_R = tl.load(place_ptr + start + t_R, mask=room_R > step, other=-1)
+                pre_RD += load_lead_in(lead_ptr + column + d_1D, place_R, real_1D, lead_stride)
             act_RD = pre_RD * sigmoid(pre_RD)
             if NORMALISE:
                 if PADDED:
@@ -185,24 +195,24 @@ def _walk_head(
 
 @triton.jit
 def conv_head(
-    proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
-    column, start, S, steps, stride_s, out_stride, eps,
+    proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
+    column, start, S, steps, stride_s, lead_stride, out_stride, eps,
     D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """:func:`_walk_head`, with masks only where needed, with ONE_PATH everywhere."""
     if ONE_PATH or at_an_edge(position_ptr, start, S, ROWS * steps, W, PACKED):
         _walk_head(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
-            column, start, S, steps, stride_s, out_stride, eps,
-            D, ROWS, STAGES, BLOCK_D, W, HAS_BIAS, PACKED, True, NORMALISE,
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
+            column, start, S, steps, stride_s, lead_stride, out_stride, eps,
+            D, ROWS, STAGES, BLOCK_D, W, HAS_BIAS, PACKED, HAS_HISTORY, True, NORMALISE,
         )  # fmt: skip
     else:
         _walk_head(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr, out_ptr,
-            column, start, S, steps, stride_s, out_stride, eps,
-            D, ROWS, STAGES, BLOCK_D, W, HAS_BIAS, PACKED, False, NORMALISE,
+            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
+            column, start, S, steps, stride_s, lead_stride, out_stride, eps,
+            D, ROWS, STAGES, BLOCK_D, W, HAS_BIAS, PACKED, False, False, NORMALISE,
         )  # fmt: skip
 
 

@@ -6,13 +6,14 @@ Legend: B batch, S tokens, C channels, W taps.
 from __future__ import annotations
 
 import os
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from importlib.util import find_spec
 
 import torch
 from torch import Tensor
 
+from .. import conv
 from ..documents import Documents
 from ..obstacles import installed_version, version_tuple
 
@@ -57,13 +58,14 @@ def _why_not_installed() -> str | None:
     return None
 
 
-def convolve_rows(
-    x_BSC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, documents: Documents | None
+def _convolution(
+    x_BSC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    documents: Documents | None,
+    activation: str | None,
 ) -> Tensor:
-    """As :func:`..conv.convolve_rows`, where :func:`why_not_conv_package` has no objection.
-
-    Its backward adds in a fixed order: ``CAUSAL_CONV1D_DETERMINISTIC=1`` is set in this process.
-    """
+    """Its backward adds in a fixed order: this sets ``CAUSAL_CONV1D_DETERMINISTIC=1``."""
     from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
 
     os.environ.setdefault(_FIXED_ORDER, "1")
@@ -74,9 +76,13 @@ def convolve_rows(
     # Channels lie side by side, as the package wants them for packed rows.
     y_BCS = causal_conv1d_fn(
         x_BSC.contiguous().transpose(1, 2), weight_CW.contiguous(), bias_C,
-        seq_idx=index_BS, activation="silu",
+        seq_idx=index_BS, activation=activation,
     )  # fmt: skip
     y_BSC = y_BCS.transpose(1, 2)
     if y_BSC.requires_grad:
         y_BSC.register_hook(torch.Tensor.contiguous)  # it refuses gradients of other strides
     return y_BSC
+
+
+# As the plain function, where :func:`why_not_conv_package` has no objection.
+convolve_rows = partial(conv.convolve_rows, convolution=_convolution)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..front.edges import Arrived, ContinuedFront, HistoryTable
+from ..front.history import History, HistoryTable
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.base import on_tokens
@@ -69,10 +69,10 @@ def prefill(
     if parts.aligned:
         stands = _stands(stands, sequences) if goes_on else [0] * sequences
         return prefill_on_grid(proj, parts, carry, stands, documents)
-    front = parts.front
+    past = None
     if goes_on and parts.past:
-        front = ContinuedFront(front, _FromCarry(carry.history, documents, s))
-    inputs = front.forward(proj, parts.of_front, documents)
+        past = _history_of(carry.history, documents, s)
+    inputs = parts.front.forward(proj, parts.of_front, documents, history=past)
     filled = None
     if documents is not None and 0 in documents.lengths:
         # A rule gets the states of non-empty documents only; an empty document keeps its state.
@@ -151,37 +151,23 @@ def _one_token(row: Tensor, parts: Parts, carry: Carry) -> tuple[Tensor, Carry]:
     return parts.read_out(output.o, row), Carry(history, output.final)
 
 
-class _FromCarry:
-    """History that lies in a carry, as :class:`megatron_gdn.ops.front.edges.HistoryLink`."""
-
-    def __init__(self, history_NCW: Tensor, documents: Documents | None, tokens: int) -> None:
-        past = history_NCW.shape[2]
-        self._history = history_NCW
-        self._packed = documents is not None
-        lengths = Documents.lengths_of(documents, tokens)
-        self.table = _history_table(lengths, past, history_NCW.device)
-
-    def fetch(self, rows_sBC: Tensor) -> tuple[Tensor, Arrived]:
-        """``[R, B, C]``: of every piece its W - 1 rows, oldest first."""
-        if self._packed:
-            return self._history.transpose(1, 2).flatten(0, 1)[:, None], Arrived()
-        return self._history.permute(2, 0, 1), Arrived()
-
-    def give_back(self, d_history_RBC: Tensor):
-        raise NotImplementedError("a carry takes no gradient; generation has no backward.")
+def _history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) -> History:
+    """Of every sequence its W - 1 rows in the carry, oldest first."""
+    packed, device = documents is not None, history_NCW.device
+    rows = history_NCW.permute(2, 0, 1)
+    if packed:
+        rows = history_NCW.transpose(1, 2).flatten(0, 1)[:, None]
+    lengths = Documents.lengths_of(documents, tokens)
+    return History(rows, _history_table(lengths, history_NCW.shape[2], device))
 
 
 @cached_by_stream(32)
 def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) -> HistoryTable:
-    """The rows near the start of every sequence, to be computed again with their history."""
     counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-    # W - 1 rows for every sequence, oldest first.
     oldest = torch.arange(len(lengths), device="cpu") * past
-    history = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")
-    nothing = torch.empty(0, dtype=torch.int64, device="cpu")
-    return HistoryTable.build(
-        counts.cumsum(0) - counts, counts.clamp(max=past), history, nothing, device
-    )
+    before = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")
+    nothing, first = counts[:0], counts.cumsum(0) - counts
+    return HistoryTable.build(first, counts, before, nothing, sum(lengths), device)
 
 
 @cached_by_stream(32)

@@ -1,4 +1,4 @@
-"""The first tokens of pieces on their kernels against the plain way in fp64, by real routes."""
+"""Fronts of pieces that have a history: kernels against the plain twins in fp64, by real routes."""
 
 from itertools import accumulate
 
@@ -6,20 +6,18 @@ import pytest
 import torch
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel.chunkwise.pieces import documents_of_pieces, history_route
-from megatron_gdn.context_parallel.chunkwise.static_history import (
-    static_history_route,
-    static_pieces,
-)
+from megatron_gdn.context_parallel.chunkwise.fragments import pieces_of
+from megatron_gdn.context_parallel.chunkwise.history import history_route
 from megatron_gdn.gdn.front import GDNFront
 from megatron_gdn.mamba2.front import Mamba2Front
 from megatron_gdn.mamba2.plain import SSDInputs
-from megatron_gdn.ops import StaticDocuments
+from megatron_gdn.ops import Documents, StaticDocuments
 from megatron_gdn.ops.delta_rule import front_torch as gdn_torch
 from megatron_gdn.ops.delta_rule import front_triton as gdn
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
-from megatron_gdn.ops.front.edges import ContinuedFront
-from megatron_gdn.ops.front.fused_edges import FusedEdges
+from megatron_gdn.ops.front.history import History
+from megatron_gdn.ops.front.history_kernels import add_rows
+from megatron_gdn.ops.mixer import add_returned
 from megatron_gdn.ops.trees import TreeDocuments
 
 from . import test_other_fronts as mamba2
@@ -41,8 +39,10 @@ CUTS = {
     "it gets and sends nothing": ((24,), 3, "contiguous", 2),
     "several pieces read one row": ((8, 8), 8, "contiguous", 1),
     "a shared prefix": ((2, *[1, 4, 2] * 6, 3), 1, PARENTS, 0),
-    "in fixed buffers": ((4, 0, 8, 12, 40), 2, BUFFERS, 1),
-    "in fixed buffers, first rank": ((8, 40), 4, BUFFERS, 0),
+    "in fixed buffers": ((4, 0, 8, 12, 40), 2, "zigzag", 1, BUFFERS),
+    "in fixed buffers, first rank": ((8, 40), 4, "zigzag", 0, BUFFERS),
+    "in fixed buffers, a fragment of many": ((3, 0, 29, 1, 1, 14), 4, "zigzag_buffer", 2, BUFFERS),
+    "in fixed buffers, contiguous": ((8, 8), 8, "contiguous", 1, BUFFERS),
 }
 
 # For GDN's front, whose cases take the interpreter up to ten seconds each; Mamba2's takes all cuts.
@@ -55,77 +55,61 @@ FEW_CUTS = (
 )
 
 
-class Link:
-    def __init__(self, route, history, returned):
-        self.table, self.history, self.returned, self.d_history = (
-            route.table, history, returned, None,
-        )  # fmt: skip
-
-    def fetch(self, rows):
-        return self.history, self
-
-    def give_back(self, d_history):
-        self.d_history = d_history
-        return self.returned, self
-
-    def wait(self):
-        pass
-
-    def double(self):
-        other = object.__new__(Link)
-        vars(other).update(vars(self))
-        other.history, other.returned = self.history.double(), self.returned.double()
-        return other
-
-
-def link_of(cut, taps, batch, channels, device, normal):
-    lengths, cp, layout, rank = cut
+def history_of(cut, taps, batch, channels, device, normal):
+    """The documents of the rank at hand, the rows before them, and gradients that come back."""
+    lengths, cp, layout, rank, *buffers = cut
     if layout is PARENTS:
         tree = TreeDocuments((0, *accumulate(lengths)), device, PARENTS, lengths)
-        route = tree.history(taps - 1)
-        count = len(route.table.buffer.arrived)
-        return Link(route, normal(count, batch, channels), normal(count, batch, channels)), tree
-    if layout is BUFFERS:
-        documents = StaticDocuments(sum(lengths), 6, device)
-        documents.fill([0, *accumulate(lengths)])
-        route = static_history_route(documents, cp, rank, taps)
-        pieces = static_pieces(documents, cp, SequenceLayout.ZIGZAG)
-        rows = (normal(sum(n), batch, channels) for n in (route.receive_counts, route.send_counts))
-        return Link(route, *rows), pieces
-    where = lengths, cp, SequenceLayout.parse(layout), rank
-    route = history_route(*where, taps, device)
-    history = normal(sum(route.receive_counts), batch, channels)
+        table = tree.history(taps - 1).table
+        count = int(table.before.max()) + 1
+        rows, returned = normal(count, batch, channels), normal(count, batch, channels)
+        return tree, History(rows, table), returned
+    offsets = (0, *accumulate(lengths))
+    if buffers:
+        whole = StaticDocuments(sum(lengths), 6, device)
+        whole.fill(offsets)
+    else:
+        whole = Documents(offsets, device)
+    where = cp, SequenceLayout.parse(layout), rank
+    route, documents = history_route(whole, *where, taps), pieces_of(whole, *where)
+    rows = normal(sum(route.receive_counts), batch, channels)
     # Its strides are not always those of a tensor of its own: a cache lies the other way round.
-    history = history.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+    rows = rows.permute(1, 2, 0).contiguous().permute(2, 0, 1)
     returned = normal(sum(route.send_counts), batch, channels)
-    return Link(route, history, returned), documents_of_pieces(*where, device)
+    return documents, History(rows, route.table), returned
 
 
-def compare(front, plain, link, proj, parameters, grads, documents, only):
-    assert isinstance(front.edges(), FusedEdges) and plain.edges() is None
-    exact_link, columns = link.double(), front.layout.conv_columns
-    exact_proj = proj.double()
+def compare(front, plain, history, returned, proj, parameters, grads, documents, only):
+    columns, exact_proj = front.layout.conv_columns, proj.double()
     exact_parameters = [None if x is None else x.double() for x in parameters]
     exact_grads = type(grads)(*(None if x is None else x.double() for x in grads))
-    ours, exact = ContinuedFront(front, link), ContinuedFront(plain, exact_link)
+    exact_history = history._replace(rows=history.rows.double())
     for names in (None, only):
-        made = ours.forward(proj, parameters, documents, names)
-        right = exact.forward(exact_proj, exact_parameters, documents, names)
+        made = front.forward(proj, parameters, documents, names, history)
+        right = plain.forward(exact_proj, exact_parameters, documents, names, exact_history)
         for name in front.convolved:
             x, y = getattr(made, name), getattr(right, name)
             assert (x is None) == (y is None)
             if x is not None:
                 assert_close(name, x, y)
+    history, exact_history = history.for_backward(), exact_history.for_backward()
     d_proj, exact_d_proj = (torch.full_like(x, float("nan")) for x in (proj, exact_proj))
-    got = ours.backward(proj, parameters, grads, d_proj, documents)
-    right = exact.backward(exact_proj, exact_parameters, exact_grads, exact_d_proj, documents)
-    assert_close("d_proj", d_proj[..., columns], exact_d_proj[..., columns])
-    assert link.d_history.dtype == torch.float32
-    assert_close("d_history", link.d_history, exact_link.d_history)
+    got = front.backward(proj, parameters, grads, d_proj, documents, history)
+    right = plain.backward(
+        exact_proj, exact_parameters, exact_grads, exact_d_proj, documents, exact_history
+    )
+    d_proj, exact_d_proj = d_proj[..., columns], exact_d_proj[..., columns]
+    assert_close("d_proj", d_proj, exact_d_proj)
+    assert history.d_rows.dtype == torch.float32
+    assert_close("d_rows", history.d_rows, exact_history.d_rows)
     for number, (x, y) in enumerate(zip(got, right, strict=True)):
         assert (x is None) == (y is None)
         if x is not None:
             assert_close(f"parameter {number}", x, y)
+    if history.table.additions.numel():
+        add_rows(d_proj, returned, history.table.additions)
+        add_returned(exact_d_proj, returned.double(), history.table)
+        assert_close("d_proj and what came back", d_proj, exact_d_proj)
 
 
 @pytest.mark.parametrize("cut", FEW_CUTS)
@@ -147,7 +131,7 @@ def test_a_gdn_front_equals_the_plain_way(cut, options, device):
         bias=options.get("bias", False),
     )  # fmt: skip
     sizes, normalise = case.sizes, options.get("normalise", True)
-    link, documents = link_of(cut, taps, batch, sizes.conv_width, device, case._normal)
+    documents, *past = history_of(cut, taps, batch, sizes.conv_width, device, case._normal)
     factor = None
     if options.get("scaled"):
         ratio = sizes.value_heads // sizes.key_heads
@@ -155,7 +139,7 @@ def test_a_gdn_front_equals_the_plain_way(cut, options, device):
     grads = RuleGrads(*case.grads(options.get("per_value_head", False)), factor)
     compare(
         GDNFront(sizes, gdn, normalise, batch_invariant=options.get("batch_invariant", False)),
-        GDNFront(sizes, gdn_torch, normalise), link, case.proj, case.parameters, grads, documents,
+        GDNFront(sizes, gdn_torch, normalise), *past, case.proj, case.parameters, grads, documents,
         ("q",),
     )  # fmt: skip
 
@@ -166,10 +150,10 @@ def test_a_mamba2_front_equals_the_plain_way(cut, device):
     lengths, ranks = cut[:2]
     S, B, (H, G, V, K) = sum(lengths) // ranks, 2, (2, 1, 6, 20)
     layout, proj, parameters, normal = mamba2.case(device, S=S, B=B, sizes=(H, G, V, K))
-    link, documents = link_of(cut, 4, B, layout.conv_width, device, normal)
+    documents, *past = history_of(cut, 4, B, layout.conv_width, device, normal)
     shapes = [(H, V), (G, K), (G, K), (H,), (H,), (H, 1)]
     grads = SSDInputs(*(normal(B, S, *shape) for shape in shapes))
     compare(
-        Mamba2Front(layout, triton=True), Mamba2Front(layout), link, proj, parameters, grads,
+        Mamba2Front(layout, triton=True), Mamba2Front(layout), *past, proj, parameters, grads,
         documents, ("B", "C"),
     )  # fmt: skip

@@ -1,0 +1,160 @@
+"""The lead-in of :mod:`.history`, its backward and the sum of returned gradients (Triton).
+
+Legend as in :mod:`.history`; in tile names C channels of a block, 1 one row.
+"""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..kernels.launch import MOST_PLANS, Launch
+from .conv_forward import load_taps
+from .history import History
+
+_CHANNELS = 256  # of a program
+
+
+@triton.jit
+def _rows_before(rows_ptr, before_ptr, stride_r, at_1C, real_1C, W: tl.constexpr):
+    """The W - 1 rows before the piece, newest first; zeros where there are none."""
+    rows = ()
+    for age in tl.static_range(1, W):
+        row = tl.load(before_ptr + age - 1)
+        at = rows_ptr + tl.cast(row, tl.int64) * stride_r + at_1C
+        rows = rows + (tl.load(at, mask=real_1C & (row >= 0), other=0.0).to(tl.float32),)
+    return rows
+
+
+@triton.jit
+def lead_in_kernel(
+    rows_ptr, weight_ptr, before_ptr, lead_ptr, stride_r, stride_b, stride_c,
+    CHANNELS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grid (N, blocks of channels, B): ``lead_in [N, W - 1, B, C]``, for absent tokens too."""
+    n = tl.cast(tl.program_id(0), tl.int64)
+    b = tl.cast(tl.program_id(2), tl.int64)
+    c_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real_C = c_C < CHANNELS
+    c_1C, real_1C = c_C[None, :], real_C[None, :]
+    rows_ptr += b * stride_b
+    taps = load_taps(weight_ptr, 0, c_C, real_C, W)
+    rows = _rows_before(
+        rows_ptr, before_ptr + n * (W - 1), stride_r, c_1C * stride_c, real_1C, W
+    )  # fmt: skip
+    for p in tl.static_range(W - 1):
+        lead_1C = tl.zeros((1, BLOCK), tl.float32)
+        for age in tl.static_range(1, W - p):
+            lead_1C += taps[W - 1 - p - age] * rows[age - 1]
+        at = lead_ptr + ((n * (W - 1) + p) * tl.num_programs(2) + b) * CHANNELS
+        tl.store(at + c_1C, lead_1C, mask=real_1C)
+
+
+@triton.jit(do_not_specialize=["columns"])
+def lead_in_backward_kernel(
+    rows_ptr, weight_ptr, before_ptr, edge_ptr, d_lead_ptr, d_rows_ptr, partial_ptr,
+    stride_r, stride_b, stride_c, columns,
+    CHANNELS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grid (N, blocks of channels, B): d_rows ``[R, B, C]``, and the weight's partial sums.
+
+    A program has one of ``[N B, columns]`` rows of these, whose first C W columns it writes.
+    """
+    n = tl.cast(tl.program_id(0), tl.int64)
+    b = tl.cast(tl.program_id(2), tl.int64)
+    B = tl.num_programs(2)
+    c_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    real_C = c_C < CHANNELS
+    c_1C, real_1C = c_C[None, :], real_C[None, :]
+    rows_ptr += b * stride_b
+    before_ptr += n * (W - 1)
+    taps = load_taps(weight_ptr, 0, c_C, real_C, W)
+    rows = _rows_before(rows_ptr, before_ptr, stride_r, c_1C * stride_c, real_1C, W)
+    d_leads = ()
+    for p in tl.static_range(W - 1):
+        token = tl.load(edge_ptr + n * (W - 1) + p)
+        at = d_lead_ptr + ((n * (W - 1) + p) * B + b) * CHANNELS
+        d_leads = d_leads + (tl.load(at + c_1C, mask=real_1C & (token >= 0), other=0.0),)
+    for age in tl.static_range(1, W):
+        d_row_1C = tl.zeros((1, BLOCK), tl.float32)
+        for p in tl.static_range(W - age):
+            d_row_1C += taps[W - 1 - p - age] * d_leads[p]
+        row = tl.load(before_ptr + age - 1)
+        at = d_rows_ptr + (tl.cast(row, tl.int64) * B + b) * CHANNELS
+        tl.store(at + c_1C, d_row_1C, mask=real_1C & (row >= 0))
+    partial_ptr += (n * B + b) * columns
+    for tap in tl.static_range(W):
+        d_tap_1C = tl.zeros((1, BLOCK), tl.float32)
+        for age in tl.static_range(1, W - tap):
+            d_tap_1C += d_leads[W - 1 - tap - age] * rows[age - 1]
+        tl.store(partial_ptr + c_1C * W + tap, d_tap_1C, mask=real_1C)
+
+
+@triton.jit(do_not_specialize=["most"])
+def add_rows_kernel(
+    returned_ptr, additions_ptr, d_rows_ptr, most, stride_s, stride_b,
+    CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """grid (M, blocks of channels, B): a line of ``additions`` each, in fp32, rounded once."""
+    line_ptr = additions_ptr + tl.program_id(0) * (1 + most)
+    b = tl.cast(tl.program_id(2), tl.int64)
+    c_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    token = tl.cast(tl.load(line_ptr), tl.int64)
+    real_C = (c_C < CHANNELS) & (token >= 0)
+    at_C = d_rows_ptr + token * stride_s + b * stride_b + c_C
+    total_C = tl.load(at_C, mask=real_C, other=0.0).to(tl.float32)
+    for number in tl.range(0, most):
+        source = tl.cast(tl.load(line_ptr + 1 + number), tl.int64)
+        row_C = returned_ptr + (source * tl.num_programs(2) + b) * CHANNELS + c_C
+        total_C += tl.load(row_C, mask=real_C & (source >= 0), other=0.0)
+    tl.store(at_C, total_C.to(d_rows_ptr.dtype.element_ty), mask=real_C)
+
+
+def pieces_in(history: History | None) -> int:
+    """How many pieces of the batch have a history."""
+    return 0 if history is None else len(history.table.before)
+
+
+def lead_in(history: History | None, weight: Tensor) -> Tensor | None:
+    """``[N, W - 1, B, C]`` in fp32; None if no piece has a history."""
+    if history is None or not pieces_in(history):
+        return None
+    rows, table = history.rows, history.table
+    B, C = rows.shape[1:]
+    made = rows.new_empty(*table.before.shape, B, C, dtype=torch.float32)
+    launch = _launch(lead_in_kernel, len(made), B, C, weight.shape[-1], *rows.stride())
+    launch(rows, weight, table.before, made)
+    return made
+
+
+def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: Tensor) -> None:
+    """Write ``history.d_rows``, and to ``partial`` ``[N B, columns]`` the weight's gradients."""
+    (rows, table, d_rows), columns = history, partial.shape[1]
+    partial.zero_()
+    (N, _), (B, C) = table.before.shape, rows.shape[1:]
+    launch = _launch(
+        lead_in_backward_kernel, N, B, C, weight.shape[-1], *rows.stride(), columns
+    )  # fmt: skip
+    launch(rows, weight, table.before, table.edge, d_lead, d_rows, partial)
+
+
+def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
+    """Add ``returned`` ``[., B, C]``, fp32 and contiguous, to rows of ``d_rows`` ``[s, B, C]``."""
+    (M, columns), (B, C) = additions.shape, returned.shape[1:]
+    _add_launch(M, B, C, columns - 1, *d_rows.stride()[:2])(returned, additions, d_rows)
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _launch(kernel, N: int, B: int, C: int, W: int, *numbers: int) -> Launch:
+    grid = N, triton.cdiv(C, _CHANNELS), B
+    return Launch(kernel, grid, *numbers, CHANNELS=C, W=W, BLOCK=_CHANNELS, num_warps=4)
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _add_launch(M: int, B: int, C: int, *numbers: int) -> Launch:
+    grid = M, triton.cdiv(C, _CHANNELS), B
+    return Launch(add_rows_kernel, grid, *numbers, CHANNELS=C, BLOCK=_CHANNELS, num_warps=4)
