@@ -11,9 +11,8 @@ import torch.distributed as dist
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import agreement, local_indices
-from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
+from megatron_gdn.context_parallel.chunkwise.map_exchange import chain_nodes, pack
 from megatron_gdn.context_parallel.chunkwise.scheme import EXCHANGES
-from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.mixers import micro_batch

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import machines
 from megatron_gdn.context_parallel.chunkwise import map_exchange
-from megatron_gdn.context_parallel.chunkwise.states import chain_nodes
+from megatron_gdn.context_parallel.chunkwise.map_exchange import chain_nodes
 from megatron_gdn.context_parallel.machines import ranks_per_machine
 from megatron_gdn.context_parallel.price import map_exchanges
 from megatron_gdn.ops.delta_rule.plain import PlainRule

@@ -44,6 +44,16 @@ SETS = (
     (72, 184),
     (248, 8),
 )
+# Where the whole buffer is cut: any lengths, fragments of many documents, documents over many.
+ODD_SETS = (
+    (256,),
+    (1, 254, 1),
+    (0, 127, 0, 129),
+    (3, 61, 64, 5, 7, 50, 2, 64),
+    (1, 1, 1, 1, 1, 1, 1, 249),
+    (200, 1, 55),
+    (64, 64, 64, 64),
+)
 
 
 def nightly(*values, id=None):
@@ -87,10 +97,14 @@ def assert_same(found, expected, lengths, mode: str | None) -> None:
         (4, "headwise", "zigzag", {}),
         (2, "chunkwise", "zigzag", {}),
         (4, "chunkwise", "zigzag", {}),
+        (2, "chunkwise", "zigzag_buffer", {}),
+        (4, "chunkwise", "zigzag_buffer", {}),
+        (4, "chunkwise", "contiguous", {}),
+        nightly(2, "chunkwise", "contiguous", {}),
     ],
 )
 @on_ranks(cp="cp")
-def test_ten_sets_of_documents_in_one_set_of_buffers(cp, mode, layout, changes):
+def test_many_sets_of_documents_in_one_set_of_buffers(cp, mode, layout, changes):
     """At the same addresses; and the host reads nothing."""
     layer = over_ranks(changes, linear_cp_mode=mode, cp_layout=layout)
     randomise_(layer)
@@ -100,7 +114,7 @@ def test_ten_sets_of_documents_in_one_set_of_buffers(cp, mode, layout, changes):
     documents, first = static_documents_of(packed), None
     rank = parallel_state.get_context_parallel_rank()
     with documents_of_the_device():
-        for lengths in SETS:
+        for lengths in SETS if layout == "zigzag" else ODD_SETS:
             mine = local_indices(lengths, cp, rank, SequenceLayout(layout))
             step = partial(forward_backward, layer, x[mine], weight=weight[mine])
             expected = step(thd(lengths))
@@ -155,18 +169,22 @@ def test_a_layer_in_megatrons_graphs_reads_the_buffers(cp, mode):
             assert_same(found, expected, lengths, mode)
 
 
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@pytest.mark.parametrize(
+    ("mode", "layout", "start"),
+    [("headwise", "zigzag", 64), ("chunkwise", "zigzag", 64), ("chunkwise", "zigzag_buffer", 60),
+     ("chunkwise", "contiguous", 124)],
+)  # fmt: skip
 @on_ranks(cp=2)
-def test_a_number_that_is_not_finite_stays_in_its_document(mode):
-    """NaN in the second document, shorter than the convolution reaches on every rank."""
-    layer = over_ranks(linear_cp_mode=mode)
+def test_a_number_that_is_not_finite_stays_in_its_document(mode, layout, start):
+    """NaN in the second document, on every rank shorter than the convolution reaches or not."""
+    layer = over_ranks(linear_cp_mode=mode, cp_layout=layout)
     randomise_(layer)
-    lengths = (64, 8, 4, TOKENS - 76)
-    mine = local_indices(lengths, 2, parallel_state.get_context_parallel_rank())
-    others = (mine < 64) | (mine >= 72)
+    lengths, rank = (start, 8, 4, TOKENS - start - 12), parallel_state.get_context_parallel_rank()
+    mine = local_indices(lengths, 2, rank, SequenceLayout(layout))
+    others = (mine < start) | (mine >= start + 8)
     x, weight = torch.randn(2, TOKENS, 1, layer.hidden_size)
     broken = x.clone()
-    broken[64:72] = torch.nan
+    broken[start : start + 8] = torch.nan
     packed = static_packed_seq_params(TOKENS, MOST, device="cpu")
     set_documents(packed, offsets_of(lengths))
     with patch.dict(os.environ, {SWITCH: "0"}):
@@ -179,15 +197,9 @@ def test_a_number_that_is_not_finite_stays_in_its_document(mode):
 
 
 @on_ranks(cp=2)
-def test_chunkwise_takes_buffers_in_zigzag_alone_and_auto_takes_headwise():
-    """Elsewhere pieces begin where documents do, which the host plans."""
-    x = torch.randn(16, 1, 24)
-    for layout in ("zigzag_buffer", "contiguous"):
-        packed = static_packed_seq_params(32, 2, device="cpu")
-        layer = over_ranks(linear_cp_mode="chunkwise", cp_layout=layout)
-        with pytest.raises(NotImplementedError, match=f"'zigzag', not '{layout}'"):
-            layer(x, None, packed_seq_params=packed)
-        over_ranks(cp_layout=layout)(x, None, packed_seq_params=packed)
-    over_ranks(linear_cp_mode="chunkwise")(x, None, packed_seq_params=packed)
+def test_zigzag_refuses_a_document_that_it_cannot_cut():
+    """On the device: the host does not know it."""
+    packed = static_packed_seq_params(32, 2, device="cpu")
+    over_ranks(linear_cp_mode="chunkwise")(torch.randn(16, 1, 24), None, packed_seq_params=packed)
     with pytest.raises(RuntimeError, match="must be a multiple of 4 tokens"):
         set_documents(packed, [0, 18, 32])

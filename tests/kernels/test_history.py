@@ -6,15 +6,12 @@ import pytest
 import torch
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel.chunkwise.pieces import documents_of_pieces, history_route
-from megatron_gdn.context_parallel.chunkwise.static_history import (
-    static_history_route,
-    static_pieces,
-)
+from megatron_gdn.context_parallel.chunkwise.fragments import pieces_of
+from megatron_gdn.context_parallel.chunkwise.history import history_route
 from megatron_gdn.gdn.front import GDNFront
 from megatron_gdn.mamba2.front import Mamba2Front
 from megatron_gdn.mamba2.plain import SSDInputs
-from megatron_gdn.ops import StaticDocuments
+from megatron_gdn.ops import Documents, StaticDocuments
 from megatron_gdn.ops.delta_rule import front_torch as gdn_torch
 from megatron_gdn.ops.delta_rule import front_triton as gdn
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
@@ -42,8 +39,10 @@ CUTS = {
     "it gets and sends nothing": ((24,), 3, "contiguous", 2),
     "several pieces read one row": ((8, 8), 8, "contiguous", 1),
     "a shared prefix": ((2, *[1, 4, 2] * 6, 3), 1, PARENTS, 0),
-    "in fixed buffers": ((4, 0, 8, 12, 40), 2, BUFFERS, 1),
-    "in fixed buffers, first rank": ((8, 40), 4, BUFFERS, 0),
+    "in fixed buffers": ((4, 0, 8, 12, 40), 2, "zigzag", 1, BUFFERS),
+    "in fixed buffers, first rank": ((8, 40), 4, "zigzag", 0, BUFFERS),
+    "in fixed buffers, a fragment of many": ((3, 0, 29, 1, 1, 14), 4, "zigzag_buffer", 2, BUFFERS),
+    "in fixed buffers, contiguous": ((8, 8), 8, "contiguous", 1, BUFFERS),
 }
 
 # For GDN's front, whose cases take the interpreter up to ten seconds each; Mamba2's takes all cuts.
@@ -58,22 +57,21 @@ FEW_CUTS = (
 
 def history_of(cut, taps, batch, channels, device, normal):
     """The documents of the rank at hand, the rows before them, and gradients that come back."""
-    lengths, cp, layout, rank = cut
+    lengths, cp, layout, rank, *buffers = cut
     if layout is PARENTS:
         tree = TreeDocuments((0, *accumulate(lengths)), device, PARENTS, lengths)
         table = tree.history(taps - 1).table
         count = int(table.before.max()) + 1
         rows, returned = normal(count, batch, channels), normal(count, batch, channels)
         return tree, History(rows, table), returned
-    if layout is BUFFERS:
+    offsets = (0, *accumulate(lengths))
+    if buffers:
         whole = StaticDocuments(sum(lengths), 6, device)
-        whole.fill([0, *accumulate(lengths)])
-        route = static_history_route(whole, cp, rank, taps)
-        documents = static_pieces(whole, cp, SequenceLayout.ZIGZAG)
+        whole.fill(offsets)
     else:
-        where = lengths, cp, SequenceLayout.parse(layout), rank
-        route = history_route(*where, taps, device)
-        documents = documents_of_pieces(*where, device)
+        whole = Documents(offsets, device)
+    where = cp, SequenceLayout.parse(layout), rank
+    route, documents = history_route(whole, *where, taps), pieces_of(whole, *where)
     rows = normal(sum(route.receive_counts), batch, channels)
     # Its strides are not always those of a tensor of its own: a cache lies the other way round.
     rows = rows.permute(1, 2, 0).contiguous().permute(2, 0, 1)

@@ -33,6 +33,7 @@ from torch import Tensor
 from ...ops.host_tables import cached_by_stream
 from ...ops.state_maps.chains import follow
 from ...ops.state_maps.state_map import NONE, Cuts, Steps
+from ..layouts import SequenceLayout
 
 
 class Nodes(NamedTuple):
@@ -54,6 +55,14 @@ class Nodes(NamedTuple):
             for j, (host, slot) in enumerate(zip(self.hosts, self.slots, strict=True))
             if host == rank
         ]
+
+
+def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
+    """The rank of every fragment of a layout, in stream order."""
+    ranks = tuple(range(cp_size))
+    if layout is SequenceLayout.CONTIGUOUS:
+        return Nodes(ranks, (0,) * cp_size)
+    return Nodes(ranks + ranks[::-1], (0,) * cp_size + (1,) * cp_size)
 
 
 def pack(local: Tensor, through: Tensor) -> Tensor:
@@ -142,7 +151,7 @@ def exchange_rows(
     receive_counts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send ``send_counts[r]`` of the rows, in order, to rank r; returns what came, by sender."""
+    """Send ``send_counts[r]`` of the rows, in order, to rank r; the rows received, by sender."""
     received, counts = rows.new_empty(sum(receive_counts), *rows.shape[1:]), list(receive_counts)
     dist.all_to_all_single(received, rows.contiguous(), counts, list(send_counts), group=group)
     return received

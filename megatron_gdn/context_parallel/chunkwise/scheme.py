@@ -23,10 +23,9 @@ from ..machines import ranks_per_machine
 from ..price import map_exchanges
 from ..scheme import Passage, stay
 from .fragments import pieces_of
+from .history import HistoryOfPieces, history_route
 from .map_exchange import gather_and_fold, share_and_fold
-from .pieces import HistoryOfPieces, history_route
 from .states import Exchange, StatesOfPieces, state_table
-from .static_history import static_history_route
 
 EXCHANGES: dict[str, Exchange] = {"gather": gather_and_fold, "share": share_and_fold}
 
@@ -73,7 +72,6 @@ class Chunkwise:
 
         Raises:
             ValueError: a length that the layout cannot cut.
-            NotImplementedError: documents in fixed buffers in another layout than zigzag.
         """
         device = like.device
         whole = one_document(tokens, device) if documents is None else documents
@@ -83,12 +81,7 @@ class Chunkwise:
         if table is not None:
             exchange = self._exchange or self._cheapest(documents, rows, device)
             states = StatesOfPieces(table, EXCHANGES[exchange], self._group)
-        if whole.known:
-            route = history_route(whole.lengths, *where, self._taps, device)
-        else:
-            route = static_history_route(
-                whole, self.size, self._group.rank(), self._taps, self._sequence_layout
-            )
+        route = history_route(whole, *where, self._taps)
         history = None if route is None else HistoryOfPieces(route, self._group)
         return Passage(stay, stay, Neighbours(pieces, history, states))
 

@@ -25,7 +25,7 @@ from ...ops.rules.base import Rule, RuleBackward, RuleForward, on_tokens
 from ...ops.state_maps.state_map import Cuts, StateMap
 from ..layouts import SequenceLayout
 from .fragments import any_continues, fragments_of, nodes_of, number_of_nodes, pieces_of
-from .map_exchange import Nodes, pack
+from .map_exchange import Nodes, chain_nodes, pack
 
 Exchange = Callable[[Tensor, int, Nodes, dist.ProcessGroup, Cuts | None], Tensor]
 
@@ -66,14 +66,6 @@ class _Ends(NamedTuple):
     passes: Tensor
     cuts: Tensor  # int32 [n]
     cuts_back: Tensor
-
-
-def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
-    """The rank of every fragment of a layout, in stream order."""
-    ranks = tuple(range(cp_size))
-    if layout is SequenceLayout.CONTIGUOUS:
-        return Nodes(ranks, (0,) * cp_size)
-    return Nodes(ranks + ranks[::-1], (0,) * cp_size + (1,) * cp_size)
 
 
 def state_table(
