@@ -13,21 +13,17 @@ from functools import cache, partial, wraps
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.dict_utils import (
-    dict_list_map_inplace,
-    extract_matching_values,
-    merge,
-    nested_values,
-)
 from torch import Tensor
 from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
 
 from .observe import log_once
+
+if TYPE_CHECKING:
+    from megatron.core.dist_checkpointing import ShardedTensor
 
 
 def log_repair(message: str) -> None:
@@ -162,6 +158,8 @@ def _cuts_at_padded(sharded: Callable) -> bool:
         get_parameter_state_dp_zero=lambda **_: gathered,
     )
     named = {"first": first, "second": second}
+    from megatron.core.dist_checkpointing import ShardedTensor
+
     model = {name: ShardedTensor.from_rank_offsets(name, p) for name, p in named.items()}
     state = sharded(probe, model, metadata={})
     return state[1]["param"].data.tolist() != [1.0, 2.0]
@@ -302,6 +300,14 @@ def read_upstream_bias(whole_key: str, sections: Sequence[ShardedTensor]) -> Non
 
 
 def _with_upstream_bias(load: Callable) -> Callable:
+    from megatron.core.dist_checkpointing import ShardedTensor
+    from megatron.core.dist_checkpointing.dict_utils import (
+        dict_list_map_inplace,
+        extract_matching_values,
+        merge,
+        nested_values,
+    )
+
     @wraps(load)
     def load_also_upstream_bias(
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *args, **kwargs
