@@ -73,7 +73,7 @@ def run_group(
     output: bool = True,
     walks: bool = True,
     set_aside: bool = False,
-) -> tuple[Tensor | None, Tensor, Tensor]:
+) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The output ``[b, C, V]``, the state after the group, those of sequences that end in it.
 
     Args:
@@ -199,12 +199,12 @@ def _per_head(x: Values, output: bool) -> _Products:
         if x.strength is not None:
             A, e_start = A * x.strength[..., None], start * x.strength
 
-    def of_heads(t: Tensor | None, decay: Tensor) -> Tensor | None:
-        return None if t is None else (t[:, None] * decay.view(m, -1, C, 1)).view(b, C, -1)
+    def of_heads(t: Tensor, decay: Tensor) -> Tensor:
+        return (t[:, None] * decay.view(m, -1, C, 1)).view(b, C, -1)
 
     return _Products(
-        P, A, of_heads(x.q, start) if output else None, of_heads(x.e, e_start),
-        of_heads(x.k, end), start[:, -1:, None],
+        P, A, of_heads(x.q, start) if output else None,
+        None if x.e is None else of_heads(x.e, e_start), of_heads(x.k, end), start[:, -1:, None],
     )  # fmt: skip
 
 
@@ -221,10 +221,11 @@ def _per_channel(x: Values, output: bool) -> _Products:
     exponent is a sum of its own, and no term is added and subtracted.
     """
     b, C, K = x.g.shape
-    q, k, e = (
-        t if t is None or len(t) == b else t.repeat_interleave(b // len(t), 0)
-        for t in (x.q, x.k, x.e)
-    )  # fmt: skip
+
+    def of_heads(t: Tensor) -> Tensor:
+        return t if len(t) == b else t.repeat_interleave(b // len(t), 0)
+
+    q, k, e = of_heads(x.q), of_heads(x.k), None if x.e is None else of_heads(x.e)
     if e is not None and x.strength is not None:
         e = e * x.strength[..., None]
     g = x.g.clamp(min=least_log_decay(x.g.dtype))
@@ -300,6 +301,7 @@ class _Walk(torch.autograd.Function):
             S, carried, final = walk(group, of_heads, states, carried, initial)
         else:
             S, final = states[:-1].zero_(), initial[:0]
+            assert group.begin_index is not None
             S.index_copy_(0, group.begin_index[0], initial)
         S = S.flatten(0, 1)
         if W is not None:
