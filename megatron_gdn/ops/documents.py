@@ -242,7 +242,7 @@ class Documents:
         """int64 ``[T]``, beside :attr:`starts`: the sequence of every token."""
         return torch.searchsorted(self.starts[1:], _tokens_of(self), right=True)
 
-    @property
+    @cached_property
     def position_T(self) -> Tensor:
         """int32 ``[T]``: how many tokens of the same document come before each token."""
         return self.table("position_T", _positions)[0]

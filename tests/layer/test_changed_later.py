@@ -39,7 +39,9 @@ def test_a_config_in_batch_invariant_mode_counts(kind, change):
     assert not layer.rule.aligned
     change(layer)
     invariant, _ = layer(x)
-    assert layer.rule.aligned and layer.carry_shape == of_the_mode.carry_shape
+    assert layer.rule.aligned
+    window = of_the_mode.mamba_state_shapes_per_request()
+    assert layer.mamba_state_shapes_per_request() == window
     assert torch.equal(invariant, of_the_mode(x)[0])
 
 
