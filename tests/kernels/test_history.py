@@ -60,7 +60,9 @@ def history_of(cut, taps, batch, channels, device, normal):
     lengths, cp, layout, rank, *buffers = cut
     if layout is PARENTS:
         tree = TreeDocuments((0, *accumulate(lengths)), device, PARENTS, lengths)
-        table = tree.history(taps - 1).table
+        link = tree.history(taps - 1)
+        assert link is not None
+        table = link.table
         count = int(table.before.max()) + 1
         rows, returned = normal(count, batch, channels), normal(count, batch, channels)
         return tree, History(rows, table), returned
@@ -72,6 +74,7 @@ def history_of(cut, taps, batch, channels, device, normal):
         whole = Documents(offsets, device)
     where = cp, SequenceLayout.parse(layout), rank
     route, documents = history_route(whole, *where, taps), pieces_of(whole, *where)
+    assert route is not None
     rows = normal(sum(route.receive_counts), batch, channels)
     # Its strides are not always those of a tensor of its own: a cache lies the other way round.
     rows = rows.permute(1, 2, 0).contiguous().permute(2, 0, 1)
@@ -100,6 +103,7 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
     )
     d_proj, exact_d_proj = d_proj[..., columns], exact_d_proj[..., columns]
     assert_close("d_proj", d_proj, exact_d_proj)
+    assert history.d_rows is not None and exact_history.d_rows is not None
     assert history.d_rows.dtype == torch.float32
     assert_close("d_rows", history.d_rows, exact_history.d_rows)
     for number, (x, y) in enumerate(zip(got, right, strict=True)):
@@ -131,16 +135,18 @@ def test_a_gdn_front_equals_the_plain_way(cut, options, device):
         bias=options.get("bias", False),
     )  # fmt: skip
     sizes, normalise = case.sizes, options.get("normalise", True)
-    documents, *past = history_of(cut, taps, batch, sizes.conv_width, device, case._normal)
+    documents, history, returned = history_of(
+        cut, taps, batch, sizes.conv_width, device, case._normal
+    )
     factor = None
     if options.get("scaled"):
         ratio = sizes.value_heads // sizes.key_heads
         factor = (2.0 ** torch.arange(sizes.key_heads, device=device)).repeat_interleave(ratio)
-    grads = RuleGrads(*case.grads(options.get("per_value_head", False)), factor)
+    grads = RuleGrads(*case.grads(options.get("per_value_head", False)), factor=factor)
     compare(
         GDNFront(sizes, gdn, normalise, batch_invariant=options.get("batch_invariant", False)),
-        GDNFront(sizes, gdn_torch, normalise), *past, case.proj, case.parameters, grads, documents,
-        ("q",),
+        GDNFront(sizes, gdn_torch, normalise), history, returned, case.proj,
+        case.parameters, grads, documents, ("q",),
     )  # fmt: skip
 
 
@@ -150,10 +156,10 @@ def test_a_mamba2_front_equals_the_plain_way(cut, device):
     lengths, ranks = cut[:2]
     S, B, (H, G, V, K) = sum(lengths) // ranks, 2, (2, 1, 6, 20)
     layout, proj, parameters, normal = mamba2.case(device, S=S, B=B, sizes=(H, G, V, K))
-    documents, *past = history_of(cut, 4, B, layout.conv_width, device, normal)
+    documents, history, returned = history_of(cut, 4, B, layout.conv_width, device, normal)
     shapes = [(H, V), (G, K), (G, K), (H,), (H,), (H, 1)]
     grads = SSDInputs(*(normal(B, S, *shape) for shape in shapes))
     compare(
-        Mamba2Front(layout, triton=True), Mamba2Front(layout), *past, proj, parameters, grads,
-        documents, ("B", "C"),
+        Mamba2Front(layout, triton=True), Mamba2Front(layout), history, returned, proj,
+        parameters, grads, documents, ("B", "C"),
     )  # fmt: skip

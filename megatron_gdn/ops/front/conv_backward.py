@@ -142,7 +142,7 @@ def _walk_head_backward(
             grads_now = _load_grads(grad_at_RD, room_R > step, real_1D, D, GROUP, PADDED, EDGE)
             if LOOK_OUT:
                 seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
-            lead_RD, place_R = 0.0, 0
+            lead_RD = 0.0
             if HAS_HISTORY:
                 place_R = tl.load(place_ptr + start + t_R, mask=room_R > step, other=-1)
                 lead_RD = load_lead_in(lead_ptr + column + d_1D, place_R, real_1D, lead_stride)
@@ -152,8 +152,8 @@ def _walk_head_backward(
             )  # fmt: skip
             if HAS_HISTORY:
                 at_RD = d_lead_ptr + tl.cast(place_R, tl.int64)[:, None] * lead_stride
-                mask_RD = (place_R >= 0)[:, None] & real_1D
-                tl.store(at_RD + column + d_1D, dpre_RD, mask=mask_RD)
+                of_edge_RD = tl.expand_dims(place_R >= 0, 1) & real_1D
+                tl.store(at_RD + column + d_1D, dpre_RD, mask=of_edge_RD)
             summed = ()
             for tap in tl.static_range(W - 1):
                 summed = summed + (d_taps[tap] + dpre_RD * history[W - 2 - tap],)

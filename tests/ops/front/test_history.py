@@ -104,6 +104,7 @@ def test_pieces_with_their_history_equal_whole_sequences(mixer, cut, taps):
     d_rows, d_whole = torch.zeros_like(proj), torch.zeros_like(proj)
     got = front.backward(proj, parameters, grads, d_rows, documents, history)
     right = front.backward(proj, parameters, grads, d_whole, whole)
+    assert history.d_rows is not None
     add_returned(d_rows[..., columns], history.d_rows, table)
     assert (d_rows[..., gate] == 0).all()
     torch.testing.assert_close(d_rows, d_whole)
@@ -126,5 +127,6 @@ def test_what_is_no_number_in_one_pieces_history_reaches_no_other_piece(mixer):
     d_rows = torch.zeros_like(proj)
     front.backward(proj, parameters, grads, d_rows, documents, history)
     assert d_rows[:5].isfinite().all() and d_rows[8:].isfinite().all()
+    assert history.d_rows is not None
     others = table.before[[0, 2]].flatten()
     assert history.d_rows[others[others >= 0]].isfinite().all()
