@@ -92,8 +92,9 @@ class PlainForward(RuleForward):
         chunks = _Chunks(self, self._rule.aligned)
         initial, (*_, K, V) = chunks.state(None), chunks.shape
         more = K if self._rule.erases else 1
-        enters = torch.eye(K, more) if self._rule.erases else torch.ones(K, 1)
-        enters = enters.to(initial).expand(*initial.shape[:3], more)
+        kind = {"dtype": initial.dtype, "device": initial.device}
+        enters = torch.eye(K, **kind) if self._rule.erases else torch.ones(K, 1, **kind)
+        enters = enters.expand(*initial.shape[:3], more)
         with full_fp32_matmul(initial.device.type):
             wide = torch.cat([initial, enters], dim=-1)
             final, _ = chunks.walk(chunks.table.groups, wide, more)
