@@ -149,6 +149,15 @@ def refuse_config(config: TransformerConfig, mixer: str) -> None:
         )
 
 
+def require_rates(A_init_range: tuple[float, float]) -> None:
+    """Refuse a range whose logarithm ``A_log`` cannot be."""
+    if not 0 < A_init_range[0] <= A_init_range[1]:
+        raise ValueError(
+            f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
+            f"A_log starts as the logarithm of a number drawn from it."
+        )
+
+
 class ConfigFields(NamedTuple):
     """The config's fields about one mixer."""
 
