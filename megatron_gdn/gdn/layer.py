@@ -23,14 +23,7 @@ from torch import Tensor, nn
 from ..compat.observe import log_once
 from ..compat.quiet import warn_of_untested
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..mixers.arguments import (
-    GDN_FIELDS,
-    computed_again,
-    name_ignored_fields,
-    name_ignored_offloads,
-    require_rates,
-)
-from ..mixers.base import RecurrentMixer
+from ..mixers.arguments import follow_config, require_rates
 from ..mixers.graphs import in_layer_graph
 from ..mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
 from ..mixers.loader_layout import AUTO
@@ -79,7 +72,7 @@ def name_other_activation(config: TransformerConfig) -> None:
         )
 
 
-class GatedDeltaNet(UpstreamNames, RecurrentMixer):
+class GatedDeltaNet(UpstreamNames):
     """Gated DeltaNet as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
     The layer projects, convolves, runs the gated delta rule and projects back:
@@ -190,10 +183,10 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
     ) -> None:
         require_rates(A_init_range)
         require_this_variant(config)
-        name_ignored_fields("GatedDeltaNet", GDN_FIELDS, config)
-        name_ignored_offloads(config)
         name_other_activation(config)
-        again = computed_again(config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out)
+        again = follow_config(
+            "GatedDeltaNet", config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out
+        )
         dims = GDNDims.from_config(config)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         in_layer_graph(config)  # refuses what no graph of a layer takes

@@ -23,14 +23,7 @@ from torch import Tensor, nn
 
 from ..compat.observe import log_once
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..mixers.arguments import (
-    GDN_FIELDS,
-    computed_again,
-    name_ignored_fields,
-    name_ignored_offloads,
-    recomputed_parts,
-    require_rates,
-)
+from ..mixers.arguments import follow_config, recomputed_parts, require_rates
 from ..mixers.base import RecurrentMixer
 from ..mixers.graphs import in_layer_graph
 from ..mixers.loader_layout import AUTO
@@ -157,9 +150,7 @@ class KimiDeltaAttention(RecurrentMixer):
                 f"-5, or None for the unbounded gate."
             )
         _refuse(config)
-        name_ignored_fields("KimiDeltaAttention", GDN_FIELDS, config)
-        name_ignored_offloads(config, "KimiDeltaAttention")
-        again = computed_again(config, recompute)
+        again = follow_config("KimiDeltaAttention", config, recompute)
         if "qkv" in recomputed_parts(config):
             log_once("KimiDeltaAttention: q, k and v are kept, whatever --recompute-modules says.")
         in_layer_graph(config)  # refuses what no graph of a layer takes

@@ -1,14 +1,13 @@
-"""Tensor parallelism of a mixer's parameters: first values, marks, summed gradients, groups.
+"""Tensor parallelism of a mixer's parameters: first values, marks, groups.
 
 First values do not depend on how many ranks share a parameter: every rank of a group draws the
 whole one from the same seed and keeps its share. (Megatron draws each rank's share from a stream of
 that rank, or, on the CPU, cuts a fused projection without regard to its sections.)
 
 Megatron reads from a parameter's attributes how it is split over ranks, whether its gradient is
-summed over them and in which precision it is held. torch makes new parameters without these
-attributes in ``to_empty``, ``load_state_dict(assign=True)``, ``copy.deepcopy``,
-``nn.utils.swap_tensors`` and ``fully_shard``. A lost mark gives a wrong gradient without an error,
-so a mixer keeps the marks by the parameters' names.
+summed over them and in which precision it is held. torch makes new parameters without them in
+``to_empty``, ``load_state_dict(assign=True)``, ``copy.deepcopy``, ``nn.utils.swap_tensors`` and
+``fully_shard``. A lost mark gives a wrong gradient without an error: a mixer keeps them by name.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from typing import Any, ClassVar, Self
 
 import torch
@@ -27,7 +25,6 @@ from torch import Tensor, nn
 from ..compat.observe import log_once
 from ..context_parallel import Scheme
 from ..context_parallel.scheme import local_parameters
-from ..ops.autograd import first_derivative_only
 from ..ops.layout import layout_of_in_proj
 from .micro_batch import MicroBatches
 from .precision import mark_keep_in_fp32, shard_apart_in_megatron
@@ -111,64 +108,6 @@ def muon_reads_sections() -> bool:
     from megatron.core.tensor_parallel import layers
 
     return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
-
-
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, gradient: Tensor):
-        # A copy, because others may hold this gradient; in fp32, so that the sum is rounded once.
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total.to(gradient.dtype), None
-
-
-def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """A replicated parameter that each rank of ``group`` uses on its own heads: sums gradients."""
-    if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
-        return parameter
-    return _SumGradient.apply(parameter, group)
-
-
-@contextmanager
-def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside this context, ``module`` reads its parameters through :func:`sum_gradient`.
-
-    Nothing else may replace the parameters meanwhile, as ``fully_shard`` of ``module`` itself does.
-    """
-    if group is None or not torch.is_grad_enabled():
-        yield
-        return
-    slots: list[tuple[dict[str, Any], str, nn.Parameter]] = [
-        (part._parameters, name, parameter)
-        for part in module.modules()
-        for name, parameter in part._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
-    summed = {parameter: sum_gradient(parameter, group) for _, _, parameter in slots}
-    for parameters, name, parameter in slots:
-        parameters[name] = summed[parameter]
-    replaced = []
-    try:
-        yield
-    finally:
-        for parameters, name, parameter in slots:
-            if parameters.get(name) is summed[parameter]:
-                parameters[name] = parameter
-            else:
-                replaced.append(name)
-    if replaced:
-        raise RuntimeError(
-            f"{type(module).__name__}: {', '.join(replaced)} changed during the forward, so the "
-            f"gradient cannot be summed over {group.size()} tensor-parallel ranks. Under torch's "
-            f"fully_shard, shard the whole GatedDeltaNet (or the layer around it), not its norm."
-        )
 
 
 _MARKED = "marked_by_gdn"  # set on every marked parameter; one without it is new
