@@ -111,7 +111,7 @@ def _spec(mixer: type, parts: Any, modules: str, options: dict[str, Any]) -> Mod
     chosen: tuple[type, ...] = ColumnParallelLinear, RowParallelLinear, TorchRMSNorm
     if fused:
         chosen = te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
-    places = dict(zip(("in_proj", "out_proj", "out_norm"), chosen, strict=True))
+    places: dict[str, type] = dict(zip(("in_proj", "out_proj", "out_norm"), chosen, strict=True))
     return ModuleSpec(
         module=mixer,
         params=options,
@@ -121,13 +121,11 @@ def _spec(mixer: type, parts: Any, modules: str, options: dict[str, Any]) -> Mod
     )
 
 
-def norm_before(linear: str, place: str = "input_layernorm") -> dict[str, Any]:
-    """Submodules of a layer: its norm at ``place``, stored as Transformer Engine stores it, which
-    fuses it into ``linear``."""
-    return {
-        place: TorchRMSNorm,
-        "sharded_state_dict_keys_map": {f"{place}.": f"{linear}.layer_norm_"},
-    }
+def norms_before(**linears: str) -> dict[str, Any]:
+    """Submodules of a layer: its norms, by their places, stored as Transformer Engine stores them,
+    which fuses each into one of ``linears``."""
+    keys = {f"{place}.": f"{linear}.layer_norm_" for place, linear in linears.items()}
+    return {**dict.fromkeys(linears, TorchRMSNorm), "sharded_state_dict_keys_map": keys}
 
 
 def local_mlp_builder():

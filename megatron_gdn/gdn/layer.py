@@ -143,8 +143,6 @@ class GatedDeltaNet(UpstreamNames):
     """
 
     conv1d: Any
-    A_log: nn.Parameter
-    dt_bias: nn.Parameter
     out_norm: Any
 
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph

@@ -103,12 +103,8 @@ class KimiDeltaAttention(RecurrentMixer):
         ImportError: the requested backend is not available.
     """
 
-    conv1d_weight: nn.Parameter
-    conv1d_bias: nn.Parameter | None
     f_b_weight: nn.Parameter | None
     z_b_weight: nn.Parameter | None
-    A_log: nn.Parameter
-    dt_bias: nn.Parameter
     out_norm: Any
 
     uses_attention_mask: ClassVar[bool] = False

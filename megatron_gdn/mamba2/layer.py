@@ -111,8 +111,6 @@ class Mamba2Mixer(RecurrentMixer):
     takes_gates_apart = True
     state_transposed = True
     conv_init_of_bias = False
-    A_log: Tensor
-    dt_bias: Tensor
     D: Tensor
     norm: Any
 
