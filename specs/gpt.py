@@ -131,12 +131,13 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
         else:
             mlp = local_mlp_builder()
             before["pre_mlp_layernorm"] = "mlp.linear_fc1"
+        norms: dict[str, Any] = {"pre_mlp_layernorm": TorchRMSNorm} | norms_before(**before)
         submodules = TransformerLayerSubmodules(
             self_attention=mixers[is_gdn],
             self_attn_bda=BIAS_DROPOUT_ADD,
             mlp=mlp,
             mlp_bda=BIAS_DROPOUT_ADD,
-            **{"pre_mlp_layernorm": TorchRMSNorm} | norms_before(**before),
+            **norms,
         )
         layer_specs.append(ModuleSpec(module=TransformerLayer, submodules=submodules))
     return layer_specs
