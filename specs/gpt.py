@@ -30,7 +30,7 @@ from .layer import (
     gated_delta_net_spec,
     local_attention_spec,
     local_mlp_builder,
-    norm_before,
+    norms_before,
     resolve_modules,
     with_launch_options,
 )
@@ -123,22 +123,21 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
     )
     layer_specs = []
     for is_gdn, has_experts in kinds_of_layers(config):
-        norm = norm_before(f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}")
+        before = {"input_layernorm": f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}"}
         if has_experts:  # which have no norm of their own in Transformer Engine either
             mlp = get_moe_module_spec(
                 use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
             )
         else:
             mlp = local_mlp_builder()
-            of_mlp = norm_before("mlp.linear_fc1", "pre_mlp_layernorm")
-            norm["sharded_state_dict_keys_map"] |= of_mlp["sharded_state_dict_keys_map"]
+            before["pre_mlp_layernorm"] = "mlp.linear_fc1"
+        norms: dict[str, Any] = {"pre_mlp_layernorm": TorchRMSNorm} | norms_before(**before)
         submodules = TransformerLayerSubmodules(
             self_attention=mixers[is_gdn],
             self_attn_bda=BIAS_DROPOUT_ADD,
-            pre_mlp_layernorm=TorchRMSNorm,
             mlp=mlp,
             mlp_bda=BIAS_DROPOUT_ADD,
-            **norm,
+            **norms,
         )
         layer_specs.append(ModuleSpec(module=TransformerLayer, submodules=submodules))
     return layer_specs

@@ -29,7 +29,7 @@ from .layer import (
     local_attention_spec,
     local_mlp_builder,
     mamba2_spec,
-    norm_before,
+    norms_before,
     resolve_modules,
     with_launch_options,
 )
@@ -140,12 +140,12 @@ def _local_submodules(
     mlp = TransformerLayerSubmodules(
         mlp=local_mlp_builder(),
         mlp_bda=BIAS_DROPOUT_ADD,
-        **norm_before("mlp.linear_fc1", "pre_mlp_layernorm"),
+        **norms_before(pre_mlp_layernorm="mlp.linear_fc1"),
     )
     experts = TransformerLayerSubmodules(pre_mlp_layernorm=TorchRMSNorm, mlp_bda=BIAS_DROPOUT_ADD)
     layers = {
         "gdn_layer": _layer(mixer, "in_proj"),
-        "mamba_layer": _mamba_layer(mamba2, **norm_before("mixer.in_proj", "norm")),
+        "mamba_layer": _mamba_layer(mamba2, **norms_before(norm="mixer.in_proj")),
         "attention_layer": _layer(attention, "linear_qkv"),
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
         "moe_layer": ModuleSpec(module=LocalMoELayer, submodules=experts),
@@ -160,7 +160,7 @@ def _local_submodules(
 
 def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
     """A layer of one mixer; with a norm of its own before the mixer's ``linear``, if given."""
-    norm = {} if linear is None else norm_before(f"self_attention.{linear}")
+    norm = {} if linear is None else norms_before(input_layernorm=f"self_attention.{linear}")
     return ModuleSpec(
         module=TransformerLayer,
         submodules=TransformerLayerSubmodules(

@@ -16,7 +16,7 @@ import os
 import re
 from collections.abc import Collection
 from contextlib import suppress
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import cache, partial
 from typing import Any, Literal, NoReturn, cast
 
@@ -83,7 +83,7 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
         ValueError: unknown ``modules``.
         ImportError: ``"te"`` without Transformer Engine.
     """
-    return _delta_spec(GatedDeltaNet, GatedDeltaNetSubmodules, modules, options)
+    return _spec(GatedDeltaNet, GatedDeltaNetSubmodules, modules, options)
 
 
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
@@ -93,7 +93,7 @@ def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSp
         modules: as in `gated_delta_net_spec`.
         **options: keyword arguments of the KimiDeltaAttention constructor.
     """
-    return _delta_spec(KimiDeltaAttention, KimiDeltaAttentionSubmodules, modules, options)
+    return _spec(KimiDeltaAttention, KimiDeltaAttentionSubmodules, modules, options)
 
 
 def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
@@ -103,37 +103,29 @@ def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
         modules: as in `gated_delta_net_spec`; the norm of a local MambaLayer is its ``norm``.
         **options: keyword arguments of the Mamba2Mixer constructor.
     """
-    in_proj, out_proj, _ = _modules(resolve_modules(modules))
-    submodules = Mamba2MixerSubmodules(in_proj=in_proj, out_proj=out_proj)
-    return ModuleSpec(module=Mamba2Mixer, params=options, submodules=submodules)
+    return _spec(Mamba2Mixer, Mamba2MixerSubmodules, modules, options)
 
 
-def _delta_spec(mixer: type, parts: type, modules: str, options: dict[str, Any]) -> ModuleSpec:
-    modules = resolve_modules(modules)
-    in_proj, out_proj, norm = _modules(modules)
+def _spec(mixer: type, parts: Any, modules: str, options: dict[str, Any]) -> ModuleSpec:
+    fused = resolve_modules(modules) == "te"
+    chosen: tuple[type, ...] = ColumnParallelLinear, RowParallelLinear, TorchRMSNorm
+    if fused:
+        chosen = te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
+    places: dict[str, type] = dict(zip(("in_proj", "out_proj", "out_norm"), chosen, strict=True))
     return ModuleSpec(
         module=mixer,
         params=options,
-        submodules=parts(in_proj=in_proj, out_norm=norm, out_proj=out_proj),
+        submodules=parts(**{field.name: places[field.name] for field in fields(parts)}),
         # Megatron's GPT block spec reads this to decide whether the layer needs its own norm.
-        metainfo={"fuse_input_layernorm": modules == "te"},
+        metainfo={"fuse_input_layernorm": fused},
     )
 
 
-def _modules(modules: str) -> tuple[type, type, type]:
-    """The linears before and after a mixer, and a norm."""
-    if modules == "te":
-        return te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
-    return ColumnParallelLinear, RowParallelLinear, TorchRMSNorm
-
-
-def norm_before(linear: str, place: str = "input_layernorm") -> dict[str, Any]:
-    """Submodules of a layer: its norm at ``place``, stored as Transformer Engine stores it, which
-    fuses it into ``linear``."""
-    return {
-        place: TorchRMSNorm,
-        "sharded_state_dict_keys_map": {f"{place}.": f"{linear}.layer_norm_"},
-    }
+def norms_before(**linears: str) -> dict[str, Any]:
+    """Submodules of a layer: its norms, by their places, stored as Transformer Engine stores them,
+    which fuses each into one of ``linears``."""
+    keys = {f"{place}.": f"{linear}.layer_norm_" for place, linear in linears.items()}
+    return {**dict.fromkeys(linears, TorchRMSNorm), "sharded_state_dict_keys_map": keys}
 
 
 def local_mlp_builder():

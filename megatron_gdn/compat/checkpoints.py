@@ -35,11 +35,10 @@ def log_repair(message: str) -> None:
 def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``.
 
-    A bucket ``[parameter | gap | parameter | ... | padding]`` is cut into one equal share per
-    data-parallel rank. The fp32 bucket of ``A_log`` and ``dt_bias`` is small, so some shares hold
-    no parameter, and Megatron refuses to save or load those ("empty bucket encountered";
-    NVIDIA/Megatron-LM pull request 6191 covers shares of padding). Such a share gets one entry for
-    the part of it that the file covers, marked as padding like the gaps, which a load skips.
+    Some ranks' equal shares of the small fp32 bucket hold no parameter of ``A_log`` or ``dt_bias``,
+    and Megatron refuses to save or load those ("empty bucket encountered"; NVIDIA/Megatron-LM pull
+    request 6191 covers shares of padding). Such a share gets one entry for the part of it that the
+    file covers, marked as padding like the gaps, which a load skips.
     """
     try:
         return sharded(optimizer, *args, **kwargs)
@@ -77,10 +76,7 @@ def _listed(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _entry_of_padding(optimizer: Any, known: dict[str, Any], size: int, device: Any) -> dict:
-    """``size`` zeros for the parameter and each state of it, in the dtypes of the entry ``known``.
-
-    Without one they are fp32, as in every buffer of fp32 parameters.
-    """
+    """``size`` zeros for the parameter and each state, in the dtypes of ``known``, else fp32."""
     dtypes = {
         key: value.dtype
         for key, value in known.items()
@@ -95,11 +91,10 @@ def _entry_of_padding(optimizer: Any, known: dict[str, Any], size: int, device: 
 def pad_between_buckets(sharded: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
 
-    A buffer is ``[bucket | padding | bucket | padding | ...]``, with several buckets under
-    ``overlap_grad_reduce`` and where an embedding is shared between pipeline stages. Megatron
-    gathers every state without the padding, and then cuts the parameters out of it at their places
-    with the padding: those behind the first padding get values of their neighbours, without an
-    error (repaired on main). Here each gathered state gets its padding again before that.
+    With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers every state
+    without the padding between them, and cuts the parameters out of it at their places with the
+    padding: those behind the first padding get values of their neighbours, without an error
+    (repaired on main). Here each gathered state gets its padding again before that.
     """
     if not any(map(_padded_between_buckets, optimizer.buffers)) or not _cuts_at_padded(sharded):
         return sharded(optimizer, *args, **kwargs)
@@ -137,11 +132,8 @@ def _padded(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any, Any] 
 
 @cache
 def _cuts_at_padded(sharded: Callable) -> bool:
-    """Whether Megatron's function cuts parameters at offsets that count the padding.
-
-    Tried on a buffer of two buckets: one element and one of padding, then two elements. Its state
-    is 0, 1, 2, ..., so the values cut for the second parameter show the offset that was used.
-    """
+    """Whether Megatron's function cuts parameters at offsets that count the padding, tried on a
+    buffer of two buckets: one element and one of padding, then two elements."""
     first, second = (torch.nn.Parameter(torch.zeros(size)) for size in (1, 2))
     buckets = [
         SimpleNamespace(grad_data=torch.zeros(2), numel_unpadded=size, offset=offset)
@@ -168,8 +160,7 @@ def _cuts_at_padded(sharded: Callable) -> bool:
 def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
     """Wrap ``ChainedOptimizer.state_dict``: a fresh optimizer gets the states that a file fills.
 
-    ``--ckpt-format torch_dcp`` loads into the optimizer's own tensors, for which Megatron's script
-    calls ``state_dict(is_loading=True)``. ``ChainedOptimizer`` does not take this argument.
+    ``--ckpt-format torch_dcp`` calls ``state_dict(is_loading=True)``, which it does not take.
     """
     if is_loading:
         for one in chained.chained_optimizers:
@@ -186,8 +177,7 @@ def leave_strides_out(
 ) -> Any:
     """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata``.
 
-    torch 2.15 stores strides among a tensor's properties, all of which Megatron hands to
-    ``torch.empty``, which has no such argument.
+    torch 2.15 stores them among a tensor's properties, which Megatron hands to ``torch.empty``.
     """
     from megatron.core.dist_checkpointing.strategies import torch as of_torch
 

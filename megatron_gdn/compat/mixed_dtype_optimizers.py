@@ -119,10 +119,8 @@ def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any)
 
 
 def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
-    """Model parameter -> (group, index in group) of the shard that Adam updates for it.
-
-    None if the optimizer shards nothing, or keeps other tensors than it was given.
-    """
+    """Model parameter -> (group, index in group) of the shard that Adam updates for it, or None if
+    the optimizer shards nothing, or keeps other tensors than it was given."""
     if not hasattr(optimizer, "model_param_group_index_map"):
         return None
     place = {
@@ -271,11 +269,7 @@ def _take_native_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Ten
 
 @torch.no_grad()
 def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
-    """Send fp32 parameters of a 16-bit model from their ranks one by one; the others as ever.
-
-    Megatron gathers the parameters that a rank updates as one flat tensor, which is fp32 where an
-    fp32 parameter is among them, and 16-bit on another rank.
-    """
+    """Send fp32 parameters of a 16-bit model from their ranks one by one; the others as ever."""
     groups = optimizer.pg_collection
     whole = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
     try:
@@ -289,10 +283,8 @@ def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
 
 
 def _without_fp32_ones(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
-    """Send every fp32 parameter from its rank to the others, and return the other parameters.
-
-    None if rank 0, of whose list Megatron reads the first, has no other: then all are sent here.
-    """
+    """Send every fp32 parameter from its rank, and return the others: None if rank 0, of whose list
+    Megatron reads the first, has no other, and then all are sent here."""
     others = [[p for p in ps if p.dtype != torch.float32] for ps in lists]
     for rank, parameters in enumerate(lists):
         for parameter in parameters:
@@ -303,11 +295,8 @@ def _without_fp32_ones(lists: list[list[Tensor]], group: Any) -> list[list[Tenso
 
 @cache
 def _forgets_fp32_parameters(sharded: Callable, device: torch.device) -> bool:
-    """Whether Megatron's ``sharded_state_dict`` loses the state of an fp32 parameter.
-
-    Tried on an optimizer of two parameters. The fp32 one comes first, so numbering only the 16-bit
-    one gives it the wrong number.
-    """
+    """Whether Megatron's ``sharded_state_dict`` loses the state of an fp32 parameter, tried on one
+    that comes before a 16-bit one."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params

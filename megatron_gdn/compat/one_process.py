@@ -122,9 +122,7 @@ class _Finished:
 def answer_for_device_and_streams() -> None:
     """The current device is the CPU, streams have nothing to wait for, events read its clock.
 
-    Asked by parallel linear layers, rotary embeddings, gradient buffers, the pipeline, the
-    dispatcher of experts, the checkpoint writer and text generation. Can go when they take the
-    device from their input and guard the rest with ``torch.cuda.is_available()``.
+    Asked by most of Megatron. Can go when it takes devices from inputs, and asks for a GPU first.
     """
     stream = _Finished()
     torch.cuda.current_device = lambda: _CPU
@@ -166,11 +164,8 @@ _CREATORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 
 
 class _TorchOnCPU:
-    """``torch`` as some Megatron files see it: new tensors asked for on "cuda" land on the CPU.
-
-    Memory is not pinned, because that needs a GPU's driver. (A TorchFunctionMode would look at
-    every torch call of the process.)
-    """
+    """``torch`` as some Megatron files see it: new tensors asked for on "cuda" land on the CPU, in
+    memory that is not pinned. (A TorchFunctionMode would look at every torch call.)"""
 
     def __init__(self) -> None:
         for name in _CREATORS:

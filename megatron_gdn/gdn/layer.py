@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
-import torch
 import torch.nn.functional as F
 from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -24,20 +23,13 @@ from torch import Tensor, nn
 from ..compat.observe import log_once
 from ..compat.quiet import warn_of_untested
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..context_parallel.scheme import local_parameters
-from ..mixers.arguments import (
-    GDN_FIELDS,
-    computed_again,
-    name_ignored_fields,
-    name_ignored_offloads,
-)
-from ..mixers.base import RecurrentMixer
+from ..mixers.arguments import follow_config, require_rates
 from ..mixers.graphs import in_layer_graph
 from ..mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
-from ..mixers.tensor_parallel import device_for, init_shares_of, mark_sharded
+from ..mixers.tensor_parallel import device_for, mark_sharded
 from ..ops.delta_rule.base import HeadSizes
 from ..ops.parts import Parts
 from ..ops.readout.base import ACTIVATIONS
@@ -80,7 +72,7 @@ def name_other_activation(config: TransformerConfig) -> None:
         )
 
 
-class GatedDeltaNet(UpstreamNames, RecurrentMixer):
+class GatedDeltaNet(UpstreamNames):
     """Gated DeltaNet as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
     The layer projects, convolves, runs the gated delta rule and projects back:
@@ -151,8 +143,6 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
     """
 
     conv1d: Any
-    A_log: nn.Parameter
-    dt_bias: nn.Parameter
     out_norm: Any
 
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
@@ -189,16 +179,12 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         output_gate_activation: str | None = None,
         allow_neg_eigval: bool | None = None,
     ) -> None:
-        if not 0 < A_init_range[0] <= A_init_range[1]:
-            raise ValueError(
-                f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
-                f"A_log starts as the logarithm of a number drawn from it."
-            )
+        require_rates(A_init_range)
         require_this_variant(config)
-        name_ignored_fields("GatedDeltaNet", GDN_FIELDS, config)
-        name_ignored_offloads(config)
         name_other_activation(config)
-        again = computed_again(config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out)
+        again = follow_config(
+            "GatedDeltaNet", config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out
+        )
         dims = GDNDims.from_config(config)
         super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
         in_layer_graph(config)  # refuses what no graph of a layer takes
@@ -234,8 +220,8 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         set_save_original_input(self.in_proj)
 
     @property
-    def conv_weight(self) -> Tensor:
-        return self.conv1d.weight
+    def conv_parameters(self) -> tuple[Any, Any]:
+        return self.conv1d.weight, self.conv1d.bias
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
         conv, scheme = self.conv1d, batch.scheme
@@ -243,12 +229,9 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         if has_hooks(conv):  # before any parameter is read
             columns = scheme.layout.conv_columns
             run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
-        if not self.A_log.dtype == self.dt_bias.dtype == torch.float32:
-            self.require_wide_gates()
-        fp32 = (self.A_log, self.dt_bias) if self.gathered is None else self.gathered()
         return gdn_parts(
             rows,
-            *local_parameters(scheme, conv.weight, conv.bias, *fp32),
+            *self.local_parameters(scheme),
             sizes=HeadSizes.of(scheme.layout),
             rule=batch.rule,
             norm=norm_of(
@@ -284,28 +267,3 @@ class GatedDeltaNet(UpstreamNames, RecurrentMixer):
         self._build_out_norm(submodules.out_norm)
         self._build_out_proj(submodules.out_proj, name, self.bias)
         self.remember_marks()
-
-    def reset_parameters(self) -> None:
-        """Initialise everything, to the same model at every tensor-parallel size.
-
-        ==========================  ===============================================
-        parameter                   value
-        ==========================  ===============================================
-        in_proj.weight              ``config.init_method``
-        out_proj.weight             ``config.output_layer_init_method``
-        conv1d.weight, conv1d.bias  U(-1 / sqrt(W), 1 / sqrt(W)), or U(+-conv_init)
-        A_log                       log U(A_init_range)
-        dt_bias                     1
-        ==========================  ===============================================
-
-        With ``config.perform_initialization`` off the two projections are not initialised here. The
-        layer's own parameters always are.
-        """
-        sizes, init = self.global_dims, init_shares_of(self.tp_group)
-        self._init_projections(init)
-        bound = self.conv_kernel_dim**-0.5 if self.conv_init is None else self.conv_init
-        for parameter in (self.conv1d.weight, self.conv1d.bias):
-            init(parameter, lambda x: x.uniform_(-bound, bound), 0, sizes.layout.conv_widths)
-        heads = (sizes.num_value_heads,)
-        init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, heads)
-        init(self.dt_bias, lambda x: x.fill_(1), 0, heads)

@@ -41,12 +41,7 @@ class GDNDims:
 
     @classmethod
     def from_config(cls, config: Any) -> GDNDims:
-        """Read the sizes from a Megatron ``TransformerConfig`` (its ``linear_*`` fields).
-
-        Raises:
-            ValueError: a field is None or not positive, or the value heads are not a multiple of
-                the key heads.
-        """
+        """The sizes of a Megatron ``TransformerConfig``; ones that do not fit are a ValueError."""
         sizes = {name: getattr(config, f"linear_{name}") for name in LINEAR}
         return cls(hidden_size=config.hidden_size, **sizes)
 
@@ -84,11 +79,7 @@ class GDNDims:
         return self.heads.state
 
     def shard(self, ranks: int) -> GDNDims:
-        """The sizes one of ``ranks`` tensor-parallel ranks holds when heads are split among them.
-
-        Raises:
-            ValueError: the key heads do not divide; the message lists the sizes that do.
-        """
+        """The sizes one of ``ranks`` tensor-parallel ranks holds, see :func:`require_shares`."""
         keys, values = self.num_key_heads, self.num_value_heads
         require_shares(ranks, (keys,), f"{keys} key heads and {values} value heads")
         return replace(self, num_key_heads=keys // ranks, num_value_heads=values // ranks)
@@ -96,15 +87,8 @@ class GDNDims:
     def share_heads(self, ranks: int) -> GDNDims:
         """The sizes on one of ``ranks`` context-parallel ranks that share these heads.
 
-        Rank r gets value heads ``[r H / ranks, (r + 1) H / ranks)`` and the key heads they use. A
-        key head that serves the value heads of several ranks is held by each of them, so there may
-        be as many ranks as value heads.
-
-        Raises:
-            ValueError: the value heads do not divide, or some rank would get value heads of two
-                key heads in unequal numbers; the message lists the sizes that fit.
+        A key head is held by every rank whose value heads it serves, see :meth:`.Layout.share`.
         """
-
         inside = self.layout.share(ranks)
         return replace(
             self, num_key_heads=inside.heads("key"), num_value_heads=inside.heads("value")

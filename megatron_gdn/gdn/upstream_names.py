@@ -14,26 +14,20 @@ from typing import Any
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..mixers.base import RecurrentMixer
 from ..mixers.out_norm import apply_gated_norm
 from ..ops.elementwise import decay_and_write_gates, l2norm
 from .api import gated_delta_rule, torch_chunk_gated_delta_rule
 from .sizes import GDNDims
 
 
-class UpstreamNames:
-    """Mixin of the layer, with the names of ``megatron.core.ssm.gated_delta_net``."""
+class UpstreamNames(RecurrentMixer):
+    """A mixer with the names of ``megatron.core.ssm.gated_delta_net``."""
 
-    config: Any
     global_dims: GDNDims
     dims: GDNDims
-    tp_size: int
-    cp_size: int
-    backend: str
     use_qk_l2norm: bool
-    in_proj: Any
-    out_proj: Any
     out_norm: Any
-    norm_group: Any
     output_gate_activation: str
     allow_neg_eigval: bool
 

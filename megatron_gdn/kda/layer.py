@@ -23,27 +23,18 @@ from torch import Tensor, nn
 
 from ..compat.observe import log_once
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..context_parallel.scheme import local_parameters
-from ..mixers.arguments import (
-    GDN_FIELDS,
-    computed_again,
-    name_ignored_fields,
-    name_ignored_offloads,
-    recomputed_parts,
-)
+from ..mixers.arguments import follow_config, recomputed_parts, require_rates
 from ..mixers.base import RecurrentMixer
 from ..mixers.graphs import in_layer_graph
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
-from ..mixers.tensor_parallel import device_for, first_dt_bias, init_shares_of, mark_sharded
+from ..mixers.tensor_parallel import InitShare
 from ..ops.layout import Layout
 from ..ops.parts import Parts
 from .front import kda_parts
 from .rule import choose_kda
 from .sizes import KDADims
-
-_FIRST_DT = (0.001, 0.1)  # softplus(dt_bias) is drawn from this range, its logarithm uniformly
 
 
 @dataclass
@@ -88,16 +79,9 @@ class KimiDeltaAttention(RecurrentMixer):
         config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
             Gates and states belong to value heads; Kimi Linear has as many key heads.
         submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
-        layer_number: number of this layer in the model, from 1.
-        conv_bias: give the convolution a bias.
-        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(W).
-        A_init_range: initial rates exp(A_log) are drawn from U(low, high), low > 0; default
-            (1, 16), and 1 with a lower bound.
-        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
-        name: path of this module in the model, for TE's precision settings.
-        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
-            number the layers.
-        cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
+        layer_number, conv_bias, conv_init, pg_collection, name, cp_comm_type, pp_layer_offset,
+            is_mtp_layer: as in :class:`megatron_gdn.GatedDeltaNet`.
+        A_init_range: likewise; default (1, 16), and 1 with a lower bound.
         backend: of the recurrence: ``"fla"``, ``"cudnn"`` (Hopper, by this name alone),
             ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
             :func:`megatron_gdn.kda.rule.choose_kda`.
@@ -105,10 +89,8 @@ class KimiDeltaAttention(RecurrentMixer):
             gate; default the value head's dim, as in Kimi Linear. 0: the gate is a full section of
             ``in_proj``.
         gate_lower_bound: below 0: ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
-        cp_layout, linear_cp_mode, cp_ranks_per_machine: as in
-            :class:`megatron_gdn.GatedDeltaNet`.
-        recompute: ``"none"``, ``"light"`` or ``"full"``, as in :class:`megatron_gdn.GatedDeltaNet`.
-            ``"light"`` computes the normed output again.
+        cp_layout, linear_cp_mode, cp_ranks_per_machine, recompute: as in
+            :class:`megatron_gdn.GatedDeltaNet`; ``"light"`` computes the normed output again.
 
     The last eight are given through ``ModuleSpec(params={...})``.
 
@@ -121,17 +103,14 @@ class KimiDeltaAttention(RecurrentMixer):
         ImportError: the requested backend is not available.
     """
 
-    conv1d_weight: nn.Parameter
-    conv1d_bias: nn.Parameter | None
     f_b_weight: nn.Parameter | None
     z_b_weight: nn.Parameter | None
-    A_log: nn.Parameter
-    dt_bias: nn.Parameter
     out_norm: Any
 
     uses_attention_mask: ClassVar[bool] = False
     stays_wide: ClassVar[bool] = True
     in_layer_graphs: ClassVar[bool] = True
+    dt_init_range = (0.001, 0.1)
     split_by_heads: ClassVar[tuple[str, ...]] = ("f_b_weight", "z_b_weight")
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
@@ -160,20 +139,14 @@ class KimiDeltaAttention(RecurrentMixer):
     ) -> None:
         if A_init_range is None:
             A_init_range = (1, 16) if gate_lower_bound is None else (1, 1)
-        if not 0 < A_init_range[0] <= A_init_range[1]:
-            raise ValueError(
-                f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
-                f"A_log starts as the logarithm of a number drawn from it."
-            )
+        require_rates(A_init_range)
         if gate_lower_bound is not None and not gate_lower_bound < 0:
             raise ValueError(
                 f"gate_lower_bound={gate_lower_bound} must be below 0: it bounds a log-decay. Use "
                 f"-5, or None for the unbounded gate."
             )
         _refuse(config)
-        name_ignored_fields("KimiDeltaAttention", GDN_FIELDS, config)
-        name_ignored_offloads(config, "KimiDeltaAttention")
-        again = computed_again(config, recompute)
+        again = follow_config("KimiDeltaAttention", config, recompute)
         if "qkv" in recomputed_parts(config):
             log_once("KimiDeltaAttention: q, k and v are kept, whatever --recompute-modules says.")
         in_layer_graph(config)  # refuses what no graph of a layer takes
@@ -189,10 +162,6 @@ class KimiDeltaAttention(RecurrentMixer):
         self._recompute(again)
         self.reset_parameters()
 
-    @property
-    def conv_weight(self) -> Tensor:
-        return self.conv1d_weight
-
     def project(self, hidden_states: Tensor) -> Tensor:
         """Rows query | key | value | f | z | beta, the gates in full width."""
         rows = super().project(hidden_states)
@@ -202,12 +171,10 @@ class KimiDeltaAttention(RecurrentMixer):
         return full_rows(rows, self.dims.in_proj_layout, self.dims.layout, self.tp_group, *weights)
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
-        self.require_wide_gates()
         scheme = batch.scheme
-        fp32 = (self.A_log, self.dt_bias) if self.gathered is None else self.gathered()
         return kda_parts(
             rows,
-            *local_parameters(scheme, self.conv1d_weight, self.conv1d_bias, *fp32),
+            *self.local_parameters(scheme),
             layout=scheme.layout,
             rule=batch.rule,
             norm=norm_of(self.out_norm, self.norm_group, scheme.layout, "sigmoid"),
@@ -218,47 +185,25 @@ class KimiDeltaAttention(RecurrentMixer):
     def _build(
         self, submodules: KimiDeltaAttentionSubmodules, conv_bias: bool, name: str | None
     ) -> None:
-        config, dims, whole = self.config, self.dims, self.global_dims
+        dims = self.dims
         self._build_in_proj(submodules.in_proj, name)
-        kind = {"device": device_for(config), "dtype": config.params_dtype}
-        channels = dims.layout.conv_width
-        self.conv1d_weight = nn.Parameter(torch.empty(channels, 1, dims.conv_kernel_dim, **kind))
-        self.conv1d_bias = nn.Parameter(torch.empty(channels, **kind)) if conv_bias else None
-        for parameter in (self.conv1d_weight, self.conv1d_bias):
-            if parameter is not None:
-                mark_sharded(parameter, dims.layout.conv_widths)
-        for gate, rank in whole.ranks.items():
-            weight = None
+        self._add_conv(conv_bias)
+        for gate, rank in self.global_dims.ranks.items():
+            self.register_parameter(f"{gate}_b_weight", None)
             if rank:
                 columns = dims.layout.columns(gate)
-                rows = columns.stop - columns.start
-                weight = nn.Parameter(torch.empty(rows, rank, **kind))
-                mark_sharded(weight, (rows,))
-            self.register_parameter(f"{gate}_b_weight", weight)
+                self._add(f"{gate}_b_weight", (columns.stop - columns.start,), rank)
         self._add_fp32(dt_bias=dims.num_heads * dims.key_head_dim, A_log=dims.num_heads)
         self._build_out_norm(submodules.out_norm)
         self._build_out_proj(submodules.out_proj, name)
         self.remember_marks()
 
-    def reset_parameters(self) -> None:
-        """Initialise everything, to the same model at every tensor-parallel size.
-
-        As a :class:`megatron_gdn.GatedDeltaNet`, but ``dt_bias`` is
-        softplus^-1(exp U(log 0.001, log 0.1)), and the gates' wide halves are as ``in_proj``.
-        """
-        whole, init = self.global_dims, init_shares_of(self.tp_group)
-        layout, method = whole.layout, self.config.init_method
-        self._init_projections(init)
-        bound = whole.conv_kernel_dim**-0.5 if self.conv_init is None else self.conv_init
-        for parameter in (self.conv1d_weight, self.conv1d_bias):
-            init(parameter, lambda x: x.uniform_(-bound, bound), 0, layout.conv_widths)
-        heads, K, V = whole.num_heads, whole.key_head_dim, whole.value_head_dim
-        assert method is not None
-        init(self.f_b_weight, method, 0, (heads * K,))
-        init(self.z_b_weight, method, 0, (heads * V,))
-
-        init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, (heads,))
-        init(self.dt_bias, first_dt_bias(*_FIRST_DT), 0, (heads * K,))
+    def _init_others(self, init: InitShare) -> None:
+        assert (method := self.config.init_method) is not None
+        layout = self.global_dims.layout
+        widths = dict(zip(layout.names, layout.widths, strict=True))
+        init(self.f_b_weight, method, 0, (widths["f"],))
+        init(self.z_b_weight, method, 0, (widths["z"],))
 
 
 def full_rows(narrow: Tensor, in_proj: Layout, row: Layout, group: Any, *weights: Tensor) -> Tensor:

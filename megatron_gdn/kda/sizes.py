@@ -32,14 +32,7 @@ class KDADims:
     def from_config(
         cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
     ) -> KDADims:
-        """Read the sizes from a Megatron ``TransformerConfig`` (its ``linear_*`` fields).
-
-        A rank that is None is the value head's dim, as in Kimi Linear.
-
-        Raises:
-            ValueError: a field is None or not positive, or the value heads are not a multiple of
-                the key heads.
-        """
+        """As GDNDims has it. A rank that is None is the value head's dim, as in Kimi Linear."""
         V = config.linear_value_head_dim
         return cls(
             hidden_size=config.hidden_size,

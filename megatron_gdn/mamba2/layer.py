@@ -25,13 +25,12 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from ..context_parallel import LinearCpMode, Scheme, SequenceLayout
-from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import ConfigFields, name_ignored_fields
 from ..mixers.base import RecurrentMixer
 from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
-from ..mixers.tensor_parallel import device_for, first_dt_bias, init_shares_of, mark_sharded
+from ..mixers.tensor_parallel import InitShare, device_for, mark_sharded
 from ..ops.aligned import by_token
 from ..ops.parts import GatedNorm, Parts
 from ..ops.readout.base import Apart, Bare
@@ -90,16 +89,11 @@ class Mamba2Mixer(RecurrentMixer):
         bias: must be False, as in Megatron's mixer.
         conv_bias: give the convolution a bias.
         chunk_size: where Megatron's dynamic context may cut prompts; results do not depend on it.
-        layer_number: number of this layer in the model, from 1.
-        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
-        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
-            number the layers.
-        name: path of this module in the model, for TE's precision settings.
         backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
             ``"auto"``, see :func:`megatron_gdn.mamba2.rule.choose_ssd`.
-        cp_layout, linear_cp_mode, cp_ranks_per_machine: as in
-            :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group may be on several
-            ranks; each of these holds a copy of the group's B and C.
+        layer_number, pg_collection, pp_layer_offset, name, cp_layout, linear_cp_mode,
+            cp_ranks_per_machine: as in :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of
+            one group may be on several ranks; each of these holds a copy of the group's B and C.
         dt_limit: least and greatest time step.
         norm_eps: of the output norm.
 
@@ -116,8 +110,7 @@ class Mamba2Mixer(RecurrentMixer):
     use_muon = False  # as in Megatron's mixer
     takes_gates_apart = True
     state_transposed = True
-    A_log: Tensor
-    dt_bias: Tensor
+    conv_init_of_bias = False
     D: Tensor
     norm: Any
 
@@ -184,50 +177,25 @@ class Mamba2Mixer(RecurrentMixer):
         """Of convolution and gate, under the name of Megatron's mixer."""
         return "silu"
 
-    @property
-    def conv_weight(self) -> Tensor:
-        return self.conv1d_weight
-
     def _build(self, submodules: Any, conv_bias: bool, norm_eps: float, name: str | None) -> None:
         sizes = self.dims
         self._build_in_proj(submodules.in_proj, name)
-        kind = {"device": device_for(self.config), "dtype": self.config.params_dtype}
-        channels = sizes.layout.conv_width
-        self.conv1d_weight = nn.Parameter(torch.empty(channels, 1, self.d_conv, **kind))
-        self.conv1d_bias = nn.Parameter(torch.empty(channels, **kind)) if conv_bias else None
-        for parameter in (self.conv1d_weight, self.conv1d_bias):
-            if parameter is not None:
-                mark_sharded(parameter, sizes.layout.conv_widths)
+        self._add_conv(conv_bias)
         heads = sizes.num_heads
         self._add_fp32(dt_bias=heads, A_log=heads, D=sizes.d_inner if self.D_has_hdim else heads)
         if self.rmsnorm:
+            kind = device_for(self.config), self.config.params_dtype
             self.norm = GroupedRMSNorm(
-                sizes.d_inner, sizes.num_groups, norm_eps, self.tp_group, **kind
+                sizes.d_inner, sizes.num_groups, norm_eps, self.tp_group, *kind
             )
         self._build_out_proj(submodules.out_proj, name)
         self.remember_marks()
 
-    def reset_parameters(self) -> None:
-        """Initialise everything, to the same model at every tensor-parallel size.
-
-        As a :class:`megatron_gdn.GatedDeltaNet`, but ``dt_bias`` is
-        softplus^-1(exp U(log dt_min, log dt_max)), ``conv_init`` is for the convolution's weight
-        alone, and ``D`` and ``norm.weight`` are 1.
-        """
-        whole, layout = self.global_dims, self.global_dims.layout
-        init = init_shares_of(self.tp_group)
-        self._init_projections(init)
-        bound = self.d_conv**-0.5
-        of_weight = bound if self.conv_init is None else self.conv_init
-        init(self.conv1d_weight, lambda x: x.uniform_(-of_weight, of_weight), 0, layout.conv_widths)
-        init(self.conv1d_bias, lambda x: x.uniform_(-bound, bound), 0, layout.conv_widths)
-        heads = (whole.num_heads,)
-        init(self.A_log, lambda x: x.uniform_(*self.A_init_range).log_(), 0, heads)
-        init(self.dt_bias, first_dt_bias(*self.dt_init_range, self.dt_init_floor), 0, heads)
-        with torch.no_grad():
-            for parameter in (self.D, self.norm.weight if self.rmsnorm else None):
-                if parameter is not None:
-                    parameter.fill_(1)
+    @torch.no_grad()
+    def _init_others(self, init: InitShare) -> None:
+        self.D.fill_(1)
+        if self.rmsnorm:
+            self.norm.weight.fill_(1)
 
     def forward(
         self,
@@ -244,12 +212,10 @@ class Mamba2Mixer(RecurrentMixer):
         )  # fmt: skip
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
-        self.require_wide_gates()
         scheme = batch.scheme
-        fp32 = (self.A_log, self.dt_bias, self.D) if self.gathered is None else self.gathered()
         return mamba2_parts(
             rows,
-            *local_parameters(scheme, self.conv1d_weight, self.conv1d_bias, *fp32),
+            *self.local_parameters(scheme),
             layout=scheme.layout,
             rule=batch.rule,
             norm=self._norm_for(scheme),

@@ -31,11 +31,7 @@ class Mamba2Dims:
 
     @classmethod
     def from_config(cls, config: Any, d_model: int, d_conv: int, expand: int | float) -> Mamba2Dims:
-        """Read the sizes from a Megatron ``TransformerConfig`` (its ``mamba_*`` fields).
-
-        Raises:
-            ValueError: a size is missing, or they do not fit each other.
-        """
+        """The sizes of a Megatron ``TransformerConfig``; ones that do not fit are a ValueError."""
         heads = config.mamba_num_heads
         if heads is None:
             inner = int(expand * d_model)

@@ -149,6 +149,15 @@ def refuse_config(config: TransformerConfig, mixer: str) -> None:
         )
 
 
+def require_rates(A_init_range: tuple[float, float]) -> None:
+    """Refuse a range whose logarithm ``A_log`` cannot be."""
+    if not 0 < A_init_range[0] <= A_init_range[1]:
+        raise ValueError(
+            f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
+            f"A_log starts as the logarithm of a number drawn from it."
+        )
+
+
 class ConfigFields(NamedTuple):
     """The config's fields about one mixer."""
 
@@ -252,7 +261,7 @@ def computed_again(
     return frozenset({"whole"} if "whole" in asked else asked)
 
 
-def name_ignored_offloads(config: TransformerConfig, mixer: str = "GatedDeltaNet") -> None:
+def name_ignored_offloads(config: TransformerConfig, mixer: str) -> None:
     """One log line for the parts of ``--offload-modules`` that this layer does not have."""
     if not config.fine_grained_activation_offloading:
         return
@@ -263,3 +272,12 @@ def name_ignored_offloads(config: TransformerConfig, mixer: str = "GatedDeltaNet
             f"{mixer}: --offload-modules {' '.join(without)} has no effect on this layer: "
             f"what its backward needs stays on the GPU."
         )
+
+
+def follow_config(
+    mixer: str, config: TransformerConfig, recompute: str | None, **options: bool | None
+) -> frozenset[str]:
+    """Name what a mixer of the ``linear_*`` sizes ignores, and give what it computes again."""
+    name_ignored_fields(mixer, GDN_FIELDS, config)
+    name_ignored_offloads(config, mixer)
+    return computed_again(config, recompute, **options)

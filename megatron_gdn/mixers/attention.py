@@ -231,10 +231,7 @@ class MicroBatchShare(NamedTuple):
         tokens: int,
         device: torch.device,
     ) -> MicroBatchShare:
-        """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``.
-
-        ``layout_of`` gives how several ranks' micro-batch was cut; called with None if not packed.
-        """
+        """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``."""
         group = context_parallel_group_of(packed, group)
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         total = tokens * size
@@ -247,7 +244,7 @@ class MicroBatchShare(NamedTuple):
 
     @property
     def positions(self) -> Tensor:
-        """Positions in the sequence of this rank's tokens; int64 ``[s]`` on the host."""
+        """Of this rank's tokens; int64 ``[s]`` on the host."""
         return positions(self.lengths, self.size, self.layout)[self.rank]
 
     @property
@@ -360,11 +357,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         return same_group and (share.size == 1 or share.layout is SequenceLayout.ZIGZAG)
 
     def _of_local_tokens(self, angles: Tensor, share: MicroBatchShare) -> Tensor:
-        """The angles of this rank's tokens, ``[s, 1, 1, D]``, from those that the model passes.
-
-        These are of positions ``0 .. max_seqlen - 1`` when packed, else of the positions that this
-        rank would hold in zigzag.
-        """
+        """The angles of this rank's tokens, ``[s, 1, 1, D]``, from those that the model passes:
+        of positions ``0 .. max_seqlen - 1`` when packed, else of this rank's share in zigzag."""
         positions = share.positions.to(angles.device)
         if share.documents is not None:
             if share.documents.continue_others:  # the model cut them, as if not packed

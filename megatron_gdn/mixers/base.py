@@ -17,7 +17,7 @@ from megatron.core.tensor_parallel.random import checkpoint, is_checkpointing
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..compat.observe import log_once, span
 from ..context_parallel import LinearCpMode, SequenceLayout
@@ -45,33 +45,26 @@ from .generation.mixer import GeneratingMixer
 from .graphs import refuse_packed
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
-from .precision import ShardedApart, mark_keep_in_fp32, shard_apart_in_megatron
-from .tensor_parallel import (
-    FollowsGroups,
-    InitShare,
-    MarkedParameters,
-    device_for,
-    mark_packed,
-    mark_sharded,
-)
+from .precision import ShardedApart
+from .tensor_parallel import FollowsGroups, OwnParameters, mark_packed
 
 
 class RecurrentMixer(
+    OwnParameters,
     FollowsGroups,
     FollowsLoader,
     GeneratingMixer,
     ShardedBySections,
     SaysStoredRows,
-    MarkedParameters,
     ShardedApart,
     MegatronModule,
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A subclass defines :meth:`parts` and ``conv_weight``. Its constructor calls :meth:`_choose_by`,
-    builds the parameters in the order in which files and optimizers list them
-    (:meth:`_build_in_proj`, :meth:`_add_fp32`, :meth:`_build_out_proj`), calls
-    :meth:`remember_marks` and fills the parameters.
+    A subclass defines :meth:`parts`. Its constructor calls :meth:`_choose_by`, builds the
+    parameters in the order in which files and optimizers list them (:meth:`_build_in_proj`,
+    :meth:`_add_conv`, :meth:`_add_fp32`, :meth:`_build_out_proj`), calls :meth:`remember_marks` and
+    :meth:`reset_parameters`.
 
     Args:
         config: Megatron's.
@@ -342,16 +335,6 @@ class RecurrentMixer(
             refuse_fp8_weight(linear)
         return linear
 
-    def _init_projections(self, init: InitShare) -> None:
-        """Fill ``in_proj`` and ``out_proj`` as Megatron's config says."""
-        config: Any = self.config
-        if not config.perform_initialization:
-            return
-        state, widths = self.global_dims.state, layout_of_in_proj(self.global_dims).widths
-        init(getattr(self.in_proj, "weight", None), config.init_method, 0, widths)
-        columns = (state.heads * state.columns,)
-        init(getattr(self.out_proj, "weight", None), config.output_layer_init_method, 1, columns)
-
     @property
     def norm_group(self) -> Any:
         """The group over which our backward sums the norm's gradients; None if it does not sum.
@@ -361,13 +344,3 @@ class RecurrentMixer(
         (megatron-core 0.19's own layer does not, and its norm weights drift apart.)
         """
         return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
-
-    def _add_fp32(self, **rows: int) -> None:
-        """Add fp32 parameters ``[rows]``, this rank's share each."""
-        shard_apart_in_megatron()
-        for name, count in rows.items():
-            empty = torch.empty(count, dtype=torch.float32, device=device_for(self.config))
-            parameter = nn.Parameter(empty)
-            mark_sharded(parameter, (count,))
-            mark_keep_in_fp32(parameter)
-            self.register_parameter(name, parameter)

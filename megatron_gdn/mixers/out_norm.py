@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,11 +13,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..compat.torch_norm import TorchRMSNorm
+from ..ops.autograd import first_derivative_only
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm
 from ..ops.readout.base import Apart, called_per_head
 from .hooks import has_hooks, only_waits_for_parameters, parameters_waited_for, wait_for_parameters
-from .tensor_parallel import gradients_summed, sum_gradient
 
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 _PLAIN_FORWARDS = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
@@ -67,3 +69,61 @@ def apply_gated_norm(
         normed = norm(x)
     wide = torch.promote_types(x.dtype, torch.float32)
     return (normed * _ACTIVATIONS[activation](gate.to(wide))).to(x.dtype)
+
+
+class _SumGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
+        ctx.group = group
+        return parameter.view_as(parameter)
+
+    @staticmethod
+    @first_derivative_only
+    def backward(ctx, gradient: Tensor):
+        # A copy, because others may hold this gradient; in fp32, so that the sum is rounded once.
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total.to(gradient.dtype), None
+
+
+def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """A replicated parameter that each rank of ``group`` uses on its own heads: sums gradients."""
+    if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
+        return parameter
+    return _SumGradient.apply(parameter, group)
+
+
+@contextmanager
+def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
+    """Inside this context, ``module`` reads its parameters through :func:`sum_gradient`.
+
+    Nothing else may replace the parameters meanwhile, as ``fully_shard`` of ``module`` itself does.
+    """
+    if group is None or not torch.is_grad_enabled():
+        yield
+        return
+    slots: list[tuple[dict[str, Any], str, nn.Parameter]] = [
+        (part._parameters, name, parameter)
+        for part in module.modules()
+        for name, parameter in part._parameters.items()
+        if parameter is not None and parameter.requires_grad
+    ]
+    summed = {parameter: sum_gradient(parameter, group) for _, _, parameter in slots}
+    for parameters, name, parameter in slots:
+        parameters[name] = summed[parameter]
+    replaced = []
+    try:
+        yield
+    finally:
+        for parameters, name, parameter in slots:
+            if parameters.get(name) is summed[parameter]:
+                parameters[name] = parameter
+            else:
+                replaced.append(name)
+    if replaced:
+        raise RuntimeError(
+            f"{type(module).__name__}: {', '.join(replaced)} changed during the forward, so the "
+            f"gradient cannot be summed over {group.size()} tensor-parallel ranks. Under torch's "
+            f"fully_shard, shard the whole GatedDeltaNet (or the layer around it), not its norm."
+        )

@@ -161,6 +161,13 @@ class ShardedApart(Fp32Parameters):
     # Called once a forward, returns the whole parameters; None where they are whole themselves.
     gathered: Callable[[], tuple[Tensor, ...]] | None = None
 
+    def fp32_parameters(self) -> tuple[Tensor, ...]:
+        """As one forward reads them: whole, and refused if they were rounded."""
+        self.require_wide_gates()
+        if self.gathered is not None:
+            return self.gathered()
+        return tuple(getattr(self, name) for name in self._keep_in_float32_parameter_names)
+
 
 def fully_shard(
     module: Any,

@@ -1,14 +1,13 @@
-"""Tensor parallelism of a mixer's parameters: first values, marks, summed gradients, groups.
+"""Tensor parallelism of a mixer's parameters: first values, marks, groups.
 
 First values do not depend on how many ranks share a parameter: every rank of a group draws the
 whole one from the same seed and keeps its share. (Megatron draws each rank's share from a stream of
 that rank, or, on the CPU, cuts a fused projection without regard to its sections.)
 
 Megatron reads from a parameter's attributes how it is split over ranks, whether its gradient is
-summed over them and in which precision it is held. torch makes new parameters without these
-attributes in ``to_empty``, ``load_state_dict(assign=True)``, ``copy.deepcopy``,
-``nn.utils.swap_tensors`` and ``fully_shard``. A lost mark gives a wrong gradient without an error,
-so a mixer keeps the marks by the parameters' names.
+summed over them and in which precision it is held. torch makes new parameters without them in
+``to_empty``, ``load_state_dict(assign=True)``, ``copy.deepcopy``, ``nn.utils.swap_tensors`` and
+``fully_shard``. A lost mark gives a wrong gradient without an error: a mixer keeps them by name.
 """
 
 from __future__ import annotations
@@ -16,8 +15,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from typing import Any, Self
+from typing import Any, ClassVar, Self
 
 import torch
 import torch.distributed as dist
@@ -25,8 +23,11 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
-from ..ops.autograd import first_derivative_only
+from ..context_parallel import Scheme
+from ..context_parallel.scheme import local_parameters
+from ..ops.layout import layout_of_in_proj
 from .micro_batch import MicroBatches
+from .precision import mark_keep_in_fp32, shard_apart_in_megatron
 from .tensor_map import take_share
 
 
@@ -37,16 +38,6 @@ def device_for(config: Any) -> torch.device:
     if config.use_cpu_initialization or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
-
-
-def first_dt_bias(low: float, high: float, floor: float = 0.0) -> Callable[[Tensor], object]:
-    """Fills a tensor so that its softplus is ``exp U(log low, log high)``, at least ``floor``."""
-
-    def fill(x: Tensor) -> None:
-        dt = x.uniform_(math.log(low), math.log(high)).exp_().clamp_(min=floor)
-        x.copy_(dt + torch.log(-torch.expm1(-dt)))
-
-    return fill
 
 
 InitShare = Callable[[Tensor | None, Callable[[Tensor], object], int, Sequence[int]], None]
@@ -119,64 +110,6 @@ def muon_reads_sections() -> bool:
     return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
 
 
-class _SumGradient(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
-        ctx.group = group
-        return parameter.view_as(parameter)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, gradient: Tensor):
-        # A copy, because others may hold this gradient; in fp32, so that the sum is rounded once.
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total.to(gradient.dtype), None
-
-
-def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """A replicated parameter that each rank of ``group`` uses on its own heads: sums gradients."""
-    if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
-        return parameter
-    return _SumGradient.apply(parameter, group)
-
-
-@contextmanager
-def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside this context, ``module`` reads its parameters through :func:`sum_gradient`.
-
-    Nothing else may replace the parameters meanwhile, as ``fully_shard`` of ``module`` itself does.
-    """
-    if group is None or not torch.is_grad_enabled():
-        yield
-        return
-    slots: list[tuple[dict[str, Any], str, nn.Parameter]] = [
-        (part._parameters, name, parameter)
-        for part in module.modules()
-        for name, parameter in part._parameters.items()
-        if parameter is not None and parameter.requires_grad
-    ]
-    summed = {parameter: sum_gradient(parameter, group) for _, _, parameter in slots}
-    for parameters, name, parameter in slots:
-        parameters[name] = summed[parameter]
-    replaced = []
-    try:
-        yield
-    finally:
-        for parameters, name, parameter in slots:
-            if parameters.get(name) is summed[parameter]:
-                parameters[name] = parameter
-            else:
-                replaced.append(name)
-    if replaced:
-        raise RuntimeError(
-            f"{type(module).__name__}: {', '.join(replaced)} changed during the forward, so the "
-            f"gradient cannot be summed over {group.size()} tensor-parallel ranks. Under torch's "
-            f"fully_shard, shard the whole GatedDeltaNet (or the layer around it), not its norm."
-        )
-
-
 _MARKED = "marked_by_gdn"  # set on every marked parameter; one without it is new
 
 
@@ -240,6 +173,114 @@ class MarkedParameters(nn.Module):
 
 def _mark_loaded(module: MarkedParameters, incompatible_keys: object) -> None:
     module.mark_parameters()
+
+
+class OwnParameters(MarkedParameters):
+    """Mixin of a mixer: the parameters of its convolution and its decay, and all first values."""
+
+    config: Any
+    global_dims: Any
+    dims: Any
+    tp_group: Any
+    fp32_parameters: Callable[[], tuple[Tensor, ...]]
+    A_log: Any
+    dt_bias: Any
+    A_init_range: tuple[float, ...]
+    conv_init: float | None = None
+    conv_init_of_bias: ClassVar[bool] = True  # conv_init bounds the convolution's bias too
+    dt_init_range: tuple[float, float] | None = None  # of softplus(dt_bias); None: dt_bias is 1
+    dt_init_floor: float = 0.0
+
+    @property
+    def conv_parameters(self) -> tuple[Any, Any]:
+        """Weight ``[C, 1, W]`` and bias ``[C]`` or None."""
+        return self.conv1d_weight, self.conv1d_bias
+
+    @property
+    def conv_weight(self) -> Tensor:
+        return self.conv_parameters[0]
+
+    def local_parameters(self, scheme: Scheme) -> list[Any]:
+        """Of the convolution, and the fp32 ones, what the mixer needs for the heads of a scheme."""
+        return local_parameters(scheme, *self.conv_parameters, *self.fp32_parameters())
+
+    def _add(
+        self, name: str, sections: Sequence[int], *shape: int, dtype: torch.dtype | None = None
+    ) -> None:
+        """Add a parameter ``[sum(sections), *shape]``, this rank's share of every section."""
+        dtype = self.config.params_dtype if dtype is None else dtype
+        empty = torch.empty(sum(sections), *shape, dtype=dtype, device=device_for(self.config))
+        parameter = nn.Parameter(empty)
+        mark_sharded(parameter, sections)
+        self.register_parameter(name, parameter)
+
+    def _add_conv(self, bias: bool) -> None:
+        """Add a convolution's parameters as Megatron's MambaMixer names them."""
+        widths = self.dims.layout.conv_widths
+        self._add("conv1d_weight", widths, 1, self.dims.conv_kernel_dim)
+        if bias:
+            self._add("conv1d_bias", widths)
+        else:
+            self.conv1d_bias = None
+
+    def _add_fp32(self, **rows: int) -> None:
+        """Add fp32 parameters ``[rows]``, this rank's share each."""
+        shard_apart_in_megatron()
+        for name, count in rows.items():
+            self._add(name, (count,), dtype=torch.float32)
+            mark_keep_in_fp32(self.get_parameter(name))
+
+    def reset_parameters(self) -> None:
+        """Initialise everything, to the same model at every tensor-parallel size.
+
+        ============================  ===============================================
+        parameter                     value
+        ============================  ===============================================
+        in_proj, wide halves of it    ``config.init_method``
+        out_proj                      ``config.output_layer_init_method``
+        convolution, weight and bias  U(-1 / sqrt(W), 1 / sqrt(W)), or U(+-conv_init);
+                                      Mamba2's bias always the former
+        A_log                         log U(A_init_range)
+        dt_bias                       1, or softplus^-1(exp U(log low, log high)) with
+                                      ``dt_init_range``
+        D, Mamba2's norm              1
+        ============================  ===============================================
+
+        With ``config.perform_initialization`` off the two projections are not initialised here. The
+        layer's own parameters always are.
+        """
+        whole, init = self.global_dims, init_shares_of(self.tp_group)
+        self._init_projections(init)
+        bound, widths = whole.conv_kernel_dim**-0.5, whole.layout.conv_widths
+        of_weight = bound if self.conv_init is None else self.conv_init
+        of_bias = of_weight if self.conv_init_of_bias else bound
+        weight, bias = self.conv_parameters
+        init(weight, lambda x: x.uniform_(-of_weight, of_weight), 0, widths)
+        init(bias, lambda x: x.uniform_(-of_bias, of_bias), 0, widths)
+        self._init_others(init)
+        ranks = self.tp_group.size()
+        rates = self.A_init_range
+        init(self.A_log, lambda x: x.uniform_(*rates).log_(), 0, (len(self.A_log) * ranks,))
+        init(self.dt_bias, self._fill_dt_bias, 0, (len(self.dt_bias) * ranks,))
+
+    def _init_projections(self, init: InitShare) -> None:
+        if not self.config.perform_initialization:
+            return
+        state, widths = self.global_dims.state, layout_of_in_proj(self.global_dims).widths
+        init(getattr(self.in_proj, "weight", None), self.config.init_method, 0, widths)
+        columns, method = (state.heads * state.columns,), self.config.output_layer_init_method
+        init(getattr(self.out_proj, "weight", None), method, 1, columns)
+
+    def _init_others(self, init: InitShare) -> None:
+        """Fill what this mixer alone has."""
+
+    def _fill_dt_bias(self, x: Tensor) -> None:
+        if self.dt_init_range is None:
+            x.fill_(1)
+            return
+        low, high = map(math.log, self.dt_init_range)
+        dt = x.uniform_(low, high).exp_().clamp_(min=self.dt_init_floor)
+        x.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
 class FollowsGroups(nn.Module):

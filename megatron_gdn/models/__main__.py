@@ -18,6 +18,7 @@ from ..mixers.arguments import LEVELS
 from . import ENTRIES, Model
 from .stack import CHUNK
 
+_NAMES = {"G": "Gated DeltaNet", "M": "Mamba2", "*": "attention", "-": "MLP", "E": "experts"}
 _DESCRIPTION = """\
 Without NAME: the models. With NAME: what it costs at these sizes, and which sizes it can take.
 Language models alone: vision encoders and heads of multi-token prediction are not counted.
@@ -74,7 +75,7 @@ def figures(model: Model, options: argparse.Namespace) -> dict[str, Any]:
         "name": model.name,
         "architecture": model.entry.architecture,
         "source": model.entry.source,
-        "layers": _layers(pattern),
+        "layers": {symbol: pattern.count(symbol) for symbol in _NAMES if symbol in pattern},
         "parameters": stack.parameters,
         "active parameters": stack.active_parameters,
         "sizes": {"tp": tp, "cp": cp, "ep": ep, "length": length, "gpus": options.gpus}
@@ -93,17 +94,12 @@ def figures(model: Model, options: argparse.Namespace) -> dict[str, Any]:
     }
 
 
-def _layers(pattern: str) -> dict[str, int]:
-    return {symbol: pattern.count(symbol) for symbol in "GM*-E" if symbol in pattern}
-
-
 def _lines(found: dict[str, Any]) -> Iterator[str]:
     sizes, flops, price = found["sizes"], found["FLOPs per token"], found["price in ms"]
     state = found["state bytes per sequence"]
     legal = {name: " ".join(map(str, numbers)) for name, numbers in found["legal"].items()}
-    names = {"G": "Gated DeltaNet", "M": "Mamba2", "*": "attention", "-": "MLP", "E": "experts"}
     yield f"{found['name']} ({found['architecture']}; from {found['source']})"
-    yield "  layers        " + ", ".join(f"{n} {names[s]}" for s, n in found["layers"].items())
+    yield "  layers        " + ", ".join(f"{n} {_NAMES[s]}" for s, n in found["layers"].items())
     parameters, active = _count(found["parameters"]), _count(found["active parameters"])
     yield f"  parameters    {parameters}, {active} of them for a token"
     forward, step = (flops.pop(name) / 1e9 for name in ("forward", "step"))
@@ -136,22 +132,19 @@ def _count(number: int) -> str:
 
 
 def _print_list(as_json: bool) -> int:
-    rows = [
-        {
-            "name": model.name,
-            "parameters": model.stack.parameters,
-            "active parameters": model.stack.active_parameters,
-            "pattern": model.pattern,
-            "source": model.entry.source,
-        }
-        for model in map(Model.named, ENTRIES)
-    ]
+    rows = []
+    for model in map(Model.named, ENTRIES):
+        counts = model.stack.parameters, model.stack.active_parameters
+        about = model.name, *counts, model.pattern, model.entry.source
+        names = "name", "parameters", "active parameters", "pattern", "source"
+        rows.append(dict(zip(names, about, strict=True)))
     if as_json:
         print(json.dumps(rows, indent=2))
         return 0
     print(f"{'model':25} {'parameters':>12} {'for a token':>12}  tp up to  layers")
     for row in rows:
-        layers = ", ".join(f"{n} {symbol}" for symbol, n in _layers(row["pattern"]).items())
+        counts = ((row["pattern"].count(symbol), symbol) for symbol in _NAMES)
+        layers = ", ".join(f"{n} {symbol}" for n, symbol in counts if n)
         parameters, active = _count(row["parameters"]), _count(row["active parameters"])
         tp = tensor_parallel_sizes(Model.named(row["name"]))[-1]
         print(f"{row['name']:25} {parameters:>12} {active:>12} {tp:9}  {layers}")
@@ -248,11 +241,8 @@ def scheme(
     documents: tuple[int, ...] | None = None,
     gpus_per_machine: int = 8,
 ) -> Scheme:
-    """What ``auto`` takes for one bf16 sequence of ``length`` tokens in the zigzag layout.
-
-    ``documents`` are the lengths of what is packed into it. NVLink joins ``gpus_per_machine``;
-    ranks of a tensor-parallel group lie side by side.
-    """
+    """What ``auto`` takes for one bf16 sequence of ``length`` tokens in the zigzag layout, which
+    ``documents`` of these lengths may be packed into."""
     if cp == 1:
         return Scheme("whole", None)
     if cp not in headwise_sizes(model, tp):

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import megatron_gdn
 from megatron_gdn import ops
 from megatron_gdn.gdn import api
-from megatron_gdn.mixers.tensor_parallel import sum_gradient
+from megatron_gdn.mixers.out_norm import sum_gradient
 from megatron_gdn.ops.autograd import mix_no_tokens
 from megatron_gdn.ops.conv import causal_conv1d
 from megatron_gdn.ops.delta_rule.plain import PlainRule
