@@ -14,7 +14,6 @@ from typing import Any
 from torch.distributed.checkpoint.api import CheckpointException
 
 from .build import megatron_flags
-from .folders import compare_folders, export_folder, import_folder
 from .model_config import read_hf_config
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -91,17 +90,20 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _run(command: str, plain_norms: bool = False, **given: Any) -> int:
-    if command == "import":
-        import_folder(**given, zero_centered_gamma=not plain_norms, progress=True)
-    elif command == "export":
-        export_folder(**given, zero_centered_gamma=False if plain_norms else None, progress=True)
-    elif command == "flags":
+    if command == "flags":
         config = read_hf_config(given["source"])
         print(shlex.join(megatron_flags(config, given["model"], not plain_norms)))
         return 0
+    from . import folders  # imports Megatron, which --help and flags do without
+
+    if command == "import":
+        folders.import_folder(**given, zero_centered_gamma=not plain_norms, progress=True)
+    elif command == "export":
+        centred = False if plain_norms else None
+        folders.export_folder(**given, zero_centered_gamma=centred, progress=True)
     else:
         differences = 0
-        for difference in compare_folders(**given, progress=True):
+        for difference in folders.compare_folders(**given, progress=True):
             print(difference)
             differences += 1
         print(f"{differences} tensors differ" if differences else "every tensor is equal")

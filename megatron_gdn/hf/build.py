@@ -161,14 +161,13 @@ def current_settings(
     return settings
 
 
-# Settings whose flag has another name; flags whose attribute has another value.
-_FLAGS = {"layernorm_epsilon": "norm_epsilon", "num_moe_experts": "num_experts"}
-_ATTRIBUTES = {
-    "disable_bias_linear": ("add_bias_linear", False),
-    "norm_epsilon": ("layernorm_epsilon", None),
-    "apply_layernorm_1p": ("layernorm_zero_centered_gamma", True),
+# Settings that another flag says. A flag of True or False takes no value.
+_FLAGS = {
+    "layernorm_epsilon": "norm_epsilon",
+    "add_bias_linear": "disable_bias_linear",
+    "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
-# Settings that other flags say, or nobody; and of a HybridModel, those that its pattern says.
+# Settings that arguments of other names say, or nobody; and of a HybridModel, those of its pattern.
 _SAID_OTHERWISE = {
     "layernorm_zero_centered_gamma", "add_bias_linear", "add_qkv_bias", "gated_linear_unit",
     "activation_func", "moe_router_pre_softmax",
@@ -187,9 +186,9 @@ def megatron_flags(
     vocabulary is padded; a checkpoint loads with any padding.
     """
     words = []
-    for name, value in _flags(config, model, zero_centered_gamma).items():
-        flag = f"--{name.replace('_', '-')}"
-        words += [flag] if value is True else [flag, *str(value).split(" ")]
+    for name, value in _described(config, model, zero_centered_gamma).items():
+        flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
+        words += [flag] if isinstance(value, bool) else [flag, *str(value).split(" ")]
     return words
 
 
@@ -209,15 +208,15 @@ def megatron_arguments(
         no_save_optim=True,
         no_save_rng=True,
     )
-    for flag, value in _flags(config, model, zero_centered_gamma).items():
-        name, fixed = _ATTRIBUTES.get(flag, (flag, None))
-        if flag != "spec":
-            setattr(args, name, value if fixed is None else fixed)
+    vars(args).update(_described(config, model, zero_centered_gamma))
+    del args.spec
     return args
 
 
-def _flags(config: HFModelConfig, model: Architecture, zero_centered_gamma: bool) -> dict[str, Any]:
-    """By the flags' names, with underscores."""
+def _described(
+    config: HFModelConfig, model: Architecture, zero_centered_gamma: bool
+) -> dict[str, Any]:
+    """The model by the names of Megatron's arguments, in the order of the flags."""
     if model == "hybrid":
         flags: dict[str, Any] = {"spec": "megatron_gdn.specs gdn_qk_norm_hybrid_stack_spec"}
         flags["hybrid_layer_pattern"] = config.hybrid_layer_pattern
@@ -227,11 +226,11 @@ def _flags(config: HFModelConfig, model: Architecture, zero_centered_gamma: bool
     for name, value in config.megatron_settings().items():
         if name not in left_out:
             value = f"([{','.join(map(str, value))}])" if isinstance(value, list) else value
-            flags[_FLAGS.get(name, name)] = value
+            flags["num_experts" if name == "num_moe_experts" else name] = value
     flags |= {
         "group_query_attention": True,
         "swiglu": True,
-        "disable_bias_linear": True,
+        "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "position_embedding_type": "rope",
@@ -239,7 +238,7 @@ def _flags(config: HFModelConfig, model: Architecture, zero_centered_gamma: bool
         "rotary_base": int(config.rope_theta),
     }
     if zero_centered_gamma:
-        flags["apply_layernorm_1p"] = True
+        flags["layernorm_zero_centered_gamma"] = True
     if not config.tied:
         flags["untie_embeddings_and_output_weights"] = True
     return flags

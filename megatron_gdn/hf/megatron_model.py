@@ -20,7 +20,6 @@ from typing import Any, NamedTuple, cast
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_block import HybridStack
-from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..mixers.tensor_map import TensorMap, dequantised
@@ -162,7 +161,7 @@ def save_hf_weights(
 def model_view(model: nn.Module, record: SourceRecord, like: SafetensorsFolder) -> HFView:
     """``model`` as the tensors that a save writes. Reading is a collective of the tp ranks."""
     plan, params, ranks = _planned(model, record)
-    merged = _with_adapters_merged(cast(Any, unwrap_model(model)))
+    merged = _with_adapters_merged(_unwrapped(model))
 
     def read_shards(entry: TensorMap) -> list[Tensor]:
         shard = merged(next(params[name] for name in entry.names if name in params))
@@ -176,9 +175,16 @@ def model_view(model: nn.Module, record: SourceRecord, like: SafetensorsFolder) 
     return HFView(plan, record, read_shards, rest=like)
 
 
+def _unwrapped(model: Any) -> Any:
+    """The model inside any wrappers; Megatron's own function knows its own classes alone."""
+    while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
+        model = model.module
+    return model
+
+
 def megatron_state(model: nn.Module) -> dict[str, Tensor]:
     """Parameters with global layer and expert numbers, adapters merged, for `state_dict_to_hf`."""
-    bare: Any = unwrap_model(model)
+    bare = _unwrapped(model)
     merged = _with_adapters_merged(bare)
     return {n: merged(p) for n, p in _global_parameters(bare, _ranks()).items()}
 
@@ -187,8 +193,7 @@ def _planned(
     model: nn.Module, record: SourceRecord
 ) -> tuple[Plan, dict[str, nn.Parameter], _Ranks]:
     """The plan for ``model``, its parameters by their names in it, and this rank's place."""
-    bare: Any = unwrap_model(model)
-    ranks, tied = _ranks(), record.config.tied
+    bare, ranks, tied = _unwrapped(model), _ranks(), record.config.tied
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
     plan = record.plan(kind, bare.config.layernorm_zero_centered_gamma)
     shared = bare.share_embeddings_and_output_weights

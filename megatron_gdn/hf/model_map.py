@@ -18,7 +18,7 @@ from torch import Tensor
 from ..gdn.hf import gdn_layer_maps
 from ..mixers.tensor_map import HFRef, TensorMap, by_group, mapped
 from .model_config import HFModelConfig, read_hf_config
-from .safetensors_files import SafetensorsFolder, TensorSpec, refuse_quantised
+from .safetensors_files import SafetensorsFolder, TensorSpec
 from .state_dict_adapter import is_gated_delta_net_fp32_param_key
 
 logger = logging.getLogger(__name__)
@@ -175,7 +175,12 @@ class SourceRecord:
     def plan(self, model: Architecture, zero_centered_gamma: bool) -> Plan:
         """Assign every key to a map, to passthrough or to an alias, or refuse it."""
         config, specs = self.config, self.specs
-        refuse_quantised(specs)
+        for key, spec in specs.items():
+            if spec.dtype.startswith("F8") or key.endswith("weight_scale_inv"):
+                raise NotImplementedError(
+                    f"{key} is quantised ({spec.dtype}, block-scaled FP8 checkpoints); convert the "
+                    f"folder to BF16 first."
+                )
         maps = list(model_maps(config, specs.keys(), model, zero_centered_gamma))
         shapes = {source.key: source.shape for entry in maps for source in entry.sources}
         whose = f"a {config.architecture} with {config.num_layers} layers"

@@ -11,7 +11,7 @@ import re
 import shutil
 import sys
 import tempfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,15 +39,6 @@ class TensorSpec(NamedTuple):
     @property
     def torch_dtype(self) -> torch.dtype:
         return TORCH_DTYPES[self.dtype]
-
-
-def refuse_quantised(specs: Mapping[str, TensorSpec]) -> None:
-    for key, spec in specs.items():
-        if spec.dtype.startswith("F8") or key.endswith("weight_scale_inv"):
-            raise NotImplementedError(
-                f"{key} is quantised ({spec.dtype}, block-scaled FP8 checkpoints); convert the "
-                f"folder to BF16 first."
-            )
 
 
 class SafetensorsFolder:

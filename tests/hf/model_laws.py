@@ -221,6 +221,14 @@ def _canonical(name: str) -> str:
     return name.replace("input_layernorm.", f"self_attention.{fused}.layer_norm_")
 
 
+class OwnWrapper(torch.nn.Module):
+    """Of a class that Megatron's ``unwrap_model`` does not know, as torch's DDP is."""
+
+    def __init__(self, module: torch.nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
 def save_gives_the_source_back(folder, target, kind, dtype, tp=1, wrap=False):
     """Load into a model of ``dtype``, save, compare: the differences, as text."""
     from megatron.core.transformer.module import Float16Module
@@ -229,7 +237,7 @@ def save_gives_the_source_back(folder, target, kind, dtype, tp=1, wrap=False):
     with parallel(tp):
         model = build_megatron(config, kind, params_dtype=dtype)
         if wrap:
-            model = Float16Module(model.config, model)
+            model = OwnWrapper(Float16Module(model.config, model))
         record = load_hf_weights(model, folder)
         state = megatron_state(model)
         gates = [t for n, t in state.items() if n.endswith(("A_log", "dt_bias"))]

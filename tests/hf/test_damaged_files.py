@@ -45,7 +45,7 @@ def test_other_faults_keep_their_words_and_their_tracebacks(
 ):
     command = ["export", str(imported), str(tmp_path), "--like", str(hf_folder("dense"))]
     assert f"{tmp_path} exists; remove it" in refused(*command)
-    monkeypatch.setattr("megatron_gdn.hf.__main__.export_folder", lambda *a, **k: {}["a bug"])
+    monkeypatch.setattr("megatron_gdn.hf.folders.export_folder", lambda *a, **k: {}["a bug"])
     with pytest.raises(KeyError):
         main(command)
 

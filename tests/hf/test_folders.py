@@ -23,6 +23,7 @@ from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from tests.hf.model_laws import load_and_save, stored_tensors
 from tests.hf.tiny_models import FOLDERS
 from tests.processes import python
+from tests.unit.test_imports import BLOCK
 
 
 def digests(folder):
@@ -287,6 +288,13 @@ def test_a_target_that_cannot_be_made_is_named(copy, tmp_path, refused):
         said = refused("import", copy, target)
         assert f"no folder can be made in {Path(target).parent} (" in said
         assert said.count("\n") == 1
+
+
+def test_flags_need_no_megatron(hf_folder):
+    """The command line imports it for the commands that build a model."""
+    flags = "from megatron_gdn.hf.__main__ import main; sys.exit(main(['flags', sys.argv[1]]))"
+    done = python("-c", BLOCK.format(names={"megatron"}) + flags, hf_folder("dense"))
+    assert "--hidden-dropout 0.0 " in done.stdout
 
 
 def test_flags_are_not_guessed(capsys):

@@ -14,13 +14,7 @@ HELD = "model.layers.0.linear_attn._fp32_params.A_log"
 BF16, F32 = torch.bfloat16, torch.float32
 
 
-@pytest.mark.parametrize("name", sorted(adapter.GDN_FP32_CHECKPOINT_ARCHITECTURES))
-def test_the_five_architectures_have_the_contract(name):
-    config = SimpleNamespace(architectures=["Other", name])
-    assert adapter.has_gated_delta_net_fp32_checkpoint_contract(config)
-
-
-def test_the_architectures_are_exactly_the_five_of_the_family():
+def test_the_contract_is_of_exactly_the_five_architectures_of_the_family():
     assert sorted(adapter.GDN_FP32_CHECKPOINT_ARCHITECTURES) == [
         "Qwen3NextForCausalLM",
         "Qwen3_5ForCausalLM",
@@ -28,6 +22,9 @@ def test_the_architectures_are_exactly_the_five_of_the_family():
         "Qwen3_5MoeForCausalLM",
         "Qwen3_5MoeForConditionalGeneration",
     ]
+    for name in adapter.GDN_FP32_CHECKPOINT_ARCHITECTURES:
+        config = SimpleNamespace(architectures=["Other", name])
+        assert adapter.has_gated_delta_net_fp32_checkpoint_contract(config)
     assert adapter.FP32_GDN_PARAM_NAMES == ("A_log", "dt_bias")
     assert adapter.HOLDER_NAME == "_fp32_params"
 
@@ -71,30 +68,26 @@ def test_param_names_can_be_chosen():
 
 
 @pytest.mark.parametrize(
-    "key",
+    ("key", "routed"),
     [
-        HELD,
-        "model.layers.0.linear_attn.conv1d.weight",
-        "model.layers.0.linear_attn.my_A_log",
-        "model.layers.0.self_attn.A_log",
-        "A_log",
+        (A_LOG, HELD),
+        (
+            "outer.linear_attn.inner.linear_attn.dt_bias",
+            "outer.linear_attn.inner.linear_attn._fp32_params.dt_bias",
+        ),
+        ("model.layers.0.linear_attn.conv1d.weight", None),
+        ("model.layers.0.linear_attn.my_A_log", None),
+        ("model.layers.0.self_attn.A_log", None),
+        ("model.layers.0.self_attn._fp32_params.A_log", None),
+        ("A_log", None),
+        ("x", None),
     ],
 )
-def test_routing_leaves_other_keys_alone(key):
-    assert adapter.route_fp32_holder_key(key) == key
-
-
-def test_routing_uses_the_last_layer_in_the_key_and_strip_undoes_it():
-    key = "outer.linear_attn.inner.linear_attn.dt_bias"
-    routed = adapter.route_fp32_holder_key(key)
-    assert routed == "outer.linear_attn.inner.linear_attn._fp32_params.dt_bias"
-    assert adapter.strip_fp32_holder_key(routed) == key
-    assert adapter.route_fp32_holder_key(A_LOG) == HELD
-
-
-@pytest.mark.parametrize("key", [A_LOG, "model.layers.0.self_attn._fp32_params.A_log", "x"])
-def test_strip_leaves_other_keys_alone(key):
-    assert adapter.strip_fp32_holder_key(key) == key
+def test_routing_uses_the_last_layer_of_a_key_and_strip_undoes_it(key, routed):
+    """Both leave other keys alone (None)."""
+    routed = routed or key
+    assert adapter.route_fp32_holder_key(key) == adapter.route_fp32_holder_key(routed) == routed
+    assert adapter.strip_fp32_holder_key(routed) == adapter.strip_fp32_holder_key(key) == key
 
 
 def test_upcast_casts_only_what_the_contract_names():

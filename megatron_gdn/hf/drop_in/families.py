@@ -212,6 +212,29 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
     return torch.cat(sections, dim=-1)
 
 
+def refuse_mixing_elsewhere(config: Any, what: str) -> None:
+    """Refuse what other parts of a model than its layers here would let documents or ranks mix."""
+    if getattr(config, "ple_layer_ids", None):
+        raise NotImplementedError(
+            f"{what} in a model with per-layer embeddings (ple_layer_ids={config.ple_layer_ids}): "
+            f"their n-grams and convolution run over the whole row that a rank is given, across "
+            f"documents. Give one document per row, on one rank."
+        )
+    indexed, alone = "indexed_attention" in config.layer_types, what == "packed documents"
+    if indexed and alone and config.model_type.startswith("glm5_next"):
+        raise NotImplementedError(
+            "packed documents in a model of GLM 5 next: its indexed attention takes a mask of "
+            "padding only, and reads across documents. Give one document per row; a layer of its "
+            "own (CPAwareGatedDeltaNet) takes packed documents."
+        )
+    if indexed and not alone:
+        raise NotImplementedError(
+            "context parallelism in a model with indexed attention: its indexer ranks the keys of "
+            "the tokens that a rank holds, not those of the sequence. Run it on one rank; a layer "
+            "of its own (CPAwareGatedDeltaNet) takes context parallelism."
+        )
+
+
 _KERNELS = (
     "causal_conv1d_fn",
     "causal_conv1d_update",

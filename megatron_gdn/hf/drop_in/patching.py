@@ -24,7 +24,13 @@ from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.gathered import gather_in_order, spans_of
 from ...ops.host_tables import to_device
 from .batch import ModelBatch, group_of, resolve_call
-from .families import MODELS, linear_attention_of, linear_attentions, transformers_class
+from .families import (
+    MODELS,
+    linear_attention_of,
+    linear_attentions,
+    refuse_mixing_elsewhere,
+    transformers_class,
+)
 from .gates import gate_owner
 from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, stop_being_drop_in
 from .sources import Sources, offsets_of, text_positions
@@ -246,9 +252,8 @@ def _before_attention(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dic
     return args, kwargs
 
 
-def prepare_forward(text: Any, options: DropInOptions, given: dict[str, Any]) -> dict[str, Any]:
+def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -> dict[str, Any]:
     """The keywords of the text model's forward, given by name, with the resolved batch added."""
-    kwargs = dict(given)
     kwargs.pop("gdn_batch", None)
     mask = kwargs.get("attention_mask")
     sources = Sources(
@@ -279,36 +284,13 @@ def prepare_forward(text: Any, options: DropInOptions, given: dict[str, Any]) ->
     if kwargs.get("position_ids") is None:
         positions = to_device(batch.positions.contiguous(), x.device)
         kwargs["position_ids"] = positions.expand(len(x), -1)
-    _refuse_mixing_elsewhere(text.config, what)
+    refuse_mixing_elsewhere(text.config, what)
     kinds = set(text.config.layer_types) - {"linear_attention"}
     kind = kinds.pop() if len(kinds) == 1 else "full_attention"
     if not isinstance(mask, dict):
         mask = {kind: _attention_mask(text, batch, x, kwargs["position_ids"], mask)}
     kwargs["attention_mask"] = {kind: mask[kind], "linear_attention": None}
     return kwargs
-
-
-def _refuse_mixing_elsewhere(config: Any, what: str) -> None:
-    """Refuse what other parts of a model than its layers here would let documents or ranks mix."""
-    if getattr(config, "ple_layer_ids", None):
-        raise NotImplementedError(
-            f"{what} in a model with per-layer embeddings (ple_layer_ids={config.ple_layer_ids}): "
-            f"their n-grams and convolution run over the whole row that a rank is given, across "
-            f"documents. Give one document per row, on one rank."
-        )
-    indexed, alone = "indexed_attention" in config.layer_types, what == "packed documents"
-    if indexed and alone and config.model_type.startswith("glm5_next"):
-        raise NotImplementedError(
-            "packed documents in a model of GLM 5 next: its indexed attention takes a mask of "
-            "padding only, and reads across documents. Give one document per row; a layer of its "
-            "own (CPAwareGatedDeltaNet) takes packed documents."
-        )
-    if indexed and not alone:
-        raise NotImplementedError(
-            "context parallelism in a model with indexed attention: its indexer ranks the keys of "
-            "the tokens that a rank holds, not those of the sequence. Run it on one rank; a layer "
-            "of its own (CPAwareGatedDeltaNet) takes context parallelism."
-        )
 
 
 def _as_attention_reads(text: Any, mask: Any) -> Any:

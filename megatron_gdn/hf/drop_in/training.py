@@ -75,10 +75,9 @@ class PackingCollator:
 def _flash_keywords(lengths: Sequence[int], device: torch.device | None) -> dict[str, Any]:
     """What flash attention is told of documents that lie end to end."""
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-    longest = max(lengths)
     return {
         "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
-        "max_length_q": longest, "max_length_k": longest,
+        "max_length_q": max(lengths), "max_length_k": max(lengths),
     }  # fmt: skip
 
 
@@ -212,10 +211,9 @@ class ContextParallelTrainerMixin(Trainer):
         return loader
 
     def _require_shifted(self, inputs: dict[str, Any]) -> None:
-        smooth = self.args.label_smoothing_factor
-        given = {"label_smoothing_factor": smooth, "compute_loss_func": self.compute_loss_func}
-        for name, value in given.items():
-            if value:
+        owners = {"label_smoothing_factor": self.args, "compute_loss_func": self}
+        for name, owner in owners.items():
+            if getattr(owner, name):
                 raise ValueError(
                     f"{name} with context parallelism: it would shift labels inside this rank's "
                     f"share of the sequence. Leave it out; the model's own loss takes shift_labels."

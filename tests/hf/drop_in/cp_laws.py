@@ -239,18 +239,15 @@ def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
         compare(local, logits, mine, sum_gradients(many), gradients(one), what, 1e-5)
 
 
-def refused(message: str, order: str, options: dict, told: dict, rows: int = 1) -> None:
-    layer = build("Qwen3_5ForCausalLM")
-    theirs = layer.model.layers[0].linear_attn
-    become_drop_in(theirs, layer.config, DropInOptions(cp_mesh=mesh(), cp_layout=order, **options))
-    tokens = told.pop("tokens", 8)
-    with pytest.raises((ValueError, NotImplementedError), match=message):
-        theirs(torch.randn(rows, tokens, 24), **told)
-
-
 def all_refused(cases: list[tuple]) -> None:
-    for case in cases:
-        refused(*case)
+    """``cases`` are (order, options, what the layer is told, the error, rows if not 1)."""
+    for order, options, told, message, *rows in cases:
+        model = build("Qwen3_5ForCausalLM")
+        layer, options = mixer_of(model), {"cp_layout": order, **options}
+        become_drop_in(layer, model.config, DropInOptions(cp_mesh=mesh(), **options))
+        x = torch.randn(*(rows or [1]), told.pop("tokens", 8), 24)
+        with pytest.raises((ValueError, NotImplementedError), match=message):
+            layer(x, **told)
 
 
 def padded_rows_and_padding_in_a_row() -> None:

@@ -204,26 +204,6 @@ def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(fresh):
         assert len(ours._forward_pre_hooks) == len(theirs._forward_pre_hooks)
 
 
-@pytest.mark.parametrize(
-    ("document", "message"),
-    [
-        ({"attention_mask": [1, 1, 0]}, "document 1 has padding"),
-        ({"attention_mask": [1, 1]}, "3 input_ids and 2 attention_mask"),
-        ({"loss_mask": [1, 1, 0]}, "document 1 has 'loss_mask'"),
-    ],
-)
-def test_columns_that_would_be_lost_are_refused(document, message):
-    rows = [{"input_ids": [1]}, {"input_ids": [5, 6, 7], **document}]
-    with pytest.raises(ValueError, match=message):
-        PackingCollator()(rows)
-    PackingCollator()([{"input_ids": [5, 6], "attention_mask": [1, 1]}])
-
-
-def test_documents_without_a_token_are_refused():
-    with pytest.raises(ValueError, match="no tokens"):
-        PackingCollator()([{"input_ids": []}, {"input_ids": []}])
-
-
 def test_a_share_cuts_or_refuses_whatever_has_the_tokens():
     batch = PackingCollator(pad_to_multiple_of=4)([{"input_ids": [5, 6, 7, 8, 9]}])
     more = {
@@ -238,6 +218,8 @@ def test_a_share_cuts_or_refuses_whatever_has_the_tokens():
             context_parallel_share(batch | {name: x}, Mesh(2, 1), "contiguous")
     with pytest.raises(ValueError, match="no input_ids"):
         context_parallel_share({"labels": batch["labels"]}, Mesh(2, 1))
+    with pytest.raises(ValueError, match="multiple of 4"):
+        context_parallel_share(PackingCollator()([{"input_ids": [5, 6, 7]}]), Mesh(2, 0))
 
 
 @pytest.mark.parametrize("options", [{"rule_operands": "bf16"}, {"recompute_qkv": True}], ids=str)

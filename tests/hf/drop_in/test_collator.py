@@ -45,13 +45,23 @@ def test_shares_hold_every_token_once(layout):
     assert shares[0]["position_ids"].shape == (1, 2)
 
 
-def test_what_cannot_be_packed_is_refused():
-    with pytest.raises(ValueError, match="no documents"):
-        PackingCollator()([])
-    with pytest.raises(ValueError, match="document 0 has 2 input_ids and 1 labels"):
-        PackingCollator()([{"input_ids": [1, 2], "labels": [1]}])
-    with pytest.raises(ValueError, match="multiple of 4"):
-        context_parallel_share(PackingCollator()(DOCUMENTS[:1]), Mesh(2, 0))
+@pytest.mark.parametrize(
+    ("documents", "message"),
+    [
+        ([], "no documents"),
+        ([{"input_ids": []}, {"input_ids": []}], "no tokens"),
+        ([{"labels": [1, 1]}], "document 1 has 3 input_ids and 2 labels"),
+        ([{"attention_mask": [1, 1, 0]}], "document 1 has padding"),
+        ([{"attention_mask": [1, 1]}], "3 input_ids and 2 attention_mask"),
+        ([{"loss_mask": [1, 1, 0]}], "document 1 has 'loss_mask'"),
+    ],
+)
+def test_what_cannot_be_packed_or_would_be_lost_is_refused(documents, message):
+    if documents and "input_ids" not in documents[0]:
+        documents = [{"input_ids": [1]}, {"input_ids": [5, 6, 7], **documents[0]}]
+    with pytest.raises(ValueError, match=message):
+        PackingCollator()(documents)
+    PackingCollator()([{"input_ids": [5, 6], "attention_mask": [1, 1]}])
 
 
 def losses_of(*flags: str) -> list[float]:

@@ -132,7 +132,7 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
         ("contiguous", {"linear_cp_mode": "headwise"}, {"cu_seqlens": torch.tensor([0, 9])},
          "ends at 9, which does not match the 16 tokens"),
     ]  # fmt: skip
-    pools(2).run(laws.all_refused, [(m, o, c, t, *r) for o, c, t, m, *r in cases])
+    pools(2).run(laws.all_refused, cases)
 
 
 @pytest.mark.parametrize(

@@ -115,16 +115,6 @@ def test_a_row_without_padding_has_the_bits_of_offsets_alone(patched):
     assert torch.equal(layer(x, attention_mask=mask, **told(mask)), packed)
 
 
-def test_a_model_takes_them_too(fresh):
-    model = fresh(DENSE).double()
-    patch(model, unpacked="fused")
-    tokens = torch.randint(67, (2, 6), generator=torch.Generator().manual_seed(2))
-    logits = model(tokens, use_cache=False, **told()).logits
-    for row, start, end in INDEXED:
-        alone = model(tokens[row : row + 1, start:end], use_cache=False).logits
-        assert_close("alone", logits[row, start:end], alone[0], 1e-5)
-
-
 def test_two_names_of_offsets_must_agree(patched):
     model = patched()
     layer, x = model.model.layers[0].linear_attn, torch.randn(1, 4, 24)

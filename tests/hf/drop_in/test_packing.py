@@ -164,11 +164,13 @@ def test_padded_rows_of_documents_go_through_a_model(fresh):
     model = fresh(DENSE).double()
     patch(model, unpacked="fused")
     torch.manual_seed(9)
-    tokens = torch.randint(67, (2, 7))
-    logits = model(tokens, attention_mask=torch.tensor(MASK)).logits
-    for row, start, end in SPANS:
-        alone = model(tokens[row : row + 1, start:end], use_cache=False).logits[0]
-        assert_close("alone", logits[row, start:end], alone, 1e-5)
+    tokens, mask = torch.randint(67, (2, 7)), torch.tensor(MASK)
+    indices, offsets, _ = unpad_data(mask)
+    for told in ({"attention_mask": mask}, {"cu_seqlens": offsets.long(), "indices": indices}):
+        logits = model(tokens, use_cache=False, **told).logits
+        for row, start, end in SPANS:
+            alone = model(tokens[row : row + 1, start:end], use_cache=False).logits[0]
+            assert_close("alone", logits[row, start:end], alone, 1e-5)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
