@@ -1,7 +1,7 @@
 """Chunkwise context parallelism: activations stay on their rank, states travel.
 
 Every rank runs the mixer over its own pieces of the sequence. Two things cross ranks for each
-piece: the W - 1 projection rows before it, for the convolution (:mod:`.pieces`), and the fp32 map
+piece: the W - 1 projection rows before it, for the convolution (:mod:`.history`), and the fp32 map
 of what it does to a state (:mod:`.states`). Heads are not split, so any number of ranks works, and
 the traffic does not grow with the sequence.
 """
