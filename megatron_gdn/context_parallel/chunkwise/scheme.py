@@ -86,9 +86,9 @@ class Chunkwise:
         return Passage(stay, stay, Neighbours(pieces, history, states))
 
     def _cheapest(self, documents: Documents | None, rows: int, device: torch.device) -> str:
-        n = ranks_per_machine(self._group, self._told, device)
         if documents is not None and not documents.known:
             return "share"
+        n = ranks_per_machine(self._group, self._told, device)
         lengths = None if documents is None else documents.lengths
         ways = map_exchanges(self._state, self.size, self._sequence_layout, rows, lengths, n)
         return min(ways, key=lambda name: ways[name].ms)
