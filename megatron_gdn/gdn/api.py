@@ -102,6 +102,7 @@ def gated_delta_rule(
     return run_rule(rule, inputs, documents, **common)
 
 
+@uncompiled  # as run_rule is; its checks too
 def torch_chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,
