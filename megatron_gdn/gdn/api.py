@@ -102,6 +102,7 @@ def gated_delta_rule(
     return run_rule(rule, inputs, documents, **common)
 
 
+@uncompiled  # as run_rule is; its checks too
 def torch_chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -183,7 +184,10 @@ def run_rule(
     if documents is not None and 0 in documents.lengths:
         # A rule counts non-empty documents. An empty document's final state is its initial one.
         filled = torch.tensor([n > 0 for n in documents.lengths], device=v.device)
-    initial = initial_state if filled is None or initial_state is None else initial_state[filled]
+    initial = initial_state
+    if filled is not None and initial is not None:
+        # Without any token the rule has one sequence, of zero length, and no state enters it.
+        initial = initial[filled] if documents.total_tokens else None
     o, final = _RunRule.apply(rule, documents, output_final_state, q, k, v, g, beta, initial)
     if final is None or filled is None:
         return o, final

@@ -102,14 +102,16 @@ class MixerLaunches:
         half_kernels.lower(half, up, states, G, LARGEST_D_FINAL)
 
     def chain(self) -> None:
-        """States between the parts of sequences, and maps of whole sequences."""
+        """States between the parts or ranks of sequences, and maps of whole sequences."""
         _, H, K, V = self.sizes
         local, through = (torch.empty(4, H, K, X, device=self.device) for X in (V, K))
         table = torch.empty(1, 4, 2, dtype=torch.int32, device=self.device)
-        steps = chains.Steps(((),), table)
-        for start, columns in ((None, V), (local[:1], V), (chains.IDENTITY, V + K)):
+        steps, cuts = chains.Steps(((),), table), chains.Cuts(table.new_empty(4), None)
+        for start, columns, cut in (
+            (None, V, None), (None, V, cuts), (local[:1], V, None), (chains.IDENTITY, V + K, None)
+        ):  # fmt: skip
             out = local.new_empty(4, H, K, columns)
-            chains_kernels.follow(local, through, steps, out, start)
+            chains_kernels.follow(local, through, steps, out, start, cut)
 
 
 # Kernels are the same for every length except 1 and odd lengths. Lengths in a run are even.

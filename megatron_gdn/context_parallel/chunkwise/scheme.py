@@ -1,7 +1,7 @@
 """Chunkwise context parallelism: activations stay on their rank, states travel.
 
 Every rank runs the mixer over its own pieces of the sequence. Two things cross ranks for each
-piece: the W - 1 projection rows before it, for the convolution (:mod:`.pieces`), and the fp32 map
+piece: the W - 1 projection rows before it, for the convolution (:mod:`.history`), and the fp32 map
 of what it does to a state (:mod:`.states`). Heads are not split, so any number of ranks works, and
 the traffic does not grow with the sequence.
 """
@@ -86,9 +86,9 @@ class Chunkwise:
         return Passage(stay, stay, Neighbours(pieces, history, states))
 
     def _cheapest(self, documents: Documents | None, rows: int, device: torch.device) -> str:
-        n = ranks_per_machine(self._group, self._told, device)
         if documents is not None and not documents.known:
             return "share"
+        n = ranks_per_machine(self._group, self._told, device)
         lengths = None if documents is None else documents.lengths
         ways = map_exchanges(self._state, self.size, self._sequence_layout, rows, lengths, n)
         return min(ways, key=lambda name: ways[name].ms)
