@@ -209,7 +209,7 @@ def megatron_arguments(
         no_save_rng=True,
     )
     vars(args).update(_described(config, model, zero_centered_gamma))
-    del args.spec
+    del vars(args)["spec"]
     return args
 
 
