@@ -205,7 +205,8 @@ def layers(sizes: dict[str, Any], batches: list[int], repeats: int, rate: float)
         groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         theirs = build_module(
             spec, config, d_model=config.hidden_size, layer_number=1, pg_collection=groups
-        ).eval()
+        )
+        theirs = theirs.to(PLACE).eval()
         made["megatron's mamba"] = theirs, getattr(theirs, "ssm_decode", theirs._ssm_decode)
     except Exception as error:
         print(f"not all layers run here: {type(error).__name__}: {error}"[:300])

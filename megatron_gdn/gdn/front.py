@@ -184,9 +184,8 @@ def gdn_parts(
         gates: ``[S, B, 2 H]``, beta | alpha, if ``rows`` end with z; not for generation.
 
     Raises:
-        ValueError: rows of other heads, see X convolution of
-            other channels or one that is not contiguous; fp16 operands without ``normalise_qk``,
-            unknown ``kernels``.
+        ValueError: rows or gates of other heads or strides, a convolution of other channels or one
+            that is not contiguous; fp16 operands without ``normalise_qk``, unknown ``kernels``.
     """
     require_even_groups(sizes.key_heads, sizes.value_heads)
     width = sizes.width if gates is None else sizes.beta_column

@@ -190,7 +190,8 @@ class Mamba2Front:
                 proj, weight, bias, self.layout, grads, d_proj, documents, self.batch_invariant,
                 history,
             )  # fmt: skip
-        before = None if history is None else history.rows
+        wide = torch.promote_types(proj.dtype, torch.float32)
+        before = None if history is None else history.rows.to(wide)  # its gradient travels in this
         given = (self._conv_rows(proj), weight.flatten(1), bias, before)
 
         def run(rows: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:

@@ -131,6 +131,18 @@ def test_several_tokens_at_once_have_the_bits_of_one_by_one_and_roll_back_exactl
         assert torch.equal(memory.history[n], alone[count].history[n])
 
 
+def test_steps_are_of_memory_without_slots_and_laid_as_it_is(kind):
+    _, memory = prefilled(kind.mixer(), kind.rows(9, 2))
+    for state in (memory.state, memory.state.mT):
+        steps = memory._replace(state=state).steps(2)
+        assert steps.state.shape == (2, 3, *state.shape[1:])
+        assert steps.state.stride()[2:] == state.stride()[1:]
+        assert torch.equal(steps.state[:, 0], state)
+        assert torch.equal(steps.history[:, 0], memory.history)
+    with pytest.raises(ValueError, match="memory without slots"):
+        memory._replace(slots=torch.tensor([1, -1])).steps(2)
+
+
 def test_bf16_rows_leave_fp32_states(kind):
     mixer, rows = kind.mixer(torch.bfloat16), kind.rows(70, 2, torch.bfloat16)
     mixed, memory = run_in_parts(mixer, rows, (33, 30, -7))

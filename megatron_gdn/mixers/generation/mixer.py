@@ -155,7 +155,7 @@ class GeneratingMixer:
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``).
 
-        The window of an aligned mixer is larger, see :mod:`.dynamic`.
+        The window of an aligned mixer is larger, see :class:`...ops.generation.memory.Memory`.
         """
         heads, rows, columns, _ = self.dims.state
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)

@@ -55,12 +55,25 @@ class Memory(NamedTuple):
     def steps(self, tokens: int) -> Memory:
         """Room for N sequences as they are now, which is copied, and after each of s tokens.
 
-        ``[N, s + 1, ...]``, for :func:`.step.decode` and then :func:`choose`.
+        ``[N, s + 1, ...]``, laid as here, for :func:`.step.decode` and then :func:`choose`.
+
+        Raises:
+            ValueError: this memory is in slots.
         """
-        now = self.gathered()
-        made = Memory(*(x.new_empty(len(x), tokens + 1, *x.shape[1:]) for x in now))
-        made.after(0, None).write(*now)
+        if self.slots is not None:
+            raise ValueError(
+                f"of memory in slots decode takes buffers [M, {tokens}, ...] with the same slots; "
+                f"steps() makes them for memory without slots."
+            )
+        made = Memory(*(_room(x, tokens + 1) for x in (self.history, self.state)))
+        made.after(0, None).write(self.history, self.state)
         return made
+
+
+def _room(x: Tensor, count: int) -> Tensor:
+    if x.stride(-1) == 1:
+        return x.new_empty(len(x), count, *x.shape[1:])
+    return x.new_empty(len(x), count, *x.mT.shape[1:]).mT
 
 
 def choose(memory: Memory, steps: Memory, accepted: Tensor) -> None:

@@ -129,8 +129,9 @@ def decode(
         proj: ``[s, N, P]``.
         memory: where the N sequences continue; written. A sequence whose slot is below zero gets
             zeros from the rule and writes nothing.
-        steps: ``[M, s, ...]`` in the slots of ``memory``, or of :meth:`.memory.Memory.steps`: its
-            last s entries receive what the memory is after each token.
+        steps: ``[M, s, ...]`` in the slots of ``memory``, laid as it is, or without slots from
+            :meth:`.memory.Memory.steps`: its last s entries receive what the memory is after each
+            token.
         stands: as in :func:`prefill`.
 
     Returns:
