@@ -222,13 +222,13 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
         offsets = torch.as_tensor(offsets, device="cpu").detach().long()
         sources = sources._replace(cu_seqlens=offsets)
     ranks.require_agreement(sources)
-    layout, positions, moves = _place_of(sources, ranks, layout)
     if indices is not None:
         raise ValueError(
             f"indices of {indices.numel()} tokens with context parallelism: offsets count the "
             f"tokens of the whole buffer, padding included. Give this rank's ids of documents as "
             f"attention_mask instead, 0 at padding."
         )
+    layout, positions, moves = _place_of(sources, ranks, layout)
     if mask is not None and mask.dim() != 2:
         raise ValueError(
             f"an attention_mask of shape {tuple(mask.shape)} says nothing about the tokens of "
