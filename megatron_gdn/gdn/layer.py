@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
+import torch
 import torch.nn.functional as F
 from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from ..compat.observe import log_once
 from ..compat.quiet import warn_of_untested
 from ..context_parallel import LinearCpMode, SequenceLayout
+from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import follow_config, require_rates
 from ..mixers.graphs import in_layer_graph
 from ..mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
@@ -229,9 +231,12 @@ class GatedDeltaNet(UpstreamNames):
         if has_hooks(conv):  # before any parameter is read
             columns = scheme.layout.conv_columns
             run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
+        if not self.A_log.dtype == self.dt_bias.dtype == torch.float32:
+            self.require_wide_gates()
+        fp32 = (self.A_log, self.dt_bias) if self.gathered is None else self.gathered()
         return gdn_parts(
             rows,
-            *self.local_parameters(scheme),
+            *local_parameters(scheme, conv.weight, conv.bias, *fp32),
             sizes=HeadSizes.of(scheme.layout),
             rule=batch.rule,
             norm=norm_of(

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 from ..compat.observe import log_once
 from ..context_parallel import LinearCpMode, SequenceLayout
+from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import follow_config, recomputed_parts, require_rates
 from ..mixers.base import RecurrentMixer
 from ..mixers.graphs import in_layer_graph
@@ -174,7 +175,7 @@ class KimiDeltaAttention(RecurrentMixer):
         scheme = batch.scheme
         return kda_parts(
             rows,
-            *self.local_parameters(scheme),
+            *local_parameters(scheme, *self.conv_parameters, *self.fp32_parameters()),
             layout=scheme.layout,
             rule=batch.rule,
             norm=norm_of(self.out_norm, self.norm_group, scheme.layout, "sigmoid"),

@@ -25,6 +25,7 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from ..context_parallel import LinearCpMode, Scheme, SequenceLayout
+from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import ConfigFields, name_ignored_fields
 from ..mixers.base import RecurrentMixer
 from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
@@ -215,7 +216,7 @@ class Mamba2Mixer(RecurrentMixer):
         scheme = batch.scheme
         return mamba2_parts(
             rows,
-            *self.local_parameters(scheme),
+            *local_parameters(scheme, *self.conv_parameters, *self.fp32_parameters()),
             layout=scheme.layout,
             rule=batch.rule,
             norm=self._norm_for(scheme),

@@ -23,8 +23,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
-from ..context_parallel import Scheme
-from ..context_parallel.scheme import local_parameters
 from ..ops.layout import layout_of_in_proj
 from .micro_batch import MicroBatches
 from .precision import mark_keep_in_fp32, shard_apart_in_megatron
@@ -182,7 +180,6 @@ class OwnParameters(MarkedParameters):
     global_dims: Any
     dims: Any
     tp_group: Any
-    fp32_parameters: Callable[[], tuple[Tensor, ...]]
     A_log: Any
     dt_bias: Any
     A_init_range: tuple[float, ...]
@@ -199,10 +196,6 @@ class OwnParameters(MarkedParameters):
     @property
     def conv_weight(self) -> Tensor:
         return self.conv_parameters[0]
-
-    def local_parameters(self, scheme: Scheme) -> list[Any]:
-        """Of the convolution, and the fp32 ones, what the mixer needs for the heads of a scheme."""
-        return local_parameters(scheme, *self.conv_parameters, *self.fp32_parameters())
 
     def _add(
         self, name: str, sections: Sequence[int], *shape: int, dtype: torch.dtype | None = None
