@@ -185,7 +185,7 @@ def run_rule(
         # A rule counts non-empty documents. An empty document's final state is its initial one.
         filled = torch.tensor([n > 0 for n in documents.lengths], device=v.device)
     initial = initial_state
-    if filled is not None and initial is not None:
+    if documents is not None and filled is not None and initial is not None:
         # Without any token the rule has one sequence, of zero length, and no state enters it.
         initial = initial[filled] if documents.total_tokens else None
     o, final = _RunRule.apply(rule, documents, output_final_state, q, k, v, g, beta, initial)
