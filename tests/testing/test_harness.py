@@ -44,8 +44,8 @@ def test_a_read_of_memory_never_written_is_found():
 
 
 def test_poison_alternates_between_nan_and_numbers():
-    seen = in_a_fresh_process(planted.share_of_nan_after_poison)
-    assert max(seen[0], seen[2]) > 0.5 and max(seen[1], seen[3]) < 0.5
+    seen = in_a_fresh_process(planted.shares_after_poison)
+    assert max(seen[0][0], seen[2][0]) > 0.9 and max(seen[1][1], seen[3][1]) > 0.9
 
 
 @pytest.mark.slow
