@@ -75,7 +75,7 @@ def test_a_spec_of_megatrons_builds_our_layer_and_the_same_model(build):
     assert theirs.sharded_state_dict().keys() == ours.sharded_state_dict().keys()
     ours.load_state_dict(theirs.state_dict())
     expected = logits(theirs)
-    # Under 16 roundings on the way to a logit in each model, of at most the largest one's last place.
+    # Under 16 roundings on the way to a logit in each model, of at most the largest last place.
     rounding = 2 * 16 * torch.finfo(torch.float32).eps * expected.abs().max().item()
     torch.testing.assert_close(logits(ours), expected, rtol=0, atol=rounding)
     megatron_gdn.patch_megatron(gdn=False)
