@@ -80,8 +80,9 @@ class KimiDeltaAttention(RecurrentMixer):
         config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
             Gates and states belong to value heads; Kimi Linear has as many key heads.
         submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
-        layer_number, conv_bias, conv_init, pg_collection, name, cp_comm_type, pp_layer_offset,
-            is_mtp_layer: as in :class:`megatron_gdn.GatedDeltaNet`.
+        layer_number, conv_bias, conv_init, pg_collection: as in
+            :class:`megatron_gdn.GatedDeltaNet`.
+        name, cp_comm_type, pp_layer_offset, is_mtp_layer: likewise.
         A_init_range: likewise; default (1, 16), and 1 with a lower bound.
         backend: of the recurrence: ``"fla"``, ``"cudnn"`` (Hopper, by this name alone),
             ``"reference"`` (plain torch, deterministic) or ``"auto"``, see

@@ -92,9 +92,10 @@ class Mamba2Mixer(RecurrentMixer):
         chunk_size: where Megatron's dynamic context may cut prompts; results do not depend on it.
         backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
             ``"auto"``, see :func:`megatron_gdn.mamba2.rule.choose_ssd`.
-        layer_number, pg_collection, pp_layer_offset, name, cp_layout, linear_cp_mode,
-            cp_ranks_per_machine: as in :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of
-            one group may be on several ranks; each of these holds a copy of the group's B and C.
+        layer_number, pg_collection, pp_layer_offset, name: as in
+            :class:`megatron_gdn.GatedDeltaNet`.
+        cp_layout, linear_cp_mode, cp_ranks_per_machine: likewise. With headwise, heads of one group
+            may be on several ranks; each of these holds a copy of the group's B and C.
         dt_limit: least and greatest time step.
         norm_eps: of the output norm.
 
