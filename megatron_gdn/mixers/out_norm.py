@@ -24,6 +24,7 @@ _PLAIN_FORWARDS = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
 
 
 def _is_plain(module: Any) -> bool:
+    """Whether ``out_norm`` computes what the kernels compute, so that they may do it instead."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
         return False
@@ -35,11 +36,6 @@ def _is_plain(module: Any) -> bool:
     if cls.__name__ != "RMSNorm":
         return False
     return all(one.__module__.split(".")[0] == "transformer_engine" for one in (cls, cls.forward))
-
-
-def is_plain_rms_norm(module: Any) -> bool:
-    """Whether ``out_norm`` computes what the kernels compute, so that they may do it instead."""
-    return _is_plain(module) and only_waits_for_parameters(module)
 
 
 def norm_of(

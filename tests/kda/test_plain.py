@@ -4,10 +4,10 @@ import pytest
 import torch
 
 from megatron_gdn.gdn.api import recurrent_gated_delta_rule
-from megatron_gdn.kda.rule import recurrent_kda
 from megatron_gdn.ops import StaticDocuments
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
+from tests.kda.oracle import recurrent_kda
 from tests.ops.delta_rule.states import NAMES, backward_of, documents_of
 from tests.ops.test_plain_rules import KDA, PACKED, H, delta_inputs, states
 from tests.parallel import assert_close

@@ -16,12 +16,12 @@ import torch
 import torch.nn.functional as F
 
 from megatron_gdn.kda.front import channel_gates
-from megatron_gdn.kda.rule import recurrent_kda
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.elementwise import l2norm
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixer_laws import equals_written_out
 from tests.hf.tiny_models import model_class
+from tests.kda.oracle import recurrent_kda
 from tests.kda_mixers import kda_config, whole_mixer
 from tests.parallel import assert_close
 

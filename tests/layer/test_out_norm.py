@@ -8,7 +8,8 @@ from megatron.core.transformer.torch_norm import WrappedTorchNorm
 from torch import nn
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
-from megatron_gdn.mixers.out_norm import is_plain_rms_norm
+from megatron_gdn.mixers.hooks import only_waits_for_parameters
+from megatron_gdn.mixers.out_norm import _is_plain
 from tests.distributed.layer_laws import build_layer, randomise_
 from tests.parallel import assert_close, make_config
 
@@ -132,7 +133,7 @@ def test_transformer_engines_norm_is_known_by_its_exact_class():
     def is_plain(norm_class):
         norm = norm_class()
         norm.weight, norm.eps = nn.Parameter(torch.ones(12)), 1e-5
-        return is_plain_rms_norm(norm)
+        return _is_plain(norm) and only_waits_for_parameters(norm)
 
     assert is_plain(theirs)
     assert not is_plain(cls("RMSNorm", theirs, "somebody.else"))

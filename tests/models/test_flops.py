@@ -11,12 +11,12 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_gdn.hf import parse_hf_config
-from megatron_gdn.kda.rule import recurrent_kda
 from megatron_gdn.models import ENTRIES, Entry, Model, Stack, find, flops_per_step
 from megatron_gdn.models.stack import CHUNK
 from megatron_gdn.ops import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from tests.hf.tiny_models import model_class
+from tests.kda.oracle import recurrent_kda
 from tests.kda_mixers import parameters_of_kda
 
 CONFIG_OF = {

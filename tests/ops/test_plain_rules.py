@@ -7,12 +7,12 @@ import pytest
 import torch
 
 from megatron_gdn.gdn.api import recurrent_gated_delta_rule
-from megatron_gdn.kda.rule import recurrent_kda
 from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.rules import chunk_table
+from tests.kda.oracle import recurrent_kda
 from tests.mamba2 import oracle as ssd
 from tests.ops.delta_rule.states import (
     assert_rows_equal_one_row,
