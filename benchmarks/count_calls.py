@@ -22,15 +22,13 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Files of the plain rule's and the plain front's arithmetic, which a GPU has no part in; and the
-# stand-ins for torch's own functions, which are not counted either.
+# Files of the plain rule's and the plain front's arithmetic, which a GPU has no part in.
 ARITHMETIC = (
     "ops/conv.py", "ops/elementwise.py", "ops/switches.py",
     "ops/delta_rule/front_torch.py", "ops/delta_rule/chunk", "ops/delta_rule/plain.py",
-    "ops/delta_rule/triangular.py",
-    "ops/delta_rule/base.py", "ops/rules/chunk_table.py", "ops/state_maps/chains.py",
+    "ops/delta_rule/triangular.py", "ops/delta_rule/base.py", "ops/rules/chunk_table.py",
+    "ops/state_maps/chains.py",
     "ops/readout/p", "ops/layout.py", "ops/autograd.py",
-    "compat/one_process.py",
 )  # fmt: skip
 SCHEMES = {
     "one rank": (1, "auto"), "headwise": (2, "headwise"), "chunkwise": (2, "chunkwise"),

@@ -7,17 +7,17 @@ import zlib
 
 import torch
 from torch import Tensor
-from torch.library import Library
+from torch import library as operators
 
 ASKED_BY = "BITS_BY_SHAPE"
-_libraries: list[Library] = []  # a library that is freed takes its kernels along
+_libraries: list[operators.Library] = []  # a library that is freed takes its kernels along
 
 
 def hold_if_asked() -> None:
     """Replaces the CPU's products in this process if the environment has ``BITS_BY_SHAPE=1``."""
     if os.environ.get(ASKED_BY) != "1" or _libraries:
         return
-    library = Library("aten", "IMPL")
+    library = operators.Library("aten", "IMPL")
     _libraries.append(library)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # replaces kernels: that is the aim

@@ -30,10 +30,9 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .documents import Documents
+from .documents import Documents, one_document
 from .front.base import Front, FrontAround, Parameters
 from .front.history import History
-from .host_tables import cached_by_stream
 from .readout.base import Readout
 from .rules.base import on_tokens
 from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
@@ -48,12 +47,6 @@ def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable
     B, S = rows.shape[:2]
     lengths = Documents.lengths_of(documents, S) * B
     return ChunkTable.build(lengths, CHUNK, heads, rows.device, aligned=True)
-
-
-@cached_by_stream(32)
-def _one_document(tokens: int, device: torch.device) -> Documents:
-    """For a Triton front, which has one path for all tokens of packed rows."""
-    return Documents((0, tokens), device)
 
 
 def rows_before(parameters: Parameters) -> int:
@@ -76,12 +69,12 @@ def front_on_grid(
     past, flat = rows_before(parameters), rows.flatten(0, 1)
     made: list[_Gathered | None] = []
     kind: Any = tuple
-    triton = getattr(front, "triton", False)
+    triton = getattr(front, "triton", False)  # with one path for all tokens of packed rows
     for group in grid.groups:
         buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
         _fill(buffer[past:], rows, grid, group)
         _fill_history(buffer[:past], flat, group, before)
-        path = _one_document(len(buffer), buffer.device) if triton else None
+        path = one_document(len(buffer), buffer.device) if triton else None
         inputs = front.forward(buffer, parameters, path, only)
         kind, inputs = type(inputs), on_tokens(inputs, lambda x: x[:, past:])
         made = made or [None if x is None else _Gathered(grid, x) for x in inputs]
@@ -172,7 +165,7 @@ class AlignedFront(FrontAround):
             return self._front.forward(proj, parameters, documents, only, history)
         if getattr(self._front, "triton", False):
             if documents is None:
-                documents = _one_document(len(proj), proj.device)
+                documents = one_document(len(proj), proj.device)
             return self._front.forward(proj, parameters, documents, only)
         rows = proj.transpose(0, 1)
         grid = grid_of(rows, documents, self.layout.state_heads)
