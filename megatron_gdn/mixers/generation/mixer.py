@@ -121,9 +121,9 @@ class GeneratingMixer:
             )
 
     def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
-        """One step's tokens, padding included, ``[t, 1, P]`` to ``[t, 1, H V]``, zero in padding.
+        """One step's tokens, padding included, ``[t, 1, P]`` to ``[t, 1, H V]``.
 
-        It updates the slots of the step's requests.
+        Padding gives zeros where its gate is finite. It updates the slots of the step's requests.
         """
         refuse(context, type(self).__name__)
         assert self.layer_number is not None

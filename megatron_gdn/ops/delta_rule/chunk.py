@@ -41,9 +41,8 @@ class StaticChunkGroup(ChunkGroup):
     sequence: Tensor  # int64 [n]
     begin: Tensor  # bool [n], whether a sequence begins with the chunk
     end: Tensor
-    first: (
-        Tensor  # int64 [N], the first chunk of a sequence, counted in the group and clamped to it
-    )
+    # int64 [N], the first chunk of a sequence, counted in the group and clamped to it.
+    first: Tensor
     last: Tensor
     first_here: Tensor  # bool [N, 1, 1, 1], whether that chunk is in the group
     last_here: Tensor

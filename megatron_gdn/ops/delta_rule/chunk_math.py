@@ -281,7 +281,7 @@ def _minus_bmm(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Walk(torch.autograd.Function):
-    """The solve and the walk: states before every chunk ``[b, K, V]``, y, and as :func:`.walk`."""
+    """The solve and the walk: states before every chunk ``[b, K, V]``, y, and what walk returns."""
 
     @staticmethod
     def forward(ctx, A, u, e_in, k_out, decay, carried, initial, group: ChunkGroup, walks: bool):
@@ -307,7 +307,7 @@ class _Walk(torch.autograd.Function):
         if W is not None:
             y = y.baddbmm_(W, S)
         ctx.save_for_backward(inverse, W, k_out, through, S, y)
-        ctx.group, ctx.heads, ctx.decay = group, H, decay.shape
+        ctx.group, ctx.heads, ctx.shape_of_decay = group, H, decay.shape
         return S, y, carried, final
 
     @staticmethod
@@ -336,5 +336,5 @@ class _Walk(torch.autograd.Function):
             dA, de_in = _minus_bmm(du, y.mT), _minus_bmm(du, S.mT)
             dA.diagonal(dim1=-2, dim2=-1).zero_()
         d_decay = (S * after).sum(-1, keepdim=True)
-        d_decay = d_decay if d_decay.shape == ctx.decay else d_decay.sum(1, keepdim=True)
+        d_decay = d_decay if d_decay.shape == ctx.shape_of_decay else d_decay.sum(1, keepdim=True)
         return dA, du, de_in, dk_out, d_decay, *d_states, None, None

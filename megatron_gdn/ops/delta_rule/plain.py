@@ -84,10 +84,10 @@ class _Chunks:
 class PlainForward(RuleForward):
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """Final states with more columns, where no values are written and the identity enters.
+        """``local``: final states from zero. ``through``: those of further columns of the states.
 
-        They are ``through``. Where nothing is erased, rows do not mix, and one column of ones says
-        it all.
+        In these the identity enters, and no value is written. Where nothing is erased the rows of a
+        state do not mix, so one column of ones is enough.
         """
         chunks = _Chunks(self, self._rule.aligned)
         initial, (*_, K, V) = chunks.state(None), chunks.shape

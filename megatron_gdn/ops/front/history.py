@@ -31,9 +31,8 @@ class HistoryTable:
     is not there has the token -1.
     """
 
-    before: (
-        Tensor  # [N, W - 1], the row that lies 1, 2, .. before each piece; -1: none. No row twice
-    )
+    # [N, W - 1], the row that lies 1, 2, .. before each piece; -1: none. No row twice.
+    before: Tensor
     edge: Tensor  # [N, W - 1], the first tokens of each piece, -1 behind the end of a short one
     place: Tensor  # [s], for each token its place in ``edge``, flattened; -1 outside
     # [M, 1 + most]: a token, each once, and the returned rows that are added to its gradient, -1
