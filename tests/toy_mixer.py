@@ -7,14 +7,13 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
-from torch import Tensor, nn
+from torch import Tensor
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel.scheme import local_parameters
-from megatron_gdn.mixers.base import RecurrentMixer
+from megatron_gdn.mixers.base import MixerSubmodules, RecurrentMixer
 from megatron_gdn.mixers.out_norm import norm_of
 from megatron_gdn.mixers.tensor_map import take_share
-from megatron_gdn.mixers.tensor_parallel import mark_sharded
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.parts import Parts
@@ -109,30 +108,21 @@ class ToyMixer(RecurrentMixer):
     """``[s, B, D] -> [s, B, D]``; ``decay_bias`` is fp32 whatever the layer around it is."""
 
     _keep_in_float32_parameter_names = ("decay_bias",)
+    recurrence = "attention"
 
     def __init__(self, config, pg_collection, *, cp_layout="zigzag", linear_cp_mode=None) -> None:
         super().__init__(config, Dims(), pg_collection=pg_collection, cp_layout=cp_layout)
-        self._choose_by(choose_rule, linear_cp_mode, mixer="ToyMixer", recurrence="attention")
-        self._build_in_proj(ColumnParallelLinear, None)
-        layout = self.dims.layout
-        channels = layout.conv_width
-        self.conv1d = nn.Conv1d(channels, channels, TAPS, groups=channels, bias=False,
-                                dtype=config.params_dtype)  # fmt: skip
-        mark_sharded(self.conv1d.weight, layout.conv_widths)
-        self._add_fp32(decay_bias=layout.state_heads)
-        nn.init.zeros_(self.decay_bias)
-        self.out_norm = TorchRMSNorm(config, V)
-        self.out_norm.weight.sequence_parallel = config.sequence_parallel
-        self._build_out_proj(RowParallelLinear, None)
-        self.remember_marks()
+        specs = MixerSubmodules(ColumnParallelLinear, TorchRMSNorm, RowParallelLinear)
+        heads = self.dims.layout.state_heads
+        self._build(specs, choose_rule, fp32={"decay_bias": heads}, linear_cp_mode=linear_cp_mode)
 
-    @property
-    def conv_weight(self):
-        return self.conv1d.weight
+    def _init_others(self, init):
+        init(self.decay_bias, torch.zero_, 0, (H,))
 
     def parts(self, rows, batch):
         layout = batch.scheme.layout
-        parameters = local_parameters(batch.scheme, self.conv1d.weight, None, self.decay_bias)
+        own = (*self.conv_parameters, *self.fp32_parameters())
+        parameters = local_parameters(batch.scheme, *own)
         gamma, eps, zero_centered, _ = norm_of(self.out_norm, self.norm_group, layout)
         return Parts(
             AutogradFront(layout, partial(front, layout), Inputs, ("q", "k", "v")),
@@ -146,7 +136,7 @@ def share_of(name: str, whole: Tensor, mixer: ToyMixer) -> Tensor:
     """This tensor-parallel rank's share of a whole parameter (or of its gradient)."""
     split = {
         "in_proj.weight": (0, LAYOUT.widths),
-        "conv1d.weight": (0, LAYOUT.conv_widths),
+        "conv1d_weight": (0, LAYOUT.conv_widths),
         "decay_bias": (0, (H,)),
         "out_proj.weight": (1, (H * V,)),
     }.get(name)

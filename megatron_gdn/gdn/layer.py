@@ -7,7 +7,6 @@ of the projection, G key heads, H value heads, K key dim, V value dim.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,8 +15,6 @@ import torch.nn.functional as F
 from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
@@ -25,8 +22,8 @@ from ..compat.observe import log_once
 from ..compat.quiet import warn_of_untested
 from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.scheme import local_parameters
-from ..mixers.arguments import follow_config, require_rates
-from ..mixers.graphs import in_layer_graph
+from ..mixers.arguments import computed_again
+from ..mixers.base import MixerSubmodules
 from ..mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
@@ -43,13 +40,8 @@ from .upstream_names import UpstreamNames
 warn_of_untested(megatron_version)
 
 
-@dataclass
-class GatedDeltaNetSubmodules:
+class GatedDeltaNetSubmodules(MixerSubmodules):
     """Specs of the parts a :class:`GatedDeltaNet` is assembled from."""
-
-    in_proj: ModuleSpec | type = IdentityOp  # column-parallel, hidden -> P, or norm and linear
-    out_norm: ModuleSpec | type = IdentityOp  # norm over one value head
-    out_proj: ModuleSpec | type = IdentityOp  # row-parallel, heads * V -> hidden
 
 
 def require_this_variant(config: TransformerConfig) -> None:
@@ -145,13 +137,11 @@ class GatedDeltaNet(UpstreamNames):
     """
 
     conv1d: Any
-    out_norm: Any
 
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
     in_layer_graphs: ClassVar[bool] = True
     takes_gates_apart: ClassVar[bool] = True
     stored_by_section: ClassVar[bool] = True
-    uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(
@@ -181,16 +171,15 @@ class GatedDeltaNet(UpstreamNames):
         output_gate_activation: str | None = None,
         allow_neg_eigval: bool | None = None,
     ) -> None:
-        require_rates(A_init_range)
         require_this_variant(config)
         name_other_activation(config)
-        again = follow_config(
-            "GatedDeltaNet", config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out
-        )
-        dims = GDNDims.from_config(config)
-        super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
-        in_layer_graph(config)  # refuses what no graph of a layer takes
-        self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
+        again = computed_again(config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out)
+        super().__init__(
+            config, GDNDims.from_config(config), layer_number, pg_collection, pp_layer_offset,
+            cp_layout, A_init_range, conv_init,
+        )  # fmt: skip
+        self.bias, self.conv_bias, self.use_qk_l2norm = bias, conv_bias, use_qk_l2norm
+        self.recompute_qkv = "qkv" in again
         by_config = getattr(config, "gdn_output_gate_activation", None) or "silu"
         self.output_gate_activation = output_gate_activation or by_config
         if self.output_gate_activation not in ACTIVATIONS:
@@ -201,19 +190,16 @@ class GatedDeltaNet(UpstreamNames):
         if allow_neg_eigval is None:
             allow_neg_eigval = getattr(config, "linear_allow_neg_eigval", False)
         self.allow_neg_eigval = bool(allow_neg_eigval)
-        self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
-        self._name_sizes()
-        self._choose_by(
-            partial(
-                choose_rule, backend, self.dims.heads, operands=rule_operands,
-                normalise_qk=use_qk_l2norm,
-            ),
-            linear_cp_mode, cp_ranks_per_machine,
+        rule = partial(
+            choose_rule, backend, self.dims.heads, operands=rule_operands,
+            normalise_qk=use_qk_l2norm,
         )  # fmt: skip
-        self._build(submodules, name)
-        self._recompute(again)
-        self.recompute_qkv = "qkv" in again
-        self.reset_parameters()
+        H = self.dims.num_value_heads
+        self._build(
+            submodules, rule, fp32={"dt_bias": H, "A_log": H}, name=name, bias=bias,
+            conv_bias=conv_bias, linear_cp_mode=linear_cp_mode,
+            cp_ranks_per_machine=cp_ranks_per_machine, again=again,
+        )  # fmt: skip
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""
@@ -249,10 +235,9 @@ class GatedDeltaNet(UpstreamNames):
             gates=gates,
         )
 
-    def _build(self, submodules: GatedDeltaNetSubmodules, name: str | None) -> None:
-        config, dims = self.config, self.dims
-        self._build_in_proj(submodules.in_proj, name, self.bias)
-        channels = dims.layout.conv_width
+    def _add_conv(self, bias: bool) -> None:
+        """Add the convolution as a module: megatron-core's layer has one, and so its files."""
+        config, channels = self.config, self.dims.layout.conv_width
         # Without torch's own initialisation: it would draw one number per local weight, and every
         # later number would depend on the tensor-parallel size.
         self.conv1d = nn.utils.skip_init(
@@ -261,14 +246,10 @@ class GatedDeltaNet(UpstreamNames):
             channels,
             self.conv_kernel_dim,
             groups=channels,
-            bias=self.conv_bias,
+            bias=bias,
             padding=self.conv_kernel_dim - 1,
             device=device_for(config),
             dtype=config.params_dtype,
         )
         for parameter in self.conv1d.parameters():
-            mark_sharded(parameter, dims.layout.conv_widths)
-        self._add_fp32(dt_bias=dims.num_value_heads, A_log=dims.num_value_heads)
-        self._build_out_norm(submodules.out_norm)
-        self._build_out_proj(submodules.out_proj, name, self.bias)
-        self.remember_marks()
+            mark_sharded(parameter, self.dims.layout.conv_widths)

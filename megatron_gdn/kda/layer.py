@@ -8,7 +8,6 @@ of them on one tensor-parallel rank, C columns of a gate.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -16,17 +15,14 @@ import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tensor_parallel_region
-from megatron.core.transformer.identity_op import IdentityOp
-from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
 from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.scheme import local_parameters
-from ..mixers.arguments import follow_config, recomputed_parts, require_rates
-from ..mixers.base import RecurrentMixer
-from ..mixers.graphs import in_layer_graph
+from ..mixers.arguments import computed_again, recomputed_parts
+from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
@@ -38,13 +34,8 @@ from .rule import choose_kda
 from .sizes import KDADims
 
 
-@dataclass
-class KimiDeltaAttentionSubmodules:
-    """Specs of the parts, as of :class:`megatron_gdn.gdn.layer.GatedDeltaNetSubmodules`."""
-
-    in_proj: ModuleSpec | type = IdentityOp
-    out_norm: ModuleSpec | type = IdentityOp
-    out_proj: ModuleSpec | type = IdentityOp
+class KimiDeltaAttentionSubmodules(MixerSubmodules):
+    """Specs of the parts a :class:`KimiDeltaAttention` is assembled from."""
 
 
 def _refuse(config: TransformerConfig) -> None:
@@ -107,9 +98,8 @@ class KimiDeltaAttention(RecurrentMixer):
 
     f_b_weight: nn.Parameter | None
     z_b_weight: nn.Parameter | None
-    out_norm: Any
 
-    uses_attention_mask: ClassVar[bool] = False
+    recurrence: ClassVar[str] = "KDA"
     stays_wide: ClassVar[bool] = True
     in_layer_graphs: ClassVar[bool] = True
     dt_init_range = (0.001, 0.1)
@@ -141,28 +131,26 @@ class KimiDeltaAttention(RecurrentMixer):
     ) -> None:
         if A_init_range is None:
             A_init_range = (1, 16) if gate_lower_bound is None else (1, 1)
-        require_rates(A_init_range)
         if gate_lower_bound is not None and not gate_lower_bound < 0:
             raise ValueError(
                 f"gate_lower_bound={gate_lower_bound} must be below 0: it bounds a log-decay. Use "
                 f"-5, or None for the unbounded gate."
             )
         _refuse(config)
-        again = follow_config("KimiDeltaAttention", config, recompute)
+        again = computed_again(config, recompute)
         if "qkv" in recomputed_parts(config):
             log_once("KimiDeltaAttention: q, k and v are kept, whatever --recompute-modules says.")
-        in_layer_graph(config)  # refuses what no graph of a layer takes
-        dims = KDADims.from_config(config, forget_rank, output_rank)
-        super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
-        self.conv_init, self.A_init_range = conv_init, tuple(A_init_range)
-        self.gate_lower_bound = gate_lower_bound
-        self._choose_by(
-            partial(choose_kda, backend, self.dims.state, gate_lower_bound), linear_cp_mode,
-            cp_ranks_per_machine, mixer="KimiDeltaAttention", recurrence="KDA",
+        super().__init__(
+            config, KDADims.from_config(config, forget_rank, output_rank), layer_number,
+            pg_collection, pp_layer_offset, cp_layout, A_init_range, conv_init,
         )  # fmt: skip
-        self._build(submodules, conv_bias, name)
-        self._recompute(again)
-        self.reset_parameters()
+        self.gate_lower_bound = gate_lower_bound
+        H, K, _ = (state := self.dims.state)[:3]
+        self._build(
+            submodules, partial(choose_kda, backend, state, gate_lower_bound),
+            fp32={"dt_bias": H * K, "A_log": H}, name=name, conv_bias=conv_bias,
+            linear_cp_mode=linear_cp_mode, cp_ranks_per_machine=cp_ranks_per_machine, again=again,
+        )  # fmt: skip
 
     def project(self, hidden_states: Tensor) -> Tensor:
         """Rows query | key | value | f | z | beta, the gates in full width."""
@@ -184,21 +172,12 @@ class KimiDeltaAttention(RecurrentMixer):
             run_again=self.recompute_rule and self.training,
         )
 
-    def _build(
-        self, submodules: KimiDeltaAttentionSubmodules, conv_bias: bool, name: str | None
-    ) -> None:
-        dims = self.dims
-        self._build_in_proj(submodules.in_proj, name)
-        self._add_conv(conv_bias)
+    def _add_others(self) -> None:
         for gate, rank in self.global_dims.ranks.items():
             self.register_parameter(f"{gate}_b_weight", None)
             if rank:
-                columns = dims.layout.columns(gate)
+                columns = self.dims.layout.columns(gate)
                 self._add(f"{gate}_b_weight", (columns.stop - columns.start,), rank)
-        self._add_fp32(dt_bias=dims.num_heads * dims.key_head_dim, A_log=dims.num_heads)
-        self._build_out_norm(submodules.out_norm)
-        self._build_out_proj(submodules.out_proj, name)
-        self.remember_marks()
 
     def _init_others(self, init: InitShare) -> None:
         assert (method := self.config.init_method) is not None

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 
 from ..context_parallel import LinearCpMode, Scheme, SequenceLayout
 from ..context_parallel.scheme import local_parameters
-from ..mixers.arguments import ConfigFields, name_ignored_fields
+from ..mixers.arguments import ConfigFields
 from ..mixers.base import RecurrentMixer
 from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
 from ..mixers.loader_layout import AUTO
@@ -109,6 +109,8 @@ class Mamba2Mixer(RecurrentMixer):
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias", "D")
+    config_fields = MAMBA2_FIELDS
+    recurrence = "SSD"
     use_muon = False  # as in Megatron's mixer
     takes_gates_apart = True
     state_transposed = True
@@ -150,21 +152,22 @@ class Mamba2Mixer(RecurrentMixer):
     ) -> None:
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         check_ranges(A_init_range, (dt_min, dt_max), dt_init_floor, dt_limit)
-        name_ignored_fields("Mamba2Mixer", MAMBA2_FIELDS, config)
-        dims = Mamba2Dims.from_config(config, d_model, d_conv, expand)
-        super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
-        self.d_model, self.d_conv, self.expand, self.conv_init = d_model, d_conv, expand, conv_init
-        self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
-        self.A_init_range, self.dt_init_range = tuple(A_init_range), (dt_min, dt_max)
-        self.dt_init_floor, self.dt_limit = dt_init_floor, (dt_limit[0], dt_limit[1])
-        self.chunk_size = chunk_size
-        self._name_sizes()
-        self._choose_by(
-            partial(choose_ssd, backend, self.dims.state),
-            linear_cp_mode, cp_ranks_per_machine, mixer="Mamba2Mixer", recurrence="SSD",
+        super().__init__(
+            config, Mamba2Dims.from_config(config, d_model, d_conv, expand), layer_number,
+            pg_collection, pp_layer_offset, cp_layout, A_init_range, conv_init,
         )  # fmt: skip
-        self._build(submodules, conv_bias, norm_eps, name)
-        self.reset_parameters()
+        self.d_model, self.d_conv, self.expand = d_model, d_conv, expand
+        self.D_has_hdim, self.rmsnorm, self.norm_before_gate = D_has_hdim, rmsnorm, norm_before_gate
+        self.dt_init_range, self.dt_init_floor = (dt_min, dt_max), dt_init_floor
+        self.dt_limit = dt_limit[0], dt_limit[1]
+        self.norm_eps, self.chunk_size = norm_eps, chunk_size
+        heads, channels = self.dims.num_heads, self.dims.d_inner
+        self._build(
+            submodules, partial(choose_ssd, backend, self.dims.state),
+            fp32={"dt_bias": heads, "A_log": heads, "D": channels if D_has_hdim else heads},
+            name=name, conv_bias=conv_bias, linear_cp_mode=linear_cp_mode,
+            cp_ranks_per_machine=cp_ranks_per_machine,
+        )  # fmt: skip
 
     def _name_sizes(self) -> None:
         """Set the sizes that other tools look up, under the names of Megatron's mixer."""
@@ -179,19 +182,12 @@ class Mamba2Mixer(RecurrentMixer):
         """Of convolution and gate, under the name of Megatron's mixer."""
         return "silu"
 
-    def _build(self, submodules: Any, conv_bias: bool, norm_eps: float, name: str | None) -> None:
-        sizes = self.dims
-        self._build_in_proj(submodules.in_proj, name)
-        self._add_conv(conv_bias)
-        heads = sizes.num_heads
-        self._add_fp32(dt_bias=heads, A_log=heads, D=sizes.d_inner if self.D_has_hdim else heads)
+    def _build_out_norm(self, submodules: Any) -> None:
         if self.rmsnorm:
-            kind = device_for(self.config), self.config.params_dtype
+            sizes, kind = self.dims, (device_for(self.config), self.config.params_dtype)
             self.norm = GroupedRMSNorm(
-                sizes.d_inner, sizes.num_groups, norm_eps, self.tp_group, *kind
+                sizes.d_inner, sizes.num_groups, self.norm_eps, self.tp_group, *kind
             )
-        self._build_out_proj(submodules.out_proj, name)
-        self.remember_marks()
 
     @torch.no_grad()
     def _init_others(self, init: InitShare) -> None:

@@ -261,7 +261,7 @@ def computed_again(
     return frozenset({"whole"} if "whole" in asked else asked)
 
 
-def name_ignored_offloads(config: TransformerConfig, mixer: str) -> None:
+def name_ignored_offloads(mixer: str, config: TransformerConfig) -> None:
     """One log line for the parts of ``--offload-modules`` that this layer does not have."""
     if not config.fine_grained_activation_offloading:
         return
@@ -272,12 +272,3 @@ def name_ignored_offloads(config: TransformerConfig, mixer: str) -> None:
             f"{mixer}: --offload-modules {' '.join(without)} has no effect on this layer: "
             f"what its backward needs stays on the GPU."
         )
-
-
-def follow_config(
-    mixer: str, config: TransformerConfig, recompute: str | None, **options: bool | None
-) -> frozenset[str]:
-    """Name what a mixer of the ``linear_*`` sizes ignores, and give what it computes again."""
-    name_ignored_fields(mixer, GDN_FIELDS, config)
-    name_ignored_offloads(config, mixer)
-    return computed_again(config, recompute, **options)

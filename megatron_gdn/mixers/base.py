@@ -6,6 +6,8 @@ of the projection, p where the mixer runs, H heads with a state, V columns of a 
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, ClassVar
 
@@ -14,6 +16,7 @@ from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint, is_checkpointing
+from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -28,7 +31,17 @@ from ..ops.parts import Parts
 from ..ops.readout.base import Apart
 from ..ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from ..ops.rules.base import Rule
-from .arguments import refuse_config, refuse_unsupported, require_causal, the_context
+from .arguments import (
+    GDN_FIELDS,
+    ConfigFields,
+    name_ignored_fields,
+    name_ignored_offloads,
+    refuse_config,
+    refuse_unsupported,
+    require_causal,
+    require_rates,
+    the_context,
+)
 from .checkpoint import SaysStoredRows, ShardedBySections
 from .fp8 import (
     GatesApart,
@@ -42,11 +55,20 @@ from .fp8 import (
     wide_parameters,
 )
 from .generation.mixer import GeneratingMixer
-from .graphs import refuse_packed
+from .graphs import in_layer_graph, refuse_packed
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
 from .precision import ShardedApart
 from .tensor_parallel import FollowsGroups, OwnParameters, mark_packed
+
+
+@dataclass
+class MixerSubmodules:
+    """Specs of the parts that a mixer is assembled from."""
+
+    in_proj: ModuleSpec | type = IdentityOp  # column-parallel, hidden -> P, or norm and linear
+    out_norm: ModuleSpec | type = IdentityOp  # norm over the V columns of one head
+    out_proj: ModuleSpec | type = IdentityOp  # row-parallel, H * V -> hidden
 
 
 class RecurrentMixer(
@@ -61,22 +83,25 @@ class RecurrentMixer(
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A subclass defines :meth:`parts`. Its constructor calls :meth:`_choose_by`, builds the
-    parameters in the order in which files and optimizers list them (:meth:`_build_in_proj`,
-    :meth:`_add_conv`, :meth:`_add_fp32`, :meth:`_build_out_proj`), calls :meth:`remember_marks` and
-    :meth:`reset_parameters`.
+    A subclass defines :meth:`parts`. Its constructor calls this one, sets its options, and calls
+    :meth:`_build`, which makes all parameters and their first values.
 
     Args:
         config: Megatron's.
         dims: sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
             projection row, the ``state`` of its heads, the ``in_proj_layout`` if :meth:`project`
             makes rows of other columns. ``shard(n)`` gives those of one of n ranks.
-        layer_number, pg_collection, pp_layer_offset, cp_layout: see `megatron_gdn.GatedDeltaNet`.
+        layer_number, pg_collection, pp_layer_offset, cp_layout, A_init_range, conv_init: see
+            `megatron_gdn.GatedDeltaNet`.
     """
 
     in_proj: Any
     out_proj: Any
+    out_norm: Any
     micro_batches: MicroBatches
+    config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # of the config, about this mixer
+    recurrence: ClassVar[str] = "delta rule"  # in messages
+    uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
     use_muon: ClassVar[bool] = True  # Muon may update in_proj by its sections; else Adam does
     in_layer_graphs: ClassVar[bool] = False  # Megatron may capture it in a graph of the layer
     takes_gates_apart: ClassVar[bool] = False  # parts takes the rule's gates beside the rows
@@ -95,9 +120,17 @@ class RecurrentMixer(
         pg_collection: ProcessGroupCollection | None = None,
         pp_layer_offset: int | None = 0,
         cp_layout: str | SequenceLayout = AUTO,
+        A_init_range: tuple[float, float] = (1, 16),
+        conv_init: float | None = None,
     ) -> None:
         super().__init__(config)
-        refuse_config(config, type(self).__name__)
+        mixer = type(self).__name__
+        require_rates(A_init_range)
+        refuse_config(config, mixer)
+        name_ignored_fields(mixer, self.config_fields, config)
+        name_ignored_offloads(mixer, config)
+        if self.in_layer_graphs:
+            in_layer_graph(config)  # refuses what no graph of a layer takes
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
@@ -105,7 +138,9 @@ class RecurrentMixer(
         self.tp_size = pg_collection.tp.size()
         self.loader_layout = LoaderLayout(cp_layout, config)
         self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # of one rank
-        check_settings(config, type(self).__name__, self.dims.layout, self.stays_wide)
+        self.A_init_range, self.conv_init = tuple(A_init_range), conv_init
+        check_settings(config, mixer, self.dims.layout, self.stays_wide)
+        self._name_sizes()
 
     def forward(
         self,
@@ -232,20 +267,6 @@ class RecurrentMixer(
         """What this mixer is made of, for rows ``[S, B, p]`` that ``batch.passage`` has opened."""
         raise NotImplementedError
 
-    def _choose_by(
-        self,
-        choose_rule: ChooseRule,
-        mode: str | LinearCpMode | None,
-        cp_ranks_per_machine: int | None = None,
-        **names: str,
-    ) -> None:
-        """Set ``micro_batches``; arguments as of :class:`.micro_batch.MicroBatches`."""
-        dims, group = self.dims, self.pg_collection.cp
-        self.micro_batches = MicroBatches(
-            self.config, dims.layout, dims.state, dims.conv_kernel_dim, group, self.loader_layout,
-            mode=mode, choose_rule=choose_rule, cp_ranks_per_machine=cp_ranks_per_machine, **names,
-        )  # fmt: skip
-
     @property
     def config(self) -> TransformerConfig:
         """Megatron's. If it is replaced or changed, the next forward uses its new modes.
@@ -274,8 +295,66 @@ class RecurrentMixer(
     def backend(self) -> str:
         return self.rule.name
 
-    def _build_in_proj(self, spec: ModuleSpec | type, name: str | None, bias: bool = False) -> None:
-        """Set ``in_proj``, D -> P; ``name`` is the path of this mixer in the model."""
+    def _build(
+        self,
+        submodules: Any,
+        choose_rule: ChooseRule,
+        *,
+        fp32: Mapping[str, int],
+        name: str | None = None,
+        bias: bool = False,
+        conv_bias: bool = False,
+        linear_cp_mode: str | LinearCpMode | None = None,
+        cp_ranks_per_machine: int | None = None,
+        again: frozenset[str] = frozenset(),
+    ) -> None:
+        """Make ``micro_batches``, all parameters and their first values.
+
+        Files and optimizers list the parameters in this order: in_proj, convolution, those of
+        :meth:`_add_others`, ``fp32``, output norm, out_proj.
+
+        Args:
+            submodules: specs, such as :class:`MixerSubmodules`.
+            choose_rule: see :class:`.micro_batch.MicroBatches`.
+            fp32: rows of every fp32 parameter on this rank, by name.
+            name: path of this mixer in the model.
+            bias: give the projections biases; ``conv_bias`` gives the convolution one.
+            linear_cp_mode, cp_ranks_per_machine: see `megatron_gdn.GatedDeltaNet`.
+            again: what the backward computes again, from :func:`.arguments.computed_again`.
+        """
+        config, dims = self.config, self.dims
+        self.micro_batches = MicroBatches(
+            config, dims.layout, dims.state, dims.conv_kernel_dim, self.pg_collection.cp,
+            self.loader_layout, mode=linear_cp_mode, choose_rule=choose_rule,
+            cp_ranks_per_machine=cp_ranks_per_machine, mixer=type(self).__name__,
+            recurrence=self.recurrence,
+        )  # fmt: skip
+        self._build_in_proj(submodules.in_proj, name, bias)
+        self._add_conv(conv_bias)
+        self._add_others()
+        self._add_fp32(**fp32)
+        self._build_out_norm(submodules)
+        state = self.global_dims.state
+        self.out_proj = self._linear(
+            submodules.out_proj,
+            state.heads * state.columns,
+            self.global_dims.hidden_size,
+            init_method=config.output_layer_init_method,
+            bias=bias,
+            input_is_parallel=True,
+            skip_bias_add=True,  # the forward returns it, and Megatron adds it
+            tp_comm_buffer_name="fc2",
+            name=None if name is None else f"{name}.out_proj",
+        )
+        self.remember_marks()
+        self.recompute_whole, self.recompute_rule = "whole" in again, "rule" in again
+        if self.recompute_whole:
+            refuse_second_run(config)
+        if "norm_out" in again:
+            self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
+        self.reset_parameters()
+
+    def _build_in_proj(self, spec: ModuleSpec | type, name: str | None, bias: bool) -> None:
         sizes = self.global_dims.hidden_size, layout_of_in_proj(self.global_dims).width
         self.in_proj = self._linear(
             spec,
@@ -292,40 +371,16 @@ class RecurrentMixer(
         if quantises(self.config):
             keep_gates_apart(self.in_proj, layout, self.tp_group)
 
-    def _build_out_proj(
-        self, spec: ModuleSpec | type, name: str | None, bias: bool = False
-    ) -> None:
-        """Set ``out_proj``, H V -> D; the forward returns its bias, and Megatron adds it."""
-        state = self.global_dims.state
-        self.out_proj = self._linear(
-            spec,
-            state.heads * state.columns,
-            self.global_dims.hidden_size,
-            init_method=self.config.output_layer_init_method,
-            bias=bias,
-            input_is_parallel=True,
-            skip_bias_add=True,
-            tp_comm_buffer_name="fc2",
-            name=None if name is None else f"{name}.out_proj",
-        )
+    def _add_others(self) -> None:
+        """Add the parameters that this mixer alone has, by :meth:`_add`."""
 
-    def _build_out_norm(self, spec: ModuleSpec | type) -> None:
-        """Set ``out_norm``, over the V columns of one head."""
-        config = self.config
-        width = self.global_dims.state.columns
+    def _build_out_norm(self, submodules: Any) -> None:
+        config, width = self.config, self.global_dims.state.columns
         self.out_norm = build_module(
-            spec, config=config, hidden_size=width, eps=config.layernorm_epsilon
+            submodules.out_norm, config=config, hidden_size=width, eps=config.layernorm_epsilon
         )
         for parameter in self.out_norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
-
-    def _recompute(self, again: frozenset[str]) -> None:
-        """Set what the backward computes again, from :func:`.arguments.computed_again`."""
-        self.recompute_whole, self.recompute_rule = "whole" in again, "rule" in again
-        if self.recompute_whole:
-            refuse_second_run(self.config)
-        if "norm_out" in again:
-            self.recompute_norm_out = keep_unquantised_input(self.out_proj, self.config)
 
     def _linear(self, spec: ModuleSpec | type, *sizes: int, **how: Any) -> Any:
         how.update(config=self.config, is_expert=False, tp_group=self.tp_group)

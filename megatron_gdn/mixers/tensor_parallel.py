@@ -251,10 +251,9 @@ class OwnParameters(MarkedParameters):
         init(weight, lambda x: x.uniform_(-of_weight, of_weight), 0, widths)
         init(bias, lambda x: x.uniform_(-of_bias, of_bias), 0, widths)
         self._init_others(init)
-        ranks = self.tp_group.size()
-        rates = self.A_init_range
-        init(self.A_log, lambda x: x.uniform_(*rates).log_(), 0, (len(self.A_log) * ranks,))
-        init(self.dt_bias, self._fill_dt_bias, 0, (len(self.dt_bias) * ranks,))
+        for name, fill in (("A_log", self._fill_A_log), ("dt_bias", self._fill_dt_bias)):
+            if (parameter := getattr(self, name, None)) is not None:
+                init(parameter, fill, 0, (len(parameter) * self.tp_group.size(),))
 
     def _init_projections(self, init: InitShare) -> None:
         if not self.config.perform_initialization:
@@ -265,7 +264,10 @@ class OwnParameters(MarkedParameters):
         init(getattr(self.out_proj, "weight", None), method, 1, columns)
 
     def _init_others(self, init: InitShare) -> None:
-        """Fill what this mixer alone has."""
+        """Fill what this mixer alone has; ``init`` is of :func:`init_shares_of`."""
+
+    def _fill_A_log(self, x: Tensor) -> None:
+        x.uniform_(*self.A_init_range).log_()
 
     def _fill_dt_bias(self, x: Tensor) -> None:
         if self.dt_init_range is None:
