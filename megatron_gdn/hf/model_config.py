@@ -11,7 +11,8 @@ from typing import Any
 import torch.nn.functional as F
 
 from ..gdn.hf import Storage
-from ..gdn.sizes import LINEAR, GDNDims
+from ..gdn.sizes import GDNDims
+from ..ops.delta_rule.sizes import LINEAR
 from .state_dict_adapter import GDN_FP32_CHECKPOINT_ARCHITECTURES
 
 # Models of which a layer's weights convert, and what keeps whole ones from it.

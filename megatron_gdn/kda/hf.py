@@ -36,7 +36,7 @@ def kda_layer_maps(
     ``family`` is the ``model_type`` of the model. Names are those of files, or if not ``in_files``
     of transformers' module.
     """
-    p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_heads
+    p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_value_heads
     K, V, layout = dims.key_head_dim, dims.value_head_dim, dims.in_proj_layout
     gate = hf if in_files else f"{hf}forget_gate."
     out = "dense" if in_files and family == "bailing_hybrid" else "o_proj"

@@ -141,7 +141,7 @@ class KimiDeltaAttention(RecurrentMixer):
         if "qkv" in recomputed_parts(config):
             log_once("KimiDeltaAttention: q, k and v are kept, whatever --recompute-modules says.")
         super().__init__(
-            config, KDADims.from_config(config, forget_rank, output_rank), layer_number,
+            config, KDADims.of(config, forget_rank, output_rank), layer_number,
             pg_collection, pp_layer_offset, cp_layout, A_init_range, conv_init,
         )  # fmt: skip
         self.gate_lower_bound = gate_lower_bound

@@ -2,53 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
+from typing import Any, ClassVar
 
-from ..ops.delta_rule.base import HeadSizes, require_even_groups
-from ..ops.layout import Layout, Section, require_shares, require_sizes
-from ..ops.state_maps.state_map import StateShape
+from ..ops.delta_rule.base import HeadSizes
+from ..ops.delta_rule.sizes import LinearDims
+from ..ops.layout import Layout, Section
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class KDADims:
-    """Sizes of a Kimi Delta Attention, or of the share that one tensor-parallel rank holds."""
+class KDADims(LinearDims):
+    """Sizes of a Kimi Delta Attention, or of the share that one tensor-parallel rank holds.
 
-    hidden_size: int  # of the model; never split
-    num_key_heads: int  # each serves neighbouring heads; as many as heads in Kimi Linear
-    num_heads: int  # with a value, gates and a state each
-    key_head_dim: int  # rows of a state
-    value_head_dim: int  # columns of a state
-    conv_kernel_dim: int
+    Gates belong to value heads; Kimi Linear has as many key heads.
+    """
+
     forget_rank: int  # columns of the gate's narrow half; 0: the gate is a section of in_proj
     output_rank: int  # likewise
 
-    def __post_init__(self) -> None:
-        require_sizes(self, may_be_zero=("forget_rank", "output_rank"))
-        require_even_groups(self.num_key_heads, self.num_heads)
+    may_be_zero: ClassVar[tuple[str, ...]] = ("forget_rank", "output_rank")
+    also_shared: ClassVar[tuple[str, ...]] = may_be_zero
 
     @classmethod
-    def from_config(
+    def of(
         cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
     ) -> KDADims:
-        """As GDNDims has it. A rank that is None is the value head's dim, as in Kimi Linear."""
+        """The sizes of a config. A rank that is None is the value head's dim, as in Kimi Linear."""
+        given = {"forget_rank": forget_rank, "output_rank": output_rank}
         V = config.linear_value_head_dim
-        return cls(
-            hidden_size=config.hidden_size,
-            num_key_heads=config.linear_num_key_heads,
-            num_heads=config.linear_num_value_heads,
-            key_head_dim=config.linear_key_head_dim,
-            value_head_dim=V,
-            conv_kernel_dim=config.linear_conv_kernel_dim,
-            forget_rank=V if forget_rank is None else forget_rank,
-            output_rank=V if output_rank is None else output_rank,
-        )
+        return cls.from_config(config, **{k: V if n is None else n for k, n in given.items()})
 
     @property
     def layout(self) -> Layout:
         """The columns of a row, with both gates in full width."""
-        return rows_of(self.num_key_heads, self.num_heads, self.key_head_dim, self.value_head_dim)
+        return rows_of(*self.heads)
 
     @property
     def in_proj_layout(self) -> Layout:
@@ -67,23 +55,6 @@ class KDADims:
     def ranks(self) -> dict[str, int]:
         """Columns of the narrow halves, by the gate's section."""
         return {"f": self.forget_rank, "z": self.output_rank}
-
-    @property
-    def state(self) -> StateShape:
-        return StateShape(self.num_heads, self.key_head_dim, self.value_head_dim)
-
-    def shard(self, ranks: int) -> KDADims:
-        """The sizes one of ``ranks`` tensor-parallel ranks holds, see :func:`require_shares`."""
-        counts = (self.num_key_heads, self.num_heads, self.forget_rank, self.output_rank)
-        held = (
-            f"{self.num_key_heads} key heads, {self.num_heads} value heads, "
-            f"forget_rank={self.forget_rank} and output_rank={self.output_rank}"
-        )
-        require_shares(ranks, counts, held)
-        keys, heads, forget, output = (count // ranks for count in counts)
-        return replace(
-            self, num_key_heads=keys, num_heads=heads, forget_rank=forget, output_rank=output
-        )
 
 
 @lru_cache(maxsize=64)

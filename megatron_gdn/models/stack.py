@@ -92,7 +92,7 @@ class Stack:
         """
         build = {
             "G": lambda: _gdn(GDNDims.from_config(config)),
-            "K": lambda: _kda(KDADims.from_config(config, *map((kda or {}).get, _KDA_SIZES))),
+            "K": lambda: _kda(KDADims.of(config, *map((kda or {}).get, _KDA_SIZES))),
             "M": lambda: _mamba2(Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)),
             "*": lambda: _attention(config, wide_qk_norm),
             "-": lambda: _mlp(config),

@@ -74,7 +74,7 @@ class Mapping:
         else:
             self.theirs = text.layers[0].self_attn
             ranks = {key: value for key, value in self.options.items() if key.endswith("_rank")}
-            self.dims = KDADims.from_config(kda_config(**KDA_SIZES), **ranks)
+            self.dims = KDADims.of(kda_config(**KDA_SIZES), **ranks)
         self.norm = next(x for x in ("o_norm", "norm") if hasattr(self.theirs, x))
 
     def read(self, state, tp_size=1, **options):

@@ -146,7 +146,7 @@ def relative_error(got, true):
 def written_out(mixer, x, lengths):
     """The whole mixer token by token in fp64, differentiable."""
     p = {name: t.detach().clone().requires_grad_() for name, t in mixer.named_parameters()}
-    layout, heads = mixer.dims.in_proj_layout, mixer.dims.num_heads
+    layout, heads = mixer.dims.in_proj_layout, mixer.dims.num_value_heads
     outputs = []
     for u in x.split([n for n in lengths if n]):
         rows = (u @ p["in_proj.weight"].T).transpose(0, 1)
@@ -194,7 +194,7 @@ def test_output_and_every_gradient_are_those_of_the_recurrence(options, lengths)
         ({"backend": "flash_qla"}, {}, "unknown backend 'flash_qla' of Kimi Delta Attention"),
         ({"backend": "fla"}, {}, "fla runs on a GPU"),
         ({"backend": "fla"}, {"deterministic_mode": True}, "in deterministic mode use 'auto'"),
-        ({}, {"linear_num_key_heads": 3}, "cannot share 3 key heads evenly"),
+        ({}, {"linear_num_key_heads": 3}, "is not a multiple of num_key_heads=3"),
         ({"recompute": "some"}, {}, "recompute='some' is not known"),
     ],
 )  # fmt: skip

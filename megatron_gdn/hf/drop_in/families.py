@@ -67,7 +67,7 @@ def _kda(module: Any, config: Any, options: Any) -> Mixer:
     dims = KDADims(
         hidden_size=config.hidden_size,
         num_key_heads=heads,
-        num_heads=heads,
+        num_value_heads=heads,
         key_head_dim=width,
         value_head_dim=width,
         conv_kernel_dim=config.linear_conv_kernel_dim,

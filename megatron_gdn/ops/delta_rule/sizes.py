@@ -1,0 +1,91 @@
+"""Sizes of a mixer whose config says them in the ``linear_*`` fields."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from ..layout import Layout, SizeError, require_shares, require_sizes
+from ..state_maps.state_map import StateShape
+from .base import HeadSizes
+
+# Fields that a TransformerConfig and a ``config.json`` call by this name after ``linear_``.
+LINEAR = (
+    "conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LinearDims:
+    """Sizes of a mixer, or of the share of it that one rank holds.
+
+    A subclass has the ``layout`` of a row, and its further sizes as fields.
+    """
+
+    hidden_size: int  # of the model; never split
+    num_key_heads: int  # each serves neighbouring value heads
+    num_value_heads: int  # with a state each
+    key_head_dim: int  # rows of a state
+    value_head_dim: int  # columns of a state
+    conv_kernel_dim: int
+
+    may_be_zero: ClassVar[tuple[str, ...]] = ()  # names of sizes
+    also_shared: ClassVar[tuple[str, ...]] = ()  # among tensor-parallel ranks, beside the heads
+
+    def __post_init__(self) -> None:
+        require_sizes(self, self.may_be_zero)
+        if self.num_value_heads % self.num_key_heads:
+            raise SizeError(
+                f"num_value_heads={self.num_value_heads} is not a multiple of "
+                f"num_key_heads={self.num_key_heads}; every key head must serve the same number "
+                f"of value heads. Set linear_num_value_heads to a multiple of "
+                f"linear_num_key_heads."
+            )
+
+    @classmethod
+    def from_config(cls, config: Any, **others: int) -> Self:
+        """The sizes of a Megatron ``TransformerConfig``; ones that do not fit are a ValueError."""
+        sizes = {name: getattr(config, f"linear_{name}") for name in LINEAR}
+        return cls(hidden_size=config.hidden_size, **sizes, **others)
+
+    @property
+    def config_fields(self) -> dict[str, int]:
+        """The ``linear_*`` fields that `from_config` reads; a ``config.json`` has the same."""
+        return {f"linear_{name}": getattr(self, name) for name in LINEAR}
+
+    @property
+    def qk_dim(self) -> int:
+        return self.num_key_heads * self.key_head_dim
+
+    @property
+    def v_dim(self) -> int:
+        return self.num_value_heads * self.value_head_dim
+
+    @property
+    def value_heads_per_key_head(self) -> int:
+        return self.num_value_heads // self.num_key_heads
+
+    @property
+    def heads(self) -> HeadSizes:
+        """The kernels' view of these sizes."""
+        return HeadSizes(
+            self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
+        )
+
+    @property
+    def layout(self) -> Layout:
+        """The columns of a row."""
+        raise NotImplementedError
+
+    @property
+    def state(self) -> StateShape:
+        return self.heads.state
+
+    def shard(self, ranks: int) -> Self:
+        """The sizes one of ``ranks`` tensor-parallel ranks holds, see :func:`require_shares`."""
+        held = f"{self.num_key_heads} key heads and {self.num_value_heads} value heads"
+        held += "".join(f", {name}={getattr(self, name)}" for name in self.also_shared)
+        names = "num_key_heads", "num_value_heads", *self.also_shared
+        counts = {name: getattr(self, name) for name in names}
+        require_shares(ranks, tuple(counts.values()), held)
+        return replace(self, **{name: count // ranks for name, count in counts.items()})
