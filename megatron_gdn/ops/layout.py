@@ -86,6 +86,14 @@ class Layout:
         return tuple(section.name for section in self.sections)
 
     @cached_property
+    def _kinds(self) -> dict[str, str]:
+        return {section.name: section.heads for section in self.sections}
+
+    def heads_of(self, name: str) -> int:
+        """How many heads a section has."""
+        return self.heads(self._kinds[name])
+
+    @cached_property
     def widths(self) -> tuple[int, ...]:
         """Columns of every section, for ``Tensor.split``."""
         return tuple(self.heads(section.heads) * section.width for section in self.sections)

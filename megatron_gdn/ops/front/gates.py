@@ -1,0 +1,47 @@
+"""The gates of a rule, as functions of single columns of a row.
+
+    function(x, A_log, low, high)      x [B, S, heads, width] in fp32 or wider, A_log [heads, 1]
+
+x is the column, with ``dt_bias`` added where the gate has a rate (:class:`.table.Gate`). Whether a
+head or each of its channels has a gate makes no difference here. :mod:`.gate_kernels` has a Triton
+function of the same name for each, and one of its gradient.
+
+Log-decays below :func:`..elementwise.least_log_decay` and ``A_log`` above
+:func:`..elementwise.largest_A_log` are clamped. The decay exp(g) is exactly 0 there with or without
+the clamp, and so is its gradient, as in the recurrence.
+"""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from ..elementwise import largest_A_log, least_log_decay, sigmoid, softplus
+
+
+def decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
+    """The log-decay ``-exp(A_log) softplus(x)``."""
+    return (_decayed(softplus(x), A_log),)
+
+
+def bounded_decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
+    """The log-decay ``low sigmoid(exp(A_log) x)``, between ``low`` and 0."""
+    return (low * sigmoid(_rate(A_log) * x),)
+
+
+def time_step(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
+    """The log-decay ``-exp(A_log) dt`` and the time step ``dt = clamp(softplus(x), low, high)``."""
+    dt = softplus(x).clamp(low, high)
+    return _decayed(dt, A_log), dt
+
+
+def strength(x: Tensor, A_log: Tensor | None, low: float, high: float) -> tuple[Tensor]:
+    """The strength ``high sigmoid(x)`` of writing or erasing."""
+    return (sigmoid(x) * high,)
+
+
+def _rate(A_log: Tensor) -> Tensor:
+    return A_log.clamp(max=largest_A_log(A_log.dtype)).exp()
+
+
+def _decayed(dt: Tensor, A_log: Tensor) -> Tensor:
+    return (-_rate(A_log) * dt).clamp(min=least_log_decay(dt.dtype))

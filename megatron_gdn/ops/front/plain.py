@@ -1,0 +1,110 @@
+"""A table's front in plain torch: the twin of :mod:`.launches`, any device, fp64 for fp64 rows.
+
+Legend: S seq, B batch, P projection width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..autograd import gradients
+from ..conv import convolve_rows
+from ..documents import Documents
+from ..elementwise import l2norm
+from .history import History
+from .table import FrontParameters, TableFront
+
+
+@dataclass(frozen=True, eq=False)
+class PlainFront(TableFront):
+    """Its backward is autograd's; ``convolve`` is conv + SiLU."""
+
+    convolve: Callable[..., Tensor] = convolve_rows
+
+    @torch.no_grad()
+    def _make(
+        self,
+        proj: Tensor,
+        given: FrontParameters,
+        documents: Documents | None,
+        wanted: tuple[str, ...],
+        history: History | None,
+    ) -> dict[str, Tensor | None]:
+        made = self._differentiably(proj, given, documents, wanted, history)
+        kind = self.dtype or proj.dtype
+        return {
+            name: (x.to(kind) if name in self.convolved else x).contiguous()
+            for name, x in made.items()
+        }
+
+    def _differentiably(
+        self,
+        proj: Tensor,
+        given: FrontParameters,
+        documents: Documents | None,
+        wanted: tuple[str, ...],
+        history: History | None,
+    ) -> dict[str, Tensor]:
+        wide, made = torch.promote_types(proj.dtype, torch.float32), {}
+        rows_BSP, bias = proj.transpose(0, 1), given.bias
+        for part in self.table.convolved:
+            if part.makes not in wanted:
+                continue
+            channels = self.channels(part.section)
+            x = self.convolve(
+                rows_BSP[..., self.layout.columns(part.section)].to(wide),
+                given.weight.flatten(1)[channels].to(wide),
+                None if bias is None else bias[channels].to(wide),
+                documents,
+                None if history is None else history.columns(channels),
+            )
+            x = x.unflatten(-1, (self.layout.heads_of(part.section), -1))
+            made[part.makes] = l2norm(x) if part.unit_length else x
+        return made | self.gates_of(proj, given.A_log, given.dt_bias, given.apart, wanted)
+
+    def _gradients(
+        self,
+        proj: Tensor,
+        given: FrontParameters,
+        grads: Any,
+        d_proj: Tensor,
+        d_apart: Tensor | None,
+        documents: Documents | None,
+        history: History | None,
+    ) -> tuple[Tensor | None, ...]:
+        wide = torch.promote_types(proj.dtype, torch.float32)
+
+        def run(proj: Tensor, before: Tensor | None, apart: Tensor | None, *parameters: Tensor):
+            past = history and history._replace(rows=before)
+            weight, bias, A_log, dt_bias = parameters
+            of = FrontParameters(weight, bias, A_log, dt_bias, None, apart)
+            return list(self._differentiably(proj, of, documents, self.names, past).values())
+
+        d_made = []
+        for part in (*self.table.convolved, *self.table.gates):
+            heads, factor = self.layout.heads_of(part.section), getattr(grads, "factor", None)
+            names = part.makes if isinstance(part.makes, tuple) else (part.makes,)
+            for d in (getattr(grads, name).to(wide) for name in names):
+                d = d.unflatten(2, (heads, -1)).sum(3)  # over the value heads that share a head
+                if factor is not None:
+                    d = d * factor.view(heads, -1)[:, 0].view(heads, *[1] * (d.dim() - 3))
+                d_made.append(d)
+        before = None if history is None else history.rows
+        inputs = (proj, before, given.apart, *given[:4])
+        inputs = [None if x is None else x.to(wide) for x in inputs]
+        d_rows, d_before, d_gates, *of_parameters = gradients(run, inputs, d_made)
+        for part in (*self.table.convolved, *self.table.gates):
+            columns = self.layout.columns(part.section)
+            if columns.start < d_proj.shape[-1]:
+                d_proj[..., columns] = d_rows[..., columns]
+        if d_apart is not None:
+            d_apart.copy_(d_gates)
+        if history is not None and history.d_rows is not None:
+            history.d_rows.copy_(d_before)
+        pairs = zip(of_parameters, given, strict=False)
+        return tuple(None if x is None else d.to(x.dtype) for d, x in pairs)

@@ -1,0 +1,219 @@
+"""One front for all mixers: what a mixer states of its own, and the front that follows from it.
+
+    convolved sections      SiLU(conv(x)), scaled to unit length where the table says so
+    gates                   functions of single columns, of :mod:`.gates`, per head or per channel
+
+Legend: S seq, B batch, P projection width, C conv channels, W conv taps.
+"""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..documents import Documents
+from ..layout import Layout
+from ..state_maps.state_map import StateShape
+from .base import Parameters, StepForm
+from .history import History
+
+
+class Convolved(NamedTuple):
+    """A section of convolved columns, ``[B, S, heads, width]`` for the rule."""
+
+    section: str
+    makes: str  # the rule's input
+    unit_length: bool = False
+
+
+class Gate(NamedTuple):
+    """A section whose columns are gates: ``[B, S, heads]`` or ``[B, S, heads, width]``, fp32."""
+
+    section: str
+    makes: tuple[str, ...]  # the rule's inputs, as many as the function makes
+    function: Callable[..., tuple[Tensor, ...]]  # of :mod:`.gates`
+    rated: bool = False  # takes A_log, one per head, and dt_bias, one per column; one gate does
+    channels: bool = False  # for each channel of a head
+    low: float = 0.0
+    high: float = 1.0
+
+
+@dataclass(frozen=True)
+class FrontTable:
+    """What the front of a mixer makes of a row."""
+
+    layout: Layout
+    inputs: type[Any]  # the rule's, a NamedTuple: the convolved, then the gates in their order
+    state: StateShape
+    convolved: tuple[Convolved, Convolved, Convolved]  # in the order of the columns
+    gates: tuple[Gate, ...]
+    # An input that is a parameter, ``[H]`` or ``[H V]``, the same for every token: the last one.
+    shared: str | None = None
+    # For generation, see :class:`.base.StepForm`.
+    step_sections: tuple[str, str, str] = ("query", "key", "value")
+    scale: float = 1.0
+    erases: bool = True
+
+
+class FrontParameters(NamedTuple):
+    """The parameters of a front by name."""
+
+    weight: Tensor  # [C, 1, W]
+    bias: Tensor | None  # [C]
+    A_log: Tensor  # [heads], fp32
+    dt_bias: Tensor  # [heads * width], fp32
+    shared: Tensor | None
+    apart: Tensor | None  # the gates' sections [S, B, .], if the rows do not hold them
+
+
+@dataclass(frozen=True, eq=False)
+class TableFront:
+    """A :class:`.base.GeneratingFront` of rows ``[S, B, P]``, by its table.
+
+    Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; then the one
+    that tokens share, if the table has one, and the sections of the gates ``[S, B, .]``, if the
+    rows do not hold them.
+    """
+
+    table: FrontTable
+    dtype: torch.dtype | None = None  # of what is convolved; None is the projection's
+    batch_invariant: bool = False  # the bits of a packed document do not depend on its place
+    again: tuple[str, ...] = ()  # computed again in the backward
+
+    triton = False
+
+    @property
+    def layout(self) -> Layout:
+        return self.table.layout
+
+    @property
+    def state(self) -> StateShape:
+        return self.table.state
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return self.table.inputs._fields
+
+    @cached_property
+    def convolved(self) -> tuple[str, ...]:
+        return tuple(part.makes for part in self.table.convolved)
+
+    @cached_property
+    def step(self) -> StepForm:
+        table = self.table
+        unit = any(part.unit_length for part in table.convolved)
+        kernel = self._step_kernel if self.triton else None
+        return StepForm(
+            table.step_sections, self._step_gates, kernel, table.scale, unit, table.erases
+        )
+
+    def _step_gates(self, rows: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, ...]:
+        return tuple(self.gates_of(rows, A_log, dt_bias, None, self.names).values())
+
+    def _step_kernel(self) -> Any:
+        raise NotImplementedError
+
+    def channels(self, section: str) -> slice:
+        """Of the convolution, those of a section."""
+        columns, first = self.layout.columns(section), self.layout.conv_columns.start
+        return slice(columns.start - first, columns.stop - first)
+
+    def gates_of(
+        self,
+        proj: Tensor,
+        A_log: Tensor,
+        dt_bias: Tensor,
+        apart: Tensor | None,
+        wanted: tuple[str, ...],
+    ) -> dict[str, Tensor]:
+        """The gates in plain torch, differentiable, in fp32 or wider."""
+        wide = torch.promote_types(torch.promote_types(proj.dtype, A_log.dtype), torch.float32)
+        rows = (proj if apart is None else apart).transpose(0, 1)
+        made: dict[str, Tensor] = {}
+        for gate in self.table.gates:
+            if not any(name in wanted for name in gate.makes):
+                continue
+            columns, first = self.layout.columns(gate.section), 0
+            if apart is not None:
+                first = self.layout.main_width
+            x = rows[..., columns.start - first : columns.stop - first].to(wide)
+            x = x.unflatten(-1, (self.layout.heads_of(gate.section), -1))
+            rate = None
+            if gate.rated:
+                x, rate = x + dt_bias.to(wide).view(x.shape[2:]), A_log.to(wide)[:, None]
+            values = gate.function(x, rate, gate.low, gate.high)
+            for name, y in zip(gate.makes, values, strict=True):
+                made[name] = y if gate.channels else y.squeeze(-1)
+        return made
+
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+        history: History | None = None,
+    ) -> Any:
+        """As :class:`.base.Front` has it."""
+        given, wanted = self._named(parameters), self.names if only is None else only
+        made: dict[str, Any] = dict.fromkeys(self.names)
+        made |= self._make(proj, given, documents, wanted, history)
+        if given.shared is not None and self.table.shared in wanted:
+            wide = torch.promote_types(given.shared.dtype, torch.float32)
+            shared = given.shared.to(wide).view(self.layout.state_heads, -1)
+            made[self.names[-1]] = shared.expand(proj.shape[1], proj.shape[0], -1, -1)
+        return self.table.inputs(**{name: made[name] if name in wanted else None for name in made})
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: Any,
+        d_proj: Tensor,
+        documents: Documents | None,
+        history: History | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """As :class:`.base.Front` has it."""
+        given = self._named(parameters)
+        d_apart = None if given.apart is None else torch.empty_like(given.apart)
+        found = self._gradients(proj, given, grads, d_proj, d_apart, documents, history)
+        if given.shared is not None:
+            shared = given.shared
+            d_shared = getattr(grads, self.names[-1]).sum((0, 1))
+            found = (*found, d_shared.to(shared.dtype).view(shared.shape))
+        return found if d_apart is None else (*found, d_apart)
+
+    def _named(self, parameters: Parameters) -> FrontParameters:
+        weight, bias, A_log, dt_bias, *others = parameters
+        shared = None if self.table.shared is None else others.pop(0)
+        return FrontParameters(weight, bias, A_log, dt_bias, shared, *(others or (None,)))
+
+    @abstractmethod
+    def _make(
+        self,
+        proj: Tensor,
+        given: FrontParameters,
+        documents: Documents | None,
+        wanted: tuple[str, ...],
+        history: History | None,
+    ) -> dict[str, Tensor | None]:
+        """At least the inputs that are wanted and not shared."""
+
+    @abstractmethod
+    def _gradients(
+        self,
+        proj: Tensor,
+        given: FrontParameters,
+        grads: Any,
+        d_proj: Tensor,
+        d_apart: Tensor | None,
+        documents: Documents | None,
+        history: History | None,
+    ) -> tuple[Tensor | None, ...]:
+        """Of weight, bias, A_log and dt_bias; writes the columns and ``history.d_rows``."""
