@@ -18,6 +18,7 @@ _NAMES = {
         "leave_attention_out_of_graphs", "set_documents", "static_packed_seq_params",
     ),
     "gdn.layer": ("GatedDeltaNet", "GatedDeltaNetSubmodules"),
+    "gdn2.layer": ("GatedDeltaNet2",),
     "kda.layer": ("KimiDeltaAttention", "KimiDeltaAttentionSubmodules"),
     "mamba2.layer": ("Mamba2Mixer", "Mamba2MixerSubmodules"),
     "ops": (

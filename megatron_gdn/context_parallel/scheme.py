@@ -56,7 +56,8 @@ class Scheme(Protocol):
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """The rows of a parameter that the mixer needs here.
 
-        ``param`` has one row per state head, or one row per column of the sections ``names``.
+        ``param`` has one row per state head, or one row per column of the sections ``names``; of a
+        single section also one per head.
         """
         ...
 
@@ -86,14 +87,18 @@ class Whole:
 
 
 def local_parameters(
-    scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor
+    scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor, of: str | None = None
 ) -> list[Any]:
-    """The shares of the convolution's and the heads' parameters that the mixer needs here."""
+    """The shares of the convolution's and the heads' parameters that the mixer needs here.
+
+    The heads are those with a state, or those of the section ``of``.
+    """
     if not scheme.moves_rows:
         return [weight, bias, *per_head]
     convolved = scheme.layout.conv_names
     of_conv = [x if x is None else scheme.local(x, convolved) for x in (weight, bias)]
-    return [*of_conv, *[scheme.local(x) for x in per_head]]
+    heads = None if of is None else (of,)
+    return [*of_conv, *[scheme.local(x, heads) for x in per_head]]
 
 
 def stay(rows: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ import torch
 from tests import kda_mixers, mamba_mixers, parallel, toy_mixer
 from tests.distributed.layer_laws import build_layer, randomise_
 from tests.distributed.mixer_laws import Mixers
+from tests.gdn2 import mixers as gdn2_mixers
 
 
 def build_gdn(config, groups, **options):
@@ -41,7 +42,8 @@ MAMBA2_FP32 = replace(
 KDA_FP32 = replace(
     MAMBA2_FP32, config=kda_mixers.kda_config, build=kda_mixers.build, fp32=("A_log", "dt_bias")
 )
-BY_NAME = {"gdn": GDN, "mamba2": MAMBA2_FP32, "kda": KDA_FP32}
+GDN2_FP32 = replace(KDA_FP32, config=gdn2_mixers.gdn2_config, build=gdn2_mixers.build)
+BY_NAME = {"gdn": GDN, "gdn2": GDN2_FP32, "mamba2": MAMBA2_FP32, "kda": KDA_FP32}
 
 
 def whole(kind: str, changes: dict | None = None, **options) -> torch.nn.Module:
@@ -55,7 +57,7 @@ def _exactly(mixers: Mixers) -> Mixers:
     return replace(mixers, config=partial(mixers.config, **fp64), tolerance=1e-11)
 
 
-MAMBA2, KDA = _exactly(MAMBA2_FP32), _exactly(KDA_FP32)
+MAMBA2, KDA, GDN2 = map(_exactly, (MAMBA2_FP32, KDA_FP32, GDN2_FP32))
 TOY = Mixers(
     config=partial(parallel.make_config, deterministic_mode=True),
     build=toy_mixer.ToyMixer,

@@ -6,14 +6,14 @@ from functools import partial
 import pytest
 
 from tests.distributed.mixer_laws import checkpoint_law, parallel_equals_one_rank
-from tests.distributed.mixers import GDN, KDA, MAMBA2, OLMO_HYBRID, TOY
+from tests.distributed.mixers import GDN, GDN2, KDA, MAMBA2, OLMO_HYBRID, TOY
 
 UNEQUAL = (16, 0, 8, 24)
 ANY = (3, 0, 25, 3, 1)
 each = pytest.mark.parametrize(
     "mixers",
-    [GDN, OLMO_HYBRID, MAMBA2, KDA, TOY],
-    ids=["gdn", "olmo_hybrid", "mamba2", "kda", "toy"],
+    [GDN, OLMO_HYBRID, GDN2, MAMBA2, KDA, TOY],
+    ids=["gdn", "olmo_hybrid", "gdn2", "mamba2", "kda", "toy"],
 )
 
 
@@ -26,7 +26,7 @@ def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed, mi
     pools(2).run(parallel_equals_one_rank, mixers, 1, 2, lengths=lengths, layout=layout, mode=mode)
 
 
-@pytest.mark.parametrize("mixers", [GDN, MAMBA2], ids=["gdn", "mamba2"])
+@pytest.mark.parametrize("mixers", [GDN, GDN2, MAMBA2], ids=["gdn", "gdn2", "mamba2"])
 @pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 def test_batch_invariant_mode_equals_one_rank(pools, mode, packed, mixers):
@@ -40,7 +40,7 @@ def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel, m
     pools(2).run(parallel_equals_one_rank, mixers, 2, 1, sequence_parallel)
 
 
-@pytest.mark.parametrize("mixers", [MAMBA2, KDA, TOY], ids=["mamba2", "kda", "toy"])
+@pytest.mark.parametrize("mixers", [GDN2, MAMBA2, KDA, TOY], ids=["gdn2", "mamba2", "kda", "toy"])
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
 def test_four_ranks_equal_one_rank(pools, tp, cp, mode, mixers):

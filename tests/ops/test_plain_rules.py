@@ -7,11 +7,13 @@ import pytest
 import torch
 
 from megatron_gdn.gdn.api import recurrent_gated_delta_rule
+from megatron_gdn.gdn2.rule import PlainGDN2
 from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.rules import chunk_table
+from tests.gdn2 import oracle as gdn2
 from tests.kda.oracle import recurrent_kda
 from tests.mamba2 import oracle as ssd
 from tests.ops.delta_rule.states import (
@@ -80,6 +82,7 @@ class Kind(NamedTuple):
 
 DELTA = Kind(PlainRule(), delta_inputs, delta_recurrence)
 KDA = Kind(PlainRule(), delta_inputs, recurrent_kda)
+GDN2 = Kind(PlainGDN2(), gdn2.random_inputs, gdn2.recurrent_gdn2)
 SSD = Kind(PlainSSD(), ssd_inputs, ssd_recurrence, (ssd.H, ssd.K, ssd.V), True)
 CASES = {
     "delta rule, batch": (DELTA, 1.0, (2, 70), None),
@@ -88,6 +91,8 @@ CASES = {
     "delta rule, strong decay": (DELTA, 40.0, (1, 66), None),
     **{f"KDA, {gates}": (KDA, gates, (1, 150), PACKED) for gates in CHANNELS},
     "KDA, batch": (KDA, "unequal", (2, 70), None),
+    **{f"GDN-2, {gates}": (GDN2, gates, (1, 150), PACKED) for gates in gdn2.GATES},
+    "GDN-2, batch": (GDN2, "unequal", (2, 70), None),
     "SSD, batch": (SSD, False, (2, 150), None),
     "SSD, batch, D of channels": (SSD, True, (2, 150), None),
     "SSD, documents": (SSD, False, (1, 323), LONG),
@@ -165,8 +170,8 @@ def output_and_gradients(rule, inputs, d_o, documents):
 @pytest.mark.parametrize(
     ("kind", "gates", "run"),
     [(DELTA, 1.0, run_whole), (DELTA, 1.0, run_in_segments), (KDA, "unequal", run_whole),
-     (SSD, False, output_and_gradients)],
-    ids=["delta rule", "delta rule in segments", "KDA", "SSD"],
+     (GDN2, "unequal", output_and_gradients), (SSD, False, output_and_gradients)],
+    ids=["delta rule", "delta rule in segments", "KDA", "GDN-2", "SSD"],
 )  # fmt: skip
 def test_documents_over_batch_rows_equal_one_row(kind, gates, run, lengths):
     inputs = kind.inputs(gates, 1, 150)

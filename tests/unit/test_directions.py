@@ -17,7 +17,7 @@ ROOMS = [
     ["compat"],
     ["mixers"],
     ["mixers.attention"],
-    ["gdn", "kda", "mamba2"],
+    ["gdn", "gdn2", "kda", "mamba2"],
     ["ops.__init__"],
     ["inference"],
     ["specs"],
@@ -87,7 +87,7 @@ def test_imports_run_down_and_in_no_circle():
     assert wrong(ROOT) == []
 
 
-MIXERS = ("gdn", "kda", "mamba2")
+MIXERS = ("gdn", "gdn2", "kda", "mamba2")
 
 
 def of_megatron(root: Path) -> list[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -55,7 +54,7 @@ class Headwise:
         self._mixed = HeadShares.even(self.size, (layout.mixed_width,))
         self._group, self._sequence_layout = group, sequence_layout
         self._rank = group.rank()
-        self._of_parameters: dict[Any, tuple[HeadShares, ColumnBlock | None]] = {}
+        self._of_parameters: dict[tuple, tuple[HeadShares, ColumnBlock | None]] = {}
         self.announced = False
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
@@ -76,25 +75,27 @@ class Headwise:
         Megatron's data-parallel reduction takes, equals the gradient of a run on one rank, also for
         key heads that several ranks hold.
         """
-        wanted = param.shape[0] if names is None else tuple(names)
-        shares, block = self._of_parameters.get(wanted) or self._remember(wanted)
+        wanted = param.shape[0], None if names is None else tuple(names)
+        shares, block = self._of_parameters.get(wanted) or self._remember(*wanted)
         if block is not None:
             return param.narrow(0, block.whole, block.width)
         return _OwnRows.apply(param, _own_rows(shares, self._rank, param.device))
 
-    def _remember(self, wanted: int | tuple[str, ...]) -> tuple[HeadShares, ColumnBlock | None]:
-        """How a parameter with this number of rows, or with these sections, is shared.
+    def _remember(
+        self, rows: int, names: tuple[str, ...] | None
+    ) -> tuple[HeadShares, ColumnBlock | None]:
+        """How a parameter with this number of rows is shared, of state heads or these sections.
 
         For a single section also this rank's rows, which are contiguous.
         """
-        if isinstance(wanted, int):
-            shares = HeadShares.even(self.size, (wanted,))
+        if names is None:
+            shares = HeadShares.even(self.size, (rows,))
         else:
-            sections, copies = zip(*(self._share_of[name] for name in wanted), strict=True)
-            shares = HeadShares(self.size, sections, copies)
+            sections, copies = zip(*(self._share_of[name] for name in names), strict=True)
+            shares = HeadShares(self.size, sections if len(names) > 1 else (rows,), copies)
         first, *others = shares.blocks(self._rank)
-        self._of_parameters[wanted] = shares, None if others else first
-        return self._of_parameters[wanted]
+        self._of_parameters[rows, names] = shares, None if others else first
+        return self._of_parameters[rows, names]
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
         return held_positions(documents, tokens, self._group, self._sequence_layout)

@@ -1,0 +1,152 @@
+"""The Gated DeltaNet-2 layer for Megatron-Core.
+
+Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
+of the projection, G key heads, H value heads, K key dim, V value dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import Any, ClassVar
+
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.transformer.enums import AttnMaskType
+from megatron.core.transformer.transformer_config import TransformerConfig
+from torch import Tensor, nn
+
+from ..context_parallel import LinearCpMode, SequenceLayout
+from ..context_parallel.scheme import local_parameters
+from ..mixers.arguments import follow_config, require_rates
+from ..mixers.base import RecurrentMixer
+from ..mixers.graphs import in_layer_graph
+from ..mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
+from ..mixers.loader_layout import AUTO
+from ..mixers.micro_batch import MicroBatch
+from ..mixers.out_norm import norm_of
+from ..mixers.tensor_parallel import device_for, mark_sharded
+from ..ops.parts import Parts
+from .front import gdn2_parts
+from .rule import choose_gdn2
+from .sizes import GDN2Dims
+
+
+class GatedDeltaNet2(RecurrentMixer):
+    """Gated DeltaNet-2 as a Megatron mixer: ``[s, B, D] -> [s, B, D]``::
+
+        q, k, v, z, f, b, w = in_proj(x)
+        q, k, v = SiLU(causal_conv1d(q, k, v))
+        q, k    = q / |q|, k / |k|                               per head
+        g_t     = -exp(A_log) softplus(f_t + dt_bias)            log-decay per key channel, fp32
+        b_t     = sigmoid(b_t);  w_t = sigmoid(w_t)              erase and write gate, per channel
+        S_t     = Diag(exp(g_t)) S_{t-1}
+        S_t    += k_t (w_t * v_t - S_t^T (b_t * k_t))^T
+        o_t     = S_t^T q_t / sqrt(K)
+        y       = out_proj(RMSNorm(o) * SiLU(z))
+
+    Key heads, with their decays and erase gates, serve the same number of neighbouring value heads.
+    Same constructor, parameters and checkpoint keys as ``GatedDeltaNet2`` of
+    ``megatron.core.ssm.gated_delta_net``.
+
+    Args:
+        config, layer_number, bias, conv_bias, conv_init, use_qk_l2norm, A_init_range,
+            pg_collection: as in :class:`megatron_gdn.GatedDeltaNet`.
+        submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
+        name, cp_comm_type, pp_layer_offset, is_mtp_layer: likewise.
+        backend: of the recurrence: ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
+            :func:`megatron_gdn.gdn2.rule.choose_gdn2`.
+        cp_layout, linear_cp_mode, cp_ranks_per_machine, recompute: as in
+            :class:`megatron_gdn.GatedDeltaNet`. The gates are always computed again.
+
+    The last five are given through ``ModuleSpec(params={...})``.
+
+    Raises:
+        ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
+            layout, mode or level, a bad ``A_init_range`` or ``cp_ranks_per_machine``.
+        ImportError: the requested backend is not available.
+    """
+
+    conv1d: Any
+    out_norm: Any
+
+    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
+    in_layer_graphs: ClassVar[bool] = True
+    uses_attention_mask: ClassVar[bool] = False
+    dt_init_range = (0.001, 0.1)
+    dt_init_floor = 1e-4
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: Any,
+        layer_number: int | None = None,
+        bias: bool = False,
+        conv_bias: bool = False,
+        conv_init: float | None = None,
+        use_qk_l2norm: bool = True,
+        A_init_range: tuple[float, float] = (1, 16),
+        pg_collection: ProcessGroupCollection | None = None,
+        *,
+        name: str | None = None,
+        cp_comm_type: str | Sequence[str] | None = None,
+        pp_layer_offset: int | None = 0,
+        is_mtp_layer: bool = False,
+        backend: str = "auto",
+        cp_layout: str | SequenceLayout = AUTO,
+        linear_cp_mode: str | LinearCpMode | None = None,
+        cp_ranks_per_machine: int | None = None,
+        recompute: str | None = None,
+    ) -> None:
+        require_rates(A_init_range)
+        again = follow_config("GatedDeltaNet2", config, recompute)
+        in_layer_graph(config)  # refuses what no graph of a layer takes
+        dims = GDN2Dims.from_config(config)
+        super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
+        self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
+        self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
+        self._choose_by(
+            partial(choose_gdn2, backend, self.dims.state), linear_cp_mode, cp_ranks_per_machine,
+            mixer="GatedDeltaNet2", recurrence="GDN-2",
+        )  # fmt: skip
+        self._build(submodules, name)
+        self._recompute(again)
+        self.recompute_qkv = "qkv" in again
+        self.reset_parameters()
+
+    @property
+    def conv_parameters(self) -> tuple[Any, Any]:
+        return self.conv1d.weight, self.conv1d.bias
+
+    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+        conv, scheme = self.conv1d, batch.scheme
+        require_plain_conv(conv)
+        if has_hooks(conv):  # before any parameter is read
+            columns = scheme.layout.conv_columns
+            run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
+        return gdn2_parts(
+            rows,
+            *local_parameters(scheme, *self.conv_parameters, *self.fp32_parameters(), of="f"),
+            layout=scheme.layout,
+            rule=batch.rule,
+            norm=norm_of(self.out_norm, self.norm_group, scheme.layout),
+            normalise_qk=self.use_qk_l2norm,
+            recompute_qkv=self.recompute_qkv,
+            run_again=self.recompute_rule and self.training,
+        )
+
+    def _build(self, submodules: Any, name: str | None) -> None:
+        config, dims = self.config, self.dims
+        self._build_in_proj(submodules.in_proj, name, self.bias)
+        channels = dims.layout.conv_width
+        self.conv1d = nn.utils.skip_init(
+            nn.Conv1d, channels, channels, dims.conv_kernel_dim, groups=channels,
+            bias=self.conv_bias, padding=dims.conv_kernel_dim - 1, device=device_for(config),
+            dtype=config.params_dtype,
+        )  # fmt: skip
+        for parameter in self.conv1d.parameters():
+            mark_sharded(parameter, dims.layout.conv_widths)
+        self._add_fp32(dt_bias=dims.num_key_heads * dims.key_head_dim, A_log=dims.num_key_heads)
+        self._build_out_norm(submodules.out_norm)
+        self._build_out_proj(submodules.out_proj, name, self.bias)
+        self.remember_marks()
