@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..compat.observe import log_once
 from ..compat.quiet import warn_of_untested
@@ -24,11 +24,9 @@ from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import computed_again
 from ..mixers.base import MixerSubmodules
-from ..mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
-from ..mixers.tensor_parallel import device_for, mark_sharded
 from ..ops.delta_rule.base import HeadSizes
 from ..ops.parts import Parts
 from ..ops.readout.base import ACTIVATIONS
@@ -136,8 +134,6 @@ class GatedDeltaNet(UpstreamNames):
         ImportError: the requested backend is not available.
     """
 
-    conv1d: Any
-
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
     in_layer_graphs: ClassVar[bool] = True
     takes_gates_apart: ClassVar[bool] = True
@@ -201,28 +197,15 @@ class GatedDeltaNet(UpstreamNames):
             cp_ranks_per_machine=cp_ranks_per_machine, again=again,
         )  # fmt: skip
 
-    def set_for_recompute_input_layernorm(self) -> None:
-        """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""
-        from megatron.core.extensions.transformer_engine import set_save_original_input
-
-        set_save_original_input(self.in_proj)
-
-    @property
-    def conv_parameters(self) -> tuple[Any, Any]:
-        return self.conv1d.weight, self.conv1d.bias
-
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
-        conv, scheme = self.conv1d, batch.scheme
-        require_plain_conv(conv)
-        if has_hooks(conv):  # before any parameter is read
-            columns = scheme.layout.conv_columns
-            run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
+        scheme = batch.scheme
+        conv = self.called_conv_parameters(rows, scheme.layout)
         if not self.A_log.dtype == self.dt_bias.dtype == torch.float32:
             self.require_wide_gates()
         fp32 = (self.A_log, self.dt_bias) if self.gathered is None else self.gathered()
         return gdn_parts(
             rows,
-            *local_parameters(scheme, conv.weight, conv.bias, *fp32),
+            *local_parameters(scheme, *conv, *fp32),
             sizes=HeadSizes.of(scheme.layout),
             rule=batch.rule,
             norm=norm_of(
@@ -234,22 +217,3 @@ class GatedDeltaNet(UpstreamNames):
             recompute_rule=self.recompute_rule and self.training,
             gates=gates,
         )
-
-    def _add_conv(self, bias: bool) -> None:
-        """Add the convolution as a module: megatron-core's layer has one, and so its files."""
-        config, channels = self.config, self.dims.layout.conv_width
-        # Without torch's own initialisation: it would draw one number per local weight, and every
-        # later number would depend on the tensor-parallel size.
-        self.conv1d = nn.utils.skip_init(
-            nn.Conv1d,
-            channels,
-            channels,
-            self.conv_kernel_dim,
-            groups=channels,
-            bias=bias,
-            padding=self.conv_kernel_dim - 1,
-            device=device_for(config),
-            dtype=config.params_dtype,
-        )
-        for parameter in self.conv1d.parameters():
-            mark_sharded(parameter, self.dims.layout.conv_widths)

@@ -15,13 +15,14 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..mixers.base import RecurrentMixer
+from ..mixers.hooks import ConvModule
 from ..mixers.out_norm import apply_gated_norm
 from ..ops.elementwise import decay_and_write_gates, l2norm
 from .api import gated_delta_rule, torch_chunk_gated_delta_rule
 from .sizes import GDNDims
 
 
-class UpstreamNames(RecurrentMixer):
+class UpstreamNames(ConvModule, RecurrentMixer):
     """A mixer with the names of ``megatron.core.ssm.gated_delta_net``."""
 
     global_dims: GDNDims
@@ -60,17 +61,6 @@ class UpstreamNames(RecurrentMixer):
     def _setup_variant_attrs(self) -> None:
         """Name the sizes again: Megatron-Bridge calls this after it has set other groups."""
         self._name_sizes()
-
-    def backward_dw(self) -> None:
-        """Compute the delayed weight gradients of both projections."""
-        self._backward_in_proj()
-        self._backward_out_proj()
-
-    def _backward_in_proj(self) -> None:
-        self.in_proj.backward_dw()
-
-    def _backward_out_proj(self) -> None:
-        self.out_proj.backward_dw()
 
     @property
     def gated_delta_rule(self) -> Callable:

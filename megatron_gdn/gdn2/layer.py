@@ -8,30 +8,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.scheme import local_parameters
-from ..mixers.arguments import follow_config, require_rates
-from ..mixers.base import RecurrentMixer
-from ..mixers.graphs import in_layer_graph
-from ..mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
+from ..mixers.arguments import computed_again
+from ..mixers.base import MixerSubmodules, RecurrentMixer
+from ..mixers.hooks import ConvModule
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
-from ..mixers.tensor_parallel import device_for, mark_sharded
 from ..ops.parts import Parts
 from .front import gdn2_parts
 from .rule import choose_gdn2
 from .sizes import GDN2Dims
 
 
-class GatedDeltaNet2(RecurrentMixer):
+class GatedDeltaNet2(ConvModule, RecurrentMixer):
     """Gated DeltaNet-2 as a Megatron mixer: ``[s, B, D] -> [s, B, D]``::
 
         q, k, v, z, f, b, w = in_proj(x)
@@ -66,12 +64,9 @@ class GatedDeltaNet2(RecurrentMixer):
         ImportError: the requested backend is not available.
     """
 
-    conv1d: Any
-    out_norm: Any
-
+    recurrence: ClassVar[str] = "GDN-2"
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
     in_layer_graphs: ClassVar[bool] = True
-    uses_attention_mask: ClassVar[bool] = False
     dt_init_range = (0.001, 0.1)
     dt_init_floor = 1e-4
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -79,7 +74,7 @@ class GatedDeltaNet2(RecurrentMixer):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: Any,
+        submodules: MixerSubmodules,
         layer_number: int | None = None,
         bias: bool = False,
         conv_bias: bool = False,
@@ -98,35 +93,25 @@ class GatedDeltaNet2(RecurrentMixer):
         cp_ranks_per_machine: int | None = None,
         recompute: str | None = None,
     ) -> None:
-        require_rates(A_init_range)
-        again = follow_config("GatedDeltaNet2", config, recompute)
-        in_layer_graph(config)  # refuses what no graph of a layer takes
-        dims = GDN2Dims.from_config(config)
-        super().__init__(config, dims, layer_number, pg_collection, pp_layer_offset, cp_layout)
-        self.bias, self.conv_bias, self.conv_init = bias, conv_bias, conv_init
-        self.use_qk_l2norm, self.A_init_range = use_qk_l2norm, tuple(A_init_range)
-        self._choose_by(
-            partial(choose_gdn2, backend, self.dims.state), linear_cp_mode, cp_ranks_per_machine,
-            mixer="GatedDeltaNet2", recurrence="GDN-2",
+        again = computed_again(config, recompute)
+        super().__init__(
+            config, GDN2Dims.from_config(config), layer_number, pg_collection, pp_layer_offset,
+            cp_layout, A_init_range, conv_init,
         )  # fmt: skip
-        self._build(submodules, name)
-        self._recompute(again)
-        self.recompute_qkv = "qkv" in again
-        self.reset_parameters()
-
-    @property
-    def conv_parameters(self) -> tuple[Any, Any]:
-        return self.conv1d.weight, self.conv1d.bias
+        self.use_qk_l2norm, self.recompute_qkv = use_qk_l2norm, "qkv" in again
+        G, K = self.dims.num_key_heads, self.dims.key_head_dim
+        self._build(
+            submodules, partial(choose_gdn2, backend, self.dims.state),
+            fp32={"dt_bias": G * K, "A_log": G}, name=name, bias=bias, conv_bias=conv_bias,
+            linear_cp_mode=linear_cp_mode, cp_ranks_per_machine=cp_ranks_per_machine, again=again,
+        )  # fmt: skip
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
-        conv, scheme = self.conv1d, batch.scheme
-        require_plain_conv(conv)
-        if has_hooks(conv):  # before any parameter is read
-            columns = scheme.layout.conv_columns
-            run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
+        scheme = batch.scheme
+        conv = self.called_conv_parameters(rows, scheme.layout)
         return gdn2_parts(
             rows,
-            *local_parameters(scheme, *self.conv_parameters, *self.fp32_parameters(), of="f"),
+            *local_parameters(scheme, *conv, *self.fp32_parameters(), of="f"),
             layout=scheme.layout,
             rule=batch.rule,
             norm=norm_of(self.out_norm, self.norm_group, scheme.layout),
@@ -134,19 +119,3 @@ class GatedDeltaNet2(RecurrentMixer):
             recompute_qkv=self.recompute_qkv,
             run_again=self.recompute_rule and self.training,
         )
-
-    def _build(self, submodules: Any, name: str | None) -> None:
-        config, dims = self.config, self.dims
-        self._build_in_proj(submodules.in_proj, name, self.bias)
-        channels = dims.layout.conv_width
-        self.conv1d = nn.utils.skip_init(
-            nn.Conv1d, channels, channels, dims.conv_kernel_dim, groups=channels,
-            bias=self.conv_bias, padding=dims.conv_kernel_dim - 1, device=device_for(config),
-            dtype=config.params_dtype,
-        )  # fmt: skip
-        for parameter in self.conv1d.parameters():
-            mark_sharded(parameter, dims.layout.conv_widths)
-        self._add_fp32(dt_bias=dims.num_key_heads * dims.key_head_dim, A_log=dims.num_key_heads)
-        self._build_out_norm(submodules.out_norm)
-        self._build_out_proj(submodules.out_proj, name, self.bias)
-        self.remember_marks()

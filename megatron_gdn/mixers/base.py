@@ -390,6 +390,23 @@ class RecurrentMixer(
             refuse_fp8_weight(linear)
         return linear
 
+    def set_for_recompute_input_layernorm(self) -> None:
+        """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""
+        from megatron.core.extensions.transformer_engine import set_save_original_input
+
+        set_save_original_input(self.in_proj)
+
+    def backward_dw(self) -> None:
+        """Compute the delayed weight gradients of both projections."""
+        self._backward_in_proj()
+        self._backward_out_proj()
+
+    def _backward_in_proj(self) -> None:
+        self.in_proj.backward_dw()
+
+    def _backward_out_proj(self) -> None:
+        self.out_proj.backward_dw()
+
     @property
     def norm_group(self) -> Any:
         """The group over which our backward sums the norm's gradients; None if it does not sum.
