@@ -1,8 +1,9 @@
 """Document boundaries of a packed buffer, resolved once, and the tables that are made of them.
 
-A table is made by torch operations on :attr:`Documents.starts`. These are on the host, and the
-table is moved to the device once. Or they are in fixed buffers on the device
-(:class:`.static_documents.StaticDocuments`): the table then has room for the most documents, and is
+What is made of them is kept here. :meth:`Documents.plan` keeps any object. :meth:`Documents.table`
+keeps tensors, made by torch operations on :attr:`Documents.starts`. These are on the host, and the
+tensors are moved to the device once. Or they are in fixed buffers on the device
+(:class:`.static_documents.StaticDocuments`): a table then has room for the most documents, and is
 made anew whenever they change. Who reads a table does not ask which.
 
 Legend: N documents, M of them with tokens (in fixed buffers N + 1, the last always empty), T tokens
@@ -200,29 +201,23 @@ class Documents:
             self.plans[key] = make()
         return self.plans[key]
 
-    def where_known[Made: tuple[Tensor, ...]](
-        self, key: Hashable, make: Callable[[Any], Made]
+    def table[Made: tuple[Tensor, ...]](
+        self, key: Hashable, make: Callable[[Any], Made], move: bool = True
     ) -> Made:
-        """The tensors ``make(self)``, beside :attr:`starts`. Without ``known`` no shape may depend
-        on boundaries, and every change of these writes the tensors again."""
-        with torch.inference_mode(False), torch.no_grad():
-            return self.plan(("where known", key), lambda: make(self))
+        """The tensors ``make(self)`` of the first call with this key, on the device.
 
-    def moved(self, x: Tensor) -> Tensor:
-        """``x``, which lies beside :attr:`starts`, on the device."""
-        return to_device(x, self.device)
-
-    def table[Made: tuple[Tensor, ...]](self, key: Hashable, make: Callable[[Any], Made]) -> Made:
-        """As :meth:`where_known`, on the device."""
-
-        def moved() -> Any:
-            made = make(self)
-            on_device = [self.moved(x) for x in made]
-            make_named = getattr(made, "_make", tuple)  # of a NamedTuple
-            return make_named(on_device)
-
-        with torch.inference_mode(False), torch.no_grad():
-            return self.plan(key, moved)
+        Without ``known`` no shape may depend on boundaries, and every change of these writes the
+        tensors again. ``move=False`` leaves them beside :attr:`starts`, for tables made of them.
+        """
+        found = self.plans.get((key, move))
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                found = make(self)
+                if move:
+                    on_device = [to_device(x, self.device) for x in found]
+                    found = getattr(found, "_make", tuple)(on_device)  # of a NamedTuple
+            self.plans[key, move] = found
+        return found
 
     def require(self, holds: Tensor, otherwise: str) -> None:
         """Fail with ``otherwise`` where only the device can see that ``holds`` is false."""

@@ -19,11 +19,15 @@ _read_by_graphs: dict[int, Any] = {}
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:
-    """``table`` on ``device``. The host does not wait, since a copy from pinned memory is queued.
+    """``table`` on ``device``; itself if it lies on a GPU, which is then this one.
+
+    The host does not wait, since a copy from pinned memory is queued.
 
     Tables outlive the call that made them. So they are ordinary tensors even if that call was under
     ``torch.inference_mode``, whose tensors autograd refuses. No graph may be being captured.
     """
+    if table.is_cuda:
+        return table
     with torch.inference_mode(False):
         table = table.clone() if table.is_inference() else table
         if torch.device(device).type != "cuda":

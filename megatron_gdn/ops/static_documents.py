@@ -170,7 +170,9 @@ class StaticDocuments(Documents):
     def known(self) -> bool:
         return False
 
-    def table[Made: tuple[Tensor, ...]](self, key: Hashable, make: Callable[[Any], Made]) -> Made:
+    def table[Made: tuple[Tensor, ...]](
+        self, key: Hashable, make: Callable[[Any], Made], move: bool = True
+    ) -> Made:
         """The tensors ``make(self)``, which every :meth:`fill` overwrites.
 
         Raises:
@@ -182,11 +184,6 @@ class StaticDocuments(Documents):
             with torch.inference_mode(False), torch.no_grad():
                 found = self._tables[key] = (make, make(self))
         return found[1]  # pyright: ignore[reportReturnType]
-
-    where_known = table
-
-    def moved(self, x: Tensor) -> Tensor:
-        return x
 
     def on(self, device: torch.device) -> Documents:
         return self
@@ -271,10 +268,10 @@ class _Cut(StaticDocuments):
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         self._whole.require_unchanged(stamp, saved)
 
-    def table[Made: tuple[Tensor, ...]](self, key: Hashable, make: Callable[[Any], Made]) -> Made:
+    def table[Made: tuple[Tensor, ...]](
+        self, key: Hashable, make: Callable[[Any], Made], move: bool = True
+    ) -> Made:
         return self._whole.table((self._key, key), lambda _: make(self))
-
-    where_known = table
 
 
 def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:

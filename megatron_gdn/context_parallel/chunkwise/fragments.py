@@ -61,7 +61,7 @@ def fragments_of(documents: Documents, cp_size: int, layout: SequenceLayout) -> 
     """Errors are those of :func:`..layouts.check_lengths`."""
     require_cut(documents, cp_size, layout)
     key = (Fragments, cp_size, layout)
-    return documents.where_known(key, lambda these: _fragments(these, cp_size, layout))
+    return documents.table(key, lambda these: _fragments(these, cp_size, layout), move=False)
 
 
 def _fragments(documents: Documents, cp_size: int, layout: SequenceLayout) -> Fragments:

@@ -82,13 +82,14 @@ def _route(
     counts = [rows.message.bincount(minlength=cp_size) for rows in listed]
     device = documents.starts.device
     sent, taken = (_Rows(*(to_device(x, device) for x in rows)) for rows in listed)
-    made = documents.where_known(
+    made = documents.table(
         (_Tables, cp_size, layout, rank, reach),
         lambda these: _tables(these, cp_size, layout, rank, reach, sent, taken),
+        move=False,
     )
     if documents.known:
         counts = [made.sent, made.taken]
-    send_rows, *table = (documents.moved(x) for x in made[:5])
+    send_rows, *table = (to_device(x, documents.device) for x in made[:5])
     to, of = (tuple(x.tolist()) for x in counts)
     return HistoryRoute(send_rows, to, of, HistoryTable(*table))
 

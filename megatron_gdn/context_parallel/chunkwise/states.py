@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ...ops.documents import Documents
 from ...ops.front.history import ranges
+from ...ops.host_tables import to_device
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, on_tokens
 from ...ops.state_maps.state_map import Cuts, StateMap
 from ..layouts import SequenceLayout
@@ -83,29 +84,31 @@ def _state_table(
         return None
     pieces, known = pieces_of(documents, cp_size, layout, rank), documents.known
     where, own = (cp_size, layout, rank, rows), nodes_of(rank, cp_size, layout)
-    made = documents.where_known(
-        (_Ends, *where), lambda these: _ends(these, pieces, cp_size, layout, own, rows)
+    made = documents.table(
+        (_Ends, *where), lambda these: _ends(these, pieces, cp_size, layout, own, rows), move=False
     )
     n, N = number_of_nodes(cp_size, layout), pieces.sequences
 
     def index(x: Tensor) -> Tensor | None:
         if known and torch.equal(x, torch.arange(rows * N, device="cpu")):
             return None
-        return documents.moved(x)
+        return to_device(x, documents.device)
 
     def mask(x: Tensor, *unused: int) -> Tensor | None:
         """``unused``: nodes for which it does not matter."""
         exempt = torch.tensor([j in unused for j in range(n)], device="cpu")[own]
         if known and (x.view(len(exempt), -1) | exempt[:, None]).all():
             return None
-        return documents.moved(x)
+        return to_device(x, documents.device)
 
     cuts, leavers = None, None
     # In zigzag a chain is one document. The maps of a chain's ends are not followed.
     if layout is not SequenceLayout.ZIGZAG and not (known and not made.cuts[1:-1].any()):
         both = made.cuts, made.cuts_back
         flags = [tuple((x > 0).tolist()) if known else None for x in both]
-        forward, backward = (Cuts(documents.moved(x), f) for x, f in zip(both, flags, strict=True))
+        forward, backward = (
+            Cuts(to_device(x, documents.device), f) for x, f in zip(both, flags, strict=True)
+        )
         cuts = forward, backward
     if known and rows == 1:
         leavers = _leavers(pieces, made.last)
@@ -156,7 +159,7 @@ def _leavers(pieces: Documents, last: Tensor) -> tuple[Tensor, Documents] | None
     if 2 * int(leaving.sum()) > pieces.total_tokens:
         return None
     boundaries = Documents((0, *leaving.cumsum(0).tolist()), pieces.device)
-    return pieces.moved(ranges(begin, leaving)), boundaries
+    return to_device(ranges(begin, leaving), pieces.device), boundaries
 
 
 def _repeated(pieces: Documents, rows: int) -> Documents:
