@@ -31,7 +31,6 @@ from ..ops.documents import Documents
 from ..ops.obstacles import Obstacle, installed_version, version_tuple
 from ..ops.rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_one_row, in_rows
 from ..ops.state_maps.state_map import StateMap
-from ..ops.static_documents import StaticDocuments
 
 HEAD_DIM = 128
 LEAST_LOG_DECAY = -5.0
@@ -86,7 +85,7 @@ class _Call:
     """The inputs as cuDNN takes them: ``[T, H, ...]`` and where sequences begin."""
 
     def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
-        if isinstance(documents, StaticDocuments):
+        if documents is not None and not documents.known:
             raise NotImplementedError(
                 "backend='cudnn' and documents in fixed buffers: it was never run with boundaries "
                 "that change on the device. Use backend='fla' or 'auto'."

@@ -20,7 +20,7 @@ from ..ops.documents import Documents
 from ..ops.obstacles import fla_needs_tilelang
 from ..ops.rules import fla_functions
 from ..ops.rules.base import RuleOutput, Saved, in_rows
-from ..ops.rules.fla_functions import boundaries_on_host, why_not_called_so
+from ..ops.rules.fla_functions import why_not_called_so
 from ..ops.state_maps.state_map import StateMap
 from .plain import SSDInputs
 
@@ -183,5 +183,5 @@ class FlaSSD(fla_functions.FlaRule):
     """A rule over :class:`SSDInputs`."""
 
     reads_again = frozenset({"x", "B", "C", "dt", "D"})
-    boundaries = staticmethod(boundaries_on_host)
+    reads_boundaries = True
     forward, backward = FlaForward, FlaBackward

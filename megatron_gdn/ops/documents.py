@@ -276,6 +276,11 @@ def one_document(tokens: int, device: torch.device) -> Documents:
     return _same_for_all((0, tokens), device)
 
 
+def documents_of_rows(rows: Sequence[int], device: torch.device) -> Documents:
+    """Batch rows ``[B, S]`` as documents end to end."""
+    return _same_for_all(tuple(row * rows[1] for row in range(rows[0] + 1)), device)
+
+
 def _tokens_of(documents: Documents) -> Tensor:
     starts = documents.starts
     return torch.arange(documents.total_tokens, device=starts.device, dtype=torch.int32)

@@ -225,8 +225,12 @@ class StaticDocuments(Documents):
 
     @property
     def cu_seqlens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """int32 ``[M + 1]``: the boundaries without empty documents, then T."""
-        return self.table("cu_seqlens", _without_empty)[0]
+        """int32 ``[M + 1]``: the boundaries without empty documents, then T.
+
+        A new alias each time: packages keep tables by the identity of this tensor, whose values
+        change.
+        """
+        return self.table("cu_seqlens", _without_empty)[0].view(-1)
 
     @property
     def starts(self) -> Tensor:

@@ -12,8 +12,10 @@ from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla import states as flash_qla_states
 from megatron_gdn.gdn.rule import RuleInputs
+from megatron_gdn.ops import documents
+from megatron_gdn.ops.state_maps import parts
 from megatron_gdn.ops.state_maps.parts import CHUNK, entering_states, leaving_gradients
-from tests.ops.delta_rule.states import Oracle
+from tests.ops.delta_rule.states import Oracle, parts_at
 
 try:
     from fla.ops.gated_delta_rule import chunk as fla_chunk
@@ -128,9 +130,7 @@ class FlashQlaStandIn:
         return g + 1, beta.new_zeros(*beta.shape, CHUNK), o, None, last, cache
 
     def _parts(self, context, device):
-        return flash_qla_plan.Parts.build(
-            context.cu_seqlens.tolist(), context.intra_cp_cu_seqlens.tolist(), device
-        )
+        return parts_at(context.cu_seqlens.tolist(), context.intra_cp_cu_seqlens.tolist(), device)
 
     def cp_preprocess_bwd(
         self, context, q, k, v, a, g, beta, do, dht, initial_state, cp_cache=None, **_
@@ -151,16 +151,21 @@ def flash_qla_rule(monkeypatch, invariant=False, cut=None, **options):
     stand_in = FlashQlaStandIn(cut)
     for module in (flash_qla, flash_qla_plan, flash_qla_states):
         monkeypatch.setattr(module, "stages", lambda: stand_in)
-    monkeypatch.setattr(flash_qla_plan, "_remember_chunks", lambda *_: None)
-    monkeypatch.setattr(flash_qla_plan, "parts_by_length", lambda *_: cut)
+
+    def by_length(documents, heads):
+        if not documents.known:
+            return parts.cut_by_length(documents, heads)
+        return parts.cut_at(documents, documents.filled_offsets if cut is None else cut)
+
+    monkeypatch.setattr(flash_qla_plan, "cut_by_length", by_length)
     monkeypatch.setattr(flash_qla_plan, "multiprocessors", lambda: 132)
     forget_plans()
     return flash_qla.FlashQlaRule(batch_invariant=invariant, **options)
 
 
 def forget_plans() -> None:
-    for known in ("plan_of", "plan_of_rows", "plan_of_whole"):
-        getattr(flash_qla_plan, known).cache_clear()
+    flash_qla_plan.plan_of_rows.cache_clear()
+    documents._same_for_all.cache_clear()
 
 
 class OfFla:

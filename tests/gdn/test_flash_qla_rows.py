@@ -8,8 +8,9 @@ import torch
 
 from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
+from megatron_gdn.ops import Documents
 from megatron_gdn.ops.delta_rule.base import RuleInputs
-from megatron_gdn.ops.state_maps.parts import CHUNK, parts_by_length
+from megatron_gdn.ops.state_maps.parts import CHUNK, cut_by_length
 from tests.ops.delta_rule.states import (
     NAMES,
     Oracle,
@@ -55,8 +56,6 @@ def empty(rows, tokens, heads):
 
 @pytest.fixture
 def planned(monkeypatch):
-    monkeypatch.setattr(flash_qla_plan, "_remember_chunks", lambda *_: None)
-
     def plan(rows, tokens, heads, multiprocessors, *, invariant=False, states=False):
         stand_in = OneWave(multiprocessors)
         for module in (flash_qla, flash_qla_plan):
@@ -121,7 +120,10 @@ def test_deterministic_mode_and_states_keep_their_own_cut(planned):
     for rows, tokens, heads, multiprocessors in GRID:
         sequences = tuple(row * tokens for row in range(rows + 1))
         plan = planned(rows, tokens, heads, multiprocessors, invariant=True)
-        assert plan.parts.offsets.tolist() == parts_by_length(sequences, heads)
+        assert (
+            plan.parts.offsets.tolist()
+            == cut_by_length(Documents(sequences, torch.device("cpu")), heads).offsets.tolist()
+        )
         plan = planned(rows, tokens, heads, multiprocessors, states=True)
         assert plan.parts.sequences.tolist() == list(sequences)
 

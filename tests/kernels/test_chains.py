@@ -6,8 +6,8 @@ import torch
 from megatron_gdn.context_parallel.chunkwise.map_exchange import Nodes, _by_place, _steps_of_share
 from megatron_gdn.ops.state_maps import chains, chains_kernels
 from megatron_gdn.ops.state_maps.chains import IDENTITY
-from megatron_gdn.ops.state_maps.parts import Parts
 from megatron_gdn.ops.state_maps.state_map import NONE, Cuts, Steps
+from tests.ops.delta_rule.states import parts_at
 
 CHAINS = {
     "one of one": [[(NONE, 0), (0, NONE)]],
@@ -78,7 +78,7 @@ def test_maps_are_the_twins(sizes, device):
 
 
 def test_what_no_chain_reads_may_be_anything(device):
-    parts = Parts.build([0, 64, 192], [0, 64, 128, 192], device)
+    parts = parts_at([0, 64, 192], [0, 64, 128, 192], device)
     H, K, V = SIZES[1]
     _, maps, start, _ = case(CHAINS["what enters"], SIZES[1], device)
     maps[2], start = float("nan"), start.expand(2, H, K, V).contiguous()

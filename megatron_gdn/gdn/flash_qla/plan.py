@@ -1,14 +1,12 @@
-"""FlashQLA's stages, and its cut of a batch's sequences into parts, made on the host.
+"""FlashQLA's stages, and its cut of a batch's sequences into parts.
 
-In fixed buffers the device alone knows the documents. The host knows the largest number of parts
-and chunks, and tables on the device say which tokens each has; a block without tokens writes
-nothing. There a sequence is always cut by its own length and the number of heads.
+In fixed buffers the host knows the largest number of parts and chunks alone; a block without tokens
+writes nothing. There a sequence is always cut by its own length and the number of heads.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
@@ -17,17 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.documents import ChunkPlaces
+from ...ops.documents import Documents, documents_of_rows
 from ...ops.host_tables import cached_by_stream
-from ...ops.state_maps.parts import (
-    Parts,
-    StaticParts,
-    most_cuts,
-    parts_by_length,
-    static_parts,
-    uncut_parts,
-)
-from ...ops.static_documents import StaticDocuments
+from ...ops.state_maps.parts import Parts, cut_at, cut_by_length, most_cuts
 from .builds import multiprocessors, watch_builds
 from .fences import fence_bulk_stores
 from .hopper import HopperStages
@@ -93,15 +83,15 @@ class Plan:
     """One batch on one device."""
 
     context: Any  # FlashQLA's own description of it
-    parts: Parts | StaticParts | None  # the same cut; None for uncut rows that run side by side
+    parts: Parts | None  # the same cut; None for uncut rows that run side by side
 
     @staticmethod
-    def whole(parts: Parts | StaticParts) -> Plan:
+    def whole(parts: Parts) -> Plan:
         """Of sequences that are not cut."""
         return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), parts)
 
     @staticmethod
-    def in_parts(parts: Parts | StaticParts) -> Plan:
+    def in_parts(parts: Parts) -> Plan:
         context = stages().FlashQLACPContext(
             is_intra=True, cu_seqlens=parts.sequences, intra_cp_cu_seqlens=parts.offsets,
             seq_map_r2c=parts.first, seq_map_c2r=parts.owner, ht_mask=parts.closes,
@@ -112,7 +102,7 @@ class Plan:
     @property
     def cut(self) -> Parts:
         """:attr:`parts` of a plan for states, which always has them."""
-        assert isinstance(self.parts, Parts), "states do not enter documents in fixed buffers"
+        assert self.parts is not None
         return self.parts
 
     @property
@@ -134,11 +124,11 @@ class Plan:
         return None if self.parts is None else self.parts.offsets
 
 
-def _cut_by_cost(sequences: tuple[int, ...], value_heads: int) -> list[int] | None:
+def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
     """FlashQLA's cut for the whole batch, by lengths and heads; None if it cuts no sequence."""
     with torch.device("cpu"):
         context = stages().build_cp_context(
-            torch.tensor(sequences, dtype=torch.int32), enable_intra=True, num_v_heads=value_heads,
+            documents.cu_seqlens_cpu, enable_intra=True, num_v_heads=value_heads,
             chunk_size=stages().CHUNK_SIZE, is_train=True,
         )  # fmt: skip
     return context.intra_cp_cu_seqlens.tolist() if context.is_intra else None
@@ -151,81 +141,59 @@ def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device)
     FlashQLA runs a block of threads per row and head. Where these are fewer than multiprocessors,
     its cost model cuts the rows as it cuts documents; rows that it leaves whole run side by side.
     """
-    sequences = row_offsets(rows, tokens)
+    documents = documents_of_rows((rows, tokens), device)
     full = rows * value_heads >= multiprocessors()
-    if rows > 1 and (full or _cut_by_cost(sequences, value_heads) is None):
+    if rows > 1 and (full or _cut_by_cost(documents, value_heads) is None):
         return Plan(stages().build_cp_context(None), None)
-    return plan_of(sequences, value_heads, False, device)
+    return plan_of(documents, value_heads, False, False)
 
 
-def row_offsets(rows: int, tokens: int) -> tuple[int, ...]:
-    return tuple(row * tokens for row in range(rows + 1))
+def plan_of(documents: Documents, value_heads: int, batch_invariant: bool, states: bool) -> Plan:
+    """The plan of these documents, for every layer and the backward.
+
+    ``batch_invariant``: a sequence is cut by its own length. ``states`` enter it.
+    """
+    key = Plan, value_heads, batch_invariant, states
+    return documents.plan(key, lambda: _plan_of(documents, *key[1:]))
 
 
-@cached_by_stream(64)
-def plan_of(
-    sequences: tuple[int, ...], value_heads: int, batch_invariant: bool, device: torch.device
-) -> Plan:
-    """The plan of sequences that begin at these offsets, for every layer and the backward."""
-    choose = parts_by_length if batch_invariant else _cut_by_cost
-    cut = choose(sequences, value_heads)
-    if cut is None:
-        return plan_of_whole(sequences, device)
+def _plan_of(documents: Documents, value_heads: int, batch_invariant: bool, states: bool) -> Plan:
+    if not documents.known and (
+        states or not (batch_invariant or most_cuts(documents, value_heads))
+    ):
+        return plan_of_whole(documents)
+    key, cut = ("by length", value_heads), cut_by_length
+    if documents.known and not batch_invariant:
+        offsets = _cut_by_cost(documents, value_heads)
+        if offsets is None:
+            return plan_of_whole(documents)
+        key, cut = ("by cost", value_heads), lambda these, _: cut_at(these, offsets)
     # With batch_invariant also if no sequence is long enough to be cut: a short one always takes
     # the kernels that carry states between parts, as it would with a long one beside it.
-    return Plan.in_parts(_parts(sequences, cut, device))
+    parts = Parts.of(documents, key, lambda these: cut(these, value_heads))
+    return Plan.in_parts(_with_chunks(parts, documents))
 
 
-@cached_by_stream(64)
-def plan_of_whole(sequences: tuple[int, ...], device: torch.device) -> Plan:
+def plan_of_whole(documents: Documents) -> Plan:
     """The plan of sequences that are not cut."""
-    return Plan.whole(_parts(sequences, sequences, device))
+    return documents.plan(
+        (Plan, "whole"), lambda: Plan.whole(_with_chunks(Parts.of(documents, "whole"), documents))
+    )
 
 
-def _parts(sequences: tuple[int, ...], cut: Sequence[int], device: torch.device) -> Parts:
-    parts = Parts.build(sequences, cut, device)
-    _remember_chunks(parts.sequences, sequences)
-    _remember_chunks(parts.offsets, cut)
-    return parts
-
-
-def _remember_chunks(on_device: Tensor, offsets: Sequence[int]) -> None:
-    """Store the chunks, which kernels' wrappers would else read back from the device."""
-    from flash_qla.utils import index  # pyright: ignore[reportMissingImports]
-
-    with torch.device("cpu"):
-        index.prepare_varlen_metadata(on_device, torch.tensor(offsets, dtype=torch.int32))
-
-
-def static_plan_of(
-    documents: StaticDocuments, value_heads: int, batch_invariant: bool, states: bool
-) -> Plan:
-    """The plan of these documents, which are not cut if states enter them."""
-    key = (Plan, states) if states else (Plan, value_heads, batch_invariant)
-    if key in documents.plans:
-        return documents.plans[key]
+def _with_chunks(parts: Parts, documents: Documents) -> Parts:
+    """The parts, whose offsets know their chunks: kernels' wrappers would read them back."""
     size = stages().CHUNK_SIZE
-    if documents.total_tokens < size:
+    if not documents.known and documents.total_tokens < size:
         # A block without tokens looks at the 64 tokens before the end.
         raise NotImplementedError(
             f"flash_qla takes documents in fixed buffers of at least {size} tokens per rank, not "
             f"{documents.total_tokens}; use backend='fla' or larger buffers."
         )
-    parts = uncut_parts(documents) if states else static_parts(documents, value_heads)
-    _give_chunks(parts.sequences, documents.chunks(size), size)
-    if isinstance(parts, Parts):
-        plan = Plan.whole(parts)
-    elif not (batch_invariant or most_cuts(documents, value_heads)):
-        plan = Plan.whole(parts._replace(offsets=parts.sequences))
-    else:
-        _give_chunks(parts.offsets, parts.chunks, size)
-        plan = Plan.in_parts(parts)
-    documents.plans[key] = plan
-    return plan
-
-
-def _give_chunks(offsets: Tensor, chunks: ChunkPlaces, size: int) -> None:
-    """Store what FlashQLA's ``prepare_varlen_metadata`` would store; these are fixed buffers."""
-    offsets._flash_qla_prepared_varlen = (  # pyright: ignore[reportAttributeAccessIssue]
-        size, chunks.offsets, len(chunks.indices), chunks.indices
-    )  # fmt: skip
+    for offsets, places in (
+        (parts.sequences, documents.chunks(size)), (parts.offsets, parts.places)
+    ):  # fmt: skip
+        # As FlashQLA's ``prepare_varlen_metadata`` stores it.
+        made = size, places.offsets, len(places.indices), places.indices
+        offsets._flash_qla_prepared_varlen = made  # pyright: ignore[reportAttributeAccessIssue]
+    return parts

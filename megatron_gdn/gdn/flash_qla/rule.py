@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ...ops.delta_rule.base import RuleGrads, RuleInputs
-from ...ops.documents import Documents
+from ...ops.documents import Documents, documents_of_rows
 from ...ops.layout import Layout
 from ...ops.rules.base import (
     Rule,
@@ -26,9 +26,8 @@ from ...ops.rules.base import (
 )
 from ...ops.state_maps.parts import compose, entering_states, initial_gradients, leaving_gradients
 from ...ops.state_maps.state_map import StateMap
-from ...ops.static_documents import StaticDocuments
 from .builds import Heads, compile_early, expect
-from .plan import Plan, plan_of, plan_of_rows, plan_of_whole, row_offsets, stages, static_plan_of
+from .plan import Plan, plan_of, plan_of_rows, plan_of_whole, stages
 from .states import PartMaps, gradients, output, part_maps, triangular, whole_output
 
 
@@ -38,12 +37,6 @@ class Ran(NamedTuple):
     plan: Plan
     how: Literal["in parts", "whole", "own"]  # PartMaps.saved; initial states if given; the cache
     cache: type | None = None  # FlashQLA's dataclass of the tensors that its own backward reuses
-
-
-def _offsets(inputs: RuleInputs, documents: Documents | None) -> tuple[int, ...]:
-    if documents is None:
-        return row_offsets(*inputs.k.shape[:2])
-    return documents.filled_offsets
 
 
 class FlashQlaForward(RuleForward):
@@ -207,13 +200,13 @@ class FlashQlaRule(Rule):
 
     def _plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
         (rows, tokens), heads, device = inputs.k.shape[:2], inputs.v.shape[2], inputs.k.device
-        if isinstance(documents, StaticDocuments):
-            return static_plan_of(documents, heads, self.batch_invariant, states)
-        if documents is None and not (states or self.batch_invariant):
-            return plan_of_rows(rows, tokens, heads, device)
+        if documents is None:
+            if not (states or self.batch_invariant):
+                return plan_of_rows(rows, tokens, heads, device)
+            documents = documents_of_rows((rows, tokens), device)
         if self.aligned:
-            return plan_of_whole(_offsets(inputs, documents), device)
-        return plan_of(_offsets(inputs, documents), heads, self.batch_invariant, device)
+            return plan_of_whole(documents)
+        return plan_of(documents, heads, self.batch_invariant, states)
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         heads = Heads(layout.heads("key"), layout.heads("value"), dtype)
@@ -270,7 +263,9 @@ class FlashQlaRule(Rule):
     def _in_parts(self, inputs: RuleInputs, saved: Saved, documents: Documents | None) -> Saved:
         """What a forward in parts would have saved, after one of whole sequences."""
         g_sum, A, *initial = saved.tensors
-        plan = plan_of(_offsets(inputs, documents), inputs.v.shape[2], True, inputs.v.device)
+        if documents is None:
+            documents = documents_of_rows(inputs.v.shape[:2], inputs.v.device)
+        plan = plan_of(documents, inputs.v.shape[2], True, states=True)
         maps = part_maps(in_one_row(inputs), plan, (g_sum, A))
         entering = entering_states(maps.local, maps.through, plan.cut, *initial or (None,))
         return Saved(maps.saved(entering), Ran(plan, "in parts"))

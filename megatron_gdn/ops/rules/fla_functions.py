@@ -13,20 +13,17 @@ import inspect
 from collections.abc import Mapping
 from functools import cache
 from importlib import import_module
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
-from ..documents import Documents
-from ..host_tables import cached_by_stream
-from ..state_maps.parts import CHUNK, Parts, compose, parts_by_length, uncut_parts
+from ..documents import Documents, documents_of_rows
+from ..state_maps.parts import CHUNK, Parts, compose, cut_by_length
 from ..state_maps.state_map import StateMap
-from ..static_documents import StaticDocuments
 from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
 
 SEQUENCES = {"cu_seqlens", "chunk_indices"}
-_INDEX = "fla.ops.utils.index", "prepare_chunk_indices"
 _RULE = "fla.ops.gated_delta_rule.chunk"
 
 Boundaries = dict[str, Tensor | None]  # fla's arguments of these names
@@ -59,7 +56,7 @@ def why_not_called_so(home_of_rule: str, called: Mapping[tuple[str, str], set[st
 
     ``home_of_rule``: the module that imports them, and has ``RCP_LN2`` beside them.
     """
-    for (home, name), wanted in {**called, _INDEX: {"cu_seqlens_cpu"}}.items():
+    for (home, name), wanted in called.items():
         try:
             module = import_module(home)
         except Exception as error:  # what fla needs may be missing or broken in any way
@@ -91,37 +88,28 @@ def stages() -> Any:
 
 
 def boundaries_of(documents: Documents | None) -> Boundaries:
-    if isinstance(documents, StaticDocuments):
-        # fla caches tables by the identity of the offsets tensor, and this one changes in place. A
-        # new alias has no older tables. It lives as long as one forward and backward.
-        offsets, indices = documents.cu_seqlens.view(-1), documents.chunks(CHUNK).indices
-        return {"cu_seqlens": offsets, "chunk_indices": indices}
-    return boundaries_on_host(documents)
-
-
-def boundaries_on_host(documents: Documents | None) -> Boundaries:
-    """As :func:`boundaries_of`; refuses documents in fixed buffers."""
     if documents is None:
         return {"cu_seqlens": None, "chunk_indices": None}
-    from fla.ops.utils.index import prepare_chunk_indices
-
-    # fla caches by tensor identity; Documents keeps both tensors, so all layers hit.
-    offsets = documents.cu_seqlens
-    indices = prepare_chunk_indices(offsets, CHUNK, cu_seqlens_cpu=documents.cu_seqlens_cpu)
-    return {"cu_seqlens": offsets, "chunk_indices": indices}
+    return {"cu_seqlens": documents.cu_seqlens, "chunk_indices": documents.chunks(CHUNK).indices}
 
 
 class FlaRule(Rule):
     """A rule in fla's kernels, for bf16 or fp16: ``backend="fla"``."""
 
     name = "fla"
-    boundaries = staticmethod(boundaries_of)
+    reads_boundaries: ClassVar[bool] = False  # on the host, in its kernels' wrappers
 
 
 class FlaForward(RuleForward):
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
         super().__init__(rule, inputs, documents)
-        self._boundaries = rule.boundaries(documents)
+        if rule.reads_boundaries and documents is not None and not documents.known:
+            raise NotImplementedError(
+                f"{type(rule).__name__} reads the documents' boundaries on the host, and those in "
+                f"fixed buffers are known on the device alone. Use backend='reference', or pass "
+                f"ordinary packed_seq_params and leave this layer out of the graph."
+            )
+        self._boundaries = boundaries_of(documents)
 
     def _output(self, o: Tensor, last: Tensor | None, *saved: Tensor) -> RuleOutput:
         # The boundaries hold chunk indices, which would otherwise be built again on the host.
@@ -155,27 +143,20 @@ class FlaBackward(RuleBackward):
         return self._d_o.new_empty(N, H, K, V, dtype=torch.float32)
 
 
-@cached_by_stream(64)
-def _parts(
-    sequences: tuple[int, ...], value_heads: int, longest: int, device: torch.device
-) -> Parts:
-    return Parts.build(sequences, parts_by_length(sequences, value_heads, longest), device)
-
-
 def parts_of(inputs: Any, documents: Documents | None) -> Parts:
     """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits."""
     (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
-    if isinstance(documents, StaticDocuments):
-        if tokens > longest:
-            raise NotImplementedError(
-                f"states enter documents in fixed buffers of at most {longest} tokens per rank "
-                f"with backend='fla' and {H} value heads, not {tokens}; use backend='flash_qla' or "
-                f"linear_cp_mode='headwise'."
-            )
-        return uncut_parts(documents)
     if documents is None:
-        sequences = tuple(row * tokens for row in range(rows + 1))
-    else:
-        sequences = documents.filled_offsets
-    return _parts(sequences, H, longest, inputs.v.device)
+        documents = documents_of_rows((rows, tokens), inputs.v.device)
+    if documents.known:
+        return Parts.of(
+            documents, ("by length", H, longest), lambda x: cut_by_length(x, H, longest)
+        )
+    if tokens > longest:
+        raise NotImplementedError(
+            f"states enter documents in fixed buffers of at most {longest} tokens per rank "
+            f"with backend='fla' and {H} value heads, not {tokens}; use backend='flash_qla' or "
+            f"linear_cp_mode='headwise'."
+        )
+    return Parts.of(documents, "uncut")

@@ -1,26 +1,24 @@
 """Sequences cut into parts, so that one long sequence can occupy a whole GPU.
 
 A rule runs the parts side by side. Each part is an affine map of the state that enters it, and the
-maps ``S_out = through @ S_in + local`` of one sequence are chained.
+maps ``S_out = through @ S_in + local`` of one sequence are chained. In fixed buffers the host does
+not know these chains, so sequences that states enter stay whole there.
 
-Legend: N sequences, P parts, H value heads, K key dim, V value dim; of documents in fixed buffers
-M = N + 1 sequences (the last is empty) and P parts at most.
+Legend: N sequences, P parts, H value heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..documents import ChunkPlaces, ceil_div, chunk_places
+from ..documents import ChunkPlaces, Documents, ceil_div, chunk_places
 from ..host_tables import to_device
-from ..static_documents import StaticDocuments
 from .chains import IDENTITY, follow
 from .state_map import NONE, Steps
 
@@ -31,59 +29,160 @@ FULL_GPU = 128
 _FEWEST_CHUNKS = 32
 
 
-@dataclass(frozen=True, eq=False)
-class Parts:
-    """Tables of N sequences cut into P parts, at multiples of 64 tokens from a sequence's start."""
+class Cut(NamedTuple):
+    """Where sequences are cut, at multiples of 64 tokens from their starts.
 
-    sequences: Tensor  # int32 [N + 1], where sequences begin, and the end
+    In fixed buffers P is the most that there can be. Unused parts have no tokens and belong to the
+    last sequence.
+    """
+
     offsets: Tensor  # int32 [P + 1], where parts begin, and the end
     first: Tensor  # int32 [N + 1], the first part of every sequence, and P
+
+
+def uncut(documents: Documents) -> Cut:
+    starts = documents.starts
+    return Cut(starts, torch.arange(len(starts), dtype=torch.int32, device=starts.device))
+
+
+def cut_at(documents: Documents, offsets: Sequence[int]) -> Cut:
+    """Parts that begin at these tokens, which include the starts of all sequences."""
+    starts = documents.starts
+    found = torch.tensor(offsets, dtype=torch.int32, device=starts.device)
+    return Cut(found, torch.searchsorted(found, starts, out_int32=True))
+
+
+def cut_by_length(documents: Documents, value_heads: int, longest: int | None = None) -> Cut:
+    """The cut of a sequence depends only on its length and on the heads.
+
+    A sequence is cut into as many parts as fill the GPU, but not shorter than 32 chunks, or
+    ``value_heads`` chunks (at least 8) if these are fewer: other sequences fill the GPU too. No
+    part has more than ``longest`` tokens (a multiple of 64).
+    """
+    starts, (most, fewest) = documents.starts, _most_parts_and_fewest_chunks(value_heads)
+    chunks = ceil_div(starts.diff(), CHUNK)
+    step = ceil_div(chunks, most).clamp(min=fewest)
+    if longest is not None:
+        step = step.clamp(max=longest // CHUNK)
+    count = ceil_div(chunks, step)
+    P = documents.sequences + most_cuts(documents, value_heads)  # the last always without tokens
+    if documents.known:
+        P = int(count.sum())
+    # Parts cut a sequence as chunks do, so chunk_places computes their places too.
+    first, indices = chunk_places(count, P)
+    owner, place = indices.unbind(1)
+    start = torch.minimum(starts[owner] + place * step[owner] * CHUNK, starts[owner + 1])
+    # The last sequence, which is empty in fixed buffers, gets the unused parts.
+    first = torch.cat([first[:-1], first.new_full((1,), P)])
+    return Cut(torch.cat([start, starts[-1:]]), first)
+
+
+def most_cuts(documents: Documents, value_heads: int) -> int:
+    """In how many places documents of such a buffer are cut by length at most.
+
+    One of c chunks is cut in at most (c - 1) // fewest places, and has over 64 * (c - 1) tokens.
+    """
+    most, fewest = _most_parts_and_fewest_chunks(value_heads)
+    return min(documents.total_tokens // (CHUNK * fewest), documents.most * (most - 1))
+
+
+def _most_parts_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
+    """How many parts a sequence has at most, and how many chunks a part has at least."""
+    return max(1, FULL_GPU // value_heads), max(8, min(_FEWEST_CHUNKS, value_heads))
+
+
+class _Tables(NamedTuple):
+    offsets: Tensor
+    first: Tensor
+    owner: Tensor
+    opens: Tensor
+    closes: Tensor
+    chunks: Tensor
+    ragged: Tensor
+    nowhere: Tensor
+    chunk_offsets: Tensor
+    chunk_indices: Tensor
+
+
+@dataclass(frozen=True, eq=False)
+class Parts:
+    """Tables of N sequences cut into P parts."""
+
+    sequences: Tensor  # int32 [N + 1], where sequences begin, and the end
+    offsets: Tensor  # this and the next as in Cut
+    first: Tensor
     owner: Tensor  # int32 [P], the sequence of every part
     opens: Tensor  # bool [P], whether the part is the first of its sequence
     closes: Tensor  # bool [P], whether it is the last
     chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per part, rounded up
     ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if none does
     nowhere: Tensor  # bool [P], all false
+    places: ChunkPlaces  # the chunks of the parts
     whole: Steps  # write the final state of each sequence
     entering: Steps  # write the state that enters each part
     opening: Steps  # from the last part to the first, write dS_in of each sequence
     leaving: Steps  # from the last part to the first, write dS_out of each part
 
-    @cached_property
+    @property
     def are_sequences(self) -> bool:
         """Whether no sequence is cut."""
         return len(self.owner) == len(self.first) - 1
 
     @classmethod
-    def build(cls, sequences: Sequence[int], offsets: Sequence[int], device: torch.device) -> Parts:
-        """From the offsets of sequences (none empty) and of parts, which include the former."""
-        starts, ends = set(sequences[:-1]), set(sequences[1:])
-        first = [part for part, start in enumerate(offsets[:-1]) if start in starts]
-        first.append(len(offsets) - 1)
-        owner = [n for n, (a, b) in enumerate(pairwise(first)) for _ in range(a, b)]
-        lengths = [end - start for start, end in pairwise(offsets)]
+    def of(
+        cls, documents: Documents, key: Hashable, cut: Callable[[Documents], Cut] = uncut
+    ) -> Parts:
+        """The parts of these documents; ``key`` names the cut."""
+        key = Parts, key
+        return documents.plan(key, lambda: cls._of(documents, key, cut))
 
-        def table(values, dtype=torch.int32) -> Tensor:
-            return to_device(torch.tensor(values, dtype=dtype, device="cpu"), device)
-
-        ragged = [[length % CHUNK != 0] for length in lengths]
-        chains = [range(a, b) for a, b in pairwise(first)]
+    @classmethod
+    def _of(cls, documents: Documents, key: Hashable, cut: Callable[[Documents], Cut]) -> Parts:
+        made = documents.table(("tables", key), lambda these: _tables(these, cut(these)), False)
+        device, chains, ragged = documents.device, [], True
+        if documents.known:
+            chains = [range(a, b) for a, b in pairwise(made.first.tolist())]
+            ragged = bool(made.ragged.any())
         backwards = [chain[::-1] for chain in chains]
+        moved = _Tables(*(to_device(x, device) for x in made))
         return cls(
-            sequences=table(sequences),
-            offsets=table(offsets),
-            first=table(first),
-            owner=table(owner),
-            opens=table([start in starts for start in offsets[:-1]], torch.bool),
-            closes=table([end in ends for end in offsets[1:]], torch.bool),
-            chunks=table([[-(-length // CHUNK)] for length in lengths]),
-            ragged=table(ragged, torch.bool) if [True] in ragged else None,
-            nowhere=table([False] * len(owner), torch.bool),
+            sequences=documents.cu_seqlens,
+            offsets=moved.offsets,
+            first=moved.first,
+            owner=moved.owner,
+            opens=moved.opens,
+            closes=moved.closes,
+            chunks=moved.chunks,
+            ragged=moved.ragged if ragged else None,
+            nowhere=moved.nowhere,
+            places=ChunkPlaces(moved.chunk_offsets, moved.chunk_indices),
             whole=_last_of(chains, device),
             entering=_each_of(chains, device),
             opening=_last_of(backwards, device),
             leaving=_each_of(backwards, device),
         )
+
+
+def _tables(documents: Documents, cut: Cut) -> _Tables:
+    (offsets, first), starts = cut, documents.starts
+    number = torch.arange(len(offsets) - 1, dtype=torch.int32, device=starts.device)
+    owner = torch.searchsorted(first[1:].contiguous(), number, right=True, out_int32=True)
+    owner = owner.clamp(max=documents.sequences - 1)
+    length = offsets.diff()
+    chunks = ceil_div(length, CHUNK)
+    places = chunk_places(chunks, documents.most_chunks(CHUNK))
+    return _Tables(
+        offsets,
+        first,
+        owner,
+        opens=offsets[:-1] == starts[owner],
+        closes=offsets[1:] == starts[owner + 1],
+        chunks=chunks[:, None],
+        ragged=length[:, None] % CHUNK != 0,
+        nowhere=torch.zeros_like(owner, dtype=torch.bool),
+        chunk_offsets=places.offsets,
+        chunk_indices=places.indices,
+    )
 
 
 def _last_of(chains: Sequence[range], device: torch.device) -> Steps:
@@ -98,30 +197,6 @@ def _each_of(chains: Sequence[range], device: torch.device) -> Steps:
     return Steps.build(
         [[*((part, part) for part in chain[:-1]), (chain[-1], NONE)] for chain in chains], device
     )
-
-
-def most_parts_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
-    """How many parts a sequence has at most, and how many chunks a part has at least."""
-    return max(1, FULL_GPU // value_heads), max(8, min(_FEWEST_CHUNKS, value_heads))
-
-
-def parts_by_length(
-    sequences: Sequence[int], value_heads: int, longest: int | None = None
-) -> list[int]:
-    """Part offsets. The cut of a sequence depends only on its length and on the heads.
-
-    A sequence is cut into as many parts as fill the GPU, but not shorter than 32 chunks, or
-    ``value_heads`` chunks (at least 8) if these are fewer: other sequences fill the GPU too. No
-    part has more than ``longest`` tokens (a multiple of 64).
-    """
-    most, fewest = most_parts_and_fewest_chunks(value_heads)
-    offsets: list[int] = []
-    for start, end in pairwise(sequences):
-        chunks = -(-(end - start) // CHUNK)
-        step = max(-(-chunks // most), fewest) * CHUNK
-        step = step if longest is None else min(step, longest)
-        offsets.extend(range(start, end, step))
-    return [*offsets, sequences[-1]]
 
 
 def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
@@ -172,85 +247,3 @@ def initial_gradients(d_local: Tensor, through: Tensor | None, parts: Parts) -> 
     assert through is not None
     out = d_local.new_empty(len(parts.opening.chains), *d_local.shape[1:])
     return follow(d_local, through.mT, parts.opening, out)
-
-
-class StaticParts(NamedTuple):
-    """As :class:`Parts`, of documents in fixed buffers that no state enters.
-
-    Unused parts have no tokens and belong to the last sequence. The last two are the parts'
-    :class:`~megatron_gdn.ops.documents.ChunkPlaces`.
-    """
-
-    sequences: Tensor
-    offsets: Tensor
-    first: Tensor
-    owner: Tensor
-    opens: Tensor
-    closes: Tensor
-    chunk_offsets: Tensor
-    chunk_indices: Tensor
-
-    @property
-    def chunks(self) -> ChunkPlaces:
-        return ChunkPlaces(self.chunk_offsets, self.chunk_indices)
-
-
-def most_cuts(documents: StaticDocuments, value_heads: int) -> int:
-    """In how many places documents of this buffer are cut at most.
-
-    One of c chunks is cut in at most (c - 1) // fewest places, and has over 64 * (c - 1) tokens.
-    """
-    most, fewest = most_parts_and_fewest_chunks(value_heads)
-    by_length = documents.total_tokens // (CHUNK * fewest)
-    return min(by_length, documents.max_documents * (most - 1))
-
-
-def static_parts(documents: StaticDocuments, value_heads: int) -> StaticParts:
-    """The parts of these documents; made once, and written again by every fill."""
-    return documents.table(
-        ("parts", value_heads), lambda documents: _static_parts(documents, value_heads)
-    )
-
-
-def _static_parts(documents: StaticDocuments, value_heads: int) -> StaticParts:
-    most, fewest = most_parts_and_fewest_chunks(value_heads)
-    P = documents.sequences + most_cuts(documents, value_heads)  # the last always without tokens
-    sequences = documents.cu_seqlens
-    chunks = ceil_div(sequences.diff(), CHUNK)
-    step = ceil_div(chunks, most).clamp(min=fewest)
-    # Parts cut a sequence as chunks do, so chunk_places computes their places too.
-    first, indices = chunk_places(ceil_div(chunks, step), P)
-    owner, place = (x.contiguous() for x in indices.unbind(1))
-    start = sequences[owner] + place * step[owner] * CHUNK
-    start = torch.minimum(start, sequences[owner + 1])
-    offsets = torch.cat([start, sequences[-1:]])
-    # The empty last sequence gets the unused parts.
-    first = torch.cat([first[:-1], first.new_full((1,), P)])
-    places = chunk_places(ceil_div(offsets.diff(), CHUNK), documents.most_chunks(CHUNK))
-    return StaticParts(
-        sequences, offsets, first, owner,
-        opens=place == 0, closes=offsets[1:] == sequences[owner + 1],
-        chunk_offsets=places.offsets, chunk_indices=places.indices,
-    )  # fmt: skip
-
-
-def uncut_parts(documents: StaticDocuments) -> Parts:
-    """Each sequence as one part, which states may enter; every fill writes the tables again."""
-    key = Parts
-    if key not in documents.plans:
-        chunks, ragged = documents.table("uncut parts", _chunks_of_sequences)
-        M, device = documents.sequences, documents.device
-        first = to_device(torch.arange(M + 1, dtype=torch.int32, device="cpu"), device)
-        every, none = (to_device(torch.full((M,), x, device="cpu"), device) for x in (True, False))
-        nothing = Steps((), first[:0])
-        documents.plans[key] = Parts(
-            sequences=documents.cu_seqlens, offsets=documents.cu_seqlens, first=first,
-            owner=first[:-1], opens=every, closes=every, chunks=chunks, ragged=ragged,
-            nowhere=none, whole=nothing, entering=nothing, opening=nothing, leaving=nothing,
-        )  # fmt: skip
-    return documents.plans[key]
-
-
-def _chunks_of_sequences(documents: StaticDocuments) -> tuple[Tensor, Tensor]:
-    length = documents.cu_seqlens.diff()[:, None]
-    return ceil_div(length, CHUNK), length % CHUNK != 0

@@ -8,6 +8,7 @@ from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.rules.base import RuleBackward, Saved
+from megatron_gdn.ops.state_maps.parts import Parts, cut_at
 from megatron_gdn.ops.static_documents import StaticDocuments
 
 NAMES = ("o", "q", "k", "v", "g", "beta")
@@ -26,6 +27,12 @@ def documents_of(lengths, device="cpu") -> Documents | None:
         return None
     offsets = torch.tensor([0, *lengths]).cumsum(0).tolist()
     return Documents.from_cu_seqlens(offsets, offsets[-1], device=device)
+
+
+def parts_at(sequences, offsets, device="cpu") -> Parts:
+    """Of sequences and parts that begin at these tokens."""
+    documents = Documents(tuple(sequences), torch.device(device))
+    return Parts.of(documents, "given", lambda these: cut_at(these, offsets))
 
 
 class InHalf(PlainRule):

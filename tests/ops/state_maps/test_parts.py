@@ -1,5 +1,7 @@
 """Sequences cut into parts, documents in fixed buffers: where cuts lie, how maps chain."""
 
+from itertools import pairwise
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -13,13 +15,12 @@ from megatron_gdn.ops.state_maps.parts import (
     FULL_GPU,
     Parts,
     compose,
+    cut_by_length,
     entering_states,
     initial_gradients,
     leaving_gradients,
-    parts_by_length,
-    static_parts,
 )
-from tests.ops.delta_rule.states import Oracle
+from tests.ops.delta_rule.states import Oracle, parts_at
 from tests.whole_groups import whole_groups
 
 CPU = torch.device("cpu")
@@ -27,6 +28,19 @@ CPU = torch.device("cpu")
 
 def offsets_of(lengths):
     return torch.tensor([0, *lengths]).cumsum(0).tolist()
+
+
+def parts_by_length(offsets, heads):
+    """Offsets of parts, from what the cut promises; and the cut has them."""
+    most, fewest = max(1, FULL_GPU // heads), max(8, min(32, heads))
+    wanted = []
+    for start, end in pairwise(offsets):
+        chunks = -(-(end - start) // CHUNK)
+        step = max(-(-chunks // most), fewest) * CHUNK
+        wanted += range(start, end, step)
+    wanted.append(offsets[-1])
+    assert cut_by_length(Documents(tuple(offsets), CPU), heads).offsets.tolist() == wanted
+    return wanted
 
 
 def random_inputs(tokens, seed=0):
@@ -68,7 +82,7 @@ def test_no_part_that_fla_gets_is_longer_than_its_32_bit_offsets_reach(heads, di
 @pytest.mark.parametrize("default_device", ["cpu", "meta"])
 def test_tables_of_parts(default_device):
     with torch.device(default_device):
-        parts = Parts.build([0, 1, 1000, 1128], [0, 1, 513, 1000, 1128], CPU)
+        parts = parts_at([0, 1, 1000, 1128], [0, 1, 513, 1000, 1128])
     assert parts.first.tolist() == [0, 1, 3, 4]
     assert parts.owner.tolist() == [0, 1, 1, 2]
     assert parts.opens.tolist() == [True, True, False, True]
@@ -96,7 +110,7 @@ CUTS = {
 @pytest.mark.parametrize("case", LENGTHS)
 def test_the_maps_of_parts_chain_into_those_of_sequences(case):
     lengths, cut = LENGTHS[case], CUTS[case]
-    parts = Parts.build(offsets_of(lengths), cut, CPU)
+    parts = parts_at(offsets_of(lengths), cut)
     inputs, d_o = random_inputs(sum(lengths))
     whole = Oracle(inputs, lengths)
     pieces = Oracle(inputs, torch.tensor(cut).diff().tolist())
@@ -168,13 +182,13 @@ def test_the_worst_case_fills_all_chunks():
 def test_parts_are_those_that_the_host_cuts(heads):
     for tokens, most in ((8192, 6), (130, 9), (20000, 2)):
         static = StaticDocuments(tokens, most)
-        parts = static_parts(static, heads)
+        parts = Parts.of(static, heads, lambda these: cut_by_length(these, heads))
         for _ in range(10):
             offsets = random_offsets(tokens, most)
             static.fill(offsets)
             filled = Documents(tuple(offsets), CPU).filled_offsets
             cut = parts_by_length(filled, heads)
-            host = Parts.build(filled, cut, CPU)
+            host = parts_at(filled, cut)
             n, N = len(cut) - 1, len(filled) - 1
             assert n < len(parts.owner)  # the last part never has tokens
             assert parts.offsets[: n + 1].tolist() == cut and (parts.offsets[n:] == tokens).all()
@@ -184,8 +198,9 @@ def test_parts_are_those_that_the_host_cuts(heads):
             assert torch.equal(parts.opens[:n], host.opens)
             assert torch.equal(parts.closes[:n], host.closes) and parts.closes[n:].all()
             wanted = chunks_of(cut)
-            assert parts.chunk_offsets[-1] == len(wanted) <= len(parts.chunk_indices)
-            assert parts.chunk_indices[: len(wanted)].tolist() == wanted
+            offsets, indices = parts.places
+            assert offsets[-1] == len(wanted) <= len(indices)
+            assert indices[: len(wanted)].tolist() == wanted
 
 
 @pytest.mark.parametrize("at_once", [1, 5, 20])
