@@ -36,7 +36,7 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
         q, k, v = SiLU(causal_conv1d(q, k, v))
         q, k    = q / |q|, k / |k|                               per head
         g_t     = -exp(A_log) softplus(f_t + dt_bias)            log-decay per key channel, fp32
-        b_t     = sigmoid(b_t);  w_t = sigmoid(w_t)              erase and write gate, per channel
+        b_t, w_t = sigmoid(b_t), sigmoid(w_t)               erase and write gate, per channel
         S_t     = Diag(exp(g_t)) S_{t-1}
         S_t    += k_t (w_t * v_t - S_t^T (b_t * k_t))^T
         o_t     = S_t^T q_t / sqrt(K)
@@ -67,6 +67,7 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
     recurrence: ClassVar[str] = "GDN-2"
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
     in_layer_graphs: ClassVar[bool] = True
+    takes_gates_apart: ClassVar[bool] = True
     dt_init_range = (0.001, 0.1)
     dt_init_floor = 1e-4
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -106,7 +107,7 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
             linear_cp_mode=linear_cp_mode, cp_ranks_per_machine=cp_ranks_per_machine, again=again,
         )  # fmt: skip
 
-    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
         scheme = batch.scheme
         conv = self.called_conv_parameters(rows, scheme.layout)
         return gdn2_parts(
@@ -118,4 +119,5 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
             normalise_qk=self.use_qk_l2norm,
             recompute_qkv=self.recompute_qkv,
             run_again=self.recompute_rule and self.training,
+            gates=gates,
         )
