@@ -91,16 +91,13 @@ def gdn_layer_maps(
     # Other storages are the fused projection cut in four or six.
     rows = interleaved_rows(dims) if storage == "interleaved" else None
     taps, in_three = dims.conv_kernel_dim, storage == "separate"
+    gain = {f"{hf}{norm}.weight": (dims.value_head_dim,)}
     return [
         mapped(f"{p}in_proj.weight", projections, 0, rows=rows, sections=dims.layout.widths),
         conv_map(f"{p}conv1d.weight", hf, dims.layout, taps, in_three),
         mapped(f"{p}A_log", {f"{hf}A_log": (H,)}, 0, fp32=True),
         mapped(f"{p}dt_bias", {f"{hf}dt_bias": (H,)}, 0, fp32=True),
-        mapped(
-            f"{p}out_norm.weight",
-            {f"{hf}{norm}.weight": (dims.value_head_dim,)},
-            shift=-float(zero_centered_gamma),
-        ),
+        mapped(f"{p}out_norm.weight", gain, shift=-float(zero_centered_gamma)),
         mapped(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, dims.v_dim)}, 1),
     ]
 

@@ -101,26 +101,18 @@ def _text_root(keys: Collection[str]) -> str:
     return roots.pop()
 
 
-def gated_qkv_rows(heads: int, groups: int, head_dim: int) -> Tensor:
-    """Which row of ``(q_proj, k_proj, v_proj)`` each row of Megatron's projection is.
-
-    The file alternates ``[q | gate]`` head by head; Megatron keeps, for each query group,
-    ``[q of its heads | gate of its heads | k | v]``.
-    """
-    q, k = heads * head_dim, groups * head_dim
-    rows = torch.arange(2 * (q + k), device="cpu")
-    q_then_gate = rows[: 2 * q].view(heads, 2, -1).transpose(0, 1).flatten()
-    return torch.cat([q_then_gate, rows[2 * q :]])[by_group((q, q, k, k), groups)]
-
-
 def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
-    hidden, head_dim = config.hidden_size, config.head_dim
-    heads, groups = config.num_attention_heads, config.num_query_groups
-    counts = {"q": 2 * heads * head_dim, "k": groups * head_dim, "v": groups * head_dim}
+    """The file alternates ``[q | gate]`` head by head; Megatron keeps, for each query group,
+    ``[q of its heads | gate of its heads | k | v]``."""
+    hidden, heads, groups = config.hidden_size, config.num_attention_heads, config.num_query_groups
+    q, k = heads * config.head_dim, groups * config.head_dim
+    counts = {"q": 2 * q, "k": k, "v": k}
     sources = {f"{hf}{name}_proj.weight": (count, hidden) for name, count in counts.items()}
-    rows = gated_qkv_rows(heads, groups, head_dim)
+    in_file = torch.arange(2 * (q + k), device="cpu")
+    q_then_gate = in_file[: 2 * q].view(heads, 2, -1).transpose(0, 1).flatten()
+    rows = torch.cat([q_then_gate, in_file[2 * q :]])[by_group((q, q, k, k), groups)]
     yield mapped(f"{p}linear_qkv.weight", sources, 0, rows=rows)
-    yield mapped(f"{p}linear_proj.weight", {f"{hf}o_proj.weight": (hidden, heads * head_dim)}, 1)
+    yield mapped(f"{p}linear_proj.weight", {f"{hf}o_proj.weight": (hidden, q)}, 1)
 
 
 def _mlp_maps(p: str, hf: str, hidden: int, ffn: int) -> Iterator[TensorMap]:

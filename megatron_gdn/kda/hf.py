@@ -75,18 +75,8 @@ def kda_layer_from_hf(
 ) -> list[dict[str, Tensor]]:
     """A linear-attention module's tensors to the layer's, one dict for each rank.
 
-    Args:
-        hf_state: the tensors of one layer, without a prefix, in bf16, fp16, fp32 or fp64.
-        dims, family, in_files, zero_centered_gamma: as in :func:`kda_layer_maps`.
-        tp_size: number of tensor-parallel ranks.
-
-    Returns:
-        Megatron parameter names to tensors: ``A_log`` and ``dt_bias`` fp32, a shifted
-        ``out_norm.weight`` fp32, all others in the file's dtype.
-
-    Raises:
-        ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or heads do not
-            split.
+    ``dims``, ``family`` and ``in_files`` are as in :func:`kda_layer_maps`; the other arguments, the
+    result and the errors are those of :func:`..gdn.hf.gdn_layer_from_hf`.
     """
     dims.shard(tp_size)
     maps = kda_layer_maps("", "", dims, family, in_files, zero_centered_gamma)

@@ -25,13 +25,9 @@ def mamba2_layer_maps(
     ``backbone.layers.0.mixer.``.
     """
     p, hf, layout, D = prefix, hf_prefix, dims.layout, dims.hidden_size
+    in_proj = {f"{hf}in_proj.weight": (layout.width, D)}
     maps = [
-        mapped(
-            f"{p}in_proj.weight",
-            {f"{hf}in_proj.weight": (layout.width, D)},
-            0,
-            sections=layout.widths,
-        ),
+        mapped(f"{p}in_proj.weight", in_proj, 0, sections=layout.widths),
         conv_map(f"{p}conv1d_weight", hf, layout, dims.conv_kernel_dim, in_three=False),
         mapped(f"{p}norm.weight", {f"{hf}norm.weight": (dims.d_inner,)}, 0),
         mapped(f"{p}out_proj.weight", {f"{hf}out_proj.weight": (D, dims.d_inner)}, 1),
@@ -68,12 +64,6 @@ def mamba2_layer_to_hf(
     dims: Mamba2Dims,
     dtypes: Mapping[str, torch.dtype] | None = None,
 ) -> dict[str, Tensor]:
-    """The inverse of `mamba2_layer_from_hf`.
-
-    Args:
-        ranks: one Megatron state dict for each tensor-parallel rank.
-        dims: as in the import.
-        dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
-    """
+    """The inverse of `mamba2_layer_from_hf`; arguments as in :func:`..gdn.hf.gdn_layer_to_hf`."""
     maps = mamba2_layer_maps("", "", dims, "conv1d_bias" in ranks[0])
     return hf_from_ranks(maps, ranks, dtypes)

@@ -1,8 +1,5 @@
 """Megatron-Bridge builds, loads and exports our layer after one call, behind `te_on_cpu.py`."""
 
-import re
-from pathlib import Path
-
 import pytest
 import torch
 import transformers
@@ -13,6 +10,7 @@ from safetensors.torch import load_file, save_file
 import megatron_gdn
 from megatron_gdn.frameworks.bridge import in_published_dtypes
 from tests.frameworks.bridge_models import bridged, logits, published
+from tests.frameworks.conftest import page_lines
 from tests.frameworks.tiny_models import (
     MODELS,
     TOKENS,
@@ -79,8 +77,7 @@ def test_an_export_has_the_dtypes_of_the_files_and_their_bits(fp32, tmp_path):
 
 def test_the_page_s_lines_write_files_of_the_same_dtypes(tmp_path):
     published("Qwen3.5", tmp_path, torch.bfloat16)
-    page = Path(__file__).parents[2] / "docs/frameworks/bridge.md"
-    build, export = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    build, export = page_lines("bridge")
     names = {"megatron_gdn": megatron_gdn, "AutoBridge": AutoBridge, "HF_FOLDER": tmp_path}
     exec(build, names)
     ours, names["bridge"] = bridged(tmp_path, torch.bfloat16)

@@ -18,7 +18,6 @@ from megatron.bridge.training.gpt_step import forward_step
 
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
-from tests import ranks
 from tests.frameworks.bridge_models import bridged, published
 from tests.frameworks.tiny_models import SIZES
 from tests.parallel import parallel
@@ -147,10 +146,8 @@ def loss_of_this_rank(folder, pack) -> tuple[float, int]:
 
 
 @pytest.mark.parametrize("pack", PACKERS)
-def test_two_context_parallel_ranks_have_the_losses_of_one(pack, pools, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        ranks, "_IMPORTED_ONCE", ["tests.frameworks.behind_te_on_cpu", *ranks._IMPORTED_ONCE]
-    )
+@pytest.mark.usefixtures("forked_with_the_stand_in")
+def test_two_context_parallel_ranks_have_the_losses_of_one(pack, pools, tmp_path):
     published("Qwen3.5", tmp_path, torch.float32, **LINEAR_LAYERS)
     start_one_process()
     megatron_gdn.patch_megatron()

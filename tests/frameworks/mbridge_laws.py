@@ -1,7 +1,5 @@
 """mbridge's Qwen3.5 builds, loads and exports our layer after one call, behind `te_on_cpu.py`."""
 
-import re
-from pathlib import Path
 from types import SimpleNamespace
 from unittest.mock import patch
 
@@ -12,6 +10,7 @@ from megatron.core.transformer.moe import moe_utils
 
 import megatron_gdn
 from tests.frameworks import tiny_models
+from tests.frameworks.conftest import page_lines
 from tests.frameworks.tiny_models import require_exported, require_falling, require_logits, tokens
 
 TEXT = {
@@ -98,24 +97,10 @@ def test_it_trains(tmp_path):
     )
 
 
-def test_undo_gives_mbridge_megatrons_layer_back(tmp_path):
-    published("Qwen3.5", tmp_path)
-    megatron_gdn.patch_megatron()
-    megatron_gdn.patch_megatron(gdn=False)
-    model, bridge = bridged(tmp_path)
-    assert not any(isinstance(each, megatron_gdn.GatedDeltaNet) for each in layers(model))
-    require_exported(bridge.export_weights([model]), tmp_path)
-
-
 def test_the_lines_of_the_page_build_ours(tmp_path):
     published("Qwen3.5", tmp_path, torch.bfloat16)
-    page = Path(__file__).parents[2] / "docs/frameworks/mbridge.md"
-    (code,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    (code,) = page_lines("mbridge")
     here = SimpleNamespace(from_pretrained=lambda folder: bridge_of(folder, torch.bfloat16))
     names = {"megatron_gdn": megatron_gdn, "AutoBridge": here, "HF_FOLDER": str(tmp_path)}
     exec(code, names)
     assert isinstance(layers(*names["models"])[0], megatron_gdn.GatedDeltaNet)
-
-
-def test_qwen3_next_is_not_in_mbridge():
-    assert "qwen3_next" not in AutoBridge.list_supported_models()

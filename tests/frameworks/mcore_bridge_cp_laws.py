@@ -1,14 +1,14 @@
 """mcore-bridge's model of linear layers on two context-parallel ranks, cut by its own loader."""
 
+import pytest
 import torch
 from mcore_bridge import get_mcore_model, split_cp_inputs
 from megatron.core.packed_seq_params import PackedSeqParams
 
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
-from tests import ranks
 from tests.frameworks.mcore_bridge_laws import CudaIsTheCPU, config_of
-from tests.frameworks.tiny_models import published, tokens
+from tests.frameworks.tiny_models import published, require_logits, tokens
 from tests.parallel import parallel
 
 LENGTHS = [8, 4, 12]
@@ -40,16 +40,13 @@ def logits_of_this_rank(folder) -> tuple[torch.Tensor, torch.Tensor]:
         return logits(folder, 2), split_cp_inputs(torch.arange(sum(LENGTHS)), ends, 0)
 
 
-def test_two_context_parallel_ranks_have_the_logits_of_one(pools, tmp_path, monkeypatch):
-    monkeypatch.setattr(
-        ranks, "_IMPORTED_ONCE", ["tests.frameworks.behind_te_on_cpu", *ranks._IMPORTED_ONCE]
-    )
+@pytest.mark.usefixtures("forked_with_the_stand_in")
+def test_two_context_parallel_ranks_have_the_logits_of_one(pools, tmp_path):
     published("Qwen3-Next", tmp_path, **LINEAR_LAYERS)
     start_one_process()
     with CudaIsTheCPU():
         expected = logits(tmp_path, 1)
     megatron_gdn.patch_megatron(gdn=False)
     end_one_process()
-    rounding = 16 * torch.finfo(torch.float32).eps * expected.abs().max().item()
     for found, places in pools(2).run(logits_of_this_rank, tmp_path):
-        torch.testing.assert_close(found, expected[places], rtol=0, atol=rounding)
+        require_logits("two ranks", found, expected[places])

@@ -1,51 +1,31 @@
 """modelopt quantizes our layer's two projections, and prunes the hidden size of models with it."""
 
 import io
-import re
-from pathlib import Path
 
 import modelopt.torch.opt as mto
 import modelopt.torch.prune as mtp
 import modelopt.torch.quantization as mtq
 import pytest
 import torch
-from megatron.core.models.gpt.experimental_attention_variant_module_specs import (
-    get_transformer_block_with_experimental_attention_variant_spec as gpt_block,
-)
-from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
-from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.post_training.modelopt.hybrid.model_specs import get_hybrid_stack_modelopt_spec
 
 import megatron_gdn
-from tests.frameworks.patch_laws import SIZES, TOKENS, VOCABULARY, logits
-from tests.parallel import make_config
+from tests.frameworks import patch_laws
+from tests.frameworks.conftest import page_lines
+from tests.frameworks.patch_laws import logits
 
 WIDTH, PRUNED = 24, 16
 
 pytestmark = pytest.mark.usefixtures("patched")
 
 
-def config(width: int = WIDTH, **changes):
-    return make_config(num_layers=4, hidden_size=width, kv_channels=6, **SIZES, **changes)
-
-
 def hybrid(spec=hybrid_stack_spec):
-    torch.manual_seed(0)
-    return HybridModel(
-        config(), spec, vocab_size=VOCABULARY, max_sequence_length=TOKENS,
-        hybrid_layer_pattern="G-*-", position_embedding_type="rope",
-    )  # fmt: skip
+    return patch_laws.hybrid(spec, hidden_size=WIDTH, kv_channels=6)
 
 
 def gpt(width: int = WIDTH):
-    torch.manual_seed(0)
-    variant = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
-    settings = config(width, **variant)
-    return GPTModel(
-        settings, gpt_block(settings, vp_stage=None), vocab_size=VOCABULARY,
-        max_sequence_length=TOKENS, position_embedding_type="rope",
-    )  # fmt: skip
+    return patch_laws.gpt(hidden_size=width, kv_channels=6)
 
 
 def mixers(model):
@@ -76,8 +56,7 @@ def test_a_quantized_convolution_is_refused():
 
 
 def prune(model):
-    page = Path(__file__).parents[2] / "docs/frameworks/modelopt.md"
-    (line,) = re.findall(r"```python\n(.*?)```", page.read_text(), flags=re.DOTALL)
+    (line,) = page_lines("modelopt")
     exec(line)
     minitron = mtp.mcore_minitron.get_mcore_minitron_config(
         hidden_size_divisor=8, ffn_hidden_size_divisor=8

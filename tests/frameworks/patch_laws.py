@@ -17,7 +17,7 @@ from megatron.core.ssm.mamba_mixer import MambaMixer
 
 import megatron_gdn
 from tests.frameworks import te_on_cpu
-from tests.frameworks.tiny_models import require_falling
+from tests.frameworks.tiny_models import require_falling, require_logits
 from tests.parallel import make_config
 from tests.upstream import upstream_on_cpu
 
@@ -31,22 +31,20 @@ SIZES = {
 pytestmark = pytest.mark.usefixtures("one_process")
 
 
-def hybrid(spec=hybrid_stack_spec):
+def hybrid(spec=hybrid_stack_spec, **changes):
     torch.manual_seed(0)
     return HybridModel(
-        make_config(num_layers=4, **SIZES), spec, vocab_size=VOCABULARY,
+        make_config(**{"num_layers": 4, **SIZES, **changes}), spec, vocab_size=VOCABULARY,
         max_sequence_length=TOKENS, hybrid_layer_pattern="G-*-", position_embedding_type="rope",
     )  # fmt: skip
 
 
-def gpt(spec=gpt_block):
+def gpt(**changes):
     torch.manual_seed(0)
-    config = make_config(
-        num_layers=4, experimental_attention_variant="gated_delta_net", linear_attention_freq=2,
-        **SIZES,
-    )  # fmt: skip
+    variant = {"experimental_attention_variant": "gated_delta_net", "linear_attention_freq": 2}
+    config = make_config(**{"num_layers": 4, **variant, **SIZES, **changes})
     return GPTModel(
-        config, spec(config, vp_stage=None), vocab_size=VOCABULARY, max_sequence_length=TOKENS,
+        config, gpt_block(config, vp_stage=None), vocab_size=VOCABULARY, max_sequence_length=TOKENS,
         position_embedding_type="rope",
     )  # fmt: skip
 
@@ -74,10 +72,8 @@ def test_a_spec_of_megatrons_builds_our_layer_and_the_same_model(build):
     assert mixer(ours).backend == "reference"
     assert theirs.sharded_state_dict().keys() == ours.sharded_state_dict().keys()
     ours.load_state_dict(theirs.state_dict())
-    expected = logits(theirs)
-    # Under 16 roundings on the way to a logit in each model, of at most the largest last place.
-    rounding = 2 * 16 * torch.finfo(torch.float32).eps * expected.abs().max().item()
-    torch.testing.assert_close(logits(ours), expected, rtol=0, atol=rounding)
+    # Under 16 roundings on the way to a logit in each model.
+    require_logits("ours", logits(ours), logits(theirs), roundings=2 * 16)
     megatron_gdn.patch_megatron(gdn=False)
     assert type(mixer(build())) is Theirs
 

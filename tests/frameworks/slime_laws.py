@@ -243,8 +243,3 @@ def test_norms_that_slime_would_copy_wrongly_are_refused(tmp_path):
     published("Qwen3.5", tmp_path)
     with pytest.raises(ValueError, match="Add --apply-layernorm-1p"):
         built(arguments("Qwen3.5", tmp_path, "--apply-layernorm-1p"))
-
-
-def test_a_folder_without_config_is_refused(tmp_path):
-    with pytest.raises(FileNotFoundError, match="config.json"):
-        built(arguments("Qwen3.5", tmp_path))

@@ -11,15 +11,12 @@ from megatron_gdn import GatedDeltaNet
 from megatron_gdn.hf import (
     build_model,
     compare_folders,
-    gdn_layer_from_hf,
     load_hf_weights,
     megatron_state,
     read_hf_config,
     save_hf_weights,
 )
 from megatron_gdn.hf.folders import find_checkpoint
-from tests.distributed.layer_laws import thd
-from tests.hf.float64_layer import float64_layer
 from tests.hf.tiny_models import model_class
 from tests.parallel import parallel
 
@@ -88,70 +85,6 @@ def _compare_logits(ours, theirs, noise):
     }
 
 
-def layer_agrees(folder: Path, tp: int = 1) -> dict[str, tuple[float, float, float]]:
-    """By tensor, of its largest entry: ours from float64 and theirs, theirs from float64."""
-    config = read_hf_config(folder)
-    their_model = hf_model(folder).model
-    theirs = getattr(their_model, "language_model", their_model).layers[0].linear_attn
-    with parallel(tp):
-        model = build_megatron(config, "hybrid")
-        load_hf_weights(model, folder)
-        ours = model.decoder.layers[0].self_attention
-        torch.manual_seed(7)
-        x, weights = torch.randn(2, 2, TOKENS, config.hidden_size)
-        x_ours, x_theirs = x.clone().requires_grad_(), x.clone().requires_grad_()
-        x_true = x.double().requires_grad_()
-        y_ours = ours(x_ours.transpose(0, 1), None)[0].transpose(0, 1)
-        y_theirs = theirs(x_theirs)
-        y_true, true_params = float64_layer(theirs, x_true)
-        for y in (y_ours, y_theirs, y_true):
-            (y * weights).sum().backward()
-    triples = {
-        "output": (y_ours, y_theirs, y_true),
-        "input": (x_ours.grad, x_theirs.grad, x_true.grad),
-    }
-
-    # Gradients cross the same map as weights, without the shift: it adds a constant.
-    def as_ours(params) -> dict[str, torch.Tensor]:
-        grads = {name: param.grad for name, param in params}
-        return gdn_layer_from_hf(grads, config.gdn, config.storage, tp, False)[ours.tp_group.rank()]
-
-    their_grads = as_ours(theirs.named_parameters())
-    true_grads = as_ours(true_params.items())
-    for name, param in ours.named_parameters():
-        triples[name] = (param.grad, their_grads.pop(name), true_grads[name])
-    assert not their_grads, their_grads.keys()
-    return {
-        name: (_error(mine, true), _error(mine, other), _error(other, true))
-        for name, (mine, other, true) in triples.items()
-    }
-
-
-def _error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    return ((actual - expected).abs().max() / expected.abs().max()).item()
-
-
-def packed_documents_agree(folder: Path, lengths: tuple[int, ...], tp: int = 1) -> dict[str, float]:
-    config = read_hf_config(folder)
-    theirs_model = hf_model(folder)
-    torch.manual_seed(5)
-    documents = [torch.randint(config.vocab_size, (1, length)) for length in lengths]
-    with parallel(tp), torch.no_grad():
-        model = build_megatron(config, "hybrid").eval()
-        load_hf_weights(model, folder)
-        tokens = torch.cat(documents, 1)
-        positions = torch.cat([torch.arange(length) for length in lengths])[None]
-        ours = model(tokens, positions, None, packed_seq_params=thd(lengths))[
-            ..., : config.vocab_size
-        ]
-        theirs = [theirs_model(document, use_cache=False).logits for document in documents]
-        noise = [
-            _rounding_noise(theirs_model, document, logits)
-            for document, logits in zip(documents, theirs, strict=True)
-        ]
-    return _compare_logits(ours, torch.cat(theirs, 1), torch.cat(noise, 1))
-
-
 def load_dist_checkpoint(model, folder: Path) -> None:
     """What Megatron's ``--load`` does with a model's weights."""
     from megatron.core import dist_checkpointing
@@ -198,17 +131,14 @@ def checkpoint_loads(folder, checkpoint, kind, tp=1, pp=1, ep=1):
     return sorted(map(_canonical, held))
 
 
-def load_and_save(checkpoint, folder, target, kind, dtype, change=("", 0.0), **sizes):
-    """A run loads a checkpoint, adds ``change`` to a parameter, and saves as Megatron saves."""
+def load_and_save(checkpoint, folder, target, kind, dtype, **sizes):
+    """A run loads a checkpoint, and saves as Megatron saves."""
     from megatron.core import dist_checkpointing
 
     tp, pp, ep = (sizes.get(name, 1) for name in ("tp", "pp", "ep"))
     with parallel(tp, pp=pp, expert_model_parallel_size=ep, expert_tensor_parallel_size=tp):
         model = _model_of_stage(read_hf_config(folder), kind, dtype, tp, pp)
         load_dist_checkpoint(model, checkpoint)
-        name, amount = change
-        if name:
-            megatron_state(model)[name].add_(amount)
         target.mkdir(exist_ok=True)
         dist_checkpointing.save({"model": model.sharded_state_dict()}, str(target))
 
@@ -277,14 +207,13 @@ def _warnings_of(name: str):
 
 
 def loading_fails(
-    folder: Path, kind: str = "hybrid", tp: int = 1, config=None, untouched: bool = True,
-    options: dict | None = None, **changes,
-) -> str:  # fmt: skip
+    folder: Path, kind: str = "hybrid", config=None, options: dict | None = None
+) -> str:
     import dataclasses
 
     built_for = dataclasses.replace(read_hf_config(folder), **(config or {}))
-    with parallel(tp):
-        model = build_megatron(built_for, kind, **changes)
+    with parallel():
+        model = build_megatron(built_for, kind)
         for module in model.modules():
             if isinstance(module, GatedDeltaNet):
                 vars(module).update(options or {})
@@ -293,7 +222,6 @@ def loading_fails(
             load_hf_weights(model, folder)
         except ValueError as error:
             after = megatron_state(model)
-            kept = all(torch.equal(after[name], tensor) for name, tensor in before.items())
-            assert kept or not untouched
+            assert all(torch.equal(after[name], tensor) for name, tensor in before.items())
             return str(error)
     return "no error"

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from megatron_gdn.hf import (
     export_folder,
     load_hf_weights,
-    megatron_state,
     read_hf_config,
     save_hf_weights,
 )
@@ -123,27 +122,6 @@ def merged_export_agrees(source, target, bridge, tp=1, first=False):
         return _compare_logits(ours, theirs, _rounding_noise(theirs_model, tokens, theirs))
 
 
-def merged_rows(source: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-    """in_proj's sections of a merged state, and W + (alpha / dim) B A of the same rows."""
-    config = read_hf_config(source)
-    with parallel(1):
-        model = with_adapters(build_megatron(config, "hybrid"), None)
-        load_hf_weights(model, source)
-        state, wrapper = megatron_state(model), model.get_submodule(f"{GDN}.in_proj")
-        assert not any("adapter" in name or "to_wrap" in name for name in state)
-    layout, merged = config.gdn.layout, state[f"{GDN}.in_proj.weight"]
-    parts = [
-        tensor.detach().split(layout.widths)
-        for tensor in (wrapper.to_wrap.weight, wrapper.adapter.linear_out.weight)
-    ]
-    a = wrapper.adapter.linear_in.weight.detach()
-    expected = [w + ALPHA / RANK * b @ a for w, b in zip(*parts, strict=True)]
-    return (
-        dict(zip(layout.names, merged.split(layout.widths), strict=True)),
-        dict(zip(layout.names, expected, strict=True)),
-    )
-
-
 def saving_fails(source: Path, target: Path) -> str:
     with parallel(1):
         model = wrap_by_hand(build_megatron(read_hf_config(source), "hybrid"), WithoutWeight)
@@ -194,13 +172,6 @@ def test_two_ranks_merge_what_they_share(pools, fp32_folder, tmp_path):
     source, target = fp32_folder("dense"), tmp_path / "saved"
     for found in pools(2).run(merged_export_agrees, source, target, bridge.FOLDER, tp=2):
         assert_logits_agree(found, noisy=True)
-
-
-def test_every_section_of_in_proj_is_merged(pools, fp32_folder):
-    ((merged, expected),) = pools(1).run(merged_rows, fp32_folder("dense"))
-    assert list(merged) == ["query", "key", "value", "z", "beta", "alpha"]
-    for name, rows in merged.items():
-        assert torch.allclose(rows, expected[name], rtol=0, atol=1e-6), name
 
 
 def test_an_adapter_that_cannot_be_merged_is_refused_by_name(pools, hf_folder, tmp_path):

@@ -20,7 +20,7 @@ from megatron_gdn.hf import (
 from megatron_gdn.hf.__main__ import main
 from megatron_gdn.hf.folders import open_weights
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
-from tests.hf.model_laws import load_and_save, stored_tensors
+from tests.hf.model_laws import stored_tensors
 from tests.hf.tiny_models import FOLDERS
 from tests.processes import python
 from tests.unit.test_imports import BLOCK
@@ -99,7 +99,8 @@ def test_the_norms_of_a_model_on_another_device_meet_their_originals(hf_folder):
 def test_fp32_gates_on_request_also_correct_the_index(hf_folder, tmp_path):
     folder = hf_folder("next")
     import_folder(folder, tmp_path / "imported")
-    export_folder(tmp_path / "imported", tmp_path / "back", like=folder, fp32_gates=True)
+    export = ["export", tmp_path / "imported", tmp_path / "back", "--like", folder, "--fp32-gates"]
+    assert main([*map(str, export)]) == 0
     before, after = open_weights(folder), open_weights(tmp_path / "back")
     for key in before:
         is_gate = key.endswith(("A_log", "dt_bias"))
@@ -111,38 +112,6 @@ def test_fp32_gates_on_request_also_correct_the_index(hf_folder, tmp_path):
     ]
     # Three GDN layers of 8 value heads: 2 gates, each grown by 2 bytes a head.
     assert sizes[1] - sizes[0] == 3 * 8 * 2 * 2
-
-
-@pytest.mark.parametrize("options", [[], ["--fp32-gates"]], ids=["", "fp32 gates"])
-def test_the_command_line_says_which_trained_gates_it_rounds(
-    pools, hf_folder, tmp_path, caplog, options
-):
-    folder, imported = hf_folder("next"), tmp_path / "imported"
-    trained, back = tmp_path / "trained", tmp_path / "back"
-    import_folder(folder, imported)
-    name = "decoder.layers.0.self_attention.dt_bias"
-    change = (name, 2.0**-12)
-    pools(1).run(load_and_save, imported, folder, trained, "hybrid", torch.bfloat16, change)
-    assert main(["export", str(trained), str(back), "--like", str(folder), *options]) == 0
-    key = "model.layers.0.linear_attn.dt_bias"
-    expected = stored_tensors(imported)[name] + 2.0**-12
-    assert torch.equal(open_weights(back).read(key).float(), expected) == bool(options)
-    said = [r.getMessage() for r in caplog.records if "rounded from" in r.getMessage()]
-    assert len(said) == (not options)
-    assert all(f"the source files have: {key}. " in text for text in said)
-
-
-def test_transformers_loads_the_exported_folder(hf_folder, tmp_path):
-    import transformers
-
-    folder = hf_folder("moe packed")
-    import_folder(folder, tmp_path / "imported")
-    export_folder(tmp_path / "imported", tmp_path / "back", like=folder)
-    load = transformers.Qwen3_5MoeForCausalLM.from_pretrained
-    ours = load(tmp_path / "back", dtype=torch.float32).state_dict()
-    theirs = load(folder, dtype=torch.float32).state_dict()
-    assert ours.keys() == theirs.keys()
-    assert all(torch.equal(ours[key], theirs[key]) for key in ours)
 
 
 # Errors, by the command line

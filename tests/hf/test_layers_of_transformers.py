@@ -1,4 +1,4 @@
-"""Layers of models that Megatron cannot build whole: ours is transformers', and comes back."""
+"""Layers of every family, of models that Megatron cannot build too: ours is transformers'."""
 
 from typing import NamedTuple
 
@@ -22,6 +22,7 @@ from tests.hf.tiny_models import build
 from tests.kda_mixers import kda_config, whole_mixer
 from tests.parallel import assert_close, make_config, parallel
 
+NEXT, DENSE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"
 OLMO, QWEN4 = "OlmoHybridForCausalLM", "Qwen4ExpForCausalLM"
 KIMI, GLM = "KimiLinearForCausalLM", "Glm5NextForConditionalGeneration"
 BAILING = "BailingHybridForCausalLM"
@@ -48,6 +49,11 @@ class Layer(NamedTuple):
 
 JOINED = "separate, one conv"
 LAYERS = {
+    "next": Layer(NEXT, "interleaved"),
+    "next ratio 4": Layer(NEXT, "interleaved", {"linear_num_value_heads": 16}),
+    "dense": Layer(DENSE, "flat"),
+    "dense ratio 1": Layer(DENSE, "flat", {"linear_num_value_heads": 4}),
+    "dense ratio 3": Layer(DENSE, "flat", {"linear_num_value_heads": 12}),
     "olmo": Layer(OLMO, JOINED),
     "olmo 96 192": Layer(OLMO, JOINED, HEADS),
     "qwen4": Layer(QWEN4, "flat"),
@@ -133,10 +139,12 @@ def layer_equals_transformers(name: str) -> None:
         ours = mapping.build_ours()
     torch.manual_seed(4)
     x, weight = torch.randn(2, 2, 70, 24)
-    truth, params = float64_layer(mapping.theirs, x.double())
-    got, theirs = ours(x.transpose(0, 1))[0].transpose(0, 1), mapping.theirs(x)
+    x_truth, x_ours, x_theirs = (each.clone().requires_grad_() for each in (x.double(), x, x))
+    truth, params = float64_layer(mapping.theirs, x_truth)
+    got, theirs = ours(x_ours.transpose(0, 1))[0].transpose(0, 1), mapping.theirs(x_theirs)
     for y in (truth, got, theirs):
         (y * weight).sum().backward()
+    assert_close("gradient of the input", x_ours.grad, x_truth.grad, 1e-5)
     assert_close("output", got, truth, 1e-5)
     assert_close("output of transformers", got, theirs, 1e-5)
     found = {key: parameter.grad for key, parameter in ours.named_parameters()}

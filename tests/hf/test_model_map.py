@@ -4,12 +4,9 @@ import dataclasses
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from megatron_gdn.hf import parse_hf_config
-from megatron_gdn.hf.model_map import gated_qkv_rows, model_maps
-from megatron_gdn.mixers.tensor_map import mapped
+from megatron_gdn.hf.model_map import model_maps
 
 CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"],
@@ -26,46 +23,6 @@ CONFIG = {
     "linear_conv_kernel_dim": 4,
     "intermediate_size": 12,
 }
-
-
-def test_attention_rows_are_grouped_as_megatron_splits_them():
-    """Each row carries its (kind, head, row): a group is its queries, their gates, k, v."""
-    heads, groups, head_dim = 6, 2, 4
-    q_gate = [
-        (kind, head, row) for head in range(heads) for kind in (0, 1) for row in range(head_dim)
-    ]
-    k, v = ([(kind, g, row) for g in range(groups) for row in range(head_dim)] for kind in (2, 3))
-    fused = torch.tensor([*q_gate, *k, *v])[gated_qkv_rows(heads, groups, head_dim)]
-    expected = [
-        (kind, head, row)
-        for group in range(groups)
-        for kind, members in [
-            (0, range(3 * group, 3 * group + 3)),
-            (1, range(3 * group, 3 * group + 3)),
-            (2, [group]),
-            (3, [group]),
-        ]
-        for head in members
-        for row in range(head_dim)
-    ]
-    assert fused.tolist() == [list(label) for label in expected]
-
-
-sizes = st.integers(1, 4)
-
-
-@given(groups=sizes, per_group=sizes, head_dim=sizes)
-@settings(deadline=None)
-def test_gated_attention_is_a_bijection_of_rows(groups, per_group, head_dim):
-    counts = {"q": 2 * groups * per_group * head_dim, "k": groups * head_dim}
-    counts["v"] = counts["k"]
-    sources = {name: (count, 1) for name, count in counts.items()}
-    entry = mapped("qkv", sources, rows=gated_qkv_rows(groups * per_group, groups, head_dim))
-    qkv = torch.arange(sum(counts.values()))[:, None]
-    pieces = entry.to_hf(qkv, [qkv.dtype] * 3)
-    assert [len(piece) for piece in pieces] == [*counts.values()]
-    assert sorted(torch.cat(pieces).flatten().tolist()) == list(range(len(qkv)))
-    assert torch.equal(entry.to_megatron(pieces), qkv)
 
 
 def test_gate_and_up_are_shared_out_separately():

@@ -44,7 +44,7 @@ def test_the_layer_needs_torch_and_megatron_alone_and_touches_no_gpu():
         + """
 import torch
 import megatron_gdn
-import megatron_gdn.hf.drop_in
+import megatron_gdn.hf.drop_in.patching, megatron_gdn.hf.drop_in.training
 megatron_gdn.GatedDeltaNet
 import megatron_gdn.specs
 import megatron_gdn.models

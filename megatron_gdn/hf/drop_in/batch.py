@@ -177,11 +177,8 @@ def resolve_call(
             )
         return None
     if index is not None:
-        straight = index.dim() in (1, 2) and index.shape[-1] == tokens
-        if straight:
-            column = torch.arange(tokens, device="cpu")
-            straight = bool((index.detach().to("cpu", torch.int64) == column).all())
-        if not straight:
+        in_order = torch.arange(tokens, device="cpu").expand(index.shape[:-1] + (tokens,))
+        if index.dim() not in (1, 2) or not torch.equal(index.cpu().long(), in_order):
             raise ValueError(
                 f"seq_index of shape {tuple(index.shape)} without context-parallel ranks: one "
                 f"rank holds the whole sequence, whose {tokens} tokens must be in order."

@@ -32,7 +32,7 @@ _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "s
 
 @dataclass(frozen=True, kw_only=True)
 class DropInOptions:
-    """How replaced modules run; the arguments of :func:`.patching.patch`."""
+    """How replaced modules run; the options of :func:`.patching.patch` and their defaults."""
 
     cp_mesh: Any = None
     cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER
@@ -98,7 +98,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     On one rank, a batch that is not packed goes through transformers' own forward, with its bits,
     kernels and cache (unless ``unpacked="fused"``). Every other batch runs this package's mixer.
 
-    ``options`` are those of :func:`.patching.patch`.
+    ``options`` are those of :func:`.patching.patch`, but ``attention``.
 
     Raises:
         ValueError: a config of another family, another activation than SiLU, sizes that do not fit.
@@ -249,11 +249,7 @@ def _require_silu(module: Any) -> None:
 def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareGatedDeltaNet:
     """Turn a module of transformers into a drop-in, with the same parameters."""
     _require_silu(module)
-    if not isinstance(module.conv1d, nn.Conv1d):
-        raise ValueError(
-            f"conv1d of {type(module).__name__} is a {type(module.conv1d).__name__}, not torch's "
-            f"Conv1d, whose weight the mixer reads. Leave conv1d out of adapters and quantization."
-        )
+    require_plain_conv(module.conv1d)
     family, owner = families.family_of(module), gate_owner(module)
     dtype = module._modules[family.out].weight.dtype
     expected = SimpleNamespace(

@@ -20,7 +20,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.gathered import gather_in_order, spans_of
 from ...ops.host_tables import to_device
 from .batch import ModelBatch, group_of, resolve_call
@@ -46,13 +45,8 @@ def patch(
     model: nn.Module,
     cp_mesh: Any = None,
     *,
-    cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
-    linear_cp_mode: str | LinearCpMode | None = None,
-    backend: str = "auto",
-    rule_operands: str = "fp16",
-    unpacked: str = "transformers",
-    recompute_qkv: bool = False,
     attention: str | None = None,
+    **options: Any,
 ) -> Patch:
     """Let every linear-attention module of a transformers model run by this package, in place.
 
@@ -87,15 +81,12 @@ def patch(
     """
     if attention not in (None, "gathered"):
         raise ValueError(f"attention={attention!r} is not known; use 'gathered' or None.")
-    options = DropInOptions(
-        cp_mesh=cp_mesh, cp_layout=cp_layout, linear_cp_mode=linear_cp_mode, backend=backend,
-        rule_operands=rule_operands, unpacked=unpacked, recompute_qkv=recompute_qkv,
-    )  # fmt: skip
+    known = DropInOptions(cp_mesh=cp_mesh, **options)
     if attention is not None:
         from transformers import AttentionInterface
 
         AttentionInterface.register(GATHERED, gathered_attention)
-    patched = Patch(model, options, attention is not None)
+    patched = Patch(model, known, attention is not None)
     logger.info("%s", patched)
     return patched
 

@@ -132,7 +132,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
                 f"the attention_mask keeps {int((~padding_BS).sum())} tokens, which are not the "
                 f"{int((ids > 0).sum())} of indices. Give one of them, or make them agree."
             )
-        ids = _without_padding(ids, padding_BS)
+        ids = ids.masked_fill(padding_BS, 0)
     if "attention_mask" in found or bool((ids == 0).any()):
         return ids  # padding, or a mask with values other than 0 and 1, must be kept
     return ids if bool((ids.amax(-1) != ids.amin(-1)).any()) else None
@@ -141,19 +141,6 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
 def _numbered(ids_BS: Tensor) -> Tensor:
     """Renumber ids to 1, 2, ... along each row; padding stays 0."""
     return (starts_of(ids_BS) & (ids_BS > 0)).cumsum(-1) * (ids_BS > 0)
-
-
-def _without_padding(ids_BS: Tensor, padding_BS: Tensor) -> Tensor:
-    """Ids with 0 at padding, which may be before and after the tokens of a document."""
-    kept, documents = ids_BS.masked_fill(padding_BS, 0), _numbered(ids_BS)
-    for row, runs in enumerate(_numbered(kept)):
-        if runs.max() > len(documents[row][kept[row] > 0].unique()):
-            raise ValueError(
-                f"the attention_mask has padding inside a document of row {row}: "
-                f"{_short(ids_BS[row : row + 1])} without it. Padding may be before, between "
-                f"and after documents."
-            )
-    return kept
 
 
 def _short(ids_BS: Tensor) -> str:
@@ -238,28 +225,22 @@ def _of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
             )
     sees = (mask == 0 if added else mask != 0)[:, 0].expand(rows, -1, -1)
     keep_BS = sees.diagonal(dim1=-2, dim2=-1)
-    wrong = (sees.any(-2) & ~keep_BS).nonzero()
+    token = torch.arange(tokens, device=mask.device)
+    first_BS = (sees.int().argmax(-1) == token) & keep_BS  # the first token that it sees is itself
+    ids = first_BS.cumsum(-1) * keep_BS
+    expected = (ids[:, :, None] == ids[:, None]) & (token[:, None] >= token)
+    wrong = torch.where(keep_BS, (sees != expected).any(-1), sees.any(-2)).nonzero()
     if len(wrong):
         row, token = wrong[0].tolist()
+        what = "does not see exactly the tokens from its document's first up to itself"
+        if not keep_BS[row, token]:
+            what = "does not see itself, but another token sees it (is the mask inverted?)"
         raise ValueError(
-            f"the 4-D attention_mask lets another token see token {token} of row {row}, which does "
-            f"not see itself. True (0 in a mask that is added to scores) is where a token sees "
-            f"another: is the mask inverted? Nothing sees padding."
+            f"the 4-D attention_mask is not block-causal: token {token} of row {row} {what}. True "
+            f"(0 in a mask that is added to scores) is where a token sees another, and nothing "
+            f"sees padding. Give such a mask, or name the documents by _packed_seq_ids."
         )
-    start_BS = sees.int().argmax(-1).masked_fill(~keep_BS, 0)  # the first token that each sees
-    column = torch.arange(tokens, device=mask.device)
-    block = (column >= start_BS[..., None]) & (column <= column[:, None])
-    whole_BS = (start_BS.gather(-1, start_BS) == start_BS) & (start_BS.cummax(-1)[0] == start_BS)
-    wrong = (((sees != block).any(-1) | ~whole_BS) & keep_BS).nonzero()
-    if len(wrong):
-        row, token = wrong[0].tolist()
-        raise ValueError(
-            f"the 4-D attention_mask is not block-causal: token {token} of row {row} does not see "
-            f"exactly the tokens from its document's first up to itself. A recurrence sees a "
-            f"document from its start; give such a mask, or name the documents by _packed_seq_ids."
-        )
-    first_BS = (start_BS == column) & keep_BS
-    return (first_BS.cumsum(-1) * keep_BS).cpu()
+    return ids.cpu()
 
 
 class Ranks(NamedTuple):

@@ -254,7 +254,8 @@ class Reach(NamedTuple):
     change: Tensor  # fp32 [N, N]: the largest change of document j's output when i is replaced
     largest: Tensor  # fp32 [N]: the largest output of each document
 
-    def leaks(self, tolerance: float) -> list[Leak]:
+    def leaks(self, tolerance: float = 1e-5) -> list[Leak]:
+        """Pairs of documents, in changes above this fraction of the largest output."""
         bound = tolerance * self.largest.max().item()
         return [
             Leak(origin, into, change, self.largest[into].item())
@@ -313,24 +314,12 @@ def packing_reach(
     return Reach(change, torch.stack([reference[:, span].abs().max() for span in spans]).cpu())
 
 
-def packing_leaks(
-    module: nn.Module,
-    lengths: Sequence[int] = (5, 7, 4),
-    *,
-    tolerance: float = 1e-5,
-    **kwargs: Any,
-) -> list[Leak]:
-    """Pairs of documents of which one reaches the other; see :func:`assert_no_packing_leak`."""
-    return packing_reach(module, lengths, **kwargs).leaks(tolerance)
-
-
 def assert_no_packing_leak(
     module: nn.Module,
     lengths: Sequence[int] = (5, 7, 4),
     *,
     source: str = "position_ids",
     tolerance: float = 1e-5,
-    seed: int = 0,
     **kwargs: Any,
 ) -> str:
     """Raise if a packed document changes the output at another one.
@@ -348,8 +337,7 @@ def assert_no_packing_leak(
             ``"packed_seq_ids"`` or ``"indexed_mask"``.
         tolerance: changes up to this fraction of the largest output are not leaks. 0 asks for
             equal bits; the rounding of experts may depend on tokens that are computed together.
-        seed: of the random documents.
-        kwargs: what else the module is called with.
+        kwargs: what else the module is called with, and ``seed`` of the random documents.
 
     Returns:
         what was found, in one line, which is logged too.
@@ -358,7 +346,7 @@ def assert_no_packing_leak(
         PackingLeak: says which document reached which, and by how much.
         ValueError: fewer than two documents, an unknown source.
     """
-    reach = packing_reach(module, lengths, source=source, seed=seed, **kwargs)
+    reach = packing_reach(module, lengths, source=source, **kwargs)
     name, lengths = type(module).__name__, tuple(lengths)
     if found := reach.leaks(tolerance):
         said = f"packed documents of {lengths} tokens reach each other in {name}:"

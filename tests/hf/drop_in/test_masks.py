@@ -59,23 +59,11 @@ def test_a_causal_mask_is_no_mask(model, kind):
 
 
 def test_a_mask_that_does_not_isolate_what_others_name_is_refused(model):
-    mask = block_mask([[1] * 9])
-    positions = torch.cat([torch.arange(end - start) for start, end in SPANS])[None]
-    offsets = torch.tensor([0, 5, 7, 9])
-    for told in (
-        {"_packed_seq_ids": torch.tensor(IDS)},
-        {"position_ids": positions},
-        {"cu_seq_lens_q": offsets},
-        {"cu_seqlens": offsets},
-    ):
-        with pytest.raises(ValueError, match=r"\(4-D\) and .* boundaries"):
-            model(TOKENS, attention_mask=mask, **told)
-    with pytest.raises(ValueError, match="is added to scores.* Pass a bool mask"):
-        model(TOKENS, attention_mask=block_mask(IDS).double())
+    with pytest.raises(ValueError, match=r"\(4-D\) and _packed_seq_ids .* boundaries"):
+        model(TOKENS, attention_mask=block_mask([[1] * 9]), _packed_seq_ids=torch.tensor(IDS))
 
 
 PADDED = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]])
-INDEXED = [(0, 0, 2), (0, 2, 5), (1, 0, 4)]
 
 
 def told(mask=PADDED) -> dict:
@@ -97,14 +85,8 @@ def test_offsets_and_indices_are_the_mask_that_they_were_made_of(patched, family
         y = layer(hidden_states=x, position_ids=torch.arange(6)[None], **told(), **more)
         assert torch.equal(y, expected)
         assert torch.equal(y[PADDED == 0], torch.zeros(3, 24))
-    (gradient,) = torch.autograd.grad(y.square().sum(), x)
-    assert not gradient[PADDED == 0].any()
-    for row, start, end in INDEXED:
-        alone = x[row : row + 1, start:end].detach().requires_grad_()
-        out = layer(alone)
-        assert_close("alone", y[row, start:end], out[0], 1e-5)
-        (expected_gradient,) = torch.autograd.grad(out.square().sum(), alone)
-        assert_close("gradient", gradient[row, start:end], expected_gradient[0], 1e-5)
+    (gradient,), (wanted,) = (torch.autograd.grad(each.square().sum(), x) for each in (y, expected))
+    assert torch.equal(gradient, wanted)
 
 
 def test_a_row_without_padding_has_the_bits_of_offsets_alone(patched):

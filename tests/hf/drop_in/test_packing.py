@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn import unpad_data
-from megatron_gdn.hf import PackingLeak, assert_no_packing_leak, packing_leaks, patch
+from megatron_gdn.hf import PackingLeak, assert_no_packing_leak, packing_reach, patch
 from tests.hf.drop_in.conftest import (
     DENSE,
     FAMILIES,
@@ -183,7 +183,7 @@ def test_the_leak_of_unpatched_models_is_found_and_of_patched_ones_is_not_there(
         assert_no_packing_leak(mixer_of(model))
     patch(model)
     for source in ("position_ids", "packed_seq_ids", "indexed_mask"):
-        assert packing_leaks(model, source=source) == []
+        assert packing_reach(model, source=source).leaks() == []
     # To the last bit where no experts are computed together.
     assert_no_packing_leak(mixer_of(model), (3, 1, 70), tolerance=0)
     if family == DENSE:
@@ -192,9 +192,9 @@ def test_the_leak_of_unpatched_models_is_found_and_of_patched_ones_is_not_there(
 
 def test_questions_that_make_no_sense_are_refused(fresh):
     with pytest.raises(ValueError, match="two documents or more"):
-        packing_leaks(fresh(DENSE), (5,))
+        packing_reach(fresh(DENSE), (5,))
     with pytest.raises(ValueError, match="source='mask' is not known"):
-        packing_leaks(fresh(DENSE), source="mask")
+        packing_reach(fresh(DENSE), source="mask")
 
 
 def test_a_cache_and_packed_documents_do_not_go_together(patched):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from megatron_gdn import seqlens_of_mask, unpad_data
 from megatron_gdn.hf.drop_in import is_indexed_packed_mask
 from megatron_gdn.hf.drop_in.sources import Sources, document_ids
 
@@ -23,15 +22,7 @@ def read(rows=1, tokens=8, **sources):
     return None if found is None else found.tolist()
 
 
-def test_goldens_of_indexed_masks():
-    assert seqlens_of_mask(torch.tensor([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]])) == (
-        2, 3, 1, 2, 3,
-    )  # fmt: skip
-    assert seqlens_of_mask(torch.tensor([[1, 1, 1, 0, 0]])) == (3,)
-    indices, offsets, longest = unpad_data(torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]]))
-    assert indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9] and indices.dtype == torch.int64
-    assert offsets.tolist() == [0, 2, 5, 9] and offsets.dtype == torch.int32
-    assert longest == 4
+def test_which_masks_number_documents():
     assert is_indexed_packed_mask(torch.tensor([[1, 2, 0]]))
     for other in (None, torch.tensor([[1, 1, 0]]), torch.tensor([[True]]), torch.tensor([2]),
                   torch.full((1, 1, 2, 2), 2)):  # fmt: skip
@@ -96,15 +87,15 @@ def test_positions_that_start_again_count_beside_a_mask_of_ones_and_zeros():
             {"attention_mask": block_mask(IDS) & ~block_mask(IDS).tril(-2)},
             "token 2 of row 0 does not see exactly",
         ),
-        ({"attention_mask": ~block_mask(IDS)}, "see token 0 of row 0, which does not see itself"),
+        ({"attention_mask": ~block_mask(IDS)}, "token 0 of row 0 does not see itself, but another"),
         ({"attention_mask": block_mask(IDS).float()}, r"is added to scores.* has 1\.0"),
         ({"attention_mask": -block_mask(IDS).float()}, r"is added to scores.* has -1\.0"),
         ({"attention_mask": block_mask(IDS) * 2}, "of torch.int64 holds 1 .* this one has 2"),
         ({"attention_mask": block_mask(IDS).expand(1, 2, 8, 8)}, r"must be \[1, 1, 8, 8\]"),
         ({"attention_mask": torch.arange(8)}, r"attention_mask has shape \(8,\)"),
         (
-            {"attention_mask": block_mask([[1] * 8]), "packed_seq_ids": torch.tensor(IDS)},
-            r"\(4-D\) and _packed_seq_ids put the boundaries",
+            {"attention_mask": block_mask([[1] * 8]), "cu_seqlens": torch.tensor([0, 3, 4, 8])},
+            r"\(4-D\) and cu_seq_lens_q put the boundaries",
         ),
         (
             {
