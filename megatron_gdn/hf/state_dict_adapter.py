@@ -42,14 +42,12 @@ def to_file_state(
     Tensors that need no cast are shared, not copied. File keys that match ``exclude_key_regex``
     (``re.match``) are left out.
     """
-    pairs = (one_tensor_to_file(key, tensor) for key, tensor in state_dict.items())
+    named = {
+        strip_fp32_holder_key(key): upcast_gated_delta_net_fp32_state_tensor(key, tensor)
+        for key, tensor in state_dict.items()
+    }
     excluded = re.compile(exclude_key_regex) if exclude_key_regex else None
-    return {key: value for key, value in pairs if not (excluded and excluded.match(key))}
-
-
-def one_tensor_to_file(key: str, tensor: object) -> tuple[str, object]:
-    """The file name and the file tensor of one entry of a live state."""
-    return strip_fp32_holder_key(key), upcast_gated_delta_net_fp32_state_tensor(key, tensor)
+    return {key: value for key, value in named.items() if not (excluded and excluded.match(key))}
 
 
 def from_file_state(

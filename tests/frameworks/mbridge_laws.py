@@ -97,6 +97,15 @@ def test_it_trains(tmp_path):
     )
 
 
+def test_undo_gives_mbridge_megatrons_layer_back(tmp_path):
+    published("Qwen3.5", tmp_path)
+    megatron_gdn.patch_megatron()
+    megatron_gdn.patch_megatron(gdn=False)
+    model, bridge = bridged(tmp_path)
+    assert not any(isinstance(each, megatron_gdn.GatedDeltaNet) for each in layers(model))
+    require_exported(bridge.export_weights([model]), tmp_path)
+
+
 def test_the_lines_of_the_page_build_ours(tmp_path):
     published("Qwen3.5", tmp_path, torch.bfloat16)
     (code,) = page_lines("mbridge")
@@ -104,3 +113,7 @@ def test_the_lines_of_the_page_build_ours(tmp_path):
     names = {"megatron_gdn": megatron_gdn, "AutoBridge": here, "HF_FOLDER": str(tmp_path)}
     exec(code, names)
     assert isinstance(layers(*names["models"])[0], megatron_gdn.GatedDeltaNet)
+
+
+def test_qwen3_next_is_not_in_mbridge():
+    assert "qwen3_next" not in AutoBridge.list_supported_models()

@@ -99,7 +99,12 @@ class Patch(AbstractContextManager):
         self.layers: dict[str, CPAwareGatedDeltaNet] = {}
         self._changes = ExitStack()  # what undoes them
         self._forwards: dict[nn.Module, Any] = {}
-        texts = {name: cast(Any, one) for name, one in model.named_modules() if _is_text_model(one)}
+        texts = {
+            name: cast(Any, one)
+            for name, one in model.named_modules()
+            if isinstance(getattr(one, "layers", None), nn.ModuleList)
+            and any(linear_attentions(one))
+        }
         if not texts:
             raise ValueError(
                 f"{type(model).__name__} has no linear-attention modules that are known here: "
@@ -215,12 +220,6 @@ def _restore_forward(text: Any) -> None:
     del vars(text)["forward"]
     if (before := vars(text).pop(_FORWARD_BEFORE)) is not None:
         vars(text)["forward"] = before
-
-
-def _is_text_model(module: nn.Module) -> bool:
-    """Whether its ``layers`` hold linear-attention modules."""
-    layers = getattr(module, "layers", None)
-    return isinstance(layers, nn.ModuleList) and any(linear_attentions(module))
 
 
 def _options_of(text: Any) -> DropInOptions:

@@ -107,15 +107,21 @@ def forward_of_all_instances(norm, monkeypatch):
     monkeypatch.setattr(type(norm), "forward", doubled)
 
 
+def hook_of_the_module(norm, monkeypatch):
+    norm.register_forward_hook(lambda module, args, y: 2 * y)
+
+
 def hook_of_all_modules(norm, monkeypatch):
     hook = register_module_forward_hook(lambda module, args, y: 2 * y if module is norm else None)
     monkeypatch.setattr(norm, "remove_hook", hook.remove, raising=False)
 
 
-@pytest.mark.parametrize("change", [forward_of_all_instances, hook_of_all_modules])
+@pytest.mark.parametrize(
+    "change", [forward_of_all_instances, hook_of_the_module, hook_of_all_modules]
+)
 @pytest.mark.parametrize("family", [NEXT, DENSE])
 @torch.no_grad()
-def test_a_norm_that_was_changed_for_all_modules_is_called(patched, family, change, monkeypatch):
+def test_a_norm_that_was_changed_is_called(patched, family, change, monkeypatch):
     model = patched(family)
     layer, x = mixer_of(model), torch.randn(1, sum(LENGTHS), 24)
     expected = 2 * layer(x, cu_seqlens=OFFSETS)
