@@ -13,9 +13,15 @@ from .hybrid import (  # noqa: E402
     gdn_qk_norm_hybrid_stack_spec,
     hybrid_stack_spec,
 )
-from .layer import gated_delta_net_spec, kimi_delta_attention_spec, mamba2_spec  # noqa: E402
+from .layer import (  # noqa: E402
+    gated_delta_net2_spec,
+    gated_delta_net_spec,
+    kimi_delta_attention_spec,
+    mamba2_spec,
+)
 
 __all__ = [
+    "gated_delta_net2_spec",
     "gated_delta_net_spec",
     "gdn_hybrid_stack_spec",
     "gdn_hybrid_stack_spec_local",

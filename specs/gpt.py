@@ -27,6 +27,7 @@ from megatron_gdn.mixers.loader_layout import AUTO
 
 from .layer import (
     BIAS_DROPOUT_ADD,
+    gated_delta_net2_spec,
     gated_delta_net_spec,
     local_attention_spec,
     local_mlp_builder,
@@ -38,6 +39,7 @@ from .layer import (
 # Megatron-Core 0.19 calls the variant by the first name. Later versions use the second and replace
 # the first by it.
 GDN_VARIANTS = ("gated_delta_net", "gdn")
+_SPECS = {**dict.fromkeys(GDN_VARIANTS, gated_delta_net_spec), "gdn2": gated_delta_net2_spec}
 
 
 def call_spec_functions() -> None:
@@ -78,20 +80,23 @@ def gpt_block_spec(
         config: a ``TransformerConfig``, or the ``GPTModelConfig`` that
             ``--spec megatron_gdn.specs gpt_block_spec`` hands over.
         vp_stage, pp_rank: of the pipeline; this process's own rank when None.
-        **options: keyword arguments of the GatedDeltaNet constructor.
+        **options: keyword arguments of the constructor of GatedDeltaNet, or of GatedDeltaNet2 for
+            the variant "gdn2".
 
     Raises:
         ValueError: the config does not ask for Gated DeltaNet layers.
         ImportError: Transformer Engine is asked for and absent.
     """
-    config, options = getattr(config, "transformer", config), with_launch_options(options)
-    if config.experimental_attention_variant not in GDN_VARIANTS:
+    config = getattr(config, "transformer", config)
+    if config.experimental_attention_variant not in _SPECS:
         raise ValueError(
             "gpt_block_spec builds Gated DeltaNet layers, but experimental_attention_variant is "
             f"{config.experimental_attention_variant!r}; set it to 'gated_delta_net' (in newer "
-            "Megatrons 'gdn') and choose linear_attention_freq (an interval, or a list of 0 and 1 "
-            "per layer)."
+            "Megatrons 'gdn', or 'gdn2' for Gated DeltaNet-2) and choose linear_attention_freq (an "
+            "interval, or a list of 0 and 1 per layer)."
         )
+    spec_of = _SPECS[config.experimental_attention_variant]
+    options = with_launch_options(options, spec_of("local").module)
     if config.transformer_impl == "local":
         layer_specs, final_norm = _local_layer_specs(config, options), TorchRMSNorm
     else:
@@ -106,10 +111,11 @@ def gpt_block_spec(
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
     """Megatron's own layer specs with its Gated DeltaNet exchanged for ours, and its last norm."""
     layer_specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
-    mixer = gated_delta_net_spec("te", **options)
+    mixer = _SPECS[config.experimental_attention_variant]("te", **options)
+    theirs = upstream.GatedDeltaNet, getattr(upstream, "GatedDeltaNet2", None)
     for layer in layer_specs:
         parts = cast(Any, layer.submodules)
-        if parts.self_attention.module is upstream.GatedDeltaNet:
+        if parts.self_attention.module in theirs:
             parts.self_attention = mixer
     provider = variants._get_backend_spec_provider(config)
     rms_norm = config.normalization == "RMSNorm"
@@ -119,7 +125,7 @@ def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
 def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> list[ModuleSpec]:
     mixers = (
         local_attention_spec(config.qk_layernorm, options.get("cp_layout", AUTO)),
-        gated_delta_net_spec("local", **options),
+        _SPECS[config.experimental_attention_variant]("local", **options),
     )
     layer_specs = []
     for is_gdn, has_experts in kinds_of_layers(config):

@@ -1,5 +1,7 @@
 """Hybrid stacks with our mixers: 'G' Gated DeltaNet, 'K' Kimi Delta Attention, 'M' Mamba2, ...
 
+A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2".
+
 HybridModel(config, hybrid_stack_spec("local"), hybrid_layer_pattern="G-G-G-*-", ...)
 --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 """
@@ -17,12 +19,14 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.gdn2.layer import GatedDeltaNet2
 from megatron_gdn.mixers.loader_layout import AUTO
 
 from .layer import (
     BIAS_DROPOUT_ADD,
     LocalMoELayer,
     UnavailableLayer,
+    gated_delta_net2_spec,
     gated_delta_net_spec,
     kda_launch_options,
     kimi_delta_attention_spec,
@@ -33,7 +37,7 @@ from .layer import (
     resolve_modules,
     with_launch_options,
 )
-from .stack import KDAHybridStack, checked_mtp_spec, know_letter, local_mtp_spec
+from .stack import GDN2, KDA, KDAHybridStack, checked_mtp_spec, know_letter, local_mtp_spec
 
 _OF_BOTH = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine")
 _BACKENDS = {"mamba2": ("fla", "reference"), "kda": ("fla", "cudnn", "reference")}
@@ -60,9 +64,10 @@ class HybridStackSpec(ModuleSpec):
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
             mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention constructors.
             **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend`` (of
-                the delta rule). ``cp_layout`` also goes to 'M', 'K' and local '*' layers. 'M'
-                and 'K' layers also get ``linear_cp_mode``, ``cp_ranks_per_machine``, and
-                ``backend`` if they have it; ``mamba`` and ``kda`` override all four.
+                the delta rule), or of GatedDeltaNet2's if the config's variant is "gdn2".
+                ``cp_layout`` also goes to 'M', 'K' and local '*' layers. 'M' and 'K' layers also
+                get ``linear_cp_mode``, ``cp_ranks_per_machine``, and ``backend`` if they have it;
+                ``mamba`` and ``kda`` override all four.
 
         Returns:
             a HybridStackSpec; a ``HybridStack`` if ``modules`` is a config, which is how Megatron
@@ -84,26 +89,28 @@ def _hybrid_stack_spec(
     kda: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
-    of_k = kda_launch_options(options)
+    of_k, of_gdn2 = kda_launch_options(options), with_launch_options(options, GatedDeltaNet2)
     modules, options = resolve_modules(modules), with_launch_options(options)
     mixer = gated_delta_net_spec(modules, **options)
     mamba2 = mamba2_spec(modules, **_options_of_both(options, "mamba2") | (mamba or {}))
     of_k = _options_of_both(options, "kda") | of_k | (kda or {})
-    delta = kimi_delta_attention_spec(modules, **of_k)
+    others = {
+        KDA: kimi_delta_attention_spec(modules, **of_k),
+        GDN2: gated_delta_net2_spec(modules, **of_gdn2),
+    }
     cp_layout = options.get("cp_layout", AUTO)
     if modules == "te":
-        submodules, kda_layer = _te_submodules(mixer, mamba2, qk_layernorm), _layer(delta)
+        submodules = _te_submodules(mixer, mamba2, qk_layernorm)
+        layers = {name: _layer(each) for name, each in others.items()}
         theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
-        heads = checked_mtp_spec(theirs, kda_layer=kda_layer, cp_layout=cp_layout)
+        heads = checked_mtp_spec(theirs, layers=layers, cp_layout=cp_layout)
     else:
         attention = local_attention_spec(qk_layernorm, cp_layout)
         submodules = _local_submodules(mixer, mamba2, attention)
-        kda_layer = _layer(delta, "in_proj")
-        heads = local_mtp_spec(kda_layer=kda_layer, cp_layout=cp_layout)
+        layers = {name: _layer(each, "in_proj") for name, each in others.items()}
+        heads = local_mtp_spec(layers=layers, cp_layout=cp_layout)
     submodules = replace(submodules, mtp_block_spec=heads)
-    return HybridStackSpec(
-        module=KDAHybridStack, params={"kda_layer": kda_layer}, submodules=submodules
-    )
+    return HybridStackSpec(module=KDAHybridStack, params={"layers": layers}, submodules=submodules)
 
 
 def _upstream() -> HybridStackSubmodules:

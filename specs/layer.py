@@ -37,6 +37,7 @@ from megatron.core.transformer.transformer_layer import (
 from megatron_gdn.compat.observe import log_once
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron_gdn.gdn2.layer import GatedDeltaNet2
 from megatron_gdn.kda.layer import KimiDeltaAttention, KimiDeltaAttentionSubmodules
 from megatron_gdn.mamba2.layer import Mamba2Mixer, Mamba2MixerSubmodules
 from megatron_gdn.mixers.attention import TorchAttention, TorchSelfAttention
@@ -84,6 +85,16 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
         ImportError: ``"te"`` without Transformer Engine.
     """
     return _spec(GatedDeltaNet, GatedDeltaNetSubmodules, modules, options)
+
+
+def gated_delta_net2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
+    """Spec of `megatron_gdn.GatedDeltaNet2` for the ``self_attention`` place of a layer.
+
+    Args:
+        modules: as in `gated_delta_net_spec`.
+        **options: keyword arguments of the GatedDeltaNet2 constructor.
+    """
+    return _spec(GatedDeltaNet2, GatedDeltaNetSubmodules, modules, options)
 
 
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
@@ -178,9 +189,9 @@ class UnavailableLayer:
         )
 
 
-def with_launch_options(options: dict[str, Any]) -> dict[str, Any]:
-    """``options`` of GatedDeltaNet, plus the options of the launch that they do not name."""
-    known = _options_of(GatedDeltaNet)
+def with_launch_options(options: dict[str, Any], mixer: type = GatedDeltaNet) -> dict[str, Any]:
+    """``options``, plus the options of the launch that they do not name and ``mixer`` has."""
+    known = _options_of(mixer)
     return {**{n: value for n, value in _of_launch().items() if n in known}, **options}
 
 

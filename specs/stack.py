@@ -1,14 +1,16 @@
 """Megatron's hybrid stack, with 'K' layers, and its heads of multi-token prediction (MTP).
 
 Megatron's patterns have no letter for Kimi Delta Attention (0.19, main and dev of November 2026),
-so a 'K' layer is built in the place of a 'G' layer, from another spec. ``"M*G-/M*/M*"`` is the
+so a 'K' layer is built in the place of a 'G' layer, from another spec. So is a 'G' of a config of
+the variant "gdn2". ``"M*G-/M*/M*"`` is the
 model ``M*G-`` and two heads of the layers ``M*``, from the same stack spec.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any, ClassVar, cast
 
 from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
@@ -23,11 +25,10 @@ from torch import Tensor
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel import SequenceLayout
-from megatron_gdn.gdn.layer import require_this_variant
 from megatron_gdn.mixers.loader_layout import AUTO, FollowsLoader, LoaderLayout
 from megatron_gdn.mixers.packing import TREE
 
-KDA = "K"
+KDA, GDN2 = "K", "gdn2"  # a letter of patterns; a variant of the config
 
 
 def know_letter() -> None:
@@ -43,9 +44,6 @@ class KDAHybridStack(HybridStack):
 
     Attributes:
         kda_options: of the 'K' layers of the stack that this process built last.
-
-    Raises:
-        ValueError: the config asks for another variant of Gated DeltaNet.
     """
 
     kda_options: ClassVar[dict[str, Any]] = {}
@@ -55,32 +53,40 @@ class KDAHybridStack(HybridStack):
         config: TransformerConfig,
         submodules: HybridStackSubmodules,
         *,
-        kda_layer: ModuleSpec,
+        layers: Mapping[str, ModuleSpec],
         layer_type_list: list[str],
         pp_layer_offset: int = 0,
         **others: Any,
     ) -> None:
-        require_this_variant(config)
-        KDAHybridStack.kda_options = cast(Any, kda_layer.submodules).self_attention.params
-        submodules, letters = _with_kda_layers(
-            submodules, kda_layer, layer_type_list, pp_layer_offset
+        KDAHybridStack.kda_options = cast(Any, layers[KDA].submodules).self_attention.params
+        submodules, letters = _with_layers(
+            submodules, layers, config, layer_type_list, pp_layer_offset
         )
         super().__init__(
             config, submodules, layer_type_list=letters, pp_layer_offset=pp_layer_offset, **others
         )
 
 
-def _with_kda_layers(
-    submodules: HybridStackSubmodules, kda_layer: ModuleSpec, letters: Iterable[str], before: int
+def _with_layers(
+    submodules: HybridStackSubmodules,
+    layers: Mapping[str, ModuleSpec],
+    config: TransformerConfig,
+    letters: Iterable[str],
+    before: int,
 ) -> tuple[HybridStackSubmodules, list[str]]:
-    """``submodules`` whose 'G' place builds 'K' layers too, and the letters with 'G' for 'K'.
+    """``submodules`` whose 'G' place builds these layers too, and the letters with 'G' for 'K'.
 
     ``before``: layers before the first of ``letters``.
     """
     letters = list(letters)
     numbers = {before + place for place, letter in enumerate(letters, start=1) if letter == KDA}
-    of_two = {"gdn": submodules.gdn_layer, "kda": kda_layer, "numbers": numbers}
-    submodules = replace(submodules, gdn_layer=ModuleSpec(module=_GDNOrKDALayer, params=of_two))
+    variant = config.experimental_attention_variant
+    gdn = layers[GDN2] if variant == GDN2 else submodules.gdn_layer
+    of_two = {"gdn": gdn, "kda": layers[KDA], "numbers": numbers}
+    # Megatron's main writes its own class into the place's mixer under this variant.
+    written = SimpleNamespace(self_attention=SimpleNamespace())
+    place = ModuleSpec(module=_GDNOrKDALayer, params=of_two, submodules=written)
+    submodules = replace(submodules, gdn_layer=place)
     return submodules, ["G" if letter == KDA else letter for letter in letters]
 
 
@@ -88,8 +94,9 @@ class _GDNOrKDALayer:
     """Builds the layer of a 'G' or of a 'K', by its number."""
 
     def __new__(
-        cls, *, gdn: Any, kda: Any, numbers: set[int], layer_number: int, **others: Any
-    ) -> Any:
+        cls, *, gdn: Any, kda: Any, numbers: set[int], layer_number: int, submodules: Any,
+        **others: Any,
+    ) -> Any:  # fmt: skip
         spec = kda if layer_number in numbers else gdn
         return build_module(spec, layer_number=layer_number, **others)
 
@@ -103,7 +110,7 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
 
     Args:
         cp_layout: how the data loader cuts sequences over context-parallel ranks.
-        kda_layer: of 'K'.
+        layers: of 'K', and of 'G' in another variant.
         others: as for Megatron's layer.
 
     Raises:
@@ -117,7 +124,7 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
         *,
         pg_collection: ProcessGroupCollection,
         cp_layout: str | SequenceLayout = AUTO,
-        kda_layer: ModuleSpec,
+        layers: Mapping[str, ModuleSpec],
         mtp_layer_pattern: str,
         hybrid_submodules: HybridStackSubmodules,
         **others: Any,
@@ -125,8 +132,8 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
         loader_layout = LoaderLayout(cp_layout, config)
         if pg_collection.cp.size() > 1:
             _require_zigzag(loader_layout.expected(), pg_collection.cp)
-        hybrid_submodules, letters = _with_kda_layers(
-            hybrid_submodules, kda_layer, mtp_layer_pattern, 0
+        hybrid_submodules, letters = _with_layers(
+            hybrid_submodules, layers, config, mtp_layer_pattern, 0
         )
         super().__init__(
             config, submodules, pg_collection=pg_collection, mtp_layer_pattern="".join(letters),

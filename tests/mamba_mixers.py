@@ -49,13 +49,15 @@ def whole_mixer(config, **options) -> Mamba2Mixer:
 
 def share_of(name: str, whole: torch.Tensor, mixer) -> torch.Tensor:
     """This tensor-parallel rank's share of a whole parameter (or of its gradient)."""
-    if name == "out_norm.weight":
+    if name in ("out_norm.weight", "out_proj.bias"):
         return whole
     dims = mixer.global_dims
     dim, sections = {
         "in_proj.weight": (0, layout_of_in_proj(dims).widths),
         "conv1d_weight": (0, dims.layout.conv_widths),
+        "in_proj.bias": (0, layout_of_in_proj(dims).widths),
         "conv1d.weight": (0, dims.layout.conv_widths),
+        "conv1d.bias": (0, dims.layout.conv_widths),
         "conv1d_bias": (0, dims.layout.conv_widths),
         "out_proj.weight": (1, (dims.layout.mixed_width,)),
     }.get(name, (0, (whole.shape[0],)))

@@ -31,11 +31,14 @@ def upstream_on_cpu():
 
     # In 0.18 the layer is one file. fla's kernels need a GPU.
     gdn, common = (getattr(package, name, package) for name in ("gdn", "common"))
-    gdn.l2norm = common.l2norm = lambda x, **kwargs: l2norm(x, **kwargs)
-    gdn.causal_conv1d = lambda x, weight, bias, activation, cu_seqlens, **_: causal_conv1d(
-        x, weight, bias, activation, cu_seqlens=cu_seqlens
+    gdn2 = getattr(package, "gdn2", package)  # of Megatron-LM's main
+    gdn.l2norm = gdn2.l2norm = common.l2norm = lambda x, **kwargs: l2norm(x, **kwargs)
+    gdn.causal_conv1d = gdn2.causal_conv1d = lambda x, weight, bias, activation, cu_seqlens, **_: (
+        causal_conv1d(x, weight, bias, activation, cu_seqlens=cu_seqlens)
     )
     gdn.chunk_gated_delta_rule = package.torch_chunk_gated_delta_rule
+    if gdn2 is not package:
+        gdn2.chunk_gdn2 = gdn2.torch_chunk_gdn2
     return package
 
 

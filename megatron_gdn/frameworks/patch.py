@@ -21,6 +21,7 @@ logger = logging.getLogger(__name__)
 
 # Megatron's class, and ours in its place.
 _GDN = "megatron.core.ssm.gated_delta_net:GatedDeltaNet", "megatron_gdn:GatedDeltaNet"
+_GDN2 = "megatron.core.ssm.gated_delta_net:GatedDeltaNet2", "megatron_gdn:GatedDeltaNet2"
 _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
 # A subclass whose weights lie in another order than ours; `.mcore_bridge` builds ours for it.
 _OF_MCORE_BRIDGE = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
@@ -29,7 +30,9 @@ Options = bool | Mapping[str, Any]
 Arguments = dict[str, inspect.Parameter]
 
 
-def patch_megatron(*, gdn: Options = True, mamba: Options = False) -> None:
+def patch_megatron(
+    *, gdn: Options = True, mamba: Options = False, gdn2: Options | None = None
+) -> None:
     """Let every call of Megatron's own class build our layer, in this process, from now on.
 
     A spec, partial or provider that was made before the call follows; layers stay. The last call
@@ -43,6 +46,8 @@ def patch_megatron(*, gdn: Options = True, mamba: Options = False) -> None:
             ``{"backend": "fla"}``. What the spec gives counts more than such an option.
         mamba: the same for ``megatron.core.ssm.mamba_mixer.MambaMixer`` and our
             :class:`Mamba2Mixer`.
+        gdn2: the same for ``GatedDeltaNet2``, where Megatron has it, and ours; None: ours unless
+            ``gdn`` is False.
 
     Raises:
         TypeError: an option that our layer does not know; or Megatron's constructor takes an
@@ -50,12 +55,19 @@ def patch_megatron(*, gdn: Options = True, mamba: Options = False) -> None:
         RuntimeError: other code has replaced ``__new__`` of Megatron's class.
     """
     wanted = [_Class(*_GDN, gdn), _Class(*_MAMBA, mamba)]
+    if has_gdn2():
+        wanted.insert(1, _Class(*_GDN2, gdn is not False if gdn2 is None else gdn2))
     for each in wanted:  # all are checked before one is changed
         each.check()
     for each in wanted:
         each.install()
     if os.environ.get("RANK", "0") == "0":
         logger.warning("; ".join(each.told() for each in wanted) + ".")
+
+
+def has_gdn2() -> bool:
+    """Whether this Megatron has a Gated DeltaNet-2: main has, 0.19 has not."""
+    return hasattr(resolve_name(_GDN2[0].partition(":")[0]), "GatedDeltaNet2")
 
 
 class _Class:

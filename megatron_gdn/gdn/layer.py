@@ -48,8 +48,7 @@ def require_this_variant(config: TransformerConfig) -> None:
         raise ValueError(
             "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and this layer is "
             "Gated DeltaNet ('gdn', 'gated_delta_net' in older Megatrons), which has other gates "
-            "and parameters. Change the variant, or build "
-            "megatron.core.ssm.gated_delta_net.GatedDeltaNet2."
+            "and parameters. Change the variant, or build megatron_gdn.GatedDeltaNet2."
         )
 
 

@@ -9,6 +9,7 @@ These need torch alone; :mod:`.generate` needs Megatron.
 """
 
 from ..gdn.front import gdn_parts as gdn_rows
+from ..gdn2.front import gdn2_parts as gdn2_rows
 from ..kda.front import kda_parts as kda_rows
 from ..mamba2.front import mamba2_parts as mamba2_rows
 from ..mixers.generation.static import MOST_DECODED, roll_back
@@ -23,6 +24,7 @@ __all__ = [
     "RowMixer",
     "choose",
     "decode",
+    "gdn2_rows",
     "gdn_rows",
     "kda_rows",
     "mamba2_rows",

@@ -29,7 +29,7 @@ if not muon_reads_sections():
     pytest.skip("Muon of this megatron-core knows no sections", allow_module_level=True)
 # Megatron's main branch keeps Muon from parameters that ask for it, as Mamba2's in_proj does.
 READS_USE_MUON = hasattr(emerging_optimizers, "_is_muon_excluded")
-MIXERS = ["gdn", "kda"] if READS_USE_MUON else ["gdn", "mamba2", "kda"]
+MIXERS = [name for name in BY_NAME if name != "mamba2" or not READS_USE_MUON]
 # fp32 products: in Megatron's default, bf16, two wrong updates could round to the same weight.
 MUON = {"momentum": 0.9, "nesterov": True, "fp32_matmul_prec": "highest", "num_ns_steps": 5}
 STEP = {"lr": 0.05, "weight_decay": 0.1}
@@ -220,7 +220,7 @@ def test_a_bf16_step_of_two_ranks_is_one_ranks_up_to_rounding(mixer, sequence_pa
                 assert 2 * off < late_by, f"{name}, section {i}: {off:.1e} of {late_by:.1e}"
 
 
-@pytest.mark.parametrize("mixer", ["gdn", "mamba2", "kda"])
+@pytest.mark.parametrize("mixer", BY_NAME)
 @on_ranks(2, cp=1)
 def test_what_is_no_matrix_is_adams(mixer):
     expected = {"in_proj.weight", "out_proj.weight"}

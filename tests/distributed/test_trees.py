@@ -12,12 +12,14 @@ from megatron_gdn.context_parallel import local_indices
 from tests.distributed.gpt_laws import build_model, summed_gradients
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixer_laws import parallel_equals_one_rank
-from tests.distributed.mixers import GDN, KDA, MAMBA2
+from tests.distributed.mixers import GDN, GDN2, KDA, MAMBA2
 from tests.parallel import VOCABULARY, assert_close, parallel
 from tests.ranks import RankError
 from tests.trees import random_tree
 
-each = pytest.mark.parametrize("mixers", [GDN, MAMBA2, KDA], ids=["gdn", "mamba2", "kda"])
+each = pytest.mark.parametrize(
+    "mixers", [GDN, GDN2, MAMBA2, KDA], ids=["gdn", "gdn2", "mamba2", "kda"]
+)
 
 
 def prompts_and_responses() -> tuple[list[torch.Tensor], list[list[torch.Tensor]]]:

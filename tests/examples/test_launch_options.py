@@ -55,7 +55,7 @@ def of_both(hybrid):
     return options(layers.gdn_layer), layers.mamba_layer.submodules.mixer.params
 
 def of_k(hybrid):
-    return options(hybrid.params["kda_layer"])
+    return options(hybrid.params["layers"]["K"])
 
 config = TransformerConfig(
     num_layers=1, hidden_size=8, num_attention_heads=1, transformer_impl="local",

@@ -20,7 +20,7 @@ from megatron.core.transformer.multi_token_prediction import MultiTokenPredictio
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module, import_module
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules
 
-from megatron_gdn import GatedDeltaNet, KimiDeltaAttention, Mamba2Mixer, specs
+from megatron_gdn import GatedDeltaNet, GatedDeltaNet2, KimiDeltaAttention, Mamba2Mixer, specs
 from megatron_gdn.compat import quiet
 from megatron_gdn.mixers.attention import TorchSelfAttention
 from megatron_gdn.specs import (
@@ -167,18 +167,26 @@ def test_heads_of_multi_token_prediction_have_k_layers(pattern):
     require_finite_gradients(model, loss_mask=torch.ones(1, 8))
 
 
-@pytest.mark.parametrize("pattern", ["G-", "K-"])
 @on_ranks(tp=1)
-def test_a_stack_of_another_variant_says_what_to_change(pattern):
-    config = make_config(num_layers=2)
+def test_g_layers_of_the_variant_gdn2_are_gated_deltanet_2():
+    config = make_config(num_layers=3, mtp_num_layers=1)
     config.experimental_attention_variant = "gdn2"
-    with pytest.raises(ValueError, match="'gdn2' asks for Gated DeltaNet 2"):
-        hybrid(pattern, config)
+    model = hybrid("G-K/G", config)
+    layers = [*model.decoder.layers, *model.mtp.layers[0].mtp_model_layer.layers]
+    found = [type(layers[place].self_attention) for place in (0, 2, 3)]
+    assert found == [GatedDeltaNet2, KimiDeltaAttention, GatedDeltaNet2]
+    require_finite_gradients(model, loss_mask=torch.ones(1, 8))
+    keys = keys_of(model)
+    assert "decoder.layers.0.self_attention.in_proj.weight.w" in keys
+    config = gpt_config([1, 0], num_layers=2)
+    config.experimental_attention_variant = "gdn2"
+    block = gpt_block_spec(config)
+    assert block.layer_specs[0].submodules.self_attention.module is GatedDeltaNet2
 
 
 def test_k_layers_take_their_own_options():
     spec = hybrid_stack_spec("local", cp_layout="contiguous", kda={"forget_rank": 0})
-    mixer = spec.params["kda_layer"].submodules.self_attention
+    mixer = spec.params["layers"]["K"].submodules.self_attention
     assert mixer.params == {"cp_layout": "contiguous", "forget_rank": 0}
     assert kimi_delta_attention_spec("local", backend="fla").params == {"backend": "fla"}
 

@@ -11,10 +11,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from megatron_gdn.gdn2.rule import PlainGDN2
+from megatron_gdn.gdn2.sizes import rows_of as rows_of_gdn2
 from megatron_gdn.inference import (
     Memory,
     RowMixer,
     decode,
+    gdn2_rows,
     gdn_rows,
     kda_rows,
     mamba2_rows,
@@ -134,10 +137,22 @@ def kda_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     return Kind("kda", layout, PlainRule(), draw, make)
 
 
+def gdn2_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
+    layout = rows_of_gdn2(*sizes)
+
+    def make(rows, parameters, rule):
+        return gdn2_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm)
+
+    gates = [sizes.key_heads, sizes.key_heads * sizes.key_dim]
+    draw = partial(_draw, layout, taps, gates, sizes.value_dim, 1e-6)
+    return Kind("gdn2", layout, PlainGDN2(), draw, make)
+
+
 GDN = gdn_kind(HeadSizes(2, 4, 8, 6))
 MAMBA2 = mamba2_kind(heads=4, groups=2, head_dim=6, state_dim=5)
 KDA = kda_kind(HeadSizes(2, 4, 8, 6))
-KINDS = (GDN, MAMBA2, KDA)
+GDN2 = gdn2_kind(HeadSizes(2, 4, 8, 6))
+KINDS = (GDN, GDN2, MAMBA2, KDA)
 
 
 def empty_memory(mixer: RowMixer, rows: Tensor, sequences: int | None = None) -> Memory:

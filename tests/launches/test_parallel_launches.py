@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from tests.launches import real_data
-from tests.launches.launching import SMALL, held_out_losses, in_a_clone, launched, losses
+from tests.launches.launching import CLONE, SMALL, held_out_losses, in_a_clone, launched, losses
 from tests.launches.record import branch, recorded
 
 pytestmark = in_a_clone
@@ -44,6 +44,7 @@ DENSE = "--hybrid-layer-pattern G-*-"
 # By model: the script, the flags that tell it from others, and the data.
 MODELS = {
     "dense": (HYBRID, DENSE, ""),
+    "gdn2": (HYBRID, f"{DENSE} --experimental-attention-variant gdn2", ""),
     "heads": (HYBRID, "--hybrid-layer-pattern G-*-/*-", ""),
     "mamba": (HYBRID, "--hybrid-layer-pattern GM*-", ""),
     "kda": (HYBRID, "--hybrid-layer-pattern K-G*", ""),
@@ -61,6 +62,9 @@ MODELS = {
         "",
     ),
 }
+HAS_GDN2 = (
+    CLONE is not None and (Path(CLONE) / "megatron/core/ssm/gated_delta_net/gdn2.py").exists()
+)
 LAUNCHER = {"kda"}  # Megatron reads a pattern before it imports what --spec names
 FIRST = {"experts": 2}  # processes that train a model first; one where it is not named
 TENSOR = "--tensor-model-parallel-size 2 --sequence-parallel"
@@ -74,6 +78,7 @@ ARRANGEMENTS = {
         (2, f"{PIPELINE} --hybrid-layer-pattern G|-|*|-"),
         (1, "--async-save"),
     ],
+    "gdn2": [None, (2, TENSOR), (2, CONTEXT)],
     "heads": [None, (2, TENSOR)],
     "mamba": [(2, TENSOR)],
     "kda": [
@@ -139,6 +144,8 @@ def saved(trained, tmp_path_factory):
 def test_every_arrangement_takes_the_steps_of_one_process(
     trained, saved, tmp_path, model, arrangement
 ):
+    if model == "gdn2" and not HAS_GDN2:
+        pytest.skip("this branch has no Gated DeltaNet-2")
     folder, wanted = saved(model)
     script, of_model, read = MODELS[model]
     processes, flags = arrangement or (FIRST.get(model, 1), UPSTREAM[script])

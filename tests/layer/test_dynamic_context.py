@@ -19,7 +19,7 @@ from megatron.core.inference.text_generation_controllers.mtp_utils_pytorch impor
 
 from megatron_gdn.testing import RowByRow
 from tests.distributed.layer_laws import thd
-from tests.distributed.mixers import whole
+from tests.distributed.mixers import BY_NAME, whole
 from tests.parallel import make_config
 
 pytestmark = [
@@ -27,8 +27,8 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore::UserWarning"),
 ]
 VOCAB = 50
-KINDS = ["gdn", "mamba2", "kda"]
-ALL_KINDS = [*KINDS, "gdn aligned", "mamba2 aligned", "kda aligned"]
+KINDS = [*BY_NAME]
+ALL_KINDS = [*KINDS, *(f"{name} aligned" for name in KINDS)]
 
 
 def make_layer(kind):

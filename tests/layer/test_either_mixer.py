@@ -19,7 +19,10 @@ from tests.distributed.mixers import whole
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-KINDS = {"GatedDeltaNet": "gdn", "Mamba2Mixer": "mamba2", "KimiDeltaAttention": "kda"}
+KINDS = {
+    "GatedDeltaNet": "gdn", "GatedDeltaNet2": "gdn2", "Mamba2Mixer": "mamba2",
+    "KimiDeltaAttention": "kda",
+}  # fmt: skip
 CHECKPOINTS = {
     "reentrant": reentrant,
     "by hooks": checkpointed,

@@ -8,13 +8,13 @@ from benchmarks import bench_decode, bench_grid
 from megatron_gdn.inference import roll_back
 from megatron_gdn.testing import RowByRow
 from tests.distributed.layer_laws import thd
-from tests.distributed.mixers import whole
+from tests.distributed.mixers import BY_NAME, whole
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32, as in tests/inference/test_step.py
 
 
-of_both = pytest.mark.parametrize("kind", ["gdn", "mamba2", "kda"])
+of_both = pytest.mark.parametrize("kind", BY_NAME)
 
 
 def make(kind="gdn", rows=2, tokens=80, most=200):

@@ -22,6 +22,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_gdn.compat.checkpoints import leave_strides_out
 from megatron_gdn.specs import hybrid_stack_spec
+from megatron_gdn.specs.stack import GDN2
 from tests import upstream
 from tests.parallel import VOCABULARY, hybrid_model, in_ddp, model_config, run_schedule
 
@@ -125,7 +126,13 @@ def stack_of(upstream_layer: bool, spec_options: dict | None = None):
         upstream.TESTING_UPSTREAM = before
     layer = stack.submodules.gdn_layer
     layer = replace(layer, submodules=replace(layer.submodules, self_attention=mixer))
-    return replace(stack, submodules=replace(stack.submodules, gdn_layer=layer))
+    stack = replace(stack, submodules=replace(stack.submodules, gdn_layer=layer))
+    theirs = getattr(upstream.upstream_on_cpu(), "GatedDeltaNet2", None)
+    if theirs is not None:
+        parts = replace(layer.submodules, self_attention=replace(mixer, module=theirs))
+        layers = {**stack.params["layers"], GDN2: replace(layer, submodules=parts)}
+        stack = replace(stack, params={"layers": layers})
+    return stack
 
 
 def train_step(training: Training, step: int) -> float:

@@ -73,7 +73,8 @@ class StepForm(NamedTuple):
     """How one decoded token is computed from its row and the state S of each head.
 
         q, k, v = SiLU(conv(row)), q and k of unit length if so said
-        S       = exp(g) S;    S = S + w k (v - S^T k)^T,  or  S + w k v^T  if nothing is erased
+        S       = exp(g) S;    S = S + w k (v - S^T k)^T,  or  S + w k v^T  if nothing is erased,
+                                                           or  S + k (w v - S^T (b k))^T
         o       = scale S^T q, and + D v if the front has a fifth parameter D
 
     ``gates`` gives g ``[N, 1, H]`` or ``[N, 1, H, K]`` and w ``[N, 1, H]`` of rows ``[1, N, P]``,
@@ -82,7 +83,7 @@ class StepForm(NamedTuple):
     """
 
     sections: tuple[str, str, str]  # of the row: those of q, k and v
-    gates: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]
+    gates: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
     kernel_gates: Callable[[], tuple[Any, tuple[int, int], tuple[float, float]]] | None
     scale: float = 1.0
     unit_length: bool = False

@@ -183,8 +183,10 @@ def _plain_token(row: Tensor, parts: Parts, memory: Memory, after: Memory | None
     q, k, v = [of[name].unflatten(-1, (-1, width[name])) for name in form.sections]
     if form.unit_length:
         q, k = l2norm(q), l2norm(k)
-    g, write = form.gates(row, A_log, dt_bias)
-    if form.erases:
+    g, *erase, write = form.gates(row, A_log, dt_bias)
+    if erase:
+        o, state = recurrence(form.scale * q, k, write * v, g, None, state, erased=erase[0] * k)
+    elif form.erases:
         o, state = recurrence(form.scale * q, k, v, g, write, state)
     else:
         o, state = recurrence(form.scale * q, k, write[..., None] * v, g, None, state)

@@ -4,6 +4,7 @@ This is the definition everything else is tested against. Per head, with state `
 
     S_t = exp(g_t) S_{t-1}                                g_t one number, or one for each row
     S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T            the delta rule
+    S_t = S_t + k_t (v_t - S_t^T e_t)^T                   with a key of its own that is erased
     S_t = S_t + k_t v_t^T                                 if nothing is erased
     o_t = S_t^T q_t
 
@@ -25,16 +26,18 @@ def recurrence(
     beta: Tensor | None,
     initial: Tensor | None,
     offsets: tuple[int, ...] | None = None,
+    erased: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """The output ``[B, T, H, V]`` and the states after it ``[N, H, K, V]``; differentiable.
 
     Args:
         q, k: ``[B, T, G, K]``, each for R neighbouring heads. All tensors have one dtype.
         v: ``[B, T, H, V]``.
-        g: ``[B, T, H]`` or ``[B, T, H, K]``.
-        beta: ``[B, T, H]``; None: nothing is erased.
+        g: ``[B, T, H]``, ``[B, T, H, K]`` or ``[B, T, G, K]``.
+        beta: ``[B, T, H]``; None: it is 1, and nothing but ``erased`` is erased.
         initial: ``[N, H, K, V]``; None is zero.
         offsets: where sequences begin in the one row, and its end; None: each row is a sequence.
+        erased: ``[B, T, G, K]``, the key e.
     """
     groups, K = k.shape[2:]
     v_BTGRV, g_BTGRK = v.unflatten(2, (groups, -1)), g.unflatten(2, (groups, -1))
@@ -59,6 +62,8 @@ def recurrence(
             if beta_BTGR is not None:
                 x_V = x_V - (S * k_K).sum(-2, keepdim=True)
                 write_K = beta_BTGR[rows, t, :, :, None, None] * k_K
+            elif erased is not None:
+                x_V = x_V - (S * erased[rows, t, :, None, :, None]).sum(-2, keepdim=True)
             S = S + write_K * x_V
             outputs.append((S * q_K).sum(-2).flatten(1, 2))
         states.append(S.flatten(1, 2))
