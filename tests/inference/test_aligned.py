@@ -16,6 +16,7 @@ from tests.inference.row_mixers import (
     copied,
     documents_of,
     empty_memory,
+    gdn2_kind,
     gdn_kind,
     kda_kind,
     mamba2_kind,
@@ -92,6 +93,7 @@ def test_a_sequence_that_goes_on_must_say_where_it_stands(kind):
 
 WIDE = {
     "gdn": gdn_kind(HeadSizes(3, 9, 40, 56)),
+    "gdn2": gdn2_kind(HeadSizes(3, 9, 40, 56)),
     "kda": kda_kind(HeadSizes(3, 9, 40, 56)),
     "mamba2": mamba2_kind(8, 2, 72, 40),
 }

@@ -166,4 +166,5 @@ def test_every_arrangement_takes_the_steps_of_one_process(
             # Held-out losses of context-parallel ranks are averaged by Megatron whatever number of
             # tokens each has that is not masked.
             found = losses(done) + ([] if model == "chats" else held_out_losses(done))
-            result.equals(found, wanted[: len(found)], rel=1e-5)
+            rel = 1e-6 if model == "gdn2" else 1e-5
+            result.equals(found, wanted[: len(found)], rel=rel)

@@ -1,0 +1,94 @@
+"""Gated DeltaNet-2 beside Megatron main's own layer and its rule in torch, from one checkpoint."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from tests.examples.launching import ROOT
+from tests.launches.launching import CLONE, PATIENCE_S
+from tests.ranks import on_ranks
+
+BEHIND = "GDN2_BEHIND_MEGATRON_LM"  # set in a process whose Megatron is the clone's
+# Both sides compute in fp32, in another order: some hundred additions of 6e-8 each.
+TOLERANCE = 2e-5
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(CLONE is None, reason="MEGATRON_LM=folder names a clone of Megatron-LM")
+@pytest.mark.skipif(BEHIND in os.environ, reason="runs below")
+def test_checkpoints_and_outputs_are_those_of_megatrons_layer():
+    assert CLONE is not None
+    if not os.path.exists(f"{CLONE}/megatron/core/ssm/gated_delta_net/gdn2.py"):
+        pytest.skip("this branch has no Gated DeltaNet-2")
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "loads"],
+        env=os.environ | {"PYTHONPATH": f"{ROOT}:{CLONE}", BEHIND: "1", "TORCHDYNAMO_DISABLE": "1"},
+        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:]
+
+
+@pytest.mark.skipif(BEHIND not in os.environ, reason="in a process of its own")
+@pytest.mark.parametrize("writer", ["theirs", "ours"])
+@pytest.mark.parametrize("tp", [1, 2, 4])
+@on_ranks(4)
+def test_what_one_layer_saves_the_other_loads_at_any_size(writer, tp):
+    from megatron.core import dist_checkpointing
+
+    from megatron_gdn.compat.one_process import run_megatron_on_cpu
+    from tests.distributed.mixer_laws import in_a_shared_folder
+    from tests.gdn2 import mixers
+    from tests.mamba_mixers import randomise_
+    from tests.parallel import assert_close, groups_of_megatron, make_config, parallel
+    from tests.upstream import upstream_on_cpu
+
+    run_megatron_on_cpu()
+    package = upstream_on_cpu()
+    # Under tensor parallelism Megatron's layer leaves out_norm's gradient to others' heads alone.
+    exact = {"deterministic_mode": True}
+
+    def theirs(config):
+        parts = package.GatedDeltaNetSubmodules(**vars(mixers.LOCAL))
+        return package.GatedDeltaNet2(config, parts, 1, pg_collection=groups_of_megatron())
+
+    def ours(config):
+        return mixers.build(config, groups_of_megatron())
+
+    builders = {"theirs": theirs, "ours": ours}
+    reader = {"theirs": "ours", "ours": "theirs"}[writer]
+
+    def moved(folder):
+        with parallel(tp=tp):
+            torch.manual_seed(7)
+            first = builders[writer](make_config(tensor_model_parallel_size=tp, **exact))
+            torch.manual_seed(3)
+            randomise_(first)
+            with torch.no_grad():
+                first.out_norm.weight.fill_(0.9)
+            dist_checkpointing.save(first.sharded_state_dict(), folder)
+            x = torch.randn(70, 2, 24, generator=torch.Generator().manual_seed(5))
+            of_first = x.clone().requires_grad_()
+            wanted, _ = first(of_first, None)
+            wanted.square().sum().backward()
+        size = 4 // tp
+        with parallel(tp=size):
+            second = builders[reader](make_config(tensor_model_parallel_size=size, **exact))
+            loaded = dist_checkpointing.load(second.sharded_state_dict(), folder)
+            second.load_state_dict(loaded)
+            assert {n for n, _ in second.named_parameters()} == {
+                n for n, _ in first.named_parameters()
+            }
+            of_second = x.clone().requires_grad_()
+            found, _ = second(of_second, None)
+            found.square().sum().backward()
+        assert_close("output", found, wanted, TOLERANCE)
+        assert_close("input gradient", of_second.grad, of_first.grad, TOLERANCE)
+        if tp == size:
+            for name, parameter in second.named_parameters():
+                if name != "out_norm.weight":
+                    assert_close(name, parameter.grad, first.get_parameter(name).grad, TOLERANCE)
+
+    in_a_shared_folder(moved)
