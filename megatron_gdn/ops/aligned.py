@@ -9,8 +9,8 @@ mixer computes chunks and nothing else:
 
 A chunk with fewer tokens is filled up with zeros: what follows a token changes none of its bits.
 
-**Fixed shapes.** Each stage runs over groups of a fixed number of chunks (``chunks_of_a_call``),
-the last filled up with empty ones. So every kernel and every matrix product has one shape in
+**Fixed shapes.** Each stage runs over groups of a fixed number of chunks, the last filled up with
+empty ones. So every kernel and every matrix product has one shape in
 training, in prefill and in decode, and a library takes one kernel for it. On a CPU a group is one
 chunk, in memory of its own: MKL rounds a matrix in the middle of a batched product by the alignment
 of its memory. Our Triton kernels and FlashQLA's take any number of chunks.
@@ -30,7 +30,7 @@ from typing import Any, ClassVar
 import torch
 from torch import Tensor
 
-from .documents import Documents, one_document
+from .documents import Documents, documents_of_rows, one_document
 from .front.base import Front, FrontAround, Parameters
 from .front.history import History
 from .readout.base import Readout
@@ -44,9 +44,8 @@ def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable
     ``documents`` are of every batch row; the heads with a state and the device set how many chunks
     a call computes.
     """
-    B, S = rows.shape[:2]
-    lengths = Documents.lengths_of(documents, S) * B
-    return ChunkTable.build(lengths, CHUNK, heads, rows.device, aligned=True)
+    documents = documents_of_rows(rows.shape[:2], rows.device, documents)
+    return ChunkTable.of(documents, CHUNK, heads, aligned=True)
 
 
 def rows_before(parameters: Parameters) -> int:
@@ -64,7 +63,7 @@ def front_on_grid(
 ) -> Any:
     """The rule's inputs ``[B, S, ...]`` of ``rows`` ``[B, S, P]``.
 
-    ``before`` ``[N, W - 1, P]`` has the rows before every sequence; None: zeros.
+    ``before`` ``[N, W - 1, P]`` has the rows before every sequence with tokens; None: zeros.
     """
     past, flat = rows_before(parameters), rows.flatten(0, 1)
     made: list[_Gathered | None] = []

@@ -276,9 +276,15 @@ def one_document(tokens: int, device: torch.device) -> Documents:
     return _same_for_all((0, tokens), device)
 
 
-def documents_of_rows(rows: Sequence[int], device: torch.device) -> Documents:
-    """Batch rows ``[B, S]`` as documents end to end."""
-    return _same_for_all(tuple(row * rows[1] for row in range(rows[0] + 1)), device)
+def documents_of_rows(
+    rows: Sequence[int], device: torch.device, documents: Documents | None = None
+) -> Documents:
+    """Batch rows ``[B, S]`` end to end, each one document, or each these documents."""
+    if documents is not None and rows[0] == 1:
+        return documents
+    ends = (rows[1],) if documents is None else documents.offsets[1:]
+    all_ends = [row * rows[1] + end for row in range(rows[0]) for end in ends]
+    return _same_for_all((0, *all_ends), device)
 
 
 def _tokens_of(documents: Documents) -> Tensor:

@@ -37,7 +37,6 @@ from ..autograd import first_derivative_only, gradients
 from ..elementwise import least_log_decay
 from ..host_tables import cached_by_stream
 from ..rules.chunk_table import ChunkGroup
-from .chunk import walk
 from .triangular import unit_lower_inverse
 
 
@@ -78,7 +77,7 @@ def run_group(
 
     Args:
         carried: ``[H, K, V]``, the state that the chunks before left; None before the first group.
-        initial: those of the sequences that begin here, as :func:`.chunk.taken` gives them.
+        initial: those of the sequences that begin here, as :meth:`ChunkGroup.taken` gives them.
         walks: False: every chunk is a sequence, and no state after it is asked for.
         set_aside: a token that is not finite reaches no earlier output; not differentiable.
     """
@@ -298,7 +297,7 @@ class _Walk(torch.autograd.Function):
                 through = torch.bmm(k_out.mT, W)
                 through.diagonal(dim1=-2, dim2=-1).add_(decay[..., 0])
             of_heads = through.view(-1, H, *through.shape[1:])
-            S, carried, final = walk(group, of_heads, states, carried, initial)
+            S, carried, final = group.walk(of_heads, states, carried, initial)
         else:
             S, final = states[:-1].zero_(), initial[:0]
             assert group.begin_index is not None
@@ -321,8 +320,8 @@ class _Walk(torch.autograd.Function):
             torch.baddbmm(dS, W.mT, dy, out=states[:-1].flatten(0, 1))
             through = through.mT
         of_heads = through.view(-1, ctx.heads, *through.shape[1:])
-        after, d_carried, d_initial = walk(
-            ctx.group, of_heads, states, d_carried, d_final, back=True
+        after, d_carried, d_initial = ctx.group.walk(
+            of_heads, states, d_carried, d_final, back=True
         )
         d_states = (d_carried if ctx.needs_input_grad[5] else None), d_initial
         if not any(ctx.needs_input_grad[:5]):  # the gradient of states alone

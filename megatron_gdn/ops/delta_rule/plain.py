@@ -23,13 +23,12 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..autograd import gradients
+from ..documents import documents_of_rows
 from ..rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
-from ..rules.chunk_table import CHUNK, ChunkGroup, ChunkTable, lengths_of_sequences
+from ..rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 from ..state_maps.state_map import StateMap
-from ..static_documents import StaticDocuments
 from ..switches import full_fp32_matmul
 from .base import RuleGrads, RuleInputs
-from .chunk import put, static_chunk_table, taken
 from .chunk_math import Values, run_group
 
 
@@ -40,11 +39,9 @@ class _Chunks:
         rule, self.inputs, documents = stage._rule, stage._inputs, stage._documents
         k, v = self.inputs.k, self.inputs.v
         self.values, self.wide = rule.values, torch.promote_types(v.dtype, torch.float32)
-        if isinstance(documents, StaticDocuments):
-            self.table = static_chunk_table(documents, rule.chunk_size, v.shape[2])
-        else:
-            lengths = lengths_of_sequences(stage._rows, documents)
-            self.table = ChunkTable.build(lengths, rule.chunk_size, v.shape[2], v.device, aligned)
+        if documents is None:
+            documents = documents_of_rows(stage._rows, v.device)
+        self.table = ChunkTable.of(documents, rule.chunk_size, v.shape[2], aligned)
         self.shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
 
     def of(self, group: ChunkGroup, *tensors: Tensor) -> list[Tensor]:
@@ -74,9 +71,9 @@ class _Chunks:
         for group in groups:
             x = self.values(*self.of(group, *self.inputs))
             x = x._replace(u=F.pad(x.u, (0, more))) if more else x
-            first = taken(group, initial)
+            first = group.taken(initial)
             _, after, ended = run_group(group, x, carried[-1], first, output=False)
-            put(group, final, ended)
+            group.put(final, ended)
             carried.append(after)
         return final, carried
 
@@ -112,11 +109,11 @@ class PlainForward(RuleForward):
         with full_fp32_matmul(like.device.type):
             for group in table.groups:
                 o, carried, ended = chunks.run(
-                    group, *chunks.of(group, *self._inputs), carried, taken(group, entering),
+                    group, *chunks.of(group, *self._inputs), carried, group.taken(entering),
                     walks=walks, set_aside=True,
                 )  # fmt: skip
                 if walks:
-                    put(group, leaving, ended)
+                    group.put(leaving, ended)
                 table.put(rows, group, o)
                 del o
         o = in_rows(table.to_tokens(rows, like), self._rows)
@@ -157,10 +154,10 @@ class PlainBackward(RuleBackward):
                     fixed, leaves = (), fixed
                 *grads, d_carried, d_first = gradients(
                     partial(chunks.run, group, *fixed),
-                    (*leaves, starts.pop(), taken(group, entering)),
-                    (*chunks.of(group, self._d_o), d_carried, taken(group, d_leaving, ends=True)),
+                    (*leaves, starts.pop(), group.taken(entering)),
+                    (*chunks.of(group, self._d_o), d_carried, group.taken(d_leaving, ends=True)),
                 )
-                put(group, d_entering, d_first, begins=True)
+                group.put(d_entering, d_first, begins=True)
                 for to, gradient in zip(rows, grads, strict=True):
                     table.put(to, group, gradient)
                 del fixed, leaves, grads

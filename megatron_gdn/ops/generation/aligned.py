@@ -59,7 +59,11 @@ def prefill_on_grid(
     known = torch.cat([history.flatten(0, 1), new.flatten(0, 1)])
     rows = known.index_select(0, source)[None]
     grid = grid_of(rows, _documents(held, device), parts.state.heads)
-    inputs = front_on_grid(parts.front, parts.of_front, rows, grid, history[:, :past])
+    filled = to_device(
+        torch.tensor([n for n, count in enumerate(held) if count], device="cpu"), device
+    )
+    before = history[:, :past].index_select(0, filled)
+    inputs = front_on_grid(parts.front, parts.of_front, rows, grid, before)
 
     # First the full chunks, which move the state, then what is left of each sequence.
     o = None

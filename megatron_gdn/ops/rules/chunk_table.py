@@ -1,21 +1,25 @@
-"""The places of a batch's tokens in chunks, and the groups that chunks are computed in.
+"""The places of a batch's tokens in chunks, the groups that chunks are computed in, and the walk.
 
-Legend: N sequences, n chunks, C tokens of a chunk, T tokens of all sequences.
+The walk goes from chunk to chunk of a group with the state, which enters and leaves where sequences
+begin and end. In fixed buffers the device alone knows where. There every chunk is walked, also
+those without tokens at the end; the others have the same sums and products.
+
+Legend: N sequences (in fixed buffers empty ones keep their states), n chunks, C tokens of a chunk,
+T tokens of all sequences, H heads, K rows of a state, V columns.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate, pairwise
+from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
-from ..documents import Documents
-from ..host_tables import cached_by_stream, to_device
+from ..documents import Documents, chunks_where_known
+from ..host_tables import to_device
 
 CHUNK = 64  # tokens
 # Chunk-heads computed side by side: enough products of 64 x 64 to fill a GPU. Not a power of two:
@@ -23,20 +27,8 @@ CHUNK = 64  # tokens
 _AT_ONCE = 1536
 
 
-def lengths_of_sequences(rows: Sequence[int], documents: Documents | None) -> tuple[int, ...]:
-    """Tokens of the N sequences: batch rows ``[B, S, ...]``, or non-empty documents end to end."""
-    if documents is None:
-        return (rows[1],) * rows[0]
-    return tuple(n for n in documents.lengths if n) or (0,)
-
-
 def chunks_at_once(heads: int) -> int:
     return max(1, _AT_ONCE // heads)
-
-
-def chunks_of_a_call(heads: int, device: torch.device) -> int:
-    """How many chunks an aligned rule computes side by side, see :mod:`..aligned`."""
-    return chunks_at_once(heads) if fills_up(device) else 1
 
 
 def fills_up(device: torch.device) -> bool:
@@ -49,15 +41,111 @@ class ChunkGroup:
     """Some consecutive chunks."""
 
     slots: slice  # of the table
+    chunks: int  # how many are walked; the rest, up to the group's size, is empty
     token: Tensor | slice  # int64, the token in each slot; empty slots repeat some token
     empty: Tensor | None  # bool, per slot; None when no slot is empty
-    tokens: slice | None  # of these chunks, one after the other; None if the host does not know
-    slot: Tensor | None  # int64, of each token, counted in the group; None when slots are tokens
-    begins: dict[int, int]  # chunk of the group -> sequence, for first chunks of sequences
-    ends: dict[int, int]  # for last chunks
-    begin_index: tuple[Tensor, Tensor] | None  # the same as two int64 tensors
-    end_index: tuple[Tensor, Tensor] | None
-    chunks: int  # how many there are; the rest, up to the group's size, is empty
+    tokens: slice | None = None  # of these chunks, one after the other; None if not known
+    slot: Tensor | None = None  # int64, of each token, in the group; None when slots are tokens
+    # int64, the first chunks of sequences, and their sequences; likewise the last chunks.
+    begin_index: tuple[Tensor, Tensor] | None = None
+    end_index: tuple[Tensor, Tensor] | None = None
+    begins: tuple[int, ...] = ()  # the first chunks, on the host
+    ends: tuple[int, ...] = ()
+
+    def taken(self, states: Tensor, *, ends: bool = False) -> Tensor:
+        """Of ``[N, H, K, V]``, what :meth:`walk` reads of sequences that begin (or end) here."""
+        index = self.end_index if ends else self.begin_index
+        return states[:0] if index is None else states.index_select(0, index[1])
+
+    def put(self, states: Tensor, new: Tensor, *, begins: bool = False) -> None:
+        """Write what :meth:`walk` returns of the sequences that end (or begin) here."""
+        index = self.begin_index if begins else self.end_index
+        if index is not None:
+            states.index_copy_(0, index[1], new)
+
+    def walk(
+        self,
+        through: Tensor,
+        states: Tensor,
+        carried: Tensor | None,
+        given: Tensor,
+        back: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Apply ``S -> through S + added`` chunk by chunk, or from the last chunk to the first.
+
+        Args:
+            through: ``[n, H, K, K]``, or ``[n, H, K, 1]`` (or 1 for K), a factor of each row.
+            states: ``[n + 1, H, K, V]``, room; ``added`` is in all but the first (``back``: the
+                last).
+            carried: ``[H, K, V]``, what enters from the group before (``back``: after); None at the
+                start, where a sequence begins.
+            given: what :meth:`taken` returns.
+
+        Returns:
+            The state that enters every chunk ``[n, H, K, V]``, the one that leaves the group, and
+            what :meth:`put` takes.
+        """
+        entering, leaving = (states[1:], states[:-1]) if back else (states[:-1], states[1:])
+        opens, closes, closing = self.begin_index, self.end_index, self.ends
+        if back:
+            opens, closes, closing = closes, opens, self.begins
+        # Where a sequence ends, the state that enters the next one takes the place of the one that
+        # leaves. So those have a buffer of their own. (In the caller's a sequence's place would
+        # decide the alignment, and on a CPU that decides bits.)
+        left = leaving[:0] if closes is None else leaving.index_select(0, closes[0])
+        if carried is not None:
+            entering[self.chunks - 1 if back else 0].copy_(carried)
+        if opens is not None:
+            entering.index_copy_(0, opens[0], given)
+        into, out_of, factors = entering.unbind(0), leaving.unbind(0), through.unbind(0)
+        places, step = {c: place for place, c in enumerate(closing)}, _step(through)
+        for c in self._order(back):
+            step(left[places[c]] if c in places else out_of[c], factors[c], into[c])
+        return entering, out_of[0 if back else self.chunks - 1].clone(), left
+
+    def _order(self, back: bool) -> range:
+        return range(self.chunks)[::-1] if back else range(self.chunks)
+
+
+def _step(through: Tensor) -> Any:
+    return torch.Tensor.baddbmm_ if through.shape[-1] > 1 else torch.Tensor.addcmul_
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class GroupOnDevice(ChunkGroup):
+    """Chunks of fixed buffers, some without tokens: the host does not know where sequences lie."""
+
+    sequence: Tensor  # int64 [n]
+    begin: Tensor  # bool [n], whether a sequence begins with the chunk
+    end: Tensor
+    # int64 [N], the first chunk of a sequence, counted in the group and clamped to it.
+    first: Tensor
+    last: Tensor
+    first_here: Tensor  # bool [N, 1, 1, 1], whether that chunk is in the group
+    last_here: Tensor
+
+    def taken(self, states: Tensor, *, ends: bool = False) -> Tensor:
+        return states
+
+    def put(self, states: Tensor, new: Tensor, *, begins: bool = False) -> None:
+        states.copy_(torch.where(self.first_here if begins else self.last_here, new, states))
+
+    def walk(
+        self,
+        through: Tensor,
+        states: Tensor,
+        carried: Tensor | None,
+        given: Tensor,
+        back: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        leaving, step = states[:-1] if back else states[1:], _step(through)
+        opens, closes = (self.end, self.first) if back else (self.begin, self.last)
+        entering = given.index_select(0, self.sequence)
+        S = torch.zeros_like(given[0]) if carried is None else carried
+        for c in self._order(back):
+            S = entering[c].copy_(torch.where(opens[c], entering[c], S))
+            S = step(leaving[c], through[c], S)
+        return entering, S.clone(), leaving.index_select(0, closes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,16 +167,15 @@ class ChunkTable:
         return all(len(group.begins) == group.chunks for group in self.groups)
 
     @staticmethod
-    def build(
-        lengths: tuple[int, ...],
-        chunk_size: int,
-        heads: int,
-        device: torch.device,
-        aligned: bool = False,
-    ) -> ChunkTable:
-        """``aligned``: groups of one size on a CPU too, see :func:`chunks_of_a_call`."""
-        at_once = chunks_of_a_call(heads, device) if aligned else chunks_at_once(heads)
-        return _build(tuple(lengths), chunk_size, at_once, device, fills_up(device))
+    def of(documents: Documents, chunk_size: int, heads: int, aligned: bool = False) -> ChunkTable:
+        """The table of these documents, made once.
+
+        ``aligned``: groups of one size on a CPU too, that is of one chunk, see :mod:`..aligned`.
+        """
+        fill_up = fills_up(documents.device)
+        at_once = 1 if aligned and not fill_up else chunks_at_once(heads)
+        key = ChunkTable, chunk_size, at_once, fill_up
+        return documents.plan(key, lambda: _build(documents, *key[1:]))
 
     def chunks_in(self, group: ChunkGroup) -> int:
         """How many chunks the group has, empty ones included."""
@@ -141,63 +228,111 @@ class ChunkTable:
         return (rows if self.slot is None else rows.index_select(0, self.slot)).view(like.shape)
 
 
-def _index(sequences: dict[int, int], device: torch.device) -> tuple[Tensor, Tensor] | None:
-    if not sequences:
-        return None
-    table = torch.tensor([list(sequences), list(sequences.values())], device="cpu")
-    chunks, numbers = to_device(table, device)
-    return chunks, numbers
+class _Places(NamedTuple):
+    """Tables of all n chunks, filled up to whole groups on a GPU."""
+
+    slot: Tensor  # int64 [T], the slot of each token
+    token: Tensor  # int64 [n * C], the token in each slot; empty slots repeat some token
+    empty: Tensor  # bool [n * C]
+    sequence: Tensor  # int64 [n]
+    begins: Tensor  # bool [n], whether the chunk is the first of its sequence
+    ends: Tensor  # bool [n], whether it is the last
+    first: Tensor  # int64 [N], the first chunk of a sequence
+    last: Tensor  # int64 [N]
+    filled: Tensor  # bool [N], whether it has tokens
 
 
-def _slots(lengths: tuple[int, ...], first_chunk: list[int], C: int) -> Tensor:
-    """int64 ``[T]``, the slot of each token. A sequence begins at its first chunk's first slot."""
-    length = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-    start = length.cumsum(0) - length
-    moved = torch.tensor(first_chunk[:-1], dtype=torch.int64, device="cpu") * C - start
-    return torch.arange(int(length.sum()), device="cpu") + moved.repeat_interleave(length)
+def _places(documents: Documents, C: int, padded: int) -> _Places:
+    starts, document_T = documents.starts.long(), documents.document_T()
+    offset, indices = (x.long() for x in chunks_where_known(documents, C))
+    device, T = starts.device, documents.total_tokens
+    sequence, place = F.pad(indices, (0, 0, 0, padded - len(indices))).unbind(1)
+    number = torch.arange(padded, device=device)
+    real = number < offset[-1]
+    sequence = torch.where(real, sequence, documents.sequences - 1)
+    token = (starts[sequence] + place * C)[:, None] + torch.arange(C, device=device)
+    position_T = torch.arange(T, device=device) - starts[document_T]
+    return _Places(
+        slot=offset[document_T] * C + position_T,
+        token=token.clamp(max=T - 1).flatten(),
+        empty=(~real[:, None] | (token >= starts[sequence + 1][:, None])).flatten(),
+        sequence=sequence,
+        begins=real & (number == offset[sequence]),
+        ends=real & (number + 1 == offset[sequence + 1]),
+        first=offset[:-1],
+        last=offset[1:] - 1,
+        filled=offset[1:] > offset[:-1],
+    )
 
 
-@cached_by_stream(32)
-def _build(
-    lengths: tuple[int, ...], C: int, at_once: int, device: torch.device, fill_up: bool
-) -> ChunkTable:
-    first_chunk = [0, *accumulate(-(-length // C) for length in lengths)]
-    n, total = first_chunk[-1], sum(lengths)
+def _build(documents: Documents, C: int, at_once: int, fill_up: bool) -> ChunkTable:
+    n, N = documents.most_chunks(C), max(documents.sequences, 1)
+    if n == 0:
+        return ChunkTable(C, N, (), None)
     padded = -(-n // at_once) * at_once if fill_up else n
-
-    slot = _slots(lengths, first_chunk, C)
-    token = torch.zeros(padded * C, dtype=torch.int64, device="cpu")
-    empty = torch.ones(padded * C, dtype=torch.bool, device="cpu")
-    token[slot] = torch.arange(total, device="cpu")
-    empty[slot] = False
-    # By group, so that building a group reads only the sequences that begin or end in it.
-    begins: dict[int, dict[int, int]] = defaultdict(dict)
-    ends: dict[int, dict[int, int]] = defaultdict(dict)
-    for sequence, (first, stop) in enumerate(pairwise(first_chunk)):
-        if first < stop:
-            begins[first // at_once][first % at_once] = sequence
-            ends[(stop - 1) // at_once][(stop - 1) % at_once] = sequence
-
+    places = documents.table(
+        (_Places, C, padded), lambda these: _places(these, C, padded), move=False
+    )
     groups = []
     for start in range(0, n, at_once):
         stop = min(start + at_once, padded)
-        slots = slice(start * C, stop * C)
-        of_tokens = (~empty[slots]).nonzero()[:, 0]
-        full, first = len(of_tokens) == stop * C - start * C, int(token[slots][0])
-        tokens = slice(first, first + len(of_tokens))
-        first_chunks, last_chunks = begins[start // at_once], ends[start // at_once]
-        groups.append(
-            ChunkGroup(
-                slots=slots,
-                token=tokens if full else to_device(token[slots], device),
-                empty=None if full else to_device(empty[slots], device),
-                tokens=tokens,
-                slot=None if full else to_device(of_tokens, device),
-                begins=first_chunks,
-                ends=last_chunks,
-                begin_index=_index(first_chunks, device),
-                end_index=_index(last_chunks, device),
-                chunks=min(stop, n) - start,
-            )
-        )
-    return ChunkTable(C, len(lengths), tuple(groups), None)
+        if documents.known:
+            groups.append(_group(places, C, start, stop, min(stop, n), documents.device))
+        else:
+            groups.append(_group_on_device(documents, places, C, start, stop))
+    return ChunkTable(C, N, tuple(groups), None if documents.known else places.slot)
+
+
+def _group(
+    places: _Places, C: int, start: int, stop: int, end: int, device: torch.device
+) -> ChunkGroup:
+    """Chunks ``start`` to ``stop``, from ``end`` on empty, as the host knows them."""
+    slots, chunks = slice(start * C, stop * C), slice(start, stop)
+    token, empty = places.token[slots], places.empty[slots]
+    of_tokens = (~empty).nonzero()[:, 0]
+    first, full = int(token[0]), len(of_tokens) == len(token)
+    tokens = slice(first, first + len(of_tokens))
+
+    def index(here: Tensor) -> tuple[tuple[int, ...], tuple[Tensor, Tensor] | None]:
+        chunk = here[chunks].nonzero()[:, 0]
+        if not len(chunk):
+            return (), None
+        chunks_and_sequences = torch.stack([chunk, places.sequence[chunks][chunk]])
+        of, sequences = to_device(chunks_and_sequences, device)
+        return tuple(chunk.tolist()), (of, sequences)
+
+    begins, begin_index = index(places.begins)
+    ends, end_index = index(places.ends)
+    return ChunkGroup(
+        slots=slots,
+        chunks=end - start,
+        token=tokens if full else to_device(token, device),
+        empty=None if full else to_device(empty, device),
+        tokens=tokens,
+        slot=None if full else to_device(of_tokens, device),
+        begin_index=begin_index,
+        end_index=end_index,
+        begins=begins,
+        ends=ends,
+    )
+
+
+def _group_on_device(
+    documents: Documents, places: _Places, C: int, start: int, stop: int
+) -> ChunkGroup:
+    slots, chunks = slice(start * C, stop * C), slice(start, stop)
+
+    def of_sequences(_: Documents) -> tuple[Tensor, ...]:
+        both = places.first, places.last
+        inside = [(chunk - start).clamp(0, stop - start - 1) for chunk in both]
+        here = [places.filled & (chunk >= start) & (chunk < stop) for chunk in both]
+        return *inside, *(x.view(-1, 1, 1, 1) for x in here)
+
+    first, last, first_here, last_here = documents.table(
+        ("sequences of a group", C, start, stop), of_sequences
+    )
+    return GroupOnDevice(
+        slots, stop - start, places.token[slots], places.empty[slots],
+        sequence=places.sequence[chunks], begin=places.begins[chunks], end=places.ends[chunks],
+        first=first, last=last, first_here=first_here, last_here=last_here,
+    )  # fmt: skip

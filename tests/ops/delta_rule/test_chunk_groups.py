@@ -12,7 +12,6 @@ from megatron_gdn.ops.delta_rule import triangular
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.rules import chunk_table
-from megatron_gdn.ops.rules.chunk_table import ChunkTable
 from megatron_gdn.ops.switches import full_fp32_matmul
 
 from .states import backward_of, documents_of
@@ -30,10 +29,8 @@ from .test_gated_delta_rule import (
 def as_on_a_gpu(monkeypatch):
     """Groups of two chunks, filled up, and the ways through that a GPU takes."""
 
-    def build(lengths, chunk_size, heads, device, aligned=False):
-        return chunk_table._build(tuple(lengths), chunk_size, 2, device, True)
-
-    monkeypatch.setattr(ChunkTable, "build", staticmethod(build))
+    monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: 2)
+    monkeypatch.setattr(chunk_table, "fills_up", lambda device: True)
     monkeypatch.setattr(triangular, "_by_substitution", triangular._by_growing_blocks)
 
 
@@ -94,10 +91,8 @@ def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(monkeypatch
     """The host must stay ahead of the device: 16 chunks in one group, in one sequence or 16."""
     chunks, C = 16, 64
 
-    def build(lengths, chunk_size, heads, device, aligned=False):
-        return chunk_table._build(tuple(lengths), chunk_size, chunks, device, True)
-
-    monkeypatch.setattr(ChunkTable, "build", staticmethod(build))
+    monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: chunks)
+    monkeypatch.setattr(chunk_table, "fills_up", lambda device: True)
     monkeypatch.setattr(triangular, "_by_substitution", triangular._by_growing_blocks)
     q, k, v, g, beta, _ = make_inputs(1, chunks * C, 1, 2, 4, 4, 1.0, dtype=torch.bfloat16)
 
