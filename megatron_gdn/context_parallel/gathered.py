@@ -26,6 +26,23 @@ class Span(NamedTuple):
     position: Tensor | None  # int64, of each row, from start; None: the rows are start:end in order
     before: tuple[slice, ...] = ()  # keys of documents that this one continues; all rows see them
 
+    def keys(self, whole: Tensor) -> Tensor:
+        """Those that any row sees, of ``[S, ...]`` in sequence order."""
+        own = whole[self.start : self.end]
+        return torch.cat([*(whole[keys] for keys in self.before), own]) if self.before else own
+
+    def mask(self, device: torch.device) -> Tensor | None:
+        """bool ``[rows, keys]``: which keys each row sees; None: row i of all sees keys 0 to i."""
+        if self.position is None and not self.before:
+            return None
+        before = sum(keys.stop - keys.start for keys in self.before)
+        position = self.position
+        if position is None:
+            position = torch.arange(self.last - self.first, device="cpu")
+        position = position.to(device, non_blocking=True) + before
+        key = torch.arange(before + self.end - self.start, device=device)
+        return position[:, None] >= key
+
 
 @lru_cache(maxsize=16)
 def spans_of(

@@ -139,25 +139,13 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     ) -> Tensor:
         """One document's queries on this rank, over its keys up to the last of them."""
         query = query_sBHD[span.first : span.last]
-        key, value = (x[span.start : span.end] for x in (key_SBGD, value_SBGD))
+        key, value = span.keys(key_SBGD), span.keys(value_SBGD)
         if exact:
             return self._query_by_query(query, key, value).unflatten(-1, (query.shape[2], -1))
-        position, before = span.position, 0
-        if span.before:
-            before = sum(keys.stop - keys.start for keys in span.before)
-            key, value = (
-                torch.cat([*(whole[keys] for keys in span.before), own])
-                for whole, own in ((key_SBGD, key), (value_SBGD, value))
-            )
-            if position is None:
-                position = torch.arange(len(query), device="cpu")
         shared_by = query.shape[2] // key.shape[2]
         if shared_by > 1:
             key, value = (x.repeat_interleave(shared_by, dim=2) for x in (key, value))
-        mask = None
-        if position is not None:
-            position = position.to(query.device, non_blocking=True) + before
-            mask = position[:, None] >= torch.arange(len(key), device=query.device)
+        mask = span.mask(query.device)
         rate = self.attention_dropout.p if self.training else 0.0
         # Where tensor-parallel ranks hold different heads, they draw from their own generator.
         own = rate and not self.config.sequence_parallel

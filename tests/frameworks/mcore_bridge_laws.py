@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config, split_cp_inputs
+from mcore_bridge.bridge import GPTBridge
 from mcore_bridge.model.modules import GatedDeltaNet as Theirs
 from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
@@ -15,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 import megatron_gdn
 from megatron_gdn.context_parallel.layouts import local_indices
-from megatron_gdn.frameworks.mcore_bridge import by_key_head
+from megatron_gdn.frameworks.mcore_bridge import _reorder_in_the_bridge, by_key_head
 from tests.frameworks.conftest import page_lines
 from tests.frameworks.tiny_models import (
     MODELS,
@@ -245,6 +246,9 @@ def test_the_log_line_names_mcore_bridge(caplog):
 
 def test_a_version_that_was_not_tested_is_named_once(tmp_path, monkeypatch, caplog):
     monkeypatch.setattr("megatron_gdn.frameworks.mcore_bridge.version", lambda name: "1.7.0")
+    wrapped = GPTBridge._set_linear_attn_state  # by the tests before, and again after this one
+    monkeypatch.setattr(GPTBridge, "_set_linear_attn_state", wrapped)
+    _reorder_in_the_bridge.cache_clear()
     published("Qwen3.5", tmp_path)
     megatron_gdn.patch_megatron()
     get_mcore_model(config_of(tmp_path))

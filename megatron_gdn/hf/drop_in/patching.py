@@ -366,11 +366,8 @@ def gathered_attention(
     attended = []
     for span in spans_of(lengths, group.size(), group.rank(), layout):
         q_BHsD = q[:, span.first : span.last].transpose(1, 2)
-        k_BGSD, v_BGSD = (x[span.start : span.end].permute(1, 2, 0, 3) for x in (k, v))
-        mask = None
-        if span.position is not None:
-            position = span.position.to(q.device, non_blocking=True)
-            mask = position[:, None] >= torch.arange(span.end - span.start, device=q.device)
+        k_BGSD, v_BGSD = (span.keys(x).permute(1, 2, 0, 3) for x in (k, v))
+        mask = span.mask(q.device)
         out = F.scaled_dot_product_attention(
             q_BHsD, k_BGSD, v_BGSD, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
             scale=scaling, enable_gqa=q_BHsD.shape[1] != k_BGSD.shape[1],
