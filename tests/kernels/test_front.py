@@ -8,6 +8,7 @@ from megatron_gdn.ops.delta_rule import front_triton as prepare
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.kernels.tiles import Walk
 
+from .conftest import INTERPRETED
 from .kernel_cases import Case, assert_close
 
 SMALL_WALK = Walk(rows=8, steps=4, warps=4)  # several segments, and three tiles of 65 tokens
@@ -284,14 +285,24 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
 
 
 @each_module
-def test_gates_beside_the_rows_give_the_bits_of_gates_in_the_rows(case, module):
+def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(case, module):
+    """To the bit, but for compiled kernels: rows of another stride are loaded in other groups."""
     rest, grads = case.sizes.beta_column, case.grads(per_value_head=False)
     main, gates = case.proj[..., :rest].contiguous(), case.proj[..., rest:].contiguous()
-    whole, apart = forward(module, case), forward(module, case, main, gates=gates)
-    assert all(torch.equal(x, y) for x, y in zip(whole, apart, strict=True))
+    exact = INTERPRETED or module is prepare_torch
+
+    def assert_same(x, y) -> None:
+        # One rounding of the largest sum, once on either side.
+        room = 0.0 if exact else 2 * torch.finfo(x.dtype).eps * x.abs().max().item()
+        torch.testing.assert_close(x, y, rtol=0, atol=room)
+
+    for x, y in zip(forward(module, case), forward(module, case, main, gates=gates), strict=True):
+        assert_same(x, y)
     d_proj, d_main = torch.zeros_like(case.proj), torch.zeros_like(main)
     d_gates = torch.full_like(gates, float("nan"))
     _, whole = backward(module, case, grads, d_rows=d_proj)
     _, apart = backward(module, case, grads, main, d_main, gates=gates, d_gates=d_gates)
-    assert torch.equal(d_proj, torch.cat([d_main, d_gates], dim=-1))
-    assert all(x is None or torch.equal(x, y) for x, y in zip(whole, apart, strict=True))
+    assert_same(d_proj, torch.cat([d_main, d_gates], dim=-1))
+    for x, y in zip(whole, apart, strict=True):
+        if x is not None:
+            assert_same(x, y)
