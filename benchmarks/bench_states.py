@@ -16,7 +16,7 @@ from lib.layers import DEVICE
 from lib.measure import environment, table, time_ms, write_lines
 from lib.rules import begin_backward
 
-from megatron_gdn.gdn.fla import FlaRule
+from megatron_gdn.gdn.fla import FlaGDN
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.documents import Documents
@@ -24,7 +24,7 @@ from megatron_gdn.ops.documents import Documents
 RULES = {
     "flash_qla": FlashQlaRule,
     "flash_qla batch invariant": lambda: FlashQlaRule(batch_invariant=True),
-    "fla": FlaRule,
+    "fla": FlaGDN,
 }
 CASES = {"1x8192": (1, 8192), "1x32768": (1, 32768), "2x16384": (2, 16384), "2x4096": (2, 4096),
          "8x4096": (8, 4096)}  # fmt: skip

@@ -20,12 +20,14 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from .gdn.api import run_rule
+from .gdn.fla import FlaGDN
 from .gdn.rule import resolve_rule
 from .ops.delta_rule.base import HeadSizes, RuleInputs
 from .ops.delta_rule.plain import PlainRule
 from .ops.documents import Documents
 from .ops.obstacles import Obstacle, fla_package, flash_qla_package, installed_version
 from .ops.rules.base import Rule
+from .ops.rules.fla import why_not_callable
 
 _DESCRIPTION = """\
 Say what a Gated DeltaNet layer runs with on this machine, which delta rule it takes and why, what
@@ -152,8 +154,11 @@ def kernels() -> Iterator[Finding]:
     if qla is None and tilelang is None:
         why = "compiles by tilelang, which is not installed; pip install flash-qla brings it"
         qla = Obstacle(f"flash-qla {why}")
+    fla = fla_package(major)
+    if fla is None and (why := why_not_callable(FlaGDN)) is not None:
+        fla = Obstacle(why)
     for package, module, obstacle in (
-        ("flash-linear-attention", "fla", fla_package(major)),
+        ("flash-linear-attention", "fla", fla),
         ("flash-qla", "flash_qla", qla),
     ):
         if obstacle is None:

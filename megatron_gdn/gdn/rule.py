@@ -8,16 +8,11 @@ import torch
 
 from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
 from ..ops.delta_rule.plain import PlainRule
-from ..ops.obstacles import (
-    FLA_IS_TIMED,
-    Obstacle,
-    installed_version,
-    why_not_fla,
-    why_not_flash_qla,
-)
+from ..ops.obstacles import Obstacle, installed_version, why_not_flash_qla
 from ..ops.rules.base import Rule
 from ..ops.rules.choice import Choice, Kernels, Tested, choose
-from .fla import FlaRule
+from ..ops.rules.fla import kernels_of_fla
+from .fla import FlaGDN
 from .flash_qla.rule import FlashQlaRule
 from .half import HalfOperands
 
@@ -87,9 +82,7 @@ def choose_rule(
             f"{dtype} heads of 128 on this GPU",
             tested=lambda: _tested(device, dtype, sizes),
         ),
-        "fla": Kernels(
-            lambda: why_not_fla(device, dtype, sizes.key_dim), FlaRule, unsteady=FLA_IS_TIMED
-        ),
+        "fla": kernels_of_fla(FlaGDN, device, dtype, sizes.state),
     }
     choice = choose(
         backend, "Gated DeltaNet", kernels, PlainRule,

@@ -5,11 +5,11 @@ from __future__ import annotations
 import torch
 
 from ..ops.delta_rule.plain import PlainRule
-from ..ops.obstacles import FLA_IS_TIMED, why_not_fla
 from ..ops.rules.choice import Choice, Kernels, choose
+from ..ops.rules.fla import kernels_of_fla
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA, why_not_cudnn
-from .fla import FlaKDA, why_not_callable
+from .fla import FlaKDA
 
 
 def choose_kda(
@@ -32,10 +32,7 @@ def choose_kda(
     """
     K, V = state.rows, state.columns
     kernels = {
-        "fla": Kernels(
-            lambda: why_not_fla(device, dtype, K, why_not_callable),
-            lambda: FlaKDA(lower_bound), "fla runs here", FLA_IS_TIMED,
-        ),
+        "fla": kernels_of_fla(FlaKDA, device, dtype, state, lambda: FlaKDA(lower_bound)),
         "cudnn": Kernels(
             lambda: why_not_cudnn(device, dtype, K, V, lower_bound), CudnnKDA,
             unsteady="cuDNN cuts a sequence into pieces by the number of all sequences",

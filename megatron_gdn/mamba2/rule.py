@@ -4,23 +4,11 @@ from __future__ import annotations
 
 import torch
 
-from ..ops.obstacles import FLA_IS_TIMED, Obstacle, why_not_fla
-from ..ops.rules.choice import Choice, Kernels, choose
+from ..ops.rules.choice import Choice, choose
+from ..ops.rules.fla import kernels_of_fla
 from ..ops.state_maps.state_map import StateShape
-from .fla import FlaSSD, why_not_callable
+from .fla import FlaSSD
 from .plain import PlainSSD
-
-
-def _why_not_fla(device: torch.device, dtype: torch.dtype, state: StateShape) -> Obstacle | None:
-    obstacle = why_not_fla(device, dtype, functions=why_not_callable)
-    if obstacle is not None:
-        return obstacle
-    if state.rows > 256:
-        return Obstacle(f"fla takes a state dim up to 256, not {state.rows}")
-    for name, size in (("state", state.rows), ("head", state.columns)):
-        if size % 2:
-            return Obstacle(f"fla's backward takes an even {name} dim, not {size}")
-    return None
 
 
 def choose_ssd(
@@ -37,8 +25,7 @@ def choose_ssd(
     ``backend``: ``"fla"`` (its ``simple_gla`` kernels), ``"reference"`` or ``"auto"``, fla where it
     runs; see :func:`..ops.rules.choice.choose`, which has the errors too.
     """
-    fla = Kernels(lambda: _why_not_fla(device, dtype, state), FlaSSD, "fla runs here", FLA_IS_TIMED)
     return choose(
-        backend, "Mamba2", {"fla": fla}, PlainSSD,
+        backend, "Mamba2", {"fla": kernels_of_fla(FlaSSD, device, dtype, state)}, PlainSSD,
         device=device, deterministic=deterministic, aligned=aligned,
     )  # fmt: skip

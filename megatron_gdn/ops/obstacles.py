@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import warnings
-from collections.abc import Callable
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -13,12 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from .rules.fla_functions import why_not_callable
-
 FLA_INSTALL_HINT = 'pip install "megatron-gdn[fla]"'
-FLA_IS_TIMED = (
-    "fla picks its kernels by timing them, so another run or rank may add in another order"
-)
 # docs/determinism.md: 34.73 ms against 3.51.
 PLAIN_ON_GPU = (
     "On this GPU the recurrence runs in plain torch, for want of its kernels: a Gated DeltaNet "
@@ -97,24 +91,6 @@ def flash_qla_package() -> Obstacle | None:
     return Obstacle(why, ImportError)
 
 
-def why_not_fla(
-    device: torch.device,
-    dtype: torch.dtype,
-    key_dim: int | None = None,
-    functions: Callable[[], str | None] | None = None,
-) -> Obstacle | None:
-    """Why fla's kernels cannot train here, and the fix; ``functions``: why a mixer's cannot."""
-    if device.type != "cuda":
-        return Obstacle(f"fla runs on a GPU, not on {device}")
-    if dtype not in (torch.bfloat16, torch.float16):
-        return Obstacle(f"fla would round {dtype} to tf32")
-    if key_dim is not None and key_dim > 256:
-        return Obstacle(f"fla takes key_head_dim up to 256, not {key_dim}")
-    obstacle = fla_package(torch.cuda.get_device_capability(device)[0])
-    why = functions() if obstacle is None and functions else None
-    return obstacle if why is None else Obstacle(why, ImportError)
-
-
 @cache
 def _needs_tilelang(major: int) -> bool:
     triton = installed_version("triton")
@@ -154,7 +130,7 @@ def _why_not_fla_package(major: int) -> str | None:
             f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "
             f"3.7.1 or newer"
         )
-    return why_not_callable()  # last: it imports fla
+    return None
 
 
 @cache

@@ -7,20 +7,16 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_gdn.gdn import fla as fla_rule
+from megatron_gdn.gdn.fla import FlaGDN
 from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla import states as flash_qla_states
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops import documents
+from megatron_gdn.ops.rules.fla import functions_of
 from megatron_gdn.ops.state_maps import parts
 from megatron_gdn.ops.state_maps.parts import CHUNK, entering_states, leaving_gradients
 from tests.ops.delta_rule.states import Oracle, parts_at
-
-try:
-    from fla.ops.gated_delta_rule import chunk as fla_chunk
-except ImportError:
-    fla_chunk = None
 
 
 @dataclass
@@ -171,13 +167,15 @@ def forget_plans() -> None:
 class OfFla:
     """A method is called with its arguments bound to those of fla's function of its name."""
 
-    _real = fla_chunk
+    _rule: type
 
     def __getattribute__(self, name):
+        if name == "RCP_LN2":
+            return functions_of(self._rule).RCP_LN2
         found = object.__getattribute__(self, name)
-        if name.startswith("_") or name == "RCP_LN2":
+        if name.startswith("_") or not callable(found):
             return found
-        signature = inspect.signature(getattr(self._real, name))
+        signature = inspect.signature(getattr(functions_of(self._rule), name))
 
         def bound(*args, **kwargs):
             given = signature.bind(*args, **kwargs).arguments
@@ -193,7 +191,7 @@ class OfFla:
 class FlaStandIn(OfFla):
     """fla's stages by the plain rule; ``w`` carries beta, and ``g`` is one too large."""
 
-    RCP_LN2 = getattr(fla_chunk, "RCP_LN2", None)
+    _rule = FlaGDN
 
     def chunk_local_cumsum(self, g, **_):
         return g + 1
@@ -229,12 +227,10 @@ class FlaStandIn(OfFla):
         assert h0.shape == d_initial.shape
         return None, d_initial.float(), None
 
-    def chunk_gated_delta_rule_fwd(
-        self, q, k, v, g, beta, scale, initial_state, output_final_state, cu_seqlens=None, **_
-    ):
-        o, last = oracle_of(k, v, beta, g + 1, cu_seqlens, q).forward(initial_state)
-        last = last if output_final_state else None
-        return g + 1, o, beta.new_zeros(*beta.shape, 64), last, None, None
+    def chunk_cp_fwd_h(self, k, w, u, hm, g, cu_seqlens, chunk_size, multi_seqs):
+        assert multi_seqs and chunk_size == 64
+        oracle = oracle_of(k, u, w[..., 0], g, cu_seqlens)
+        hm.copy_(torch.cat([oracle.forward()[1], oracle.through()], dim=-1))
 
     def chunk_gated_delta_rule_bwd(
         self, q, k, v, g, beta, A, scale, initial_state, do, dht, cu_seqlens=None, **_
@@ -244,18 +240,7 @@ class FlaStandIn(OfFla):
         return dq, dk, dv, dbeta, dg, d_initial, None, None
 
 
-def rule_of_fla(monkeypatch):
-    from fla.ops.cp import chunk_fwd
-
-    stand_in, real = FlaStandIn(), inspect.signature(chunk_fwd.chunk_cp_fwd_h)
-
-    def maps_of_parts(*args, **kwargs):
-        given = real.bind(*args, **kwargs).arguments
-        assert given["multi_seqs"] and given["chunk_size"] == 64
-        oracle = oracle_of(given["k"], given["u"], given["w"][..., 0], given["g"],
-                              given["cu_seqlens"])  # fmt: skip
-        given["hm"].copy_(torch.cat([oracle.forward()[1], oracle.through()], dim=-1))
-
-    monkeypatch.setattr(chunk_fwd, "chunk_cp_fwd_h", maps_of_parts)
-    monkeypatch.setattr(fla_rule, "stages", lambda: stand_in)
-    return fla_rule.FlaRule()
+def rule_of_fla():
+    rule = FlaGDN()
+    rule.fla = FlaStandIn()
+    return rule

@@ -11,6 +11,7 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.obstacles import say_once, why_not_flash_qla
+from megatron_gdn.ops.rules import fla
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.test_gated_delta_rule import make_inputs
 from tests.processes import python
@@ -62,7 +63,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(resolve, "installed_version", lambda package: "0.1.3")
     monkeypatch.setattr(resolve, "REPEATABLE", (KNOWN,))
     monkeypatch.setattr(resolve, "why_not_flash_qla", lambda *_: None)
-    monkeypatch.setattr(resolve, "why_not_fla", lambda *_: None)
+    monkeypatch.setattr(fla, "why_not_fla", lambda *_: None)
     say_once.cache_clear()
     return monkeypatch
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_gdn.gdn import rule as resolve
-from megatron_gdn.gdn.fla import FlaRule
+from megatron_gdn.gdn.fla import FlaGDN
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.half_torch import power_exponent
@@ -16,6 +16,7 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.readout.plain import PlainReadout
+from megatron_gdn.ops.rules import fla
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule import states
 
@@ -242,7 +243,7 @@ def test_without_norm_o_leaves_in_the_dtype_of_the_projection():
 @pytest.fixture
 def choose(monkeypatch):
     monkeypatch.setattr(resolve, "why_not_flash_qla", lambda *_: None)
-    monkeypatch.setattr(resolve, "why_not_fla", lambda *_: None)
+    monkeypatch.setattr(fla, "why_not_fla", lambda *_: None)
 
     def choose(backend="auto", **options):
         options = {"dtype": torch.bfloat16, "device": "cpu", **options}
@@ -256,7 +257,7 @@ def test_the_choice_of_fp16_operands(choose, backend):
     rule, reason = choose(backend)
     assert isinstance(rule, HalfOperands) and rule.name == backend.replace("auto", "flash_qla")
     assert reason.endswith("fp16 operands")
-    assert isinstance(choose(backend, operands="bf16").rule, FlaRule | FlashQlaRule)
+    assert isinstance(choose(backend, operands="bf16").rule, FlaGDN | FlashQlaRule)
 
 
 @pytest.mark.parametrize(

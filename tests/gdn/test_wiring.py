@@ -6,7 +6,7 @@ import torch
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.rule import RuleInputs
-from megatron_gdn.ops.rules import fla_functions
+from megatron_gdn.ops.delta_rule.fla import parts_of
 from megatron_gdn.ops.rules.base import Saved
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.delta_rule import states
@@ -26,7 +26,7 @@ ROWS = {"uncut": UNCUT, "cut": (False, CUT_ROWS), "invariant": (True, CUT_ROWS)}
 def rule(request, monkeypatch):
     if request.param == FLA:
         pytest.importorskip("fla.ops.gated_delta_rule.chunk")
-        yield rule_of_fla(monkeypatch)
+        yield rule_of_fla()
     else:
         yield flash_qla_rule(monkeypatch, *request.param)
         forget_plans()
@@ -102,7 +102,7 @@ def test_states_enter_documents_in_fixed_buffers(rule):
 def test_fixed_buffers_of_more_tokens_than_fla_counts_are_refused():
     inputs = RuleInputs(*[torch.empty(1, 2**20, 32, 128, device="meta")] * 5)
     with pytest.raises(NotImplementedError, match="at most 524288 tokens per rank"):
-        fla_functions.parts_of(inputs, StaticDocuments(2**20, 2))
+        parts_of(inputs, StaticDocuments(2**20, 2))
 
 
 @of({"uncut": UNCUT, "cut": KINDS["cut"], "fla": FLA})

@@ -12,6 +12,7 @@ from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.elementwise import l2norm
+from megatron_gdn.ops.rules import fla
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.delta_rule.states import documents_of, run_everything
@@ -24,7 +25,7 @@ BOUNDED = {**GPU, "lower_bound": -5.0}
 
 
 def test_auto_is_fla_where_it_runs(monkeypatch):
-    monkeypatch.setattr(resolve, "why_not_fla", lambda *_: None)
+    monkeypatch.setattr(fla, "why_not_fla", lambda *_: None)
     assert choose_kda("auto", **GPU).rule.name == "fla"
     monkeypatch.undo()
     choice = choose_kda("auto", **{**GPU, "device": torch.device("cpu")})
@@ -62,7 +63,7 @@ def test_cudnn_says_what_it_takes(monkeypatch, changed, said):
 
 
 def test_cudnn_is_taken_by_name_alone(monkeypatch):
-    monkeypatch.setattr(resolve, "why_not_fla", lambda *_: None)
+    monkeypatch.setattr(fla, "why_not_fla", lambda *_: None)
     monkeypatch.setattr(resolve, "why_not_cudnn", lambda *_: None)
     assert choose_kda("cudnn", **BOUNDED).rule.name == "cudnn"
     assert choose_kda("auto", **GPU).rule.name == "fla"

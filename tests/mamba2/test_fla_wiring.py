@@ -1,26 +1,30 @@
 """The rule of fla around stand-ins of its kernels in plain torch: what goes where, on a CPU."""
 
+from collections import defaultdict
+
 import pytest
 import torch
 
 from megatron_gdn.mamba2 import fla as fla_rule
-from megatron_gdn.mamba2 import rule as resolve
+from megatron_gdn.mamba2.fla import FlaSSD
 from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
 from megatron_gdn.mamba2.rule import choose_ssd
+from megatron_gdn.ops.rules import fla
 from megatron_gdn.ops.rules.base import Saved
+from megatron_gdn.ops.rules.fla import why_not_callable
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.gdn.stand_ins import OfFla
 
 from .oracle import H, K, V, documents_of, oracle, random_inputs
 
-real = pytest.importorskip("fla.ops.simple_gla.chunk")
+pytest.importorskip("fla.ops.simple_gla.chunk")
 UNEQUAL = (1, 63, 64, 0, 65, 130)
 
 
 class StandIn(OfFla):
     """fla's functions by the plain rule; the summed g is one too large, to see it passed on."""
 
-    _real, RCP_LN2 = real, real.RCP_LN2
+    _rule = FlaSSD
     _narrow = False  # whether the backward wants its states in the operands' dtype
 
     def _check(self, given):
@@ -46,11 +50,15 @@ class StandIn(OfFla):
         begun = PlainSSD().begin(self._inputs(k, k, v, g), self._documents(cu_seqlens))
         return h0, begun.run(h0, final=True).final
 
-    def _output(self, of, h, g_sum, boundaries):
+    @property
+    def chunk_fwd_kernel_o(self):
         """In place of the kernel that is launched here; h is the state before."""
-        inputs = self._inputs(of.q, of.k, of.v, g_sum)
-        begun = PlainSSD().begin(inputs, self._documents(boundaries["cu_seqlens"]))
-        return begun.run(h).o.float()
+        return defaultdict(lambda: self._output)
+
+    def _output(self, q, k, v, h, g, o, cu_seqlens, scale, BT, **_):
+        assert scale == 1.0 and BT == 64
+        begun = PlainSSD().begin(self._inputs(q, k, v, g), self._documents(cu_seqlens))
+        o.copy_(begun.run(h).o)
 
     def chunk_bwd_dh(self, q, k, v, do, h0, dht, scale, g, states_in_fp32=None, cu_seqlens=None,
                      **_):  # fmt: skip
@@ -80,10 +88,10 @@ class StandIn(OfFla):
 
 
 @pytest.fixture
-def rule(monkeypatch):
-    monkeypatch.setattr(fla_rule, "stages", StandIn)
-    monkeypatch.setattr(fla_rule, "output", StandIn()._output)
-    return fla_rule.FlaSSD()
+def rule():
+    rule = FlaSSD()
+    rule.fla = StandIn()
+    return rule
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["rows", "documents"])
@@ -135,7 +143,7 @@ def test_states_of_any_strides_reach_the_kernels_dense(rule):
 
 
 def test_the_installed_fla_has_the_functions_that_are_called():
-    assert fla_rule.why_not_callable() is None
+    assert why_not_callable(FlaSSD) is None
 
 
 def test_fla_is_chosen_on_gpus_only_and_never_deterministic():
@@ -153,10 +161,9 @@ def test_fla_is_chosen_on_gpus_only_and_never_deterministic():
                                                        (64, 33, "head dim, not 33")])  # fmt: skip
 def test_odd_sizes_go_to_the_reference(monkeypatch, rows, columns, said):
     """fla's kernel of dv refuses them in the backward, in 16 bits."""
-    monkeypatch.setattr(
-        resolve, "why_not_fla", lambda *where, **of: None
-    )  # as on a GPU that has it
-    where = {"device": torch.device("cpu"), "dtype": torch.bfloat16}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    monkeypatch.setattr(fla, "fla_package", lambda major: None)
+    where = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
     assert choose_ssd("auto", StateShape(2, 64, 32), **where).rule.name == "fla"
     odd = StateShape(2, rows, columns)
     assert choose_ssd("auto", odd, **where).rule.name == "reference"

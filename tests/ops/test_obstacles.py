@@ -7,7 +7,7 @@ from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops import obstacles
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.obstacles import say_once
-from megatron_gdn.ops.rules import fla_functions
+from megatron_gdn.ops.rules import fla
 
 fla_chunk = pytest.importorskip("fla.ops.gated_delta_rule.chunk")
 SIZES = HeadSizes(2, 4, 64, 64)
@@ -17,7 +17,7 @@ SIZES = HeadSizes(2, 4, 64, 64)
 def ampere(monkeypatch):
     """An A100, and nothing remembered of earlier looks at the packages."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    caches = (obstacles.fla_package, fla_functions.why_not_callable, say_once)
+    caches = (obstacles.fla_package, fla.why_not_callable, say_once)
     for cached in caches:
         cached.cache_clear()
     yield monkeypatch

@@ -44,8 +44,8 @@ class FlashQlaForward(RuleForward):
 
     def _part_maps(self) -> PartMaps:
         if self._maps is None:
-            plan = self._rule.plan(self._inputs, self._documents, states=True, maps=True)
-            self._maps = part_maps(in_one_row(self._inputs), plan)
+            plan = self.rule.plan(self.inputs, self.documents, states=True, maps=True)
+            self._maps = part_maps(in_one_row(self.inputs), plan)
         return self._maps
 
     def state_map(self) -> StateMap:
@@ -55,9 +55,9 @@ class FlashQlaForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        inputs, rows = self._inputs, self._rows
-        if self._rule.aligned and self._maps is None:
-            plan = self._rule.plan(inputs, self._documents, states=True)
+        inputs, rows = self.inputs, self.rows
+        if self.rule.aligned and self._maps is None:
+            plan = self.rule.plan(inputs, self.documents, states=True)
             o, last, tensors = whole_output(in_one_row(inputs), initial, plan)
             saved = Saved(tensors if keep else (), Ran(plan, "whole"))
             return RuleOutput(in_rows(o, rows), last if final else None, saved)
@@ -71,7 +71,7 @@ class FlashQlaForward(RuleForward):
             )  # fmt: skip
             saved = Saved(maps.saved(entering) if keep else (), Ran(plan, "in parts"))
             return RuleOutput(in_rows(o, rows), last, saved)
-        plan = self._rule.plan(inputs, self._documents, states=False)
+        plan = self.rule.plan(inputs, self.documents, states=False)
         flat = inputs if plan.parts is None else in_one_row(inputs)
         g_sum, A, o, _, last, carried = stages().chunk_gated_delta_rule_fwd(
             q=flat.q, k=flat.k, v=flat.v, g=flat.g, beta=flat.beta, scale=flat.k.shape[-1] ** -0.5,
@@ -93,18 +93,18 @@ class CarriedBackward(RuleBackward):
         self, rule: Rule, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> None:
         super().__init__(rule, d_o, inputs, saved, documents)
-        self._d_o, self._inputs = in_one_row(d_o), in_one_row(inputs)
+        self.d_o, self.inputs = in_one_row(d_o), in_one_row(inputs)
         self._plan, self._at_chunks = saved.plan.plan, saved.made
-        self._saved = saved._replace(made=None)
+        self.saved = saved._replace(made=None)
 
     def _of_parts(self) -> Tensor:
         """``[P, H, K, V]``: gradient of states that enter parts; that of states that leave is 0."""
         if self._d_local is not None:
             return self._d_local
-        g_sum, A, chunks_back, *_ = self._saved.tensors
-        q, k, *_, beta = self._inputs
+        g_sum, A, chunks_back, *_ = self.saved.tensors
+        q, k, *_, beta = self.inputs
         _, d_local = stages().fused_gdr_dh(
-            q=q, k=k, a=A, g=g_sum, b=beta, do=self._d_o, dht=None, output_dh0=True,
+            q=q, k=k, a=A, g=g_sum, b=beta, do=self.d_o, dht=None, output_dh0=True,
             output_dh=False, scale=k.shape[-1] ** -0.5, cu_seqlens=self._plan.cut.offsets,
             num_warmup_chunks=chunks_back,
         )  # fmt: skip
@@ -113,7 +113,7 @@ class CarriedBackward(RuleBackward):
 
     def d_initial(self) -> Tensor:
         parts = self._plan.cut
-        through = None if parts.are_sequences else self._saved.tensors[3]
+        through = None if parts.are_sequences else self.saved.tensors[3]
         return initial_gradients(self._of_parts(), through, parts)
 
     def d_o_was_scaled(self, by: Tensor) -> None:
@@ -121,7 +121,7 @@ class CarriedBackward(RuleBackward):
             self._d_local = self._d_local * by
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        parts, (g_sum, A, *kept) = self._plan.cut, self._saved.tensors
+        parts, (g_sum, A, *kept) = self._plan.cut, self.saved.tensors
         if parts.are_sequences:
             first, last_grad = initial, d_final
         else:
@@ -129,8 +129,8 @@ class CarriedBackward(RuleBackward):
             last_grad = leaving_gradients(self._of_parts(), through, parts, d_final)
         self._d_local = None
         states, self._at_chunks = self._at_chunks, None
-        grads = gradients(self._d_o, self._inputs, g_sum, A, self._plan, first, last_grad, states)
-        return RuleGrads(*(in_rows(x, self._rows) for x in grads))
+        grads = gradients(self.d_o, self.inputs, g_sum, A, self._plan, first, last_grad, states)
+        return RuleGrads(*(in_rows(x, self.rows) for x in grads))
 
 
 class UncarriedBackward(RuleBackward):
@@ -138,20 +138,20 @@ class UncarriedBackward(RuleBackward):
 
     def d_initial(self) -> Tensor:
         # The forward carried no states, so it did not keep what the chain of gradients needs.
-        g_sum, A = (in_one_row(x) for x in self._saved.tensors[:2])
-        plan = self._rule.plan(self._inputs, self._documents, states=True)
-        inputs = in_one_row(self._inputs)
+        g_sum, A = (in_one_row(x) for x in self.saved.tensors[:2])
+        plan = self.rule.plan(self.inputs, self.documents, states=True)
+        inputs = in_one_row(self.inputs)
         saved = Saved(
             part_maps(inputs, plan, (g_sum, A)).saved(entering=None), Ran(plan, "in parts")
         )
-        begun = CarriedBackward(self._rule, self._d_o, self._inputs, saved, self._documents)
+        begun = CarriedBackward(self.rule, self.d_o, self.inputs, saved, self.documents)
         return begun.d_initial()
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
-        (plan, _, cache), states = self._saved.plan, self._saved.made
-        g_sum, A, *kept = self._saved.tensors
-        del self._saved  # frees each tensor after its last use, not at the end
-        d_o, inputs = self._d_o, self._inputs
+        (plan, _, cache), states = self.saved.plan, self.saved.made
+        g_sum, A, *kept = self.saved.tensors
+        del self.saved  # frees each tensor after its last use, not at the end
+        d_o, inputs = self.d_o, self.inputs
         if plan.parts is not None:
             d_o, inputs = in_one_row(d_o), in_one_row(inputs)
         first, last_grad = stages().cp_preprocess_bwd(
@@ -162,7 +162,7 @@ class UncarriedBackward(RuleBackward):
         del kept
         made_here = last_grad is not d_final
         grads = gradients(d_o, inputs, g_sum, A, plan, first, last_grad, states, made_here)
-        return RuleGrads(*(in_rows(x, self._rows) for x in grads))
+        return RuleGrads(*(in_rows(x, self.rows) for x in grads))
 
 
 class FlashQlaRule(Rule):

@@ -47,7 +47,7 @@ class Values(NamedTuple):
     k: Tensor  # [m, C, K]
     e: Tensor | None  # [m, C, K]; None: nothing is erased
     u: Tensor  # [b, C, V]
-    g: Tensor  # [b, C] or [b, C, K]
+    g: Tensor  # [b, C], [b, C, K], or [m, C, K] for all value heads of a key head
     strength: Tensor | None = None  # [b, C], a factor on e for each value head
     skip: Tensor | None = None  # [b, C, V], added to the output
 
@@ -106,17 +106,22 @@ def _set_aside(x: Values) -> tuple[Values, Tensor]:
     """
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
     # NaN and inf times 0 are NaN.
-    bad_key = _largest(x.k) * 0 != 0
+    bad_key, of_keys = _largest(x.k) * 0 != 0, len(g) < len(x.u)
     if x.e is not None and x.e is not x.k:
         bad_key |= _largest(x.e) * 0 != 0
-    odd = _largest(x.u).sub_(g if g.dim() == 2 else g.sum(-1))
+    odd = _largest(x.u)
+    if of_keys:
+        bad_key |= g.sum(-1) * 0 != 0
+    else:
+        odd.sub_(g if g.dim() == 2 else g.sum(-1))
     if x.strength is not None:
         odd.add_(x.strength)
     bad = odd.mul_(0) != 0
     bad.view(len(bad_key), -1, *bad.shape[1:]).logical_or_(bad_key[:, None])
 
     e = None if x.e is x.k else x.e
-    for t, out in ((x.k, bad_key), (e, bad_key), (x.u, bad), (g, bad), (x.strength, bad)):
+    of_g = g, bad_key if of_keys else bad
+    for t, out in ((x.k, bad_key), (e, bad_key), (x.u, bad), of_g, (x.strength, bad)):
         if t is not None:
             t.masked_fill_(out.view(*out.shape, *(1,) * (t.dim() - 2)), 0)
     return x._replace(g=g), bad.cumsum(-1) > 0
@@ -219,12 +224,12 @@ def _per_channel(x: Values, output: bool) -> _Products:
     which is a product of two matrices. Both halves are cut again, down to single tokens. Every
     exponent is a sum of its own, and no term is added and subtracted.
     """
-    b, C, K = x.g.shape
 
-    def of_heads(t: Tensor) -> Tensor:
-        return t if len(t) == b else t.repeat_interleave(b // len(t), 0)
+    def of_heads(t: Tensor | None, count: int) -> Tensor | None:
+        return t if t is None or len(t) == count else t.repeat_interleave(count // len(t), 0)
 
-    q, k, e = of_heads(x.q), of_heads(x.k), None if x.e is None else of_heads(x.e)
+    q, k, e = (of_heads(t, len(x.g)) for t in (x.q, x.k, x.e))
+    assert q is not None and k is not None
     if e is not None and x.strength is not None:
         e = e * x.strength[..., None]
     g = x.g.clamp(min=least_log_decay(x.g.dtype))
@@ -235,7 +240,8 @@ def _per_channel(x: Values, output: bool) -> _Products:
         P, A = pairs[0] if output else None, None if e is None else pairs[-1]
     start, end = _sum(g, 0, later=True).exp(), _sum(g, 1).exp()
     q_in, e_in = q * start if output else None, None if e is None else e * start
-    return _Products(P, A, q_in, e_in, k * end, start[:, -1, :, None])
+    made = P, A, q_in, e_in, k * end, start[:, -1, :, None]
+    return _Products(*(of_heads(t, len(x.u)) for t in made))
 
 
 def _pairs(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:

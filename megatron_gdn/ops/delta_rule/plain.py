@@ -36,11 +36,11 @@ class _Chunks:
     """The chunks of a stage's inputs, in fp32 (fp64 for fp64), and its states."""
 
     def __init__(self, stage: Any, aligned: bool = False) -> None:
-        rule, self.inputs, documents = stage._rule, stage._inputs, stage._documents
+        rule, self.inputs, documents = stage.rule, stage.inputs, stage.documents
         k, v = self.inputs.k, self.inputs.v
         self.values, self.wide = rule.values, torch.promote_types(v.dtype, torch.float32)
         if documents is None:
-            documents = documents_of_rows(stage._rows, v.device)
+            documents = documents_of_rows(stage.rows, v.device)
         self.table = ChunkTable.of(documents, rule.chunk_size, v.shape[2], aligned)
         self.shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
 
@@ -86,11 +86,11 @@ class PlainForward(RuleForward):
         In these the identity enters, and no value is written. Where nothing is erased the rows of a
         state do not mix, so one column of ones is enough.
         """
-        chunks = _Chunks(self, self._rule.aligned)
+        chunks = _Chunks(self, self.rule.aligned)
         initial, (*_, K, V) = chunks.state(None), chunks.shape
-        more = K if self._rule.erases else 1
+        more = K if self.rule.erases else 1
         kind = {"dtype": initial.dtype, "device": initial.device}
-        enters = torch.eye(K, **kind) if self._rule.erases else torch.ones(K, 1, **kind)
+        enters = torch.eye(K, **kind) if self.rule.erases else torch.ones(K, 1, **kind)
         enters = enters.expand(*initial.shape[:3], more)
         with full_fp32_matmul(initial.device.type):
             wide = torch.cat([initial, enters], dim=-1)
@@ -101,7 +101,7 @@ class PlainForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        chunks, like = _Chunks(self, self._rule.aligned), self._inputs.v
+        chunks, like = _Chunks(self, self.rule.aligned), self.inputs.v
         table, entering = chunks.table, chunks.state(initial)
         walks = final or not table.are_chunks
         rows, carried = table.rows_like(like), None
@@ -109,14 +109,14 @@ class PlainForward(RuleForward):
         with full_fp32_matmul(like.device.type):
             for group in table.groups:
                 o, carried, ended = chunks.run(
-                    group, *chunks.of(group, *self._inputs), carried, group.taken(entering),
+                    group, *chunks.of(group, *self.inputs), carried, group.taken(entering),
                     walks=walks, set_aside=True,
                 )  # fmt: skip
                 if walks:
                     group.put(leaving, ended)
                 table.put(rows, group, o)
                 del o
-        o = in_rows(table.to_tokens(rows, like), self._rows)
+        o = in_rows(table.to_tokens(rows, like), self.rows)
         return RuleOutput(o, leaving if final else None, Saved())
 
 
@@ -140,22 +140,22 @@ class PlainBackward(RuleBackward):
 
         The states before all groups are computed first; then one group at a time is held.
         """
-        chunks, inputs = _Chunks(self), self._inputs if of_inputs else ()
+        chunks, inputs = _Chunks(self), self.inputs if of_inputs else ()
         table, entering = chunks.table, chunks.state(initial)
         rows, d_leaving = [table.rows_like(x) for x in inputs], chunks.state(d_final)
         d_entering, d_carried = d_leaving.clone(), torch.zeros_like(d_leaving[0])
-        with full_fp32_matmul(self._d_o.device.type):
+        with full_fp32_matmul(self.d_o.device.type):
             starts: list[Tensor | None] = [None, *[d_carried] * (len(table.groups) - 1)]
             if of_inputs:
                 starts = chunks.walk(table.groups[:-1], entering)[1]
             for group in reversed(table.groups):
-                fixed, leaves = chunks.of(group, *self._inputs), ()
+                fixed, leaves = chunks.of(group, *self.inputs), ()
                 if of_inputs:
                     fixed, leaves = (), fixed
                 *grads, d_carried, d_first = gradients(
                     partial(chunks.run, group, *fixed),
                     (*leaves, starts.pop(), group.taken(entering)),
-                    (*chunks.of(group, self._d_o), d_carried, group.taken(d_leaving, ends=True)),
+                    (*chunks.of(group, self.d_o), d_carried, group.taken(d_leaving, ends=True)),
                 )
                 group.put(d_entering, d_first, begins=True)
                 for to, gradient in zip(rows, grads, strict=True):
@@ -164,7 +164,7 @@ class PlainBackward(RuleBackward):
         if not of_inputs:
             return None, d_entering
         found = (table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True))
-        return self._rule.grads(*(in_rows(x, self._rows) for x in found)), d_entering
+        return self.rule.grads(*(in_rows(x, self.rows) for x in found)), d_entering
 
 
 class PlainRule(Rule):

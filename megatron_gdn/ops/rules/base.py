@@ -47,9 +47,9 @@ class _Stage:
     """The inputs of a stage, packed documents in one row."""
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
-        self._rule, self._documents = rule, documents
-        self._rows = next(x for x in inputs if x is not None).shape[:2]
-        self._inputs = inputs if documents is None else in_one_row(inputs)
+        self.rule, self.documents = rule, documents
+        self.rows = next(x for x in inputs if x is not None).shape[:2]
+        self.inputs = inputs if documents is None else in_one_row(inputs)
 
 
 class RuleForward(_Stage):
@@ -78,7 +78,7 @@ class RuleBackward(_Stage):
         self, rule: Any, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
     ) -> None:
         super().__init__(rule, inputs, documents)
-        self._saved, self._d_o = saved, d_o if documents is None else in_one_row(d_o)
+        self.saved, self.d_o = saved, d_o if documents is None else in_one_row(d_o)
 
     def d_initial(self) -> Tensor:
         """``[N, H, K, V]``: the gradient of the initial states if that of the final states is 0.

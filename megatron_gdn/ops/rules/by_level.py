@@ -23,7 +23,7 @@ ALIGNMENT = 16  # bytes: what kernels take for granted of a tensor
 
 
 class ForwardByLevel(RuleForward):
-    _documents: TreeDocuments
+    documents: TreeDocuments
 
     def state_map(self) -> StateMap:
         raise NotImplementedError("documents that continue others lie whole on a rank.")
@@ -34,8 +34,8 @@ class ForwardByLevel(RuleForward):
         assert initial is None and not final
         pieces, tensors, plans = [], [], []
         ended: Tensor | None = None
-        for level in self._documents.levels:
-            begun = self._rule.rule.begin(_of(level, self._inputs), level.documents)
+        for level in self.documents.levels:
+            begun = self.rule.rule.begin(_of(level, self.inputs), level.documents)
             entering, through = None, None
             if level.parents is not None:
                 assert ended is not None
@@ -46,26 +46,26 @@ class ForwardByLevel(RuleForward):
             pieces.append(o)
             tensors += [entering, through, *saved.tensors]
             plans.append((saved.plan, len(saved.tensors)))
-        o = _in_buffer(pieces, self._documents)
+        o = _in_buffer(pieces, self.documents)
         return RuleOutput(o, None, Saved(tuple(tensors) if keep else (), tuple(plans)))
 
 
 class BackwardByLevel(RuleBackward):
-    _documents: TreeDocuments
+    documents: TreeDocuments
 
     def d_initial(self) -> Tensor:
         raise NotImplementedError("no state enters the top of a tree.")
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         assert initial is None and d_final is None
-        tensors, grads = list(self._saved.tensors), []
-        levels = self._documents.levels
+        tensors, grads = list(self.saved.tensors), []
+        levels = self.documents.levels
         for number in reversed(range(len(levels))):
-            level, (plan, count) = levels[number], self._saved.plan[number]
+            level, (plan, count) = levels[number], self.saved.plan[number]
             entered, through, *mine = tensors[-count - 2 :]
             del tensors[-count - 2 :]
-            begun = self._rule.rule.begin_backward(
-                _rows(level, self._d_o), _of(level, self._inputs),
+            begun = self.rule.rule.begin_backward(
+                _rows(level, self.d_o), _of(level, self.inputs),
                 Saved(tuple(mine), plan), level.documents,
             )  # fmt: skip
             if level.parents is None:
@@ -76,7 +76,7 @@ class BackwardByLevel(RuleBackward):
                 d_entered = _carried(StateMap(d_entered, through), d_final)
             grads.insert(0, begun.run(entered, d_final))
             d_final = _summed(d_entered, level, len(levels[number - 1].documents.lengths))
-        return _gathered(grads, self._documents)
+        return _gathered(grads, self.documents)
 
 
 class RuleByLevel(Rule):

@@ -55,7 +55,7 @@ class InHalfBackward(PlainBackward):
         super().d_o_was_scaled(by)
 
     def run(self, initial=None, d_final=None):
-        d_o = self._d_o
+        d_o = self.d_o
         assert d_o.dtype == torch.float16
         # Powers of two in, powers of two out: what a rule may do with d_o is bounded above.
         assert not d_o.isfinite().all() or d_o.abs().max() <= 1

@@ -8,8 +8,8 @@ import torch.nn.functional as F
 
 from megatron_gdn.ops import Documents, StaticDocuments
 from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.fla import parts_of
 from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.rules.fla_functions import parts_of
 from megatron_gdn.ops.state_maps.parts import (
     CHUNK,
     FULL_GPU,

@@ -1,0 +1,125 @@
+"""fla's kernels of delta rules: the states, with a decay per head or per channel.
+
+A chunk writes ``u - w S`` for the keys ``k``, decayed to the chunk's end, where S is the state that
+enters it. Rules differ in how a chunk makes w and u.
+
+Legend: B batch, S seq, H value heads, K key dim, V value dim, P parts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..documents import Documents, documents_of_rows
+from ..rules.fla import SEQUENCES, FlaBackward, FlaForward, FlaRule, Inside
+from ..state_maps.parts import CHUNK, Parts, compose, cut_by_length
+from ..state_maps.state_map import StateMap
+
+OF_STATES = {
+    "fla.ops.utils chunk_local_cumsum": f"g chunk_size scale {SEQUENCES}",
+    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_fwd_h":
+        f"k w u g gk initial_state output_final_state {SEQUENCES}",
+    "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_bwd_dhu":
+        f"q k w do dv g gk h0 dht scale {SEQUENCES}",
+    "fla.ops.cp.chunk_fwd chunk_cp_fwd_h": "k w u hm g gk cu_seqlens chunk_size multi_seqs",
+}  # fmt: skip
+OF_CHANNELS = {
+    **OF_STATES,
+    "fla.ops.gla.chunk chunk_gla_fwd_o_gk": f"q v g A h scale {SEQUENCES}",
+    "fla.ops.kda.chunk_bwd chunk_kda_bwd_dAv": f"q k v do A scale {SEQUENCES}",
+}
+
+
+class FlaDeltaRule(FlaRule):
+    """The chunks of :meth:`inside` are ``k``, ``w`` and ``u``, and ``g`` or ``gk``, sums of g."""
+
+    # Of a backward: ``q``, ``k``, ``w``, the sums of g; ``dv``, what d_o gives to written values.
+    readers: Callable[..., dict[str, Tensor]]
+
+    def sums(self, x: FlaForward | FlaBackward) -> Tensor:
+        """fp32, log2-decay summed within chunks."""
+        return self.fla.chunk_local_cumsum(
+            x.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
+        )
+
+    def walk(self, x: FlaForward, made: Inside, initial: Tensor | None, final: bool) -> Any:
+        return self.fla.chunk_gated_delta_rule_fwd_h(
+            **made.chunks, initial_state=initial, output_final_state=final, **x.at
+        )
+
+    def state_map(self, x: FlaForward, made: Inside) -> StateMap:
+        parts, u = parts_of(x.inputs, x.documents), made.chunks["u"]
+        # [local | through] of every part: the summaries that fla's own context parallelism sends.
+        (H, V), K, P = u.shape[2:], made.chunks["k"].shape[-1], len(parts.offsets) - 1
+        maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)
+        rows = {name: of_rows.flatten(0, 1)[None] for name, of_rows in made.chunks.items()}
+        self.fla.chunk_cp_fwd_h(
+            **rows, hm=maps, cu_seqlens=parts.offsets, chunk_size=CHUNK, multi_seqs=True
+        )
+        local, through = (of.contiguous() for of in maps.split([V, K], dim=-1))
+        return StateMap(*compose(local, through, parts))
+
+    def d_states(self, x: FlaBackward, some: Tensor) -> Tensor:
+        _, d_local, _ = self.fla.chunk_gated_delta_rule_bwd_dhu(
+            **self.readers(x), do=x.d_o, h0=some, dht=None, scale=x.inputs.k.shape[-1] ** -0.5,
+            **x.at,
+        )  # fmt: skip
+        return d_local
+
+
+class FlaChannelRule(FlaDeltaRule):
+    """With a decay per channel. A forward saves the chunks' products of q and k, and the inverses.
+
+    The sums of g are made again in the backward: they are as large as q, k and v together.
+    """
+
+    # Of a forward and the sums of g: w, u, _, k, products of q and k, inverses of the systems.
+    within: Callable[..., tuple[Tensor, ...]]
+    # Of a backward, the sums of g and the inverses: w, u, and q and k decayed.
+    within_again: Callable[..., tuple[Tensor, ...]]
+
+    def inside(self, x: FlaForward) -> Inside:
+        g_sum = self.sums(x)
+        w, u, _, k, Aqk, Akk = self.within(x, g_sum)
+        return Inside({"k": k, "w": w, "u": u, "gk": g_sum}, (Aqk, Akk), Aqk)
+
+    def output(self, x: FlaForward, made: Inside, states: Any, written: Tensor) -> Tensor:
+        return self.fla.chunk_gla_fwd_o_gk(
+            q=x.inputs.q, v=written, g=made.chunks["gk"], A=made.scores, h=states,
+            scale=x.inputs.k.shape[-1] ** -0.5, **x.at,
+        )  # fmt: skip
+
+    def again(self, x: FlaBackward) -> tuple[Any, ...]:
+        return self.sums(x), *x.saved.tensors
+
+    def readers(self, x: FlaBackward) -> dict[str, Tensor]:
+        g_sum, Aqk, Akk = x.kept
+        w, u, q, k = self.within_again(x, g_sum, Akk)
+        _, dv = self.fla.chunk_kda_bwd_dAv(
+            q=x.inputs.q, k=x.inputs.k, v=u, A=Aqk, do=x.d_o,
+            scale=x.inputs.k.shape[-1] ** -0.5, **x.at,
+        )  # fmt: skip
+        return {"q": q, "k": k, "w": w, "gk": g_sum, "dv": dv}
+
+
+def parts_of(inputs: Any, documents: Documents | None) -> Parts:
+    """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits."""
+    (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
+    longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
+    if documents is None:
+        documents = documents_of_rows((rows, tokens), inputs.v.device)
+    if documents.known:
+        return Parts.of(
+            documents, ("by length", H, longest), lambda x: cut_by_length(x, H, longest)
+        )
+    if tokens > longest:
+        raise NotImplementedError(
+            f"states enter documents in fixed buffers of at most {longest} tokens per rank "
+            f"with backend='fla' and {H} value heads, not {tokens}; use backend='flash_qla' or "
+            f"linear_cp_mode='headwise'."
+        )
+    return Parts.of(documents, "uncut")

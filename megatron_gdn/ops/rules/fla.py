@@ -1,0 +1,197 @@
+"""fla (flash-linear-attention) as a rule: a mixer says which functions it calls, and with what.
+
+These functions lie beneath fla's autograd classes, which copy strided inputs and save tensors of
+their own. They are those of fla 0.6, so each is looked for, with its arguments, before a rule is
+chosen. Importing fla takes seconds, so nothing here does before a GPU backend is considered.
+
+Legend: B batch, S seq, N sequences, H heads, K rows of a state, V columns.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from functools import cache, cached_property
+from importlib import import_module
+from types import SimpleNamespace
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..documents import Documents
+from ..obstacles import Obstacle, fla_package
+from ..state_maps.parts import CHUNK
+from ..state_maps.state_map import StateMap, StateShape
+from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
+from .choice import Kernels
+
+SEQUENCES = "cu_seqlens chunk_indices"
+FLA_IS_TIMED = (
+    "fla picks its kernels by timing them, so another run or rank may add in another order"
+)
+_EVERY_RULE = {"fla.ops.utils.constant RCP_LN2": ""}
+
+Boundaries = dict[str, Tensor | None]  # fla's arguments of these names
+
+
+def boundaries_of(documents: Documents | None) -> Boundaries:
+    if documents is None:
+        return {"cu_seqlens": None, "chunk_indices": None}
+    return {"cu_seqlens": documents.cu_seqlens, "chunk_indices": documents.chunks(CHUNK).indices}
+
+
+class Inside(NamedTuple):
+    """What chunks give without the states that enter them."""
+
+    chunks: dict[str, Tensor]  # fla's arguments for the walk from state to state
+    saved: tuple[Tensor, ...]  # for the backward
+    scores: Tensor | None = None  # of q, if made here
+
+
+class FlaForward(RuleForward):
+    _made: Inside | None = None
+
+    def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
+        super().__init__(rule, inputs, documents)
+        if rule.reads_boundaries and documents is not None and not documents.known:
+            raise NotImplementedError(
+                f"{type(rule).__name__} reads the documents' boundaries on the host, and those in "
+                f"fixed buffers are known on the device alone. Use backend='reference', or pass "
+                f"ordinary packed_seq_params and leave this layer out of the graph."
+            )
+        self.at = boundaries_of(documents)
+
+    def _inside(self) -> Inside:
+        made = self.rule.inside(self) if self._made is None else self._made
+        self._made = made
+        return made
+
+    @torch.no_grad()
+    def state_map(self) -> StateMap:
+        return self.rule.state_map(self, self._inside())
+
+    @torch.no_grad()
+    def run(
+        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
+    ) -> RuleOutput:
+        made, self._made = self._inside(), None
+        states, written, last = self.rule.walk(self, made, initial, final)
+        o = self.rule.output(self, made, states, written)
+        # The boundaries hold chunk indices, which would otherwise be built again on the host.
+        return RuleOutput(in_rows(o, self.rows), last, Saved(made.saved, self.at))
+
+
+class FlaBackward(RuleBackward):
+    @property
+    def at(self) -> Boundaries:
+        return self.saved.plan
+
+    @cached_property
+    def kept(self) -> Any:
+        return self.rule.again(self)
+
+    @torch.no_grad()
+    def d_initial(self) -> Tensor:
+        # fla computes this gradient only if it gets some states; it reads no values.
+        B, _, H, V = self.d_o.shape
+        N = B if self.documents is None else len(self.documents.cu_seqlens) - 1
+        some = self.d_o.new_empty(N, H, self.inputs.k.shape[-1], V, dtype=torch.float32)
+        return self.rule.d_states(self, some)
+
+    @torch.no_grad()
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
+        grads = self.rule.gradients(self, initial, d_final)
+        return type(grads)(*(None if x is None else in_rows(x, self.rows) for x in grads))
+
+
+class FlaRule(Rule):
+    """A rule in fla's kernels, for bf16 or fp16: ``backend="fla"``. A mixer's has six methods:
+
+        inside(x)                          an Inside
+        walk(x, made, initial, final)      states at chunks, written values, final states or None
+        state_map(x, made)                 a StateMap
+        output(x, made, states, written)   [B, S, H, V]
+        d_states(x, some)                  the gradient of initial states; ``some``: any states
+        gradients(x, initial, d_final)     those of the inputs, in a tuple of the mixer
+
+    ``x`` has ``inputs``, ``documents``, and ``at``: fla's arguments for boundaries; in a backward
+    ``d_o`` and ``kept``: what the forward saved.
+    """
+
+    name = "fla"
+    forward, backward = FlaForward, FlaBackward
+    reads_boundaries: ClassVar[bool] = False  # on the host, in its kernels' wrappers
+    # "module function" -> the arguments that are passed by name. No others can be called.
+    called: ClassVar[Mapping[str, str]]
+
+    @cached_property
+    def fla(self) -> Any:
+        """The functions of :attr:`called`, by name."""
+        return functions_of(type(self))
+
+    @classmethod
+    def why_not_sizes(cls, state: StateShape) -> str | None:
+        """Why the kernels cannot take heads like these; None if they can."""
+        return f"fla takes key_head_dim up to 256, not {state.rows}" if state.rows > 256 else None
+
+    def again(self, x: FlaBackward) -> tuple[Any, ...]:
+        """``kept``; a mixer may make something again."""
+        return x.saved.tensors
+
+
+@cache
+def functions_of(rule: type[FlaRule]) -> SimpleNamespace:
+    found = SimpleNamespace()
+    for place in {**rule.called, **_EVERY_RULE}:
+        home, name = place.split()
+        setattr(found, name, getattr(import_module(home), name))
+    return found
+
+
+@cache
+def why_not_callable(rule: type[FlaRule]) -> str | None:
+    """Which function of the installed fla cannot be called as ``rule`` does; None if all can."""
+    for place, wanted in {**rule.called, **_EVERY_RULE}.items():
+        home, name = place.split()
+        try:
+            module = import_module(home)
+        except Exception as error:  # what fla needs may be missing or broken in any way
+            why = f"{home} cannot be imported ({type(error).__name__}: {error})"
+            return f"flash-linear-attention: {why}"
+        if not hasattr(module, name):
+            return f"flash-linear-attention: {home} has no {name}"
+        function = getattr(module, name)
+        arguments = getattr(function, "arg_names", None)  # of a Triton kernel
+        if arguments is None and wanted:
+            arguments = inspect.signature(function).parameters
+        missing = ", ".join(sorted(set(wanted.split()).difference(arguments or ())))
+        if missing:
+            return f"flash-linear-attention: {name} of {home} has no argument {missing}"
+    return None
+
+
+def why_not_fla(
+    rule: type[FlaRule], device: torch.device, dtype: torch.dtype, state: StateShape
+) -> Obstacle | None:
+    """Why fla's kernels cannot train here, and the fix; None when they can."""
+    if device.type != "cuda":
+        return Obstacle(f"fla runs on a GPU, not on {device}")
+    if dtype not in (torch.bfloat16, torch.float16):
+        return Obstacle(f"fla would round {dtype} to tf32")
+    sizes = rule.why_not_sizes(state)
+    if sizes is not None:
+        return Obstacle(sizes)
+    package = fla_package(torch.cuda.get_device_capability(device)[0])
+    why = why_not_callable(rule) if package is None else None  # last: it imports fla
+    return package if why is None else Obstacle(why, ImportError)
+
+
+def kernels_of_fla(
+    rule: type[FlaRule], device: torch.device, dtype: torch.dtype, state: StateShape,
+    make: Callable[[], FlaRule] | None = None,
+) -> Kernels:  # fmt: skip
+    """A mixer's row of fla in its table of choices; ``make`` builds the rule if it has options."""
+    return Kernels(
+        lambda: why_not_fla(rule, device, dtype, state), make or rule, "fla runs here", FLA_IS_TIMED
+    )
