@@ -54,64 +54,43 @@ def _largest_kernel(
 
 @triton.jit
 def _scale_kernel(
-    x_ptr, largest_ptr, out_ptr, up_ptr, down_ptr, T, N,
-    EXPONENT: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr,
+    x_ptr, out_ptr, largest_ptr, old_ptr, ratio_ptr, up_ptr, down_ptr, T, N,
+    EXPONENT: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr, LOWER: tl.constexpr,
     G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """grid (tiles of ROWS tokens, G). The power's exponent is EXPONENT minus the largest's."""
+    """grid (tiles of ROWS tokens, G). The power's exponent is EXPONENT minus the largest's.
+
+    With LOWER it is at most the old one, and x is multiplied by the new power over the old. If a
+    head's power does not change, its x is not read.
+    """
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
     largest = tl.max(tl.load(largest_ptr + n_N * G + g, mask=n_N < N, other=0), axis=0)
     exponent = tl.minimum(tl.maximum(EXPONENT - (largest >> MANTISSA), 1), 2 * BIAS - 1)
-    up = (exponent << MANTISSA).to(tl.float32, bitcast=True)
-    if tl.program_id(0) == 0:
-        down = ((2 * BIAS - exponent) << MANTISSA).to(tl.float32, bitcast=True)
-        for member in tl.static_range(RATIO):
-            tl.store(up_ptr + g * RATIO + member, up)
-            tl.store(down_ptr + g * RATIO + member, down)
     first = tl.program_id(0) * ROWS
     c_C = tl.arange(0, BLOCK_C)
     t_R = tl.arange(0, ROWS)
-    base = tl.cast(first, tl.int64) * (G * C) + g * C
-    at_RC = t_R[:, None] * (G * C) + c_C[None, :]
     real_RC = (first + t_R < T)[:, None] & (c_C < C)[None, :]
-    x_RC = tl.load(x_ptr + base + at_RC, mask=real_RC, other=0.0).to(tl.float32)
-    tl.store(out_ptr + base + at_RC, (x_RC * up).to(tl.float16), mask=real_RC)
-
-
-@triton.jit
-def _lower_kernel(
-    half_ptr, old_ptr, largest_ptr, ratio_ptr, up_ptr, down_ptr, T, N,
-    EXPONENT: tl.constexpr, BIAS: tl.constexpr, MANTISSA: tl.constexpr,
-    G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
-    BLOCK_C: tl.constexpr, TILES: tl.constexpr,
-):  # fmt: skip
-    """grid (tiles of ROWS tokens, G). If a head's power does not change, its x is not read."""
-    g = tl.program_id(1)
-    n_N = tl.arange(0, TILES)
-    largest = tl.max(tl.load(largest_ptr + n_N * G + g, mask=n_N < N, other=0), axis=0)
-    ceiling = tl.minimum(tl.maximum(EXPONENT - (largest >> MANTISSA), 1), 2 * BIAS - 1)
-    old = tl.load(old_ptr + g * RATIO).to(tl.int32, bitcast=True) >> MANTISSA
-    exponent = tl.minimum(old, ceiling)
-    change = tl.maximum(exponent - old + BIAS, 0)
-    ratio = (change << MANTISSA).to(tl.float32, bitcast=True)
+    change = exponent
+    if LOWER:
+        old = tl.load(old_ptr + g * RATIO).to(tl.int32, bitcast=True) >> MANTISSA
+        exponent = tl.minimum(old, exponent)
+        change = tl.maximum(exponent - old + BIAS, 0)
+        real_RC = real_RC & (exponent < old)
+    factor = (change << MANTISSA).to(tl.float32, bitcast=True)
     if tl.program_id(0) == 0:
         up = (exponent << MANTISSA).to(tl.float32, bitcast=True)
         down = ((2 * BIAS - exponent) << MANTISSA).to(tl.float32, bitcast=True)
         for member in tl.static_range(RATIO):
-            tl.store(ratio_ptr + g * RATIO + member, ratio)
+            if LOWER:
+                tl.store(ratio_ptr + g * RATIO + member, factor)
             tl.store(up_ptr + g * RATIO + member, up)
             tl.store(down_ptr + g * RATIO + member, down)
-    if exponent < old:
-        first = tl.program_id(0) * ROWS
-        c_C = tl.arange(0, BLOCK_C)
-        t_R = tl.arange(0, ROWS)
-        half_ptr += tl.cast(first, tl.int64) * (G * C) + g * C
-        at_RC = t_R[:, None] * (G * C) + c_C[None, :]
-        real_RC = (first + t_R < T)[:, None] & (c_C < C)[None, :]
-        half_RC = tl.load(half_ptr + at_RC, mask=real_RC, other=0.0).to(tl.float32)
-        tl.store(half_ptr + at_RC, (half_RC * ratio).to(tl.float16), mask=real_RC)
+    base = tl.cast(first, tl.int64) * (G * C) + g * C
+    at_RC = t_R[:, None] * (G * C) + c_C[None, :]
+    x_RC = tl.load(x_ptr + base + at_RC, mask=real_RC, other=0.0).to(tl.float32)
+    tl.store(out_ptr + base + at_RC, (x_RC * factor).to(tl.float16), mask=real_RC)
 
 
 def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
@@ -139,21 +118,16 @@ def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _power_launch(
-    what: str, T: int, tiles: int, largest: int, key_heads: int, ratio: int,
-    columns: int, elements: int,
-) -> Launch:  # fmt: skip
-    """A launch of the second kernel of :func:`lower` or :func:`to_half`, ``elements`` a program.
-
-    ``what`` is not the kernel itself: as a cache key its source would be hashed.
-    """
+def _scale_launch(
+    T: int, tiles: int, largest: int, key_heads: int, ratio: int, columns: int, lower: bool
+) -> Launch:
+    """Most programs of ``lower`` read nothing, so they are fewer and larger."""
     block = block_dim(columns)
-    rows = max(1, elements // block)
+    rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     return Launch(
-        {"lower": _lower_kernel, "scale": _scale_kernel}[what],
-        (max(1, triton.cdiv(T, rows)), key_heads), T, tiles,
-        EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, G=key_heads, RATIO=ratio,
-        C=columns, ROWS=rows, BLOCK_C=block, TILES=_TILES, num_warps=4,
+        _scale_kernel, (max(1, triton.cdiv(T, rows)), key_heads), T, tiles,
+        EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, LOWER=lower, G=key_heads,
+        RATIO=ratio, C=columns, ROWS=rows, BLOCK_C=block, TILES=_TILES, num_warps=4,
     )  # fmt: skip
 
 
@@ -163,14 +137,11 @@ def lower(
     """As :func:`.half_torch.lower`."""
     B, S, H, V = half.shape
     assert half.is_contiguous()
-    T, ratio = B * S, H // key_heads
-    found, tiles = _largest_of(
-        states.contiguous(), key_heads, states.shape[3], ratio * states.shape[2]
-    )
-    made = torch.empty(3, H, dtype=torch.float32, device=half.device)
-    ratio_H, up_H, down_H = made.unbind()
-    launch = _power_launch("lower", T, tiles, largest, key_heads, ratio, ratio * V, 4 * _ELEMENTS)
-    launch(half, up, found, ratio_H, up_H, down_H)
+    ratio, K = H // key_heads, states.shape[2]
+    found, tiles = _largest_of(states.contiguous(), key_heads, states.shape[3], ratio * K)
+    ratio_H, up_H, down_H = torch.empty(3, H, dtype=torch.float32, device=half.device).unbind()
+    launch = _scale_launch(B * S, tiles, largest, key_heads, ratio, ratio * V, True)
+    launch(half, half, found, up, ratio_H, up_H, down_H)
     return ratio_H, up_H, down_H
 
 
@@ -178,11 +149,10 @@ def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Te
     """As :func:`.half_torch.to_half`, for any dtype but fp64."""
     x = x.contiguous()
     B, S, H, V = x.shape
-    T, C = B * S, H // key_heads * V
-    found, tiles = _largest_of(x, key_heads, C)
+    ratio = H // key_heads
+    found, tiles = _largest_of(x, key_heads, ratio * V)
     half = torch.empty_like(x, dtype=torch.float16)
-    up = torch.empty(H, dtype=torch.float32, device=x.device)
-    down = torch.empty_like(up)
-    launch = _power_launch("scale", T, tiles, largest, key_heads, H // key_heads, C, _ELEMENTS)
-    launch(x, found, half, up, down)
+    up, down = torch.empty(2, H, dtype=torch.float32, device=x.device).unbind()
+    launch = _scale_launch(B * S, tiles, largest, key_heads, ratio, ratio * V, False)
+    launch(x, half, found, None, None, up, down)  # no old powers, no ratios
     return half, up, down
