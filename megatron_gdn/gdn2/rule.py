@@ -38,7 +38,6 @@ class PlainGDN2(PlainRule):
 
     def values(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, b: Tensor, w: Tensor) -> Values:
         scale = k.shape[-1] ** -0.5 if self.scale is None else self.scale
-        g = g.repeat_interleave(len(v) // len(g), 0)
         return Values(q * scale, k, b * k, w * v, g)
 
 
