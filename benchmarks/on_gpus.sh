@@ -8,6 +8,7 @@
 #   benchmarks/on_gpus.sh decode    one GPU, Transformer Engine: step kernels, a hybrid model's decode step
 #   benchmarks/on_gpus.sh fp8       one GPU, Transformer Engine: layers and runs under FP8
 #   benchmarks/on_gpus.sh kda       one GPU: Kimi Delta Attention beside fla's layer
+#   benchmarks/on_gpus.sh gdn2      one GPU: Gated DeltaNet-2 beside Megatron main's layer
 #   benchmarks/on_gpus.sh repeats   one GPU: the bits of hundreds of runs in two processes
 #   benchmarks/on_gpus.sh parallel  four GPUs: both schemes of context parallelism, the exchange
 #   benchmarks/on_gpus.sh laws      four GPUs: the laws of layers in parallel, and the repeats
@@ -20,7 +21,7 @@
 # `python3 -m megatron_gdn.warm_up` filled elsewhere spares two minutes of each part.
 set -u
 cd "$(dirname "$0")/.."
-part=${1:?check, measure, shapes, grid, decode, fp8, kda, repeats, parallel, laws or models}
+part=${1:?check, measure, shapes, grid, decode, fp8, kda, gdn2, repeats, parallel, laws or models}
 out=${2:-runs/on_gpus/$part}
 mkdir -p "$out"
 export PYTHONPATH=$PWD:${PYTHONPATH:-} OMP_NUM_THREADS=1 PYTHONUNBUFFERED=1 PYTHONFAULTHANDLER=1
@@ -137,6 +138,10 @@ kda)
   laws kda 240 tests/kda/test_gpu_rule.py || failed=1
   bench kda 320 bench_kda --backends fla cudnn --lower-bound -5 --configurations 2 --seconds 300 || failed=1
   ;;
+gdn2)
+  laws gdn2 240 tests/gdn2/test_gpu_rule.py || failed=1
+  bench gdn2 320 bench_gdn2 --configurations 2 --seconds 300 || failed=1
+  ;;
 repeats)
   compile compile 200 16:32 16:16 16:64 --operands bf16 --parts cut states || failed=1
   bits
@@ -170,7 +175,7 @@ models)
   bench model 120 bench_model --graphs none local --cases batch packed || failed=1
   ;;
 *)
-  echo "no part '$part'; there are check, measure, shapes, grid, decode, fp8, kda, repeats, parallel, laws and models" >&2
+  echo "no part '$part'; there are check, measure, shapes, grid, decode, fp8, kda, gdn2, repeats, parallel, laws and models" >&2
   exit 2
   ;;
 esac

@@ -16,7 +16,11 @@ from tests.parallel import assert_close, groups_of_megatron, parallel
 from tests.ranks import on_ranks
 
 RANK, SCALE = 4, 32 / 4  # Bridge's alpha is 32
-MIXERS = {"gdn": "self_attention", "mamba2": "mixer"}  # and their names in a layer
+MIXERS = {
+    "gdn": "self_attention",
+    "gdn2": "self_attention",
+    "mamba2": "mixer",
+}  # and their names in a layer
 TARGETS = ("in_proj", "out_proj")
 
 

@@ -13,7 +13,7 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules, tree_packed_seq_params
 from megatron_gdn.mixers.fp8 import GatesApart
-from megatron_gdn.specs import gated_delta_net_spec
+from megatron_gdn.specs import gated_delta_net2_spec, gated_delta_net_spec
 from tests import fp8_twin, parallel
 from tests.distributed.layer_laws import randomise_, thd
 from tests.distributed.mixer_laws import in_a_shared_folder
@@ -22,7 +22,7 @@ from tests.fp8_twin import Fp8Column, Fp8NormedColumn, fp8_on, rounded
 from tests.parallel import alone, assert_close, groups_of_megatron, in_ddp, make_config
 from tests.ranks import on_ranks
 
-each = pytest.mark.parametrize("mixer", ["gdn", "mamba2"])
+each = pytest.mark.parametrize("mixer", ["gdn", "gdn2", "mamba2"])
 by_tp = pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 TOKENS, BATCH = 16, 2
 # Multiples of 16 before the gates, and of out_proj's input, on two ranks.
@@ -36,7 +36,8 @@ def build(mixer: str, config, groups, linear=Fp8Column, **options):
     if mixer == "mamba2":
         submodules = Mamba2MixerSubmodules(in_proj=linear, out_proj=RowParallelLinear)
         return Mamba2Mixer(config, submodules, config.hidden_size, pg_collection=groups, **options)
-    spec = gated_delta_net_spec("local", **options)
+    spec_of = gated_delta_net2_spec if mixer == "gdn2" else gated_delta_net_spec
+    spec = spec_of("local", **options)
     spec.submodules.in_proj = linear
     return build_module(spec, config, layer_number=1, pg_collection=groups)
 
@@ -107,7 +108,9 @@ def _joins(layer, cat) -> bool:
     return any(call.args[0][0].shape[-1] == width for call in cat.call_args_list)
 
 
-@pytest.mark.parametrize(("mixer", "bias"), [("gdn", False), ("gdn", True), ("mamba2", False)])
+@pytest.mark.parametrize(
+    ("mixer", "bias"), [("gdn", False), ("gdn", True), ("gdn2", False), ("mamba2", False)]
+)
 @on_ranks(2)
 def test_gates_have_the_weights_dtype_and_the_rest_is_fp8(mixer, bias):
     layer = whole(mixer, **({"bias": True} if bias else {}))
