@@ -3,19 +3,26 @@
     S_t = (I - k_t (b_t * k_t)^T) Diag(exp(g_t)) S_{t-1} + k_t (w_t * v_t)^T
     o_t = S_t^T q_t / sqrt(K)
 
+fla's kernels take as many key heads as value heads: what belongs to a key head is repeated for its
+value heads, and the front sums their gradients.
+
 Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..ops.delta_rule.chunk_math import Values
+from ..ops.delta_rule.fla import OF_CHANNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
+from ..ops.documents import Documents
+from ..ops.rules.base import Saved
 from ..ops.rules.choice import Choice, choose
+from ..ops.rules.fla import SEQUENCES, FlaBackward, FlaForward, kernels_of_fla
 from ..ops.state_maps.state_map import StateShape
 
 
@@ -41,6 +48,57 @@ class PlainGDN2(PlainRule):
         return Values(q * scale, k, b * k, w * v, g)
 
 
+class FlaGDN2(FlaChannelRule):
+    """fla's GDN-2, for bf16 or fp16: ``backend="fla"``."""
+
+    reads_again = frozenset(GDN2Inputs._fields)
+    called = {
+        **OF_CHANNELS,
+        "fla.ops.gdn2.chunk_fwd chunk_gdn2_fwd_intra": f"q k v gk b w_gate scale {SEQUENCES}",
+        "fla.ops.gdn2.chunk_bwd recompute_w_u_fwd_gdn2": f"q k v b w_gate A gk {SEQUENCES}",
+        "fla.ops.gdn2.chunk_bwd chunk_gdn2_bwd":
+            f"q k v b w_gate Aqk Akk scale initial_state do dht g {SEQUENCES}",
+    }  # fmt: skip
+
+    def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> Any:
+        return super().begin(_of_value_heads(inputs), documents)
+
+    def begin_backward(
+        self, d_o: Tensor, inputs: GDN2Inputs, saved: Saved, documents: Documents | None
+    ) -> Any:
+        return super().begin_backward(d_o, _of_value_heads(inputs), saved, documents)
+
+    def within(self, x: FlaForward, g_sum: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, b, w = x.inputs
+        return self.fla.chunk_gdn2_fwd_intra(
+            q=q, k=k, v=v, gk=g_sum, b=b, w_gate=w, scale=k.shape[-1] ** -0.5, **x.at
+        )
+
+    def within_again(self, x: FlaBackward, g_sum: Tensor, A: Tensor) -> tuple[Tensor, ...]:
+        q, k, v, _, b, w = x.inputs
+        return self.fla.recompute_w_u_fwd_gdn2(q=q, k=k, v=v, b=b, w_gate=w, A=A, gk=g_sum, **x.at)
+
+    def gradients(
+        self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
+    ) -> GDN2Inputs:
+        (q, k, v, _, b, w), (g_sum, Aqk, Akk) = x.inputs, x.kept
+        dq, dk, dv, db, dw, dg, *_ = self.fla.chunk_gdn2_bwd(
+            q=q, k=k, v=v, b=b, w_gate=w, Aqk=Aqk, Akk=Akk, scale=k.shape[-1] ** -0.5,
+            initial_state=initial, do=x.d_o, dht=d_final, g=g_sum, **x.at,
+        )  # fmt: skip
+        return GDN2Inputs(dq, dk, dv, dg, db, dw)
+
+
+def _of_value_heads(inputs: GDN2Inputs) -> GDN2Inputs:
+    (G, H) = inputs.k.shape[2], inputs.v.shape[2]
+    if G == H:
+        return inputs
+    names = ("q", "k", "g", "b")
+    return inputs._replace(
+        **{name: getattr(inputs, name).repeat_interleave(H // G, 2) for name in names}
+    )
+
+
 def choose_gdn2(
     backend: str,
     state: StateShape,
@@ -53,10 +111,12 @@ def choose_gdn2(
     """The rule of a Gated DeltaNet-2, from dtype, device and installed packages alone.
 
     Args:
-        backend: ``"reference"`` (plain torch) or ``"auto"``.
+        backend: ``"fla"``, ``"reference"`` (plain torch) or ``"auto"``, which takes plain torch.
         deterministic, aligned: see :func:`..ops.rules.choice.choose`, which has the errors too.
     """
+    # Without by_name=True "auto" takes fla.
+    fla = kernels_of_fla(FlaGDN2, device, dtype, state)._replace(by_name=True)
     return choose(
-        backend, "Gated DeltaNet-2", {}, PlainGDN2,
+        backend, "Gated DeltaNet-2", {"fla": fla}, PlainGDN2,
         device=device, deterministic=deterministic, aligned=aligned,
     )  # fmt: skip

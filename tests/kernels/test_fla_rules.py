@@ -1,4 +1,4 @@
-"""fla's kernels of KDA and Mamba2 in Triton's interpreter against fp64: in fp32, where a wrong
+"""fla's kernels of KDA, GDN-2 and Mamba2 in Triton's interpreter against fp64: in fp32, where a wrong
 scale, base of the logarithm, boundary or state shows in the last digits."""
 
 import builtins
@@ -8,12 +8,14 @@ import sys
 import pytest
 import torch
 
+from megatron_gdn.gdn2.rule import FlaGDN2, GDN2Inputs, PlainGDN2
 from megatron_gdn.kda.fla import FlaKDA
 from megatron_gdn.mamba2.fla import FlaSSD
 from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
+from tests.gdn2.oracle import random_inputs as random_inputs_of_gdn2
 from tests.mamba2.oracle import random_inputs
 from tests.ops.delta_rule.states import beside_fp64, documents_of
 
@@ -36,10 +38,12 @@ def kernels(monkeypatch) -> None:
     import fla.ops.simple_gla.chunk  # noqa: F401
     import triton.language as tl
     from fla.ops.cp import chunk_fwd
+    from fla.ops.gdn2 import chunk_intra as chunk_intra_of_gdn2
     from fla.ops.kda import chunk_intra
 
     monkeypatch.setattr(chunk_fwd, "_check_cp_device", lambda device: None)
     monkeypatch.setattr(chunk_intra, "IS_GATHER_SUPPORTED", False)
+    monkeypatch.setattr(chunk_intra_of_gdn2, "IS_GATHER_SUPPORTED", False)
     monkeypatch.setattr(chunk_intra, "SAFE_GATE_DOT_PRECISION", tl.constexpr("ieee"))
 
     def tensors(*bounds):
@@ -65,6 +69,13 @@ def kda(rows, tokens, bound):
     return RuleInputs(l2norm(q), l2norm(k), v, g, beta), torch.randn(*shape, V)
 
 
+def gdn2(rows, tokens, gates, G=H):
+    inputs = GDN2Inputs(
+        *(x.float() for x in random_inputs_of_gdn2(gates, rows, tokens, G, H, K, V))
+    )
+    return inputs, torch.randn(rows, tokens, H, V)
+
+
 def ssd(rows, tokens, per_channel_D):
     return random_inputs(tokens, rows, torch.float32, per_channel_D, G=1, H=H, K=K, V=V)
 
@@ -74,6 +85,8 @@ CASES = {
     "KDA, rows": (FlaKDA(None), PlainRule(), (kda, 2, 65, None), None, True),
     "KDA, documents": (FlaKDA(None), PlainRule(), (kda, 1, 130, None), DOCUMENTS, True),
     "KDA, bounded": (FlaKDA(-5.0), PlainRule(), (kda, 1, 130, -5.0), DOCUMENTS, True),
+    "GDN-2, rows": (FlaGDN2(), PlainGDN2(), (gdn2, 2, 65, "usual"), None, True),
+    "GDN-2, documents": (FlaGDN2(), PlainGDN2(), (gdn2, 1, 130, "slow", 1), DOCUMENTS, True),
     "Mamba2, rows": (FlaSSD(), PlainSSD(), (ssd, 2, 65, False), None, False),
     "Mamba2, documents": (FlaSSD(), PlainSSD(), (ssd, 1, 130, True), DOCUMENTS, True),
 }

@@ -24,14 +24,38 @@ def test_checkpoints_and_outputs_are_those_of_megatrons_layer():
     if not os.path.exists(f"{CLONE}/megatron/core/ssm/gated_delta_net/gdn2.py"):
         pytest.skip("this branch has no Gated DeltaNet-2")
     done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "loads"],
+        [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "loads or builds"],
         env=os.environ | {"PYTHONPATH": f"{ROOT}:{CLONE}", BEHIND: "1", "TORCHDYNAMO_DISABLE": "1"},
         cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
     )  # fmt: skip
-    assert done.returncode == 0 and "......" in done.stdout, done.stdout[-6000:]
+    assert done.returncode == 0 and "......." in done.stdout, done.stdout[-6000:]
 
 
-@pytest.mark.skipif(BEHIND not in os.environ, reason="in a process of its own")
+behind = pytest.mark.skipif(BEHIND not in os.environ, reason="in a process of its own")
+
+
+@behind
+@on_ranks(tp=1)
+def test_a_call_of_megatrons_class_builds_ours_until_it_is_given_back():
+    from megatron.core.ssm import gated_delta_net as package
+
+    from megatron_gdn import GatedDeltaNet2, patch_megatron
+    from megatron_gdn.compat.one_process import run_megatron_on_cpu
+    from tests.gdn2 import mixers
+    from tests.parallel import groups_of_megatron, make_config
+
+    run_megatron_on_cpu()
+    theirs = package.GatedDeltaNet2
+    parts = package.GatedDeltaNetSubmodules(**vars(mixers.LOCAL))
+    found = []
+    for gdn in (True, False):
+        patch_megatron(gdn=gdn)
+        config = make_config(deterministic_mode=True)
+        found.append(type(theirs(config, parts, 1, pg_collection=groups_of_megatron())))
+    assert found == [GatedDeltaNet2, theirs]
+
+
+@behind
 @pytest.mark.parametrize("writer", ["theirs", "ours"])
 @pytest.mark.parametrize("tp", [1, 2, 4])
 @on_ranks(4)

@@ -134,7 +134,10 @@ def run_everything(rule, inputs, d_o, documents, initial, d_final) -> dict[str, 
     return {
         "o": made.o, "final": made.final, "final by the map": maps.apply(initial),
         "d_initial": maps.transposed(d_local).apply(d_final),
-        **dict(zip(inputs._fields, grads, strict=False)),
+        **{
+            name: grad.unflatten(2, (given.shape[2], -1)).sum(3)  # over the heads that share one
+            for (name, given), grad in zip(inputs._asdict().items(), grads, strict=False)
+        },
     }  # fmt: skip
 
 
