@@ -18,7 +18,7 @@ import triton
 import triton.compiler.compiler
 from triton.runtime.jit import JITFunction
 
-from megatron_gdn.mamba2 import kernels as mamba2_conv
+from megatron_gdn.mamba2.front import mamba2_front
 from megatron_gdn.mamba2.sizes import Mamba2Dims
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.readout.kernels import TritonReadout
@@ -106,12 +106,15 @@ class Problem(MixerLaunches):
             hidden_size=4096, num_heads=128, num_groups=8, head_dim=64, state_dim=128,
             conv_kernel_dim=4,
         )  # fmt: skip
-        layout, place = dims.layout, (self.documents, batch_invariant)
+        layout, per_head = dims.layout, (self.tensor(128, dtype=torch.float32),) * 3
         proj, weight = self.tensor(tokens, 1, layout.width), self.tensor(layout.conv_width, 1, 4)
-        bias = self.tensor(layout.conv_width)
+        parameters = (weight, self.tensor(layout.conv_width), *per_head)
         d_proj = torch.empty_like(proj)
-        made = mamba2_conv.conv_forward(proj, weight, bias, layout, *place)
-        mamba2_conv.conv_backward(proj, weight, bias, layout, made, d_proj, *place)
+        front = mamba2_front(
+            self.device, proj.dtype, 4, layout, batch_invariant=batch_invariant, kernels="triton"
+        )  # fmt: skip
+        made = front.forward(proj, parameters, self.documents)
+        front.backward(proj, parameters, made, d_proj, self.documents)
         readout = TritonReadout(layout.gate_columns, groups=dims.num_groups)
         gamma = self.tensor(dims.d_inner)
         out = readout.forward(made[0], proj, gamma)

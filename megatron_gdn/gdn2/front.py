@@ -14,11 +14,11 @@ import torch
 from torch import Tensor
 
 from ..ops.delta_rule.base import HeadSizes
-from ..ops.front import gates
-from ..ops.front.plain import PlainFront
-from ..ops.front.table import Convolved, FrontTable, Gate, TableFront
+from ..ops.front import gates as gate_functions
+from ..ops.front.choice import front_of
+from ..ops.front.table import FrontTable, Gate, TableFront, delta_sections
 from ..ops.layout import Layout
-from ..ops.parts import GatedNorm, Parts, readout_of
+from ..ops.parts import GatedNorm, Parts, parts_of
 from ..ops.readout.base import Apart
 from ..ops.rules.base import Rule
 from .rule import GDN2Inputs
@@ -44,20 +44,17 @@ def gdn2_front(
         layout=layout,
         inputs=GDN2Inputs,
         state=sizes.state,
-        convolved=(
-            Convolved("query", "q", normalise_qk),
-            Convolved("key", "k", normalise_qk),
-            Convolved("value", "v"),
-        ),
+        convolved=delta_sections(normalise_qk),
         gates=(
-            Gate("f", ("g",), gates.decay, rated=True, channels=True),
-            Gate("b", ("b",), gates.strength, channels=True),
-            Gate("w", ("w",), gates.strength, channels=True),
+            Gate("f", ("g",), gate_functions.decay, rated=True, channels=True),
+            Gate("b", ("b",), gate_functions.strength, channels=True),
+            Gate("w", ("w",), gate_functions.strength, channels=True),
         ),
         scale=sizes.key_dim**-0.5,
     )
-    again = GDN2Inputs._fields if recompute_qkv else GATES
-    return PlainFront(table, batch_invariant=batch_invariant, again=again)
+    options = {"batch_invariant": batch_invariant}
+    options["again"] = GDN2Inputs._fields if recompute_qkv else GATES
+    return front_of(table, device, dtype, taps, kernels, aligned, **options)
 
 
 def gdn2_parts(
@@ -88,22 +85,15 @@ def gdn2_parts(
         normalise_qk: scale q and k to unit length.
         recompute_qkv: compute q, k and v too again in the backward instead of saving them.
         run_again: see :class:`Parts`.
-        kernels: see :func:`..ops.delta_rule.front_choice.kernels_for`.
+        kernels: see :func:`..ops.front.choice.front_of`.
         gates: f | b | w, if ``rows`` end with z; not for generation.
 
     Raises:
-        ValueError: rows of other heads; unknown ``kernels``.
+        ValueError: what :func:`..ops.parts.parts_of` refuses; unknown ``kernels``.
     """
-    if rows.shape[-1] != (layout.width if gates is None else layout.main_width):
-        raise ValueError(
-            f"rows of {rows.shape[-1]} columns, but query, key, value, z, f, b and w of these "
-            f"heads have {layout.width}: {dict(zip(layout.names, layout.widths, strict=True))}."
-        )
     front = gdn2_front(
         rows.device.type, rows.dtype, conv_weight.shape[-1], layout, normalise_qk,
         rule.batch_invariant, recompute_qkv, kernels, getattr(rule, "aligned", False),
     )  # fmt: skip
-    readout, gamma = readout_of(norm, layout.gate_columns, front.triton)
-    apart = () if gates is None else (gates.contiguous(),)
-    parameters = conv_weight, conv_bias, A_log, dt_bias, *apart, gamma
-    return Parts(front, rule, readout, parameters, run_again)
+    parameters = conv_weight, conv_bias, A_log, dt_bias
+    return parts_of(front, rows, parameters, rule, norm, run_again=run_again, gates=gates)

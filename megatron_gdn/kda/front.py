@@ -1,186 +1,57 @@
-"""The front of Kimi Delta Attention: that of a Gated DeltaNet, with gates per channel.
+"""The front of Kimi Delta Attention, as a table: that of a Gated DeltaNet, with g per channel.
 
-    q, k    = l2norm(silu(conv(x)));  v = silu(conv(x))
-    g, beta as in :func:`channel_gates`
+    q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
+    g    = -exp(A_log) softplus(f + dt_bias)
+    g    = lower_bound sigmoid(exp(A_log) (f + dt_bias))          with a lower bound
+    beta = sigmoid(b)
 
 Legend: S seq, B batch, P projection width, C conv channels, W taps, H heads, K key dim.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from functools import cached_property, lru_cache, partial
-from typing import Any
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
-from ..ops.autograd import gradients
-from ..ops.delta_rule.base import RuleGrads, RuleInputs
-from ..ops.delta_rule.front_choice import is_triton, kernels_for
-from ..ops.documents import Documents
-from ..ops.elementwise import largest_A_log, least_log_decay, sigmoid, softplus
-from ..ops.front.base import Parameters, StepForm
-from ..ops.front.history import History
+from ..ops.delta_rule.base import RuleInputs
+from ..ops.front.choice import front_of
+from ..ops.front.gates import bounded_decay, decay, strength
+from ..ops.front.table import FrontTable, Gate, TableFront, delta_sections
 from ..ops.layout import Layout
-from ..ops.parts import GatedNorm, Parts, readout_of
+from ..ops.parts import GatedNorm, Parts, parts_of
 from ..ops.readout.base import Apart
 from ..ops.rules.base import Rule
-from ..ops.state_maps.state_map import StateShape
 from .sizes import sizes_of
 
 
-@dataclass(frozen=True, eq=False)
-class KDAFront:
-    """A :class:`~..ops.front.base.Front` of rows query | key | value | f | z | beta.
-
-    Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log ``[H]``, dt_bias
-    ``[H K]``. Attributes are as of :class:`..gdn.front.GDNFront`; ``lower_bound`` is g's.
-    """
-
-    layout: Layout
-    kernels: Any
-    lower_bound: float | None = None
-    batch_invariant: bool = False
-    again: tuple[str, ...] = ("g",)
-
-    names = RuleInputs._fields
-    convolved = ("q", "k", "v")
-
-    @staticmethod
-    @lru_cache(maxsize=64)
-    def of(
-        device: str,
-        dtype: torch.dtype,
-        taps: int,
-        layout: Layout,
-        lower_bound: float | None = None,
-        batch_invariant: bool = False,
-        again: tuple[str, ...] = ("g",),
-        kernels: str = "auto",
-        aligned: bool = False,
-    ) -> KDAFront:
-        """The front of rows in ``dtype``, as :meth:`..gdn.front.GDNFront.of`."""
-        module = kernels_for(device, dtype, taps, sizes_of(layout), kernels, aligned)
-        return KDAFront(layout, module, lower_bound, batch_invariant, again)
-
-    @property
-    def state(self) -> StateShape:
-        return sizes_of(self.layout).state
-
-    @cached_property
-    def step(self) -> StepForm:
-        def gates(rows: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-            return channel_gates(*self._gate_rows(rows), A_log, dt_bias, self.lower_bound)
-
-        kernel = self._kernel_gates if is_triton(self.kernels) else None
-        scale = sizes_of(self.layout).key_dim ** -0.5
-        return StepForm(("query", "key", "value"), gates, kernel, scale, unit_length=True)
-
-    def _kernel_gates(self) -> tuple[Any, tuple[int, int], tuple[float, float]]:
-        from .kernels import step_gates
-
-        columns = (self.layout.columns("f").start, self.layout.columns("beta").start)
-        return step_gates, columns, (float(self.lower_bound or 0), 1.0)
-
-    def _gate_rows(self, proj: Tensor) -> tuple[Tensor, Tensor]:
-        rows = proj.transpose(0, 1)
-        return rows[..., self.layout.columns("f")], rows[..., self.layout.columns("beta")]
-
-    def _conv_rows(self, proj: Tensor) -> Tensor:
-        return proj[..., self.layout.conv_columns]
-
-    @torch.no_grad()
-    def forward(
-        self,
-        proj: Tensor,
-        parameters: Parameters,
-        documents: Documents | None,
-        only: tuple[str, ...] | None = None,
-        history: History | None = None,
-    ) -> RuleInputs:
-        wanted = self.names if only is None else only
-        parts = "".join(name for name in self.convolved if name in wanted)
-        made: dict[str, Any] = dict.fromkeys(self.names)
-        if parts:
-            convolved = self.kernels.prepare_forward(
-                self._conv_rows(proj), *parameters, sizes_of(self.layout),
-                documents=documents, batch_invariant=self.batch_invariant,
-                parts=parts, history=history,
-            )  # fmt: skip
-            made.update(convolved._asdict())
-        if "g" in wanted or "beta" in wanted:
-            _, _, A_log, dt_bias = parameters
-            g, beta = self._gates(proj, A_log, dt_bias)
-            gates = {"g": g, "beta": beta}
-            made.update({name: x for name, x in gates.items() if name in wanted})
-        return RuleInputs(**made)
-
-    def backward(
-        self,
-        proj: Tensor,
-        parameters: Parameters,
-        grads: RuleGrads,
-        d_proj: Tensor,
-        documents: Documents | None,
-        history: History | None = None,
-    ) -> tuple[Tensor | None, ...]:
-        dq, dk, dv, dg, dbeta, _ = grads
-        _, _, A_log, dt_bias = parameters
-        d_A_log, d_dt_bias = self._gates_backward(proj, A_log, dt_bias, dg, dbeta, d_proj)
-        d_weight, d_bias, *_ = self.kernels.prepare_backward(
-            self._conv_rows(proj), *parameters, sizes_of(self.layout), dq, dk, dv, None, None,
-            self._conv_rows(d_proj), documents=documents, batch_invariant=self.batch_invariant,
-            history=history,
-        )  # fmt: skip
-        return d_weight, d_bias, d_A_log, d_dt_bias
-
-    def _gates(self, proj: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, Tensor]:
-        if is_triton(self.kernels):
-            from .kernels import gates_forward
-
-            return gates_forward(proj, A_log, dt_bias, self.layout, self.lower_bound)
-        g, beta = channel_gates(*self._gate_rows(proj), A_log, dt_bias, self.lower_bound)
-        return g.contiguous(), beta.contiguous()
-
-    def _gates_backward(
-        self, proj: Tensor, A_log: Tensor, dt_bias: Tensor, dg: Tensor, dbeta: Tensor,
-        d_proj: Tensor,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Gradients of A_log and dt_bias; writes the gates' columns of ``d_proj``."""
-        if is_triton(self.kernels):
-            from .kernels import gates_backward
-
-            given = (A_log, dt_bias, self.layout, self.lower_bound)
-            return gates_backward(proj, *given, dg, dbeta, d_proj)
-        gates = partial(channel_gates, lower_bound=self.lower_bound)
-        given = (*self._gate_rows(proj), A_log, dt_bias)
-        *d_rows, d_A_log, d_dt_bias = gradients(gates, given, (dg, dbeta))
-        for columns, gradient in zip(self._gate_rows(d_proj), d_rows, strict=True):
-            columns.copy_(gradient)
-        return d_A_log, d_dt_bias
-
-
-def channel_gates(
-    f: Tensor, b: Tensor, A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None
-) -> tuple[Tensor, Tensor]:
-    """Log-decays ``g <= 0`` ``[..., H, K]`` and write strength ``beta`` in (0, 1), like b.
-
-        g    = -exp(A_log) softplus(f + dt_bias)
-        g    = lower_bound sigmoid(exp(A_log) (f + dt_bias))          with a lower bound
-        beta = sigmoid(b)
-
-    in fp32 (fp64 for fp64 parameters), of f ``[..., H K]`` and b ``[..., H]``. ``A_log`` and an
-    unbounded g are clamped as in :func:`..ops.elementwise.decay_and_write_gates`.
-    """
-    wide = torch.promote_types(A_log.dtype, torch.float32)
-    rate = A_log.to(wide).clamp(max=largest_A_log(wide)).exp()[:, None]
-    x = (f.to(wide) + dt_bias.to(wide)).unflatten(-1, (len(A_log), -1))
-    if lower_bound is None:
-        g = (-rate * softplus(x)).clamp(min=least_log_decay(wide))
-    else:
-        g = lower_bound * sigmoid(rate * x)
-    return g, sigmoid(b.to(wide))
+@lru_cache(maxsize=64)
+def kda_front(
+    device: str,
+    dtype: torch.dtype,
+    taps: int,
+    layout: Layout,
+    lower_bound: float | None = None,
+    batch_invariant: bool = False,
+    again: tuple[str, ...] = ("g",),
+    kernels: str = "auto",
+    aligned: bool = False,
+) -> TableFront:
+    """The front of rows in ``dtype``; ``lower_bound`` is g's."""
+    sizes, g = sizes_of(layout), Gate("f", ("g",), decay, rated=True, channels=True)
+    if lower_bound is not None:
+        g = g._replace(function=bounded_decay, low=lower_bound)
+    table = FrontTable(
+        layout,
+        RuleInputs,
+        sizes.state,
+        delta_sections(),
+        (g, Gate("beta", ("beta",), strength)),
+        scale=sizes.key_dim**-0.5,
+    )
+    options = {"batch_invariant": batch_invariant, "again": again}
+    return front_of(table, device, dtype, taps, kernels, aligned, **options)
 
 
 def kda_parts(
@@ -208,22 +79,15 @@ def kda_parts(
         norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
         lower_bound: of the log-decay, below 0; None: unbounded.
         run_again: see :class:`Parts`.
-        kernels: see :func:`..ops.delta_rule.front_choice.kernels_for`.
+        kernels: see :func:`..ops.front.choice.front_of`.
 
     Raises:
-        ValueError: rows of other heads; unknown ``kernels``.
+        ValueError: what :func:`..ops.parts.parts_of` refuses; unknown ``kernels``.
     """
-    if rows.shape[-1] != layout.width:
-        raise ValueError(
-            f"rows of {rows.shape[-1]} columns, but query, key, value, f, z and beta of these "
-            f"heads have {layout.width}: {dict(zip(layout.names, layout.widths, strict=True))}."
-        )
-    taps, device = conv_weight.shape[-1], rows.device.type
     again = tuple(name for name in ("g",) if name in rule.reads_again)
-    front = KDAFront.of(
-        device, rows.dtype, taps, layout, lower_bound, rule.batch_invariant, again, kernels,
-        getattr(rule, "aligned", False),
+    front = kda_front(
+        rows.device.type, rows.dtype, conv_weight.shape[-1], layout, lower_bound,
+        rule.batch_invariant, again, kernels, getattr(rule, "aligned", False),
     )  # fmt: skip
-    readout, gamma = readout_of(norm, layout.gate_columns, is_triton(front.kernels))
-    parameters = conv_weight, conv_bias, A_log, dt_bias, gamma
-    return Parts(front, rule, readout, parameters, run_again)
+    parameters = conv_weight, conv_bias, A_log, dt_bias
+    return parts_of(front, rows, parameters, rule, norm, run_again=run_again)

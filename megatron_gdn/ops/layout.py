@@ -86,12 +86,12 @@ class Layout:
         return tuple(section.name for section in self.sections)
 
     @cached_property
-    def _kinds(self) -> dict[str, str]:
-        return {section.name: section.heads for section in self.sections}
+    def _shapes(self) -> dict[str, tuple[int, int]]:
+        return {x.name: (self.heads(x.heads), x.width) for x in self.sections}
 
-    def heads_of(self, name: str) -> int:
-        """How many heads a section has."""
-        return self.heads(self._kinds[name])
+    def shape_of(self, name: str) -> tuple[int, int]:
+        """Heads of a section, and columns of each."""
+        return self._shapes[name]
 
     @cached_property
     def widths(self) -> tuple[int, ...]:

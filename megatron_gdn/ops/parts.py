@@ -22,6 +22,7 @@ from torch import Tensor
 from .documents import Documents
 from .front.base import Front, GeneratingFront
 from .front.history import HistoryLink
+from .front.table import TableFront
 from .generation.memory import MemoryShape
 from .readout.base import Apart, Readout
 from .readout.plain import PlainReadout
@@ -36,15 +37,6 @@ class GatedNorm(NamedTuple):
     eps: float = 1e-6
     zero_centered: bool = False
     activation: str = "silu"  # or "sigmoid"
-
-
-def readout_of(
-    norm: GatedNorm | Apart | None, gate: slice, triton: bool, groups: int | None = None
-) -> tuple[Readout | Apart, Tensor | None]:
-    """The readout, and its gamma if it has one. A norm that is None leaves the gate alone."""
-    if not isinstance(norm, GatedNorm):
-        return PlainReadout(gate) if norm is None else norm, None
-    return _norm_and_gate(gate, *norm[1:], groups, triton), norm.gamma
 
 
 @lru_cache(maxsize=64)
@@ -104,6 +96,58 @@ class Parts(NamedTuple):
 @lru_cache(maxsize=64)
 def _shape(front: GeneratingFront, taps: int, aligned: bool) -> MemoryShape:
     return MemoryShape.of(front.layout, front.state, taps, aligned)
+
+
+def parts_of(
+    front: TableFront,
+    rows: Tensor,
+    parameters: tuple[Tensor | None, ...],
+    rule: Rule,
+    norm: GatedNorm | Apart | None,
+    groups: int | None = None,
+    *,
+    run_again: bool = False,
+    gates: Tensor | None = None,
+) -> Parts:
+    """The parts of a mixer whose front is a table.
+
+    Args:
+        parameters: of the front, but for the ``gates``, which are its last if the rows end before
+            these sections.
+        norm: gamma and settings, or a readout that calls the norm; None leaves the gate alone.
+        groups: heads of the norm, if it is over more than a head with a state.
+
+    Raises:
+        ValueError: rows or gates of other heads or strides; a convolution of other channels, or one
+            that is not contiguous.
+    """
+    layout, weight = front.layout, cast(Tensor, parameters[0])
+    width = layout.width if gates is None else layout.main_width
+    if rows.dim() != 3 or rows.shape[2] != width or rows.stride(2) != 1:
+        raise ValueError(
+            f"rows must be [S, B, {width}] with columns side by side in memory, for sections of "
+            f"{dict(zip(layout.names, layout.widths, strict=True))} columns; got "
+            f"{tuple(rows.shape)} with strides {rows.stride()}."
+        )
+    if gates is not None and gates.shape != (*rows.shape[:2], layout.width - width):
+        raise ValueError(
+            f"the gates must be {[*rows.shape[:2], layout.width - width]} beside rows "
+            f"{tuple(rows.shape)}, got {tuple(gates.shape)}."
+        )
+    if weight.shape[0] != layout.conv_width or not weight.is_contiguous():
+        raise ValueError(
+            f"conv_weight must be contiguous [{layout.conv_width}, 1, W] for these heads, got "
+            f"shape {tuple(weight.shape)} and strides {weight.stride()}."
+        )
+    gamma, readout = None, norm
+    if norm is None:
+        readout = PlainReadout(layout.gate_columns)
+    elif isinstance(norm, GatedNorm):
+        gamma, *settings = norm
+        readout = _norm_and_gate(layout.gate_columns, *settings, groups, front.triton)
+    if gates is not None:
+        parameters = (*parameters, gates.contiguous())
+    return Parts(front, rule, cast(Readout | Apart, readout), (*parameters, gamma), run_again)
 
 
 class StateLink(Protocol):

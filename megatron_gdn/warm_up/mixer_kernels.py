@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from functools import partial
+from dataclasses import replace
+from functools import cache, partial
 
 import torch
 
 from ..gdn import half_kernels
+from ..gdn.front import gdn_front
 from ..gdn.half import LARGEST_D_FINAL, LARGEST_D_O
-from ..ops.delta_rule import front_triton as prepare
 from ..ops.delta_rule.base import HeadSizes, RuleGrads
 from ..ops.documents import Documents
 from ..ops.front.history import History, HistoryTable
@@ -46,6 +47,10 @@ class MixerLaunches:
         self.operands, half = operands, operands == torch.float16
         self.proj, self.d_proj = normal(S, B, sizes.width), normal(S, B, sizes.width)
         per_head = partial(normal, H, dtype=torch.float32)
+        front = gdn_front(
+            device, self.proj.dtype, taps, sizes, operands if half else None, kernels="triton"
+        )  # fmt: skip
+        self.front = cache(partial(replace, front))  # with other options
         self.parameters = (normal(sizes.conv_width, 1, taps), None, per_head(), per_head())
         # FlashQLA gives dq and dk per value head; the front sums them.
         q, k, v = (normal(B, S, H, width, dtype=operands) for width in (K, K, V))
@@ -57,18 +62,13 @@ class MixerLaunches:
     def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
         return torch.randn(*shape, dtype=dtype, device=self.device)
 
-    def forward(self, **options) -> None:
-        half = self.operands if self.operands == torch.float16 else None
-        prepare.prepare_forward(
-            self.proj, *self.parameters, self.sizes, documents=self.documents,
-            **{"dtype": half, **options},
-        )  # fmt: skip
+    def forward(self, only=None, history=None, **options) -> None:
+        given = (self.parameters, self.documents, only, history)
+        self.front(**options).forward(self.proj, *given)
 
-    def backward(self, **options) -> None:
-        prepare.prepare_backward(
-            self.proj, *self.parameters, self.sizes, *self.grads[:5], self.d_proj,
-            documents=self.documents, factor=self.grads.factor, **options,
-        )  # fmt: skip
+    def backward(self, history=None, **options) -> None:
+        given = (self.parameters, self.grads, self.d_proj, self.documents, history)
+        self.front(**options).backward(self.proj, *given)
 
     def with_history(self, **_options) -> None:
         """Both ways, over two pieces whose history another rank holds."""

@@ -1,14 +1,15 @@
 """On one GPU: the plain front with causal-conv1d's convolution against the plain front in fp64."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 pytest.importorskip("causal_conv1d", reason='needs the package, extra "conv1d"')
 
+from megatron_gdn.gdn.front import gdn_front
 from megatron_gdn.ops.conv import convolve_rows as plain
-from megatron_gdn.ops.delta_rule import front_torch
-from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.delta_rule.front_choice import front_conv_package
+from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.front.conv_package import convolve_rows
 from tests.kernels.kernel_cases import FP32, Case, assert_close
@@ -35,24 +36,24 @@ TOLERANCE = {torch.float32: FP32, torch.bfloat16: 2.0**-9}
 def test_outputs_and_every_gradient_equal_the_plain_front(name, dtype):
     tolerance = 2 * TOLERANCE[dtype]  # the convolution rounds, and what reads its output
     case = Case(CUDA, dtype=dtype, **CASES[name])
-    twin, documents = case.double(), {"documents": case.documents}
-    got = front_conv_package.prepare_forward(case.proj, *case.parameters, case.sizes, **documents)
-    exact = front_torch.prepare_forward(twin.proj, *twin.parameters, twin.sizes, **documents)
+    twin, grads = case.double(), case.grads(per_value_head=False)
+    exact_front = gdn_front("cuda", dtype, case.conv_weight.shape[-1], case.sizes, kernels="torch")
+    front = replace(exact_front, convolve=convolve_rows)
+    got = front.forward(case.proj, case.parameters, case.documents)
+    exact = exact_front.forward(twin.proj, twin.parameters, case.documents)
     for part in got._fields:
         assert_close(part, getattr(got, part), getattr(exact, part), tolerance)
-    grads = case.grads(per_value_head=False)
     d_proj, exact_d_proj = torch.zeros_like(case.proj), torch.zeros_like(twin.proj)
-    got = front_conv_package.prepare_backward(
-        case.proj, *case.parameters, case.sizes, *grads, d_proj, **documents
+    given = (case.proj, case.parameters, RuleGrads(*grads), d_proj, case.documents)
+    got = front.backward(*given)
+    exact_grads = RuleGrads(*(x.double() for x in grads))
+    exact = exact_front.backward(
+        twin.proj, twin.parameters, exact_grads, exact_d_proj, case.documents
     )
-    exact = front_torch.prepare_backward(
-        twin.proj, *twin.parameters, twin.sizes, *(x.double() for x in grads), exact_d_proj,
-        **documents,
-    )  # fmt: skip
     assert_close("d_proj", d_proj, exact_d_proj, tolerance)
-    for part in got._fields:
-        if getattr(exact, part) is not None:
-            assert_close(part, getattr(got, part), getattr(exact, part), tolerance)
+    for place, (x, y) in enumerate(zip(got, exact, strict=True)):
+        if y is not None:
+            assert_close(f"parameter {place}", x, y, tolerance)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=["fp32", "bf16"])

@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton", minversion="3.6")
 
 from benchmarks.lib.compiling import compile_for_hopper
-from megatron_gdn.kda.front import KDAFront
+from megatron_gdn.kda.front import kda_front
 from megatron_gdn.kda.sizes import rows_of
 from megatron_gdn.ops.delta_rule.base import RuleGrads
 
@@ -16,7 +16,7 @@ S, H, K = 256, 4, 128
 @pytest.mark.parametrize("bound", [None, -5.0], ids=["unbounded", "bounded"])
 def test_the_front_compiles_and_its_gates_stay_in_registers(bound):
     layout, kind = rows_of(H, H, K, K), torch.bfloat16
-    front = KDAFront.of("cpu", kind, 4, layout, bound, kernels="triton")
+    front = kda_front("cpu", kind, 4, layout, bound, kernels="triton")
     rows = torch.empty(S, 1, layout.width, dtype=kind)
     weight = torch.empty(layout.conv_width, 1, 4, dtype=kind)
     parameters = (weight, None, torch.empty(H), torch.empty(H * K))
@@ -24,5 +24,5 @@ def test_the_front_compiles_and_its_gates_stay_in_registers(bound):
         made = front.forward(rows, parameters, None)
         front.backward(rows, parameters, RuleGrads(*made), torch.empty_like(rows), None)
     stacks = {one.kernel: one.stack for one in done}
-    assert {"prepare_forward_kernel", "prepare_backward_kernel"} < set(stacks)
-    assert stacks["_forward_kernel"] == stacks["_backward_kernel"] == 0
+    assert set(stacks) == {"front_forward_kernel", "front_backward_kernel", "_sum_rows_kernel"}
+    assert max(stacks.values()) <= 32, "a frame for the walks, which are called; no gate is in it"

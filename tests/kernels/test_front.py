@@ -1,11 +1,13 @@
 """The preparation kernels against their plain-torch twin in fp64, at sizes that divide nothing."""
 
+from dataclasses import replace
+from typing import NamedTuple
+
 import pytest
 import torch
 
-from megatron_gdn.ops.delta_rule import front_torch as prepare_torch
-from megatron_gdn.ops.delta_rule import front_triton as prepare
-from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.gdn.front import gdn_front
+from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.kernels.tiles import Walk
 
 from .conftest import INTERPRETED
@@ -36,22 +38,36 @@ def case(request, device):
     return Case(device, **CASES[request.param])
 
 
-def forward(module, case, rows=None, **options):
+class ParameterGrads(NamedTuple):
+    conv_weight: torch.Tensor
+    conv_bias: torch.Tensor | None
+    A_log: torch.Tensor
+    dt_bias: torch.Tensor
+    gates: torch.Tensor | None = None
+
+
+def front(kernels, case, dtype=None, tile=None, **options):
+    kind = "cpu", torch.float32, case.conv_weight.shape[-1]
+    made = gdn_front(*kind, case.sizes, dtype, kernels=kernels, **options)
+    return made if tile is None else replace(made, tile=tile)
+
+
+def forward(kernels, case, rows=None, gates=None, only=None, **options):
     rows = case.proj if rows is None else rows
-    given = {"documents": case.documents, **options}
-    return module.prepare_forward(rows, *case.parameters, case.sizes, **given)
+    parameters = case.parameters if gates is None else (*case.parameters, gates)
+    return front(kernels, case, **options).forward(rows, parameters, case.documents, only)
 
 
-def backward(module, case, grads, rows=None, d_rows=None, **options):
+def backward(kernels, case, grads, rows=None, d_rows=None, gates=None, factor=None, **options):
     """The rows' gradient, NaN where nothing was written, and the parameters'."""
     rows = case.proj if rows is None else rows
     d_rows = torch.full_like(rows, torch.nan) if d_rows is None else d_rows
     if rows.dtype == torch.float64:
         grads = [x.double() for x in grads]
-    given = {"documents": case.documents, **options}
-    return d_rows, module.prepare_backward(
-        rows, *case.parameters, case.sizes, *grads, d_rows, **given
-    )
+    parameters = case.parameters if gates is None else (*case.parameters, gates)
+    grads = RuleGrads(*grads, factor=factor)
+    made = front(kernels, case, **options)
+    return d_rows, ParameterGrads(*made.backward(rows, parameters, grads, d_rows, case.documents))
 
 
 def assert_rows_close(case, d_rows, exact) -> None:
@@ -70,9 +86,9 @@ def assert_all_close(got, exact) -> None:
 
 @pytest.mark.parametrize("tile", [None, SMALL_WALK], ids=["table", "small"])
 def test_forward_equals_the_twin(case, tile):
-    got = forward(prepare, case, batch_invariant=tile is not None, tile=tile)
+    got = forward("triton", case, batch_invariant=tile is not None, tile=tile)
     assert all(x.is_contiguous() for x in got)
-    assert_all_close(got, forward(prepare_torch, case.double()))
+    assert_all_close(got, forward("torch", case.double()))
 
 
 @pytest.mark.parametrize(
@@ -84,8 +100,8 @@ def test_every_gradient_equals_autograd_through_the_twin(
     case, per_value_head, batch_invariant, tile
 ):
     grads = case.grads(per_value_head)
-    d_proj, got = backward(prepare, case, grads, batch_invariant=batch_invariant, tile=tile)
-    exact_d_proj, exact = backward(prepare_torch, case.double(), grads)
+    d_proj, got = backward("triton", case, grads, batch_invariant=batch_invariant, tile=tile)
+    exact_d_proj, exact = backward("torch", case.double(), grads)
     assert_rows_close(case, d_proj, exact_d_proj)
     assert_all_close(got, exact)
     assert (got.conv_bias is None) == (case.conv_bias is None)
@@ -93,13 +109,13 @@ def test_every_gradient_equals_autograd_through_the_twin(
 
 def test_write_strengths_up_to_2_and_their_gradient_equal_the_twin(case):
     options, twin = {"allow_neg_eigval": True}, case.double()
-    got, exact = forward(prepare, case, **options), forward(prepare_torch, twin, **options)
+    got, exact = forward("triton", case, **options), forward("torch", twin, **options)
     raw = twin.proj[..., case.sizes.beta_column :][..., : case.sizes.value_heads]
     assert_close("the twin's beta", exact.beta, 2 * raw.transpose(0, 1).sigmoid())
     assert_close("beta", got.beta, exact.beta)
     grads = case.grads(per_value_head=False)
-    d_proj, _ = backward(prepare, case, grads, **options)
-    assert_rows_close(case, d_proj, backward(prepare_torch, twin, grads, **options)[0])
+    d_proj, _ = backward("triton", case, grads, **options)
+    assert_rows_close(case, d_proj, backward("torch", twin, grads, **options)[0])
 
 
 @pytest.mark.parametrize("boundary", [29, 30, 64, 66, 67])
@@ -107,9 +123,9 @@ def test_walks_see_a_boundary_as_far_as_the_taps_reach(boundary, device):
     """The middle one of three walks of 32 tokens reads the tokens 29 to 66."""
     case = Case(device, S=96, lengths=(boundary, 96 - boundary))
     grads, twin = case.grads(per_value_head=False), case.double()
-    assert_close("q", forward(prepare, case, tile=SMALL_WALK).q, forward(prepare_torch, twin).q)
-    d_proj, _ = backward(prepare, case, grads, tile=SMALL_WALK)
-    assert_rows_close(case, d_proj, backward(prepare_torch, twin, grads)[0])
+    assert_close("q", forward("triton", case, tile=SMALL_WALK).q, forward("torch", twin).q)
+    d_proj, _ = backward("triton", case, grads, tile=SMALL_WALK)
+    assert_rows_close(case, d_proj, backward("torch", twin, grads)[0])
 
 
 def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
@@ -117,8 +133,8 @@ def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
     factor = (2.0 ** torch.arange(-20, G - 20, device=case.device)).repeat_interleave(H // G)
     *grads, dg, dbeta = case.grads(per_value_head=True)
     grads = [*(x.half() for x in grads), dg, dbeta]
-    d_proj, got = backward(prepare, case, grads, tile=SMALL_WALK, factor=factor)
-    exact_d_proj, exact = backward(prepare_torch, case.double(), grads, factor=factor)
+    d_proj, got = backward("triton", case, grads, tile=SMALL_WALK, factor=factor)
+    exact_d_proj, exact = backward("torch", case.double(), grads, factor=factor)
     # Head by head, since their gradients are of different sizes.
     for section, heads in zip((0, 1, 2, 4, 5), (G, G, H, H, H), strict=True):
         both = (x.split(case.sizes.layout.widths, -1)[section] for x in (d_proj, exact_d_proj))
@@ -135,7 +151,7 @@ def test_the_twin_takes_a_factor_out_of_every_gradient(case):
     scaled = [x * factor[:, None] for x in (dq, dk, dv)] + [x * factor for x in (dg, dbeta)]
     results = []
     for given, grads in ((factor, (dq, dk, dv, dg, dbeta)), (None, scaled)):
-        d_proj, made = backward(prepare_torch, case.double(), grads, factor=given)
+        d_proj, made = backward("torch", case.double(), grads, factor=given)
         results.append([d_proj, *(x for x in made if x is not None)])
     for a, b in zip(*results, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
@@ -144,32 +160,34 @@ def test_the_twin_takes_a_factor_out_of_every_gradient(case):
 def test_without_l2norm(device):
     case, options = Case(device, S=37), {"normalise_qk": False}
     grads, twin = case.grads(per_value_head=True), case.double()
-    exact = forward(prepare_torch, twin, **options)
-    assert_close("q", forward(prepare, case, **options).q, exact.q)
-    d_proj, _ = backward(prepare, case, grads, **options)
-    assert_rows_close(case, d_proj, backward(prepare_torch, twin, grads, **options)[0])
+    exact = forward("torch", twin, **options)
+    assert_close("q", forward("triton", case, **options).q, exact.q)
+    d_proj, _ = backward("triton", case, grads, **options)
+    assert_rows_close(case, d_proj, backward("torch", twin, grads, **options)[0])
 
 
 def test_gates_keep_their_digits_where_softplus_is_tiny_or_huge(device):
     case = Case(device, S=9)
     alpha = torch.linspace(-80, 80, 9, device=device)[:, None, None]
     case.proj[..., case.sizes.layout.columns("alpha").start :] = alpha
-    got, exact = forward(prepare, case), forward(prepare_torch, case.double())
+    got, exact = forward("triton", case), forward("torch", case.double())
     for t in range(9):  # per token: one large g must not hide the relative error of a tiny one
         # Held where the decay is 0 in fp32.
         assert_close(f"g at {t}", got.g[:, t], exact.g[:, t].clamp(min=-104))
 
 
-each_module = pytest.mark.parametrize("module", [prepare, prepare_torch], ids=["triton", "torch"])
+each_twin = pytest.mark.parametrize("kernels", ["triton", "torch"])
 
 
-@each_module
-@pytest.mark.parametrize("parts", ["q", "k", "v", "qk", "qkv", "kv", "vg", "g"])
-def test_only_the_parts_asked_for_are_made_and_they_keep_their_bits(parts, module, device):
-    case = Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True)
-    full, part = forward(module, case), forward(module, case, parts=parts)
+@each_twin
+@pytest.mark.parametrize(
+    "only", ["q", "k", "v", "q k", "q k v", "k v", "v g", "g", "beta", "g beta"]
+)
+def test_only_the_parts_asked_for_are_made_and_they_keep_their_bits(only, kernels, device):
+    case, only = Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True), only.split()
+    full, part = forward(kernels, case), forward(kernels, case, only=tuple(only))
     for name in full._fields:
-        if (name in parts) or (name == "beta" and "g" in parts):
+        if name in only:
             assert torch.equal(getattr(part, name), getattr(full, name)), name
             assert getattr(part, name).is_contiguous(), name
         else:
@@ -184,8 +202,8 @@ def test_changing_one_document_leaves_the_others_bitwise_unchanged(device):
         if change:
             case.proj[5:7] += 1
         zeros = torch.zeros_like(case.proj)
-        d_proj, _ = backward(prepare, case, grads, d_rows=zeros, tile=SMALL_WALK)
-        return [*(x.transpose(0, 1) for x in forward(prepare, case)), d_proj]
+        d_proj, _ = backward("triton", case, grads, d_rows=zeros, tile=SMALL_WALK)
+        return [*(x.transpose(0, 1) for x in forward("triton", case)), d_proj]
 
     others = torch.tensor([t for t in range(33) if not 5 <= t < 7])
     for before, after in zip(run(False), run(True), strict=True):
@@ -197,16 +215,16 @@ def test_wide_rows_go_with_half_precision_parameters_and_gradients(device):
     """fp32 rows give what fp16 ones give, before its rounding."""
     case = Case(device, S=12, lengths=(6, 2, 4), dtype=torch.float16, bias=True)
     rows = case.proj.float()
-    wide = forward(prepare, case, rows, parts="qkv")
-    half = forward(prepare, case, parts="qkv")
+    wide = forward("triton", case, rows, only=("q", "k", "v"))
+    half = forward("triton", case, only=("q", "k", "v"))
     for name in "qkv":
         assert getattr(wide, name).dtype == torch.float32
         assert torch.equal(getattr(wide, name).half(), getattr(half, name)), name
 
     grads = [x.half() for x in case.grads(per_value_head=True)[:3]]
     gates = [x.new_zeros(x.shape, dtype=torch.float32) for x in case.grads(True)[3:]]
-    d_rows, got = backward(prepare, case, [*grads, *gates], rows)
-    exact, _ = backward(prepare_torch, case.double(), [*grads, *gates])
+    d_rows, got = backward("triton", case, [*grads, *gates], rows)
+    exact, _ = backward("torch", case.double(), [*grads, *gates])
     z = case.sizes.conv_width
     assert_close("d_rows", d_rows[..., :z], exact[..., :z])
     assert (got.A_log == 0).all() and (got.dt_bias == 0).all()
@@ -223,13 +241,13 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
         return room.as_strided(rows.shape, (stride, rows.shape[2], 1)).copy_(rows)
 
     narrow, wide = case.proj.contiguous(), spread(case.proj)
-    made = [forward(prepare, case, rows) for rows in (narrow, wide)]
+    made = [forward("triton", case, rows) for rows in (narrow, wide)]
     assert all(torch.equal(a, b) for a, b in zip(*made, strict=True))
     grads, tile = case.grads(per_value_head=True), Walk(rows=2, steps=16, warps=4)
     # One of the two at a time: either stride must be minded.
     for rows, d_rows in ((wide, torch.zeros_like(narrow)), (narrow, spread(narrow))):
-        _, got = backward(prepare, case, grads, rows, d_rows, tile=tile)
-        exact_d_rows, exact = backward(prepare, case, grads, narrow, tile=tile)
+        _, got = backward("triton", case, grads, rows, d_rows, tile=tile)
+        exact_d_rows, exact = backward("triton", case, grads, narrow, tile=tile)
         for start, end in ((0, case.sizes.conv_width), (case.sizes.beta_column, None)):
             assert torch.equal(d_rows[..., start:end], exact_d_rows[..., start:end])
         for name in ("conv_weight", "A_log", "dt_bias"):
@@ -241,7 +259,7 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
 def test_half_precision_rounds_once(device):
     """fp16 output differs from the fp64 one by one rounding, 2^-11 relative per element."""
     case = Case(device, S=40, dtype=torch.float16)
-    got, exact = forward(prepare, case), forward(prepare_torch, case.double())
+    got, exact = forward("triton", case), forward("torch", case.double())
     for name in "qkv":
         assert getattr(got, name).dtype == torch.float16
         error = (getattr(got, name).double() - getattr(exact, name)).abs()
@@ -249,16 +267,16 @@ def test_half_precision_rounds_once(device):
     assert got.g.dtype == torch.float32 and got.beta.dtype == torch.float32
 
 
-@each_module
-@pytest.mark.parametrize("parts", ["q", "qkvg"])
-def test_another_dtype_of_q_k_and_v_is_one_rounding_away(parts, module, device):
+@each_twin
+@pytest.mark.parametrize("only", [("q",), None])
+def test_another_dtype_of_q_k_and_v_is_one_rounding_away(only, kernels, device):
     case = Case(device, S=21, B=2, sizes=HeadSizes(2, 6, 8, 16), bias=True)
-    wide = forward(module, case, parts=parts)
-    half = forward(module, case, parts=parts, dtype=torch.float16)
-    for name in parts.rstrip("g"):
+    wide = forward(kernels, case, only=only)
+    half = forward(kernels, case, only=only, dtype=torch.float16)
+    for name in only or "qkv":
         assert getattr(half, name).dtype == torch.float16 and getattr(half, name).is_contiguous()
         assert torch.equal(getattr(half, name), getattr(wide, name).half()), name
-    if "g" in parts:
+    if only is None:
         assert torch.equal(half.g, wide.g) and torch.equal(half.beta, wide.beta)
 
 
@@ -270,12 +288,12 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
     alpha = case.sizes.layout.columns("alpha")
     case.proj[:5, :, alpha] = -200  # softplus is 0
     case.proj[5, :, alpha] = 3e38
-    got, twin = (forward(module, case) for module in (prepare, prepare_torch))
+    got, twin = (forward(module, case) for module in ("triton", "torch"))
     torch.testing.assert_close(got.g, twin.g, rtol=1e-5, atol=0, equal_nan=True)
     if A_log != A_log:
         return
     grads = case.grads(per_value_head=False)
-    (d_got, got), (d_twin, twin) = (backward(m, case, grads) for m in (prepare, prepare_torch))
+    (d_got, got), (d_twin, twin) = (backward(m, case, grads) for m in ("triton", "torch"))
     gates = [x[..., case.sizes.beta_column :] for x in (d_got, d_twin)]
     close = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
     torch.testing.assert_close(*gates, **close)
@@ -284,25 +302,24 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
     assert all(x.isfinite().all() for x in (*gates, twin.A_log))
 
 
-@each_module
-def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(case, module):
+@each_twin
+def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(case, kernels):
     """To the bit, but for compiled kernels: rows of another stride are loaded in other groups."""
     rest, grads = case.sizes.beta_column, case.grads(per_value_head=False)
     main, gates = case.proj[..., :rest].contiguous(), case.proj[..., rest:].contiguous()
-    exact = INTERPRETED or module is prepare_torch
+    exact = INTERPRETED or kernels == "torch"
 
     def assert_same(x, y) -> None:
         # One rounding of the largest sum, once on either side.
         room = 0.0 if exact else 2 * torch.finfo(x.dtype).eps * x.abs().max().item()
         torch.testing.assert_close(x, y, rtol=0, atol=room)
 
-    for x, y in zip(forward(module, case), forward(module, case, main, gates=gates), strict=True):
+    for x, y in zip(forward(kernels, case), forward(kernels, case, main, gates), strict=True):
         assert_same(x, y)
     d_proj, d_main = torch.zeros_like(case.proj), torch.zeros_like(main)
-    d_gates = torch.full_like(gates, float("nan"))
-    _, whole = backward(module, case, grads, d_rows=d_proj)
-    _, apart = backward(module, case, grads, main, d_main, gates=gates, d_gates=d_gates)
-    assert_same(d_proj, torch.cat([d_main, d_gates], dim=-1))
-    for x, y in zip(whole, apart, strict=True):
+    _, whole = backward(kernels, case, grads, d_rows=d_proj)
+    _, apart = backward(kernels, case, grads, main, d_main, gates)
+    assert_same(d_proj, torch.cat([d_main, apart.gates], dim=-1))
+    for x, y in zip(whole[:4], apart[:4], strict=True):
         if x is not None:
             assert_same(x, y)

@@ -8,12 +8,10 @@ import torch
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.chunkwise.fragments import pieces_of
 from megatron_gdn.context_parallel.chunkwise.history import history_route
-from megatron_gdn.gdn.front import GDNFront
-from megatron_gdn.mamba2.front import Mamba2Front
+from megatron_gdn.gdn.front import gdn_front
+from megatron_gdn.mamba2.front import mamba2_front
 from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops import Documents, StaticDocuments
-from megatron_gdn.ops.delta_rule import front_torch as gdn_torch
-from megatron_gdn.ops.delta_rule import front_triton as gdn
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front.history import History
 from megatron_gdn.ops.front.history_kernels import add_rows
@@ -143,10 +141,10 @@ def test_a_gdn_front_equals_the_plain_way(cut, options, device):
         ratio = sizes.value_heads // sizes.key_heads
         factor = (2.0 ** torch.arange(sizes.key_heads, device=device)).repeat_interleave(ratio)
     grads = RuleGrads(*case.grads(options.get("per_value_head", False)), factor=factor)
+    kind = "cpu", torch.float32, taps, sizes, None, options.get("batch_invariant", False), normalise
+    ours, twin = (gdn_front(*kind, kernels=kernels) for kernels in ("triton", "torch"))
     compare(
-        GDNFront(sizes, gdn, normalise, batch_invariant=options.get("batch_invariant", False)),
-        GDNFront(sizes, gdn_torch, normalise), history, returned, case.proj,
-        case.parameters, grads, documents, ("q",),
+        ours, twin, history, returned, case.proj, case.parameters, grads, documents, ("q",)
     )  # fmt: skip
 
 
@@ -159,7 +157,6 @@ def test_a_mamba2_front_equals_the_plain_way(cut, device):
     documents, history, returned = history_of(cut, 4, B, layout.conv_width, device, normal)
     shapes = [(H, V), (G, K), (G, K), (H,), (H,), (H, 1)]
     grads = SSDInputs(*(normal(B, S, *shape) for shape in shapes))
-    compare(
-        Mamba2Front(layout, triton=True), Mamba2Front(layout), history, returned, proj,
-        parameters, grads, documents, ("B", "C"),
-    )  # fmt: skip
+    kind = "cpu", torch.float32, 4, layout
+    ours, twin = (mamba2_front(*kind, kernels=kernels) for kernels in ("triton", "torch"))
+    compare(ours, twin, history, returned, proj, parameters, grads, documents, ("B", "C"))

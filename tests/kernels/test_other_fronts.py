@@ -1,11 +1,14 @@
-"""The kernels of Mamba2's and KDA's fronts against their plain twins."""
+"""The kernels of the fronts of Mamba2, KDA and Gated DeltaNet-2 against their plain twins."""
 
 import pytest
 import torch
 
-from megatron_gdn.kda.front import KDAFront
+from megatron_gdn.gdn2.front import gdn2_front
+from megatron_gdn.gdn2.rule import GDN2Inputs
+from megatron_gdn.gdn2.sizes import rows_of as gdn2_rows
+from megatron_gdn.kda.front import kda_front
 from megatron_gdn.kda.sizes import rows_of
-from megatron_gdn.mamba2.front import Mamba2Front
+from megatron_gdn.mamba2.front import mamba2_front
 from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops.delta_rule.base import RuleGrads
 from tests.mamba2.oracle import layout_of
@@ -27,13 +30,14 @@ def case(device, S, B=1, sizes=(2, 1, 6, 20), bias=True, taps=4):
     return layout, proj, given, normal
 
 
-def mamba2(device, sizes=(2, 1, 6, 20), **shape):
+def mamba2(device, sizes=(2, 1, 6, 20), limit=(0.0, float("inf")), **shape):
     layout, proj, given, normal = case(device, sizes=sizes, **shape)
     (S, B), (H, G, V, K) = proj.shape[:2], sizes
     shapes = [(H, V), (G, K), (G, K), (H,), (H,), (H, 1)]
-    ours = [Mamba2Front(layout, triton=True, batch_invariant=each) for each in (False, True)]
+    kind = "cpu", torch.float32, given[0].shape[-1], layout, limit
+    ours = [mamba2_front(*kind, each, "triton") for each in (False, True)]
     grads = SSDInputs(*(normal(B, S, *x) for x in shapes))
-    return layout, proj, given, grads, ours, Mamba2Front(layout)
+    return layout, proj, given, grads, ours, mamba2_front(*kind, kernels="torch")
 
 
 def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
@@ -47,15 +51,34 @@ def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
     given = [normal(C, 1, 4) * 0.5, normal(C) if bias else None, normal(H) + A_log, normal(H * K)]
     shapes = [(G, K), (G, K), (H, V), (H, K), (H,)]
     ours, twin = (
-        KDAFront.of(device, torch.float32, 4, layout, bound, kernels=kernels)
+        kda_front(str(device), torch.float32, 4, layout, bound, kernels=kernels)
         for kernels in ("triton", "torch")
     )
     return layout, proj, given, RuleGrads(*(normal(B, S, *x) for x in shapes)), [ours], twin
 
 
+def gdn2(device, S, B=1, heads=(2, 4, 12, 20), per_value_head=False):
+    make = torch.Generator().manual_seed(S)
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=make).to(device)
+
+    layout, (G, H, K, V) = gdn2_rows(*heads), heads
+    proj, C = normal(S, B + 1, layout.width + 8)[:, :B, : layout.width], layout.conv_width
+    given = [normal(C, 1, 4) * 0.5, None, normal(G), normal(G * K)]
+    many = H if per_value_head else G  # the front sums those of a key head
+    shapes = [(many, K), (many, K), (H, V), (many, K), (many, K), (H, V)]
+    ours, twin = (
+        gdn2_front(str(device), torch.float32, 4, layout, kernels=kernels)
+        for kernels in ("triton", "torch")
+    )
+    return layout, proj, given, GDN2Inputs(*(normal(B, S, *x) for x in shapes)), [ours], twin
+
+
 FRONTS = {
     "Mamba2": (mamba2, {"S": 19, "B": 2}, None),
     "Mamba2, packed": (mamba2, {"S": 40, "sizes": (2, 2, 6, 4)}, (1, 2, 0, 20, 17)),
+    "Mamba2, limits": (mamba2, {"S": 19, "limit": (0.3, 1.1)}, None),
     "Mamba2, no bias": (mamba2, {"S": 9, "bias": False, "taps": 2}, None),
     "KDA": (kda, {"S": 65, "B": 2, "heads": (1, 3, 12, 20)}, None),
     "KDA, one token": (kda, {"S": 1}, None),
@@ -63,6 +86,8 @@ FRONTS = {
     "KDA, packed": (kda, {"S": 40, "bias": True}, (1, 2, 0, 20, 17)),
     "KDA, no decay left": (kda, {"S": 9, "A_log": 8.0}, None),
     "KDA, several tiles": (kda, {"S": 300, "heads": (1, 1, 16, 16)}, None),
+    "GDN-2": (gdn2, {"S": 33, "B": 2}, None),
+    "GDN-2, packed": (gdn2, {"S": 40, "per_value_head": True}, (1, 2, 0, 20, 17)),
 }
 
 

@@ -15,7 +15,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_gdn.kda.front import channel_gates
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.elementwise import l2norm
 from tests.distributed.layer_laws import thd
@@ -160,8 +159,10 @@ def written_out(mixer, x, lengths):
         q, k, v = qkv.split(mixer.dims.layout.conv_widths, -1)
         q, k = (t.unflatten(-1, (mixer.dims.num_key_heads, -1)) for t in (q, k))
         v = v.unflatten(-1, (heads, -1))
-        g, beta = channel_gates(f, of["beta"], p["A_log"], p["dt_bias"], mixer.gate_lower_bound)
-        o, _ = recurrent_kda(RuleInputs(l2norm(q), l2norm(k), v, g, beta))
+        x, rate = (f + p["dt_bias"]).unflatten(-1, (heads, -1)), p["A_log"].exp()[:, None]
+        bound = mixer.gate_lower_bound
+        g = -rate * F.softplus(x) if bound is None else bound * (rate * x).sigmoid()
+        o, _ = recurrent_kda(RuleInputs(l2norm(q), l2norm(k), v, g, of["beta"].sigmoid()))
         normed = o * (o.square().mean(-1, keepdim=True) + mixer.out_norm.eps).rsqrt()
         y = normed * p["out_norm.weight"] * z.unflatten(-1, (heads, -1)).sigmoid()
         outputs.append((y.flatten(2) @ p["out_proj.weight"].T).transpose(0, 1))

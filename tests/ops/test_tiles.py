@@ -4,15 +4,15 @@ import pytest
 
 from megatron_gdn.ops.kernels.tiles import (
     Walk,
-    prepare_backward_tile,
-    prepare_forward_tile,
+    front_backward_tile,
+    front_forward_tile,
     within_grid,
     within_reach,
     within_shared_memory,
 )
 
 WIDTH = 12352  # of a projection row with 16 key and 32 value heads of 128
-TABLE = [prepare_forward_tile, prepare_backward_tile]
+TABLE = [front_forward_tile, front_backward_tile]
 
 
 def reach(tile: Walk, tokens: int, taps: int) -> int:
@@ -43,7 +43,7 @@ def test_no_offset_of_a_tile_leaves_32_bits(stride, tokens, taps, table):
 
 
 def test_a_stride_that_is_64_bits_wide_itself_needs_no_smaller_tile():
-    tile = prepare_forward_tile(10_000, 128)
+    tile = front_forward_tile(10_000, 128)
     assert within_reach(tile, 10_000, 4, (2**31,)) == tile
 
 
@@ -55,7 +55,7 @@ def test_rows_too_far_apart_for_any_tile_are_refused_in_words():
 @pytest.mark.parametrize(("group", "stages"), [(1, 3), (2, 3), (8, 3), (16, 2), (32, 1), (64, 1)])
 def test_stages_are_fewer_where_their_copies_would_not_fit(group, stages):
     """A head of 128 in bf16, whose key head has ``group`` gradients."""
-    usual = prepare_backward_tile(8192, 128)
+    usual = front_backward_tile(8192, 128)
     assert within_shared_memory(usual, 2 * 128 * (1 + group)) == usual._replace(stages=stages)
 
 
@@ -69,7 +69,7 @@ def test_any_number_of_tokens_is_counted_by_a_grid(table, tokens):
 
 
 def test_more_rows_than_a_grid_counts_are_refused():
-    tile = prepare_forward_tile(8, 128)
+    tile = front_forward_tile(8, 128)
     assert within_grid(tile, 8, 65535) == tile
     with pytest.raises(ValueError, match="65536 rows.*at most 65535.*packed documents"):
         within_grid(tile, 8, 65536)

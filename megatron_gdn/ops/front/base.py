@@ -78,13 +78,13 @@ class StepForm(NamedTuple):
         o       = scale S^T q, and + D v if the front has a fifth parameter D
 
     ``gates`` gives g ``[N, 1, H]`` or ``[N, 1, H, K]`` and w ``[N, 1, H]`` of rows ``[1, N, P]``,
-    A_log and dt_bias. ``kernel_gates``, None without Triton, gives the same as a device function
-    (see :mod:`...generation.step_kernels`), the two columns and the two numbers that it takes.
+    A_log and dt_bias. ``kernel_gates``, None without Triton, gives the same as constants for
+    :mod:`...generation.step_kernels`.
     """
 
     sections: tuple[str, str, str]  # of the row: those of q, k and v
     gates: Callable[[Tensor, Tensor, Tensor], tuple[Tensor, ...]]
-    kernel_gates: Callable[[], tuple[Any, tuple[int, int], tuple[float, float]]] | None
+    kernel_gates: Callable[[], dict[str, Any]] | None
     scale: float = 1.0
     unit_length: bool = False
     erases: bool = True

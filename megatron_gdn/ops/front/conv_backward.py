@@ -11,7 +11,6 @@ import triton.language as tl
 from ..kernels.elementwise import sigmoid
 from .conv_forward import (
     UNROLL,
-    at_an_edge,
     convolve,
     forget,
     load_bias,
@@ -27,17 +26,17 @@ from .conv_forward import (
 @triton.jit
 def _load_grads(
     at_RD, real_R, real_1D, D: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-    EDGE: tl.constexpr,
+    MASKED: tl.constexpr,
 ):  # fmt: skip
     """The gradients of the GROUP value heads that share this head, as a tuple of rows."""
     rows = ()
     for member in tl.static_range(GROUP):
-        rows = rows + (load_row(at_RD + member * D, real_R, real_1D, PADDED, EDGE),)
+        rows = rows + (load_row(at_RD + member * D, real_R, real_1D, PADDED, MASKED),)
     return rows
 
 
 @triton.jit
-def walk_one_token(
+def _walk_one_token(
     x_RD, grads, factor, seen_R, lead_RD, bias_1D, taps, history, pending, eps, real_1D,
     W: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
     HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr, SCALED: tl.constexpr,
@@ -86,13 +85,13 @@ def walk_one_token(
 
 
 @triton.jit(noinline=True)  # for the compiler's sake, see :mod:`.conv_forward`
-def _walk_head_backward(
+def walk_head_backward(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr, d_proj_ptr,
     partial_ptr, d_lead_ptr,
     column, start, S, steps, stride_s, d_stride_s, lead_stride, grad_stride, factor, eps,
     D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, EDGE: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """One head, ROWS segments of ``steps`` tokens, walked one token of every segment at a time.
@@ -100,7 +99,7 @@ def _walk_head_backward(
     A token's dx needs the d(pre) of the W - 1 tokens after it. Walking keeps those in registers,
     so every input is read once; only W - 1 tokens past each segment are computed twice.
     """
-    LOOK_OUT: tl.constexpr = PACKED and EDGE
+    LOOK_OUT: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
     d_D = tl.arange(0, BLOCK_D)
     real_D = d_D < D
@@ -121,7 +120,7 @@ def _walk_head_backward(
     else:
         seen_R = start + first_R
     x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D
-    history = load_history(x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, EDGE)
+    history = load_history(x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, MASKED)
     pending = ()
     for _delay in tl.static_range(1, W):
         pending = pending + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
@@ -137,16 +136,16 @@ def _walk_head_backward(
             step = lap + turn
             t_R = first_R + step
             x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
-            x_now = load_row(x_at_RD, room_R > step, real_1D, PADDED, EDGE)
+            x_now = load_row(x_at_RD, room_R > step, real_1D, PADDED, MASKED)
             grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
-            grads_now = _load_grads(grad_at_RD, room_R > step, real_1D, D, GROUP, PADDED, EDGE)
+            grads_now = _load_grads(grad_at_RD, room_R > step, real_1D, D, GROUP, PADDED, MASKED)
             if LOOK_OUT:
                 seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
             lead_RD = 0.0
             if HAS_HISTORY:
                 place_R = tl.load(place_ptr + start + t_R, mask=room_R > step, other=-1)
                 lead_RD = load_lead_in(lead_ptr + column + d_1D, place_R, real_1D, lead_stride)
-            x_RD, dpre_RD, dx_RD, history, pending = walk_one_token(
+            x_RD, dpre_RD, dx_RD, history, pending = _walk_one_token(
                 x_now, grads_now, factor, seen_R, lead_RD, bias_1D, taps, history, pending, eps,
                 real_1D, W, GROUP, HAS_BIAS, LOOK_OUT, HAS_HISTORY, NORMALISE, SCALED, PADDED,
             )  # fmt: skip
@@ -163,61 +162,32 @@ def _walk_head_backward(
             dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
             ready_1D = (step >= W - 1) & real_1D
             dx_RD = dx_RD.to(dx_at_RD.dtype.element_ty)
-            store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), ready_1D, True, EDGE)
+            store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), ready_1D, True, MASKED)
             history = push(x_RD, history, W - 1)
 
     for past in tl.static_range(W - 1):
         step = steps + past
         t_R = first_R + step
         x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
-        x_now = load_row(x_at_RD, room_R > step, real_1D, PADDED, EDGE)
+        x_now = load_row(x_at_RD, room_R > step, real_1D, PADDED, MASKED)
         grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
-        grads_now = _load_grads(grad_at_RD, room_R > step, real_1D, D, GROUP, PADDED, EDGE)
+        grads_now = _load_grads(grad_at_RD, room_R > step, real_1D, D, GROUP, PADDED, MASKED)
         if LOOK_OUT:
             seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
         lead_RD = 0.0
         if HAS_HISTORY:
             place_R = tl.load(place_ptr + start + t_R, mask=room_R > step, other=-1)
             lead_RD = load_lead_in(lead_ptr + column + d_1D, place_R, real_1D, lead_stride)
-        x_RD, dpre_RD, dx_RD, history, pending = walk_one_token(
+        x_RD, dpre_RD, dx_RD, history, pending = _walk_one_token(
             x_now, grads_now, factor, seen_R, lead_RD, bias_1D, taps, history, pending, eps,
             real_1D, W, GROUP, HAS_BIAS, LOOK_OUT, HAS_HISTORY, NORMALISE, SCALED, PADDED,
         )  # fmt: skip
         dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
         dx_RD = dx_RD.to(dx_at_RD.dtype.element_ty)
-        store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), real_1D, PADDED, EDGE)
+        store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), real_1D, PADDED, MASKED)
         history = push(x_RD, history, W - 1)
 
     for tap in tl.static_range(W):
         tl.store(partial_ptr + (column + d_D) * W + tap, tl.sum(d_taps[tap], axis=0), mask=real_D)
     if HAS_BIAS:
         tl.store(partial_ptr + CHANNELS * W + column + d_D, tl.sum(d_bias_RD, axis=0), mask=real_D)
-
-
-@triton.jit
-def conv_head_backward(
-    proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr, d_proj_ptr,
-    partial_ptr, d_lead_ptr,
-    column, start, S, steps, stride_s, d_stride_s, lead_stride, grad_stride, factor, eps,
-    D: tl.constexpr, CHANNELS: tl.constexpr, GROUP: tl.constexpr, W: tl.constexpr,
-    ROWS: tl.constexpr, STAGES: tl.constexpr, BLOCK_D: tl.constexpr,
-    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr,
-    ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr, SCALED: tl.constexpr,
-):  # fmt: skip
-    """:func:`_walk_head_backward`, with masks only where needed, with ONE_PATH everywhere."""
-    if ONE_PATH or at_an_edge(position_ptr, start, S, ROWS * steps, W, PACKED):
-        _walk_head_backward(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr,
-            d_proj_ptr, partial_ptr, d_lead_ptr,
-            column, start, S, steps, stride_s, d_stride_s, lead_stride, grad_stride, factor, eps,
-            D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, HAS_HISTORY, True,
-            NORMALISE, SCALED,
-        )  # fmt: skip
-    else:
-        _walk_head_backward(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr,
-            d_proj_ptr, partial_ptr, d_lead_ptr,
-            column, start, S, steps, stride_s, d_stride_s, lead_stride, grad_stride, factor, eps,
-            D, CHANNELS, GROUP, W, ROWS, STAGES, BLOCK_D, HAS_BIAS, PACKED, False, False,
-            NORMALISE, SCALED,
-        )  # fmt: skip

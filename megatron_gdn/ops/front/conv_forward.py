@@ -21,11 +21,11 @@ UNROLL = tl.constexpr(4)  # steps per turn of the loop; a walk has a multiple of
 
 
 @triton.jit
-def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, EDGE: tl.constexpr):
+def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
     """One row of every segment; zeros past the end of the sequence and of a PADDED head."""
-    if EDGE and PADDED:
+    if MASKED and PADDED:
         return tl.load(at_RD, mask=real_R[:, None] & real_1D, other=0.0)
-    elif EDGE:
+    elif MASKED:
         return tl.load(at_RD, mask=real_R[:, None], other=0.0)
     elif PADDED:
         return tl.load(at_RD, mask=real_1D, other=0.0)
@@ -34,11 +34,11 @@ def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, EDGE: tl.constexpr):
 
 
 @triton.jit
-def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, EDGE: tl.constexpr):
+def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
     """The reverse of :func:`load_row`."""
-    if EDGE and PADDED:
+    if MASKED and PADDED:
         tl.store(at_RD, y_RD, mask=real_R[:, None] & real_1D)
-    elif EDGE:
+    elif MASKED:
         tl.store(at_RD, y_RD, mask=real_R[:, None])
     elif PADDED:
         tl.store(at_RD, y_RD, mask=real_1D)
@@ -78,13 +78,13 @@ def load_bias(bias_ptr, column, d_D, real_D, BLOCK_D: tl.constexpr, HAS_BIAS: tl
 @triton.jit
 def load_history(
     x_at_RD, stride, seen_R, real_R, real_1D,
-    W: tl.constexpr, PADDED: tl.constexpr, EDGE: tl.constexpr,
+    W: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """The W - 1 inputs before each segment, newest first; 0 if its first token may not read it."""
     history = ()
     for delay in tl.static_range(1, W):
         past_RD = load_row(
-            x_at_RD - delay * stride, (seen_R >= delay) & real_R, real_1D, PADDED, EDGE
+            x_at_RD - delay * stride, (seen_R >= delay) & real_R, real_1D, PADDED, MASKED
         )
         history = history + (past_RD.to(tl.float32),)
     return history
@@ -118,35 +118,35 @@ def load_lead_in(lead_at_1D, place_R, real_1D, stride):
 
 
 @triton.jit
-def at_an_edge(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
+def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
     """Whether the walk over ``tokens`` tokens meets an end of the sequence or of a document.
 
     An end counts if the taps reach it, in either direction. All other walks, nearly all of a long
     sequence, need no masks.
     """
     end = start + tokens + (W - 1)  # of what the walk reads
-    edge = (start < W - 1) | (end > S)
+    meets = (start < W - 1) | (end > S)
     if PACKED:
         # Positions count up within a document, so that of ``start`` follows from the last one.
         last = tl.load(position_ptr + end - 1, mask=end <= S, other=0)
-        edge = edge | (last - (end - 1 - start) < W - 1)
-    return edge
+        meets = meets | (last - (end - 1 - start) < W - 1)
+    return meets
 
 
 @triton.jit(noinline=True)  # for the compiler's sake, see the top
-def _walk_head(
+def walk_head(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
     column, start, S, steps, stride_s, lead_stride, out_stride, eps,
     D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    HAS_HISTORY: tl.constexpr, EDGE: tl.constexpr, NORMALISE: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, MASKED: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
     """One head, ROWS segments of ``steps`` tokens: y = l2norm(silu(conv(x))).
 
     ``proj_ptr`` is at (0, b, 0). A walk loads and widens every input once. A tiled convolution
     would do so W times, and that would limit its speed.
     """
-    LOOK_OUT: tl.constexpr = PACKED and EDGE
+    LOOK_OUT: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
     d_D = tl.arange(0, BLOCK_D)
     real_D = d_D < D
@@ -164,7 +164,7 @@ def _walk_head(
     else:
         seen_R = start + first_R
     x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D
-    history = load_history(x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, EDGE)
+    history = load_history(x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, MASKED)
 
     # In an unrolled loop, rows that move one step along are renamed instead of copied. Meanwhile
     # the stages load later steps to shared memory.
@@ -173,7 +173,7 @@ def _walk_head(
             step = lap + turn
             t_R = first_R + step
             x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
-            x_RD = load_row(x_at_RD, room_R > step, real_1D, PADDED, EDGE)
+            x_RD = load_row(x_at_RD, room_R > step, real_1D, PADDED, MASKED)
             if LOOK_OUT:
                 seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
                 history = forget(history, seen_R, W)
@@ -189,28 +189,5 @@ def _walk_head(
                 act_RD = act_RD * tl.rsqrt(tl.sum(act_RD * act_RD, axis=1) + eps)[:, None]
             y_RD = act_RD.to(out_ptr.dtype.element_ty)
             at_RD = out_ptr + t_R[:, None] * out_stride + d_1D
-            store_row(at_RD, y_RD, room_R > step, real_1D, PADDED, EDGE)
+            store_row(at_RD, y_RD, room_R > step, real_1D, PADDED, MASKED)
             history = push(x_RD, history, W - 1)
-
-
-@triton.jit
-def conv_head(
-    proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
-    column, start, S, steps, stride_s, lead_stride, out_stride, eps,
-    D: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr, NORMALISE: tl.constexpr,
-):  # fmt: skip
-    """:func:`_walk_head`, with masks only where needed, with ONE_PATH everywhere."""
-    if ONE_PATH or at_an_edge(position_ptr, start, S, ROWS * steps, W, PACKED):
-        _walk_head(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
-            column, start, S, steps, stride_s, lead_stride, out_stride, eps,
-            D, ROWS, STAGES, BLOCK_D, W, HAS_BIAS, PACKED, HAS_HISTORY, True, NORMALISE,
-        )  # fmt: skip
-    else:
-        _walk_head(
-            proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
-            column, start, S, steps, stride_s, lead_stride, out_stride, eps,
-            D, ROWS, STAGES, BLOCK_D, W, HAS_BIAS, PACKED, False, False, NORMALISE,
-        )  # fmt: skip

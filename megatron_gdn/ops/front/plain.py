@@ -63,7 +63,7 @@ class PlainFront(TableFront):
                 documents,
                 None if history is None else history.columns(channels),
             )
-            x = x.unflatten(-1, (self.layout.heads_of(part.section), -1))
+            x = x.unflatten(-1, self.layout.shape_of(part.section))
             made[part.makes] = l2norm(x) if part.unit_length else x
         return made | self.gates_of(proj, given.A_log, given.dt_bias, given.apart, wanted)
 
@@ -87,7 +87,7 @@ class PlainFront(TableFront):
 
         d_made = []
         for part in (*self.table.convolved, *self.table.gates):
-            heads, factor = self.layout.heads_of(part.section), getattr(grads, "factor", None)
+            heads, factor = self.layout.shape_of(part.section)[0], getattr(grads, "factor", None)
             names = part.makes if isinstance(part.makes, tuple) else (part.makes,)
             for d in (getattr(grads, name).to(wide) for name in names):
                 d = d.unflatten(2, (heads, -1)).sum(3)  # over the value heads that share a head

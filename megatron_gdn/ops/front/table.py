@@ -32,6 +32,12 @@ class Convolved(NamedTuple):
     unit_length: bool = False
 
 
+def delta_sections(normalise_qk: bool = True) -> tuple[Convolved, Convolved, Convolved]:
+    """Those of the delta rule."""
+    q, k = Convolved("query", "q", normalise_qk), Convolved("key", "k", normalise_qk)
+    return q, k, Convolved("value", "v")
+
+
 class Gate(NamedTuple):
     """A section whose columns are gates: ``[B, S, heads]`` or ``[B, S, heads, width]``, fp32."""
 
@@ -108,7 +114,7 @@ class TableFront:
     def step(self) -> StepForm:
         table = self.table
         unit = any(part.unit_length for part in table.convolved)
-        kernel = self._step_kernel if self.triton else None
+        kernel = self._step_kernel if self.triton and len(table.gates) < 3 else None
         return StepForm(
             table.step_sections, self._step_gates, kernel, table.scale, unit, table.erases
         )
@@ -116,8 +122,15 @@ class TableFront:
     def _step_gates(self, rows: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, ...]:
         return tuple(self.gates_of(rows, A_log, dt_bias, None, self.names).values())
 
-    def _step_kernel(self) -> Any:
-        raise NotImplementedError
+    def _step_kernel(self) -> dict[str, Any]:
+        from . import gate_kernels
+
+        gates = self.table.gates
+        numbers = [(x.channels, x.rated, float(x.low), float(x.high)) for x in gates]
+        columns = [self.layout.columns(gate.section).start for gate in gates]
+        functions = [getattr(gate_kernels, gate.function.__name__) for gate in gates] + [None]
+        of = tuple((first, *of) for first, of in zip(columns, numbers, strict=True))
+        return {"GATE": functions[0], "SECOND_GATE": functions[1], "GATES": of}
 
     def channels(self, section: str) -> slice:
         """Of the convolution, those of a section."""
@@ -143,7 +156,7 @@ class TableFront:
             if apart is not None:
                 first = self.layout.main_width
             x = rows[..., columns.start - first : columns.stop - first].to(wide)
-            x = x.unflatten(-1, (self.layout.heads_of(gate.section), -1))
+            x = x.unflatten(-1, self.layout.shape_of(gate.section))
             rate = None
             if gate.rated:
                 x, rate = x + dt_bias.to(wide).view(x.shape[2:]), A_log.to(wide)[:, None]

@@ -4,12 +4,9 @@
     state_step_kernel    these and the gates' columns     -> o, and the state, read and written once
 
 :func:`.step.decode` has the plain twin. Every program reads the number of its slot from the device
-and overwrites what no other program reads. A mixer hands in its gates as a device function
-
-    gates(row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, first, second, low, high, K) -> g_K, w_K
-
-of head h, in fp32: log-decay and write strength for every row of a state, the same number in all
-rows where a head has one. ``first`` and ``second`` are columns, ``low`` and ``high`` numbers.
+and overwrites what no other program reads. The gates are those of the front's table, see
+:mod:`..front.gate_kernels`: log-decay and write strength for every row of a state, the same number
+in all rows where a head has one.
 
 Legend: N sequences, M slots, P width of a row, C convolved columns, W taps, G heads of q and k, H
 heads with a state, K rows of a state, V columns; in tile names D dim of the head at hand.
@@ -27,7 +24,7 @@ import triton.language as tl
 from torch import Tensor
 
 from ..front.base import GeneratingFront
-from ..kernels.elementwise import LEAST_LOG_DECAY, minus_rate, sigmoid, softplus
+from ..kernels.elementwise import sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
 
@@ -87,7 +84,6 @@ def _launches(
 ) -> tuple[Launch, Launch]:
     form, layout, (H, K, V, _) = front.step, front.layout, front.state
     assert form.kernel_gates is not None
-    gates, columns, numbers = form.kernel_gates()
     starts = [layout.columns(name).start - layout.conv_columns.start for name in form.sections]
     G = (layout.columns(form.sections[0]).stop - layout.columns(form.sections[0]).start) // K
     shape = {
@@ -105,8 +101,8 @@ def _launches(
     block_v = min(_BLOCK_V, block_dim(V))
     step = Launch(
         state_step_kernel, (triton.cdiv(V, block_v), H, N),
-        stride, strides[1], after[1], *columns, *numbers, form.scale,
-        GATES=gates, BLOCK_V=block_v, SKIPS=skips // H, ERASES=form.erases,
+        stride, strides[1], after[1], form.scale,
+        **form.kernel_gates(), BLOCK_V=block_v, SKIPS=skips // H, ERASES=form.erases,
         TRANSPOSED=transposed, num_warps=4, **shape,
     )  # fmt: skip
     return conv, step
@@ -192,9 +188,10 @@ def conv_head_step(
 @triton.jit
 def state_step_kernel(
     row_ptr, convolved_ptr, A_log_ptr, dt_bias_ptr, D_ptr, state_ptr, after_ptr, slot_ptr, o_ptr,
-    stride_n, state_stride, after_stride, first, second, low, high, scale,
-    GATES: tl.constexpr, G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr,
-    C: tl.constexpr, Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
+    stride_n, state_stride, after_stride, scale,
+    GATE: tl.constexpr, SECOND_GATE: tl.constexpr, GATES: tl.constexpr,
+    G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
+    Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     SKIPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ERASES: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_AFTER: tl.constexpr,
 ):  # fmt: skip
@@ -222,9 +219,12 @@ def state_step_kernel(
     key_K = tl.load(convolved_ptr + key_at + K_AT + k_K, mask=there_K, other=0.0)
     there_V = real_V & (slot >= 0)
     value_V = tl.load(convolved_ptr + h * V + V_AT + v_V, mask=there_V, other=0.0)
-    g_K, write_K = GATES(
-        row_ptr + n * stride_n, A_log_ptr, dt_bias_ptr, h, k_K, real_K, first, second, low, high, K
-    )
+    row_ptr += n * stride_n
+    g_K, write_K = _gate(row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, GATE, GATES[0], K)
+    if SECOND_GATE is not None:
+        write_K, _ = _gate(
+            row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, SECOND_GATE, GATES[1], K
+        )  # fmt: skip
     S_KV = tl.load(at_KV, mask=real_KV, other=0.0).to(tl.float32) * tl.exp(g_K)[:, None]
     x_V = value_V
     if ERASES:
@@ -243,20 +243,18 @@ def state_step_kernel(
 
 
 @triton.jit
-def decay_and_write_gates(
-    row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, first, second, low, high, K: tl.constexpr,
+def _gate(
+    row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, OF: tl.constexpr,
+    K: tl.constexpr,
 ):  # fmt: skip
-    """As :func:`...elementwise.decay_and_write_gates`, of columns ``first`` for the write strength,
-    which is at most ``high``, and ``second`` for the decay.
-    """
-    same_K = h + 0 * k_K
-    b_K = tl.load(row_ptr + first + same_K).to(tl.float32)
-    alpha_K = tl.load(row_ptr + second + same_K).to(tl.float32)
-    A_log_K = tl.load(A_log_ptr + same_K).to(tl.float32)
-    dt_bias_K = tl.load(dt_bias_ptr + same_K).to(tl.float32)
-    g_K = minus_rate(A_log_K) * softplus(alpha_K + dt_bias_K)
-    g_K = tl.where(g_K < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g_K)  # NaN stays NaN
-    return g_K, sigmoid(b_K) * high
+    """What a gate of head h makes. OF: first column, for each channel, rated, low, high."""
+    column_K = h * K + k_K if OF[1] else h + 0 * k_K
+    x_K = tl.load(row_ptr + OF[0] + column_K, mask=real_K, other=0.0).to(tl.float32)
+    A_log_K = 0.0
+    if OF[2]:
+        A_log_K = tl.load(A_log_ptr + h + 0 * k_K).to(tl.float32)
+        x_K += tl.load(dt_bias_ptr + column_K, mask=real_K, other=0.0).to(tl.float32)
+    return FUNCTION(x_K, A_log_K, OF[3], OF[4])
 
 
 def put_in_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:

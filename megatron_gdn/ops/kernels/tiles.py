@@ -43,12 +43,12 @@ def block_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def prepare_forward_tile(tokens: int, widest_head: int) -> Walk:
+def front_forward_tile(tokens: int, widest_head: int) -> Walk:
     """Four values per thread, so that nine programs of four warps share a multiprocessor."""
     return Walk(_rows_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4)
 
 
-def prepare_backward_tile(tokens: int, widest_head: int) -> Walk:
+def front_backward_tile(tokens: int, widest_head: int) -> Walk:
     """Four values per thread: the walk keeps some twenty registers for each.
 
     96 registers let five programs of four warps share a multiprocessor instead of four. Long walks

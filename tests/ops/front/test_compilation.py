@@ -1,4 +1,4 @@
-"""What compiling the preparation kernels costs, which no result shows; it needs no GPU."""
+"""What compiling a front's kernels costs, which no result shows; it needs no GPU."""
 
 import pytest
 
@@ -18,15 +18,15 @@ def compilations(request):
         for tokens in LENGTHS:
             problem = Problem(tokens, (16, 32), LAYOUTS[request.param])
             problem.backward()
-            for parts in ("qkvg", "q", "qkv", "g"):
-                problem.forward(parts=parts)
-    return [one for one in done if one.kernel.startswith("prepare")]
+            for only in (None, ("q",), ("q", "k", "v"), ("g",)):
+                problem.forward(only=only)
+    return [one for one in done if one.kernel.startswith("front")]
 
 
 def test_one_compilation_serves_every_length_and_every_choice_of_parts(compilations):
     assert sorted(one.kernel for one in compilations) == [
-        "prepare_backward_kernel",
-        "prepare_forward_kernel",
+        "front_backward_kernel",
+        "front_forward_kernel",
     ]
 
 
@@ -54,5 +54,5 @@ def test_loops_stay_in_registers_and_copy_ahead(compilations):
 def test_many_value_heads_to_a_key_head_fit_into_the_shared_memory_of_a_small_gpu():
     with compile_for_hopper() as done:
         Problem(1000, (1, 16)).backward()
-    (backward,) = [one for one in done if one.kernel == "prepare_backward_kernel"]
+    (backward,) = [one for one in done if one.kernel == "front_backward_kernel"]
     assert 32 << 10 < backward.shared < 99 << 10, "loads are still copied ahead"

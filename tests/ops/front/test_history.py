@@ -5,10 +5,10 @@ from itertools import pairwise
 import pytest
 import torch
 
-from megatron_gdn.gdn.front import GDNFront
-from megatron_gdn.kda.front import KDAFront
+from megatron_gdn.gdn.front import gdn_front
+from megatron_gdn.kda.front import kda_front
 from megatron_gdn.kda.sizes import rows_of
-from megatron_gdn.mamba2.front import Mamba2Front
+from megatron_gdn.mamba2.front import mamba2_front
 from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.documents import Documents
@@ -43,8 +43,8 @@ def fronts():
 
     kind = "cpu", torch.float64
     rows = rows_of(H, H, K, V)
-    gdn, kda = GDNFront.of(*kind, 4, SIZES), KDAFront.of(*kind, 4, rows)
-    mamba2 = Mamba2Front(layout_of(H, G, V, K))
+    gdn, kda = gdn_front(*kind, 4, SIZES), kda_front(*kind, 4, rows)
+    mamba2 = mamba2_front(*kind, 4, layout_of(H, G, V, K))
     return {
         "GDN": (gdn, (H, H), of_delta),
         "KDA": (kda, (H, H * K), of_channels),

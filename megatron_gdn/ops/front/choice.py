@@ -1,0 +1,48 @@
+"""The choice of a front's kernels: Triton, plain torch, or causal-conv1d with the rest in torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from ..obstacles import say_once, why_not_triton
+from . import conv_package
+from .conv_package import why_not_conv_package
+from .plain import PlainFront
+from .table import FrontTable, TableFront
+
+
+def front_of(
+    table: FrontTable,
+    device: str,
+    rows_dtype: torch.dtype,
+    taps: int,
+    kernels: str = "auto",
+    aligned: bool = False,
+    **options: Any,
+) -> TableFront:
+    """The front of rows in ``rows_dtype``, with options of :class:`TableFront`.
+
+    Args:
+        kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
+            or ``"torch"``. Where ``"auto"`` cannot take Triton on a GPU, causal-conv1d computes the
+            convolution if it is installed, unless the rows are ``aligned``.
+    """
+    if kernels not in ("auto", "triton", "torch"):
+        raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
+    if kernels == "torch":
+        return PlainFront(table, **options)
+    why = why_not_triton(device, rows_dtype, taps) if kernels == "auto" else None
+    if why is None:
+        from .launches import TritonFront
+
+        return TritonFront(table, **options)
+    if device == "cuda":
+        why_not = why_not_conv_package(device, rows_dtype, taps, table.layout.conv_widths, aligned)
+        if why_not is None:
+            say_once(f"gates and norm run in plain torch, conv by causal-conv1d: {why}.", device)
+            return PlainFront(table, **options, convolve=conv_package.convolve_rows)
+        why = f"{why}; {why_not}"
+    say_once(f"conv, gates and norm run in plain torch: {why}.", device)
+    return PlainFront(table, **options)

@@ -1,0 +1,87 @@
+"""The functions of :mod:`.gates` and their gradients, as Triton device functions.
+
+    function(x, A_log, low, high)                            -> first, second
+    function_backward(x, A_log, d_first, d_second, low, high) -> d_x, d_A_log
+
+elementwise in fp32. Where a gate makes one input of the rule, the second is the first; d_A_log of a
+gate without a rate is never read.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..kernels.elementwise import LARGEST_A_LOG, LEAST_LOG_DECAY, minus_rate, sigmoid, softplus
+
+
+@triton.jit
+def _decayed(dt, A_log):
+    g = minus_rate(A_log) * dt
+    return tl.where(g < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g)  # NaN stays NaN
+
+
+@triton.jit
+def _decayed_backward(dt, A_log, d_g):
+    """Of dt and A_log. A decay of exactly 0 has no gradient."""
+    rate = minus_rate(A_log)
+    held = rate * dt < LEAST_LOG_DECAY
+    d_g = tl.where(held, 0.0, d_g)  # before the products: g may be -inf
+    d_A_log = d_g * rate * tl.where(held, 0.0, dt)
+    return d_g * rate, tl.where(A_log > LARGEST_A_LOG, 0.0, d_A_log)
+
+
+@triton.jit
+def decay(x, A_log, low, high):
+    g = _decayed(softplus(x), A_log)
+    return g, g
+
+
+@triton.jit
+def decay_backward(x, A_log, d_g, d_same, low, high):
+    d_dt, d_A_log = _decayed_backward(softplus(x), A_log, d_g)
+    return d_dt * sigmoid(x), d_A_log
+
+
+@triton.jit
+def bounded_decay(x, A_log, low, high):
+    g = low * sigmoid(-minus_rate(A_log) * x)
+    return g, g
+
+
+@triton.jit
+def bounded_decay_backward(x, A_log, d_g, d_same, low, high):
+    rate = -minus_rate(A_log)
+    sig = sigmoid(rate * x)
+    d_x = d_g * low * sig * (1.0 - sig) * rate
+    return d_x, tl.where(A_log > LARGEST_A_LOG, 0.0, d_x * x)
+
+
+@triton.jit
+def time_step(x, A_log, low, high):
+    dt = softplus(x)
+    dt = tl.where(dt < low, low, dt)  # NaN stays NaN
+    dt = tl.where(dt > high, high, dt)
+    return _decayed(dt, A_log), dt
+
+
+@triton.jit
+def time_step_backward(x, A_log, d_g, d_dt, low, high):
+    free = softplus(x)
+    _, dt = time_step(x, A_log, low, high)
+    of_decay, d_A_log = _decayed_backward(dt, A_log, d_g)
+    d_x = (d_dt + of_decay) * sigmoid(x)
+    return tl.where((free < low) | (free > high), 0.0, d_x), d_A_log
+
+
+@triton.jit
+def strength(x, A_log, low, high):
+    y = sigmoid(x) * high
+    return y, y
+
+
+@triton.jit
+def strength_backward(x, A_log, d_y, d_same, low, high):
+    sig = sigmoid(x)
+    d_x = d_y * high * sig * (1.0 - sig)
+    return d_x, d_x

@@ -1,0 +1,314 @@
+"""The kernels of a table's front, one each way: every section of a row in one launch (Triton).
+
+Element (t, b, column) of the rows is at ``t * stride_s + b * stride_b + column``. Arithmetic is
+fp32, with one rounding at the store. The backward computes activations again from the rows.
+
+The table comes as constants, tuples that :mod:`.launches` fills:
+
+    CONVOLVED   three times (first slot, heads, first channel, dim, block, unit length, gradients
+                per head)
+    GATES       (first slot, programs, first column, columns of a program, block, for each channel,
+                inputs made, rated, low, high, gradients per head)
+
+and the function of each gate as a constant of its own, since Triton's cache knows those by content.
+
+Legend: S seq, B batch, C conv channels, W taps; in tile names T tokens of a span, D columns.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .conv_backward import walk_head_backward
+from .conv_forward import meets_a_boundary, walk_head
+
+_SPAN = tl.constexpr(1024)  # columns of all tokens of a span, eight or fewer for a thread
+
+
+@triton.jit
+def _head(
+    rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
+    slot, b, start, S, steps, stride_s, lead_stride, eps,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr,
+    PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
+    """The head of this slot, if it is one of the section OF."""
+    FIRST: tl.constexpr = OF[0]
+    HEADS: tl.constexpr = OF[1]
+    D: tl.constexpr = OF[3]
+    if (slot >= FIRST) & (slot < FIRST + HEADS):
+        head = slot - FIRST
+        out_ptr += b * S * (HEADS * D) + head * D
+        column = OF[2] + head * D
+        if ONE_PATH or meets_a_boundary(position_ptr, start, S, ROWS * steps, W, PACKED):
+            walk_head(
+                rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
+                column, start, S, steps, stride_s, lead_stride, HEADS * D, eps,
+                D, ROWS, STAGES, OF[4], W, HAS_BIAS, PACKED, HAS_HISTORY, True, OF[5],
+            )  # fmt: skip
+        else:
+            walk_head(
+                rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
+                column, start, S, steps, stride_s, lead_stride, HEADS * D, eps,
+                D, ROWS, STAGES, OF[4], W, HAS_BIAS, PACKED, False, False, OF[5],
+            )  # fmt: skip
+
+
+@triton.jit
+def _gate(
+    rows_ptr, A_log_ptr, dt_bias_ptr, first_ptr, second_ptr, slot, b, start, S, tokens, stride_s,
+    FUNCTION: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
+    """All heads of a gate, or the channels of one head, if this slot is one of the section OF."""
+    FIRST: tl.constexpr = OF[0]
+    PROGRAMS: tl.constexpr = OF[1]
+    D: tl.constexpr = OF[3]
+    BLOCK: tl.constexpr = OF[4]
+    CHANNELS: tl.constexpr = OF[5]
+    MAKES: tl.constexpr = OF[6]
+    RATED: tl.constexpr = OF[7]
+    SPAN: tl.constexpr = _SPAN // BLOCK if BLOCK < _SPAN else 1
+    if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
+        program = slot - FIRST
+        end = min(start + tokens, S) - start
+        d_D = tl.arange(0, BLOCK)
+        real_D = d_D < D
+        A_log_1D = 0.0
+        if RATED:
+            head_D = program + 0 * d_D if CHANNELS else d_D
+            A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(tl.float32)[None, :]
+            bias_D = tl.load(dt_bias_ptr + program * D + d_D, mask=real_D, other=0.0)
+            bias_1D = bias_D.to(tl.float32)[None, :]
+        base = tl.cast(start, tl.int64)
+        rows_ptr += base * stride_s + (OF[2] + program * D)
+        out = (b * S + base) * (PROGRAMS * D) + program * D
+        for span in tl.range(0, end, SPAN):
+            t_T = span + tl.arange(0, SPAN)
+            real_TD = (t_T < end)[:, None] & real_D[None, :]
+            x_TD = tl.load(rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD, 0.0)
+            x_TD = x_TD.to(tl.float32)
+            if RATED:
+                x_TD += bias_1D
+            y_TD, other_TD = FUNCTION(x_TD, A_log_1D, OF[8], OF[9])
+            out_TD = out + t_T[:, None] * (PROGRAMS * D) + d_D[None, :]
+            tl.store(first_ptr + out_TD, y_TD, mask=real_TD)
+            if MAKES == 2:
+                tl.store(second_ptr + out_TD, other_TD, mask=real_TD)
+
+
+@triton.jit(do_not_specialize=["S", "steps", "first_slot"])
+def front_forward_kernel(
+    rows_ptr, gates_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr, lead_ptr,
+    place_ptr, x_ptr, y_ptr, z_ptr, g_ptr, h_ptr, i_ptr,
+    S, steps, first_slot, stride_s, stride_b, gates_stride_s, gates_stride_b, eps,
+    CONVOLVED: tl.constexpr, GATES: tl.constexpr, GATE: tl.constexpr, SECOND_GATE: tl.constexpr,
+    THIRD_GATE: tl.constexpr, FIRST: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr,
+):  # fmt: skip
+    """grid (slots, token tiles, B): the heads of the convolved sections, then the gates.
+
+    Heads are the fastest axis, so that programs that run together read whole rows. ``first_slot``
+    skips slots. FIRST is the first convolved column. ``gates_ptr`` is at the rows, too, if these
+    hold the gates. A gate that makes two inputs is the only one.
+    """
+    slot = tl.program_id(0) + first_slot
+    tokens = ROWS * steps
+    start = tl.program_id(1) * tokens
+    b = tl.cast(tl.program_id(2), tl.int64)
+    rows_ptr += b * stride_b + FIRST
+    gates_ptr += b * gates_stride_b
+    lead_stride = tl.num_programs(2) * C
+    if HAS_HISTORY:
+        lead_ptr += b * C
+    _gate(
+        gates_ptr, A_log_ptr, dt_bias_ptr, g_ptr, h_ptr, slot, b, start, S, tokens,
+        gates_stride_s, GATE, GATES[0],
+    )  # fmt: skip
+    if SECOND_GATE is not None:
+        _gate(
+            gates_ptr, A_log_ptr, dt_bias_ptr, h_ptr, h_ptr, slot, b, start, S, tokens,
+            gates_stride_s, SECOND_GATE, GATES[1],
+        )  # fmt: skip
+    if THIRD_GATE is not None:
+        _gate(
+            gates_ptr, A_log_ptr, dt_bias_ptr, i_ptr, i_ptr, slot, b, start, S, tokens,
+            gates_stride_s, THIRD_GATE, GATES[2],
+        )  # fmt: skip
+    outs = (x_ptr, y_ptr, z_ptr)
+    for n in tl.static_range(3):
+        _head(
+            rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, outs[n],
+            slot, b, start, S, steps, stride_s, lead_stride, eps,
+            ROWS, STAGES, W, HAS_BIAS, PACKED, HAS_HISTORY, ONE_PATH, CONVOLVED[n],
+        )  # fmt: skip
+
+
+@triton.jit
+def _head_backward(
+    rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr, factor_ptr,
+    d_rows_ptr, partial_ptr, d_lead_ptr,
+    slot, b, start, S, steps, stride_s, d_stride_s, lead_stride, eps,
+    H: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
+    HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr,
+    ONE_PATH: tl.constexpr, SCALED: tl.constexpr, OF: tl.constexpr,
+):  # fmt: skip
+    FIRST: tl.constexpr = OF[0]
+    HEADS: tl.constexpr = OF[1]
+    D: tl.constexpr = OF[3]
+    GROUP: tl.constexpr = OF[6]
+    if (slot >= FIRST) & (slot < FIRST + HEADS):
+        head = slot - FIRST
+        column = OF[2] + head * D
+        grad_ptr += (b * S * HEADS + head) * (GROUP * D)
+        factor = tl.load(factor_ptr + head * (H // HEADS)) if SCALED else 1.0
+        if ONE_PATH or meets_a_boundary(position_ptr, start, S, ROWS * steps, W, PACKED):
+            walk_head_backward(
+                rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr,
+                d_rows_ptr, partial_ptr, d_lead_ptr, column, start, S, steps,
+                stride_s, d_stride_s, lead_stride, HEADS * GROUP * D, factor, eps,
+                D, C, GROUP, W, ROWS, STAGES, OF[4], HAS_BIAS, PACKED, HAS_HISTORY, True,
+                OF[5], SCALED,
+            )  # fmt: skip
+        else:
+            walk_head_backward(
+                rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr,
+                d_rows_ptr, partial_ptr, d_lead_ptr, column, start, S, steps,
+                stride_s, d_stride_s, lead_stride, HEADS * GROUP * D, factor, eps,
+                D, C, GROUP, W, ROWS, STAGES, OF[4], HAS_BIAS, PACKED, False, False,
+                OF[5], SCALED,
+            )  # fmt: skip
+
+
+@triton.jit
+def _gate_backward(
+    rows_ptr, A_log_ptr, dt_bias_ptr, d_first_ptr, d_second_ptr, factor_ptr, d_rows_ptr,
+    partial_ptr, slot, b, start, S, tokens, stride_s, d_stride_s,
+    H: tl.constexpr, SCALED: tl.constexpr, RATES: tl.constexpr, FUNCTION: tl.constexpr,
+    OF: tl.constexpr,
+):  # fmt: skip
+    FIRST: tl.constexpr = OF[0]
+    PROGRAMS: tl.constexpr = OF[1]
+    D: tl.constexpr = OF[3]
+    BLOCK: tl.constexpr = OF[4]
+    CHANNELS: tl.constexpr = OF[5]
+    MAKES: tl.constexpr = OF[6]
+    RATED: tl.constexpr = OF[7]
+    GROUP: tl.constexpr = OF[10]
+    HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
+    SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
+    # Gradients of a head lie side by side: those of a channel D apart, of a head next to another.
+    MEMBER: tl.constexpr = D if CHANNELS else 1
+    APART: tl.constexpr = 1 if CHANNELS else GROUP
+    if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
+        program = slot - FIRST
+        end = min(start + tokens, S) - start
+        d_D = tl.arange(0, BLOCK)
+        real_D = d_D < D
+        head_D = program + 0 * d_D if CHANNELS else d_D
+        A_log_1D = 0.0
+        if RATED:
+            A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(tl.float32)[None, :]
+            bias_D = tl.load(dt_bias_ptr + program * D + d_D, mask=real_D, other=0.0)
+            bias_1D = bias_D.to(tl.float32)[None, :]
+        if SCALED:
+            factor_1D = tl.load(factor_ptr + head_D * (H // HEADS), real_D, 0.0)[None, :]
+        base = tl.cast(start, tl.int64)
+        rows_ptr += base * stride_s + (OF[2] + program * D)
+        d_rows_ptr += base * d_stride_s + (OF[2] + program * D)
+        grad = ((b * S + base) * (PROGRAMS * D) + program * D) * GROUP
+        d_A_TD = tl.zeros((SPAN, BLOCK), tl.float32)
+        d_bias_TD = tl.zeros((SPAN, BLOCK), tl.float32)
+        for span in tl.range(0, end, SPAN):
+            t_T = span + tl.arange(0, SPAN)
+            real_TD = (t_T < end)[:, None] & real_D[None, :]
+            x_TD = tl.load(rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD, 0.0)
+            x_TD = x_TD.to(tl.float32)
+            if RATED:
+                x_TD += bias_1D
+            at_TD = grad + t_T[:, None] * (PROGRAMS * D * GROUP) + d_D[None, :] * APART
+            d_y_TD = tl.zeros((SPAN, BLOCK), tl.float32)
+            d_other_TD = d_y_TD
+            for member in tl.static_range(GROUP):
+                d_y_TD += tl.load(d_first_ptr + at_TD + member * MEMBER, real_TD, 0.0)
+                if MAKES == 2:
+                    d_other_TD += tl.load(d_second_ptr + at_TD + member * MEMBER, real_TD, 0.0)
+            if SCALED:
+                d_y_TD = d_y_TD * factor_1D
+                d_other_TD = d_other_TD * factor_1D
+            d_x_TD, d_rate_TD = FUNCTION(x_TD, A_log_1D, d_y_TD, d_other_TD, OF[8], OF[9])
+            if RATED:
+                d_A_TD += tl.where(real_TD, d_rate_TD, 0.0)
+                d_bias_TD += tl.where(real_TD, d_x_TD, 0.0)
+            out_TD = d_rows_ptr + t_T[:, None] * d_stride_s + d_D[None, :]
+            tl.store(out_TD, d_x_TD.to(d_rows_ptr.dtype.element_ty), mask=real_TD)
+        if RATED:
+            d_A_D = tl.sum(d_A_TD, axis=0)
+            partial_ptr += RATES
+            if CHANNELS:
+                tl.store(partial_ptr + program, tl.sum(d_A_D, axis=0))
+            else:
+                tl.store(partial_ptr + d_D, d_A_D, mask=real_D)
+            of_bias_ptr = partial_ptr + HEADS + program * D
+            tl.store(of_bias_ptr + d_D, tl.sum(d_bias_TD, axis=0), mask=real_D)
+
+
+@triton.jit(do_not_specialize=["S", "steps"])
+def front_backward_kernel(
+    rows_ptr, gates_ptr, weight_ptr, bias_ptr, A_log_ptr, dt_bias_ptr, position_ptr, lead_ptr,
+    place_ptr, dx_ptr, dy_ptr, dz_ptr, dg_ptr, dh_ptr, di_ptr, factor_ptr, d_rows_ptr,
+    d_gates_ptr, partial_ptr, d_lead_ptr,
+    S, steps, stride_s, stride_b, gates_stride_s, gates_stride_b, d_stride_s, d_stride_b,
+    d_gates_stride_s, d_gates_stride_b, eps,
+    CONVOLVED: tl.constexpr, GATES: tl.constexpr, GATE: tl.constexpr, SECOND_GATE: tl.constexpr,
+    THIRD_GATE: tl.constexpr, FIRST: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
+    ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr, H: tl.constexpr, RATES: tl.constexpr,
+    COLUMNS: tl.constexpr, SCALED: tl.constexpr,
+):  # fmt: skip
+    """grid (slots, token tiles, B): the gates first, so that they never finish last.
+
+    Each program writes its own stretch of one partial row per tile, of COLUMNS: conv weight [C, W],
+    conv bias [C]; from RATES on, A_log and dt_bias. A second launch adds the rows in a fixed order.
+    """
+    slot = tl.program_id(0)
+    tile = tl.program_id(1)
+    tokens = ROWS * steps
+    start = tile * tokens
+    b = tl.cast(tl.program_id(2), tl.int64)
+    rows_ptr += b * stride_b + FIRST
+    d_rows_ptr += b * d_stride_b + FIRST
+    gates_ptr += b * gates_stride_b
+    d_gates_ptr += b * d_gates_stride_b
+    partial_ptr += (b * tl.num_programs(1) + tile) * COLUMNS
+    lead_stride = tl.num_programs(2) * C
+    if HAS_HISTORY:
+        lead_ptr += b * C
+        d_lead_ptr += b * C
+    _gate_backward(
+        gates_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dh_ptr, factor_ptr, d_gates_ptr, partial_ptr,
+        slot, b, start, S, tokens, gates_stride_s, d_gates_stride_s,
+        H, SCALED, RATES, GATE, GATES[0],
+    )  # fmt: skip
+    if SECOND_GATE is not None:
+        _gate_backward(
+            gates_ptr, A_log_ptr, dt_bias_ptr, dh_ptr, dh_ptr, factor_ptr, d_gates_ptr,
+            partial_ptr, slot, b, start, S, tokens, gates_stride_s, d_gates_stride_s,
+            H, SCALED, RATES, SECOND_GATE, GATES[1],
+        )  # fmt: skip
+    if THIRD_GATE is not None:
+        _gate_backward(
+            gates_ptr, A_log_ptr, dt_bias_ptr, di_ptr, di_ptr, factor_ptr, d_gates_ptr,
+            partial_ptr, slot, b, start, S, tokens, gates_stride_s, d_gates_stride_s,
+            H, SCALED, RATES, THIRD_GATE, GATES[2],
+        )  # fmt: skip
+    grads = (dx_ptr, dy_ptr, dz_ptr)
+    for n in tl.static_range(3):
+        _head_backward(
+            rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grads[n],
+            factor_ptr, d_rows_ptr, partial_ptr, d_lead_ptr,
+            slot, b, start, S, steps, stride_s, d_stride_s, lead_stride, eps,
+            H, C, W, ROWS, STAGES, HAS_BIAS, PACKED, HAS_HISTORY, ONE_PATH, SCALED,
+            CONVOLVED[n],
+        )  # fmt: skip

@@ -1,0 +1,255 @@
+"""A table's front as one launch each way (Triton); :mod:`.plain` is its twin.
+
+Legend: S seq, B batch, P projection width, C conv channels, W taps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+import triton
+from torch import Tensor
+
+from ..documents import Documents
+from ..kernels.launch import MOST_PLANS, Launch
+from ..kernels.reduce import sum_rows
+from ..kernels.tiles import (
+    Walk,
+    block_dim,
+    front_backward_tile,
+    front_forward_tile,
+    within_grid,
+    within_reach,
+    within_shared_memory,
+)
+from . import gate_kernels
+from .history import History
+from .history_kernels import lead_in, lead_in_backward
+from .kernels import front_backward_kernel, front_forward_kernel
+from .table import FrontParameters, TableFront
+
+_EPS = 1e-6  # of unit length, as in :func:`..elementwise.l2norm`
+_MOST_GATES = 3
+
+
+@dataclass(frozen=True, eq=False)
+class TritonFront(TableFront):
+    """Columns of the rows are adjacent, the weight is contiguous with W >= 2.
+
+    With ``batch_invariant``, tokens of packed rows take one path, near boundaries and far from
+    them, without fused multiply-adds: a compiler may use these in one copy of a loop and not in
+    another.
+    """
+
+    tile: Walk | None = None  # overrides the table of :mod:`..kernels.tiles`, for tuning and tests
+
+    triton = True
+
+    @cached_property
+    def made_by(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        """For each section, the inputs that it makes, and their ``[heads]`` or ``[heads, dim]``."""
+        shape_of, table = self.layout.shape_of, self.table
+        made = [((part.makes,), shape_of(part.section)) for part in table.convolved]
+        gates = [(x.makes, shape_of(x.section)[: 1 + x.channels]) for x in table.gates]
+        return (*made, *gates)
+
+    def _make(
+        self,
+        proj: Tensor,
+        given: FrontParameters,
+        documents: Documents | None,
+        wanted: tuple[str, ...],
+        history: History | None,
+    ) -> dict[str, Tensor | None]:
+        S, B, _ = proj.shape
+        made: dict[str, Tensor | None] = {}
+        used = [any(name in wanted for name in names) for names, _ in self.made_by]
+        if not any(used):
+            return made
+        for place, (names, shape) in enumerate(self.made_by):
+            dtype = self.dtype if place < 3 else torch.float32
+            for name in names:
+                x = proj.new_empty(B, S, *shape, dtype=dtype) if used[place] else None
+                made[name] = x
+        raw = proj if given.apart is None else given.apart
+        lead, place = lead_in(history if any(used[:3]) else None, given.weight)
+        launch = _forward_launch(
+            self, S, B, given.weight.shape[-1], proj.stride()[:2], raw.stride()[:2], tuple(used),
+            given.apart is not None, given.bias is not None, documents is not None,
+            lead is not None,
+        )  # fmt: skip
+        if launch is not None:
+            # Kernels take no None, so each part left out gets a pointer that is never read. It has
+            # the dtype of the part, so that one compilation serves all choices of parts.
+            outs = list(made.values())
+            some = next((x for x in outs[:3] if x is not None), proj)
+            outs = [some if x is None else x for x in outs[:3]] + [
+                given.A_log if x is None else x for x in _filled(outs[3:], None)
+            ]
+            launch(
+                proj, raw, *given[:4], None if documents is None else documents.position_T, lead,
+                place, *outs,
+            )  # fmt: skip
+        return made
+
+    def _gradients(
+        self,
+        proj: Tensor,
+        given: FrontParameters,
+        grads: Any,
+        d_proj: Tensor,
+        d_apart: Tensor | None,
+        documents: Documents | None,
+        history: History | None,
+    ) -> tuple[Tensor | None, ...]:
+        S, B, _ = proj.shape
+        d_made = [getattr(grads, name).contiguous() for names, _ in self.made_by for name in names]
+        factor, (weight, bias, A_log, dt_bias, *_) = getattr(grads, "factor", None), given
+        raw, d_raw = (proj, d_proj) if d_apart is None else (given.apart, d_apart)
+        assert raw is not None
+        lead, place = lead_in(history, weight)
+        d_lead = None if lead is None else torch.empty_like(lead)
+        launch, (tiles, columns) = _backward_plan(
+            self, S, B, weight.shape[-1],
+            (*proj.stride()[:2], *raw.stride()[:2], *d_proj.stride()[:2], *d_raw.stride()[:2]),
+            tuple([x.shape[2] for x in d_made]), (proj.element_size(), d_made[2].element_size()),
+            d_apart is not None, bias is not None, documents is not None, factor is not None,
+            lead is not None,
+        )  # fmt: skip
+        # Every piece with a history leaves one more row for each batch row.
+        rows = B * (tiles + (0 if lead is None else len(lead)))
+        partial = torch.empty(rows, columns, dtype=torch.float32, device=proj.device)
+        if launch is not None:
+            launch(
+                proj, raw, weight, bias, A_log, dt_bias,
+                None if documents is None else documents.position_T, lead, place, *d_made[:3],
+                *_filled(d_made[3:], A_log), factor, d_proj, d_raw, partial, d_lead,
+            )  # fmt: skip
+        if history is not None and d_lead is not None:
+            lead_in_backward(history, weight, d_lead, partial[B * tiles :])
+        made = [None if x is None else torch.empty_like(x) for x in given[:4]]
+        sum_rows(partial, *[x for x in made if x is not None])
+        return tuple(made)
+
+
+def _filled(outs: list[Any], filler: Any) -> list[Any]:
+    """As many as the kernels take."""
+    return [*outs, *[filler] * (_MOST_GATES - len(outs))]
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _forward_launch(
+    front: TritonFront, S: int, B: int, W: int, strides: tuple[int, int],
+    raw_strides: tuple[int, int], used: tuple[bool, ...], apart: bool, has_bias: bool,
+    packed: bool, continued: bool,
+) -> Launch | None:  # fmt: skip
+    """None if there are no rows."""
+    tile = front.tile or front_forward_tile(S * B, _widest_head(front))
+    tile = within_reach(
+        within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_widths(front))
+    )
+    convolved, gates, functions = _tables(front, apart, "", [1] * len(front.names))
+    slots = [of[1] for of in (*convolved, *gates)]
+    first, last = used.index(True), len(used) - used[::-1].index(True)
+    assert all(used[first:last]), "what is made must be neighbours"
+    if not S * B:
+        return None
+    return Launch(
+        front_forward_kernel, (sum(slots[first:last]), triton.cdiv(S, tile.tokens), B),
+        S, tile.steps, sum(slots[:first]), *strides, *raw_strides, _EPS,
+        CONVOLVED=convolved, GATES=gates, **functions,
+        **_constants(front, tile, W, has_bias, packed, continued),
+    )  # fmt: skip
+
+
+@lru_cache(maxsize=MOST_PLANS)
+def _backward_plan(
+    front: TritonFront, S: int, B: int, W: int, strides: tuple[int, ...], d_heads: tuple[int, ...],
+    sizes: tuple[int, int], apart: bool, has_bias: bool, packed: bool, scaled: bool,
+    continued: bool,
+) -> tuple[Launch | None, tuple[int, int]]:  # fmt: skip
+    """The launch, None if there are no rows, and tiles and columns of the partial sums.
+
+    ``d_heads``: heads of each gradient; ``sizes``: bytes of an element of the rows, of a gradient.
+    """
+    layout, heads = front.layout, [shape[0] for names, shape in front.made_by for _ in names]
+    assert all(of % n == 0 for of, n in zip(d_heads, heads, strict=True)), (d_heads, heads)
+    groups = [of // n for of, n in zip(d_heads, heads, strict=True)]
+    tile = front.tile or front_backward_tile(S * B, _widest_head(front))
+    tile = within_grid(tile, S, B)
+    widths = [group * width for group, width in zip(groups, _widths(front), strict=True)]
+    tile = within_reach(tile, S, W, (*strides[::2], *widths))
+    convolved, gates, functions = _tables(front, apart, "_backward", groups)
+    copied = [of[4] * (sizes[0] + of[6] * sizes[1]) for of in convolved]
+    tile = within_shared_memory(tile, max(copied))
+    assert tile.steps >= W - 1, "a segment must be longer than the halo"
+    tiles, rates = triton.cdiv(S, tile.tokens), layout.conv_width * (W + has_bias)
+    (rated,) = (gate for gate in front.table.gates if gate.rated)
+    n, width = layout.shape_of(rated.section)
+    columns = rates + n + n * width
+    if not S * B:
+        return None, (tiles, columns)
+    launch = Launch(
+        front_backward_kernel, (sum(of[1] for of in (*gates, *convolved)), tiles, B),
+        S, tile.steps, *strides, _EPS,
+        CONVOLVED=convolved, GATES=gates, **functions,
+        **_constants(front, tile, W, has_bias, packed, continued),
+        H=layout.state_heads, RATES=rates, COLUMNS=columns, SCALED=scaled,
+    )  # fmt: skip
+    return launch, (tiles, columns)
+
+
+def _widest_head(front: TritonFront) -> int:
+    return max(front.layout.shape_of(part.section)[1] for part in front.table.convolved)
+
+
+def _widths(front: TritonFront) -> list[int]:
+    """Elements of a token in every input."""
+    made = [(names, torch.Size(shape).numel()) for names, shape in front.made_by]
+    return [width for names, width in made for _ in names]
+
+
+def _tables(
+    front: TritonFront, apart: bool, way: str, groups: list[int]
+) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
+    """CONVOLVED, GATES and the functions of :mod:`.kernels`.
+
+    ``groups``: gradients for one head, of the convolved sections, then of what the gates make.
+    """
+    layout, convolved, gates, place = front.layout, [], [], 3
+    # The gates are the last slots of the forward and the first of the backward.
+    slot = 0 if way else sum(layout.shape_of(x.section)[0] for x in front.table.convolved)
+    for gate in front.table.gates:
+        heads, width = layout.shape_of(gate.section)
+        programs, columns = (heads, width) if gate.channels else (1, heads)
+        first = layout.columns(gate.section).start - (layout.main_width if apart else 0)
+        gates.append((
+            slot, programs, first, columns, block_dim(columns), gate.channels, len(gate.makes),
+            gate.rated, float(gate.low), float(gate.high), groups[place],
+        ))  # fmt: skip
+        slot, place = slot + programs, place + len(gate.makes)
+    slot = slot if way else 0
+    for part, group in zip(front.table.convolved, groups, strict=False):
+        heads, dim = layout.shape_of(part.section)
+        channel, unit = front.channels(part.section).start, part.unit_length
+        convolved.append((slot, heads, channel, dim, block_dim(dim), unit, group))
+        slot += heads
+    functions = [getattr(gate_kernels, gate.function.__name__ + way) for gate in front.table.gates]
+    names = ("GATE", "SECOND_GATE", "THIRD_GATE")
+    return tuple(convolved), tuple(gates), dict(zip(names, _filled(functions, None), strict=True))
+
+
+def _constants(
+    front: TritonFront, tile: Walk, W: int, has_bias: bool, packed: bool, continued: bool
+) -> dict[str, Any]:
+    assert tile.steps % 4 == 0, "the loop is unrolled four times"
+    one_path, layout = front.batch_invariant and packed, front.layout
+    return {
+        "FIRST": layout.conv_columns.start, "C": layout.conv_width, "W": W, "ROWS": tile.rows,
+        "STAGES": tile.stages, "HAS_BIAS": has_bias, "PACKED": packed, "HAS_HISTORY": continued,
+        "ONE_PATH": one_path, "num_warps": tile.warps, "maxnreg": tile.registers,
+        "enable_fp_fusion": not one_path,
+    }  # fmt: skip
