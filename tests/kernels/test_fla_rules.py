@@ -1,5 +1,5 @@
-"""fla's kernels of KDA, GDN-2 and Mamba2 in Triton's interpreter against fp64: in fp32, where a wrong
-scale, base of the logarithm, boundary or state shows in the last digits."""
+"""fla's kernels of KDA, GDN-2 and Mamba2 in Triton's interpreter against fp64: in fp32, where a
+wrong scale, base of the logarithm, boundary or state shows in the last digits."""
 
 import builtins
 import operator
