@@ -1,10 +1,14 @@
-"""Gated DeltaNet-2, one layer on one rank: its recurrence written out, its first values."""
+"""Gated DeltaNet-2, one layer on one rank: its recurrence written out, first values, its rules."""
 
 import pytest
 import torch
+import torch.nn.functional as F
 
+from megatron_gdn.gdn2.rule import PlainGDN2, choose_gdn2
+from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.distributed.mixer_laws import equals_written_out
-from tests.gdn2.mixers import gdn2_config, whole_mixer, written_out
+from tests.gdn2.mixers import build, gdn2_config, whole_mixer, written_out
+from tests.parallel import alone
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
@@ -19,3 +23,33 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 def test_output_and_every_gradient_are_those_of_the_recurrence(options, lengths):
     mixer = whole_mixer(gdn2_config(params_dtype=torch.float64), **options)
     equals_written_out(mixer, written_out, lengths, tokens=40)
+
+
+def test_first_values_are_those_of_megatrons_layer():
+    mixer = build(gdn2_config(bf16=True, params_dtype=torch.bfloat16), alone())
+    assert mixer.A_log.dtype == mixer.dt_bias.dtype == torch.float32
+    rates, steps = mixer.A_log.exp(), F.softplus(mixer.dt_bias)
+    assert rates.shape == (2,) and rates.min() >= 1 and rates.max() <= 16
+    assert steps.shape == (10,) and steps.min() * 1.001 >= 1e-3 and steps.max() <= 0.1001
+    assert list(dict(mixer.named_parameters())) == [
+        "dt_bias", "A_log", "in_proj.weight", "conv1d.weight", "out_norm.weight", "out_proj.weight",
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("options", "changes", "said"),
+    [
+        ({"backend": "flash_qla"}, {}, "unknown backend 'flash_qla' of Gated DeltaNet-2"),
+        ({"backend": "fla"}, {}, "fla runs on a GPU"),
+        ({"backend": "fla"}, {"deterministic_mode": True}, "in deterministic mode use 'auto'"),
+        ({}, {"linear_num_key_heads": 3}, "num_value_heads=4 is not a multiple"),
+    ],
+)
+def test_what_cannot_be_is_refused_in_words(options, changes, said):
+    with pytest.raises(ValueError, match=said):
+        whole_mixer(gdn2_config(**changes), **options)
+
+
+def test_auto_is_plain_torch_until_flas_laws_held_on_a_gpu():
+    given = StateShape(2, 128, 128), torch.device("cuda"), torch.bfloat16
+    assert type(choose_gdn2("auto", *given).rule) is PlainGDN2
