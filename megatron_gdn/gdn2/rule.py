@@ -90,12 +90,15 @@ class FlaGDN2(FlaChannelRule):
 
 
 def _of_value_heads(inputs: GDN2Inputs) -> GDN2Inputs:
-    (G, H) = inputs.k.shape[2], inputs.v.shape[2]
-    if G == H:
+    """Inputs as fla's kernels take them, which multiply gates in the dtype of k and v."""
+    k, v = inputs.k, inputs.v
+    inputs = inputs._replace(b=inputs.b.to(k.dtype), w=inputs.w.to(v.dtype))
+    if k.shape[2] == v.shape[2]:
         return inputs
+    repeats = v.shape[2] // k.shape[2]
     names = ("q", "k", "g", "b")
     return inputs._replace(
-        **{name: getattr(inputs, name).repeat_interleave(H // G, 2) for name in names}
+        **{name: getattr(inputs, name).repeat_interleave(repeats, 2) for name in names}
     )
 
 
