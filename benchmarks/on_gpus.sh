@@ -4,7 +4,8 @@
 #   benchmarks/on_gpus.sh check     one GPU: the kernels, the mixer, states, determinism, padding
 #   benchmarks/on_gpus.sh measure   one GPU: kernels, layers, what fp16 operands and bits that repeat cost
 #   benchmarks/on_gpus.sh shapes    one GPU, Transformer Engine: the shapes that users run
-#   benchmarks/on_gpus.sh grid      one GPU: training and generation with the same bits, shared prefixes
+#   benchmarks/on_gpus.sh grid      one GPU: training and generation with the same bits
+#   benchmarks/on_gpus.sh trees     one GPU, Transformer Engine: shared prefixes in a hybrid model
 #   benchmarks/on_gpus.sh decode    one GPU, Transformer Engine: step kernels, a hybrid model's decode step
 #   benchmarks/on_gpus.sh fp8       one GPU, Transformer Engine: layers and runs under FP8
 #   benchmarks/on_gpus.sh kda       one GPU: Kimi Delta Attention beside fla's layer
@@ -116,7 +117,11 @@ grid)
   laws exact 200 tests/gpu/test_exact_generation.py tests/inference/test_gpu_aligned.py \
     tests/gdn/test_gpu_aligned.py || failed=1
   bench grid 120 bench_grid || failed=1
-  step shared-prefix 120 python3 benchmarks/bench_shared_prefix.py || failed=1
+  ;;
+trees)
+  compile compile 150 16:32 2:4
+  laws shared-prefix 120 tests/gpu/test_shared_prefix.py || failed=1
+  bench shared_prefix 300 bench_shared_prefix || failed=1
   ;;
 decode)
   laws kernels 150 tests/kernels/test_step.py || failed=1

@@ -25,7 +25,9 @@ _NAMES = {
         "Documents", "Layout", "causal_conv1d", "gated_delta_rule", "l2norm",
         "torch_chunk_gated_delta_rule",
     ),
-    "mixers.tree_packing": ("PackedTree", "pack_tree", "tree_packed_seq_params"),
+    "mixers.tree_packing": (
+        "PackedGroups", "PackedTree", "pack_groups", "pack_tree", "tree_packed_seq_params",
+    ),
     "mixers.padding": ("pack_rows", "seqlens_of_mask", "unpack_rows", "unpad_data"),
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

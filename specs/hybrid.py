@@ -7,6 +7,7 @@ HybridModel(config, hybrid_stack_spec("local"), hybrid_layer_pattern="G-G-G-*-",
 """
 
 from dataclasses import fields, replace
+from functools import partial
 from typing import Any, cast
 
 from megatron.core.extensions import transformer_engine as te
@@ -20,12 +21,15 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.gdn2.layer import GatedDeltaNet2
+from megatron_gdn.mixers.attention import TorchSelfAttention
 from megatron_gdn.mixers.loader_layout import AUTO
+from megatron_gdn.mixers.te_attention import beside_torch_attention
 
 from .layer import (
     BIAS_DROPOUT_ADD,
     LocalMoELayer,
     UnavailableLayer,
+    flex_by_option,
     gated_delta_net2_spec,
     gated_delta_net_spec,
     kda_launch_options,
@@ -54,7 +58,8 @@ class HybridStackSpec(ModuleSpec):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The spec over these modules and with these options.
 
-            spec(modules="auto", *, qk_layernorm=False, mamba=None, kda=None, **options)
+            spec(modules="auto", *, qk_layernorm=False, attention="auto", mamba=None, kda=None,
+                 **options)
 
         Args:
             modules: ``"te"`` is Megatron's own hybrid stack with the 'G' and 'M' mixers exchanged;
@@ -62,6 +67,9 @@ class HybridStackSpec(ModuleSpec):
                 ``"te"`` where Transformer Engine is installed. Checkpoints of the two are
                 interchangeable.
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
+            attention: ``"auto"`` is Transformer Engine's attention, or with local modules torch's;
+                documents that continue others (`megatron_gdn.pack_tree`) run torch's in both, on a
+                GPU ``flex_attention``. ``"flex"`` is ``flex_attention`` for all training batches.
             mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention constructors.
             **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend`` (of
                 the delta rule), or of GatedDeltaNet2's if the config's variant is "gdn2".
@@ -85,6 +93,7 @@ def _hybrid_stack_spec(
     modules: str = "auto",
     *,
     qk_layernorm: bool = False,
+    attention: str = "auto",
     mamba: dict[str, Any] | None = None,
     kda: dict[str, Any] | None = None,
     **options: Any,
@@ -100,13 +109,14 @@ def _hybrid_stack_spec(
     }
     cp_layout = options.get("cp_layout", AUTO)
     if modules == "te":
-        submodules = _te_submodules(mixer, mamba2, qk_layernorm)
+        beside = {"cp_layout": cp_layout, "flex": flex_by_option(attention)}
+        submodules = _te_submodules(mixer, mamba2, qk_layernorm, beside)
         layers = {name: _layer(each) for name, each in others.items()}
         theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
         heads = checked_mtp_spec(theirs, layers=layers, cp_layout=cp_layout)
     else:
-        attention = local_attention_spec(qk_layernorm, cp_layout)
-        submodules = _local_submodules(mixer, mamba2, attention)
+        local = local_attention_spec(qk_layernorm, cp_layout, attention)
+        submodules = _local_submodules(mixer, mamba2, local)
         layers = {name: _layer(each, "in_proj") for name, each in others.items()}
         heads = local_mtp_spec(layers=layers, cp_layout=cp_layout)
     submodules = replace(submodules, mtp_block_spec=heads)
@@ -127,18 +137,28 @@ def _options_of_both(options: dict[str, Any], mixer: str) -> dict[str, Any]:
 
 
 def _te_submodules(
-    mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool
+    mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool, beside: dict[str, Any]
 ) -> HybridStackSubmodules:
-    stack = replace(_upstream(), gdn_layer=_layer(mixer), mamba_layer=_mamba_layer(mamba2))
-    if qk_layernorm:
-        # Megatron's own stack has no place for these norms, even if the config asks for them.
-        layer = cast(Any, stack.attention_layer)
-        attention = layer.submodules.self_attention
-        norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm}
-        attention = replace(attention, submodules=replace(attention.submodules, **norms))
-        layer = replace(layer, submodules=replace(layer.submodules, self_attention=attention))
-        stack = replace(stack, attention_layer=layer)
-    return stack
+    """Megatron's own hybrid stack with our mixers, and torch's attention beside its own."""
+    layer = cast(Any, _upstream().attention_layer)
+    theirs = layer.submodules.self_attention
+    core = partial(beside_torch_attention(theirs.submodules.core_attention), **beside)
+    # Megatron's own stack has no place for these norms, even if the config asks for them.
+    norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm} if qk_layernorm else {}
+    attention = replace(
+        theirs,
+        module=TorchSelfAttention,
+        params={**theirs.params, "cp_layout": beside["cp_layout"]},
+        submodules=replace(theirs.submodules, core_attention=core, **norms),
+    )
+    return replace(
+        _upstream(),
+        gdn_layer=_layer(mixer),
+        mamba_layer=_mamba_layer(mamba2),
+        attention_layer=replace(
+            layer, submodules=replace(layer.submodules, self_attention=attention)
+        ),
+    )
 
 
 def _local_submodules(

@@ -147,20 +147,34 @@ def local_mlp_builder():
     )
 
 
-def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> ModuleSpec:
-    """Causal self-attention in plain torch: batches, packed documents, context parallelism."""
+def local_attention_spec(
+    qk_layernorm: bool = False, cp_layout: str = AUTO, attention: str = "auto"
+) -> ModuleSpec:
+    """Causal self-attention by torch: batches, packed documents, context parallelism."""
     qk_norm = {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm} if qk_layernorm else {}
     return ModuleSpec(
         module=TorchSelfAttention,
         params={"attn_mask_type": AttnMaskType.causal, "cp_layout": cp_layout},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=partial(TorchAttention, cp_layout=cp_layout),
+            core_attention=partial(
+                TorchAttention, cp_layout=cp_layout, flex=flex_by_option(attention)
+            ),
             linear_proj=RowParallelLinear,
             **qk_norm,
         ),
         metainfo={"fuse_input_layernorm": False},
     )
+
+
+def flex_by_option(attention: str) -> bool | None:
+    """TorchAttention's option ``flex``, from the option ``attention`` of a spec."""
+    if attention not in ("auto", "flex"):
+        raise ValueError(
+            f"unknown attention {attention!r}; use 'auto' (of the modules, and flex_attention for "
+            f"what Transformer Engine's refuses) or 'flex' (torch's flex_attention)."
+        )
+    return True if attention == "flex" else None
 
 
 class LocalMoELayer(MoETransformerLayer):

@@ -19,7 +19,7 @@ from megatron.core.transformer.attention import Attention
 from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
-from ..mixers.attention import TorchSelfAttention
+from ..mixers.attention import TorchAttention
 from ..mixers.fp8 import quantises
 
 _SEQUENCE_PARALLEL = (
@@ -57,7 +57,8 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
         others = {
             type(module).__name__
             for module in model.modules()
-            if isinstance(module, Attention) and not isinstance(module, TorchSelfAttention)
+            if isinstance(module, Attention)
+            and not isinstance(getattr(module, "core_attention", None), TorchAttention)
         }
         if others:
             raise NotImplementedError(

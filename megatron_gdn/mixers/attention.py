@@ -1,6 +1,6 @@
-"""Causal attention in plain torch, over packed documents and with context parallelism.
+"""Causal attention over packed documents and trees of them, with context parallelism.
 
-For machines without Transformer Engine, and on a GPU as the slow twin of its attention.
+``flex_attention`` of torch on a GPU (`.flex_attention`), plain torch on a CPU.
 
 Legend: S tokens of the whole buffer in sequence order, s this rank's share of them in its order,
 B batch (1 when packed), H query heads and G key heads of this tensor-parallel rank, D head size.
@@ -9,9 +9,9 @@ B batch (1 when packed), H query heads and G key heads of this tensor-parallel r
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,12 +26,12 @@ from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..context_parallel.gathered import Span, gather_in_order, spans_of
-from ..context_parallel.layouts import SequenceLayout, positions
-from ..ops.documents import Documents
+from ..context_parallel.gathered import Span, gather_in_order
+from ..context_parallel.layouts import SequenceLayout
 from .arguments import require_causal
+from .attention_share import MicroBatchShare
+from .flex_attention import attend
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
-from .packing import context_parallel_group_of, resolve_packed_seq_params
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -43,10 +43,14 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     A batch that is not packed, on one context-parallel rank, goes to Megatron's DotProductAttention
     with all its options. With packed documents or context parallelism, every rank gathers the keys
-    and values of all ranks and attends with its own queries, document by document. So the number of
-    heads does not limit the number of ranks.
+    and values of all ranks and attends with its own queries. So the number of heads does not limit
+    the number of ranks. A CPU runs plain torch, document by document. A GPU runs
+    ``flex_attention``; it runs plain torch in fp64, with dropout, heads of less than 16, or
+    ``batch_invariant_mode``.
 
-    Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in `GatedDeltaNet`.
+    Constructor arguments are those of DotProductAttention, ``cp_layout`` as in `GatedDeltaNet`, and
+    ``flex``. With ``flex=True`` a GPU runs ``flex_attention`` for every batch that attends to
+    itself, and refuses what it would run in plain torch; with False it never runs it.
     """
 
     def __init__(
@@ -55,6 +59,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         *args: Any,
         pg_collection: ProcessGroupCollection | None = None,
         cp_layout: str | SequenceLayout = AUTO,
+        flex: bool | None = None,
         **kwargs: Any,
     ) -> None:
         if pg_collection is None:
@@ -63,6 +68,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         super().__init__(_of_one_rank(config), *args, pg_collection=pg_collection, **kwargs)
         self.config = config
         self.loader_layout = LoaderLayout(cp_layout, config)
+        self.flex = flex
         self._whole = False  # whether queries and keys are of whole sequences, on every rank
         if config.context_parallel_size > 1:
             self._require_plain(f"context_parallel_size={config.context_parallel_size}")
@@ -106,7 +112,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         micro_batch = MicroBatchShare.of(
             packed_seq_params, group, self.loader_layout.of, query.shape[0], query.device
         )
-        if micro_batch.documents is None and micro_batch.size == 1:
+        flex = self._runs_flex(query)
+        forced = flex and self.flex and len(query) == len(key)
+        if micro_batch.documents is None and micro_batch.size == 1 and not forced:
             if self.config.batch_invariant_mode and attention_mask is None:
                 return self._query_by_query(query, key, value)
             queries, keys = query.shape[0], key.shape[0]
@@ -129,10 +137,43 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         if without_rows:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key, value = micro_batch.gather(key), micro_batch.gather(value)
-        exact = self.config.batch_invariant_mode and micro_batch.size == 1
-        attended = (self._attend(x, query, key, value, exact) for x in micro_batch.spans)
-        out_sBHD = torch.cat([*attended])
+        if flex:
+            out_sBHD = attend(query, key, value, micro_batch.mask, self._scale)
+        else:
+            exact = self.config.batch_invariant_mode and micro_batch.size == 1
+            attended = (self._attend(x, query, key, value, exact) for x in micro_batch.spans)
+            out_sBHD = torch.cat([*attended])
         return out_sBHD.flatten(1 if without_rows else 2)
+
+    def takes(self, packed: PackedSeqParams | None) -> bool:
+        """Whether this attends to the micro-batch, not another attention beside it."""
+        return True
+
+    @property
+    def _scale(self) -> float:
+        return self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
+
+    @property
+    def _dropout(self) -> float:
+        return self.attention_dropout.p if self.training else 0.0
+
+    def _runs_flex(self, query: Tensor) -> bool:
+        if self.flex is False or not query.is_cuda:
+            return False
+        obstacles = {
+            f"attention_dropout={self._dropout}": self._dropout > 0,
+            "config.batch_invariant_mode": self.config.batch_invariant_mode,
+            f"queries of {query.dtype}": query.dtype is torch.float64,
+            f"heads of {query.shape[-1]}": query.shape[-1] < 16,  # the least of a tl.dot
+        }
+        found = [obstacle for obstacle, is_there in obstacles.items() if is_there]
+        if found and self.flex:
+            raise NotImplementedError(
+                f"flex_attention cannot run with {' and '.join(found)}, and flex=True asks for it. "
+                f"Change the setting, or leave flex None (attention='auto' in hybrid_stack_spec): "
+                f"then plain torch runs."
+            )
+        return not found
 
     def _attend(
         self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, exact: bool
@@ -146,17 +187,16 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         if shared_by > 1:
             key, value = (x.repeat_interleave(shared_by, dim=2) for x in (key, value))
         mask = span.mask(query.device)
-        rate = self.attention_dropout.p if self.training else 0.0
         # Where tensor-parallel ranks hold different heads, they draw from their own generator.
-        own = rate and not self.config.sequence_parallel
+        own = self._dropout and not self.config.sequence_parallel
         tracker: Any = tensor_parallel.get_cuda_rng_tracker() if own else None
         with tracker.fork() if own else nullcontext():
             out_BHsD = F.scaled_dot_product_attention(
                 *(x.permute(1, 2, 0, 3) for x in (query, key, value)),
                 attn_mask=mask,
-                dropout_p=rate,
+                dropout_p=self._dropout,
                 is_causal=mask is None,
-                scale=self.softmax_scale * (self.scale_mask_softmax.scale or 1.0),
+                scale=self._scale,
             )
         return out_BHsD.permute(2, 0, 1, 3)
 
@@ -164,7 +204,6 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         """Each query over the keys up to its own, which alone set its bits; slow."""
         self._require_plain("batch_invariant_mode")
         before, shared_by = key.shape[0] - query.shape[0], query.shape[2] // key.shape[2]
-        scale = self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
         rows = []
         for s in range(query.shape[0]):
             for b in range(query.shape[1]):
@@ -173,7 +212,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                     for x in (key, value)
                 )
                 q = query[s, b][:, None]
-                scores = (q * k.contiguous()).sum(-1, keepdim=True) * scale
+                scores = (q * k.contiguous()).sum(-1, keepdim=True) * self._scale
                 rows.append((scores.softmax(1) * v.contiguous()).sum(1).flatten())
         return torch.stack(rows).view(*query.shape[:2], -1)
 
@@ -200,60 +239,13 @@ def _of_one_rank(config: TransformerConfig) -> TransformerConfig:
     return alone
 
 
-class MicroBatchShare(NamedTuple):
-    """What a rank holds of a micro-batch."""
-
-    documents: Documents | None
-    group: Any
-    size: int  # of the group
-    rank: int
-    layout: SequenceLayout
-    lengths: tuple[int, ...]
-
-    @classmethod
-    def of(
-        cls,
-        packed: PackedSeqParams | None,
-        group: Any,
-        layout_of: Callable[[PackedSeqParams | None], SequenceLayout],
-        tokens: int,
-        device: torch.device,
-    ) -> MicroBatchShare:
-        """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``."""
-        group = context_parallel_group_of(packed, group)
-        size, rank = (1, 0) if group is None else (group.size(), group.rank())
-        total = tokens * size
-        documents = resolve_packed_seq_params(packed, total, device)
-        documents = None if documents is None else documents.on_host()  # refused in a capture
-        layout = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order
-        if total != tokens:
-            layout = layout_of(None if documents is None else packed)
-        return cls(documents, group, size, rank, layout, Documents.lengths_of(documents, total))
-
-    @property
-    def positions(self) -> Tensor:
-        """Of this rank's tokens; int64 ``[s]`` on the host."""
-        return positions(self.lengths, self.size, self.layout)[self.rank]
-
-    @property
-    def spans(self) -> tuple[Span, ...]:
-        """This rank's rows by document, in order; empty documents are left out."""
-        spans = spans_of(self.lengths, self.size, self.rank, self.layout)
-        if self.documents is None:
-            return spans
-        return tuple(x._replace(before=self.documents.tokens_before(x.start)) for x in spans)
-
-    def gather(self, x: Tensor) -> Tensor:
-        """``[s, ...] -> [S, ...]``, all ranks' rows in sequence order; gradients are summed."""
-        return gather_in_order(x, self.group, self.lengths, self.layout)
-
-
 class TorchSelfAttention(FollowsLoader, SelfAttention):
     """``SelfAttention`` that rotates queries and keys by the positions this rank holds.
 
     Megatron's always rotates for the zigzag layout and for the model's own context-parallel group.
-    Where that is wrong, this class rotates itself; elsewhere it runs Megatron's code. Constructor
-    arguments are those of SelfAttention, and ``cp_layout`` as in `GatedDeltaNet`.
+    Where that is wrong, this class rotates itself; elsewhere, and for what another attention than
+    `TorchAttention` attends to, it runs Megatron's code. Constructor arguments are those of
+    SelfAttention, and ``cp_layout`` as in `GatedDeltaNet`.
     """
 
     core_attention: Any
@@ -276,6 +268,10 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         kwargs.update(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
         if inference_context is not None:
             kwargs["inference_context"] = inference_context
+        ours = getattr(self.core_attention, "takes", None)
+        if ours is not None and not ours(packed_seq_params):
+            return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        if inference_context is not None:
             return self._generate(hidden_states, rotary_pos_emb, **kwargs)
         self._require_one_group()
         skips: Any = self.config.no_rope_freq  # by layer

@@ -30,6 +30,7 @@ from tests.parallel import (
     reduce_gradients,
 )
 from tests.ranks import on_ranks
+from tests.trees import Tree, random_tree
 
 UNEQUAL = (8, 24, 16, 8)  # multiples of 2 * cp for cp = 2 and 4
 ANY_LENGTH = (3, 0, 29, 7, 1)
@@ -56,10 +57,10 @@ def build_attention(config, groups: ProcessGroupCollection, layout: str):
     return build_module(spec, config, layer_number=1, pg_collection=groups)
 
 
-def direct_softmax(x, weights, groups: int, lengths, rope: bool, qk_norm_eps: float | None):
+def direct_softmax(x, weights, groups: int, tree: Tree, rope: bool, qk_norm_eps: float | None):
     """The layer's formula on the whole buffer ``[S, B, D]``, written out; in the dtype of x.
 
-    ``lengths`` are the documents of a packed buffer, or one length: a batch.
+    ``tree`` are the documents of a packed buffer, or one: a batch.
     """
     shared_by = HEADS // groups
     qkv = (x @ weights["linear_qkv.weight"].T).unflatten(-1, (groups, shared_by + 2, HEAD_SIZE))
@@ -72,8 +73,17 @@ def direct_softmax(x, weights, groups: int, lengths, rope: bool, qk_norm_eps: fl
 
     if qk_norm_eps is not None:
         q, k = norm(q, weights["q_layernorm.weight"]), norm(k, weights["k_layernorm.weight"])
-    document = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths))
-    position = torch.cat([torch.arange(length) for length in lengths]).to(x.dtype)
+    seen, position = (
+        torch.zeros(len(x), len(x), dtype=torch.bool),
+        torch.zeros(len(x), dtype=x.dtype),
+    )
+    for index, slot in enumerate(tree.slots):
+        start = sum(tree.slots[:index])
+        before = [token for each in tree.path(index)[:-1] for token in tree.tokens(each)]
+        rows = slice(start, start + slot)
+        seen[rows, rows] = torch.ones(slot, slot, dtype=torch.bool).tril()
+        seen[rows, before] = True
+        position[rows] = torch.arange(len(before), len(before) + slot, dtype=x.dtype)
     if rope:
         frequency = 10000 ** -(torch.arange(0, HEAD_SIZE, 2) / HEAD_SIZE).to(x.dtype)
         angle = (position[:, None] * frequency).repeat(1, 2)[:, None, None]
@@ -84,8 +94,6 @@ def direct_softmax(x, weights, groups: int, lengths, rope: bool, qk_norm_eps: fl
 
         q, k = rotate(q), rotate(k)
     scores = torch.einsum("sbhd,tbhd->bhst", q, k) / HEAD_SIZE**0.5
-    order = torch.arange(len(document))
-    seen = (order[:, None] >= order) & (document[:, None] == document)
     probabilities = scores.masked_fill(~seen, float("-inf")).softmax(-1)
     out = torch.einsum("bhst,tbhd->sbhd", probabilities, v).flatten(2)
     return out @ weights["linear_proj.weight"].T
@@ -95,7 +103,7 @@ def parallel_equals_a_direct_softmax(
     tp: int,
     cp: int,
     sequence_parallel: bool = False,
-    lengths: tuple[int, ...] | None = None,
+    lengths: tuple[int, ...] | Tree | None = None,
     layout: str = "zigzag",
     groups: int = 2,
     rope: bool = True,
@@ -105,8 +113,11 @@ def parallel_equals_a_direct_softmax(
     tolerance: float = 1e-5,
 ) -> None:
     """Output, input gradient and every parameter's gradient."""
-    batch, tokens = (2, 48) if lengths is None else (1, sum(lengths))
-    documents = lengths or (tokens,)
+    tree = lengths if isinstance(lengths, Tree) else None
+    if tree is None:
+        given = lengths or (48,)
+        tree = Tree((-1,) * len(given), given)
+    batch, tokens, documents = 2 if lengths is None else 1, sum(tree.slots), tree.slots
     changes = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
     with parallel(tp=tp, cp=cp):
         config = attention_config(
@@ -138,7 +149,7 @@ def parallel_equals_a_direct_softmax(
         x = torch.randn(tokens, batch, HIDDEN).double().requires_grad_()
         weight = torch.randn(tokens, batch, HIDDEN).double()
         eps = config.layernorm_epsilon if qk_layernorm else None
-        y = direct_softmax(x, whole, groups, documents, rope, eps)
+        y = direct_softmax(x, whole, groups, tree, rope, eps)
         (y * weight).sum().backward()
 
         def share(name, tensor):
@@ -151,12 +162,16 @@ def parallel_equals_a_direct_softmax(
                 parameter.copy_(share(name, whole[name]))
         ddp = in_ddp(layer, grad_reduce_in_fp32=True)
         mine = local_indices(documents, cp, cp_group.rank(), SequenceLayout.parse(layout))
+        packed = None if lengths is None else thd(documents)
+        if isinstance(lengths, Tree):
+            packed = tree.params
         angles = None
         if rope:
             cpu = {"use_cpu_initialization": True}
             rotary = RotaryEmbedding(HEAD_SIZE, 1.0, **cpu, cp_group=built_with.cp)
-            angles = rotary(max(documents), packed_seq=lengths is not None)
-        packed = None if lengths is None else thd(lengths)
+            longest = max(documents) if packed is None else packed.max_seqlen_q
+            # Megatron's models cut the angles of a tree for ranks, as those of a batch.
+            angles = rotary(longest, packed_seq=packed is not None and packed.qkv_format == "thd")
         if own_cp_group:
             packed.cp_group, packed.local_cp_size = cp_group, cp
         if sequence_parallel:
@@ -184,6 +199,20 @@ def build_core(config, groups, layout: str, mask_type=AttnMaskType.causal) -> To
 def test_packed_documents_in_parallel_equal_a_direct_softmax(pools, tp, cp, sp, layout):
     lengths = UNEQUAL if layout == "zigzag" else ANY_LENGTH
     pools(tp * cp).run(parallel_equals_a_direct_softmax, tp, cp, sp, lengths=lengths, layout=layout)
+
+
+@layouts
+@ranks
+def test_trees_in_parallel_equal_a_direct_softmax(pools, tp, cp, sp, layout):
+    """Documents that continue others, with padding in their slots."""
+    tree = random_tree(6, multiple=8)
+    pools(tp * cp).run(parallel_equals_a_direct_softmax, tp, cp, sp, lengths=tree, layout=layout)
+
+
+@pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)], ids=["one", "tp", "sp"])
+def test_a_tree_without_context_parallelism_equals_a_direct_softmax(pools, tp, sp):
+    tree = random_tree(9, multiple=2)
+    pools(tp).run(parallel_equals_a_direct_softmax, tp, 1, sp, lengths=tree)
 
 
 @layouts

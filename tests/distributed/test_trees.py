@@ -7,13 +7,13 @@ import torch
 import torch.nn.functional as F
 from megatron.core import parallel_state
 
-from megatron_gdn import pack_tree
+from megatron_gdn import pack_groups, pack_tree
 from megatron_gdn.context_parallel import local_indices
-from tests.distributed.gpt_laws import build_model, summed_gradients
+from tests.distributed.gpt_laws import FULL_RECOMPUTE, build_model, summed_gradients
 from tests.distributed.layer_laws import thd
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN, GDN2, KDA, MAMBA2
-from tests.parallel import VOCABULARY, assert_close, parallel
+from tests.parallel import VOCABULARY, assert_close, hybrid_model, model_config, parallel
 from tests.ranks import RankError
 from tests.trees import random_tree
 
@@ -31,6 +31,18 @@ def prompts_and_responses() -> tuple[list[torch.Tensor], list[list[torch.Tensor]
 
 
 build = partial(build_model, layers=(1, 0, 1), positions="rope")
+
+
+def build_hybrid(cp: int, recompute: bool):
+    """16 layers in fp64, 12 of Gated DeltaNet and 4 of attention, each with an MLP."""
+    pattern = 4 * "G-G-G-*-"
+    sizes = {"num_query_groups": 2, "gated_linear_unit": True, "add_bias_linear": False}
+    config = model_config(
+        pattern, context_parallel_size=cp, init_method_std=0.1, **sizes,
+        **(FULL_RECOMPUTE if recompute else {}),
+    )  # fmt: skip
+    torch.manual_seed(3)
+    return hybrid_model(config, pattern, position_embedding_type="rope").double()
 
 
 def losses(model, tokens, position_ids, labels, params, held) -> torch.Tensor:
@@ -59,7 +71,25 @@ def as_tree(cp: int = 1, recompute: bool = False) -> dict[str, torch.Tensor]:
         return of_weighted(model, rows)
 
 
-def separately() -> dict[str, torch.Tensor]:
+def as_groups(most_tokens: int) -> dict[str, torch.Tensor]:
+    """The same by the model of 16 layers, in micro-batches of at most so many tokens."""
+    with parallel():
+        model = build_hybrid(1, False)
+        prompts, responses = prompts_and_responses()
+        groups = [(p.tolist(), [x.tolist() for x in each])
+                  for p, each in zip(prompts, responses, strict=True)]  # fmt: skip
+        packed = pack_groups(groups, most_tokens, device="cpu")
+        found = []
+        for each in packed.micro_batches:
+            assert each.tokens.shape[1] <= most_tokens
+            every = torch.arange(each.tokens.shape[1])
+            found.append(losses(model, *each[:3], each.packed_seq_params, every)[None])
+        of_responses = packed.unpack(found)
+        assert [len(each) for each in of_responses] == [len(each) for each in responses]
+        return of_weighted(model, [row for rows in of_responses for row in rows])
+
+
+def separately(build=build) -> dict[str, torch.Tensor]:
     """The same on one rank, with every response behind a prompt of its own."""
     with parallel():
         model = build(1, False)
@@ -109,6 +139,17 @@ def test_a_model_on_shared_prompts_equals_separate_sequences(pools, cp, recomput
     apart = pool.run(separately)[0]
     shared = pool.run(as_tree, cp, recompute)[0]
     assert shared.keys() == apart.keys()
+    for name, value in shared.items():
+        assert_close(name, value, apart[name], 1e-11)
+
+
+@pytest.mark.parametrize("most_tokens", [64, 40, 35])
+def test_a_hybrid_of_16_layers_on_groups_equals_separate_sequences(pools, most_tokens):
+    """fp64, groups together, one group per micro-batch, and one that is cut in two."""
+    pool = pools(1)
+    apart = pool.run(separately, build_hybrid)[0]
+    shared = pool.run(as_groups, most_tokens)[0]
+    assert shared.keys() == apart.keys() and len(shared) > 16 * 4
     for name, value in shared.items():
         assert_close(name, value, apart[name], 1e-11)
 

@@ -25,6 +25,17 @@ def test_the_quickstart_trains_one_layer_on_packed_documents():
     assert all(float(line.split()[-1]) > 0 for line in gradients)
 
 
+@pytest.mark.slow
+def test_a_policy_gradient_step_is_the_same_on_trees_and_packed_separately():
+    """fp64: some hundred roundings of at most 1e-16, of gradients near 1."""
+    done = python("examples/grpo_on_trees.py")
+    assert done.stderr == ""
+    tokens, loss, gradients = done.stdout.splitlines()
+    assert tokens == "as trees 495 tokens, packed separately 1416"
+    assert float(loss.split()[-1]) < 1e-12
+    assert float(gradients.split()[-1]) < 1e-12 and float(gradients.split()[5]) > 0.01
+
+
 @pytest.mark.nightly
 def test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn(tmp_path):
     flags = "--steps=3", "--rows=2", "--tokens=48", f"--output={tmp_path / 'small'}"

@@ -53,6 +53,10 @@ RUN_BY = {
     ".venv/bin/python examples/quickstart.py": (
         "tests/examples/test_commands.py::test_the_quickstart_trains_one_layer_on_packed_documents"
     ),
+    ".venv/bin/python examples/grpo_on_trees.py": (
+        "tests/examples/test_commands.py::"
+        "test_a_policy_gradient_step_is_the_same_on_trees_and_packed_separately"
+    ),
     ".venv/bin/python examples/generate.py HF_FOLDER --tokens 5 17 3 --count 32": (
         "tests/hf/test_generation.py::test_the_example_generates_from_a_folder"
     ),

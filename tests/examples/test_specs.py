@@ -110,7 +110,10 @@ def test_what_both_mixers_know_goes_to_both():
 def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():
     """Megatron's own stack has none, whatever ``config.qk_layernorm`` says."""
     mixers = gated_delta_net_spec("local"), mamba2_spec("local")
-    with_norms, without = (hybrid_module._te_submodules(*mixers, asked) for asked in (True, False))
+    options = {"cp_layout": "auto", "flex": None}
+    with_norms, without = (
+        hybrid_module._te_submodules(*mixers, asked, options) for asked in (True, False)
+    )
     assert without.mamba_layer.submodules.mixer.module is Mamba2Mixer
     for stack, norm in ((with_norms, te.TENorm), (without, None)):
         attention = stack.attention_layer.submodules.self_attention.submodules

@@ -28,10 +28,10 @@ def undone():
 
 
 def test_megatrons_own_specs_build_our_layers():
-    """All of patch_laws.py, behind a stand-in for Transformer Engine, in a process of its own."""
+    """Two files of laws, behind a stand-in for Transformer Engine, in a process of its own."""
     plugin = "-p", "tests.frameworks.behind_te_on_cpu"
-    laws = "tests/frameworks/patch_laws.py"
-    run = python("-m", "pytest", *plugin, laws, timeout=None, TORCHDYNAMO_DISABLE="1")
+    laws = "tests/frameworks/patch_laws.py", "tests/frameworks/tree_laws.py"
+    run = python("-m", "pytest", *plugin, *laws, timeout=None, TORCHDYNAMO_DISABLE="1")
     assert " passed" in run.stdout, run.stdout[-4000:]
 
 

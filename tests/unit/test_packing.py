@@ -9,7 +9,13 @@ import pytest
 import torch
 from megatron.core.packed_seq_params import PackedSeqParams
 
-from megatron_gdn import Documents, pack_tree, static_packed_seq_params, tree_packed_seq_params
+from megatron_gdn import (
+    Documents,
+    pack_groups,
+    pack_tree,
+    static_packed_seq_params,
+    tree_packed_seq_params,
+)
 from megatron_gdn.mixers.packing import TREE, resolve_packed_seq_params
 from megatron_gdn.ops.trees import TreeDocuments
 
@@ -209,6 +215,39 @@ def test_prompts_and_responses_are_laid_out():
 def test_other_prompts_are_refused(prompts, responses, told):
     with pytest.raises(ValueError, match=told):
         pack_tree(prompts, responses)
+
+
+GROUPS = [([7, 8, 9], [[1, 2], [3]]), ([5], [[4, 6], [], [1], [2, 2, 2]]), ([1, 2], [[8]])]
+
+
+@pytest.mark.parametrize(
+    "most_tokens, multiple_of, sizes",
+    # Groups of 5, 6 and 2 tokens; in slots of two of 6, 8 and 4; a limit of 4 cuts the first two.
+    [(13, 1, [13]), (8, 1, [5, 8]), (6, 1, [5, 6, 2]), (4, 1, [4, 3, 3, 3, 2]), (12, 2, [6, 12])],
+)
+def test_groups_are_cut_into_micro_batches_and_come_back_in_order(most_tokens, multiple_of, sizes):
+    packed = pack_groups(GROUPS, most_tokens, multiple_of=multiple_of, device="cpu")
+    found = [each.tokens.shape[1] for each in packed.micro_batches]
+    assert found == sizes
+    back = packed.unpack([each.labels for each in packed.micro_batches])
+    assert [[x.tolist() for x in each] for each in back] == [each for _, each in GROUPS]
+
+
+def test_a_group_larger_than_a_micro_batch_is_cut_between_its_responses():
+    prompt, answers = [1, 2, 3], [[4, 4], [5], [6, 6, 6], [7]]
+    packed = pack_groups([(prompt, answers)], 6, multiple_of=2, device="cpu")
+    # Slots: 2 for the prompt, then 2, 2, 4 and 2.
+    assert [each.tokens.tolist() for each in packed.micro_batches] == [
+        [[1, 2, 3, 4, 3, 0]], [[1, 2, 3, 6, 6, 0]], [[1, 2, 3, 0]]
+    ]  # fmt: skip
+    back = packed.unpack([each.labels for each in packed.micro_batches])
+    assert [[x.tolist() for x in each] for each in back] == [answers]
+
+
+def test_a_response_that_fits_into_no_micro_batch_is_refused():
+    told = r"prompt of group 1 and its longest response need 5 tokens .* most_tokens=4"
+    with pytest.raises(ValueError, match=told):
+        pack_groups([([1, 2], [[3]]), ([1, 2, 3], [[4], [5, 5, 5]])], 4, device="cpu")
 
 
 def test_rows_of_another_buffer_are_refused():

@@ -1,0 +1,183 @@
+"""The mask of flex_attention on a GPU, and what it computes, against the plain twin on a CPU."""
+
+from functools import partial
+from itertools import accumulate
+from unittest.mock import patch
+
+import pytest
+import torch
+from megatron.core.transformer.enums import AttnMaskType
+from torch._dynamo.backends.debugging import aot_eager
+
+from megatron_gdn.context_parallel.layouts import positions
+from megatron_gdn.mixers import flex_attention
+from megatron_gdn.mixers.attention import TorchAttention
+from megatron_gdn.mixers.flex_attention import BLOCK, Mask, attend
+from megatron_gdn.mixers.packing import resolve_packed_seq_params
+from megatron_gdn.ops.documents import Documents
+from tests.distributed.layer_laws import thd
+from tests.parallel import alone, assert_close, make_config
+from tests.trees import Tree, random_tree
+
+CPU = torch.device("cpu")
+ANSWERS = Tree((-1, *[0] * 4), (2 * BLOCK + 9, 3 * BLOCK, 40, 41, BLOCK))
+# Not in the order of a walk, with empty documents and padding: 2 and 4 continue 0, 5 continues 4.
+MIXED = Tree((-1, -1, 0, 1, 0, 4, 5), (2 * BLOCK, 70, 0, 300, 130, 0, 200), 8)
+PACKED = Documents((0, *accumulate((3, 0, 2 * BLOCK, 129, 1))), CPU)
+WALKS = [ANSWERS.documents, PACKED]  # each document directly behind what it continues
+
+
+def seen_by_definition(documents: Documents) -> torch.Tensor:
+    """``[S, S]``: its own document up to itself, and the tokens of those that it continues."""
+    whole = torch.zeros(2 * [documents.total_tokens], dtype=torch.bool)
+    for start, end in zip(documents.offsets, documents.offsets[1:], strict=False):
+        whole[start:end, start:end] = torch.ones(2 * [end - start], dtype=torch.bool).tril()
+        for before in documents.tokens_before(start) if end > start else ():
+            whole[start:end, before] = True
+    return whole
+
+
+def dense(mask: Mask) -> torch.Tensor:
+    queries, keys = len(mask.query_s), len(mask.key_S)
+    return mask.sees(torch.arange(queries)[:, None], torch.arange(keys)[None])
+
+
+def listed(mask: Mask, which: int, queries: int, keys: int) -> torch.Tensor:
+    """``[I, J]``: the blocks of one of the mask's lists."""
+    counts, order = (x[0, 0] for x in mask.blocks[which : which + 2])
+    found = torch.zeros(queries, keys, dtype=torch.bool)
+    for row, (count, blocks) in enumerate(zip(counts.tolist(), order, strict=True)):
+        found[row, blocks[:count].long()] = True
+    return found
+
+
+@pytest.mark.parametrize(
+    "documents",
+    [*WALKS, MIXED.documents, *(random_tree(i, 3, longest=200).documents for i in range(12))],
+    ids=lambda documents: str(documents.lengths),
+)
+@pytest.mark.parametrize("size, rank", [(1, 0), (2, 1)])
+def test_the_mask_is_that_of_the_definition_token_by_token_and_by_blocks(documents, size, rank):
+    S = documents.total_tokens
+    rows = positions((S - S % size,), size, "contiguous")[rank]  # without the last one, if odd
+    mask, right = Mask.of(documents, rows), seen_by_definition(documents)[rows]
+    assert torch.equal(dense(mask), right)
+    padded = right.new_zeros(-(-len(rows) // BLOCK) * BLOCK, -(-S // BLOCK) * BLOCK)
+    padded[: len(rows), :S] = right
+    blocks = padded.unflatten(1, (-1, BLOCK)).unflatten(0, (-1, BLOCK)).transpose(1, 2)
+    some, every = blocks.flatten(2).any(2), blocks.flatten(2).all(2)
+    partly, fully = (listed(mask, which, *some.shape) for which in (0, 2))
+    assert torch.equal(fully, every)
+    assert not (partly & fully).any() and not (some & ~(partly | fully)).any()
+    if any(documents is walk for walk in WALKS):  # no block too many
+        assert torch.equal(partly, some & ~every)
+
+
+def test_the_mask_has_no_table_of_queries_times_keys():
+    documents = Tree((-1, *[0] * 16), (2048, *[256] * 16)).documents
+    mask = Mask.of(documents, torch.arange(6144))
+    largest = max(x.numel() for x in (*mask[:3], *mask.blocks))
+    assert largest == 6144
+
+
+@pytest.fixture
+def counted():
+    """flex_attention traced as for a GPU, and run by torch operations; a list of its graphs."""
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return aot_eager(graph, inputs)
+
+    flex_attention._compiled.cache_clear()
+    in_torch = patch("torch.compile", partial(torch.compile, backend=backend))
+    # torch refuses a backward on a CPU, whose kernels have none.
+    with in_torch, patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None):
+        yield graphs
+    flex_attention._compiled.cache_clear()
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_flex_attention_is_the_plain_twin_and_lengths_do_not_compile_it_again(counted):
+    """Outputs and gradients in fp64. The first batch has as many blocks as heads, which torch takes
+    for one size."""
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
+    config = make_config(**sizes, attention_dropout=0.0)
+    plain = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
+    torch.manual_seed(0)
+    batches = [
+        Tree((-1, 0), (300, 200)), ANSWERS, thd((100, 500)), MIXED, thd((260,)),
+        Tree((-1, 0), (150, 9)),
+    ]  # fmt: skip
+    for seen, batch in enumerate(batches):
+        params = batch.params if isinstance(batch, Tree) else batch
+        padded = params.cu_seqlens_q_padded
+        S = int((params.cu_seqlens_q if padded is None else padded)[-1])
+        qkv = [torch.randn(S, 1, heads, 16).double().requires_grad_() for heads in (4, 2, 2)]
+        mask = Mask.of(resolve_packed_seq_params(params, S, CPU), torch.arange(S))
+        outputs = (
+            attend(*qkv, mask, plain._scale).flatten(2),
+            plain(*qkv, None, packed_seq_params=params).view(S, 1, 64),
+        )
+        d_out = torch.randn(S, 1, 64).double()
+        both = [(out, *torch.autograd.grad(out, qkv, d_out)) for out in outputs]
+        for found, expected in zip(*both, strict=True):
+            assert_close(f"micro-batch {seen}", found, expected, 1e-13)
+        if seen == 1:
+            compiled = len(counted)
+    assert len(counted) == compiled
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_branch_has_the_same_bits_whatever_its_siblings():
+    """Its rows of output and of the queries' gradient, in the plain twin."""
+    config = make_config(hidden_size=64, num_attention_heads=4, attention_dropout=0.0)
+    core = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
+    torch.manual_seed(0)
+    mine = [torch.randn(95, 1, 4, 16) for _ in range(3)]
+    weight, found = torch.randn(30, 1, 64), []
+    for siblings in ((), (1,), (50, 0, 3)):
+        tree = Tree((-1, *[0] * len(siblings), 0), (65, *siblings, 30))
+        rows = [*tree.tokens(0), *tree.tokens(len(siblings) + 1)]
+        qkv = [torch.randn(sum(tree.slots), 1, 4, 16) for _ in mine]
+        for x, own in zip(qkv, mine, strict=True):
+            x[rows] = own
+            x.requires_grad_()
+        out = core(*qkv, None, packed_seq_params=tree.params)
+        (out[rows[65:]] * weight).sum().backward()
+        found.append([out.detach()[rows], *(x.grad[rows[65:]] for x in qkv)])
+    for other in found[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
+
+
+class OnGPU(torch.Tensor):
+    """Says that it is on a GPU."""
+
+    is_cuda = True
+
+
+@pytest.mark.usefixtures("one_rank")
+@pytest.mark.parametrize(
+    "changes, dtype, told",
+    [
+        ({"attention_dropout": 0.1}, torch.float32, "attention_dropout=0.1"),
+        ({"batch_invariant_mode": True}, torch.float32, "config.batch_invariant_mode"),
+        ({}, torch.float64, "queries of torch.float64"),
+    ],
+)
+def test_what_flex_attention_cannot_do_is_plain_torch_unless_it_was_asked_for(changes, dtype, told):
+    config = make_config(**{"hidden_size": 64, "attention_dropout": 0.0, **changes})
+    query = torch.zeros(4, 1, 4, 16, dtype=dtype).as_subclass(OnGPU)
+    build = partial(TorchAttention, config, 1, AttnMaskType.causal, "self", pg_collection=alone())
+    assert not build()._runs_flex(query)
+    assert not build(flex=False)._runs_flex(query)
+    with pytest.raises(NotImplementedError, match=f"flex_attention cannot run with {told}"):
+        build(flex=True)._runs_flex(query)
+
+
+@pytest.mark.usefixtures("one_rank")
+def test_a_gpu_runs_flex_attention_and_a_cpu_its_twin():
+    config = make_config(hidden_size=64, attention_dropout=0.0)
+    core = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
+    query = torch.zeros(4, 1, 4, 16)
+    assert core._runs_flex(query.as_subclass(OnGPU)) and not core._runs_flex(query)
