@@ -8,8 +8,8 @@ installed, and its own cache) and by Megatron from the same file, in Megatron's
 StaticInferenceContext: eager, and as a CUDA graph of one step, whose attention then reads the keys
 of one length. The floor is the bytes of the weights (embeddings apart), histories and states, these
 twice, at the bandwidth of a copy. ``error`` and ``their_error`` are distances (root mean square) of
-our logits and transformers' from those of transformers' model in twice the width, over the size of
-these; ours may be twice theirs. cuDNN's attention prepares itself again for every length of the
+our logits and transformers' from those of the plain rule in twice the width, over the size of these;
+ours may be twice theirs. cuDNN's attention prepares itself again for every length of the
 keys, some 10 ms on the host: ``transformers_ms`` is with it, as torch chooses, and
 ``transformers_without_cudnn_ms`` without. ``NVTE_FUSED_ATTN=0`` does that in Transformer Engine.
 
@@ -20,7 +20,6 @@ another order, beside ``MambaMixer`` of Megatron with states of the same size wh
 from __future__ import annotations
 
 import argparse
-import copy
 import sys
 import tempfile
 import time
@@ -82,11 +81,21 @@ def difference(logits: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @torch.inference_mode()
-def exact_steps(model: Any, text: torch.Tensor) -> list[torch.Tensor]:
-    """Logits of the first steps after the prompt, in twice the model's width."""
-    wide = copy.deepcopy(model).to(torch.float32 if ON_GPU else torch.float64)
-    logits = wide(text[:, : PROMPT + COMPARED]).logits[:, PROMPT:]
-    return list(logits.split(1, dim=1))
+def exact_steps(folder: str, texts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Of every text the logits of the first steps after the prompt, in twice the width."""
+    from megatron_gdn.hf import build_model, load_hf_weights
+
+    model, _ = build_model(
+        folder, modules="local", dtype=torch.float32 if ON_GPU else torch.float64,
+        parallel_output=False, layer_options={"backend": "reference"},
+    )  # fmt: skip
+    load_hf_weights(model, folder)
+    model.to(PLACE).eval()
+    found = []
+    for text in texts:
+        places = torch.arange(text.shape[1], device=PLACE).expand_as(text)
+        found.append(list(model(text, places, None)[:, PROMPT:].clone().split(1, dim=1)))
+    return found
 
 
 @torch.inference_mode()
@@ -261,17 +270,20 @@ def main() -> None:
     common |= {"copy_gb_per_s": rate / 1e6, "modules": args.modules}
     lines = layers(sizes, args.batches, args.repeats, rate)
     theirs: Any = their_model(sizes)
+    texts = [
+        torch.randint(sizes["vocab_size"], (batch, PROMPT + COMPARED), device=PLACE)
+        for batch in args.batches
+    ]
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
         ours = our_model(folder, args.modules, PROMPT + 2 * args.repeats + 32)
+        exact_of = exact_steps(folder, texts)
     embedded = sum(p.numel() for name, p in ours.named_parameters() if "embedding" in name)
     weights = sum(p.numel() * p.element_size() for p in ours.parameters())
     weights -= embedded * DTYPE.itemsize
-    for batch in args.batches:
+    for batch, text, exact in zip(args.batches, texts, exact_of, strict=True):
         if time.monotonic() - began > args.seconds:
             break
-        text = torch.randint(sizes["vocab_size"], (batch, PROMPT + COMPARED), device=PLACE)
-        exact = exact_steps(theirs, text)
         logits, (their_ms, without_cudnn) = their_steps(theirs, text, args.repeats)
         line = {"part": "model", "batch": batch} | our_steps(ours, text, exact, args.repeats)
         line["their_error"] = max(map(difference, logits, exact))
