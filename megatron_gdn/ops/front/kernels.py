@@ -31,43 +31,50 @@ def _head(
     rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
     slot, b, start, S, steps, stride_s, lead_stride, eps,
     ROWS: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr, OF: tl.constexpr,
+    PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr,
+    TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The head of this slot, if it is one of the section OF."""
-    FIRST: tl.constexpr = OF[0]
-    HEADS: tl.constexpr = OF[1]
-    D: tl.constexpr = OF[3]
+    """The head of this slot, if it is one of the section N."""
+    FIRST: tl.constexpr = TABLE[N][0]
+    HEADS: tl.constexpr = TABLE[N][1]
+    CHANNEL: tl.constexpr = TABLE[N][2]
+    D: tl.constexpr = TABLE[N][3]
+    BLOCK: tl.constexpr = TABLE[N][4]
+    UNIT: tl.constexpr = TABLE[N][5]
     if (slot >= FIRST) & (slot < FIRST + HEADS):
         head = slot - FIRST
         out_ptr += b * S * (HEADS * D) + head * D
-        column = OF[2] + head * D
+        column = CHANNEL + head * D
         if ONE_PATH or meets_a_boundary(position_ptr, start, S, ROWS * steps, W, PACKED):
             walk_head(
                 rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
                 column, start, S, steps, stride_s, lead_stride, HEADS * D, eps,
-                D, ROWS, STAGES, OF[4], W, HAS_BIAS, PACKED, HAS_HISTORY, True, OF[5],
+                D, ROWS, STAGES, BLOCK, W, HAS_BIAS, PACKED, HAS_HISTORY, True, UNIT,
             )  # fmt: skip
         else:
             walk_head(
                 rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
                 column, start, S, steps, stride_s, lead_stride, HEADS * D, eps,
-                D, ROWS, STAGES, OF[4], W, HAS_BIAS, PACKED, False, False, OF[5],
+                D, ROWS, STAGES, BLOCK, W, HAS_BIAS, PACKED, False, False, UNIT,
             )  # fmt: skip
 
 
 @triton.jit
 def _gate(
     rows_ptr, A_log_ptr, dt_bias_ptr, first_ptr, second_ptr, slot, b, start, S, tokens, stride_s,
-    FUNCTION: tl.constexpr, OF: tl.constexpr,
+    FUNCTION: tl.constexpr, TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """All heads of a gate, or the channels of one head, if this slot is one of the section OF."""
-    FIRST: tl.constexpr = OF[0]
-    PROGRAMS: tl.constexpr = OF[1]
-    D: tl.constexpr = OF[3]
-    BLOCK: tl.constexpr = OF[4]
-    CHANNELS: tl.constexpr = OF[5]
-    MAKES: tl.constexpr = OF[6]
-    RATED: tl.constexpr = OF[7]
+    """All heads of a gate, or the channels of one head, if this slot is one of the section N."""
+    FIRST: tl.constexpr = TABLE[N][0]
+    PROGRAMS: tl.constexpr = TABLE[N][1]
+    COLUMN: tl.constexpr = TABLE[N][2]
+    D: tl.constexpr = TABLE[N][3]
+    BLOCK: tl.constexpr = TABLE[N][4]
+    CHANNELS: tl.constexpr = TABLE[N][5]
+    MAKES: tl.constexpr = TABLE[N][6]
+    RATED: tl.constexpr = TABLE[N][7]
+    LOW: tl.constexpr = TABLE[N][8]
+    HIGH: tl.constexpr = TABLE[N][9]
     SPAN: tl.constexpr = _SPAN // BLOCK if BLOCK < _SPAN else 1
     if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
         program = slot - FIRST
@@ -81,7 +88,7 @@ def _gate(
             bias_D = tl.load(dt_bias_ptr + program * D + d_D, mask=real_D, other=0.0)
             bias_1D = bias_D.to(tl.float32)[None, :]
         base = tl.cast(start, tl.int64)
-        rows_ptr += base * stride_s + (OF[2] + program * D)
+        rows_ptr += base * stride_s + (COLUMN + program * D)
         out = (b * S + base) * (PROGRAMS * D) + program * D
         for span in tl.range(0, end, SPAN):
             t_T = span + tl.arange(0, SPAN)
@@ -90,7 +97,7 @@ def _gate(
             x_TD = x_TD.to(tl.float32)
             if RATED:
                 x_TD += bias_1D
-            y_TD, other_TD = FUNCTION(x_TD, A_log_1D, OF[8], OF[9])
+            y_TD, other_TD = FUNCTION(x_TD, A_log_1D, LOW, HIGH)
             out_TD = out + t_T[:, None] * (PROGRAMS * D) + d_D[None, :]
             tl.store(first_ptr + out_TD, y_TD, mask=real_TD)
             if MAKES == 2:
@@ -124,24 +131,24 @@ def front_forward_kernel(
         lead_ptr += b * C
     _gate(
         gates_ptr, A_log_ptr, dt_bias_ptr, g_ptr, h_ptr, slot, b, start, S, tokens,
-        gates_stride_s, GATE, GATES[0],
+        gates_stride_s, GATE, GATES, 0,
     )  # fmt: skip
     if SECOND_GATE is not None:
         _gate(
             gates_ptr, A_log_ptr, dt_bias_ptr, h_ptr, h_ptr, slot, b, start, S, tokens,
-            gates_stride_s, SECOND_GATE, GATES[1],
+            gates_stride_s, SECOND_GATE, GATES, 1,
         )  # fmt: skip
     if THIRD_GATE is not None:
         _gate(
             gates_ptr, A_log_ptr, dt_bias_ptr, i_ptr, i_ptr, slot, b, start, S, tokens,
-            gates_stride_s, THIRD_GATE, GATES[2],
+            gates_stride_s, THIRD_GATE, GATES, 2,
         )  # fmt: skip
     outs = (x_ptr, y_ptr, z_ptr)
     for n in tl.static_range(3):
         _head(
             rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, outs[n],
             slot, b, start, S, steps, stride_s, lead_stride, eps,
-            ROWS, STAGES, W, HAS_BIAS, PACKED, HAS_HISTORY, ONE_PATH, CONVOLVED[n],
+            ROWS, STAGES, W, HAS_BIAS, PACKED, HAS_HISTORY, ONE_PATH, CONVOLVED, n,
         )  # fmt: skip
 
 
@@ -152,15 +159,18 @@ def _head_backward(
     slot, b, start, S, steps, stride_s, d_stride_s, lead_stride, eps,
     H: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr,
-    ONE_PATH: tl.constexpr, SCALED: tl.constexpr, OF: tl.constexpr,
+    ONE_PATH: tl.constexpr, SCALED: tl.constexpr, TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    FIRST: tl.constexpr = OF[0]
-    HEADS: tl.constexpr = OF[1]
-    D: tl.constexpr = OF[3]
-    GROUP: tl.constexpr = OF[6]
+    FIRST: tl.constexpr = TABLE[N][0]
+    HEADS: tl.constexpr = TABLE[N][1]
+    CHANNEL: tl.constexpr = TABLE[N][2]
+    D: tl.constexpr = TABLE[N][3]
+    BLOCK: tl.constexpr = TABLE[N][4]
+    UNIT: tl.constexpr = TABLE[N][5]
+    GROUP: tl.constexpr = TABLE[N][6]
     if (slot >= FIRST) & (slot < FIRST + HEADS):
         head = slot - FIRST
-        column = OF[2] + head * D
+        column = CHANNEL + head * D
         grad_ptr += (b * S * HEADS + head) * (GROUP * D)
         factor = tl.load(factor_ptr + head * (H // HEADS)) if SCALED else 1.0
         if ONE_PATH or meets_a_boundary(position_ptr, start, S, ROWS * steps, W, PACKED):
@@ -168,16 +178,16 @@ def _head_backward(
                 rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr,
                 d_rows_ptr, partial_ptr, d_lead_ptr, column, start, S, steps,
                 stride_s, d_stride_s, lead_stride, HEADS * GROUP * D, factor, eps,
-                D, C, GROUP, W, ROWS, STAGES, OF[4], HAS_BIAS, PACKED, HAS_HISTORY, True,
-                OF[5], SCALED,
+                D, C, GROUP, W, ROWS, STAGES, BLOCK, HAS_BIAS, PACKED, HAS_HISTORY, True,
+                UNIT, SCALED,
             )  # fmt: skip
         else:
             walk_head_backward(
                 rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr,
                 d_rows_ptr, partial_ptr, d_lead_ptr, column, start, S, steps,
                 stride_s, d_stride_s, lead_stride, HEADS * GROUP * D, factor, eps,
-                D, C, GROUP, W, ROWS, STAGES, OF[4], HAS_BIAS, PACKED, False, False,
-                OF[5], SCALED,
+                D, C, GROUP, W, ROWS, STAGES, BLOCK, HAS_BIAS, PACKED, False, False,
+                UNIT, SCALED,
             )  # fmt: skip
 
 
@@ -186,16 +196,19 @@ def _gate_backward(
     rows_ptr, A_log_ptr, dt_bias_ptr, d_first_ptr, d_second_ptr, factor_ptr, d_rows_ptr,
     partial_ptr, slot, b, start, S, tokens, stride_s, d_stride_s,
     H: tl.constexpr, SCALED: tl.constexpr, RATES: tl.constexpr, FUNCTION: tl.constexpr,
-    OF: tl.constexpr,
+    TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    FIRST: tl.constexpr = OF[0]
-    PROGRAMS: tl.constexpr = OF[1]
-    D: tl.constexpr = OF[3]
-    BLOCK: tl.constexpr = OF[4]
-    CHANNELS: tl.constexpr = OF[5]
-    MAKES: tl.constexpr = OF[6]
-    RATED: tl.constexpr = OF[7]
-    GROUP: tl.constexpr = OF[10]
+    FIRST: tl.constexpr = TABLE[N][0]
+    PROGRAMS: tl.constexpr = TABLE[N][1]
+    COLUMN: tl.constexpr = TABLE[N][2]
+    D: tl.constexpr = TABLE[N][3]
+    BLOCK: tl.constexpr = TABLE[N][4]
+    CHANNELS: tl.constexpr = TABLE[N][5]
+    MAKES: tl.constexpr = TABLE[N][6]
+    RATED: tl.constexpr = TABLE[N][7]
+    LOW: tl.constexpr = TABLE[N][8]
+    HIGH: tl.constexpr = TABLE[N][9]
+    GROUP: tl.constexpr = TABLE[N][10]
     HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
     SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
     # Gradients of a head lie side by side: those of a channel D apart, of a head next to another.
@@ -215,8 +228,8 @@ def _gate_backward(
         if SCALED:
             factor_1D = tl.load(factor_ptr + head_D * (H // HEADS), real_D, 0.0)[None, :]
         base = tl.cast(start, tl.int64)
-        rows_ptr += base * stride_s + (OF[2] + program * D)
-        d_rows_ptr += base * d_stride_s + (OF[2] + program * D)
+        rows_ptr += base * stride_s + (COLUMN + program * D)
+        d_rows_ptr += base * d_stride_s + (COLUMN + program * D)
         grad = ((b * S + base) * (PROGRAMS * D) + program * D) * GROUP
         d_A_TD = tl.zeros((SPAN, BLOCK), tl.float32)
         d_bias_TD = tl.zeros((SPAN, BLOCK), tl.float32)
@@ -237,7 +250,7 @@ def _gate_backward(
             if SCALED:
                 d_y_TD = d_y_TD * factor_1D
                 d_other_TD = d_other_TD * factor_1D
-            d_x_TD, d_rate_TD = FUNCTION(x_TD, A_log_1D, d_y_TD, d_other_TD, OF[8], OF[9])
+            d_x_TD, d_rate_TD = FUNCTION(x_TD, A_log_1D, d_y_TD, d_other_TD, LOW, HIGH)
             if RATED:
                 d_A_TD += tl.where(real_TD, d_rate_TD, 0.0)
                 d_bias_TD += tl.where(real_TD, d_x_TD, 0.0)
@@ -289,19 +302,19 @@ def front_backward_kernel(
     _gate_backward(
         gates_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dh_ptr, factor_ptr, d_gates_ptr, partial_ptr,
         slot, b, start, S, tokens, gates_stride_s, d_gates_stride_s,
-        H, SCALED, RATES, GATE, GATES[0],
+        H, SCALED, RATES, GATE, GATES, 0,
     )  # fmt: skip
     if SECOND_GATE is not None:
         _gate_backward(
             gates_ptr, A_log_ptr, dt_bias_ptr, dh_ptr, dh_ptr, factor_ptr, d_gates_ptr,
             partial_ptr, slot, b, start, S, tokens, gates_stride_s, d_gates_stride_s,
-            H, SCALED, RATES, SECOND_GATE, GATES[1],
+            H, SCALED, RATES, SECOND_GATE, GATES, 1,
         )  # fmt: skip
     if THIRD_GATE is not None:
         _gate_backward(
             gates_ptr, A_log_ptr, dt_bias_ptr, di_ptr, di_ptr, factor_ptr, d_gates_ptr,
             partial_ptr, slot, b, start, S, tokens, gates_stride_s, d_gates_stride_s,
-            H, SCALED, RATES, THIRD_GATE, GATES[2],
+            H, SCALED, RATES, THIRD_GATE, GATES, 2,
         )  # fmt: skip
     grads = (dx_ptr, dy_ptr, dz_ptr)
     for n in tl.static_range(3):
@@ -310,5 +323,5 @@ def front_backward_kernel(
             factor_ptr, d_rows_ptr, partial_ptr, d_lead_ptr,
             slot, b, start, S, steps, stride_s, d_stride_s, lead_stride, eps,
             H, C, W, ROWS, STAGES, HAS_BIAS, PACKED, HAS_HISTORY, ONE_PATH, SCALED,
-            CONVOLVED[n],
+            CONVOLVED, n,
         )  # fmt: skip

@@ -220,10 +220,10 @@ def state_step_kernel(
     there_V = real_V & (slot >= 0)
     value_V = tl.load(convolved_ptr + h * V + V_AT + v_V, mask=there_V, other=0.0)
     row_ptr += n * stride_n
-    g_K, write_K = _gate(row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, GATE, GATES[0], K)
+    g_K, write_K = _gate(row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, GATE, GATES, 0, K)
     if SECOND_GATE is not None:
         write_K, _ = _gate(
-            row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, SECOND_GATE, GATES[1], K
+            row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, SECOND_GATE, GATES, 1, K
         )  # fmt: skip
     S_KV = tl.load(at_KV, mask=real_KV, other=0.0).to(tl.float32) * tl.exp(g_K)[:, None]
     x_V = value_V
@@ -244,17 +244,22 @@ def state_step_kernel(
 
 @triton.jit
 def _gate(
-    row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, OF: tl.constexpr,
-    K: tl.constexpr,
+    row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, TABLE: tl.constexpr,
+    N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """What a gate of head h makes. OF: first column, for each channel, rated, low, high."""
-    column_K = h * K + k_K if OF[1] else h + 0 * k_K
-    x_K = tl.load(row_ptr + OF[0] + column_K, mask=real_K, other=0.0).to(tl.float32)
+    """What a gate of head h makes. TABLE: first column, for each channel, rated, low, high."""
+    COLUMN: tl.constexpr = TABLE[N][0]
+    CHANNELS: tl.constexpr = TABLE[N][1]
+    RATED: tl.constexpr = TABLE[N][2]
+    LOW: tl.constexpr = TABLE[N][3]
+    HIGH: tl.constexpr = TABLE[N][4]
+    column_K = h * K + k_K if CHANNELS else h + 0 * k_K
+    x_K = tl.load(row_ptr + COLUMN + column_K, mask=real_K, other=0.0).to(tl.float32)
     A_log_K = 0.0
-    if OF[2]:
+    if RATED:
         A_log_K = tl.load(A_log_ptr + h + 0 * k_K).to(tl.float32)
         x_K += tl.load(dt_bias_ptr + column_K, mask=real_K, other=0.0).to(tl.float32)
-    return FUNCTION(x_K, A_log_K, OF[3], OF[4])
+    return FUNCTION(x_K, A_log_K, LOW, HIGH)
 
 
 def put_in_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
