@@ -8,8 +8,8 @@ installed, and its own cache) and by Megatron from the same file, in Megatron's
 StaticInferenceContext: eager, and as a CUDA graph of one step, whose attention then reads the keys
 of one length. The floor is the bytes of the weights (embeddings apart), histories and states, these
 twice, at the bandwidth of a copy. ``error`` and ``their_error`` are distances (root mean square) of
-our logits and transformers' from those of the plain rule in twice the width, over the size of these;
-ours may be twice theirs. cuDNN's attention prepares itself again for every length of the
+our logits and transformers' from those of the plain rule in twice the width, over the size of
+these; ours may be twice theirs. cuDNN's attention prepares itself again for every length of the
 keys, some 10 ms on the host: ``transformers_ms`` is with it, as torch chooses, and
 ``transformers_without_cudnn_ms`` without. ``NVTE_FUSED_ATTN=0`` does that in Transformer Engine.
 
