@@ -50,11 +50,11 @@ class Kernels:
         self._repeats, self._bandwidth = repeats, bandwidth
         self.runs = {
             "pack_peers": partial(pack.pack_peers, whole, messages, shares, 1),
-            "pack_own": partial(pack.pack_own, whole, full, shares, 1, own),
-            "unpack_own": partial(pack.unpack_own, full, whole, shares, 1, own),
+            "pack_own": partial(pack.move_own, whole, full, shares, 1, own, to_full=True),
+            "unpack_own": partial(pack.move_own, whole, full, shares, 1, own, to_full=False),
             "unpack_peers": partial(pack.unpack_peers, messages, full, whole, shares, 1, own),
-            "place_rows": partial(pack.place_rows, messages, full, peers),
-            "take_rows": partial(pack.take_rows, full, messages, peers),
+            "place_rows": partial(pack.move_rows, messages, full, peers, to_full=True),
+            "take_rows": partial(pack.move_rows, messages, full, peers, to_full=False),
         }
 
     def time(self, name: str, **options) -> list[str]:

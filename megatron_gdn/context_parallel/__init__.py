@@ -1,8 +1,12 @@
 """Context parallelism: sequence layouts and the schemes that run a mixer over them."""
 
 from .chunkwise.scheme import Chunkwise
-from .headwise.functional import get_parameter_local_cp, tensor_a2a_cp2hp, tensor_a2a_hp2cp
-from .headwise.mamba import MambaContextParallel
+from .headwise.functional import (
+    MambaContextParallel,
+    get_parameter_local_cp,
+    tensor_a2a_cp2hp,
+    tensor_a2a_hp2cp,
+)
 from .headwise.scheme import Headwise
 from .layouts import SequenceLayout, inverse, local_indices, rank_order_of_sequence
 from .price import LinearCpMode

@@ -137,18 +137,6 @@ def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> No
         )
 
 
-def refuse_config(config: TransformerConfig, mixer: str) -> None:
-    """Refuse weights that are cut further than tensor parallelism cuts them."""
-    if getattr(config, "gtp_weight_remat_size", 1) > 1:
-        raise NotImplementedError(
-            f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "
-            f"each weight further than tensor_model_parallel_size="
-            f"{config.tensor_model_parallel_size} does, through the sections of in_proj of "
-            f"{mixer}. Leave the flag out; --use-distributed-optimizer shares optimizer states, "
-            f"and fully_shard or Megatron-FSDP the weights."
-        )
-
-
 def require_rates(A_init_range: tuple[float, float]) -> None:
     """Refuse a range whose logarithm ``A_log`` cannot be."""
     if not 0 < A_init_range[0] <= A_init_range[1]:
@@ -164,19 +152,6 @@ class ConfigFields(NamedTuple):
     prefixes: tuple[str, ...]  # how their names begin
     read: Collection[str]  # by the mixer, or by the spec of a model with it
     without_effect: Mapping[str, str]  # those that cannot mean anything here, and why
-
-
-def name_ignored_fields(mixer: str, about: ConfigFields, config: TransformerConfig) -> None:
-    """One log line for each field that is set and has no effect, also if its name is new."""
-    defaults = {field.name: field.default for field in fields(config)}
-    for name, value in vars(config).items():
-        if not name.startswith(about.prefixes) or name in about.read:
-            continue
-        default = defaults.get(name, MISSING)
-        if not value if default is MISSING else value == default:
-            continue
-        why = about.without_effect.get(name, f"this version of {mixer} does not know it")
-        log_once(f"{mixer}: config.{name}={value!r} has no effect: {why}.")
 
 
 GDN_FIELDS = ConfigFields(
@@ -261,8 +236,28 @@ def computed_again(
     return frozenset({"whole"} if "whole" in asked else asked)
 
 
-def name_ignored_offloads(mixer: str, config: TransformerConfig) -> None:
-    """One log line for the parts of ``--offload-modules`` that this layer does not have."""
+def follow_config(mixer: str, about: ConfigFields, config: TransformerConfig) -> None:
+    """Refuse weights that are cut further than by tensor parallelism; log what has no effect.
+
+    That is fields that are set, also if their name is new, and parts of ``--offload-modules``.
+    """
+    if getattr(config, "gtp_weight_remat_size", 1) > 1:
+        raise NotImplementedError(
+            f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "
+            f"each weight further than tensor_model_parallel_size="
+            f"{config.tensor_model_parallel_size} does, through the sections of in_proj of "
+            f"{mixer}. Leave the flag out; --use-distributed-optimizer shares optimizer states, "
+            f"and fully_shard or Megatron-FSDP the weights."
+        )
+    defaults = {field.name: field.default for field in fields(config)}
+    for name, value in vars(config).items():
+        if not name.startswith(about.prefixes) or name in about.read:
+            continue
+        default = defaults.get(name, MISSING)
+        if not value if default is MISSING else value == default:
+            continue
+        why = about.without_effect.get(name, f"this version of {mixer} does not know it")
+        log_once(f"{mixer}: config.{name}={value!r} has no effect: {why}.")
     if not config.fine_grained_activation_offloading:
         return
     asked = config.offload_modules or ()

@@ -34,9 +34,7 @@ from ..ops.rules.base import Rule
 from .arguments import (
     GDN_FIELDS,
     ConfigFields,
-    name_ignored_fields,
-    name_ignored_offloads,
-    refuse_config,
+    follow_config,
     refuse_unsupported,
     require_causal,
     require_rates,
@@ -126,9 +124,7 @@ class RecurrentMixer(
         super().__init__(config)
         mixer = type(self).__name__
         require_rates(A_init_range)
-        refuse_config(config, mixer)
-        name_ignored_fields(mixer, self.config_fields, config)
-        name_ignored_offloads(mixer, config)
+        follow_config(mixer, self.config_fields, config)
         if self.in_layer_graphs:
             in_layer_graph(config)  # refuses what no graph of a layer takes
         if pg_collection is None:
@@ -317,9 +313,8 @@ class RecurrentMixer(
             submodules: specs, such as :class:`MixerSubmodules`.
             choose_rule: see :class:`.micro_batch.MicroBatches`.
             fp32: rows of every fp32 parameter on this rank, by name.
-            name: path of this mixer in the model.
-            bias: give the projections biases; ``conv_bias`` gives the convolution one.
-            linear_cp_mode, cp_ranks_per_machine: see `megatron_gdn.GatedDeltaNet`.
+            name, bias, conv_bias, linear_cp_mode, cp_ranks_per_machine: see
+                `megatron_gdn.GatedDeltaNet`.
             again: what the backward computes again, from :func:`.arguments.computed_again`.
         """
         config, dims = self.config, self.dims
@@ -329,22 +324,36 @@ class RecurrentMixer(
             cp_ranks_per_machine=cp_ranks_per_machine, mixer=type(self).__name__,
             recurrence=self.recurrence,
         )  # fmt: skip
-        self._build_in_proj(submodules.in_proj, name, bias)
+        whole, path = self.global_dims, "" if name is None else f"{name}."
+        layout = layout_of_in_proj(dims)
+        self.in_proj = self._linear(
+            submodules.in_proj,
+            whole.hidden_size,
+            layout_of_in_proj(whole).width,
+            init_method=config.init_method,
+            gather_output=False,
+            bias=bias,
+            skip_bias_add=False,
+            tp_comm_buffer_name="fc1",
+            name=f"{path}in_proj" if path else None,
+        )
+        mark_packed(self.in_proj, layout.widths, self.use_muon)
+        if quantises(config):
+            keep_gates_apart(self.in_proj, layout, self.tp_group)
         self._add_conv(conv_bias)
         self._add_others()
         self._add_fp32(**fp32)
         self._build_out_norm(submodules)
-        state = self.global_dims.state
         self.out_proj = self._linear(
             submodules.out_proj,
-            state.heads * state.columns,
-            self.global_dims.hidden_size,
+            whole.state.heads * whole.state.columns,
+            whole.hidden_size,
             init_method=config.output_layer_init_method,
             bias=bias,
             input_is_parallel=True,
             skip_bias_add=True,  # the forward returns it, and Megatron adds it
             tp_comm_buffer_name="fc2",
-            name=None if name is None else f"{name}.out_proj",
+            name=f"{path}out_proj" if path else None,
         )
         self.remember_marks()
         self.recompute_whole, self.recompute_rule = "whole" in again, "rule" in again
@@ -353,26 +362,6 @@ class RecurrentMixer(
         if "norm_out" in again:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
         self.reset_parameters()
-
-    def _build_in_proj(self, spec: ModuleSpec | type, name: str | None, bias: bool) -> None:
-        sizes = self.global_dims.hidden_size, layout_of_in_proj(self.global_dims).width
-        self.in_proj = self._linear(
-            spec,
-            *sizes,
-            init_method=self.config.init_method,
-            gather_output=False,
-            bias=bias,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            name=None if name is None else f"{name}.in_proj",
-        )
-        layout = layout_of_in_proj(self.dims)
-        mark_packed(self.in_proj, layout.widths, self.use_muon)
-        if quantises(self.config):
-            keep_gates_apart(self.in_proj, layout, self.tp_group)
-
-    def _add_others(self) -> None:
-        """Add the parameters that this mixer alone has, by :meth:`_add`."""
 
     def _build_out_norm(self, submodules: Any) -> None:
         config, width = self.config, self.global_dims.state.columns
@@ -406,13 +395,3 @@ class RecurrentMixer(
 
     def _backward_out_proj(self) -> None:
         self.out_proj.backward_dw()
-
-    @property
-    def norm_group(self) -> Any:
-        """The group over which our backward sums the norm's gradients; None if it does not sum.
-
-        All ranks hold the norm whole, and each sees its own heads only. Megatron sums gradients
-        with the mark ``sequence_parallel`` itself; without, the backward must give whole ones.
-        (megatron-core 0.19's own layer does not, and its norm weights drift apart.)
-        """
-        return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group

@@ -207,6 +207,9 @@ class OwnParameters(MarkedParameters):
         mark_sharded(parameter, sections)
         self.register_parameter(name, parameter)
 
+    def _add_others(self) -> None:
+        """Add the parameters that this mixer alone has, by :meth:`_add`."""
+
     def _add_conv(self, bias: bool) -> None:
         """Add a convolution's parameters as Megatron's MambaMixer names them."""
         widths = self.dims.layout.conv_widths
@@ -285,8 +288,10 @@ class FollowsGroups(nn.Module):
     micro-batches. Tensor-parallel ranks hold shares of the parameters, so they cannot change.
     """
 
+    config: Any
     micro_batches: MicroBatches
     tp_group: Any
+    tp_size: int
     _pg_collection: ProcessGroupCollection
 
     @property
@@ -323,6 +328,16 @@ class FollowsGroups(nn.Module):
                 f"cp_size={size} and a context-parallel group of {self.cp_size} ranks: set "
                 f"pg_collection, which the size follows."
             )
+
+    @property
+    def norm_group(self) -> Any:
+        """The group over which our backward sums the norm's gradients; None if it does not sum.
+
+        All ranks hold the norm whole, and each sees its own heads only. Megatron sums gradients
+        with the mark ``sequence_parallel`` itself; without, the backward must give whole ones.
+        (megatron-core 0.19's own layer does not, and its norm weights drift apart.)
+        """
+        return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
 
     def require_same_tensor_ranks(self, groups: ProcessGroupCollection) -> None:
         tp, mine, ranks = getattr(groups, "tp", None), self.tp_group, dist.get_process_group_ranks

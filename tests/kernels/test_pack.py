@@ -63,9 +63,10 @@ def shares(request):
 def test_packing_and_unpacking_equal_the_twin(shares, device, s, B, dtype):
     rows = Rows(shares, device, s=s, B=B, dtype=dtype)
     rows.both("pack_peers", "messages", "whole", "messages", "shares", "rank")
-    rows.both("pack_own", "full", "whole", "full", "shares", "rank", "own_place")
+    own = "whole", "full", "shares", "rank", "own_place"
+    rows.both("move_own", "full", *own, to_full=True)
     if min(shares.copies) == 1:
-        rows.both("unpack_own", "whole", "full", "whole", "shares", "rank", "own_place")
+        rows.both("move_own", "whole", *own, to_full=False)
     rows.both("unpack_peers", "whole", "messages", "full", "whole", "shares", "rank", "own_place")
 
 
@@ -80,7 +81,7 @@ def test_own_rows_go_along_with_the_peers(shares, device, s, B):
         own = None if way else (full, rows.own_place)
         module.pack_peers(*given, own=own)
         if way:
-            module.pack_own(rows.whole, full, shares, rows.rank, rows.own_place)
+            module.move_own(rows.whole, full, shares, rows.rank, rows.own_place, to_full=True)
         fulls.append(full)
     assert torch.equal(fulls[0], fulls[2]) and torch.equal(fulls[1], fulls[2])
     rows.both(
@@ -92,8 +93,8 @@ def test_own_rows_go_along_with_the_peers(shares, device, s, B):
 @pytest.mark.parametrize(("s", "B"), [(1, 1), (5, 3), (17, 1)])
 def test_moving_rows_equals_the_twin(shares, device, s, B):
     rows = Rows(shares, device, s=s, B=B)
-    rows.both("place_rows", "full", "messages", "full", "peer_place")
-    rows.both("take_rows", "messages", "full", "messages", "peer_place")
+    for target in ("full", "messages"):
+        rows.both("move_rows", target, "messages", "full", "peer_place", to_full=target == "full")
 
 
 def test_a_long_batch_takes_the_larger_tiles(device):

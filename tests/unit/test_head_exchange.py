@@ -148,7 +148,7 @@ def test_the_twin_packs_by_the_definition_and_unpacks_sums(shares):
     messages = torch.full((shares.ranks - 1, s, B, shares.own_width), torch.nan).double()
     full = torch.full((4 * s, B, shares.own_width), torch.nan).double()
     pack_torch.pack_peers(whole, messages, shares, rank)
-    pack_torch.pack_own(whole, full, shares, rank, place)
+    pack_torch.move_own(whole, full, shares, rank, place, to_full=True)
     held = {peer: whole[..., columns_of(shares, peer)] for peer in range(shares.ranks)}
     for message, peer in zip(messages, shares.peers(rank), strict=True):
         assert torch.equal(message, held[peer])
@@ -156,7 +156,7 @@ def test_the_twin_packs_by_the_definition_and_unpacks_sums(shares):
     assert full[[t for t in range(4 * s) if t not in place]].isnan().all()
 
     back = torch.full_like(whole, torch.nan)
-    pack_torch.unpack_own(full, back, shares, rank, place)
+    pack_torch.move_own(back, full, shares, rank, place, to_full=False)
     pack_torch.unpack_peers(messages, full, back, shares, rank, place)
     times = torch.zeros(shares.whole_width, dtype=torch.float64)
     for peer in range(shares.ranks):

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ...ops.autograd import uncompiled
 from ...ops.documents import Documents
 from ..layouts import SequenceLayout
 from .route import Wave, route
@@ -92,15 +93,6 @@ def _packing(gpu: bool) -> ModuleType:
     return pack_torch
 
 
-def _messages(like: Tensor, exchange: Exchange, wave: Wave) -> Tensor:
-    peers = exchange.shares.ranks - 1
-    return like.new_empty(peers, wave.size, like.shape[1], exchange.own_width)
-
-
-def _rows_of(rows: Tensor, wave: Wave) -> Tensor:
-    return rows if wave.size == rows.shape[0] else rows[wave.tokens]
-
-
 def _swap(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor]:
     """Start sending ``messages`` to the peers and receiving as much from each.
 
@@ -141,11 +133,12 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     s, B, _ = whole.shape
     full = whole.new_empty(s * shares.ranks, B, exchange.own_width)
     sent = []  # keeps messages alive: their memory must not be used again before they are sent
+    peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
-        messages, received = _messages(whole, exchange, wave), None
+        messages, received = whole.new_empty(peers, wave.size, B, exchange.own_width), None
         kept = (full, wave.own_place) if exchange.at_once else None
         pack.pack_peers(
-            _rows_of(whole, wave), messages, shares, rank, own=kept, beside_transfer=bool(sent)
+            whole[wave.tokens], messages, shares, rank, own=kept, beside_transfer=bool(sent)
         )
         if exchange.sends_fragments(wave):
             works = _send_fragments(exchange, wave, messages, full, to_heads=True)
@@ -153,13 +146,14 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
             works, received = _swap(exchange, messages)
         sent.append((wave, messages, received, works))
     for wave in () if exchange.at_once else exchange.waves:
-        pack.pack_own(_rows_of(whole, wave), full, shares, rank, wave.own_place)
+        pack.move_own(whole[wave.tokens], full, shares, rank, wave.own_place, to_full=True)
     for wave, _, received, works in sent:
         for work in works:
             work.wait()  # on a GPU only the stream waits, not the host
         if received is not None:
             beside = wave is not exchange.waves[-1]
-            pack.place_rows(received, full, wave.peer_place, beside_transfer=beside)
+            place = full, wave.peer_place
+            pack.move_rows(received, *place, to_full=True, beside_transfer=beside)
     return full
 
 
@@ -169,22 +163,24 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
     S, B, _ = full.shape
     whole = full.new_empty(S // shares.ranks, B, exchange.whole_width)
     coming = []  # keeps messages alive, as in _to_heads
+    peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
-        received = messages = _messages(full, exchange, wave)
+        received = messages = full.new_empty(peers, wave.size, B, exchange.own_width)
         if exchange.sends_fragments(wave):
             works = _send_fragments(exchange, wave, messages, full, to_heads=False)
         else:
             beside = wave is not exchange.waves[0]
-            pack.take_rows(full, messages, wave.peer_place, beside_transfer=beside)
+            place = full, wave.peer_place
+            pack.move_rows(messages, *place, to_full=False, beside_transfer=beside)
             works, received = _swap(exchange, messages)
         coming.append((wave, messages, received, works))
     for wave in () if exchange.at_once else exchange.waves:
-        pack.unpack_own(full, _rows_of(whole, wave), shares, rank, wave.own_place)
+        pack.move_own(whole[wave.tokens], full, shares, rank, wave.own_place, to_full=False)
     for wave, _, received, works in coming:
         for work in works:
             work.wait()
         pack.unpack_peers(
-            received, full, _rows_of(whole, wave), shares, rank, wave.own_place,
+            received, full, whole[wave.tokens], shares, rank, wave.own_place,
             with_own=exchange.at_once, beside_transfer=wave is not exchange.waves[-1],
         )  # fmt: skip
     return whole
@@ -204,6 +200,7 @@ class _Moved(torch.autograd.Function):
         return back(grad, ctx.exchange), None, None
 
 
+@uncompiled  # Dynamo takes the handles of point-to-point messages for tensors
 def to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     """``[s, B, P] -> [S, B, p]``: all tokens in sequence order, this rank's columns.
 
@@ -213,6 +210,7 @@ def to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     return _Moved.apply(whole, exchange, True)
 
 
+@uncompiled
 def to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
     """``[S, B, p] -> [s, B, P]``: the inverse of :func:`to_heads` where no column has copies."""
     return _Moved.apply(full, exchange, False)

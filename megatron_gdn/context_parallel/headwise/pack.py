@@ -114,7 +114,7 @@ def pack_peers(
 ) -> None:
     """Write to every peer's message its columns of ``whole``.
 
-    ``own``: the full rows and the place for :func:`pack_own`, which then runs in the same pass.
+    ``own``: the full rows and the place for :func:`move_own`, which then runs in the same pass.
     """
     _carry(
         whole, messages, None, strips(shares, _COLUMNS),
@@ -123,24 +123,21 @@ def pack_peers(
     )  # fmt: skip
 
 
-def pack_own(whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
-    """Write ``rank``'s columns of ``whole`` to the rows ``place`` of ``full``."""
-    _carry(
-        whole, full, place, strips(shares, _COLUMNS),
-        messages=1, first=rank, pack=True, beside_transfer=True,
-    )  # fmt: skip
-
-
 @cache
 def _on_one_rank(shares: HeadShares) -> tuple[Strip, ...]:
     return tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == 1)
 
 
-def unpack_own(full: Tensor, whole: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
-    """The reverse of :func:`pack_own`, for the columns that no other rank holds too."""
+def move_own(
+    whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
+) -> None:
+    """Write ``rank``'s columns of ``whole`` to the rows ``place`` of ``full``.
+
+    Or back, and then only the columns that no other rank holds too.
+    """
     _carry(
-        whole, full, place, _on_one_rank(shares),
-        messages=1, first=rank, pack=False, beside_transfer=True,
+        whole, full, place, strips(shares, _COLUMNS) if to_full else _on_one_rank(shares),
+        messages=1, first=rank, pack=to_full, beside_transfer=True,
     )  # fmt: skip
 
 
@@ -158,7 +155,7 @@ def unpack_peers(
     """Write to ``whole`` the columns that peers hold, summed where several ranks hold the same.
 
     The sum adds the ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once. This
-    rank's share comes from ``full``. ``with_own`` does :func:`unpack_own` in the same pass.
+    rank's share comes from ``full``. ``with_own`` does :func:`move_own` in the same pass.
     """
     _carry(
         whole, messages, None, _on_one_rank(shares),
@@ -197,25 +194,12 @@ def _sum_launches(
     return tuple(launches)
 
 
-def place_rows(
-    messages: Tensor, full: Tensor, place: Tensor, *, beside_transfer: bool = False
+def move_rows(
+    messages: Tensor, full: Tensor, place: Tensor, *, to_full: bool, beside_transfer: bool = False
 ) -> None:
-    """``full[place] = messages``, rows of all messages end to end."""
-    _move_rows(messages, full, place, True, beside_transfer)
-
-
-def take_rows(
-    full: Tensor, messages: Tensor, place: Tensor, *, beside_transfer: bool = False
-) -> None:
-    """``messages = full[place]``, the reverse of :func:`place_rows`."""
-    _move_rows(messages, full, place, False, beside_transfer)
-
-
-def _move_rows(
-    messages: Tensor, full: Tensor, place: Tensor, pack: bool, beside_transfer: bool
-) -> None:
+    """``full[place] = messages``, rows of all messages end to end; or the reverse."""
     rows, cut = messages.flatten(0, 1), strips(HeadShares.even(1, messages.shape[-1:]), _COLUMNS)
-    _carry(rows, full, place, cut, messages=1, pack=pack, beside_transfer=beside_transfer)
+    _carry(rows, full, place, cut, messages=1, pack=to_full, beside_transfer=beside_transfer)
 
 
 @triton.jit

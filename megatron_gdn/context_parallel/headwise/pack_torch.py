@@ -19,20 +19,19 @@ def pack_peers(
 ) -> None:
     if own is not None:
         full, place = own
-        pack_own(whole, full, shares, rank, place)
+        move_own(whole, full, shares, rank, place, to_full=True)
     for message, peer in zip(messages, shares.peers(rank), strict=True):
         for block in shares.blocks(peer):
             message[..., block.own_columns] = whole[..., block.columns]
 
 
-def pack_own(whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
+def move_own(
+    whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
+) -> None:
     for block in shares.blocks(rank):
-        full[place, :, block.own_columns] = whole[..., block.columns]
-
-
-def unpack_own(full: Tensor, whole: Tensor, shares: HeadShares, rank: int, place: Tensor) -> None:
-    for block in shares.blocks(rank):
-        if block.copies == 1:
+        if to_full:
+            full[place, :, block.own_columns] = whole[..., block.columns]
+        elif block.copies == 1:
             whole[..., block.columns] = full[place, :, block.own_columns]
 
 
@@ -48,7 +47,7 @@ def unpack_peers(
     beside_transfer: bool = False,
 ) -> None:
     if with_own:
-        unpack_own(full, whole, shares, rank, place)
+        move_own(whole, full, shares, rank, place, to_full=False)
     wide = torch.promote_types(whole.dtype, torch.float32)
     totals: dict[tuple[int, int], Tensor] = {}
     received = dict(zip(shares.peers(rank), messages, strict=True))
@@ -67,13 +66,10 @@ def unpack_peers(
         whole[..., first : first + width] = total
 
 
-def place_rows(
-    messages: Tensor, full: Tensor, place: Tensor, *, beside_transfer: bool = False
+def move_rows(
+    messages: Tensor, full: Tensor, place: Tensor, *, to_full: bool, beside_transfer: bool = False
 ) -> None:
-    full[place] = messages.flatten(0, 1)
-
-
-def take_rows(
-    full: Tensor, messages: Tensor, place: Tensor, *, beside_transfer: bool = False
-) -> None:
-    torch.index_select(full, 0, place, out=messages.flatten(0, 1))
+    if to_full:
+        full[place] = messages.flatten(0, 1)
+    else:
+        torch.index_select(full, 0, place, out=messages.flatten(0, 1))

@@ -35,7 +35,7 @@ class Wave:
     # Such a wave travels as one message per peer.
     positions: Tensor | None
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.tokens.stop - self.tokens.start
 

@@ -13,7 +13,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.autograd import uncompiled
 from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
@@ -63,7 +62,7 @@ class Headwise:
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
         place = (cut, self._sequence_layout, local)
         return Passage(
-            open=partial(_open, exchange=Exchange.of(self._group, self._proj, *place)),
+            open=partial(to_heads, exchange=Exchange.of(self._group, self._proj, *place)),
             close=partial(to_sequence, exchange=Exchange.of(self._group, self._mixed, *place)),
             neighbours=Neighbours(documents),
         )
@@ -99,17 +98,6 @@ class Headwise:
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
         return held_positions(documents, tokens, self._group, self._sequence_layout)
-
-
-def share_of_parameter(param: Tensor, dim: int, shares: HeadShares, rank: int) -> Tensor:
-    """The rows that ``rank`` holds, a view for one section; gradients reach only these rows."""
-    mine = [param.narrow(dim, block.whole, block.width) for block in shares.blocks(rank)]
-    return mine[0] if len(mine) == 1 else torch.cat(mine, dim=dim)
-
-
-@uncompiled  # Dynamo takes the handles of point-to-point messages for tensors
-def _open(proj_sBP: Tensor, exchange: Exchange) -> Tensor:
-    return to_heads(proj_sBP, exchange)
 
 
 class _OwnRows(torch.autograd.Function):
