@@ -83,6 +83,8 @@ def cached_by_stream[**Arguments, Made](
 
         @wraps(make)
         def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+            if not torch.cuda.is_initialized():
+                return made(0, *args, **kwargs)
             return keep_if_captured(made(stream_of_tables(), *args, **kwargs))
 
         vars(look_up).update(cache_clear=made.cache_clear)

@@ -58,9 +58,8 @@ def mix(
         if isinstance(neighbours.documents, TreeDocuments):
             rule, history = RuleByLevel(rule), neighbours.documents.history(parts.past)
             neighbours = replace(neighbours, history=history)
-        keep = torch.is_grad_enabled() and any(
-            x is not None and x.requires_grad for x in (rows, *parameters)
-        )
+        trained = [x for x in (rows, *parameters) if x is not None and x.requires_grad]
+        keep = torch.is_grad_enabled() and bool(trained)
         hand_over = HandOver() if keep else None
         of_function = refilled if apart is None else None
         second_run = SecondRun(front, rule, neighbours) if keep and run_again else None

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from functools import wraps
+from contextlib import AbstractContextManager, contextmanager
+from functools import partial, wraps
 from typing import Any, cast
 
 import torch
@@ -21,8 +21,8 @@ _REDUCED = ("tf32", "bf16")
 class _Switch:
     """A context manager that several threads may be inside; ``turn`` returns what turns back."""
 
-    def __init__(self, turn: Callable[[], Callable[[], None]]) -> None:
-        self._turn, self._turn_back = turn, _nothing
+    def __init__(self, turn: Callable[[], Callable[[], None] | None]) -> None:
+        self._turn, self._turn_back = turn, None
         self._inside, self._lock = 0, threading.Lock()
 
     def __enter__(self) -> None:
@@ -34,41 +34,42 @@ class _Switch:
     def __exit__(self, *_error: Any) -> None:
         with self._lock:
             self._inside -= 1
-            if self._inside == 0:
+            if self._inside == 0 and self._turn_back is not None:
                 self._turn_back()
 
 
-def _nothing() -> None:
-    """The setting was as wanted already."""
-
-
-@contextmanager
-def full_fp32_matmul(device_type: str) -> Iterator[None]:
+def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
     """fp32 products with 24-bit factors; autocast and the TF32 switches have no effect inside.
 
     These are for the model's projections. The rule sums over thousands of tokens, for which 11-bit
     factors are too coarse.
     """
+    switch = _full_fp32[device_type == "cuda"]
     # Entering autocast costs more than a small product, so this is skipped if autocast is off.
-    autocasts = torch.is_autocast_enabled(device_type)
-    outside = torch.autocast(device_type, enabled=False) if autocasts else nullcontext()
-    with outside, _full_fp32[device_type == "cuda"]:
+    return (
+        _outside_autocast(device_type, switch) if torch.is_autocast_enabled(device_type) else switch
+    )
+
+
+@contextmanager
+def _outside_autocast(device_type: str, switch: _Switch) -> Iterator[None]:
+    with torch.autocast(device_type, enabled=False), switch:
         yield
 
 
-def _turn(cuda: bool) -> Callable[[], None]:
-    """Turn the switches to full fp32; returns a function that restores them."""
+def _turn(cuda: bool) -> Callable[[], None] | None:
+    """Turn the switches to full fp32; returns what restores them, None if they stood so."""
     backend = torch.backends.cuda if cuda else torch.backends.mkldnn
     matmul: Any = getattr(backend, "matmul", None)
     if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
         precision = torch.get_float32_matmul_precision()
         if precision == "highest":
-            return _nothing
+            return None
         torch.set_float32_matmul_precision("highest")
         return lambda: torch.set_float32_matmul_precision(precision)
     kept = matmul.fp32_precision
     if kept not in _REDUCED:
-        return _nothing
+        return None
     if cuda and (old := _old_switch()) is not None:
         # Turn the old switch: if a new switch contradicts it, torch refuses to read the old one.
         matmul.allow_tf32 = False
@@ -100,7 +101,7 @@ def _put_back(switch: Any, kept: str) -> None:
         switch.fp32_precision = kept
 
 
-_full_fp32 = [_Switch(lambda: _turn(False)), _Switch(lambda: _turn(True))]
+_full_fp32 = [_Switch(partial(_turn, False)), _Switch(partial(_turn, True))]
 
 
 def leaves_memory_unfilled[**Arguments, Made](

@@ -48,8 +48,9 @@ class _Stage:
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
         self.rule, self.documents = rule, documents
-        self.rows = next(x for x in inputs if x is not None).shape[:2]
-        self.inputs = inputs if documents is None else in_one_row(inputs)
+        self.rows, *_ = [x.shape[:2] for x in inputs if x is not None]
+        end_to_end = documents is not None and self.rows[0] > 1
+        self.inputs = in_one_row(inputs) if end_to_end else inputs
 
 
 class RuleForward(_Stage):
