@@ -8,10 +8,10 @@ installed, and its own cache) and by Megatron from the same file, in Megatron's
 StaticInferenceContext: eager, and as a CUDA graph of one step, whose attention then reads the keys
 of one length. The floor is the bytes of the weights (embeddings apart), histories and states, these
 twice, at the bandwidth of a copy. ``error`` and ``their_error`` are distances (root mean square) of
-our logits and transformers' from those of the plain rule in twice the width, over the size of
-these; ours may be twice theirs. cuDNN's attention prepares itself again for every length of the
-keys, some 10 ms on the host: ``transformers_ms`` is with it, as torch chooses, and
-``transformers_without_cudnn_ms`` without. ``NVTE_FUSED_ATTN=0`` does that in Transformer Engine.
+our logits and transformers' from those of the plain rule in twice the width, over their size; ours
+may be twice theirs. cuDNN's attention prepares itself again for every length of the keys, some
+10 ms on the host: ``transformers_ms`` is with it, as torch chooses, and
+``transformers_without_cudnn_ms`` without; ``--attention unfused`` leaves it out of our model.
 
 Then one layer: a decode step on a dynamic context's buffers, half of whose slots are taken in
 another order, beside ``MambaMixer`` of Megatron with states of the same size where that runs.
@@ -63,11 +63,14 @@ def their_model(sizes: dict[str, Any]) -> torch.nn.Module:
     return model.to(PLACE, DTYPE).eval()
 
 
-def our_model(folder: str, modules: str, tokens: int) -> torch.nn.Module:
+def our_model(folder: str, modules: str, tokens: int, attention: str = "auto") -> torch.nn.Module:
+    from megatron.core.transformer.enums import AttnBackend
+
     from megatron_gdn.hf import build_model, load_hf_weights
 
     model, _ = build_model(
         folder, modules=modules, dtype=DTYPE, parallel_output=False, max_sequence_length=tokens,
+        attention_backend=AttnBackend[attention],
         bias_activation_fusion=True, apply_rope_fusion=modules != "local",
     )  # fmt: skip
     load_hf_weights(model, folder)
@@ -81,13 +84,16 @@ def difference(logits: torch.Tensor, exact: torch.Tensor) -> float:
 
 
 @torch.inference_mode()
-def exact_steps(folder: str, texts: list[torch.Tensor]) -> list[list[torch.Tensor]]:
+def exact_steps(folder: str, texts: list[torch.Tensor], attention: str) -> list[list[torch.Tensor]]:
     """Of every text the logits of the first steps after the prompt, in twice the width."""
+    from megatron.core.transformer.enums import AttnBackend
+
     from megatron_gdn.hf import build_model, load_hf_weights
 
     model, _ = build_model(
         folder, modules="local", dtype=torch.float32 if ON_GPU else torch.float64,
         parallel_output=False, layer_options={"backend": "reference"},
+        attention_backend=AttnBackend[attention],
     )  # fmt: skip
     load_hf_weights(model, folder)
     model.to(PLACE).eval()
@@ -255,6 +261,7 @@ def main() -> None:
     parser.add_argument("--out", help="append JSON lines to this file")
     parser.add_argument("--tiny", action="store_true", help="a small model, on the CPU too")
     parser.add_argument("--modules", choices=("auto", "te", "local"), default="auto")
+    parser.add_argument("--attention", choices=("auto", "unfused"), default="auto")
     parser.add_argument("--batches", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--seconds", type=float, default=500, help="start no new batch after this")
@@ -267,7 +274,7 @@ def main() -> None:
     start_one_process()
     rate = copy_rate(ON_GPU, 10)
     common = environment() if ON_GPU else {"gpu": "none", "torch": torch.__version__}
-    common |= {"copy_gb_per_s": rate / 1e6, "modules": args.modules}
+    common |= {"copy_gb_per_s": rate / 1e6, "modules": args.modules, "attention": args.attention}
     lines = layers(sizes, args.batches, args.repeats, rate)
     theirs: Any = their_model(sizes)
     texts = [
@@ -276,8 +283,9 @@ def main() -> None:
     ]
     with tempfile.TemporaryDirectory() as folder:
         theirs.save_pretrained(folder)
-        ours = our_model(folder, args.modules, PROMPT + 2 * args.repeats + 32)
-        exact_of = exact_steps(folder, texts)
+        tokens = PROMPT + 2 * args.repeats + 32
+        ours = our_model(folder, args.modules, tokens, args.attention)
+        exact_of = exact_steps(folder, texts, args.attention)
     embedded = sum(p.numel() for name, p in ours.named_parameters() if "embedding" in name)
     weights = sum(p.numel() * p.element_size() for p in ours.parameters())
     weights -= embedded * DTYPE.itemsize
