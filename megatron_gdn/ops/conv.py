@@ -1,11 +1,17 @@
-"""Causal depthwise convolution with SiLU over packed or unpacked sequences, in plain torch.
+"""Causal depthwise convolution with SiLU over packed or unpacked sequences.
+
+In plain torch, or by the package causal-conv1d, for a GPU without Triton.
 
 Legend: B batch, T tokens, C channels, W taps, N sequences (B of them, or the packed documents).
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Sequence
+from functools import cache
+from importlib import import_module
+from importlib.util import find_spec
 from typing import Any, cast
 
 import torch
@@ -15,7 +21,12 @@ from torch import Tensor
 from .autograd import first_derivative_only, uncompiled
 from .documents import Documents, require_one_row
 from .elementwise import sigmoid, silu
-from .front.history import History
+from .front.history import History, history_of, last_rows
+from .obstacles import installed_version, version_tuple
+
+_OLDEST = (1, 6)  # the first causal-conv1d whose backward can add in a fixed order
+_INSTALL = 'pip install "megatron-gdn[conv1d]"'
+_FIXED_ORDER = "CAUSAL_CONV1D_DETERMINISTIC"  # the package reads it in every backward
 
 # x [B, T, C], weight [C, W], bias [C] or None, documents or None, activation or None -> y.
 type Convolution = Callable[[Tensor, Tensor, Tensor | None, Documents | None, str | None], Tensor]
@@ -89,39 +100,6 @@ class _CausalConv(torch.autograd.Function):
         return dx_BTC, dweight_CW, dbias_C, None, None
 
 
-def _with_history(
-    x_BTC: Tensor, state_NCW: Tensor, documents: Documents | None
-) -> tuple[Tensor, Documents | None, Tensor]:
-    """Put the last W - 1 remembered inputs in front of every sequence.
-
-    Returns the longer buffer, its boundaries, and the indices ``[T]`` of the original tokens.
-    """
-    history_NHC = state_NCW[..., 1:].transpose(1, 2).to(x_BTC.dtype)
-    extra = history_NHC.shape[1]
-    if documents is None:
-        tokens = torch.arange(x_BTC.shape[1], device=x_BTC.device) + extra
-        return torch.cat([history_NHC, x_BTC], dim=1), None, tokens
-    pieces, tokens, start = [], [], 0
-    for index, piece in enumerate(x_BTC[0].split(documents.lengths)):
-        pieces += [history_NHC[index], piece]
-        tokens.append(torch.arange(piece.shape[0], device="cpu") + start + extra)
-        start += extra + piece.shape[0]
-    offsets = [offset + index * extra for index, offset in enumerate(documents.offsets)]
-    longer = Documents(tuple(offsets), documents.device)
-    return torch.cat(pieces)[None], longer, torch.cat(tokens).to(x_BTC.device)
-
-
-def _last_inputs(x_BTC: Tensor, documents: Documents | None, taps: int) -> Tensor:
-    """The last ``taps`` inputs of every sequence, zeros where it is shorter: ``[N, C, W]``."""
-    sequences = x_BTC if documents is None else x_BTC[0].split(documents.lengths)
-    last = []
-    for sequence_TC in sequences:
-        tail_TC = sequence_TC[max(sequence_TC.shape[0] - taps, 0) :]
-        last.append(F.pad(tail_TC, (0, 0, taps - tail_TC.shape[0], 0)).T)
-    return torch.stack(last)
-
-
-@uncompiled  # Dynamo would replace the backward by one that gives x no gradient
 def causal_conv1d(
     x: Tensor,
     weight: Tensor,
@@ -168,50 +146,111 @@ def causal_conv1d(
         require_one_row(x.shape[0], f"x of shape {tuple(x.shape)}")
         documents = Documents.from_cu_seqlens(cu_seqlens, x.shape[1], device=x.device)
     channels, taps = weight.shape
-    source, boundaries, tokens = x, documents, None
-    if initial_state is not None:
-        sequences = x.shape[0] if documents is None else len(documents.lengths)
+    sequences = x.shape[0] if documents is None else len(documents.lengths)
+    history = None
+    if initial_state is None:
+        before = x.new_zeros(sequences, channels, taps) if output_final_state else None
+    else:
         if tuple(initial_state.shape) != (sequences, channels, taps):
             raise ValueError(
                 f"initial_state must be [N, C, W] = {(sequences, channels, taps)}, got "
                 f"{tuple(initial_state.shape)}."
             )
-        source, boundaries, tokens = _with_history(x, initial_state, documents)
-    position_T = None if boundaries is None else boundaries.position_T
-    y = _CausalConv.apply(source, weight, bias, activation is not None, position_T)
-    if tokens is not None:
-        y = y.index_select(1, tokens)
-    final_state = _last_inputs(source, boundaries, taps) if output_final_state else None
-    return y, final_state
+        before = initial_state.to(x.dtype)
+        history = history_of(before[..., 1:], documents, x.shape[1]) if taps > 1 else None
+    y = convolve_rows(x, weight, bias, documents, history, activation=activation)
+    if not output_final_state or before is None:
+        return y, None
+    return y, last_rows(x.transpose(0, 1), before, documents)
 
 
-def _convolution(
+def plain_convolution(
     x_BSC: Tensor,
     weight_CW: Tensor,
     bias_C: Tensor | None,
     documents: Documents | None,
     activation: str | None,
 ) -> Tensor:
-    if documents is None:
-        return causal_conv1d(x_BSC, weight_CW, bias_C, activation)[0]
-    rows = [
-        causal_conv1d(x, weight_CW, bias_C, activation, cu_seqlens=documents)[0]
-        for x in x_BSC.split(1)
-    ]
-    return torch.cat(rows)
+    position_T = None if documents is None else documents.position_T
+    return _CausalConv.apply(x_BSC, weight_CW, bias_C, activation is not None, position_T)
 
 
+def package_convolution(
+    x_BSC: Tensor,
+    weight_CW: Tensor,
+    bias_C: Tensor | None,
+    documents: Documents | None,
+    activation: str | None,
+) -> Tensor:
+    """Its backward adds in a fixed order: this sets ``CAUSAL_CONV1D_DETERMINISTIC=1``."""
+    from causal_conv1d import causal_conv1d_fn  # pyright: ignore[reportMissingImports]
+
+    os.environ.setdefault(_FIXED_ORDER, "1")
+    index_BS = None
+    if documents is not None:
+        first_S = documents.position_T == 0
+        index_BS = first_S.cumsum(0, dtype=torch.int32).expand(x_BSC.shape[0], -1)
+    # Channels lie side by side, as the package wants them for packed rows.
+    y_BCS = causal_conv1d_fn(
+        x_BSC.contiguous().transpose(1, 2), weight_CW.contiguous(), bias_C,
+        seq_idx=index_BS, activation=activation,
+    )  # fmt: skip
+    y_BSC = y_BCS.transpose(1, 2)
+    if y_BSC.requires_grad:
+        y_BSC.register_hook(torch.Tensor.contiguous)  # it refuses gradients of other strides
+    return y_BSC
+
+
+@uncompiled  # Dynamo would replace the backward by one that gives x no gradient
 def convolve_rows(
     x_BSC: Tensor,
     weight_CW: Tensor,
     bias_C: Tensor | None,
     documents: Documents | None,
     history: History | None = None,
-    convolution: Convolution = _convolution,
+    convolution: Convolution = plain_convolution,
+    activation: str | None = "silu",
 ) -> Tensor:
     """conv + SiLU; documents, if any, have the same boundaries in every row."""
     if history is None:
-        return convolution(x_BSC, weight_CW, bias_C, documents, "silu")
+        return convolution(x_BSC, weight_CW, bias_C, documents, activation)
     x_wide = x_BSC.to(torch.promote_types(x_BSC.dtype, torch.float32))
     pre_BSC = convolution(x_wide, weight_CW, bias_C, documents, None)
-    return silu(history.added_to(pre_BSC, weight_CW)).to(x_BSC.dtype)
+    pre_BSC = history.added_to(pre_BSC, weight_CW)
+    return (silu(pre_BSC) if activation else pre_BSC).to(x_BSC.dtype)
+
+
+def why_not_conv_package(
+    device: str, dtype: torch.dtype, taps: int, widths: tuple[int, ...], aligned: bool = False
+) -> str | None:
+    """Why causal-conv1d cannot convolve sections of these widths; None if it can."""
+    if device != "cuda":
+        return f"causal-conv1d runs on a GPU, not on {device}"
+    if dtype not in (torch.float32, torch.bfloat16, torch.float16):
+        return f"causal-conv1d computes in fp32, not in {dtype}"
+    if not 2 <= taps <= 4:
+        return f"causal-conv1d takes 2 to 4 taps, not {taps}"
+    if any(width % 8 for width in widths):
+        return f"causal-conv1d takes channels in eights, not {list(widths)}"
+    if aligned:
+        return "causal-conv1d was not seen to keep a token's bits, which batch_invariant_mode asks"
+    if os.environ.get(_FIXED_ORDER, "1")[:1] == "0":
+        return f"{_FIXED_ORDER}=0 lets causal-conv1d add in another order every time; unset it"
+    return _why_not_installed()
+
+
+@cache
+def _why_not_installed() -> str | None:
+    if find_spec("causal_conv1d") is None:
+        return f"causal-conv1d is not installed ({_INSTALL})"
+    installed = installed_version("causal-conv1d")
+    if installed is None or version_tuple(installed)[:2] < _OLDEST:
+        return (
+            f"causal-conv1d {installed or 'without a version'} adds gradients in another order "
+            f"every time; install 1.6 or newer ({_INSTALL})"
+        )
+    try:
+        import_module("causal_conv1d")
+    except (ImportError, OSError) as error:  # built for another torch
+        return f"causal-conv1d cannot be imported: {error}"
+    return None

@@ -11,7 +11,7 @@ from megatron_gdn.gdn.front import gdn_front
 from megatron_gdn.ops.conv import convolve_rows as plain
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.front.conv_package import convolve_rows
+from megatron_gdn.ops.front.choice import PACKAGE as convolve_rows
 from tests.kernels.kernel_cases import FP32, Case, assert_close
 
 pytestmark = pytest.mark.gpu

@@ -8,11 +8,11 @@ import torch
 import torch.nn.functional as F
 
 from megatron_gdn.gdn.front import gdn_front
-from megatron_gdn.ops import causal_conv1d
+from megatron_gdn.ops import causal_conv1d, conv
 from megatron_gdn.ops.conv import convolve_rows as plain
+from megatron_gdn.ops.conv import why_not_conv_package
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.front import choice, conv_package
-from megatron_gdn.ops.front.conv_package import why_not_conv_package
+from megatron_gdn.ops.front import choice
 from megatron_gdn.ops.obstacles import say_once
 
 
@@ -145,15 +145,15 @@ def package(monkeypatch):
     fake.__spec__ = SimpleNamespace()
 
     def install(version, module=fake):
-        conv_package._why_not_installed.cache_clear()
+        conv._why_not_installed.cache_clear()
         monkeypatch.setitem(sys.modules, "causal_conv1d", module)
-        monkeypatch.setattr(conv_package, "installed_version", lambda name: version)
+        monkeypatch.setattr(conv, "installed_version", lambda name: version)
 
     monkeypatch.delenv("CAUSAL_CONV1D_DETERMINISTIC", raising=False)
     monkeypatch.setattr(choice, "why_not_triton", lambda *_: "triton is not installed")
     say_once.cache_clear()
     yield install
-    conv_package._why_not_installed.cache_clear()
+    conv._why_not_installed.cache_clear()
 
 
 def chosen(kernels="auto", aligned=False):
@@ -167,7 +167,7 @@ def chosen(kernels="auto", aligned=False):
 def test_it_is_taken_on_a_gpu_without_triton_and_the_log_says_so(package, caplog):
     package("1.6.0")
     with caplog.at_level("INFO"):
-        assert chosen() is conv_package.convolve_rows
+        assert chosen() is choice.PACKAGE
     assert "conv by causal-conv1d: triton is not installed" in caplog.text
     assert chosen("torch") is plain, "asked for by name"
 
@@ -195,7 +195,7 @@ def test_a_package_built_for_another_torch_is_passed_over(package, monkeypatch, 
     (tmp_path / "causal_conv1d.py").write_text("raise ImportError('undefined symbol: _ZN2at')\n")
     monkeypatch.syspath_prepend(tmp_path)
     assert chosen() is plain
-    why = conv_package._why_not_installed()
+    why = conv._why_not_installed()
     assert why == "causal-conv1d cannot be imported: undefined symbol: _ZN2at"
 
 

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
 
+from ..conv import convolve_rows, package_convolution, why_not_conv_package
 from ..obstacles import say_once, why_not_triton
-from . import conv_package
-from .conv_package import why_not_conv_package
 from .plain import PlainFront
 from .table import FrontTable, TableFront
+
+# Conv + SiLU by causal-conv1d, where :func:`..conv.why_not_conv_package` has no objection.
+PACKAGE = partial(convolve_rows, convolution=package_convolution)
 
 
 def front_of(
@@ -42,7 +45,7 @@ def front_of(
         why_not = why_not_conv_package(device, rows_dtype, taps, table.layout.conv_widths, aligned)
         if why_not is None:
             say_once(f"gates and norm run in plain torch, conv by causal-conv1d: {why}.", device)
-            return PlainFront(table, **options, convolve=conv_package.convolve_rows)
+            return PlainFront(table, **options, convolve=PACKAGE)
         why = f"{why}; {why_not}"
     say_once(f"conv, gates and norm run in plain torch: {why}.", device)
     return PlainFront(table, **options)

@@ -20,7 +20,8 @@ from typing import NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from ..host_tables import to_device
+from ..documents import Documents
+from ..host_tables import cached_by_stream, to_device
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,6 +104,54 @@ class History(NamedTuple):
         lead_BPC = torch.stack(lead_in, 1).flatten(0, 1).transpose(0, 1)
         lead_BPC = lead_BPC.masked_fill((edge < 0)[:, None], 0)
         return pre_BsC.index_add(1, edge.clamp(min=0), lead_BPC)
+
+
+def history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) -> History:
+    """Of every sequence the W - 1 rows before it, oldest first."""
+    packed, device = documents is not None, history_NCW.device
+    rows = history_NCW.permute(2, 0, 1)
+    if packed:
+        rows = history_NCW.transpose(1, 2).flatten(0, 1)[:, None]
+    lengths = Documents.lengths_of(documents, tokens)
+    return History(rows, _history_table(lengths, history_NCW.shape[2], device))
+
+
+@cached_by_stream(32)
+def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) -> HistoryTable:
+    counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
+    oldest = torch.arange(len(lengths), device="cpu") * past
+    before = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")
+    nothing, first = counts[:0], counts.cumsum(0) - counts
+    return HistoryTable.build(first, counts, before, nothing, sum(lengths), device)
+
+
+@cached_by_stream(32)
+def _last_index(
+    lengths: tuple[int, ...], past: int, device: torch.device
+) -> tuple[Tensor, Tensor, Tensor]:
+    """For each of the N * past rows: its new token, its old row, and whether to take the token."""
+    length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
+    start = length.cumsum(0) - length
+    place = length - past + torch.arange(past, device="cpu")  # within the sequence; < 0: older
+    token = (start + place.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
+    old = torch.arange(len(lengths), device="cpu")[:, None] * past + (place + past).clamp(
+        max=past - 1
+    )
+    token, old, fresh = (to_device(x.flatten(), device) for x in (token, old, place >= 0))
+    return token, old, fresh
+
+
+def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
+    """The last p convolved rows of every sequence, ``[N, C, p]``, of new ones and p before them."""
+    N, _, past = before_NCp.shape
+    if documents is None:
+        # Copy only the new rows that stay.
+        tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0)
+        return torch.cat([before_NCp, tail], dim=2)[..., tail.shape[2] :].contiguous()
+    token, old, fresh = _last_index(documents.lengths, past, rows_sBC.device)
+    before = before_NCp.transpose(1, 2).flatten(0, 1).index_select(0, old)
+    last = torch.where(fresh[:, None], rows_sBC[:, 0].index_select(0, token), before)
+    return last.unflatten(0, (N, past)).transpose(1, 2).contiguous()
 
 
 class HistoryLink(Protocol):

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..elementwise import l2norm, silu
-from ..front.history import History, HistoryTable
+from ..front.history import history_of, last_rows
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.token_rule import recurrence
@@ -96,7 +96,7 @@ def _in_chunks(
     past = None
     if parts.past and not begins:
         newest = history[..., history.shape[-1] - parts.past :].to(proj.dtype)
-        past = _history_of(newest, documents, len(proj))
+        past = history_of(newest, documents, len(proj))
     inputs = parts.front.forward(proj, parts.of_front, documents, history=past)
     # A rule gets the states of non-empty documents only; an empty document keeps its state.
     filled, initial = None, None if begins else state
@@ -200,56 +200,8 @@ def _plain_token(row: Tensor, parts: Parts, memory: Memory, after: Memory | None
     return o
 
 
-def _history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) -> History:
-    """Of every sequence its W - 1 rows in the memory, oldest first."""
-    packed, device = documents is not None, history_NCW.device
-    rows = history_NCW.permute(2, 0, 1)
-    if packed:
-        rows = history_NCW.transpose(1, 2).flatten(0, 1)[:, None]
-    lengths = Documents.lengths_of(documents, tokens)
-    return History(rows, _history_table(lengths, history_NCW.shape[2], device))
-
-
-@cached_by_stream(32)
-def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) -> HistoryTable:
-    counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
-    oldest = torch.arange(len(lengths), device="cpu") * past
-    before = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")
-    nothing, first = counts[:0], counts.cumsum(0) - counts
-    return HistoryTable.build(first, counts, before, nothing, sum(lengths), device)
-
-
 @cached_by_stream(32)
 def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:
     """int64, which documents have tokens."""
     index = [n for n, length in enumerate(lengths) if length]
     return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
-
-
-@cached_by_stream(32)
-def _last_index(
-    lengths: tuple[int, ...], past: int, device: torch.device
-) -> tuple[Tensor, Tensor, Tensor]:
-    """For each of the N * past rows: its new token, its old row, and whether to take the token."""
-    length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
-    start = length.cumsum(0) - length
-    place = length - past + torch.arange(past, device="cpu")  # within the sequence; < 0: older
-    token = (start + place.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
-    old = torch.arange(len(lengths), device="cpu")[:, None] * past + (place + past).clamp(
-        max=past - 1
-    )
-    token, old, fresh = (to_device(x.flatten(), device) for x in (token, old, place >= 0))
-    return token, old, fresh
-
-
-def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
-    """The last p convolved rows of every sequence, ``[N, C, p]``, of new ones and p before them."""
-    N, _, past = before_NCp.shape
-    if documents is None:
-        # Copy only the new rows that stay.
-        tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0)
-        return torch.cat([before_NCp, tail], dim=2)[..., tail.shape[2] :].contiguous()
-    token, old, fresh = _last_index(documents.lengths, past, rows_sBC.device)
-    before = before_NCp.transpose(1, 2).flatten(0, 1).index_select(0, old)
-    last = torch.where(fresh[:, None], rows_sBC[:, 0].index_select(0, token), before)
-    return last.unflatten(0, (N, past)).transpose(1, 2).contiguous()
