@@ -95,8 +95,8 @@ def not_run(block: Block) -> str | None:
     match block.language:
         case "python" if block.page.parent == FRAMEWORKS:
             laws = ROOT / "tests/frameworks" / f"{block.page.stem}_laws.py"
-            named = laws.is_file() and f"docs/frameworks/{block.page.name}" in laws.read_text()
-            return None if named else f"{laws.name} does not read the page"
+            read = laws.is_file() and f'page_lines("{block.page.stem}")' in laws.read_text()
+            return None if read else f"{laws.name} does not read the page"
         case "python":
             held = [line for line in BLOCKS.values() if line in block.code]
             return None if len(held) == 1 else "give it a row in BLOCKS of test_page_python.py"
