@@ -200,7 +200,7 @@ class GatedDeltaNet(UpstreamNames):
         scheme = batch.scheme
         conv = self.called_conv_parameters(rows, scheme.layout)
         if not self.A_log.dtype == self.dt_bias.dtype == torch.float32:
-            self.require_wide_gates()
+            self.require_fp32_parameters()
         fp32 = (self.A_log, self.dt_bias) if self.gathered is None else self.gathered()
         return gdn_parts(
             rows,

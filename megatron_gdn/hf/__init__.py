@@ -1,14 +1,9 @@
-"""Weights to and from Hugging Face: Qwen3-Next, Qwen3.5, 3.6 and 3.8, dense and mixture of experts.
+"""Weights to and from Hugging Face: Qwen3-Next, Qwen3.5, 3.6 and 3.8, dense and with experts.
 
-In Python: `build_model` makes the Megatron model that a ``config.json`` describes,
-`load_hf_weights` fills it, `save_hf_weights` and `state_dict_to_hf` convert back.
-`gdn_layer_from_hf` and `gdn_layer_to_hf` convert one layer, `mamba2_layer_from_hf` and
-`mamba2_layer_to_hf` a Mamba2 mixer, `kda_layer_from_hf` and `kda_layer_to_hf` a Kimi Delta
-Attention. Between folders and Megatron's distributed checkpoints:
-`import_folder` and `export_folder`, or ``python -m megatron_gdn.hf import | export | compare |
-flags``. For transformers' own models: `patch` lets their linear-attention modules run packed
-documents and context parallelism, see `drop_in`. `state_dict_adapter` lists the tensors that are
-fp32 even if a file has another dtype.
+load_hf_weights, save_hf_weights, state_dict_to_hf    a Megatron model of `build_model`
+X_layer_from_hf, X_layer_to_hf                        one layer; X is gdn, kda or mamba2
+import_folder, export_folder                          Megatron's distributed checkpoints
+patch                                                 transformers' models, see `drop_in`
 """
 
 from importlib import import_module
@@ -40,7 +35,7 @@ __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use: `state_dict_adapter` and the drop-in import no Megatron."""
+    """Import a name on first use, so that the drop-in needs no Megatron."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name], __name__), name)

@@ -23,7 +23,7 @@ _EXPECTED = (ValueError, NotImplementedError, ImportError, OSError, CheckpointEx
 def main(argv: Sequence[str] | None = None) -> int:
     """Exit status 0: done, or equal. 1: the compared weights differ. 2: an error, on stderr."""
     given = vars(_parser().parse_args(argv))
-    # Megatron and torch warn of absent packages and of their own old names.
+    # Megatron and torch warn of absent packages and of deprecated names.
     warnings.simplefilter("ignore")
     for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -35,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _in_one_line(error: BaseException, given: dict) -> str:
-    """The cause in words that name a folder, which torch and Megatron do not do."""
+    """The cause of an error in one line that names a folder."""
     names_nothing = isinstance(error, CheckpointException)
     if isinstance(error, CheckpointException):  # errors of ranks, with their tracebacks
         error = next(found for found, _ in error.failures.values())

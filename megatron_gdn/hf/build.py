@@ -99,7 +99,7 @@ def build_model(
 
 
 def model_arguments(hf: HFModelConfig, config: Any, vocab_divisible_by: int = 8) -> dict[str, Any]:
-    """The constructor arguments of a HybridModel or GPTModel that ``config.json`` says."""
+    """The constructor arguments of a HybridModel or GPTModel, from ``config.json``."""
     multiple = vocab_divisible_by * config.tensor_model_parallel_size
     return {
         "vocab_size": -(-hf.vocab_size // multiple) * multiple,
@@ -139,7 +139,7 @@ def transformer_config(
 def current_settings(
     modules: Literal["te", "local"], dtype: torch.dtype | None = None
 ) -> dict[str, Any]:
-    """The ``TransformerConfig`` fields that say where and in which dtype a model is built."""
+    """The ``TransformerConfig`` fields for device, dtype and parallel sizes of this process."""
     from megatron.core import parallel_state
 
     has_gpu = torch.cuda.is_available()
@@ -161,13 +161,13 @@ def current_settings(
     return settings
 
 
-# Settings that another flag says. A flag of True or False takes no value.
+# Settings whose flag has another name.
 _FLAGS = {
     "layernorm_epsilon": "norm_epsilon",
     "add_bias_linear": "disable_bias_linear",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
-# Settings that arguments of other names say, or nobody; and of a HybridModel, those of its pattern.
+# Settings that are not written as flags of their name; a HybridModel's pattern has the second set.
 _SAID_OTHERWISE = {
     "layernorm_zero_centered_gamma", "add_bias_linear", "add_qkv_bias", "gated_linear_unit",
     "activation_func", "moe_router_pre_softmax",
@@ -195,7 +195,7 @@ def megatron_flags(
 def megatron_arguments(
     config: HFModelConfig, model: Architecture = "hybrid", zero_centered_gamma: bool = True
 ) -> Namespace:
-    """The ``args`` that a Megatron run of the model would save: those that describe the model."""
+    """The ``args`` of a Megatron run of the model, as far as they describe the model."""
     args = Namespace(
         num_layers=config.num_layers * (2 if model == "hybrid" else 1),
         hybrid_layer_pattern=None,

@@ -1,9 +1,8 @@
 """Whole folders: Hugging Face to a Megatron distributed checkpoint, back, and compared.
 
-Both ways build the model that a launch builds, of local modules on the CPU, and use what a launch
-uses. So they hold the whole model in memory, each tensor in its file's dtype, and second copies of
-the fused ones. A checkpoint is one that Megatron's ``--load`` takes at any parallel sizes: weights
-alone, as a *release* (training starts at iteration 0 with a new optimizer).
+Each function builds the model that a launch builds, with local modules on the CPU, and holds the
+whole model in memory in the dtypes of the file. An imported checkpoint has weights alone (a
+*release*); Megatron's ``--load`` takes it at any parallel sizes.
 
     latest_checkpointed_iteration.txt    "release", or the number of the newest iteration
     release/ or iter_0000160/            metadata.json and torch.distributed.checkpoint's files
@@ -33,7 +32,7 @@ from .model_map import Architecture, HFView, SourceRecord, and_more
 from .safetensors_files import SafetensorsFolder, new_folder, progress_bar, refuse_existing
 
 _TRACKER, _RELEASE, _FORMAT = "latest_checkpointed_iteration.txt", "release", "metadata.json"
-# Megatron's own saves hold these: how a model of this version shards its state.
+# How a model of this Megatron shards its state; Megatron's own saves write the same.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 _UNREADABLE = (RuntimeError, ValueError, OSError, EOFError, PickleError)
 # A checkpoint's other tensors are optimizer states.
@@ -181,7 +180,7 @@ def find_checkpoint(folder: str | Path) -> Path:
 
 
 def _on_cpu(config: HFModelConfig, model: Architecture, zero_centered_gamma: bool) -> Any:
-    """The model with parameters that nobody filled, which take no memory yet."""
+    """The model without values; its parameters take no memory yet."""
     return build_model(
         config,
         model,
@@ -195,7 +194,7 @@ def _on_cpu(config: HFModelConfig, model: Architecture, zero_centered_gamma: boo
 
 
 def _with_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
-    """``state`` and what a model of Transformer Engine's modules asks of a checkpoint besides."""
+    """Add the ``_extra_state`` entries that a model of Transformer Engine's modules loads."""
     modules = [one.key.removesuffix(".weight") for one in state.values()]
     modules += [name.replace("linear_proj", "core_attention") for name in modules]
     found = {name for name in modules if name.endswith(_STATEFUL_IN_TE)} | {"output_layer"}
@@ -231,7 +230,7 @@ def _loaded(source: str | Path, like: str | Path, zero_centered_gamma: bool | No
 
 @contextmanager
 def _reading(folder: Path) -> Iterator[None]:
-    """Say of an error which file is damaged, which torch and Megatron do not."""
+    """Turn an error of torch or Megatron into one that names the damaged file."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -244,7 +243,7 @@ def _reading(folder: Path) -> Iterator[None]:
 
 
 def _damaged(folder: Path) -> str | None:
-    """The first file that is missing, cut or zeroed, and what is wrong."""
+    """The first file that is missing, cut or overwritten with zeros, and what is wrong with it."""
     path = folder / _FORMAT
     try:
         json.loads(path.read_bytes())
@@ -271,7 +270,7 @@ def _damaged(folder: Path) -> str | None:
 def _refuse_another_model(
     stored: dict[str, Any], wanted: dict[str, Any], folder: Path, like: str | Path
 ) -> None:
-    """Refuse a checkpoint with other keys or shapes: an export would lose weights."""
+    """Refuse a checkpoint with other keys or shapes; exporting it would lose weights."""
     held = {key for key in stored if key.startswith(_MODEL_PREFIXES)}
     for keys, what in (
         (wanted.keys() - held, "the checkpoint has no"),

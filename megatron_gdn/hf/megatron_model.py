@@ -1,11 +1,11 @@
 """Fill a built Megatron model from a Hugging Face folder, and write one back.
 
-Each rank reads its tensor-parallel shard of its pipeline stage's layers and its experts. Names of
-parameters show whether norms are fused into a projection (Transformer Engine) or separate (local
-modules), and whether experts are grouped or sequential.
+Each rank reads its tensor-parallel shard of the layers of its pipeline stage, and its experts. The
+names of parameters show whether a norm is fused into a projection (Transformer Engine) or separate
+(local modules), and whether experts are grouped or sequential.
 
-A low-rank adapter of Megatron-Bridge wraps a linear: ``to_wrap`` is the linear, ``adapter`` its
-low-rank branch, ``weight`` that of the plain linear with the same output, W + (alpha / dim) B A.
+A low-rank adapter of Megatron-Bridge is a module around a linear: ``to_wrap`` is the linear,
+``adapter`` the low-rank branch, ``weight`` the merged weight W + (alpha / dim) B A.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class _Ranks(NamedTuple):
 
 
 def _ranks() -> _Ranks:
-    state: Any = parallel_state  # some of its functions say that they give no int
+    state: Any = parallel_state  # some of its functions have wrong annotations
     if not state.model_parallel_is_initialized():
         return _Ranks()
     groups: list[Any] = [
@@ -144,7 +144,9 @@ def save_hf_weights(
         )
     if ranks.dp:
         return
-    refuse_existing(folder)  # Every rank refuses, or the others would wait in a collective.
+    refuse_existing(
+        folder
+    )  # Every rank must refuse: a rank that goes on would wait in a collective.
     record = record or SourceRecord.from_folder(like)
     record = replace(record, fp32_gates=fp32_gates or record.fp32_gates)
     source = SafetensorsFolder(like)
@@ -159,7 +161,9 @@ def save_hf_weights(
 
 
 def model_view(model: nn.Module, record: SourceRecord, like: SafetensorsFolder) -> HFView:
-    """``model`` as the tensors that a save writes. Reading is a collective of the tp ranks."""
+    """``model`` as the tensors that a save writes; every read is a collective of tensor-parallel
+    ranks.
+    """
     plan, params, ranks = _planned(model, record)
     merged = _with_adapters_merged(_unwrapped(model))
 
@@ -176,7 +180,7 @@ def model_view(model: nn.Module, record: SourceRecord, like: SafetensorsFolder) 
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside any wrappers; Megatron's own function knows its own classes alone."""
+    """The model inside wrappers, also those that Megatron's own function does not know."""
     while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model
@@ -192,7 +196,7 @@ def megatron_state(model: nn.Module) -> dict[str, Tensor]:
 def _planned(
     model: nn.Module, record: SourceRecord
 ) -> tuple[Plan, dict[str, nn.Parameter], _Ranks]:
-    """The plan for ``model``, its parameters by their names in it, and this rank's place."""
+    """The plan for ``model``, its parameters by their global names, and this rank's place."""
     bare, ranks, tied = _unwrapped(model), _ranks(), record.config.tied
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
     plan = record.plan(kind, bare.config.layernorm_zero_centered_gamma)
@@ -214,7 +218,7 @@ def _planned(
 
 
 def _global_parameters(model: Any, ranks: _Ranks) -> dict[str, nn.Parameter]:
-    """Parameters by name without adapters, layers and experts numbered as in the whole model."""
+    """Parameters outside adapters, named with the layer and expert numbers of the whole model."""
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
     first_expert = ranks.ep[0] * ((model.config.num_moe_experts or 0) // ranks.ep[1])
     found = {}
@@ -229,7 +233,7 @@ def _global_parameters(model: Any, ranks: _Ranks) -> dict[str, nn.Parameter]:
 
 
 def _check_source(folder: SafetensorsFolder, plan: Plan) -> None:
-    """Check every imported tensor's dtype, and that one which repeats another is equal to it."""
+    """Check the dtype of every imported tensor, and that each alias has equal values."""
     for key, same_as in plan.aliases.items():
         if folder.spec(key) != folder.spec(same_as) or not torch.equal(
             folder.read(key), folder.read(same_as)
@@ -247,7 +251,7 @@ def _check_source(folder: SafetensorsFolder, plan: Plan) -> None:
 def _match(
     plan: Plan, params: dict[str, nn.Parameter], ranks: _Ranks, config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
-    """Which parameters each map fills, with every shape checked on meta tensors."""
+    """Which parameters each map fills; shapes are checked on meta tensors."""
     targets, homeless = [], []
     for entry in plan.maps:
         # The last pipeline stage of a tied model has a copy of the embedding.
@@ -279,7 +283,7 @@ def _match(
 def _local_piece(
     entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter, ranks: _Ranks
 ) -> Tensor:
-    """This rank's shard of a map's full tensor, the vocabulary padded as the model has it."""
+    """This rank's shard of a map's tensor, with the vocabulary padded to the model's rows."""
     rank, size = ranks.expert_tp if entry.is_expert else ranks.tp
     full = entry.to_megatron(pieces)
     if entry.pad_rows:
@@ -295,12 +299,10 @@ def _local_piece(
 
 @torch.no_grad()
 def _copy(param: nn.Parameter, piece: Tensor) -> bool:
-    """Copy ``piece``; return whether the parameter's dtype kept every value.
-
-    A weight that is stored quantised keeps its first values, for the optimizer's fp32 copy.
-    """
+    """Copy ``piece``; return whether the parameter's dtype kept every value."""
     cast = piece.to(param.dtype)
     param.copy_(cast)
+    # Transformer Engine keeps the first values of a quantised weight for the fp32 master.
     first = getattr(param, "get_high_precision_init_val", lambda: None)()
     if first is not None:
         first.copy_(cast)
@@ -308,10 +310,8 @@ def _copy(param: nn.Parameter, piece: Tensor) -> bool:
 
 
 def _with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
-    """A function from a parameter outside adapters to the tensor that an export writes.
-
-    It is the parameter's values or, of a wrapped linear, the merged weight on this rank (a
-    collective of the tensor-parallel ranks).
+    """A function from a parameter to the tensor that is exported; to merge an adapter is a
+    collective.
     """
     wrappers: dict[nn.Parameter, nn.Module] = {}
     for name, module in model.named_modules():

@@ -15,7 +15,7 @@ from ..gdn.sizes import GDNDims
 from ..ops.delta_rule.sizes import LINEAR
 from .state_dict_adapter import GDN_FP32_CHECKPOINT_ARCHITECTURES
 
-# Models of which a layer's weights convert, and what keeps whole ones from it.
+# Single layers of these models can be converted; the reason why whole models cannot.
 _INDEXED = "Megatron has neither its hyper-connections nor attention with an indexer"
 _LATENT = "the maps of its latent attention and experts are not written"
 _LAYERS_ONLY = {
@@ -30,7 +30,7 @@ _LAYERS_ONLY = {
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:
-    """The sizes and settings of a model that weight mapping needs; sizes not used are 0."""
+    """The sizes and settings of a model that weight mapping needs; an unused size is 0."""
 
     architecture: str  # one of GDN_FP32_CHECKPOINT_ARCHITECTURES
     storage: Storage  # of GDN projections
@@ -202,7 +202,7 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
 
 
 def _linear_layers(field: Any) -> tuple[bool, ...]:
-    """Which layers are Gated DeltaNet: the list if there is one, else every N-th is attention."""
+    """Which layers are Gated DeltaNet: by the config's list, else every N-th layer is attention."""
     count = field("num_hidden_layers")
     types = field("layer_types", None)
     if types is None:

@@ -1,6 +1,6 @@
-"""Every tensor of a whole model: the maps between Megatron's names and Hugging Face's, and a view.
+"""The maps between Megatron's tensors and Hugging Face's for a whole model, and a view of it.
 
-For each layer of a Hugging Face model GPTModel has one, HybridModel two (mixer, then MLP).
+GPTModel has one layer for each layer of a Hugging Face model, HybridModel two (mixer, then MLP).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _PASSTHROUGH = ("mtp.", "model.visual.", "visual.")
 
 
 class Plan(NamedTuple):
-    """What happens to every tensor of a folder."""
+    """What an import and an export do with every tensor of a folder."""
 
     maps: list[TensorMap]
     passthrough: list[str]  # keys that an export copies unchanged
@@ -49,7 +49,9 @@ def model_maps(
     model: Architecture = "hybrid",
     zero_centered_gamma: bool = True,
 ) -> Iterator[TensorMap]:
-    """The maps of a whole model; the files' keys say where it is and how experts are packed."""
+    """The maps of a whole model; ``keys`` are those of the files, which name the text model's
+    prefix.
+    """
     root, hidden, vocab = _text_root(keys), config.hidden_size, config.vocab_size
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
@@ -143,9 +145,9 @@ def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> 
 
 @dataclass(slots=True)
 class SourceRecord:
-    """What an export must know of the files a model came from.
+    """What an export must know of the files that a model came from.
 
-    ``originals`` are norm gains that Megatron may store around another centre: only these cannot
+    ``originals`` are norm gains, by key. Megatron may store a gain minus 1, and such a gain cannot
     be restored bit for bit from a rounded copy.
     """
 
@@ -253,7 +255,7 @@ class HFView:
         return pieces
 
     def warn_of_rounded_gates(self) -> None:
-        """After an export, warn of the ``A_log`` and ``dt_bias`` read that lost bits in it."""
+        """Warn of each ``A_log`` and ``dt_bias`` that an export has rounded."""
         if self._rounded_gates:
             logger.warning(
                 "rounded from fp32 to the dtype that the source files have: %s. A_log and dt_bias "

@@ -1,6 +1,5 @@
-"""Read and write Hugging Face folders of weights; errors name the file or key.
-
-They are read tensor by tensor, written file by file, and appear only when they are complete.
+"""Read and write Hugging Face folders of weights, one tensor at a time; errors name the file or
+key.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class TensorSpec(NamedTuple):
 class SafetensorsFolder:
     """The weights of a Hugging Face folder: one ``model.safetensors``, or shards with an index.
 
-    ``files`` are the open files by name; ``file_of`` and ``specs`` have every key in storage order.
+    ``files`` are the open files by name. ``file_of`` and ``specs`` have every key in storage order.
     """
 
     def __init__(self, folder: str | Path) -> None:
@@ -67,7 +66,6 @@ class SafetensorsFolder:
             )
 
     def __iter__(self) -> Iterator[str]:
-        """Every key, in storage order."""
         return iter(self.specs)
 
     def spec(self, key: str) -> TensorSpec:
@@ -79,9 +77,9 @@ class SafetensorsFolder:
         return file.get_tensor(key) if expert is None else file.get_slice(key)[expert]
 
     def read_finite(self, key: str, expert: int | None = None) -> Tensor:
-        """As `read`, if all of it is finite."""
+        """As `read`; a tensor with NaN or inf is a ValueError."""
         piece = self.read(key, expert)
-        # One pass and no copy: NaN and inf both show in the extremes.
+        # One pass without a copy: a tensor with NaN or inf has such an extreme.
         if piece.numel() and not all(bool(one.isfinite()) for one in torch.aminmax(piece)):
             which = "" if expert is None else f" (expert {expert})"
             number = int(piece.isfinite().logical_not().sum())
@@ -143,9 +141,9 @@ class SafetensorsFolder:
 
 
 def progress_bar[Item](items: Collection[Item], label: str, show: bool) -> Iterable[Item]:
-    """``items`` with a tqdm bar on a terminal; as they are if not asked, or without tqdm."""
+    """``items`` with a tqdm bar if it is asked for, stderr is a terminal and tqdm is installed."""
     if not (show and sys.stderr.isatty()):
-        return items  # tqdm starts a thread and fixes multiprocessing's start method, also disabled
+        return items  # even a disabled tqdm starts a thread and sets multiprocessing's start method
     try:
         from tqdm import tqdm
     except ImportError:
@@ -207,7 +205,7 @@ def write_folder(
             size += sum(tensor.nbytes for tensor in tensors.values())
             try:
                 save_file(tensors, folder / name, metadata=file.metadata() or None)
-            except SafetensorError as error:  # it has the number of the system's error in its words
+            except SafetensorError as error:  # its text holds the system's error number
                 number = re.search(r"os error (\d+)", str(error))
                 if number is None:
                     raise

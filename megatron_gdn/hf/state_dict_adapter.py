@@ -1,13 +1,11 @@
-"""State dicts of live Hugging Face style models to those of files and back, with fp32 gates.
+"""State dicts of Hugging Face style models to those of files and back, with fp32 gates.
 
-For models with Hugging Face parameter names (Transformers, Automodel). ``A_log`` and ``dt_bias``
-make the decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``, which the recurrence compounds, so
-they are fp32 even if a file has another dtype. Some models keep them in a child module, the
-*holder* ``_fp32_params``, a unit of one dtype for sharded mixed precision; files never show it.
+``A_log`` and ``dt_bias`` stay fp32 even if a file has another dtype: rounding them changes the
+decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``, and the recurrence compounds the change. Some
+models keep them in a child module, the *holder* ``_fp32_params``, which files never show.
 
-Names and signatures are those of the published contract (nemo_automodel's gated_delta_net_fp32).
-Unlike there, a parameter name must be the whole last component of the key: ``my_A_log`` is not
-``A_log``.
+Names and signatures are those of nemo_automodel's gated_delta_net_fp32. One rule is stricter: a
+parameter name must be the whole last component of the key (``my_A_log`` is not ``A_log``).
 """
 
 from __future__ import annotations

@@ -61,7 +61,7 @@ class Fp32Parameters(nn.Module):
 
         return super()._apply(apply, recurse)
 
-    def require_wide_gates(self) -> None:
+    def require_fp32_parameters(self) -> None:
         """Refuse fp32 parameters that were rounded on their way, as by sharded data parallelism."""
         for name in self._keep_in_float32_parameter_names:
             dtype = getattr(self, name).dtype
@@ -163,7 +163,7 @@ class ShardedApart(Fp32Parameters):
 
     def fp32_parameters(self) -> tuple[Tensor, ...]:
         """As one forward reads them: whole, and refused if they were rounded."""
-        self.require_wide_gates()
+        self.require_fp32_parameters()
         if self.gathered is not None:
             return self.gathered()
         return tuple(getattr(self, name) for name in self._keep_in_float32_parameter_names)

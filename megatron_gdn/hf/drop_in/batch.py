@@ -1,8 +1,8 @@
-"""One forward's batch: where its documents, its padding and each rank's tokens lie.
+"""The batch of one forward: where its documents, its padding and each rank's tokens lie.
 
-The text model's forward resolves it once, so all layers, and their recomputation in the backward,
-see the same boundaries. DualChunkSwap (zigzag) and contiguous shares of context-parallel ranks run
-where they lie; for any other dense ``seq_index`` ranks exchange hidden rows for contiguous shares.
+The text model's forward resolves the batch once, so all layers and recomputations see the same
+boundaries. Zigzag (DualChunkSwap) and contiguous shares run where they lie; for any other dense
+``seq_index`` ranks exchange hidden rows, so that each has a contiguous share.
 
 Legend: B batch, S tokens of the whole sequence, s this rank's share (S on one rank), T tokens that
 are not padding, H hidden size.
@@ -49,7 +49,7 @@ def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
 
 
 class RowExchange(NamedTuple):
-    """One way of a permutation of rows over ranks, as :class:`TakeRows` takes it."""
+    """One direction of a permutation of rows over ranks, for :class:`TakeRows`."""
 
     group: ProcessGroup
     sent: Tensor  # int64 [s]: the local rows in the order in which they are sent
@@ -67,10 +67,7 @@ class RowExchange(NamedTuple):
 def row_exchange(
     positions: Tensor, group: ProcessGroup, device: torch.device
 ) -> tuple[RowExchange, RowExchange]:
-    """To contiguous shares and back, for positions int64 ``[cp, s]`` on the host.
-
-    A row goes to the rank ``position // s``, which puts it at ``position % s``.
-    """
+    """The exchanges to contiguous shares and back, for positions int64 ``[cp, s]`` on the host."""
     (size, tokens), rank = positions.shape, group.rank()
     sent, owner = positions[rank].argsort(), positions // tokens
     sends = owner[rank].bincount(minlength=size).tolist()
@@ -99,17 +96,17 @@ class ModelBatch:
     group: Any = None  # of context-parallel ranks
     layout: SequenceLayout = SequenceLayout.CONTIGUOUS  # of the rows that the mixer is given
     own: Tensor | None = None  # int64 [s] on the host: positions of this rank's tokens
-    # To the mixer's rows and back, where some are dropped or lie on other ranks.
+    # To the mixer's rows and back; None if every rank keeps all of its rows in order.
     moves: tuple[Take, Take] | tuple[RowExchange, RowExchange] | None = None
 
     @property
     def is_plain(self) -> bool:
-        """Whether transformers computes the same: whole sequences on one rank."""
+        """Whether all sequences are whole on one rank, so that transformers computes the same."""
         return self.packed is None and self.group is None
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Of the documents over all ranks; of the one sequence in every row, if not packed."""
+        """Tokens of every document over all ranks; of a whole row, if not packed."""
         if self.packed is not None:
             return tuple(self.packed.cu_seqlens_q.diff().tolist())
         assert self.own is not None
@@ -153,10 +150,11 @@ class ModelBatch:
 def resolve_call(
     options: Any, sources: Sources, x_BsH: Tensor, cache: Any = None
 ) -> ModelBatch | None:
-    """Resolve one forward; None if it continues from a cache, by transformers' own forward.
+    """Resolve one forward; None if it continues from a cache, which transformers' own forward does.
 
-    ``x_BsH`` may be token ids ``[B, s]``. With context parallelism masks, ids and positions are of
-    this rank's tokens (all ranks are given the same kinds of them), offsets of the whole buffer.
+    ``x_BsH`` may be token ids ``[B, s]``. Under context parallelism masks, ids and positions are of
+    this rank's tokens, and all ranks must give the same kinds of them; offsets are of the whole
+    buffer.
     """
     (rows, tokens), device, group = x_BsH.shape[:2], x_BsH.device, group_of(options.cp_mesh)
     if group is not None:
@@ -197,9 +195,8 @@ def resolve_call(
 
 
 def _packed(lengths: tuple[int, ...]) -> SimpleNamespace:
-    """Boundaries as the mixer reads them of Megatron's PackedSeqParams, which is not needed.
-
-    They lie on the host: no layer has to wait for a device.
+    """Boundaries under the names of Megatron's PackedSeqParams, on the host: no layer waits for a
+    device.
     """
     offsets = cu_seqlens(lengths or (0,), "cpu")
     return SimpleNamespace(
@@ -240,7 +237,7 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
     batch = partial(ModelBatch, group=ranks.group, layout=layout, own=own, moves=moves)
     if ids is None:
         return batch()
-    read_mask(ids)  # raises the errors of one rank
+    read_mask(ids)  # refuses what it refuses on one rank
     keep = None if bool((ids > 0).all()) else to_device(ids[:, own] > 0, ranks.device)
     one_each = bool((ids.amax(-1) <= 1).all())
     if one_each and not bool((ids.diff() > 0).any()):  # padding at the end, or none
@@ -264,8 +261,8 @@ def _place_of(
 ) -> tuple[SequenceLayout, Tensor, tuple[RowExchange, RowExchange] | None]:
     """Where the ranks' tokens lie in the sequence, by ``seq_index`` or else by ``layout``.
 
-    Returns the layout of the rows that the mixer is given; int64 ``[cp, s]`` on the host, the
-    positions of all ranks' tokens; and what brings rows to that layout and back, if needed.
+    Returns the layout of the mixer's rows; the positions of all ranks' tokens, int64 ``[cp, s]`` on
+    the host; and the exchanges to that layout and back, or None.
     """
     size, tokens, total, index = ranks.group.size(), ranks.tokens, ranks.total, sources.seq_index
     if index is None:

@@ -1,9 +1,6 @@
-"""What transformers calls its linear attentions, and how each is read as a mixer of this package.
+"""How transformers' linear attentions are read as mixers of this package.
 
-Modules are found by name: transformers is not imported here. Where fla or causal-conv1d is
-installed, it calls their kernels for tensors of any device; on a CPU its own functions run.
-
-Legend: B batch, S tokens, H hidden size, P width of the mixer's rows.
+Modules are found by the names of their classes, so transformers is not imported.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ from ...ops.readout.base import ACTIVATIONS
 
 
 class Mixer(NamedTuple):
-    """The mixer that computes what a module computes."""
+    """The mixer of this package that computes what a module computes."""
 
     dims: Any
     rule: ChooseRule
@@ -85,8 +82,8 @@ def _kda(module: Any, config: Any, options: Any) -> Mixer:
 class Family(NamedTuple):
     """What transformers calls the parts of one family's linear attention.
 
-    The outputs of ``projections`` side by side are the mixer's rows; "a > b" calls b on a's output.
-    None of them: Qwen3-Next's, interleaved by key heads:
+    The outputs of ``projections`` side by side are the mixer's rows; "a > b" calls b on the output
+    of a. Without ``projections`` they are Qwen3-Next's, interleaved by key heads:
 
         in_proj_qkvz: per key head [q | k | v of its value heads | z of them]
         in_proj_ba:   per key head [b of its value heads | a of them]
@@ -152,7 +149,6 @@ def linear_attention_of(layer: nn.Module) -> Any:
 
 
 def linear_attentions(text: Any) -> Iterator[Any]:
-    """The linear attention of every layer that has one."""
     return (found for layer in text.layers if (found := linear_attention_of(layer)) is not None)
 
 
@@ -173,14 +169,14 @@ def class_for_config(config: Any) -> type:
 
 @lru_cache
 def subclass(prefix: str, mixin: type, cls: type) -> type[Any]:
-    """The subclass of a class of transformers with ``mixin`` in front of it."""
+    """A subclass of ``cls`` with ``mixin`` before it."""
     return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__})
 
 
 def plain_gate(norm: nn.Module) -> str | None:
-    """``act`` if ``norm`` computes ``RMSNorm(x) * weight * act(z)`` by transformers' own forward.
+    """``act`` if transformers' own forward computes ``RMSNorm(x) * weight * act(z)`` for ``norm``.
 
-    None (it is called as a module) for a kernel, subclass, replaced ``forward`` or hooks.
+    None for a kernel, a subclass, a replaced ``forward`` or hooks; the norm is then called.
     """
     cls, activation = type(norm), getattr(norm, "activation", None)
     plain = (
@@ -194,9 +190,8 @@ def plain_gate(norm: nn.Module) -> str | None:
 
 
 def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
-    """``[B, S, P]``, rows with the sections of ``dims.layout``.
-
-    The projections are called as modules, so adapters and hooks on them work.
+    """``[B, S, P]``, rows with the sections of ``dims.layout``, by calls that run adapters and
+    hooks.
     """
     sections = []
     if chains := family_of(module).projections:
@@ -213,7 +208,7 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
 
 
 def refuse_mixing_elsewhere(config: Any, what: str) -> None:
-    """Refuse what other parts of a model than its layers here would let documents or ranks mix."""
+    """Refuse a model in which other modules would mix documents or context-parallel ranks."""
     if getattr(config, "ple_layer_ids", None):
         raise NotImplementedError(
             f"{what} in a model with per-layer embeddings (ple_layer_ids={config.ple_layer_ids}): "
@@ -249,9 +244,10 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
     """Let transformers' own linear attention run on CPU tensors, with any packages installed.
 
     Without it, a CPU fails with ``0 active drivers ([])`` where flash-linear-attention is
-    installed. :func:`.patching.patch` does it too. It replaces functions of transformers' modeling
-    files in this process; tensors on another device run what they ran before. Functions that the
-    package ``kernels`` has turned into modules are not changed (set ``USE_HUB_KERNELS=NO``).
+    installed. :func:`.patching.patch` calls it too. It replaces functions of transformers' modeling
+    files in this process; tensors on another device take the same function as before. Functions
+    that the package ``kernels`` has turned into modules are not changed (set
+    ``USE_HUB_KERNELS=NO``).
     """
     for cls in filter(None, map(transformers_class, model.modules())):
         source = sys.modules[cls.__module__]

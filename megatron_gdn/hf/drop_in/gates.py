@@ -1,6 +1,6 @@
 """``A_log`` and ``dt_bias`` of a transformers module, kept in fp32 by a child module.
 
-The child, the *holder* ``_fp32_params``, can be a group of its own in sharded data parallelism.
+Sharded data parallelism can shard the child, the *holder* ``_fp32_params``, as a group of its own.
 State dicts do not show it: keys stay ``linear_attn.A_log``.
 """
 
@@ -21,17 +21,14 @@ from .families import family_of, subclass
 
 
 class SSMGate(Fp32Parameters, nn.Module):
-    """Holds ``A_log`` and ``dt_bias``; they move with a module but are not cast.
+    """Holds ``A_log`` and ``dt_bias``, whose dtype casts of the outer module do not change.
 
     Both are ``[num_v_heads]`` in a Gated DeltaNet, whose gate :meth:`forward` computes:
 
         g = -exp(A_log) * softplus(a + dt_bias)
 
-    and g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. ``A_log`` is 0 and
-    ``dt_bias`` is 1 until they are filled. ``dtype`` is fp32 or fp64.
-
-    Raises:
-        ValueError: a narrower dtype.
+    g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. The first values are 0
+    for ``A_log`` and 1 for ``dt_bias``. ``dtype`` is fp32 or fp64; a narrower one is a ValueError.
     """
 
     _keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
@@ -49,13 +46,13 @@ class SSMGate(Fp32Parameters, nn.Module):
     def forward(self, a: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The gate g of ``a``, both ``[..., num_v_heads]``, in the parameters' dtype.
 
-        Without ``a``, copies of ``A_log`` and ``dt_bias``, for a mixer that computes the gate:
-        torch's ``fully_shard`` frees the parameters that it gathers for this call when it ends.
+        Without ``a``, copies of ``A_log`` and ``dt_bias``: torch's ``fully_shard`` frees the
+        gathered parameters when this call ends.
 
         Raises:
             ValueError: a parameter narrower than fp32; ``a`` for a Kimi Delta Attention.
         """
-        self.require_wide_gates()
+        self.require_fp32_parameters()
         if a is None:
             return self.A_log.clone(), self.dt_bias.clone()
         if self.A_log.shape != self.dt_bias.shape:
@@ -71,7 +68,8 @@ class SSMGate(Fp32Parameters, nn.Module):
 
 
 class HeldParameter:
-    """Reads a parameter of the holder; an entry of the instance's ``__dict__`` takes precedence.
+    """A descriptor that reads a parameter of the holder, unless the instance's ``__dict__`` has the
+    name.
 
     Without a holder it raises AttributeError, so that torch finds the module's own parameter.
     """
@@ -108,13 +106,13 @@ class HoldsGates:
 
 
 def gate_owner(module: Any) -> Any:
-    """The module that has ``A_log`` and ``dt_bias``: this one, or its forget gate."""
+    """The module that has ``A_log`` and ``dt_bias``: ``module`` or its forget gate."""
     name = family_of(module).gate
     return module._modules[name] if name else module
 
 
 def hold_gates(owner: Any) -> None:
-    """Put the gates of a replaced module, or of its forget gate, into a holder."""
+    """Put ``A_log`` and ``dt_bias`` of ``owner`` into a holder."""
     if not isinstance(owner, HoldsGates):
         owner.__class__ = subclass("Holding", HoldsGates, type(owner))
     install_ssm_gate(owner)
@@ -123,7 +121,7 @@ def hold_gates(owner: Any) -> None:
 def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
     """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder and return it.
 
-    They stay the same objects. 16-bit ones become ``fp32_dtype``; fp64 is not rounded.
+    The parameters stay the same objects. 16-bit ones become ``fp32_dtype``; fp64 is not rounded.
 
     Raises:
         KeyError: ``module`` has no bare ``A_log`` and ``dt_bias``.
@@ -139,7 +137,7 @@ def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SS
 
 
 def release_gates(owner: Any, dtypes: dict[str, torch.dtype]) -> None:
-    """Undo :func:`hold_gates`: the parameters are the module's own again, in ``dtypes``."""
+    """Undo :func:`hold_gates` and restore ``dtypes``."""
     holder = owner._modules.pop(HOLDER_NAME)
     for name, dtype in dtypes.items():
         _cast(holder._parameters[name], dtype)
@@ -156,7 +154,7 @@ def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 
 
 def tell_of_other_dtype(config: Any) -> None:
-    """Log that a config's ``mamba_ssm_dtype`` is ignored, unless it is fp32."""
+    """Log that a config's ``mamba_ssm_dtype`` other than fp32 is ignored."""
     asked = str(getattr(config, "mamba_ssm_dtype", None) or torch.float32).removeprefix("torch.")
     if asked not in ("float32", "fp32", "float"):
         log_once(
@@ -198,11 +196,9 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
 def gates_in_fp32() -> Iterator[None]:
     """Within this, transformers' ``from_pretrained`` leaves ``A_log`` and ``dt_bias`` unrounded::
 
-        with megatron_gdn.hf.gates_in_fp32():
-            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-        megatron_gdn.hf.patch(model)
-
-    Without it ``dtype=torch.bfloat16`` rounds them before a patch can keep them.
+    with megatron_gdn.hf.gates_in_fp32():
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+    megatron_gdn.hf.patch(model)
     """
     from transformers import PreTrainedModel
 

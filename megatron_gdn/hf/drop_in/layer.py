@@ -1,7 +1,4 @@
-"""The linear-attention module of a transformers model, run by this package.
-
-Legend: B batch, S tokens of a row, H hidden size, T rows of the mixer, P projection width.
-"""
+"""The linear-attention module of a transformers model, run by this package."""
 
 from __future__ import annotations
 
@@ -60,7 +57,7 @@ class _Runner:
 
     options: DropInOptions
     mixer: families.Mixer
-    expected: Any  # the fields of a TransformerConfig that are read
+    config: Any  # the fields of a TransformerConfig that MicroBatches reads
     stored: dict[str, torch.dtype]  # dtypes of the gates before they were held
     made: dict[tuple[Any, SequenceLayout], MicroBatches] = field(default_factory=dict)
 
@@ -69,18 +66,18 @@ class _Runner:
         return replace(self, stored=dict(self.stored), made={})
 
     def run_over(self, cp_mesh: Any) -> None:
-        """Context parallelism over another mesh, from the next forward on; None is one rank."""
+        """Run context parallelism over another mesh from the next forward on; None is one rank."""
         options = replace(self.options, cp_mesh=cp_mesh)
         self.micro_batches(group_of(cp_mesh), SequenceLayout.parse(options.cp_layout))
         self.options = options
 
     def micro_batches(self, group: Any, layout: SequenceLayout) -> MicroBatches:
-        """What runs micro-batches whose rows lie in ``layout`` over ``group``."""
+        """The `MicroBatches` for rows that lie in ``layout`` over ``group``."""
         if (group, layout) not in self.made:
             mixer, dims = self.mixer, self.mixer.dims
             self.made[group, layout] = MicroBatches(
-                self.expected, dims.layout, dims.state, dims.conv_kernel_dim,
-                group, LoaderLayout(layout, self.expected), mode=self.options.linear_cp_mode,
+                self.config, dims.layout, dims.state, dims.conv_kernel_dim,
+                group, LoaderLayout(layout, self.config), mode=self.options.linear_cp_mode,
                 choose_rule=mixer.rule, **mixer.names,
             )  # fmt: skip
         return self.made[group, layout]
@@ -119,7 +116,9 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
     @property
     def _cp_mesh(self) -> Any:
-        """The mesh of context parallelism. A parallelizer may set it, alike in all layers."""
+        """The mesh of context parallelism. A parallelizer may set it, to the same mesh in all
+        layers.
+        """
         return self.drop_in.options.cp_mesh
 
     @_cp_mesh.setter
@@ -184,7 +183,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
                 "row on one rank."
             )
         if batch is not None:
-            for name in _OFFSETS:  # the batch has them; plain-torch kernels refuse them
+            for name in _OFFSETS:  # the batch has the documents; plain-torch kernels refuse these
                 kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = None  # no padding, or the batch has its documents
@@ -199,7 +198,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         return batch.leave(out_proj(mixed.transpose(0, 1)), hidden_states)
 
     def _by_transformers(self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any) -> Tensor:
-        """Run transformers' own forward, with the gates that the holder returns."""
+        """Run transformers' own forward with the gates of the holder."""
         owner = gate_owner(self)
         A_log, dt_bias = owner._gates()
         owner.__dict__.update(A_log=A_log, dt_bias=dt_bias)
@@ -252,7 +251,7 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
     require_plain_conv(module.conv1d)
     family, owner = families.family_of(module), gate_owner(module)
     dtype = module._modules[family.out].weight.dtype
-    expected = SimpleNamespace(
+    megatron_config = SimpleNamespace(
         deterministic_mode=False,
         batch_invariant_mode=False,
         bf16=dtype == torch.bfloat16,
@@ -260,7 +259,7 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
         params_dtype=dtype,
     )
     stored = {name: owner._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES}
-    runner = _Runner(options, family.mixer(module, config, options), expected, stored)
+    runner = _Runner(options, family.mixer(module, config, options), megatron_config, stored)
     runner.run_over(options.cp_mesh)
     if not isinstance(module, CPAwareGatedDeltaNet):
         theirs: Any = families.transformers_class(module)

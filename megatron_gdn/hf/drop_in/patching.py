@@ -1,8 +1,8 @@
 """Replace the linear-attention modules of a transformers model, in place, and undo it.
 
-Around the text model's own forward the batch is resolved, once, and passed to layers and attention.
-Under context parallelism softmax attention gathers the keys and values of all ranks (their
-gradients are summed and scattered) and attends with its own queries, document by document.
+The forward of the text model resolves the batch once and passes it to layers and attention. Under
+context parallelism softmax attention gathers the keys and values of all ranks and attends with this
+rank's queries, document by document.
 
 Legend: B batch, S tokens of the whole sequence, s this rank's, H query heads, G key heads, D dim.
 """
@@ -92,7 +92,7 @@ def patch(
 
 
 class Patch(AbstractContextManager):
-    """A model whose linear-attention modules were replaced; ``layers`` are these, by name."""
+    """A model whose linear-attention modules were replaced; ``layers`` has them by name."""
 
     def __init__(self, model: nn.Module, options: DropInOptions, gathers: bool) -> None:
         self.model = model
@@ -223,7 +223,7 @@ def _restore_forward(text: Any) -> None:
 
 
 def _options_of(text: Any) -> DropInOptions:
-    """The options of a text model's replaced layers; their ``_cp_mesh`` may have changed."""
+    """The options of a text model's replaced layers, which must agree on one mesh."""
     first, *others = (module.drop_in.options for module in linear_attentions(text))
     for options in others:
         mine, theirs = first.cp_mesh, options.cp_mesh
@@ -284,7 +284,7 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
 
 
 def _as_attention_reads(text: Any, mask: Any) -> Any:
-    """A mask as the text model's attention reads it: eager and flex add it to scores."""
+    """A 4-D mask as the text model's attention takes it: bool, or numbers added to scores."""
     if isinstance(mask, dict):
         return {name: _as_attention_reads(text, one) for name, one in mask.items()}
     if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.is_floating_point():

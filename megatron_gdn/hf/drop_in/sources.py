@@ -9,9 +9,8 @@
 | ``cu_seqlens`` with ``indices`` ``[T]``       | the same, of tokens that are not padding        |
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
 
-A table counts documents from 1 along each row; 0 is padding. It lies on the host, also under
-``torch.set_default_device``. A 4-D mask of bools or integers is True or 1 where a token sees
-another; one of floats is added to scores: 0 there, and a very negative number elsewhere.
+Ids count documents from 1 along each row; 0 is padding. The table lies on the host. A 4-D mask is 1
+or True where a token sees another; a mask of floats is added to scores (0 where it sees).
 
 Legend: B batch, S tokens of a row, s a rank's share of it, N documents, T tokens without padding.
 """
@@ -44,7 +43,7 @@ class Sources(NamedTuple):
 
 
 def offsets_of(cu_seqlens: Tensor | None, cu_seq_lens_q: Tensor | None) -> Tensor | None:
-    """The offsets that were given by either name."""
+    """The offsets, given by either name."""
     if cu_seqlens is None or cu_seq_lens_q is None:
         return cu_seq_lens_q if cu_seqlens is None else cu_seqlens
     if cu_seqlens.tolist() != cu_seq_lens_q.tolist():
@@ -56,10 +55,7 @@ def offsets_of(cu_seqlens: Tensor | None, cu_seq_lens_q: Tensor | None) -> Tenso
 
 
 def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
-    """Whether a mask ``[B, S]`` numbers documents: it is no bool mask and has a value above 1.
-
-    Reads the mask on the host.
-    """
+    """Whether a mask ``[B, S]`` numbers documents: a value is above 1. The host reads it."""
     if not isinstance(mask, Tensor) or mask.dtype == torch.bool or mask.dim() != 2:
         return False
     return bool((mask > 1).any())
@@ -110,7 +106,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             f"indices of {indices.numel()} tokens without cu_seqlens, which would count the "
             f"documents of these tokens. Give both, or the ids of documents as attention_mask."
         )
-    # Also beside a 4-D mask of whole rows, which attention follows; conv and rule follow positions.
+    # Positions also count beside a 4-D mask of whole rows: conv and rule follow the positions.
     unnamed = set(found) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in found.values())
     positions = text_positions(position_ids)
     if unnamed and positions is not None:
@@ -134,7 +130,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             )
         ids = ids.masked_fill(padding_BS, 0)
     if "attention_mask" in found or bool((ids == 0).any()):
-        return ids  # padding, or a mask with values other than 0 and 1, must be kept
+        return ids  # rows with padding or with numbered documents
     return ids if bool((ids.amax(-1) != ids.amin(-1)).any()) else None
 
 
@@ -244,7 +240,7 @@ def _of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
 
 
 class Ranks(NamedTuple):
-    """The context-parallel ranks of one forward, and what each of them is given: ``[B, s]``."""
+    """The context-parallel ranks of one forward, each with inputs ``[B, s]``."""
 
     group: Any
     device: torch.device
@@ -253,7 +249,6 @@ class Ranks(NamedTuple):
 
     @property
     def total(self) -> int:
-        """S, over all ranks."""
         return self.tokens * self.group.size()
 
     def gather(self, own: Tensor) -> Tensor:
@@ -266,8 +261,8 @@ class Ranks(NamedTuple):
     def require_agreement(self, sources: Sources) -> None:
         """Refuse on every rank if sizes, kinds of sources or offsets differ between ranks.
 
-        They differ if a data loader gives every process its own batches: ranks that should share
-        one sequence then hold tokens of different ones. One collective of ten numbers.
+        They differ if a data loader gives every process batches of its own. The ranks compare ten
+        numbers in one collective.
         """
         kinds = [0 if x is None else x.dim() for x in sources]
         kinds[2] = int(sources.cu_seqlens is not None)  # a wrong shape has its own error
@@ -294,7 +289,7 @@ class Ranks(NamedTuple):
         )
 
     def in_order(self, sources: Sources, layout: SequenceLayout, positions: Tensor) -> Sources:
-        """All ranks' sources, in sequence order; offsets cover all ranks already."""
+        """All ranks' sources in sequence order; offsets are of the whole buffer already."""
         mask, ids, offsets, given, *_ = sources
         shape, of_text = (self.rows, self.tokens), text_positions(given)
         if given is not None and of_text is None:

@@ -73,7 +73,7 @@ class PackingCollator:
 
 
 def _flash_keywords(lengths: Sequence[int], device: torch.device | None) -> dict[str, Any]:
-    """What flash attention is told of documents that lie end to end."""
+    """Flash attention's keywords for documents that lie end to end."""
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     return {
         "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
@@ -202,7 +202,7 @@ class ContextParallelTrainerMixin(Trainer):
                 f"processes in a way that context-parallel ranks cannot share. Give a dataset with "
                 f"__len__ and __getitem__, and neither dispatch_batches nor split_batches."
             )
-        # Number the groups like this one by their first ranks, which all processes gather.
+        # To the sampler, each group of ranks is one process; their first ranks give the order.
         first: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(first, min(dist.get_process_group_ranks(group)))
         groups = sorted(set(first))
