@@ -5,7 +5,9 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gdn.gdn.half import HalfOperands
-from megatron_gdn.inference import Memory, decode, gdn_rows, kda_rows, mamba2_rows
+from megatron_gdn.gdn2.rule import PlainGDN2
+from megatron_gdn.gdn2.sizes import rows_of as rows_of_gdn2
+from megatron_gdn.inference import Memory, decode, gdn2_rows, gdn_rows, kda_rows, mamba2_rows
 from megatron_gdn.kda.sizes import rows_of
 from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.ops.delta_rule.base import HeadSizes
@@ -54,6 +56,18 @@ def kda_made(device, dtype, sizes, taps, bias=False, **options):
     }  # fmt: skip
 
 
+def gdn2_made(device, dtype, sizes, taps, bias=False, **options):
+    layout, G = rows_of_gdn2(*sizes), sizes.key_heads
+    own, gamma = drawn(device, dtype, layout, taps, bias, [G, G * sizes.key_dim])
+    return {
+        kernels: gdn2_rows(
+            no_row(layout, device, dtype), *own, layout, rule=PlainGDN2(),
+            norm=GatedNorm(gamma[: sizes.value_dim]), kernels=kernels, **options,
+        )
+        for kernels in ("torch", "triton")
+    }  # fmt: skip
+
+
 def mamba2_made(device, dtype, sizes, taps, bias=False, what="normed"):
     layout, (H, _, V, _) = layout_of(*sizes), sizes
     D = H * V if what == "D of channels" else H
@@ -90,6 +104,8 @@ CASES = [
     (kda_made, HeadSizes(2, 4, 8, 6), 4, True, {}),
     (kda_made, HeadSizes(1, 3, 24, 40), 2, False, {"lower_bound": -5.0}),
     (kda_made, HeadSizes(2, 2, 96, 160), 3, False, {}),
+    (gdn2_made, HeadSizes(2, 4, 8, 6), 4, True, {}),
+    (gdn2_made, HeadSizes(1, 3, 24, 40), 2, False, {}),
     (mamba2_made, (4, 2, 6, 8), 4, True, {}),
     (mamba2_made, (3, 1, 40, 24), 2, False, {"what": "gate alone"}),
     (mamba2_made, (2, 2, 16, 16), 5, True, {"what": "D of channels"}),

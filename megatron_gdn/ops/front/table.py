@@ -114,7 +114,7 @@ class TableFront:
     def step(self) -> StepForm:
         table = self.table
         unit = any(part.unit_length for part in table.convolved)
-        kernel = self._step_kernel if self.triton and len(table.gates) < 3 else None
+        kernel = self._step_kernel if self.triton else None
         return StepForm(
             table.step_sections, self._step_gates, kernel, table.scale, unit, table.erases
         )
@@ -126,11 +126,16 @@ class TableFront:
         from . import gate_kernels
 
         gates = self.table.gates
-        numbers = [(x.channels, x.rated, float(x.low), float(x.high)) for x in gates]
-        columns = [self.layout.columns(gate.section).start for gate in gates]
-        functions = [getattr(gate_kernels, gate.function.__name__) for gate in gates] + [None]
-        of = tuple((first, *of) for first, of in zip(columns, numbers, strict=True))
-        return {"GATE": functions[0], "SECOND_GATE": functions[1], "GATES": of}
+        functions = [getattr(gate_kernels, gate.function.__name__) for gate in gates]
+        first, second, third, *_ = [*functions, None, None]
+        of = tuple(
+            (
+                self.layout.columns(x.section).start, x.channels, x.rated, float(x.low),
+                float(x.high), self.layout.state_heads // self.layout.shape_of(x.section)[0],
+            )
+            for x in gates
+        )  # fmt: skip
+        return {"GATE": first, "SECOND_GATE": second, "THIRD_GATE": third, "GATES": of}
 
     def channels(self, section: str) -> slice:
         """Of the convolution, those of a section."""

@@ -189,7 +189,7 @@ def conv_head_step(
 def state_step_kernel(
     row_ptr, convolved_ptr, A_log_ptr, dt_bias_ptr, D_ptr, state_ptr, after_ptr, slot_ptr, o_ptr,
     stride_n, state_stride, after_stride, scale,
-    GATE: tl.constexpr, SECOND_GATE: tl.constexpr, GATES: tl.constexpr,
+    GATE: tl.constexpr, SECOND_GATE: tl.constexpr, THIRD_GATE: tl.constexpr, GATES: tl.constexpr,
     G: tl.constexpr, H: tl.constexpr, K: tl.constexpr, V: tl.constexpr, C: tl.constexpr,
     Q_AT: tl.constexpr, K_AT: tl.constexpr, V_AT: tl.constexpr,
     SKIPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ERASES: tl.constexpr,
@@ -197,7 +197,8 @@ def state_step_kernel(
 ):  # fmt: skip
     """Grid (ceil(V / BLOCK_V), H, N): BLOCK_V columns of one state.
 
-    SKIPS: how many numbers D has for a head, 0, 1 or V.
+    SKIPS: how many numbers D has for a head, 0, 1 or V. With a third gate, of columns of the state,
+    the second erases alone.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = n
@@ -227,9 +228,16 @@ def state_step_kernel(
         )  # fmt: skip
     S_KV = tl.load(at_KV, mask=real_KV, other=0.0).to(tl.float32) * tl.exp(g_K)[:, None]
     x_V = value_V
-    if ERASES:
-        x_V = value_V - tl.sum(S_KV * key_K[:, None], axis=0)
-    S_KV += (write_K * key_K)[:, None] * x_V[None, :]
+    if THIRD_GATE is not None:
+        write_V, _ = _gate(
+            row_ptr, A_log_ptr, dt_bias_ptr, h, v_V, real_V, THIRD_GATE, GATES, 2, V
+        )  # fmt: skip
+        x_V = write_V * value_V - tl.sum(S_KV * (write_K * key_K)[:, None], axis=0)
+        S_KV += key_K[:, None] * x_V[None, :]
+    else:
+        if ERASES:
+            x_V = value_V - tl.sum(S_KV * key_K[:, None], axis=0)
+        S_KV += (write_K * key_K)[:, None] * x_V[None, :]
     tl.store(at_KV, S_KV.to(state_ptr.dtype.element_ty), mask=real_KV)
     if HAS_AFTER:
         kept_KV = S_KV.to(after_ptr.dtype.element_ty)
@@ -247,12 +255,16 @@ def _gate(
     row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, TABLE: tl.constexpr,
     N: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """What a gate of head h makes. TABLE: first column, for each channel, rated, low, high."""
+    """What a gate of head h makes. TABLE: first column, for each channel, rated, low, high, and how
+    many heads share one of the gate's.
+    """
     COLUMN: tl.constexpr = TABLE[N][0]
     CHANNELS: tl.constexpr = TABLE[N][1]
     RATED: tl.constexpr = TABLE[N][2]
     LOW: tl.constexpr = TABLE[N][3]
     HIGH: tl.constexpr = TABLE[N][4]
+    SHARED: tl.constexpr = TABLE[N][5]
+    h = h // SHARED
     column_K = h * K + k_K if CHANNELS else h + 0 * k_K
     x_K = tl.load(row_ptr + COLUMN + column_K, mask=real_K, other=0.0).to(tl.float32)
     A_log_K = 0.0
