@@ -95,8 +95,8 @@ def gpt_block_spec(
             "Megatrons 'gdn', or 'gdn2' for Gated DeltaNet-2) and choose linear_attention_freq (an "
             "interval, or a list of 0 and 1 per layer)."
         )
-    spec_of = _SPECS[config.experimental_attention_variant]
-    options = with_launch_options(options, spec_of("local").module)
+    mixer = cast(type, _mixer(config, "local").module)
+    options = with_launch_options(options, mixer)
     if config.transformer_impl == "local":
         layer_specs, final_norm = _local_layer_specs(config, options), TorchRMSNorm
     else:
@@ -108,10 +108,14 @@ def gpt_block_spec(
     )
 
 
+def _mixer(config: Any, modules: str, **options: Any) -> ModuleSpec:
+    return _SPECS[config.experimental_attention_variant](modules, **options)
+
+
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
     """Megatron's own layer specs with its Gated DeltaNet exchanged for ours, and its last norm."""
     layer_specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
-    mixer = _SPECS[config.experimental_attention_variant]("te", **options)
+    mixer = _mixer(config, "te", **options)
     theirs = upstream.GatedDeltaNet, getattr(upstream, "GatedDeltaNet2", None)
     for layer in layer_specs:
         parts = cast(Any, layer.submodules)
@@ -125,7 +129,7 @@ def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
 def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> list[ModuleSpec]:
     mixers = (
         local_attention_spec(config.qk_layernorm, options.get("cp_layout", AUTO)),
-        _SPECS[config.experimental_attention_variant]("local", **options),
+        _mixer(config, "local", **options),
     )
     layer_specs = []
     for is_gdn, has_experts in kinds_of_layers(config):

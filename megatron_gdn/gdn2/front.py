@@ -52,9 +52,10 @@ def gdn2_front(
         ),
         scale=sizes.key_dim**-0.5,
     )
-    options = {"batch_invariant": batch_invariant}
-    options["again"] = GDN2Inputs._fields if recompute_qkv else GATES
-    return front_of(table, device, dtype, taps, kernels, aligned, **options)
+    return front_of(
+        table, device, dtype, taps, kernels, aligned, batch_invariant=batch_invariant,
+        again=GDN2Inputs._fields if recompute_qkv else GATES,
+    )  # fmt: skip
 
 
 def gdn2_parts(
