@@ -43,8 +43,8 @@ class Kernels:
         def rows(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device=device, dtype=torch.bfloat16)
 
-        whole, full = rows(share, 1, shares.whole_width), rows(tokens, 1, shares.own_width)
-        messages = rows(shares.ranks - 1, share, 1, shares.own_width)
+        whole, full = rows(share, 1, shares.whole_width), rows(tokens, 1, shares.rank_width)
+        messages = rows(shares.ranks - 1, share, 1, shares.rank_width)
         own, peers = wave.own_place, wave.peer_place
         self._moved = {"own": messages[0].nbytes, "peers": messages.nbytes}
         self._repeats, self._bandwidth = repeats, bandwidth

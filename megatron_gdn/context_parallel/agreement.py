@@ -1,15 +1,12 @@
 """Do all ranks of a context-parallel group have the same micro-batch?
 
-Every rank derives the scheme, its messages and its waits from the tokens, rows, document
-boundaries and layout that it was given. If these differed between ranks, the ranks would hang or
-exchange wrong rows. So the ranks compare them, in an all-gather of five integers.
+Every rank derives its messages from the tokens, rows, document boundaries and layout that it was
+given. Ranks that were given different ones would hang or exchange wrong rows, so the ranks compare
+them in an all-gather of five integers.
 
-Which ranks *take part* must not depend on what a rank was given, or a rank could wait alone. So one
-layer takes part, in each of its forwards: the first that runs over the group after the latest layer
-was built. (Each forward has other collectives over the group too, so every rank runs it.)
-
-Each rank decides by itself whether it *reads the answer*, for which the host waits on a GPU: there
-only if its contents are not among the latest that the group agreed on, and on the CPU every time.
+One layer compares, in each of its forwards: the first that runs over the group after the latest
+layer was built. This choice does not depend on what a rank was given, or a rank could wait alone.
+The host waits for the answer on the CPU every time, on a GPU only if the contents are new.
 """
 
 from __future__ import annotations
@@ -37,7 +34,9 @@ _latest_built = 0
 
 
 def number_of_new_layer() -> int:
-    """A number for a layer that is being built; groups then choose their comparing layer anew."""
+    """A number for a layer that is being built; afterwards every group chooses its comparing layer
+    anew.
+    """
     global _latest_built
     _latest_built += 1
     return _latest_built
@@ -47,9 +46,9 @@ def number_of_new_layer() -> int:
 class _Known:
     """What is known of one group."""
 
-    chosen_after: int = -1  # the latest layer that was built before the choice
+    chosen_after: int = -1  # the latest layer that was built before `layer` was chosen
     layer: int = 0  # the layer that compares
-    # The contents that the ranks agreed on, and the same as a tensor on the device, by stream.
+    # The contents that the ranks agreed on, each with its tensors on the device, by stream.
     agreed: OrderedDict[tuple[int, ...], dict[int, Tensor]] = field(default_factory=OrderedDict)
 
     def is_new(self, contents: tuple[int, ...]) -> bool:
@@ -72,10 +71,9 @@ def require_agreement(
 ) -> None:
     """Refuse a micro-batch that the ranks of ``group`` were given differently.
 
-    Nothing is compared on one rank, on the meta device (where nothing is sent), while a CUDA graph
-    is captured (the host could not read the answer), or with ``MEGATRON_GDN_CHECK_RANKS=0`` in
-    every rank's environment. Of documents in fixed buffers only the number that they can hold is
-    compared: the host does not know boundaries.
+    Nothing is compared on one rank, on the meta device, while a CUDA graph is captured, or with
+    ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. The host does not know boundaries in
+    fixed buffers; of these only the number of documents that fit is compared.
 
     Args:
         layer: its :func:`number_of_new_layer`.
@@ -111,10 +109,7 @@ def require_agreement(
 def _gather(
     mine: tuple[int, ...], kept: dict[int, Tensor] | None, group: Any, device: torch.device
 ) -> Tensor:
-    """int64 ``[ranks, 5]``; the host waits for nothing.
-
-    ``kept``: ``mine`` on the device, by stream; None if the group has not agreed on it yet.
-    """
+    """The contents of all ranks, int64 ``[ranks, 5]``; ``kept``: tensors of ``mine`` by stream."""
     stream = stream_of_tables()
     kept = {} if kept is None else kept
     if stream not in kept:

@@ -1,7 +1,4 @@
-"""Attention over context-parallel ranks: each gathers all keys, and attends with its own queries.
-
-Legend: S tokens of the whole sequence, s this rank's share of them.
-"""
+"""Attention over context-parallel ranks: each gathers all keys and attends with its own queries."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from .layouts import SequenceLayout, positions, rank_order_of_sequence
 
 
 class Span(NamedTuple):
-    """The rows ``first:last`` of this rank, which are of one document, and the keys they see."""
+    """The rows ``first:last`` of this rank, all of one document, and the keys that they see."""
 
     first: int
     last: int
@@ -27,12 +24,12 @@ class Span(NamedTuple):
     before: tuple[slice, ...] = ()  # keys of documents that this one continues; all rows see them
 
     def keys(self, whole: Tensor) -> Tensor:
-        """Those that any row sees, of ``[S, ...]`` in sequence order."""
+        """The keys that any row sees, taken from ``[S, ...]`` in sequence order."""
         own = whole[self.start : self.end]
         return torch.cat([*(whole[keys] for keys in self.before), own]) if self.before else own
 
     def mask(self, device: torch.device) -> Tensor | None:
-        """bool ``[rows, keys]``: which keys each row sees; None: row i of all sees keys 0 to i."""
+        """bool ``[rows, keys]``: which keys each row sees; None if row i sees the keys 0 to i."""
         if self.position is None and not self.before:
             return None
         before = sum(keys.stop - keys.start for keys in self.before)
@@ -49,7 +46,7 @@ def spans_of(
     lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout
 ) -> tuple[Span, ...]:
     """A rank's rows by document, in order; empty documents are left out."""
-    # In every layout a rank holds its tokens in sequence order, so a document's are neighbours.
+    # A rank holds its tokens in sequence order, so the tokens of one document are neighbours.
     held = positions(lengths, size, layout)[rank]
     offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
     cuts = torch.searchsorted(held, offsets).tolist()

@@ -1,18 +1,10 @@
 """Index arithmetic of context-parallel sequence layouts; no communication, no torch.distributed.
 
-Megatron balances causal attention over ``cp`` ranks with the *zigzag* (DualChunkSwap) layout: a
-sequence is cut into ``2 * cp`` equal fragments, and rank ``r`` holds fragments ``r`` and
-``2 * cp - 1 - r``. In a packed buffer every document is cut that way by itself (Transformer
-Engine's layout), or the whole buffer is cut once, regardless of documents (the layout of Megatron's
-``--dataloader-inter-document-masking``).
-
-Two orders of one buffer of T tokens appear here:
-
     sequence order   document 0, document 1, ...
     rank order       the tokens of rank 0, of rank 1, ..., concatenated
 
-``undo = rank_order_of_sequence(lengths, cp)`` gives the place in rank order of every sequence
-position; so ``x_sequence = x_rank[undo]`` and ``x_rank = x_sequence[inverse(undo)]``.
+    undo = rank_order_of_sequence(lengths, cp)     every sequence position's place in rank order
+    x_sequence = x_rank[undo],  x_rank = x_sequence[inverse(undo)]
 
 Legend: R context-parallel ranks, T tokens of the buffer, s = T / R tokens of one rank.
 """
@@ -34,8 +26,11 @@ from ..ops.layout import SizeError
 class SequenceLayout(StrEnum):
     """How a context-parallel rank's tokens were cut from the sequence.
 
-    ZIGZAG: ``2 * cp`` fragments of every document (of the sequence, when not packed).
-    ZIGZAG_BUFFER: ``2 * cp`` fragments of the whole packed buffer, regardless of documents.
+    Zigzag (DualChunkSwap) cuts into ``2 * cp`` equal fragments; rank ``r`` holds the fragments
+    ``r`` and ``2 * cp - 1 - r``, which balances causal attention.
+
+    ZIGZAG: every document by itself (the sequence, when not packed), as Transformer Engine does.
+    ZIGZAG_BUFFER: the whole buffer, as Megatron does under ``--dataloader-inter-document-masking``.
     CONTIGUOUS: rank ``r`` holds the ``r``-th of ``cp`` equal fragments of the buffer.
     """
 
@@ -49,7 +44,7 @@ class SequenceLayout(StrEnum):
 
 
 def member[Kind: StrEnum](kind: type[Kind], value: Any, what: str) -> Kind:
-    """``kind(value)``, with an error that says ``what`` is legal."""
+    """``kind(value)``, or an error that lists the legal values of ``what``."""
     try:
         return kind(value)
     except ValueError:
@@ -116,14 +111,16 @@ def rank_order_of_sequence(
 
 
 def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
-    """As :func:`rank_order_of_sequence` in zigzag, from each token's document: start, length."""
+    """As :func:`rank_order_of_sequence` in zigzag, from the start and length of each token's
+    document.
+    """
     total = len(start_T)
     offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
     fragment_T = offset_T // fragment_tokens_T
     second_T = fragment_T >= cp_size
     rank_T = torch.where(second_T, 2 * cp_size - 1 - fragment_T, fragment_T)
-    # A rank's share of a document lies after its shares of all earlier documents.
+    # A rank's share of a document lies behind its shares of all earlier documents.
     place_T = start_T // cp_size + offset_T % fragment_tokens_T + second_T * fragment_tokens_T
     return rank_T * (total // cp_size) + place_T
 
@@ -165,17 +162,16 @@ def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
 def cut_by(
     layout: SequenceLayout, documents: Documents | None, tokens: int, device: torch.device
 ) -> Documents:
-    """What ``layout`` cuts: every document, or all ``tokens`` of the buffer."""
+    """The documents that ``layout`` cuts, or all ``tokens`` of the buffer as one document."""
     if documents is not None and layout is SequenceLayout.ZIGZAG:
         return documents
     return one_document(tokens, device)
 
 
 def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
-    """As :func:`positions`, of :func:`cut_by`; on the device if the host does not know it.
+    """As :func:`positions`, for the result of :func:`cut_by`.
 
-    Raises:
-        ValueError: as :func:`check_lengths`. What the host does not know fails on the device.
+    On the device if only the device knows the boundaries; lengths that do not fit then fail there.
     """
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
@@ -184,7 +180,7 @@ def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor
 
 
 def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:
-    """:func:`check_lengths`, of what the host knows."""
+    """:func:`check_lengths`, as far as the host knows the lengths."""
     lengths = documents.lengths if documents.known else (documents.total_tokens,)
     check_lengths(lengths, cp_size, layout)
 
@@ -198,7 +194,7 @@ def _zigzag(documents: Documents, cp_size: int) -> tuple[Tensor]:
 
 
 def require_fragments(documents: Documents, length: Tensor, cp_size: int) -> None:
-    """Fail on the device if ``length`` has one that zigzag cannot cut."""
+    """Fail on the device if a document has a length that zigzag cannot cut."""
     documents.require(
         (length % (2 * cp_size) == 0).all(),
         f"every document must be a multiple of {2 * cp_size} tokens: the 'zigzag' layout cuts it "

@@ -1,8 +1,7 @@
-"""Which ranks of a context-parallel group lie on one machine, where the wire is fast.
+"""Which ranks of a context-parallel group lie on one machine, that is, are joined by NVLink.
 
-A *machine* is what NVLink joins. Others say node; here a node is a place of a chain. All ranks need
-the same number, so they exchange the names of their hosts, once per group. ``LOCAL_WORLD_SIZE``
-would not do: not every launcher sets it, and it differs between ranks where machines differ.
+All ranks need the same answer, so they exchange the names of their hosts, once per group. Not every
+launcher sets ``LOCAL_WORLD_SIZE``, and it differs between machines of different sizes.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _agreed: WeakKeyDictionary[Any, dict[int | None, int]] = WeakKeyDictionary()
 
 
 def check_ranks_per_machine(told: Any) -> int | None:
-    """``told``, if it is None or an integer of at least 1; else a ValueError."""
+    """Return ``told`` if it is None or an integer of at least 1; else raise a ValueError."""
     if told is None or (type(told) is int and told >= 1):
         return told
     raise ValueError(
@@ -40,10 +39,9 @@ def check_ranks_per_machine(told: Any) -> int | None:
 def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int:
     """How many successive ranks of ``group`` lie on one machine; a divisor of its size.
 
-    The first call for a group and a number exchanges what ranks were told and their hosts, so all
-    ranks must call together; on every rank it raises a ValueError if ranks were told different
-    numbers. On the meta device and while a CUDA graph is captured nothing can be sent: what this
-    rank was told counts, and without it one machine.
+    The first call for a group and a number is a collective, so all ranks must call together; ranks
+    with different numbers all get a ValueError. On the meta device and while a CUDA graph is
+    captured nothing can be sent: the answer is ``told``, or one machine.
 
     Args:
         told: the ranks of each machine; the last machine may have fewer, and so may the group.
@@ -63,17 +61,13 @@ def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int
 
 
 def stretch(machines: Sequence[Hashable]) -> int:
-    """The longest stretch that cuts the ranks so that none is on two machines.
-
-    ``machines``: of every rank. 8 ranks beside 4 are stretches of 4; ranks that alternate between
-    machines are stretches of 1.
-    """
+    """The longest stretch of ranks that never spans two of ``machines``, given for every rank."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 
 
 @uncompiled
 def _hosts(group: Any, told: int | None, device: torch.device) -> list[int]:
-    """A number for the host of every rank. This host waits for the answer."""
+    """A number for the host of every rank; the caller waits for the answer."""
     host = int.from_bytes(blake2b(_own_host().encode(), digest_size=8).digest(), signed=True)
     own = torch.tensor([told or 0, host], dtype=torch.int64, device="cpu").to(device)
     all_of_group = own.new_empty(group.size() * 2)
@@ -89,6 +83,6 @@ def _hosts(group: Any, told: int | None, device: torch.device) -> list[int]:
 
 
 def _own_host() -> str:
-    """The name and, where Linux tells it, the boot: containers may all have the same name."""
+    """The name and the boot id: several containers may have the same name."""
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"

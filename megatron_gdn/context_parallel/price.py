@@ -1,11 +1,9 @@
 """Which context-parallel scheme is cheaper for a micro-batch, from its lengths alone.
 
-Both schemes are priced in milliseconds of one forward (the backward repeats them). Within a machine
-bytes go over NVLink, between machines over the network, both at the same time:
+Both are priced in milliseconds of one forward (``docs/context_parallel.md``):
 
-    wire(b)     max(within / WITHIN, across / ACROSS), the parts of b from a rank's own machine and
-                from others; every other rank sends as much: across = (cp - n) / (cp - 1) * b
-
+    wire(b)     max(within / WITHIN, across / ACROSS): bytes from this machine and from others
+                come at the same time; across = (cp - n) / (cp - 1) * b
     headwise    wire((cp - 1) * s * B * (p + h V) * element size)    rows in, mixed rows out
     chunkwise   map * s * B * SUMMARY + FIXED                        computing maps, small launches
                 + the cheaper of                                     sending them, d = map * chains
@@ -13,12 +11,11 @@ bytes go over NVLink, between machines over the network, both at the same time:
         share   wire((cp - 1) / cp * r * d) + 2 * LATENCY + l * STEP
 
 map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state;
-r = 1 + V / (K + V), or 1 + V / (1 + V): maps there, states back. A chain is a sequence that states
-travel along: a document in zigzag, else a batch row. It has l nodes, 2 on every rank, or 1 when
-contiguous. Across machines nothing was measured.
+r = 1 + V / (K + V), or 1 + V / (1 + V): maps there, states back. A chain is a document in zigzag,
+else a batch row; it has l nodes. Across machines nothing was measured.
 
-Legend: s tokens of one rank, B batch, H value heads of one tensor-parallel rank, h those inside the
-head exchange and p the projection width there, K key dim, V value dim, n ranks per machine.
+Legend: H value heads of one tensor-parallel rank, h and p those and the projection width inside the
+head exchange, n ranks per machine.
 """
 
 from __future__ import annotations
@@ -54,7 +51,7 @@ class LinearCpMode(StrEnum):
 
     @classmethod
     def of(cls, value: str | LinearCpMode | None, config: Any) -> LinearCpMode:
-        """The value given, else the config's (newer Megatrons have one), else auto."""
+        """The given value, else that of the config (newer Megatrons have one), else auto."""
         if value is None:
             value = getattr(config, "linear_cp_mode", None) or cls.AUTO
         return member(cls, value, "linear_cp_mode")
@@ -73,14 +70,14 @@ class Price(NamedTuple):
 
 
 class Received(NamedTuple):
-    """Bytes that one rank receives at a time."""
+    """Bytes that one rank receives at the same time."""
 
     within: float  # from ranks of its machine
     across: float  # from other machines
 
     @classmethod
     def from_all(cls, received: float, cp_size: int, per_machine: int) -> Received:
-        """Bytes that come in equal parts from every other rank."""
+        """``b`` bytes that come in equal parts from every other rank."""
         across = received * (cp_size - per_machine) / (cp_size - 1)
         return cls(received - across, across)
 
@@ -89,7 +86,7 @@ class Received(NamedTuple):
 
 
 class MapExchange(NamedTuple):
-    """One way for maps to travel, in one forward."""
+    """The cost of one way to exchange maps in one forward."""
 
     received: Received  # by one rank
     collectives: int
@@ -101,9 +98,8 @@ class MapExchange(NamedTuple):
 
 
 def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> int:
-    """Received by one rank in one headwise forward: projection rows, and mixed rows back.
-
-    ``local``: tokens of one rank, times batch rows; otherwise as :func:`price`.
+    """Bytes that one rank receives in a headwise forward; ``local`` are its tokens times batch
+    rows.
     """
     return (cp_size - 1) * local * (inside.width + inside.mixed_width) * element_size
 

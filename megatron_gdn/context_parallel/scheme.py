@@ -5,9 +5,6 @@
 | whole     | whole sequences, all heads     | nothing                                           |
 | headwise  | whole sequences, some heads    | rows, before and after the mixer                  |
 | chunkwise | pieces of sequences, all heads | a few rows for the convolution, maps of the state |
-
-Legend: S tokens of the rows that the mixer runs on, s this rank's tokens, B batch, P projection
-width, V width of a mixed row.
 """
 
 from __future__ import annotations
@@ -56,8 +53,8 @@ class Scheme(Protocol):
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """The rows of a parameter that the mixer needs here.
 
-        ``param`` has one row per state head, or one row per column of the sections ``names``; of a
-        single section also one per head.
+        ``param`` has one row per state head, or one row per column of the sections ``names`` (of a
+        single section also one row per head).
         """
         ...
 
@@ -67,7 +64,7 @@ class Scheme(Protocol):
 
 
 class Whole:
-    """The scheme of sequences that lie whole on one rank: nothing is exchanged."""
+    """The scheme of sequences that lie whole on one rank."""
 
     name = "whole"
     size = 1
@@ -91,7 +88,7 @@ def local_parameters(
 ) -> list[Any]:
     """The shares of the convolution's and the heads' parameters that the mixer needs here.
 
-    The heads are those with a state, or those of the section ``of``.
+    The heads are those of the section ``of``, or those with a state.
     """
     if not scheme.moves_rows:
         return [weight, bias, *per_head]

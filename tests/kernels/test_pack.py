@@ -32,8 +32,8 @@ class Rows:
         self.shares, self.rank = shares, shares.ranks - 2
         self.whole = normal(s, B + extra, shares.whole_width + extra)
         self.whole = self.whole[:, :B, : shares.whole_width]
-        self.messages = normal(shares.ranks - 1, s, B, shares.own_width)
-        self.full = normal(shares.ranks * s, B, shares.own_width)
+        self.messages = normal(shares.ranks - 1, s, B, shares.rank_width)
+        self.full = normal(shares.ranks * s, B, shares.rank_width)
         order = torch.randperm(shares.ranks * s, generator=make).to(torch.int32).to(device)
         self.own_place, self.peer_place = order[:s].contiguous(), order[s:].contiguous()
 

@@ -117,8 +117,8 @@ def test_blocks_are_the_definition(shares):
         whole = [c for p in blocks for c in range(p.columns.start, p.columns.stop)]
         own = [c for p in blocks for c in range(p.own_columns.start, p.own_columns.stop)]
         assert whole == columns_of(shares, rank)
-        assert own == list(range(shares.own_width))
-        assert len(whole) == shares.own_width
+        assert own == list(range(shares.rank_width))
+        assert len(whole) == shares.rank_width
     assert sum(shares.sections) == shares.whole_width
 
 
@@ -132,7 +132,7 @@ def test_strips_cover_every_block_once(shares, most):
             start = strip.whole + rank // strip.copies * strip.step
             whole += range(start, start + strip.block * strip.repeats)
             own += range(strip.own, strip.own + strip.block * strip.repeats)
-        assert whole == columns_of(shares, rank) and own == list(range(shares.own_width))
+        assert whole == columns_of(shares, rank) and own == list(range(shares.rank_width))
 
 
 def test_alignment_is_the_power_of_two_in_all_strides():
@@ -145,8 +145,8 @@ def test_the_twin_packs_by_the_definition_and_unpacks_sums(shares):
     s, B, rank = 3, 2, 1
     whole = torch.randn(s, B, shares.whole_width, dtype=torch.float64)
     place = torch.tensor([7, 0, 11])
-    messages = torch.full((shares.ranks - 1, s, B, shares.own_width), torch.nan).double()
-    full = torch.full((4 * s, B, shares.own_width), torch.nan).double()
+    messages = torch.full((shares.ranks - 1, s, B, shares.rank_width), torch.nan).double()
+    full = torch.full((4 * s, B, shares.rank_width), torch.nan).double()
     pack_torch.pack_peers(whole, messages, shares, rank)
     pack_torch.move_own(whole, full, shares, rank, place, to_full=True)
     held = {peer: whole[..., columns_of(shares, peer)] for peer in range(shares.ranks)}

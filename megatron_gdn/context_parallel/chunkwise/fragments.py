@@ -1,9 +1,7 @@
-"""How a layout cuts documents into fragments and pieces.
+"""How a layout cuts documents into fragments and pieces (pictured in ``docs/glossary.md``).
 
-Every layout cuts the packed stream into *fragments*, whose tokens one rank holds side by side. A
-document end inside a fragment cuts it into *pieces*, each of one document. So a document is a chain
-of pieces on changing ranks. ``docs/glossary.md`` has a picture. States and rows travel along
-*chains* of fragments: in zigzag every document is one, in the other layouts the whole buffer.
+States and rows travel along *chains* of fragments. In zigzag every document is a chain; in the
+other layouts the whole buffer is one.
 
 Legend: R ranks, n nodes (fragments) of a chain, h of them on a rank, C chains, M documents.
 """
@@ -31,7 +29,7 @@ def nodes_of(rank: int, cp_size: int, layout: SequenceLayout) -> slice:
 
 
 class Fragments(NamedTuple):
-    """All fragments, int64 ``[n, C]`` beside the documents' starts."""
+    """All fragments, int64 ``[n, C]``, and the documents' starts."""
 
     begin: Tensor  # in the stream
     end: Tensor
@@ -43,22 +41,22 @@ class Fragments(NamedTuple):
 
     @property
     def enters(self) -> Tensor:
-        """Whether the first piece continues a document."""
+        """Whether a state enters: the first piece continues a document."""
         return (self.first < self.begin) & (self.begin < self.end)
 
     @property
     def leaves(self) -> Tensor:
-        """Whether the last piece's document continues."""
+        """Whether a state leaves: the last piece's document continues."""
         return (self.last_end > self.end) & (self.begin < self.end)
 
     @property
     def passes(self) -> Tensor:
-        """Whether a state passes from end to end."""
+        """Whether a state passes from one end of the fragment to the other."""
         return self.enters & self.leaves & (self.first == self.last)
 
 
 def fragments_of(documents: Documents, cp_size: int, layout: SequenceLayout) -> Fragments:
-    """Errors are those of :func:`..layouts.check_lengths`."""
+    """The fragments of all documents; errors are those of :func:`..layouts.check_lengths`."""
     require_cut(documents, cp_size, layout)
     key = (Fragments, cp_size, layout)
     return documents.table(key, lambda these: _fragments(these, cp_size, layout), move=False)
@@ -95,7 +93,7 @@ def any_continues(documents: Documents, cp_size: int, layout: SequenceLayout) ->
 def pieces_of(documents: Documents, cp_size: int, layout: SequenceLayout, rank: int) -> Documents:
     """The boundaries of a rank's pieces."""
     fragments_of(documents, cp_size, layout)
-    # Of the whole buffer a rank has two fragments at most, and one document at most lies in both.
+    # A rank has at most two fragments of the buffer, and at most one document lies in both.
     most = documents.most + 1
     if layout is SequenceLayout.ZIGZAG:
         most = 2 * documents.most

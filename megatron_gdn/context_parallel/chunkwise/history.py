@@ -1,16 +1,15 @@
 """Which rows before a piece travel to its rank.
 
-The convolution of a piece reads the W - 1 rows before it, its *history*. Pieces that continue a
-document begin fragments, so these are the last rows of the fragment before it, or of several if
-fragments are shorter than that. So the node j of a chain may get
+The convolution of a piece reads the W - 1 rows before it, its *history*. A piece that continues a
+document begins a fragment, so its history lies in the fragments (nodes) before:
 
-    from node j - k its last W - k rows,   k = 1 .. W - 1
+    node j gets from node j - k its last W - k rows,   k = 1 .. W - 1
 
-and gradients of these rows travel back. Messages of documents that the host knows have the rows
-that are needed; else they have all these rows, and those that are not needed are not read.
+Gradients of these rows travel back. If the host knows the documents, messages have only the rows
+that a piece needs; else they have all of these rows.
 
-Legend: R ranks, C chains, h nodes of a chain on this rank, W taps, k nodes back, m rows from a
-fragment's end (1 is its last), P pieces that may have a history, s this rank's tokens.
+Legend: R ranks, C chains, h nodes of a chain on this rank, k nodes back, m rows from a fragment's
+end (1 is its last), P pieces that may have a history, s this rank's tokens.
 """
 
 from __future__ import annotations
@@ -41,17 +40,14 @@ class HistoryRoute(NamedTuple):
 def history_route(
     documents: Documents, cp_size: int, layout: SequenceLayout, rank: int, taps: int
 ) -> HistoryRoute | None:
-    """Built once per micro-batch; None when no rank needs any row."""
+    """The route of a micro-batch; None when no rank needs any row."""
     where = (cp_size, layout, rank)
     key = (HistoryRoute, *where, taps)
     return documents.plan(key, lambda: _route(documents, *where, taps - 1))
 
 
 class _Rows(NamedTuple):
-    """Rows that may travel, int64 each; both ends of a message list them in this order.
-
-    By chain, then by the taker's slot, then oldest first.
-    """
+    """Rows that may travel, int64; sender and receiver list them in the same order."""
 
     chain: Tensor
     slot: Tensor  # of this rank
@@ -126,7 +122,7 @@ def _tables(
     local, tokens = fragments.local[own], documents.total_tokens // cp_size
 
     def needed(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Which rows travel, their numbers or -1, and how far before the piece they lie."""
+        """Which rows travel, their numbers or -1, and their distance before the piece."""
         of = length[rows.taker, rows.chain]
         age = (rows.k - 1) * of + rows.m
         there = (rows.m <= of) & (age <= seen[rows.taker, rows.chain])
@@ -134,7 +130,7 @@ def _tables(
         return there, torch.where(there, number, -1), age
 
     def of_pieces(x: Tensor) -> Tensor:
-        """``[h, C]`` by piece; nothing is before the first node of a chain."""
+        """``[h, C]`` by piece; nothing lies before the first node of a chain."""
         return x[rank == 0 :].T.flatten()
 
     h, C = local.shape
@@ -173,7 +169,9 @@ def _tables(
 
 
 def _scattered(at: Tensor, values: Tensor, size: int) -> Tensor:
-    """``[size]``: the values at their places, -1 elsewhere; a place of -1 is nowhere."""
+    """A table ``[size]`` with the values at their places and -1 elsewhere; a place of -1 is
+    skipped.
+    """
     made = torch.full((size + 1,), -1, dtype=torch.int64, device=at.device)
     made[torch.where(at < 0, size, at)] = values
     return made[:size]
@@ -186,9 +184,8 @@ def _counted(rows: _Rows, there: Tensor, cp_size: int) -> Tensor:
 
 
 class HistoryOfPieces:
-    """The rows before this rank's pieces, from the ranks that hold them.
-
-    A :class:`~megatron_gdn.ops.front.history.HistoryLink`.
+    """The rows before this rank's pieces, fetched from other ranks: a
+    :class:`~megatron_gdn.ops.front.history.HistoryLink`.
     """
 
     def __init__(self, route: HistoryRoute, group: dist.ProcessGroup) -> None:

@@ -1,23 +1,17 @@
 """Chains of affine maps whose links lie on different ranks.
 
-A piece of a sequence turns the state before it into the state after it by an affine map,
+    S_out = through @ S_in + local                 what a piece does to a state
 
-    S_out = through @ S_in + local,
-
-and a piece needs the state that enters it: the maps of all earlier pieces, applied in order to
-zero. The backward follows the transposed maps from the other end.
-
-There are two ways, with the same result up to rounding. Each has a fixed order of operations, in
-fp32, since rounding compounds in a chain of maps:
+The state that enters a piece is zero, put through the maps of all earlier pieces in order. Two ways
+compute it, in fp32 and in a fixed order, with the same result up to rounding:
 
     gather_and_fold   One all-gather of all maps; every rank folds them up to its own nodes.
                       Traffic, memory and work grow with the number of ranks.
     share_and_fold    One all-to-all gives every rank all maps of a share of the chains. The rank
                       folds these from end to end, and another all-to-all returns the states.
 
-Legend: h nodes of a chain on this rank; M chains over the same nodes (for example one per sequence,
-batch row and value head), m of them in this rank's share; K rows of a state, V columns, X columns
-of a map (``local`` and ``through`` together).
+Legend: h nodes of a chain on this rank; M chains over the same nodes (one per sequence, batch row
+and value head), m of them in this rank's share; X columns of a map (``local`` and ``through``).
 """
 
 from __future__ import annotations
@@ -37,9 +31,8 @@ from ..layouts import SequenceLayout
 
 
 class Nodes(NamedTuple):
-    """A chain in its order: node j is the ``slots[j]``-th of rank ``hosts[j]``.
-
-    Every rank hosts the same number of nodes.
+    """A chain in its order: node j is the ``slots[j]``-th of rank ``hosts[j]``; all ranks host as
+    many.
     """
 
     hosts: tuple[int, ...]
@@ -66,7 +59,7 @@ def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
 
 
 def pack(local: Tensor, through: Tensor) -> Tensor:
-    """``local`` and ``through`` side by side, ``[..., X]``; a view if they are so in memory."""
+    """``local`` and ``through`` side by side, ``[..., X]``; a view if memory holds them so."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):
@@ -100,7 +93,7 @@ def gather_and_fold(
 
 @cached_by_stream(64)
 def _steps_of_one(nodes: Nodes, rank: int, h: int, device: torch.device) -> Steps:
-    """Steps over all nodes up to the last one of ``rank``; its states are written by slot."""
+    """Steps up to the last node of ``rank``; its states are written by slot."""
     wanted = dict(nodes.of(rank))
     places = [host * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
     last = max(wanted)
@@ -133,14 +126,14 @@ def share_and_fold(
 
 
 def _by_place(x: Tensor, m: int, h: int) -> Tensor:
-    """``[ranks * m * h, K, .]`` as ``[places, m, K, .]``: a rank's places lie m * h apart."""
+    """``[ranks * m * h, K, .]`` as ``[places, m, K, .]``; places of one chain lie m * h apart."""
     K, X = x.shape[1:]
     return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
 
 
 @cached_by_stream(64)
 def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
-    """Steps over all nodes; every state is written at the place of its node's map."""
+    """Steps over all nodes; every state is written where its node's map was."""
     places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
     return Steps.build([[*((j, j) for j in places[:-1]), (places[-1], NONE)]], device)
 
@@ -151,7 +144,7 @@ def exchange_rows(
     receive_counts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send ``send_counts[r]`` of the rows, in order, to rank r; the rows received, by sender."""
+    """Send ``send_counts[r]`` rows to each rank r, in order; return those received, by sender."""
     received, counts = rows.new_empty(sum(receive_counts), *rows.shape[1:]), list(receive_counts)
     dist.all_to_all_single(received, rows.contiguous(), counts, list(send_counts), group=group)
     return received

@@ -1,9 +1,7 @@
 """Chunkwise context parallelism: activations stay on their rank, states travel.
 
-Every rank runs the mixer over its own pieces of the sequence. Two things cross ranks for each
-piece: the W - 1 projection rows before it, for the convolution (:mod:`.history`), and the fp32 map
-of what it does to a state (:mod:`.states`). Heads are not split, so any number of ranks works, and
-the traffic does not grow with the sequence.
+Before each piece its rank receives the W - 1 projection rows for the convolution (:mod:`.history`)
+and the state, which follows from the fp32 state maps of earlier pieces (:mod:`.states`).
 """
 
 from __future__ import annotations
@@ -68,7 +66,8 @@ class Chunkwise:
         return held_positions(documents, tokens, self._group, self._sequence_layout)
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """Rows stay; the neighbours are the pieces that this rank holds, and what enters them.
+        """Rows stay; the neighbours are this rank's pieces, their histories and their entering
+        states.
 
         Raises:
             ValueError: a length that the layout cannot cut.

@@ -1,11 +1,10 @@
 """States across pieces of a sequence that lie on different ranks.
 
-Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. One exchange of
-these maps gives each rank the states that enter its pieces, and the rule starts from those states.
-The backward does the same from the other end, with d_local and the transposed maps.
+Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. One exchange of maps
+gives the states that enter its pieces. The backward runs from the other end, with d_local and the
+transposed maps.
 
-Legend: N pieces on this rank, counted over its batch rows; h nodes on this rank (fragments that
-states enter and leave); M chains times value heads; H value heads, K key dim, V value dim.
+Legend: N pieces on this rank, over all batch rows; h nodes on this rank; H value heads.
 """
 
 from __future__ import annotations
@@ -35,20 +34,20 @@ Exchange = Callable[[Tensor, int, Nodes, dist.ProcessGroup, Cuts | None], Tensor
 class StateTable:
     """Between which pieces states travel, for one rank and all rows of a batch.
 
-    In zigzag every document is a chain of 2 * cp nodes, one piece each. The layouts that cut the
-    whole buffer have one chain, of fragments: a state enters a fragment by its first piece and
-    leaves it by its last; a fragment of several pieces lets no state through.
+    In zigzag every document is a chain of 2 * cp nodes, one piece each. In the other layouts the
+    buffer is one chain: a state enters a fragment by its first piece and leaves it by its last, and
+    a fragment of several pieces lets no state through.
     """
 
     sequences: Documents  # boundaries of all N pieces of this rank, batch rows laid end to end
     nodes: Nodes  # of every chain
     node_count: int  # h
-    # int64 [h * chains], the pieces by which states enter and leave this rank's nodes; None if
-    # these are all N pieces in this order.
+    # int64 [h * chains], the pieces by which states enter and leave this rank's nodes; None for
+    # all N pieces in order.
     first: Tensor | None
     last: Tensor | None
-    # Tokens and boundaries of the last pieces, whose maps alone are computed; set only if these are
-    # at most half of the tokens. Else the rule's forward uses what the maps of all pieces leave.
+    # Tokens and boundaries of the last pieces. Set if these are at most half of the tokens: then
+    # only their maps are computed, else those of all pieces, which the rule's forward uses again.
     leavers: tuple[Tensor, Documents] | None
     # bool [h * chains, 1, 1, 1]; None if true everywhere but at chain ends, where it is unused.
     enters: Tensor | None  # the first piece continues a document
@@ -58,7 +57,7 @@ class StateTable:
 
 
 class _Ends(NamedTuple):
-    """Of this rank's nodes and all batch rows, by slot, as in :class:`StateTable`."""
+    """The tensors of :class:`StateTable` for this rank's nodes and all batch rows, by slot."""
 
     first: Tensor
     last: Tensor
@@ -72,7 +71,7 @@ class _Ends(NamedTuple):
 def state_table(
     documents: Documents, cp_size: int, layout: SequenceLayout, rank: int, rows: int
 ) -> StateTable | None:
-    """Built once per micro-batch; None when no document is cut."""
+    """The table of a micro-batch; None when no document is cut."""
     where = (cp_size, layout, rank, rows)
     return documents.plan((StateTable, *where), lambda: _state_table(documents, *where))
 
@@ -95,14 +94,14 @@ def _state_table(
         return to_device(x, documents.device)
 
     def mask(x: Tensor, *unused: int) -> Tensor | None:
-        """``unused``: nodes for which it does not matter."""
+        """``x`` on the device; None if it is true at all nodes but the ``unused`` ones."""
         exempt = torch.tensor([j in unused for j in range(n)], device="cpu")[own]
         if known and (x.view(len(exempt), -1) | exempt[:, None]).all():
             return None
         return to_device(x, documents.device)
 
     cuts, leavers = None, None
-    # In zigzag a chain is one document. The maps of a chain's ends are not followed.
+    # A chain needs cuts only where several documents lie in it, and not at its two ends.
     if layout is not SequenceLayout.ZIGZAG and not (known and not made.cuts[1:-1].any()):
         both = made.cuts, made.cuts_back
         flags = [tuple((x > 0).tolist()) if known else None for x in both]
@@ -163,40 +162,36 @@ def _leavers(pieces: Documents, last: Tensor) -> tuple[Tensor, Documents] | None
 
 
 def _repeated(pieces: Documents, rows: int) -> Documents:
-    """The same pieces in every batch row, rows laid end to end."""
     return Documents((0, *(accumulate(pieces.lengths * rows) if rows else (0,))), pieces.device)
 
 
 def _take(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
     x = x_N if index is None else x_N.index_select(0, index)
-    # Not a product: 0 * NaN would pass NaN on.
+    # A product would not remove NaN: 0 * NaN is NaN.
     return x if mask is None else torch.where(mask, x, x.new_zeros(()))
 
 
 def _put(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """The inverse of :func:`_take`: ``count`` entries, zero except at ``index``."""
+    """The inverse of :func:`_take`."""
     return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
 
 
 class StatesOfPieces:
-    """The states that enter this rank's pieces, computed from the maps of all earlier pieces.
-
-    A :class:`~megatron_gdn.ops.parts.StateLink`.
-    """
+    """The states that enter this rank's pieces: a :class:`~megatron_gdn.ops.parts.StateLink`."""
 
     def __init__(self, table: StateTable, exchange: Exchange, group: dist.ProcessGroup) -> None:
         self.documents, self._count = table.sequences, table.sequences.sequences
         self._table, self._exchange, self._group = table, exchange, group
 
     def _chain(self, maps: StateMap, nodes: Nodes, cuts: Cuts | None) -> Tensor:
-        """States that enter this rank's nodes, ``[h * chains, H, K, V]`` as ``maps.local``."""
+        """The states that enter this rank's nodes, ``[h * chains, H, K, V]``."""
         packed = pack(*maps)
         packed = packed.view(self._table.node_count, -1, *packed.shape[2:])
         entering = self._exchange(packed, maps.local.shape[-1], nodes, self._group, cuts)
         return entering.view(maps.local.shape)
 
     def _maps(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
-        """What this rank's nodes do to a state, ``[h * chains, H, K, .]``."""
+        """The maps of this rank's nodes, ``[h * chains, H, K, .]``."""
         table, last = self._table, self._table.last
         if table.leavers is not None:
             tokens, pieces = table.leavers

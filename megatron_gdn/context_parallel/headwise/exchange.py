@@ -3,12 +3,7 @@
     to heads      [s, B, P] -> [S, B, p]   every rank sends each peer that peer's columns
     to sequence   [S, B, p] -> [s, B, P]   and gets its own tokens' columns back
 
-Each is the other's gradient. Besides the transfer there is one pass over the data, into or out of
-the messages. Long fragments are received into (or sent from) their places directly; short ones take
-a second pass. While the messages travel, a rank copies the rows that it keeps.
-
-Legend: S tokens of the whole sequence in sequence order, s this rank's share of them in its order,
-B batch, P width of a whole row, p width of one rank's.
+Each is the other's gradient. S and s are in sequence order and in this rank's order.
 """
 
 from __future__ import annotations
@@ -29,14 +24,12 @@ from .route import Wave, route
 from .shares import HeadShares
 
 # Rows travel in waves of at least this many bytes: one wave is packed (or unpacked) while the other
-# travels. For fewer bytes a second round of messages costs more than it hides. On 4 H200, two waves
-# take 0.75 of one wave's time at 600 MB, and 1.3 times it at 150 MB.
+# travels. On 4 H200, two waves take 0.75 of one wave's time at 600 MB, 1.3 times it at 150 MB.
 MOST_WAVES = 2
 WAVE_BYTES = 96 << 20
-# Every message costs the host some 30 microseconds, and NCCL is slower with many messages. So
-# fragments below this size are sent together, one message per peer, and a second pass puts the rows
-# in order. On 4 H200, messages of single fragments take 0.85 of that time with fragments of 30 to
-# 100 MB, and 3.5 times it with fragments of 3 MB.
+# Fragments below this size are sent together, one message per peer, and a second pass puts the rows
+# in order: a message costs the host some 30 microseconds. On 4 H200, messages of single fragments
+# take 0.85 of that time with fragments of 30 to 100 MB, and 3.5 times it with fragments of 3 MB.
 MESSAGE_BYTES = 28 << 20
 # A rank copies the rows that it keeps in a kernel of their own, while the messages travel. Up to
 # this many bytes they are copied in the packing kernel: the copy takes less time than a launch.
@@ -50,11 +43,11 @@ class Exchange:
     group: dist.ProcessGroup
     rank: int
     shares: HeadShares
-    own_width: int  # p
+    rank_width: int  # p
     whole_width: int  # P
     waves: tuple[Wave, ...]
-    direct_fragment: float  # tokens, on average, from which fragments are messages of their own
-    at_once: bool  # there is one wave, and no other work while it travels
+    direct_fragment: float  # fragments of at least so many tokens (mean) are messages of their own
+    at_once: bool  # there is one wave, and nothing is computed while it travels
 
     @classmethod
     def of(
@@ -65,15 +58,15 @@ class Exchange:
         layout: SequenceLayout,
         rows: Tensor,
     ) -> Exchange:
-        """For ``rows`` (``[s, B, P]`` or ``[S, B, p]``) of what ``layout`` cuts."""
-        rank, own_width = group.rank(), shares.own_width
+        """The exchange of ``rows``, ``[s, B, P]`` or ``[S, B, p]``."""
+        rank, rank_width = group.rank(), shares.rank_width
         local = cut.total_tokens // shares.ranks
-        row_bytes = max(1, rows.shape[1] * own_width * rows.element_size())
+        row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
         waves = min(MOST_WAVES, max(1, local * (shares.ranks - 1) * row_bytes // WAVE_BYTES))
         made = route(cut, shares.ranks, rank, layout, waves)
         at_once = waves == 1 and local * row_bytes <= OWN_BYTES
         return cls(
-            group, rank, shares, own_width, shares.whole_width, made,
+            group, rank, shares, rank_width, shares.whole_width, made,
             direct_fragment=MESSAGE_BYTES / row_bytes, at_once=at_once,
         )  # fmt: skip
 
@@ -83,7 +76,6 @@ class Exchange:
 
 @cache
 def _packing(gpu: bool) -> ModuleType:
-    """The Triton kernels, or their plain-torch twins where they cannot run."""
     if gpu and find_spec("triton") is not None:
         from . import pack
 
@@ -94,10 +86,7 @@ def _packing(gpu: bool) -> ModuleType:
 
 
 def _swap(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor]:
-    """Start sending ``messages`` to the peers and receiving as much from each.
-
-    With ``at_once`` the list is empty: the call is in the stream's order.
-    """
+    """Exchange ``messages`` with the peers; with ``at_once`` no work is left to wait for."""
     received = torch.empty_like(messages)
     rows = [messages.shape[1]] * messages.shape[0]
     rows.insert(exchange.rank, 0)
@@ -111,11 +100,8 @@ def _swap(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor
 def _send_fragments(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
 ) -> list[dist.Work]:
-    """Start a message per fragment, between ``messages`` and the fragments' places in ``full``.
-
-    To heads, this rank's fragments are sent from ``messages`` and its peers' are received in
-    ``full``; to sequence, the reverse. A pair of ranks lists its messages in the same order.
-    """
+    """Start a message per fragment: to heads from ``messages`` into ``full``, else the reverse."""
+    # A pair of ranks must list its messages in the same order.
     group, rank = exchange.group, exchange.rank
     at_home, abroad = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)
     operations = []
@@ -131,11 +117,11 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     if whole.stride(-1) != 1:
         whole = whole.contiguous()
     s, B, _ = whole.shape
-    full = whole.new_empty(s * shares.ranks, B, exchange.own_width)
-    sent = []  # keeps messages alive: their memory must not be used again before they are sent
+    full = whole.new_empty(s * shares.ranks, B, exchange.rank_width)
+    sent = []  # keeps messages alive until they are sent
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
-        messages, received = whole.new_empty(peers, wave.size, B, exchange.own_width), None
+        messages, received = whole.new_empty(peers, wave.size, B, exchange.rank_width), None
         kept = (full, wave.own_place) if exchange.at_once else None
         pack.pack_peers(
             whole[wave.tokens], messages, shares, rank, own=kept, beside_transfer=bool(sent)
@@ -165,7 +151,7 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
     coming = []  # keeps messages alive, as in _to_heads
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
-        received = messages = full.new_empty(peers, wave.size, B, exchange.own_width)
+        received = messages = full.new_empty(peers, wave.size, B, exchange.rank_width)
         if exchange.sends_fragments(wave):
             works = _send_fragments(exchange, wave, messages, full, to_heads=False)
         else:
@@ -204,8 +190,7 @@ class _Moved(torch.autograd.Function):
 def to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     """``[s, B, P] -> [S, B, p]``: all tokens in sequence order, this rank's columns.
 
-    If several ranks hold the same columns, their gradients are summed in the order of the ranks, in
-    fp32, and rounded once.
+    Gradients of columns that several ranks hold are summed in fp32, in the order of the ranks.
     """
     return _Moved.apply(whole, exchange, True)
 

@@ -33,7 +33,6 @@ def _check_dimensions(name: str, tensor: Tensor, seq_dim: int, head_dim: int) ->
 
 
 def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size: int) -> HeadShares:
-    """Every section split evenly among ``cp_size`` ranks."""
     sections = [width] if sections is None else list(sections)
     if sum(sections) != width or any(section % cp_size for section in sections):
         raise ValueError(
@@ -44,7 +43,7 @@ def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size:
 
 
 def _layout_of(balanced: bool) -> SequenceLayout:
-    """Zigzag if it is to be undone; else contiguous, whose rank order is the sequence order."""
+    """The layout whose order the caller asks for: zigzag if it is to be undone, else contiguous."""
     return SequenceLayout.ZIGZAG if balanced else SequenceLayout.CONTIGUOUS
 
 
@@ -300,7 +299,7 @@ class MambaContextParallel:
     def _move(
         self, x: Tensor, name: str, width: int, cu_seqlens: Tensor | Documents | None
     ) -> Tensor:
-        """Exchange ``[B, tokens, width]`` or ``[tokens, width]``; to heads if these are rows."""
+        """Exchange ``[B, tokens, width]`` or ``[tokens, width]``: rows to heads, else back."""
         if self.cp_size == 1:
             return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:
@@ -323,7 +322,7 @@ class MambaContextParallel:
 
 
 def _resolve(cu_seqlens: Any, tokens: int) -> Documents:
-    """The documents; kept on the offsets' tensor until it is written to."""
+    """The documents of ``cu_seqlens``, remembered until the tensor is written to."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens, tokens)
     version, kept = getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))

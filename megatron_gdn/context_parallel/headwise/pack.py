@@ -26,14 +26,14 @@ from ...ops.kernels.launch import MOST_PLANS, Launch
 from .shares import HeadShares, Strip, alignment, strips
 
 _WARPS, _COLUMNS = 8, 1024
-_TILE_BYTES = 32 << 10  # eight 16-byte loads per thread, under way together
+_TILE_BYTES = 32 << 10  # eight 16-byte loads per thread at the same time
 _PER_PROCESSOR = 2  # programs on a multiprocessor: as many as fit at once
 # Kernels beside a transfer leave this many multiprocessors free for it; NCCL takes up to 32.
 _LEFT_TO_TRANSFERS = 32
 
 
 def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
-    """How many programs process the tiles; the result is the same for any number."""
+    """How many programs process the tiles; the result does not depend on it."""
     if device.type != "cuda":
         return min(tiles, 3)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -43,7 +43,7 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
 
 
 def _rows_at_once(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
-    """Rows of a tile, so that its widest block has a fixed size, smaller for short sequences."""
+    """Rows of a tile: its widest block has a fixed size, smaller for short sequences."""
     tile = _TILE_BYTES if rows >= 4096 else _TILE_BYTES // 4
     widest = max(strip.block for strip in cut) * element_size
     return max(1, min(128, tile // widest))
@@ -70,7 +70,9 @@ def _carry(
     kept: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """``kept``: full rows and their place, for the message of the rank ``skipped``."""
+    """Launch the copy; ``kept`` is the full rows and their place for the message of rank
+    ``skipped``.
+    """
     tokens, batch, _ = whole.shape
     if not tokens * batch or not messages or not cut:
         return
@@ -88,7 +90,7 @@ def _carry(
 @lru_cache(maxsize=MOST_PLANS)
 def _carry_launch(
     tokens: int, batch: int, strides: tuple[int, int, int], element_size: int,
-    device: torch.device, cut: tuple[Strip, ...], own_width: int,
+    device: torch.device, cut: tuple[Strip, ...], rank_width: int,
     messages: int, first: int, skipped: int, placed: bool, kept: bool, pack: bool,
     beside_transfer: bool,
 ) -> Launch:  # fmt: skip
@@ -98,7 +100,7 @@ def _carry_launch(
     return Launch(
         carry_columns_kernel, (_programs(tiles, device, beside_transfer),),
         first, skipped, tokens, batch, tiles, stride_s, stride_b,
-        STRIPS=cut, OWN_WIDTH=own_width, ALIGN=align, ROWS=at_once,
+        STRIPS=cut, RANK_WIDTH=rank_width, ALIGN=align, ROWS=at_once,
         PLACED=placed, KEPT=kept, PACK=pack, num_warps=_WARPS,
     )  # fmt: skip
 
@@ -131,9 +133,8 @@ def _on_one_rank(shares: HeadShares) -> tuple[Strip, ...]:
 def move_own(
     whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
 ) -> None:
-    """Write ``rank``'s columns of ``whole`` to the rows ``place`` of ``full``.
-
-    Or back, and then only the columns that no other rank holds too.
+    """Copy ``rank``'s columns of ``whole`` to the rows ``place`` of ``full``; or back, without
+    copies.
     """
     _carry(
         whole, full, place, strips(shares, _COLUMNS) if to_full else _on_one_rank(shares),
@@ -155,7 +156,7 @@ def unpack_peers(
     """Write to ``whole`` the columns that peers hold, summed where several ranks hold the same.
 
     The sum adds the ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once. This
-    rank's share comes from ``full``. ``with_own`` does :func:`move_own` in the same pass.
+    rank's share comes from ``full``. ``with_own`` also does :func:`move_own`.
     """
     _carry(
         whole, messages, None, _on_one_rank(shares),
@@ -174,9 +175,9 @@ def unpack_peers(
 @lru_cache(maxsize=MOST_PLANS)
 def _sum_launches(
     tokens: int, batch: int, strides: tuple[int, int, int], dtype: torch.dtype,
-    device: torch.device, shares: HeadShares, rank: int, own_width: int, beside_transfer: bool,
+    device: torch.device, shares: HeadShares, rank: int, rank_width: int, beside_transfer: bool,
 ) -> tuple[Launch, ...]:  # fmt: skip
-    """One for every number of ranks that hold the same columns."""
+    """One launch for each number of ranks that hold the same columns."""
     stride_s, stride_b, align = strides
     rows, launches = tokens * batch, []
     for copies in sorted(set(shares.copies) - {1}):
@@ -188,7 +189,7 @@ def _sum_launches(
             launches.append(Launch(
                 sum_copies_kernel, (_programs(tiles, device, beside_transfer),),
                 rank, tokens, batch, tiles, stride_s, stride_b,
-                STRIPS=cut, OWN_WIDTH=own_width, ALIGN=align, ROWS=at_once, COPIES=copies,
+                STRIPS=cut, RANK_WIDTH=rank_width, ALIGN=align, ROWS=at_once, COPIES=copies,
                 WIDE=tl.float64 if dtype == torch.float64 else tl.float32, num_warps=_WARPS,
             ))  # fmt: skip
     return tuple(launches)
@@ -204,7 +205,7 @@ def move_rows(
 
 @triton.jit
 def _rows(ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
-    """Where the whole rows of tokens t and batch rows b start; strides count ALIGN elements."""
+    """The starts of the whole rows of tokens t and batch rows b; strides count ALIGN elements."""
     at_R = tl.cast(t_R, tl.int64) * stride_s + tl.cast(b_R, tl.int64) * stride_b
     return ptr + at_R * ALIGN
 
@@ -228,7 +229,7 @@ def _carry_strip(
 def carry_columns_kernel(
     whole_ptr, own_ptr, full_ptr, place_ptr,
     first, skipped, tokens, batch, tiles, stride_s, stride_b,
-    STRIPS: tl.constexpr, OWN_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     PLACED: tl.constexpr, KEPT: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
     """Copy every strip of the ranks first, first + 1, .. but ``skipped``, a message for each.
@@ -256,11 +257,11 @@ def carry_columns_kernel(
                 message -= (rank > skipped).to(tl.int32)
             own_row_R = tl.cast(message, tl.int64) * rows + row_R
         whole_R = _rows(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
-        own_R = own_ptr + own_row_R * OWN_WIDTH
+        own_R = own_ptr + own_row_R * RANK_WIDTH
         if KEPT:  # noqa: SIM102 - a constant, and a number that only the GPU knows
             if rank == skipped:
                 place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
-                own_R = full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * OWN_WIDTH
+                own_R = full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH
         own_R = own_R[:, None]
         for strip in tl.static_range(len(STRIPS)):
             _carry_strip(whole_R, own_R, real_R, rank, STRIPS, strip, PACK)
@@ -293,7 +294,7 @@ def _sum_strip(
 def sum_copies_kernel(
     whole_ptr, message_ptr, mine_ptr, place_ptr,
     me, tokens, batch, tiles, stride_s, stride_b,
-    STRIPS: tl.constexpr, OWN_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
+    STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Add up the COPIES of every strip in the order of their ranks, in WIDE, rounded once.
@@ -310,11 +311,11 @@ def sum_copies_kernel(
         t_R = row_R // batch
         b_R = row_R % batch
         place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
-        mine_R = (mine_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * OWN_WIDTH)[:, None]
+        mine_R = (mine_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH)[:, None]
         whole_R = _rows(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
-        message_R = (message_ptr + tl.cast(row_R, tl.int64) * OWN_WIDTH)[:, None]
+        message_R = (message_ptr + tl.cast(row_R, tl.int64) * RANK_WIDTH)[:, None]
         for strip in tl.static_range(len(STRIPS)):
             _sum_strip(
-                whole_R, message_R, mine_R, real_R, part, me, tl.cast(rows, tl.int64) * OWN_WIDTH,
+                whole_R, message_R, mine_R, real_R, part, me, tl.cast(rows, tl.int64) * RANK_WIDTH,
                 STRIPS, strip, COPIES, WIDE,
             )  # fmt: skip

@@ -1,7 +1,4 @@
-"""Where tokens go in a head exchange: tables built once per micro-batch; no communication here.
-
-Legend: R context-parallel ranks, s tokens of one rank.
-"""
+"""Where tokens go in a head exchange: tables built once per micro-batch; no communication here."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from ..layouts import SequenceLayout, positions_of
 
 
 class Fragment(NamedTuple):
-    """Tokens that are side by side in a rank's order (in the wave) and also in the sequence."""
+    """Tokens that lie side by side both in a rank's order (in the wave) and in the sequence."""
 
     locally: slice
     in_sequence: slice
@@ -26,13 +23,13 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """One of the waves in which rows travel: the same stretch of every rank's tokens."""
+    """The same stretch of every rank's tokens, which travels at one time."""
 
     tokens: slice  # size of them
     own_place: Tensor  # int32 [size], sequence positions of this rank's tokens
     peer_place: Tensor  # int32 [(R - 1) * size], those of all peers' tokens, end to end
-    # int64 [R, size] on the CPU, those of every rank's tokens; None if only the device knows them.
-    # Such a wave travels as one message per peer.
+    # int64 [R, size] on the CPU, positions of every rank's tokens; None if only the device knows
+    # them, and the wave then travels as one message per peer.
     positions: Tensor | None
 
     @cached_property
@@ -41,7 +38,7 @@ class Wave:
 
     @cached_property
     def mean_fragment(self) -> float:
-        """Tokens per fragment, on the rank with the most of them: the same on every rank."""
+        """Tokens per fragment on the rank with the highest mean: the same on every rank."""
         if self.positions is None:
             return 0.0
         breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
@@ -49,7 +46,7 @@ class Wave:
 
     @cached_property
     def fragments(self) -> tuple[tuple[Fragment, ...], ...]:
-        """Every rank's fragments, as few as can be."""
+        """Every rank's fragments, as few as possible."""
         assert self.positions is not None
         return tuple(fragments_of(positions_s) for positions_s in self.positions)
 
@@ -98,7 +95,6 @@ def _stretches(tokens: int, waves: int) -> list[slice]:
 
 
 def _places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:
-    """``own_place`` and ``peer_place`` of a wave."""
     place_Rs = positions_Rs[:, tokens].to(torch.int32)
     others = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
     return place_Rs[cp_rank].contiguous(), others.flatten()

@@ -1,8 +1,4 @@
-"""Headwise (hidden-parallel) context parallelism: the heads are split instead of the sequence.
-
-An exchange turns "some tokens, all heads" into "all tokens, some heads". The convolution and the
-recurrence then run over whole sequences, and the inverse exchange follows.
-"""
+"""Headwise (hidden-parallel) context parallelism: the heads are split instead of the sequence."""
 
 from __future__ import annotations
 
@@ -24,14 +20,13 @@ from .shares import ColumnBlock, HeadShares
 
 
 class Headwise:
-    """Hidden-parallel context parallelism over ``group`` for one tensor-parallel rank's heads.
+    """An exchange turns some tokens of all heads into all tokens of some heads, and back.
 
     Every rank gets an equal number of state heads and the heads that serve them. If there are more
-    ranks than key heads, neighbouring ranks hold the same key head: its query and key travel to
-    each of them, and their gradients are summed.
+    ranks than key heads, neighbouring ranks hold the same key head, and its gradients are summed.
 
     Args:
-        layout: projection columns of one tensor-parallel rank; ``self.layout`` holds those inside
+        layout: projection columns of one tensor-parallel rank; ``self.layout`` has those inside
             the exchange.
         group: the context-parallel group; a ValueError if it cannot share the heads.
         sequence_layout: how the data loader cut the sequence.
@@ -70,9 +65,8 @@ class Headwise:
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """See :meth:`..scheme.Scheme.local`.
 
-        Gradients flow only into the rows of this rank's heads. Their sum over the group, which
-        Megatron's data-parallel reduction takes, equals the gradient of a run on one rank, also for
-        key heads that several ranks hold.
+        Gradients flow only into this rank's rows. Their sum over the group, which Megatron's
+        data-parallel reduction takes, is the gradient of a run on one rank.
         """
         wanted = param.shape[0], None if names is None else tuple(names)
         shares, block = self._of_parameters.get(wanted) or self._remember(*wanted)
@@ -83,9 +77,8 @@ class Headwise:
     def _remember(
         self, rows: int, names: tuple[str, ...] | None
     ) -> tuple[HeadShares, ColumnBlock | None]:
-        """How a parameter with this number of rows is shared, of state heads or these sections.
-
-        For a single section also this rank's rows, which are contiguous.
+        """The shares of a parameter by its rows and sections; for one section also this rank's
+        block.
         """
         if names is None:
             shares = HeadShares.even(self.size, (rows,))
@@ -101,11 +94,11 @@ class Headwise:
 
 
 class _OwnRows(torch.autograd.Function):
-    """Distinct rows of a parameter: one pass forward, and one backward for all sections."""
+    """This rank's rows of a parameter: one pass forward and one backward for all sections."""
 
     @staticmethod
     def forward(ctx, param: Tensor, rows: Tensor) -> Tensor:
-        # Kept on ctx: the table is shared, and one made in inference mode could not be saved.
+        # An attribute, not a saved tensor: the shared table may be made in inference mode.
         ctx.shape, ctx.rows = param.shape, rows
         return param.index_select(0, rows)
 

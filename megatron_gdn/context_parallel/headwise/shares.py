@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 
 class ColumnBlock(NamedTuple):
-    """Columns of one section on one rank; ``copies`` ranks hold the same."""
+    """Columns of one section on one rank; ``copies`` ranks hold the same columns."""
 
     whole: int  # where they start in the whole row
     own: int  # and in the rank's row
@@ -20,10 +20,10 @@ class ColumnBlock(NamedTuple):
 
 
 class HeadShares(NamedTuple):
-    """Sections of a row, each cut by itself into equal blocks of whole heads.
+    """Sections of a row, each cut into equal blocks of whole heads.
 
-    A section of ``c`` copies is cut into ``ranks / c`` blocks, and rank r holds block ``r // c``.
-    A rank's own row is its blocks, in the order of the sections.
+    A section of ``c`` copies is cut into ``ranks / c`` blocks, and rank r holds block ``r // c``. A
+    rank's row is its blocks, in the order of the sections.
     """
 
     ranks: int
@@ -32,12 +32,11 @@ class HeadShares(NamedTuple):
 
     @classmethod
     def even(cls, ranks: int, sections: Sequence[int]) -> HeadShares:
-        """Every column on one rank."""
+        """Shares in which one rank alone holds each column."""
         return cls(ranks, tuple(sections), (1,) * len(sections))
 
     @property
     def widths(self) -> tuple[int, ...]:
-        """Widths of the blocks, the sections of a rank's own row."""
         return tuple(w * c // self.ranks for w, c in zip(self.sections, self.copies, strict=True))
 
     @property
@@ -45,11 +44,10 @@ class HeadShares(NamedTuple):
         return sum(self.sections)
 
     @property
-    def own_width(self) -> int:
+    def rank_width(self) -> int:
         return sum(self.widths)
 
     def blocks(self, rank: int) -> tuple[ColumnBlock, ...]:
-        """What ``rank`` holds, section by section."""
         return _blocks(self, rank)
 
     def peers(self, rank: int) -> list[int]:
@@ -68,9 +66,10 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 
 
 class Strip(NamedTuple):
-    """``repeats`` blocks of columns side by side, each a power of two wide.
+    """``repeats`` neighbouring blocks of columns, each a power of two wide.
 
-    From column ``whole + (rank // copies) * step`` of the whole row, ``own`` of a rank's row.
+    The first column is ``whole + (rank // copies) * step`` of the whole row, ``own`` of a rank's
+    row.
     """
 
     whole: int
