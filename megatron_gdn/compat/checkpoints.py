@@ -1,7 +1,7 @@
-"""Repairs of how Megatron writes and reads checkpoints, in megatron-core 0.19.
+"""Repairs of how Megatron 0.19 writes and reads checkpoints.
 
-Those of optimizers first: each wrapper says what its fault is; `.mixed_dtype_optimizers` installs
-and calls them. Then the projection's bias, and adapters of it, from Megatron's own layer.
+The first part is about optimizers; `.mixed_dtype_optimizers` installs its wrappers. The second is
+about the projection's bias, and adapters of it, in files of Megatron's own layer.
 """
 
 from __future__ import annotations
@@ -35,10 +35,9 @@ def log_repair(message: str) -> None:
 def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``.
 
-    Some ranks' equal shares of the small fp32 bucket hold no parameter of ``A_log`` or ``dt_bias``,
-    and Megatron refuses to save or load those ("empty bucket encountered"; NVIDIA/Megatron-LM pull
-    request 6191 covers shares of padding). Such a share gets one entry for the part of it that the
-    file covers, marked as padding like the gaps, which a load skips.
+    Ranks have equal shares of the small fp32 bucket, and Megatron refuses a share without a
+    parameter ("empty bucket encountered"; NVIDIA/Megatron-LM pull request 6191 covers shares of
+    padding). Here such a share gets one entry that is marked as padding, which a load skips.
     """
     try:
         return sharded(optimizer, *args, **kwargs)
@@ -60,7 +59,6 @@ def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwarg
 
 
 def _listed(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
-    """The state with an entry for every share."""
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
         for entries_of_buckets in state[index].values():
@@ -92,9 +90,9 @@ def pad_between_buckets(sharded: Callable, optimizer: Any, /, *args: Any, **kwar
     """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
 
     With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers every state
-    without the padding between them, and cuts the parameters out of it at their places with the
-    padding: those behind the first padding get values of their neighbours, without an error
-    (repaired on main). Here each gathered state gets its padding again before that.
+    without the padding between buckets and then cuts it at offsets that count the padding.
+    Parameters behind the first padding get their neighbours' values, without an error (repaired on
+    main). Here each gathered state gets its padding again before it is cut.
     """
     if not any(map(_padded_between_buckets, optimizer.buffers)) or not _cuts_at_padded(sharded):
         return sharded(optimizer, *args, **kwargs)
@@ -132,8 +130,7 @@ def _padded(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any, Any] 
 
 @cache
 def _cuts_at_padded(sharded: Callable) -> bool:
-    """Whether Megatron's function cuts parameters at offsets that count the padding, tried on a
-    buffer of two buckets: one element and one of padding, then two elements."""
+    """Try whether Megatron's cuts count the padding, on two buckets of 1 and 2 elements."""
     first, second = (torch.nn.Parameter(torch.zeros(size)) for size in (1, 2))
     buckets = [
         SimpleNamespace(grad_data=torch.zeros(2), numel_unpadded=size, offset=offset)
@@ -142,7 +139,7 @@ def _cuts_at_padded(sharded: Callable) -> bool:
     places = {first: (0, 1, 0), second: (2, 4, 1)}
     buffer = SimpleNamespace(buckets=buckets, numel=4, numel_unpadded=3, param_index_map=places)
     kind = (torch.float32, torch.float32)
-    # Longer than the buffer: Megatron warns of parameters that end behind it.
+    # A longer tensor than the buffer, or Megatron warns of parameters that end behind it.
     gathered = {0: {kind: {"param": torch.arange(8.0)}}}
     probe = SimpleNamespace(
         buffers=[buffer],
@@ -160,7 +157,8 @@ def _cuts_at_padded(sharded: Callable) -> bool:
 def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
     """Wrap ``ChainedOptimizer.state_dict``: a fresh optimizer gets the states that a file fills.
 
-    ``--ckpt-format torch_dcp`` calls ``state_dict(is_loading=True)``, which it does not take.
+    ``--ckpt-format torch_dcp`` passes ``is_loading=True``, an argument that Megatron's does not
+    have.
     """
     if is_loading:
         for one in chained.chained_optimizers:
@@ -177,7 +175,8 @@ def leave_strides_out(
 ) -> Any:
     """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata``.
 
-    torch 2.15 stores them among a tensor's properties, which Megatron hands to ``torch.empty``.
+    torch 2.15 stores strides among a tensor's properties, and Megatron passes these to
+    ``torch.empty``.
     """
     from megatron.core.dist_checkpointing.strategies import torch as of_torch
 
@@ -190,8 +189,8 @@ def leave_strides_out(
 
 
 # ``dp_reshardable`` (Megatron's default) and the separate file of ``--ckpt-format torch`` hold
-# gradient buffers, not tensors with names. A model with fp32 ``A_log`` and ``dt_bias`` has other
-# buffers than one that holds them in 16 bits, and Megatron's error names only sizes.
+# gradient buffers without names. With fp32 ``A_log`` and ``dt_bias`` the buffers have other sizes
+# than with 16-bit ones, and Megatron's error names only the sizes.
 _OF_A_BUCKET = re.compile(
     r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
 )
@@ -240,14 +239,14 @@ def name_switch(
 
 
 def name_switch_of_a_file(save: Callable, optimizer: Any, filename: str) -> None:
-    """Wrap ``save_parameter_state``, of one optimizer or of several: it logs the advice."""
+    """Wrap ``save_parameter_state`` of one optimizer or of several: a save logs the advice."""
     if any(map(_has_fp32_parameters, getattr(optimizer, "chained_optimizers", [optimizer]))):
         log_once(_OF_TORCH, logging.WARNING)
     save(optimizer, filename)
 
 
 def _has_fp32_parameters(optimizer: Any) -> bool:
-    """Megatron's layer has other buffers, or cannot copy into views of fp32 parameters."""
+    """Whether fp32 parameters make this optimizer's buffers differ from Megatron's."""
     return any(buffer.param_dtype == torch.float32 for buffer in getattr(optimizer, "buffers", ()))
 
 
@@ -265,17 +264,16 @@ explain_file_sizes = partial(_explain, _OF_A_FILE, _NOTE_OF_A_FILE)
 explain_bucket_sizes = partial(_explain, _OF_A_BUCKET, _NOTE)
 
 # megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
-# end to end: at any other size it loads scrambled, without an error. So does Megatron-Bridge's
-# tensor of a LoRA adapter that has the projection's rows (``in_proj.adapter.linear_out.weight``).
-# Here both are stored section by section, like the weight. If a file has the one tensor and not the
-# sections, the wrapper below reads it; the shards in the file give the order of its rows.
+# end to end: at another size its rows load in a wrong order, without an error. So does a LoRA
+# adapter of Megatron-Bridge (``in_proj.adapter.linear_out.weight``). Here both are stored section
+# by section. The wrapper below also reads the one tensor; its shards give the order of the rows.
 
-# Key of a section -> whole tensor's key and number of rows; section's first row and its rows.
+# Key of a section -> key and rows of the whole tensor, first row and rows of the section.
 _section_of: dict[str, tuple[str, int, int, int]] = {}
 
 
 def read_upstream_bias(whole_key: str, sections: Sequence[ShardedTensor]) -> None:
-    """Let ``sections``, the rows of the tensor ``whole_key``, be loaded from upstream's files."""
+    """Let ``sections``, the rows of the tensor ``whole_key``, load from upstream's files too."""
     sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
     start = 0
     for section, size in zip(sections, sizes, strict=True):
@@ -315,7 +313,7 @@ def _with_upstream_bias(load: Callable) -> Callable:
 
         @cache
         def whole(key: str) -> Tensor:
-            """Read by this rank alone."""
+            """Read the whole tensor on this rank alone."""
             about: Any = saved[key]
             state = {key: torch.empty(about.size, dtype=about.properties.dtype)}
             load_tensors(state, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True)

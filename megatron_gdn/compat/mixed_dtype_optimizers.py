@@ -1,27 +1,24 @@
 """Lets Megatron's optimizers train, save and load models that mix fp32 with 16-bit parameters.
 
-A bf16 model whose ``A_log`` and ``dt_bias`` are fp32 meets these faults of megatron-core 0.19, and
-those of :mod:`.checkpoints`:
+Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are fp32:
 
-1. ``DistributedOptimizer`` saves and loads another parameter's state under a name: it records
-   places in the order of the gradient buffers, and Adam gets the fp32 parameters first
-   (NVIDIA/Megatron-LM issue 2777, repaired on dev, 5835).
+1. ``DistributedOptimizer`` saves and loads another parameter's state under a name: it counts in
+   the order of the gradient buffers, but Adam has the fp32 parameters first (NVIDIA/Megatron-LM
+   issue 2777, repaired on dev, 5835).
 2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` does the same: it numbers 16-bit
-   parameters only, Adam's state all of them (repaired on main, 5929).
-3. ``DistributedOptimizer`` loads a shard of an fp32 parameter into a view of it, which autograd
-   refuses, and this rank's shard only, so that replicas may differ.
-4. ``Float16OptimizerWithFloat16Params.state_dict`` (``--ckpt-format torch``) lists the masters of
-   16-bit parameters only, by their order.
+   parameters only (repaired on main, 5929).
+3. ``DistributedOptimizer`` loads only this rank's shard of an fp32 parameter, so replicas may
+   differ, and into a view of the parameter, which autograd refuses.
+4. ``Float16OptimizerWithFloat16Params.state_dict`` (``--ckpt-format torch``) lists only the
+   masters of 16-bit parameters.
 5. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters, which no parameter
-   has under torch's FSDP2; 16-bit ones may have ``grad`` alone.
+   has under torch's FSDP2.
 6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor.
 
-A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. It does nothing in
-models of one dtype and in a repaired Megatron. (Parameter groups of their own for fp32 parameters
-would have to be set in every script, and their files load in no other run.)
-
-In a file an fp32 parameter is its own master, under the keys of a 16-bit one's. So checkpoints of
-layers with a 16-bit ``A_log`` load here with their fp32 masters, and load there with ours.
+A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. It changes nothing
+in models of one dtype and in a repaired Megatron. In a file an fp32 parameter is its own master,
+under the key of a 16-bit parameter's master, so files of layers with a 16-bit ``A_log`` load here,
+and files of ours load there.
 """
 
 from __future__ import annotations
@@ -49,8 +46,7 @@ from .checkpoints import (
     store_empty_shares,
 )
 
-# Key of the fp32 parameters' masters in a Float16Optimizer's state dict, beside Megatron's own list
-# of masters. A Megatron without this wrapper does not read it.
+# A key of a Float16Optimizer's state dict that Megatron does not read: masters of fp32 parameters.
 _MASTERS = "fp32_params"
 _LIST = "fp32_from_fp16_params"  # Megatron's list of masters
 _PARAMS_LISTS = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
@@ -60,7 +56,7 @@ _originals: list[tuple[type, str, Callable]] = []
 
 
 def repair_mixed_dtype_optimizers() -> None:
-    """Install the wrappers; does nothing when called again. Touches no GPU."""
+    """Install the wrappers, once. Touches no GPU."""
     if _originals:
         return
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
@@ -119,8 +115,9 @@ def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any)
 
 
 def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
-    """Model parameter -> (group, index in group) of the shard that Adam updates for it, or None if
-    the optimizer shards nothing, or keeps other tensors than it was given."""
+    """Model parameter -> (group, index in group) of its shard in Adam; None if Adam has other
+    tensors.
+    """
     if not hasattr(optimizer, "model_param_group_index_map"):
         return None
     place = {
@@ -151,7 +148,6 @@ def _load_equal_replicas(load: Callable, optimizer: Any, state_dict: dict[str, A
 def _load_equal_replicas_of_a_file(
     load: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
 ) -> None:
-    """For the separate state file of ``--ckpt-format torch``."""
     load(optimizer, *args, **kwargs)
     _gather_fp32_parameters(optimizer)
 
@@ -214,7 +210,7 @@ def _store_all_parameters(
 
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
-    """List all parameters, in Adam's order, where Megatron lists the 16-bit ones."""
+    """List all parameters in Adam's order, where Megatron lists the 16-bit ones."""
     half, masters = optimizer.float16_groups, optimizer.fp32_from_float16_groups
     model_of = {id(m): p for p, m in zip(_flat(half), _flat(masters), strict=True)}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
@@ -236,7 +232,7 @@ def _load_fp32_masters(load: Callable, optimizer: Any, state_dict: dict[str, Any
 
 
 def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """List an fp32 parameter as its own master, in Adam's order, as layers with 16-bit ones do."""
+    """List an fp32 parameter as its own master, in Adam's order."""
     state = state_dict(optimizer, *args, **kwargs)
     if not getattr(optimizer, "_in_sharded_state_dict", False) and _LIST in state:
         state[_LIST] = [list(group["params"]) for group in optimizer.param_groups]
@@ -244,7 +240,7 @@ def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kw
 
 
 def _take_native_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tensor]:
-    """Take the masters of fp32 parameters out of the list of ``state``, by their index in Adam."""
+    """Take the masters of fp32 parameters out of the list in ``state``, by their index in Adam."""
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
         return [[p.shape for p in group] for group in groups]
@@ -269,7 +265,7 @@ def _take_native_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Ten
 
 @torch.no_grad()
 def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
-    """Send fp32 parameters of a 16-bit model from their ranks one by one; the others as ever."""
+    """Send fp32 parameters of a 16-bit model one by one; Megatron sends the others."""
     groups = optimizer.pg_collection
     whole = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
     try:
@@ -283,8 +279,11 @@ def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
 
 
 def _without_fp32_ones(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
-    """Send every fp32 parameter from its rank, and return the others: None if rank 0, of whose list
-    Megatron reads the first, has no other, and then all are sent here."""
+    """Send every fp32 parameter from its rank and return the others.
+
+    None if rank 0 has no other parameter, since Megatron reads the first of rank 0; then all are
+    sent.
+    """
     others = [[p for p in ps if p.dtype != torch.float32] for ps in lists]
     for rank, parameters in enumerate(lists):
         for parameter in parameters:
@@ -295,8 +294,7 @@ def _without_fp32_ones(lists: list[list[Tensor]], group: Any) -> list[list[Tenso
 
 @cache
 def _forgets_fp32_parameters(sharded: Callable, device: torch.device) -> bool:
-    """Whether Megatron's ``sharded_state_dict`` loses the state of an fp32 parameter, tried on one
-    that comes before a 16-bit one."""
+    """Try whether ``sharded_state_dict`` loses the state of an fp32 parameter."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -309,7 +307,7 @@ def _forgets_fp32_parameters(sharded: Callable, device: torch.device) -> bool:
     for parameter in named.values():
         adam.state[parameter] = {"exp_avg": torch.zeros(1, device=device)}
     config = OptimizerConfig(lr=0.0, bf16=True, params_dtype=torch.bfloat16)
-    no_scaler = cast(Any, None)  # legal in bf16
+    no_scaler = cast(Any, None)  # bf16 needs none
     probe = Float16OptimizerWithFloat16Params(adam, config, no_scaler, lambda *_: None)
     cast(Any, probe)._in_sharded_state_dict = True
     model = {name: ShardedTensor.from_rank_offsets(name, p) for name, p in named.items()}

@@ -25,7 +25,7 @@ def span(mixer: object, name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _range(utils: Any, message: str) -> Iterator[None]:
-    """Closed also when the body raises: an open range would make Megatron's later ones fail."""
+    """An NVTX range that also ends when the body raises, or Megatron's later ones would fail."""
     utils.nvtx_range_push(msg=message)
     try:
         yield

@@ -1,8 +1,8 @@
 """Megatron without torchrun, and on a machine without a GPU: for a script, a test, a first try.
 
-Megatron-Core 0.19 asks CUDA for a device, a stream and a random generator even where the work is
-plain tensor maths. The functions that `run_megatron_on_cpu` calls answer with the CPU's own; each
-says who asks, and when it can go.
+Megatron-Core 0.19 asks CUDA for a device, a stream and a random generator even for plain tensor
+maths. The functions below `run_megatron_on_cpu` answer for the CPU; each says what of Megatron
+asks, and when the function can go.
 """
 
 import importlib
@@ -26,9 +26,10 @@ _installed = False
 
 
 def start_one_process(seed: int = 1234) -> torch.device:
-    """Set up what every Megatron model needs around it: process group, parallel state, random seed.
+    """Set up what every Megatron model needs: process group, parallel state of sizes 1, random
+    seed.
 
-    All parallel sizes are 1. On a machine without a GPU `run_megatron_on_cpu` is called first.
+    On a machine without a GPU `run_megatron_on_cpu` is called first.
 
     Returns:
         the device for the model and its inputs: the current GPU, else the CPU.
@@ -59,7 +60,7 @@ def end_one_process() -> None:
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """`start_one_process` for a block; nothing where one process has set up Megatron already."""
+    """`start_one_process` for a block; does nothing if one process has set up Megatron already."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"torch.distributed runs {dist.get_world_size()} processes; whole folders are "
@@ -77,9 +78,9 @@ def in_one_process() -> Iterator[None]:
 
 
 def run_megatron_on_cpu() -> None:
-    """Let Megatron-Core run on the CPU; does nothing when a GPU is present or when called again.
+    """Let Megatron-Core run on the CPU; does nothing with a GPU or when called again.
 
-    Each process calls it, before its first `parallel_state.initialize_model_parallel`.
+    Each process must call it before its first `parallel_state.initialize_model_parallel`.
     """
     global _installed
     if _installed or torch.cuda.is_available():
@@ -95,7 +96,7 @@ def run_megatron_on_cpu() -> None:
 
 
 class _Finished:
-    """A stream and its events: work on a CPU is done when it returns, a moment is the host's."""
+    """A stream and its events on a CPU, where work is done when its call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._at = 0.0
@@ -120,9 +121,9 @@ class _Finished:
 
 
 def answer_for_device_and_streams() -> None:
-    """The current device is the CPU, streams have nothing to wait for, events read its clock.
+    """The current device is the CPU, streams never wait, events read the host's clock.
 
-    Asked by most of Megatron. Can go when it takes devices from inputs, and asks for a GPU first.
+    Most of Megatron asks. Can go when Megatron takes devices from inputs and looks for a GPU first.
     """
     stream = _Finished()
     torch.cuda.current_device = lambda: _CPU
@@ -134,7 +135,7 @@ def answer_for_device_and_streams() -> None:
 def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     """The "CUDA" generator that Megatron forks, seeds and saves is torch's CPU generator.
 
-    Asked by tensor_parallel/random.py. Can go when its tracker takes a device.
+    tensor_parallel/random.py asks. Can go when its tracker takes a device.
     """
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -154,7 +155,7 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     torch.cuda.manual_seed = torch.default_generator.manual_seed
     megatron_random._get_cuda_rng_state = get_state
     megatron_random._set_cuda_rng_state = set_state
-    # The tracker warns when the CPU generator moves inside fork(); here that is what fork() is for.
+    # Inside fork() the CPU generator must move here; the tracker would warn of it.
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -164,8 +165,10 @@ _CREATORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 
 
 class _TorchOnCPU:
-    """``torch`` as some Megatron files see it: new tensors asked for on "cuda" land on the CPU, in
-    memory that is not pinned. (A TorchFunctionMode would look at every torch call.)"""
+    """``torch`` as some Megatron files see it: "cuda" means the CPU, and no memory is pinned.
+
+    A TorchFunctionMode would look at every call of torch.
+    """
 
     def __init__(self) -> None:
         for name in _CREATORS:
@@ -213,7 +216,7 @@ def accept_cpu_tensors_in_optimizers() -> None:
     """For Megatron's own files ``tensor.type()`` names the CUDA type, ``.cuda()`` does nothing.
 
     The optimizers sort parameters by strings such as "torch.cuda.FloatTensor" and move loaded state
-    with ``.cuda()``. Can go when they compare dtypes. Other callers see torch's own answers.
+    with ``.cuda()``. Can go when they compare dtypes.
     """
     tensor_type, tensor_cuda = torch.Tensor.type, torch.Tensor.cuda
 
@@ -248,10 +251,10 @@ def use_torch_norm_after_the_last_hybrid_layer() -> None:
 def resume_distributed_optimizer_with_torch_adam() -> None:
     """DistributedOptimizer checkpoints load when Adam is torch's own (no Apex, no TE).
 
-    distrib_optimizer.py expects a fused Adam: it reads one common step from the state of every
-    rank, also of one whose optimizer is fresh or whose shares are all empty; copies "step" from the
-    loaded tensors, which never hold it; and hands every parameter the same step tensor, so that one
-    update counts once per parameter. Can go when it does not. Useful on a GPU too.
+    distrib_optimizer.py expects a fused Adam. It reads one common step from every rank's state,
+    also where the state is empty; it copies "step" from loaded tensors, which never hold one; and
+    it gives all parameters the same step tensor, which then counts every update once per parameter.
+    Can go when it does none of these. Useful on a GPU too.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -267,7 +270,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         adam = self.optimizer
         if any(group["params"] for group in adam.param_groups):
             return state_dict(self)
-        # Any step will do: a file has that of the first data-parallel rank, which has shares.
+        # The value does not matter: a file has the step of the first data-parallel rank.
         adam.state["no parameter"] = {"step": torch.zeros(())}
         try:
             return state_dict(self)
@@ -286,8 +289,8 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        # None keeps the step of the parameter groups. With dp_reshardable the tensors have step 0,
-        # from the fresh optimizer that they were loaded into.
+        # With dp_reshardable the tensors have step 0, from the fresh optimizer that was filled.
+        # None keeps the step of the parameter groups.
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:
@@ -303,10 +306,10 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
 
 
 def gather_tensors_of_different_sizes() -> None:
-    """``torch.distributed.all_gather`` takes them over gloo too: each rank broadcasts its own.
+    """``torch.distributed.all_gather`` over gloo takes tensors of different sizes.
 
-    Asked by Muon under ``--use-distributed-optimizer``, whose ranks hold whole matrices. NCCL sends
-    any sizes, gloo refuses ("invalid tensor size at index 1"). Can go when gloo takes them.
+    Muon asks under ``--use-distributed-optimizer``, where ranks hold whole matrices. Can go when
+    gloo takes them as NCCL does.
     """
     of_one_size = dist.all_gather
 

@@ -1,4 +1,4 @@
-"""What importing Megatron says: its notes hidden, a version that was not tested warned of."""
+"""What importing Megatron prints: its notes are hidden, an untested version is warned of."""
 
 import logging
 import re
@@ -9,9 +9,9 @@ OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml lets 0.20 be installe
 
 
 def hide_import_notes() -> None:
-    """Hide what importing Megatron and fla says about absent packages and GPUs.
+    """Hide what Megatron and fla print of absent packages and GPUs when they are imported.
 
-    Whoever starts the process decides: the library itself never calls it.
+    A script calls it; the library never does.
     """
     for module in ("megatron", "fla"):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)

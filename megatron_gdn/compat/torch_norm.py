@@ -10,9 +10,9 @@ class TorchRMSNorm(nn.Module):
 
         y = x * rsqrt(mean(x^2) + eps) * gamma          (gamma = 1 + weight when zero-centred)
 
-    Statistics and the product with gamma are fp32 (fp64 for fp64); the result has the dtype of
-    ``x``. The weight carries Megatron's ``sequence_parallel`` mark, so its gradient is summed over
-    the tensor-parallel group when each rank sees only a part of the sequence.
+    Statistics and the product with gamma are fp32 (fp64 for fp64); y has the shape and dtype of x.
+    The weight has Megatron's mark ``sequence_parallel``: its gradient is summed over ranks that
+    each see a part of the sequence.
 
     Raises:
         ValueError: ``config.normalization`` is not ``"RMSNorm"``.
@@ -36,11 +36,10 @@ class TorchRMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start as the plain norm: gamma is one."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Normalise ``x`` of shape ``[..., hidden_size]``; the result has its shape and dtype."""
+        """``y`` of ``x`` ``[..., hidden_size]``."""
         wide = torch.promote_types(x.dtype, torch.float32)
         gamma = self.weight.to(wide)
         if self.zero_centered_gamma:

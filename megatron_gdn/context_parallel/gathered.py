@@ -18,7 +18,7 @@ class Span(NamedTuple):
 
     first: int
     last: int
-    start: int  # of the document's keys in sequence order
+    start: int  # of the keys in sequence order: where the document's begin
     end: int  # of those that any row sees
     position: Tensor | None  # int64, of each row, from start; None: the rows are start:end in order
     before: tuple[slice, ...] = ()  # keys of documents that this one continues; all rows see them

@@ -30,7 +30,7 @@ class SequenceLayout(StrEnum):
     ``r`` and ``2 * cp - 1 - r``, which balances causal attention.
 
     ZIGZAG: every document by itself (the sequence, when not packed), as Transformer Engine does.
-    ZIGZAG_BUFFER: the whole buffer, as Megatron does under ``--dataloader-inter-document-masking``.
+    ZIGZAG_BUFFER: the whole buffer, as Megatron's ``--dataloader-inter-document-masking`` does.
     CONTIGUOUS: rank ``r`` holds the ``r``-th of ``cp`` equal fragments of the buffer.
     """
 

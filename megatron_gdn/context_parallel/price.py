@@ -31,7 +31,7 @@ from .layouts import SequenceLayout, member
 WITHIN = 128 * 2**20 / 0.46  # 292 GB/s over NVLink: 128 MiB in 0.46 ms, on four H200
 ACROSS = 50e6  # 50 GB/s: one network card of 400 Gbit/s per GPU, an assumption
 
-SUMMARY = 1 / 7000 / WITHIN  # computing the maps of the pieces: per token and byte of a map
+SUMMARY = 1 / 7000 / WITHIN  # to compute the maps of pieces, per token and byte of a map
 # Small launches and the history, once per layer. On H200 with flash_qla, 16 key and 32 value heads,
 # 8192 tokens on each of four ranks, they take 0.22 ms as a CUDA graph, 0.7 ms with a slow host.
 FIXED = 0.46  # between these two

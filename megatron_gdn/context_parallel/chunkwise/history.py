@@ -31,7 +31,7 @@ from .map_exchange import Nodes, chain_nodes, exchange_rows
 class HistoryRoute(NamedTuple):
     """What one rank sends and receives."""
 
-    send_rows: Tensor  # local rows that ranks' pieces need, this rank's too, sorted by receiver
+    send_rows: Tensor  # local rows that a rank's pieces need, sorted by receiver
     send_counts: tuple[int, ...]  # for each rank
     receive_counts: tuple[int, ...]
     table: HistoryTable  # where received rows and gradients go
