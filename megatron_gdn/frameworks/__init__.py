@@ -1,1 +1,1 @@
-"""What lets a launch or framework that was written for Megatron's own layers build ours."""
+"""Adapters of other frameworks, whose launches then build this package's layers."""

@@ -1,13 +1,12 @@
 """mcore-bridge, the model library of ms-swift: our layer in its models, with their weights' rows.
 
-mcore-bridge has a subclass of Megatron's layer. It stores the rows of ``in_proj`` and the channels
-of ``conv1d`` by key head:
+Its subclass of Megatron's layer stores the rows of ``in_proj`` and the channels of ``conv1d`` by
+key head, and its bridge loads and saves in that order:
 
     Megatron and we   q of all heads, k of all heads, v, z, b, a
     mcore-bridge      q, k, v, z, b, a of key head 0 and its value heads, then of key head 1, ...
 
-Its bridge loads and saves in that order. So while the bridge is at one of our layers, the rows of
-that layer lie in that order, on every rank for its heads.
+While the bridge is at one of our layers, each rank holds the layer's rows in that order.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from ..ops.layout import Layout
 logger = logging.getLogger(__name__)
 
 TESTED = "1.6.5"
-# Settings with other parameters than one plain `in_proj`.
+# Under these settings its layer has other parameters than one plain `in_proj`.
 _QUANTISED = "stores quantised blocks of rows, whose order we cannot change"
 _OTHER_ROWS = {
     "linear_decoupled_in_proj": "splits in_proj in two linears, and our layer has one",
@@ -54,14 +53,16 @@ def build(
 
 
 def by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
-    """``[P]``: which of our rows of ``in_proj`` (or channels of ``conv1d``) each of theirs is."""
+    """``[P]``: our row of ``in_proj`` (or channel of ``conv1d``) for each row of theirs."""
     return by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
 
 
 @contextmanager
 @torch.no_grad()
 def rows_by_key_head(layer: GatedDeltaNet) -> Iterator[None]:
-    """Within it ``in_proj``, the adapters around it and ``conv1d`` have mcore-bridge's rows."""
+    """Within it ``in_proj``, the adapters around it and ``conv1d`` have mcore-bridge's order of
+    rows.
+    """
     layout = layer.dims.layout
     channels = by_key_head(layout, conv=True)
     moved = [(parameter, channels) for parameter in layer.conv1d.parameters()]
@@ -80,7 +81,7 @@ def rows_by_key_head(layer: GatedDeltaNet) -> Iterator[None]:
 
 @cache
 def _reorder_in_the_bridge() -> None:
-    """From now on the bridge finds the rows of our layers in its order. Other layers stay."""
+    """From now on the bridge finds the rows of our layers in its order; other layers stay."""
     if (found := version("mcore-bridge")) != TESTED:
         logger.warning(
             f"mcore-bridge {found}: megatron_gdn reorders weights as mcore-bridge {TESTED} stores "

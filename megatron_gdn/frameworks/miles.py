@@ -1,17 +1,17 @@
-"""``--custom-megatron-init-path megatron_gdn.frameworks.miles.enable``, of miles and slime."""
+"""For ``--custom-megatron-init-path megatron_gdn.frameworks.miles.enable`` of miles and slime."""
 
 from typing import Any
 
 from .patch import patch_megatron
 
-# Modules of theirs whose layers hold transformers' parameters, and are no layers of Megatron.
+# Their modules whose layers are not Megatron's and hold transformers' parameters.
 _OWN_LAYERS = tuple(f"{name}_plugins.models.qwen3_" for name in ("miles", "slime"))
 
 
 def enable(args: Any) -> None:
-    """What they call in each worker, after Megatron's start and before a model is built.
+    """miles and slime call this in each worker, after Megatron's start and before a model is built.
 
-    A launch that builds layers of theirs, which nothing replaces, is a ValueError.
+    A launch that builds such layers of theirs, which we cannot replace, is a ValueError.
     """
     spec = getattr(args, "spec", None) or ""
     module = spec if isinstance(spec, str) else spec[0]

@@ -1,4 +1,4 @@
-"""modelopt's pruning, told what our layer is."""
+"""Registers our layer for modelopt's pruning."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from dataclasses import replace
 def register_pruning() -> None:
     """Let modelopt's ``mcore_minitron`` prune the hidden size of models with our layer.
 
-    modelopt finds what it prunes by the class. After this call ours is pruned by the same code as
-    Megatron's own: columns of ``in_proj`` and rows of ``out_proj``. Its heads stay.
+    modelopt looks layers up by class. After this call it prunes ours as it prunes Megatron's:
+    columns of ``in_proj`` and rows of ``out_proj``. The heads stay.
 
     Raises:
-        ImportError: modelopt, or its plugin for Megatron, does not load. The plugin needs
-            Transformer Engine.
+        ImportError: modelopt or its plugin for Megatron, which needs Transformer Engine, does not
+            load.
     """
     from modelopt.torch.nas.plugins import (  # pyright: ignore[reportMissingImports]
         megatron as plugin,

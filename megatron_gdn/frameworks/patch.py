@@ -1,9 +1,8 @@
-"""One call, and what builds Megatron's own recurrent layer builds ours.
+"""One call after which calls of Megatron's own recurrent layers build ours.
 
-Specs, deep-copied or pickled specs, partials and providers all hold the class of Megatron and call
-it. So the class stays, and its ``__new__`` answers with a layer of ours: Python then leaves
-upstream's ``__init__`` out, because what came back is no instance of its class. A name replaced in
-a module would not reach what imported that name before.
+Specs (also copied or pickled ones), partials and providers hold the class of Megatron and call it.
+So its ``__new__`` is replaced and returns a layer of ours; Python then leaves out upstream's
+``__init__``. A new name in a module would not reach code that has imported the class.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 _GDN = "megatron.core.ssm.gated_delta_net:GatedDeltaNet", "megatron_gdn:GatedDeltaNet"
 _GDN2 = "megatron.core.ssm.gated_delta_net:GatedDeltaNet2", "megatron_gdn:GatedDeltaNet2"
 _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
-# A subclass whose weights lie in another order than ours; `.mcore_bridge` builds ours for it.
+# A subclass with another order of weights, for which `.mcore_bridge` builds our layer.
 _OF_MCORE_BRIDGE = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
 
 Options = bool | Mapping[str, Any]
@@ -66,12 +65,12 @@ def patch_megatron(
 
 
 def has_gdn2() -> bool:
-    """Whether this Megatron has a Gated DeltaNet-2: main has, 0.19 has not."""
+    """Whether this Megatron has a Gated DeltaNet-2 (main has it, 0.19 does not)."""
     return hasattr(resolve_name(_GDN2[0].partition(":")[0]), "GatedDeltaNet2")
 
 
 class _Class:
-    """One of Megatron's classes, and what calls of it shall give."""
+    """One of Megatron's classes, and the layer that a call of it builds."""
 
     def __init__(self, theirs: str, ours: str, options: Options) -> None:
         self.theirs, self.ours = resolve_name(theirs), resolve_name(ours)
@@ -97,10 +96,7 @@ class _Class:
             self._require_known_constructor(given, taken)
 
     def _require_known_constructor(self, given: Arguments, taken: Arguments) -> None:
-        """Every argument of Megatron's is one of ours, with its place and default.
-
-        One that ours takes by name alone is refused by Python where it is given by place.
-        """
+        """Refuse a constructor of Megatron's with an argument, place or default that ours lacks."""
         places = [name for name, each in taken.items() if each.kind is not each.KEYWORD_ONLY]
         wrong = []
         for place, (name, argument) in enumerate(given.items()):
@@ -109,7 +105,7 @@ class _Class:
                 wrong.append(f"{name} is not known")
             elif name in places and places.index(name) != place:
                 wrong.append(f"{name} has another place")
-            # A stage's offset that is not given is none, whether it is written None or 0.
+            # Of a stage's offset the defaults None and 0 mean the same.
             elif argument.default != mine.default and not (
                 {argument.default, mine.default} <= {None, 0, inspect.Parameter.empty}
             ):
@@ -127,8 +123,7 @@ class _Class:
         if self.replaced:
             self.theirs.__new__ = _builder(self.theirs, self.ours, self.options)
         elif "__new__" in vars(self.theirs):
-            # Without a __new__ of its own, the class would from now on refuse every argument:
-            # Python does not go back to "none was ever there".
+            # Not deleted: a class whose __new__ was deleted refuses every argument.
             self.theirs.__new__ = _builder(self.theirs, None, {})
 
     def told(self) -> str:
@@ -143,7 +138,7 @@ class _Class:
 
 
 def _builder(theirs: type, ours: type | None, options: dict[str, Any]) -> Callable:
-    """``__new__`` of ``theirs``."""
+    """The ``__new__`` for ``theirs``."""
 
     def __new__(cls, *args, **kwargs):
         built = bool(args or kwargs)  # a copy or unpickled layer is filled afterwards instead

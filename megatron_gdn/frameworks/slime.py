@@ -2,8 +2,8 @@
 
     --spec megatron_gdn.frameworks.slime get_qwen3_5_spec
 
-slime's own layer has transformers' parameters, whole on every rank. Its loader and its converter
-know the names of that layer:
+Each parameter of ours is translated to one of slime's layer, which has transformers' parameters,
+whole on every rank; slime's loader and converter do the rest:
 
     ours, under ``self_attention.``     slime's, under ``self_attention.``
     in_proj.layer_norm_weight           input_layernorm.weight
@@ -11,9 +11,8 @@ know the names of that layer:
     conv1d.weight, A_log, dt_bias       linear_attn.<the same>
     out_norm.weight, out_proj.weight    linear_attn.norm.weight, linear_attn.out_proj.weight
 
-So a parameter of ours is translated to slime's, and slime's code does what is left. slime cuts and
-joins the rows of tensor-parallel ranks one rank after the other. Our ranks each hold a part of
-every section, so the whole tensor that slime sees has the rows of rank 0 first, then of rank 1.
+slime cuts and joins tensors rank after rank, while each of our ranks holds a part of every section.
+So slime is given a whole tensor with the rows of rank 0 first, then those of rank 1.
 """
 
 from __future__ import annotations
@@ -97,7 +96,7 @@ def know_our_names() -> None:
 
 
 def _loader(theirs: Callable) -> Callable:
-    """Of one type of models: a parameter's name to its whole tensor, rank after rank."""
+    """A function from a parameter's name to its whole tensor, rank after rank."""
 
     @wraps(theirs)
     def tensor(name: str, reader: Any, hf_config: Any) -> Tensor:
@@ -111,7 +110,7 @@ def _loader(theirs: Callable) -> Callable:
 
 
 def _converter(theirs: Callable) -> Callable:
-    """A parameter, gathered rank after rank, to tensors under their Hugging Face names."""
+    """A function from a parameter, gathered rank after rank, to Hugging Face tensors by name."""
 
     @wraps(theirs)
     def convert(args: Any, model_name: str, name: str, param: Tensor) -> list[tuple[str, Tensor]]:
@@ -132,7 +131,7 @@ def _converter(theirs: Callable) -> Callable:
 
 
 def _quantizer(theirs: Callable) -> Callable:
-    """What the rollout engine holds quantised, by the name that slime's list has."""
+    """The tensors that the rollout engine holds quantised, by the names in slime's list."""
 
     @wraps(theirs)
     def quantize(args: Any, name: str, converted: list, *settings: Any, **more: Any) -> list:
@@ -149,14 +148,14 @@ def _quantizer(theirs: Callable) -> Callable:
 
 
 def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
-    """What ``name`` has before the layer's own names, and the map if it is a parameter of ours."""
+    """The prefix of ``name`` before the layer's own names, and the map if the layer is ours."""
     prefix, layer, rest = name.rpartition(_LAYER)
     return prefix + layer, _translations(str(folder)).get(rest) if layer else None
 
 
 @cache
 def _translations(folder: str) -> dict[str, TensorMap]:
-    """By our name, from slime's names."""
+    """The maps from slime's names, by our name."""
     model = read_hf_config(folder)
     norm = HFRef("input_layernorm.weight", (model.hidden_size,))
     maps = [
@@ -168,7 +167,7 @@ def _translations(folder: str) -> dict[str, TensorMap]:
 
 @cache
 def _published(folder: str) -> dict[str, torch.dtype]:
-    """The dtypes of a folder's tensors; those in 8 bits are left out: slime quantises."""
+    """The dtypes of a folder's tensors without those of 8 bits, which slime quantises."""
     specs = SafetensorsFolder(folder).specs.items()
     return {name: spec.torch_dtype for name, spec in specs if spec.torch_dtype.itemsize > 1}
 
