@@ -1,11 +1,11 @@
 """Generation: sequences that continue from a carried history and state.
 
     Memory                   histories and states of sequences, wherever they lie
-    prefill, decode          run projection rows from there, and write them in place
-    gdn_rows, kda_rows, ...  the parts of a mixer that they run; training runs the same
+    prefill, decode          run projection rows from the memory and update it in place
+    gdn_rows, kda_rows, ...  the parts of a mixer for whole rows, as in training
     roll_back                drops last tokens in Megatron's StaticInferenceContext
 
-These need torch alone; :mod:`.generate` needs Megatron.
+Only :mod:`.generate` needs Megatron.
 """
 
 from ..gdn.front import gdn_parts as gdn_rows

@@ -1,7 +1,6 @@
-"""Text from a Megatron model: prefill once, then a token at a time.
+"""Text from a Megatron model in training: prefill once, then a token at a time.
 
-Megatron's own engines do this for a served model. This file does it for a model that trains, under
-any tensor, sequence and context parallelism. Legend: B rows, S tokens of the prompt, V vocabulary.
+Any tensor, sequence and context parallelism will do. To serve a model, use Megatron's engines.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ _SEQUENCE_PARALLEL = (
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The likeliest token of ``[B, V]``."""
+    """The most likely token of each row of ``[B, V]``."""
     return logits.argmax(-1)
 
 
@@ -51,7 +50,7 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
             f"without pipeline stages."
         )
     cp = config.context_parallel_size
-    # Megatron cuts the rotary angles of that many positions into two pieces for each rank.
+    # Megatron cuts the rotary angles of so many positions into two pieces for each rank.
     context = StaticInferenceContext(rows, tokens if cp == 1 else tokens + tokens % 2)
     if cp > 1:
         others = {
@@ -73,8 +72,7 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
 def next_logits(model: nn.Module, tokens: Tensor, context: StaticInferenceContext) -> Tensor:
     """Run the next tokens ``[B, s]`` through the model; their logits ``[B, s, V]``.
 
-    All logits come back unless Megatron's ``InferenceMode`` is active and the context's config
-    wants the last token's only.
+    In Megatron's ``InferenceMode`` the context's config may ask for the last token's only.
     """
     start = context.sequence_len_offset
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
@@ -120,7 +118,7 @@ def generate(
     context = static_context(model, prompt.shape[0], prompt.shape[1] + count)
     tokens, ended = prompt, torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     active = nullcontext() if InferenceMode.is_active() else InferenceMode.active()
-    # What delayed scaling makes in its first forward must not be tensors of inference mode.
+    # Tensors that delayed scaling makes in its first forward must not be of inference mode.
     config = unwrap_model([model])[0].config
     without_gradients = torch.no_grad if quantises(config) else torch.inference_mode
     with without_gradients(), evaluating(model), active:
@@ -140,7 +138,7 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Set evaluation mode and no sequence parallelism, pad for FP8; undo that afterwards."""
+    """Evaluation mode, no sequence parallelism, padding for FP8; all are undone afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -153,7 +151,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def without_sequence_parallel(model: nn.Module) -> Iterator[None]:
-    """Let a model run whole sequences on every tensor-parallel rank, as a single token needs."""
+    """Let every tensor-parallel rank run whole sequences: a single token cannot be cut."""
     things: list[Any] = list(model.modules())
     things += {id(m.config): m.config for m in things if hasattr(m, "config")}.values()
     pairs = product(things, _SEQUENCE_PARALLEL)
@@ -167,17 +165,16 @@ def without_sequence_parallel(model: nn.Module) -> Iterator[None]:
             setattr(thing, name, True)
 
 
-# Of Transformer Engine's linears: FP8 copies of weights, from before the optimizer's last step, and
-# whether the next forward makes them again.
+# Of Transformer Engine's linears: FP8 copies of older weights, and whether to make new copies.
 _KEPT = ("_fp8_workspaces", "is_first_microbatch")
 
 
 @contextmanager
 def padded_for_fp8(model: Any) -> Iterator[None]:
-    """Inside, FP8 linears pad their tokens to what FP8 takes, as in Megatron's own engines.
+    """Inside, FP8 linears pad their tokens to the number that FP8 takes, as in Megatron's engines.
 
-    They make FP8 copies of the weights as these are now, and let go of them at the end. The history
-    of delayed scaling does not see what they compute. ``model`` is not wrapped.
+    They copy the current weights in FP8 and drop the copies at the end. The history of delayed
+    scaling is not changed. ``model`` is not wrapped.
     """
     utils: Any = fp8_utils
     linears = [m for m in model.modules() if hasattr(m, "_fp8_workspaces")]
@@ -193,7 +190,7 @@ def padded_for_fp8(model: Any) -> Iterator[None]:
             linear._fp8_workspaces = {}
         utils.prepare_model_for_fp8_inference(model)
         yield
-    finally:  # padding that stays would gather a sequence-parallel input of training twice
+    finally:  # with this padding, training would gather a sequence-parallel input twice
         for linear, kept, history in zip(linears, before, histories, strict=True):
             vars(linear).pop("forward", None)
             vars(linear).update(kept)
@@ -204,5 +201,7 @@ def padded_for_fp8(model: Any) -> Iterator[None]:
 
 
 def _amax_history(linear: Any) -> Tensor | None:
-    """Of the forward's operands; None before the first forward and without delayed scaling."""
+    """The history of the forward's operands; None before the first forward and without delayed
+    scaling.
+    """
     return getattr(linear.fp8_meta.get("scaling_fwd"), "amax_history", None)
