@@ -1,8 +1,6 @@
-"""What a model promises, measured: that it generates with the probabilities that it trains with.
+"""What a model promises, measured: it generates with the probabilities that it trains with.
 
 ``python -m megatron_gdn.testing.certificate`` measures what context parallelism changes.
-
-Legend: B rows, S tokens of each, V vocabulary.
 """
 
 from __future__ import annotations
@@ -17,8 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["GenerationGap", "check_generation"]
 
 _aten = torch.ops.aten
-# Functions of each row of the first argument alone. torch computes them differently at the end of a
-# buffer than in its middle, so RowByRow runs them on single rows, as it does matrix products.
+# Functions of single rows of the first argument. torch computes the end of a buffer with other
+# bits than its middle, so RowByRow runs them on single rows, like matrix products.
 _BY_ROW = {
     _aten.silu.default, _aten.sigmoid.default, _aten.exp.default, _aten.cos.default,
     _aten.sin.default, _aten.gelu.default, _aten.tanh.default, _aten.softplus.default,
@@ -29,8 +27,8 @@ _BY_ROW = {
 class RowByRow(TorchDispatchMode):
     """Compute linear layers and elementwise functions one row at a time, on a CPU.
 
-    There the library takes another kernel, with other bits, for a product with another number of
-    rows. On a GPU Megatron's own batch-invariant kernels are used instead.
+    A CPU library takes another kernel, with other bits, for another number of rows. On a GPU use
+    Megatron's own batch-invariant kernels.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -39,7 +37,7 @@ class RowByRow(TorchDispatchMode):
             return _rows(lambda row: function(row, args[1]), args[0])
         if function is _aten.addmm.default and args[0].dim() == 1:
             return _rows(lambda row: function(args[0], row, args[2], **kwargs), args[1])
-        # A softmax over another dimension than the last has no rows to be cut into.
+        # Only a softmax over the last dimension can be cut into rows.
         by_row = function in _BY_ROW and args[0].dim() > 1
         if by_row and ("softmax" not in str(function) or args[1] in (-1, args[0].dim() - 1)):
             flat = args[0].reshape(-1, args[0].shape[-1])

@@ -37,7 +37,7 @@ VOCABULARY, PATTERN = 512, "G-*-G-"
 
 
 class Precision(NamedTuple):
-    """Of weights, inputs and activations; and ``rule_operands``."""
+    """Dtype of weights, inputs and activations, and ``rule_operands``."""
 
     name: str
     dtype: torch.dtype
@@ -55,7 +55,7 @@ def precisions() -> list[Precision]:
 
 
 class Row(NamedTuple):
-    """One line of the certificate; errors as at the top of this file."""
+    """One line of the certificate; the module's docstring defines the errors."""
 
     precision: str
     mode: str
@@ -113,7 +113,7 @@ def certificate(args: argparse.Namespace) -> list[Row]:
     with tempfile.TemporaryDirectory() as folder:
         for cp in (1, *args.cp):
             where = (cp, folder, args)
-            processes.start_processes(_rank, where, nprocs=cp, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
+            processes.start_processes(_run_rank, where, nprocs=cp, start_method="spawn")  # pyright: ignore[reportPrivateImportUsage]
             ranks = [torch.load(f"{folder}/{cp} {rank}.pt") for rank in range(cp)]
             for name, mode in ranks[0]:
                 of_ranks = [rank[name, mode] for rank in ranks]
@@ -146,7 +146,7 @@ def _error(found: Tensor, exact: Tensor) -> float:
 
 
 def _whole(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str, Any]:
-    """The tensors of all ranks, tokens in sequence order; a parameter's gradient is their sum."""
+    """The tensors of all ranks, tokens in sequence order; parameters' gradients are summed."""
     whole = {}
     for name, first in ranks[0].items():
         if name.endswith("'s gradient"):
@@ -158,7 +158,7 @@ def _whole(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str, Any]
     return whole
 
 
-def _rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
+def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
     """One process: every precision and scheme over ``cp`` ranks."""
     hide_import_notes()
     from megatron.core import parallel_state
@@ -216,8 +216,8 @@ class _Case(NamedTuple):
         options = {} if self.mode in ("one rank", "fp64") else {"linear_cp_mode": self.mode}
         return {**options, "rule_operands": self.precision.operands}
 
-    def ready(self, module: nn.Module) -> nn.Module:
-        """On the device; in fp64 with the same rounded values where that is the mode."""
+    def in_mode(self, module: nn.Module) -> nn.Module:
+        """``module`` on the device, with its rounded values in fp64 if that is the mode."""
         module = module.to(self.device)
         if self.mode == "fp64":
             for parameter in module.parameters():
@@ -236,7 +236,7 @@ class _Case(NamedTuple):
 
 
 def _layer(case: _Case) -> dict[str, Tensor]:
-    """Output, input gradient and gradients of one layer, this rank's tokens."""
+    """Output, input gradient and gradients of one layer for this rank's tokens."""
     from megatron.core.transformer.spec_utils import build_module
 
     from ..specs import gated_delta_net_spec
@@ -244,7 +244,7 @@ def _layer(case: _Case) -> dict[str, Tensor]:
     torch.manual_seed(1)
     spec = gated_delta_net_spec("local", **case.options())
     built: Any = build_module(spec, case.config(), layer_number=1)
-    layer, rounded = case.ready(built), case.precision.dtype
+    layer, rounded = case.in_mode(built), case.precision.dtype
     dtype = torch.float64 if case.mode == "fp64" else rounded
     x, d_out = torch.randn(2, sum(case.args.lengths), 1, case.args.hidden).to(rounded).to(dtype)
     x = x[case.held].to(case.device).requires_grad_()
@@ -269,7 +269,7 @@ def _policy(case: _Case) -> dict[str, Tensor]:
         max_sequence_length=max(lengths), hybrid_layer_pattern=PATTERN,
         position_embedding_type="rope", share_embeddings_and_output_weights=False,
     )  # fmt: skip
-    model = case.ready(model)
+    model = case.in_mode(model)
     tokens = torch.randint(VOCABULARY, (1, sum(lengths) + 1))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     shown, places = (x[:, held].to(case.device) for x in (tokens[:, :-1], positions))
