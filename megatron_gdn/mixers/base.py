@@ -253,7 +253,7 @@ class RecurrentMixer(
         if batch.scheme.moves_rows:
             mixed = batch.passage.close(mixed)
             if refilled is not None:
-                refilled.passed_on(mixed, batch.passage.close)  # this is what out_proj saves
+                refilled.remember_sent(mixed, batch.passage.close)  # this is what out_proj saves
         readout = parts.readout
         if isinstance(readout, Apart) and readout.closed:
             mixed = readout.call(mixed, rows if own is None else own)

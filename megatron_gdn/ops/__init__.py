@@ -1,6 +1,11 @@
 """The mathematics of the layer; needs torch and nothing else.
 
-Public names are imported when first used: some are of a mixer's folder, which lies above this one.
+Letters of shapes, unless a file says otherwise: S tokens of the rows at hand, s this rank's share
+of them, T tokens of a packed buffer, B batch, N sequences, D hidden size, P width of a projection
+row, C channels of the convolution, W its taps, G key heads, H heads with a state (value heads), R
+value heads per key head, K and V rows and columns of a state (key and value dim).
+
+Public names are imported when they are first used, since some are in a mixer's folder.
 """
 
 from importlib import import_module

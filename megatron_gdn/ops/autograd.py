@@ -13,8 +13,7 @@ from torch import Tensor
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
     """The backward of an autograd function whose gradients cannot be differentiated again.
 
-    torch's own ``once_differentiable`` refuses only what depends on the gradient that arrives. A
-    gradient also depends on the saved tensors, which torch would silently take for constants.
+    torch's own ``once_differentiable`` would take the saved tensors for constants, without a word.
     Autograd enables gradients in a backward if and only if ``create_graph=True``.
     """
 
@@ -35,7 +34,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 def gradients(
     function: Callable[..., Any], given: Sequence[Tensor | None], d_made: Any
 ) -> tuple[Any, ...]:
-    """Of each tensor ``given`` to ``function``, which runs again for this; None for None."""
+    """The gradients of each tensor ``given`` to ``function``, which runs again; None for None."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in given]
     with torch.enable_grad():
         made = function(*leaves)

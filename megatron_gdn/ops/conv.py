@@ -1,9 +1,4 @@
-"""Causal depthwise convolution with SiLU over packed or unpacked sequences.
-
-In plain torch, or by the package causal-conv1d, for a GPU without Triton.
-
-Legend: B batch, T tokens, C channels, W taps, N sequences (B of them, or the packed documents).
-"""
+"""Causal depthwise convolution with SiLU, in plain torch or by the package causal-conv1d."""
 
 from __future__ import annotations
 

@@ -1,10 +1,8 @@
-"""Document boundaries of a packed buffer, resolved once, and the tables that are made of them.
+"""Document boundaries of a packed buffer, resolved once, and the tables made from them.
 
-What is made of them is kept here. :meth:`Documents.plan` keeps any object. :meth:`Documents.table`
-keeps tensors, made by torch operations on :attr:`Documents.starts`. These are on the host, and the
-tensors are moved to the device once. Or they are in fixed buffers on the device
-(:class:`.static_documents.StaticDocuments`): a table then has room for the most documents, and is
-made anew whenever they change. Who reads a table does not ask which.
+A table is made by torch operations on :attr:`Documents.starts`: on the host, and then moved to the
+device; or, in fixed buffers (:class:`.static_documents.StaticDocuments`), on the device, with room
+for the most documents. Code that reads a table does not ask which.
 
 Legend: N documents, M of them with tokens (in fixed buffers N + 1, the last always empty), T tokens
 of the buffer, n chunks.
@@ -37,16 +35,15 @@ class ChunkPlaces(NamedTuple):
 class Documents:
     """Boundaries of the N documents packed into one buffer of T tokens.
 
-    Tensors are made on first use and kept, so that all layers that are handed the same object share
-    them and no layer has to ask the device for a length.
+    Tensors are made on first use and kept: layers that are handed the same object share them.
     """
 
     offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
     device: torch.device  # where the per-token tensors live
 
-    # What decides where they run. Other kinds of documents say more.
-    why_headwise: ClassVar[str] = ""  # that this scheme is the one that runs them
-    why_not_on_grid: ClassVar[str] = ""  # that batch_invariant_mode does not
+    # Other kinds of documents say why only one scheme runs them, and no batch_invariant_mode.
+    why_headwise: ClassVar[str] = ""
+    why_not_on_grid: ClassVar[str] = ""
     continue_others: ClassVar[bool] = False  # see .trees
 
     @property
@@ -108,7 +105,7 @@ class Documents:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """All that tells these documents from others in as large a buffer."""
+        """Everything that distinguishes these documents from others in a buffer of this size."""
         return self.offsets
 
     @cached_property
@@ -124,20 +121,20 @@ class Documents:
 
     @property
     def sequences(self) -> int:
-        """M."""
+        """M of the legend."""
         return len(self.filled_offsets) - 1
 
     @property
     def most(self) -> int:
-        """How many of the M may have tokens."""
+        """The largest number of sequences that have tokens."""
         return self.sequences
 
     def on_host(self) -> Documents:
-        """The same with boundaries that the host knows."""
+        """The same documents, with boundaries that the host knows."""
         return self
 
     def on(self, device: torch.device) -> Documents:
-        """The same with tables on ``device``."""
+        """The same documents, with tables on ``device``."""
         return self if device == self.device else _same_for_all(self.offsets, device)
 
     @staticmethod
@@ -159,9 +156,8 @@ class Documents:
         """Called by a backward: refuse boundaries that its forward did not have.
 
         Args:
-            stamp: :attr:`stamp` at the time of its forward.
-            saved: the stamp that autograd returns. If the forward was recomputed, it is the stamp
-                of the recomputation.
+            stamp: :attr:`stamp` at the time of the forward.
+            saved: the stamp that autograd returns; of the recomputation, if there was one.
 
         Raises:
             RuntimeError: the two stamps differ.
@@ -182,7 +178,7 @@ class Documents:
 
     @property
     def starts(self) -> Tensor:
-        """int32 ``[M + 1]``: :attr:`cu_seqlens` where the boundaries are known."""
+        """int32 ``[M + 1]``: :attr:`cu_seqlens`, on the host if it knows the boundaries."""
         return self.cu_seqlens_cpu
 
     @cached_property
@@ -192,11 +188,11 @@ class Documents:
 
     @cached_property
     def plans(self) -> dict[Hashable, Any]:
-        """What rules and schemes have made of these documents, by their own keys."""
+        """Objects that rules and schemes have made from these documents, by their own keys."""
         return {}
 
     def plan[Made](self, key: Hashable, make: Callable[[], Made]) -> Made:
-        """``make()`` of the first call with this key."""
+        """The object that ``make()`` returned at the first call with this key."""
         if key not in self.plans:
             self.plans[key] = make()
         return self.plans[key]
@@ -204,10 +200,11 @@ class Documents:
     def table[Made: tuple[Tensor, ...]](
         self, key: Hashable, make: Callable[[Any], Made], move: bool = True
     ) -> Made:
-        """The tensors ``make(self)`` of the first call with this key, on the device.
+        """The tensors that ``make(self)`` returned at the first call with this key, on the device.
 
-        Without ``known`` no shape may depend on boundaries, and every change of these writes the
-        tensors again. ``move=False`` leaves them beside :attr:`starts`, for tables made of them.
+        If the boundaries are not ``known``, shapes may not depend on them, and every change of
+        boundaries writes the tensors again. ``move=False`` leaves the tensors beside
+        :attr:`starts`.
         """
         found = self.plans.get((key, move))
         if found is None:
@@ -220,12 +217,12 @@ class Documents:
         return found
 
     def require(self, holds: Tensor, otherwise: str) -> None:
-        """Fail with ``otherwise`` where only the device can see that ``holds`` is false."""
+        """Fail with ``otherwise`` if ``holds`` is false and only the device can see that."""
 
     def cut(
         self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
     ) -> Documents:
-        """Documents of ``tokens`` tokens, with boundaries ``make(self)``, ``most`` not empty."""
+        """Documents of ``tokens`` tokens with boundaries ``make(self)``; ``most`` are not empty."""
 
         def made() -> Documents:
             offsets = tuple(dict.fromkeys(make(self)[0].tolist()))
@@ -234,7 +231,7 @@ class Documents:
         return self.plan((Documents, key), made)
 
     def document_T(self) -> Tensor:
-        """int64 ``[T]``, beside :attr:`starts`: the sequence of every token."""
+        """int64 ``[T]``, on the device of :attr:`starts`: the sequence of every token."""
         return torch.searchsorted(self.starts[1:], _tokens_of(self), right=True)
 
     @cached_property
@@ -251,17 +248,17 @@ class Documents:
         return self.table(("chunks", size), lambda documents: chunks_where_known(documents, size))
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
-        """Where the tokens lie that the document in the slot from ``start`` on continues."""
+        """Slices of the tokens that the document in the slot from ``start`` on continues."""
         return ()
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest document, with all that it continues."""
+        """Tokens of the longest document, with the documents that it continues."""
         return max(self.lengths)
 
     @property
     def position_in_sequence_T(self) -> Tensor:
-        """int32 ``[T]``: the same, and the tokens of the documents that this one continues."""
+        """int32 ``[T]``: :attr:`position_T`, counted from the first document that is continued."""
         return self.position_T
 
 
@@ -297,12 +294,12 @@ def _positions(documents: Documents) -> tuple[Tensor]:
 
 
 def chunks_where_known(documents: Documents, size: int) -> ChunkPlaces:
-    """:meth:`Documents.chunks`, beside :attr:`Documents.starts`."""
+    """The chunks of :meth:`Documents.chunks`, on the device of :attr:`Documents.starts`."""
     return chunk_places(ceil_div(documents.starts.diff(), size), documents.most_chunks(size))
 
 
 def chunk_places(count: Tensor, most: int) -> ChunkPlaces:
-    """``most`` places from ``count``, int32 ``[M]``: the chunks of each sequence."""
+    """``most`` places of chunks; each sequence has ``count`` (int32 ``[M]``) chunks."""
     offsets = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
     number = torch.arange(most, device=count.device, dtype=torch.int32)
     sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(max=len(count) - 1)
@@ -324,7 +321,7 @@ def changed_before_recomputation(found: str) -> str:
 
 
 def require_one_row(rows: int, given: str) -> None:
-    """Refuse packed documents in a batch of several rows, by a message that names ``given``."""
+    """Refuse packed documents in a batch of several rows; the message names ``given``."""
     if rows != 1:
         raise ValueError(
             f"packed documents need a batch of 1, got {given}. Lay the rows end to end and extend "

@@ -1,12 +1,4 @@
-"""Activations, norms and gates in plain torch; statistics are always fp32 (or fp64).
-
-On a CPU, torch computes whole vectors of a tensor with one code and the last few elements with
-another, which rounds differently. A token's value would then depend on how many tokens follow it.
-So SiLU, sigmoid and softplus fill a tensor up to whole vectors first. (This holds for one thread,
-or for tensors of at most 32768 elements.)
-
-Legend: D size of the last dimension, V value dim, H value heads.
-"""
+"""Activations, norms and gates in plain torch; statistics are always fp32 (or fp64)."""
 
 from __future__ import annotations
 
@@ -17,6 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+# On a CPU torch computes the last few elements of a tensor by another code than its whole vectors,
+# and rounds them differently: a token's value would depend on the number of tokens after it. So
+# tensors are filled up to whole vectors. (This helps with one thread, or up to 32768 elements.)
 _WHOLE = 64  # elements: torch takes two vectors at a time, 2 * 512 bits / 16 bits at most
 
 
@@ -48,8 +43,7 @@ def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor
 def l2norm(x: Tensor, eps: float = 1e-6) -> Tensor:
     """Scale the last dimension to unit length: ``x * rsqrt(sum(x^2) + eps)``.
 
-    ``eps`` is added under the root, so an all-zero row (padding) gives zeros and a finite gradient.
-    ``x / max(|x|, eps)`` would have no finite gradient there.
+    ``eps`` is under the root, so an all-zero row (padding) gives zeros and a finite gradient.
 
     Args:
         x: ``[..., D]``, any float dtype.

@@ -1,8 +1,8 @@
 """Tables that the host makes from lengths: copied to the device, and cached for each stream.
 
-A table is copied, read and freed in the order of one CUDA stream, and nothing orders two streams.
-So every stream has tables of its own. The exception is a CUDA graph: it reads the tables of the
-stream that ran before the capture. These are never freed, as no replay is known to be the last.
+Nothing orders two CUDA streams, so every stream has tables of its own. A CUDA graph reads the
+tables of the stream that ran before the capture. These are never freed, as any replay may be the
+last.
 """
 
 from __future__ import annotations
@@ -19,12 +19,10 @@ _read_by_graphs: dict[int, Any] = {}
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:
-    """``table`` on ``device``; itself if it lies on a GPU, which is then this one.
+    """``table`` on ``device``, as an ordinary tensor; unchanged if it is on a GPU already.
 
-    The host does not wait, since a copy from pinned memory is queued.
-
-    Tables outlive the call that made them. So they are ordinary tensors even if that call was under
-    ``torch.inference_mode``, whose tensors autograd refuses. No graph may be being captured.
+    The host does not wait: a copy from pinned memory is queued. The table outlives the call, so it
+    is made outside ``torch.inference_mode``, whose tensors autograd refuses.
     """
     if table.is_cuda:
         return table
@@ -39,8 +37,8 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
 def require_no_capture(made: str) -> None:
     """Refuse to make a table while a CUDA graph is captured.
 
-    Each replay would copy the table from host memory that is free by then. Or the table would lie
-    in memory of the graph, which only its replays write.
+    A replay would copy from host memory that is free by then, or only replays would write the
+    table.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

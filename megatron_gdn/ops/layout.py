@@ -1,9 +1,4 @@
-"""The columns of a mixer's input projection: the one table that everything else is read from.
-
-Tensor-parallel shares, head-exchange shares and their copies, convolution channels, checkpoint
-keys, Hugging Face maps, Muon's matrices and the rows that are never quantised all follow from the
-sections listed here.
-"""
+"""The columns of a mixer's input projection: shares, checkpoint keys and maps follow from them."""
 
 from __future__ import annotations
 
@@ -17,8 +12,7 @@ from typing import Any, NamedTuple
 class SizeError(ValueError, AssertionError):
     """Heads, widths or lengths that cannot be shared or do not fit each other.
 
-    An AssertionError too, because Megatron's mixers and Automodel's assert such sizes: a caller who
-    catches theirs catches this.
+    Megatron's and Automodel's mixers raise an AssertionError for such sizes, so this is one too.
     """
 
 
@@ -78,7 +72,6 @@ class Layout:
         return dict(self.counts)
 
     def heads(self, kind: str) -> int:
-        """How many heads of a kind a row holds."""
         return self._count_of[kind]
 
     @cached_property
@@ -108,12 +101,11 @@ class Layout:
         return dict(zip(self.names, map(slice, [0, *ends], ends), strict=True))
 
     def columns(self, name: str) -> slice:
-        """Where a section lies in a row."""
+        """The slice of a row that a section takes."""
         return self._columns[name]
 
     @cached_property
     def gate_columns(self) -> slice:
-        """Where the gate lies in a row."""
         return self.columns(self.gate)
 
     @cached_property
@@ -124,7 +116,7 @@ class Layout:
 
     @property
     def held(self) -> str:
-        """For messages."""
+        """The heads in words, for messages."""
         return " and ".join(f"{count} {kind} heads" for kind, count in self.counts)
 
     @cached_property
@@ -134,7 +126,6 @@ class Layout:
 
     @cached_property
     def conv_names(self) -> tuple[str, ...]:
-        """The sections that go through the causal convolution."""
         return tuple(section.name for section in self.sections if section.conv)
 
     @cached_property
@@ -191,5 +182,5 @@ class Layout:
 
 
 def layout_of_in_proj(dims: Any) -> Layout:
-    """The columns of a mixer's in_proj: those of a row, unless its ``dims`` have others for it."""
+    """The columns of in_proj: those of a row, unless ``dims`` has an ``in_proj_layout``."""
     return getattr(dims, "in_proj_layout", dims.layout)

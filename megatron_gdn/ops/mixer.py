@@ -4,11 +4,9 @@
     o      = rule(inputs)           the recurrence
     mixed  = readout(o, rows)       norm and gate: one kernel, written as [S, B, H V]
 
-It is one function so that it saves only what the backward reads, and so that every gradient of the
-projection is written once, into its columns of one buffer. :class:`.parts.Neighbours` gives
-the history of the front and the initial state of the rule.
-
-Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
+One function saves only what the backward reads, and writes every gradient of the projection once,
+into its columns of one buffer. :class:`.parts.Neighbours` gives the front its history and the rule
+its initial state.
 """
 
 from __future__ import annotations
@@ -42,10 +40,10 @@ def mix(
     neighbours: Neighbours = ALONE,
     refilled: RefilledOutput | None = None,
 ) -> Tensor:
-    """Everything between in_proj and out_proj, for the heads one rank holds: ``[S, B, H * V]``.
+    """Everything between in_proj and out_proj, for the heads of one rank: ``[S, B, H * V]``.
 
-    If the readout is an :class:`Apart` with ``closed``, its ``call`` is still to be made, once all
-    heads are together. ``refilled`` lets the reader of the result free it until the backward.
+    If the readout is an :class:`Apart` with ``closed``, the caller must still run its ``call`` once
+    all heads are together. ``refilled`` lets the reader of the result free it until the backward.
     """
     front, rule, readout, parameters, run_again = parts
     apart, inside = None, readout
@@ -77,9 +75,9 @@ def mix(
 
 
 def _called_again(apart: Apart, mixed: Tensor, rows: Tensor, refilled: RefilledOutput) -> Tensor:
-    """``apart.call``, with its output and its intermediates dropped: it runs three times in all.
+    """``apart.call``, whose output and intermediates are dropped: it runs three times in all.
 
-    This is not Megatron's checkpoint, which compiles a C++ extension in the first backward.
+    Megatron's checkpoint is not used: it compiles a C++ extension in the first backward.
     """
     made = checkpoint(apart.call, mixed, rows, use_reentrant=False, preserve_rng_state=False)
     assert isinstance(made, Tensor)
@@ -93,7 +91,7 @@ def _called_again(apart: Apart, mixed: Tensor, rows: Tensor, refilled: RefilledO
 
 
 class Call(NamedTuple):
-    """What one run of a mixer takes beside its tensors."""
+    """The arguments of one run of a mixer beside its tensors."""
 
     front: Front
     rule: Rule
@@ -187,8 +185,7 @@ def _of_second_run(second_run: SecondRun, *kept: Any) -> Tensor:
 def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
     """The gradients of the rows and the parameters.
 
-    Empties the lists of saved tensors and of the output's gradient: each tensor is freed after its
-    last read.
+    It empties both lists, so that each tensor is freed after its last read.
     """
     (front, rule, readout, neighbours, *_), history = kept.call, kept.history
     stamp, rows, o = saved[:3]
@@ -232,7 +229,7 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
 
 
 def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> None:
-    """Add the gradients of the rows that were sent; a row is rounded once more."""
+    """Add the gradients of the rows that were sent to other ranks."""
     if not table.additions.numel():
         return
     if why_not_triton(d_conv_sBC.device.type, d_conv_sBC.dtype, table.before.shape[1] + 1) is None:

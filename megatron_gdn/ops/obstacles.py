@@ -33,7 +33,7 @@ class Obstacle(NamedTuple):
 
 
 def told_of_plain(device: torch.device | str, *obstacles: Obstacle | None) -> str:
-    """What to add to the reason for a plain rule; warns where a package would give a GPU's."""
+    """Words for the reason of a plain rule, and a warning, if a package would give kernels."""
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""

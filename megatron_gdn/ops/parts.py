@@ -7,8 +7,6 @@ Where the history and the state of a batch's sequences come from:
 | whole sequences                   | zeros                    | zero                             |
 | pieces of sequences on many ranks | rows of the piece before | folded maps of the pieces before |
 | sequences continued from a cache  | the cache                | the cache                        |
-
-Legend: N sequences, H heads with a state, K rows of a state, V columns.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ class Parts(NamedTuple):
 
     @property
     def of_front(self) -> tuple[Tensor | None, ...]:
-        """The front's parameters."""
         return self.parameters[:-1]
 
     def read_out(self, o: Tensor, rows: Tensor) -> Tensor:

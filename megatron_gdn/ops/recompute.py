@@ -1,8 +1,7 @@
-"""What the mixer drops between forward and backward, and gradients that are freed early.
+"""What a mixer drops between forward and backward, and gradients that it frees early.
 
-The front and the rule of one forward may be run again in its backward: nothing of the rule is then
-kept but the projection rows, which the backward reads anyway. The second run starts when the
-mixer's output is filled again, or else with the mixer's backward.
+The front and the rule may run again in the backward; then the mixer keeps only the projection rows.
+This second run starts when the mixer's output is filled again, or else with the mixer's backward.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from .rules.base import Rule, Saved
 def saved_tensors_are_hooked() -> bool:
     """Whether ``saved_tensors_hooks`` are on: a checkpoint's or an offload's.
 
-    These do not read the saved tensor after our hook has filled it again, so it may not be dropped.
+    Such hooks do not see a tensor that is filled again later, so it may not be dropped.
     """
     hooks = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return hooks._top_saved_tensors_default_hooks(True) is not None
@@ -32,8 +31,8 @@ def saved_tensors_are_hooked() -> bool:
 class RefilledOutput:
     """Frees a tensor that autograd still holds, and fills it again just before it is read.
 
-    out_proj saves its input, the normed output of the mixer. One cheap pass computes it again from
-    tensors that the mixer saves anyway. Use one object per forward.
+    out_proj saves its input, the mixer's normed output, which one cheap pass computes again from
+    tensors that the mixer saves anyway. One object per forward.
     """
 
     def __init__(self) -> None:
@@ -44,8 +43,8 @@ class RefilledOutput:
         """Called by the mixer: ``refill(x)`` writes the same bits as ``output`` into x."""
         self._output, self._refill = output.detach(), refill
 
-    def passed_on(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
-        """Called if the reader saves ``output = send(remembered)`` in place of the remembered."""
+    def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
+        """Called if the reader saves ``output = send(remembered)``, not the remembered tensor."""
         made, refill = self._output, self._refill
         if made is None or refill is None:  # no tokens
             return
@@ -90,9 +89,8 @@ LEAST = 128 << 20
 class HandOver:
     """Lets a backward free the gradient that autograd holds until that backward returns.
 
-    A small autograd step ``behind`` the function puts the gradient aside, gives the function a stub
-    of the same shape without memory, and the function's backward ``take``s the gradient. One object
-    per forward.
+    An autograd step ``behind`` the function keeps the gradient and gives the function a stub
+    without memory; the function's backward ``take``s the gradient. One object per forward.
     """
 
     def __init__(self) -> None:
@@ -110,7 +108,6 @@ class HandOver:
 
 
 def _run() -> int:
-    """The number of the backward that runs in this thread."""
     return torch._C._current_graph_task_id()
 
 
@@ -129,7 +126,7 @@ class _PutAside(torch.autograd.Function):
 
 
 class SecondRun:
-    """One object per forward."""
+    """The front and the rule, run again in the backward. One object per forward."""
 
     def __init__(self, front: Front, rule: Rule, neighbours: Neighbours) -> None:
         self._front, self._rule, self._neighbours = front, rule, neighbours
@@ -157,7 +154,7 @@ class SecondRun:
         return self._made
 
     def take(self, *given: Any) -> tuple[Any, Tensor, Saved]:
-        """:meth:`made`, forgotten here; without the inputs that the backward does not read."""
+        """The result of :meth:`made`, then forgotten; inputs that no backward reads are None."""
         inputs, o, saved = self.made(*given)
         self._made = None
         wanted = self._rule.reads_again

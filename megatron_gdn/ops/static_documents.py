@@ -1,9 +1,8 @@
 """Boundaries of packed documents in fixed device buffers, for CUDA graphs.
 
-A graph replays launches with the grids, shapes and addresses that they were captured with. So every
-table that is derived from the boundaries has the size of the worst case, and new boundaries are
-written over the old ones. Unused entries are empty documents and empty chunks at the end of a
-table; kernels skip them. Everything is computed on the device by operations of fixed shapes.
+A graph replays launches with the grids, shapes and addresses of its capture. So every table has the
+size of the worst case, and new boundaries are written over the old ones, on the device. Unused
+entries are empty documents and empty chunks at the end of a table; kernels skip them.
 
 Legend: N documents at most, T tokens of the buffer, M = N + 1 sequences (the last is always empty).
 """
@@ -31,10 +30,9 @@ _FILLED_AGAIN = (
 class StaticDocuments(Documents):
     """Up to N documents packed into one buffer of T tokens, with boundaries that change in place.
 
-    Takes the place of :class:`Documents` wherever these are read on the device. Reading them on the
-    host (``offsets``, ``lengths``) is refused. The documents of every micro-batch fill the buffer.
-    Before the first :meth:`fill` there are as few as ``longest``, by default T, allows.
-
+    The device reads these as it reads :class:`Documents`. The host may not read ``offsets`` and
+    ``lengths``. The documents of every micro-batch fill the buffer. Before the first :meth:`fill`
+    there are as few as ``longest``, by default T, allows.
     """
 
     why_headwise = "the one that runs documents in fixed buffers"
@@ -128,7 +126,7 @@ class StaticDocuments(Documents):
         self.refresh(check=not on_host)
 
     def refresh(self, check: bool = True) -> None:
-        """Derive everything from the boundaries again; a captured region can begin with this."""
+        """Compute every table from the boundaries again; a captured region can begin with this."""
         self._renew_stamp()
         with torch.inference_mode(False), torch.no_grad():
             if check:
@@ -227,7 +225,7 @@ class StaticDocuments(Documents):
     def cu_seqlens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """int32 ``[M + 1]``: the boundaries without empty documents, then T.
 
-        A new alias each time: packages keep tables by the identity of this tensor, whose values
+        A new alias each time, since packages cache by the identity of this tensor, whose values
         change.
         """
         return self.table("cu_seqlens", _without_empty)[0].view(-1)

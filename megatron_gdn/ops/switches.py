@@ -1,8 +1,4 @@
-"""Settings of the whole process that are other inside the mixer: fp32 products, unfilled memory.
-
-The first thread that enters turns a setting, and the last one that leaves restores it; the rest of
-the process has the turned setting meanwhile.
-"""
+"""Settings of the whole process that the mixer changes while it runs: fp32 products, memory."""
 
 from __future__ import annotations
 
@@ -19,7 +15,9 @@ _REDUCED = ("tf32", "bf16")
 
 
 class _Switch:
-    """A context manager that several threads may be inside; ``turn`` returns what turns back."""
+    """A context manager for several threads: the first that enters calls ``turn``, which returns
+    the function that the last one calls when it leaves.
+    """
 
     def __init__(self, turn: Callable[[], Callable[[], None] | None]) -> None:
         self._turn, self._turn_back = turn, None
@@ -39,10 +37,9 @@ class _Switch:
 
 
 def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
-    """fp32 products with 24-bit factors; autocast and the TF32 switches have no effect inside.
+    """fp32 products with 24-bit factors: autocast and the TF32 switches have no effect inside.
 
-    These are for the model's projections. The rule sums over thousands of tokens, for which 11-bit
-    factors are too coarse.
+    The rule sums over thousands of tokens, for which 11-bit factors are too coarse.
     """
     switch = _full_fp32[device_type == "cuda"]
     # Entering autocast costs more than a small product, so this is skipped if autocast is off.
@@ -58,7 +55,7 @@ def _outside_autocast(device_type: str, switch: _Switch) -> Iterator[None]:
 
 
 def _turn(cuda: bool) -> Callable[[], None] | None:
-    """Turn the switches to full fp32; returns what restores them, None if they stood so."""
+    """Turn the switches to full fp32; returns what restores them, None if nothing changed."""
     backend = torch.backends.cuda if cuda else torch.backends.mkldnn
     matmul: Any = getattr(backend, "matmul", None)
     if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
@@ -87,7 +84,7 @@ def _old_switch() -> str | None:
 
 
 def _put_back_old(precision: str) -> None:
-    """Set torch's old switch. This also sets the CPU's switch, so that one is restored after."""
+    """Set torch's old switch, and restore the CPU's switch, which the old one also sets."""
     host: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch declares no type
     kept_host = host.fp32_precision
     torch.set_float32_matmul_precision(precision)
@@ -109,9 +106,9 @@ def leaves_memory_unfilled[**Arguments, Made](
 ) -> Callable[Arguments, Made]:
     """``function``, inside which ``torch.empty`` fills nothing: it writes before it reads.
 
-    Under ``torch.use_deterministic_algorithms(True)`` torch fills what ``torch.empty`` returns with
-    NaN. The kernels' buffers are about twice the layer's activations; to fill them takes one launch
-    each. Tests over memory poisoned with NaN show that no unwritten element is read.
+    In deterministic mode torch fills with NaN what ``torch.empty`` returns: one launch for each
+    buffer of the kernels. Tests over memory poisoned with NaN show that no unwritten element is
+    read.
     """
 
     @wraps(function)

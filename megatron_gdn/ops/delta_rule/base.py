@@ -1,7 +1,4 @@
-"""The gated delta rule's inputs, gradients, heads, and checks of shapes.
-
-Legend: S seq, B batch, G key heads, H value heads, K key dim, V value dim.
-"""
+"""The gated delta rule's inputs, gradients, heads, and checks of shapes."""
 
 from __future__ import annotations
 
@@ -30,8 +27,7 @@ class RuleGrads(NamedTuple):
     """Gradients of the inputs, for the front's backward.
 
     dq and dk may have H heads, one per value head: the front sums those of one key head. With a
-    ``factor``, a power of two for each key head, the true gradient is ``tensor * factor[head]``,
-    which the front computes in fp32.
+    ``factor``, a power of two for each key head, the true gradient is ``tensor * factor[head]``.
     """
 
     q: Tensor
@@ -59,13 +55,13 @@ def check_rule_inputs(
         )
     B, T, key_heads, K = key.shape
     value_heads, V = value.shape[2:]
-    expected = {
+    shapes = {
         "query": (query, (B, T, key_heads, K)),
         "value": (value, (B, T, value_heads, V)),
         "g": (g, (B, T, value_heads)),
         "beta": (beta, (B, T, value_heads)),
     }
-    for name, (tensor, shape) in expected.items():
+    for name, (tensor, shape) in shapes.items():
         if tuple(tensor.shape) != shape:
             raise ValueError(
                 f"{name} must have shape {shape} to fit key {tuple(key.shape)} and value "

@@ -5,9 +5,8 @@ erases nothing) and a written value u, see :class:`Values`:
 
     S_t = D_t S_{t-1} + k_t (u_t - e_t^T D_t S_{t-1})        D_t = exp(g_t)        o_t = S_t^T q_t
 
-Inside a chunk everything is a product of matrices; only the state at chunk boundaries is computed
-one chunk after the other. With G_t the sum of g from the chunk's start, y_t the value that is
-written in the end, and S the state before the chunk:
+Inside a chunk everything is a product of matrices. With G_t the sum of g from the chunk's start,
+y_t the value that is written in the end, and S the state before the chunk:
 
     (I + A) y = u - e_in S      A_ij = e_i . exp(G_i - G_j) k_j, j < i      e_in = exp(G) e
     o         = q_in S + P y    P_ij = q_i . exp(G_i - G_j) k_j, j <= i     q_in = exp(G) q
@@ -18,11 +17,7 @@ written in the end, and S the state before the chunk:
     y         = U + W S         U = (I + A)^-1 u,      W = -(I + A)^-1 e_in
     S_next    = M S + Z         Z = k_out^T U,         M = exp(G_C) I + k_out^T W
 
-Two functions have a backward of their own: the decays of a head, where no sum may be a difference
-of larger ones, and the walk from state to state.
-
-Legend: n chunks of the group, G key heads, R value heads per key head, H = G R, m = n G, b = n H,
-C tokens of a chunk, K key dim, V value dim, N sequences.
+Legend: n chunks of the group, C tokens of a chunk, H = G R, m = n G, b = n H.
 """
 
 from __future__ import annotations
@@ -73,11 +68,11 @@ def run_group(
     walks: bool = True,
     set_aside: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The output ``[b, C, V]``, the state after the group, those of sequences that end in it.
+    """The output ``[b, C, V]``, the state after the group, and those of sequences that end in it.
 
     Args:
         carried: ``[H, K, V]``, the state that the chunks before left; None before the first group.
-        initial: those of the sequences that begin here, as :meth:`ChunkGroup.taken` gives them.
+        initial: states of the sequences that begin here, as :meth:`ChunkGroup.taken` gives them.
         walks: False: every chunk is a sequence, and no state after it is asked for.
         set_aside: a token that is not finite reaches no earlier output; not differentiable.
     """
@@ -99,10 +94,10 @@ def run_group(
 
 
 def _set_aside(x: Values) -> tuple[Values, Tensor]:
-    """Zero the tokens whose k, e, u, g or strength is not finite; ``[b, C]``: those they reach.
+    """Zero the tokens whose k, e, u, g or strength is not finite; ``[b, C]``: all they reach.
 
-    In products with triangular matrices an earlier token takes 0 times a later one's values, and
-    0 * NaN is NaN. (A q that is not finite reaches its own output only.)
+    In a product with a triangular matrix 0 times a later token's NaN would be NaN. (A q that is not
+    finite reaches its own output only.)
     """
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
     # NaN and inf times 0 are NaN.
@@ -154,7 +149,8 @@ def summed(x: Tensor, diagonal: int) -> Tensor:
 class _Decays(torch.autograd.Function):
     """exp of the sums of g ``[b, C]`` from the chunk's start and to its end; decayed pairs.
 
-    Pairs ``[m, C, C]`` of readers and writers give ``[b, C, C]``, lower triangles.
+    Pairs ``[m, C, C]`` of readers and writers give ``[b, C, C]``, lower triangles. The backward is
+    written out, so that no sum is a difference of larger ones.
     """
 
     @staticmethod
@@ -215,14 +211,11 @@ def _per_head(x: Values, output: bool) -> _Products:
 def _per_channel(x: Values, output: bool) -> _Products:
     """With a decay per channel (Kimi Team, "Kimi Linear", 2025).
 
-    P and A are then no products of two matrices: exp(G_i) times exp(-G_j) overflows, since a fast
-    gate sums to -320 in a chunk. So a chunk is cut in halves. A reader i of the second half meets
-    a writer j of the first half across the boundary r between them:
+    exp(G_i) times exp(-G_j) would overflow, since a fast gate sums to -320 in a chunk. So a chunk
+    is cut in halves, down to single tokens. A reader i of the second half meets a writer j of the
+    first half across the boundary r between them, in a product of two matrices:
 
         exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j)         both exponents are <= 0
-
-    which is a product of two matrices. Both halves are cut again, down to single tokens. Every
-    exponent is a sum of its own, and no term is added and subtracted.
     """
 
     def of_heads(t: Tensor | None, count: int) -> Tensor | None:
@@ -275,7 +268,7 @@ class _Pairs(torch.autograd.Function):
 
 
 def _sum(g: Tensor, diagonal: int, later: bool = False) -> Tensor:
-    """Of ``[b, m, K]``: of the tokens from ``diagonal`` past each on, or ``later``: up to each."""
+    """Sums over tokens of ``[b, m, K]``: from ``diagonal`` past each on, or ``later`` up to it."""
     m = g.shape[1]
     table = upto(m, diagonal, g.dtype, g.device).expand(len(g), m, m)
     return torch.bmm(table.mT if later else table, g)

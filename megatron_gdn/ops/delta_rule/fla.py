@@ -2,8 +2,6 @@
 
 A chunk writes ``u - w S`` for the keys ``k``, decayed to the chunk's end, where S is the state that
 enters it. Rules differ in how a chunk makes w and u.
-
-Legend: B batch, S seq, H value heads, K key dim, V value dim, P parts.
 """
 
 from __future__ import annotations
@@ -74,7 +72,7 @@ class FlaDeltaRule(FlaRule):
 class FlaChannelRule(FlaDeltaRule):
     """With a decay per channel. A forward saves the chunks' products of q and k, and the inverses.
 
-    The sums of g are made again in the backward: they are as large as q, k and v together.
+    The sums of g, as large as q, k and v together, are made again in the backward.
     """
 
     # Of a forward and the sums of g: w, u, _, k, products of q and k, inverses of the systems.

@@ -1,15 +1,14 @@
 """Linear-attention rules in chunks, in plain torch: any device, dtype and head dim.
 
-A mixer says what its inputs mean, see :class:`.chunk_math.Values`. The backward computes the
-forward again under autograd, one group of chunks after the other, so no tensor of size T * C
-outlives either pass. Every reduction has a fixed order, so results repeat bit for bit.
+A mixer says what its inputs mean, see :class:`.chunk_math.Values`. The backward runs the forward
+again under autograd, one group of chunks at a time, so no tensor of size T * C outlives either
+pass. Every reduction has a fixed order, so results repeat bit for bit.
 
 A token that is not finite (NaN or inf in any input but q) makes the outputs of its head NaN from
-itself on; those before keep their bits. A log-decay may be -inf. Finite numbers whose products
-overflow inside a chunk may change its earlier outputs, and all gradients of the sequence.
+itself on; the outputs before it keep their bits. A log-decay may be -inf. If products of finite
+numbers overflow in a chunk, its earlier outputs and all gradients of the sequence may change.
 
-Legend: N sequences, B batch, T tokens, C tokens of a chunk, H heads with a state, K rows of a
-state, V columns.
+C is the number of tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class _Chunks:
         self.shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
 
     def of(self, group: ChunkGroup, *tensors: Tensor) -> list[Tensor]:
-        """``[B, T, heads, ...]`` -> ``[n heads, C, ...]``, of each."""
+        """Each tensor ``[B, T, heads, ...]`` as ``[n heads, C, ...]``."""
         to = partial(self.table.to_chunks, group=group, dtype=self.wide)
         return [to(x, heads=(x.shape[2],)).flatten(0, 1) for x in tensors]
 
@@ -64,7 +63,7 @@ class _Chunks:
     ) -> tuple[Tensor, list[Tensor | None]]:
         """Final states, and the state before each of these groups and after the last.
 
-        ``more``: columns of ``initial`` of which the written values are zero.
+        ``more``: the number of last columns of ``initial`` to which nothing is written.
         """
         carried: list[Tensor | None] = [None]
         final = initial.clone()
@@ -81,10 +80,9 @@ class _Chunks:
 class PlainForward(RuleForward):
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local``: final states from zero. ``through``: those of further columns of the states.
+        """``local``: final states from zero. ``through``: further columns, into which I enters.
 
-        In these the identity enters, and no value is written. Where nothing is erased the rows of a
-        state do not mix, so one column of ones is enough.
+        If nothing is erased, the rows of a state do not mix, so one column of ones is enough.
         """
         chunks = _Chunks(self, self.rule.aligned)
         initial, (*_, K, V) = chunks.state(None), chunks.shape
@@ -136,7 +134,7 @@ class PlainBackward(RuleBackward):
     def _run(
         self, initial: Tensor | None, d_final: Tensor | None, of_inputs: bool = True
     ) -> tuple[Any, Tensor]:
-        """Gradients of the inputs and of the initial states; of these alone, which read no state.
+        """Gradients of the inputs (unless ``of_inputs`` is False) and of the initial states.
 
         The states before all groups are computed first; then one group at a time is held.
         """
@@ -185,6 +183,5 @@ class PlainRule(Rule):
         self.aligned, self.chunk_size, self.scale = aligned, chunk_size, scale
 
     def values(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Values:
-        """What is erased is the value that is stored for the key, each ``beta`` of it."""
         scale = k.shape[-1] ** -0.5 if self.scale is None else self.scale
         return Values(q * scale, k, k, beta[..., None] * v, g, beta)

@@ -17,10 +17,7 @@ LINEAR = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearDims:
-    """Sizes of a mixer, or of the share of it that one rank holds.
-
-    A subclass has the ``layout`` of a row, and its further sizes as fields.
-    """
+    """Sizes of a mixer, or of one rank's share; a subclass has ``layout`` and further sizes."""
 
     hidden_size: int  # of the model; never split
     num_key_heads: int  # each serves neighbouring value heads

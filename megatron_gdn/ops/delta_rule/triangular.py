@@ -1,16 +1,13 @@
-"""The inverse of a unit lower triangular matrix from matrix products, for many small matrices.
+"""The inverse of many small unit lower triangular matrices, from matrix products.
 
-A batched triangular solve walks down the rows, which leaves a GPU idle. Here a matrix is cut in
-two, both halves are inverted side by side, and the corner follows:
+A batched triangular solve leaves a GPU idle. Here both halves of a matrix are inverted side by
+side, and the corner follows (Higham, "Accuracy and Stability of Numerical Algorithms", 14.2):
 
     [ A    ]^-1   [  A^-1                ]
     [ B  D ]    = [ -D^-1 B A^-1    D^-1 ]
 
-Errors grow as in substitution by blocks (Higham, "Accuracy and Stability of Numerical Algorithms",
-14.2). The shorter (I - L)(I + L^2)(I + L^4)... is not used: powers of an L with entries near one (a
-key that repeats) reach 1e18 before they cancel.
-
-Legend: C rows and columns of a matrix, any number of leading dimensions.
+The shorter (I - L)(I + L^2)(I + L^4)... is not used: if a key repeats, L has entries near one, and
+its powers reach 1e18 before they cancel.
 """
 
 from __future__ import annotations
@@ -62,7 +59,7 @@ def _by_substitution(L: Tensor) -> Tensor:
 def _by_growing_blocks(L: Tensor) -> Tensor:
     """The same bottom up: diagonal blocks of 1, 2, 4, ... rows, all of one size at once.
 
-    With X their inverses and B the corners that join them in pairs: ``X - X B X``.
+    With X their inverses and B the corners that join them in pairs, the next X is ``X - X B X``.
     """
     C = L.shape[-1]
     identity, corners = _identity_and_corners(C, L.dtype, L.device)

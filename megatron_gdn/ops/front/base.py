@@ -1,7 +1,4 @@
-"""The interface of a front: projection rows to the inputs of a rule, and back.
-
-Legend: S seq, B batch, P projection width, C convolved columns, W conv taps.
-"""
+"""The interface of a front: projection rows to the inputs of a rule, and back."""
 
 from __future__ import annotations
 
@@ -22,9 +19,9 @@ Parameters = Sequence[Any]
 class Front(Protocol):
     """Convolution, activation, norms and gates, forward and backward as plain calls.
 
-    ``names`` are of the rule's inputs in order: all, those that the convolution makes,
-    ``[B, S, heads, width]`` each, whose first W - 1 tokens depend on the sequence's history, and
-    neighbours that the mixer computes again in the backward instead of saving them.
+    ``names``: the rule's inputs in order. ``convolved``: those that the convolution makes, ``[B, S,
+    heads, width]``. ``again``: neighbours in ``names`` that the mixer computes again in the
+    backward instead of saving them.
     """
 
     @property
@@ -44,10 +41,10 @@ class Front(Protocol):
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        """The rule's inputs, a NamedTuple, of rows ``[S, B, P]`` with any strides of S and B.
+        """The rule's inputs, a NamedTuple, from rows ``[S, B, P]`` with any strides of S and B.
 
-        Taps never cross the documents' boundaries, the same in every batch row; before these lies
-        the ``history``, if any. With ``only``, neighbours in :attr:`names`, the other inputs are
+        Taps never cross a document's boundaries, the same in every batch row; the ``history``, if
+        any, lies before them. With ``only``, neighbours in :attr:`names`, the other inputs are
         None.
         """
         ...
@@ -63,8 +60,8 @@ class Front(Protocol):
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the parameters, in their shapes and dtypes, from the rule's ``grads``.
 
-        Writes every column of ``d_proj`` ``[S, B, P]`` once, except the gate's: the readout does.
-        Writes ``history.d_rows`` too.
+        Writes every column of ``d_proj`` ``[S, B, P]`` once, except the gate's, which the readout
+        writes, and ``history.d_rows``.
         """
         ...
 

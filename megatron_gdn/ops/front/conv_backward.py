@@ -1,7 +1,4 @@
-"""The backward of :mod:`.conv_forward`, of one head along the sequence (Triton device functions).
-
-Legend: S seq, D dim of the head at hand, W taps; in tile names R segments walked side by side.
-"""
+"""The backward of :mod:`.conv_forward`, of one head along the sequence (Triton)."""
 
 from __future__ import annotations
 
@@ -44,10 +41,8 @@ def _walk_one_token(
 ):  # fmt: skip
     """d(pre-activation) of one token per segment, and dx of the token W - 1 steps back.
 
-    The true gradients are ``grads`` times ``factor`` if SCALED; otherwise factor is not read.
-
-    ``history`` holds the last W - 1 inputs, newest first. ``pending`` holds dx of the last W - 1
-    tokens as far as it is known, newest first: each waits for the tokens that still read it.
+    The true gradients are ``grads`` times ``factor`` if SCALED. ``history``: the last W - 1 inputs,
+    newest first. ``pending``: dx of the last W - 1 tokens, without what the tokens after will add.
     """
     x_RD = x_RD.to(tl.float32)
     if PACKED:
@@ -96,8 +91,8 @@ def walk_head_backward(
 ):  # fmt: skip
     """One head, ROWS segments of ``steps`` tokens, walked one token of every segment at a time.
 
-    A token's dx needs the d(pre) of the W - 1 tokens after it. Walking keeps those in registers,
-    so every input is read once; only W - 1 tokens past each segment are computed twice.
+    A token's dx needs the d(pre) of the W - 1 tokens after it. The walk keeps these in registers,
+    so it reads every input once; only W - 1 tokens past each segment are computed twice.
     """
     LOOK_OUT: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D

@@ -1,13 +1,10 @@
 """Conv + SiLU, and l2norm if asked for, of one head: along the sequence, or of one token (Triton).
 
-The walks along the sequence are written for Triton's compiler (3.6). For every load and store, its
-coalescing pass follows the uses of all operations of a function, so its time grows with the cube of
-the function's size. So each walk is a function that is not inlined, and everything constant is
-computed before the loop. The number of steps is an argument of the launch: one compilation serves
-all lengths.
+The time of Triton's coalescing pass (3.6) grows with the cube of a function's size. So each walk
+along the sequence is a function that is not inlined, and constants are computed before its loop.
+The number of steps is an argument of the launch: one compilation serves all lengths.
 
-Legend: S seq, D dim of the head at hand, C conv channels, W taps; in tile names R segments walked
-side by side.
+Legend: D dim of the head at hand; in tile names R segments walked side by side.
 """
 
 from __future__ import annotations
@@ -112,17 +109,16 @@ def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constex
 
 @triton.jit
 def load_lead_in(lead_at_1D, place_R, real_1D, stride):
-    """What the rows before a piece add to one token per segment, see :mod:`.history`."""
+    """The lead-in of one token per segment, see :mod:`.history`."""
     at_RD = lead_at_1D + tl.cast(place_R, tl.int64)[:, None] * stride
     return tl.load(at_RD, mask=(place_R >= 0)[:, None] & real_1D, other=0.0)
 
 
 @triton.jit
 def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
-    """Whether the walk over ``tokens`` tokens meets an end of the sequence or of a document.
+    """Whether a tap within ``tokens`` tokens reaches over an end of the sequence or of a document.
 
-    An end counts if the taps reach it, in either direction. All other walks, nearly all of a long
-    sequence, need no masks.
+    All other walks, nearly all of a long sequence, need no masks.
     """
     end = start + tokens + (W - 1)  # of what the walk reads
     meets = (start < W - 1) | (end > S)
@@ -143,8 +139,8 @@ def walk_head(
 ):  # fmt: skip
     """One head, ROWS segments of ``steps`` tokens: y = l2norm(silu(conv(x))).
 
-    ``proj_ptr`` is at (0, b, 0). A walk loads and widens every input once. A tiled convolution
-    would do so W times, and that would limit its speed.
+    ``proj_ptr`` is at (0, b, 0). Each input is loaded once; a tiled convolution would load it W
+    times.
     """
     LOOK_OUT: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D

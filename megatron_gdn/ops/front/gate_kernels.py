@@ -3,7 +3,7 @@
     function(x, A_log, low, high)                            -> first, second
     function_backward(x, A_log, d_first, d_second, low, high) -> d_x, d_A_log
 
-elementwise in fp32. Where a gate makes one input of the rule, the second is the first; d_A_log of a
+elementwise in fp32. If a gate makes one input of the rule, the second is the first. d_A_log of a
 gate without a rate is never read.
 """
 
@@ -23,7 +23,7 @@ def _decayed(dt, A_log):
 
 @triton.jit
 def _decayed_backward(dt, A_log, d_g):
-    """Of dt and A_log. A decay of exactly 0 has no gradient."""
+    """Gradients of dt and A_log. A decay of exactly 0 has no gradient."""
     rate = minus_rate(A_log)
     held = rate * dt < LEAST_LOG_DECAY
     d_g = tl.where(held, 0.0, d_g)  # before the products: g may be -inf

@@ -1,14 +1,10 @@
-"""The gates of a rule, as functions of single columns of a row.
+"""The gates of a rule, as functions of single columns of a row; their twin is :mod:`.gate_kernels`.
 
     function(x, A_log, low, high)      x [B, S, heads, width] in fp32 or wider, A_log [heads, 1]
 
-x is the column, with ``dt_bias`` added where the gate has a rate (:class:`.table.Gate`). Whether a
-head or each of its channels has a gate makes no difference here. :mod:`.gate_kernels` has a Triton
-function of the same name for each, and one of its gradient.
-
-Log-decays below :func:`..elementwise.least_log_decay` and ``A_log`` above
-:func:`..elementwise.largest_A_log` are clamped. The decay exp(g) is exactly 0 there with or without
-the clamp, and so is its gradient, as in the recurrence.
+x is the column, plus ``dt_bias`` if the gate has a rate (:class:`.table.Gate`). Log-decays are
+clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at :func:`..elementwise.largest_A_log`.
+The decay exp(g) is exactly 0 there with or without the clamp, and so is its gradient.
 """
 
 from __future__ import annotations

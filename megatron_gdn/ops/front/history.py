@@ -1,15 +1,14 @@
 """The rows before the pieces of a batch: their *history*.
 
-A token's taps reach W - 1 rows back. So the first W - 1 tokens of a piece, its *edge*, also read
-rows that are not before them in the batch: other ranks, a cache or a parent have these. The front
-waits for them. The convolution is linear before its activation, so what they add is a term of its
-own, the *lead-in*, which few rows give and which the pass over all tokens adds:
+A token's taps reach W - 1 rows back. So the first W - 1 tokens of a piece, its *edge*, read rows
+that another rank, a cache or a parent holds; the front waits for these rows. They add a term of its
+own to the convolution, the *lead-in*, because the convolution is linear before its activation:
 
     pre[p]     = bias + the taps over the piece's own rows + lead_in[p]          p = 0 .. W - 2
     lead_in[p] = sum of tap[W - 1 - p - age] * row[age] over the ages 1 .. W - 1 - p
 
-Legend: s tokens of the batch, B batch, C conv channels, W taps, N pieces that have a history, R
-rows of history, M tokens whose rows were sent.
+Legend: s tokens of the batch, N pieces that have a history, R rows of history, M tokens whose rows
+were sent.
 """
 
 from __future__ import annotations
@@ -28,8 +27,7 @@ from ..host_tables import cached_by_stream, to_device
 class HistoryTable:
     """Where the rows of history belong; int32 on the device.
 
-    There may be room to spare: a piece that is not there has rows and tokens -1, an addition that
-    is not there has the token -1.
+    In fixed buffers an absent piece has rows and tokens -1, an absent addition has the token -1.
     """
 
     # [N, W - 1], the row that lies 1, 2, .. before each piece; -1: none. No row twice.
@@ -50,7 +48,7 @@ class HistoryTable:
         tokens: int,
         device: torch.device,
     ) -> HistoryTable:
-        """From int64 tensors on the host: each piece's first token and length, and rows sent."""
+        """The table from int64 host tensors: first token and length of pieces, and rows sent."""
         ahead = torch.arange(before.shape[1], device="cpu")
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)
         flat = edge.flatten()
@@ -68,7 +66,7 @@ def ranges(start: Tensor, count: Tensor) -> Tensor:
 
 
 def _by_row(sent: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct tokens of ``sent``, and for each its places there, filled up with -1."""
+    """The distinct tokens of ``sent``, and for each its places in ``sent``, padded with -1."""
     order = sent.argsort(stable=True)
     rows, count = sent[order].unique_consecutive(return_counts=True)
     table = sent.new_full((len(rows), int(count.max()) if len(rows) else 0), -1)
@@ -107,7 +105,7 @@ class History(NamedTuple):
 
 
 def history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) -> History:
-    """Of every sequence the W - 1 rows before it, oldest first."""
+    """The history from the W - 1 rows before every sequence, oldest first."""
     packed, device = documents is not None, history_NCW.device
     rows = history_NCW.permute(2, 0, 1)
     if packed:
@@ -142,7 +140,7 @@ def _last_index(
 
 
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
-    """The last p convolved rows of every sequence, ``[N, C, p]``, of new ones and p before them."""
+    """The last p convolved rows of every sequence, ``[N, C, p]``: new rows, else older ones."""
     N, _, past = before_NCp.shape
     if documents is None:
         # Copy only the new rows that stay.

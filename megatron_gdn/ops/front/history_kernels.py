@@ -1,6 +1,6 @@
 """The lead-in of :mod:`.history`, its backward and the sum of returned gradients (Triton).
 
-Legend as in :mod:`.history`; in tile names C channels of a block, 1 one row.
+Letters as in :mod:`.history`; in tile names C channels of a block, 1 one row.
 """
 
 from __future__ import annotations
@@ -60,9 +60,9 @@ def lead_in_backward_kernel(
     stride_r, stride_b, stride_c, columns,
     CHANNELS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (N, blocks of channels, B): d_rows ``[R, B, C]``, and the weight's partial sums.
+    """grid (N, blocks of channels, B): d_rows ``[R, B, C]``, and partial sums of the weight.
 
-    A program has one of ``[N B, columns]`` rows of these, whose first C W columns it writes.
+    Each program writes the first C W columns of its row of the partial sums ``[N B, columns]``.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -99,7 +99,7 @@ def add_rows_kernel(
     returned_ptr, additions_ptr, d_rows_ptr, most, stride_s, stride_b,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (M, blocks of channels, B): a line of ``additions`` each, in fp32, rounded once."""
+    """grid (M, blocks of channels, B): adds one line of ``additions``, in fp32, rounded once."""
     line_ptr = additions_ptr + tl.program_id(0) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)
     c_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)

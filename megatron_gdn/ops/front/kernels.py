@@ -10,9 +10,8 @@ The table comes as constants, tuples that :mod:`.launches` fills:
     GATES       (first slot, programs, first column, columns of a program, block, for each channel,
                 inputs made, rated, low, high, gradients per head)
 
-and the function of each gate as a constant of its own, since Triton's cache knows those by content.
-
-Legend: S seq, B batch, C conv channels, W taps; in tile names T tokens of a span, D columns.
+Each gate's function is a constant of its own: Triton's cache then knows the function by its
+content. In tile names T is tokens of a span, D columns.
 """
 
 from __future__ import annotations
@@ -116,9 +115,9 @@ def front_forward_kernel(
 ):  # fmt: skip
     """grid (slots, token tiles, B): the heads of the convolved sections, then the gates.
 
-    Heads are the fastest axis, so that programs that run together read whole rows. ``first_slot``
-    skips slots. FIRST is the first convolved column. ``gates_ptr`` is at the rows, too, if these
-    hold the gates. A gate that makes two inputs is the only one.
+    Heads are the fastest axis, so that programs that run together read whole rows. The launch
+    begins at ``first_slot``. FIRST is the first convolved column. Only the first gate may make two
+    inputs, if it is the only gate.
     """
     slot = tl.program_id(0) + first_slot
     tokens = ROWS * steps
@@ -282,7 +281,7 @@ def front_backward_kernel(
 ):  # fmt: skip
     """grid (slots, token tiles, B): the gates first, so that they never finish last.
 
-    Each program writes its own stretch of one partial row per tile, of COLUMNS: conv weight [C, W],
+    Each program writes its stretch of one partial row per tile, of COLUMNS: conv weight [C, W],
     conv bias [C]; from RATES on, A_log and dt_bias. A second launch adds the rows in a fixed order.
     """
     slot = tl.program_id(0)

@@ -1,7 +1,4 @@
-"""A table's front as one launch each way (Triton); :mod:`.plain` is its twin.
-
-Legend: S seq, B batch, P projection width, C conv channels, W taps.
-"""
+"""A table's front as one launch each way (Triton); :mod:`.plain` is its twin."""
 
 from __future__ import annotations
 
@@ -39,9 +36,8 @@ _MOST_GATES = 3
 class TritonFront(TableFront):
     """Columns of the rows are adjacent, the weight is contiguous with W >= 2.
 
-    With ``batch_invariant``, tokens of packed rows take one path, near boundaries and far from
-    them, without fused multiply-adds: a compiler may use these in one copy of a loop and not in
-    another.
+    With ``batch_invariant``, packed rows take one path without fused multiply-adds, since a
+    compiler may fuse in one copy of a loop and not in another.
     """
 
     tile: Walk | None = None  # overrides the table of :mod:`..kernels.tiles`, for tuning and tests
@@ -136,7 +132,7 @@ class TritonFront(TableFront):
 
 
 def _filled(outs: list[Any], filler: Any) -> list[Any]:
-    """As many as the kernels take."""
+    """``outs``, with ``filler`` up to the number of gates that the kernels take."""
     return [*outs, *[filler] * (_MOST_GATES - len(outs))]
 
 
@@ -146,7 +142,7 @@ def _forward_launch(
     raw_strides: tuple[int, int], used: tuple[bool, ...], apart: bool, has_bias: bool,
     packed: bool, continued: bool,
 ) -> Launch | None:  # fmt: skip
-    """None if there are no rows."""
+    """The launch; None if there are no rows."""
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
     tile = within_reach(
         within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_widths(front))
@@ -217,7 +213,7 @@ def _tables(
 ) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
     """CONVOLVED, GATES and the functions of :mod:`.kernels`.
 
-    ``groups``: gradients for one head, of the convolved sections, then of what the gates make.
+    ``groups``: gradients per head, of the convolved sections, then of the gates' inputs.
     """
     layout, convolved, gates, place = front.layout, [], [], 3
     # The gates are the last slots of the forward and the first of the backward.

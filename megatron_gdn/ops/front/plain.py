@@ -1,7 +1,4 @@
-"""A table's front in plain torch: the twin of :mod:`.launches`, any device, fp64 for fp64 rows.
-
-Legend: S seq, B batch, P projection width.
-"""
+"""A table's front in plain torch: the twin of :mod:`.launches`, any device, fp64 for fp64 rows."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from .table import FrontParameters, TableFront
 
 @dataclass(frozen=True, eq=False)
 class PlainFront(TableFront):
-    """Its backward is autograd's; ``convolve`` is conv + SiLU."""
+    """A :class:`TableFront` whose backward is autograd's; ``convolve`` is conv + SiLU."""
 
     convolve: Callable[..., Tensor] = convolve_rows
 

@@ -1,9 +1,7 @@
-"""One front for all mixers: what a mixer states of its own, and the front that follows from it.
+"""One front for all mixers: the table that a mixer states, and the front that follows from it.
 
-    convolved sections      SiLU(conv(x)), scaled to unit length where the table says so
-    gates                   functions of single columns, of :mod:`.gates`, per head or per channel
-
-Legend: S seq, B batch, P projection width, C conv channels, W conv taps.
+convolved sections      SiLU(conv(x)), scaled to unit length if the table says so
+gates                   functions of single columns, of :mod:`.gates`, per head or per channel
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ class Convolved(NamedTuple):
 
 
 def delta_sections(normalise_qk: bool = True) -> tuple[Convolved, Convolved, Convolved]:
-    """Those of the delta rule."""
+    """The convolved sections of the delta rule."""
     q, k = Convolved("query", "q", normalise_qk), Convolved("key", "k", normalise_qk)
     return q, k, Convolved("value", "v")
 
@@ -52,7 +50,7 @@ class Gate(NamedTuple):
 
 @dataclass(frozen=True)
 class FrontTable:
-    """What the front of a mixer makes of a row."""
+    """The sections that a mixer's front reads from a row, and the inputs that it makes."""
 
     layout: Layout
     inputs: type[Any]  # the rule's, a NamedTuple: the convolved, then the gates in their order
@@ -82,9 +80,9 @@ class FrontParameters(NamedTuple):
 class TableFront:
     """A :class:`.base.GeneratingFront` of rows ``[S, B, P]``, by its table.
 
-    Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; then the one
-    that tokens share, if the table has one, and the sections of the gates ``[S, B, .]``, if the
-    rows do not hold them.
+    Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; then, if the
+    table has one, the parameter that tokens share, and the gates' sections ``[S, B, .]``, if rows
+    do not hold them.
     """
 
     table: FrontTable
@@ -138,7 +136,7 @@ class TableFront:
         return {"GATE": first, "SECOND_GATE": second, "THIRD_GATE": third, "GATES": of}
 
     def channels(self, section: str) -> slice:
-        """Of the convolution, those of a section."""
+        """The channels of the convolution that belong to a section."""
         columns, first = self.layout.columns(section), self.layout.conv_columns.start
         return slice(columns.start - first, columns.stop - first)
 
@@ -178,7 +176,6 @@ class TableFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        """As :class:`.base.Front` has it."""
         given, wanted = self._named(parameters), self.names if only is None else only
         made: dict[str, Any] = dict.fromkeys(self.names)
         made |= self._make(proj, given, documents, wanted, history)
@@ -197,7 +194,6 @@ class TableFront:
         documents: Documents | None,
         history: History | None = None,
     ) -> tuple[Tensor | None, ...]:
-        """As :class:`.base.Front` has it."""
         given = self._named(parameters)
         d_apart = None if given.apart is None else torch.empty_like(given.apart)
         found = self._gradients(proj, given, grads, d_proj, d_apart, documents, history)
@@ -221,7 +217,7 @@ class TableFront:
         wanted: tuple[str, ...],
         history: History | None,
     ) -> dict[str, Tensor | None]:
-        """At least the inputs that are wanted and not shared."""
+        """The wanted inputs, except the shared one."""
 
     @abstractmethod
     def _gradients(
@@ -234,4 +230,4 @@ class TableFront:
         documents: Documents | None,
         history: History | None,
     ) -> tuple[Tensor | None, ...]:
-        """Of weight, bias, A_log and dt_bias; writes the columns and ``history.d_rows``."""
+        """Gradients of weight, bias, A_log, dt_bias; writes the columns and ``history.d_rows``."""

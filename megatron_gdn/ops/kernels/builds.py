@@ -1,9 +1,8 @@
-"""One process of a machine builds what several need; the others take its result.
+"""One process of a machine compiles what several need; the others take its result.
 
-Triton compiles a kernel at its first launch, which takes seconds, and keeps it on disk. Each
-variant of a kernel (dtypes, sizes, alignments) has its own lock, so processes that want different
-variants compile side by side. The lock is the operating system's (``flock``): it is released when
-the last process that holds it ends, however it ends. A killed process leaves a file and no lock.
+Triton compiles a kernel at its first launch, and keeps it on disk. Each variant of a kernel
+(dtypes, sizes, alignments) has its own lock (``flock``). The operating system releases a lock when
+the last process that holds it ends, however it ends.
 """
 
 from __future__ import annotations
@@ -30,14 +29,13 @@ def compile_in_one_process(kernel: Any) -> None:
     # A launch calls this method for a variant that this process has not loaded yet.
     compile = getattr(kernel, "_do_compile", None)
     if compile is not None and not hasattr(compile, "__wrapped__"):
-        kernel._do_compile = by_one_process(kernel.__name__, compile)
+        kernel._do_compile = compiled_under_lock(kernel.__name__, compile)
 
 
-def by_one_process(name: str, compile: Callable) -> Callable:
-    """``compile`` of a variant, its first argument, by one process at a time."""
+def compiled_under_lock(name: str, compile: Callable) -> Callable:
 
     @wraps(compile)
-    def watched(key: Any, *args: Any, **kwargs: Any) -> Any:
+    def compile_under_lock(key: Any, *args: Any, **kwargs: Any) -> Any:
         import triton
 
         variant = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
@@ -55,7 +53,7 @@ def by_one_process(name: str, compile: Callable) -> Callable:
             finally:
                 say.cancel()
 
-    return watched
+    return compile_under_lock
 
 
 @contextmanager
@@ -68,8 +66,9 @@ def build_lock(
 ) -> Iterator[int | None]:
     """Hold the lock of this file, which is never removed, while building ``what``.
 
-    ``found`` ends the waiting; after ``patience`` seconds of it the log says so. Yields the file's
-    descriptor while this process holds the lock, else None; who inherits it holds the lock too.
+    ``found`` ends the waiting; after ``patience`` seconds of waiting the log says so. Yields the
+    file's descriptor if this process holds the lock, else None; a child that inherits it holds the
+    lock too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file, began = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic()

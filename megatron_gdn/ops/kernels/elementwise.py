@@ -20,8 +20,8 @@ _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 def sigmoid(x):
     """1 / (1 + exp(-x)) in fp32, to about 3 ulp; 0 and 1 at the ends, never NaN for finite x.
 
-    Four instructions, where Triton's own exp and division take ten; these kernels are as much
-    limited by instructions as by bandwidth.
+    It takes four instructions; Triton's own exp and division take ten, and instructions limit
+    speed.
     """
     if _PTX:
         e = tl.inline_asm_elementwise(

@@ -1,11 +1,9 @@
 """Launches of Triton kernels that are prepared once and then cost the host a few microseconds.
 
-``kernel[grid](...)`` binds the signature, specialises every argument and builds a key from text in
-each call. Of all this only the tensors change from call to call. A :class:`Launch` holds the rest.
-It launches once by ``kernel[grid](...)`` and then calls the compiled launcher that this returned.
-
-Triton compiles another kernel for other dtypes, for None in place of a pointer, and for pointers
-that are not multiples of 16 bytes. So the compiled launchers are kept by these, and by device.
+``kernel[grid](...)`` inspects every argument in each call. A :class:`Launch` calls it once, and
+then calls the compiled launcher that it returned. Triton compiles another kernel for other dtypes,
+for None in place of a pointer, and for pointers that are not multiples of 16 bytes, so a
+:class:`Launch` keeps a launcher for each of these, and for each device.
 """
 
 from __future__ import annotations
@@ -53,8 +51,8 @@ class Launch:
         launch = Launch(kernel, (tiles, B), S, stride, H=32, BLOCK_H=32, num_warps=4)
         launch(x, out)          # as kernel[(tiles, B)](x, out, S, stride, H=32, ...)
 
-    Where kernels are interpreted, or hooks watch Triton's launches, every call is the ordinary one.
-    Triton's other settings (``TRITON_DEBUG`` and the like) count as they are at the first call.
+    In the interpreter, or if hooks watch Triton's launches, every call is an ordinary one. Triton's
+    other settings (``TRITON_DEBUG`` and the like) count as they are at the first call.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any) -> None:
@@ -86,7 +84,7 @@ class Launch:
         prepared.launch(*self._axes, stream, *prepared.before, *pointers, *prepared.after)
 
     def _prepare(self, compiled: Any, tensors: int) -> _Prepared | None:
-        """Made from the result of a first launch; None if that has a form not known here."""
+        """The launcher of a first launch's result; None if its form is not known here."""
         try:
             launcher = compiled.run
             if launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -104,7 +102,7 @@ class Launch:
 
 
 class _Prepared(NamedTuple):
-    """What Triton's launcher in C is called with."""
+    """The arguments of Triton's launcher in C."""
 
     launch: Callable[..., None]
     before: tuple  # before the pointers: function, flags, no scratch memory, metadata, no hooks

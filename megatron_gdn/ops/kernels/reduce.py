@@ -35,7 +35,7 @@ def _sum_rows_kernel(
 ):  # fmt: skip
     """grid (column blocks, groups of ROWS * REPEATS rows): one row of sums per group.
 
-    Several groups have one out, of M columns; one group shares them among up to four.
+    Several groups write one out of M columns; a single group writes up to four outs.
     """
     m_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * (ROWS * REPEATS)
@@ -70,7 +70,7 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
 
 @lru_cache(maxsize=MOST_PLANS)
 def _stages(N: int, M: int, sizes: tuple[int, ...]) -> tuple[tuple[int, Launch], ...]:
-    """The rows that every launch leaves, down to one, and the launch. ``sizes``: of the outs."""
+    """For each launch, the number of rows that it leaves (the last leaves 1), and the launch."""
     assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTS
     ends = tuple(accumulate(sizes))
     ends += (M,) * (_MOST_OUTS - 1 - len(ends))

@@ -51,8 +51,8 @@ def front_forward_tile(tokens: int, widest_head: int) -> Walk:
 def front_backward_tile(tokens: int, widest_head: int) -> Walk:
     """Four values per thread: the walk keeps some twenty registers for each.
 
-    96 registers let five programs of four warps share a multiprocessor instead of four. Long walks
-    repeat less of the halo, short ones make enough programs to fill the chip.
+    With 96 registers five programs of four warps share a multiprocessor, not four. Long walks
+    compute less of the halo twice; short ones make enough programs to fill the chip.
     """
     steps = 128 if tokens >= 32768 else 64 if tokens >= 8192 else 32 if tokens >= 2048 else 16
     return Walk(_rows_of(widest_head), steps, warps=4, registers=96)
@@ -65,9 +65,9 @@ def _rows_of(widest_head: int) -> int:
 def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> Walk:
     """``tile``, or one of fewer tokens if offsets from its first token would not fit 32 bits.
 
-    A tile also touches ``taps`` - 1 tokens on either side, up to the sequence's end at ``tokens``.
-    ``strides`` are elements between tokens, in every tensor; one that does not fit 32 bits is left
-    out, since its offsets have 64 bits.
+    A tile also touches ``taps`` - 1 tokens on either side, up to ``tokens``. ``strides`` are
+    elements between tokens in every tensor; a stride of 64 bits is left out, since its offsets have
+    64 bits.
 
     Raises:
         ValueError: the smallest tile is still too large.

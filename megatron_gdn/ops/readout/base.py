@@ -5,10 +5,7 @@
     gate alone   y = o * act(gate)                      :mod:`.plain`
     a module     y = norm(o, gate)                      :class:`Apart`
 
-The gate is read from the rows, where the projection put it. Arithmetic is fp32 (fp64 for fp64),
-rounded once.
-
-Legend: S seq, B batch, P projection width, H heads with a state, V columns of a state.
+The gate is a section of the rows. Arithmetic is fp32 (fp64 for fp64), rounded once.
 """
 
 from __future__ import annotations
@@ -103,7 +100,7 @@ class Apart:
 
 
 def called_per_head(gate: slice, heads: int, norm: Callable[[Tensor, Tensor], Tensor]) -> Apart:
-    """The readout of a norm that is a module: ``norm(o, z)``, both ``[B, S, H, V]``."""
+    """The readout whose norm is a module, called as ``norm(o, z)`` on ``[B, S, H, V]`` tensors."""
 
     def call(mixed: Tensor, rows: Tensor) -> Tensor:
         y = norm(heads_of(mixed, heads), heads_of(rows[..., gate], heads))

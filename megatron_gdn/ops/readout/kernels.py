@@ -1,11 +1,10 @@
 """The readout of norm and gate over strided rows, as one launch each way (Triton); fp32 inside.
 
-:mod:`.plain` has the equations. A norm per head computes tiles of (token, head) rows; a norm per
-group one group of a few tokens, one after another. The gate z stays where the projection put it,
-and its gradient goes to the same columns of the projection's gradient.
+:mod:`.plain` has the equations. A program of a norm per head computes tiles of (token, head) rows;
+a program of a norm per group computes one group of a few tokens.
 
-Legend: S seq, B batch, H heads with a state, V columns of a state; R rows of a tile, one per
-(token, head), numbered as ``o [B, S, H, V]`` stores them; G groups, C channels of a group.
+Legend: R rows of a tile, one per (token, head), in the order of ``o [B, S, H, V]``; G groups, C
+channels of a group.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ class TritonReadout(PlainReadout):
 
     @property
     def by_row(self) -> bool:
-        """Whether the bits of a row do not depend on other rows: one tile for any number."""
+        """Whether a row's bits do not depend on other rows: every number of rows has one tile."""
         return self.groups is None
 
     def forward(
@@ -72,7 +71,6 @@ class TritonReadout(PlainReadout):
         return d_o, d_gamma
 
     def _gated(self, rows: Tensor) -> Tensor:
-        """What a kernel takes: the rows for a norm per head, their gate's columns for a group's."""
         return rows if self.groups is None else rows[..., self.gate.start :]
 
 
@@ -81,7 +79,7 @@ def _forward_launch(
     norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
     out_strides: tuple[int, ...],
 ) -> Launch | None:  # fmt: skip
-    """None if there are no rows."""
+    """The launch; None if there are no rows."""
     if not S * B:
         return None
     sigmoid, numbers = norm.activation == "sigmoid", (*strides, *out_strides, norm.eps)

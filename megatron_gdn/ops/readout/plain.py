@@ -1,14 +1,12 @@
-"""The readout of norm and gate in plain torch, from one differentiable function.
+"""The readout of norm and gate in plain torch; :mod:`.kernels` has the same in Triton.
 
     groups is None    y = o * rsqrt(mean_head(o^2) + eps) * gamma * act(gate)          gamma [V]
     groups            y = u * rsqrt(mean_group(u^2) + eps) * gamma                     gamma [H V]
                       u = o * act(gate), which is y if gamma is None
 
-A group is ``H / groups`` neighbouring heads, and the norm needs all of them on one rank. If they
-are not, the gate alone runs with the recurrence, and :func:`grouped_rms_norm` runs after the heads
-are together again. :mod:`.kernels` has the same in Triton.
-
-Legend: S seq, B batch, H heads with a state, V columns of a state, C = H V channels.
+A group is ``H / groups`` neighbouring heads, and its norm needs all of them on one rank. If they
+are on several ranks, the gate alone runs with the recurrence, and :func:`grouped_rms_norm` runs
+after the heads are together again.
 """
 
 from __future__ import annotations

@@ -4,14 +4,11 @@
     forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in where dS_out is 0
     forward.run(initial)    o and S_out          backward.run(initial, d_final)        the rest
 
-A stage keeps what its calls share. No call waits for the device. Between forward and backward only
-the tensors that the mixer saves are kept.
+A stage keeps what its calls share. No call waits for the device.
 
 States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. N counts sequences:
-the batch rows, or the non-empty documents. Documents of several batch rows lie end to end, row
-after row. Without a state a sequence starts at zero.
-
-Legend: B batch, S seq, N sequences, H heads with a state, K rows of a state, V columns.
+the batch rows, or the non-empty documents, row after row. Without a state a sequence starts at
+zero.
 """
 
 from __future__ import annotations
@@ -89,10 +86,7 @@ class RuleBackward(_Stage):
         raise NotImplementedError
 
     def d_o_was_scaled(self, by: Tensor) -> None:
-        """Called after d_o was multiplied in place by ``by [H, 1, 1]``, see :mod:`...gdn.half`.
-
-        A backward that keeps no tensor made from d_o has nothing to do.
-        """
+        """Called after d_o was multiplied in place by ``by [H, 1, 1]``, see :mod:`...gdn.half`."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in the rule's own tuple.
@@ -104,7 +98,7 @@ class RuleBackward(_Stage):
     def run_to_states(
         self, initial: Tensor | None, d_final: Tensor | None, maps: Callable[[], StateMap]
     ) -> tuple[Any, Tensor]:
-        """As :meth:`run`, and the gradient of the initial states; ``maps`` makes the state map."""
+        """The result of :meth:`run`, and the gradient of the initial states."""
         d_initial = self.d_initial()
         if d_final is not None:
             d_initial = maps().transposed(d_initial).apply(d_final)
@@ -138,14 +132,14 @@ class Rule:
         return self.backward(self, d_o, inputs, saved, documents)
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
-        """Called when a layer is built that will run this rule, to start compiling its kernels.
+        """Called when a layer with this rule is built, to start compiling its kernels.
 
-        ``layout``: of the rank where the rule runs. ``dtype``: of its inputs, unless it has an
-        ``operand_dtype``. ``states``: whether these enter and leave it.
+        ``layout``: of the rank that runs the rule. ``dtype``: of its inputs, unless the rule has an
+        ``operand_dtype``. ``states``: whether states enter and leave.
         """
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
-        """What of a forward's ``saved`` a second run of it reads: little per token."""
+        """The part of a forward's ``saved`` that its second run reads: little per token."""
         return Saved()
 
     def run_again(
@@ -153,7 +147,8 @@ class Rule:
     ) -> RuleOutput:
         """``o`` of a forward whose output was dropped, and what its backward needs.
 
-        Inputs and states have the bits of the first run; ``kept``: from :meth:`kept_to_run_again`.
+        Inputs and states have the bits of the first run; :meth:`kept_to_run_again` returned
+        ``kept``.
         """
         return self.begin(inputs, documents).run(initial)
 
@@ -164,7 +159,7 @@ def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 
 
 def in_one_row(x: Any) -> Any:
-    """``[B, S, ...]`` to ``[1, B S, ...]``, batch rows end to end, without a copy; or inputs."""
+    """A tensor ``[B, S, ...]``, or each input, as ``[1, B S, ...]``, without a copy."""
     if not isinstance(x, Tensor):
         return on_tokens(x, in_one_row)
     return x if x.shape[0] == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])

@@ -1,11 +1,10 @@
 """The places of a batch's tokens in chunks, the groups that chunks are computed in, and the walk.
 
-The walk goes from chunk to chunk of a group with the state, which enters and leaves where sequences
-begin and end. In fixed buffers the device alone knows where. There every chunk is walked, also
-those without tokens at the end; the others have the same sums and products.
+The walk carries the state from chunk to chunk of a group; states enter and leave where sequences
+begin and end. In fixed buffers only the device knows these places, so every chunk is walked, also
+the empty ones at the end.
 
-Legend: N sequences (in fixed buffers empty ones keep their states), n chunks, C tokens of a chunk,
-T tokens of all sequences, H heads, K rows of a state, V columns.
+Legend: N sequences (in fixed buffers empty ones keep their states), n chunks, C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ class ChunkGroup:
     ends: tuple[int, ...] = ()
 
     def taken(self, states: Tensor, *, ends: bool = False) -> Tensor:
-        """Of ``[N, H, K, V]``, what :meth:`walk` reads of sequences that begin (or end) here."""
+        """The rows of ``[N, H, K, V]`` that :meth:`walk` reads: sequences that begin (end) here."""
         index = self.end_index if ends else self.begin_index
         return states[:0] if index is None else states.index_select(0, index[1])
 
@@ -152,8 +151,8 @@ class GroupOnDevice(ChunkGroup):
 class ChunkTable:
     """The chunks of N sequences, sequence after sequence.
 
-    On a GPU all groups have one size; the last is filled up with empty chunks. So every product has
-    one shape for any batch, and no bit of a sequence depends on its neighbours.
+    On a GPU all groups have one size, filled up with empty chunks. So every product has one shape
+    for any batch, and no bit of a sequence depends on its neighbours.
     """
 
     chunk_size: int
@@ -168,10 +167,7 @@ class ChunkTable:
 
     @staticmethod
     def of(documents: Documents, chunk_size: int, heads: int, aligned: bool = False) -> ChunkTable:
-        """The table of these documents, made once.
-
-        ``aligned``: groups of one size on a CPU too, that is of one chunk, see :mod:`..aligned`.
-        """
+        """The table of these documents, made once; ``aligned``: on a CPU a group is one chunk."""
         fill_up = fills_up(documents.device)
         at_once = 1 if aligned and not fill_up else chunks_at_once(heads)
         key = ChunkTable, chunk_size, at_once, fill_up
@@ -216,7 +212,7 @@ class ChunkTable:
         self.put_tokens(rows, group, chunks.unflatten(0, (-1, rows.shape[1])).movedim(2, 1))
 
     def put_tokens(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
-        """As :meth:`put`, of ``[n, C, ...]``."""
+        """As :meth:`put`, from chunks ``[n, C, ...]``."""
         if group.slot is not None:  # only this group is held twice
             rows[group.tokens] = chunks.flatten(0, 1).index_select(0, group.slot).to(rows.dtype)
             return

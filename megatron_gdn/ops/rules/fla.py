@@ -1,10 +1,8 @@
 """fla (flash-linear-attention) as a rule: a mixer says which functions it calls, and with what.
 
-These functions lie beneath fla's autograd classes, which copy strided inputs and save tensors of
-their own. They are those of fla 0.6, so each is looked for, with its arguments, before a rule is
-chosen. Importing fla takes seconds, so nothing here does before a GPU backend is considered.
-
-Legend: B batch, S seq, N sequences, H heads, K rows of a state, V columns.
+These functions of fla 0.6 lie beneath fla's autograd classes, which copy strided inputs and save
+tensors of their own. Before a rule is chosen, each function and its arguments are looked for.
+Importing fla takes seconds, so fla is imported only when a GPU backend is considered.
 """
 
 from __future__ import annotations
@@ -136,7 +134,7 @@ class FlaRule(Rule):
         return f"fla takes key_head_dim up to 256, not {state.rows}" if state.rows > 256 else None
 
     def again(self, x: FlaBackward) -> tuple[Any, ...]:
-        """``kept``; a mixer may make something again."""
+        """The value of ``kept``; a mixer may make some of it again."""
         return x.saved.tensors
 
 
@@ -191,7 +189,7 @@ def kernels_of_fla(
     rule: type[FlaRule], device: torch.device, dtype: torch.dtype, state: StateShape,
     make: Callable[[], FlaRule] | None = None,
 ) -> Kernels:  # fmt: skip
-    """A mixer's row of fla in its table of choices; ``make`` builds the rule if it has options."""
+    """fla's row in a mixer's table of choices; ``make`` builds a rule that has options."""
     return Kernels(
         lambda: why_not_fla(rule, device, dtype, state), make or rule, "fla runs here", FLA_IS_TIMED
     )

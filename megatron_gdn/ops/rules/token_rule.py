@@ -1,15 +1,14 @@
 """The recurrences of all mixers one token after the other: the oracle, and a decode step.
 
-This is the definition everything else is tested against. Per head, with state ``S [K, V]``:
+Per head, with state ``S [K, V]``:
 
     S_t = exp(g_t) S_{t-1}                                g_t one number, or one for each row
     S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T            the delta rule
-    S_t = S_t + k_t (v_t - S_t^T e_t)^T                   with a key of its own that is erased
+    S_t = S_t + k_t (v_t - S_t^T e_t)^T                   with a key e of its own that is erased
     S_t = S_t + k_t v_t^T                                 if nothing is erased
     o_t = S_t^T q_t
 
-Legend: B batch, T tokens, G key heads, R heads per key head, H = G R heads with a state, K rows of
-a state, V columns, N sequences.
+R is heads with a state per key head, H = G R.
 """
 
 from __future__ import annotations

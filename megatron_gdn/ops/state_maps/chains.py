@@ -2,12 +2,10 @@
 
     S_after = through @ S_before + local
 
-The maps are those of the parts of a sequence (:mod:`.parts`) or of its pieces on different ranks
-(:mod:`megatron_gdn.context_parallel.chunkwise.map_exchange`). The products of a chain depend on
-each other. So on a GPU one launch follows all chains (:mod:`.chains_kernels`).
+The maps are those of the parts of a sequence (:mod:`.parts`), or of its pieces on different ranks.
+On a GPU one launch follows all chains (:mod:`.chains_kernels`).
 
-Legend: N chains, L steps of the longest, P maps, Q states written, H heads, K rows of a state,
-V columns of ``local``, X columns of the states that are followed.
+Legend: N chains, L steps of the longest, P maps, Q states written, X columns of a followed state.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""One Triton launch that follows chains of affine maps.
-
-Legend as in :mod:`.chains`.
-"""
+"""One Triton launch that follows chains of affine maps; letters as in :mod:`.chains`."""
 
 from __future__ import annotations
 
@@ -29,7 +26,7 @@ def _follow_kernel(
 ):  # fmt: skip
     """grid (N, H, tiles of columns): only the first axis takes more than 65535 programs.
 
-    Rows from K on are 0 in states and maps. Where there are none, no mask asks for them.
+    Rows from K on are 0 in states and maps; if K fills the block, nothing is masked.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     h = tl.cast(tl.program_id(1), tl.int64)

@@ -1,10 +1,8 @@
-"""Sequences cut into parts, so that one long sequence can occupy a whole GPU.
+"""Sequences cut into parts that a rule runs side by side: one sequence can fill a GPU.
 
-A rule runs the parts side by side. Each part is an affine map of the state that enters it, and the
-maps ``S_out = through @ S_in + local`` of one sequence are chained. In fixed buffers the host does
-not know these chains, so sequences that states enter stay whole there.
-
-Legend: N sequences, P parts, H value heads, K key dim, V value dim.
+Each part is an affine map of the state that enters it, ``S_out = through @ S_in + local``, and the
+maps of one sequence are chained. In fixed buffers the host does not know these chains, so sequences
+that states enter stay whole. P is the number of parts.
 """
 
 from __future__ import annotations
@@ -32,8 +30,8 @@ _FEWEST_CHUNKS = 32
 class Cut(NamedTuple):
     """Where sequences are cut, at multiples of 64 tokens from their starts.
 
-    In fixed buffers P is the most that there can be. Unused parts have no tokens and belong to the
-    last sequence.
+    In fixed buffers P is the largest possible number. Unused parts are empty parts of the last
+    sequence.
     """
 
     offsets: Tensor  # int32 [P + 1], where parts begin, and the end
@@ -78,7 +76,7 @@ def cut_by_length(documents: Documents, value_heads: int, longest: int | None = 
 
 
 def most_cuts(documents: Documents, value_heads: int) -> int:
-    """In how many places documents of such a buffer are cut by length at most.
+    """The largest number of places where documents of such a buffer are cut by length.
 
     One of c chunks is cut in at most (c - 1) // fewest places, and has over 64 * (c - 1) tokens.
     """
@@ -87,7 +85,7 @@ def most_cuts(documents: Documents, value_heads: int) -> int:
 
 
 def _most_parts_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
-    """How many parts a sequence has at most, and how many chunks a part has at least."""
+    """The largest number of parts of a sequence, and the smallest number of chunks of a part."""
     return max(1, FULL_GPU // value_heads), max(8, min(_FEWEST_CHUNKS, value_heads))
 
 
@@ -156,10 +154,10 @@ class Parts:
             ragged=moved.ragged if ragged else None,
             nowhere=moved.nowhere,
             places=ChunkPlaces(moved.chunk_offsets, moved.chunk_indices),
-            whole=_last_of(chains, device),
-            entering=_each_of(chains, device),
-            opening=_last_of(backwards, device),
-            leaving=_each_of(backwards, device),
+            whole=_steps_to_final_states(chains, device),
+            entering=_steps_to_part_states(chains, device),
+            opening=_steps_to_final_states(backwards, device),
+            leaving=_steps_to_part_states(backwards, device),
         )
 
 
@@ -185,14 +183,14 @@ def _tables(documents: Documents, cut: Cut) -> _Tables:
     )
 
 
-def _last_of(chains: Sequence[range], device: torch.device) -> Steps:
+def _steps_to_final_states(chains: Sequence[range], device: torch.device) -> Steps:
     """Steps that write the state after the n-th chain to place n."""
     return Steps.build(
         [[*((NONE, part) for part in chain), (n, NONE)] for n, chain in enumerate(chains)], device
     )
 
 
-def _each_of(chains: Sequence[range], device: torch.device) -> Steps:
+def _steps_to_part_states(chains: Sequence[range], device: torch.device) -> Steps:
     """Steps that write the state before each part to the part's place."""
     return Steps.build(
         [[*((part, part) for part in chain[:-1]), (chain[-1], NONE)] for chain in chains], device
