@@ -1,13 +1,11 @@
 """The published models: sizes, Megatron configurations and specs, FLOPs, flags for a launch.
 
-    parts = config("Qwen3.5-35B-A3B", tensor_model_parallel_size=2)
-    model = HybridModel(parts.config, parts.spec, max_sequence_length=4096, **parts.arguments)
+parts = config("Qwen3.5-35B-A3B", tensor_model_parallel_size=2)
+model = HybridModel(parts.config, parts.spec, max_sequence_length=4096, **parts.arguments)
 
-    find("Qwen3.5-35B-A3B").flags()          # of pretrain_hybrid.py
-    find("Qwen3.5-35B-A3B").stack            # parameters, FLOPs, bytes of states
-    build_model(find("Qwen3.5-35B-A3B").hf)  # megatron_gdn.hf: the model, for weights too
-
-The command is ``python -m megatron_gdn.models``. The numbers are in ``catalogue.toml``.
+find("Qwen3.5-35B-A3B").flags()          # of pretrain_hybrid.py
+find("Qwen3.5-35B-A3B").stack            # parameters, FLOPs, bytes of states
+build_model(find("Qwen3.5-35B-A3B").hf)  # megatron_gdn.hf: the model, for weights too
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ __all__ = [
 
 
 class Entry(NamedTuple):
-    """A model's class in transformers, fields of its ``config.json``, and where they were found."""
+    """A model's class in transformers, fields of its ``config.json``, and the source of both."""
 
     architecture: str
     fields: dict[str, Any]
@@ -54,7 +52,7 @@ def _entries() -> dict[str, Entry]:
 
 
 ENTRIES = _entries()
-# Flags that have not their field's name.
+# Flags whose name is not that of their field.
 _FLAGS = {"layernorm_epsilon": "--norm-epsilon", "num_moe_experts": "--num-experts"}
 
 
@@ -75,7 +73,7 @@ class Model:
 
     @classmethod
     def named(cls, name: str) -> Model:
-        """The model of this name; capitals do not count. An unknown name is a ValueError."""
+        """The model of this name in any case of letters; an unknown name is a ValueError."""
         for known, entry in ENTRIES.items():
             if known.lower() == name.lower():
                 return cls(known, entry)
@@ -83,7 +81,7 @@ class Model:
 
     @cached_property
     def hf(self) -> HFModelConfig | None:
-        """For `megatron_gdn.hf.build_model` and weights; None of families it does not know."""
+        """The `HFModelConfig` for `build_model` and weights; None for another family."""
         architecture, fields, _ = self.entry
         if architecture in _MEGATRON:
             return None
@@ -113,7 +111,7 @@ class Model:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The ``TransformerConfig`` fields that describe the model; GPTModel's number of layers."""
+        """The model's ``TransformerConfig`` fields; ``num_layers`` is GPTModel's."""
         if self.hf is not None:
             return self.hf.megatron_settings()
         fixed = _MEGATRON[self.entry.architecture]["fixed"]
@@ -126,25 +124,19 @@ class Model:
 
     @cached_property
     def stack(self) -> Stack:
-        """What it costs."""
         config, vocab = SimpleNamespace(**self.settings), self.entry.fields["vocab_size"]
         wide = self.entry.architecture == "OlmoHybridForCausalLM"
         return Stack.of(config, self.pattern, vocab, self.tied, wide_qk_norm=wide)
 
     @cached_property
     def dims(self) -> GDNDims | Mamba2Dims:
-        """The sizes of its recurrent layers."""
         config = SimpleNamespace(**self.settings)
         if "G" in self.pattern:
             return GDNDims.from_config(config)
         return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
 
     def refuse_unless_built(self, model: Architecture = "hybrid") -> None:
-        """Refuse a model that Megatron would not build as it was published.
-
-        Raises:
-            NotImplementedError: it would be another model.
-        """
+        """Refuse (NotImplementedError) a model that Megatron would not build as published."""
         if self.hf is None and "launch" not in _MEGATRON[self.entry.architecture]:
             raise NotImplementedError(
                 f"{self.name} is listed for its sizes: its layers norm their outputs and write "
@@ -203,10 +195,8 @@ class Model:
         return Parts(config, spec, arguments | {"hybrid_layer_pattern": self.pattern})
 
     def flags(self, model: Architecture = "hybrid") -> list[str]:
-        """The flags of ``pretrain_hybrid.py`` or ``pretrain_gpt.py`` that build the model.
-
-        Raises:
-            NotImplementedError: see `refuse_unless_built`.
+        """The flags of ``pretrain_hybrid.py`` or ``pretrain_gpt.py``; errors as
+        `refuse_unless_built`.
         """
         self.refuse_unless_built(model)
         if self.hf is not None:

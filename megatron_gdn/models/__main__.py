@@ -44,9 +44,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
-    """Model, precision, length and parallel sizes; data, tokenizer and optimizer are the launch's.
+    """Model, precision, length and parallel sizes; the launch adds data, tokenizer and optimizer.
 
-    Experts are not cut by tensor parallelism: Megatron would do so without being told.
+    The expert-tensor-parallel size is 1; without the flag Megatron takes the tensor-parallel size.
     """
     flags = "--bf16 --use-distributed-optimizer"
     flags += " --no-gradient-accumulation-fusion"  # for machines without APEX
@@ -61,7 +61,7 @@ def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
 
 
 def figures(model: Model, options: argparse.Namespace) -> dict[str, Any]:
-    """All that is printed, in units without prefix."""
+    """All printed figures, in units without prefix."""
     tp, cp, ep, length = options.tp, options.cp, options.ep, options.length
     stack, pattern, dims = model.stack, model.pattern, model.dims
     flops = stack.flops([length])
@@ -172,14 +172,14 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 class Scheme(NamedTuple):
-    """What ``linear_cp_mode="auto"`` takes."""
+    """What ``linear_cp_mode="auto"`` takes, and the prices."""
 
     name: str
     price: Price | None  # None where there is no choice
 
 
 def tensor_parallel_sizes(model: Model) -> list[int]:
-    """The sizes that divide all heads and the MLP; routed experts are not cut."""
+    """The sizes that divide all heads and the MLP; experts are not cut."""
     heads, groups = (model.settings[f"num_{name}"] for name in ("attention_heads", "query_groups"))
     cut = [heads, model.dims.layout.counts[-1][1]]  # the second: key heads, groups of Mamba2
     if "-" in model.pattern:
@@ -194,19 +194,18 @@ def tensor_parallel_sizes(model: Model) -> list[int]:
 
 
 def headwise_sizes(model: Model, tp: int) -> list[int]:
-    """The context-parallel sizes that can exchange heads; chunkwise takes any size."""
+    """The context-parallel sizes that divide the heads; chunkwise takes any size."""
     layout = model.dims.shard(tp).layout
     return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
 
 
 def expert_parallel_sizes(model: Model) -> list[int]:
-    """The sizes that divide the experts."""
     experts = model.settings.get("num_moe_experts") or 1
     return [n for n in range(1, experts + 1) if experts % n == 0]
 
 
 def check(model: Model, options: argparse.Namespace) -> None:
-    """Refuse sizes that a launch would refuse, and name those that are legal."""
+    """Refuse sizes that a launch would refuse, and list the legal ones."""
     tp, cp, ep, length, gpus = (getattr(options, x) for x in ("tp", "cp", "ep", "length", "gpus"))
     for name, value, legal in (
         ("tensor-parallel size tp", tp, tensor_parallel_sizes(model)),
@@ -241,8 +240,7 @@ def scheme(
     documents: tuple[int, ...] | None = None,
     gpus_per_machine: int = 8,
 ) -> Scheme:
-    """What ``auto`` takes for one bf16 sequence of ``length`` tokens in the zigzag layout, which
-    ``documents`` of these lengths may be packed into."""
+    """What ``auto`` takes for one bf16 sequence in zigzag; ``documents`` are lengths, if packed."""
     if cp == 1:
         return Scheme("whole", None)
     if cp not in headwise_sizes(model, tp):
@@ -258,11 +256,11 @@ def scheme(
 def saved_bytes(
     dims: GDNDims, *, tp: int = 1, recompute: str = "none", recompute_layer: bool = False
 ) -> int:
-    """What a layer keeps for its backward: bytes per token in bf16 with flash_qla or fla.
+    """Bytes per token that a layer keeps for its backward, in bf16 with flash_qla or fla.
 
-    That is of one tensor-parallel rank with sequence parallelism. Where `flash_qla` cuts long
-    sequences into parts it keeps their states too: 16 MiB for 32768 tokens of 32 heads.
-    ``recompute_layer`` is ``--recompute-modules gdn`` of Megatron's dev: the input alone is kept.
+    One tensor-parallel rank with sequence parallelism. States of parts, which `flash_qla` keeps for
+    long sequences, are not counted (16 MiB for 32768 tokens of 32 heads). ``recompute_layer`` is
+    ``--recompute-modules gdn`` of Megatron's dev.
     """
     share = dims.shard(tp)
     kept = 2 * dims.hidden_size // tp  # bf16: of the input of in_proj

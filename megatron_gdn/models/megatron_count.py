@@ -1,8 +1,8 @@
 """Megatron's count of FLOPs for its log line of throughput, with the equations of :mod:`.stack`.
 
-Megatron's own counts, in core_r0.19.0, main and dev: V^2 in place of K V for the delta rule; no
-output gate of attention in hybrid models; for Mamba2 an inner width of twice the hidden size,
-whatever the heads are; no routers of experts.
+Megatron's own counts (core_r0.19.0, main and dev) have V^2 in place of K V for the delta rule, no
+output gate of attention in hybrid models, and no routers. For Mamba2 they take an inner width of
+twice the hidden size.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from .stack import Stack
 def stack_of_arguments(args: Any) -> Stack:
     """The stack that Megatron's parsed and validated command line describes.
 
-    Options of 'K' layers, which it does not have, are those of the stack that was built last.
-    Layers whose FLOPs :class:`.stack.Stack` does not know are a ValueError.
+    It has no options of 'K' layers; those of the last built stack are taken. A layer that
+    :class:`.stack.Stack` does not know is a ValueError.
     """
     for name in ("multi_latent_attention", "moe_latent_size"):
         if getattr(args, name, None):
@@ -51,8 +51,7 @@ def num_floating_point_operations(
 ) -> float:
     """As the function of this name in ``megatron.training.training``.
 
-    The last two are of packed documents, where the script tells Megatron; dev's ``pretrain_gpt.py``
-    does so only with a packing scheduler.
+    The last two arguments are sums over packed documents, if the script knows them.
     """
     tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
     if tokens is None:
@@ -63,7 +62,7 @@ def num_floating_point_operations(
 
 
 def install() -> None:
-    """Make Megatron's training loop count so; models that are not known stay with its own count."""
+    """Make Megatron's training loop count so, except for models that are not known."""
     from megatron.training import training
 
     theirs = training.num_floating_point_operations

@@ -7,12 +7,10 @@ the state before it and A its triangular inverse:
     k S,  q S,  k^T x                                     C K V each, for every value head
     x = A (v - k S),  (q k^T) x                           C C V each, for every value head
 
-Kimi Delta Attention has the first line for every value head: gates lie between the factors.
-Mamba2 has no k k^T, k S and A. A backward takes twice its forward. What is computed again is not
-counted, nor is what is no product: norms, activations, gates, softmax, the embedding.
+Kimi Delta Attention has the first line for every value head. Mamba2 has no k k^T, k S and A. Only
+products are counted: of a backward twice those of its forward, of recomputation none.
 
-Legend: D hidden size, W taps, G key heads (groups of Mamba2), H value heads, K and V their dims,
-n heads of attention and d their dim.
+Legend: G key heads (groups of Mamba2), n heads of attention and d their dim.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ MAMBA_TAPS = 4  # Megatron has no field for them
 
 
 class Flops(NamedTuple):
-    """Of one forward, by what they are spent on."""
+    """FLOPs of one forward, by what they are spent on."""
 
     projections: int
     convolution: int
@@ -45,7 +43,7 @@ class Flops(NamedTuple):
 
     @property
     def step(self) -> int:
-        """Forward and backward."""
+        """FLOPs of forward and backward."""
         return 3 * self.forward
 
 
@@ -53,7 +51,7 @@ class Flops(NamedTuple):
 class Layer:
     """One layer of a hybrid pattern, with its norm."""
 
-    weights: int  # parameters that multiply the row of every token
+    weights: int  # parameters that multiply every token's row
     vectors: int  # other parameters: norms, convolutions, gates
     idle: int = 0  # weights of the experts that a token does not go to
     convolution: int = 0  # multiply-adds for a token
@@ -120,29 +118,29 @@ class Stack:
 
     @property
     def active_parameters(self) -> int:
-        """All but those of experts that a token does not go to."""
+        """All parameters but those of experts that a token does not go to."""
         ends = self.hidden_size * (self.vocab_size * (1 if self.tied else 2) + 1)
         return ends + self._sum("weights") + self._sum("vectors")
 
     @property
     def state_bytes(self) -> int:
-        """Of one sequence, fp32."""
+        """Bytes of one sequence's fp32 states."""
         return self._sum("state_bytes")
 
     @property
     def conv_bytes(self) -> int:
-        """Of one sequence, bf16."""
+        """Bytes of one sequence's bf16 histories."""
         return self._sum("conv_bytes")
 
     def _sum(self, field: str) -> int:
         return sum(getattr(layer, field) for layer in self.layers)
 
     def flops(self, lengths: Sequence[int]) -> Flops:
-        """Of one forward over documents of these lengths."""
+        """FLOPs of one forward over documents of these lengths."""
         return self.flops_of_sums(sum(lengths), sum(length * length for length in lengths))
 
     def flops_of_sums(self, tokens: int, squares: int) -> Flops:
-        """Of one forward, from the sum of the documents' lengths and that of their squares."""
+        """FLOPs of one forward, from sums over the documents: lengths and squared lengths."""
         return Flops(
             projections=2 * tokens * self._sum("weights"),
             convolution=2 * tokens * self._sum("convolution"),
@@ -195,7 +193,7 @@ def _mamba2(dims: Mamba2Dims) -> Layer:
 
 
 def _recurrent(dims: Any, *, columns: int, vectors: int, rule: int, wide: int = 0) -> Layer:
-    """``columns`` of in_proj, ``wide`` halves of gates, ``vectors`` beside norm and convolution."""
+    """A recurrent layer: ``columns`` of in_proj, ``wide`` halves of gates, other ``vectors``."""
     D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width
     H, K, V = dims.state[:3]
     return Layer(
