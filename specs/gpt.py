@@ -36,8 +36,7 @@ from .layer import (
     with_launch_options,
 )
 
-# Megatron-Core 0.19 calls the variant by the first name. Later versions use the second and replace
-# the first by it.
+# Names of the variant in Megatron-Core 0.19 and later.
 GDN_VARIANTS = ("gated_delta_net", "gdn")
 _SPECS = {**dict.fromkeys(GDN_VARIANTS, gated_delta_net_spec), "gdn2": gated_delta_net2_spec}
 
@@ -45,8 +44,8 @@ _SPECS = {**dict.fromkeys(GDN_VARIANTS, gated_delta_net_spec), "gdn2": gated_del
 def call_spec_functions() -> None:
     """Let a ``TransformerBlock`` take ``spec(config, vp_stage=..., pp_rank=...)`` for its spec.
 
-    ``pretrain_gpt.py`` of Megatron-LM's branch dev hands what ``--spec`` names to the model, which
-    refuses a function ("specialize for function"); core_r0.19.0 and main call it.
+    ``pretrain_gpt.py`` of Megatron-LM's dev gives the function that ``--spec`` names to the model,
+    which refuses it ("specialize for function"); core_r0.19.0 and main call the function.
     """
     theirs = transformer_block._get_block_submodules
     if getattr(theirs, "_calls_functions", False):
@@ -64,7 +63,7 @@ def call_spec_functions() -> None:
     transformer_block._get_block_submodules = submodules_of
 
 
-call_spec_functions()  # here: between the import for `--spec` and the model no code of ours runs
+call_spec_functions()  # at import, since no code of ours runs between it and the model
 
 
 def gpt_block_spec(
@@ -113,7 +112,7 @@ def _mixer(config: Any, modules: str, **options: Any) -> ModuleSpec:
 
 
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
-    """Megatron's own layer specs with its Gated DeltaNet exchanged for ours, and its last norm."""
+    """Megatron's own layer specs with our Gated DeltaNet, and its last norm."""
     layer_specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
     mixer = _mixer(config, "te", **options)
     theirs = upstream.GatedDeltaNet, getattr(upstream, "GatedDeltaNet2", None)
@@ -154,7 +153,7 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
 
 
 def kinds_of_layers(config: Any) -> list[tuple[int, int]]:
-    """Of each layer, whether it is Gated DeltaNet and whether it has experts."""
+    """Whether each layer is Gated DeltaNet, and whether it has experts."""
     dense, variant = [0] * config.num_layers, config.experimental_attention_variant
     is_gdn = dense if variant is None else variants.get_linear_attention_pattern(config)
     is_moe = variants.get_moe_layer_pattern(config) if config.num_moe_experts else dense
@@ -162,7 +161,6 @@ def kinds_of_layers(config: Any) -> list[tuple[int, int]]:
 
 
 def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None):
-    """Global layer indices that this pipeline stage builds."""
     stage = {"vp_stage": vp_stage, "pp_rank": pp_rank}
     layout = cast(PipelineParallelLayerLayout | None, config.pipeline_model_parallel_layout)
     if layout is not None:

@@ -1,9 +1,9 @@
 """Hybrid stacks with our mixers: 'G' Gated DeltaNet, 'K' Kimi Delta Attention, 'M' Mamba2, ...
 
-A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2".
+    HybridModel(config, hybrid_stack_spec("local"), hybrid_layer_pattern="G-G-G-*-", ...)
+    --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 
-HybridModel(config, hybrid_stack_spec("local"), hybrid_layer_pattern="G-G-G-*-", ...)
---spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
+A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2".
 """
 
 from dataclasses import fields, replace
@@ -51,8 +51,7 @@ _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 class HybridStackSpec(ModuleSpec):
     """Spec of a ``HybridStack`` whose 'G', 'K' and 'M' layers have the mixers of this package.
 
-    ``--spec`` takes it as it is. Called, it returns another spec:
-    ``hybrid_stack_spec("local", cp_layout="contiguous")``.
+    A call returns another spec: ``hybrid_stack_spec("local", cp_layout="contiguous")``.
     """
 
     def __call__(self, *args: Any, **options: Any) -> Any:
@@ -124,12 +123,11 @@ def _hybrid_stack_spec(
 
 
 def _upstream() -> HybridStackSubmodules:
-    """What Megatron's own hybrid stack is made of."""
     return cast(HybridStackSubmodules, hybrid_layer_specs.hybrid_stack_spec.submodules)
 
 
 def _options_of_both(options: dict[str, Any], mixer: str) -> dict[str, Any]:
-    """Of GatedDeltaNet's options those that mean the same in another mixer."""
+    """Those options of GatedDeltaNet that mean the same in another mixer."""
     shared = {k: v for k, v in options.items() if k in _OF_BOTH}
     if options.get("backend") in _BACKENDS[mixer]:
         shared["backend"] = options["backend"]
@@ -177,7 +175,7 @@ def _local_submodules(
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
         "moe_layer": ModuleSpec(module=LocalMoELayer, submodules=experts),
     }
-    # Layers differ between versions of Megatron. One that is left out would be an identity.
+    # Versions of Megatron have different layers. A layer that is left out would do nothing.
     places = {field.name for field in fields(HybridStackSubmodules)}
     for place in sorted(place for place in places - layers.keys() if place.endswith("_layer")):
         symbol = {"symbol": _SYMBOLS.get(place, place)}
@@ -186,7 +184,7 @@ def _local_submodules(
 
 
 def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
-    """A layer of one mixer; with a norm of its own before the mixer's ``linear``, if given."""
+    """A layer of one mixer; ``linear`` is the mixer's, and a given norm stands before it."""
     norm = {} if linear is None else norms_before(input_layernorm=f"self_attention.{linear}")
     return ModuleSpec(
         module=TransformerLayer,
@@ -204,7 +202,7 @@ def _mamba_layer(mixer: ModuleSpec, **norm: Any) -> ModuleSpec:
 
 
 know_letter()
-# Megatron's `--spec` looks these up by name and takes them as they are, without a call.
+# Megatron's `--spec` finds these by name and does not call them.
 hybrid_stack_spec = _hybrid_stack_spec("auto")
 gdn_hybrid_stack_spec = hybrid_stack_spec
 gdn_hybrid_stack_spec_local = _hybrid_stack_spec("local")

@@ -1,13 +1,12 @@
 """Our mixers as Megatron ModuleSpecs, their options in a launch, and plain-torch layers for them.
 
-``--spec`` names a spec and takes no options of its own:
+``--spec`` names a spec and takes no options, so a launch gives them in the environment:
 
-    MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute_qkv=True" torchrun ... \\
+    MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute_qkv=True" torchrun ... \
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
 
-An option reaches 'G' and 'K' layers if their mixer has it: recompute both, gate_lower_bound 'K'.
-The specs read the variable once. Every process of a launch must have the same value. An option that
-a call in Python gives overrides the variable's.
+An option reaches every 'G' and 'K' layer whose mixer has it. The variable must be equal in all
+processes; an option that a call in Python gives is taken instead.
 """
 
 import ast
@@ -50,7 +49,7 @@ _OF_MEGATRON = {
     "self", "config", "submodules", "layer_number", "pg_collection", "name", "cp_comm_type",
     "pp_layer_offset", "is_mtp_layer",
 }  # fmt: skip
-# Megatron builds it as it is, though its annotations ask for a class.
+# Megatron builds from this object, although its annotations ask for a class.
 BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
 
@@ -133,14 +132,13 @@ def _spec(mixer: type, parts: Any, modules: str, options: dict[str, Any]) -> Mod
 
 
 def norms_before(**linears: str) -> dict[str, Any]:
-    """Submodules of a layer: its norms, by their places, stored as Transformer Engine stores them,
-    which fuses each into one of ``linears``."""
+    """Norms of a layer by their places, stored where Transformer Engine's ``linears`` have them."""
     keys = {f"{place}.": f"{linear}.layer_norm_" for place, linear in linears.items()}
     return {**dict.fromkeys(linears, TorchRMSNorm), "sharded_state_dict_keys_map": keys}
 
 
 def local_mlp_builder():
-    """Dense MLP over Megatron's own linears."""
+    """A dense MLP of Megatron's own linears."""
     return partial(
         MLP.as_mlp_submodule,
         submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
@@ -178,8 +176,10 @@ def flex_by_option(attention: str) -> bool | None:
 
 
 class LocalMoELayer(MoETransformerLayer):
-    """Experts in plain torch. A spec that ``--spec`` names sees no config, so the layer chooses its
-    own ``mlp``: as many experts as ``config.num_moe_experts``, which must not be None."""
+    """Experts in plain torch, as many as ``config.num_moe_experts``, which must not be None.
+
+    A spec that ``--spec`` names sees no config, so the layer chooses its own ``mlp``.
+    """
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any
@@ -191,7 +191,7 @@ class LocalMoELayer(MoETransformerLayer):
 
 
 class UnavailableLayer:
-    """In the place of a layer that a spec lacks: building it is an error."""
+    """Stands for a layer that a spec lacks; building it is an error."""
 
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
@@ -204,13 +204,13 @@ class UnavailableLayer:
 
 
 def with_launch_options(options: dict[str, Any], mixer: type = GatedDeltaNet) -> dict[str, Any]:
-    """``options``, plus the options of the launch that they do not name and ``mixer`` has."""
+    """``options``, and those of the launch's other options that ``mixer`` has."""
     known = _options_of(mixer)
     return {**{n: value for n, value in _of_launch().items() if n in known}, **options}
 
 
 def kda_launch_options(named: Collection[str]) -> dict[str, Any]:
-    """The options of the launch that KimiDeltaAttention has, but those that a call ``named``."""
+    """KimiDeltaAttention's options of the launch, without those that a call ``named``."""
     own = _options_of(KimiDeltaAttention).keys() - {"backend", *named}
     return {name: value for name, value in _of_launch().items() if name in own}
 
@@ -225,7 +225,7 @@ def _of_launch() -> dict[str, Any]:
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """``"name=value,name=value"`` with values as in Python, or words; spaces separate too."""
+    """Parse ``"name=value,name=value"``, values as in Python or words; spaces separate too."""
     legal = _options_of(KimiDeltaAttention) | _options_of(GatedDeltaNet)
     options = {}
     for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):
@@ -244,6 +244,6 @@ def parse_options(text: str) -> dict[str, Any]:
 
 
 def _options_of(mixer: type) -> dict[str, str]:
-    """Every option of a mixer, with its type as written."""
+    """The options of a mixer, each with its annotation."""
     arguments = inspect.signature(mixer).parameters.items()
     return {name: str(given.annotation) for name, given in arguments if name not in _OF_MEGATRON}

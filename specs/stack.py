@@ -1,9 +1,8 @@
 """Megatron's hybrid stack, with 'K' layers, and its heads of multi-token prediction (MTP).
 
 Megatron's patterns have no letter for Kimi Delta Attention (0.19, main and dev of November 2026),
-so a 'K' layer is built in the place of a 'G' layer, from another spec. So is a 'G' of a config of
-the variant "gdn2". ``"M*G-/M*/M*"`` is the
-model ``M*G-`` and two heads of the layers ``M*``, from the same stack spec.
+so a 'K' layer is built in the place of a 'G' layer, from another spec; so is a 'G' of variant
+"gdn2". ``"M*G-/M*/M*"`` is the model ``M*G-`` and two heads of the layers ``M*``.
 """
 
 from __future__ import annotations
@@ -39,11 +38,10 @@ def know_letter() -> None:
 
 
 class KDAHybridStack(HybridStack):
-    """Megatron's stack, with 'K' layers. Its own ``layer_type_list`` has 'G' for them, by which
-    Megatron's main finds the states of recurrent layers.
+    """Megatron's stack, with 'K' layers.
 
-    Attributes:
-        kda_options: of the 'K' layers of the stack that this process built last.
+    ``layer_type_list`` has 'G' for them, by which Megatron's main finds the states of recurrent
+    layers. ``kda_options`` are of the 'K' layers of the stack that this process built last.
     """
 
     kda_options: ClassVar[dict[str, Any]] = {}
@@ -74,10 +72,7 @@ def _with_layers(
     letters: Iterable[str],
     before: int,
 ) -> tuple[HybridStackSubmodules, list[str]]:
-    """``submodules`` whose 'G' place builds these layers too, and the letters with 'G' for 'K'.
-
-    ``before``: layers before the first of ``letters``.
-    """
+    """``submodules`` whose 'G' place builds these layers too, and the letters with 'G' for 'K'."""
     letters = list(letters)
     numbers = {before + place for place, letter in enumerate(letters, start=1) if letter == KDA}
     variant = config.experimental_attention_variant
@@ -105,8 +100,8 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     """Megatron's MTP layer, which refuses sequences that Megatron would shift wrongly.
 
     Megatron shifts tokens, labels and loss masks by one token per head, document by document. It
-    assumes that each document begins at its offset in ``cu_seqlens_q`` and lies in the zigzag
-    layout on the model's context-parallel ranks. Otherwise tokens would get other tokens' labels.
+    assumes that each document begins at its offset in ``cu_seqlens_q`` and, over context-parallel
+    ranks, lies in zigzag. Otherwise tokens would get other tokens' labels.
 
     Args:
         cp_layout: how the data loader cuts sequences over context-parallel ranks.
@@ -131,7 +126,7 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     ) -> None:
         loader_layout = LoaderLayout(cp_layout, config)
         if pg_collection.cp.size() > 1:
-            _require_zigzag(loader_layout.expected(), pg_collection.cp)
+            _require_zigzag(loader_layout.of_packed(), pg_collection.cp)
         hybrid_submodules, letters = _with_layers(
             hybrid_submodules, layers, config, mtp_layer_pattern, 0
         )
@@ -144,7 +139,7 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     def forward(
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
     ) -> tuple[Tensor | None, ...]:
-        """As Megatron's, of documents that it shifts rightly; the others are errors."""
+        """As Megatron's; documents that it would shift wrongly are refused."""
         _require_shiftable(packed_seq_params, self.cp_group)
         if self.cp_group.size() > 1:
             _require_zigzag(self.loader_layout.of(packed_seq_params), self.cp_group)
@@ -197,7 +192,7 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
 
 
 def local_mtp_spec(**options: Any) -> ModuleSpec:
-    """Heads over local modules, whose checkpoints load into Transformer Engine models and back."""
+    """Heads of local modules, whose checkpoints also fit Transformer Engine's."""
     parts = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=TorchRMSNorm,
         hnorm=TorchRMSNorm,

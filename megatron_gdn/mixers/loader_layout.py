@@ -1,6 +1,4 @@
-"""How the data loader cut packed documents over context-parallel ranks, and who says so.
-
-A rank sees only its own tokens, which do not show where they were cut. These sources may say it:
+"""How the data loader cut packed documents over context-parallel ranks, and which source says it.
 
 | source                                     | says                                                |
 |--------------------------------------------|-----------------------------------------------------|
@@ -9,11 +7,11 @@ A rank sees only its own tokens, which do not show where they were cut. These so
 | ``config.cp_partition_mode``               | ``"contiguous"``                                    |
 | the layer's option ``cp_layout``           | what the user knows                                 |
 
-Both ``cp_partition_mode`` are fields of newer Megatrons. Their default, ``"zigzag"``, says nothing,
-except that a micro-batch with it contradicts a config with ``"contiguous"``. If a micro-batch says
-its cut, Megatron's arguments are not read: its ``get_batch`` sets no mode, so another loader made
-this one. If no source says anything, every document is cut by itself. Every loader of Megatron cuts
-batches that are not packed in zigzag; for these only ``cp_layout`` is read.
+Both ``cp_partition_mode`` are fields of newer Megatrons, whose default ``"zigzag"`` says nothing (a
+micro-batch with it still contradicts a config with ``"contiguous"``). Megatron's ``get_batch`` sets
+no mode, so arguments are not read for a micro-batch that says its cut. Without any source every
+document is cut by itself. Batches that are not packed are in zigzag; for these only ``cp_layout``
+is read.
 """
 
 from __future__ import annotations
@@ -84,7 +82,7 @@ class LoaderLayout:
             return self._of_batches
         return self._of_mode(getattr(packed, "cp_partition_mode", None))
 
-    def expected(self) -> SequenceLayout:
+    def of_packed(self) -> SequenceLayout:
         """How packed micro-batches without ``cp_partition_mode`` are cut."""
         return self._of_mode(None)
 
@@ -134,13 +132,13 @@ class LoaderLayout:
 
 
 class FollowsLoader:
-    """Mixin of a module with the option ``cp_layout``: how tokens were cut."""
+    """Mixin of a module with the option ``cp_layout``."""
 
     loader_layout: LoaderLayout
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """The option; a new value is used from the next forward. Give all layers the same."""
+        """How tokens were cut; a new value counts from the next forward, and all layers need it."""
         return self.loader_layout.option
 
     @cp_layout.setter
@@ -149,7 +147,7 @@ class FollowsLoader:
 
 
 def _said_by(arguments: tuple[Any, ...]) -> _Said | None:
-    """The cut of packed documents in ``get_batch`` of pretrain_hybrid.py and pretrain_gpt.py."""
+    """The cut of packed documents by ``get_batch`` of pretrain_hybrid.py and pretrain_gpt.py."""
     if not arguments:
         return None
     scheduler, hybrid, sft, whole_buffer = arguments

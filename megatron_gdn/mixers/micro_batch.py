@@ -1,12 +1,8 @@
 """How one micro-batch runs: its documents, its scheme, its rule. Decided here and nowhere else.
 
-None of this is certain when a layer is built: models are moved and cast later, and a micro-batch
-may bring its own context-parallel group. So a layer chooses for the expected case when it is built,
-and again when rows of another kind arrive. Choices are looked up by the identity of the documents,
-since hashing and pricing many lengths takes longer than a launch.
-
-Legend: s this rank's tokens, S tokens of the rows that the mixer runs on, B batch, P projection
-width.
+Models are moved and cast after they are built, and a micro-batch may bring its own context-parallel
+group. So a layer guesses device and dtype when it is built, and chooses again for other rows.
+Answers are kept by the identity of the documents: to hash many lengths takes longer than a launch.
 """
 
 from __future__ import annotations
@@ -40,7 +36,7 @@ if TYPE_CHECKING:
 
 _MOST_GROUPS = 16  # kept at a time
 _MOST_MICRO_BATCHES = 32  # likewise; each holds its tables on the device
-_WHATEVER = SequenceLayout.ZIGZAG  # one rank holds all tokens in order in every layout
+_WHATEVER = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order in every layout
 # ``choose(device, dtype, deterministic, aligned=...)`` gives the rule for such rows and the reason.
 ChooseRule = Callable[..., tuple[Rule, str]]
 
@@ -57,11 +53,11 @@ class MicroBatch:
 
     @property
     def rows_stay(self) -> bool:
-        """Whether the front takes the rows as in_proj wrote them: not exchanged, not on a grid."""
+        """Whether the front takes in_proj's rows themselves: not exchanged, not put on a grid."""
         return not self.scheme.moves_rows and not getattr(self.rule, "aligned", False)
 
     def local_positions(self) -> Tensor | range:
-        """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""
+        """Sequence positions of this rank's share of ``tokens``, in its order."""
         return self.scheme.local_positions(self.documents, self.tokens)
 
 
@@ -124,12 +120,12 @@ class MicroBatches:
         self._whole: dict[tuple, MicroBatch] = {}
         self._schemes: dict[tuple[Any, Rule, SequenceLayout], _Schemes] = {}
         self._made: dict[tuple, MicroBatch] = {}
-        expected = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-        self.latest_rule = self.whole(expected, _expected_dtype(config)).rule
+        device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.latest_rule = self.whole(device, _dtype_of_rows(config)).rule
         self.use_group(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MicroBatches:
-        """For a copy of the layer: the same groups, and no scheme or micro-batch made for this."""
+        """For a copy of the layer: the same groups, without schemes and micro-batches."""
         other = copy.copy(self)
         other._config = copy.deepcopy(self._config, memo)
         other._loader_layout = copy.deepcopy(self._loader_layout, memo)
@@ -138,30 +134,30 @@ class MicroBatches:
         return other
 
     def follow(self, config: TransformerConfig) -> None:
-        """Take the modes from this config from now on."""
+        """Take the modes of this config from now on."""
         self._config = self._loader_layout.config = config
 
     def use_group(self, group: Any) -> None:
-        """Run micro-batches that do not bring their own group over this one from now on.
+        """Run micro-batches that bring no group over this one from now on.
 
-        If the constructor would refuse the group, it stays what it was.
+        A group that the constructor would refuse changes nothing.
         """
         alone = group is None or group.size() == 1
-        layout = _WHATEVER if alone else self._loader_layout.expected()
+        layout = _WHATEVER if alone else self._loader_layout.of_packed()
         rule = self.latest_rule
         only = self._schemes_of(group, rule, layout).only()
         self._group = group
-        # Every micro-batch will have this scheme, so kernels can be compiled now.
+        # If only one scheme can run, its kernels are compiled now.
         if only is not None:
             states = only.name == LinearCpMode.CHUNKWISE
-            rule.prepare(only.layout, _expected_dtype(self._config), states)
+            rule.prepare(only.layout, _dtype_of_rows(self._config), states)
 
     def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor, group: Any = None) -> MicroBatch:
         """How the micro-batch of these projection rows ``[s, B, P]`` runs.
 
-        A group in ``packed`` is used before ``group``, and that before the layer's. Errors are
-        those of :func:`.packing.resolve_packed_seq_params`, :mod:`.loader_layout` and
-        :mod:`..context_parallel.agreement`, and for a new group, device or dtype the constructor's.
+        The group is that of ``packed``, else ``group``, else the layer's. Errors are those of
+        :func:`.packing.resolve_packed_seq_params`, :mod:`.loader_layout`,
+        :mod:`..context_parallel.agreement` and the constructor.
         """
         s, B, _ = proj_sBP.shape
         device, dtype = proj_sBP.device, proj_sBP.dtype
@@ -197,7 +193,7 @@ class MicroBatches:
         return deterministic, config.batch_invariant_mode
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
-        """How whole sequences on this rank run, as in generation; for any number of tokens."""
+        """How whole sequences of any length run on this rank, as in generation."""
         key = device.type, dtype, *self._modes()
         if key not in self._whole:
             deterministic, aligned = key[2:]
@@ -213,7 +209,7 @@ class MicroBatches:
             if len(self._schemes) >= _MOST_GROUPS:
                 others = (key for key in self._schemes if key[0] is not self._group)
                 gone = self._schemes.pop(next(others, next(iter(self._schemes))))
-                # Its micro-batches would keep the group's schemes alive.
+                # Kept micro-batches would keep the group's schemes alive.
                 self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
             found = self._possible(group, rule, layout)
             self._schemes[group, rule, layout] = found
@@ -239,7 +235,7 @@ class MicroBatches:
                     raise type(error)(words) from None
         if self._mode is LinearCpMode.HEADWISE:
             return _Schemes(headwise)
-        # One exchange of maps for all documents: the other one adds in another order.
+        # The same exchange of maps for all documents: the other one adds in another order.
         exchange = "share" if rule.batch_invariant else None
         chunkwise = Chunkwise(
             self._layout, self._state, self._taps, group, layout, exchange,
@@ -293,7 +289,7 @@ class MicroBatches:
         return scheme
 
 
-def _expected_dtype(config: TransformerConfig) -> torch.dtype:
+def _dtype_of_rows(config: TransformerConfig) -> torch.dtype:
     if config.bf16:
         return torch.bfloat16
     return torch.float16 if config.fp16 else config.params_dtype
