@@ -3,14 +3,14 @@
     main  = in_proj of the rows before the gates      the linear's own FP8 product
     gates = x @ (rows of the gates)^T                 in the weights' dtype
 
-FP8 puts 3.7% of noise on a column (e4m3, TE 2.20), and the recurrence compounds a decay over the
-sequence. The width without the gates is also one that FP8 can take: 12288 / 8 is a multiple of 16,
-12352 / 8 is not. Megatron's quantization recipe switches linears on and off by their names, so each
-call asks. The weight stays one parameter: for the call alone the linear holds a view of its first
-rows, and a view of its rows in ``main_grad``.
+FP8 puts 3.7% of noise on a column (e4m3, TE 2.20), and the recurrence compounds the noise of a
+decay. Without the gates the width also suits FP8: 12288 / 8 is a multiple of 16, 12352 / 8 is not.
+Megatron's quantization recipe switches linears by their names, so each call asks. The weight stays
+one parameter; during the call the linear has a view of its first rows (and of those in
+``main_grad``).
 
-Legend: S tokens of the sequence, s this rank's share of them, B batch, T tokens of both, D hidden
-size, n ranks of the tensor-parallel group, p this rank's gate columns, P its columns of in_proj.
+Legend: T tokens of all batch rows, n ranks of the tensor-parallel group, p this rank's gate
+columns, P its columns of in_proj.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def check_settings(config: Any, mixer: str, layout: Layout, stays_wide: bool) ->
             f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
             f"GatedDeltaNet and Mamba2Mixer in bf16."
         )
-    # A recipe decides by module, and may keep these columns out of FP8.
+    # A recipe may keep single modules, and so these columns, out of FP8.
     if config.fp8 and config.quant_recipe is None:
         if stays_wide:
             raise NotImplementedError(_STAYS_WIDE)
@@ -60,13 +60,13 @@ def check_settings(config: Any, mixer: str, layout: Layout, stays_wide: bool) ->
 
 
 def refuse_fp8_product(in_proj: nn.Module) -> None:
-    """Refuse a projection that a quantization recipe runs in FP8, for a mixer that stays wide."""
+    """Refuse a projection that a quantization recipe runs in FP8, for a mixer that must not."""
     if any(map(runs_in_fp8, in_proj.modules())):  # an adapter holds the linear
         raise NotImplementedError(_STAYS_WIDE)
 
 
 def require_fp8_widths(layout: Layout, multiple: int) -> None:
-    """Refuse columns of in_proj or of a row for out_proj that an FP8 product cannot take."""
+    """Refuse widths of in_proj or of out_proj's rows that an FP8 product cannot take."""
     for of, width in (("in_proj without the gates", layout.main_width),
                       ("the input of out_proj", layout.mixed_width)):  # fmt: skip
         if width % multiple:
@@ -88,7 +88,7 @@ def refuse_second_run(config: Any) -> None:
 
 
 def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
-    """Let ``in_proj``, of the columns ``layout`` on this rank, compute the gates by themselves."""
+    """Let ``in_proj``, of the columns ``layout`` on this rank, compute the gates separately."""
     if not hasattr(in_proj, "fp8_meta"):
         log_once(
             f"FP8 has no effect on projections of {type(in_proj).__name__}: they compute in the "
@@ -112,7 +112,7 @@ def quantises(config: Any) -> bool:
 def wide_parameters(config: Any) -> AbstractContextManager[Any]:
     """Inside, linears are built with weights in ``params_dtype``, also under ``fp8_param``.
 
-    Rows of an FP8 weight share a scale and have no bf16 values, so it could not hold the gates.
+    An FP8 weight has no bf16 values, and its rows share a scale, so it cannot hold the gates.
     """
     if not getattr(config, "fp8_param", False):
         return nullcontext()
@@ -134,14 +134,14 @@ def refuse_fp8_weight(linear: Any) -> None:
 
 
 def runs_in_fp8(linear: Any) -> bool:
-    """Whether a call of ``linear`` would now be in FP8; without Transformer Engine none is."""
+    """Whether a call of ``linear`` would now be in FP8."""
     manager = getattr(fp8_utils, "FP8GlobalStateManager", None)
     is_on = manager is not None and manager.is_fp8_enabled()
     return hasattr(linear, "fp8_meta") and linear.will_execute_quantized(is_on)
 
 
 def keep_unquantised_input(linear: Any, config: Any) -> bool:
-    """Let ``linear`` save its input, not a quantised copy; whether its backward will read it."""
+    """Let ``linear`` save its input unquantised; return whether its backward will read it."""
     if not quantises(config) or not hasattr(linear, "fp8_meta"):
         return True
     if config.fp8 and config.fp8_recipe == "delayed" or not hasattr(linear, "save_original_input"):
@@ -163,7 +163,9 @@ class GatesApart(nn.Module):
     fuse_wgrad_accumulation: bool
 
     def finish_init(self, quantization_config: Any) -> None:
-        """Take the recipe that a whole model gives its linears, by their names in it."""
+        """Take the quantization recipe for the linear's name, as Megatron gives it to a whole
+        model.
+        """
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
         self.refuse_settings()
 
@@ -189,7 +191,7 @@ class GatesApart(nn.Module):
         """As the linear's: ``[S, B, P]`` and no bias.
 
         ``together=False`` returns the columns before the gates and, in place of the bias, the
-        gates, which saves a copy each way. Outside of FP8 it is all columns, and None.
+        gates, which saves a copy each way; without FP8 all columns and None.
         """
         if not runs_in_fp8(self):
             return super().forward(x, *args, **kwargs)
@@ -204,7 +206,7 @@ class GatesApart(nn.Module):
     def _in_parts(
         self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Tensor]:
-        """What the linear makes of its rows before the gates, and the gates."""
+        """The columns before the gates, and the gates."""
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
         main_weight, gate_weight = self._cut(weight)
@@ -223,7 +225,7 @@ class GatesApart(nn.Module):
         return out, gates if bias is None else gates + bias[self._main_rows :]
 
     def _norm_before(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        """The first arguments of :class:`GateProduct`, the norm in front of the linear included."""
+        """The first arguments of :class:`GateProduct`, with the norm that the linear fuses."""
         norm: Any = self
         gamma = self._parameters.get("layer_norm_weight")
         if gamma is None:
@@ -236,7 +238,7 @@ class GatesApart(nn.Module):
         return normed, weight, None, 0.0
 
     def _cut(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Views of the rows, whose gradients the linear may add to ``main_grad`` by itself."""
+        """Views of the weight's rows; the linear may itself add their gradients to ``main_grad``."""
         if hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
                 "FP8 under Megatron-FSDP: it makes a weight's gradient buffer in the backward, and "
@@ -254,14 +256,14 @@ class GatesApart(nn.Module):
 
 @cache
 def _apart(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class under its own name: frameworks look linears up by it."""
+    """The class with the mixin, under its own name: frameworks look linears up by it."""
     return type(kind.__name__, (GatesApart, kind), {"__module__": kind.__module__})
 
 
 class _CutRows(torch.autograd.Function):
     """The rows before ``first`` and the others, as views; ``added`` if their users add gradients.
 
-    The weight's hooks (of data-parallel wrappers) then run after both were added.
+    Their gradients meet here, so the weight's hooks run after both.
     """
 
     @staticmethod
@@ -276,7 +278,7 @@ class _CutRows(torch.autograd.Function):
     def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
         weight = ctx.weight
         if not ctx.added:
-            counts = (ctx.first, len(weight) - ctx.first)  # the weight may have no memory by now
+            counts = (ctx.first, len(weight) - ctx.first)  # the weight's memory may be freed by now
             parts = zip((d_main, d_gates), counts, strict=True)
             own = [weight.new_zeros(n, weight.shape[1]) if d is None else d for d, n in parts]
             return torch.cat(own), None, None
@@ -284,7 +286,7 @@ class _CutRows(torch.autograd.Function):
             return None, None, None
         weight.grad_added_to_main_grad = True
         make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(weight), None, None  # Megatron wants a gradient to be there, and reads none
+        return make(weight), None, None  # Megatron requires a gradient here, and does not read it
 
 
 class GateProduct(torch.autograd.Function):
@@ -293,18 +295,18 @@ class GateProduct(torch.autograd.Function):
         r = 1 / sqrt(mean(x^2) + eps)
         y = r (x @ (gamma weight)^T)
 
-    Normed rows are neither written nor kept. Only gates and their weights travel, never rows of
-    ``x``: 64 columns against 2048. The weight's gradient is summed in fp32, and added to
+    Normed rows are neither written nor kept, and ranks exchange gates and their weights, never rows
+    of ``x``: 64 columns against 2048. The weight's gradient is summed in fp32, and added to
     ``weight.main_grad`` if the weight has one.
 
-    ``x`` is handed through to the linear that computes the other columns. So the linear's gradient
-    of it arrives here, and the gates' share is added to it in place:
+    ``x`` is handed through to the linear that computes the other columns, so that the linear's
+    gradient of x arrives here, and the gates' share is added to it in place:
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
 
     ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` ``[p, D]`` are this
     rank's rows, ``gamma`` is ``[D]`` or None. The result is ``[S, B, p]``, and ``x`` for the linear
-    alone: its gradient is overwritten.
+    alone, as its gradient is overwritten.
     """
 
     @staticmethod

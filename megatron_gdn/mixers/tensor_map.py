@@ -28,7 +28,7 @@ class HFRef:
 
 
 def by_group(widths: Sequence[int], groups: int) -> Tensor:
-    """``[R]``: sections of rows end to end, each cut in ``groups``, laid out group by group."""
+    """``[R]``: indices that cut every section of rows in ``groups`` and lay them group by group."""
     sections = torch.arange(sum(widths), device="cpu").split(list(widths))
     return torch.cat([rows.view(groups, -1) for rows in sections], 1).flatten()
 
@@ -40,7 +40,7 @@ class TensorMap:
     megatron = cat(pieces)[rows] + shift
     """
 
-    names: tuple[str, ...]  # in Megatron: the canonical (Transformer Engine's), then local modules'
+    names: tuple[str, ...]  # in Megatron: Transformer Engine's name, then local modules'
     sources: tuple[HFRef, ...]
     rows: Tensor | None = None  # which of the sources' rows each of Megatron's is; None: in order
     shard_dim: int | None = None  # shared by tensor-parallel ranks; None means every rank has all
@@ -82,9 +82,9 @@ class TensorMap:
     ) -> list[Tensor]:
         """The Hugging Face tensors, each in its file's dtype.
 
-        ``original`` are the sources as imported, on any device. An element of ``full`` that is
-        unchanged since the import is exported as its original, bit for bit. Without originals a
-        shifted gain cannot come back exactly from bf16.
+        ``original`` are the sources as imported. An element of ``full`` that the training did not
+        change is exported as its original, bit for bit; a shifted gain needs this, as bf16 has
+        rounded it.
         """
         unshifted = full.float() - self.shift if self.shift else full
         pieces = [x.to(dtype) for x, dtype in zip(self._split(unshifted), dtypes, strict=True)]
@@ -101,7 +101,7 @@ class TensorMap:
     def exported(
         self, full: Tensor, dtypes: Mapping[str, torch.dtype], originals: Mapping[str, Tensor]
     ) -> dict[HFRef, Tensor]:
-        """`to_hf` by the sources' keys; a dtype that is not given is the original's, or its own."""
+        """`to_hf` by the sources' keys; a missing dtype is the original's, or that of ``full``."""
         keys = [source.key for source in self.sources]
         known = [originals[key] for key in keys] if originals.keys() >= set(keys) else None
         natural = [tensor.dtype for tensor in known or [full] * len(keys)]
@@ -166,7 +166,7 @@ def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size
 
 def stored_quantised(tensor: Tensor) -> bool:
     """Whether Transformer Engine (2.0 and newer) stores this weight quantised."""
-    # Where nobody imported it, no tensor is of its class.
+    # If nobody imported Transformer Engine, no tensor is of its class.
     engine: Any = sys.modules.get("transformer_engine.pytorch.tensor")
     return isinstance(tensor, getattr(engine, "QuantizedTensor", ()))
 
@@ -177,7 +177,7 @@ def dequantised(tensor: Tensor) -> Tensor:
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The floats' bits as integers, so that NaN and -0 compare by their bits too."""
+    """The floats' bits as integers, by which NaN and -0 compare too."""
     sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(sizes[tensor.element_size()])
 
@@ -185,7 +185,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 def ranks_from_hf(
     maps: Sequence[TensorMap], hf_state: Mapping[str, Tensor], tp_size: int, what: str
 ) -> list[dict[str, Tensor]]:
-    """Exactly the tensors that maps name to one dict per rank; ``what`` names the layer."""
+    """One dict per rank, from exactly the tensors of the maps; ``what`` names the layer."""
     sources = {source.key: source for entry in maps for source in entry.sources}
     if hf_state.keys() != sources.keys():
         raise ValueError(

@@ -1,12 +1,10 @@
 """Megatron's dynamic batching: requests come and go, and their states lie in a context's buffers.
 
-A ``DynamicInferenceContext`` lays the tokens of a step end to end: first those of requests that
-decode, s = 1 + num_speculative_tokens each, then the prompts, or chunks of them, then padding. Its
-buffers hold for each slot a window of the last W inputs of the convolution, and states. A slot
-number of -1 marks a request that only pads the step.
+A ``DynamicInferenceContext`` lays the tokens of a step end to end: s = 1 + num_speculative_tokens
+of each request that decodes, then prompts or chunks of them, then padding. Its buffers hold in each
+slot the last W inputs of the convolution, and states. Slot -1 marks a request that is padding.
 
-Legend: N requests, M slots, s and t tokens, P projection width, H heads with a state, K rows of a
-state, V columns.
+Legend: N requests, M slots, s and t tokens.
 """
 
 from __future__ import annotations
@@ -49,7 +47,7 @@ def check_buffers(memory: Memory, parts: Parts, dtype: torch.dtype, transposed: 
 
 
 def _flag(dtype: torch.dtype) -> str:
-    """As Megatron's arguments call it: bf16, fp16, fp32."""
+    """The dtype by the name of Megatron's arguments: bf16, fp16, fp32."""
     return f"{'bf' if dtype is torch.bfloat16 else 'fp'}{dtype.itemsize * 8}"
 
 
@@ -58,8 +56,8 @@ def decode_requests(
 ) -> Tensor:
     """The next tokens of N requests, ``[N, s, P]`` to ``[N, s, H V]``.
 
-    ``after`` ``[M, s, ...]`` receives the memory after each token; the context later chooses among
-    them. A ValueError refuses several tokens without it.
+    ``after`` ``[M, s, ...]`` receives the memory after each token, from which the context chooses
+    later. Several tokens without it are a ValueError.
     """
     s = rows.shape[1]
     if s > 1 and after is None:
@@ -74,11 +72,9 @@ def decode_requests(
 def prefill_requests(rows: Tensor, parts: Parts, memory: Memory, metadata: Any) -> Tensor:
     """Run prompts, or chunks that continue them, each from the memory in its slot.
 
-    Sequences end to end and then padding, ``[t, 1, P]``, give ``[t, 1, H V]``, zero in the padding.
-    ``metadata`` is Megatron's ``MambaMetadata`` of the step.
-
-    Raises:
-        NotImplementedError: while a CUDA graph is captured.
+    ``[t, 1, P]``, sequences and then padding, give ``[t, 1, H V]``, zero in the padding.
+    ``metadata`` is Megatron's ``MambaMetadata`` of the step. In the capture of a CUDA graph it
+    raises a NotImplementedError.
     """
     if rows.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
@@ -95,7 +91,7 @@ def prefill_requests(rows: Tensor, parts: Parts, memory: Memory, metadata: Any) 
 
 
 def refuse(context: Any, name: str) -> None:
-    """Refuse a dynamic context that has no room for what a mixer of this class carries."""
+    """Refuse a dynamic context without room for the memory of this class of mixers."""
     if not getattr(context, "is_hybrid_model", False):
         raise ValueError(
             f"this {type(context).__name__} has no buffers for recurrent states; give its "

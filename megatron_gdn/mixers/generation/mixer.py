@@ -1,7 +1,6 @@
 """The interface that a mixer implements to generate.
 
-Legend: s tokens, B batch rows, t tokens of a step, P projection width, H heads with a state, V
-columns of a state.
+Legend: s tokens, t tokens of a step.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class GeneratingMixer:
     backend: str
     layer_number: int | None
     pp_layer_offset: int = 0  # layers on the pipeline stages before
-    # Where Megatron's dynamic context may cut prompts. Results do not depend on it; the context
-    # needs the same value in all recurrent layers of a model.
+    # Where Megatron's dynamic context may cut prompts: equal in all recurrent layers of a model.
     chunk_size: int = 128
     state_transposed: ClassVar[bool] = False  # Megatron stores this mixer's states as [H, V, K]
     aligned: bool  # a token's bits depend on its sequence alone, see megatron_gdn.ops.aligned
@@ -48,7 +46,7 @@ class GeneratingMixer:
         raise NotImplementedError
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
-        """What the mixer is made of between its projections."""
+        """The parts of the mixer between its projections."""
         raise NotImplementedError
 
     def whole_parts(self, rows: Tensor) -> Parts:
@@ -65,7 +63,7 @@ class GeneratingMixer:
     ) -> Tensor:
         """The next tokens' projection rows ``[s, B, P]`` to rows for out_proj, ``[s, B, H V]``.
 
-        It updates the memory in Megatron's static or dynamic ``context``. All tokens are here,
+        It updates the memory in Megatron's static or dynamic ``context``. Each rank has all tokens,
         also under sequence parallelism.
 
         Raises:
@@ -121,9 +119,8 @@ class GeneratingMixer:
             )
 
     def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
-        """One step's tokens, padding included, ``[t, 1, P]`` to ``[t, 1, H V]``.
-
-        Padding gives zeros where its gate is finite. It updates the slots of the step's requests.
+        """Run one step's tokens with its padding, ``[t, 1, P]`` to ``[t, 1, H V]``, and update its
+        slots.
         """
         refuse(context, type(self).__name__)
         assert self.layer_number is not None
@@ -155,7 +152,7 @@ class GeneratingMixer:
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``).
 
-        The window of an aligned mixer is larger, see :class:`...ops.generation.memory.Memory`.
+        An aligned mixer's window is larger, see :class:`...ops.generation.memory.Memory`.
         """
         heads, rows, columns, _ = self.dims.state
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
@@ -198,7 +195,7 @@ class GeneratingMixer:
     def _in_slots(
         self, parts: Parts, rows: Tensor, conv: Tensor, states: Tensor, slots: Tensor | None = None
     ) -> Memory:
-        """A context's buffers, checked."""
+        """The checked buffers of a context as a memory."""
         memory = self._viewed(conv, states, slots)
         check_buffers(memory, parts, rows.dtype, self.state_transposed)
         return memory

@@ -1,9 +1,9 @@
 """Memory in Megatron's StaticInferenceContext: one batch whose rows all have the same length.
 
-It is in ``key_value_memory_dict``, beside the keys and values of attention layers. Both have the
-batch in dimension 1, so Megatron's ``swap_key_value_dict`` reorders both.
+The memory lies in ``key_value_memory_dict`` beside keys and values, with the batch in dimension 1
+like these, so that Megatron's ``swap_key_value_dict`` reorders all.
 
-Legend: s tokens, B batch rows, M most rows, P projection width.
+Legend: s tokens, M most rows.
 """
 
 from __future__ import annotations
@@ -109,7 +109,6 @@ def roll_back(context: Any, accepted: int) -> None:
 
 
 def _last_tokens(place: _Place) -> int:
-    """How many tokens can be rolled back."""
     return 0 if place.steps is None else place.steps.history.shape[1] - 1
 
 
