@@ -238,7 +238,7 @@ class GatesApart(nn.Module):
         return normed, weight, None, 0.0
 
     def _cut(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Views of the weight's rows; the linear may itself add their gradients to ``main_grad``."""
+        """Views of the weight's rows; the linear may add gradients to ``main_grad`` itself."""
         if hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
                 "FP8 under Megatron-FSDP: it makes a weight's gradient buffer in the backward, and "
