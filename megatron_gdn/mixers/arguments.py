@@ -1,7 +1,6 @@
 """What Megatron passes to every mixer: used, ignored by name, or refused if it changes a result.
 
-A field that the config does not have asks for nothing: megatron-core 0.19 knows fewer names than
-the branches main and dev, and they know fewer than their proposals.
+A field that the config lacks asks for nothing: versions of Megatron know different fields.
 """
 
 from __future__ import annotations
@@ -41,9 +40,9 @@ def require_causal(
     """Refuse an attention mask that masks anything but the future.
 
     The first layer that gets a mask checks its values, which waits for the device, and marks the
-    tensor for the other layers (torch records no writes to one made in inference mode). While
-    Megatron captures its CUDA graphs of layers nothing is checked: it then passes zeros, or the
-    first s rows of a causal mask. The eager steps before the capture have checked the real masks.
+    tensor for later layers (not in inference mode, where torch counts no writes). While Megatron
+    captures graphs of layers nothing is checked: it passes zeros, or the first s rows of a causal
+    mask.
 
     Args:
         mask: None; Megatron's bool ``[b or 1, 1, s, S]`` with True where attention is forbidden;
@@ -92,7 +91,7 @@ def require_causal(
 
 
 def _of_other_tokens(mask: Tensor, positions: Tensor) -> str:
-    """What to say of a mask ``[.., s, S]`` that is causal for other tokens than ``positions``."""
+    """The error text for a mask ``[.., s, S]`` that is causal for tokens at other positions."""
     if mask.dtype != torch.bool or mask.dim() != 4:
         return ""
     seen = (~mask[0, 0]).sum(-1)
@@ -107,7 +106,7 @@ def _of_other_tokens(mask: Tensor, positions: Tensor) -> str:
 
 
 def the_context(inference_context: Any, inference_params: Any) -> Any:
-    """The inference context, which has two names, given under one of them; None in training."""
+    """The inference context, which Megatron gives under either of two names; None in training."""
     if inference_context is None:
         return inference_params
     if inference_params not in (None, inference_context):
@@ -138,7 +137,7 @@ def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> No
 
 
 def require_rates(A_init_range: tuple[float, float]) -> None:
-    """Refuse a range whose logarithm ``A_log`` cannot be."""
+    """Refuse a range from which ``A_log``, a logarithm, cannot be drawn."""
     if not 0 < A_init_range[0] <= A_init_range[1]:
         raise ValueError(
             f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
@@ -167,7 +166,7 @@ GDN_FIELDS = ConfigFields(
     },
 )  # fmt: skip
 
-# Names of `--recompute-modules`, and what is computed again here for them.
+# Names of `--recompute-modules`, and the parts that they compute again here.
 _RECOMPUTED = {
     "gdn": "whole",
     "gdn_norm_out": "norm_out",
@@ -175,8 +174,8 @@ _RECOMPUTED = {
     "gdn_in_proj_conv": "qkv",
 }
 _KEEPS_PROJECTION = ("gdn_in_proj", "gdn_in_proj_conv", "gdn_qkv")
-# The option `recompute`, and what is computed again in the backward beside q, which costs least per
-# byte: k and v; out_proj's input; the rule's output, gates and the inverses of its chunks.
+# The option `recompute`, and what the backward computes again beside q: k and v; out_proj's input;
+# the rule's output, gates and the inverses of its chunks.
 LEVELS = {
     "none": frozenset(),
     "light": frozenset({"qkv", "norm_out"}),
@@ -188,7 +187,7 @@ _OF_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 
 
 def recomputed_parts(config: TransformerConfig) -> set[str]:
-    """Which of ``whole``, ``qkv`` and ``norm_out`` ``--recompute-modules`` asks for."""
+    """The parts (``whole``, ``qkv``, ``norm_out``) that ``--recompute-modules`` asks for."""
     if config.recompute_granularity != "selective":
         return set()
     modules = config.recompute_modules or ()
@@ -207,7 +206,7 @@ def recomputed_parts(config: TransformerConfig) -> set[str]:
 def computed_again(
     config: TransformerConfig, recompute: str | None, **options: bool | None
 ) -> frozenset[str]:
-    """Of ``qkv``, ``norm_out`` and ``rule`` those that any setting asks for, or ``whole`` alone.
+    """The parts (``qkv``, ``norm_out``, ``rule``) that any setting asks for, or only ``whole``.
 
     ``options`` are the layer's ``recompute_qkv`` and ``recompute_norm_out`` by the parts' names.
     """
@@ -237,10 +236,7 @@ def computed_again(
 
 
 def follow_config(mixer: str, about: ConfigFields, config: TransformerConfig) -> None:
-    """Refuse weights that are cut further than by tensor parallelism; log what has no effect.
-
-    That is fields that are set, also if their name is new, and parts of ``--offload-modules``.
-    """
+    """Refuse weights cut further than by tensor parallelism; log settings without effect."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "

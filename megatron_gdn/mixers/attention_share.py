@@ -1,7 +1,4 @@
-"""What a rank holds of a micro-batch that attention reads: its queries, and the keys they see.
-
-Legend: S tokens of the whole buffer in sequence order, s this rank's share of them in its order.
-"""
+"""A rank's share of a micro-batch for attention: its queries, and the keys that they see."""
 
 from __future__ import annotations
 
@@ -20,8 +17,6 @@ from .packing import context_parallel_group_of, resolve_packed_seq_params
 
 
 class MicroBatchShare(NamedTuple):
-    """What a rank holds of a micro-batch."""
-
     documents: Documents | None
     group: Any
     size: int  # of the group
@@ -53,7 +48,7 @@ class MicroBatchShare(NamedTuple):
 
     @property
     def positions(self) -> Tensor:
-        """Of this rank's tokens; int64 ``[s]`` on the host."""
+        """Positions of this rank's tokens; int64 ``[s]`` on the host."""
         return positions(self.lengths, self.size, self.layout)[self.rank]
 
     @property
@@ -66,7 +61,7 @@ class MicroBatchShare(NamedTuple):
 
     @property
     def mask(self) -> Mask:
-        """Which keys of all ranks this rank's queries see; made by the first layer."""
+        """Which keys of all ranks this rank's queries see; the first layer makes it."""
         documents = self.documents or one_document(sum(self.lengths), self.device)
         how = Mask, self.size, self.rank, self.layout
         return documents.plan(how, lambda: Mask.of(documents, self.positions))

@@ -1,8 +1,4 @@
-"""The base of the recurrent mixers: ranks and sizes, the one forward, projections.
-
-Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
-of the projection, p where the mixer runs, H heads with a state, V columns of a state.
-"""
+"""The base of the recurrent mixers: ranks and sizes, the one forward, projections."""
 
 from __future__ import annotations
 
@@ -99,13 +95,13 @@ class RecurrentMixer(
     micro_batches: MicroBatches
     config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # of the config, about this mixer
     recurrence: ClassVar[str] = "delta rule"  # in messages
-    uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs then need no buffer for one
+    uses_attention_mask: ClassVar[bool] = False  # so Megatron's graphs need no buffer for a mask
     use_muon: ClassVar[bool] = True  # Muon may update in_proj by its sections; else Adam does
-    in_layer_graphs: ClassVar[bool] = False  # Megatron may capture it in a graph of the layer
-    takes_gates_apart: ClassVar[bool] = False  # parts takes the rule's gates beside the rows
-    stays_wide: ClassVar[bool] = False  # in_proj never runs in FP8: no section holds the gates
+    in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
+    takes_gates_apart: ClassVar[bool] = False  # whether `parts` takes gates beside the rows
+    stays_wide: ClassVar[bool] = False  # in_proj never runs in FP8, as all columns make gates
     gates_own_rows: bool = False  # the readout reads this rank's own rows, after all heads are back
-    recompute_whole: bool = False  # training keeps the input alone
+    recompute_whole: bool = False  # training keeps only the layer's input
     recompute_norm_out: bool = False  # the rows for out_proj are made again for its backward
     recompute_rule: bool = False  # front and rule run again in the backward
     norm_out_checkpoint: RefilledOutput | None = None  # of the last forward; upstream's name
@@ -183,7 +179,7 @@ class RecurrentMixer(
         graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config, packed_seq_params)
-        # Without a gradient of its input a checkpoint would give the parameters none either.
+        # A checkpoint whose input needs no gradient would give the parameters none either.
         trains = self.training and hidden_states.requires_grad
         if self.recompute_whole and trains and context is None and not is_checkpointing():
             given = {"packed_seq_params": packed_seq_params, "pg_collection": pg_collection}
@@ -193,7 +189,7 @@ class RecurrentMixer(
         with span(self, "in_proj"):
             if context is None and self.takes_gates_apart and isinstance(self.in_proj, GatesApart):
                 rows, gates = self.in_proj(hidden_states, together=False)
-                # Megatron's padding for FP8 inference crops the first tensor of a linear alone.
+                # Megatron's padding for FP8 inference crops only the first output of a linear.
                 gates = None if gates is None else gates[: len(rows)]
             else:
                 rows = self.project(hidden_states)
@@ -216,8 +212,8 @@ class RecurrentMixer(
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
         if out_bias is not None and not torch.is_grad_enabled():
-            # A reentrant checkpoint takes what it returns for its own output: the parameter itself
-            # would be no leaf, and the backward would enter the checkpoint again, for ever.
+            # A reentrant checkpoint makes its outputs part of its graph: the parameter itself would
+            # no longer be a leaf, and the backward would enter the checkpoint without end.
             out_bias = out_bias.detach()
         return out_sBD, out_bias
 
@@ -232,10 +228,10 @@ class RecurrentMixer(
     def _mix(
         self, rows: Tensor, batch: MicroBatch, own: Tensor | None, gates: Tensor | None = None
     ) -> tuple[Tensor, RefilledOutput | None]:
-        """Opened rows ``[S, B, p]`` to rows for out_proj ``[s, B, H * V]``, and what drops those.
+        """Opened rows ``[S, B, p]`` to rows for out_proj ``[s, B, H * V]``, and their
+        `RefilledOutput`.
 
-        ``own`` are this rank's rows before they were opened, where :attr:`gates_own_rows`;
-        ``gates`` the rule's gates, if the rows do not hold them.
+        ``own`` are this rank's rows before they were opened, if :attr:`gates_own_rows`.
         """
         recompute = self.recompute_norm_out and self.training and torch.is_grad_enabled()
         if recompute and saved_tensors_are_hooked():
@@ -260,7 +256,7 @@ class RecurrentMixer(
         return mixed, refilled
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
-        """What this mixer is made of, for rows ``[S, B, p]`` that ``batch.passage`` has opened."""
+        """The parts of this mixer for rows ``[S, B, p]`` that ``batch.passage`` has opened."""
         raise NotImplementedError
 
     @property
@@ -284,7 +280,9 @@ class RecurrentMixer(
 
     @property
     def rule(self) -> Rule:
-        """The rule of the last forward; before the first forward, the expected rule."""
+        """The rule of the last forward; before the first forward, the rule that the config lets
+        expect.
+        """
         return self.micro_batches.latest_rule
 
     @property
@@ -380,7 +378,7 @@ class RecurrentMixer(
         return linear
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Let in_proj keep its unquantised input, so that the norm before it can be recomputed."""
+        """Let in_proj save its unquantised input, so that the norm before it can be recomputed."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         set_save_original_input(self.in_proj)

@@ -1,13 +1,13 @@
 """How a mixer's parameters appear in Megatron's checkpoints.
 
 Distributed checkpoints hold the fused projection and the convolution section by section
-(``in_proj.weight.query``, ``conv1d.weight.value``, ...): a checkpoint describes each tensor as one
-regular grid of shards, and only those of a single section form such a grid.
+(``in_proj.weight.query``, ``conv1d.weight.value``, ...), because a checkpoint describes a tensor as
+a regular grid of shards, and only the shards of one section form one.
 
-Under Megatron-FSDP (fsdp_dtensor) a file holds ``state_dict()``, whose ``in_proj.weight`` is the
-rows of all tensor-parallel ranks end to end: another order at every tensor-parallel size, in a
-tensor of one shape. So the state dict says how the rows are stored. Scripts of Megatron-LM's dev
-and of Bridge store each section by itself.
+Under Megatron-FSDP (fsdp_dtensor) a file holds ``state_dict()``, where ``in_proj.weight`` has the
+rows of all tensor-parallel ranks end to end: another order at every tensor-parallel size. So the
+state dict says how the rows are stored. Scripts of Megatron-LM's dev and of Bridge store each
+section by itself.
 """
 
 from __future__ import annotations
@@ -36,11 +36,10 @@ from ..compat.checkpoints import read_upstream_bias
 from ..ops.layout import layout_of_in_proj
 from .precision import NOT_BY_SECTION
 
-# Ends of the keys of adapter tensors (LoRA, DoRA) that have one entry for every row of in_proj, in
-# Megatron-Bridge and in peft.
+# Ends of keys of adapters' tensors (LoRA, DoRA) with in_proj's rows, in Megatron-Bridge and peft.
 _ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
 _PEFT_ROWS = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
-# Tensors with the projection's rows that megatron-core's layer stores without sections.
+# Tensors with these rows that megatron-core's layer stores without sections.
 _WHOLE_UPSTREAM = ("in_proj.bias", *_ADAPTER_ROWS)
 
 
@@ -84,8 +83,8 @@ def _split_tensor_factory(
     )
 
 
-# For a mixer without a conv1d module, as Megatron's MambaMixer since 0.19: its convolution
-# parameters and their keys in files. The keys are those of the former module.
+# Convolution parameters of a mixer without a conv1d module, as Megatron's MambaMixer since 0.19,
+# and their keys in files, which are those of the former module.
 _CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
 _CONV = {*_CONV_PARAMETERS, *_CONV_PARAMETERS.values()}
 
@@ -93,10 +92,10 @@ _CONV = {*_CONV_PARAMETERS, *_CONV_PARAMETERS.values()}
 class ShardedBySections:
     """Mixin of a mixer: its parameters as Megatron's sharded tensors.
 
-    The weights and biases of ``in_proj`` and ``conv1d`` are stored section by section, and so are
-    the tensors that an adapter around ``in_proj`` holds per row. Upstream splits neither the
-    projection's bias nor adapters; its files are still read. ``metadata["gdn_whole_bias"] = True``
-    writes a bias that upstream reads, without tensor parallelism.
+    Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the rows of
+    ``in_proj``, are stored section by section. Upstream splits neither the bias nor adapters; its
+    files are still read, and ``metadata["gdn_whole_bias"] = True`` writes a bias that upstream
+    reads, without tensor parallelism.
     """
 
     split_by_heads: ClassVar[tuple[str, ...]] = ()  # with rows per head, beside fp32 parameters
@@ -159,14 +158,14 @@ class ShardedBySections:
 
 _KEY = "in_proj_stored_by"
 _SECTIONS = 0
-# Where scripts keep the function that stores sections, if theirs has one.
+# The modules of launch scripts that may have the function that stores sections.
 _SCRIPTS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpointing")
 
 
 class SaysStoredRows(nn.Module):
     """Mixin of a mixer: under Megatron-FSDP its state dict says how ``in_proj`` is stored.
 
-    The entry is the tensor-parallel size, or 0 by section. Files without it load as they did.
+    The entry is the tensor-parallel size, or 0 by section. Files without it load unchecked.
     """
 
     tp_size: int
@@ -204,7 +203,7 @@ class SaysStoredRows(nn.Module):
 
 
 def _load_files_that_do_not_say() -> None:
-    """torch's loads ask a file for the entry only if the file has it."""
+    """Let torch's loads ask a file for the entry only if the file has it."""
     if hasattr(DefaultLoadPlanner, "_asks_for_stored_rows"):
         return
     set_up = DefaultLoadPlanner.set_up_planner

@@ -1,9 +1,8 @@
 """CUDA graphs: packed documents that a graph can replay, and Megatron's own graphs of layers.
 
-``cuda_graph_impl="local"`` gives a layer's capture a copy of each argument that is a dataclass. The
-copy's tensors are the graph's own: Megatron fills them before each replay, and refuses a step whose
-other fields differ from those at the capture. So a field holds the documents here: a captured layer
-reads their buffers, and documents in other buffers are refused.
+Under ``cuda_graph_impl="local"`` Megatron copies each dataclass argument of a layer, fills the
+tensors of the copy before each replay, and refuses a step whose other fields have changed. A field
+holds the documents here, so documents in other buffers are refused.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 from ..ops.static_documents import StaticDocuments
 from .packing import static_documents_of
 
-# The field's name up to Megatron 0.20, and in Megatron-LM's dev branch.
+# The name of the config's field up to Megatron 0.20, and in Megatron-LM's branch dev.
 _OWN_RANKS = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _LEAVE_OUT = (
@@ -35,10 +34,10 @@ _numbers = count()
 
 @dataclass(frozen=True, init=False, eq=False)
 class FixedBuffers:
-    """Documents as Megatron compares them: by the number of their buffers."""
+    """Documents that Megatron compares by the number of their buffers."""
 
     number: int
-    documents: ClassVar[Any]  # an attribute and no field: Megatron would compare its fields
+    documents: ClassVar[Any]  # an attribute, as Megatron would compare a field
 
     def __init__(self, documents: StaticDocuments) -> None:
         vars(self).update(documents=documents, number=next(_numbers))
@@ -69,7 +68,7 @@ class StaticPackedSeqParams(PackedSeqParams):
 
 
 def _slots_of(fields: dict[str, Any]) -> tuple[str, ...]:
-    """The fields that say where documents lie in the buffer."""
+    """The names of fields that say where documents lie in the buffer."""
     if fields["cu_seqlens_q_padded"] is not None:
         queries, keys = "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
     else:
@@ -144,7 +143,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 def in_layer_graph(config: TransformerConfig) -> bool:
     """Whether Megatron captures the mixer of a transformer layer in a graph of the layer.
 
-    Refused where micro-batches bring their own context-parallel groups and packed documents.
+    Refused if micro-batches bring both context-parallel groups and packed documents.
     """
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
@@ -186,8 +185,8 @@ def refuse_packed(config: TransformerConfig, packed: PackedSeqParams) -> None:
 def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Module]:
     """Let layers with softmax attention run eagerly where Megatron captures layers (``local``).
 
-    Megatron has one ``cuda_graph_modules`` for all layers, and the rotation of packed documents
-    reads boundaries on the host unless ``apply_rope_fusion`` is on: no graph can be made of it.
+    The rotation of packed documents reads boundaries on the host unless ``apply_rope_fusion`` is
+    on, so no graph can be made of it, and Megatron has one ``cuda_graph_modules`` for all layers.
     Call it before the first step.
 
     Returns:

@@ -1,7 +1,4 @@
-"""Modules whose parameters are read without a call of the module: their hooks, their forward.
-
-Legend: S tokens, B batch, P width of a row, C convolved columns, W taps.
-"""
+"""Modules whose parameters are read without a call of the module: their hooks, their forward."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from ..ops.layout import Layout
 from .tensor_parallel import device_for, mark_sharded
 
 _CONV_FORWARD = nn.Conv1d.forward
-_HOOKS_OF_ALL = (  # torch never binds these names again
+_HOOKS_OF_ALL = (  # torch binds these names once
     of_all_modules._global_forward_pre_hooks,
     of_all_modules._global_forward_hooks,
     of_all_modules._global_backward_pre_hooks,
@@ -54,8 +51,8 @@ def only_waits_for_parameters(module: nn.Module) -> bool:
 def wait_for_parameters(module: nn.Module) -> None:
     """Run the pre-hooks by which Megatron's data-parallel wrappers wait for a gather.
 
-    Until it is complete, parameters hold the last step's values (``overlap_param_gather``) or have
-    no memory (Megatron-FSDP). These hooks do not read a call's inputs.
+    Until then parameters hold the last step's values (``overlap_param_gather``) or have no memory
+    (Megatron-FSDP). The hooks do not read a call's inputs.
     """
     for hook in list(module._forward_pre_hooks.values()):
         if _waits_for_parameters(hook):
@@ -64,7 +61,9 @@ def wait_for_parameters(module: nn.Module) -> None:
 
 @contextmanager
 def parameters_waited_for(module: nn.Module) -> Iterator[None]:
-    """:func:`wait_for_parameters` of all parts of ``module``; calls inside do not wait again."""
+    """Inside, the parameters of all parts of ``module`` were waited for, and calls do not wait
+    again.
+    """
     parts = [part for part in module.modules() if part._forward_pre_hooks]
     hooks = [part._forward_pre_hooks for part in parts]
     try:
@@ -81,7 +80,7 @@ def parameters_waited_for(module: nn.Module) -> Iterator[None]:
 def require_plain_conv(conv: nn.Module) -> None:
     """Refuse a ``conv1d`` that is not torch's ``Conv1d`` with stride and dilation 1.
 
-    accelerate's forward, which only moves inputs between devices, is accepted, and so is modelopt's
+    accelerate's forward, which moves inputs between devices, is accepted, and so is modelopt's
     class with its quantizers off.
     """
     own = vars(conv)
@@ -100,7 +99,7 @@ def require_plain_conv(conv: nn.Module) -> None:
 def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
     """Run all pre-hooks of a module that is computed elsewhere, with the input of a real call.
 
-    ``rows`` makes that input. A hook that returns another one is refused.
+    ``rows`` makes the input. A hook that returns another input is refused.
     """
     name = type(module).__name__
     if _has_other_hooks(module):
@@ -138,8 +137,8 @@ class ConvModule(nn.Module):
 
     def _add_conv(self, bias: bool) -> None:
         channels, taps = self.dims.layout.conv_width, self.dims.conv_kernel_dim
-        # Without torch's own initialisation: it would draw one number per local weight, and every
-        # later number would depend on the tensor-parallel size.
+        # Not torch's own initialisation: it would draw a number per local weight, and all later
+        # numbers would depend on the tensor-parallel size.
         self.conv1d = nn.utils.skip_init(
             nn.Conv1d,
             channels,
@@ -160,7 +159,9 @@ class ConvModule(nn.Module):
         return self.conv1d.weight, self.conv1d.bias
 
     def called_conv_parameters(self, rows: Tensor, layout: Layout) -> tuple[Any, Any]:
-        """The same for one forward, over rows ``[S, B, P]`` of ``layout``: hooks see a call."""
+        """The same for one forward over rows ``[S, B, P]`` of ``layout``, with hooks run as by a
+        call.
+        """
         conv = self.conv1d
         require_plain_conv(conv)
         if has_hooks(conv):  # before any parameter is read

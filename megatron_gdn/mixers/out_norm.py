@@ -1,4 +1,4 @@
-"""The layer's ``out_norm``: the fused mixer reads a plain RMSNorm, and calls any other module."""
+"""The layer's ``out_norm``: kernels compute a plain RMSNorm; any other module is called."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _PLAIN_FORWARDS = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
 
 
 def _is_plain(module: Any) -> bool:
-    """Whether ``out_norm`` computes what the kernels compute, so that they may do it instead."""
+    """Whether ``out_norm`` computes what the kernels compute."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
         return False
@@ -41,7 +41,7 @@ def _is_plain(module: Any) -> bool:
 def norm_of(
     module: Any, group: dist.ProcessGroup | None, layout: Layout, activation: str = "silu"
 ) -> GatedNorm | Apart:
-    """The norm for the readout: weight and epsilon of a plain norm, or a readout that calls it.
+    """The norm for the readout: parameters of a plain norm, or a readout that calls the module.
 
     The gradients of its parameters are summed over ``group``.
     """
@@ -76,7 +76,7 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, gradient: Tensor):
-        # A copy, because others may hold this gradient; in fp32, so that the sum is rounded once.
+        # A copy, since other code may hold this gradient; in fp32, so that the sum is rounded once.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
@@ -92,9 +92,9 @@ def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @contextmanager
 def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside this context, ``module`` reads its parameters through :func:`sum_gradient`.
+    """Inside, ``module`` reads its parameters through :func:`sum_gradient`.
 
-    Nothing else may replace the parameters meanwhile, as ``fully_shard`` of ``module`` itself does.
+    Other code must not replace the parameters meanwhile, as ``fully_shard`` of ``module`` does.
     """
     if group is None or not torch.is_grad_enabled():
         yield

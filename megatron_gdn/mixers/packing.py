@@ -26,11 +26,11 @@ _UNPACKED = ("sbhd", "bshd")
 
 
 class _Look(NamedTuple):
-    """Offsets as they were."""
+    """One tensor of offsets at the time when it was read."""
 
     tensor: torch.Tensor | None
     version: int
-    values: torch.Tensor | None  # None on a GPU, where comparing would wait for the device
+    values: torch.Tensor | None  # None on a GPU, where to compare would wait for the device
 
 
 def _look_at(tensor: torch.Tensor | None) -> _Look:
@@ -40,11 +40,11 @@ def _look_at(tensor: torch.Tensor | None) -> _Look:
 
 
 class _Resolved(NamedTuple):
-    """What the first layer of a micro-batch found, for the later layers."""
+    """The result of the first layer of a micro-batch, for the later layers."""
 
     layout: str | None  # qkv_format
     parents: tuple[int, ...] | None  # of trees
-    looks: tuple[_Look, ...]  # at _BOUNDARIES
+    looks: tuple[_Look, ...]  # of the tensors _BOUNDARIES
     documents: Documents
     of_streams: dict[int, Documents]  # the same, for every stream that asked
 
@@ -70,16 +70,16 @@ def resolve_packed_seq_params(
 ) -> Documents | None:
     """The document boundaries of a packed micro-batch; None when it is not packed.
 
-    The first layer of a micro-batch resolves and checks them, which reads ``cu_seqlens`` from the
-    device once. All other layers (and recomputation) find the result on ``params`` and check that
-    the offsets are still the same: on the CPU by value, on a GPU by torch's version counter.
-    Collectives and writes to ``.data`` do not raise this counter: give every micro-batch a
-    PackedSeqParams of its own, or at least new tensors.
+    The first layer of a micro-batch reads ``cu_seqlens`` from the device, checks them and leaves
+    the result on ``params``. Later layers and recomputations check that the offsets are the same:
+    on the CPU by value, on a GPU by torch's version counter. Collectives and writes to ``.data`` do
+    not raise this counter, so give every micro-batch a PackedSeqParams, or at least tensors, of its
+    own.
 
     Boundaries are ``cu_seqlens_q_padded`` where given, else ``cu_seqlens_q``: global offsets,
     before any context-parallel split. Padding is at the end of a document's slot, where a causal
-    layer's tokens do not see it. Its rows must be finite (gradients of the weights are sums over
-    all rows, and 0 * NaN is NaN). Their outputs mean nothing: mask the loss.
+    layer's tokens do not see it. Its rows must be finite, since weights get gradients from all rows
+    and 0 * NaN is NaN. Mask its outputs in the loss.
 
     Args:
         params: as Megatron passes it to a layer. ``qkv_format="thd"`` is packed, and so is None
@@ -123,7 +123,7 @@ def resolve_packed_seq_params(
     sources = tuple(getattr(params, name) for name in _BOUNDARIES)
     documents = _as_tree(_resolve(sources, total_tokens, device), params)
     if any(source is not None and source.is_inference() for source in sources):
-        return documents  # torch does not record writes to such a tensor: nothing is remembered
+        return documents  # torch counts no writes to such a tensor, so nothing is remembered
     before = known.documents if known is not None and _is_recomputed() else documents
     if not torch.equal(documents.stamp, before.stamp):
         found = f"{list(documents.offsets)} after {list(before.offsets)}"
@@ -135,7 +135,7 @@ def resolve_packed_seq_params(
 
 
 def _is_recomputed() -> bool:
-    """Whether this is a forward in a backward, as of a checkpoint."""
+    """Whether this forward runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -177,7 +177,7 @@ def _fitting(documents: StaticDocuments, total_tokens: int, device: torch.device
 
 
 def _is_packed(params: PackedSeqParams) -> bool:
-    """Whether documents are packed. Boundaries that are given are never ignored."""
+    """Whether documents are packed; given boundaries are never ignored."""
     layout = params.qkv_format
     if layout in ("thd", TREE):
         return True
@@ -215,7 +215,7 @@ def _resolve(
     documents = Documents.from_cu_seqlens(boundaries, total_tokens, device=device)
 
     if kv_padded is not None and q_padded is None:
-        q_padded = q  # keys in padded slots need queries in the same ones
+        q_padded = q  # padded slots of keys must also be those of queries
     for name, queries, keys in (("_padded", q_padded, kv_padded), ("", q, kv)):
         if queries is None or keys is None or queries is keys:
             continue
@@ -239,7 +239,7 @@ def _resolve(
 
 
 def context_parallel_group_of(packed: PackedSeqParams | None, group: Any) -> Any:
-    """The context-parallel group of a micro-batch, or ``group``; None is this rank alone."""
+    """The context-parallel group of a micro-batch, or ``group``; None if the rank is alone."""
     if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
         return group
     group, size = packed.cp_group, packed.local_cp_size

@@ -2,8 +2,8 @@
 
 A mask ``[B, S]`` holds a document id per token, counted from 1 in every row; 0 is padding.
 
-Legend: B batch, S tokens of a padded row, N documents, T tokens that are not padding, P rows of the
-packed sequence (T, or more if documents have padded slots).
+Legend: T tokens that are not padding, P rows of the packed sequence (T, or more if documents have
+padded slots).
 """
 
 from __future__ import annotations
@@ -233,7 +233,7 @@ def _layout(mask: Tensor, multiple_of: int, device: torch.device) -> _Layout:
 
 
 class TakeRows(torch.autograd.Function):
-    """A gather of rows, each at most once: its gradient is the gather back, and sums nothing."""
+    """A gather that takes each row at most once, so its gradient is the gather back."""
 
     @staticmethod
     def forward(ctx, x: Tensor, there: Take, back: Take) -> Tensor:

@@ -1,9 +1,8 @@
 """Keeps the decay parameters in fp32 when the module around them is cast or sharded.
 
-``A_log`` is in an exponent, and the recurrence compounds the decay over the sequence: rounding it
-to bf16 changes the decay rate by up to 0.8%. Megatron's ``Float16Module`` casts every parameter.
-torch's ``fully_shard`` (FSDP2) gathers the parameters of a group in one buffer of one dtype, so
-those in fp32 form a group of their own.
+In bf16 ``A_log``, which is in an exponent, changes the decay rate by up to 0.8%. Megatron's
+``Float16Module`` casts every parameter; torch's ``fully_shard`` (FSDP2) gathers a group in one
+dtype, so the fp32 parameters form a group of their own.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from .loader_layout import launch_arguments
 
 logger = logging.getLogger(__name__)
 
-# torch passes one list of missing keys to all modules of one load_state_dict.
+# The last warned load, known by the list of missing keys that torch passes to all its modules.
 _missing_keys_of_warned_load: list[str] | None = None
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
-    """Set the mark that newer Megatron (``Float16Module``) and optimizer overrides look for."""
+    """Set the mark by which newer Megatrons and optimizer overrides know an fp32 parameter."""
     assert parameter.dtype == torch.float32, parameter.dtype
     vars(parameter)["keep_in_fp32"] = True
     repair_mixed_dtype_optimizers()
@@ -35,7 +34,7 @@ def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
 class Fp32Parameters(nn.Module):
     """Mixin for modules: the parameters named below are never narrower than fp32.
 
-    ``_keep_in_float32_parameter_names`` is also the attribute by which Megatron-Bridge knows them.
+    Megatron-Bridge also reads ``_keep_in_float32_parameter_names``.
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
@@ -62,7 +61,7 @@ class Fp32Parameters(nn.Module):
         return super()._apply(apply, recurse)
 
     def require_fp32_parameters(self) -> None:
-        """Refuse fp32 parameters that were rounded on their way, as by sharded data parallelism."""
+        """Refuse these parameters if they were rounded, as by sharded data parallelism."""
         for name in self._keep_in_float32_parameter_names:
             dtype = getattr(self, name).dtype
             if dtype not in (torch.float32, torch.float64):
@@ -74,7 +73,7 @@ class Fp32Parameters(nn.Module):
                 )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as torch does; warn of rounded values at a load's first module that has some."""
+        """Load as torch does; warn of rounded values, once in a load."""
         _metadata, _strict, missing_keys, *_ = args
         names = self._keep_in_float32_parameter_names
         wide = {torch.float32, *(getattr(self, name).dtype for name in names)}
@@ -97,8 +96,8 @@ class Fp32Parameters(nn.Module):
 def require_gathered_alone(name: str, parameter: nn.Parameter | None) -> None:
     """Refuse Megatron-FSDP where gloo would gather ``parameter`` together with other dtypes.
 
-    Megatron-FSDP gathers the parameters of a layer in one coalesced collective. Gloo concatenates
-    its inputs into one buffer of one dtype and cuts that by the outputs' bytes, without an error.
+    Megatron-FSDP gathers a layer's parameters in one collective, and gloo cuts its one buffer of
+    one dtype by the outputs' bytes, without an error.
     """
     fsdp = getattr(parameter, "_megatron_fsdp_model", None)
     original = getattr(parameter, "orig_param", None)
@@ -129,7 +128,8 @@ NOT_BY_SECTION = (
 class Fp32Group(nn.Module):
     """The fp32 parameters of a mixer as a module of their own, which ``fully_shard`` takes.
 
-    What is set here is set in the mixer too. State dicts do not show this module.
+    A parameter that is set in this module is set in the mixer too. State dicts do not show the
+    module.
     """
 
     _mixer: Any
@@ -147,7 +147,7 @@ class Fp32Group(nn.Module):
             super().__setattr__(name, value)
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Copies: torch frees the gathered parameters when this call ends."""
+        """Copies of the parameters: torch frees the gathered ones when this call ends."""
         return tuple(p.clone() for p in self._parameters.values() if p is not None)
 
     def _save_to_state_dict(self, *args: Any) -> None: ...
@@ -158,11 +158,11 @@ class Fp32Group(nn.Module):
 class ShardedApart(Fp32Parameters):
     """Mixin for mixers whose fp32 parameters may be gathered by themselves."""
 
-    # Called once a forward, returns the whole parameters; None where they are whole themselves.
+    # Returns the whole parameters, once a forward; None if they are not sharded.
     gathered: Callable[[], tuple[Tensor, ...]] | None = None
 
     def fp32_parameters(self) -> tuple[Tensor, ...]:
-        """As one forward reads them: whole, and refused if they were rounded."""
+        """The whole parameters for one forward; rounded ones are refused."""
         self.require_fp32_parameters()
         if self.gathered is not None:
             return self.gathered()
@@ -179,8 +179,7 @@ def fully_shard(
     """``torch.distributed.fsdp.fully_shard`` for a module with mixers.
 
     The fp32 parameters of each mixer form a group of their own: torch shards, gathers and reduces
-    them in fp32. They keep their names in ``named_parameters`` and in state dicts. Mixers that are
-    sharded already stay as they are.
+    them in fp32. Their names do not change. Mixers that are sharded already stay as they are.
 
     Args:
         module, mp_policy, ignored_params: as torch's. The policy is not that of the fp32

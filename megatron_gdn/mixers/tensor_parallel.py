@@ -1,13 +1,12 @@
 """Tensor parallelism of a mixer's parameters: first values, marks, groups.
 
-First values do not depend on how many ranks share a parameter: every rank of a group draws the
-whole one from the same seed and keeps its share. (Megatron draws each rank's share from a stream of
-that rank, or, on the CPU, cuts a fused projection without regard to its sections.)
+First values do not depend on the number of ranks: every rank draws the whole parameter from the
+same seed and keeps its share.
 
-Megatron reads from a parameter's attributes how it is split over ranks, whether its gradient is
-summed over them and in which precision it is held. torch makes new parameters without them in
-``to_empty``, ``load_state_dict(assign=True)``, ``copy.deepcopy``, ``nn.utils.swap_tensors`` and
-``fully_shard``. A lost mark gives a wrong gradient without an error: a mixer keeps them by name.
+Megatron reads from a parameter's attributes how it is split, whether its gradient is summed and in
+which precision it is held. torch loses these *marks* in ``to_empty``,
+``load_state_dict(assign=True)``, ``copy.deepcopy``, ``nn.utils.swap_tensors`` and ``fully_shard``,
+and a lost mark gives a wrong gradient without an error. So a mixer keeps them by name.
 """
 
 from __future__ import annotations
@@ -31,8 +30,8 @@ from .tensor_map import take_share
 
 def device_for(config: Any) -> torch.device:
     """The device on which a mixer builds its own parameters, for this config and machine."""
-    # Never meta: after ``to_empty`` Megatron resets no module, and Megatron-FSDP would fill the
-    # projections again, after it sharded them.
+    # Never meta: Megatron resets no module after ``to_empty``, and Megatron-FSDP would fill the
+    # projections again after it sharded them.
     if config.use_cpu_initialization or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -45,7 +44,7 @@ def init_shares_of(group: Any) -> InitShare:
     """``init(parameter, method, dim, sections)`` fills this rank's share of a whole parameter.
 
     ``method`` fills the whole one in place, in fp32, from torch's default generators. ``sections``
-    are its global sizes along ``dim``, each split by itself. None is skipped.
+    are its global sizes along ``dim``, each split by itself. A parameter of None is skipped.
     """
 
     @torch.no_grad()
@@ -57,7 +56,7 @@ def init_shares_of(group: Any) -> InitShare:
     ) -> None:
         if parameter is None:
             return
-        # From the CPU's generator, which Megatron keeps alike in the group; not the default device.
+        # On the CPU whatever the default device: Megatron keeps its generator equal in the group.
         seed = int(torch.randint(2**62, (), device="cpu"))
         if parameter.is_meta:
             return
@@ -108,7 +107,7 @@ def muon_reads_sections() -> bool:
     return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
 
 
-_MARKED = "marked_by_gdn"  # set on every marked parameter; one without it is new
+_MARKED = "marked_by_gdn"  # set on every marked parameter; a parameter without it is new
 
 
 def _is_plain(value: Any) -> bool:
@@ -121,16 +120,17 @@ class MarkedParameters(nn.Module):
     """Mixin for modules: their parameters' marks belong to the names, not to the objects.
 
     New parameters are marked when the module is moved, cast, loaded, copied or unpickled, and
-    before any code (such as optimizers) iterates over its modules or parameters.
+    before any code iterates over its modules or parameters.
     """
 
     _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  none before remember_marks
 
     def remember_marks(self) -> None:
-        """Make the table of marks, parameter name -> attribute -> value, from what is set now.
+        """Make the table of marks, parameter name -> attribute -> value, from the present
+        attributes.
 
-        A mark is an attribute with a public name and a plain value. One that is set later stays on
-        its parameter through moves and casts, and a new parameter gets it after another call.
+        A mark is an attribute with a public name and a plain value. A later one stays on its
+        parameter through moves and casts; call this again to keep it on new parameters.
         """
         self._marks = {}
         for name, parameter in self._parameters_by_name():
@@ -156,7 +156,7 @@ class MarkedParameters(nn.Module):
         yield from super().named_modules(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Copy every attribute to the new parameters, also those set after the module was built."""
+        """Copy every attribute to the new parameters, also later ones."""
         attributes = {name: dict(vars(p)) for name, p in self._parameters_by_name()}
         result = super()._apply(fn, recurse)
         for name, parameter in self._parameters_by_name():
@@ -164,7 +164,6 @@ class MarkedParameters(nn.Module):
         return result
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """The last step of a deepcopy and of unpickling."""
         super().__setstate__(state)
         self.mark_parameters()
 
@@ -208,7 +207,7 @@ class OwnParameters(MarkedParameters):
         self.register_parameter(name, parameter)
 
     def _add_others(self) -> None:
-        """Add the parameters that this mixer alone has, by :meth:`_add`."""
+        """Add the parameters that only this mixer has, by :meth:`_add`."""
 
     def _add_conv(self, bias: bool) -> None:
         """Add a convolution's parameters as Megatron's MambaMixer names them."""
@@ -267,7 +266,7 @@ class OwnParameters(MarkedParameters):
         init(getattr(self.out_proj, "weight", None), method, 1, columns)
 
     def _init_others(self, init: InitShare) -> None:
-        """Fill what this mixer alone has; ``init`` is of :func:`init_shares_of`."""
+        """Fill the parameters that only this mixer has, by ``init`` of :func:`init_shares_of`."""
 
     def _fill_A_log(self, x: Tensor) -> None:
         x.uniform_(*self.A_init_range).log_()
@@ -285,7 +284,7 @@ class FollowsGroups(nn.Module):
     """Mixin of a mixer that follows its ``pg_collection``.
 
     All ranks of the old and of the new context-parallel group change it together, between
-    micro-batches. Tensor-parallel ranks hold shares of the parameters, so they cannot change.
+    micro-batches. The tensor-parallel group cannot change: its ranks hold shares of the parameters.
     """
 
     config: Any
@@ -307,7 +306,7 @@ class FollowsGroups(nn.Module):
         self._name_sizes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of the layer with the same process groups, which cannot be copied themselves."""
+        """A copy of the layer with the same process groups, which cannot be copied."""
         for module in self.modules():
             for thing in vars(module).values():
                 if isinstance(thing, dist.ProcessGroup | ProcessGroupCollection):
@@ -318,7 +317,7 @@ class FollowsGroups(nn.Module):
 
     @property
     def cp_size(self) -> int:
-        """Ranks of the context-parallel group; another number than that is refused."""
+        """Ranks of the context-parallel group; setting another number is refused."""
         return self._pg_collection.cp.size()
 
     @cp_size.setter
@@ -331,11 +330,11 @@ class FollowsGroups(nn.Module):
 
     @property
     def norm_group(self) -> Any:
-        """The group over which our backward sums the norm's gradients; None if it does not sum.
+        """The group over which our backward sums the norm's gradients; None if Megatron sums them.
 
         All ranks hold the norm whole, and each sees its own heads only. Megatron sums gradients
-        with the mark ``sequence_parallel`` itself; without, the backward must give whole ones.
-        (megatron-core 0.19's own layer does not, and its norm weights drift apart.)
+        with the mark ``sequence_parallel``; otherwise the backward must do it (in megatron-core
+        0.19's own layer the norm weights of ranks drift apart).
         """
         return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
 
@@ -360,4 +359,4 @@ class FollowsGroups(nn.Module):
         return groups.cp
 
     def _name_sizes(self) -> None:
-        """Set the sizes that tools look up by name; a mixer with such names overrides this."""
+        """Set the sizes that tools look up by name, in a mixer that has such names."""
