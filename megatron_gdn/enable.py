@@ -1,11 +1,11 @@
 """Importing this module calls :func:`megatron_gdn.patch_megatron`, and Megatron knows 'K' layers.
 
-For launches that can only be told to import something, in each process that builds a model::
+For launches that can only import something, in each process that builds a model::
 
     VERL_USE_EXTERNAL_MODULES=megatron_gdn.enable       # verl
 
-The environment variable ``MEGATRON_GDN`` says what is built by us: ``gdn`` (also when unset),
-``mamba`` or ``gdn,mamba``.
+The environment variable ``MEGATRON_GDN`` says which layers this package builds: ``gdn`` (also when
+unset), ``mamba`` or ``gdn,mamba``.
 """
 
 import os

@@ -1,7 +1,7 @@
 """Reads the fp32 values that a checkpoint's optimizer holds for parameters its model held in bf16.
 
-Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16 and saves them rounded; the optimizer's
-masters in the same checkpoint are not rounded. The layer of this package then gets:
+Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16; its optimizer's masters in the same
+checkpoint are fp32. The layer of this package then gets:
 
 | the checkpoint's optimizer               | loaded with its state | without (finetuning)     |
 |------------------------------------------|-----------------------|--------------------------|
@@ -10,8 +10,8 @@ masters in the same checkpoint are not rounded. The layer of this package then g
 | DistributedOptimizer, dp_reshardable     | Megatron refuses it   | the rounded value        |
 | none                                     |                       | the rounded value        |
 
-dp_reshardable files hold buffers, not tensors with names. Save once more with the old layer and
-fully_reshardable to bring a run over with its masters.
+dp_reshardable files hold buffers, not tensors with names. To keep the masters of such a run, save
+once more with the old layer and fully_reshardable.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def load_fp32_masters(
 
 
 def _masters_by_key(saved: Iterable[str]) -> dict[str, str]:
-    """Model key -> key of its master."""
+    """The master's key, by the parameter's key in the model."""
     found: dict[str, str] = {}
     for match in filter(None, map(_MASTER.fullmatch, saved)):
         key, name = match["key"], match[0]

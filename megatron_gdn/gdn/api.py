@@ -174,7 +174,7 @@ def run_rule(
     use_qk_l2norm_in_kernel: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """:func:`gated_delta_rule` by a given rule."""
+    """The result of :func:`gated_delta_rule` by this rule."""
     q, k, v, g, beta = inputs
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
@@ -228,7 +228,7 @@ class _RunRule(torch.autograd.Function):
 
 
 def of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
-    """The true gradients: dq and dk summed over value heads of a key head, factors applied."""
+    """The true gradients: dq and dk summed over the value heads of a key head, factors applied."""
     dq, dk, dv, dg, dbeta, factor = grads
     if factor is not None:
         dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))

@@ -1,12 +1,8 @@
 """The front of a Gated DeltaNet, as a table.
 
-    q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
-    g    = -exp(A_log) * softplus(alpha + dt_bias);  beta = sigmoid(b)
-
-With ``allow_neg_eigval`` beta is twice that.
-
-Legend: S seq, B batch, P projection width, C conv channels, W conv taps, G key heads, H value
-heads, K key dim, V value dim.
+q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
+g    = -exp(A_log) * softplus(alpha + dt_bias)
+beta = sigmoid(b), or 2 sigmoid(b) with ``allow_neg_eigval``
 """
 
 from __future__ import annotations

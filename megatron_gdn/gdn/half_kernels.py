@@ -1,10 +1,9 @@
 """Two Triton launches that bring gradients to fp16: one finds each key head's largest, one scales.
 
-The plain-torch twin, :mod:`.half_torch`, says what they do.
+:mod:`.half_torch` is the plain-torch twin.
 
-Legend: T rows: tokens of all batch rows, or the rows of states, where RUN rows of one key head
-follow each other; G key heads, H value heads, K key dim, V value dim, C columns of one key head in
-a row (of all its value heads); N tiles of rows.
+Legend: T rows: tokens of all batch rows, or rows of states, of which RUN neighbours belong to one
+key head; C columns of one key head in a row (of all its value heads); N tiles of rows.
 """
 
 from __future__ import annotations
@@ -61,8 +60,8 @@ def _scale_kernel(
 ):  # fmt: skip
     """grid (tiles of ROWS tokens, G). The power's exponent is EXPONENT minus the largest's.
 
-    With LOWER it is at most the old one, and x is multiplied by the new power over the old. If a
-    head's power does not change, its x is not read.
+    With LOWER it is at most the old one, and x is multiplied by the new power over the old; the x
+    of a head whose power does not change is not read.
     """
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
@@ -121,7 +120,7 @@ def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int
 def _scale_launch(
     T: int, tiles: int, largest: int, key_heads: int, ratio: int, columns: int, lower: bool
 ) -> Launch:
-    """Most programs of ``lower`` read nothing, so they are fewer and larger."""
+    """The launch. Most programs of ``lower`` read nothing, so they are fewer and larger."""
     block = block_dim(columns)
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     return Launch(

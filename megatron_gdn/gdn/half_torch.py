@@ -1,7 +1,4 @@
-"""Gradients brought to fp16 by powers of two, in plain torch: the twin of :mod:`.half_kernels`.
-
-Legend: B batch, S seq, G key heads, H value heads, V value dim.
-"""
+"""Gradients brought to fp16 by powers of two, in plain torch: the twin of :mod:`.half_kernels`."""
 
 from __future__ import annotations
 
@@ -49,11 +46,10 @@ def lower(
 def power_exponent(x: Tensor, key_heads: int, largest: int, dims: tuple[int, ...]) -> Tensor:
     """Biased exponents ``[G]`` int32 of the powers of two that bring |x| below ``2^largest``.
 
-    The largest |x| of a key head then lies in ``[2^(largest - 1), 2^largest)``; one near the end of
-    fp32's range becomes 2^2 at most. inf and NaN count as zero, so that other documents' gradients
-    keep their power. The powers lie in 2^-126 .. 2^126: they and their inverses are normal numbers.
-
-    ``dims``: all dimensions of x but that of the H value heads.
+    The largest |x| of a key head then lies in ``[2^(largest - 1), 2^largest)``; near the end of
+    fp32's range it becomes 2^2 at most. inf and NaN count as zero, so that other documents'
+    gradients keep their power. The powers lie in 2^-126 .. 2^126. ``dims``: all dimensions of x but
+    that of the H value heads.
     """
     if x.numel() == 0:
         most_G = torch.zeros(key_heads, device=x.device)

@@ -1,14 +1,13 @@
 """One Gated DeltaNet layer: Hugging Face tensors to Megatron's, whole or in shards, and back.
 
 Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugging Face stores them
-"interleaved" (Qwen3-Next; in each tensor key head by key head, as ``[q | k | v of its value heads |
-z]``), "flat" (Qwen3.5, 3.6, 3.8, Qwen4-Exp) or "separate" (OLMo Hybrid). b is the write strength
-(beta), a the decay input (alpha). Convolution channels are [q | k | v]; files of "separate" layers
-have three tensors of them, which transformers joins in memory, and call norm and out_proj o_norm
-and o_proj.
+"interleaved" (Qwen3-Next; key head by key head, as ``[q | k | v of its value heads | z]``), "flat"
+(Qwen3.5, 3.6, 3.8, Qwen4-Exp) or "separate" (OLMo Hybrid). b is the write strength (beta), a the
+decay input (alpha). Convolution channels are [q | k | v]; files of "separate" layers have three
+tensors of them, which transformers joins, and call norm and out_proj o_norm and o_proj.
 
-What a weight means is not in it: build Qwen4-Exp's layers with its ``output_gate_type`` as
-`output_gate_activation`, OLMo Hybrid's with `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
+Build Qwen4-Exp's layers with its ``output_gate_type`` as `output_gate_activation`, OLMo Hybrid's
+with `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ _PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
 
 
 def qkvz_rows(dims: GDNDims) -> list[int]:
-    """What a key head has in ``in_proj_qkvz``."""
+    """The rows of each section that ``in_proj_qkvz`` has for a key head."""
     value_rows = dims.value_heads_per_key_head * dims.value_head_dim
     return [dims.key_head_dim, dims.key_head_dim, value_rows, value_rows]
 
@@ -60,7 +59,7 @@ def ba_rows(dims: GDNDims) -> list[int]:
 
 
 def interleaved_rows(dims: GDNDims) -> Tensor:
-    """Which row of ``(in_proj_qkvz, in_proj_ba)`` each row of the fused projection is."""
+    """For each row of the fused projection, its row of ``(in_proj_qkvz, in_proj_ba)``."""
     G, widths = dims.num_key_heads, dims.layout.widths
     qkvz, ba = (by_group(part, G).argsort() for part in (widths[:4], widths[4:]))
     return torch.cat([qkvz, len(qkvz) + ba])

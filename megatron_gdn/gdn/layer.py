@@ -1,8 +1,4 @@
-"""The Gated DeltaNet layer for Megatron-Core.
-
-Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
-of the projection, G key heads, H value heads, K key dim, V value dim.
-"""
+"""The Gated DeltaNet layer for Megatron-Core."""
 
 from __future__ import annotations
 
@@ -53,7 +49,7 @@ def require_this_variant(config: TransformerConfig) -> None:
 
 
 def name_other_activation(config: TransformerConfig) -> None:
-    """One log line where upstream's layer, in deterministic mode, would compute something else."""
+    """Log once if upstream's layer, in deterministic mode, would use another activation."""
     if config.activation_func is not F.silu:
         name = getattr(config.activation_func, "__name__", config.activation_func)
         log_once(

@@ -69,7 +69,7 @@ def choose_rule(
     normalise_qk: bool,
     aligned: bool = False,
 ) -> Choice:
-    """:func:`resolve_rule` for a layer; ``aligned``: see :func:`..ops.rules.choice.choose`."""
+    """The choice of a layer; ``aligned``: see :func:`..ops.rules.choice.choose`."""
     if operands not in ("fp16", "bf16"):
         raise ValueError(
             f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
@@ -111,9 +111,8 @@ def _why_not_flash_qla(
 class Repeatable(NamedTuple):
     """One combination that was seen to repeat bit for bit.
 
-    A kernel's source does not show whether it has a race. So ``benchmarks/bench_determinism.py``
-    tested each on its GPU: hundreds of forward and backward passes in two processes, over poisoned
-    memory and beside a competing stream.
+    ``benchmarks/bench_determinism.py`` tested each on its GPU: hundreds of forward and backward
+    passes in two processes, over poisoned memory and beside a competing stream.
     """
 
     capability: tuple[int, int]

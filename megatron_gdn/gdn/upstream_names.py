@@ -1,8 +1,6 @@
-"""What Megatron and tools look up on megatron-core's layer by name.
+"""The names that Megatron and tools look up on megatron-core's layer.
 
-The forward of :class:`megatron_gdn.GatedDeltaNet` does not call the single steps.
-
-Legend: S tokens, B batch, G key heads, H value heads, K key dim, V value dim.
+The forward of :class:`megatron_gdn.GatedDeltaNet` does not call the steps among them.
 """
 
 from __future__ import annotations
@@ -51,7 +49,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
 
     @property
     def act_fn(self) -> Callable[[Tensor], Tensor]:
-        """Of the convolution; the gate's is ``output_gate_activation``."""
+        """The activation of the convolution; ``output_gate_activation`` is that of the gate."""
         return F.silu
 
     @property

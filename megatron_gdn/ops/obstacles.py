@@ -32,7 +32,7 @@ class Obstacle(NamedTuple):
     error: type[Exception] = ValueError  # ImportError where another installation would help
 
 
-def told_of_plain(device: torch.device | str, *obstacles: Obstacle | None) -> str:
+def words_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | None) -> str:
     """Words for the reason of a plain rule, and a warning, if a package would give kernels."""
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:

@@ -51,7 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             status = _compile(tasks, arguments.processes, began)
         for heads, parts in needs.flash_qla.items() if status == 0 else ():
             for part in parts:
-                heads.ready(part, arguments.multiprocessors).touch()
+                heads.done_file(part, arguments.multiprocessors).touch()
     except (ValueError, ImportError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

@@ -73,7 +73,7 @@ def call(folder: Path, wanted: str) -> Kernel:
     builds._capability = lambda: builds.HOPPER
     builds.cache_is_used = lambda: True
     builds.CacheEntry = SimpleNamespace(of=lambda *call: entry)
-    builds.expect(HEADS, "cut")
+    builds.set_next_calls(HEADS, "cut")
     builds.watch_builds([kernel])
     kernel.compile()
     return kernel
@@ -211,7 +211,7 @@ def test_one_process_of_a_machine_has_the_kernels_compiled_and_says_so(machine):
 
 
 def ready(part: str = "cut") -> Path:
-    path = OTHER_HEADS.ready(part, 132)
+    path = OTHER_HEADS.done_file(part, 132)
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch()
     return path
@@ -230,8 +230,8 @@ def test_where_all_kernels_are_there_nothing_is_started(machine, caplog):
 @pytest.mark.parametrize("other", [("states", 132), ("cut", 114)])
 def test_kernels_of_another_part_or_gpu_do_not_count(machine, other):
     ready("cut")
-    assert OTHER_HEADS.ready("cut", 132).exists()
-    assert not OTHER_HEADS.ready(*other).exists()
+    assert OTHER_HEADS.done_file("cut", 132).exists()
+    assert not OTHER_HEADS.done_file(*other).exists()
 
 
 @pytest.mark.parametrize(

@@ -9,7 +9,7 @@ import torch
 
 from megatron_gdn.gdn.flash_qla import builds as flash_qla_builds
 from megatron_gdn.gdn.flash_qla import fences
-from megatron_gdn.gdn.flash_qla.builds import CacheEntry, Heads, expect, watch_builds
+from megatron_gdn.gdn.flash_qla.builds import CacheEntry, Heads, set_next_calls, watch_builds
 from megatron_gdn.ops.obstacles import say_once
 
 HEAD = 'extern "C" __global__ void __launch_bounds__(512, 1) tilelang_fused_chunk_gdr_bwd_kernel('
@@ -147,7 +147,7 @@ def cache(tmp_path, monkeypatch):
     monkeypatch.setattr(flash_qla_builds, "_capability", lambda: (9, 0))
     monkeypatch.setenv("MEGATRON_GDN_COMPILE_AHEAD", "0")
     monkeypatch.setattr(flash_qla_builds, "_started", {})
-    expect(HEADS, "cut")
+    set_next_calls(HEADS, "cut")
     return tmp_path
 
 
@@ -184,7 +184,7 @@ def test_all_kernels_for_the_heads_are_compiled_ahead_once(cache, monkeypatch, c
     monkeypatch.setattr(flash_qla_builds.subprocess, "Popen", Ahead)
     properties = SimpleNamespace(multi_processor_count=78)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda: properties)
-    expect(HEADS, "states")
+    set_next_calls(HEADS, "states")
     kernel = watched(cache)
     kernel.compile(32)
     kernel.compile(64)

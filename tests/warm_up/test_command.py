@@ -216,7 +216,7 @@ def test_what_is_there_is_left_alone_and_a_run_is_told_once_all_is(
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.delitem(sys.modules, "tilelang", raising=False)
     file, heads = tmp_path / "kernel", (Heads(16, 32, torch.float16), Heads(16, 32, torch.bfloat16))
-    ready = [of.ready("cut", 132) for of in heads]
+    ready = [of.done_file("cut", 132) for of in heads]
 
     def compile() -> bool:
         (tmp_path / "tries").open("a").write("1")

@@ -1,14 +1,14 @@
 """FlashQLA's kernels are compiled once per machine, in parallel processes, and the log shows it.
 
-tilelang compiles a kernel at its first call, which takes minutes on one core, in every process.
-Here the first process that needs a kernel takes a lock beside tilelang's cache and starts
-``python -m megatron_gdn.warm_up``: when a layer is built (:func:`compile_early`), or when a step
-calls a kernel that is missing. Every process goes on as soon as the cache has the kernel that it
-calls (:mod:`...ops.kernels.builds`).
+tilelang compiles a kernel at its first call, which takes minutes on one core. Here the first
+process that needs a kernel takes a lock beside tilelang's cache and starts ``python -m
+megatron_gdn.warm_up``: when a layer is built (:func:`compile_early`), or when a step calls a
+missing kernel. Every process goes on as soon as the cache has the kernel that it calls
+(:mod:`...ops.kernels.builds`).
 
-tilelang's key of a kernel takes up to two seconds to make. So a small file per kernel lies beside
-that cache. Its name is a digest of the function's source and arguments; it holds the path of
-tilelang's entry from the folder of the cache on, so a copy elsewhere is found as well.
+tilelang's own key of a kernel takes up to two seconds to make. So a small file per kernel lies
+beside that cache: its name is a digest of the function's source and arguments, and it holds the
+path of tilelang's entry, relative to the cache.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Heads(NamedTuple):
 
     @property
     def flags(self) -> str:
-        """As ``python -m megatron_gdn.warm_up`` takes them."""
+        """The flags of ``python -m megatron_gdn.warm_up`` for these heads."""
         return f"--heads {self.key}:{self.value} --operands {self.operands}"
 
     @property
@@ -63,8 +63,8 @@ class Heads(NamedTuple):
         """The file that a process locks while it compiles for these heads."""
         return cache_folder() / f"flash_qla-{self.key}-{self.value}-{self.operands}.lock"
 
-    def ready(self, part: str, multiprocessors: int) -> Path:
-        """A file that is there once all kernels of this part are compiled for such a GPU."""
+    def done_file(self, part: str, multiprocessors: int) -> Path:
+        """A file that exists once all kernels of this part are compiled for such a GPU."""
         of = self.key, self.value, self.operands, part, multiprocessors, *versions()
         return cache_folder() / "-".join(map(str, ("ready", *of)))
 
@@ -77,8 +77,8 @@ _heads, _part = Heads(0, 0, torch.bfloat16), PARTS[0]  # not known yet
 _started: dict[Heads, subprocess.Popen] = {}
 
 
-def expect(heads: Heads, part: str) -> None:
-    """Set the heads and the part of FlashQLA's next calls; a kernel's arguments do not say them."""
+def set_next_calls(heads: Heads, part: str) -> None:
+    """Set the heads and the part of FlashQLA's next calls; a kernel's arguments lack them."""
     global _heads, _part
     _heads, _part = heads, part
 
@@ -86,10 +86,10 @@ def expect(heads: Heads, part: str) -> None:
 def compile_early(heads: Heads, part: str) -> None:
     """Start processes that compile the kernels of a layer being built, and do not wait for them.
 
-    Other parts follow ``part``: batches may differ.
+    They compile the kernels of other parts after those of ``part``, since batches may differ.
     """
     wanted = torch.cuda.is_available() and cache_is_used() and _may_start(heads)
-    if not wanted or heads.ready(part, multiprocessors()).exists():
+    if not wanted or heads.done_file(part, multiprocessors()).exists():
         return
     with (
         suppress(OSError),  # a folder that cannot be written; the first call says so
@@ -100,7 +100,7 @@ def compile_early(heads: Heads, part: str) -> None:
 
 
 def watch_builds(kernels: list[Any]) -> None:
-    """Let tilelang's objects ``kernels`` compile as the top of this file says."""
+    """Let each of tilelang's objects ``kernels`` compile once per machine."""
     for kernel in kernels:
         kernel.compile = _once_per_machine(kernel)
 
@@ -131,7 +131,7 @@ def _once_per_machine(kernel: Any) -> Callable:
 
 
 def _start(heads: Heads, part: str, lock: int) -> subprocess.Popen:
-    """Start the command for these heads. It holds the lock too, and ends with this process."""
+    """Start the command for these heads. It inherits the lock, and ends with this process."""
     logger.warning(
         "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d cores, into %s. "
         "`python -m megatron_gdn.warm_up %s` does this before a run.",
@@ -156,7 +156,7 @@ def command(heads: Heads, part: str) -> list[str]:
 
 
 def _may_start(heads: Heads) -> bool:
-    """Once for these heads, and only for Hopper, which the command compiles for."""
+    """Whether the command can compile for this GPU and has not been started for these heads."""
     wanted = heads.key > 0 and heads not in _started and os.environ.get(_SWITCH, "1") != "0"
     return wanted and _capability() == HOPPER
 
@@ -166,7 +166,7 @@ def _capability() -> tuple[int, int]:
 
 
 def multiprocessors() -> int:
-    """Of the GPU at hand. FlashQLA chooses kernels and cuts by their number."""
+    """The multiprocessors of this GPU; FlashQLA chooses kernels and cuts by their number."""
     return torch.cuda.get_device_properties().multi_processor_count
 
 
@@ -182,14 +182,14 @@ def cache_folder() -> Path:
 
 
 def cache_is_used() -> bool:
-    """Whether tilelang keeps its kernels there. Does not import tilelang."""
+    """Whether tilelang keeps its kernels on disk. Does not import tilelang."""
     if "tilelang" in sys.modules:
         return sys.modules["tilelang"].env.is_cache_enabled()
     return os.environ.get("TILELANG_DISABLE_CACHE", "0").lower() not in ("1", "true", "yes", "on")
 
 
 def versions() -> tuple[str, ...]:
-    """Of tilelang and flash-qla, which a compiled kernel depends on."""
+    """The versions of tilelang and flash-qla, on which a compiled kernel depends."""
     return tuple(installed_version(name) or "unknown" for name in ("tilelang", "flash-qla"))
 
 
@@ -217,7 +217,7 @@ class CacheEntry(NamedTuple):
             return False
 
     def remember(self, made: Any) -> None:
-        """Write the file. ``made``: the kernel that tilelang compiled; it knows its path."""
+        """Write the file of ``made``, the kernel that tilelang compiled."""
         place = getattr(made, "_tilelang_cache_path", None)
         if place is None or not os.path.isdir(place) or self.is_there():
             return

@@ -1,13 +1,12 @@
-"""Fences that FlashQLA's kernels lack before their bulk stores.
+"""Fences that FlashQLA's kernels lack before their bulk stores (docs/determinism.md).
 
-On Hopper, ordinary stores write shared memory through one proxy, and bulk copies (TMA) read it
-through another. Between the two, each thread that wrote must issue ``fence.proxy.async`` before it
-signals that its part is done (PTX ISA, "Async proxy"); else the bulk store may send the buffer's
-old contents (docs/determinism.md). flash-qla 0.1.3 leaves that fence out where dq, dk and dv
-(``fused_bwd``) and o (``fused_fwd``) are stored, and tilelang 0.1.15 does not add it, because other
-warps issue the copy. (In ``kkt_solve`` tilelang fences the thread that issues it; here the writers
-get fences as well.) The kernels for Blackwell were not examined. The fences are added by a hook
-that gets a kernel's CUDA source before it is compiled.
+On Hopper, ordinary stores and bulk copies (TMA) reach shared memory through two proxies. Between
+the two, each thread that wrote must issue ``fence.proxy.async`` before it signals that its part is
+done (PTX ISA, "Async proxy"); else the bulk store may send old contents. flash-qla 0.1.3 leaves
+that fence out where dq, dk and dv (``fused_bwd``) and o (``fused_fwd``) are stored, and tilelang
+0.1.15 does not add it, because other warps issue the copy. (In ``kkt_solve`` tilelang fences the
+thread that issues it; here the writers get fences as well.) The kernels for Blackwell were not
+examined. A hook that gets a kernel's CUDA source before it is compiled adds the fences.
 """
 
 from __future__ import annotations
@@ -59,7 +58,7 @@ def missing_fences(source: str) -> list[int]:
 
 
 def with_fences(source: str) -> str:
-    """The same source with :func:`missing_fences` put in."""
+    """The same source with :func:`missing_fences` added."""
     lines = source.split("\n")
     for number in reversed(missing_fences(source)):
         indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
@@ -69,7 +68,7 @@ def with_fences(source: str) -> str:
 
 @cache
 def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
-    """Compile these kernels with the fences that they lack, in this process, from here on."""
+    """From now on this process compiles these kernels with the fences that they lack."""
     import tvm_ffi  # pyright: ignore[reportMissingImports]
     from tilelang.engine.callback import register_cuda_postproc  # pyright: ignore[reportMissingImports]
 

@@ -1,13 +1,11 @@
 """FlashQLA's stages on Hopper, kernels held: the same kernels and results, less host time.
 
-In each call FlashQLA's own functions look a kernel up by some twenty arguments, and allocate memory
-for every argument; tilelang then checks and repacks them. Here the compiled function is called
-directly. An argument that it does not read is some tensor of the right shape and dtype.
+FlashQLA's own functions look a kernel up by some twenty arguments in each call, allocate memory for
+every argument, and tilelang checks and repacks them. Here the compiled function is called directly;
+an argument that it does not read is some tensor of the right shape and dtype. Names and order of
+calls are those of ``flash_qla/ops/gated_delta_rule/chunk/{__init__,cp/preprocess}.py`` of 0.1.3.
 
-Functions have FlashQLA's names and its order of calls, see
-``flash_qla/ops/gated_delta_rule/chunk/{__init__,cp/preprocess}.py`` of flash-qla 0.1.3.
-
-Legend: B batch, S tokens, G key heads, H value heads, K key dim, V value dim, P parts.
+P is the number of parts.
 """
 
 from __future__ import annotations
@@ -58,7 +56,7 @@ class HopperStages:
         return cu_seqlens.shape[0] - 1, cu_seqlens, offsets.to(cu_seqlens.dtype), chunks
 
     def _at_chunks(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
-        """Room for the states at chunks; if they are not wanted, of none."""
+        """Room for the states at chunks; without elements if they are not wanted."""
         (B, _, _, K), (H, V) = k.shape, v.shape[2:]
         if wanted:
             return k.new_empty(B, chunks, H, K, V)
@@ -282,7 +280,8 @@ class HopperStages:
     ) -> tuple[Tensor, ...]:
         """Gradients of the inputs and of the first states.
 
-        ``overwrite_dht``: the latter are written over dht, which the same program reads first.
+        ``overwrite_dht``: the gradients of first states are written over dht, which a program reads
+        first.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, _ = self._places(k, cu_seqlens, a.shape[-1])

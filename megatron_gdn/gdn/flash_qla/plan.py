@@ -1,7 +1,7 @@
 """FlashQLA's stages, and its cut of a batch's sequences into parts.
 
-In fixed buffers the host knows the largest number of parts and chunks alone; a block without tokens
-writes nothing. There a sequence is always cut by its own length and the number of heads.
+In fixed buffers the host knows only the largest number of parts and chunks, so a sequence is always
+cut by its own length and the number of heads; a block without tokens writes nothing.
 """
 
 from __future__ import annotations
@@ -80,14 +80,14 @@ def own_stages() -> ModuleType:
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """One batch on one device."""
+    """How one batch runs on one device."""
 
     context: Any  # FlashQLA's own description of it
     parts: Parts | None  # the same cut; None for uncut rows that run side by side
 
     @staticmethod
     def whole(parts: Parts) -> Plan:
-        """Of sequences that are not cut."""
+        """The plan of sequences that are not cut."""
         return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), parts)
 
     @staticmethod
@@ -101,7 +101,7 @@ class Plan:
 
     @property
     def cut(self) -> Parts:
-        """:attr:`parts` of a plan for states, which always has them."""
+        """The :attr:`parts` of a plan for states, which always has them."""
         assert self.parts is not None
         return self.parts
 
@@ -111,7 +111,7 @@ class Plan:
         return self.cut.offsets, self.cut.owner, self.cut.sequences
 
     def part(self, states: bool) -> str:
-        """Which of FlashQLA's kernels it takes, as ``megatron_gdn.warm_up`` names them."""
+        """The plan's group of FlashQLA's kernels, by its name in ``megatron_gdn.warm_up``."""
         if states:
             return "states"
         if self.parts is None:
@@ -138,8 +138,8 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
 def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device) -> Plan:
     """The plan of batch rows that start at zero.
 
-    FlashQLA runs a block of threads per row and head. Where these are fewer than multiprocessors,
-    its cost model cuts the rows as it cuts documents; rows that it leaves whole run side by side.
+    If rows times heads are fewer than multiprocessors, FlashQLA's cost model cuts the rows like
+    documents; rows that it leaves whole run side by side.
     """
     documents = documents_of_rows((rows, tokens), device)
     full = rows * value_heads >= multiprocessors()
@@ -151,7 +151,8 @@ def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device)
 def plan_of(documents: Documents, value_heads: int, batch_invariant: bool, states: bool) -> Plan:
     """The plan of these documents, for every layer and the backward.
 
-    ``batch_invariant``: a sequence is cut by its own length. ``states`` enter it.
+    ``batch_invariant``: a sequence is cut by its own length. ``states``: states enter the
+    documents.
     """
     key = Plan, value_heads, batch_invariant, states
     return documents.plan(key, lambda: _plan_of(documents, *key[1:]))
@@ -182,7 +183,7 @@ def plan_of_whole(documents: Documents) -> Plan:
 
 
 def _with_chunks(parts: Parts, documents: Documents) -> Parts:
-    """The parts, whose offsets know their chunks: kernels' wrappers would read them back."""
+    """The parts, with chunks stored on offsets; else FlashQLA would read these from the GPU."""
     size = stages().CHUNK_SIZE
     if not documents.known and documents.total_tokens < size:
         # A block without tokens looks at the 64 tokens before the end.

@@ -1,8 +1,7 @@
 """FlashQLA as a rule: its stages called one by one, so that nothing waits for the device.
 
-FlashQLA's own entry reads sequence lengths back from the GPU, and sums dq and dk over the value
-heads of a key head in a pass of its own. Here plans are made from host offsets, and the front's
-backward sums the heads.
+FlashQLA's own entry reads sequence lengths from the GPU and sums dq and dk over value heads in
+another pass. Here plans are made from host offsets, and the front's backward sums the heads.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from ...ops.rules.base import (
 )
 from ...ops.state_maps.parts import compose, entering_states, initial_gradients, leaving_gradients
 from ...ops.state_maps.state_map import StateMap
-from .builds import Heads, compile_early, expect
+from .builds import Heads, compile_early, set_next_calls
 from .plan import Plan, plan_of, plan_of_rows, plan_of_whole, stages
 from .states import PartMaps, gradients, output, part_maps, triangular, whole_output
 
@@ -85,7 +84,7 @@ class FlashQlaForward(RuleForward):
 
 
 class CarriedBackward(RuleBackward):
-    """After a forward that carried states between parts itself."""
+    """The backward of a forward that carried states between parts itself."""
 
     _d_local: Any = None  # [P, H, K, V], of parts
 
@@ -134,7 +133,7 @@ class CarriedBackward(RuleBackward):
 
 
 class UncarriedBackward(RuleBackward):
-    """After a forward by FlashQLA's own driver."""
+    """The backward of a forward by FlashQLA's own driver."""
 
     def d_initial(self) -> Tensor:
         # The forward carried no states, so it did not keep what the chain of gradients needs.
@@ -195,7 +194,7 @@ class FlashQlaRule(Rule):
     ) -> Plan:
         plan = self._plan(inputs, documents, states)
         part = "aligned" if self.aligned and not maps else plan.part(states)
-        expect(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), part)
+        set_next_calls(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), part)
         return plan
 
     def _plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
@@ -220,7 +219,7 @@ class FlashQlaRule(Rule):
         return f"flash_qla compiles for an even number of value heads per rank, not {heads}"
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
-        """All but g_sum and A: what belongs to parts."""
+        """All tensors but g_sum and A."""
         return Saved(saved.tensors[2:], saved.plan)
 
     def run_again(
@@ -228,10 +227,10 @@ class FlashQlaRule(Rule):
     ) -> RuleOutput:
         """One pass for the output and the states at chunks, which the backward then reads.
 
-        Without a second run another kernel computes these states, and rounds elsewhere.
+        Without a second run another kernel computes these states, and rounds at other places.
         """
         plan: Plan = kept.plan.plan
-        expect(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again")
+        set_next_calls(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again")
         rows, at_chunks = inputs.v.shape[:2], None
         inputs = inputs if plan.parts is None else in_one_row(inputs)
         if kept.plan.how == "whole":
@@ -261,7 +260,7 @@ class FlashQlaRule(Rule):
         return UncarriedBackward(self, d_o, inputs, saved, documents)
 
     def _in_parts(self, inputs: RuleInputs, saved: Saved, documents: Documents | None) -> Saved:
-        """What a forward in parts would have saved, after one of whole sequences."""
+        """The tensors that a forward in parts would have saved, from those of whole sequences."""
         g_sum, A, *initial = saved.tensors
         if documents is None:
             documents = documents_of_rows(inputs.v.shape[:2], inputs.v.device)

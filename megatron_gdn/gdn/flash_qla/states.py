@@ -1,14 +1,12 @@
 """Calls of FlashQLA's stages: state maps of parts, outputs, gradients of states.
 
 FlashQLA's kernel for the states of parts gives, per part and head, ``S_out = through @ S_in +
-local``. One pass gives the maps that context parallelism sends (those of whole sequences are
-products of their parts') and, with the entering states, the forward.
+local``. One pass serves the maps that context parallelism sends and, with the entering states, the
+forward.
 
 If a head's log-decay sums to less than -20 within a part, ``through`` is zero there and ``local``
 needs only the last chunks, over which that sum is reached: e^-20 = 2e-9 is below fp32's precision
 of a sum. (FlashQLA's own driver uses -10.)
-
-Legend: S tokens, N sequences, P parts, H value heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ class PartMaps(NamedTuple):
     chunks_back: Tensor  # [P, H] int32, chunks from a part's start that S_in reaches
 
     def saved(self, entering: Tensor | None) -> tuple[Any, ...]:
-        """For a backward in parts; if sequences are cut, with the entering states."""
+        """Tensors for a backward in parts; with ``entering`` states if sequences are cut."""
         kept = self.g_sum, self.A, self.chunks_back
         return kept if self.plan.cut.are_sequences else (*kept, self.through, entering)
 
@@ -42,7 +40,7 @@ class PartMaps(NamedTuple):
 def part_maps(
     inputs: RuleInputs, plan: Plan, known: tuple[Tensor, Tensor] | None = None
 ) -> PartMaps:
-    """The maps; ``known``: ``g_sum`` and ``A`` of a forward that has computed them."""
+    """The maps; ``known``: ``g_sum`` and ``A`` if a forward has computed them."""
     parts, run = plan.cut, stages()
     g_sum, A = triangular(inputs, plan) if known is None else known
     chunks, chunks_back, *_ = run.get_warmup_chunks_bidi(
@@ -81,7 +79,8 @@ def output(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``o``, the states at chunks that the backward reads, and the states that leave sequences.
 
-    ``entering``: into the parts; None is zero. ``wanted``: ``output_h`` and ``output_final_state``.
+    ``entering``: states of the parts; None is zero. ``wanted``: ``output_h``,
+    ``output_final_state``.
     """
     return stages().fused_gdr_fwd(
         q=inputs.q, k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta,
@@ -119,8 +118,9 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, in their order.
 
-    ``first`` enters the parts, ``last_grad`` is of what leaves them, and may be overwritten if
-    nobody else reads it. ``states``: at chunks, of a second run; None: computed here.
+    ``first`` enters the parts; ``last_grad`` is the gradient of what leaves them, and may be
+    overwritten if nobody else reads it. ``states``: at chunks, from a second run; None: computed
+    here.
     """
     run = stages()
     sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..obstacles import Obstacle, say_once, told_of_plain
+from ..obstacles import Obstacle, say_once, words_about_plain_rule
 from .base import Rule
 
 ON_GRID = "batch_invariant_mode; in chunks of 64 tokens from a sequence's start"
@@ -85,7 +85,7 @@ def choose(
             return Choice(_made(each, deterministic), "; ".join(said))
         passed[name] = obstacle
     said += _say_passed(mixer, "reference", passed, device, deterministic)
-    return Choice(plain(), "; ".join(said) + told_of_plain(device, *passed.values()))
+    return Choice(plain(), "; ".join(said) + words_about_plain_rule(device, *passed.values()))
 
 
 def _say_passed(
