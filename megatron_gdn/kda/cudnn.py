@@ -1,20 +1,18 @@
 """cuDNN's Hopper kernels of Kimi Delta Attention as a rule: cudnn-frontend's ``kda_hopper_cuda``.
 
-They cut a sequence into pieces. A piece begins from a zero state, so far back that the decay leaves
-at most 2^-20 of the state that is dropped; for this keys have length 1 and beta is at most 1. Slow
-gates leave more, and a piece then begins at the sequence's start. They take:
-
     q, k, v, o and their gradients    bf16, equal heads of K = V = 128, normed q and k
     g, beta and their gradients       fp32
     states                            fp32, ``[N, H, V, K]``: transposed at each call
 
+The kernels cut a sequence into pieces. A piece begins from a zero state, so far back that the decay
+leaves at most 2^-20 of the dropped state, for keys of length 1 and beta up to 1. With slow gates a
+piece begins at the sequence's start.
+
 A graph of cuDNN is built and kept for each number of tokens and of sequences. In 1.32.0 it keeps a
 buffer for every state that a call leaves out, so each call gives and takes all states.
 
-The kernels divide by the decay of 16 tokens, which is 0 in fp32 from a log-decay of some -5.5 per
-token on, and then return NaN. So they are refused unless the gate has a lower bound of -5 or more.
-
-Legend: B batch, S seq, N sequences, T tokens of all, H heads, K key dim, V value dim.
+The kernels divide by the decay of 16 tokens. Below a log-decay of some -5.5 per token it is 0 in
+fp32, and they return NaN. So they are refused unless the gate has a lower bound of -5 or more.
 """
 
 from __future__ import annotations
@@ -82,7 +80,7 @@ def _calls() -> Any:
 
 
 class _Call:
-    """The inputs as cuDNN takes them: ``[T, H, ...]`` and where sequences begin."""
+    """The inputs as cuDNN takes them, ``[T, H, ...]``, and where sequences begin."""
 
     def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
         if documents is not None and not documents.known:
@@ -127,7 +125,7 @@ class CudnnForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """Two runs: without a state what is written, and without values what becomes of I."""
+        """Two runs: from zero for ``local``; from I, without values, for ``through``."""
         v, states = self._call.tokens[2], self._call.states
         _, local = self._run(v, states())
         _, through = self._run(torch.zeros_like(v), states(torch.eye(HEAD_DIM, device=v.device)))

@@ -1,11 +1,9 @@
 """The front of Kimi Delta Attention, as a table: that of a Gated DeltaNet, with g per channel.
 
-    q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
-    g    = -exp(A_log) softplus(f + dt_bias)
-    g    = lower_bound sigmoid(exp(A_log) (f + dt_bias))          with a lower bound
-    beta = sigmoid(b)
-
-Legend: S seq, B batch, P projection width, C conv channels, W taps, H heads, K key dim.
+q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
+g    = -exp(A_log) softplus(f + dt_bias)
+g    = lower_bound sigmoid(exp(A_log) (f + dt_bias))          with a lower bound
+beta = sigmoid(b)
 """
 
 from __future__ import annotations

@@ -33,8 +33,8 @@ def kda_layer_maps(
 ) -> list[TensorMap]:
     """The maps of every parameter of one layer except its input norm, as of a Gated DeltaNet.
 
-    ``family`` is the ``model_type`` of the model. Names are those of files, or if not ``in_files``
-    of transformers' module.
+    ``family`` is the ``model_type`` of the model. Names are those of files, or, if not
+    ``in_files``, of transformers' module.
     """
     p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_value_heads
     K, V, layout = dims.key_head_dim, dims.value_head_dim, dims.in_proj_layout

@@ -1,8 +1,7 @@
 """The Kimi Delta Attention layer for Megatron-Core.
 
-Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, p width
-of in_proj, P width of a row, H heads, K key dim, V value dim, R columns of a gate's narrow half, r
-of them on one tensor-parallel rank, C columns of a gate.
+Legend: p width of in_proj, R columns of a gate's narrow half, r of them on one tensor-parallel
+rank, C columns of a gate.
 """
 
 from __future__ import annotations
@@ -190,9 +189,9 @@ class KimiDeltaAttention(RecurrentMixer):
 def full_rows(narrow: Tensor, in_proj: Layout, row: Layout, group: Any, *weights: Tensor) -> Tensor:
     """in_proj's rows ``[s, B, p]`` to ``[s, B, P]``; the backward keeps the narrow halves.
 
-    The ranks of the tensor-parallel ``group`` share the columns of the narrow halves ``[s, B, R]``,
-    and each computes its heads' part of the wide halves from all of them, with ``weights``
-    ``[C, R]``. The sections are in one order; the narrow half of ``f`` is called ``f_a``.
+    The ranks of the tensor-parallel ``group`` share the columns of the narrow halves ``[s, B, R]``;
+    each computes its heads' part of the wide halves with ``weights`` ``[C, R]``. Both layouts have
+    the sections in one order; the narrow half of ``f`` is called ``f_a``.
     """
     sections = list(narrow.split(in_proj.widths, -1))
     halved = [i for i, name in enumerate(row.names) if name != in_proj.names[i]]
