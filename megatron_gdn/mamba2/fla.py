@@ -2,9 +2,7 @@
 
 ``simple_gla`` is linear attention with one decay per token and head: q = C, k = B, v = dt x. dt and
 the skip D are applied around it, B and C are repeated for the heads of their group. With packed
-documents fla reads a length from the device in every call.
-
-Legend: B batch, S seq, G groups, H heads, K state dim, V head dim, N sequences.
+documents fla reads a length from the device in every call. G is the number of groups.
 """
 
 from __future__ import annotations

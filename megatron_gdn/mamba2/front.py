@@ -3,7 +3,7 @@
     x, B, C = SiLU(conv(x, B, C))
     dt      = clamp(softplus(dt + dt_bias), *dt_limit);    g = -exp(A_log) dt
 
-Legend: S seq, Bt batch, P projection width, C conv channels, W taps, H heads, V head dim.
+Bt is the batch.
 """
 
 from __future__ import annotations

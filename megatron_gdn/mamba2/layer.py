@@ -1,8 +1,4 @@
-"""The Mamba2 mixer for Megatron-Core, and its output norm as a module.
-
-Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
-of the projection, H heads, G groups, V head dim, K state dim.
-"""
+"""The Mamba2 mixer for Megatron-Core, and its output norm as a module. G is groups."""
 
 from __future__ import annotations
 
@@ -179,7 +175,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def activation(self) -> str:
-        """Of convolution and gate, under the name of Megatron's mixer."""
+        """The activation of convolution and gate, under the name of Megatron's mixer."""
         return "silu"
 
     def _build_out_norm(self, submodules: Any) -> None:
@@ -227,11 +223,11 @@ class Mamba2Mixer(RecurrentMixer):
         return self.rmsnorm and not is_plain_grouped_norm(self.norm, self.ngroups_local_tp)
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | Apart | None:
-        """The norm, for rows of this scheme; a norm needs all heads of a group.
+        """The norm for rows of this scheme; a norm needs all heads of a group.
 
-        If an exchange puts these heads on several ranks, only the gate is applied before the rows
-        return, and the norm after that. A norm that is a module gets all heads of this rank's
-        tokens, as in Megatron's mixer.
+        If a head exchange puts these heads on several ranks, the gate alone is applied before the
+        rows return, and the norm after that. A norm that is a module gets all heads of this rank's
+        tokens.
         """
         if not self.rmsnorm:
             return None
@@ -296,8 +292,8 @@ _PLAIN_FORWARD = GroupedRMSNorm.forward
 def is_plain_grouped_norm(norm: nn.Module, groups: int) -> bool:
     """Whether a mixer may compute ``norm`` itself, over ``groups`` groups of this rank's channels.
 
-    Any other class, a replaced ``forward`` or hooks that do more than wait for parameters: then the
-    module is called with the recurrence's output and the gate.
+    A module of another class, with a replaced ``forward`` or with hooks that do more than wait for
+    parameters must be called.
     """
     return (
         type(norm) is GroupedRMSNorm

@@ -2,10 +2,8 @@
 
     S_t = exp(g_t) S_{t-1} + dt_t B_t x_t^T        o_t = S_t^T C_t + D_t x_t
 
-per head: linear attention with a scalar decay (Dao, Gu, *Transformers are SSMs*, 2024).
-
-Legend: B batch, S seq, G groups, R heads per group (heads h R .. h R + R - 1 read group h of B and
-C), H = G R, K state dim, V head dim.
+per head: linear attention with a scalar decay (Dao, Gu, *Transformers are SSMs*, 2024). Each of the
+G groups shares B and C among H / G neighbouring heads.
 """
 
 from __future__ import annotations
@@ -41,7 +39,7 @@ class SSDInputs(NamedTuple):
 
 
 class PlainSSD(PlainRule):
-    """The chunk form as a rule over :class:`SSDInputs`: ``backend="reference"``."""
+    """The chunk form over :class:`SSDInputs`: ``backend="reference"``."""
 
     reads_again = frozenset(SSDInputs._fields)
     grads = SSDInputs
