@@ -1,9 +1,7 @@
 """The front of Gated DeltaNet-2: that of a Gated DeltaNet, with three gates per channel.
 
-    q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
-    g    = -exp(A_log) softplus(f + dt_bias);  b = sigmoid(b);  w = sigmoid(w)
-
-Legend: S seq, B batch, P projection width, C conv channels, W conv taps, G key heads, K key dim.
+q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
+g    = -exp(A_log) softplus(f + dt_bias);  b = sigmoid(b);  w = sigmoid(w)
 """
 
 from __future__ import annotations

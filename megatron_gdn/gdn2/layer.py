@@ -1,8 +1,4 @@
-"""The Gated DeltaNet-2 layer for Megatron-Core.
-
-Legend: S tokens of the whole sequence, s this rank's share of them, B batch, D hidden size, P width
-of the projection, G key heads, H value heads, K key dim, V value dim.
-"""
+"""The Gated DeltaNet-2 layer for Megatron-Core."""
 
 from __future__ import annotations
 

@@ -3,10 +3,8 @@
     S_t = (I - k_t (b_t * k_t)^T) Diag(exp(g_t)) S_{t-1} + k_t (w_t * v_t)^T
     o_t = S_t^T q_t / sqrt(K)
 
-fla's kernels take as many key heads as value heads: what belongs to a key head is repeated for its
+fla's kernels take as many key heads as value heads, so tensors of a key head are repeated for its
 value heads, and the front sums their gradients.
-
-Legend: B batch, S seq, G key heads, H value heads, K key dim, V value dim.
 """
 
 from __future__ import annotations
@@ -90,7 +88,7 @@ class FlaGDN2(FlaChannelRule):
 
 
 def _of_value_heads(inputs: GDN2Inputs) -> GDN2Inputs:
-    """Inputs as fla's kernels take them, which multiply gates in the dtype of k and v."""
+    """Inputs as fla's kernels take them: one head per value head, gates in the dtype of k and v."""
     k, v = inputs.k, inputs.v
     inputs = inputs._replace(b=inputs.b.to(k.dtype), w=inputs.w.to(v.dtype))
     if k.shape[2] == v.shape[2]:
