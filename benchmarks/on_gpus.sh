@@ -140,11 +140,11 @@ fp8)
   bench curves 150 fp8_curves --seconds 120 || failed=1
   ;;
 kda)
-  laws kda 240 tests/kda/test_gpu_rule.py || failed=1
+  laws kda 240 tests/gpu/test_fla_rules.py -k kda || failed=1
   bench kda 320 bench_kda --backends fla cudnn --lower-bound -5 --configurations 2 --seconds 300 || failed=1
   ;;
 gdn2)
-  laws gdn2 240 tests/gdn2/test_gpu_rule.py || failed=1
+  laws gdn2 240 tests/gpu/test_fla_rules.py -k gdn2 || failed=1
   bench gdn2 320 bench_gdn2 --configurations 2 --seconds 300 || failed=1
   ;;
 repeats)

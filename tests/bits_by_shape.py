@@ -65,12 +65,6 @@ def _added_in_place(added: Tensor, a: Tensor, b: Tensor, *, beta=1, alpha=1) -> 
 
 # `addmm.out` and `baddbmm.out` stay the machine's: the others are made of them.
 _KERNELS = {
-    "mm": _product,
-    "mm.out": _product_out,
-    "bmm": _product,
-    "bmm.out": _product_out,
-    "addmm": _added,
-    "addmm_": _added_in_place,
-    "baddbmm": _added,
-    "baddbmm_": _added_in_place,
-}
+    "mm": _product, "mm.out": _product_out, "bmm": _product, "bmm.out": _product_out,
+    "addmm": _added, "addmm_": _added_in_place, "baddbmm": _added, "baddbmm_": _added_in_place,
+}  # fmt: skip

@@ -12,12 +12,9 @@ from tests.parallel import alone, make_config
 
 D = 20
 SIZES = {
-    "hidden_size": D,
-    "mamba_num_heads": 8,
-    "mamba_num_groups": 2,
-    "mamba_head_dim": 3,
+    "hidden_size": D, "mamba_num_heads": 8, "mamba_num_groups": 2, "mamba_head_dim": 3,
     "mamba_state_dim": 5,
-}
+}  # fmt: skip
 LOCAL = Mamba2MixerSubmodules(in_proj=ColumnParallelLinear, out_proj=RowParallelLinear)
 
 

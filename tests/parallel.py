@@ -22,17 +22,10 @@ from megatron_gdn.mixers.tensor_map import take_share
 from megatron_gdn.specs import hybrid_stack_spec
 
 SIZES = {
-    "hidden_size": 24,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
-    "linear_key_head_dim": 8,
-    "linear_value_head_dim": 12,
-    "linear_conv_kernel_dim": 4,
-    "mamba_num_heads": 8,
-    "mamba_num_groups": 2,
-    "mamba_head_dim": 6,
-    "mamba_state_dim": 5,
-}
+    "hidden_size": 24, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 12, "linear_conv_kernel_dim": 4,
+    "mamba_num_heads": 8, "mamba_num_groups": 2, "mamba_head_dim": 6, "mamba_state_dim": 5,
+}  # fmt: skip
 VOCABULARY = 32
 
 
@@ -71,14 +64,10 @@ def hybrid_model(config, pattern: str, spec=None, **options) -> HybridModel:
 def run_schedule(model: DistributedDataParallel, batches, forward_step, tokens: int, rows: int = 1):
     """Forward and backward by Megatron's schedule; what the losses of the micro-batches report."""
     return get_forward_backward_func()(
-        forward_step_func=forward_step,
-        data_iterator=iter(batches),
-        model=[model],
-        num_microbatches=len(batches),
-        seq_length=tokens,
-        micro_batch_size=rows,
+        forward_step_func=forward_step, data_iterator=iter(batches), model=[model],
+        num_microbatches=len(batches), seq_length=tokens, micro_batch_size=rows,
         forward_only=False,
-    )
+    )  # fmt: skip
 
 
 @contextmanager

@@ -38,13 +38,9 @@ def thd(lengths, device="cpu", real_lengths=None) -> PackedSeqParams:
         return PackedSeqParams(qkv_format="thd", cu_seqlens_q=cu, cu_seqlens_kv=cu, **longest)
     real = torch.tensor([0, *real_lengths], dtype=torch.int32, device=device).cumsum(0).int()
     return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=real,
-        cu_seqlens_kv=real,
-        cu_seqlens_q_padded=cu,
-        cu_seqlens_kv_padded=cu,
-        **longest,
-    )
+        qkv_format="thd", cu_seqlens_q=real, cu_seqlens_kv=real, cu_seqlens_q_padded=cu,
+        cu_seqlens_kv_padded=cu, **longest,
+    )  # fmt: skip
 
 
 def build_layer(config, pg_collection, options, **parts):

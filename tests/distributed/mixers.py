@@ -32,13 +32,10 @@ OLMO_HYBRID = replace(
     build=partial(build_gdn, allow_neg_eigval=True),
 )  # fmt: skip
 MAMBA2_FP32 = replace(
-    GDN,
-    config=mamba_mixers.mamba_config,
-    build=mamba_mixers.build,
-    randomise=mamba_mixers.randomise_,
-    share=mamba_mixers.share_of,
+    GDN, config=mamba_mixers.mamba_config, build=mamba_mixers.build,
+    randomise=mamba_mixers.randomise_, share=mamba_mixers.share_of,
     fp32=("A_log", "dt_bias", "D"),
-)
+)  # fmt: skip
 KDA_FP32 = replace(
     MAMBA2_FP32, config=kda_mixers.kda_config, build=kda_mixers.build, fp32=("A_log", "dt_bias")
 )

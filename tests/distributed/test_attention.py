@@ -43,13 +43,9 @@ HIDDEN, HEADS, HEAD_SIZE = 24, 4, 6
 
 def attention_config(groups: int, **changes):
     return make_config(
-        num_attention_heads=HEADS,
-        num_query_groups=groups,
-        kv_channels=HEAD_SIZE,
-        add_bias_linear=False,
-        attention_dropout=0.0,
-        **changes,
-    )
+        num_attention_heads=HEADS, num_query_groups=groups, kv_channels=HEAD_SIZE,
+        add_bias_linear=False, attention_dropout=0.0, **changes,
+    )  # fmt: skip
 
 
 def build_attention(config, groups: ProcessGroupCollection, layout: str):
@@ -270,22 +266,6 @@ def test_a_document_changes_no_bit_of_another(cp, layout):
         assert before[kept].abs().max() > 0
         assert torch.equal(before[kept], after[kept])
         assert after[~kept].isnan().any() or kept.all()
-
-
-@on_ranks(cp=1)
-def test_packed_documents_are_each_document_alone():
-    """Bit for bit in the core; and an empty document is nothing."""
-    lengths = (7, 0, 24, 1)
-    core = build_core(attention_config(2), alone(), "zigzag")
-    torch.manual_seed(5)
-    tensors = [torch.randn(32, h, HEAD_SIZE) for h in (HEADS, 2, 2)]
-    together = core(*tensors, None, packed_seq_params=thd(lengths))
-    one_by_one = [
-        core(*parts, None, packed_seq_params=thd((length,)))
-        for length, *parts in zip(lengths, *(x.split(lengths) for x in tensors), strict=True)
-        if length
-    ]
-    assert torch.equal(together, torch.cat(one_by_one))
 
 
 @on_ranks(cp=1)

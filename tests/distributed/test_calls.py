@@ -8,12 +8,9 @@ from tests.ranks import on_ranks
 # Measured plus a few, without the arithmetic of the plain twins, which a GPU has no part in. Who
 # passes a bound has put work into every forward of every layer.
 MOST = {
-    (1, "auto", False): 50,
-    (1, "decode", False): 60,
-    (1, "auto", True): 90,
-    (2, "headwise", False): 96,
-    (2, "chunkwise", False): 123,
-}
+    (1, "auto", False): 50, (1, "decode", False): 60, (1, "auto", True): 90,
+    (2, "headwise", False): 96, (2, "chunkwise", False): 123,
+}  # fmt: skip
 
 
 @pytest.mark.parametrize(("cp", "mode", "packed"), MOST, ids=str)

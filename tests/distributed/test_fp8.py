@@ -198,18 +198,6 @@ def test_megatrons_ddp_gets_both_parts(mixer):
         assert_close(name, gradient, found[1][name], FP32)
 
 
-@each
-@on_ranks(2)
-def test_a_frozen_linear_gives_its_input_gradients(mixer):
-    layer = whole(mixer, Fp8NormedColumn)
-    expected = gradients(layer, inputs(layer))["x"]
-    layer.in_proj.weight.requires_grad_(False)
-    layer.in_proj.layer_norm_weight.requires_grad_(False)
-    found = gradients(layer, inputs(layer))
-    assert found["in_proj.weight"] is None
-    assert_close("x", found["x"], expected, FP32)
-
-
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 @by_tp
 @pytest.mark.parametrize("normed", [False, True], ids=["linear", "norm+linear"])

@@ -17,15 +17,10 @@ from tests.ranks import _context
 ROOT = EXAMPLES.parent
 TIMEOUT_S = 240
 TINY = [
-    "--hybrid-layer-pattern=G-*-",
-    "--hidden-size=32",
-    "--linear-key-head-dim=8",
-    "--linear-value-head-dim=12",
-    "--seq-length=64",
-    "--micro-batch-size=4",
-    "--train-iters=12",
+    "--hybrid-layer-pattern=G-*-", "--hidden-size=32", "--linear-key-head-dim=8",
+    "--linear-value-head-dim=12", "--seq-length=64", "--micro-batch-size=4", "--train-iters=12",
     "--sample-tokens=3",
-]
+]  # fmt: skip
 
 
 class Launch:
@@ -116,13 +111,9 @@ def _rank(rank: int, size: int, port: int, flags: list[str], cwd: Path, log: Pat
     os.setsid()
     os.chdir(cwd)
     os.environ.update(
-        RANK=str(rank),
-        LOCAL_RANK=str(rank),
-        WORLD_SIZE=str(size),
-        LOCAL_WORLD_SIZE=str(size),
-        MASTER_ADDR="localhost",
-        MASTER_PORT=str(port),
-    )
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(size), LOCAL_WORLD_SIZE=str(size),
+        MASTER_ADDR="localhost", MASTER_PORT=str(port),
+    )  # fmt: skip
     out = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     for stream in (1, 2):
         os.dup2(out, stream)

@@ -74,12 +74,9 @@ def launch(script: str, flags: list[str]) -> tuple[list[str], float, int]:
         tokens = torch.randint(0, 256, (1, sum(LENGTHS) + 1))
         held = local_indices(LENGTHS, 2, parallel_state.get_context_parallel_rank())
         losses = model(
-            tokens[:, :-1][:, held],
-            held[None],
-            None,
-            labels=tokens[:, 1:][:, held],
+            tokens[:, :-1][:, held], held[None], None, labels=tokens[:, 1:][:, held],
             packed_seq_params=thd(LENGTHS),
-        )
+        )  # fmt: skip
         losses.float().sum().backward()
         mixers = [
             type(layer.self_attention).__name__

@@ -1,7 +1,6 @@
 """What cannot work is refused in one line that names the flag, before anything is made."""
 
 import argparse
-import math
 import re
 
 import pytest
@@ -170,18 +169,3 @@ def test_the_running_mean_weighs_the_first_loss_as_the_others():
     losses = [8.0, 4.0, 2.0]
     means = [8.0, (4 + 4) / 1.5, (2 + 2 + 2) / 1.75]
     assert running_mean(losses, decay=0.5) == pytest.approx(means, rel=1e-15)
-
-
-def test_the_curve_has_the_held_out_loss(tmp_path, monkeypatch):
-    from matplotlib.axes import Axes
-
-    from pretraining.curve import plot_loss
-
-    drawn = []
-    monkeypatch.setattr(Axes, "legend", lambda axes, **_: drawn.append(axes))
-    history = [{"tokens": 10, "loss": math.exp(-n)} for n in range(4)]
-    plot_loss(history, tmp_path / "loss.png", held_out=0.25)
-    by_label = {line.get_label(): list(line.get_ydata()) for line in drawn[0].lines}
-    assert by_label["held-out documents, at the end: 0.250"] == [0.25, 0.25]
-    plot_loss(history, tmp_path / "loss.png")
-    assert len(drawn[1].lines) == 2

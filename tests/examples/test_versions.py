@@ -1,6 +1,5 @@
 """The page of versions, and the bounds that pip reads, say what was run."""
 
-import json
 import tomllib
 
 import pytest
@@ -45,22 +44,6 @@ def test_the_lower_bound_is_in_the_oldest_green_row(package):
         pytest.skip("no row of it is green yet")
     (lower,) = (s.version for s in ASKED[package] if s.operator == ">=")
     assert min(green).release[: len(Version(lower).release)] == Version(lower).release
-
-
-def test_a_row_is_recorded_in_place_of_its_older_one(tmp_path, monkeypatch):
-    record, page = tmp_path / "versions.jsonl", tmp_path / "versions.md"
-    monkeypatch.setattr(versions, "RECORD", record)
-    monkeypatch.setattr(versions, "PAGE", page)
-    page.write_text("above\n<!-- versions -->\nold\n<!-- end of versions -->\nbelow\n")
-    versions.record({"row": "torch==2.7.0", "result": "red"})
-    versions.record({"row": "python==3.13", "result": "red"})
-    versions.record({"row": "torch==2.7.0", "result": "green"})
-    found = [json.loads(line) for line in record.read_text().splitlines()]
-    assert {line["row"]: line["result"] for line in found} == {
-        "torch==2.7.0": "green", "python==3.13": "red",
-    }  # fmt: skip
-    above, *_, below = page.read_text().splitlines()
-    assert (above, below) == ("above", "below") and "old" not in page.read_text()
 
 
 def test_a_branch_is_taken_from_a_clone_or_fetched(tmp_path):

@@ -16,13 +16,9 @@ LOCAL = GatedDeltaNetSubmodules(
     in_proj=ColumnParallelLinear, out_norm=TorchRMSNorm, out_proj=RowParallelLinear
 )
 SIZES = {
-    "hidden_size": 20,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 5,
-    "linear_value_head_dim": 6,
-    "linear_conv_kernel_dim": 4,
-}
+    "hidden_size": 20, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 5, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 
 
 def gdn2_config(**changes):

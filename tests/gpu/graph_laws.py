@@ -25,15 +25,10 @@ from tests.parallel import group_of_one, in_ddp, make_config, parallel
 
 # One head configuration, which FlashQLA has compiled for other tests too.
 SIZES = {
-    "hidden_size": 256,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "use_cpu_initialization": False,
-    "bf16": True,
-    "params_dtype": torch.bfloat16,
-}
+    "hidden_size": 256, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "use_cpu_initialization": False,
+    "bf16": True, "params_dtype": torch.bfloat16,
+}  # fmt: skip
 TOKENS, MOST = 4096, 12
 # Of multiples of 16 tokens, so that four ranks can share them in zigzag. A document of 2112 tokens
 # and more is cut into parts.

@@ -22,13 +22,9 @@ from tests.parallel import (
 # Every rank's share is a head configuration that FlashQLA compiles once for several cases: 8 key
 # and 16 value heads, half or a quarter of them.
 GPU = {
-    "hidden_size": 256,
-    "linear_num_key_heads": 8,
-    "linear_num_value_heads": 16,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "use_cpu_initialization": False,
-}
+    "hidden_size": 256, "linear_num_key_heads": 8, "linear_num_value_heads": 16,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "use_cpu_initialization": False,
+}  # fmt: skip
 BF16 = {"bf16": True, "params_dtype": torch.bfloat16, **GPU}
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"  # to try the laws themselves
 
@@ -47,19 +43,15 @@ KINDS = {
     "gdn": Kind(GPU, build_layer, share_of, ("A_log", "dt_bias"), "flash_qla"),
     "mamba2": Kind(
         {
-            "hidden_size": 256,
-            "mamba_num_heads": 16,
-            "mamba_num_groups": 2,
-            "mamba_head_dim": 64,
-            "mamba_state_dim": 128,
-            "use_cpu_initialization": False,
+            "hidden_size": 256, "mamba_num_heads": 16, "mamba_num_groups": 2,
+            "mamba_head_dim": 64, "mamba_state_dim": 128, "use_cpu_initialization": False,
         },
         lambda config, groups, options: mamba_mixers.build(config, groups, **options).to(DEVICE),
         mamba_mixers.share_of,
         ("A_log", "dt_bias", "D"),
         "fla",
     ),
-}
+}  # fmt: skip
 
 
 def rms(x: torch.Tensor) -> float:

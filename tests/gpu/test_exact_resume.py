@@ -29,14 +29,11 @@ def repeatable_cublas():
 @pytest.mark.parametrize(
     ("kind", "tp", "cp", "mode"),
     [
-        (FLOAT16, 1, 1, "headwise"),
-        ("fully_reshardable", 1, 1, "headwise"),
-        (FLOAT16, 2, 1, "headwise"),
-        (FLOAT16, 1, 2, "headwise"),
-        (FLOAT16, 1, 2, "chunkwise"),
+        (FLOAT16, 1, 1, "headwise"), ("fully_reshardable", 1, 1, "headwise"),
+        (FLOAT16, 2, 1, "headwise"), (FLOAT16, 1, 2, "headwise"), (FLOAT16, 1, 2, "chunkwise"),
     ],
     ids=["float16", "distributed", "tp2", "cp2", "cp2-chunkwise"],
-)
+)  # fmt: skip
 def test_a_resumed_run_has_the_bits_of_one_never_interrupted(
     gpus, tmp_path, kind, tp, cp, mode, packed
 ):

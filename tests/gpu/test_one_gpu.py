@@ -1,24 +1,17 @@
 """On one GPU in bf16: Transformer Engine's modules, and a hybrid model beside upstream's layer."""
 
-import sysconfig
-from pathlib import Path
-
 import pytest
 import torch
 
 from tests.gpu.parallel_laws import rms
-from tests.parallel import in_ddp, run_schedule
 
 pytestmark = pytest.mark.gpu
 
 
 SIZES = {
-    "hidden_size": 256,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 4,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-}
+    "hidden_size": 256, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
 
 
 def config_for(**changes):
@@ -101,85 +94,6 @@ def test_transformer_engines_modules_equal_local_ones_within_bf16_error(
         print(f"{name}: te {te:.2e} local {local:.2e}")
         assert te <= 1.5 * local + 2**-9, name
     assert errors["local"]["output"] <= 2**-7
-
-
-def text_batches(steps: int, batch: int, length: int, device="cuda"):
-    folder = Path(sysconfig.get_path("stdlib"))
-    text = b"".join(p.read_bytes() for p in sorted(folder.glob("*.py")))
-    tokens = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
-    for step in range(steps):
-        start = step * batch * (length + 1)
-        chunk = tokens[start : start + batch * (length + 1)].view(batch, length + 1)
-        yield chunk.to(device)
-
-
-def train(spec, steps: int, initial=None) -> tuple[list[float], dict]:
-    from megatron.core.distributed.finalize_model_grads import finalize_model_grads
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-    from megatron.core.optimizer import OptimizerConfig, get_megatron_optimizer
-    from megatron.core.transformer.module import Float16Module
-
-    torch.manual_seed(5)
-    config = config_for(num_layers=6, ffn_hidden_size=512)
-    model = HybridModel(
-        config,
-        spec,
-        vocab_size=256,
-        max_sequence_length=512,
-        hybrid_layer_pattern="G-G-*-",
-        position_embedding_type="rope",
-    ).cuda()
-    if initial is not None:
-        with torch.no_grad():
-            for name, parameter in model.named_parameters():
-                parameter.copy_(initial[name])
-    before = {name: p.detach().clone() for name, p in model.named_parameters()}
-    ddp = in_ddp(Float16Module(config, model))
-    optimizer = get_megatron_optimizer(
-        OptimizerConfig(lr=2e-3, bf16=True, params_dtype=torch.bfloat16, weight_decay=0.01), [ddp]
-    )
-    config.finalize_model_grads_func = finalize_model_grads
-    position = torch.arange(512, device="cuda")[None]
-
-    def forward_step(batches, model):
-        batch = next(batches)
-        losses = model(batch[:, :-1], position.expand(len(batch), -1), None, labels=batch[:, 1:])
-
-        def loss(per_token):
-            total = per_token.float().sum()
-            count = torch.tensor(per_token.numel(), device="cuda", dtype=torch.int)
-            return total, count, {"loss": total.detach() / count}
-
-        return losses, loss
-
-    curve, batches = [], text_batches(steps, 8, 512)
-    for _ in range(steps):
-        ddp.zero_grad_buffer()
-        optimizer.zero_grad()
-        (report,) = run_schedule(ddp, [next(batches)], forward_step, 512, 8)
-        optimizer.step()
-        curve.append(report["loss"].item())
-    return curve, before
-
-
-def test_a_hybrid_model_trains_as_it_does_with_upstreams_layer(world):
-    """Same seed, same weights, same text; GDN, attention and MLP layers on TE's modules."""
-    pytest.importorskip("transformer_engine")
-    from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as upstream
-
-    from megatron_gdn.specs import hybrid_stack_spec
-
-    theirs, weights = train(upstream, steps=50)
-    ours, mine = train(hybrid_stack_spec("te"), steps=50, initial=weights)
-    assert mine.keys() == weights.keys()
-    for step in (0, 9, 19, 29, 39, 49):
-        print(f"step {step + 1:2d}: ours {ours[step]:.4f} upstream {theirs[step]:.4f}")
-    # bf16 rounding differs from the first step on and training amplifies it; what must agree is
-    # where the loss starts (to bf16 precision of a logit) and how far it falls.
-    assert ours[0] == pytest.approx(theirs[0], rel=2**-7)
-    assert ours[-1] < 0.6 * ours[0]
-    last = slice(40, 50)
-    assert sum(ours[last]) == pytest.approx(sum(theirs[last]), rel=0.03)
 
 
 @pytest.mark.parametrize("again", [None, "gdn_norm_out", "gdn"])

@@ -31,17 +31,12 @@ def as_exact_as_one(pool, *case, **options):
 @pytest.mark.parametrize(
     ("tp", "cp", "sp", "mode"),
     [
-        (2, 1, False, "auto"),
-        (2, 1, True, "auto"),
-        (1, 2, False, "headwise"),
-        (1, 2, False, "chunkwise"),
-        (2, 2, True, "headwise"),
-        (2, 2, True, "chunkwise"),
-        (1, 4, False, "headwise"),
-        (1, 4, False, "chunkwise"),
+        (2, 1, False, "auto"), (2, 1, True, "auto"), (1, 2, False, "headwise"),
+        (1, 2, False, "chunkwise"), (2, 2, True, "headwise"), (2, 2, True, "chunkwise"),
+        (1, 4, False, "headwise"), (1, 4, False, "chunkwise"),
     ],
     ids=lambda value: str(value),
-)
+)  # fmt: skip
 def test_all_ranks_are_as_exact_as_one(gpus, tp, cp, sp, mode, lengths):
     as_exact_as_one(gpus(tp * cp), tp, cp, sp, lengths, mode=mode)
 

@@ -71,17 +71,13 @@ def test_an_import_has_the_keys_and_shapes_that_megatron_saves(pools, imported, 
 @pytest.mark.parametrize(
     ("name", "kind", "sizes"),
     [
-        ("next", "hybrid", {}),
-        ("next dense layer", "gpt", {}),
-        ("dense tied", "hybrid", {"tp": 2}),
-        ("moe packed", "gpt", {"tp": 2}),
-        ("next", "gpt", {"ep": 2}),
-        ("dense tied", "hybrid", {"pp": 2}),
-        ("moe packed", "gpt", {"pp": 2}),
-        ("moe", "gpt", {"pp": 2, "ep": 2}),
+        ("next", "hybrid", {}), ("next dense layer", "gpt", {}),
+        ("dense tied", "hybrid", {"tp": 2}), ("moe packed", "gpt", {"tp": 2}),
+        ("next", "gpt", {"ep": 2}), ("dense tied", "hybrid", {"pp": 2}),
+        ("moe packed", "gpt", {"pp": 2}), ("moe", "gpt", {"pp": 2, "ep": 2}),
     ],
     ids=str,
-)
+)  # fmt: skip
 def test_every_rank_loads_its_share_at_any_size(pools, imported, name, kind, sizes):
     """What `load_hf_weights` fills it with, bit for bit, and all of it over the ranks."""
     folder, checkpoint = imported(name, kind)

@@ -16,12 +16,9 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 def test_the_contract_is_of_exactly_the_five_architectures_of_the_family():
     assert sorted(adapter.GDN_FP32_CHECKPOINT_ARCHITECTURES) == [
-        "Qwen3NextForCausalLM",
-        "Qwen3_5ForCausalLM",
-        "Qwen3_5ForConditionalGeneration",
-        "Qwen3_5MoeForCausalLM",
-        "Qwen3_5MoeForConditionalGeneration",
-    ]
+        "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration",
+        "Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration",
+    ]  # fmt: skip
     for name in adapter.GDN_FP32_CHECKPOINT_ARCHITECTURES:
         config = SimpleNamespace(architectures=["Other", name])
         assert adapter.has_gated_delta_net_fp32_checkpoint_contract(config)

@@ -2,14 +2,12 @@
 
 import pytest
 import torch
-from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megatron_gdn.gdn.hf import gdn_layer_from_hf, gdn_layer_maps, gdn_layer_to_hf
 from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
 from megatron_gdn.mamba2.hf import mamba2_layer_maps
 from megatron_gdn.mamba2.sizes import Mamba2Dims
-from megatron_gdn.mixers.tensor_map import TensorMap
 from tests.gdn_mixer import gdn_dims
 
 BF16, F32 = torch.bfloat16, torch.float32
@@ -78,52 +76,7 @@ def test_a_trained_gain_is_exported_as_trained_and_its_neighbours_as_they_were()
     assert torch.equal(back[[0, 2]], gain[[0, 2]])
 
 
-@pytest.mark.parametrize("tp_size", [1, 2, 4])
-@pytest.mark.parametrize("name", ["in_proj.weight", "conv1d.weight"])
-def test_a_rank_holds_its_own_heads_of_every_section(name, tp_size):
-    """Rows are their (section, head): a round trip cannot see rows sharded as one block."""
-    dims = dims_of()
-    counts = [dims.num_key_heads] * 2 + [dims.num_value_heads] * 4
-    rows = [dims.key_head_dim] * 2 + [dims.value_head_dim] * 2 + [1] * 2
-    if name == "conv1d.weight":
-        counts, rows = counts[:3], rows[:3]
-
-    def labels(rank: int, ranks: int) -> list[list[int]]:
-        return [
-            [section, head]
-            for section, (count, size) in enumerate(zip(counts, rows, strict=True))
-            for head in range(rank * count // ranks, (rank + 1) * count // ranks)
-            for _ in range(size)
-        ]
-
-    (entry,) = (e for e in gdn_layer_maps("", "", dims, "flat") if e.name == name)
-    for rank, piece in enumerate(entry.shards(torch.tensor(labels(0, 1)), tp_size)):
-        assert piece.tolist() == labels(rank, tp_size)
-
-
-@pytest.mark.parametrize("tp_size", [2, 4])
-def test_gates_and_output_columns_are_shared_out_in_order_and_gates_alone_are_fp32(tp_size):
-    dims = dims_of()
-    file = random_file(dims, "flat")
-    ranks = gdn_layer_from_hf(file, dims, "flat", tp_size)
-    for name, dim in (("A_log", 0), ("dt_bias", 0), ("out_proj.weight", 1)):
-        assert torch.equal(torch.cat([rank[name] for rank in ranks], dim), file[name])
-        assert len({rank[name].shape for rank in ranks}) == 1
-    for rank in ranks:
-        assert rank["A_log"].dtype == rank["dt_bias"].dtype == F32
-        assert rank["in_proj.weight"].dtype == rank["out_proj.weight"].dtype == BF16
-
-
 sizes = st.integers(1, 5)
-
-
-@given(data=st.data(), ranks=st.integers(1, 4), dim=st.integers(0, 1))
-@settings(deadline=None)
-def test_unshard_undoes_shard(data, ranks, dim):
-    sections = tuple(ranks * n for n in data.draw(st.lists(sizes, min_size=1, max_size=6)))
-    full = torch.randn(sum(sections), 3) if dim == 0 else torch.randn(3, sum(sections))
-    entry = TensorMap(names=("any",), sources=(), shard_dim=dim, sections=sections)
-    assert torch.equal(entry.unshard(entry.shards(full, ranks)), full)
 
 
 @pytest.mark.parametrize(

@@ -10,18 +10,11 @@ BF16, F32 = torch.bfloat16, torch.float32
 
 # K != V, three heads of attention for each group, 67 vocabulary rows: nothing divides by chance.
 COMMON = {
-    "vocab_size": 67,
-    "hidden_size": 24,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 12,
-    "num_key_value_heads": 4,
-    "head_dim": 8,
-    "linear_key_head_dim": 6,
-    "linear_value_head_dim": 5,
-    "linear_num_key_heads": 4,
-    "linear_num_value_heads": 8,
+    "vocab_size": 67, "hidden_size": 24, "num_hidden_layers": 4, "num_attention_heads": 12,
+    "num_key_value_heads": 4, "head_dim": 8, "linear_key_head_dim": 6,
+    "linear_value_head_dim": 5, "linear_num_key_heads": 4, "linear_num_value_heads": 8,
     "max_position_embeddings": 64,
-}
+}  # fmt: skip
 MOE = {
     "moe_intermediate_size": 12,
     "shared_expert_intermediate_size": 16,
@@ -30,15 +23,10 @@ MOE = {
 }
 NO_PADDING = {"pad_token_id": None, "eos_token_id": None}
 QWEN4 = {
-    "output_gate_type": "sigmoid",
-    "hc_count": 2,
-    "hc_lowrank": 8,
-    "indexer_n_heads": 2,
-    "indexer_kv_heads": 1,
-    "indexer_head_dim": 8,
-    "indexer_budget": 4,
+    "output_gate_type": "sigmoid", "hc_count": 2, "hc_lowrank": 8, "indexer_n_heads": 2,
+    "indexer_kv_heads": 1, "indexer_head_dim": 8, "indexer_budget": 4,
     "indexer_compress_ratio": 2,
-}
+}  # fmt: skip
 # Kimi Delta Attention: four heads of 8, and latent attention in the last of four layers.
 KDA = {
     "vocab_size": 67,
@@ -55,16 +43,10 @@ KDA = {
     **NO_PADDING,
 }
 LATENT = {
-    "kv_lora_rank": 8,
-    "q_lora_rank": 12,
-    "qk_nope_head_dim": 8,
-    "qk_rope_head_dim": 4,
-    "v_head_dim": 6,
-    "mlp_layer_types": ["dense"] + ["sparse"] * 3,
-    "num_experts_per_tok": 2,
-    "n_group": 1,
-    "topk_group": 1,
-}
+    "kv_lora_rank": 8, "q_lora_rank": 12, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4,
+    "v_head_dim": 6, "mlp_layer_types": ["dense"] + ["sparse"] * 3, "num_experts_per_tok": 2,
+    "n_group": 1, "topk_group": 1,
+}  # fmt: skip
 BAILING = {"head_dim": 8, "num_experts": 4}
 GLM = {
     "layer_types": ["linear_attention"] * 3 + ["indexed_attention"],

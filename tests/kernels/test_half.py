@@ -6,12 +6,9 @@ import torch
 from megatron_gdn.gdn import half_kernels, half_torch
 
 SHAPES = {
-    "T1": (1, 1, 1, 1, 4),
-    "T3-B2": (2, 3, 3, 6, 20),
-    "T300-1to3": (1, 300, 1, 3, 24),
-    "T700-B2": (2, 700, 2, 4, 40),
-    "nothing": (1, 0, 2, 4, 8),
-}
+    "T1": (1, 1, 1, 1, 4), "T3-B2": (2, 3, 3, 6, 20), "T300-1to3": (1, 300, 1, 3, 24),
+    "T700-B2": (2, 700, 2, 4, 40), "nothing": (1, 0, 2, 4, 8),
+}  # fmt: skip
 
 
 def gradients(shape, device, dtype):

@@ -45,12 +45,9 @@ CUTS = {
 
 # For GDN's front, whose cases take the interpreter up to ten seconds each; Mamba2's takes all cuts.
 FEW_CUTS = (
-    "one sequence",
-    "pieces of one token and more",
-    "a fragment of many documents",
-    "a shared prefix",
-    "in fixed buffers",
-)
+    "one sequence", "pieces of one token and more", "a fragment of many documents",
+    "a shared prefix", "in fixed buffers",
+)  # fmt: skip
 
 
 def history_of(cut, taps, batch, channels, device, normal):

@@ -42,25 +42,15 @@ def make_context(layer, *, shapes=None, dtype=torch.float32, speculative=0, **mo
     """For a model of this layer and one of attention, as Megatron's engine makes it."""
     conv, states = shapes or layer.mamba_state_shapes_per_request()
     of_states = MambaInferenceStateConfig(
-        layer_type_list=["M", "*"],
-        conv_states_shape=conv,
-        ssm_states_shape=states,
-        conv_states_dtype=torch.float32,
-        ssm_states_dtype=dtype,
+        layer_type_list=["M", "*"], conv_states_shape=conv, ssm_states_shape=states,
+        conv_states_dtype=torch.float32, ssm_states_dtype=dtype,
         mamba_chunk_size=layer.chunk_size,
-    )
+    )  # fmt: skip
     config = InferenceConfig(
-        max_sequence_length=256,
-        buffer_size_gb=0.01,
-        paused_buffer_size_gb=0.001,
-        block_size_tokens=16,
-        max_requests=4,
-        max_tokens=128,
-        unified_memory_level=0,
-        num_speculative_tokens=speculative,
-        mamba_inference_state_config=of_states,
-        **more,
-    )
+        max_sequence_length=256, buffer_size_gb=0.01, paused_buffer_size_gb=0.001,
+        block_size_tokens=16, max_requests=4, max_tokens=128, unified_memory_level=0,
+        num_speculative_tokens=speculative, mamba_inference_state_config=of_states, **more,
+    )  # fmt: skip
     return DynamicInferenceContext(make_config(num_layers=2), config)
 
 

@@ -5,7 +5,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.ops.delta_rule.base import HeadSizes
@@ -87,17 +86,6 @@ def test_a_second_backward_runs_it_once_more():
     assert rule.runs == 3
 
 
-def test_a_checkpoint_around_the_mixer_sees_the_same_bits():
-    leaves, _ = make_inputs(SIZES, S=70)
-    expected = gradients(mixed_by(PlainRule(), leaves, SIZES), leaves)
-
-    def block(*tensors):
-        return mixed_by(PlainRule(), tensors, SIZES, recompute_rule=True)
-
-    again = checkpoint(block, *leaves, use_reentrant=False)
-    assert_equal(gradients(again, leaves), expected)
-
-
 def test_fp16_operands_are_run_again_within_them():
     leaves, _ = make_inputs(SIZES, S=70)
     wrapped = PlainRule()
@@ -115,13 +103,6 @@ def test_one_gradient_alone_is_enough(needs):
     fixed = [x if x is None or i == needs else x.detach() for i, x in enumerate(leaves)]
     again = mixed_by(PlainRule(), fixed, SIZES, recompute_rule=True).sum()
     assert torch.equal(torch.autograd.grad(again, leaves[needs])[0], expected)
-
-
-def test_a_second_run_saves_the_rows_and_the_parameters_alone():
-    leaves, _ = make_inputs(SIZES, S=64)
-    parameters = sum(x.nbytes for x in leaves[1:] if x is not None)
-    again = saved_bytes(lambda: mixed_by(PlainRule(), leaves, SIZES, recompute_rule=True))
-    assert again == leaves[0].nbytes + parameters
 
 
 LEVELS = {

@@ -22,13 +22,9 @@ paddings = pytest.mark.parametrize("padded", [False, True], ids=["padded to 128"
 # [padding to 128, or to 65536 for NCCL's bandwidth]: at dp 8 ranks 0 and 4 have a parameter, 1 to 3
 # a part of the gap, the others padding. Padded to 65536, rank 0 has all, the others not one share.
 SIZES = {
-    "pattern": "G",
-    "hidden_size": 8,
-    "linear_num_key_heads": 2,
-    "linear_num_value_heads": 2,
-    "linear_key_head_dim": 4,
-    "linear_value_head_dim": 4,
-}
+    "pattern": "G", "hidden_size": 8, "linear_num_key_heads": 2, "linear_num_value_heads": 2,
+    "linear_key_head_dim": 4, "linear_value_head_dim": 4,
+}  # fmt: skip
 
 
 def trained(kind: str, ddp: dict) -> Training:

@@ -90,25 +90,6 @@ def _losses(model, optimizer, steps: range):
         yield losses.detach()
 
 
-@on_ranks(2)
-def test_an_fp32_layer_sharded_over_two_ranks_equals_one():
-    """Every rank has rows of its own; gradients are averaged over them."""
-    size, rank = dist.get_world_size(), dist.get_rank()
-    with parallel():
-        one, layer = _layer(), _layer()
-        _shard(layer)
-        x_all = torch.randn(size, 9, 1, 24)
-        expected = one(x_all[rank], None)[0]
-        torch.stack([one(x, None)[0].square().sum() for x in x_all]).mean().backward()
-        out, _ = layer(x_all[rank], None)
-        out.square().sum().backward()
-        assert_close("output", out, expected, 1e-6)
-        for name, parameter in layer.named_parameters():
-            gradient = parameter.grad.full_tensor()
-            assert gradient.dtype == torch.float32
-            assert_close(f"gradient of {name}", gradient, one.get_parameter(name).grad, 1e-5)
-
-
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("called", [False, True], ids=["fused norm", "norm as a module"])
 @on_ranks(4, tp=2)
@@ -217,33 +198,6 @@ def test_a_policy_that_rounds_weights_leaves_gates_that_stand_apart():
     shard_apart(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"), mp_policy=policy)
     x = torch.randn(9, 1, 24)
     assert torch.equal(layer(x, None)[0], one(x.bfloat16(), None)[0])
-
-
-@on_ranks(2, cp=1)
-def test_a_bf16_model_under_megatrons_wrapper_equals_the_unsharded_model_to_the_bit():
-    """A bf16 model under ``--use-torch-fsdp2``: losses, gradients and a step to the bit."""
-    with fsdp_laws.on_this_device():
-        one, (wrapped, optimizer) = _model(torch.bfloat16), _under_megatrons_wrapper(torch.bfloat16)
-        model = wrapped.module
-        assert any("fp32_group" in name for name, _ in model.named_modules())
-        torch.manual_seed(50 + dist.get_rank())
-        tokens = torch.randint(VOCABULARY, (2, 17))
-        positions = torch.arange(16).expand(2, -1)
-        expected, losses = (
-            m(tokens[:, :-1], positions, None, labels=tokens[:, 1:]) for m in (one, wrapped)
-        )
-        assert torch.equal(losses, expected)
-        for loss in (expected, losses):
-            loss.sum().backward()
-        for name, whole in one.named_parameters():
-            dist.all_reduce(whole.grad)
-            whole.grad /= dist.get_world_size()
-            assert torch.equal(model.get_parameter(name).grad.full_tensor(), whole.grad), name
-        one.ddp_config = DistributedDataParallelConfig()
-        _adam(one, torch.bfloat16).step()
-        optimizer.step()
-        for name, whole in one.named_parameters():
-            assert torch.equal(model.get_parameter(name).full_tensor(), whole), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])

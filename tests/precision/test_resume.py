@@ -18,16 +18,10 @@ from tests.precision.training import (
 # (optimizer, tp, ranks). dp_reshardable holds the buffers of one tensor-parallel size.
 SHORT = [("fully_reshardable", 1, 4)]
 LAYOUTS = [
-    *SHORT,
-    ("dp_reshardable", 2, 2),
-    (FLOAT16, 1, 2),
-    (FLOAT16, 2, 2),
-    (FLOAT16, 2, 4),
-    ("fully_reshardable", 1, 2),
-    ("fully_reshardable", 2, 2),
-    ("fully_reshardable", 2, 4),
+    *SHORT, ("dp_reshardable", 2, 2), (FLOAT16, 1, 2), (FLOAT16, 2, 2), (FLOAT16, 2, 4),
+    ("fully_reshardable", 1, 2), ("fully_reshardable", 2, 2), ("fully_reshardable", 2, 4),
     ("dp_reshardable", 2, 4),
-]
+]  # fmt: skip
 BF16 = 2.0**-8  # half a spacing of bf16, of numbers of size 1
 BEFORE, AFTER = range(2), range(2, 4)
 

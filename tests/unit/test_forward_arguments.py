@@ -83,14 +83,11 @@ documents[..., 4:, :4] = True
 @pytest.mark.parametrize(
     "mask",
     [
-        documents,
-        torch.zeros(1, 1, 8, 8, dtype=torch.bool),
-        ~causal(range(8), 8),
-        torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]),
-        torch.zeros(1, 1, 8, 8),
+        documents, torch.zeros(1, 1, 8, 8, dtype=torch.bool), ~causal(range(8), 8),
+        torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]]), torch.zeros(1, 1, 8, 8),
     ],
     ids=["documents", "bidirectional", "inverted", "padding", "additive"],
-)
+)  # fmt: skip
 def test_other_masks_are_refused_with_the_way_to_pack(mask):
     with pytest.raises(NotImplementedError, match="not a causal mask.*packed_seq_params"):
         check(mask)
@@ -99,17 +96,12 @@ def test_other_masks_are_refused_with_the_way_to_pack(mask):
 @pytest.mark.parametrize(
     "mask",
     [
-        torch.ones(1, 6),
-        torch.ones(3, 8),
-        torch.ones(8, 1),
-        causal(range(4), 8),
-        causal(range(8), 4),
-        causal(range(8), 12),
-        causal(range(8), 8).expand(3, 1, 8, 8),
+        torch.ones(1, 6), torch.ones(3, 8), torch.ones(8, 1), causal(range(4), 8),
+        causal(range(8), 4), causal(range(8), 12), causal(range(8), 8).expand(3, 1, 8, 8),
         causal(range(8), 8)[0],
     ],
     ids=lambda mask: "x".join(map(str, mask.shape)),
-)
+)  # fmt: skip
 def test_masks_of_another_shape_are_refused_and_told_the_right_one(mask):
     with pytest.raises(NotImplementedError, match=r"must be \[1 or 1, 1, 8, 8\].*or \[1, 8\] of"):
         check(mask)

@@ -7,59 +7,13 @@ import torch
 from torch import nn
 
 from megatron_gdn import Documents
-from megatron_gdn.context_parallel import MambaContextParallel, SequenceLayout, local_indices
-from megatron_gdn.context_parallel.headwise import pack_torch
-from megatron_gdn.context_parallel.headwise.route import fragments_of, route
-from megatron_gdn.context_parallel.headwise.shares import HeadShares, alignment, strips
-
-CASES = [
-    ((48,), 2, "zigzag"),
-    ((48,), 4, "zigzag"),
-    ((8, 0, 24, 16), 4, "zigzag"),
-    ((3, 0, 29, 16), 4, "zigzag_buffer"),
-    ((7, 5), 3, "contiguous"),
-    ((12,) * 9, 3, "zigzag"),
-    ((0,), 2, "zigzag"),
-]
-cases = pytest.mark.parametrize(("lengths", "cp", "layout"), CASES)
-waves_of = pytest.mark.parametrize("waves", [1, 2, 3])
+from megatron_gdn.context_parallel import MambaContextParallel, SequenceLayout
+from megatron_gdn.context_parallel.headwise.route import route
 
 
 def route_of(lengths, *where):
     offsets = torch.tensor([0, *lengths]).cumsum(0)
     return route(Documents.from_cu_seqlens(offsets, sum(lengths)), *where)
-
-
-@cases
-@waves_of
-def test_waves_cut_every_ranks_tokens_in_order(lengths, cp, layout, waves):
-    layout = SequenceLayout(layout)
-    for rank in range(cp):
-        held = local_indices(lengths, cp, rank, layout)
-        others = [local_indices(lengths, cp, r, layout) for r in range(cp) if r != rank]
-        made = route_of(lengths, cp, rank, layout, waves)
-        assert len(made) <= waves
-        assert torch.equal(torch.cat([held[:0], *(w.own_place for w in made)]).long(), held)
-        for wave in made:
-            peers = torch.cat([other[wave.tokens] for other in others])
-            assert torch.equal(wave.peer_place.long(), peers)
-
-
-@cases
-@waves_of
-def test_fragments_are_the_positions_of_every_rank_and_as_few_as_can_be(lengths, cp, layout, waves):
-    layout = SequenceLayout(layout)
-    for rank in range(cp):
-        for wave in route_of(lengths, cp, rank, layout, waves):
-            for peer, fragments in enumerate(wave.fragments):
-                covered = []
-                for one in fragments:
-                    here, there = one.locally, one.in_sequence
-                    assert here.start == len(covered) and here.stop > here.start
-                    assert here.stop - here.start == there.stop - there.start
-                    assert not covered or there.start != covered[-1] + 1, "two fragments are one"
-                    covered += range(there.start, there.stop)
-                assert covered == local_indices(lengths, cp, peer, layout)[wave.tokens].tolist()
 
 
 def test_a_long_sequence_needs_two_messages_per_peer_and_documents_two_each():
@@ -85,83 +39,6 @@ def test_a_route_is_built_once_for_the_same_values():
         return route_of((16, 32), 2, 1, SequenceLayout.ZIGZAG)
 
     assert built() is built()
-
-
-def test_fragments_are_runs_of_neighbours():
-    assert fragments_of(torch.tensor([3, 4, 9, 1, 2])) == (
-        (slice(0, 2), slice(3, 5)), (slice(2, 3), slice(9, 10)), (slice(3, 5), slice(1, 3)),
-    )  # fmt: skip
-    assert fragments_of(torch.zeros(0, dtype=torch.int64)) == ()
-
-
-EVEN = HeadShares.even(4, (12, 4, 40))
-COPIED = HeadShares(4, (6, 6, 24, 8), (2, 2, 1, 1))
-ALL_COPIED = HeadShares(4, (5, 8), (4, 1))
-each_share = pytest.mark.parametrize("shares", [EVEN, COPIED, ALL_COPIED])
-
-
-def columns_of(shares: HeadShares, rank: int) -> list[int]:
-    """By the definition: blocks of equal width, rank r holds block r // copies."""
-    held, start = [], 0
-    for section, copies in zip(shares.sections, shares.copies, strict=True):
-        blocks = torch.arange(start, start + section).chunk(shares.ranks // copies)
-        held += blocks[rank // copies].tolist()
-        start += section
-    return held
-
-
-@each_share
-def test_blocks_are_the_definition(shares):
-    for rank in range(shares.ranks):
-        blocks = shares.blocks(rank)
-        whole = [c for p in blocks for c in range(p.columns.start, p.columns.stop)]
-        own = [c for p in blocks for c in range(p.own_columns.start, p.own_columns.stop)]
-        assert whole == columns_of(shares, rank)
-        assert own == list(range(shares.rank_width))
-        assert len(whole) == shares.rank_width
-    assert sum(shares.sections) == shares.whole_width
-
-
-@each_share
-@pytest.mark.parametrize("most", [1, 4, 1024])
-def test_strips_cover_every_block_once(shares, most):
-    for rank in range(shares.ranks):
-        whole, own = [], []
-        for strip in strips(shares, most):
-            assert strip.block <= most and strip.block & (strip.block - 1) == 0
-            start = strip.whole + rank // strip.copies * strip.step
-            whole += range(start, start + strip.block * strip.repeats)
-            own += range(strip.own, strip.own + strip.block * strip.repeats)
-        assert whole == columns_of(shares, rank) and own == list(range(shares.rank_width))
-
-
-def test_alignment_is_the_power_of_two_in_all_strides():
-    assert alignment(48, 96) == 16 and alignment(24, 0) == 8 and alignment(7, 16) == 1
-
-
-@each_share
-def test_the_twin_packs_by_the_definition_and_unpacks_sums(shares):
-    torch.manual_seed(0)
-    s, B, rank = 3, 2, 1
-    whole = torch.randn(s, B, shares.whole_width, dtype=torch.float64)
-    place = torch.tensor([7, 0, 11])
-    messages = torch.full((shares.ranks - 1, s, B, shares.rank_width), torch.nan).double()
-    full = torch.full((4 * s, B, shares.rank_width), torch.nan).double()
-    pack_torch.pack_peers(whole, messages, shares, rank)
-    pack_torch.move_own(whole, full, shares, rank, place, to_full=True)
-    held = {peer: whole[..., columns_of(shares, peer)] for peer in range(shares.ranks)}
-    for message, peer in zip(messages, shares.peers(rank), strict=True):
-        assert torch.equal(message, held[peer])
-    assert torch.equal(full[place], held[rank])
-    assert full[[t for t in range(4 * s) if t not in place]].isnan().all()
-
-    back = torch.full_like(whole, torch.nan)
-    pack_torch.move_own(back, full, shares, rank, place, to_full=False)
-    pack_torch.unpack_peers(messages, full, back, shares, rank, place)
-    times = torch.zeros(shares.whole_width, dtype=torch.float64)
-    for peer in range(shares.ranks):
-        times[columns_of(shares, peer)] += 1
-    torch.testing.assert_close(back, whole * times, rtol=1e-15, atol=0)
 
 
 STATE, DIM, TAPS = 3, 2, 4

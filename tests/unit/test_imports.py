@@ -31,13 +31,9 @@ ops.gated_delta_rule(x, x, x, -x[..., 0], x[..., 0])
 
 def test_the_layer_needs_torch_and_megatron_alone_and_touches_no_gpu():
     names = {
-        "fla",
-        "transformers",
-        "transformer_engine",
-        "causal_conv1d",
-        "flash_qla",
+        "fla", "transformers", "transformer_engine", "causal_conv1d", "flash_qla",
         "safetensors",
-    }
+    }  # fmt: skip
     out = python(
         "-c",
         BLOCK.format(names=names)
@@ -58,15 +54,11 @@ print(torch.cuda.is_initialized())
 @pytest.mark.parametrize(
     "name",
     [
-        "GatedDeltaNet",
-        "GatedDeltaNetSubmodules",
-        "_split_tensor_factory",
-        "get_parameter_local_cp",
-        "tensor_a2a_cp2hp",
-        "tensor_a2a_hp2cp",
+        "GatedDeltaNet", "GatedDeltaNetSubmodules", "_split_tensor_factory",
+        "get_parameter_local_cp", "tensor_a2a_cp2hp", "tensor_a2a_hp2cp",
         "torch_chunk_gated_delta_rule",
     ],
-)
+)  # fmt: skip
 def test_every_name_of_upstreams_module_is_at_the_top(name):
     import megatron_gdn
 

@@ -27,12 +27,9 @@ def thd(q, q_padded=None, kv="q", kv_padded=None):
         return None if offsets is None else torch.tensor(offsets, dtype=torch.int32)
 
     return PackedSeqParams(
-        qkv_format="thd",
-        cu_seqlens_q=tensor(q),
-        cu_seqlens_kv=tensor(q if kv == "q" else kv),
-        cu_seqlens_q_padded=tensor(q_padded),
-        cu_seqlens_kv_padded=tensor(kv_padded),
-    )
+        qkv_format="thd", cu_seqlens_q=tensor(q), cu_seqlens_kv=tensor(q if kv == "q" else kv),
+        cu_seqlens_q_padded=tensor(q_padded), cu_seqlens_kv_padded=tensor(kv_padded),
+    )  # fmt: skip
 
 
 def test_padded_offsets_win_over_real_ones():

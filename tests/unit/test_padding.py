@@ -7,7 +7,6 @@ from hypothesis import strategies as st
 
 import megatron_gdn
 from megatron_gdn import pack_rows, seqlens_of_mask, unpack_rows, unpad_data
-from megatron_gdn.context_parallel import local_indices
 
 MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 2, 2]])
 
@@ -126,31 +125,6 @@ def test_both_directions_have_the_derivatives_of_a_gather(multiple_of):
     for function, argument in ((pack, x), (unpack, packed)):
         assert torch.autograd.gradcheck(function, argument)
         assert torch.autograd.gradgradcheck(function, argument)
-
-
-@pytest.mark.parametrize("multiple_of", [1, 4])
-def test_a_batch_of_padding_is_one_empty_document(multiple_of):
-    mask = torch.zeros(2, 3, dtype=torch.int32)
-    x = torch.full((3, 2, 5), torch.nan, requires_grad=True)
-    packed, params = pack_rows(x, mask, multiple_of=multiple_of)
-    assert packed.shape == (0, 1, 5) and params.cu_seqlens_q.tolist() == [0, 0]
-    back = unpack_rows(packed, mask, multiple_of=multiple_of)
-    back.sum().backward()
-    assert torch.equal(back, torch.zeros(3, 2, 5)) and torch.equal(x.grad, torch.zeros(3, 2, 5))
-
-
-@pytest.mark.parametrize("cp_size", [2, 4])
-def test_ranks_find_their_rows_in_the_packed_ones(cp_size):
-    x, multiple_of = torch.randn(4, 2, 3), 2 * cp_size
-    packed, params = pack_rows(x, MASK, multiple_of=multiple_of)
-    slots = params.cu_seqlens_q_padded.diff().tolist()
-    gathered = torch.full_like(packed, torch.nan)
-    for rank in range(cp_size):
-        mine = local_indices(slots, cp_size, rank)
-        assert len(mine) == len(packed) // cp_size
-        gathered[mine] = packed[mine]
-    back = unpack_rows(gathered, MASK, multiple_of=multiple_of)
-    assert torch.equal(back, x * (MASK > 0).T[..., None])
 
 
 def test_tables_do_not_follow_the_default_device():

@@ -14,13 +14,9 @@ from megatron_gdn.ops.layout import Layout, Section
 from tests.gdn_mixer import gdn_dims
 
 QWEN3_NEXT = SimpleNamespace(
-    hidden_size=2048,
-    linear_num_key_heads=16,
-    linear_num_value_heads=32,
-    linear_key_head_dim=128,
-    linear_value_head_dim=128,
-    linear_conv_kernel_dim=4,
-)
+    hidden_size=2048, linear_num_key_heads=16, linear_num_value_heads=32,
+    linear_key_head_dim=128, linear_value_head_dim=128, linear_conv_kernel_dim=4,
+)  # fmt: skip
 
 
 def test_sizes_of_qwen3_next():

@@ -25,13 +25,9 @@ DIMS = GDNDims(
     conv_kernel_dim=4,
 )  # fmt: skip
 CONFIG = {
-    "hidden_size": 2048,
-    "linear_num_key_heads": 16,
-    "linear_num_value_heads": 32,
-    "linear_key_head_dim": 128,
-    "linear_value_head_dim": 128,
-    "linear_conv_kernel_dim": 4,
-}
+    "hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
 LAUNCH = """
 torchrun pretrain_gpt.py --hidden-size 2048 --linear-num-key-heads 16 \\
     --linear-key-head-dim 128 --linear-num-value-heads=32 --linear-value-head-dim 128 \\

@@ -8,8 +8,6 @@ from megatron_gdn.hf import PackingLeak, assert_no_packing_leak, packing_reach, 
 from tests.hf.drop_in.conftest import (
     DENSE,
     FAMILIES,
-    GLM,
-    KIMI,
     NEXT,
     VISION,
     VISION_MOE,
@@ -32,21 +30,6 @@ def layer(fresh, request):
     model = fresh(getattr(request, "param", DENSE))
     patch(model, unpacked="fused")
     return mixer_of(model)
-
-
-@pytest.mark.parametrize("layer", [DENSE, NEXT, KIMI, GLM], indirect=True)
-@pytest.mark.parametrize("lengths", [(5, 7, 3), (1, 64, 1, 67)])
-def test_a_document_among_others_is_the_document_alone(layer, lengths):
-    """To the order in which torch's products add rows; the contents of others change no bit."""
-    torch.manual_seed(6)
-    x = torch.randn(1, sum(lengths), 24)
-    offsets = torch.tensor((0, *lengths)).cumsum(0)
-    y = layer(x, cu_seqlens=offsets)
-    for start, end in zip(offsets, offsets[1:], strict=False):
-        assert_close("alone", y[:, start:end], layer(x[:, start:end]), ROUNDED)
-        others = torch.randn_like(x)
-        others[:, start:end] = x[:, start:end]
-        assert torch.equal(layer(others, cu_seqlens=offsets)[:, start:end], y[:, start:end])
 
 
 class RowByRow(torch.nn.Linear):

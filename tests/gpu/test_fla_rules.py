@@ -1,0 +1,161 @@
+"""fla's and cuDNN's kernels of KDA, GDN-2 and Mamba2 on a GPU against fp64.
+
+Operands are bf16: some four independent roundings of 2^-9 stay below 2^-7, twice that in the
+gradient of g, a difference of sums.
+"""
+
+import pytest
+import torch
+
+from megatron_gdn.gdn2.front import gdn2_parts
+from megatron_gdn.gdn2.rule import GDN2Inputs, PlainGDN2, choose_gdn2
+from megatron_gdn.gdn2.sizes import rows_of as rows_of_gdn2
+from megatron_gdn.kda.front import kda_parts
+from megatron_gdn.kda.rule import choose_kda
+from megatron_gdn.kda.sizes import rows_of as rows_of_kda
+from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
+from megatron_gdn.mamba2.rule import choose_ssd
+from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.elementwise import l2norm
+from megatron_gdn.ops.mixer import mix
+from megatron_gdn.ops.parts import GatedNorm, Neighbours
+from megatron_gdn.ops.state_maps.state_map import StateShape
+from tests.mamba2.oracle import random_inputs
+from tests.ops.delta_rule.states import beside_fp64, documents_of, root_mean_square_errors
+
+pytestmark = pytest.mark.gpu
+CUDA, BF16 = torch.device("cuda"), torch.bfloat16
+K, V = 128, 128
+LENGTHS = (1, 63, 64, 0, 65, 130)
+GATES = {
+    "still": lambda u: -1e-6 * u,
+    "slow": lambda u: -1e-3 * u,
+    "usual": lambda u: -(u**4),
+    "bounded": lambda u: -5 * u,
+    "fast": lambda u: -5 - 0 * u,
+    "faster": lambda u: -20 * u,
+}
+
+
+def fla_of_kda(heads, bound=None):
+    return choose_kda("fla", StateShape(heads, K, V), bound, CUDA, BF16).rule
+
+
+def fla_of_gdn2(heads):
+    return choose_gdn2("fla", StateShape(heads, K, V), CUDA, BF16).rule
+
+
+def draw(make, *shape):
+    return make(*shape, device="cuda")
+
+
+def kda(shape, gates, backend):
+    """A rule, its plain twin and inputs."""
+    H, bound = 32, -5.0 if gates == "bounded" or backend == "cudnn" else None
+    inputs = RuleInputs(
+        *(l2norm(draw(torch.randn, *shape, H, K)).bfloat16() for _ in "qk"),
+        draw(torch.randn, *shape, H, V).bfloat16(),
+        GATES[gates](draw(torch.rand, *shape, H, K)),
+        draw(torch.rand, *shape, H),
+    )
+    return choose_kda(backend, StateShape(H, K, V), bound, CUDA, BF16).rule, PlainRule(), inputs
+
+
+def gdn2(shape, gates, G):
+    H = 16
+    inputs = GDN2Inputs(
+        *(l2norm(draw(torch.randn, *shape, G, K)).bfloat16() for _ in "qk"),
+        draw(torch.randn, *shape, H, V).bfloat16(),
+        GATES[gates](draw(torch.rand, *shape, G, K)),
+        draw(torch.rand, *shape, G, K).bfloat16(),
+        draw(torch.rand, *shape, H, V).bfloat16(),
+    )
+    return fla_of_gdn2(H), PlainGDN2(), inputs
+
+
+def mamba2(shape, gates):
+    rows, tokens = shape
+    inputs, _ = random_inputs(tokens, rows, BF16, H=8, G=2, K=K, V=64)
+    rule = choose_ssd("fla", StateShape(8, K, 64, diagonal=True), CUDA, BF16).rule
+    return rule, PlainSSD(), SSDInputs(*(x.cuda() for x in inputs))
+
+
+# cuDNN refuses "faster", where it returns NaN.
+CASES = [
+    *(("fla", kda, gates, "fla") for gates in GATES),
+    *(("cuDNN", kda, gates, "cudnn") for gates in GATES if gates != "faster"),
+    *(("own keys", gdn2, gates, 16) for gates in GATES if gates != "bounded"),
+    *(("shared keys", gdn2, gates, 8) for gates in GATES if gates != "bounded"),
+    ("fla", mamba2, "usual"),
+]
+
+
+@pytest.mark.parametrize("rows", [1, 2], ids=["documents", "rows"])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case[1].__name__}-{case[0]}-{case[2]}")
+def test_kernels_give_what_fp64_gives(case, rows):
+    how, make, gates, *options = case
+    if how == "cuDNN":
+        pytest.importorskip("cudnn")
+    torch.manual_seed(0)
+    packed = rows == 1
+    tokens = sum(LENGTHS) if packed else 4096 if gates == "still" else 200
+    rule, plain, inputs = make((rows, tokens), gates, *options)
+    values = inputs.x if make is mamba2 else inputs.v
+    d_o = torch.randn_like(values)
+    documents = documents_of(LENGTHS, "cuda") if packed else None
+    count = len([n for n in LENGTHS if n]) if packed else rows
+    heads, wide = values.shape[2:]
+    initial, d_final = draw(torch.randn, 2, count, heads, K, wide)
+    both = beside_fp64(rule, plain, inputs, d_o, documents, initial, d_final)
+    errors = root_mean_square_errors(*both)
+    print(gates, {name: f"{error:.1e}" for name, error in errors.items()})
+    bounds = {name: 2**-6 if name == "g" and make is not mamba2 else 2**-7 for name in errors}
+    assert all(errors[name] < bounds[name] for name in errors), errors
+
+
+G, H = 2, 4
+SILU, SIGMOID = (1e-6, False, "silu"), (1e-6, False, "sigmoid")
+# Rows, rules, heads of the gates, parts and norm of a layer.
+LAYERS = {
+    "kda": (rows_of_kda, fla_of_kda, PlainRule, H, kda_parts, SIGMOID),
+    "gdn2": (rows_of_gdn2, fla_of_gdn2, PlainGDN2, G, gdn2_parts, SILU),
+}
+
+
+@pytest.mark.parametrize("kernels", ["triton", "torch"])
+@pytest.mark.parametrize("mixer", LAYERS)
+def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(mixer, kernels):
+    rows_of, fla_of, plain_rule, gated, parts_of, norm = LAYERS[mixer]
+    torch.manual_seed(0)
+    layout, documents = rows_of(G, H, K, V), documents_of((200, 1, 63, 36), "cuda")
+    tensors = {
+        "rows": draw(torch.randn, 300, 1, layout.width).bfloat16(),
+        "conv": (draw(torch.randn, layout.conv_width, 1, 4) * 0.5).bfloat16(),
+        "A_log": draw(torch.rand, gated),
+        "dt_bias": draw(torch.randn, gated * K) - 2,
+        "gamma": (1 + 0.3 * draw(torch.randn, V)).bfloat16(),
+    }
+    weight = draw(torch.randn, 300, 1, H * V).bfloat16()
+
+    def made(dtype, rule, kernels):
+        wide = torch.promote_types(dtype, torch.float32)
+        leaves = {
+            name: x.to(dtype if x.dtype == BF16 else wide, copy=True).requires_grad_()
+            for name, x in tensors.items()
+        }
+        rows, conv, A_log, dt_bias, gamma = leaves.values()
+        parts = parts_of(
+            rows, conv, None, A_log, dt_bias, layout, rule=rule, kernels=kernels,
+            norm=GatedNorm(gamma, *norm),
+        )  # fmt: skip
+        out = mix(rows, parts, Neighbours(documents))
+        (out * weight.to(dtype)).sum().backward()
+        return {"out": out, **{name: x.grad for name, x in leaves.items()}}
+
+    exact = made(torch.float64, plain_rule(), "torch")
+    plain = root_mean_square_errors(made(BF16, plain_rule(), "torch"), exact)
+    found = root_mean_square_errors(made(BF16, fla_of(H), kernels), exact)
+    print(kernels, {name: f"{found[name]:.1e} {plain[name]:.1e}" for name in exact})
+    # A product of rounded operands in place of fp32 ones: two roundings more, on each of two sides.
+    assert all(found[name] < 2 * plain[name] + 2**-7 for name in exact), (found, plain)
