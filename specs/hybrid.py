@@ -49,10 +49,7 @@ _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
 class HybridStackSpec(ModuleSpec):
-    """Spec of a ``HybridStack`` whose 'G', 'K' and 'M' layers have the mixers of this package.
-
-    A call returns another spec: ``hybrid_stack_spec("local", cp_layout="contiguous")``.
-    """
+    """Spec of a ``HybridStack`` with the mixers of this package; a call returns another spec."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The spec over these modules and with these options.

@@ -87,31 +87,20 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
 
 def gated_delta_net2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.GatedDeltaNet2` for the ``self_attention`` place of a layer.
-
-    Args:
-        modules: as in `gated_delta_net_spec`.
-        **options: keyword arguments of the GatedDeltaNet2 constructor.
-    """
+    """Spec of `megatron_gdn.GatedDeltaNet2`, with its options; see `gated_delta_net_spec`."""
     return _spec(GatedDeltaNet2, GatedDeltaNetSubmodules, modules, options)
 
 
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.KimiDeltaAttention` for the ``self_attention`` place of a layer.
-
-    Args:
-        modules: as in `gated_delta_net_spec`.
-        **options: keyword arguments of the KimiDeltaAttention constructor.
-    """
+    """Spec of `megatron_gdn.KimiDeltaAttention`, with its options; see `gated_delta_net_spec`."""
     return _spec(KimiDeltaAttention, KimiDeltaAttentionSubmodules, modules, options)
 
 
 def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.Mamba2Mixer` for the ``mixer`` place of a MambaLayer.
+    """Spec of `megatron_gdn.Mamba2Mixer`, with its options, for the ``mixer`` place of a
+    MambaLayer.
 
-    Args:
-        modules: as in `gated_delta_net_spec`; the norm of a local MambaLayer is its ``norm``.
-        **options: keyword arguments of the Mamba2Mixer constructor.
+    ``modules`` as for `gated_delta_net_spec`; the norm of a local MambaLayer is its ``norm``.
     """
     return _spec(Mamba2Mixer, Mamba2MixerSubmodules, modules, options)
 
@@ -176,10 +165,7 @@ def flex_by_option(attention: str) -> bool | None:
 
 
 class LocalMoELayer(MoETransformerLayer):
-    """Experts in plain torch, as many as ``config.num_moe_experts``, which must not be None.
-
-    A spec that ``--spec`` names sees no config, so the layer chooses its own ``mlp``.
-    """
+    """Experts in plain torch: the layer itself reads ``config.num_moe_experts``, not the spec."""
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any

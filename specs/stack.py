@@ -38,10 +38,9 @@ def know_letter() -> None:
 
 
 class KDAHybridStack(HybridStack):
-    """Megatron's stack, with 'K' layers.
+    """Megatron's stack, with 'K' layers, which its ``layer_type_list`` calls 'G'.
 
-    ``layer_type_list`` has 'G' for them, by which Megatron's main finds the states of recurrent
-    layers. ``kda_options`` are of the 'K' layers of the stack that this process built last.
+    ``kda_options`` are of the 'K' layers of the stack that this process built last.
     """
 
     kda_options: ClassVar[dict[str, Any]] = {}

@@ -155,10 +155,10 @@ def _cuts_at_padded(sharded: Callable) -> bool:
 
 
 def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
-    """Wrap ``ChainedOptimizer.state_dict``: a fresh optimizer gets the states that a file fills.
+    """Wrap ``ChainedOptimizer.state_dict``, which lacks the argument of ``--ckpt-format
+    torch_dcp``.
 
-    ``--ckpt-format torch_dcp`` passes ``is_loading=True``, an argument that Megatron's does not
-    have.
+    A fresh optimizer gets the states that a file fills.
     """
     if is_loading:
         for one in chained.chained_optimizers:
@@ -175,8 +175,7 @@ def leave_strides_out(
 ) -> Any:
     """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata``.
 
-    torch 2.15 stores strides among a tensor's properties, and Megatron passes these to
-    ``torch.empty``.
+    Megatron passes a tensor's properties to ``torch.empty``; torch 2.15 stores strides among them.
     """
     from megatron.core.dist_checkpointing.strategies import torch as of_torch
 

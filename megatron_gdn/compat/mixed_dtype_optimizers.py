@@ -115,9 +115,7 @@ def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any)
 
 
 def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
-    """Model parameter -> (group, index in group) of its shard in Adam; None if Adam has other
-    tensors.
-    """
+    """Model parameter -> (group, index in group) of its shard in Adam; None if Adam has others."""
     if not hasattr(optimizer, "model_param_group_index_map"):
         return None
     place = {
@@ -279,11 +277,7 @@ def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
 
 
 def _without_fp32_ones(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
-    """Send every fp32 parameter from its rank and return the others.
-
-    None if rank 0 has no other parameter, since Megatron reads the first of rank 0; then all are
-    sent.
-    """
+    """Send every fp32 parameter and return the others; None if rank 0 has no others."""
     others = [[p for p in ps if p.dtype != torch.float32] for ps in lists]
     for rank, parameters in enumerate(lists):
         for parameter in parameters:

@@ -165,10 +165,7 @@ _CREATORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 
 
 class _TorchOnCPU:
-    """``torch`` as some Megatron files see it: "cuda" means the CPU, and no memory is pinned.
-
-    A TorchFunctionMode would look at every call of torch.
-    """
+    """``torch`` as some Megatron files see it: "cuda" means the CPU, and no memory is pinned."""
 
     def __init__(self) -> None:
         for name in _CREATORS:
@@ -237,9 +234,9 @@ def accept_cpu_tensors_in_optimizers() -> None:
 
 
 def use_torch_norm_after_the_last_hybrid_layer() -> None:
-    """HybridStack's final norm is `TorchRMSNorm` when Transformer Engine is absent.
+    """Without Transformer Engine HybridStack's final norm is `TorchRMSNorm`, also on a GPU.
 
-    Can go when HybridStackSubmodules has a field for it. Useful on a GPU too.
+    Can go when HybridStackSubmodules has a field for it.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.hybrid import hybrid_block

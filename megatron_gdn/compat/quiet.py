@@ -9,10 +9,7 @@ OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml lets 0.20 be installe
 
 
 def hide_import_notes() -> None:
-    """Hide what Megatron and fla print of absent packages and GPUs when they are imported.
-
-    A script calls it; the library never does.
-    """
+    """Hide what imports of Megatron and fla print; for scripts, the library never calls it."""
     for module in ("megatron", "fla"):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -34,9 +34,7 @@ _latest_built = 0
 
 
 def number_of_new_layer() -> int:
-    """A number for a layer that is being built; afterwards every group chooses its comparing layer
-    anew.
-    """
+    """A number for a layer that is being built; groups then choose the comparing layer anew."""
     global _latest_built
     _latest_built += 1
     return _latest_built
@@ -69,19 +67,12 @@ def require_agreement(
     layout: SequenceLayout,
     device: torch.device,
 ) -> None:
-    """Refuse a micro-batch that the ranks of ``group`` were given differently.
+    """Refuse, with a ValueError, a micro-batch that the ranks of ``group`` were given differently.
 
     Nothing is compared on one rank, on the meta device, while a CUDA graph is captured, or with
-    ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. The host does not know boundaries in
-    fixed buffers; of these only the number of documents that fit is compared.
-
-    Args:
-        layer: its :func:`number_of_new_layer`.
-        tokens: of all ranks, as this rank computes them.
-        device: where the group's backend communicates.
-
-    Raises:
-        ValueError: what each rank was given; on GPUs on every rank whose contents are new.
+    ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. Of documents in fixed buffers only
+    the number that fits is compared. ``layer`` is a :func:`number_of_new_layer`, ``tokens`` are
+    those of all ranks, ``device`` is where the group's backend communicates.
     """
     if group is None or group.size() == 1 or device.type == "meta":
         return

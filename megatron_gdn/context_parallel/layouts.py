@@ -111,9 +111,7 @@ def rank_order_of_sequence(
 
 
 def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
-    """As :func:`rank_order_of_sequence` in zigzag, from the start and length of each token's
-    document.
-    """
+    """As :func:`rank_order_of_sequence` in zigzag, from start and length of tokens' documents."""
     total = len(start_T)
     offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
@@ -140,13 +138,10 @@ def local_indices(
     cp_rank: int,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
 ) -> Tensor:
-    """The sequence positions that one rank holds, in the order it holds them.
+    """The sequence positions that one rank holds, in its order: int64 ``[T / cp_size]`` on the CPU.
 
-    ``tokens[..., local_indices(lengths, cp, rank)]`` is what a data loader gives that rank; for an
-    unpacked batch of sequences of length s, ``lengths = [s]``.
-
-    Returns:
-        int64 ``[T / cp_size]`` on the CPU.
+    A data loader gives the rank ``tokens[..., local_indices(lengths, cp, rank)]``; for a batch of
+    sequences of length s that are not packed, ``lengths = [s]``.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not one of 0 .. {cp_size - 1}.")
@@ -169,10 +164,7 @@ def cut_by(
 
 
 def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
-    """As :func:`positions`, for the result of :func:`cut_by`.
-
-    On the device if only the device knows the boundaries; lengths that do not fit then fail there.
-    """
+    """As :func:`positions`, for :func:`cut_by`; on the device if the host lacks boundaries."""
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)

@@ -39,13 +39,10 @@ def check_ranks_per_machine(told: Any) -> int | None:
 def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int:
     """How many successive ranks of ``group`` lie on one machine; a divisor of its size.
 
-    The first call for a group and a number is a collective, so all ranks must call together; ranks
-    with different numbers all get a ValueError. On the meta device and while a CUDA graph is
-    captured nothing can be sent: the answer is ``told``, or one machine.
-
-    Args:
-        told: the ranks of each machine; the last machine may have fewer, and so may the group.
-        device: where the group's backend communicates.
+    ``told`` are the ranks of each machine; the last may have fewer. The first call for a group and
+    a number is a collective on ``device``: all ranks must call, and different numbers are a
+    ValueError on all. On the meta device and while a CUDA graph is captured the answer is ``told``,
+    or one machine.
     """
     known = _agreed.setdefault(group, {})
     if told not in known:
@@ -61,7 +58,7 @@ def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int
 
 
 def stretch(machines: Sequence[Hashable]) -> int:
-    """The longest stretch of ranks that never spans two of ``machines``, given for every rank."""
+    """The longest stretch of ranks that never spans two of ``machines``, given by rank."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 
 

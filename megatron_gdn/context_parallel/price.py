@@ -98,9 +98,7 @@ class MapExchange(NamedTuple):
 
 
 def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> int:
-    """Bytes that one rank receives in a headwise forward; ``local`` are its tokens times batch
-    rows.
-    """
+    """Bytes that a rank with ``local`` tokens times batch rows receives in a headwise forward."""
     return (cp_size - 1) * local * (inside.width + inside.mixed_width) * element_size
 
 
@@ -140,11 +138,9 @@ def price(
 ) -> Price:
     """Price one layer's forward over a micro-batch of ``rows`` rows of ``tokens`` over all ranks.
 
-    Args:
-        state: the states of one tensor-parallel rank's heads.
-        inside: projection columns inside the head exchange, on one rank.
-        lengths: of the packed documents; None when not packed.
-        element_size: bytes of an activation.
+    ``state`` are the states of one tensor-parallel rank's heads, ``inside`` the projection columns
+    inside the head exchange, ``lengths`` those of packed documents or None, ``element_size`` an
+    activation's bytes.
     """
     local = tokens // cp_size * rows
     received = row_bytes(inside, cp_size, local, element_size)

@@ -39,22 +39,16 @@ class Scheme(Protocol):
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
         """How the rows of one micro-batch reach the mixer.
 
-        Args:
-            documents: packed into the one batch row; None when not packed.
-            tokens: of one batch row, over all ranks.
-            rows: of the batch.
-            like: a tensor of the rows' dtype and device.
-
-        Raises:
-            ValueError: a length that the layout cannot cut.
+        ``documents`` are packed into the one batch row, or None; ``tokens`` are those of a row over
+        all ranks; ``like`` has the rows' dtype and device. A length that the layout cannot cut is a
+        ValueError.
         """
         ...
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """The rows of a parameter that the mixer needs here.
 
-        ``param`` has one row per state head, or one row per column of the sections ``names`` (of a
-        single section also one row per head).
+        ``param`` has a row per state head, or per column (or head) of the sections ``names``.
         """
         ...
 
@@ -86,9 +80,8 @@ class Whole:
 def local_parameters(
     scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor, of: str | None = None
 ) -> list[Any]:
-    """The shares of the convolution's and the heads' parameters that the mixer needs here.
-
-    The heads are those of the section ``of``, or those with a state.
+    """The shares of the convolution's parameters, and of those of the heads of ``of``, for the
+    mixer.
     """
     if not scheme.moves_rows:
         return [weight, bias, *per_head]

@@ -60,9 +60,7 @@ def by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
 @contextmanager
 @torch.no_grad()
 def rows_by_key_head(layer: GatedDeltaNet) -> Iterator[None]:
-    """Within it ``in_proj``, the adapters around it and ``conv1d`` have mcore-bridge's order of
-    rows.
-    """
+    """Inside, ``in_proj``, adapters around it and ``conv1d`` have mcore-bridge's order of rows."""
     layout = layer.dims.layout
     channels = by_key_head(layout, conv=True)
     moved = [(parameter, channels) for parameter in layer.conv1d.parameters()]

@@ -161,9 +161,7 @@ def save_hf_weights(
 
 
 def model_view(model: nn.Module, record: SourceRecord, like: SafetensorsFolder) -> HFView:
-    """``model`` as the tensors that a save writes; every read is a collective of tensor-parallel
-    ranks.
-    """
+    """``model`` as the tensors of a save; a read is a collective of tensor-parallel ranks."""
     plan, params, ranks = _planned(model, record)
     merged = _with_adapters_merged(_unwrapped(model))
 
@@ -310,9 +308,7 @@ def _copy(param: nn.Parameter, piece: Tensor) -> bool:
 
 
 def _with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
-    """A function from a parameter to the tensor that is exported; to merge an adapter is a
-    collective.
-    """
+    """A function from a parameter to its exported tensor; merging an adapter is a collective."""
     wrappers: dict[nn.Parameter, nn.Module] = {}
     for name, module in model.named_modules():
         if _is_wrapper(module):

@@ -63,10 +63,7 @@ class HFModelConfig:
         return "".join(("G" if gdn else "*") + ("E" if moe else "-") for gdn, moe in pairs)
 
     def megatron_settings(self) -> dict[str, Any]:
-        """The ``TransformerConfig`` fields that must match for imported weights to mean the same.
-
-        ``num_layers`` counts Hugging Face layers, as GPTModel does; HybridModel has two for each.
-        """
+        """The ``TransformerConfig`` fields that the weights need; ``num_layers`` is GPTModel's."""
         settings: dict[str, Any] = {
             "num_layers": self.num_layers,
             "hidden_size": self.hidden_size,
@@ -101,12 +98,7 @@ class HFModelConfig:
 
 
 def read_hf_config(folder: str | Path) -> HFModelConfig:
-    """Read ``folder/config.json``.
-
-    Raises:
-        FileNotFoundError: there is none.
-        ValueError: it is not JSON, or `parse_hf_config` refuses it.
-    """
+    """Read ``folder/config.json``; absent, a FileNotFoundError; else as `parse_hf_config`."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a Hugging Face model folder.")
@@ -118,13 +110,11 @@ def read_hf_config(folder: str | Path) -> HFModelConfig:
 
 
 def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
-    """Flatten a parsed ``config.json``.
+    """Flatten a parsed ``config.json``, with the sizes of ``text_config`` if there is one.
 
-    Sizes are in ``text_config`` for the vision-language classes. ``tie_word_embeddings`` is read at
-    the top level only, because the nested default is wrong for some published models.
-
-    Raises:
-        ValueError: unknown architecture, missing field, or a setting these weights do not have.
+    ``tie_word_embeddings`` is read at the top level only: the nested default is wrong for some
+    published models. An unknown architecture, a missing field or a setting that these weights do
+    not have is a ValueError.
     """
     known = sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES)
     named = config.get("architectures") or []

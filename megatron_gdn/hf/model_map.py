@@ -49,9 +49,7 @@ def model_maps(
     model: Architecture = "hybrid",
     zero_centered_gamma: bool = True,
 ) -> Iterator[TensorMap]:
-    """The maps of a whole model; ``keys`` are those of the files, which name the text model's
-    prefix.
-    """
+    """The maps of a whole model; ``keys`` of the files have the text model's prefix."""
     root, hidden, vocab = _text_root(keys), config.hidden_size, config.vocab_size
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
@@ -104,8 +102,7 @@ def _text_root(keys: Collection[str]) -> str:
 
 
 def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
-    """The file alternates ``[q | gate]`` head by head; Megatron keeps, for each query group,
-    ``[q of its heads | gate of its heads | k | v]``."""
+    """Rows ``[q | gate]`` head by head become ``[q | gate | k | v]`` query group by query group."""
     hidden, heads, groups = config.hidden_size, config.num_attention_heads, config.num_query_groups
     q, k = heads * config.head_dim, groups * config.head_dim
     counts = {"q": 2 * q, "k": k, "v": k}

@@ -41,10 +41,7 @@ class TensorSpec(NamedTuple):
 
 
 class SafetensorsFolder:
-    """The weights of a Hugging Face folder: one ``model.safetensors``, or shards with an index.
-
-    ``files`` are the open files by name. ``file_of`` and ``specs`` have every key in storage order.
-    """
+    """The weights of a Hugging Face folder; ``file_of`` and ``specs`` are in storage order."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)

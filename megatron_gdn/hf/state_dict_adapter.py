@@ -35,10 +35,9 @@ _FP32_HOLDER_KEY_RE = re.compile(rf"(\.linear_attn)\.{HOLDER_NAME}\.")
 def to_file_state(
     state_dict: Mapping[str, object], exclude_key_regex: str | None = None
 ) -> dict[str, object]:
-    """A model's state under file names: holder hidden, gate parameters fp32.
+    """A model's state under file names: holder hidden, gate parameters fp32, others not copied.
 
-    Tensors that need no cast are shared, not copied. File keys that match ``exclude_key_regex``
-    (``re.match``) are left out.
+    Keys that match ``exclude_key_regex`` (``re.match``) are left out.
     """
     named = {
         strip_fp32_holder_key(key): upcast_gated_delta_net_fp32_state_tensor(key, tensor)
@@ -65,9 +64,8 @@ def loaded_dtype(
 ) -> tuple[torch.dtype, torch.dtype]:
     """``(storage, compute)`` dtype of a parameter loaded from a file.
 
-    Storage is ``promote_types(file dtype, requested)``, compute the file's own dtype. For a model
-    under the fp32 contract the gate parameters count as fp32 even if the file's dtype differs.
-    Non-floating tensors keep their dtype.
+    Storage is ``promote_types(file dtype, requested)``, compute the file's dtype. A gate parameter
+    under the fp32 contract counts as fp32 in the file; an integer tensor keeps its dtype.
     """
     if not file_dtype.is_floating_point:
         return file_dtype, file_dtype
@@ -80,11 +78,7 @@ def loaded_dtype(
 def restore_loaded_dtypes(
     hf_config: object, state_dict: Mapping[str, Tensor], file_dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """Cast a loaded state to its `loaded_dtype` and note the compute dtype on each tensor.
-
-    Each tensor's current dtype counts as the requested one; the results carry
-    ``_hf_compute_dtype``.
-    """
+    """Cast a state in the requested dtypes to `loaded_dtype`; set ``_hf_compute_dtype``."""
     restored = {}
     for key, tensor in state_dict.items():
         storage, compute = loaded_dtype(hf_config, key, file_dtypes[key], tensor.dtype)

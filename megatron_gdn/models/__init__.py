@@ -195,9 +195,7 @@ class Model:
         return Parts(config, spec, arguments | {"hybrid_layer_pattern": self.pattern})
 
     def flags(self, model: Architecture = "hybrid") -> list[str]:
-        """The flags of ``pretrain_hybrid.py`` or ``pretrain_gpt.py``; errors as
-        `refuse_unless_built`.
-        """
+        """The flags of Megatron's script that build the model; errors as `refuse_unless_built`."""
         self.refuse_unless_built(model)
         if self.hf is not None:
             return megatron_flags(self.hf, model)

@@ -44,10 +44,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
-    """Model, precision, length and parallel sizes; the launch adds data, tokenizer and optimizer.
-
-    The expert-tensor-parallel size is 1; without the flag Megatron takes the tensor-parallel size.
-    """
+    """Model, precision, length and parallel sizes; not data, tokenizer and optimizer."""
     flags = "--bf16 --use-distributed-optimizer"
     flags += " --no-gradient-accumulation-fusion"  # for machines without APEX
     flags += f" --seq-length {options.length} --max-position-embeddings {options.length}"
@@ -55,6 +52,7 @@ def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
     flags += " --sequence-parallel" if options.tp > 1 else ""
     flags += f" --context-parallel-size {options.cp}"
     if "E" in model.pattern:
+        # Without its flag, the expert-tensor-parallel size would be the tensor-parallel size.
         flags += f" --expert-model-parallel-size {options.ep} --expert-tensor-parallel-size 1"
         flags += " --moe-token-dispatcher-type alltoall"
     return [*model.flags(options.model), *flags.split()]

@@ -49,10 +49,7 @@ def num_floating_point_operations(
     seqlen_squared_sum_in_batch: float | None = None,
     total_real_tokens_in_batch: float | None = None,
 ) -> float:
-    """As the function of this name in ``megatron.training.training``.
-
-    The last two arguments are sums over packed documents, if the script knows them.
-    """
+    """As Megatron's function of this name; the last two arguments are of packed documents."""
     tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
     if tokens is None:
         tokens = batch_size * args.seq_length

@@ -10,8 +10,6 @@ the largest entry; for gradients, of the parameter where it is worst.
                 KL = mean_t sum_v p_v log(p_v / q_v),  ratio_t = q(token) / p(token)
 
 With GPUs each rank has one; without, ranks are processes over gloo and the rule is plain torch.
-
-Legend: T tokens of the packed buffer, D hidden size.
 """
 
 from __future__ import annotations

@@ -169,9 +169,7 @@ def _tables(
 
 
 def _scattered(at: Tensor, values: Tensor, size: int) -> Tensor:
-    """A table ``[size]`` with the values at their places and -1 elsewhere; a place of -1 is
-    skipped.
-    """
+    """A table ``[size]`` with the values at their places and -1 elsewhere; place -1 is skipped."""
     made = torch.full((size + 1,), -1, dtype=torch.int64, device=at.device)
     made[torch.where(at < 0, size, at)] = values
     return made[:size]
@@ -184,9 +182,7 @@ def _counted(rows: _Rows, there: Tensor, cp_size: int) -> Tensor:
 
 
 class HistoryOfPieces:
-    """The rows before this rank's pieces, fetched from other ranks: a
-    :class:`~megatron_gdn.ops.front.history.HistoryLink`.
-    """
+    """A :class:`~megatron_gdn.ops.front.history.HistoryLink` that fetches from other ranks."""
 
     def __init__(self, route: HistoryRoute, group: dist.ProcessGroup) -> None:
         self._route, self._group = route, group

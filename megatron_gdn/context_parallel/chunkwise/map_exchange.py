@@ -31,9 +31,7 @@ from ..layouts import SequenceLayout
 
 
 class Nodes(NamedTuple):
-    """A chain in its order: node j is the ``slots[j]``-th of rank ``hosts[j]``; all ranks host as
-    many.
-    """
+    """A chain in its order: node j is the ``slots[j]``-th of rank ``hosts[j]``."""
 
     hosts: tuple[int, ...]
     slots: tuple[int, ...]

@@ -31,14 +31,9 @@ EXCHANGES: dict[str, Exchange] = {"gather": gather_and_fold, "share": share_and_
 class Chunkwise:
     """State-passing context parallelism over ``group`` for one tensor-parallel rank's heads.
 
-    Args:
-        layout, state: projection columns of one tensor-parallel rank, and its heads' states.
-        taps: of the convolution.
-        group: the context-parallel group.
-        sequence_layout: how the data loader cut the sequence.
-        exchange: how state maps travel, one of :data:`EXCHANGES`; None takes the cheaper for each
-            micro-batch, see :mod:`..price`.
-        cp_ranks_per_machine: None asks the hosts, see :mod:`..machines`.
+    ``layout`` and ``state`` are of one tensor-parallel rank, ``taps`` of the convolution.
+    ``exchange`` is one of :data:`EXCHANGES`, or None for the cheaper in each micro-batch;
+    ``cp_ranks_per_machine`` None asks the hosts, see :mod:`..machines`.
     """
 
     name = "chunkwise"
@@ -66,12 +61,7 @@ class Chunkwise:
         return held_positions(documents, tokens, self._group, self._sequence_layout)
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """Rows stay; the neighbours are this rank's pieces, their histories and their entering
-        states.
-
-        Raises:
-            ValueError: a length that the layout cannot cut.
-        """
+        """Rows stay; the neighbours are this rank's pieces, their histories and entering states."""
         device = like.device
         whole = one_document(tokens, device) if documents is None else documents
         where = (self.size, self._sequence_layout, self._group.rank())

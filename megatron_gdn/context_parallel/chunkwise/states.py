@@ -4,7 +4,7 @@ Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. 
 gives the states that enter its pieces. The backward runs from the other end, with d_local and the
 transposed maps.
 
-Legend: N pieces on this rank, over all batch rows; h nodes on this rank; H value heads.
+Legend: N pieces on this rank, over all batch rows; h nodes on this rank.
 """
 
 from __future__ import annotations

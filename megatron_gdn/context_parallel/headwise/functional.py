@@ -237,15 +237,11 @@ class MambaContextParallel:
     def pre_conv_ssm(
         self, projected_states: Tensor, cu_seqlens: Tensor | Documents | None = None
     ) -> Tensor:
-        """Exchange all columns of this rank's tokens for this rank's columns of all tokens.
+        """Exchange this rank's tokens, ``[B, s, P]`` or ``[T / cp, P]``, for its columns of all
+        tokens.
 
-        Args:
-            projected_states: ``[B, s, P]``, or ``[T / cp, P]`` of packed documents.
-            cu_seqlens: their global offsets ``[N + 1]``, before the split. An offset tensor is read
-                from its device once; ``Documents`` never.
-
-        Returns:
-            ``[B, S, p]`` or ``[T, p]`` in sequence order; with one rank the given tensor itself.
+        ``cu_seqlens`` ``[N + 1]`` are global offsets, before the split; a tensor is read from its
+        device once. The result, ``[B, S, p]`` or ``[T, p]``, is in sequence order.
 
         Raises:
             ValueError: rows of another width, offsets for more than one batch row, offsets that do
@@ -254,17 +250,10 @@ class MambaContextParallel:
         return self._move(projected_states, "projected_states", self._width, cu_seqlens)
 
     def post_conv_ssm(self, output: Tensor, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
-        """The inverse, of mixed rows.
+        """The inverse, of mixed rows: ``[B, S, v]`` to ``[B, s, V]``, or ``[T, v]`` to ``[T / cp,
+        V]``.
 
-        Args:
-            output: ``[B, S, v]`` or ``[T, v]``.
-            cu_seqlens: as given to :meth:`pre_conv_ssm`.
-
-        Returns:
-            ``[B, s, V]`` or ``[T / cp, V]``; with one rank the given tensor itself.
-
-        Raises:
-            ValueError: as :meth:`pre_conv_ssm`.
+        ``cu_seqlens`` and errors are those of :meth:`pre_conv_ssm`.
         """
         return self._move(output, "output", self.d_inner_local, cu_seqlens)
 

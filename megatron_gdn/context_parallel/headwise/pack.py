@@ -9,8 +9,7 @@ The plain-torch twin, with the same signatures, is :mod:`.pack_torch`.
 
 A rank copies the rows that it keeps from whole to full rows directly.
 
-Legend: S tokens of the whole sequence, s this rank's share of them, B batch, P width of a whole
-row, p width of one rank's; R rows of a tile, one per (token, batch row); D columns of a block.
+Legend: R rows of a tile, one per (token, batch row); D columns of a block.
 """
 
 from __future__ import annotations
@@ -70,9 +69,7 @@ def _carry(
     kept: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """Launch the copy; ``kept`` is the full rows and their place for the message of rank
-    ``skipped``.
-    """
+    """Launch the copy; ``kept``: full rows and places for the message of rank ``skipped``."""
     tokens, batch, _ = whole.shape
     if not tokens * batch or not messages or not cut:
         return
@@ -133,9 +130,7 @@ def _on_one_rank(shares: HeadShares) -> tuple[Strip, ...]:
 def move_own(
     whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
 ) -> None:
-    """Copy ``rank``'s columns of ``whole`` to the rows ``place`` of ``full``; or back, without
-    copies.
-    """
+    """Copy ``rank``'s columns from ``whole`` to ``full[place]``; or back, but no shared column."""
     _carry(
         whole, full, place, strips(shares, _COLUMNS) if to_full else _on_one_rank(shares),
         messages=1, first=rank, pack=to_full, beside_transfer=True,

@@ -24,12 +24,8 @@ class Headwise:
 
     Every rank gets an equal number of state heads and the heads that serve them. If there are more
     ranks than key heads, neighbouring ranks hold the same key head, and its gradients are summed.
-
-    Args:
-        layout: projection columns of one tensor-parallel rank; ``self.layout`` has those inside
-            the exchange.
-        group: the context-parallel group; a ValueError if it cannot share the heads.
-        sequence_layout: how the data loader cut the sequence.
+    ``self.layout`` has the columns inside the exchange. Heads that ``group`` cannot share are a
+    ValueError.
     """
 
     name = "headwise"
@@ -77,9 +73,7 @@ class Headwise:
     def _remember(
         self, rows: int, names: tuple[str, ...] | None
     ) -> tuple[HeadShares, ColumnBlock | None]:
-        """The shares of a parameter by its rows and sections; for one section also this rank's
-        block.
-        """
+        """The shares of a parameter by rows and sections; for one section also its block here."""
         if names is None:
             shares = HeadShares.even(self.size, (rows,))
         else:

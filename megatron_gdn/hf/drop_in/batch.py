@@ -195,9 +195,7 @@ def resolve_call(
 
 
 def _packed(lengths: tuple[int, ...]) -> SimpleNamespace:
-    """Boundaries under the names of Megatron's PackedSeqParams, on the host: no layer waits for a
-    device.
-    """
+    """Boundaries under the names of Megatron's PackedSeqParams, on the host."""
     offsets = cu_seqlens(lengths or (0,), "cpu")
     return SimpleNamespace(
         qkv_format="thd",

@@ -190,9 +190,7 @@ def plain_gate(norm: nn.Module) -> str | None:
 
 
 def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
-    """``[B, S, P]``, rows with the sections of ``dims.layout``, by calls that run adapters and
-    hooks.
-    """
+    """``[B, S, P]``, rows with the sections of ``dims.layout``, by calls of the projections."""
     sections = []
     if chains := family_of(module).projections:
         for chain in chains:

@@ -47,10 +47,8 @@ class SSMGate(Fp32Parameters, nn.Module):
         """The gate g of ``a``, both ``[..., num_v_heads]``, in the parameters' dtype.
 
         Without ``a``, copies of ``A_log`` and ``dt_bias``: torch's ``fully_shard`` frees the
-        gathered parameters when this call ends.
-
-        Raises:
-            ValueError: a parameter narrower than fp32; ``a`` for a Kimi Delta Attention.
+        gathered parameters when this call ends. Rounded parameters, and ``a`` for a Kimi Delta
+        Attention, are ValueErrors.
         """
         self.require_fp32_parameters()
         if a is None:
@@ -68,11 +66,7 @@ class SSMGate(Fp32Parameters, nn.Module):
 
 
 class HeldParameter:
-    """A descriptor that reads a parameter of the holder, unless the instance's ``__dict__`` has the
-    name.
-
-    Without a holder it raises AttributeError, so that torch finds the module's own parameter.
-    """
+    """Reads a parameter of the holder, unless the instance's ``__dict__`` has its name."""
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -81,7 +75,7 @@ class HeldParameter:
         if module is None:
             return self
         holder = module.__dict__.get("_modules", {}).get(HOLDER_NAME)
-        if holder is None:
+        if holder is None:  # torch then finds the module's own parameter
             raise AttributeError(f"{type(module).__name__} has no {self.name!r} yet")
         return getattr(holder, self.name)
 
@@ -122,10 +116,7 @@ def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SS
     """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder and return it.
 
     The parameters stay the same objects. 16-bit ones become ``fp32_dtype``; fp64 is not rounded.
-
-    Raises:
-        KeyError: ``module`` has no bare ``A_log`` and ``dt_bias``.
-        ValueError: an ``fp32_dtype`` narrower than fp32.
+    Absent ones are a KeyError, an ``fp32_dtype`` narrower than fp32 is a ValueError.
     """
     holder = SSMGate(len(module._parameters["A_log"]), fp32_dtype)
     for name in FP32_GDN_PARAM_NAMES:

@@ -116,9 +116,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
     @property
     def _cp_mesh(self) -> Any:
-        """The mesh of context parallelism. A parallelizer may set it, to the same mesh in all
-        layers.
-        """
+        """The mesh of context parallelism; a parallelizer may set it, equally in all layers."""
         return self.drop_in.options.cp_mesh
 
     @_cp_mesh.setter

@@ -62,9 +62,8 @@ def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """The text positions, ``[B, S]`` or ``[1, S]``; None if there are none.
-
-    ``[4, B, S]`` are text, temporal, height and width; ``[3, B, S]`` has no text positions.
+    """The text positions, ``[B, S]`` or ``[1, S]``: of ``[4, B, S]`` the first, of ``[3, B, S]``
+    None.
     """
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
