@@ -63,7 +63,7 @@ def make_parser(doc: str | None) -> argparse.ArgumentParser:
 
 
 def parse(parser: argparse.ArgumentParser) -> argparse.Namespace:
-    """The command line; what cannot work ends the program, before a model is made."""
+    """The command line; a request that cannot work ends the program before a model is made."""
     args = parser.parse_args()
     for name, most in (("steps", None), ("documents", len(texts()) - 1), ("hidden", None)):
         number = getattr(args, name)
@@ -99,7 +99,7 @@ def texts() -> list[dict[str, list[int]]]:
 
 
 def shard(model: Qwen3_5ForCausalLM, mesh) -> None:
-    """The fp32 gates by themselves, then layer by layer."""
+    """Shard the fp32 gates by themselves, then layer by layer."""
     shard_gates(model, mesh=mesh)
     policy = MixedPrecisionPolicy()
     for layer in model.model.layers:

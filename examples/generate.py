@@ -1,7 +1,7 @@
 """Generate with the model of a Hugging Face folder: ``python examples/generate.py HF_FOLDER``.
 
-Loads the weights into a Megatron HybridModel on one rank, prefills the prompt and decodes one token
-after the other from what the layers carry. Needs a tokenizer only for ``--text``.
+Loads the weights into a Megatron HybridModel on one rank, prefills the prompt and decodes token by
+token. Needs a tokenizer only for ``--text``.
 """
 
 import argparse
@@ -22,7 +22,7 @@ from megatron_gdn.inference.generate import generate
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     """The command line, with the model's config as ``hf``, the tokenizer or None, and the prompt.
 
-    What cannot work ends the program in one line, before a model is built.
+    A request that cannot work ends the program in one line, before a model is built.
     """
     parser = argparse.ArgumentParser(
         prog="generate.py",

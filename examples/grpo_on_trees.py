@@ -1,7 +1,7 @@
 """A policy-gradient step over groups of responses: ``python examples/grpo_on_trees.py``.
 
-Every prompt has several responses with advantages. As trees, prompts are computed once; packed
-separately, as often as they have responses. The step is the same: losses and gradients are equal.
+Every prompt has several responses with advantages. As trees, a prompt is computed once; packed
+separately, once for each response. Losses and gradients are equal.
 """
 
 import torch
@@ -62,13 +62,13 @@ advantages = (rewards - rewards.mean(1, keepdim=True)) / rewards.std(1, keepdim=
 
 
 def log_probs(tokens, position_ids, labels, params) -> torch.Tensor:
-    """``[1, T]``: how likely the policy finds each label."""
+    """``[1, T]``: the policy's log-probability of each label."""
     logits = model(tokens, position_ids, None, packed_seq_params=params)
     return torch.log_softmax(logits, -1).gather(-1, labels[..., None]).squeeze(-1)
 
 
 def as_trees() -> tuple[int, list[list[torch.Tensor]]]:
-    """The tokens that are computed, and of every response the log-probabilities of its tokens."""
+    """The number of computed tokens, and the log-probabilities of each response's tokens."""
     packed = pack_groups(groups, most_tokens=300, device=device)
     found = [log_probs(*batch[:3], batch.packed_seq_params) for batch in packed.micro_batches]
     return sum(x.numel() for x in found), packed.unpack(found)

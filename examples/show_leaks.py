@@ -28,7 +28,7 @@ LENGTHS = (5, 70, 3, 1, 64, 9)
 
 
 def measured(hidden: int = 64) -> dict[str, torch.Tensor]:
-    """``[N, N]`` for the model as it is and patched: row i changed, column j looked at."""
+    """``[N, N]`` for the model as it is and patched: row i changed, column j compared."""
     model = tiny_model(hidden)
     plain_functions_on_cpu(model)
     found = {"transformers": packing_reach(model, LENGTHS)}

@@ -25,8 +25,8 @@ _SIZES = ["size", "iters", "heads", "groups", "dim", "length", "interval", "toke
 def parse_args(argv: list[str] | None = None) -> argparse.Namespace:
     """The run's settings, complete: command line, then the checkpoint's, then defaults.
 
-    Beside the flags it holds ``start``, the checkpoint's folder to continue from (or None),
-    ``vocab_size`` without padding, and ``settings_json``, what a checkpoint keeps of the settings.
+    Added to the flags: ``start``, the checkpoint's folder to continue from (or None),
+    ``vocab_size`` without padding, and ``settings_json``, the settings that a checkpoint keeps.
     """
     parser = make_parser()
     args = parser.parse_args(argv)

@@ -1,8 +1,4 @@
-"""Saves and loads everything a run needs to continue as if it had never stopped.
-
-Where checkpoints lie and how they are named is said in `folders.py`, what is taken from one and
-what from the command line in `settings.py`.
-"""
+"""Saves and loads everything that a run needs to continue as if it had never stopped."""
 
 from __future__ import annotations
 
@@ -29,8 +25,7 @@ def save_checkpoint(
 ) -> Path:
     """Write one checkpoint; every rank calls it.
 
-    Until it is complete it has another name, so whenever a save is cut off, the checkpoint before
-    it is the latest.
+    It gets its name when it is complete, so a save that is cut off leaves the checkpoint before it.
 
     Raises:
         OSError: the disk is full, or refuses for another reason.
@@ -81,7 +76,7 @@ def save_checkpoint(
 def load_checkpoint(source: Path, args: argparse.Namespace, training: Any, feed: Feed) -> int:
     """Restore model, optimizer, schedule, data position and random state; returns the iteration.
 
-    The schedule's ends are those of ``args``.
+    ``args`` give the schedule its ends.
 
     Raises:
         ValueError: the run's data, batch shape or model differ from the checkpoint's.
@@ -121,9 +116,8 @@ def _set_ends(optimizer: Any, lr: float, min_lr: float) -> None:
 def _write_in_this_process() -> None:
     """Let Megatron's writer hand its results over without a helper process.
 
-    It keeps them in a queue of a `multiprocessing.Manager`, for writers in other processes; here
-    the write is done when `save` returns. The helper takes seconds to start, and a signal to the
-    process group would end it in the middle of a save.
+    The helper of its `multiprocessing.Manager` takes seconds to start, and a signal to the process
+    group would end it in the middle of a save.
     """
     from megatron.core.dist_checkpointing.strategies import filesystem_async
 

@@ -1,12 +1,12 @@
 """Text files as one stream of byte tokens.
 
-A document is one file: its bytes (0..255), with an end-of-document token before and after. Two
-neighbours share the token between them, so the stream of documents d0, d1, ... is
+A document is the bytes (0..255) of one file. An end-of-document token is before, between and after
+documents:
 
     EOD d0 d0 d0 EOD d1 d1 EOD ... EOD
 
-Every position but the last is an input and the position after it is its label: each byte of each
-document, and each end, is predicted exactly once.
+Every position but the last is an input, and its label is the next token: each byte and each end is
+predicted exactly once.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _NOT_LIBRARY = {"site-packages", "dist-packages", "test", "tests", "idle_test", 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents in a fixed order, and what was left out on the way."""
+    """Documents in a fixed order, and the files that were left out."""
 
     documents: tuple[bytes, ...]
     skipped: tuple[str, ...] = ()
@@ -52,7 +52,7 @@ class TokenStream:
 
     Attributes:
         tokens: int16 ``[number of labels + 1]``.
-        starts: position of the end-of-document token before each document, ascending.
+        starts: positions of the end-of-document tokens before the documents, ascending.
     """
 
     tokens: Tensor
@@ -73,10 +73,9 @@ def standard_library() -> Corpus:
 
 
 def read_paths(paths: Sequence[str]) -> Corpus:
-    """Files, and every file below folders in sorted order.
+    """The named files, and in sorted order every file below the named folders.
 
-    A file that is named is read whatever it holds; inside folders, files that are not UTF-8 text
-    are listed in ``skipped``.
+    Inside folders, files that are not UTF-8 text are listed in ``skipped``.
 
     Raises:
         FileNotFoundError: a path does not exist.

@@ -1,4 +1,4 @@
-"""What a run that fails says: one line, with the traceback in a file if there is one to read."""
+"""The one line that a run prints when it fails; a traceback goes into a file."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _WAIT_S = 6
 
 
 def refuse(message: str, code: int = 1) -> NoReturn:
-    """End with one line about a fault that every rank finds alike; rank 0 says it.
+    """End with one line, printed by rank 0, about a fault that every rank finds alike.
 
-    A rank that is still there after some seconds has a fault of its own, and says it too.
+    A rank that still runs some seconds later has a fault of its own, and prints its line too.
     """
     if rank() != 0:
         time.sleep(_WAIT_S)
@@ -29,7 +29,7 @@ def refuse(message: str, code: int = 1) -> NoReturn:
 
 
 def fail(error: BaseException, said: str, output_dir: Path, way_on: str) -> NoReturn:
-    """End with one line about an error of this rank, ``said``; its traceback goes into a file."""
+    """End with the line ``said`` about an error of this rank; its traceback goes into a file."""
     if _is_echo(error):
         time.sleep(_WAIT_S)
     text = "".join(traceback.format_exception(error))
@@ -48,7 +48,7 @@ def first_line(error: BaseException) -> str:
 
 
 def last_line(error: BaseException) -> str:
-    """Where an error that quotes the tracebacks of other ranks comes to the point."""
+    """The last line of an error that quotes the tracebacks of other ranks: its cause."""
     return [*filter(None, str(error).splitlines()), type(error).__name__][-2][:300]
 
 
@@ -79,7 +79,7 @@ def full_disk(error: BaseException, path: Path) -> str | None:
 
 
 def _is_echo(error: BaseException) -> bool:
-    """Whether this looks like the end of another rank, which will have said why."""
+    """Whether this error follows from the end of another rank, which prints the reason."""
     signs = ("onnection closed by peer", "onnection reset by peer", "roken pipe", "eset connection")
     return any(sign in str(error) for sign in signs)
 
@@ -97,7 +97,7 @@ def _write_traceback(text: str, output_dir: Path) -> Path | str:
 
 
 def _leave(line: str, code: int) -> NoReturn:
-    """Without waiting for threads and process groups, whose other ends may be gone."""
+    """Exit without waiting for threads and process groups, whose other ends may be gone."""
     sys.stdout.flush()
     below_the_bar = "\n" if sys.stderr.isatty() else ""
     print(below_the_bar + line, file=sys.stderr, flush=True)
@@ -110,7 +110,7 @@ def _leave(line: str, code: int) -> NoReturn:
 
 
 def _tell_torchrun(line: str) -> None:
-    """What torchrun, started without `launch.py`, quotes at the end of its own traceback."""
+    """Write the line that torchrun, started without `launch.py`, quotes in its traceback."""
     path = os.environ.get("TORCHELASTIC_ERROR_FILE")
     if path:
         now = str(int(time.time()))

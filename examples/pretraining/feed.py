@@ -1,8 +1,7 @@
 """Feeds each rank its micro-batches: data-parallel ranks take turns, context-parallel ranks share.
 
-The position in the data is one number, the micro-batches consumed since the start of training by
-all data-parallel ranks together. With the corpus, the seed and the shape of a micro-batch it
-determines every token that follows, so a checkpoint stores that number and `Feed.identity`.
+The position in the data is one number, the micro-batches that all data-parallel ranks have
+consumed. With `Feed.identity` it determines every token that follows, so a checkpoint stores both.
 """
 
 from __future__ import annotations

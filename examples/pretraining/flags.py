@@ -27,14 +27,13 @@ class _Parser(argparse.ArgumentParser):
 
 
 class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
-    """A default of None is none: such a flag's own words say what it is when unset."""
+    """Leaves out a default of None: the flag's own help says the value when unset."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         return action.help if action.default is None else super()._get_help_string(action)
 
 
 def make_parser() -> argparse.ArgumentParser:
-    """Every flag, with its default or, after "unset:", what takes its place."""
     parser = _Parser(
         prog="pretrain_hybrid.py",
         usage="python examples/%(prog)s [--nproc-per-node N] [flags]",
@@ -206,7 +205,7 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def with_flags(message: str) -> str:
-    """``message`` with the names of Megatron's config as this program's flags."""
+    """``message``, with flags of this program in place of fields of Megatron's config."""
     names = [a.dest for a in make_parser()._actions if "_" in a.dest]
     return re.sub(
         rf"(?<![\w./-])({'|'.join(names)})\b", lambda name: settings.flag(name[0]), message

@@ -1,11 +1,11 @@
-"""Where runs and their checkpoints lie, and which of them is meant.
+"""The folders of runs and of their checkpoints.
 
 A run's folder holds ``metrics.jsonl``, ``loss.png``, ``tensorboard/`` and, as Megatron writes them,
 
     checkpoints/latest_checkpointed_iteration.txt     the step to continue from
     checkpoints/iter_0000160/                         one complete distributed checkpoint
 
-A checkpoint gets its name when it is complete: while it is written its folder ends in ``.partial``.
+While a checkpoint is written, its folder's name ends in ``.partial``.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def holds_checkpoints(folder: Path) -> bool:
 
 
 def require_writable(folder: Path, flag: str) -> None:
-    """Write a file that is gone again where ``folder`` is, or will be made.
+    """Write a temporary file in ``folder``, or in the folder where it will be made.
 
     Raises:
         ValueError: it is a file, lies below one, or does not take files.
@@ -119,7 +119,7 @@ def find_checkpoint(folder: Path, step: int | None = None) -> Path:
 
 
 def write_whole(path: Path, content: str) -> None:
-    """Replace a file in one step: whoever reads it, after a crash too, finds old or new content."""
+    """Replace a file in one step: a reader finds the old or the new content, also after a crash."""
     new = path.with_name(path.name + ".new")
     with new.open("w") as stream:
         stream.write(content)

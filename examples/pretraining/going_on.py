@@ -1,4 +1,4 @@
-"""What a run says last: what it leaves behind, and the command that goes on from there."""
+"""The last lines of a run: the files that it leaves, and the command that continues it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pretraining.folders import BASE, CHECKPOINTS, checkpoint_of, newest_run, st
 
 
 def closing_words(args, iteration: int) -> str:
-    """What the run leaves behind, and how to go on with it."""
+    """The files that the run leaves, and the command for further steps."""
     scripts = Path(sys.executable).parent
     board = _shortest(scripts / "tensorboard") if (scripts / "tensorboard").exists() else ""
     return (
@@ -24,7 +24,7 @@ def closing_words(args, iteration: int) -> str:
 
 
 def how_to_go_on(args) -> str:
-    """The checkpoint that is left and the command that continues from it."""
+    """The latest checkpoint and the command that continues from it."""
     steps = steps_in(args.save)
     if not steps:
         return f"there is no checkpoint in {args.save} yet, so the run starts afresh"
@@ -33,9 +33,10 @@ def how_to_go_on(args) -> str:
 
 
 def how_to_go_back(args, bad: int) -> str:
-    """Where to go on from when the weights of step ``bad`` gave a number that is not finite.
+    """Where to continue if the weights of step ``bad`` gave a number that is not finite.
 
-    The step after a checkpoint proves it, so that of step ``bad`` itself is not recommended.
+    A checkpoint is good if the step after it was finite, so that of step ``bad`` is not
+    recommended.
     """
     lower = f"--lr {args.lr / 4:g} --min-lr {args.min_lr / 4:g}"
     start = int(args.start.name.removeprefix("iter_")) if args.start else 0
@@ -78,6 +79,6 @@ def command_of(args, *flags: str) -> str:
 
 
 def _shortest(path: Path) -> str:
-    """Relative to the working directory where it lies below."""
+    """``path``, relative to the working directory if it lies below."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)

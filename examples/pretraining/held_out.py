@@ -1,7 +1,6 @@
 """Documents that training never sees, and the loss on them.
 
-Which ones depends on their content alone, so equal files stay on one side and another order of
-the corpus changes nothing.
+Their content alone selects them: equal files stay on one side, in any order of the corpus.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ MOST_MICRO_BATCHES = 8
 
 
 def hold_out(corpus: Corpus) -> tuple[Corpus, Corpus]:
-    """Split a corpus into what is trained on and what is held out, both in its order."""
+    """Split a corpus into documents to train on and held-out ones, both in its order."""
     contents = sorted(set(corpus.documents), key=lambda text: hashlib.sha256(text).digest())
     # Empty documents are trained on: a loss over nothing but their ends says nothing.
     chosen = set([text for text in contents if text][: len(contents) // ONE_IN])

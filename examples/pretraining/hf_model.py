@@ -4,8 +4,8 @@
     python examples/pretrain_hybrid.py --hf-config HF_FOLDER --pretrained-checkpoint IMPORTED
     python -m megatron_gdn.hf export OUTPUT_DIR/checkpoints NEW_FOLDER --like HF_FOLDER
 
-The text stays what it is for every model of this example, bytes as tokens 0 to 256: no tokenizer is
-read. So this continues a model of bytes; for others it shows the way round, not a finetuning.
+The text is bytes as tokens 0 to 256, and no tokenizer is read. So this shows the way from and to
+Hugging Face; it is a finetuning only for a model of bytes.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def take_sizes(args: argparse.Namespace, named: set[str]) -> None:
 
     Args:
         args: the settings, changed in place.
-        named: those that stand on the command line; one that says otherwise is refused.
+        named: settings on the command line; one that contradicts the sizes is refused.
 
     Raises:
         ValueError: such a flag, or a vocabulary without room for bytes.

@@ -1,6 +1,6 @@
-"""Starts a script's ranks by torchrun, and ends in the line that the script has said last.
+"""Starts a script's ranks by torchrun; the script's own message is the last line.
 
-torchrun itself adds a traceback of its own to every end that is not a success, Ctrl-C included.
+torchrun itself would add a traceback to every end that is not a success, Ctrl-C included.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ NPROC = "--nproc-per-node"
 
 
 def processes_to_start(flags: Sequence[str]) -> int:
-    """What `NPROC` among these flags says; 1 if it is absent, wrong, or torchrun runs already."""
+    """The value of `NPROC` among these flags; 1 if absent, wrong, or torchrun runs already."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     parser.add_argument(NPROC, dest="number", nargs="?")
     number = parser.parse_known_args(flags)[0].number or "1"

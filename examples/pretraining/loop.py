@@ -41,7 +41,7 @@ def main(stop: Stop) -> None:
 
 
 def give_up(error: Exception, args) -> NoReturn:
-    """Say in one line what ended the run and what is left of it."""
+    """Print in one line what ended the run and how to go on."""
     way_on = how_to_go_on(args)
     full = full_disk(error, args.save)
     if full:
@@ -50,7 +50,7 @@ def give_up(error: Exception, args) -> NoReturn:
 
 
 def share_places(args) -> None:
-    """Every rank writes where rank 0 found room."""
+    """Send rank 0's folders to all ranks."""
     places = [(args.output_dir, args.save, args.tensorboard_dir)]
     torch.distributed.broadcast_object_list(places, src=0)
     args.output_dir, args.save, args.tensorboard_dir = places[0]
@@ -145,7 +145,7 @@ def train(args, corpus, device: torch.device, stop: Stop) -> None:
 
 
 def text_sample(args, training) -> str:
-    """What the model writes, and how fast; or why it writes nothing."""
+    """The text that the model writes, and its speed; or the reason why there is none."""
     try:
         text, rate = sample(
             training.model,
@@ -164,7 +164,7 @@ def text_sample(args, training) -> str:
 
 
 def start_from(args, training, feed: Feed) -> int:
-    """Steps already done: what the checkpoint to continue from says, or none."""
+    """Restore the checkpoint to continue from, if there is one; returns the steps already done."""
     if not args.start:
         if args.pretrained_checkpoint:
             load_pretrained(args.pretrained_checkpoint, training)
@@ -178,7 +178,7 @@ def start_from(args, training, feed: Feed) -> int:
 def run_steps(args, training, feed, device, stop: Stop, report: Report, first: int) -> int:
     """Train until the last step or until some rank is asked to stop; returns the step it is at.
 
-    Whatever the end, that step's checkpoint is on disk.
+    That step's checkpoint is then on disk.
     """
     for iteration in range(first + 1, args.train_iters + 1):
         measured = train_step(args, training, feed, device, iteration)

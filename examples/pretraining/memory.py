@@ -11,13 +11,13 @@ from pretraining.corpus import VOCAB_SIZE
 
 
 def require_room(args: argparse.Namespace) -> None:
-    """Compare the least that a rank keeps of a micro-batch with the memory there is.
+    """Refuse a micro-batch whose activations cannot fit into a rank's memory.
 
-    The least: the logits in fp32, and one row of the hidden size for each layer,
+    The least that a rank keeps: the logits in fp32, and one row of the hidden size for each layer,
 
         tokens / cp * (4 V / tp + bytes * D * layers / (pp * tp if sequence parallel else pp))
 
-    bytes. A real step takes several times that, so what is let through may still be too much.
+    bytes. A real step takes several times that.
 
     Raises:
         ValueError: it is more than the memory of the device.
@@ -38,7 +38,7 @@ def require_room(args: argparse.Namespace) -> None:
 
 
 def memory_of_a_rank() -> float:
-    """Bytes: of its GPU, or its share of the machine's."""
+    """Bytes of the rank's GPU, or of its share of the machine."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_properties(0).total_memory
     import psutil

@@ -16,7 +16,7 @@ from pretraining import hf_model
 
 @dataclass
 class Training:
-    """What a training step reads and a checkpoint holds."""
+    """The objects that a training step reads and a checkpoint holds."""
 
     model: Any
     optimizer: Any
@@ -109,7 +109,7 @@ def build_model(args: argparse.Namespace, config: Any):
 def _leave_out_padding(vocab_size: int, layer: Any, inputs: Any, outputs: tuple[Tensor, Any]):
     """A hook of the output layer: logits of the vocabulary's padding are -inf.
 
-    The rows of padding depend on the number of tensor ranks; the loss must not.
+    The number of padding rows depends on the number of tensor ranks; the loss must not.
     """
     logits, bias = outputs
     columns = torch.arange(logits.shape[-1], device=logits.device)

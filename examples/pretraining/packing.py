@@ -1,18 +1,16 @@
 """From a token stream to micro-batches of a fixed size, packed or dense.
 
-Packed (the default): a document becomes consecutive pieces of at most ``seq_length`` tokens; every
-piece is a sequence of its own with its own start, padded to a multiple that context parallelism
-can cut. Pieces fill buffers of ``micro_batch_size * seq_length`` tokens, each going into the next
-buffer when it does not fit. What is left of a buffer is padding of its last piece.
+Packed (the default): a document becomes consecutive pieces of at most ``seq_length`` tokens. Every
+piece is a sequence of its own, padded to a multiple that context parallelism can cut. Pieces fill
+buffers of ``micro_batch_size * seq_length`` tokens; a piece that does not fit goes into the next
+buffer. The rest of a buffer is padding of its last piece.
 
-Dense: the stream is cut every ``seq_length`` tokens whatever the documents are, so a row may hold
-the end of one document and the start of the next, with the end-of-document token between them.
+Dense: the stream is cut every ``seq_length`` tokens, so a row may hold the end of one document and
+the start of the next.
 
-Order: pieces (or rows) are visited in a seeded order, a new one every epoch, or as they stand in
-the corpus when shuffling is off. Bytes inside a piece are never moved.
-
-Ends: the last micro-batch of an epoch is padded to its full size; the next epoch starts a new one.
-Padding carries loss mask 0. In one epoch every byte is a label once; none is dropped.
+Pieces (or rows) have a seeded order, a new one every epoch, or the corpus's order without
+shuffling. The last micro-batch of an epoch is padded to its full size. Padding has loss mask 0. In
+one epoch every byte is a label once.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What every rank of a context-parallel group shares before it takes its own part.
+    """The tokens that the ranks of a context-parallel group share.
 
     Attributes:
         tokens, labels, position_ids: int64 ``[rows, width]``; padding is the end-of-document id.

@@ -1,4 +1,4 @@
-"""Where a run writes, and the checkpoint that it continues from."""
+"""The folders that a run writes to, and the checkpoint that it continues from."""
 
 from __future__ import annotations
 

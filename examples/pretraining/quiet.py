@@ -1,4 +1,4 @@
-"""Keeps the screen for what a run has to say."""
+"""Hides messages that would hide the run's own."""
 
 import logging
 import os
@@ -8,16 +8,13 @@ from megatron_gdn.compat import quiet
 
 
 def say_what_takes_time() -> None:
-    """The imports take longer than a reader waits for a sign of life."""
+    """Print what the program does during its imports, which take long."""
     if os.environ.get("RANK", "0") == "0":
         print("loading torch and Megatron ...", flush=True)
 
 
 def hide_import_notes() -> None:
-    """Hide what packages say about other packages being absent; call it before importing them.
-
-    The run's first lines say which modules, device and precision are used instead.
-    """
+    """Hide what packages print about absent packages; call it before importing them."""
     quiet.hide_import_notes()
     notes = r"torch\.distributed\.checkpoint"
     warnings.filterwarnings("ignore", category=UserWarning, module=notes)

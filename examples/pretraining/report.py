@@ -1,7 +1,4 @@
-"""What a run shows and leaves behind: progress bar, TensorBoard, metrics.jsonl, loss.png.
-
-Only rank 0 writes. One line of ``metrics.jsonl`` per step is the record; the plot is drawn from it.
-"""
+"""The record of a run: progress bar, TensorBoard, metrics.jsonl, loss.png. Only rank 0 writes."""
 
 from __future__ import annotations
 
@@ -71,11 +68,11 @@ class Report:
         self._tensorboard.add_scalar("tokens_per_second", speed, metrics["iteration"])
 
     def held_out(self, loss: float | None) -> None:
-        """The loss on held-out documents after the last step, for the curve."""
+        """Record the loss on held-out documents after the last step, for the curve."""
         self._held_out = loss
 
     def close(self) -> None:
-        """Close the files and draw the curve; a full disk is said, for the checkpoint is there."""
+        """Close the files and draw the curve; print a full disk, since the run is saved."""
         if not self._active:
             return
         self._progress.close()
@@ -89,7 +86,7 @@ class Report:
 
 
 def _threads_hand_on_os_errors(args: threading.ExceptHookArgs) -> None:
-    """No traceback for a full disk: TensorBoard's thread hands the error to the next call."""
+    """Print no traceback for a full disk: TensorBoard's next call raises the thread's error."""
     if not issubclass(args.exc_type, OSError):
         threading.__excepthook__(args)
 
@@ -116,7 +113,7 @@ class _Bar:
 
 
 class _Lines:
-    """The same as lines: for the first step, the last, and some between."""
+    """The bar's figures as lines: for the first step, the last, and some between."""
 
     def __init__(self, first: int, last: int) -> None:
         self._first = self._done = first
@@ -142,7 +139,7 @@ class _Lines:
 
 
 def read_metrics(output_dir: Path) -> list[dict[str, Any]]:
-    """The steps recorded in a run's output folder; a last line that was cut off does not count."""
+    """The steps recorded in a run's output folder, without a last line that was cut off."""
     path = output_dir / METRICS
     if not path.is_file():
         return []

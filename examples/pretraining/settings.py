@@ -1,9 +1,8 @@
 """A run's settings travel with its checkpoints, as ``settings.json`` inside each.
 
-The rule when a run is continued: a setting on the command line is taken from there, every other
-one from the checkpoint. The learning rate at each further step is the one that a run with these
-settings has at that step, whatever was asked for before. Settings that shape the model cannot
-change.
+A continued run takes a setting from the command line if it is there, else from the checkpoint. The
+learning rate of each further step follows from these settings alone. Settings that shape the model
+cannot change.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ def to_json(args: argparse.Namespace, names: Iterable[str]) -> str:
 
 
 def read(checkpoint: Path) -> dict[str, Any]:
-    """The settings that a checkpoint was made with; empty when it holds none."""
+    """The settings of a checkpoint's run; empty if it holds none."""
     path = checkpoint / FILE
     settings = json.loads(path.read_text()) if path.is_file() else {}
     return {

@@ -1,7 +1,6 @@
-"""One optimizer step of Megatron's, and the numbers that it is judged by.
+"""One optimizer step of Megatron's, and its loss and gradient norm.
 
-A loss or a gradient norm that is not finite ends the run before the optimizer reads the gradients:
-the ranks agree on it, so none of them changes its weights.
+If one of them is not finite, all ranks end the run before the optimizer changes any weights.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from pretraining.feed import Feed
 
 
 class NotFiniteError(Exception):
-    """A number that the run is judged by is NaN or inf.
+    """A loss or gradient norm that is NaN or inf.
 
     Attributes:
-        weights: the step that made the weights which gave it; 0 for those that a run starts from.
+        weights: the step that made the weights behind it; 0 for the weights of the start.
     """
 
     def __init__(self, message: str, weights: int) -> None:
@@ -111,13 +110,13 @@ def mean_loss(sums: Iterable[Tensor], device: torch.device) -> tuple[float, int]
 
 
 def gradient_norm(optimizer) -> float:
-    """The norm that the optimizer clips by, before it does; its step computes the same again."""
+    """The norm before clipping; the optimizer's step computes it again."""
     optimizer.prepare_grads()
     return float(optimizer.get_grad_norm())
 
 
 def require_finite(iteration: int, device: torch.device, *, loss: float, grad_norm: float) -> None:
-    """A collective of all ranks: what one of them finds stops every one."""
+    """Raise on all ranks if a number of one rank is not finite; a collective of all ranks."""
     bad = not (math.isfinite(loss) and math.isfinite(grad_norm))
     anywhere = torch.tensor([float(bad)], device=device)
     torch.distributed.all_reduce(anywhere, torch.distributed.ReduceOp.MAX)

@@ -1,8 +1,7 @@
 """SIGINT and SIGTERM end a run at the next step boundary, where every rank can save.
 
-torchrun hands both to all ranks, but each may notice in another step: after every step the ranks
-agree. Before the first step and after the last save nothing can be lost, so a signal ends the
-process at once.
+Ranks may notice a signal in different steps, so they agree after every step. Before the first step
+and after the last save nothing can be lost, so a signal ends the process at once.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ class Stop:
     """Whether this rank was asked to stop, and why.
 
     Attributes:
-        reason: words for the last line; None as long as nothing has asked.
+        reason: words for the last line; None if nothing has asked.
     """
 
     def __init__(self) -> None:
@@ -39,7 +38,7 @@ class Stop:
     def at_step_boundaries(self) -> Iterator[None]:
         """Inside, signals wait for `agreed`; outside they end the process at once.
 
-        After an exception a signal comes from torchrun, which ends the ranks that are left.
+        After an exception, a signal comes from torchrun, which ends the remaining ranks.
         """
         self._at_boundary = True
         try:
