@@ -42,8 +42,6 @@ def number_of_new_layer() -> int:
 
 @dataclass
 class _Known:
-    """What is known of one group."""
-
     chosen_after: int = -1  # the latest layer that was built before `layer` was chosen
     layer: int = 0  # the layer that compares
     # The contents that the ranks agreed on, each with its tensors on the device, by stream.

@@ -138,8 +138,6 @@ class _Class:
 
 
 def _builder(theirs: type, ours: type | None, options: dict[str, Any]) -> Callable:
-    """The ``__new__`` for ``theirs``."""
-
     def __new__(cls, *args, **kwargs):
         built = bool(args or kwargs)  # a copy or unpickled layer is filled afterwards instead
         if ours is not None and built:

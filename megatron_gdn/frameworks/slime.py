@@ -178,7 +178,6 @@ def _rank_after_rank(entry: TensorMap, whole: Tensor) -> Tensor:
 
 
 def _of_ranks(entry: TensorMap, ranks: Tensor) -> Tensor:
-    """The inverse of :func:`_rank_after_rank`."""
     return entry.unshard(ranks.chunk(_tp())) if entry.sections else ranks
 
 

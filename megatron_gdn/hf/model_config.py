@@ -98,7 +98,7 @@ class HFModelConfig:
 
 
 def read_hf_config(folder: str | Path) -> HFModelConfig:
-    """Read ``folder/config.json``; absent, a FileNotFoundError; else as `parse_hf_config`."""
+    """Read ``folder/config.json``; errors are FileNotFoundError and those of `parse_hf_config`."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a Hugging Face model folder.")

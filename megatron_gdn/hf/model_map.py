@@ -203,10 +203,9 @@ class SourceRecord:
 class HFView:
     """Hugging Face tensors, each computed from Megatron shards when it is read.
 
-    Args:
-        read_shards: called with a map; returns the shards of its Megatron tensor, one of each
-            tensor-parallel rank, in rank order (or the whole tensor as the only one).
-        rest: has the tensors that no Megatron text model has; None: they are not in the view.
+    ``read_shards`` returns the shards of a map's Megatron tensor in the order of tensor-parallel
+    ranks, or the whole tensor as the only one. ``rest`` has the tensors that no Megatron text model
+    has; without it the view lacks them.
     """
 
     def __init__(

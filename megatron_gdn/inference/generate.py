@@ -36,11 +36,8 @@ def greedy(logits: Tensor) -> Tensor:
 def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceContext:
     """A context for ``rows`` sequences of up to ``tokens`` tokens, prompt included.
 
-    Every context-parallel rank runs the whole sequences.
-
-    Raises:
-        NotImplementedError: a pipelined model; context parallelism with attention that is not
-            this package's, which would treat each rank's tokens as a share.
+    Every context-parallel rank runs whole sequences. A pipelined model, or attention that is not
+    this package's under context parallelism, is a NotImplementedError.
     """
     config = unwrap_model([model])[0].config
     if config.pipeline_model_parallel_size > 1:
@@ -201,7 +198,4 @@ def padded_for_fp8(model: Any) -> Iterator[None]:
 
 
 def _amax_history(linear: Any) -> Tensor | None:
-    """The history of the forward's operands; None before the first forward and without delayed
-    scaling.
-    """
     return getattr(linear.fp8_meta.get("scaling_fwd"), "amax_history", None)

@@ -228,8 +228,7 @@ class RecurrentMixer(
     def _mix(
         self, rows: Tensor, batch: MicroBatch, own: Tensor | None, gates: Tensor | None = None
     ) -> tuple[Tensor, RefilledOutput | None]:
-        """Opened rows ``[S, B, p]`` to rows for out_proj ``[s, B, H * V]``, and their
-        `RefilledOutput`.
+        """Opened rows ``[S, B, p]`` to rows for out_proj ``[s, B, H * V]`` and what refills them.
 
         ``own`` are this rank's rows before they were opened, if :attr:`gates_own_rows`.
         """
@@ -280,9 +279,7 @@ class RecurrentMixer(
 
     @property
     def rule(self) -> Rule:
-        """The rule of the last forward; before the first forward, the rule that the config lets
-        expect.
-        """
+        """The rule of the last forward; before the first one, a guess from the config."""
         return self.micro_batches.latest_rule
 
     @property
@@ -305,15 +302,10 @@ class RecurrentMixer(
         """Make ``micro_batches``, all parameters and their first values.
 
         Files and optimizers list the parameters in this order: in_proj, convolution, those of
-        :meth:`_add_others`, ``fp32``, output norm, out_proj.
-
-        Args:
-            submodules: specs, such as :class:`MixerSubmodules`.
-            choose_rule: see :class:`.micro_batch.MicroBatches`.
-            fp32: rows of every fp32 parameter on this rank, by name.
-            name, bias, conv_bias, linear_cp_mode, cp_ranks_per_machine: see
-                `megatron_gdn.GatedDeltaNet`.
-            again: what the backward computes again, from :func:`.arguments.computed_again`.
+        :meth:`_add_others`, ``fp32`` (names and rows on this rank), output norm, out_proj.
+        ``submodules`` are as :class:`MixerSubmodules`, ``choose_rule`` is as in
+        :class:`.micro_batch.MicroBatches`, ``again`` is from :func:`.arguments.computed_again`, the
+        others are options of `megatron_gdn.GatedDeltaNet`.
         """
         config, dims = self.config, self.dims
         self.micro_batches = MicroBatches(

@@ -163,9 +163,7 @@ class GatesApart(nn.Module):
     fuse_wgrad_accumulation: bool
 
     def finish_init(self, quantization_config: Any) -> None:
-        """Take the quantization recipe for the linear's name, as Megatron gives it to a whole
-        model.
-        """
+        """Take the quantization recipe for the linear's name, as a whole model does."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
         self.refuse_settings()
 
@@ -206,7 +204,6 @@ class GatesApart(nn.Module):
     def _in_parts(
         self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Tensor]:
-        """The columns before the gates, and the gates."""
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
         main_weight, gate_weight = self._cut(weight)
@@ -260,11 +257,9 @@ def _apart(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (GatesApart, kind), {"__module__": kind.__module__})
 
 
+# The two gradients meet here, so the weight's hooks run once, after both.
 class _CutRows(torch.autograd.Function):
-    """The rows before ``first`` and the others, as views; ``added`` if their users add gradients.
-
-    Their gradients meet here, so the weight's hooks run after both.
-    """
+    """The rows before ``first`` and the others, as views; ``added`` if users add gradients."""
 
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, first: int, added: bool) -> tuple[Tensor, Tensor]:

@@ -61,9 +61,7 @@ def wait_for_parameters(module: nn.Module) -> None:
 
 @contextmanager
 def parameters_waited_for(module: nn.Module) -> Iterator[None]:
-    """Inside, the parameters of all parts of ``module`` were waited for, and calls do not wait
-    again.
-    """
+    """Inside, all parameters of ``module`` are gathered, and calls do not wait again."""
     parts = [part for part in module.modules() if part._forward_pre_hooks]
     hooks = [part._forward_pre_hooks for part in parts]
     try:
@@ -159,9 +157,7 @@ class ConvModule(nn.Module):
         return self.conv1d.weight, self.conv1d.bias
 
     def called_conv_parameters(self, rows: Tensor, layout: Layout) -> tuple[Any, Any]:
-        """The same for one forward over rows ``[S, B, P]`` of ``layout``, with hooks run as by a
-        call.
-        """
+        """The same for a forward over rows ``[S, B, P]`` of ``layout``; hooks run as in a call."""
         conv = self.conv1d
         require_plain_conv(conv)
         if has_hooks(conv):  # before any parameter is read

@@ -43,8 +43,6 @@ ChooseRule = Callable[..., tuple[Rule, str]]
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """One micro-batch and how it runs."""
-
     documents: Documents | None  # packed into the one batch row
     tokens: int  # of one batch row, over all context-parallel ranks
     rule: Rule  # the recurrence
@@ -62,8 +60,6 @@ class MicroBatch:
 
 
 class _Schemes(NamedTuple):
-    """The schemes that can run over one group with one rule."""
-
     headwise: Headwise | None = None
     chunkwise: Chunkwise | None = None
     whole: Whole | None = None
@@ -77,18 +73,16 @@ class MicroBatches:
     """Decides how one layer runs each micro-batch.
 
     Rules are deterministic while ``config.deterministic_mode`` or
-    ``torch.use_deterministic_algorithms`` is on. They are aligned (:mod:`..ops.aligned`) while
+    ``torch.use_deterministic_algorithms`` is on, and aligned (:mod:`..ops.aligned`) while
     ``config.batch_invariant_mode`` is on.
 
     Args:
         config: rows are expected in its dtype, on a GPU if there is one.
-        layout: projection columns of one tensor-parallel rank.
-        state: the states of its heads.
+        layout, state: of one tensor-parallel rank: projection columns, the states of its heads.
         taps: of the convolution.
         group: the context-parallel group of micro-batches that do not bring their own.
         loader_layout: how micro-batches were cut.
-        mode: the scheme, or ``"auto"``: the cheaper of those that can run, see
-            :mod:`..context_parallel.price`; None: the config's, else auto.
+        mode: the scheme, or ``"auto"`` for the cheaper one; None takes the config's, else auto.
         choose_rule: makes the rules.
         cp_ranks_per_machine: ranks of ``group`` that NVLink joins; None asks the hosts.
         mixer, recurrence: their names in the log.
@@ -138,9 +132,8 @@ class MicroBatches:
         self._config = self._loader_layout.config = config
 
     def use_group(self, group: Any) -> None:
-        """Run micro-batches that bring no group over this one from now on.
-
-        A group that the constructor would refuse changes nothing.
+        """Run micro-batches that bring no group over this one, unless the constructor would refuse
+        it.
         """
         alone = group is None or group.size() == 1
         layout = _WHATEVER if alone else self._loader_layout.of_packed()
@@ -187,7 +180,6 @@ class MicroBatches:
         return keep_if_captured(found)
 
     def _modes(self) -> tuple[bool, bool]:
-        """Whether rules are deterministic, and whether they are aligned."""
         config = self._config
         deterministic = config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
         return deterministic, config.batch_invariant_mode

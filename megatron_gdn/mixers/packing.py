@@ -146,7 +146,6 @@ def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
 
 
 def _as_tree(documents: Documents, params: PackedSeqParams) -> Documents:
-    """The documents with their parents, if they have any."""
     parents = params.__dict__.get(PARENTS)
     if (parents is not None) != (params.qkv_format == TREE):
         had = "no parents" if parents is None else "parents of its documents"

@@ -126,10 +126,9 @@ NOT_BY_SECTION = (
 
 
 class Fp32Group(nn.Module):
-    """The fp32 parameters of a mixer as a module of their own, which ``fully_shard`` takes.
+    """The fp32 parameters of a mixer as a module, which ``fully_shard`` takes; state dicts hide it.
 
-    A parameter that is set in this module is set in the mixer too. State dicts do not show the
-    module.
+    A parameter that is set in this module is set in the mixer too.
     """
 
     _mixer: Any

@@ -210,7 +210,6 @@ class OwnParameters(MarkedParameters):
         """Add the parameters that only this mixer has, by :meth:`_add`."""
 
     def _add_conv(self, bias: bool) -> None:
-        """Add a convolution's parameters as Megatron's MambaMixer names them."""
         widths = self.dims.layout.conv_widths
         self._add("conv1d_weight", widths, 1, self.dims.conv_kernel_dim)
         if bias:

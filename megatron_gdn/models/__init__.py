@@ -162,12 +162,8 @@ class Model:
             model: "hybrid" or "gpt".
             modules: whose linears and norms, as in `megatron_gdn.specs.hybrid_stack_spec`.
             layer_options: options of the Gated DeltaNet layer.
-            **changes: fields of the ``TransformerConfig`` to add or override, such as
-                ``tensor_model_parallel_size=2``. Without them parallel sizes are Megatron's
-                current ones; 1 where its parallel state was not set up.
-
-        Raises:
-            NotImplementedError: see `refuse_unless_built`.
+            **changes: fields of the ``TransformerConfig`` to add or override. Without them parallel
+                sizes are Megatron's current ones, or 1. Errors are those of `refuse_unless_built`.
         """
         from megatron.core import parallel_state
         from megatron.core.transformer.transformer_config import TransformerConfig

@@ -78,15 +78,10 @@ class Stack:
     ) -> Stack:  # fmt: skip
         """The stack of a Megatron configuration, without biases in its linears.
 
-        Args:
-            config: a ``TransformerConfig``, or what has its fields.
-            pattern: of 'G', 'K', 'M', '*', '-' and 'E', with '|' between pipeline stages and '/'
-                before each head of multi-token prediction.
-            wide_qk_norm: the norms of q and k are as wide as all heads together.
-            kda: options of the 'K' layers.
-
-        Raises:
-            ValueError: another symbol in the pattern.
+        ``pattern`` has 'G', 'K', 'M', '*', '-' and 'E' (another symbol is a ValueError), '|'
+        between pipeline stages and '/' before each head of multi-token prediction.
+        ``wide_qk_norm``: norms of q and k are as wide as all heads together. ``kda`` are options of
+        the 'K' layers.
         """
         build = {
             "G": lambda: _gdn(GDNDims.from_config(config)),

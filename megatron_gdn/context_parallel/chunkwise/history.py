@@ -91,7 +91,6 @@ def _route(
 
 
 def _rows_of(rank: int, nodes: Nodes, chains: int, reach: int, gives: bool) -> _Rows:
-    """The rows that a rank gives, or takes."""
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
     for taker in range(len(nodes.hosts)):
         for k in range(min(reach, taker), 0, -1):

@@ -172,7 +172,6 @@ def _take(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
 
 
 def _put(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """The inverse of :func:`_take`."""
     return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
 
 

@@ -257,11 +257,7 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
 def _place_of(
     sources: Sources, ranks: Ranks, layout: SequenceLayout
 ) -> tuple[SequenceLayout, Tensor, tuple[RowExchange, RowExchange] | None]:
-    """Where the ranks' tokens lie in the sequence, by ``seq_index`` or else by ``layout``.
-
-    Returns the layout of the mixer's rows; the positions of all ranks' tokens, int64 ``[cp, s]`` on
-    the host; and the exchanges to that layout and back, or None.
-    """
+    """The layout of the mixer's rows, all ranks' positions ``[cp, s]`` on the host, exchanges."""
     size, tokens, total, index = ranks.group.size(), ranks.tokens, ranks.total, sources.seq_index
     if index is None:
         lengths, offsets = (total,), sources.cu_seqlens

@@ -53,8 +53,6 @@ class DropInOptions:
 
 @dataclass(eq=False)
 class _Runner:
-    """What a replaced module has beside its parameters."""
-
     options: DropInOptions
     mixer: families.Mixer
     config: Any  # the fields of a TransformerConfig that MicroBatches reads
@@ -72,7 +70,6 @@ class _Runner:
         self.options = options
 
     def micro_batches(self, group: Any, layout: SequenceLayout) -> MicroBatches:
-        """The `MicroBatches` for rows that lie in ``layout`` over ``group``."""
         if (group, layout) not in self.made:
             mixer, dims = self.mixer, self.mixer.dims
             self.made[group, layout] = MicroBatches(
@@ -223,7 +220,6 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
 
 def _norm_of(norm: Any, layout: Layout) -> GatedNorm | Apart:
-    """The plain gated norm's parameters, or a readout that calls another norm."""
     activation = families.plain_gate(norm)
     if activation is not None:
         return GatedNorm(norm.weight, norm.variance_epsilon, activation=activation)

@@ -73,7 +73,6 @@ class PackingCollator:
 
 
 def _flash_keywords(lengths: Sequence[int], device: torch.device | None) -> dict[str, Any]:
-    """Flash attention's keywords for documents that lie end to end."""
     offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
     return {
         "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
@@ -367,7 +366,6 @@ def assert_no_packing_leak(
 
 
 def _drawn(module: Any, tokens: int, generator: torch.Generator) -> Tensor:
-    """Random token ids for a model, or hidden states for a layer."""
     if hasattr(module, "get_input_embeddings"):
         vocabulary = module.get_input_embeddings().weight.shape[0]
         return torch.randint(vocabulary, (1, tokens), generator=generator, device="cpu")

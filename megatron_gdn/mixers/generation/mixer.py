@@ -64,12 +64,8 @@ class GeneratingMixer:
         """The next tokens' projection rows ``[s, B, P]`` to rows for out_proj, ``[s, B, H V]``.
 
         It updates the memory in Megatron's static or dynamic ``context``. Each rank has all tokens,
-        also under sequence parallelism.
-
-        Raises:
-            ValueError: see :func:`.static.mix_static` and :func:`.dynamic.check_buffers`.
-            NotImplementedError: packed sequences, context parallelism, a call that wants gradients;
-                see also :mod:`.dynamic`.
+        also under sequence parallelism. Packed sequences, context parallelism and calls that want
+        gradients are NotImplementedErrors; see also :mod:`.static` and :mod:`.dynamic`.
         """
         self._refuse_generation(rows, context)
         if not context.is_static_batching():
@@ -119,9 +115,7 @@ class GeneratingMixer:
             )
 
     def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
-        """Run one step's tokens with its padding, ``[t, 1, P]`` to ``[t, 1, H V]``, and update its
-        slots.
-        """
+        """One step's tokens, padding included, ``[t, 1, P]`` to ``[t, 1, H V]``."""
         refuse(context, type(self).__name__)
         assert self.layer_number is not None
         number = self.layer_number - self.pp_layer_offset
@@ -169,10 +163,7 @@ class GeneratingMixer:
         intermediate_conv_state: Tensor | None = None,
         intermediate_ssm_state: Tensor | None = None,
     ) -> Tensor:
-        """``[N, s, P]`` to ``[N, s, H V]``, see :func:`.dynamic.decode_requests`.
-
-        Without ``batch_indices`` request n is in slot n.
-        """
+        """As :func:`.dynamic.decode_requests`; without ``batch_indices`` request n is in slot n."""
         parts, slots = self.whole_parts(projected.transpose(0, 1)), batch_indices
         if slots is None:
             slots = torch.arange(len(projected), device=projected.device)
@@ -195,7 +186,6 @@ class GeneratingMixer:
     def _in_slots(
         self, parts: Parts, rows: Tensor, conv: Tensor, states: Tensor, slots: Tensor | None = None
     ) -> Memory:
-        """The checked buffers of a context as a memory."""
         memory = self._viewed(conv, states, slots)
         check_buffers(memory, parts, rows.dtype, self.state_transposed)
         return memory

@@ -37,12 +37,9 @@ class _Place:
 def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     """Mix the next s tokens of the batch rows that the context points at, ``[s, B, P]``.
 
-    At ``sequence_len_offset`` 0 the rows begin, else they continue. The recurrence then runs up to
-    :data:`MOST_DECODED` tokens; more tokens run as a chunk of prefill.
-
-    Raises:
-        ValueError: more tokens or rows than the context was made for; an offset or a batch that
-            does not match this layer's state.
+    At ``sequence_len_offset`` 0 the rows begin, else they continue: up to :data:`MOST_DECODED`
+    tokens by the recurrence, more as a chunk of prefill. Tokens, rows or an offset that do not fit
+    the context or this layer's state are a ValueError.
     """
     s, B = rows.shape[:2]
     start, offset = context.batch_size_offset, context.sequence_len_offset
