@@ -45,7 +45,7 @@ test-kernels: $(VENV)/.ready
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
 
-# A clone's own scripts run launches, one of them by torchrun, and fill the table of docs/launching.md, and its source is read
+# A clone's own scripts run launches, one of them by torchrun, and fill the table of docs/support.md, and its source is read
 # for what its layers ask of ours: make test-launches MEGATRON_LM=folder
 test-launches: $(VENV)/.ready
 	MEGATRON_LM=$(abspath $(MEGATRON_LM)) OMP_NUM_THREADS=1 $(BIN)/python -m pytest -rs tests/launches \

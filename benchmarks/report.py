@@ -34,7 +34,7 @@ def read(name: str) -> list[dict]:
 
 def layer_table(records: list[dict]) -> str:
     rows = [["case", "delta rule", "layer", "forward ms", "", "forward + backward ms", "",
-             "saved MiB", "", "peak MiB"]]  # fmt: skip
+             "saved MiB", ""]]  # fmt: skip
     for case, core in dict.fromkeys((r["case"], r["core"]) for r in records):
         here = [r for r in records if (r["case"], r["core"]) == (case, core)]
         timed = [r for r in here if "layer" in r]
@@ -48,7 +48,7 @@ def layer_table(records: list[dict]) -> str:
             ):
                 digits = 0 if value(r) > 100 else 2
                 cells += [f"{value(r):.{digits}f}", f"{value(r) / value(base):.2f}"]
-            rows.append([*cells, f"{r['peak']:.0f}"])
+            rows.append(cells)
         for r in here:
             if "floor" in r:
                 cells = [case, core, "floor"]
@@ -56,7 +56,7 @@ def layer_table(records: list[dict]) -> str:
                     r["floor"]["total"], ("forward", "forward_backward"), strict=True
                 ):
                     cells += [f"{time:.2f}", f"{time / base[key]['median']:.2f}"]
-                rows.append([*cells, "", "", ""])
+                rows.append([*cells, "", ""])
     return markdown(rows)
 
 
@@ -82,14 +82,14 @@ SHAPE_LAYERS = {
 def shapes_table(records: list[dict]) -> str:
     """Medians of each cell's layers, beside megatron-core's of the same cell."""
     rows = [["heads, hidden, batch, linears, gates", "layer", "eager ms", "", "graph ms", "",
-             "saved MiB", ""]]  # fmt: skip
+             "saved MiB", "", "peak MiB", ""]]  # fmt: skip
     for r in records:
         base = next(b for b in records if (b["cell"], b["layer"]) == (r["cell"], "upstream"))
         cells = [r["cell"] if r is base else "", SHAPE_LAYERS[r["layer"]]]
         if "failed" in r:
-            rows.append([*cells, r["failed"].split(":")[0], *[""] * 5])
+            rows.append([*cells, r["failed"].split(":")[0], *[""] * 7])
             continue
-        for key, digits in (("eager", 2), ("graph", 2), ("saved", 0)):
+        for key, digits in (("eager", 2), ("graph", 2), ("saved", 0), ("peak", 0)):
             mine, other = (of_shape(x, key) for x in (r, base))
             shown = "" if mine is None else f"{mine:.{digits}f}"
             cells += [shown, f"{mine / other:.2f}" if mine and other else ""]

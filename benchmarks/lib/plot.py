@@ -153,7 +153,7 @@ def draw_beside(rows: list[Beside], image: str | Path) -> Figure:
     own light ground, so that it is the same on a dark page.
     """
     groups = list(dict.fromkeys(row.group for row in rows))
-    height = 0.66 * len(rows) + 0.4 * len(groups) + 0.5
+    height = 0.56 * len(rows) + 0.4 * len(groups) + 0.5
     figure, axis = plt.subplots(figsize=(5.6, height), layout="constrained")
     top, group = 0.0, None
     for row in rows:
@@ -177,7 +177,7 @@ def draw_beside(rows: list[Beside], image: str | Path) -> Figure:
     axis.set_xticks((0, 0.5, 1), ("0", "0.5", "1"))
     axis.set_xlabel("share of megatron-core's", fontsize=9)
     axis.spines[["top", "right", "left"]].set_visible(False)
-    figure.savefig(image, dpi=140, facecolor="white")
+    figure.savefig(image, dpi=105, facecolor="white")
     return figure
 
 

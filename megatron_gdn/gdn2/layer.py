@@ -43,8 +43,9 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
     ``megatron.core.ssm.gated_delta_net``.
 
     Args:
-        config, layer_number, bias, conv_bias, conv_init, use_qk_l2norm, A_init_range,
-            pg_collection: as in :class:`megatron_gdn.GatedDeltaNet`.
+        config, layer_number, bias, conv_bias, conv_init: as in
+            :class:`megatron_gdn.GatedDeltaNet`.
+        use_qk_l2norm, A_init_range, pg_collection: likewise.
         submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
         name, cp_comm_type, pp_layer_offset, is_mtp_layer: likewise.
         backend: of the recurrence: ``"reference"`` (plain torch, deterministic) or ``"auto"``, see

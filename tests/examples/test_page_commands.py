@@ -127,6 +127,8 @@ RUN_BY = {
         "tests/distributed/test_calls.py::test_a_steady_forward_calls_few_functions"
     ),
     "python3 -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
+    "python -m megatron_gdn.warm_up --heads 16:32 --tp 2 --cp 2": WARM_UP,
+    "git clone --branch core_r0.19.0 https://github.com/NVIDIA/Megatron-LM": GPU,
     "python -m megatron_gdn.doctor --heads 16:32": DOCTOR,
     "python -m megatron_gdn.models": MODELS,
     "python -m megatron_gdn.models Qwen3.5-35B-A3B --tp 2 --cp 4 --ep 8 --length 131072 "

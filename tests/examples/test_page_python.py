@@ -13,6 +13,8 @@ FRAMEWORKS = ROOT / "docs" / "frameworks"
 PAGES = [page for page in pages(ROOT) if page.parent != FRAMEWORKS]
 BLOCKS = {
     "a patch": "megatron_gdn.patch_megatron()",
+    "a patch with options": "megatron_gdn.patch_megatron(gdn=",
+    "a patch of transformers": "patch(model)  # in place",
     "a function for --spec": "def block(config, vp_stage=None):",
     "a spec": "module=GatedDeltaNet,",
     "a model": MODEL,
@@ -30,6 +32,7 @@ BLOCKS = {
     "shared prefixes": "packed = megatron_gdn.pack_tree(",
     "a mesh": "share = context_parallel_share(",
     "a trainer": "class CPTrainer(",
+    "a trainer of one process": "Trainer(model, args, train_dataset=texts",
     "a published model": 'parts = models.config("tiny")',
     "FLOPs": "step = models.flops_per_step(",
 }
@@ -139,6 +142,7 @@ def test_every_block_is_run_here():
 def test_the_model_trains_generates_and_repeats(tmp_path):
     code = (
         block("a function for --spec")
+        + block("a patch with options")
         + block("a patch")
         + block("a spec")
         + block("a spec of one layer")
@@ -220,6 +224,20 @@ def test_a_patched_model_of_transformers_says_what_the_page_shows(tmp_path, hf_f
     # The last digits of the largest output are the weights' own.
     assert patched in shown and leaks.partition(", largest output")[0] in shown
     assert shape == "1 12"
+
+
+def test_the_first_screen_patches_a_model_of_transformers(tmp_path, hf_folder):
+    model = f"AutoModelForCausalLM.from_pretrained({str(hf_folder)!r})"
+    code = f"from transformers import AutoModelForCausalLM\nmodel = {model}\n" + DOCUMENTS
+    code += block("a patch of transformers") + block("a packed batch")
+    assert run(code + "print(*logits.shape[:2])", tmp_path).split() == ["1", "12"]
+
+
+def test_a_trainer_trains_in_one_process(tmp_path, hf_folder):
+    code = f"HF_FOLDER = {str(hf_folder)!r}\n"
+    code += "texts = [{'input_ids': list(range(length))} for length in (5, 7, 6, 4)]\n"
+    code += block("a trainer of one process")
+    assert "'train_loss'" in run(code, tmp_path)
 
 
 def test_a_mesh_shares_a_batch_and_a_trainer_trains(tmp_path, hf_folder):

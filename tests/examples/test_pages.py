@@ -199,6 +199,12 @@ def test_readme_has_a_link_to_every_page_but_those_of_the_api():
     assert [name for name in docs if f"docs/{name}" not in text and name not in included] == []
 
 
+def test_pages_have_one_name_in_readme_in_the_site_and_as_their_heading():
+    text = (ROOT / "README.md").read_text().partition("## Documentation")[2]
+    for name, page in re.findall(r"\[([^]]+)\]\(([\w/]+\.md)\)", text):
+        assert (ROOT / page).read_text().partition("\n")[0] == f"# {name}"
+
+
 def test_the_page_of_the_tests_names_every_folder():
     tests = ROOT / "tests"
     folders = {path.parent.relative_to(tests).parts[0] for path in tests.glob("*/**/test_*.py")}

@@ -1,4 +1,4 @@
-"""The latest launch of each branch: docs/launches.jsonl, and the table of docs/launching.md."""
+"""The latest launch of each branch: docs/launches.jsonl, and the table of docs/support.md."""
 
 import json
 import subprocess
@@ -15,7 +15,7 @@ from tests.examples.launching import ROOT
 from tests.launches.launching import CLONE
 
 RECORDS = ROOT / "docs" / "launches.jsonl"
-PAGE = ROOT / "docs" / "launching.md"
+PAGE = ROOT / "docs" / "support.md"
 KEY = ("script", "processes", "launch", "held to", "branch")
 BRANCHES = ("core_r0.19.0", "main", "dev")
 
