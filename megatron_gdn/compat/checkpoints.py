@@ -231,14 +231,14 @@ def name_switch(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> Any:
-    """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``: a save logs the advice."""
+    """Wrap ``sharded_param_state_dp_reshardable``: a save logs how to make a portable file."""
     if not is_loading and _has_fp32_parameters(optimizer):
         log_once(_OF_DP_RESHARDABLE, logging.WARNING)
     return sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
 
 
 def name_switch_of_a_file(save: Callable, optimizer: Any, filename: str) -> None:
-    """Wrap ``save_parameter_state`` of one optimizer or of several: a save logs the advice."""
+    """Wrap ``save_parameter_state``: a save logs how to make a portable file."""
     if any(map(_has_fp32_parameters, getattr(optimizer, "chained_optimizers", [optimizer]))):
         log_once(_OF_TORCH, logging.WARNING)
     save(optimizer, filename)

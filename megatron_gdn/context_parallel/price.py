@@ -34,7 +34,7 @@ ACROSS = 50e6  # 50 GB/s: one network card of 400 Gbit/s per GPU, an assumption
 SUMMARY = 1 / 7000 / WITHIN  # to compute the maps of pieces, per token and byte of a map
 # Small launches and the history, once per layer. On H200 with flash_qla, 16 key and 32 value heads,
 # 8192 tokens on each of four ranks, they take 0.22 ms as a CUDA graph, 0.7 ms with a slow host.
-FIXED = 0.46  # between these two
+FIXED = 0.46  # ms, between these two figures
 FIXED_ACROSS = 0.22  # over several machines: the host gets ahead while a GPU waits for the network
 # Per collective, an estimate: a GPU takes 10 to 28 us for a small one, a slow host 300 us to issue.
 LATENCY = 0.0575

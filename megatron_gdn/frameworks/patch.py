@@ -34,10 +34,10 @@ def patch_megatron(
 ) -> None:
     """Let every call of Megatron's own class build our layer, in this process, from now on.
 
-    A spec, partial or provider that was made before the call follows; layers stay. The last call
-    counts: ``patch_megatron(gdn=False)`` gives Megatron its classes back. A subclass of Megatron's
-    class stays what it is, and a log line names it when it is built: its weights may lie in another
-    order than ours. That of mcore-bridge is built as ours too (see :mod:`.mcore_bridge`).
+    Older specs, partials and providers build our layer too; layers that exist do not change.
+    ``patch_megatron(gdn=False)`` undoes it. Subclasses of Megatron's class, whose weights may lie
+    in another order, are built as they are, with a log line; mcore-bridge's is built as ours
+    (see :mod:`.mcore_bridge`).
 
     Args:
         gdn: for ``megatron.core.ssm.gated_delta_net.GatedDeltaNet``: True for our

@@ -93,14 +93,14 @@ class RecurrentMixer(
     out_proj: Any
     out_norm: Any
     micro_batches: MicroBatches
-    config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # of the config, about this mixer
+    config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # the config's fields about this mixer
     recurrence: ClassVar[str] = "delta rule"  # in messages
     uses_attention_mask: ClassVar[bool] = False  # so Megatron's graphs need no buffer for a mask
     use_muon: ClassVar[bool] = True  # Muon may update in_proj by its sections; else Adam does
     in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
     takes_gates_apart: ClassVar[bool] = False  # whether `parts` takes gates beside the rows
     stays_wide: ClassVar[bool] = False  # in_proj never runs in FP8, as all columns make gates
-    gates_own_rows: bool = False  # the readout reads this rank's own rows, after all heads are back
+    gates_own_rows: bool = False  # the readout runs after `close`, on this rank's own rows
     recompute_whole: bool = False  # training keeps only the layer's input
     recompute_norm_out: bool = False  # the rows for out_proj are made again for its backward
     recompute_rule: bool = False  # front and rule run again in the backward

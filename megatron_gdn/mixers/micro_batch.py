@@ -34,8 +34,8 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_MOST_GROUPS = 16  # kept at a time
-_MOST_MICRO_BATCHES = 32  # likewise; each holds its tables on the device
+_MOST_GROUPS = 16  # whose schemes a layer keeps
+_MOST_MICRO_BATCHES = 32  # that a layer keeps, each with its tables on the device
 _WHATEVER = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order in every layout
 # ``choose(device, dtype, deterministic, aligned=...)`` gives the rule for such rows and the reason.
 ChooseRule = Callable[..., tuple[Rule, str]]

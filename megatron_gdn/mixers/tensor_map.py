@@ -42,10 +42,10 @@ class TensorMap:
 
     names: tuple[str, ...]  # in Megatron: Transformer Engine's name, then local modules'
     sources: tuple[HFRef, ...]
-    rows: Tensor | None = None  # which of the sources' rows each of Megatron's is; None: in order
-    shard_dim: int | None = None  # shared by tensor-parallel ranks; None means every rank has all
-    sections: tuple[int, ...] = ()  # along shard_dim, each shared out by itself; empty means one
-    shift: float = 0.0  # +1 or -1 where the two sides centre a norm gain differently
+    rows: Tensor | None = None  # for each Megatron row its row in the sources; None: in order
+    shard_dim: int | None = None  # split over tensor-parallel ranks; None: every rank has all
+    sections: tuple[int, ...] = ()  # along shard_dim, each split by itself; empty: one section
+    shift: float = 0.0  # +1 or -1 if only one of the two sides stores a norm gain minus 1
     fp32: bool = False  # in Megatron, even if the file has another dtype
     is_expert: bool = False  # cut over the expert-tensor-parallel group
     pad_rows: bool = False  # zero rows may be added at the end (vocabulary)

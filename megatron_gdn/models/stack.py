@@ -55,10 +55,10 @@ class Layer:
     vectors: int  # other parameters: norms, convolutions, gates
     idle: int = 0  # weights of the experts that a token does not go to
     convolution: int = 0  # multiply-adds for a token
-    rule: int = 0  # likewise
+    rule: int = 0  # multiply-adds for a token
     attention: int = 0  # multiply-adds for a query and one of its keys
     state_bytes: int = 0  # what a sequence keeps between tokens, fp32
-    conv_bytes: int = 0  # likewise, bf16
+    conv_bytes: int = 0  # what a sequence keeps between tokens, bf16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

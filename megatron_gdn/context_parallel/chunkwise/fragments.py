@@ -36,7 +36,7 @@ class Fragments(NamedTuple):
     local: Tensor  # where a fragment begins in its rank's tokens
     first: Tensor  # where the document of its first piece begins in the stream
     first_end: Tensor
-    last: Tensor  # likewise of its last piece
+    last: Tensor  # where the document of its last piece begins in the stream
     last_end: Tensor
 
     @property

@@ -48,7 +48,7 @@ def patch(
     attention: str | None = None,
     **options: Any,
 ) -> Patch:
-    """Let every linear-attention module of a transformers model run by this package, in place.
+    """Let this package run every linear-attention module of a transformers model, in place.
 
     For Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and
     Bailing Hybrid, also inside their vision-language classes. Modules, parameters, state-dict keys

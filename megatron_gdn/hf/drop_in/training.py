@@ -105,7 +105,7 @@ def _list(x: Any) -> list[int]:
 
 
 class ContextParallelTrainerMixin(Trainer):
-    """Makes a ``Trainer`` train a patched model over its ``cp_mesh``.
+    """Lets a ``Trainer`` train a patched model over its ``cp_mesh``.
 
         class CPTrainer(ContextParallelTrainerMixin, transformers.Trainer):
             pass
@@ -254,7 +254,7 @@ class Reach(NamedTuple):
     largest: Tensor  # fp32 [N]: the largest output of each document
 
     def leaks(self, tolerance: float = 1e-5) -> list[Leak]:
-        """Pairs of documents, in changes above this fraction of the largest output."""
+        """Pairs of documents whose change is above this fraction of the largest output."""
         bound = tolerance * self.largest.max().item()
         return [
             Leak(origin, into, change, self.largest[into].item())
