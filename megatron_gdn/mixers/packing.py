@@ -95,8 +95,8 @@ def resolve_packed_seq_params(
     """
     if params is None:
         return None
-    if (static := static_documents_of(params)) is not None:
-        return _fitting(static, total_tokens, device) if _is_packed(params) else None
+    if params.__dict__.get("buffers") is not None:
+        return _in_buffers(params, total_tokens, device) if _is_packed(params) else None
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     known: _Resolved | None = None if captured else params.__dict__.get(_RESOLVED)
     if known is not None and known.still_holds(params, total_tokens, device):
@@ -163,7 +163,9 @@ def _as_tree(documents: Documents, params: PackedSeqParams) -> Documents:
     return TreeDocuments(documents.offsets, documents.device, parents, tuple(lengths))
 
 
-def _fitting(documents: StaticDocuments, total_tokens: int, device: torch.device) -> Documents:
+def _in_buffers(params: PackedSeqParams, total_tokens: int, device: torch.device) -> Documents:
+    documents = static_documents_of(params)
+    assert documents is not None
     if documents.total_tokens != total_tokens or documents.device != device:
         raise ValueError(
             f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens on "

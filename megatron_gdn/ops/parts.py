@@ -87,7 +87,9 @@ class Parts(NamedTuple):
     @property
     def shape(self) -> MemoryShape:
         """Sizes of what a sequence needs from the tokens before."""
-        return _shape(self.steps, self.past + 1, self.aligned)
+        weight = cast(Tensor, self.parameters[0])
+        aligned = getattr(self.rule, "aligned", False)
+        return _shape(cast(GeneratingFront, self.front), weight.shape[-1], aligned)
 
 
 @lru_cache(maxsize=64)

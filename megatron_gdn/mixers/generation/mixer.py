@@ -84,7 +84,8 @@ class GeneratingMixer:
                     "other lengths use Megatron's DynamicInferenceContext."
                 )
             offset = context.sequence_len_offset
-            require_causal(attention_mask, B, offset + s, lambda: range(offset, offset + s))
+            if attention_mask is not None:
+                require_causal(attention_mask, B, offset + s, lambda: range(offset, offset + s))
             assert self.layer_number is not None
             return mix_static(rows, self.whole_parts(rows), context, self.layer_number)
 

@@ -46,7 +46,11 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     places: dict[tuple[int, int], _Place] = vars(context).setdefault(_PLACES, {})
     place = places.get((layer, start))
     _check(context, layer, place, s, B)
-    buffers = _buffers(context, layer, parts, rows)
+    memories = context.key_value_memory_dict
+    if layer not in memories:  # of the whole batch, with a dimension of 1 before
+        made = parts.shape.zeros(context.max_batch_size, rows.dtype, rows.device)
+        memories[layer] = made.history[None], made.state[None]
+    buffers = memories[layer]
     memory = Memory(*[tensor[0, start : start + B] for tensor in buffers])
     steps, stands = None, [offset] * B
     if offset == 0 or s > MOST_DECODED:
@@ -139,13 +143,3 @@ def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> No
             f"A recurrent state cannot be moved by setting the offset; to drop tokens of the last "
             f"step use megatron_gdn.inference.roll_back(context, accepted)."
         )
-
-
-def _buffers(context: Any, layer: int, parts: Parts, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Histories and states of the whole batch, with a dimension of 1 before them."""
-    memories = context.key_value_memory_dict
-    if layer not in memories:
-        most = context.max_batch_size
-        history, state, _ = parts.shape.zeros(most, rows.dtype, rows.device)
-        memories[layer] = history[None], state[None]
-    return memories[layer]

@@ -147,8 +147,8 @@ class MemoryShape(NamedTuple):
         """
         wide, slots = torch.promote_types(dtype, torch.float32), memory.slots
         for name, tensor, shape, least in (
-            ("history", memory.history, self.history, dtype),
-            ("state", memory.state, self.state, wide),
+            ("history", memory.history, self.window(self.past), dtype),
+            ("state", memory.state, (self.heads, self.rows, self.columns), wide),
         ):
             found, kind = tuple(tensor.shape), tensor.dtype
             fits = found == (sequences, *shape) and kind == least

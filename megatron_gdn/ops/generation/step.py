@@ -22,6 +22,7 @@ from torch import Tensor
 
 from ..documents import Documents
 from ..elementwise import l2norm, silu
+from ..front.base import GeneratingFront
 from ..front.history import history_of, last_rows
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
@@ -143,34 +144,37 @@ def decode(
     s, N, _ = proj.shape
     if s == 0:
         raise ValueError("decode got no token; give the projection rows [s, N, P] of at least one.")
-    parts.shape.check(memory, N, proj.dtype)
+    shape, front = parts.shape, parts.steps
+    shape.check(memory, N, proj.dtype)
+    *of_front, gamma = parts.parameters
+    token_of = _plain_token
+    if front.step.kernel_gates is not None and not shape.rows_first:
+        from .step_kernels import token_in_slots as token_of
     mixed = []
     for token, row in enumerate(proj.split(1)):
         after = None if steps is None else steps.after(token - s, memory.slots)
-        if parts.aligned:
+        if shape.rows_first:
             had = None if stands is None else [n + token for n in stands]
             mixed.append(decode_on_grid(row, parts, memory, had))
             if after is not None:
                 after.write(*memory.gathered())
         else:
-            mixed.append(parts.read_out(_one_token(row, parts, memory, after), row))
+            o = token_of(row, front, of_front, memory, after)
+            mixed.append(parts.readout.forward(o, row, gamma))
     return mixed[0] if s == 1 else torch.cat(mixed)
 
 
-def _one_token(row: Tensor, parts: Parts, memory: Memory, after: Memory | None) -> Tensor:
-    """The rule's output ``[N, 1, H, V]`` of one token ``[1, N, P]``, at least in fp32."""
-    if parts.steps.step.kernel_gates is not None:
-        from .step_kernels import token_in_slots
-
-        return token_in_slots(row, parts.steps, parts.of_front, memory, after)
-    return _plain_token(row, parts, memory, after)
-
-
-def _plain_token(row: Tensor, parts: Parts, memory: Memory, after: Memory | None) -> Tensor:
+def _plain_token(
+    row: Tensor,
+    front: GeneratingFront,
+    parameters: Sequence[Tensor | None],
+    memory: Memory,
+    after: Memory | None,
+) -> Tensor:
     """:func:`.step_kernels.token_in_slots` in plain torch, for any dtype."""
-    form, layout = parts.steps.step, parts.front.layout
+    form, layout = front.step, front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
-    given = [None if x is None else x.to(wide) for x in parts.of_front]
+    given = [None if x is None else x.to(wide) for x in parameters]
     weight, bias, A_log, dt_bias, *skip = given
     assert weight is not None and A_log is not None and dt_bias is not None
     history, state = memory.gathered()
