@@ -20,10 +20,11 @@ from megatron_gdn.gdn.fla import FlaGDN
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.documents import Documents
+from megatron_gdn.ops.rules.base import Bits
 
 RULES = {
     "flash_qla": FlashQlaRule,
-    "flash_qla batch invariant": lambda: FlashQlaRule(batch_invariant=True),
+    "flash_qla batch invariant": lambda: FlashQlaRule(Bits.DETERMINISTIC),
     "fla": FlaGDN,
 }
 CASES = {"1x8192": (1, 8192), "1x32768": (1, 32768), "2x16384": (2, 16384), "2x4096": (2, 4096),

@@ -113,7 +113,7 @@ shapes)
   bench users_shapes 565 users_shapes --seconds 550 || failed=1
   ;;
 grid)
-  compile compile 240 16:32 --parts aligned cut || failed=1
+  compile compile 240 16:32 --parts whole cut || failed=1
   laws exact 200 tests/gpu/test_exact_generation.py tests/inference/test_gpu_aligned.py \
     tests/gdn/test_gpu_aligned.py || failed=1
   bench grid 120 bench_grid || failed=1

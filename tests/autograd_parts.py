@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.rules.base import Rule, RuleOutput, Saved
+from megatron_gdn.ops.rules.base import Bits, Rule, RuleOutput, Saved
 from megatron_gdn.ops.state_maps.state_map import StateMap
 
 
@@ -61,7 +61,7 @@ class AutogradRule(Rule):
     of ``through(inputs, documents)``, the factors ``[N, H, K, 1]`` by which an initial state
     decays."""
 
-    batch_invariant = True
+    bits = Bits.DETERMINISTIC
 
     def __init__(self, name, run, through, inputs):
         self.name, self.reads_again = name, frozenset(inputs._fields)

@@ -22,6 +22,7 @@ from megatron_gdn.mamba2.front import mamba2_front
 from megatron_gdn.mamba2.sizes import Mamba2Dims
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.readout.kernels import TritonReadout
+from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.warm_up.hopper import HopperDriver
 from megatron_gdn.warm_up.mixer_kernels import MixerLaunches
 
@@ -111,7 +112,7 @@ class Problem(MixerLaunches):
         parameters = (weight, self.tensor(layout.conv_width), *per_head)
         d_proj = torch.empty_like(proj)
         front = mamba2_front(
-            self.device, proj.dtype, 4, layout, batch_invariant=batch_invariant, kernels="triton"
+            self.device, proj.dtype, 4, layout, bits=Bits(batch_invariant), kernels="triton"
         )  # fmt: skip
         made = front.forward(proj, parameters, self.documents)
         front.backward(proj, parameters, made, d_proj, self.documents)

@@ -19,7 +19,7 @@ from ..ops.front.choice import front_of
 from ..ops.front.table import FrontTable, Gate, TableFront, delta_sections
 from ..ops.parts import GatedNorm, Parts, parts_of
 from ..ops.readout.base import Apart
-from ..ops.rules.base import Rule
+from ..ops.rules.base import Bits, Rule
 
 
 @lru_cache(maxsize=64)
@@ -29,12 +29,11 @@ def gdn_front(
     taps: int,
     sizes: HeadSizes,
     operands: torch.dtype | None = None,
-    batch_invariant: bool = False,
+    bits: Bits = Bits.FREE,
     normalise_qk: bool = True,
     allow_neg_eigval: bool = False,
     recompute_qkv: bool = False,
     kernels: str = "auto",
-    aligned: bool = False,
 ) -> TableFront:
     """The front of rows in ``dtype`` for a rule with this ``operand_dtype`` and marks."""
     if operands is not None and not normalise_qk:
@@ -54,8 +53,7 @@ def gdn_front(
         scale=sizes.key_dim**-0.5,
     )
     return front_of(
-        table, device, dtype, taps, kernels, aligned, dtype=operands,
-        batch_invariant=batch_invariant,
+        table, device, dtype, taps, kernels, bits, dtype=operands,
         again=("q", "k", "v") if recompute_qkv else ("q",),  # q costs the least per byte
     )  # fmt: skip
 
@@ -103,8 +101,7 @@ def gdn_parts(
     require_even_groups(sizes.key_heads, sizes.value_heads)
     front = gdn_front(
         rows.device.type, rows.dtype, conv_weight.shape[-1], sizes, rule.operand_dtype,
-        rule.batch_invariant, normalise_qk, allow_neg_eigval, recompute_qkv, kernels,
-        getattr(rule, "aligned", False),
+        rule.bits, normalise_qk, allow_neg_eigval, recompute_qkv, kernels,
     )  # fmt: skip
     parameters = conv_weight, conv_bias, A_log, dt_bias
     return parts_of(front, rows, parameters, rule, norm, run_again=recompute_rule, gates=gates)

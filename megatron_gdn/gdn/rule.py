@@ -9,7 +9,7 @@ import torch
 from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import Obstacle, installed_version, why_not_flash_qla
-from ..ops.rules.base import Rule
+from ..ops.rules.base import Bits, Rule
 from ..ops.rules.choice import Choice, Kernels, Tested, choose
 from ..ops.rules.fla import kernels_of_fla
 from .fla import FlaGDN
@@ -52,10 +52,10 @@ def resolve_rule(
         ImportError: the backend's package is missing, too old, or known to compute wrong results
             here.
     """
+    bits = Bits.DETERMINISTIC if deterministic else Bits.FREE
     return choose_rule(
-        backend, sizes, torch.device(device), dtype, deterministic, operands=operands,
-        normalise_qk=normalise_qk,
-    )  # fmt: skip
+        backend, sizes, device, dtype, bits, operands=operands, normalise_qk=normalise_qk
+    )
 
 
 def choose_rule(
@@ -63,13 +63,12 @@ def choose_rule(
     sizes: HeadSizes,
     device: torch.device | str,
     dtype: torch.dtype,
-    deterministic: bool,
+    bits: Bits,
     *,
     operands: str,
     normalise_qk: bool,
-    aligned: bool = False,
 ) -> Choice:
-    """The choice of a layer; ``aligned``: see :func:`..ops.rules.choice.choose`."""
+    """The choice of a layer; ``bits``: see :func:`..ops.rules.choice.choose`."""
     if operands not in ("fp16", "bf16"):
         raise ValueError(
             f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
@@ -86,13 +85,13 @@ def choose_rule(
     }
     choice = choose(
         backend, "Gated DeltaNet", kernels, PlainRule,
-        device=device, deterministic=deterministic, aligned=aligned,
+        device=device, bits=bits,
     )  # fmt: skip
     rule, reason = choice
-    if aligned or operands == "bf16" or rule.name == "reference" or dtype != torch.bfloat16:
+    if operands == "bf16" or rule.name == "reference" or dtype != torch.bfloat16:
         return choice  # asked for, or no less exact than fp16
     if rule.batch_invariant:
-        why = "what they round depends on all documents of a batch, which deterministic mode bars"
+        why = "what they round depends on all documents of a batch, which this mode bars"
     elif not normalise_qk:
         why = "without unit length, q and k may leave the range of fp16"
     else:

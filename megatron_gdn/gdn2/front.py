@@ -18,7 +18,7 @@ from ..ops.front.table import FrontTable, Gate, TableFront, delta_sections
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm, Parts, parts_of
 from ..ops.readout.base import Apart
-from ..ops.rules.base import Rule
+from ..ops.rules.base import Bits, Rule
 from .rule import GDN2Inputs
 
 GATES = ("g", "b", "w")
@@ -31,10 +31,9 @@ def gdn2_front(
     taps: int,
     layout: Layout,
     normalise_qk: bool = True,
-    batch_invariant: bool = False,
+    bits: Bits = Bits.FREE,
     recompute_qkv: bool = False,
     kernels: str = "auto",
-    aligned: bool = False,
 ) -> TableFront:
     """The front of rows query | key | value | z | f | b | w; the backward makes the gates again."""
     sizes = HeadSizes.of(layout)
@@ -50,10 +49,8 @@ def gdn2_front(
         ),
         scale=sizes.key_dim**-0.5,
     )
-    return front_of(
-        table, device, dtype, taps, kernels, aligned, batch_invariant=batch_invariant,
-        again=GDN2Inputs._fields if recompute_qkv else GATES,
-    )  # fmt: skip
+    again = GDN2Inputs._fields if recompute_qkv else GATES
+    return front_of(table, device, dtype, taps, kernels, bits, again=again)
 
 
 def gdn2_parts(
@@ -92,7 +89,7 @@ def gdn2_parts(
     """
     front = gdn2_front(
         rows.device.type, rows.dtype, conv_weight.shape[-1], layout, normalise_qk,
-        rule.batch_invariant, recompute_qkv, kernels, getattr(rule, "aligned", False),
+        rule.bits, recompute_qkv, kernels,
     )  # fmt: skip
     parameters = conv_weight, conv_bias, A_log, dt_bias
     return parts_of(front, rows, parameters, rule, norm, run_again=run_again, gates=gates)

@@ -18,7 +18,7 @@ from ..ops.delta_rule.chunk_math import Values
 from ..ops.delta_rule.fla import OF_CHANNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
-from ..ops.rules.base import Saved
+from ..ops.rules.base import Bits, Saved
 from ..ops.rules.choice import Choice, choose
 from ..ops.rules.fla import SEQUENCES, FlaBackward, FlaForward, kernels_of_fla
 from ..ops.state_maps.state_map import StateShape
@@ -105,19 +105,17 @@ def choose_gdn2(
     state: StateShape,
     device: torch.device,
     dtype: torch.dtype,
-    deterministic: bool = False,
-    *,
-    aligned: bool = False,
+    bits: Bits = Bits.FREE,
 ) -> Choice:
     """The rule of a Gated DeltaNet-2, from dtype, device and installed packages alone.
 
     Args:
         backend: ``"fla"``, ``"reference"`` (plain torch) or ``"auto"``, which takes plain torch.
-        deterministic, aligned: see :func:`..ops.rules.choice.choose`, which has the errors too.
+        bits: see :func:`..ops.rules.choice.choose`, which has the errors too.
     """
     # Without by_name=True "auto" takes fla.
     fla = kernels_of_fla(FlaGDN2, device, dtype, state)._replace(by_name=True)
     return choose(
         backend, "Gated DeltaNet-2", {"fla": fla}, PlainGDN2,
-        device=device, deterministic=deterministic, aligned=aligned,
+        device=device, bits=bits,
     )  # fmt: skip

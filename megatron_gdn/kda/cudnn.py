@@ -167,6 +167,5 @@ class CudnnKDA(Rule):
     """cuDNN's KDA: ``backend="cudnn"``, taken by this name alone."""
 
     name = "cudnn"
-    batch_invariant = False  # how many pieces a sequence has depends on the others
     reads_again = frozenset(RuleInputs._fields)
     forward, backward = CudnnForward, CudnnBackward

@@ -20,7 +20,7 @@ from ..ops.front.table import FrontTable, Gate, TableFront, delta_sections
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm, Parts, parts_of
 from ..ops.readout.base import Apart
-from ..ops.rules.base import Rule
+from ..ops.rules.base import Bits, Rule
 from .sizes import sizes_of
 
 
@@ -31,10 +31,9 @@ def kda_front(
     taps: int,
     layout: Layout,
     lower_bound: float | None = None,
-    batch_invariant: bool = False,
+    bits: Bits = Bits.FREE,
     again: tuple[str, ...] = ("g",),
     kernels: str = "auto",
-    aligned: bool = False,
 ) -> TableFront:
     """The front of rows in ``dtype``; ``lower_bound`` is g's."""
     sizes, g = sizes_of(layout), Gate("f", ("g",), decay, rated=True, channels=True)
@@ -48,8 +47,7 @@ def kda_front(
         (g, Gate("beta", ("beta",), strength)),
         scale=sizes.key_dim**-0.5,
     )
-    options = {"batch_invariant": batch_invariant, "again": again}
-    return front_of(table, device, dtype, taps, kernels, aligned, **options)
+    return front_of(table, device, dtype, taps, kernels, bits, again=again)
 
 
 def kda_parts(
@@ -85,7 +83,7 @@ def kda_parts(
     again = tuple(name for name in ("g",) if name in rule.reads_again)
     front = kda_front(
         rows.device.type, rows.dtype, conv_weight.shape[-1], layout, lower_bound,
-        rule.batch_invariant, again, kernels, getattr(rule, "aligned", False),
+        rule.bits, again, kernels,
     )  # fmt: skip
     parameters = conv_weight, conv_bias, A_log, dt_bias
     return parts_of(front, rows, parameters, rule, norm, run_again=run_again)

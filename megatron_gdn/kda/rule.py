@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..ops.delta_rule.plain import PlainRule
+from ..ops.rules.base import Bits
 from ..ops.rules.choice import Choice, Kernels, choose
 from ..ops.rules.fla import kernels_of_fla
 from ..ops.state_maps.state_map import StateShape
@@ -18,9 +19,7 @@ def choose_kda(
     lower_bound: float | None,
     device: torch.device,
     dtype: torch.dtype,
-    deterministic: bool = False,
-    *,
-    aligned: bool = False,
+    bits: Bits = Bits.FREE,
 ) -> Choice:
     """The rule of a Kimi Delta Attention, from dtype, device and installed packages alone.
 
@@ -28,7 +27,7 @@ def choose_kda(
         backend: ``"fla"``, ``"cudnn"`` (cudnn-frontend's kernels for Hopper, by this name alone),
             ``"reference"`` (plain torch) or ``"auto"``, fla where it runs.
         lower_bound: of the log-decay. From -5 on fla takes faster kernels; cuDNN takes no other.
-        deterministic, aligned: see :func:`..ops.rules.choice.choose`, which has the errors too.
+        bits: see :func:`..ops.rules.choice.choose`, which has the errors too.
     """
     K, V = state.rows, state.columns
     kernels = {
@@ -41,5 +40,5 @@ def choose_kda(
     }  # fmt: skip
     return choose(
         backend, "Kimi Delta Attention", kernels, PlainRule,
-        device=device, deterministic=deterministic, aligned=aligned,
+        device=device, bits=bits,
     )  # fmt: skip

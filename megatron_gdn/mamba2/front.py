@@ -19,7 +19,7 @@ from ..ops.front.table import Convolved, FrontTable, Gate, TableFront
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm, Parts, parts_of
 from ..ops.readout.base import Apart
-from ..ops.rules.base import Rule
+from ..ops.rules.base import Bits, Rule
 from ..ops.state_maps.state_map import StateShape
 from .plain import UNLIMITED, SSDInputs
 
@@ -31,9 +31,8 @@ def mamba2_front(
     taps: int,
     layout: Layout,
     dt_limit: tuple[float, float] = UNLIMITED,
-    batch_invariant: bool = False,
+    bits: Bits = Bits.FREE,
     kernels: str = "auto",
-    aligned: bool = False,
 ) -> TableFront:
     """The front of rows in ``dtype``, z | x | B | C | dt. All its inputs are saved."""
     (heads, columns), (_, rows) = layout.shape_of("x"), layout.shape_of("B")
@@ -48,8 +47,7 @@ def mamba2_front(
         step_sections=("C", "B", "x"),
         erases=False,
     )
-    options = {"batch_invariant": batch_invariant}
-    return front_of(table, device, dtype, taps, kernels, aligned, **options)
+    return front_of(table, device, dtype, taps, kernels, bits)
 
 
 def mamba2_parts(
@@ -87,7 +85,7 @@ def mamba2_parts(
     """
     front = mamba2_front(
         rows.device.type, rows.dtype, conv_weight.shape[-1], layout, tuple(dt_limit),
-        rule.batch_invariant, kernels, getattr(rule, "aligned", False),
+        rule.bits, kernels,
     )  # fmt: skip
     parameters, groups = (conv_weight, conv_bias, A_log, dt_bias, D), layout.heads("group")
     return parts_of(front, rows, parameters, rule, norm, groups, gates=gates)

@@ -246,7 +246,7 @@ class Mamba2Mixer(RecurrentMixer):
         if layout.heads("group") * scheme.size == groups:
             return GatedNorm(scheme.local(weight), eps)
         norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
-        norm = partial(by_token, norm) if self.aligned else norm
+        norm = partial(by_token, norm) if self.config.batch_invariant_mode else norm
         return Apart(PlainReadout(layout.gate_columns), lambda u, _: norm(u), closed=True)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from ..ops.rules.base import Bits
 from ..ops.rules.choice import Choice, choose
 from ..ops.rules.fla import kernels_of_fla
 from ..ops.state_maps.state_map import StateShape
@@ -16,9 +17,7 @@ def choose_ssd(
     state: StateShape,
     device: torch.device,
     dtype: torch.dtype,
-    deterministic: bool = False,
-    *,
-    aligned: bool = False,
+    bits: Bits = Bits.FREE,
 ) -> Choice:
     """The rule of a Mamba2 mixer, from dtype, device and installed packages alone.
 
@@ -27,5 +26,5 @@ def choose_ssd(
     """
     return choose(
         backend, "Mamba2", {"fla": kernels_of_fla(FlaSSD, device, dtype, state)}, PlainSSD,
-        device=device, deterministic=deterministic, aligned=aligned,
+        device=device, bits=bits,
     )  # fmt: skip

@@ -274,10 +274,6 @@ class RecurrentMixer(
             self.micro_batches.follow(config)
 
     @property
-    def aligned(self) -> bool:
-        return self._config.batch_invariant_mode
-
-    @property
     def rule(self) -> Rule:
         """The rule of the last forward; before the first one, a guess from the config."""
         return self.micro_batches.latest_rule

@@ -25,7 +25,7 @@ from ..ops.documents import Documents, require_one_row
 from ..ops.host_tables import keep_if_captured, stream_of_tables
 from ..ops.layout import Layout
 from ..ops.parts import ALONE
-from ..ops.rules.base import Rule
+from ..ops.rules.base import Bits, Rule
 from ..ops.state_maps.state_map import StateShape
 from .loader_layout import LoaderLayout
 from .packing import context_parallel_group_of, resolve_packed_seq_params
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 _MOST_GROUPS = 16  # whose schemes a layer keeps
 _MOST_MICRO_BATCHES = 32  # that a layer keeps, each with its tables on the device
 _WHATEVER = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order in every layout
-# ``choose(device, dtype, deterministic, aligned=...)`` gives the rule for such rows and the reason.
+# ``choose(device, dtype, bits)`` gives the rule for such rows and the reason.
 ChooseRule = Callable[..., tuple[Rule, str]]
 
 
@@ -52,7 +52,7 @@ class MicroBatch:
     @property
     def rows_stay(self) -> bool:
         """Whether the front takes in_proj's rows themselves: not exchanged, not put on a grid."""
-        return not self.scheme.moves_rows and not getattr(self.rule, "aligned", False)
+        return not self.scheme.moves_rows and self.rule.bits is not Bits.ON_GRID
 
     def local_positions(self) -> Tensor | range:
         """Sequence positions of this rank's share of ``tokens``, in its order."""
@@ -73,8 +73,8 @@ class MicroBatches:
     """Decides how one layer runs each micro-batch.
 
     Rules are deterministic while ``config.deterministic_mode`` or
-    ``torch.use_deterministic_algorithms`` is on, and aligned (:mod:`..ops.aligned`) while
-    ``config.batch_invariant_mode`` is on.
+    ``torch.use_deterministic_algorithms`` is on, and on the grid while
+    ``config.batch_invariant_mode`` is (:class:`..ops.rules.base.Bits`).
 
     Args:
         config: rows are expected in its dtype, on a GPU if there is one.
@@ -166,7 +166,7 @@ class MicroBatches:
         if tokens != s:
             layout = self._loader_layout.of(None if documents is None else packed)
             require_agreement(self._layer, group, tokens, B, documents, layout, device)
-        key = (stream_of_tables(), documents, group, layout, self._modes(), s, B, device, dtype)
+        key = (stream_of_tables(), documents, group, layout, self._bits(), s, B, device, dtype)
         found = self._made.get(key)
         if found is None:
             rule = self.whole(device, dtype).rule
@@ -179,17 +179,18 @@ class MicroBatches:
         self.latest_rule = found.rule
         return keep_if_captured(found)
 
-    def _modes(self) -> tuple[bool, bool]:
+    def _bits(self) -> Bits:
         config = self._config
+        if config.batch_invariant_mode:
+            return Bits.ON_GRID
         deterministic = config.deterministic_mode or torch.are_deterministic_algorithms_enabled()
-        return deterministic, config.batch_invariant_mode
+        return Bits.DETERMINISTIC if deterministic else Bits.FREE
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
         """How whole sequences of any length run on this rank, as in generation."""
-        key = device.type, dtype, *self._modes()
+        key = device.type, dtype, self._bits()
         if key not in self._whole:
-            deterministic, aligned = key[2:]
-            rule, reason = self._choose_rule(device, dtype, deterministic, aligned=aligned)
+            rule, reason = self._choose_rule(device, dtype, key[2])
             log_once(f"{self._mixer}: {self._recurrence} backend {rule.name!r} ({reason})")
             passage = Passage(stay, stay, ALONE)
             self._whole[key] = MicroBatch(None, 0, rule, Whole(self._layout), passage)
@@ -240,10 +241,10 @@ class MicroBatches:
     ) -> Scheme:
         schemes = self._schemes_of(group, rule, layout)
         only, headwise = schemes.only(), schemes.headwise
-        aligned, why = self._config.batch_invariant_mode, ""
+        on_grid, why = self._config.batch_invariant_mode, ""
         if documents is not None:
             why = documents.why_headwise
-            if aligned and documents.why_not_on_grid:
+            if on_grid and documents.why_not_on_grid:
                 raise NotImplementedError(documents.why_not_on_grid)
         if documents is not None and documents.continue_others:  # all must lie on one rank
             scheme = schemes.whole or headwise
@@ -257,7 +258,7 @@ class MicroBatches:
             scheme, why = only, "the only one that these heads and this backend leave"
         elif why:
             scheme = headwise
-        elif aligned:
+        elif on_grid:
             scheme, why = headwise, "the one that keeps batch_invariant_mode's bits"
         else:
             assert headwise is not None

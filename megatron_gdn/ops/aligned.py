@@ -45,7 +45,7 @@ def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable
     a call computes.
     """
     documents = documents_of_rows(rows.shape[:2], rows.device, documents)
-    return ChunkTable.of(documents, CHUNK, heads, aligned=True)
+    return ChunkTable.of(documents, CHUNK, heads, fixed=True)
 
 
 def rows_before(parameters: Parameters) -> int:

@@ -216,7 +216,7 @@ def convolve_rows(
 
 
 def why_not_conv_package(
-    device: str, dtype: torch.dtype, taps: int, widths: tuple[int, ...], aligned: bool = False
+    device: str, dtype: torch.dtype, taps: int, widths: tuple[int, ...]
 ) -> str | None:
     """Why causal-conv1d cannot convolve sections of these widths; None if it can."""
     if device != "cuda":
@@ -227,8 +227,6 @@ def why_not_conv_package(
         return f"causal-conv1d takes 2 to 4 taps, not {taps}"
     if any(width % 8 for width in widths):
         return f"causal-conv1d takes channels in eights, not {list(widths)}"
-    if aligned:
-        return "causal-conv1d was not seen to keep a token's bits, which batch_invariant_mode asks"
     if os.environ.get(_FIXED_ORDER, "1")[:1] == "0":
         return f"{_FIXED_ORDER}=0 lets causal-conv1d add in another order every time; unset it"
     return _why_not_installed()

@@ -49,7 +49,7 @@ def mix(
     apart, inside = None, readout
     if isinstance(inside, Apart):
         apart, inside = inside, inside.inside
-    if parts.aligned:
+    if parts.on_grid:
         front = AlignedFront(front)
         inside = AlignedReadout(inside, neighbours.documents) if inside.reads_o else inside
     if rows.numel():

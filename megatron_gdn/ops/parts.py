@@ -24,7 +24,7 @@ from .front.table import TableFront
 from .generation.memory import MemoryShape
 from .readout.base import Apart, Readout
 from .readout.plain import PlainReadout
-from .rules.base import Rule, RuleBackward, RuleForward
+from .rules.base import Bits, Rule, RuleBackward, RuleForward
 from .state_maps.state_map import StateShape
 
 
@@ -57,9 +57,9 @@ class Parts(NamedTuple):
     run_again: bool = False  # front and rule in the backward, see :mod:`.recompute`
 
     @property
-    def aligned(self) -> bool:
+    def on_grid(self) -> bool:
         """Whether a token's bits depend on its sequence's tokens alone, see :mod:`.aligned`."""
-        return getattr(self.rule, "aligned", False)
+        return self.rule.bits is Bits.ON_GRID
 
     @property
     def of_front(self) -> tuple[Tensor | None, ...]:
@@ -88,13 +88,13 @@ class Parts(NamedTuple):
     def shape(self) -> MemoryShape:
         """Sizes of what a sequence needs from the tokens before."""
         weight = cast(Tensor, self.parameters[0])
-        aligned = getattr(self.rule, "aligned", False)
-        return _shape(cast(GeneratingFront, self.front), weight.shape[-1], aligned)
+        on_grid = self.rule.bits is Bits.ON_GRID
+        return _shape(cast(GeneratingFront, self.front), weight.shape[-1], on_grid)
 
 
 @lru_cache(maxsize=64)
-def _shape(front: GeneratingFront, taps: int, aligned: bool) -> MemoryShape:
-    return MemoryShape.of(front.layout, front.state, taps, aligned)
+def _shape(front: GeneratingFront, taps: int, on_grid: bool) -> MemoryShape:
+    return MemoryShape.of(front.layout, front.state, taps, on_grid)
 
 
 def parts_of(

@@ -80,7 +80,7 @@ def check_generation(
     """Compare log-probabilities of a text by the training forward and by prefill and decode.
 
     With ``config.batch_invariant_mode`` the two are expected to have the same bits: the layers
-    compute on one grid (:mod:`megatron_gdn.ops.aligned`).
+    compute on one grid.
 
     Args:
         model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline

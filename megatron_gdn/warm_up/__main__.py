@@ -171,9 +171,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         help="which to compile; fla's are tuned by running them, on a GPU (flash_qla triton)",
     )  # fmt: skip
     several(
-        "--parts", choices=("cut", "rows", "uncut", "states", "aligned", "again"),
+        "--parts", choices=("cut", "rows", "uncut", "states", "whole", "again"),
         help="of FlashQLA: cut (long sequences), rows (a batch), uncut (short documents), states "
-        "(chunkwise), aligned (batch_invariant_mode), again (recompute=full). All but the last "
+        "(chunkwise), whole (batch_invariant_mode), again (recompute=full). All but the last "
         "two; without context parallelism all but the last three",
     )  # fmt: skip
     number("--processes", help="side by side, at most (one per core)")

@@ -7,7 +7,7 @@ FlashQLA itself decides which kernels a call takes.
     rows     a batch of whole rows
     uncut    sequences too short to be cut, one and several
     states   states in and out, as in context parallelism
-    aligned  whole sequences from state to state, as in ``config.batch_invariant_mode``
+    whole    whole sequences from state to state, as in ``config.batch_invariant_mode``
     again    a second run of the forward in the backward, of all of these (``recompute="full"``)
 
 Triton's: the launches of :mod:`.mixer_kernels`. fla tunes its kernels by timing them, so they run.
@@ -32,6 +32,7 @@ from ..gdn.rule import resolve_rule
 from ..gdn.sizes import GDNDims
 from ..ops.delta_rule.base import HeadSizes, RuleInputs
 from ..ops.documents import Documents
+from ..ops.rules.base import Bits
 from .hopper import Task, flash_qla_noted, stand_in_for_hopper
 
 _DTYPES = {"fp16": torch.float16, "bf16": torch.bfloat16}
@@ -185,7 +186,7 @@ _SHORT, _LONG = 200, 9000  # tokens; the second is cut
 # Tokens of a part's call, and whether they are packed documents.
 _CALLS = {
     "cut": (_LONG, False), "rows": (_SHORT, False), "uncut": (_SHORT, True),
-    "states": (_SHORT, True), "aligned": (_LONG, True),
+    "states": (_SHORT, True), "whole": (_LONG, True),
 }  # fmt: skip
 # The forward has three kernels, chosen by sequences * heads: at least this share of the GPU's
 # multiprocessors, at least half of that, and fewer.
@@ -238,7 +239,8 @@ def _call_flash_qla(part: str, heads: Heads, count: int, again: bool) -> None:
 
     k, v = zeros(heads.key, _HEAD_DIM), zeros(heads.value, _HEAD_DIM)
     g, beta = (zeros(heads.value, dtype=torch.float32) for _ in range(2))
-    rule, inputs = FlashQlaRule(aligned=part == "aligned"), RuleInputs(k, k, v, g, beta)
+    rule = FlashQlaRule(Bits.ON_GRID if part == "whole" else Bits.FREE)
+    inputs = RuleInputs(k, k, v, g, beta)
     begun, initial = rule.begin(inputs, documents), None
     if part == "states":
         initial = torch.zeros_like(begun.state_map().local)

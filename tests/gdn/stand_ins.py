@@ -13,6 +13,7 @@ from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla import states as flash_qla_states
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops import documents
+from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.rules.fla import functions_of
 from megatron_gdn.ops.state_maps import parts
 from megatron_gdn.ops.state_maps.parts import CHUNK, entering_states, leaving_gradients
@@ -143,7 +144,7 @@ class FlashQlaStandIn:
         )
 
 
-def flash_qla_rule(monkeypatch, invariant=False, cut=None, **options):
+def flash_qla_rule(monkeypatch, bits=Bits.FREE, cut=None):
     stand_in = FlashQlaStandIn(cut)
     for module in (flash_qla, flash_qla_plan, flash_qla_states):
         monkeypatch.setattr(module, "stages", lambda: stand_in)
@@ -156,7 +157,7 @@ def flash_qla_rule(monkeypatch, invariant=False, cut=None, **options):
     monkeypatch.setattr(flash_qla_plan, "cut_by_length", by_length)
     monkeypatch.setattr(flash_qla_plan, "multiprocessors", lambda: 132)
     forget_plans()
-    return flash_qla.FlashQlaRule(batch_invariant=invariant, **options)
+    return flash_qla.FlashQlaRule(bits)
 
 
 def forget_plans() -> None:

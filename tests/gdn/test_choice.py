@@ -12,6 +12,7 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.obstacles import say_once, why_not_flash_qla
 from megatron_gdn.ops.rules import fla
+from megatron_gdn.ops.rules.base import Bits
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.test_gated_delta_rule import make_inputs
 from tests.processes import python
@@ -83,9 +84,15 @@ def test_deterministic_auto_takes_what_was_seen_to_repeat_in_its_batch_invariant
 def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain(hopper):
     def chosen(device="cuda", dtype=torch.bfloat16, sizes=SIZES, backend="auto"):
         rule, _ = resolve.choose_rule(
-            backend, sizes, device, dtype, False, operands="fp16", normalise_qk=True, aligned=True
+            backend,
+            sizes,
+            torch.device(device),
+            dtype,
+            Bits.ON_GRID,
+            operands="fp16",
+            normalise_qk=True,
         )
-        assert rule.aligned and rule.batch_invariant and rule.operand_dtype is None
+        assert rule.bits is Bits.ON_GRID and rule.batch_invariant and rule.operand_dtype is None
         return rule.name
 
     assert chosen() == "flash_qla"

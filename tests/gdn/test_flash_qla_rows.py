@@ -10,6 +10,7 @@ from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.ops import Documents
 from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.parts import CHUNK, cut_by_length
 from tests.ops.delta_rule.states import (
     NAMES,
@@ -62,7 +63,9 @@ def planned(monkeypatch):
             monkeypatch.setattr(module, "stages", lambda: stand_in)
         monkeypatch.setattr(flash_qla_plan, "multiprocessors", lambda: multiprocessors)
         forget_plans()
-        return flash_qla.FlashQlaRule(invariant).plan(empty(rows, tokens, heads), None, states)
+        return flash_qla.FlashQlaRule(Bits(invariant)).plan(
+            empty(rows, tokens, heads), None, states
+        )
 
     yield plan
     forget_plans()
@@ -136,7 +139,7 @@ def test_one_plan_serves_every_layer_and_the_backward(planned):
 
 @pytest.fixture
 def rule(request, monkeypatch):
-    yield flash_qla_rule(monkeypatch, cut=request.param, aligned=True)
+    yield flash_qla_rule(monkeypatch, cut=request.param, bits=Bits.ON_GRID)
     forget_plans()
 
 

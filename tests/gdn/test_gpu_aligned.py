@@ -5,6 +5,7 @@ import torch
 
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.ops.rules.base import Bits
 from tests.ops.delta_rule.states import documents_of, run_whole
 
 from . import test_gpu_states as gpu
@@ -16,7 +17,9 @@ CHUNK = 64
 
 
 def rule_of(name: str):
-    return PlainRule(aligned=True) if name == "reference" else gpu.rule_named(name, aligned=True)
+    return (
+        PlainRule(Bits.ON_GRID) if name == "reference" else gpu.rule_named(name, bits=Bits.ON_GRID)
+    )
 
 
 def rules(*names: str):
@@ -83,7 +86,9 @@ def test_neighbours_change_no_bit(name, length):
 def test_the_backward_is_as_exact_as_that_of_deterministic_mode_and_repeats(decay):
     inputs, d_o = gpu.make_inputs(4500, decay=decay)
     exact = gpu.exact_run(inputs, d_o)
-    usual = errors(run_whole(gpu.rule_named("flash_qla", batch_invariant=True), inputs, d_o), exact)
+    usual = errors(
+        run_whole(gpu.rule_named("flash_qla", bits=Bits.DETERMINISTIC), inputs, d_o), exact
+    )
     found = [run_whole(rule_of("flash_qla"), inputs, d_o) for _ in range(2)]
     assert all(map(torch.equal, *found))
     gpu.assert_as_exact(errors(found[0], exact), usual, slack=0.0)

@@ -6,6 +6,7 @@ import torch
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.rule import RuleInputs, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.gdn.test_gpu_mixer import errors, waiting_refused
 from tests.ops.delta_rule.states import (
@@ -156,7 +157,7 @@ def test_rows_cut_as_one_are_as_exact_as_rows_side_by_side(decay, monkeypatch):
     """64 blocks leave half of 132 multiprocessors idle: the cost model cuts 2 x 4100 tokens."""
     from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 
-    rule = rule_named("flash_qla", batch_invariant=False)
+    rule = rule_named("flash_qla", bits=Bits.FREE)
     inputs, d_o = make_inputs(4100, B=2, decay=decay)
     exact = exact_run(inputs, d_o)
     made = {}
@@ -238,7 +239,7 @@ NEIGHBOURS = {"few": ((), (40,)), "many": ((9, 300, 64, 65), (1, 700)), "long": 
 @pytest.mark.parametrize("decay", DECAYS)
 @pytest.mark.parametrize("length", [1, 63, 777, 4500])
 def test_batch_invariant_bits_of_a_document_do_not_depend_on_its_neighbours(length, decay):
-    rule = rule_named("flash_qla", batch_invariant=True)
+    rule = rule_named("flash_qla", bits=Bits.DETERMINISTIC)
     inputs, d_o = make_inputs(5000 + 4500 + 8200, decay=decay)
     mine = part(inputs, d_o, 1000, length)
     alone = run_whole(rule, *mine)
@@ -254,7 +255,7 @@ def test_batch_invariant_bits_of_a_document_do_not_depend_on_its_neighbours(leng
 
 
 def test_batch_invariant_bits_of_a_row_do_not_depend_on_the_batch():
-    rule = rule_named("flash_qla", batch_invariant=True)
+    rule = rule_named("flash_qla", bits=Bits.DETERMINISTIC)
     inputs, d_o = make_inputs(777, B=4)
     together = run_whole(rule, inputs, d_o)
     for row in (0, 3):
@@ -268,5 +269,5 @@ def test_batch_invariance_costs_no_accuracy():
     inputs, d_o = make_inputs(4500)
     exact = exact_run(inputs, d_o)
     usual = errors(run_whole(rule_named("flash_qla"), inputs, d_o), exact)
-    rule = rule_named("flash_qla", batch_invariant=True)
+    rule = rule_named("flash_qla", bits=Bits.DETERMINISTIC)
     assert_as_exact(errors(run_whole(rule, inputs, d_o), exact), usual, slack=0.0)

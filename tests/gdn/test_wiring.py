@@ -7,7 +7,7 @@ from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.fla import parts_of
-from megatron_gdn.ops.rules.base import Saved
+from megatron_gdn.ops.rules.base import Bits, Saved
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.delta_rule import states
 
@@ -17,9 +17,9 @@ HEADS, K, V = (2, 4), 3, 5
 LENGTHS, LONG = (130, 1, 300), (2500, 2100)
 CUT, CUT_ROWS = [0, 64, 130, 131, 259, 431], [0, 64, 100, 164, 200]
 # Whether FlashQLA's rule is batch invariant and where its cost model cuts, or fla's.
-UNCUT, FLA = (False, None), "fla"
-KINDS = {"uncut": UNCUT, "cut": (False, CUT), "invariant": (True, CUT)}
-ROWS = {"uncut": UNCUT, "cut": (False, CUT_ROWS), "invariant": (True, CUT_ROWS)}
+UNCUT, FLA = (Bits.FREE, None), "fla"
+KINDS = {"uncut": UNCUT, "cut": (Bits.FREE, CUT), "invariant": (Bits.DETERMINISTIC, CUT)}
+ROWS = {"uncut": UNCUT, "cut": (Bits.FREE, CUT_ROWS), "invariant": (Bits.DETERMINISTIC, CUT_ROWS)}
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.layout import Layout
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import GatedNorm, Neighbours
-from megatron_gdn.ops.rules.base import Rule
+from megatron_gdn.ops.rules.base import Bits, Rule
 
 DT_LIMIT = (0.05, 1.5)
 TAPS = 4
@@ -89,7 +89,7 @@ class Kind:
         return torch.randn(S, B, self.layout.width, generator=generator).to(dtype)
 
     def _rule(self, aligned: bool) -> Rule:
-        return type(self.plain)(aligned)
+        return type(self.plain)(Bits.ON_GRID if aligned else Bits.FREE)
 
     def mixer(self, dtype=torch.float32, aligned=False) -> RowMixer:
         return self.make(self.rows(1, 1, dtype), self.draw(dtype), self._rule(aligned))

@@ -12,6 +12,7 @@ from megatron_gdn.mamba2.plain import PlainSSD
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.generation.aligned import decode_on_grid
+from megatron_gdn.ops.rules.base import Bits
 from tests.inference import test_aligned
 from tests.inference.row_mixers import documents_of, gdn_kind, mamba2_kind, prefilled
 
@@ -28,13 +29,13 @@ def flash_qla():
     pytest.importorskip("flash_qla")
     from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 
-    return FlashQlaRule(aligned=True)
+    return FlashQlaRule(Bits.ON_GRID)
 
 
 CASES = {
     "gdn, flash_qla": (GDN, flash_qla),
-    "gdn, plain": (GDN, lambda: PlainRule(aligned=True)),
-    "mamba2, plain": (MAMBA2, lambda: PlainSSD(aligned=True)),
+    "gdn, plain": (GDN, lambda: PlainRule(Bits.ON_GRID)),
+    "mamba2, plain": (MAMBA2, lambda: PlainSSD(Bits.ON_GRID)),
 }
 each_case = pytest.mark.parametrize("name", CASES)
 

@@ -13,6 +13,7 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.rules import fla
+from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.delta_rule.states import documents_of, run_everything
@@ -33,7 +34,7 @@ def test_auto_is_fla_where_it_runs(monkeypatch):
 
 
 @pytest.mark.parametrize(("given", "said"), [
-    ({"deterministic": True}, "by timing"), ({"aligned": True}, "batch_invariant_mode"),
+    ({"bits": Bits.DETERMINISTIC}, "by timing"), ({"bits": Bits.ON_GRID}, "batch_invariant_mode"),
 ])  # fmt: skip
 def test_fla_is_refused_by_name_where_bits_are_promised(given, said):
     with pytest.raises(ValueError, match=said):
@@ -41,10 +42,10 @@ def test_fla_is_refused_by_name_where_bits_are_promised(given, said):
     assert type(choose_kda("auto", **GPU, **given).rule) is PlainRule
 
 
-@pytest.mark.parametrize("given", [{"deterministic": True}, {"aligned": True}], ids=str)
-def test_cudnn_is_refused_by_name_where_bits_are_promised(given):
+@pytest.mark.parametrize("bits", [Bits.DETERMINISTIC, Bits.ON_GRID])
+def test_cudnn_is_refused_by_name_where_bits_are_promised(bits):
     with pytest.raises(ValueError, match="backend='cudnn'"):
-        choose_kda("cudnn", **BOUNDED, **given)
+        choose_kda("cudnn", **BOUNDED, bits=bits)
 
 
 @pytest.mark.parametrize(("changed", "said"), [

@@ -9,6 +9,7 @@ import torch
 from megatron_gdn.gdn.front import gdn_front
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.kernels.tiles import Walk
+from megatron_gdn.ops.rules.base import Bits
 
 from .conftest import INTERPRETED
 from .kernel_cases import Case, assert_close
@@ -86,7 +87,7 @@ def assert_all_close(got, exact) -> None:
 
 @pytest.mark.parametrize("tile", [None, SMALL_WALK], ids=["table", "small"])
 def test_forward_equals_the_twin(case, tile):
-    got = forward("triton", case, batch_invariant=tile is not None, tile=tile)
+    got = forward("triton", case, bits=Bits(tile is not None), tile=tile)
     assert all(x.is_contiguous() for x in got)
     assert_all_close(got, forward("torch", case.double()))
 
@@ -100,7 +101,7 @@ def test_every_gradient_equals_autograd_through_the_twin(
     case, per_value_head, batch_invariant, tile
 ):
     grads = case.grads(per_value_head)
-    d_proj, got = backward("triton", case, grads, batch_invariant=batch_invariant, tile=tile)
+    d_proj, got = backward("triton", case, grads, bits=Bits(batch_invariant), tile=tile)
     exact_d_proj, exact = backward("torch", case.double(), grads)
     assert_rows_close(case, d_proj, exact_d_proj)
     assert_all_close(got, exact)

@@ -16,6 +16,7 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front.history import History
 from megatron_gdn.ops.front.history_kernels import add_rows
 from megatron_gdn.ops.mixer import add_returned
+from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.trees import TreeDocuments
 
 from . import test_other_fronts as mamba2
@@ -118,7 +119,7 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
         {"batch": 2, "sizes": HeadSizes(1, 2, 12, 20), "bias": True},
         {"sizes": HeadSizes(2, 4, 16, 8), "per_value_head": True, "scaled": True, "taps": 5},
         {"sizes": HeadSizes(1, 1, 8, 8), "normalise": False, "taps": 2},
-        {"sizes": HeadSizes(1, 2, 8, 16), "taps": 8, "batch_invariant": True},
+        {"sizes": HeadSizes(1, 2, 8, 16), "taps": 8, "bits": Bits.DETERMINISTIC},
     ],
     ids=["4 taps", "5 taps, scaled", "2 taps, not normalised", "8 taps"],
 )
@@ -138,7 +139,7 @@ def test_a_gdn_front_equals_the_plain_way(cut, options, device):
         ratio = sizes.value_heads // sizes.key_heads
         factor = (2.0 ** torch.arange(sizes.key_heads, device=device)).repeat_interleave(ratio)
     grads = RuleGrads(*case.grads(options.get("per_value_head", False)), factor=factor)
-    kind = "cpu", torch.float32, taps, sizes, None, options.get("batch_invariant", False), normalise
+    kind = "cpu", torch.float32, taps, sizes, None, options.get("bits", Bits.FREE), normalise
     ours, twin = (gdn_front(*kind, kernels=kernels) for kernels in ("triton", "torch"))
     compare(
         ours, twin, history, returned, case.proj, case.parameters, grads, documents, ("q",)

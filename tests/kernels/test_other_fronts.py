@@ -11,6 +11,7 @@ from megatron_gdn.kda.sizes import rows_of
 from megatron_gdn.mamba2.front import mamba2_front
 from megatron_gdn.mamba2.plain import SSDInputs
 from megatron_gdn.ops.delta_rule.base import RuleGrads
+from megatron_gdn.ops.rules.base import Bits
 from tests.mamba2.oracle import layout_of
 from tests.ops.delta_rule.states import documents_of
 
@@ -35,7 +36,7 @@ def mamba2(device, sizes=(2, 1, 6, 20), limit=(0.0, float("inf")), **shape):
     (S, B), (H, G, V, K) = proj.shape[:2], sizes
     shapes = [(H, V), (G, K), (G, K), (H,), (H,), (H, 1)]
     kind = "cpu", torch.float32, given[0].shape[-1], layout, limit
-    ours = [mamba2_front(*kind, each, "triton") for each in (False, True)]
+    ours = [mamba2_front(*kind, each, "triton") for each in (Bits.FREE, Bits.DETERMINISTIC)]
     grads = SSDInputs(*(normal(B, S, *x) for x in shapes))
     return layout, proj, given, grads, ours, mamba2_front(*kind, kernels="torch")
 

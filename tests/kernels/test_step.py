@@ -17,7 +17,7 @@ from megatron_gdn.ops.generation.step_kernels import put_in_slots
 from megatron_gdn.ops.kernels.launch import Launch
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import GatedNorm, Neighbours
-from megatron_gdn.ops.rules.base import RuleOutput, Saved
+from megatron_gdn.ops.rules.base import Bits, RuleOutput, Saved
 from tests.gdn_mixer import gated_delta_mixer
 from tests.inference.row_mixers import DT_LIMIT, copied, gdn_kind, mamba2_kind, prefilled
 from tests.kernels.conftest import INTERPRETED
@@ -239,12 +239,12 @@ GDN, MAMBA2 = gdn_kind(SIZES), mamba2_kind(heads=2, groups=1, head_dim=6, state_
 
 
 def gdn(rows, parameters):
-    given = {"rule": PlainRule(aligned=True), "norm": parameters.norm, "kernels": "triton"}
+    given = {"rule": PlainRule(Bits.ON_GRID), "norm": parameters.norm, "kernels": "triton"}
     return gdn_rows(rows, *parameters.own, SIZES, **given)
 
 
 def mamba2(rows, parameters):
-    given = {"rule": PlainSSD(aligned=True), "norm": parameters.norm, "kernels": "triton"}
+    given = {"rule": PlainSSD(Bits.ON_GRID), "norm": parameters.norm, "kernels": "triton"}
     return mamba2_rows(rows, *parameters.own, MAMBA2.layout, dt_limit=DT_LIMIT, **given)
 
 
@@ -280,7 +280,7 @@ class Calls(TorchDispatchMode):
 class StandIn:
     """A rule that computes nothing, and leaves states as FlashQLA does."""
 
-    name, batch_invariant, aligned, leaves_states = "stand-in", True, True, True
+    name, bits, leaves_states = "stand-in", Bits.ON_GRID, True
     operand_dtype = None
 
     def begin(self, inputs, documents):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.nn.modules.module import register_module_forward_hook
 
+from megatron_gdn.ops.rules.base import Bits
 from tests.distributed.mixers import whole
 from tests.parallel import assert_close
 
@@ -36,10 +37,10 @@ def test_a_config_in_batch_invariant_mode_counts(kind, change):
     layer, of_the_mode = whole(kind), whole(kind, {"batch_invariant_mode": True})
     x = rows(layer)
     layer(x)
-    assert not layer.rule.aligned
+    assert layer.rule.bits is not Bits.ON_GRID
     change(layer)
     invariant, _ = layer(x)
-    assert layer.rule.aligned
+    assert layer.rule.bits is Bits.ON_GRID
     window = of_the_mode.mamba_state_shapes_per_request()
     assert layer.mamba_state_shapes_per_request() == window
     assert torch.equal(invariant, of_the_mode(x)[0])
@@ -161,5 +162,5 @@ def test_a_copy_of_a_layer_follows_its_own_config_and_layout(kind):
     for one in (layer, other):
         one(rows(layer))
         assert one.micro_batches._loader_layout is one.loader_layout
-    assert other.rule.aligned and not layer.rule.aligned
+    assert other.rule.bits is Bits.ON_GRID and layer.rule.bits is not Bits.ON_GRID
     assert (layer.cp_layout, other.cp_layout) == ("auto", "contiguous")

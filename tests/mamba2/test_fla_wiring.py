@@ -10,7 +10,7 @@ from megatron_gdn.mamba2.fla import FlaSSD
 from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
 from megatron_gdn.mamba2.rule import choose_ssd
 from megatron_gdn.ops.rules import fla
-from megatron_gdn.ops.rules.base import Saved
+from megatron_gdn.ops.rules.base import Bits, Saved
 from megatron_gdn.ops.rules.fla import why_not_callable
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.gdn.stand_ins import OfFla
@@ -152,7 +152,7 @@ def test_fla_is_chosen_on_gpus_only_and_never_deterministic():
     with pytest.raises(ValueError, match="fla runs on a GPU, not on cpu"):
         choose_ssd("fla", **cpu)
     with pytest.raises(ValueError, match="in deterministic mode use 'auto' or 'reference'"):
-        choose_ssd("fla", **cpu, deterministic=True)
+        choose_ssd("fla", **cpu, bits=Bits.DETERMINISTIC)
     with pytest.raises(ValueError, match="unknown backend 'mamba_ssm' of Mamba2; use 'auto'"):
         choose_ssd("mamba_ssm", **cpu)
 

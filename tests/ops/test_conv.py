@@ -14,6 +14,7 @@ from megatron_gdn.ops.conv import why_not_conv_package
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.front import choice
 from megatron_gdn.ops.obstacles import say_once
+from megatron_gdn.ops.rules.base import Bits
 
 
 def make(B=2, T=13, C=5, W=4, seed=0):
@@ -156,10 +157,10 @@ def package(monkeypatch):
     conv._why_not_installed.cache_clear()
 
 
-def chosen(kernels="auto", aligned=False):
+def chosen(kernels="auto", bits=Bits.FREE):
     """The convolution of a front on a GPU."""
     make = gdn_front.__wrapped__
-    front = make("cuda", torch.bfloat16, 4, SIZES, kernels=kernels, aligned=aligned)
+    front = make("cuda", torch.bfloat16, 4, SIZES, kernels=kernels, bits=bits)
     assert not front.triton
     return front.convolve
 
@@ -206,7 +207,6 @@ def test_a_package_built_for_another_torch_is_passed_over(package, monkeypatch, 
         ({"dtype": torch.float64}, "computes in fp32, not in torch.float64"),
         ({"taps": 5}, "takes 2 to 4 taps, not 5"),
         ({"widths": (16, 16, 20)}, "takes channels in eights, not [16, 16, 20]"),
-        ({"aligned": True}, "was not seen to keep a token's bits, which batch_invariant_mode asks"),
     ],
 )
 def test_what_it_cannot_do_is_left_to_plain_torch(package, given, said):
@@ -214,6 +214,14 @@ def test_what_it_cannot_do_is_left_to_plain_torch(package, given, said):
     can = {"device": "cuda", "dtype": torch.bfloat16, "taps": 4, "widths": (16, 16, 32)}
     assert why_not_conv_package(**can) is None
     assert why_not_conv_package(**can | given) == f"causal-conv1d {said}"
+
+
+def test_batch_invariant_mode_does_not_get_it_and_the_log_says_so(package, caplog):
+    package("1.6.0")
+    with caplog.at_level("INFO"):
+        assert chosen(bits=Bits.ON_GRID) is plain
+    said = "causal-conv1d was not seen to keep a token's bits, which batch_invariant_mode asks"
+    assert said in caplog.text
 
 
 def test_a_run_that_lets_it_add_in_any_order_does_not_get_it(package, monkeypatch):

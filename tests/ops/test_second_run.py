@@ -10,6 +10,7 @@ from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.recompute import RefilledOutput
+from megatron_gdn.ops.rules.base import Bits
 from tests.gdn.stand_ins import flash_qla_rule, forget_plans
 
 from .test_mixer import CASES, assert_equal, gradients, make_inputs, mixed_by, saved_bytes
@@ -38,7 +39,9 @@ class Counting(PlainRule):
         return super().begin(inputs, documents)
 
 
-@pytest.mark.parametrize("rule", [PlainRule(), PlainRule(aligned=True)], ids=["plain", "aligned"])
+@pytest.mark.parametrize(
+    "rule", [PlainRule(), PlainRule(Bits.ON_GRID)], ids=["plain", "on the grid"]
+)
 @pytest.mark.parametrize("name", CASES)
 def test_a_second_run_changes_no_bit(name, rule):
     sizes = CASES[name]["sizes"]
@@ -89,7 +92,7 @@ def test_a_second_backward_runs_it_once_more():
 def test_fp16_operands_are_run_again_within_them():
     leaves, _ = make_inputs(SIZES, S=70)
     wrapped = PlainRule()
-    wrapped.batch_invariant = False
+    wrapped.bits = Bits.FREE
     rule = HalfOperands(wrapped)
     usual = gradients(mixed_by(rule, leaves, SIZES), leaves)
     assert_equal(gradients(mixed_by(rule, leaves, SIZES, recompute_rule=True), leaves), usual)

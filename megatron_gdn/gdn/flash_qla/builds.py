@@ -38,8 +38,8 @@ HOPPER = (9, 0)
 _SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
 # Kernels for a long sequence cut into parts, a batch of rows, short documents, states in and out
 # (context parallelism by state passing), batch-invariant mode, and a second run of the forward.
-PARTS = ("cut", "rows", "uncut", "states", "aligned", "again")
-ON_REQUEST = ("states", "aligned", "again")  # those that not every run takes
+PARTS = ("cut", "rows", "uncut", "states", "whole", "again")
+ON_REQUEST = ("states", "whole", "again")  # those that not every run takes
 
 
 class Heads(NamedTuple):

@@ -15,6 +15,7 @@ from ...ops.delta_rule.base import RuleGrads, RuleInputs
 from ...ops.documents import Documents, documents_of_rows
 from ...ops.layout import Layout
 from ...ops.rules.base import (
+    Bits,
     Rule,
     RuleBackward,
     RuleForward,
@@ -55,7 +56,7 @@ class FlashQlaForward(RuleForward):
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         inputs, rows = self.inputs, self.rows
-        if self.rule.aligned and self._maps is None:
+        if self.rule.bits is Bits.ON_GRID and self._maps is None:
             plan = self.rule.plan(inputs, self.documents, states=True)
             o, last, tensors = whole_output(in_one_row(inputs), initial, plan)
             saved = Saved(tensors if keep else (), Ran(plan, "whole"))
@@ -172,28 +173,28 @@ class FlashQlaRule(Rule):
     bf16 rounding).
 
     Args:
-        batch_invariant: cut a sequence by its own length and the number of heads alone. (FlashQLA
-            still picks how many value columns a block computes by the size of the batch; a
-            column's sums do not depend on that, which is tested.) By default FlashQLA's cost model
-            cuts for the whole batch, which is faster where long and short sequences share it.
-        aligned: cut no sequence: a block walks from chunk to chunk with the state in fp32, and can
-            go on from the state of any chunk. The backward, which generation does not have, cuts
-            as ``batch_invariant`` does.
+        bits: ``DETERMINISTIC`` cuts a sequence by its own length and the number of heads alone.
+            (FlashQLA still picks how many value columns a block computes by the size of the batch;
+            a column's sums do not depend on that, which is tested.) By default FlashQLA's cost
+            model cuts for the whole batch, which is faster where long and short sequences share it.
+            ``ON_GRID`` cuts no sequence: a block walks from chunk to chunk with the state in fp32,
+            and can go on from the state of any chunk. The backward, which generation does not
+            have, cuts as for ``DETERMINISTIC``.
     """
 
     name = "flash_qla"
     reads_again = frozenset({"q", "k", "v", "beta"})
-    leaves_states = True  # asked for or not, if aligned
+    leaves_states = True  # asked for or not, on the grid
     forward = FlashQlaForward
 
-    def __init__(self, batch_invariant: bool = False, aligned: bool = False) -> None:
-        self.batch_invariant, self.aligned = batch_invariant or aligned, aligned
+    def __init__(self, bits: Bits = Bits.FREE) -> None:
+        self.bits = bits
 
     def plan(
         self, inputs: RuleInputs, documents: Documents | None, states: bool, maps: bool = False
     ) -> Plan:
         plan = self._plan(inputs, documents, states)
-        part = "aligned" if self.aligned and not maps else plan.part(states)
+        part = "whole" if self.bits is Bits.ON_GRID and not maps else plan.part(states)
         set_next_calls(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), part)
         return plan
 
@@ -203,14 +204,15 @@ class FlashQlaRule(Rule):
             if not (states or self.batch_invariant):
                 return plan_of_rows(rows, tokens, heads, device)
             documents = documents_of_rows((rows, tokens), device)
-        if self.aligned:
+        if self.bits is Bits.ON_GRID:
             return plan_of_whole(documents)
         return plan_of(documents, heads, self.batch_invariant, states)
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         heads = Heads(layout.heads("key"), layout.heads("value"), dtype)
         # A row of usual length is cut into parts. Kernels for other batches are compiled later.
-        compile_early(heads, "states" if states else "aligned" if self.aligned else "cut")
+        part = "whole" if self.bits is Bits.ON_GRID else "cut"
+        compile_early(heads, "states" if states else part)
 
     def why_not_heads(self, heads: int) -> str | None:
         if heads % 2 == 0:

@@ -36,7 +36,6 @@ class GeneratingMixer:
     # Where Megatron's dynamic context may cut prompts: equal in all recurrent layers of a model.
     chunk_size: int = 128
     state_transposed: ClassVar[bool] = False  # Megatron stores this mixer's states as [H, V, K]
-    aligned: bool  # a token's bits depend on its sequence alone, see megatron_gdn.ops.aligned
     dims: Any  # of this rank: the layout of a projection row, the state of its heads
     micro_batches: MicroBatches
 
@@ -147,12 +146,12 @@ class GeneratingMixer:
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``).
 
-        An aligned mixer's window is larger, see :class:`...ops.generation.memory.Memory`.
+        In ``batch_invariant_mode`` it is larger, see :class:`...ops.generation.memory.Memory`.
         """
         heads, rows, columns, _ = self.dims.state
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
-        taps = self.conv_weight.shape[-1]
-        shape = MemoryShape.of(self.dims.layout, self.dims.state, taps, self.aligned)
+        taps, on_grid = self.conv_weight.shape[-1], self.config.batch_invariant_mode
+        shape = MemoryShape.of(self.dims.layout, self.dims.state, taps, on_grid)
         return shape.window(shape.past + 1), states
 
     def ssm_decode(

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..autograd import gradients
 from ..documents import documents_of_rows
-from ..rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
+from ..rules.base import Bits, Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
 from ..rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 from ..state_maps.state_map import StateMap
 from ..switches import full_fp32_matmul
@@ -34,13 +34,13 @@ from .chunk_math import Values, run_group
 class _Chunks:
     """The chunks of a stage's inputs, in fp32 (fp64 for fp64), and its states."""
 
-    def __init__(self, stage: Any, aligned: bool = False) -> None:
+    def __init__(self, stage: Any, fixed: bool = False) -> None:
         rule, self.inputs, documents = stage.rule, stage.inputs, stage.documents
         k, v = self.inputs.k, self.inputs.v
         self.values, self.wide = rule.values, torch.promote_types(v.dtype, torch.float32)
         if documents is None:
             documents = documents_of_rows(stage.rows, v.device)
-        self.table = ChunkTable.of(documents, rule.chunk_size, v.shape[2], aligned)
+        self.table = ChunkTable.of(documents, rule.chunk_size, v.shape[2], fixed)
         self.shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
 
     def of(self, group: ChunkGroup, *tensors: Tensor) -> list[Tensor]:
@@ -84,7 +84,7 @@ class PlainForward(RuleForward):
 
         If nothing is erased, the rows of a state do not mix, so one column of ones is enough.
         """
-        chunks = _Chunks(self, self.rule.aligned)
+        chunks = _Chunks(self, self.rule.bits is Bits.ON_GRID)
         initial, (*_, K, V) = chunks.state(None), chunks.shape
         more = K if self.rule.erases else 1
         kind = {"dtype": initial.dtype, "device": initial.device}
@@ -99,7 +99,7 @@ class PlainForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        chunks, like = _Chunks(self, self.rule.aligned), self.inputs.v
+        chunks, like = _Chunks(self, self.rule.bits is Bits.ON_GRID), self.inputs.v
         table, entering = chunks.table, chunks.state(initial)
         walks = final or not table.are_chunks
         rows, carried = table.rows_like(like), None
@@ -169,7 +169,7 @@ class PlainRule(Rule):
     """The gated delta rule, with a decay per head or per channel: ``backend="reference"``."""
 
     name = "reference"
-    batch_invariant = True
+    bits = Bits.DETERMINISTIC  # at least
     reads_again = frozenset(RuleInputs._fields)
     forward, backward = PlainForward, PlainBackward
     grads: ClassVar[Any] = RuleGrads
@@ -178,9 +178,9 @@ class PlainRule(Rule):
     scale: float | None = None  # a factor on the output, by default 1 / sqrt(K)
 
     def __init__(
-        self, aligned: bool = False, chunk_size: int = CHUNK, scale: float | None = None
+        self, bits: Bits = Bits.FREE, chunk_size: int = CHUNK, scale: float | None = None
     ) -> None:
-        self.aligned, self.chunk_size, self.scale = aligned, chunk_size, scale
+        self.bits, self.chunk_size, self.scale = max(bits, self.bits), chunk_size, scale
 
     def values(self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Values:
         scale = k.shape[-1] ** -0.5 if self.scale is None else self.scale

@@ -9,6 +9,7 @@ import torch
 
 from ..conv import convolve_rows, package_convolution, why_not_conv_package
 from ..obstacles import say_once, why_not_triton
+from ..rules.base import Bits
 from .plain import PlainFront
 from .table import FrontTable, TableFront
 
@@ -22,7 +23,7 @@ def front_of(
     rows_dtype: torch.dtype,
     taps: int,
     kernels: str = "auto",
-    aligned: bool = False,
+    bits: Bits = Bits.FREE,
     **options: Any,
 ) -> TableFront:
     """The front of rows in ``rows_dtype``, with options of :class:`TableFront`.
@@ -30,10 +31,12 @@ def front_of(
     Args:
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
             or ``"torch"``. Where ``"auto"`` cannot take Triton on a GPU, causal-conv1d computes the
-            convolution if it is installed, unless the rows are ``aligned``.
+            convolution if it is installed, unless ``bits`` bars it.
+        bits: what is promised, as by the rule that the front is for.
     """
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
+    options["batch_invariant"] = bits >= Bits.DETERMINISTIC
     if kernels == "torch":
         return PlainFront(table, **options)
     why = why_not_triton(device, rows_dtype, taps) if kernels == "auto" else None
@@ -42,7 +45,11 @@ def front_of(
 
         return TritonFront(table, **options)
     if device == "cuda":
-        why_not = why_not_conv_package(device, rows_dtype, taps, table.layout.conv_widths, aligned)
+        why_not = why_not_conv_package(device, rows_dtype, taps, table.layout.conv_widths)
+        if bits is Bits.ON_GRID:
+            why_not = (
+                "causal-conv1d was not seen to keep a token's bits, which batch_invariant_mode asks"
+            )
         if why_not is None:
             say_once(f"gates and norm run in plain torch, conv by causal-conv1d: {why}.", device)
             return PlainFront(table, **options, convolve=PACKAGE)

@@ -94,7 +94,7 @@ def prefill_on_grid(
 def _known(stands: Sequence[int] | None, sequences: int) -> Sequence[int]:
     if stands is None or len(stands) != sequences:
         raise ValueError(
-            f"an aligned mixer computes in chunks counted from the start of a sequence: give "
+            f"batch_invariant_mode computes in chunks counted from the start of a sequence: give "
             f"stands=, how many tokens each of the {sequences} sequences has had, got {stands}."
         )
     return stands

@@ -23,7 +23,7 @@ class Memory(NamedTuple):
     """Histories and states of N sequences; all zero before their first token.
 
     A history holds the last inputs of the convolution, oldest first: the W - 1 that the next token
-    reads, or with one more before them (as Megatron's windows of W have it). An aligned mixer
+    reads, or with one more before them (as Megatron's windows of W have it). A mixer on the grid
     (:mod:`.aligned`) keeps whole projection rows, ``[M, W - 1 + 64, P]``, of which those after the
     last token may hold any finite numbers; one more row before them counts the tokens of the
     chunk, in its first element.
@@ -110,14 +110,14 @@ class MemoryShape(NamedTuple):
     heads: int
     rows: int
     columns: int
-    rows_first: bool = False  # of an aligned mixer's history
+    rows_first: bool = False  # of a history on the grid
 
     @classmethod
-    def of(cls, layout: Layout, state: StateShape, taps: int, aligned: bool = False) -> MemoryShape:
+    def of(cls, layout: Layout, state: StateShape, taps: int, on_grid: bool = False) -> MemoryShape:
         """For a mixer with this rank's projection ``layout``, states and conv ``taps``."""
-        channels = layout.width if aligned else layout.conv_width
-        past = taps - 1 + (CHUNK if aligned else 0)
-        return cls(channels, past, *state[:3], aligned)
+        channels = layout.width if on_grid else layout.conv_width
+        past = taps - 1 + (CHUNK if on_grid else 0)
+        return cls(channels, past, *state[:3], on_grid)
 
     def window(self, rows: int) -> tuple[int, int]:
         """The shape of so many rows, laid as in a history."""
@@ -147,8 +147,8 @@ class MemoryShape(NamedTuple):
         """
         wide, slots = torch.promote_types(dtype, torch.float32), memory.slots
         for name, tensor, shape, least in (
-            ("history", memory.history, self.window(self.past), dtype),
-            ("state", memory.state, (self.heads, self.rows, self.columns), wide),
+            ("history", memory.history, self.history, dtype),
+            ("state", memory.state, self.state, wide),
         ):
             found, kind = tuple(tensor.shape), tensor.dtype
             fits = found == (sequences, *shape) and kind == least

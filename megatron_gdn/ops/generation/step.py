@@ -49,7 +49,7 @@ def prefill(
         documents: boundaries when N sequences lie end to end in one batch row (B must be 1), empty
             ones included; their memory stays as it was.
         begins: the sequences begin, whatever is in the memory.
-        stands: how many tokens each sequence has had. An aligned mixer needs it if the sequences
+        stands: how many tokens each sequence has had. A mixer on the grid needs it if they
             continue and no row of the memory counts them.
 
     Returns:
@@ -75,7 +75,7 @@ def prefill(
         history, state = memory.gathered()
     if s == 0 or B == 0:
         mixed = proj.new_empty(s, B, parts.state.heads * parts.state.columns)
-    elif parts.aligned:
+    elif parts.on_grid:
         mixed, history, state = prefill_on_grid(proj, parts, history, state, stands, documents)
     else:
         mixed, state = _in_chunks(proj, parts, history, state, documents, begins)
@@ -123,7 +123,7 @@ def decode(
 ) -> Tensor:
     """Mix one or a few tokens of every sequence, one after the other.
 
-    A token's bits do not depend on how many tokens are given at once. Except for an aligned mixer,
+    A token's bits do not depend on how many tokens are given at once. Except on the grid,
     a step can be captured in a CUDA graph: a replay reads rows and slots anew.
 
     Args:

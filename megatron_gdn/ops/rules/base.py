@@ -14,6 +14,7 @@ zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from enum import IntEnum
 from typing import Any, ClassVar, NamedTuple
 
 import torch
@@ -22,6 +23,14 @@ from torch import Tensor
 from ..documents import Documents
 from ..layout import Layout
 from ..state_maps.state_map import StateMap
+
+
+class Bits(IntEnum):
+    """What is promised of the bits of a result; each promise includes those before it."""
+
+    FREE = 0
+    DETERMINISTIC = 1  # a sequence's do not change with the run, nor with the rest of the batch
+    ON_GRID = 2  # a token's depend on the tokens of its sequence alone, see :mod:`..aligned`
 
 
 class Saved(NamedTuple):
@@ -109,14 +118,17 @@ class Rule:
     """A recurrence over the inputs that a front makes."""
 
     name: str  # the ``backend`` that selects it
-    # The bits of a sequence do not depend on other sequences or on its place.
-    batch_invariant: bool = False
-    aligned: bool = False  # a token's bits depend on its sequence alone, see ..aligned
+    bits: Bits = Bits.FREE
     # Of the inputs and of o; None is the projection's, which d_o has always.
     operand_dtype: torch.dtype | None = None
     reads_again: frozenset[str] = frozenset()  # inputs that the backward reads; it gets no others
     forward: ClassVar[Callable[..., RuleForward]]
     backward: ClassVar[Callable[..., RuleBackward]]
+
+    @property
+    def batch_invariant(self) -> bool:
+        """Whether the bits of a sequence do not depend on other sequences or on its place."""
+        return self.bits >= Bits.DETERMINISTIC
 
     def why_not_heads(self, heads: int) -> str | None:
         """Why the rule cannot run this many heads on a rank; None if it can."""

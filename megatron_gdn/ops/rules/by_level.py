@@ -89,7 +89,7 @@ class RuleByLevel(Rule):
 
     def __init__(self, rule: Rule) -> None:
         self.rule = rule
-        self.name, self.batch_invariant = rule.name, rule.batch_invariant
+        self.name, self.bits = rule.name, rule.bits
         self.operand_dtype, self.reads_again = rule.operand_dtype, rule.reads_again
 
 

@@ -8,9 +8,13 @@ from typing import NamedTuple
 import torch
 
 from ..obstacles import Obstacle, say_once, words_about_plain_rule
-from .base import Rule
+from .base import Bits, Rule
 
-ON_GRID = "batch_invariant_mode; in chunks of 64 tokens from a sequence's start"
+_MODES = {
+    Bits.FREE: (),
+    Bits.DETERMINISTIC: ("deterministic mode",),
+    Bits.ON_GRID: ("batch_invariant_mode; in chunks of 64 tokens from a sequence's start",),
+}
 
 
 class Choice(NamedTuple):
@@ -29,7 +33,7 @@ class Kernels(NamedTuple):
     """A backend that computes the rule in a package's kernels."""
 
     why_not: Callable[[], Obstacle | None]  # why it cannot run here
-    rule: Callable[..., Rule]  # with batch_invariant=True or aligned=True if it has ``tested``
+    rule: Callable[..., Rule]  # takes :class:`Bits` if it has ``tested``
     fits: str = ""  # the reason if "auto" takes the first of a table
     # Why a result may have other bits in another run or beside other sequences, or where not.
     unsteady: str | None = None
@@ -44,57 +48,51 @@ def choose(
     plain: Callable[..., Rule],
     *,
     device: torch.device,
-    deterministic: bool,
-    aligned: bool,
+    bits: Bits,
 ) -> Choice:
     """The rule of a mixer: kernels in order of preference, or else plain torch.
 
     Args:
         backend: a name of ``kernels``, ``"reference"``, or ``"auto"``: the first that runs here; if
             that is not the first one, the log says why, once. A name is never replaced.
-        plain: builds the reference, also with ``aligned=True``.
-        deterministic: results repeat bit for bit and a sequence's do not depend on the others of
-            its batch: kernels that were tested for that, or the reference. Kernels may be asked
-            for by name where they were not tested; the log then says so.
-        aligned: training and generation give a token the same bits, see :mod:`..aligned`: tested
-            kernels or the reference, on the grid.
+        plain: builds the reference for any ``bits``.
+        bits: what is promised: above ``FREE`` kernels that were tested for that, or the reference.
+            For ``DETERMINISTIC`` kernels may be asked for by name where they were not tested; the
+            log then says so.
 
     Raises:
-        ValueError: an unknown name, or one that ``deterministic``, ``aligned`` or the kernels' own
-            limits rule out.
+        ValueError: an unknown name, or one that ``bits`` or the kernels' own limits rule out.
         ImportError: its package is missing, too old, or known to compute wrong results here.
     """
     if backend not in ("auto", "reference", *kernels):
         legal = ", ".join(repr(name) for name in (*kernels, "reference"))
         raise ValueError(f"unknown backend {backend!r} of {mixer}; use 'auto' or one of {legal}.")
-    if aligned:
-        return _aligned(backend, kernels, plain)
     if backend == "reference":
-        return Choice(plain(), "requested")
+        return Choice(plain(bits), "requested")
     if backend != "auto":
-        return _by_name(backend, mixer, kernels, device, deterministic)
+        return _by_name(backend, mixer, kernels, device, bits)
     passed: dict[str, Obstacle] = {}
-    said = ["deterministic mode"] if deterministic else []
+    said = list(_MODES[bits])
     for name, each in kernels.items():
-        if each.by_name or (deterministic and each.tested is None):
+        if each.by_name or (bits and each.tested is None):
             continue
-        tested = each.tested() if deterministic and each.tested else Tested(True, each.fits)
+        tested = each.tested() if bits and each.tested else Tested(True, each.fits)
         obstacle = each.why_not() or (None if tested.repeats else Obstacle(tested.words))
         if obstacle is None:
-            said += _say_passed(mixer, name, passed, device, deterministic) or [tested.words]
-            return Choice(_made(each, deterministic), "; ".join(said))
+            said += _say_passed(mixer, name, passed, device, bits) or [tested.words]
+            return Choice(_made(each, bits), "; ".join(said))
         passed[name] = obstacle
-    said += _say_passed(mixer, "reference", passed, device, deterministic)
-    return Choice(plain(), "; ".join(said) + words_about_plain_rule(device, *passed.values()))
+    said += _say_passed(mixer, "reference", passed, device, bits)
+    return Choice(plain(bits), "; ".join(said) + words_about_plain_rule(device, *passed.values()))
 
 
 def _say_passed(
-    mixer: str, taken: str, passed: dict[str, Obstacle], device: torch.device, deterministic: bool
+    mixer: str, taken: str, passed: dict[str, Obstacle], device: torch.device, bits: Bits
 ) -> list[str]:
     """Why kernels before the taken ones do not run; also logged."""
     whys = [f"not {name}: {obstacle.why}" for name, obstacle in passed.items()]
     if whys:
-        mixer = f"Deterministic {mixer}" if deterministic else mixer
+        mixer = f"Deterministic {mixer}" if bits else mixer
         say_once(f"{mixer} takes a slower rule, {taken!r} ({'; '.join(whys)}).", device.type)
     return whys
 
@@ -104,10 +102,16 @@ def _by_name(
     mixer: str,
     kernels: Mapping[str, Kernels],
     device: torch.device,
-    deterministic: bool,
+    bits: Bits,
 ) -> Choice:
+    if bits is Bits.ON_GRID:
+        raise ValueError(
+            f"backend={backend!r} and config.batch_invariant_mode: the mode takes kernels whose "
+            f"bits were tested. Use 'auto' or 'reference' (plain torch, slower), or leave the mode "
+            f"off."
+        )
     asked = kernels[backend]
-    if deterministic and asked.tested is None:
+    if bits and asked.tested is None:
         *others, last = "auto", *(name for name in kernels if kernels[name].tested), "reference"
         legal = f"{', '.join(map(repr, others))} or {last!r}"
         raise ValueError(
@@ -117,26 +121,13 @@ def _by_name(
     if obstacle is not None:
         raise obstacle.error(f"backend={backend!r}: {obstacle.why}.")
     reason = "requested"
-    if deterministic and asked.tested is not None:
+    if bits and asked.tested is not None:
         repeats, words = asked.tested()
         if not repeats:
             reason = f"requested; {words}"
             say_once(f"Deterministic {mixer}: {words}.", device.type)
-    return Choice(_made(asked, deterministic), reason)
+    return Choice(_made(asked, bits), reason)
 
 
-def _made(kernels: Kernels, deterministic: bool) -> Rule:
-    return kernels.rule(batch_invariant=True) if deterministic else kernels.rule()
-
-
-def _aligned(backend: str, kernels: Mapping[str, Kernels], plain: Callable[..., Rule]) -> Choice:
-    if backend not in ("auto", "reference"):
-        raise ValueError(
-            f"backend={backend!r} and config.batch_invariant_mode: the mode takes kernels whose "
-            f"bits were tested. Use 'auto' or 'reference' (plain torch, slower), or leave the mode "
-            f"off."
-        )
-    for each in kernels.values() if backend == "auto" else ():
-        if each.tested is not None and each.tested().repeats and each.why_not() is None:
-            return Choice(each.rule(aligned=True), ON_GRID)
-    return Choice(plain(aligned=True), ON_GRID)
+def _made(kernels: Kernels, bits: Bits) -> Rule:
+    return kernels.rule(bits) if kernels.tested else kernels.rule()

@@ -162,14 +162,14 @@ class ChunkTable:
 
     @cached_property
     def are_chunks(self) -> bool:
-        """Whether every chunk is a whole sequence, as in a decode step of an aligned mixer."""
+        """Whether every chunk is a whole sequence, as in a decode step on the grid."""
         return all(len(group.begins) == group.chunks for group in self.groups)
 
     @staticmethod
-    def of(documents: Documents, chunk_size: int, heads: int, aligned: bool = False) -> ChunkTable:
-        """The table of these documents, made once; ``aligned``: on a CPU a group is one chunk."""
+    def of(documents: Documents, chunk_size: int, heads: int, fixed: bool = False) -> ChunkTable:
+        """The table of these documents, made once; ``fixed``: on a CPU a group is one chunk."""
         fill_up = fills_up(documents.device)
-        at_once = 1 if aligned and not fill_up else chunks_at_once(heads)
+        at_once = 1 if fixed and not fill_up else chunks_at_once(heads)
         key = ChunkTable, chunk_size, at_once, fill_up
         return documents.plan(key, lambda: _build(documents, *key[1:]))
 

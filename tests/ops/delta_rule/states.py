@@ -7,7 +7,7 @@ from megatron_gdn.gdn.api import torch_chunk_gated_delta_rule
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.rules.base import RuleBackward, Saved
+from megatron_gdn.ops.rules.base import Bits, RuleBackward, Saved
 from megatron_gdn.ops.state_maps.parts import Parts, cut_at
 from megatron_gdn.ops.static_documents import StaticDocuments
 
@@ -38,7 +38,7 @@ def parts_at(sequences, offsets, device="cpu") -> Parts:
 class InHalf(PlainRule):
     """A rule for fp16 operands: the plain one, which refuses what it should not be given."""
 
-    batch_invariant = False
+    bits = Bits.FREE
 
     def begin(self, inputs, documents):
         assert {x.dtype for x in inputs[:3]} == {torch.float16}
