@@ -1,24 +1,13 @@
 """Every block of the pages says what it is, and their links and dependencies are there."""
 
 import ast
-import contextlib
-import io
-import math
-import os
 import re
-import sys
 import tomllib
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
-import torch
-from megatron.core import parallel_state
-from megatron.core.process_groups_config import ProcessGroupCollection
 
 from benchmarks.lib.pages import filled
-from megatron_gdn.context_parallel import local_indices
-from tests.distributed.layer_laws import thd
 from tests.examples.commands import (
     Block,
     blocks_of,
@@ -32,59 +21,6 @@ from tests.examples.launching import ROOT
 from tests.examples.test_page_commands import RUN_BY
 from tests.examples.test_page_python import BLOCKS, FRAMEWORKS
 from tests.launches import record
-from tests.parallel import parallel
-
-LENGTHS = (16, 48)
-# Given after the page's flags, of which the last one counts.
-SMALL = """
-    --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
-    --linear-num-key-heads 2 --linear-key-head-dim 16 --linear-num-value-heads 4
-    --linear-value-head-dim 16 --seq-length 64 --max-position-embeddings 64 --vocab-size 256
-    --tensor-model-parallel-size 1
-"""
-WITHOUT_GPU = """
-    --transformer-impl local --no-rope-fusion --use-cpu-initialization
-    --no-gradient-accumulation-fusion
-"""
-
-
-def launch(script: str, flags: list[str]) -> tuple[list[str], float, int]:
-    """One packed step over two context-parallel ranks: mixers, loss, absent gradients."""
-    from megatron.training import argument_utils, arguments
-
-    config_of = {
-        "pretrain_hybrid.py": argument_utils.hybrid_config_from_args,
-        "pretrain_gpt.py": argument_utils.gpt_config_from_args,
-    }[script]
-    with contextlib.redirect_stdout(io.StringIO()), parallel(cp=2):
-        with patch.object(sys, "argv", [script, *flags, *SMALL.split(), *WITHOUT_GPU.split()]):
-            args = arguments.parse_args()
-        # What the launch sets, and what the GPUs it is for would answer.
-        with (
-            patch.dict(os.environ, {"CUDA_DEVICE_MAX_CONNECTIONS": "1"}),
-            patch.object(arguments, "get_device_arch_version", lambda: 9),
-        ):
-            arguments.validate_args(args)
-        config = config_of(args)
-        assert config.transformer.context_parallel_size == 2
-        model = config.get_builder_cls()(config).build_model(
-            ProcessGroupCollection.use_mpu_process_groups()
-        )
-        torch.manual_seed(11)
-        tokens = torch.randint(0, 256, (1, sum(LENGTHS) + 1))
-        held = local_indices(LENGTHS, 2, parallel_state.get_context_parallel_rank())
-        losses = model(
-            tokens[:, :-1][:, held], held[None], None, labels=tokens[:, 1:][:, held],
-            packed_seq_params=thd(LENGTHS),
-        )  # fmt: skip
-        losses.float().sum().backward()
-        mixers = [
-            type(layer.self_attention).__name__
-            for layer in model.decoder.layers
-            if hasattr(layer, "self_attention")
-        ]
-        missing = sum(p.grad is None or not p.grad.isfinite().all() for p in model.parameters())
-        return mixers, losses.float().mean().item(), missing
 
 
 def not_run(block: Block) -> str | None:
@@ -242,18 +178,6 @@ def test_every_requirement_is_on_the_page_under_its_extras_and_no_other_is():
 def test_a_missing_row_would_be_seen(change):
     page = PAGE.read_text()
     assert named_on(page.replace(change, "| furo | |")) != named_on(page)
-
-
-HYBRID = ["GatedDeltaNet"] * 3 + ["TorchSelfAttention"]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("script", ["pretrain_hybrid.py", "pretrain_gpt.py"])
-def test_a_launch_is_parsed_built_and_trained(pools, script):
-    for mixers, loss, missing in pools(2).run(launch, script, launches_of(ROOT)[script]):
-        assert [name for name in mixers if name != "IdentityOp"] == HYBRID * 2
-        # An untrained model knows nothing of 256 tokens.
-        assert loss == pytest.approx(math.log(256), rel=0.1) and missing == 0
 
 
 def test_the_lines_that_change_are_those_of_the_launches():

@@ -20,23 +20,6 @@ from tests.processes import python
 SIZES = HeadSizes(16, 32, 128, 128)
 
 
-def test_auto_on_cpu_is_the_reference_and_says_why():
-    rule, reason = resolve_rule(device="cpu", dtype=torch.bfloat16, sizes=SIZES)
-    assert rule.name == "reference"
-    assert "not on cpu" in reason
-
-
-@pytest.mark.parametrize("name", ["flash_qla", "fla"])
-def test_a_named_gpu_rule_is_refused_on_cpu_and_never_replaced(name):
-    with pytest.raises(ValueError, match="runs on a GPU, not on cpu"):
-        resolve_rule(name, device="cpu", dtype=torch.bfloat16, sizes=SIZES)
-
-
-def test_an_unknown_name_lists_the_known_ones():
-    with pytest.raises(ValueError, match="'flash_qla', 'fla', 'reference'"):
-        resolve_rule("flashqla", device="cpu", dtype=torch.bfloat16, sizes=SIZES)
-
-
 def test_deterministic_refuses_fla_and_auto_takes_the_reference():
     with pytest.raises(ValueError, match="picks its kernels by timing"):
         resolve_rule("fla", device="cpu", dtype=torch.bfloat16, sizes=SIZES, deterministic=True)

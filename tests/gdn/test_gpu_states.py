@@ -8,7 +8,7 @@ from megatron_gdn.gdn.rule import RuleInputs, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.static_documents import StaticDocuments
-from tests.gdn.test_gpu_mixer import errors, waiting_refused
+from tests.gdn.test_gpu_mixer import errors
 from tests.ops.delta_rule.states import (
     NAMES,
     Oracle,
@@ -209,21 +209,6 @@ def test_fp16_operands_pass_states_more_exactly(way, name):
     half = RuleInputs(*(x.half() for x in inputs[:3]), *inputs[3:])
     fp16 = errors(way(HalfOperands(rule), half, d_o, segments), exact)
     assert_as_exact(fp16, bf16, 0.5, 0.0)
-
-
-@pytest.mark.parametrize("half", [False, True], ids=["bf16", "fp16"])
-def test_a_rule_with_states_waits_for_nothing(half):
-    rule, lengths = rule_named("flash_qla"), (1, 63, 3000, 2)
-    inputs, d_o = make_inputs(sum(lengths))
-    if half:
-        rule = HalfOperands(rule)
-        inputs = RuleInputs(*(x.half() for x in inputs[:3]), *inputs[3:])
-    run_in_segments(rule, inputs, d_o, documents_of(lengths, "cuda"))
-    fresh = documents_of((2, 62, 3001, 1), "cuda")
-    assert fresh.cu_seqlens.is_cuda
-    torch.cuda.synchronize()
-    with waiting_refused():
-        run_in_segments(rule, inputs, d_o, fresh)
 
 
 def part(inputs: RuleInputs, d_o, start, length):

@@ -144,20 +144,6 @@ def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
     assert_all_close(got, exact)
 
 
-def test_the_twin_takes_a_factor_out_of_every_gradient(case):
-    """By linearity: the gradients times the factor, without one."""
-    G, H = case.sizes[:2]
-    factor = (2.0 ** torch.arange(3, G + 3, device=case.device)).repeat_interleave(H // G)
-    dq, dk, dv, dg, dbeta = (x.double() for x in case.grads(per_value_head=True))
-    scaled = [x * factor[:, None] for x in (dq, dk, dv)] + [x * factor for x in (dg, dbeta)]
-    results = []
-    for given, grads in ((factor, (dq, dk, dv, dg, dbeta)), (None, scaled)):
-        d_proj, made = backward("torch", case.double(), grads, factor=given)
-        results.append([d_proj, *(x for x in made if x is not None)])
-    for a, b in zip(*results, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12, equal_nan=True)
-
-
 def test_without_l2norm(device):
     case, options = Case(device, S=37), {"normalise_qk": False}
     grads, twin = case.grads(per_value_head=True), case.double()

@@ -16,28 +16,12 @@ sys.meta_path.insert(0, Blocked())
 """
 
 
-def test_ops_and_carried_states_need_torch_alone():
-    names = {"megatron", "fla", "triton", "transformers", "transformer_engine", "numpy"}
-    python(
-        "-c",
-        BLOCK.format(names=names)
-        + """
+RULE = """
 import torch, megatron_gdn.inference, megatron_gdn.ops as ops
 x = torch.rand(1, 5, 2, 4)
 ops.gated_delta_rule(x, x, x, -x[..., 0], x[..., 0])
-""",
-    )
-
-
-def test_the_layer_needs_torch_and_megatron_alone_and_touches_no_gpu():
-    names = {
-        "fla", "transformers", "transformer_engine", "causal_conv1d", "flash_qla",
-        "safetensors",
-    }  # fmt: skip
-    out = python(
-        "-c",
-        BLOCK.format(names=names)
-        + """
+"""
+LAYER = """
 import torch
 import megatron_gdn
 import megatron_gdn.hf.drop_in.patching, megatron_gdn.hf.drop_in.training
@@ -46,9 +30,21 @@ import megatron_gdn.specs
 import megatron_gdn.models
 megatron_gdn.models.config("tiny")
 print(torch.cuda.is_initialized())
-""",
-    )
-    assert out.stdout.strip() == "False"
+"""
+
+
+def without(names: str, code: str) -> str:
+    """What the code prints where none of these packages can be imported."""
+    return python("-c", BLOCK.format(names=names.split()) + code).stdout.strip()
+
+
+def test_ops_and_carried_states_need_torch_alone():
+    without("megatron fla triton transformers transformer_engine numpy", RULE)
+
+
+def test_the_layer_needs_torch_and_megatron_alone_and_touches_no_gpu():
+    others = "fla transformers transformer_engine causal_conv1d flash_qla safetensors"
+    assert without(others, LAYER) == "False"
 
 
 @pytest.mark.parametrize(

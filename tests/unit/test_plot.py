@@ -45,25 +45,6 @@ def test_no_label_lies_on_another(figure):
         assert not any(a.overlaps(b) for a, b in combinations(boxes, 2))
 
 
-def test_whole_models_have_a_bar_for_each_step(tmp_path):
-    steps = [("batch", "none", "upstream", 9.0), ("batch", "local", "ours", 3.0)]
-    figure = plot.draw_models(
-        [
-            {
-                "case": case, "graphs": graphs, "mixer": mixer, "step_ms": ms, "peak": 10 * ms,
-                "layers": 2, "hidden": 8, "micro_batches": 1, "tokens": 4,
-                "environment": {"gpu": "none"},
-            }
-            for case, graphs, mixer, ms in steps
-        ],
-        tmp_path / "model.png",
-    )  # fmt: skip
-    for axis, unit in zip(figure.axes, (1, 10), strict=True):
-        assert [bar.get_width() / unit for bar in axis.patches] == [9.0, 3.0]
-    names = [label.get_text() for label in figure.axes[0].get_yticklabels()]
-    assert names == ["batch\neager", "batch\nlocal graphs"]
-
-
 def test_ours_beside_megatron_cores_is_a_share_of_it(tmp_path):
     rows = [
         plot.Beside("one", "long", (10.0, 20.0), (3000.0, 4000.0)),
