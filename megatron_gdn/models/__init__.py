@@ -1,11 +1,13 @@
 """The published models: sizes, Megatron configurations and specs, FLOPs, flags for a launch.
 
-parts = config("Qwen3.5-35B-A3B", tensor_model_parallel_size=2)
-model = HybridModel(parts.config, parts.spec, max_sequence_length=4096, **parts.arguments)
+For example:
 
-find("Qwen3.5-35B-A3B").flags()          # of pretrain_hybrid.py
-find("Qwen3.5-35B-A3B").stack            # parameters, FLOPs, bytes of states
-build_model(find("Qwen3.5-35B-A3B").hf)  # megatron_gdn.hf: the model, for weights too
+    parts = config("Qwen3.5-35B-A3B", tensor_model_parallel_size=2)
+    model = HybridModel(parts.config, parts.spec, max_sequence_length=4096, **parts.arguments)
+
+    find("Qwen3.5-35B-A3B").flags()          # of pretrain_hybrid.py
+    find("Qwen3.5-35B-A3B").stack            # parameters, FLOPs, bytes of states
+    build_model(find("Qwen3.5-35B-A3B").hf)  # megatron_gdn.hf: the model, for weights too
 """
 
 from __future__ import annotations

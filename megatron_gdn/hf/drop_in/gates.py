@@ -185,11 +185,13 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
 
 @contextmanager
 def gates_in_fp32() -> Iterator[None]:
-    """Within this, transformers' ``from_pretrained`` leaves ``A_log`` and ``dt_bias`` unrounded::
+    """Within this, transformers' ``from_pretrained`` leaves ``A_log`` and ``dt_bias`` unrounded.
 
-    with megatron_gdn.hf.gates_in_fp32():
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    megatron_gdn.hf.patch(model)
+    For example::
+
+        with megatron_gdn.hf.gates_in_fp32():
+            model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        megatron_gdn.hf.patch(model)
     """
     from transformers import PreTrainedModel
 
