@@ -70,7 +70,10 @@ def log_probs(tokens, position_ids, labels, params) -> torch.Tensor:
 def as_trees() -> tuple[int, list[list[torch.Tensor]]]:
     """The number of computed tokens, and the log-probabilities of each response's tokens."""
     packed = pack_groups(groups, most_tokens=300, device=device)
-    found = [log_probs(*batch[:3], batch.packed_seq_params) for batch in packed.micro_batches]
+    found = [
+        log_probs(x.tokens, x.position_ids, x.labels, x.packed_seq_params)
+        for x in packed.micro_batches
+    ]
     return sum(x.numel() for x in found), packed.unpack(found)
 
 

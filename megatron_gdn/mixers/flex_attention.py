@@ -73,7 +73,8 @@ def _compiled() -> Callable[..., Tensor]:
         def sees(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
             return mask.sees(i, j)
 
-        of_blocks = BlockMask(lengths, *mask.blocks, (BLOCK, BLOCK), sees)
+        parts: Any = (lengths, *mask.blocks, (BLOCK, BLOCK), sees)
+        of_blocks = BlockMask(*parts)
         options: Any = {"scale": float(scale), "enable_gqa": query.shape[1] != key.shape[1]}
         return flex_attention(query, key, value, block_mask=of_blocks, **options)
 
