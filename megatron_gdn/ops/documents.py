@@ -16,7 +16,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from hashlib import blake2b
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -212,7 +212,8 @@ class Documents:
                 found = make(self)
                 if move:
                     on_device = [to_device(x, self.device) for x in found]
-                    found = getattr(found, "_make", tuple)(on_device)  # of a NamedTuple
+                    of_kind = getattr(found, "_make", tuple)  # of a NamedTuple
+                    found = cast(Made, of_kind(on_device))
             self.plans[key, move] = found
         return found
 

@@ -146,7 +146,8 @@ def parts_of(
         readout = _norm_and_gate(layout.gate_columns, *settings, groups, front.triton)
     if gates is not None:
         parameters = (*parameters, gates.contiguous())
-    return Parts(front, rule, cast(Readout | Apart, readout), (*parameters, gamma), run_again)
+    kept = (*parameters, gamma)
+    return Parts(cast(Front, front), rule, cast(Readout | Apart, readout), kept, run_again)
 
 
 class StateLink(Protocol):

@@ -234,7 +234,7 @@ def _per_channel(x: Values, output: bool) -> _Products:
     start, end = _sum(g, 0, later=True).exp(), _sum(g, 1).exp()
     q_in, e_in = q * start if output else None, None if e is None else e * start
     made = P, A, q_in, e_in, k * end, start[:, -1, :, None]
-    return _Products(*(of_heads(t, len(x.u)) for t in made))
+    return _Products._make(of_heads(t, len(x.u)) for t in made)
 
 
 def _pairs(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
