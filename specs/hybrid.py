@@ -21,9 +21,8 @@ from megatron.core.transformer.transformer_layer import TransformerLayer, Transf
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.gdn2.layer import GatedDeltaNet2
-from megatron_gdn.mixers.attention import TorchSelfAttention
+from megatron_gdn.mixers.attention import TorchSelfAttention, beside_torch_attention
 from megatron_gdn.mixers.loader_layout import AUTO
-from megatron_gdn.mixers.te_attention import beside_torch_attention
 
 from .layer import (
     BIAS_DROPOUT_ADD,

@@ -19,11 +19,13 @@ writes. Sums beyond fp16's range become inf, which is seen.
 
 An element under 2^-13 of the largest loses bits, and one under 2^-16 has fewer than in bf16
 (``benchmarks/rounding.py --loud 10``). In state passing the gradient of the final states is held
-below 2^5 too: tokens of other ranks may have far larger gradients.
+below 2^5 too: tokens of other ranks may have far larger gradients. Documents that continue others
+have one power, as a sequence of all their tokens would: their levels run inside.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -77,6 +79,9 @@ class HalfOperands(Rule):
     def __init__(self, rule: Rule) -> None:
         assert not rule.batch_invariant
         self.name, self.reads_again, self.rule = rule.name, rule.reads_again, rule
+
+    def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
+        return HalfOperands(wrapper(self.rule))
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         self.rule.prepare(layout, torch.float16, states)

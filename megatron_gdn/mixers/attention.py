@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
+from functools import cache, partial
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from .arguments import require_causal
 from .attention_share import MicroBatchShare
 from .flex_attention import attend
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
+from .packing import TREE
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -109,9 +111,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         tokens so far, of which the queries are the last. Packed rows may come without B.
         """
         group = None if self._whole else self.cp_group
-        micro_batch = MicroBatchShare.of(
-            packed_seq_params, group, self.loader_layout.of, query.shape[0], query.device
-        )
+        how = group, self.loader_layout.of, query.shape[0], query.device
+        micro_batch = MicroBatchShare.of(packed_seq_params, *how)
         flex = self._runs_flex(query)
         forced = flex and self.flex and len(query) == len(key)
         if micro_batch.documents is None and micro_batch.size == 1 and not forced:
@@ -239,6 +240,32 @@ def _of_one_rank(config: TransformerConfig) -> TransformerConfig:
     return alone
 
 
+@cache
+def beside_torch_attention(theirs: type) -> type:
+    """``theirs``, which leaves trees to a `TorchAttention`; with ``flex=True`` all training too."""
+
+    class BesideTorchAttention(theirs):
+        def __init__(self, *args: Any, flex: bool | None, cp_layout: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            self.flex = flex
+            # Made when it is needed: it refuses configs that are fine for `theirs`.
+            self._make = partial(TorchAttention, *args, flex=flex, cp_layout=cp_layout, **kwargs)
+            self._made: list[TorchAttention] = []  # no submodule, and no key of a checkpoint
+
+        def takes(self, packed: PackedSeqParams | None) -> bool:
+            is_tree = packed is not None and packed.qkv_format == TREE
+            return is_tree or (self.flex is True and self.training)
+
+        def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
+            kwargs["packed_seq_params"] = packed_seq_params
+            if not self.takes(packed_seq_params):
+                return super().forward(*args, **kwargs)
+            self._made = self._made or [self._make()]
+            return self._made[0].train(self.training)(*args, **kwargs)
+
+    return BesideTorchAttention
+
+
 class TorchSelfAttention(FollowsLoader, SelfAttention):
     """``SelfAttention`` that rotates queries and keys by the positions this rank holds.
 
@@ -268,8 +295,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         kwargs.update(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
         if inference_context is not None:
             kwargs["inference_context"] = inference_context
-        ours = getattr(self.core_attention, "takes", None)
-        if ours is not None and not ours(packed_seq_params):
+        takes = getattr(self.core_attention, "takes", None)
+        if takes is not None and not takes(packed_seq_params):
             return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
         if inference_context is not None:
             return self._generate(hidden_states, rotary_pos_emb, **kwargs)
@@ -365,7 +392,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
 
 def _of_all_ranks(angles: Tensor, group: Any) -> Tensor:
     """The angles of all positions, from the zigzag share that the model cut for this rank."""
-    total = angles.shape[0] * (1 if group is None else group.size())
+    total = len(angles) * (1 if group is None else group.size())
     return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 
 

@@ -5,8 +5,7 @@ from the key's place on, to where the documents end that continue the key's:
 
     place of the key  <=  place of the query  <  end of the key
 
-Legend: S keys of the whole buffer, s queries of this rank, B batch, H query heads and G key heads,
-D head size, I blocks of queries, J blocks of keys.
+Legend: S keys of the whole buffer, s queries of this rank, I blocks of queries, J blocks of keys.
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class Mask(NamedTuple):
         made = BlockMask.from_kv_blocks(*_listed(some_IJ & ~all_IJ), *_listed(all_IJ))
         return cls(query, key, end, made.as_tuple()[2:10])
 
-    def sees(self, i: Tensor, j: Tensor) -> Tensor:
+    def sees(self, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         place = self.query_s[i]
         return (self.key_S[j] <= place) & (place < self.end_S[j])
 
@@ -57,7 +56,7 @@ class Mask(NamedTuple):
 def attend(
     query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, mask: Mask, scale: float
 ) -> Tensor:
-    """``[s, B, H, D]``."""
+    """The output ``[s, B, H, D]``; keys and values have G heads."""
     heads_first = (x.permute(1, 2, 0, 3) for x in (query_sBHD, key_SBGD, value_SBGD))
     return _compiled()(*heads_first, repr(scale), *mask).permute(2, 0, 1, 3)
 
@@ -69,14 +68,9 @@ def _compiled() -> Callable[..., Tensor]:
 
     def masked(query: Tensor, key: Tensor, value: Tensor, scale: str, *tables: Any) -> Any:
         mask, lengths = Mask(*tables), (query.shape[2], key.shape[2])
-
-        def sees(batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-            return mask.sees(i, j)
-
-        parts: Any = (lengths, *mask.blocks, (BLOCK, BLOCK), sees)
-        of_blocks = BlockMask(*parts)
+        parts: Any = (lengths, *mask.blocks, (BLOCK, BLOCK), mask.sees)
         options: Any = {"scale": float(scale), "enable_gqa": query.shape[1] != key.shape[1]}
-        return flex_attention(query, key, value, block_mask=of_blocks, **options)
+        return flex_attention(query, key, value, block_mask=BlockMask(*parts), **options)
 
     return torch.compile(masked, dynamic=True, fullgraph=True)
 

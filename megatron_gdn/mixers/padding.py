@@ -165,6 +165,13 @@ def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     return to_device(torch.tensor(offsets, dtype=torch.int32, device="cpu"), device)
 
 
+def slots_of(lengths: Sequence[int], multiple_of: int) -> tuple[int, ...]:
+    """The lengths with padding up to a multiple."""
+    if multiple_of < 1:
+        raise ValueError(f"multiple_of={multiple_of} must be at least 1 (1 leaves no padding).")
+    return tuple(-(-length // multiple_of) * multiple_of for length in lengths)
+
+
 def params_of(
     qkv_format: str,
     lengths: Sequence[int],
@@ -214,11 +221,9 @@ class _Layout(NamedTuple):
 
 
 def _layout(mask: Tensor, multiple_of: int, device: torch.device) -> _Layout:
-    if multiple_of < 1:
-        raise ValueError(f"multiple_of={multiple_of} must be at least 1 (1 leaves no gaps).")
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
-    slots = tuple(-(-length // multiple_of) * multiple_of for length in lengths)
+    slots = slots_of(lengths, multiple_of)
     length_N, slot_N = (torch.tensor(n, device="cpu") for n in (lengths, slots))
     gap_N = (slot_N - length_N).cumsum(0) - (slot_N - length_N)  # padding rows before each document
     packed_T = torch.arange(len(token_T), device="cpu") + gap_N[document_T]

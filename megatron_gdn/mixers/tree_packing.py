@@ -1,22 +1,23 @@
-"""Packed documents that share prefixes: a prompt is computed once for all its responses.
-
-Legend: N documents, T tokens of the packed buffer.
-"""
+"""Packed documents that share prefixes: a prompt is computed once for all its responses."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import accumulate, islice
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from megatron.core.packed_seq_params import PackedSeqParams
 from torch import Tensor
 
 from ..ops.host_tables import to_device
 from ..ops.trees import TreeDocuments
 from .packing import PARENTS, TREE
-from .padding import params_of
+from .padding import params_of, slots_of
+
+Tokens = Tensor | Sequence[int]
 
 
 def tree_packed_seq_params(
@@ -28,55 +29,46 @@ def tree_packed_seq_params(
 ) -> PackedSeqParams:
     """Boundaries of packed documents, each of which may continue an earlier one.
 
-    A document whose parent is another starts where that one ended: from its last state, behind its
-    last rows in the convolution, at the next position, and with attention to all that it
-    continues. The result of every document is that of the whole sequence from its first ancestor
-    on; what several sequences share is computed once.
+    A document starts where its parent ended: from the last state, behind the last rows in the
+    convolution, at the next position, and with attention to all that it continues. Its result is
+    that of the whole sequence from its first ancestor on.
 
-    This project's mixers take these parameters, and the attention of `hybrid_stack_spec` and of
-    local specs; with context parallelism the mixers run headwise. ``qkv_format`` is
-    ``"thd_tree"``, which Transformer Engine's attention refuses. Megatron's own GatedDeltaNet and
-    its MLA do not look, and would read the buffer as one sequence.
+    The mixers take these parameters, headwise with context parallelism, and so does the attention
+    of `hybrid_stack_spec` and of local specs. Transformer Engine's refuses the ``qkv_format``,
+    ``"thd_tree"``. Megatron's own GatedDeltaNet and MLA would read the buffer as one sequence.
 
     Args:
         lengths: tokens of each document; 0 is legal, and its children continue its parent.
         parents: for each document the index of an earlier one, -1 for none.
-        multiple_of: every document's slot in the buffer is filled up to a multiple of it, with
-            padding behind the document's tokens; ``2 * context_parallel_size`` where the buffer is
-            cut in zigzag. No document continues padding.
+        multiple_of: every document's slot is filled up with padding to a multiple of it, which no
+            document continues; ``2 * context_parallel_size`` where the buffer is cut in zigzag.
         device: where the layers run.
 
     Returns:
-        ``PackedSeqParams`` with int32 ``[N + 1]`` boundaries: ``cu_seqlens_*`` of tokens,
-        ``cu_seqlens_*_padded`` of slots. ``max_seqlen_*`` is the longest sequence, rounded up.
+        int32 boundaries ``[N + 1]``: ``cu_seqlens_*`` of tokens, ``cu_seqlens_*_padded`` of slots;
+        ``max_seqlen_*`` is the longest sequence, rounded up.
 
     Raises:
         ValueError: lengths or parents that do not fit, ``multiple_of`` less than 1.
-
-    Source: shared prefixes in training, as in Megatron-LM's pull requests 7386 and 7387 for
-    attention and Mamba.
     """
-    if multiple_of < 1:
-        raise ValueError(f"multiple_of={multiple_of} must be at least 1 (1 leaves no padding).")
-    slots = [_slot(length, multiple_of) for length in lengths]
-    documents = TreeDocuments(
-        (0, *accumulate(slots)), torch.device("cpu"), tuple(parents), tuple(lengths)
-    )
-    params = params_of(TREE, lengths, slots, _slot(documents.longest_sequence, multiple_of), device)
-    params.__dict__[PARENTS] = tuple(parents)
+    slots = slots_of(lengths, multiple_of)
+    given = tuple(parents), tuple(lengths)
+    documents = TreeDocuments((0, *accumulate(slots)), torch.device("cpu"), *given)
+    (longest,) = slots_of((documents.longest_sequence,), multiple_of)
+    params = params_of(TREE, lengths, slots, longest, device)
+    params.__dict__[PARENTS] = documents.parents
     return params
 
 
 class PackedTree(NamedTuple):
     """Prompts and their responses in one buffer, as :func:`pack_tree` lays them out.
 
-    A response's document begins with the prompt's last token, whose output predicts the response's
-    first one: there each response has an output, a label and a loss of its own. So a prompt's
-    document has all its tokens but the last.
+    The prompt's last token is the first of each response's document, since its output has another
+    label and loss in each. A prompt's document has the tokens before.
 
     Attributes:
         tokens, position_ids, labels: int64 ``[1, T]``. A label is the next token of the prompt or
-            of the response; where there is none, and at padding, it is 0.
+            of the response; 0 at padding.
         loss_mask: fp32 ``[1, T]``, 1 where the label is a token of a response.
         packed_seq_params: of :func:`tree_packed_seq_params`.
         responses: where the rows lie that predict each response's tokens, for every prompt a list.
@@ -90,10 +82,10 @@ class PackedTree(NamedTuple):
     responses: tuple[tuple[slice, ...], ...]
 
     def unpack(self, of_tokens: Tensor) -> list[list[Tensor]]:
-        """What the buffer's rows hold for each response: for every prompt a list of ``[n, ...]``.
+        """For every prompt a list of its responses' rows ``[n, ...]`` of ``of_tokens``.
 
-        ``of_tokens`` ``[1, T, ...]`` are such as log-probabilities of the labels. Row j belongs to
-        the j-th token of a response: the output that predicts it.
+        These ``[1, T, ...]`` are such as log-probabilities of the labels. Row j belongs to the
+        output that predicts the j-th token of a response.
         """
         if of_tokens.shape[:2] != self.tokens.shape:
             raise ValueError(
@@ -102,9 +94,6 @@ class PackedTree(NamedTuple):
                 f"ranks, in the order of the sequence."
             )
         return [[of_tokens[0, rows] for rows in each] for each in self.responses]
-
-
-Tokens = Tensor | Sequence[int]
 
 
 def pack_tree(
@@ -123,8 +112,7 @@ def pack_tree(
         device: of the result; None is that of the first prompt.
 
     Raises:
-        ValueError: another number of lists of responses than of prompts, a prompt without tokens,
-            or tokens of another shape.
+        ValueError: not one list for each prompt, a prompt without tokens, tokens of another shape.
     """
     if len(prompts) != len(responses) or not prompts:
         raise ValueError(
@@ -132,32 +120,27 @@ def pack_tree(
             f"each prompt, and at least one prompt."
         )
     where: Any = getattr(prompts[0], "device", "cpu") if device is None else device
-    shown, labels, before, parents = [], [], [], []
+    rows, lengths, parents, of_prompts, start = [], [], [], [], 0
     for index, group in enumerate(zip(prompts, responses, strict=True)):
         prompt, *answers = (_on_host(x, index) for x in (group[0], *group[1]))
         if not len(prompt):
             raise ValueError(f"prompt {index} has no token; give at least one, such as a BOS.")
-        before += [0] + [len(prompt) - 1] * len(answers)
-        parents += [-1] + [len(parents)] * len(answers)
-        shown += [prompt[:-1], *(torch.cat([prompt[-1:], answer])[:-1] for answer in answers)]
-        labels += [prompt[1:], *answers]
-    lengths = [len(x) for x in shown]
-    ends = list(accumulate(_slot(n, multiple_of) for n in lengths))
-    buffers = torch.zeros(4, 1, ends[-1], dtype=torch.int64, device="cpu")
-    rows: list[list[slice]] = []
-    for i, (start, length) in enumerate(zip([0, *ends], lengths, strict=False)):
-        place = slice(start, start + length)
-        positions = torch.arange(before[i], before[i] + length, device="cpu")
-        buffers[:3, 0, place] = torch.stack([shown[i], positions, labels[i]])
-        buffers[3, 0, place] = parents[i] >= 0
-        if parents[i] < 0:
-            rows.append([])
-        else:
-            rows[-1].append(place)
-    tokens, position_ids, next_tokens, in_loss = to_device(buffers, where)
+        last, root, places = len(prompt) - 1, len(parents), []
+        behind = [(root, last, torch.cat([prompt[last:], answer])) for answer in answers]
+        for parent, before, text in [(-1, 0, prompt), *behind]:
+            length = len(text) - 1
+            position = torch.arange(before, before + length, device="cpu")
+            in_loss = torch.full_like(position, parent >= 0)
+            document = torch.stack([text[:-1], position, text[1:], in_loss])
+            rows.append(F.pad(document, (0, -length % multiple_of)))
+            places.append(slice(start, start + length))
+            lengths.append(length)
+            parents.append(parent)
+            start += rows[-1].shape[1]
+        of_prompts.append(tuple(places[1:]))
     params = tree_packed_seq_params(lengths, parents, multiple_of=multiple_of, device=where)
-    of_prompts = tuple(map(tuple, rows))
-    return PackedTree(tokens, position_ids, next_tokens, in_loss.float(), params, of_prompts)
+    *columns, in_loss = to_device(torch.cat(rows, 1)[:, None], where)
+    return PackedTree(*columns, in_loss.float(), params, tuple(of_prompts))
 
 
 class PackedGroups(NamedTuple):
@@ -187,9 +170,8 @@ def pack_groups(
     and its prompt is computed once in every micro-batch that has some of them.
 
     Args:
-        groups: token ids as in :func:`pack_tree`.
+        groups, multiple_of, device: as in :func:`pack_tree`.
         most_tokens: of a micro-batch, with the padding of slots.
-        multiple_of, device: as in :func:`pack_tree`.
 
     Raises:
         ValueError: as pack_tree; a prompt that does not fit with its longest response.
@@ -197,8 +179,7 @@ def pack_groups(
     cut: list[list[tuple[Tokens, list[Tokens]]]] = []
     room = 0
     for index, (prompt, answers) in enumerate(groups):
-        head = _slot(len(prompt) - 1, multiple_of)
-        costs = [_slot(len(answer), multiple_of) for answer in answers]
+        head, *costs = slots_of((len(prompt) - 1, *map(len, answers)), multiple_of)
         least = head + max(costs, default=0)
         if least > most_tokens:
             raise ValueError(
@@ -216,13 +197,9 @@ def pack_groups(
                 room = most_tokens - head
             cut[-1][-1][1].append(answer)
             room -= cost
-    where: Any = {"multiple_of": multiple_of, "device": device}
-    packed = (pack_tree(*zip(*each, strict=True), **where) for each in cut)
-    return PackedGroups(tuple(packed), tuple(len(answers) for _, answers in groups))
-
-
-def _slot(tokens: int, multiple_of: int) -> int:
-    return -(-tokens // multiple_of) * multiple_of
+    pack = partial(pack_tree, multiple_of=multiple_of, device=device)
+    packed = tuple(pack(*zip(*each, strict=True)) for each in cut)
+    return PackedGroups(packed, tuple(len(answers) for _, answers in groups))
 
 
 def _on_host(tokens: Tokens, index: int) -> Tensor:

@@ -29,9 +29,8 @@ from .parts import ALONE, Neighbours, Parts
 from .readout.base import Apart, Readout
 from .recompute import HandOver, RefilledOutput, SecondRun
 from .rules.base import Rule, Saved
-from .rules.by_level import RuleByLevel
 from .switches import leaves_memory_unfilled
-from .trees import TreeDocuments
+from .trees import RuleByLevel, TreeDocuments
 
 
 def mix(
@@ -54,7 +53,8 @@ def mix(
         inside = AlignedReadout(inside, neighbours.documents) if inside.reads_o else inside
     if rows.numel():
         if isinstance(neighbours.documents, TreeDocuments):
-            rule, history = RuleByLevel(rule), neighbours.documents.history(parts.past)
+            history = neighbours.documents.history(parts.past)
+            rule = rule.around(RuleByLevel)
             neighbours = replace(neighbours, history=history)
         trained = [x for x in (rows, *parameters) if x is not None and x.requires_grad]
         keep = torch.is_grad_enabled() and bool(trained)

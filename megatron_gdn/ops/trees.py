@@ -3,75 +3,83 @@
     prompt ──┬── first answer         parents = (-1, 0, 0)
              └── second answer        each answer starts from the prompt's state and last rows
 
-Documents of one *level* have the same number of documents before them. A level runs as packed
-documents do, from the states in which the level above it ended.
+Documents of one *level* have the same number of documents before them. A rule runs a level as it
+runs packed documents:
 
-Legend: N documents, T tokens of the buffer, n sequences of one level.
+    forward      S_in of a child = S_out of its parent                       from the top down
+    backward     dS_out of a parent = sum of its children's dS_in            from the bottom up
+
+Legend: T tokens of the buffer, n sequences of one level.
 """
 
 from __future__ import annotations
 
 from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
-from typing import NamedTuple
+from itertools import chain
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .documents import Documents
-from .front.history import History, HistoryTable
+from .front.history import History, HistoryTable, ranges
 from .host_tables import to_device
+from .rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
+from .state_maps.state_map import StateMap
+from .switches import full_fp32_matmul
+
+ALIGNMENT = 16  # bytes: what kernels take for granted of a tensor
 
 
 class Level(NamedTuple):
-    """The documents with as many documents before them, without the empty ones.
-
-    ``siblings`` are pairs of int64 indices, documents of the level above and children of theirs:
-    each one's first child, then each one's second child, and so on. A sum over children that takes
-    them in this order is the same in every run.
-    """
+    """The documents with as many documents before them, without the empty ones, in the order of
+    their parents: each parent's children are neighbours."""
 
     tokens: slice | Tensor  # their places in the buffer, document after document
     documents: Documents  # their boundaries among ``tokens``
-    parents: Tensor | None  # int64 [n], where each parent is in the level above; None at the top
-    siblings: tuple[tuple[Tensor, Tensor], ...]
-    continued: bool  # whether the next level has documents
+    parents: Tensor  # int64 [n], where each one's parent is in the level above
+    children: tuple[int, ...]  # how many of each document have tokens
+
+    def rows(self, x: Tensor) -> Tensor:
+        """The tokens of this level, of ``[1, T, ...]``."""
+        if isinstance(self.tokens, slice):
+            rows = x[:, self.tokens]
+            return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
+        if x.stride(1) == 0:  # one value for all tokens
+            return x[:, : len(self.tokens)]
+        return x.index_select(1, self.tokens)
 
 
 @dataclass(frozen=True, eq=False)
 class TreeDocuments(Documents):
-    """Documents in slots of one buffer, each of which may continue an earlier one.
-
-    ``parents`` has the index of the document whose last token each one continues, -1 for none.
-    """
+    """Documents in slots of one buffer, each of which may continue an earlier one."""
 
     why_headwise = "the one that runs documents that continue others"
     why_not_on_grid = (
-        "documents that continue others run without config.batch_invariant_mode: its "
-        "chunks of 64 tokens begin anew in every document. Switch it off, or pack the "
-        "sequences separately."
+        "documents that continue others run without config.batch_invariant_mode: its chunks of 64 "
+        "tokens begin anew in every document. Switch it off, or pack the sequences separately."
     )
     continue_others = True
 
-    parents: tuple[int, ...] = ()
+    parents: tuple[int, ...] = ()  # what each document continues; -1: none
     lengths_without_padding: tuple[int, ...] = ()  # of each document, at the start of its slot
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        N = len(self.lengths)
-        for name, given in (("parents", self.parents), ("lengths", self.lengths_without_padding)):
-            if len(given) != N:
-                raise ValueError(f"{name} has {len(given)} entries; there are {N} documents.")
-        for index, parent in enumerate(self.parents):
+        if len(self.parents) != len(self.lengths):
+            raise ValueError(
+                f"parents has {len(self.parents)} entries; there are {len(self.lengths)} documents."
+            )
+        given = zip(self.parents, self.lengths_without_padding, self.lengths, strict=True)
+        for index, (parent, length, slot) in enumerate(given):
             if not -1 <= parent < index:
                 raise ValueError(
                     f"parents[{index}] is {parent}; a document continues an earlier one "
                     f"(0 to {index - 1}), or none (-1). Put every document behind its parent."
                 )
-        both = zip(self.lengths_without_padding, self.lengths, strict=True)
-        for index, (length, slot) in enumerate(both):
             if not 0 <= length <= slot:
                 raise ValueError(
                     f"document {index} has {length} tokens and a slot of {slot}; a document fits "
@@ -93,111 +101,154 @@ class TreeDocuments(Documents):
         return tuple(paths)
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
-        document = bisect_right(self.offsets, start) - 1
-        return tuple(
-            slice(self.offsets[i], self.offsets[i] + self.lengths_without_padding[i])
-            for i in self.paths[document]
-        )
+        path = self.paths[bisect_right(self.offsets, start) - 1]
+        begin, length = self.offsets, self.lengths_without_padding
+        return tuple(slice(begin[i], begin[i] + length[i]) for i in path)
+
+    @cached_property
+    def _count_before(self) -> list[int]:
+        return [sum(self.lengths_without_padding[i] for i in path) for path in self.paths]
 
     @property
     def longest_sequence(self) -> int:
         """Slots of the longest document and of all that it continues."""
-        length = self.lengths_without_padding
-        paths = zip(self.paths, self.lengths, strict=True)
-        return max(sum(length[i] for i in path) + slot for path, slot in paths)
+        return max(map(sum, zip(self._count_before, self.lengths, strict=True)))
 
     @cached_property
     def position_in_sequence_T(self) -> Tensor:
-        length = self.lengths_without_padding
-        before_N = torch.tensor([sum(length[i] for i in path) for path in self.paths], device="cpu")
+        before_N = torch.tensor(self._count_before, dtype=torch.int32, device="cpu")
         before_T = before_N.repeat_interleave(torch.tensor(self.lengths, device="cpu"))
-        return self.position_T + to_device(before_T.to(torch.int32), self.device)
+        return self.position_T + to_device(before_T, self.device)
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
         """From the top down."""
-        filled = [i for i, length in enumerate(self.lengths_without_padding) if length]
-        if not filled:
+        length = self.lengths_without_padding
+        children: dict[int, list[int]] = {i: [] for i in range(-1, len(length))}
+        for i, path in enumerate(self.paths):
+            if length[i]:
+                children[path[-1] if path else -1].append(i)
+        if not children[-1]:
             raise ValueError(f"{self.total_tokens} tokens are padding of documents without tokens.")
-        depth = max(len(self.paths[i]) for i in filled)
-        members = [[i for i in filled if len(self.paths[i]) == d] for d in range(depth + 1)]
-        place = {i: n for level in members for n, i in enumerate(level)}
-        levels = []
-        for d, level in enumerate(members):
-            lengths = [self.lengths_without_padding[i] for i in level]
-            parents, siblings = None, ()
-            if d:
-                parents = [place[self.paths[i][-1]] for i in level]
-                siblings = self._siblings(parents)
-                parents = self._index(parents)
-            levels.append(Level(
-                self._tokens_of(level, lengths),
-                Documents((0, *accumulate(lengths)), self.device),
-                parents, siblings, d < depth,
-            ))  # fmt: skip
+        levels, families = [], [children[-1]]
+        while members := [*chain(*families)]:
+            of_members = ([x[i] for i in members] for x in (self.offsets, length))
+            start, count = (torch.tensor(x, device="cpu") for x in of_members)
+            places = ranges(start, count)
+            in_order = bool((places.diff() == 1).all())
+            whole = slice(int(places[0]), int(places[-1]) + 1)
+            tokens = whole if in_order else to_device(places, self.device)
+            documents = Documents((0, *count.cumsum(0).tolist()), self.device)
+            parents = [n for n, family in enumerate(families) for _ in family]
+            parents = to_device(torch.tensor(parents, device="cpu"), self.device)
+            families = [children[i] for i in members]
+            levels.append(Level(tokens, documents, parents, tuple(map(len, families))))
         return tuple(levels)
 
-    def _index(self, values: list[int]) -> Tensor:
-        return to_device(torch.tensor(values, dtype=torch.int64, device="cpu"), self.device)
-
-    def _tokens_of(self, level: list[int], lengths: list[int]) -> slice | Tensor:
-        starts = [self.offsets[i] for i in level]
-        ends = [start + length for start, length in zip(starts, lengths, strict=True)]
-        if starts[1:] == ends[:-1]:
-            return slice(starts[0], ends[-1])
-        both = zip(starts, ends, strict=True)
-        return self._index([token for start, end in both for token in range(start, end)])
-
-    def _siblings(self, parents: list[int]) -> tuple[tuple[Tensor, Tensor], ...]:
-        children: dict[int, list[int]] = {}
-        for child, parent in enumerate(parents):
-            children.setdefault(parent, []).append(child)
-        most = max(map(len, children.values()))
-        turns = [{p: c[turn] for p, c in children.items() if turn < len(c)} for turn in range(most)]
-        return tuple((self._index([*turn]), self._index([*turn.values()])) for turn in turns)
-
-    @cached_property
-    def _histories(self) -> dict[int, HistoryOfParents | None]:
-        return {}
+    def in_buffer(self, pieces: Sequence[Any]) -> Any:
+        """``[1, T, ...]`` from the rows of all levels, zero where there is padding; or None."""
+        if pieces[0] is None or pieces[0].shape[1] == self.total_tokens:
+            return pieces[0]
+        whole = pieces[0].new_zeros(1, self.total_tokens, *pieces[0].shape[2:])
+        for piece, level in zip(pieces, self.levels, strict=True):
+            whole[:, level.tokens] = piece
+        return whole
 
     def history(self, past: int) -> HistoryOfParents | None:
         """The ``past`` rows before each document, from its parents; None if there are none."""
-        if past not in self._histories:
-            self._histories[past] = self._history(past)
-        return self._histories[past]
+        return self.plan((HistoryOfParents, past), lambda: self._history(past))
 
     def _history(self, past: int) -> HistoryOfParents | None:
-        start, length = self.offsets, self.lengths_without_padding
+        length = self.lengths_without_padding
         continuing = [i for i, path in enumerate(self.paths) if path and length[i]]
         if not (continuing and past):
             return None
         sent, history = [], []
         for i in continuing:
-            row = []
-            for ancestor in reversed(self.paths[i]):
-                newest = start[ancestor] + length[ancestor] - 1
-                row += range(newest, max(newest - length[ancestor], newest - past + len(row)), -1)
+            before = self.tokens_before(self.offsets[i])
+            row = [t for x in before for t in range(max(x.start, x.stop - past), x.stop)]
+            row = row[: -past - 1 : -1]  # the newest first
             history.append([len(sent) + age if age < len(row) else -1 for age in range(past)])
             sent += row
-        host = torch.tensor
-        first = host([start[i] for i in continuing], device="cpu")
-        count = host([length[i] for i in continuing], device="cpu")
-        before, rows = host(history, device="cpu"), host(sent, device="cpu")
-        table = HistoryTable.build(first, count, before, rows, self.total_tokens, self.device)
-        return HistoryOfParents(table, to_device(rows, self.device))
+        places = ([x[i] for i in continuing] for x in (self.offsets, length))
+        tables = [torch.tensor(x, device="cpu") for x in (*places, history, sent)]
+        table = HistoryTable.build(*tables, self.total_tokens, self.device)
+        return HistoryOfParents(table, to_device(tables[-1], self.device))
 
 
-class HistoryOfParents:
-    """The rows before each document, from its parents: a :class:`.front.history.HistoryLink`.
+class HistoryOfParents(NamedTuple):
+    """A :class:`.front.history.HistoryLink`. Every child has a copy of the rows before it, and the
+    gradients of the copies are summed in one order."""
 
-    Every child has a copy of the rows, so the gradients of the copies are summed in one order.
-    """
-
-    def __init__(self, table: HistoryTable, rows: Tensor) -> None:
-        self.table, self._rows = table, rows
+    table: HistoryTable
+    rows: Tensor  # int64, places in the buffer
 
     def fetch(self, rows_sBC: Tensor) -> History:
-        return History(rows_sBC.index_select(0, self._rows), self.table)
+        return History(rows_sBC.index_select(0, self.rows), self.table)
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
         return d_rows_RBC
+
+
+class ForwardByLevel(RuleForward):
+    documents: TreeDocuments
+
+    def run(
+        self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
+    ) -> RuleOutput:
+        assert initial is None and not final
+        outputs, tensors, plans, ended = [], [], [], None
+        for level in self.documents.levels:
+            begun = self.rule.rule.begin(on_tokens(self.inputs, level.rows), level.documents)
+            entering, through, continued = None, None, any(level.children)
+            if ended is not None:
+                entering = ended.index_select(0, level.parents)
+                if keep and continued:
+                    through = begun.state_map().through
+            o, ended, saved = begun.run(entering, keep=keep, final=continued)
+            outputs.append(o)
+            tensors += [entering, through, *saved.tensors]
+            plans.append((saved.plan, len(saved.tensors)))
+        o = self.documents.in_buffer(outputs)
+        return RuleOutput(o, None, Saved(tuple(tensors) if keep else (), tuple(plans)))
+
+
+class BackwardByLevel(RuleBackward):
+    documents: TreeDocuments
+
+    def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
+        assert initial is None and d_final is None
+        tensors, grads, levels = list(self.saved.tensors), [], self.documents.levels
+        for number, level in reversed([*enumerate(levels)]):
+            plan, count = self.saved.plan[number]
+            entered, through, *mine = tensors[-count - 2 :]
+            del tensors[-count - 2 :]
+            inputs, saved = on_tokens(self.inputs, level.rows), Saved(tuple(mine), plan)
+            begun = self.rule.rule.begin_backward(
+                level.rows(self.d_o), inputs, saved, level.documents
+            )
+            d_entered = begun.d_initial() if number else None
+            if d_entered is not None and d_final is not None:
+                d_entered = _carried(StateMap(d_entered, through).transposed(d_entered), d_final)
+            grads.insert(0, begun.run(entered, d_final))
+            if d_entered is not None:
+                families = d_entered.split(levels[number - 1].children)
+                d_final = torch.stack([family.sum(0) for family in families])
+        return type(grads[0])(*map(self.documents.in_buffer, zip(*grads, strict=True)))
+
+
+def _carried(maps: StateMap, d_final: Tensor) -> Tensor:
+    """``maps.apply(d_final)``, by products whose shape does not depend on the siblings."""
+    with full_fp32_matmul(d_final.device.type):
+        each = zip(*maps, d_final, strict=True)
+        return torch.stack([StateMap(*of_one).apply(d) for *of_one, d in each])
+
+
+class RuleByLevel(Rule):
+    """Runs ``rule`` once for each level. Of padding, in no level, ``o`` and gradients are zero."""
+
+    forward, backward = ForwardByLevel, BackwardByLevel
+
+    def __init__(self, rule: Rule) -> None:
+        self.rule, self.name = rule, rule.name
+        self.batch_invariant, self.reads_again = rule.batch_invariant, rule.reads_again

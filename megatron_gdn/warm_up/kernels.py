@@ -255,7 +255,7 @@ def _call_flash_qla(part: str, heads: Heads, count: int, again: bool) -> None:
     else:
         backward.run()
         rule.begin(inputs, documents).run(keep=False)
-    if part == "cut":  # other documents may continue this one, see ops.trees
+    if part == "cut":  # other documents may continue this one
         continued = rule.begin(inputs, documents).run(final=True)
         backward = rule.begin_backward(v, inputs, continued.saved, documents)
         backward.run(None, continued.final)

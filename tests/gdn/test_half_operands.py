@@ -19,6 +19,7 @@ from megatron_gdn.ops.readout.plain import PlainReadout
 from megatron_gdn.ops.rules import fla
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule import states
+from tests.trees import Tree
 
 G, H, K, V = 2, 6, 5, 7
 # Two numbers rounded to fp16, by 2^-12 each: d_o on the way in, a gradient on the way out.
@@ -202,17 +203,18 @@ SIZES = HeadSizes(G, H, K, V)
 
 
 @pytest.mark.parametrize("recompute", [False, True], ids=["saved", "recomputed"])
-@pytest.mark.parametrize("lengths", [None, (1, 2, 30, 0, 37)], ids=["dense", "packed"])
-def test_the_mixer_takes_the_factor_out_of_every_gradient(lengths, recompute):
+@pytest.mark.parametrize("documents", [
+    None, states.documents_of((1, 2, 30, 0, 37)), Tree((-1, 0, 0, 1), (30, 9, 12, 19)).documents
+], ids=["dense", "packed", "tree"])  # fmt: skip
+def test_the_mixer_takes_the_factor_out_of_every_gradient(documents, recompute):
     make = torch.Generator().manual_seed(1)
-    S, B = 70, 2 if lengths is None else 1
+    S, B = 70, 2 if documents is None else 1
 
     def normal(*shape):
         return torch.randn(*shape, generator=make).requires_grad_()
 
     leaves = [normal(S, B, SIZES.width), normal(SIZES.conv_width, 1, 4), normal(H), normal(H)]
     gamma, d_out = normal(V), normal(S, B, H * V).detach()
-    documents = None if lengths is None else states.documents_of(lengths)
     options = {"documents": documents, "recompute_qkv": recompute}
 
     def run_mixer(rule, dtype, size=1.0):

@@ -39,7 +39,8 @@ def seen_by_definition(documents: Documents) -> torch.Tensor:
 
 def dense(mask: Mask) -> torch.Tensor:
     queries, keys = len(mask.query_s), len(mask.key_S)
-    return mask.sees(torch.arange(queries)[:, None], torch.arange(keys)[None])
+    nothing = torch.zeros(())  # all heads see the same
+    return mask.sees(nothing, nothing, torch.arange(queries)[:, None], torch.arange(keys)[None])
 
 
 def listed(mask: Mask, which: int, queries: int, keys: int) -> torch.Tensor:

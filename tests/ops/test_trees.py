@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from megatron_gdn.gdn.front import gdn_parts
-from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
+from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import GatedNorm, Neighbours
-from megatron_gdn.ops.rules import by_level
+from megatron_gdn.ops.trees import ALIGNMENT
 from tests.ops.test_mixer import make_inputs, plain_rule
 from tests.parallel import assert_close
 from tests.trees import Tree, random_tree, separately
@@ -100,26 +100,9 @@ def test_a_shared_prefix_goes_through_the_rule_once():
 
 def test_a_rule_gets_tensors_as_aligned_as_whole_ones():
     """fp32 gates of two heads are 8 bytes a token, and the second level begins at an odd one."""
-    documents, seen = Tree((-1, 0), (3, 6)).documents, []
-    with patch.object(by_level, "on_tokens", lambda x, change: seen.append(change(x)) or seen[-1]):
-        for level in documents.levels:
-            by_level._of(level, torch.randn(1, 9, 2))
+    seen = [level.rows(torch.randn(1, 9, 2)) for level in Tree((-1, 0), (3, 6)).documents.levels]
     assert [x.shape[1] for x in seen] == [3, 6]
-    assert all(x.data_ptr() % by_level.ALIGNMENT == 0 for x in seen)
-
-
-def test_factors_of_levels_become_one():
-    """Powers of two: nothing is rounded."""
-    documents, grads = Tree((-1, 0), (2, 3)).documents, []
-    for tokens, factor in ((2, 1.0), (3, 8.0)):
-        shapes = [(1, tokens, 1, 4)] * 2 + [(1, tokens, 2, 3)] + [(1, tokens, 2)] * 2
-        made = [torch.randn(shape) for shape in shapes]
-        # Value heads of one key head share their factor.
-        grads.append(RuleGrads(*made, torch.tensor([factor] * 2)))
-    whole = by_level._gathered(grads, documents)
-    for name in RuleGrads._fields[:-1]:
-        right = torch.cat([getattr(each, name) * each.factor[0] for each in grads], 1)
-        assert torch.equal(getattr(whole, name) * whole.factor[0], right), name
+    assert all(x.data_ptr() % ALIGNMENT == 0 for x in seen)
 
 
 @pytest.mark.parametrize(

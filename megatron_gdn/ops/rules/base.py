@@ -134,6 +134,10 @@ class Rule:
         """Why the rule cannot run this many heads on a rank; None if it can."""
         return None
 
+    def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
+        """This rule in ``wrapper``; one that converts operands has it around the rule inside."""
+        return wrapper(self)
+
     def begin(self, inputs: Any, documents: Documents | None) -> RuleForward:
         return self.forward(self, inputs, documents)
 
