@@ -251,4 +251,4 @@ class RuleByLevel(Rule):
 
     def __init__(self, rule: Rule) -> None:
         self.rule, self.name = rule, rule.name
-        self.batch_invariant, self.reads_again = rule.batch_invariant, rule.reads_again
+        self.bits, self.reads_again = rule.bits, rule.reads_again
