@@ -21,9 +21,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tokens", type=int, nargs="+", default=[32768, 8192, 2048, 1000])
     parser.add_argument("--heads", type=int, nargs=2, default=(16, 32), metavar=("KEY", "VALUE"))
-    parser.add_argument(
-        "--kernels", nargs="+", default=["forward", "backward", "with_history", "norms"]
-    )
+    parser.add_argument("--kernels", nargs="+", default=["forward", "backward", "norms"])
     parser.add_argument("--loops", action="store_true", help="instructions of every loop")
     parser.add_argument("--keep", type=Path, help="folder for the assembly of each stage")
     args = parser.parse_args()

@@ -12,7 +12,6 @@ documents, for a sequence that is cut into parts and for a batch of four rows.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
@@ -20,13 +19,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch
 
 from megatron_gdn.gdn.flash_qla.plan import own_stages
-from megatron_gdn.warm_up.hopper import (
-    Task,
-    flash_qla_noted,
-    processors,
-    run_tasks,
-    stand_in_for_hopper,
-)
+from megatron_gdn.warm_up.absent_gpu import absent_hopper
+from megatron_gdn.warm_up.tasks import Task, kernels_noted, processors, run_tasks
 
 TOKENS = 9000
 ROWS = 4
@@ -60,21 +54,21 @@ def call(heads: int, offsets: list[int]) -> None:
 
 
 def tasks_of(heads: int) -> list[Task]:
-    with flash_qla_noted(f"{heads} heads") as noted:
+    with kernels_noted() as noted:
         for offsets in (*PACKED, []):
             call(heads, offsets)
-    return sorted(noted.values(), key=lambda task: "fused" not in task.name)  # slow ones first
+    kernels = [task for task in noted.values() if task.kind == "flash_qla"]
+    return sorted(kernels, key=lambda task: "fused" not in task.name)  # slow ones first
 
 
 def main() -> None:
     args = arguments()
-    stand_in_for_hopper()
-    torch.cuda.device = lambda *_: contextlib.nullcontext()
-    own_stages()  # puts the fences in, before the kernels are noted
-    tasks = [task for heads in args.heads for task in tasks_of(heads)]
-    missing = [task for task in tasks if task.missing]
-    print(f"{len(tasks) - len(missing)} of {len(tasks)} kernels are there", flush=True)
-    _, failures = run_tasks(missing, args.processes)
+    with absent_hopper():
+        own_stages()  # puts the fences in, before the kernels are noted
+        tasks = [task for heads in args.heads for task in tasks_of(heads)]
+        missing = [task for task in tasks if task.missing]
+        print(f"{len(tasks) - len(missing)} of {len(tasks)} kernels are there", flush=True)
+        _, failures = run_tasks(missing, args.processes)
     for name, error in failures.items():
         print(f"{name}:\n{error}")
     raise SystemExit(bool(failures))

@@ -1,22 +1,17 @@
 """Generate with the model of a Hugging Face folder: ``python examples/generate.py HF_FOLDER``.
 
 Loads the weights into a Megatron HybridModel on one rank, prefills the prompt and decodes token by
-token. Needs a tokenizer only for ``--text``.
+token. Needs a tokenizer only for ``--prompt``.
 """
 
 import argparse
+import sys
 import time
 from pathlib import Path
 
-import torch
+from megatron_gdn.command_line import Parser, refuse
 
-from megatron_gdn.compat.quiet import hide_import_notes
-
-hide_import_notes()
-
-from megatron_gdn.compat.one_process import end_one_process, start_one_process
-from megatron_gdn.hf import build_model, load_hf_weights, read_hf_config
-from megatron_gdn.inference.generate import generate
+_WARM_UP = 3  # tokens, before the others are timed
 
 
 def arguments(argv: list[str] | None = None) -> argparse.Namespace:
@@ -24,11 +19,10 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
     A request that cannot work ends the program in one line, before a model is built.
     """
-    parser = argparse.ArgumentParser(
-        prog="generate.py",
+    parser = Parser(
+        "generate.py",
         description=(__doc__ or "").partition("\n")[0],
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-        allow_abbrev=False,
     )
     parser.add_argument("folder", help="config.json and safetensors of Qwen3-Next or Qwen3.5")
     prompt = parser.add_mutually_exclusive_group()
@@ -36,27 +30,33 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
         "--tokens", type=int, nargs="+", default=[0], metavar="ID", help="prompt, as numbers"
     )
     prompt.add_argument(
-        "--text",
+        "--prompt",
         default=argparse.SUPPRESS,
-        help="prompt, as text in place of --tokens; the folder needs its tokenizer",
+        metavar="TEXT",
+        help="text in place of --tokens, and text is printed; the folder needs its tokenizer",
     )
     parser.add_argument("--count", type=int, default=32, metavar="N", help="tokens to append")
     args = parser.parse_args(argv)
+    from megatron_gdn.compat.quiet import hide_import_notes
+
+    hide_import_notes()
+    from megatron_gdn.hf import read_hf_config
+
     try:
         args.hf, args.tokenizer = read_hf_config(args.folder), None
-        if "text" in args:
+        if "prompt" in args:
             args.tokenizer = _tokenizer(args.folder)
-            args.tokens = args.tokenizer(args.text)["input_ids"]
+            args.tokens = args.tokenizer(args.prompt)["input_ids"]
         _check(args)
     except (ValueError, NotImplementedError, OSError) as error:
-        parser.exit(2, f"generate.py: error: {error}\n")
+        sys.exit(refuse(error))
     return args
 
 
 def _tokenizer(folder: str):
     # Without such files transformers makes a tokenizer that knows no word, and says nothing.
     if not any(Path(folder).glob("tokenizer*")):
-        raise ValueError(f"--text needs a tokenizer, and {folder} has none; use --tokens.")
+        raise ValueError(f"--prompt needs a tokenizer, and {folder} has none; use --tokens.")
     from transformers import AutoTokenizer
 
     return AutoTokenizer.from_pretrained(folder)
@@ -66,7 +66,7 @@ def _check(args: argparse.Namespace) -> None:
     if args.count < 1:
         raise ValueError(f"--count {args.count}: use 1 or more.")
     if not args.tokens:
-        raise ValueError(f"--text {args.text!r} is no token; give some text.")
+        raise ValueError(f"--prompt {args.prompt!r} is no token; give some text.")
     wrong = [token for token in args.tokens if not 0 <= token < args.hf.vocab_size]
     if wrong:
         raise ValueError(
@@ -79,6 +79,12 @@ def _check(args: argparse.Namespace) -> None:
 
 def main() -> None:
     args = arguments()
+    import torch
+
+    from megatron_gdn.compat.one_process import end_one_process, start_one_process
+    from megatron_gdn.hf import build_model, load_hf_weights
+    from megatron_gdn.inference.generate import generate
+
     device = start_one_process()
     model, _ = build_model(args.hf, modules="local", parallel_output=False)
     load_hf_weights(model, args.folder)
@@ -88,11 +94,12 @@ def main() -> None:
         return logits[:, : args.hf.vocab_size].argmax(-1)
 
     prompt = torch.tensor([args.tokens], device=device)
+    generate(model, prompt, _WARM_UP, pick=likeliest)  # compiles kernels, fills caches
     begin = time.perf_counter()
     tokens = generate(model, prompt, args.count, pick=likeliest)[0].tolist()
     rate = args.count / (time.perf_counter() - begin)
     print(args.tokenizer.decode(tokens) if args.tokenizer else " ".join(map(str, tokens)))
-    print(f"{args.count} tokens at {rate:.1f} tokens/s")
+    print(f"{args.count} tokens at {rate:.1f} tokens/s, prompt included, after a warm-up")
 
     end_one_process()
 

@@ -32,7 +32,7 @@ _NAMES = {
 }  # fmt: skip
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 
-__all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
+__all__ = sorted(name for name in _HOME if name[0] != "_")  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def _version() -> str:

@@ -9,8 +9,8 @@ import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from unittest.mock import patch
 
 import torch
@@ -18,13 +18,14 @@ import triton
 import triton.compiler.compiler
 from triton.runtime.jit import JITFunction
 
+from megatron_gdn.gdn.front import gdn_front
 from megatron_gdn.mamba2.front import mamba2_front
 from megatron_gdn.mamba2.sizes import Mamba2Dims
-from megatron_gdn.ops.delta_rule.base import HeadSizes
+from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
+from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.readout.kernels import TritonReadout
 from megatron_gdn.ops.rules.base import Bits
-from megatron_gdn.warm_up.hopper import HopperDriver
-from megatron_gdn.warm_up.mixer_kernels import MixerLaunches
+from megatron_gdn.warm_up.absent_gpu import HopperDriver
 
 
 class _Clock:
@@ -93,13 +94,67 @@ def compile_for_hopper() -> Iterator[list[Compilation]]:
         yield done
 
 
-class Problem(MixerLaunches):
-    """The launches of a Gated DeltaNet mixer with heads of 128, and those of a Mamba2 mixer."""
+class Problem:
+    """Tensors of one shape in bf16, and the launches of a mixer with heads of 128 on them.
+
+    ``documents`` are packed into the one row; ``operands`` is the dtype of q, k, v and their
+    gradients. On the meta device the tensors have no memory, which is enough to compile.
+    """
 
     def __init__(
-        self, tokens: int, heads: tuple[int, int], documents: int = 0, **options: Any
+        self,
+        tokens: int,
+        heads: tuple[int, int],
+        documents: int = 0,
+        *,
+        batch: int = 1,
+        taps: int = 4,
+        operands: torch.dtype = torch.bfloat16,
+        device: str = "meta",
     ) -> None:
-        super().__init__(tokens, HeadSizes(*heads, 128, 128), documents, **options)
+        sizes = HeadSizes(*heads, 128, 128)
+        self.sizes, self.device, normal = sizes, device, self.tensor
+        (_, H, K, V), S, B = sizes, tokens, batch
+        self.documents = None
+        if documents:
+            offsets = [n * S // documents for n in range(documents)] + [S]
+            where = "cpu" if device == "meta" else device
+            self.documents = Documents.from_cu_seqlens(offsets, S, device=where)
+        self.operands, half = operands, operands == torch.float16
+        self.proj, self.d_proj = normal(S, B, sizes.width), normal(S, B, sizes.width)
+        per_head = partial(normal, H, dtype=torch.float32)
+        front = gdn_front(
+            device, self.proj.dtype, taps, sizes, operands if half else None, kernels="triton"
+        )  # fmt: skip
+        self.front = cache(partial(replace, front))  # with other options
+        self.parameters = (normal(sizes.conv_width, 1, taps), None, per_head(), per_head())
+        # FlashQLA gives dq and dk per value head; the front sums them.
+        q, k, v = (normal(B, S, H, width, dtype=operands) for width in (K, K, V))
+        g, beta = (normal(B, S, H, dtype=torch.float32) for _ in range(2))
+        self.grads = RuleGrads(q, k, v, g, beta, factor=per_head() if half else None)
+        self.o, self.d_out = normal(B, S, H, V, dtype=operands), normal(S, B, H * V)
+        self.gamma, self.readout = normal(V), TritonReadout(sizes.layout.gate_columns)
+
+    def tensor(self, *shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+        return torch.randn(*shape, dtype=dtype, device=self.device)
+
+    def forward(self, only=None, history=None, **options) -> None:
+        given = (self.parameters, self.documents, only, history)
+        self.front(**options).forward(self.proj, *given)
+
+    def backward(self, history=None, **options) -> None:
+        given = (self.parameters, self.grads, self.d_proj, self.documents, history)
+        self.front(**options).backward(self.proj, *given)
+
+    def norm_forward(self) -> None:
+        self.readout.forward(self.o, self.proj, self.gamma)
+
+    def norm_backward(self, **options) -> None:
+        self.readout.backward(self.d_out, self.o, self.proj, self.gamma, self.d_proj, **options)
+
+    def norms(self, **_options) -> None:
+        self.norm_forward()
+        self.norm_backward()
 
     def mamba2(self, batch_invariant: bool = False) -> None:
         """The launches of a Mamba2 mixer with 128 heads of 64 and 8 groups of 128."""

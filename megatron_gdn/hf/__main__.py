@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import errno
 import logging
 import shlex
@@ -11,13 +10,11 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch.distributed.checkpoint.api import CheckpointException
+from ..command_line import Parser, refuse
 
-from .build import megatron_flags
-from .model_config import read_hf_config
-
+_DESCRIPTION = "Weights between Hugging Face folders and Megatron checkpoints."
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
-_EXPECTED = (ValueError, NotImplementedError, ImportError, OSError, CheckpointException)
+_EXPECTED = (ValueError, NotImplementedError, ImportError, OSError)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,18 +24,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     warnings.simplefilter("ignore")
     for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
+    from torch.distributed.checkpoint.api import CheckpointException
+
     try:
         return _run(**given)
+    except CheckpointException as error:  # errors of ranks, with their tracebacks
+        cause = next(found for found, _ in error.failures.values())
+        return refuse(_in_one_line(cause, given, names_nothing=True))
     except _EXPECTED as error:
-        print(f"error: {_in_one_line(error, given)}", file=sys.stderr)
-        return 2
+        return refuse(_in_one_line(error, given))
 
 
-def _in_one_line(error: BaseException, given: dict) -> str:
+def _in_one_line(error: BaseException, given: dict, names_nothing: bool = False) -> str:
     """The cause of an error in one line that names a folder."""
-    names_nothing = isinstance(error, CheckpointException)
-    if isinstance(error, CheckpointException):  # errors of ranks, with their tracebacks
-        error = next(found for found, _ in error.failures.values())
     said = str(error) or type(error).__name__
     if isinstance(error, OSError) and error.errno and not error.filename:
         names_nothing, said = True, error.strerror or said
@@ -51,13 +49,13 @@ def _in_one_line(error: BaseException, given: dict) -> str:
     return said
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m megatron_gdn.hf", description=__doc__)
+def _parser() -> Parser:
+    parser = Parser("python -m megatron_gdn.hf", description=_DESCRIPTION)
     metavar = "import | export | compare | flags"
     commands = parser.add_subparsers(required=True, dest="command", metavar=metavar)
 
     def add(name: str, about: str) -> Callable[..., Any]:
-        return commands.add_parser(name, allow_abbrev=False, help=about).add_argument
+        return commands.add_parser(name, help=about).add_argument
 
     def add_model(argument: Callable[..., Any]) -> None:
         argument("--model", choices=("hybrid", "gpt"), default="hybrid")
@@ -91,6 +89,9 @@ def _parser() -> argparse.ArgumentParser:
 
 def _run(command: str, plain_norms: bool = False, **given: Any) -> int:
     if command == "flags":
+        from .build import megatron_flags
+        from .model_config import read_hf_config
+
         config = read_hf_config(given["source"])
         print(shlex.join(megatron_flags(config, given["model"], not plain_norms)))
         return 0

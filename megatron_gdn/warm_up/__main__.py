@@ -16,10 +16,12 @@ import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING
+
+from ..command_line import Parser, refuse
 
 if TYPE_CHECKING:
-    from .hopper import Task
+    from .tasks import Task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,39 +30,52 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parse(argv)
     if arguments.for_a_run:
         _end_with_the_run()
-    began, environment = time.monotonic(), dict(os.environ)
+    environment = dict(os.environ)
     tunes_alone = arguments.kernels == ["fla"] and not arguments.dry_run
-    if not tunes_alone:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
-        from ..ops.kernels.builds import build_lock
-        from . import kernels
-
-        needs = kernels.needs_of(arguments)
         if tunes_alone:
-            kernels.tune_fla(needs)
+            from .calls import models_of
+            from .layers import tune_fla
+
+            tune_fla(models_of(arguments), arguments)
             return 0
-        tasks = kernels.tasks_of(needs, arguments)
-        if arguments.dry_run:
-            return _show(tasks)
-        with ExitStack() as locks:
-            if not arguments.for_a_run:  # such a run holds the locks already
-                # A run that starts meanwhile waits for what it needs, and does not compile it too.
-                for heads in sorted(needs.flash_qla, key=str):
-                    locks.enter_context(build_lock(heads.lock, f"FlashQLA for {heads}"))
-            status = _compile(tasks, arguments.processes, began)
-        for heads, parts in needs.flash_qla.items() if status == 0 else ():
-            for part in parts:
-                heads.done_file(part, arguments.multiprocessors).touch()
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
+        os.environ["MEGATRON_GDN_COMPILE_AHEAD"] = "0"  # layers that are built here start nothing
+        status = _compile_all(arguments)
     except (ValueError, ImportError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+        return refuse(error)
     except KeyboardInterrupt:
         print("stopped; what was compiled stays", file=sys.stderr)
         return 130
-    if "fla" in arguments.kernels:  # in a new process: this one hides the GPUs
+    if "fla" in arguments.kernels and not arguments.dry_run:  # in a process that sees the GPUs
         command = [sys.executable, "-m", "megatron_gdn.warm_up", *argv, "--kernels", "fla"]
         status = max(status, subprocess.run(command, env=environment, check=False).returncode)
+    return status
+
+
+def _compile_all(arguments: argparse.Namespace) -> int:
+    began = time.monotonic()
+    from ..compat.quiet import hide_import_notes
+
+    hide_import_notes()
+    from ..ops.kernels.builds import build_lock
+    from .absent_gpu import absent_hopper
+    from .calls import models_of
+    from .layers import tasks_of
+
+    models = models_of(arguments)
+    with absent_hopper(arguments.multiprocessors), ExitStack() as locks:
+        tasks, parts = tasks_of(models, arguments)
+        if arguments.dry_run:
+            return _show(tasks)
+        if not arguments.for_a_run:  # such a run holds the locks already
+            # A run that starts meanwhile waits for what it needs, and does not compile it too.
+            for heads in sorted(parts, key=str):
+                locks.enter_context(build_lock(heads.lock, f"FlashQLA for {heads}"))
+        status = _compile(tasks, arguments.processes, began)
+    for heads, compiled in parts.items() if status == 0 else ():
+        for part in compiled:
+            heads.done_file(part, arguments.multiprocessors).touch()
     return status
 
 
@@ -92,7 +107,7 @@ def _show(tasks: list[Task]) -> int:
 
 
 def _compile(tasks: list[Task], processes: int | None, began: float) -> int:
-    from .hopper import processors, run_tasks
+    from .tasks import processors, run_tasks
 
     missing, count = [task for task in tasks if task.missing], len(tasks)
     at_once = min(processes or processors(), len(missing))
@@ -128,19 +143,9 @@ The run must see the same folders and have the same versions of the packages.
 """
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message} (see --help)\n")
-
-
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Exits with status 2 and a message if the arguments are not legal."""
-    parser = _Parser(
-        prog="python -m megatron_gdn.warm_up",
-        description=_DESCRIPTION,
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = Parser("python -m megatron_gdn.warm_up", description=_DESCRIPTION, epilog=_EPILOG)
     model = parser.add_argument_group("the model").add_mutually_exclusive_group(required=True)
     model.add_argument(
         "--config", metavar="FILE",

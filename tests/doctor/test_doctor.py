@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from megatron_gdn import doctor
-from megatron_gdn.doctor import _EXTRAS, kernels, machine, main, packages
+from megatron_gdn.doctor import checks
+from megatron_gdn.doctor.__main__ import main
+from megatron_gdn.doctor.checks import _EXTRAS, kernels, machine, packages
 from megatron_gdn.ops import obstacles
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
@@ -136,7 +137,7 @@ def states(found) -> dict[str, str]:
 
 
 def test_on_a_cpu_the_plain_rule_runs_exact_and_repeats():
-    found = list(doctor.rules(SMALL, 131))
+    found = list(checks.rules(SMALL, 131))
     assert set(states(found).values()) == {"ok"}
     assert found[0].text.startswith("reference: not flash_qla") and "not fla" in found[0].text
     assert "10 repeats equal in 6 tensors" in found[-1].text
@@ -147,31 +148,31 @@ class Worse(PlainRule):
 
 
 def test_a_rule_that_is_less_exact_than_plain_torch_is_wrong(monkeypatch):
-    run = doctor.run_rule
+    run = checks.run_rule
 
     def rounded(rule, inputs, documents, **options):
         if isinstance(rule, Worse):
             inputs = inputs._replace(v=inputs.v.bfloat16().float())
         return run(rule, inputs, documents, **options)
 
-    choice = doctor.resolve_rule(device="cpu", dtype=torch.float32, sizes=SMALL)
-    monkeypatch.setattr(doctor, "run_rule", rounded)
-    monkeypatch.setattr(doctor, "resolve_rule", lambda **_: choice._replace(rule=Worse()))
-    found = {each.subject: each for each in doctor.rules(SMALL, 70)}
+    choice = checks.resolve_rule(device="cpu", dtype=torch.float32, sizes=SMALL)
+    monkeypatch.setattr(checks, "run_rule", rounded)
+    monkeypatch.setattr(checks, "resolve_rule", lambda **_: choice._replace(rule=Worse()))
+    found = {each.subject: each for each in checks.rules(SMALL, 70)}
     assert found["rule, errors"].state == "wrong"
     assert "of plain torch's error against fp64: choose another" in found["rule, errors"].text
 
 
 def test_a_rule_that_does_not_repeat_is_wrong(monkeypatch):
-    run, calls = doctor.run_rule, []
+    run, calls = checks.run_rule, []
 
     def drifting(rule, inputs, documents, **options):
         out, state = run(rule, inputs, documents, **options)
         calls.append(1)
         return out * (1 + torch.finfo(out.dtype).eps * (len(calls) % 2)), state
 
-    monkeypatch.setattr(doctor, "run_rule", drifting)
-    assert states(doctor.rules(SMALL, 70))["repeats"] == "wrong"
+    monkeypatch.setattr(checks, "run_rule", drifting)
+    assert states(checks.rules(SMALL, 70))["repeats"] == "wrong"
 
 
 def test_the_command_prints_lines_or_json_and_its_status_says_whether_anything_is_wrong(
@@ -179,7 +180,7 @@ def test_the_command_prints_lines_or_json_and_its_status_says_whether_anything_i
 ):
     assert main(COMMAND) == 0
     assert "ok     repeats" in capsys.readouterr().out
-    monkeypatch.setattr(doctor, "_parity", lambda subject, *_: doctor.Finding(subject, "wrong", ""))
+    monkeypatch.setattr(checks, "_parity", lambda subject, *_: checks.Finding(subject, "wrong", ""))
     assert main([*COMMAND, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert {"subject": "rule", "state": "wrong", "text": ""} in found
@@ -189,3 +190,12 @@ def test_heads_that_do_not_divide_are_refused(capsys):
     with pytest.raises(SystemExit):
         main(["--heads", "3:4"])
     assert "3:4 is not KEY:VALUE" in capsys.readouterr().err
+
+
+def test_every_subject_is_named_once_and_plain_torch_is_compared_with_fp64_alone(capsys):
+    assert main([*COMMAND, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    subjects = [each["subject"] for each in found]
+    assert len(set(subjects)) == len(subjects)
+    errors = [each["text"] for each in found if each["subject"].endswith("errors")]
+    assert len(errors) == 1 and "of plain torch, against fp64" in errors[0]

@@ -11,7 +11,7 @@ from tests.examples.launching import ROOT, TINY, metrics, run
 from tests.processes import python
 
 COMMANDS = commands_of(*pages(ROOT))
-_ON_GPUS = r"(python3|torchrun .*|\S+=\S+ python3) benchmarks/|benchmarks/on_gpus.sh "
+_ON_GPUS = r"(python|torchrun .*|\S+=\S+ python) benchmarks/|benchmarks/on_gpus.sh "
 HERE = "tests/examples/test_page_commands.py::"
 IN_ORDER = HERE + "test_the_lines_of_the_example_run_in_the_order_in_which_they_stand"
 FRESH = "tests/examples/test_fresh_install.py::"
@@ -19,11 +19,9 @@ EXTRAS = FRESH + "test_all_extras_resolve_together"
 INSTALLED = FRESH + "test_the_quickstart_runs_from_an_installed_{}_alone"
 HF = "tests/hf/test_folders.py::test_the_command_runs_as_a_module"
 WAY_ROUND = "tests/examples/test_hf_round_trip.py::way_round"
-WARM_UP = (
-    "tests/warm_up/test_command.py::test_every_command_of_the_docs_lists_what_it_would_compile"
-)
-FINETUNE = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_transformers.py"
-TRAINER = ".venv/bin/torchrun --nproc_per_node=2 examples/finetune_with_trainer.py"
+WARM_UP = "tests/warm_up/test_command.py::test_every_command_of_the_docs_is_understood"
+FINETUNE = "torchrun --nproc_per_node=2 examples/finetune_transformers.py"
+TRAINER = "torchrun --nproc_per_node=2 examples/finetune_with_trainer.py"
 DROP_IN = "tests/hf/drop_in/test_collator.py::test_the_example_trains_over_two_ranks_sharded_or_not"
 DOCTOR = (
     "tests/doctor/test_doctor.py::test_the_command_prints_lines_or_json_and_its_status_says_"
@@ -34,7 +32,7 @@ SUITE = "the suite itself"
 ENVIRONMENT = "an environment of make test-frameworks"
 GPU = "a machine with a GPU"
 EXAMPLE_PY = "examples/pretrain_hybrid.py"
-EXAMPLE = ".venv/bin/python " + EXAMPLE_PY + " --nproc-per-node {}"
+EXAMPLE = "python " + EXAMPLE_PY + " --nproc-per-node {}"
 
 REPORT = "tests/unit/test_benchmarks.py::test_{}"
 LAUNCH = "tests/launches/test_page_launches.py::test_a_launch_of_the_pages_trains"
@@ -47,48 +45,50 @@ RUN_BY = {
     "benchmarks/launches.sh MEGATRON_LM": (
         "tests/launches/test_benchmark.py::test_losses_go_on_after_a_kill"
     ),
-    ".venv/bin/python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4": (
+    "python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4": (
         "tests/testing/test_harness.py::test_both_schemes_stay_within_rounding_of_one_rank"
     ),
-    ".venv/bin/python examples/quickstart.py": (
+    "python examples/quickstart.py": (
         "tests/examples/test_commands.py::test_the_quickstart_trains_one_layer_on_packed_documents"
     ),
-    ".venv/bin/python examples/grpo_on_trees.py": (
+    "python examples/grpo_on_trees.py": (
         "tests/examples/test_commands.py::"
         "test_a_policy_gradient_step_is_the_same_on_trees_and_packed_separately"
     ),
-    ".venv/bin/python examples/generate.py HF_FOLDER --tokens 5 17 3 --count 32": (
+    'python examples/generate.py HF_FOLDER --prompt "Once upon a time"': (
+        "tests/hf/test_generation.py"
+        "::test_the_example_takes_text_and_prints_text_and_times_tokens_after_a_warm_up"
+    ),
+    "python examples/generate.py HF_FOLDER --tokens 5 17 3 --count 32": (
         "tests/hf/test_generation.py::test_the_example_generates_from_a_folder"
     ),
-    ".venv/bin/python " + EXAMPLE_PY + " --help": IN_ORDER,
+    "python " + EXAMPLE_PY + " --help": IN_ORDER,
     EXAMPLE.format(2) + " --data my_texts/ --train-iters 500": IN_ORDER,
     EXAMPLE.format(2) + " --resume --train-iters 800": IN_ORDER,
     EXAMPLE.format(4)
     + " --tensor-model-parallel-size 2 --sequence-parallel --linear-num-key-heads 4": IN_ORDER,
-    ".venv/bin/python -m megatron_gdn.hf import HF_FOLDER MEGATRON_FOLDER": HF,
-    ".venv/bin/python -m megatron_gdn.hf flags HF_FOLDER": HF,
-    ".venv/bin/python -m megatron_gdn.hf export MEGATRON_FOLDER NEW_FOLDER --like HF_FOLDER": HF,
-    ".venv/bin/python -m megatron_gdn.hf compare HF_FOLDER NEW_FOLDER": HF,
+    "python -m megatron_gdn.hf import HF_FOLDER MEGATRON_FOLDER": HF,
+    "python -m megatron_gdn.hf flags HF_FOLDER": HF,
+    "python -m megatron_gdn.hf export MEGATRON_FOLDER NEW_FOLDER --like HF_FOLDER": HF,
+    "python -m megatron_gdn.hf compare HF_FOLDER NEW_FOLDER": HF,
     EXAMPLE.format(2) + " --hf-config HF_FOLDER --context-parallel-size 1 --no-packing "
     "--pretrained-checkpoint MEGATRON_FOLDER --train-iters 3 --output-dir RUN": WAY_ROUND,
-    ".venv/bin/python -m megatron_gdn.hf export RUN/checkpoints NEW_FOLDER --like HF_FOLDER": (
-        WAY_ROUND
-    ),
-    ".venv/bin/python -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
-    ".venv/bin/python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2": WARM_UP,
-    ".venv/bin/python -m megatron_gdn.warm_up --config launch.sh": WARM_UP,
+    "python -m megatron_gdn.hf export RUN/checkpoints NEW_FOLDER --like HF_FOLDER": (WAY_ROUND),
+    "python -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
+    "python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2": WARM_UP,
+    "python -m megatron_gdn.warm_up --config launch.sh": WARM_UP,
     FINETUNE: DROP_IN,
     FINETUNE + " --fully-shard": DROP_IN,
     TRAINER: "tests/hf/drop_in/test_commands.py"
     "::test_the_example_trains_and_saves_what_transformers_loads",
-    ".venv/bin/python examples/show_leaks.py docs/leaks.png": (
+    "python examples/show_leaks.py docs/leaks.png": (
         "tests/hf/drop_in/test_commands.py"
         "::test_the_picture_shows_the_leak_and_that_a_patched_model_has_none"
     ),
-    ".venv/bin/python benchmarks/bench_hf_dropin.py --tiny": (
+    "python benchmarks/bench_hf_dropin.py --tiny": (
         "tests/hf/drop_in/test_commands.py::test_the_benchmark_runs_tiny_on_the_cpu"
     ),
-    ".venv/bin/python benchmarks/loss_curves.py": (
+    "python benchmarks/loss_curves.py": (
         "tests/examples/test_commands.py"
         "::test_the_three_layers_agree_at_the_start_and_the_picture_is_drawn"
     ),
@@ -106,7 +106,7 @@ RUN_BY = {
         "tests/launches/test_parallel_launches.py"
         "::test_every_arrangement_takes_the_steps_of_one_process"
     ),
-    "GDN_TEST_LAYER=upstream TORCHDYNAMO_DISABLE=1 .venv/bin/python -m pytest "
+    "GDN_TEST_LAYER=upstream TORCHDYNAMO_DISABLE=1 python -m pytest "
     "tests/layer/test_upstream_flaws.py": HERE + "test_upstreams_layer_fails_every_law_of_flaws",
     EXAMPLE.format(2) + " --hybrid-layer-pattern M-G-*-": (
         "tests/examples/test_pretrain_hybrid.py::test_a_model_of_all_mixers_is_learned"
@@ -114,19 +114,16 @@ RUN_BY = {
     EXAMPLE.format(2) + " --hybrid-layer-pattern K-G-*-": (
         "tests/examples/test_pretrain_hybrid.py::test_a_model_of_all_mixers_is_learned"
     ),
-    "OMP_NUM_THREADS=1 .venv/bin/python -m pytest tests/unit/test_sizes.py -k share": SUITE,
-    "TRITON_INTERPRET=1 .venv/bin/python -m pytest tests/kernels/test_chains.py": SUITE,
-    ".venv/bin/python benchmarks/report.py": REPORT.format(
-        "the_tables_of_the_pages_are_of_the_results"
-    ),
-    ".venv/bin/python benchmarks/model_context_parallel.py": REPORT.format(
+    "OMP_NUM_THREADS=1 python -m pytest tests/unit/test_sizes.py -k share": SUITE,
+    "TRITON_INTERPRET=1 python -m pytest tests/kernels/test_chains.py": SUITE,
+    "python benchmarks/report.py": REPORT.format("the_tables_of_the_pages_are_of_the_results"),
+    "python benchmarks/model_context_parallel.py": REPORT.format(
         "the_formula_gives_what_the_page_says"
     ),
-    ".venv/bin/python benchmarks/rounding.py": REPORT.format("rounding_is_simulated"),
-    ".venv/bin/python benchmarks/count_calls.py": (
+    "python benchmarks/rounding.py": REPORT.format("rounding_is_simulated"),
+    "python benchmarks/count_calls.py": (
         "tests/distributed/test_calls.py::test_a_steady_forward_calls_few_functions"
     ),
-    "python3 -m megatron_gdn.warm_up --heads 16:32": WARM_UP,
     "python -m megatron_gdn.warm_up --heads 16:32 --tp 2 --cp 2": WARM_UP,
     "git clone --branch core_r0.19.0 https://github.com/NVIDIA/Megatron-LM": GPU,
     "python -m megatron_gdn.doctor --heads 16:32": DOCTOR,
@@ -145,14 +142,19 @@ RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs
 # What a framework is installed by stands in its environment, in the same version.
 _VERSIONS = r"pip install (git\+|\S+==)"
 RUN_BY |= {command: ENVIRONMENT for command in COMMANDS if re.match(_VERSIONS, command)}
-# A machine with a GPU has a python3 of its own; elsewhere commands are those of .venv.
-RUN_BY |= {command: GPU for command in COMMANDS if re.match(_ON_GPUS, command)}
+# Benchmarks that no row names need a GPU.
+RUN_BY = {command: GPU for command in COMMANDS if re.match(_ON_GPUS, command)} | RUN_BY
 
 
 def test_every_command_is_in_the_table_and_every_row_on_a_page():
     there = set(COMMANDS)
     assert sorted(there - set(RUN_BY)) == [], "say in RUN_BY which test runs these"
     assert sorted(set(RUN_BY) - there) == [], "no page has these any more"
+
+
+def test_commands_name_the_interpreter_of_an_activated_environment():
+    assert [c for c in COMMANDS if ".venv/bin" in c or re.search(r"\bpython3\b", c)] == []
+    assert "source .venv/bin/activate" in (ROOT / "README.md").read_text()
 
 
 @pytest.mark.parametrize("command", RUN_BY)
@@ -182,12 +184,12 @@ def test_what_runs_a_command_exists(command):
 def test_a_new_line_on_a_page_would_be_seen(tmp_path):
     page = tmp_path / "page.md"
     page.write_text(
-        "Run `make it` or `some_name`.\n```\n# no\nA=1 .venv/bin/python x.py --a \\\n  --b  # why\n"
+        "Run `make it` or `some_name`.\n```\n# no\nA=1 python x.py --a \\\n  --b  # why\n"
         "q = proj(x)\n```\n```python\nmake = 1\n```\n\n    torchrun y.py\n\n| `pip x` | - |\n"
         "|---|---|\n| `git y` | - |\n"
     )
     assert commands_of(page) == [
-        "make it", "A=1 .venv/bin/python x.py --a --b", "torchrun y.py", "pip x", "git y",
+        "make it", "A=1 python x.py --a --b", "torchrun y.py", "pip x", "git y",
     ]  # fmt: skip
 
 

@@ -108,10 +108,10 @@ def test_greedy_tokens_of_a_mamba2_model_are_those_of_transformers(pools):
     [
         (["--tokens", "999"], "token 999 is not of this model, whose 67 tokens are 0 to 66."),
         (["--tokens", "-1"], "token -1 is not of this model"),
-        (["--text", "hello"], "--text needs a tokenizer, and .* has none; use --tokens."),
+        (["--prompt", "hello"], "--prompt needs a tokenizer, and .* has none; use --tokens."),
         (["--count", "0"], "--count 0: use 1 or more."),
-        (["--cou", "5"], "unrecognized arguments: --cou 5"),
-        (["--tokens", "1", "--text", "a"], "not allowed with argument --tokens"),
+        (["--cou", "5"], "unrecognized arguments: --cou 5; did you mean --count"),
+        (["--tokens", "1", "--prompt", "a"], "not allowed with argument --tokens"),
     ],
 )
 def test_the_example_refuses_in_a_line_before_it_builds_a_model(hf_folder, capsys, flags, words):
@@ -120,7 +120,7 @@ def test_the_example_refuses_in_a_line_before_it_builds_a_model(hf_folder, capsy
         example["arguments"]([str(hf_folder("dense")), *flags])
     last = capsys.readouterr().err.splitlines()[-1]
     assert stopped.value.code == 2
-    assert last.startswith("generate.py: error: ") and re.search(words, last)
+    assert last.startswith("error: ") and re.search(words, last)
 
 
 def test_the_example_names_a_folder_without_a_model(tmp_path, capsys):
@@ -144,4 +144,36 @@ def test_the_example_generates_from_a_folder(hf_folder):
     numbers = [int(token) for token in tokens.split()]
     assert numbers[:3] == [5, 17, 3] and len(numbers) == 9
     assert all(0 <= number < read_hf_config(folder).vocab_size for number in numbers)
-    assert rate.startswith("6 tokens at ")
+    assert re.fullmatch(r"6 tokens at [\d.]+ tokens/s, prompt included, after a warm-up", rate)
+
+
+def test_the_example_takes_text_and_prints_text_and_times_tokens_after_a_warm_up(
+    hf_folder, monkeypatch, capsys
+):
+    """With stand-ins for the tokenizer, the model and generation."""
+    example, calls = runpy.run_path(str(ROOT / "examples/generate.py")), []
+
+    class Tokenizer:
+        def __call__(self, text):
+            return {"input_ids": [len(word) for word in text.split()]}
+
+        def decode(self, tokens):
+            return " ".join("x" * token for token in tokens)
+
+    def generated(model, prompt, count, pick):
+        calls.append(count)
+        return torch.cat([prompt, torch.full((1, count), 7, device=prompt.device)], dim=1)
+
+    monkeypatch.setitem(example["arguments"].__globals__, "_tokenizer", lambda folder: Tokenizer())
+    monkeypatch.setattr("megatron_gdn.inference.generate.generate", generated)
+    monkeypatch.setattr("megatron_gdn.hf.build_model", lambda *_, **__: (torch.nn.Identity(), None))
+    monkeypatch.setattr("megatron_gdn.hf.load_hf_weights", lambda *_: None)
+    names = ("start_one_process", "end_one_process")
+    for name in names:
+        monkeypatch.setattr(f"megatron_gdn.compat.one_process.{name}", lambda: torch.device("cpu"))
+    command = ["generate.py", str(hf_folder("dense")), "--prompt", "two words", "--count", "2"]
+    monkeypatch.setattr("sys.argv", command)
+    example["main"]()
+    text, rate = capsys.readouterr().out.splitlines()
+    assert text == "xxx xxxxx xxxxxxx xxxxxxx" and rate.startswith("2 tokens at ")
+    assert len(calls) == 2 and calls[-1] == 2, "one that is not timed comes first"

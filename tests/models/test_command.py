@@ -7,11 +7,10 @@ from pathlib import Path
 import pytest
 
 from megatron_gdn.models import ENTRIES, find
-from megatron_gdn.models.__main__ import (
+from megatron_gdn.models.__main__ import main, parse
+from megatron_gdn.models.figures import (
     headwise_sizes,
     launch_flags,
-    main,
-    parse,
     saved_bytes,
     scheme,
     tensor_parallel_sizes,

@@ -10,7 +10,8 @@ from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
 from megatron_gdn.models import ENTRIES, config, find, megatron_count
-from megatron_gdn.models.__main__ import launch_flags, parse
+from megatron_gdn.models.__main__ import parse
+from megatron_gdn.models.figures import launch_flags
 from tests.models.test_flops import tiny
 from tests.parallel import parallel
 

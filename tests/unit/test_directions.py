@@ -11,11 +11,11 @@ ROOT = Path(__file__).parents[2]
 # From the bottom to the top. A file imports from its own room and from rooms below, never from a
 # neighbour in the same row. A room holds what lies in it, save what has a row of its own.
 ROOMS = [
-    ["ops"], ["ops.delta_rule"], ["context_parallel"], ["compat"], ["mixers"],
+    ["command_line", "ops"], ["ops.delta_rule"], ["context_parallel"], ["compat"], ["mixers"],
     ["mixers.attention"], ["mixers.te_attention"], ["gdn", "gdn2", "kda", "mamba2"],
-    ["ops.__init__"], ["inference"],
-    ["specs"], ["hf"], ["fp32_masters", "testing", "warm_up"],
-    ["doctor", "frameworks", "models"], ["enable"], ["frameworks.verl", "launch"], ["__init__"],
+    ["ops.__init__"], ["inference"], ["specs"], ["hf"], ["fp32_masters", "testing", "warm_up"],
+    ["doctor", "frameworks", "models"], ["enable"], ["frameworks.verl", "launch"],
+    ["__init__", "__main__"],
 ]  # fmt: skip
 ROW = {room: row for row, rooms in enumerate(ROOMS) for room in rooms}
 

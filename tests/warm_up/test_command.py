@@ -7,6 +7,7 @@ import signal
 import sys
 import time
 from functools import partial
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,14 +15,15 @@ import torch
 
 from megatron_gdn.gdn.flash_qla.builds import Heads
 from megatron_gdn.gdn.sizes import GDNDims
-from megatron_gdn.warm_up import kernels
+from megatron_gdn.warm_up import layers
 from megatron_gdn.warm_up.__main__ import main, parse
-from megatron_gdn.warm_up.hopper import Task, run_tasks
-from megatron_gdn.warm_up.kernels import Share, needs_of, read_model, shares_of
+from megatron_gdn.warm_up.calls import Model, calls_of, models_of, read_model
+from megatron_gdn.warm_up.tasks import Task, run_tasks
 from tests.examples.commands import commands_of, pages
+from tests.processes import FORK, fork
 
 DIMS = GDNDims(
-    hidden_size=2048, num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128,
+    hidden_size=64, num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128,
     conv_kernel_dim=4,
 )  # fmt: skip
 CONFIG = {
@@ -67,36 +69,49 @@ def test_what_a_file_lacks_or_says_twice_is_named(tmp_path):
         read_model(tmp_path / "nowhere.json")
 
 
+WHOLE = {"cut", "rows", "uncut"}
+
+
 @pytest.mark.parametrize(
-    ("tp", "cp", "mode", "shares"),
+    ("tp", "cp", "mode", "found"),
     [
-        (1, 1, "auto", [Share(16, 32, False)]),
-        (4, 1, "auto", [Share(4, 8, False)]),
-        (2, 2, "headwise", [Share(4, 8, False)]),
-        (2, 2, "chunkwise", [Share(8, 16, True)]),
-        (2, 2, "auto", [Share(4, 8, False), Share(8, 16, True)]),
-        (1, 64, "auto", [Share(16, 32, True)]),  # more ranks than heads
+        (1, 1, "auto", {(part, 1) for part in WHOLE}),
+        (4, 1, "auto", {(part, 1) for part in WHOLE}),
+        (2, 2, "headwise", {(part, 2) for part in WHOLE}),
+        (2, 2, "chunkwise", {("states", 2)} | {(part, 1) for part in WHOLE}),
+        (2, 2, "auto", {("states", 2)} | {(part, 2) for part in WHOLE}),
+        # More ranks than heads.
+        (1, 64, "auto", {("states", 64)} | {(part, 1) for part in WHOLE}),
     ],
 )
-def test_the_heads_of_a_rank(tp, cp, mode, shares):
-    assert shares_of(DIMS, tp, cp, mode) == shares
+def test_the_calls_of_a_rank_and_the_ranks_that_share_one(tp, cp, mode, found):
+    calls = calls_of(Model(DIMS, tp, cp), mode, None, 132)
+    assert {(call.part, call.cp) for call in calls} == found
+    assert {call.tp for call in calls} == {tp}
+    for call in calls:
+        assert call.tokens % (2 * call.cp) == 0
+        if call.offsets is not None:
+            lengths = {end - start for start, end in pairwise(call.offsets)}
+            assert call.offsets[-1] == call.tokens and all(n % (2 * call.cp) == 0 for n in lengths)
 
 
 def test_sizes_that_do_not_divide_are_refused_in_words():
     with pytest.raises(ValueError, match="use one of 1, 2, 4, 8, 16"):
-        shares_of(DIMS, tp=3)
+        calls_of(Model(DIMS, 3), "auto", None, 132)
     with pytest.raises(ValueError, match="use one of 1, 2, 4, 8, 16, 32"):
-        shares_of(DIMS, cp=64, mode="headwise")
+        calls_of(Model(DIMS, 1, 64), "headwise", None, 132)
 
 
 def test_flags_go_before_what_the_file_names(tmp_path):
     path = str(write(tmp_path, "launch.sh", LAUNCH))
-    assert needs_of(parse(["--config", path, "--cp", "1"])).shares == [Share(8, 16, False)]
+    assert models_of(parse(["--config", path, "--cp", "1"])) == [Model(DIMS, 2, 1)]
     with pytest.raises(ValueError, match="--conv beside --config"):
-        needs_of(parse(["--config", path, "--conv", "2"]))
-    several = needs_of(parse(["--heads", "16:32", "2:4", "--conv", "3", "--head-dim", "64"]))
-    assert several.shares == [Share(16, 32, False), Share(2, 4, False)]
-    assert several.sizes[2:] == (64, 64) and several.taps == 3
+        models_of(parse(["--config", path, "--conv", "2"]))
+    several = models_of(parse(["--heads", "16:32", "2:4", "--conv", "3", "--head-dim", "64"]))
+    assert [model.dims.num_value_heads for model in several] == [32, 4]
+    for dims, tp, cp in several:
+        assert (dims.key_head_dim, dims.value_head_dim, dims.conv_kernel_dim) == (64, 64, 3)
+        assert (tp, cp) == (1, 1)
 
 
 @pytest.mark.parametrize(
@@ -172,43 +187,72 @@ ROOT = Path(__file__).parents[2]
 COMMAND = "-m megatron_gdn.warm_up "
 
 
-@pytest.fixture
-def hidden(monkeypatch):
-    """The command hides the GPUs of its process."""
+def run(*argv: str) -> int:
+    """The status of the command in a fork: it hides the GPUs of its process."""
     pytest.importorskip("triton", minversion="3.6")
-    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    process = FORK.Process(target=_exit_with_status, args=(argv,))  # it forks, too
+    process.start()
+    process.join(300)
+    assert process.exitcode is not None
+    return process.exitcode
 
 
-def test_every_command_of_the_docs_lists_what_it_would_compile(
-    tmp_path, monkeypatch, capsys, hidden
-):
+def _exit_with_status(argv: tuple[str, ...]) -> None:
+    status = main(argv)
+    sys.stdout.flush()
+    os._exit(status)
+
+
+def test_every_command_of_the_docs_is_understood(tmp_path, monkeypatch):
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     (tmp_path / "launch.sh").write_text(LAUNCH)
     monkeypatch.chdir(tmp_path)
     commands = [c for c in commands_of(*pages(ROOT)) if COMMAND in c]
     assert len(set(commands)) >= 3
     for command in dict.fromkeys(commands):
-        argv = shlex.split(command.partition(COMMAND)[2])
-        assert main([*argv, "--kernels", "triton", "--dry-run"]) == 0
-        assert "launches" in capsys.readouterr().out
+        arguments = parse(shlex.split(command.partition(COMMAND)[2]))
+        for model in models_of(arguments):
+            assert calls_of(model, arguments.linear_cp_mode, arguments.parts, 132)
 
 
-def test_what_cannot_be_compiled_is_said_on_one_line(tmp_path, capsys, hidden):
+def test_the_launches_of_a_call_are_noted_by_name_without_a_gpu(capfd):
+    """Both ways over two ranks of either mode, with small heads whose rule is plain torch here."""
+    pytest.importorskip("triton", minversion="3.6")
+    process = fork(_print_noted)
+    process.join(300)
+    assert process.exitcode == 0
+    names = set(capfd.readouterr().out.split())
+    assert {"front_forward_kernel", "front_backward_kernel", "_sum_rows_kernel"} <= names
+    assert {"gated_norm_forward_kernel", "gated_norm_backward_kernel", "_follow_kernel"} <= names
+    assert {"lead_in_kernel", "lead_in_backward_kernel", "add_rows_kernel"} <= names
+    assert "carry_columns_kernel" in names, "of the exchange of heads"
+
+
+def _print_noted() -> None:
+    from megatron_gdn.warm_up.absent_gpu import absent_hopper
+
+    command = "--heads 2:4 --head-dim 16 --cp 2 --kernels triton --parts uncut states"
+    arguments = parse(command.split())
+    with absent_hopper():
+        tasks, parts = layers.tasks_of(models_of(arguments), arguments)
+    assert parts == {}
+    print(*(task.name for task in tasks), flush=True)
+    os._exit(0)
+
+
+def test_what_cannot_be_compiled_is_said_on_one_line(tmp_path, capfd):
     for argv, said in {
         "--heads 16:31": "multiple of num_key_heads=16",
         "--heads 16:32 --tp 3": "use one of 1, 2, 4, 8, 16",
         f"--config {tmp_path / 'no.json'}": "does not exist",
-        "--heads 2:4 --head-dim 64": "head dims of 128, not 64 and 64",
-        "--heads 1:3": "an even number of value heads",
+        "--heads 2:4 --head-dim 64": "head dims of 128, not key_head_dim=64",
     }.items():
-        assert main(argv.split()) == 2
-        error = capsys.readouterr().err
+        assert run(*argv.split()) == 2
+        error = capfd.readouterr().err
         assert error.startswith("error: ") and said in error and error.count("\n") == 1
 
 
-def test_what_is_there_is_left_alone_and_a_run_is_told_once_all_is(
-    tmp_path, monkeypatch, capsys, hidden
-):
+def test_what_is_there_is_left_alone_and_a_run_is_told_once_all_is(tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
     monkeypatch.delitem(sys.modules, "tilelang", raising=False)
     file, heads = tmp_path / "kernel", (Heads(16, 32, torch.float16), Heads(16, 32, torch.bfloat16))
@@ -222,14 +266,15 @@ def test_what_is_there_is_left_alone_and_a_run_is_told_once_all_is(
         return True
 
     kernel = Task("kernel", compile, found=file.exists)
-    monkeypatch.setattr(kernels, "tasks_of", lambda *of: [kernel, Task("Triton's", lambda: False)])
+    found = [kernel, Task("Triton's", lambda: False)], dict.fromkeys(heads, {"cut"})
+    monkeypatch.setattr(layers, "tasks_of", lambda *of: found)
     command = ["--heads", "16:32", "--parts", "cut", "--operands", "fp16", "bf16"]
-    assert main(command) == 1 and not any(path.exists() for path in ready)
-    said = capsys.readouterr()
+    assert run(*command) == 1 and not any(path.exists() for path in ready)
+    said = capfd.readouterr()
     assert "RuntimeError: no nvcc" in said.err and "1 of 2 failed" in said.out
     (tmp_path / "nvcc").touch()
-    assert main(command) == 0 and all(path.exists() for path in ready)
-    assert "2 of 2 are ready" in (said := capsys.readouterr().out) and "1 were compiled" in said
-    assert main(command) == 0
-    assert "1 of 2 are there" in (said := capsys.readouterr().out) and "all were there" in said
+    assert run(*command) == 0 and all(path.exists() for path in ready)
+    assert "2 of 2 are ready" in (said := capfd.readouterr().out) and "1 were compiled" in said
+    assert run(*command) == 0
+    assert "1 of 2 are there" in (said := capfd.readouterr().out) and "all were there" in said
     assert (tmp_path / "tries").read_text() == "11"

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -86,7 +87,8 @@ def test_every_kernel_of_the_mixer_is_compiled_by_one_process():
 @pytest.mark.nightly
 def test_the_mixers_kernels_are_compiled_and_found_again(tmp_path):
     warm_up = ["-m", "megatron_gdn.warm_up", "--heads", "2:4", "--kernels", "triton"]
-    assert "8 of 8 are ready" in (said := run(tmp_path, *warm_up)) and "8 were compiled" in said
+    first = re.search(r"(\d+) of \1 are ready after .*; \1 were compiled", run(tmp_path, *warm_up))
+    assert first is not None and int(first[1]) > 8
     assert "all were there" in run(tmp_path, *warm_up)
 
 
@@ -96,18 +98,21 @@ def test_heads_of_other_sizes_are_compiled_too(tmp_path):
     config = {f"linear_{name}": size for name, size in {**sizes, "conv_kernel_dim": 4}.items()}
     (tmp_path / "config.json").write_text(json.dumps(config))
     warm_up = ["-m", "megatron_gdn.warm_up", "--config", str(tmp_path), "--kernels", "triton"]
-    assert "8 of 8 are ready" in run(tmp_path, *warm_up)
+    assert re.search(r"(\d+) of \1 are ready", run(tmp_path, *warm_up))
 
 
 QUICK_KERNELS = """
-from megatron_gdn.warm_up.hopper import run_tasks
-from megatron_gdn.warm_up.kernels import flash_qla_tasks
-from megatron_gdn.gdn.flash_qla.builds import Heads
-import torch
-tasks = flash_qla_tasks(Heads(2, 4, torch.float16), ("uncut",), 132)
-quick = [task for task in tasks if "cumsum" in task.name]
-missing = [task for task in quick if task.missing]
-print(len(tasks), len(quick), len(missing), *run_tasks(missing, 2))
+from megatron_gdn.warm_up.__main__ import parse
+from megatron_gdn.warm_up.absent_gpu import absent_hopper
+from megatron_gdn.warm_up.calls import models_of
+from megatron_gdn.warm_up.layers import tasks_of
+from megatron_gdn.warm_up.tasks import run_tasks
+arguments = parse(["--heads", "2:4", "--parts", "uncut", "--kernels", "flash_qla"])
+with absent_hopper():
+    tasks, parts = tasks_of(models_of(arguments), arguments)
+    quick = [task for task in tasks if "cumsum" in task.name]
+    missing = [task for task in quick if task.missing]
+    print(len(tasks), len(quick), len(missing), *run_tasks(missing, 2))
 """
 
 

@@ -83,6 +83,11 @@ def set_next_calls(heads: Heads, part: str) -> None:
     _heads, _part = heads, part
 
 
+def expected_heads() -> Heads:
+    """The heads of FlashQLA's next call."""
+    return _heads
+
+
 def compile_early(heads: Heads, part: str) -> None:
     """Start processes that compile the kernels of a layer being built, and do not wait for them.
 

@@ -300,7 +300,7 @@ def packing_reach(
     module.eval()
     try:
         with torch.no_grad():
-            reference = _output(module(first, **told))
+            reference = _output(_called(module, first, told))
             change = torch.empty(len(spans), len(spans), device="cpu")
             for origin, replaced in enumerate(spans):
                 changed = first.clone()
@@ -311,6 +311,19 @@ def packing_reach(
     finally:
         module.train(training)
     return Reach(change, torch.stack([reference[:, span].abs().max() for span in spans]).cpu())
+
+
+def _called(module: nn.Module, first: Tensor, told: dict[str, Any]) -> Any:
+    try:
+        return module(first, **told)
+    except RuntimeError as error:
+        if "active drivers" not in str(error):
+            raise
+        raise RuntimeError(
+            f"{type(module).__name__} is on {first.device} and calls the kernels of "
+            f"flash-linear-attention or causal-conv1d, which run on a GPU alone ({error}). Move it "
+            f"to a GPU, or call megatron_gdn.hf.plain_functions_on_cpu(model) before."
+        ) from error
 
 
 def assert_no_packing_leak(
@@ -344,6 +357,7 @@ def assert_no_packing_leak(
     Raises:
         PackingLeak: says which document reached which, and by how much.
         ValueError: fewer than two documents, an unknown source.
+        RuntimeError: a model on a CPU that calls kernels of a GPU; says what to call before.
     """
     reach = packing_reach(module, lengths, source=source, **kwargs)
     name, lengths = type(module).__name__, tuple(lengths)

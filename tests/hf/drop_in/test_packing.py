@@ -255,3 +255,16 @@ def test_what_was_found_is_logged(fresh, caplog):
     assert "3 linear-attention modules" in repr(patched) and "every batch" in repr(patched)
     patched.undo()
     assert repr(patched) == f"Patch of {DENSE}: undone"
+
+
+def test_an_unpatched_model_on_a_cpu_is_told_what_to_call():
+    """Where flash-linear-attention is installed, transformers takes kernels of a GPU."""
+
+    class CallsTriton(torch.nn.Linear):
+        hidden_size = 4
+
+        def forward(self, x, **told):
+            raise RuntimeError("0 active drivers ([]). There should only be one.")
+
+    with pytest.raises(RuntimeError, match="is on cpu and calls .*plain_functions_on_cpu"):
+        assert_no_packing_leak(CallsTriton(4, 4))

@@ -1,4 +1,4 @@
-"""Compiling for a Hopper GPU where there is none: what stands in for it, and parallel forks.
+"""What is compiled, as tasks: noted from calls that compute nothing, run in parallel forks.
 
 tilelang and Triton key what they keep on disk by the kernel, the target and the versions, so a
 cache that was filled without a GPU serves a machine with one.
@@ -13,20 +13,19 @@ import time
 import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from multiprocessing.connection import Connection, wait
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 from unittest.mock import patch
 
-import torch
+from ..gdn.flash_qla.builds import CacheEntry, expected_heads
+from .absent_gpu import ARCH
 
-from ..gdn.flash_qla.builds import CacheEntry
-
-_ARCH, _TARGET = "9.0", {"kind": "cuda", "arch": "sm_90a"}
 _FORK = multiprocessing.get_context("fork")
 _EVERY = 5.0  # seconds between two lines of progress
+_TARGET = {"kind": "cuda", "arch": "sm_90a"}
 
 
 class Task(NamedTuple):
@@ -35,7 +34,7 @@ class Task(NamedTuple):
     name: str
     run: Callable[[], bool]  # compiles it; returns whether there was anything to compile
     found: Callable[[], bool] | None = None  # is it there? None if only ``run`` can find out
-    soon: bool = False  # the first step of a run needs it, so it begins before others
+    kind: str = "triton"  # or "flash_qla"
 
     @property
     def missing(self) -> bool:
@@ -101,39 +100,32 @@ def _run(task: Task, answer: Connection) -> None:
         answer.send(traceback.format_exc())
 
 
-def stand_in_for_hopper(multiprocessors: int = 132) -> None:
-    """From here on torch has a Hopper GPU that cannot be used, and tilelang compiles for it."""
-    properties = SimpleNamespace(
-        major=9, minor=0, multi_processor_count=multiprocessors, name="Hopper", gcnArchName=""
-    )
-    torch.cuda.is_available = lambda: True
-    torch.cuda.current_device = lambda: 0
-    torch.cuda.is_current_stream_capturing = lambda: False
-    torch.cuda.get_device_capability = lambda device=None: (9, 0)
-    torch.cuda.get_device_properties = lambda device=None: properties
-    torch.cuda.synchronize = lambda device=None: None
-
-    from tilelang.contrib import nvcc  # pyright: ignore[reportMissingImports]
-
-    nvcc.get_target_compute_version = lambda target=None: _ARCH
+@contextmanager
+def kernels_noted() -> Iterator[dict[Any, Task]]:
+    """Inside, kernels of FlashQLA and Triton are not run; each variant is noted once, as a task."""
+    noted: dict[Any, Task] = {}
+    with ExitStack() as patches:
+        if find_spec("tilelang") is not None:
+            patches.enter_context(_tilelang_noted(noted))
+        if find_spec("triton") is not None:
+            patches.enter_context(_triton_noted(noted))
+        yield noted
 
 
 @contextmanager
-def flash_qla_noted(heads: str) -> Iterator[dict[CacheEntry, Task]]:
-    """Inside, kernels of FlashQLA are not run; each is noted once, as a task that compiles it."""
+def _tilelang_noted(noted: dict[Any, Task]) -> Iterator[None]:
     from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
-
-    noted: dict[CacheEntry, Task] = {}
 
     def note(kernel: Any, *args: Any, **kwargs: Any) -> Callable:
         kernel.target = _TARGET
-        entry = CacheEntry.of(kernel, args, kwargs, _ARCH)
+        entry = CacheEntry.of(kernel, args, kwargs, ARCH)
         compile = partial(_compile_tilelang, entry, kernel, args, kwargs)
-        noted.setdefault(entry, Task(f"{entry.name}, {heads}", compile, entry.is_there))
+        name = f"{entry.name}, {expected_heads()}"
+        noted.setdefault(entry, Task(name, compile, entry.is_there, "flash_qla"))
         return lambda *tensors, **named: None
 
     with patch.object(JITImpl, "__call__", note):
-        yield noted
+        yield
 
 
 def _compile_tilelang(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -141,41 +133,44 @@ def _compile_tilelang(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[
     return True
 
 
-class HopperDriver:
-    """The methods of a Triton driver that are needed to compile."""
-
-    def get_current_device(self) -> HopperDriver:
-        return self  # a device that no launch uses: what is compiled here is never launched
-
-    def get_current_stream(self, device: HopperDriver) -> int:
-        return 0
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", 90, 32)
-
-
-def compile_triton(launch: Callable[[], None]) -> bool:
-    """Compile the Triton kernels that ``launch`` launches, and do not run them.
-
-    Returns whether one of them was not in Triton's cache on disk.
-    """
-    import triton
+@contextmanager
+def _triton_noted(noted: dict[Any, Task]) -> Iterator[None]:
+    from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
-    run, found = JITFunction.run, []
+    from ..ops.kernels import launch
 
-    def compile(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> Any:
-        return run(self, *args, grid=grid, warmup=True, **kwargs)
+    run = JITFunction.run
+
+    def note(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+        compile = self._do_compile
+
+        def note_variant(key: Any, *more: Any) -> None:
+            task = Task(self.__name__, partial(_compile_triton, compile, key, *more))
+            noted.setdefault((self, repr(key)), task)
+
+        with patch.object(self, "_do_compile", note_variant):
+            run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    with (
+        patch.object(JITFunction, "run", note),
+        # Kernels that are timed are chosen on a GPU: `--kernels fla`.
+        patch.object(Autotuner, "run", lambda *_, **__: None),
+        # Triton itself launches each time, with the tensors at hand.
+        patch.object(launch, "_watched", lambda kernel: True),
+    ):
+        yield
+
+
+def _compile_triton(compile: Callable, *variant: Any) -> bool:
+    """Whether this variant was not in Triton's cache on disk."""
+    import triton
+
+    found: list[bool] = []
 
     def note(**event: Any) -> None:
         found.append(event["cache_hit"])
 
-    with (
-        patch.object(triton.runtime.driver, "_active", HopperDriver()),
-        patch.object(triton.knobs.compilation, "listener", note),
-        patch.object(JITFunction, "run", compile),
-    ):
-        launch()
+    with patch.object(triton.knobs.compilation, "listener", note):
+        compile(*variant)
     return not all(found)

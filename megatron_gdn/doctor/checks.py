@@ -1,42 +1,29 @@
-"""``python -m megatron_gdn.doctor``: what runs a Gated DeltaNet layer on this machine."""
+"""What the doctor looks at: the machine, packages, kernels, and the rule's errors and repeats."""
 
 from __future__ import annotations
 
-import argparse
-import json
 import shutil
-import sys
-import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, requires
 from importlib.util import find_spec
-from itertools import chain
 from typing import Literal, NamedTuple
 
 import torch
 from packaging.requirements import Requirement
 from torch import Tensor
 
-from .gdn.api import run_rule
-from .gdn.fla import FlaGDN
-from .gdn.rule import resolve_rule
-from .ops.delta_rule.base import HeadSizes, RuleInputs
-from .ops.delta_rule.plain import PlainRule
-from .ops.documents import Documents
-from .ops.obstacles import Obstacle, fla_package, flash_qla_package, installed_version
-from .ops.rules.base import Rule
-from .ops.rules.fla import why_not_callable
+from ..gdn.api import run_rule
+from ..gdn.fla import FlaGDN
+from ..gdn.rule import resolve_rule
+from ..ops.delta_rule.base import HeadSizes, RuleInputs
+from ..ops.delta_rule.plain import PlainRule
+from ..ops.documents import Documents
+from ..ops.obstacles import Obstacle, fla_package, flash_qla_package, installed_version
+from ..ops.rules.base import Rule
+from ..ops.rules.fla import why_not_callable
 
-_DESCRIPTION = """\
-Say what a Gated DeltaNet layer runs with on this machine, which delta rule it takes and why, what
-is installed in a version that does not work, and whether the rule is exact and repeats. Seconds.
-"""
-_EPILOG = """\
-States: ok; note, it works, but slower or with less; wrong, it raises or computes something wrong.
-The exit status is 1 if anything is wrong, else 0.
-"""
 # Extras of what runs in training; the others are for the project itself.
 _EXTRAS = ("fla", "te", "conv1d", "hf")
 # Built against a torch: such a package can be installed and not be importable.
@@ -54,39 +41,6 @@ class Finding(NamedTuple):
     text: str  # what was found, and what to change if it is not ok
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_gdn.doctor", description=_DESCRIPTION, epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )  # fmt: skip
-    add = parser.add_argument
-    help = "heads of one rank, as 16:32 (2:4)"
-    add("--heads", type=_heads, default=(2, 4), metavar="KEY:VALUE", help=help)
-    add("--head-dim", type=int, default=128, help="of keys and values (128)")
-    add("--tokens", type=int, default=1000, help="of the checks (1000)")
-    add("--json", action="store_true", help="a list of findings, for programs")
-    options = parser.parse_args(argv)
-    warnings.simplefilter("ignore")  # of packages that are imported; what matters is a finding
-    (key, value), findings = options.heads, []
-    sizes = HeadSizes(key, value, options.head_dim, options.head_dim)
-    for finding in chain(machine(), packages(), kernels(), rules(sizes, options.tokens)):
-        findings.append(finding)
-        if not options.json:
-            print(f"{finding.state:5}  {finding.subject:26}  {finding.text}", flush=True)
-    if options.json:
-        print(json.dumps([finding._asdict() for finding in findings], indent=2))
-    return int(any(finding.state == "wrong" for finding in findings))
-
-
-def _heads(text: str) -> tuple[int, int]:
-    key, _, value = text.partition(":")
-    if not (key.isdecimal() and value.isdecimal() and int(key) and int(value) % int(key) == 0):
-        raise argparse.ArgumentTypeError(
-            f"{text} is not KEY:VALUE, such as 16:32; key heads divide value heads"
-        )
-    return int(key), int(value)
-
-
 def machine() -> Iterator[Finding]:
     torch_is = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     if torch.cuda.is_available():
@@ -101,7 +55,7 @@ def machine() -> Iterator[Finding]:
         yield Finding("gpu", "wrong", said)
     else:
         yield Finding("gpu", "note", "none: everything runs on the CPU, in plain torch")
-    yield Finding("torch", "ok", torch_is)
+    yield Finding("cuda", "ok", f"{torch.version.cuda or 'none'}, of torch {torch.__version__}")
 
 
 def packages() -> Iterator[Finding]:
@@ -187,19 +141,18 @@ def rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
     exact = _results(PlainRule(), RuleInputs(*(x.double() for x in inputs)), documents)
     plain = _errors(_results(PlainRule(), inputs, documents), exact)
     for subject, (rule, _) in choices.items():
-        errors = plain
         if type(rule) is not PlainRule:
-            errors = _errors(_results(rule, inputs, documents), exact)
-        yield _parity(subject, errors, plain)
+            yield _parity(subject, _errors(_results(rule, inputs, documents), exact), plain)
+        elif subject == "rule":
+            worst = max(_NAMES, key=lambda name: plain[name])
+            text = f"{worst} {plain[worst]:.1e}, of plain torch, against fp64"
+            yield Finding("rule, errors", "ok", text)
     yield _repeats(choices["deterministic rule"].rule, inputs, documents)
 
 
 def _parity(subject: str, errors: dict[str, float], plain: dict[str, float]) -> Finding:
     """Errors against fp64, of root mean square, beside those of plain torch in the same dtype."""
     subject = f"{subject}, errors"
-    if errors is plain:
-        worst = max(_NAMES, key=lambda name: plain[name])
-        return Finding(subject, "ok", f"{worst} {plain[worst]:.1e}, of plain torch, against fp64")
     worst = max(_NAMES, key=lambda name: errors[name] / plain[name])
     ratio = errors[worst] / plain[worst]
     text = f"{worst} {errors[worst]:.1e}, {ratio:.2f} of plain torch's error against fp64"
@@ -241,7 +194,3 @@ def _inputs(sizes: HeadSizes, tokens: int, device: torch.device, dtype: torch.dt
     q, k, v = (draw(*shape).to(device, dtype) for shape in (key, key, value))
     g = -draw(sizes.value_heads).exp().to(device)
     return RuleInputs(q, k, v, g, draw(sizes.value_heads).sigmoid().to(device))
-
-
-if __name__ == "__main__":
-    sys.exit(main())

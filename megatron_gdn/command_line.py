@@ -1,0 +1,53 @@
+"""How every command reads its options: before torch is imported, with near names for wrong ones."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import re
+import sys
+from collections.abc import Iterable
+from typing import Any, NoReturn
+
+
+class Parser(argparse.ArgumentParser):
+    """Keeps the lines of a description, takes no shortened options, and refuses in one line."""
+
+    def __init__(self, prog: str, **settings: Any) -> None:
+        settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
+        super().__init__(prog=prog, allow_abbrev=False, **settings)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self._given = sys.argv[1:] if args is None else list(args)
+        return super().parse_known_args(self._given, namespace)
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"error: {message}{self._near(message)} (see --help)\n")
+
+    def _near(self, message: str) -> str:
+        """The options or values that look most like the wrong ones."""
+        if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
+            return did_you_mean([wrong[1]], re.findall(r"[\w.-]+", wrong[2]))
+        known = self._options()
+        words = [word.partition("=")[0] for word in self._given if word.startswith("--")]
+        return did_you_mean([word for word in words if word not in known], known)
+
+    def _options(self) -> list[str]:
+        """Its own, and those of its commands."""
+        choices = (action.choices for action in self._actions if action.nargs == argparse.PARSER)
+        commands = [command for each in choices for command in dict(each or {}).values()]
+        known = [name for command in commands for name in command._option_string_actions]
+        return [*self._option_string_actions, *known]
+
+
+def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
+    """``; did you mean X?`` for each word that looks like a known one, else nothing."""
+    known = list(known)
+    near = [match for word in given for match in difflib.get_close_matches(word, known, 1)]
+    return f"; did you mean {', '.join(near)}?" if near else ""
+
+
+def refuse(error: BaseException | str) -> int:
+    """Print one line on standard error; the exit status of a command that could not begin."""
+    print(f"error: {error}", file=sys.stderr)
+    return 2

@@ -1,0 +1,173 @@
+"""A Hopper GPU that is not there: layers run on it forward and backward and compute nothing.
+
+Tensors on it are torch's fake tensors: they have a shape, strides and a dtype, and no memory.
+Tensors on the CPU are true ones, since layers read the tables that they make there.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
+from importlib.util import find_spec
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd.graph import get_gradient_edge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+ARCH = "9.0"
+
+
+@contextmanager
+def absent_hopper(multiprocessors: int = 132) -> Iterator[None]:
+    """Inside, torch has a Hopper GPU that cannot be used; Triton and tilelang compile for it."""
+    properties = SimpleNamespace(
+        major=9, minor=0, multi_processor_count=multiprocessors, name="Hopper", gcnArchName=""
+    )
+    # Fake tensors look once whether there is a GPU, and would make a true tensor on it.
+    torch._C._ensureCUDADeviceGuardSet()
+    with FakeTensorMode():
+        torch.empty(0, device="cuda")
+    answers = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "current_device": lambda: 0,
+        "device": lambda *_: nullcontext(),
+        "is_current_stream_capturing": lambda: False,
+        "get_device_capability": lambda device=None: (9, 0),
+        "get_device_properties": lambda device=None: properties,
+        "synchronize": lambda device=None: None,
+    }
+    with ExitStack() as patches:
+        for name, answer in answers.items():
+            patches.enter_context(patch.object(torch.cuda, name, answer))
+        if find_spec("triton") is not None:
+            import triton
+
+            driver = triton.runtime.driver
+            patches.enter_context(patch.object(driver, "_active", HopperDriver()))
+        if find_spec("tilelang") is not None:
+            from tilelang.contrib import nvcc  # pyright: ignore[reportMissingImports]
+
+            version = patch.object(nvcc, "get_target_compute_version", lambda target=None: ARCH)
+            patches.enter_context(version)
+        yield
+
+
+class HopperDriver:
+    """The methods of a Triton driver that are needed to compile."""
+
+    def get_current_device(self) -> HopperDriver:
+        return self  # a device that no launch uses: what is compiled here is never launched
+
+    def get_current_stream(self, device: HopperDriver) -> int:
+        return 0
+
+    def get_current_target(self) -> Any:
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", 90, 32)
+
+
+@contextmanager
+def nothing_computed() -> Iterator[None]:
+    """Inside, tensors on the GPU have no memory, and autograd runs over them."""
+
+    def address(tensor: Tensor) -> int:
+        return tensor.storage_offset() * tensor.element_size()
+
+    with (
+        _FakeOnGpu(),
+        patch.object(FakeTensor, "data_ptr", address, create=True),
+        patch.object(torch.autograd, "_engine_run_backward", _run_backward),
+    ):
+        yield
+
+
+class _WithoutDevice(FakeTensorMode):
+    avoid_device_init = True  # although torch says that there is a GPU
+
+
+class _FakeOnGpu(TorchDispatchMode):
+    """Operations that touch the GPU make fake tensors; the others compute."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._fake = _WithoutDevice(allow_non_fake_inputs=True)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        if function is torch.ops.aten._pin_memory.default:
+            return args[0]
+        if any(_is_on_gpu(x) for x in tree_leaves((args, kwargs))):
+            with self._fake:
+                return function(*args, **kwargs)
+        return function(*args, **kwargs)
+
+
+def _is_on_gpu(x: Any) -> bool:
+    return isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda")
+
+
+def _run_backward(
+    outputs: Sequence[Tensor],
+    gradients: Sequence[Tensor | None],
+    keep_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Tensor] = (),
+    *_: Any,
+    **__: Any,
+) -> tuple[Tensor | None, ...]:
+    """Autograd's engine, which would ask the GPU for streams: the gradients of ``inputs``.
+
+    Hooks are not called, and nothing is accumulated into ``.grad``.
+    """
+    given: dict[Any, dict[int, Tensor]] = {}
+    waiting: list[tuple] = []
+
+    def give(node: Any, at: int, gradient: Tensor | None) -> None:
+        if node is None or gradient is None:
+            return
+        if node not in given:
+            given[node] = {}
+            # Latest first, so that a node has all its gradients; those of leaves come last.
+            order = hasattr(node, "variable"), -node._sequence_nr(), id(node)
+            heapq.heappush(waiting, (*order, node))
+        wanted, of_node = node._input_metadata[at], given[node]
+        gradient = gradient.sum_to_size(wanted.shape).to(wanted.dtype)
+        of_node[at] = of_node[at] + gradient if at in of_node else gradient
+
+    for output, gradient in zip(outputs, gradients, strict=True):
+        first = torch.ones_like(output) if gradient is None else gradient
+        give(output.grad_fn, output.output_nr, first)
+    edges = [get_gradient_edge(x) for x in inputs]
+    found: dict[tuple[Any, int], Tensor] = {}
+    with torch.set_grad_enabled(create_graph):
+        while waiting:
+            node = heapq.heappop(waiting)[-1]
+            of_node = given.pop(node)
+            found |= {(node, at): gradient for at, gradient in of_node.items()}
+            if hasattr(node, "variable"):
+                continue
+            arguments = [of_node.get(at) for at in range(len(node._input_metadata))]
+            for edge, gradient in zip(*_called(node, arguments), strict=True):
+                give(*edge, gradient)
+    return tuple(found.get((edge.node, edge.output_nr)) for edge in edges)
+
+
+def _called(node: Any, gradients: list[Tensor | None]) -> tuple[list, list[Tensor | None]]:
+    """The edges of a node that lead on, and their gradients."""
+    of_python = hasattr(node, "apply")  # such a node has an answer for arguments without edges too
+    made = node.apply(*gradients) if of_python else node(*gradients)
+    made = made if isinstance(made, tuple) else (made,)
+    leads = (
+        node.needs_input_grad if of_python else [to is not None for to, _ in node.next_functions]
+    )
+    edges = [edge for edge in node.next_functions if edge[0] is not None]
+    return edges, [x for x, leads_on in zip(made, leads, strict=False) if leads_on]

@@ -1,0 +1,79 @@
+"""What the commands say before any of them does its work."""
+
+import json
+import subprocess
+import sys
+from importlib import import_module
+
+import pytest
+
+from megatron_gdn.__main__ import COMMANDS
+from tests.processes import ROOT, python
+
+# A torch that cannot be imported.
+WITHOUT_TORCH = """
+import runpy, sys
+sys.modules["torch"] = None
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def command(*arguments: str, ends: int = 0) -> subprocess.CompletedProcess:
+    return python("-c", WITHOUT_TORCH, *arguments, ends=ends)
+
+
+def test_the_package_lists_its_commands():
+    said = command("megatron_gdn").stdout
+    assert list(COMMANDS) == ["doctor", "launch", "warm_up", "models", "hf"]
+    for name, about in COMMANDS.items():
+        assert f"python -m megatron_gdn.{name} " in said and about in said
+    error = command("megatron_gdn", "doctr", ends=2).stderr
+    assert "did you mean doctor?" in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_help_is_printed_without_torch_and_without_markup(name):
+    done = command(f"megatron_gdn.{name}", "--help")
+    assert done.stdout.startswith("usage: python -m megatron_gdn") and not done.stderr
+    assert "``" not in done.stdout and ":mod:" not in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ("doctor --head 16:32", "--heads"),
+        ("warm_up --heads 16:32 --operand bf16", "--operands"),
+        ("warm_up --heads 16:32 --kernels tritn", "triton"),
+        ("models tiny --flag", "--flags"),
+        ("hf export a b --lik c", "--like"),
+        ("hf exprt a b", "export"),
+        ("launch --hepl", "--help"),
+    ],
+)
+def test_a_wrong_option_is_answered_with_the_nearest_in_one_line(given, near):
+    name, *words = given.split()
+    error = command(f"megatron_gdn.{name}", *words, ends=2).stderr
+    assert error.startswith("error: ") and error.count("\n") == 1
+    assert f"did you mean {near}?" in error
+
+
+def test_launch_names_a_script_that_is_not_there_in_one_sentence(tmp_path):
+    done = command("megatron_gdn.launch", "nofile.py", ends=2)
+    assert done.stderr.startswith(f"error: no script 'nofile.py' in {ROOT}; give the path")
+    assert done.stderr.count("\n") == 1 and ". " not in done.stderr and not done.stdout
+
+
+def test_flags_are_printed_one_a_line_without_upstreams_warnings():
+    done = python("-m", "megatron_gdn.models", "tiny", "--flags")
+    assert not done.stderr
+    lines = done.stdout.splitlines()
+    assert all(line.startswith("--") for line in lines) and len(lines) > 20
+    assert all(line.endswith(" \\") for line in lines[:-1])
+    echo = "import json, sys; print(json.dumps(sys.argv[1:]))"
+    pasted = f"{sys.executable} -c '{echo}' {done.stdout}"
+    words = json.loads(subprocess.run(pasted, shell=True, capture_output=True, text=True).stdout)
+    figures = import_module("megatron_gdn.models.figures")
+    options = import_module("megatron_gdn.models.__main__").parse(["tiny"])
+    model = import_module("megatron_gdn.models").find("tiny")
+    assert words == figures.launch_flags(model, options)
