@@ -51,9 +51,13 @@ def imports(name: str, path: Path, known: dict[str, Path]) -> Iterator[str]:
 
 
 def room(name: str) -> str:
-    while name not in ROW:
-        name = name.rpartition(".")[0]
-    return name
+    """The longest start of a file's name that has a row."""
+    within = name
+    while within not in ROW:
+        within = within.rpartition(".")[0]
+        if not within:
+            raise ValueError(f"{name} has no room: give it a row of ROOMS")
+    return within
 
 
 def wrong(root: Path) -> list[str]:
@@ -104,6 +108,11 @@ def test_one_file_of_a_mixer_knows_megatron():
 def test_ops_names_no_mixer():
     known = modules(ROOT)
     assert [n for n in known if n.split(".")[0] == "ops" and set(n.split(".")) & set(MIXERS)] == []
+
+
+def test_a_file_without_a_room_is_named():
+    with pytest.raises(ValueError, match="attic.boxes has no room"):
+        room("attic.boxes")
 
 
 @pytest.mark.parametrize("file", ["ops/conv.py", "kda/front.py", "gdn/flash_qla/rule.py"])

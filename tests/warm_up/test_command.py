@@ -15,6 +15,7 @@ import torch
 
 from megatron_gdn.gdn.flash_qla.builds import Heads
 from megatron_gdn.gdn.sizes import GDNDims
+from megatron_gdn.ops import obstacles
 from megatron_gdn.warm_up import layers
 from megatron_gdn.warm_up.__main__ import main, parse
 from megatron_gdn.warm_up.calls import Model, calls_of, models_of, read_model
@@ -240,12 +241,14 @@ def _print_noted() -> None:
     os._exit(0)
 
 
-def test_what_cannot_be_compiled_is_said_on_one_line(tmp_path, capfd):
+def test_what_cannot_be_compiled_is_said_on_one_line(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(obstacles, "flash_qla_package", lambda: None)  # as if installed
     for argv, said in {
         "--heads 16:31": "multiple of num_key_heads=16",
         "--heads 16:32 --tp 3": "use one of 1, 2, 4, 8, 16",
         f"--config {tmp_path / 'no.json'}": "does not exist",
         "--heads 2:4 --head-dim 64": "head dims of 128, not key_head_dim=64",
+        "--heads 1:3": "an even number of value heads per rank, not 3",
     }.items():
         assert run(*argv.split()) == 2
         error = capfd.readouterr().err
