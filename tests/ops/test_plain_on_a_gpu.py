@@ -12,7 +12,8 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from megatron_gdn import doctor, launch
+from megatron_gdn import launch
+from megatron_gdn.doctor import checks
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops import obstacles
 from megatron_gdn.ops.delta_rule.base import HeadSizes
@@ -46,8 +47,8 @@ def test_what_no_package_mends_is_not_told_so():
 def test_doctor_gives_the_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for made in ("_inputs", "Documents"):
-        monkeypatch.setattr(doctor, made, lambda *_: None)
-    finding = next(doctor.rules(SIZES, 100))
+        monkeypatch.setattr(checks, made, lambda *_: None)
+    finding = next(checks.rules(SIZES, 100))
     assert finding.state == "note" and obstacles.PLAIN_ON_GPU in finding.text
 
 
