@@ -180,10 +180,11 @@ def test_the_command_prints_lines_or_json_and_its_status_says_whether_anything_i
 ):
     assert main(COMMAND) == 0
     assert "ok     repeats" in capsys.readouterr().out
-    monkeypatch.setattr(checks, "_parity", lambda subject, *_: checks.Finding(subject, "wrong", ""))
+    wrong = checks.Finding("repeats", "wrong", "")
+    monkeypatch.setattr(checks, "_repeats", lambda *_: wrong)
     assert main([*COMMAND, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
-    assert {"subject": "rule", "state": "wrong", "text": ""} in found
+    assert wrong._asdict() in found
 
 
 def test_heads_that_do_not_divide_are_refused(capsys):
