@@ -12,7 +12,7 @@ ROOT = Path(__file__).parents[2]
 # neighbour in the same row. A room holds what lies in it, save what has a row of its own.
 ROOMS = [
     ["command_line", "ops"], ["ops.delta_rule"], ["context_parallel"], ["compat"], ["mixers"],
-    ["mixers.attention"], ["mixers.te_attention"], ["gdn", "gdn2", "kda", "mamba2"],
+    ["mixers.attention"], ["gdn", "gdn2", "kda", "mamba2"],
     ["ops.__init__"], ["inference"], ["specs"], ["hf"], ["fp32_masters", "testing", "warm_up"],
     ["doctor", "frameworks", "models"], ["enable"], ["frameworks.verl", "launch"],
     ["__init__", "__main__"],
