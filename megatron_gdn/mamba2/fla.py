@@ -21,11 +21,6 @@ CHUNK = 64
 _HOME = "fla.ops.simple_gla.chunk"
 
 
-def _dense(state: Tensor | None) -> Tensor | None:
-    """The state made contiguous, as the kernels read it; fla's own entry does the same."""
-    return None if state is None else state.contiguous()
-
-
 def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
     """q, k and v of ``simple_gla``: ``[B, S, H, K]`` twice and ``[B, S, H, V]``, contiguous."""
     heads, groups = inputs.x.shape[2], inputs.B.shape[2]
@@ -86,7 +81,7 @@ class FlaSSD(FlaRule):
 
     def walk(self, x: FlaForward, made: Inside, initial: Tensor | None, final: bool) -> Any:
         states, last = self.fla.chunk_fwd_h(
-            **made.chunks, h0=_dense(initial), output_final_state=final, states_in_fp32=False,
+            **made.chunks, h0=initial, output_final_state=final, states_in_fp32=False,
             **_sequences(x.at),
         )  # fmt: skip
         return states, made.chunks["v"], last
@@ -117,7 +112,6 @@ class FlaSSD(FlaRule):
         self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> SSDInputs:
         inputs, (g_sum, q, k, v), fla = x.inputs, x.kept, self.fla
-        initial, d_final = _dense(initial), _dense(d_final)
         # TileLang's kernel of the gates' gradient reads states in the operands' dtype, as fla's
         # forward writes them. fla's chunk_simple_gla_bwd keeps them in fp32 and raises with it.
         states = {"states_in_fp32": not fla_needs_tilelang(q.device), **_sequences(x.at)}

@@ -47,6 +47,11 @@ class Inside(NamedTuple):
     scores: Tensor | None = None  # of q, if made here
 
 
+def dense(state: Tensor | None) -> Tensor | None:
+    """The state made contiguous: fla's kernels read it from its address on, whatever its strides."""
+    return None if state is None else state.contiguous()
+
+
 class FlaForward(RuleForward):
     _made: Inside | None = None
 
@@ -74,7 +79,7 @@ class FlaForward(RuleForward):
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         made, self._made = self._inside(), None
-        states, written, last = self.rule.walk(self, made, initial, final)
+        states, written, last = self.rule.walk(self, made, dense(initial), final)
         o = self.rule.output(self, made, states, written)
         # The boundaries hold chunk indices, which would otherwise be built again on the host.
         return RuleOutput(in_rows(o, self.rows), last, Saved(made.saved, self.at))
@@ -99,7 +104,7 @@ class FlaBackward(RuleBackward):
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
-        grads = self.rule.gradients(self, initial, d_final)
+        grads = self.rule.gradients(self, dense(initial), dense(d_final))
         return type(grads)(*(None if x is None else in_rows(x, self.rows) for x in grads))
 
 
