@@ -140,7 +140,7 @@ def pack_tree(
         of_prompts.append(tuple(places[1:]))
     params = tree_packed_seq_params(lengths, parents, multiple_of=multiple_of, device=where)
     *columns, in_loss = to_device(torch.cat(rows, 1)[:, None], where)
-    return PackedTree(*columns, in_loss.float(), params, tuple(of_prompts))
+    return PackedTree._make([*columns, in_loss.float(), params, tuple(of_prompts)])
 
 
 class PackedGroups(NamedTuple):

@@ -171,9 +171,11 @@ class TreeDocuments(Documents):
             history.append([len(sent) + age if age < len(row) else -1 for age in range(past)])
             sent += row
         places = ([x[i] for i in continuing] for x in (self.offsets, length))
-        tables = [torch.tensor(x, device="cpu") for x in (*places, history, sent)]
-        table = HistoryTable.build(*tables, self.total_tokens, self.device)
-        return HistoryOfParents(table, to_device(tables[-1], self.device))
+        first, counts, before, moved = (
+            torch.tensor(x, device="cpu") for x in (*places, history, sent)
+        )
+        table = HistoryTable.build(first, counts, before, moved, self.total_tokens, self.device)
+        return HistoryOfParents(table, to_device(moved, self.device))
 
 
 class HistoryOfParents(NamedTuple):

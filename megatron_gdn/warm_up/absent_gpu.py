@@ -80,7 +80,7 @@ def nothing_computed() -> Iterator[None]:
     """Inside, tensors on the GPU have no memory, and autograd runs over them."""
 
     def address(tensor: Tensor) -> int:
-        return tensor.storage_offset() * tensor.element_size()
+        return int(tensor.storage_offset()) * tensor.element_size()
 
     with (
         _FakeOnGpu(),
@@ -91,7 +91,7 @@ def nothing_computed() -> Iterator[None]:
 
 
 class _WithoutDevice(FakeTensorMode):
-    avoid_device_init = True  # although torch says that there is a GPU
+    avoid_device_init = property(lambda self: True)  # although torch says that there is a GPU
 
 
 class _FakeOnGpu(TorchDispatchMode):
@@ -156,8 +156,8 @@ def _run_backward(
             if hasattr(node, "variable"):
                 continue
             arguments = [of_node.get(at) for at in range(len(node._input_metadata))]
-            for edge, gradient in zip(*_called(node, arguments), strict=True):
-                give(*edge, gradient)
+            for (source, at), gradient in zip(*_called(node, arguments), strict=True):
+                give(source, at, gradient)
     return tuple(found.get((edge.node, edge.output_nr)) for edge in edges)
 
 

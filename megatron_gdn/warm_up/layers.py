@@ -126,7 +126,7 @@ def _ranks(tp: int, cp: int) -> Iterator[Any]:
     nobody = patch.dict(os.environ, {agreement.SWITCH: "0"})
     one_machine = patch.object(machines, "_hosts", lambda group, *_: [0] * group.size())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp * cp)
-    groups = ProcessGroupCollection()
+    groups: Any = ProcessGroupCollection()
     groups.tp = dist.new_group([*range(tp)], backend="fake")
     groups.cp = dist.new_group([*range(0, tp * cp, tp)], backend="fake")
     try:

@@ -48,7 +48,7 @@ class Inside(NamedTuple):
 
 
 def dense(state: Tensor | None) -> Tensor | None:
-    """The state made contiguous: fla's kernels read it from its address on, whatever its strides."""
+    """The state made contiguous: fla's kernels read it from its address on, not by its strides."""
     return None if state is None else state.contiguous()
 
 
