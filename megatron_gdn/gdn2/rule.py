@@ -110,12 +110,8 @@ def choose_gdn2(
     """The rule of a Gated DeltaNet-2, from dtype, device and installed packages alone.
 
     Args:
-        backend: ``"fla"``, ``"reference"`` (plain torch) or ``"auto"``, which takes plain torch.
+        backend: ``"fla"``, ``"reference"`` (plain torch) or ``"auto"``.
         bits: see :func:`..ops.rules.choice.choose`, which has the errors too.
     """
-    # Without by_name=True "auto" takes fla.
-    fla = kernels_of_fla(FlaGDN2, device, dtype, state)._replace(by_name=True)
-    return choose(
-        backend, "Gated DeltaNet-2", {"fla": fla}, PlainGDN2,
-        device=device, bits=bits,
-    )  # fmt: skip
+    kernels = {"fla": kernels_of_fla(FlaGDN2, device, dtype, state)}
+    return choose(backend, "Gated DeltaNet-2", kernels, PlainGDN2, device=device, bits=bits)

@@ -4,7 +4,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_gdn.gdn2.rule import PlainGDN2, choose_gdn2
+from megatron_gdn.gdn2.rule import FlaGDN2, PlainGDN2, choose_gdn2
+from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.distributed.mixer_laws import equals_written_out
 from tests.gdn2.mixers import build, gdn2_config, whole_mixer, written_out
@@ -50,6 +51,8 @@ def test_what_cannot_be_is_refused_in_words(options, changes, said):
         whole_mixer(gdn2_config(**changes), **options)
 
 
-def test_auto_is_plain_torch_until_flas_laws_held_on_a_gpu():
+def test_auto_takes_fla_on_a_gpu_unless_bits_must_repeat(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (8, 0))
     given = StateShape(2, 128, 128), torch.device("cuda"), torch.bfloat16
-    assert type(choose_gdn2("auto", *given).rule) is PlainGDN2
+    assert type(choose_gdn2("auto", *given).rule) is FlaGDN2
+    assert type(choose_gdn2("auto", *given, Bits.DETERMINISTIC).rule) is PlainGDN2
