@@ -25,7 +25,8 @@ import torch.multiprocessing as mp
 # Files of the plain rule's and the plain front's arithmetic, which a GPU has no part in.
 ARITHMETIC = (
     "ops/conv.py", "ops/elementwise.py", "ops/switches.py",
-    "ops/front/plain.py", "ops/delta_rule/chunk_math", "ops/delta_rule/plain.py",
+    "ops/front/plain.py", "ops/front/gates.py", "ops/rules/token_rule.py",
+    "ops/delta_rule/chunk_math", "ops/delta_rule/plain.py",
     "ops/delta_rule/triangular.py", "ops/delta_rule/base.py", "ops/rules/chunk_table.py",
     "ops/state_maps/chains.py",
     "ops/readout/p", "ops/layout.py", "ops/autograd.py",

@@ -12,7 +12,6 @@ from torch.nn.modules import module as of_all_modules
 
 from ..compat.observe import log_once
 from ..ops.layout import Layout
-from .tensor_parallel import device_for, mark_sharded
 
 _CONV_FORWARD = nn.Conv1d.forward
 _HOOKS_OF_ALL = (  # torch binds these names once
@@ -134,6 +133,9 @@ class ConvModule(nn.Module):
     dims: Any
 
     def _add_conv(self, bias: bool) -> None:
+        # Not above: the transformers drop-in reads this file where megatron-core is not installed.
+        from .tensor_parallel import device_for, mark_sharded
+
         channels, taps = self.dims.layout.conv_width, self.dims.conv_kernel_dim
         # Not torch's own initialisation: it would draw a number per local weight, and all later
         # numbers would depend on the tensor-parallel size.

@@ -92,7 +92,7 @@ class TableFront:
 
     triton = False
 
-    @property
+    @cached_property
     def layout(self) -> Layout:
         return self.table.layout
 
@@ -100,7 +100,7 @@ class TableFront:
     def state(self) -> StateShape:
         return self.table.state
 
-    @property
+    @cached_property
     def names(self) -> tuple[str, ...]:
         return self.table.inputs._fields
 
