@@ -47,7 +47,7 @@ class PlainGDN2(PlainRule):
 
 
 class FlaGDN2(FlaChannelRule):
-    """fla's GDN-2, for bf16 or fp16: ``backend="fla"``."""
+    """fla's kernels of GDN-2, for bf16 or fp16: ``backend="fla"``."""
 
     reads_again = frozenset(GDN2Inputs._fields)
     called = {
@@ -110,7 +110,8 @@ def choose_gdn2(
     """The rule of a Gated DeltaNet-2, from dtype, device and installed packages alone.
 
     Args:
-        backend: ``"fla"``, ``"reference"`` (plain torch) or ``"auto"``.
+        backend: ``"fla"``, ``"reference"`` (plain torch) or ``"auto"``, which takes fla where its
+            kernels run and bits need not repeat.
         bits: see :func:`..ops.rules.choice.choose`, which has the errors too.
     """
     kernels = {"fla": kernels_of_fla(FlaGDN2, device, dtype, state)}

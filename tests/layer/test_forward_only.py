@@ -85,8 +85,9 @@ def test_a_mixer_holds_the_inputs_of_its_rule_and_the_output_at_most(kind, packe
             )
 
     rows = 4 * layout.width  # made inside, by the test
-    # A table of packed documents, for all layers: two places of each token, and if it is one.
-    table = 8 + 8 + 1 + 64 / 256 if packed else 0
+    # The documents keep their chunk table for all layers: int64 slot of each token, int64 token
+    # and bool `empty` of each slot. Whole chunks may be 64 slots more between the two lengths.
+    table = 8 + (8 + 1) * (1 + 64 / 1280) if packed else 0
     assert wide + rows <= bytes_of(torch.no_grad, 1280, 2560) <= wide + rows + table
     if kind.name not in ("kda", "gdn2"):  # their backwards compute gates of every channel again
         assert bytes_of(nullcontext, 6400, 12800) > wide + rows
