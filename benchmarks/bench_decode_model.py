@@ -269,9 +269,14 @@ def main() -> None:
     began, sizes = time.monotonic(), TINY if args.tiny else SIZES
     if args.tiny:
         args.batches, args.repeats, args.modules = [1, 3], 2, "local"
+    from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
+
     from megatron_gdn.compat.one_process import end_one_process, start_one_process
 
     start_one_process()
+    # Megatron's own tracker for inference: dropout's random states are left alone, so that a graph
+    # can hold local attention.
+    model_parallel_cuda_manual_seed(1, inference_rng_tracker=True, force_reset_rng=True)
     rate = copy_rate(ON_GPU, 10)
     common = environment() if ON_GPU else {"gpu": "none", "torch": torch.__version__}
     common |= {"copy_gb_per_s": rate / 1e6, "modules": args.modules, "attention": args.attention}

@@ -6,6 +6,7 @@ import pytest
 import torch
 from megatron.core.transformer.enums import AttnMaskType
 
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.flex_attention import BLOCK
 from tests.distributed.layer_laws import thd
 from tests.gpu.parallel_laws import rms
@@ -125,7 +126,10 @@ def test_a_hybrid_model_on_a_tree_rounds_as_it_does_on_separate_sequences():
         config = model_config(pattern, **sizes, **params, use_cpu_initialization=False)
         model = hybrid_model(
             config, pattern, max_sequence_length=2048, position_embedding_type="rope"
-        ).to("cuda", dtype if not bf16 else None)
+        )
+        # Transformer Engine's norm, with which Megatron ends every stack, takes no fp64.
+        model.decoder.final_norm = TorchRMSNorm(config, config.hidden_size)
+        model.to("cuda", dtype if not bf16 else None)
         weights = weights or model.state_dict()
         model.load_state_dict(weights, strict=False)
         return model
