@@ -57,7 +57,7 @@ def main(arguments: list[str]) -> int:
     import_module("megatron_gdn.enable")
     _say_what_the_gpu_takes()
     if "megatron.training" in path.read_text(encoding="utf-8", errors="ignore"):
-        import_module("megatron_gdn.models.megatron_count").install()
+        import_module("megatron_gdn.models.stack").count_in_megatron()
     runpy.run_path(str(path), run_name="__main__")
     return 0
 

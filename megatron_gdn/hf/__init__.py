@@ -1,6 +1,6 @@
 """Weights to and from Hugging Face: Qwen3-Next, Qwen3.5, 3.6 and 3.8, dense and with experts.
 
-load_hf_weights, save_hf_weights, state_dict_to_hf    a Megatron model of `build_model`
+load_hf_weights, save_hf_weights                      a Megatron model of `build_model`
 X_layer_from_hf, X_layer_to_hf                        one layer; X is gdn, kda or mamba2
 import_folder, export_folder                          Megatron's distributed checkpoints
 patch                                                 transformers' models, see `drop_in`
@@ -24,10 +24,11 @@ _NAMES = {
         *("ContextParallelTrainerMixin", "PackingCollator"),
         *("Leak", "PackingLeak", "assert_no_packing_leak", "packing_reach"),
     ),
-    ".folders": ("Difference", "compare_folders", "export_folder", "import_folder"),
+    ".folders": ("export_folder", "import_folder"),
     ".megatron_model": ("load_hf_weights", "megatron_state", "save_hf_weights"),
     ".model_config": ("HFModelConfig", "parse_hf_config", "read_hf_config"),
-    ".model_map": ("SourceRecord", "state_dict_to_hf"),
+    ".model_map": ("SourceRecord",),
+    ".safetensors_files": ("Difference", "compare_folders"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -163,43 +164,43 @@ def current_settings(
 
 # Settings whose flag has another name.
 _FLAGS = {
+    "num_moe_experts": "num_experts",
     "layernorm_epsilon": "norm_epsilon",
     "add_bias_linear": "disable_bias_linear",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
 # Settings that are not written as flags of their name; a HybridModel's pattern has the second set.
 _SAID_OTHERWISE = {
-    "layernorm_zero_centered_gamma", "add_bias_linear", "add_qkv_bias", "gated_linear_unit",
-    "activation_func", "moe_router_pre_softmax",
+    "add_qkv_bias", "gated_linear_unit", "activation_func", "moe_router_pre_softmax",
 }  # fmt: skip
 _IN_THE_PATTERN = {
     "num_layers", "experimental_attention_variant", "linear_attention_freq", "moe_layer_freq",
 }  # fmt: skip
 
 
-def megatron_flags(
-    config: HFModelConfig, model: Architecture = "hybrid", zero_centered_gamma: bool = True
-) -> list[str]:
+def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> list[str]:
     """The flags of a Megatron launch that builds the model: sizes, norms, rotary, dropout 0.
 
     The launch adds parallel sizes, data, tokenizer and optimizer. It also decides how the
     vocabulary is padded; a checkpoint loads with any padding.
     """
+    return flags_of(_described(config, model))
+
+
+def flags_of(described: Mapping[str, Any]) -> list[str]:
+    """Flags of a launch, from settings by the names of Megatron's config or arguments."""
     words = []
-    for name, value in _described(config, model, zero_centered_gamma).items():
+    for name, value in described.items():
         flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
         words += [flag] if isinstance(value, bool) else [flag, *str(value).split(" ")]
     return words
 
 
-def megatron_arguments(
-    config: HFModelConfig, model: Architecture = "hybrid", zero_centered_gamma: bool = True
-) -> Namespace:
+def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") -> Namespace:
     """The ``args`` of a Megatron run of the model, as far as they describe the model."""
     args = Namespace(
         num_layers=config.num_layers * (2 if model == "hybrid" else 1),
         hybrid_layer_pattern=None,
-        layernorm_zero_centered_gamma=zero_centered_gamma,
         untie_embeddings_and_output_weights=not config.tied,
         add_qkv_bias=False,
         rotary_interleaved=False,
@@ -208,14 +209,12 @@ def megatron_arguments(
         no_save_optim=True,
         no_save_rng=True,
     )
-    vars(args).update(_described(config, model, zero_centered_gamma))
+    vars(args).update(_described(config, model))
     del vars(args)["spec"]
     return args
 
 
-def _described(
-    config: HFModelConfig, model: Architecture, zero_centered_gamma: bool
-) -> dict[str, Any]:
+def _described(config: HFModelConfig, model: Architecture) -> dict[str, Any]:
     """The model by the names of Megatron's arguments, in the order of the flags."""
     if model == "hybrid":
         flags: dict[str, Any] = {"spec": "megatron_gdn.specs gdn_qk_norm_hybrid_stack_spec"}
@@ -230,15 +229,12 @@ def _described(
     flags |= {
         "group_query_attention": True,
         "swiglu": True,
-        "add_bias_linear": False,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
         "position_embedding_type": "rope",
         "rotary_percent": config.rotary_fraction,
         "rotary_base": int(config.rope_theta),
     }
-    if zero_centered_gamma:
-        flags["layernorm_zero_centered_gamma"] = True
     if not config.tied:
         flags["untie_embeddings_and_output_weights"] = True
     return flags

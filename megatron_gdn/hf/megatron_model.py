@@ -13,7 +13,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, cast
 
@@ -22,10 +22,17 @@ from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_block import HybridStack
 from torch import Tensor, nn
 
-from ..mixers.tensor_map import TensorMap, dequantised
+from ..mixers.tensor_map import HFRef, TensorMap, dequantised
 from .model_config import HFModelConfig
-from .model_map import Architecture, HFView, Plan, SourceRecord, and_more
-from .safetensors_files import SafetensorsFolder, progress_bar, refuse_existing, write_folder
+from .model_map import Architecture, Plan, SourceRecord, and_more
+from .safetensors_files import (
+    SafetensorsFolder,
+    TensorSpec,
+    progress_bar,
+    refuse_existing,
+    write_folder,
+)
+from .state_dict_adapter import is_gated_delta_net_fp32_param_key
 
 logger = logging.getLogger(__name__)
 
@@ -57,7 +64,7 @@ def _ranks() -> _Ranks:
 
 
 def load_hf_weights(
-    model: nn.Module, folder: str | Path, progress: bool = False, *, keep_dtypes: bool = False
+    model: nn.Module, folder: str | Path, *, keep_dtypes: bool = False
 ) -> SourceRecord:
     """Fill ``model`` with the weights of a Hugging Face folder, one tensor at a time.
 
@@ -65,7 +72,6 @@ def load_hf_weights(
         model: a HybridModel or GPTModel (or one pipeline chunk of it), bare or wrapped in
             Float16Module / DistributedDataParallel, with this rank's parallel groups set up.
         folder: ``config.json`` and safetensors weights.
-        progress: show a bar.
         keep_dtypes: parameters take the files' dtypes (those of `TensorMap.to_megatron`); else the
             values are cast to the parameters'.
 
@@ -84,7 +90,7 @@ def load_hf_weights(
     _check_source(weights, plan)
     targets = _match(plan, params, ranks, record.config)
     rounded = []
-    for entry, names in progress_bar(targets, "load", progress):
+    for entry, names in progress_bar(targets, "load"):
         pieces = [weights.read_finite(one.key, one.expert) for one in entry.sources]
         for name in names:
             piece = _local_piece(entry, pieces, params[name], ranks)
@@ -111,7 +117,6 @@ def save_hf_weights(
     folder: str | Path,
     like: str | Path,
     record: SourceRecord | None = None,
-    progress: bool = False,
     fp32_gates: bool = False,
 ) -> None:
     """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of ``like``.
@@ -127,7 +132,6 @@ def save_hf_weights(
         folder: a new folder; it appears only when it is complete.
         like: the Hugging Face folder the model came from.
         record: what `load_hf_weights` returned; None: read from ``like``.
-        progress: show a bar.
         fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. Without it
             they are rounded to what ``like`` has, and a warning names those that lost bits.
 
@@ -144,37 +148,84 @@ def save_hf_weights(
         )
     if ranks.dp:
         return
-    refuse_existing(
-        folder
-    )  # Every rank must refuse: a rank that goes on would wait in a collective.
-    record = record or SourceRecord.from_folder(like)
-    record = replace(record, fp32_gates=fp32_gates or record.fp32_gates)
+    # Every rank must refuse: a rank that goes on would wait in a collective.
+    refuse_existing(folder)
     source = SafetensorsFolder(like)
-    view = model_view(model, record, source)
+    export = _Export(model, record or SourceRecord.from_folder(like), source, fp32_gates)
     if ranks.tp[0]:
         # The same order of collectives as on rank 0, which writes.
-        for key in source:
-            view.read(key)
+        for key in source.specs:
+            export.read(key)
         return
-    write_folder(folder, source, view.read, progress)
-    view.warn_of_rounded_gates()
+    write_folder(folder, source, export.read)
+    if export.rounded:
+        logger.warning(
+            "rounded from fp32 to the dtype that the source files have: %s. A_log and dt_bias "
+            "are in the exponent of a decay; to keep the trained values, export with "
+            "fp32_gates=True (--fp32-gates on the command line).",
+            ", ".join(sorted(export.rounded)),
+        )
 
 
-def model_view(model: nn.Module, record: SourceRecord, like: SafetensorsFolder) -> HFView:
-    """``model`` as the tensors of a save; a read is a collective of tensor-parallel ranks."""
-    plan, params, ranks = _planned(model, record)
-    merged = _with_adapters_merged(_unwrapped(model))
+class _Export:
+    """The tensors of a save, each computed when it is read; ``rounded`` names rounded gates.
 
-    def read_shards(entry: TensorMap) -> list[Tensor]:
-        shard = merged(next(params[name] for name in entry.names if name in params))
-        if ranks.tp[1] == 1:
+    A read is a collective of tensor-parallel ranks.
+    """
+
+    def __init__(
+        self, model: nn.Module, record: SourceRecord, source: SafetensorsFolder, fp32_gates: bool
+    ) -> None:
+        plan, self._params, self._ranks = _planned(model, record)
+        self._merged = _with_adapters_merged(_unwrapped(model))
+        self._record, self._source, self._fp32_gates = record, source, fp32_gates
+        self.rounded: set[str] = set()
+        self._maps_of: dict[str, list[tuple[TensorMap, HFRef]]] = {}
+        for entry in plan.maps:
+            for one in entry.sources:
+                self._maps_of.setdefault(one.key, []).append((entry, one))
+        self._maps_of |= {key: self._maps_of[same_as] for key, same_as in plan.aliases.items()}
+        # Tensors of one fused projection lie close together in the files: keep the last few.
+        self._kept_pieces = lru_cache(maxsize=4)(self._pieces)
+
+    def read(self, key: str) -> Tensor:
+        """The tensor ``key`` in its export dtype; packed experts are put together again."""
+        if key not in self._maps_of:
+            return self._source.read(key)
+        parts = self._maps_of[key]
+        if parts[0][1].expert is None:
+            ((entry, source),) = parts
+            return self._kept_pieces(entry)[source]
+        spec = self._spec(key)
+        packed = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
+        for entry, source in parts:
+            packed[source.expert] = self._pieces(entry)[source]
+        return packed
+
+    def _spec(self, key: str) -> TensorSpec:
+        spec = self._record.specs[key]
+        if self._fp32_gates and is_gated_delta_net_fp32_param_key(key):
+            return TensorSpec("F32", spec.shape)
+        return spec
+
+    def _pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
+        full = entry.unshard(self._shards(entry))
+        dtypes = {source.key: self._spec(source.key).torch_dtype for source in entry.sources}
+        pieces = entry.exported(full, dtypes, self._record.originals)
+        if entry.fp32 and not torch.equal(entry.to_megatron([*pieces.values()]).to(full), full):
+            self.rounded.update(dtypes)
+        return pieces
+
+    def _shards(self, entry: TensorMap) -> list[Tensor]:
+        """The map's Megatron tensor on every tensor-parallel rank, in their order."""
+        shard = self._merged(next(self._params[n] for n in entry.names if n in self._params))
+        size = self._ranks.tp[1]
+        if size == 1:
             return [shard]
-        shards = [torch.empty_like(shard) for _ in range(ranks.tp[1])]
+        shards = [torch.empty_like(shard) for _ in range(size)]
         group = parallel_state.get_tensor_model_parallel_group()
         torch.distributed.all_gather(shards, shard.contiguous(), group=group)
         return shards
-
-    return HFView(plan, record, read_shards, rest=like)
 
 
 def _unwrapped(model: Any) -> Any:
@@ -185,7 +236,7 @@ def _unwrapped(model: Any) -> Any:
 
 
 def megatron_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters with global layer and expert numbers, adapters merged, for `state_dict_to_hf`."""
+    """Parameters with global layer and expert numbers, adapters merged."""
     bare = _unwrapped(model)
     merged = _with_adapters_merged(bare)
     return {n: merged(p) for n, p in _global_parameters(bare, _ranks()).items()}
@@ -233,7 +284,7 @@ def _global_parameters(model: Any, ranks: _Ranks) -> dict[str, nn.Parameter]:
 def _check_source(folder: SafetensorsFolder, plan: Plan) -> None:
     """Check the dtype of every imported tensor, and that each alias has equal values."""
     for key, same_as in plan.aliases.items():
-        if folder.spec(key) != folder.spec(same_as) or not torch.equal(
+        if folder.specs[key] != folder.specs[same_as] or not torch.equal(
             folder.read(key), folder.read(same_as)
         ):
             raise ValueError(
@@ -243,7 +294,7 @@ def _check_source(folder: SafetensorsFolder, plan: Plan) -> None:
     for entry in plan.maps:
         for source in entry.sources:
             where = f"{source.key} in {folder.path_of(source.key)}"
-            entry.check_dtype(folder.spec(source.key).torch_dtype, where)
+            entry.check_dtype(folder.specs[source.key].torch_dtype, where)
 
 
 def _match(

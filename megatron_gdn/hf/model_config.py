@@ -15,18 +15,6 @@ from ..gdn.sizes import GDNDims
 from ..ops.delta_rule.sizes import LINEAR
 from .state_dict_adapter import GDN_FP32_CHECKPOINT_ARCHITECTURES
 
-# Single layers of these models can be converted; the reason why whole models cannot.
-_INDEXED = "Megatron has neither its hyper-connections nor attention with an indexer"
-_LATENT = "the maps of its latent attention and experts are not written"
-_LAYERS_ONLY = {
-    "OlmoHybridForCausalLM": "Megatron has no attention that is normed after it and over all heads",
-    "Qwen4ExpForCausalLM": _INDEXED,
-    "Qwen4ExpForConditionalGeneration": _INDEXED,
-    "Glm5NextForConditionalGeneration": _INDEXED,
-    "KimiLinearForCausalLM": _LATENT,
-    "BailingHybridForCausalLM": _LATENT,
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:
@@ -120,14 +108,11 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     named = config.get("architectures") or []
     architecture = next((name for name in named if name in known), None)
     if architecture is None:
-        for name in named:
-            if name in _LAYERS_ONLY:
-                raise ValueError(
-                    f"{name} is not converted whole: {_LAYERS_ONLY[name]}. Its linear attention "
-                    f"converts layer by layer, see gdn_layer_from_hf and kda_layer_from_hf of "
-                    f"megatron_gdn.hf."
-                )
-        raise ValueError(f"unknown architecture {list(named)}; known: {', '.join(known)}.")
+        raise ValueError(
+            f"unknown architecture {list(named)}; known: {', '.join(known)}. Of other models, "
+            f"linear-attention layers convert one by one, see gdn_layer_from_hf and "
+            f"kda_layer_from_hf of megatron_gdn.hf."
+        )
     text = config.get("text_config") or config
 
     def field(name: str, *default: Any) -> Any:

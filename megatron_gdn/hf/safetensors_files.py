@@ -1,12 +1,8 @@
-"""Read and write Hugging Face folders of weights, one tensor at a time; errors name the file or
-key.
-"""
+"""Read, write and compare Hugging Face folders of weights, one tensor at a time."""
 
 from __future__ import annotations
 
 import json
-import os
-import re
 import shutil
 import sys
 import tempfile
@@ -16,7 +12,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
+
+from ..mixers.tensor_map import bits_of
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -61,12 +60,6 @@ class SafetensorsFolder:
                 f"{len(misplaced) + len(unlisted)} tensors; the first is missing key {key!r}, "
                 f"which the index puts {where}, and which is in {self.file_of.get(key, 'no file')}."
             )
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self.specs)
-
-    def spec(self, key: str) -> TensorSpec:
-        return self.specs[key]
 
     def read(self, key: str, expert: int | None = None) -> Tensor:
         """The tensor ``key``, or its slice ``[expert]`` without the rest."""
@@ -137,10 +130,10 @@ class SafetensorsFolder:
             ) from error
 
 
-def progress_bar[Item](items: Collection[Item], label: str, show: bool) -> Iterable[Item]:
-    """``items`` with a tqdm bar if it is asked for, stderr is a terminal and tqdm is installed."""
-    if not (show and sys.stderr.isatty()):
-        return items  # even a disabled tqdm starts a thread and sets multiprocessing's start method
+def progress_bar[Item](items: Collection[Item], label: str) -> Iterable[Item]:
+    """``items`` with a bar, on the first rank, if stderr is a terminal and tqdm is installed."""
+    if not sys.stderr.isatty() or (dist.is_initialized() and dist.get_rank()):
+        return items
     try:
         from tqdm import tqdm
     except ImportError:
@@ -160,14 +153,9 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     """A folder to fill, which becomes ``target`` on success and vanishes on any error."""
     refuse_existing(target)
     target = Path(target).absolute()
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # A sibling, so that the rename stays on one file system and is atomic.
-        scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
-    except OSError as error:
-        raise OSError(
-            f"no folder can be made in {target.parent} ({error.strerror}); choose another place."
-        ) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    # A sibling, so that the rename stays on one file system and is atomic.
+    scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield scratch
         scratch.chmod(0o755)
@@ -178,13 +166,9 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 
 
 def write_folder(
-    target: str | Path,
-    like: SafetensorsFolder,
-    read: Callable[[str], Tensor],
-    progress: bool = False,
+    target: str | Path, like: SafetensorsFolder, read: Callable[[str], Tensor]
 ) -> None:
     """Write the files of ``like`` with the tensors that ``read(key)`` gives; copy its others."""
-    from safetensors import SafetensorError
     from safetensors.torch import save_file
 
     with new_folder(target) as folder:
@@ -192,7 +176,7 @@ def write_folder(
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(like.folder / path, folder / path)
         size = 0
-        for name, file in progress_bar(like.files.items(), "export", progress):
+        for name, file in progress_bar(like.files.items(), "export"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             # Copies: safetensors refuses views of one storage, as the pieces of a projection are.
             tensors = {
@@ -200,16 +184,40 @@ def write_folder(
                 for key in file.offset_keys()
             }
             size += sum(tensor.nbytes for tensor in tensors.values())
-            try:
-                save_file(tensors, folder / name, metadata=file.metadata() or None)
-            except SafetensorError as error:  # its text holds the system's error number
-                number = re.search(r"os error (\d+)", str(error))
-                if number is None:
-                    raise
-                raise OSError(int(number[1]), os.strerror(int(number[1]))) from error
+            save_file(tensors, folder / name, metadata=file.metadata() or None)
         index = folder / INDEX_NAME
         if index.is_file():
             content = json.loads(index.read_text())
             if content.get("metadata", {}).get("total_size", size) != size:
                 content["metadata"]["total_size"] = size
                 index.write_text(json.dumps(content, indent=2) + "\n")
+
+
+class Difference(NamedTuple):
+    """One tensor that is not equal in bits and dtype."""
+
+    key: str
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.what}"
+
+
+def compare_folders(left: str | Path, right: str | Path) -> Iterator[Difference]:
+    """Differences of two Hugging Face folders in keys, dtypes, shapes and bits."""
+    one, other = SafetensorsFolder(left), SafetensorsFolder(right)
+    for key in progress_bar(one.specs, "compare"):
+        if key not in other.specs:
+            yield Difference(key, f"only in {left}")
+            continue
+        a, b = one.specs[key], other.specs[key]
+        if a != b:
+            yield Difference(key, f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}")
+            continue
+        mine, theirs = one.read(key), other.read(key)
+        if count := int((bits_of(mine) != bits_of(theirs)).sum()):
+            most = (mine.double() - theirs.double()).abs().max().item()
+            what = f"{count} of {mine.numel()} differ, by at most {most:.3g}"
+            yield Difference(key, what)
+    for key in sorted(other.specs.keys() - one.specs.keys()):
+        yield Difference(key, f"only in {right}")

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import argparse
-import json
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ..command_line import Parser, refuse
+
+if TYPE_CHECKING:
+    from .model import Model
 
 _DESCRIPTION = """\
 Without NAME: the models. With NAME: what it costs at these sizes, and which sizes it can take.
 Language models alone: vision encoders and heads of multi-token prediction are not counted.
 """
+_LAYERS = {"G": "Gated DeltaNet", "M": "Mamba2", "*": "attention", "-": "MLP", "E": "experts"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,95 +25,101 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ..compat.quiet import hide_import_notes
 
     hide_import_notes()
-    from .figures import check, figures, launch_flags
-    from .model import Model
+    from .model import ENTRIES, Model
 
     try:
         if options.name is None:
-            return _print_list(options.json)
-        model = Model.named(options.name)
-        check(model, options)
-        if options.flags:
-            print(" \\\n".join(_one_a_line(launch_flags(model, options))))
-            return 0
+            lines = _list([Model.named(name) for name in ENTRIES])
+        else:
+            model = Model.named(options.name)
+            model.refuse_illegal(options.tp, options.cp, options.ep, options.length)
+            lines = _flags(model, options) if options.flags else _figures(model, options)
+        print("\n".join(lines))
     except (ValueError, NotImplementedError) as error:
         return refuse(error)
-    found = figures(model, options)
-    print(json.dumps(found, indent=2) if options.json else "\n".join(_lines(found)))
     return 0
 
 
-def _one_a_line(flags: list[str]) -> Iterator[str]:
-    """Each flag with its values."""
+def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
+    """Model, precision, length and parallel sizes; not data, tokenizer and optimizer."""
+    flags = "--bf16 --use-distributed-optimizer"
+    flags += " --no-gradient-accumulation-fusion"  # for machines without APEX
+    flags += f" --seq-length {options.length} --max-position-embeddings {options.length}"
+    flags += f" --micro-batch-size 1 --tensor-model-parallel-size {options.tp}"
+    flags += " --sequence-parallel" if options.tp > 1 else ""
+    flags += f" --context-parallel-size {options.cp}"
+    if "E" in model.pattern:
+        # Without its flag, the expert-tensor-parallel size would be the tensor-parallel size.
+        flags += f" --expert-model-parallel-size {options.ep} --expert-tensor-parallel-size 1"
+        flags += " --moe-token-dispatcher-type alltoall"
+    return [*model.flags(options.model), *flags.split()]
+
+
+def _flags(model: Model, options: argparse.Namespace) -> Iterator[str]:
+    """Each flag with its values, as lines of one command."""
     line: list[str] = []
-    for word in flags:
+    for word in launch_flags(model, options):
         if word.startswith("--") and line:
-            yield shlex.join(line)
+            yield f"{shlex.join(line)} \\"
             line = []
         line.append(word)
     yield shlex.join(line)
 
 
-def _lines(found: dict[str, Any]) -> Iterator[str]:
-    from .figures import LAYERS
-
-    sizes, flops, price = found["sizes"], found["FLOPs per token"], found["price in ms"]
-    state = found["state bytes per sequence"]
-    legal = {name: " ".join(map(str, numbers)) for name, numbers in found["legal"].items()}
-    yield f"{found['name']} ({found['architecture']}; from {found['source']})"
-    yield "  layers        " + ", ".join(f"{n} {LAYERS[s]}" for s, n in found["layers"].items())
-    parameters, active = _count(found["parameters"]), _count(found["active parameters"])
+def _figures(model: Model, options: argparse.Namespace) -> Iterator[str]:
+    tp, cp, length, stack = options.tp, options.cp, options.length, model.stack
+    counts = {symbol: model.pattern.count(symbol) for symbol in _LAYERS}
+    parameters, active = _count(stack.parameters), _count(stack.active_parameters)
+    flops = stack.flops([length])
+    yield f"{model.name} ({model.entry.architecture}; from {model.entry.source})"
+    yield "  layers        " + ", ".join(f"{n} {_LAYERS[s]}" for s, n in counts.items() if n)
     yield f"  parameters    {parameters}, {active} of them for a token"
-    forward, step = (flops.pop(name) / 1e9 for name in ("forward", "step"))
     yield (
-        f"  FLOPs         {forward:.2f} G for a token forward, {step:.2f} G with backward, in one "
-        f"document of {sizes['length']} tokens"
+        f"  FLOPs         {flops.forward / length / 1e9:.2f} G for a token forward, "
+        f"{flops.step / length / 1e9:.2f} G with backward, in one document of {length} tokens"
     )
-    yield "                " + ", ".join(f"{name} {x / 1e9:.3f}" for name, x in flops.items())
+    each = (f"{name} {x / length / 1e9:.3f}" for name, x in flops._asdict().items())
+    yield "                " + ", ".join(each)
     yield (
-        f"  state         {state['recurrent'] / 2**20:.1f} MiB for a sequence (fp32), and "
-        f"{state['conv'] / 2**10:.0f} KiB of convolutions (bf16)"
+        f"  state         {stack.state_bytes / 2**20:.1f} MiB for a sequence (fp32), and "
+        f"{stack.conv_bytes / 2**10:.0f} KiB of convolutions (bf16)"
     )
-    if kept := found["activation bytes per GPU"]:
-        gib = {name: f"{number / 2**30:.2f}" for name, number in kept.items()}
+    if layers := counts["G"]:
+        kinds = ("none", "light", "full", "layer")
+        tokens = layers * (length // cp)
+        none, *kept = (f"{tokens * model.saved_bytes(tp, x) / 2**30:.2f}" for x in kinds)
         yield (
-            f"  activations   {gib['none']} GiB for a GPU's Gated DeltaNet layers, "
-            f"{gib['light']} with recompute=light, {gib['full']} with recompute=full, "
-            f"{gib['layer recomputed']} with --recompute-modules gdn"
+            f"  activations   {none} GiB for a GPU's Gated DeltaNet layers, {kept[0]} with "
+            f"recompute=light, {kept[1]} with recompute=full, {kept[2]} with "
+            f"--recompute-modules gdn"
         )
-    why = ": headwise adds {headwise:.2f} ms to a layer's forward, chunkwise {chunkwise:.2f}"
-    why = "" if price is None else why.format(**price)
-    yield f"  auto          {found['auto']} for cp {sizes['cp']}{why}"
-    yield f"  legal tp      {legal['tp']}"
-    yield f"  legal cp      any; headwise with tp {sizes['tp']}: {legal['cp headwise']}"
-    yield f"  legal ep      {legal['ep']}"
+    name, price = model.scheme(tp, cp, length, gpus_per_machine=options.gpus_per_machine)
+    why = ""
+    if price is not None:
+        why = f": headwise adds {price.headwise:.2f} ms to a layer's forward, "
+        why += f"chunkwise {price.chunkwise:.2f}"
+    yield f"  auto          {name} for cp {cp}{why}"
+    yield f"  legal tp      {_sizes(model.tensor_parallel_sizes())}"
+    yield f"  legal cp      any; headwise with tp {tp}: {_sizes(model.headwise_sizes(tp))}"
+    yield f"  legal ep      {_sizes(model.expert_parallel_sizes())}"
+
+
+def _list(models: list[Model]) -> Iterator[str]:
+    yield f"{'model':25} {'parameters':>12} {'for a token':>12}  tp up to  layers"
+    for model in models:
+        counts = ((model.pattern.count(symbol), symbol) for symbol in _LAYERS)
+        layers = ", ".join(f"{n} {symbol}" for n, symbol in counts if n)
+        parameters, active = _count(model.stack.parameters), _count(model.stack.active_parameters)
+        tp = model.tensor_parallel_sizes()[-1]
+        yield f"{model.name:25} {parameters:>12} {active:>12} {tp:9}  {layers}"
 
 
 def _count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
 
-def _print_list(as_json: bool) -> int:
-    from .figures import LAYERS, tensor_parallel_sizes
-    from .model import ENTRIES, Model
-
-    rows = []
-    for model in map(Model.named, ENTRIES):
-        counts = model.stack.parameters, model.stack.active_parameters
-        about = model.name, *counts, model.pattern, model.entry.source
-        names = "name", "parameters", "active parameters", "pattern", "source"
-        rows.append(dict(zip(names, about, strict=True)))
-    if as_json:
-        print(json.dumps(rows, indent=2))
-        return 0
-    print(f"{'model':25} {'parameters':>12} {'for a token':>12}  tp up to  layers")
-    for row in rows:
-        counts = ((row["pattern"].count(symbol), symbol) for symbol in LAYERS)
-        layers = ", ".join(f"{n} {symbol}" for n, symbol in counts if n)
-        parameters, active = _count(row["parameters"]), _count(row["active parameters"])
-        tp = tensor_parallel_sizes(Model.named(row["name"]))[-1]
-        print(f"{row['name']:25} {parameters:>12} {active:>12} {tp:9}  {layers}")
-    return 0
+def _sizes(numbers: list[int]) -> str:
+    return " ".join(map(str, numbers))
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -121,12 +130,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--cp", type=int, default=1, help="context-parallel size (1)")
     add("--ep", type=int, default=1, help="expert-parallel size (1)")
     add("--length", type=int, default=4096, help="tokens of a sequence (4096)")
-    add("--gpus", type=int, help="all of them, to check the sizes against")
     add("--gpus-per-machine", type=int, default=8, help="that NVLink joins (8)")
     add("--model", choices=("hybrid", "gpt"), default="hybrid", help="of the flags")
-    show = parser.add_mutually_exclusive_group()
-    show.add_argument("--flags", action="store_true", help="flags for a launch, to paste")
-    show.add_argument("--json", action="store_true", help="in units without prefix, for programs")
+    add("--flags", action="store_true", help="flags for a launch, to paste")
     return parser.parse_args(argv)
 
 

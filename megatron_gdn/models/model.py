@@ -1,4 +1,4 @@
-"""A published model: its numbers, Megatron configuration, spec and flags."""
+"""A published model: its numbers, Megatron configuration, spec, flags and legal parallel sizes."""
 
 from __future__ import annotations
 
@@ -6,16 +6,21 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from math import lcm
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
+from ..context_parallel import SequenceLayout
+from ..context_parallel.machines import stretch
+from ..context_parallel.price import Price, price
 from ..gdn.sizes import GDNDims
-from ..hf.build import megatron_flags
+from ..hf.build import flags_of, megatron_flags
 from ..hf.model_config import HFModelConfig, parse_hf_config
 from ..hf.model_map import Architecture
 from ..mamba2.sizes import Mamba2Dims
-from .stack import MAMBA_TAPS, Stack
+from ..mixers.arguments import LEVELS
+from .stack import CHUNK, MAMBA_TAPS, Stack
 
 
 class Entry(NamedTuple):
@@ -27,7 +32,7 @@ class Entry(NamedTuple):
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
-_MEGATRON = _TABLES["megatron"]  # of classes that `parse_hf_config` does not take
+_NEMOTRON = _TABLES["nemotron_h"]  # the one class that `parse_hf_config` does not take
 
 
 def _entries() -> dict[str, Entry]:
@@ -40,8 +45,13 @@ def _entries() -> dict[str, Entry]:
 
 
 ENTRIES = _entries()
-# Flags whose name is not that of their field.
-_FLAGS = {"layernorm_epsilon": "--norm-epsilon", "num_moe_experts": "--num-experts"}
+
+
+class Scheme(NamedTuple):
+    """What ``linear_cp_mode="auto"`` takes, and the prices."""
+
+    name: str
+    price: Price | None  # None where there is no choice
 
 
 class Parts(NamedTuple):
@@ -69,9 +79,9 @@ class Model:
 
     @cached_property
     def hf(self) -> HFModelConfig | None:
-        """The `HFModelConfig` for `build_model` and weights; None for another family."""
+        """The `HFModelConfig` for `build_model` and weights; None for Nemotron."""
         architecture, fields, _ = self.entry
-        if architecture in _MEGATRON:
+        if architecture == "NemotronHForCausalLM":
             return None
         return parse_hf_config({"architectures": [architecture]} | fields)
 
@@ -80,41 +90,33 @@ class Model:
         """HybridModel's: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
         if self.hf is not None:
             return self.hf.hybrid_layer_pattern
-        fields = self.entry.fields
-        every_fourth = "G-G-G-*-" * (fields.get("num_hidden_layers", 0) // 4)
-        return fields.get("hybrid_override_pattern", every_fourth)
+        return self.entry.fields["hybrid_override_pattern"]
 
     @property
     def tied(self) -> bool:
         return self.entry.fields["tie_word_embeddings"]
 
     @property
-    def _experts(self) -> dict[str, Any]:
-        return _MEGATRON[self.entry.architecture]["experts"] if "E" in self.pattern else {}
-
-    @property
-    def _sizes(self) -> dict[str, Any]:
-        fields, names = self.entry.fields, _MEGATRON[self.entry.architecture]["sizes"]
-        return {ours: fields[theirs] for ours, theirs in names.items() if theirs in fields}
+    def _nemotron_sizes(self) -> dict[str, Any]:
+        fields = self.entry.fields
+        experts = _NEMOTRON["experts"] if "E" in self.pattern else {}
+        sizes = _NEMOTRON["sizes"].items()
+        return experts | {ours: fields[theirs] for ours, theirs in sizes if theirs in fields}
 
     @cached_property
     def settings(self) -> dict[str, Any]:
         """The model's ``TransformerConfig`` fields; ``num_layers`` is GPTModel's."""
         if self.hf is not None:
             return self.hf.megatron_settings()
-        fixed = _MEGATRON[self.entry.architecture]["fixed"]
-        found = {"num_layers": len(self.pattern)} | fixed | self._experts | self._sizes
-        if not fixed["gated_linear_unit"]:
-            from megatron.core.activations import squared_relu
+        from megatron.core.activations import squared_relu
 
-            found["activation_func"] = squared_relu
-        return found
+        found = {"num_layers": len(self.pattern), "activation_func": squared_relu}
+        return found | _NEMOTRON["fixed"] | self._nemotron_sizes
 
     @cached_property
     def stack(self) -> Stack:
         config, vocab = SimpleNamespace(**self.settings), self.entry.fields["vocab_size"]
-        wide = self.entry.architecture == "OlmoHybridForCausalLM"
-        return Stack.of(config, self.pattern, vocab, self.tied, wide_qk_norm=wide)
+        return Stack.of(config, self.pattern, vocab, self.tied)
 
     @cached_property
     def dims(self) -> GDNDims | Mamba2Dims:
@@ -123,13 +125,7 @@ class Model:
             return GDNDims.from_config(config)
         return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
 
-    def refuse_unless_built(self, model: Architecture = "hybrid") -> None:
-        """Refuse (NotImplementedError) a model that Megatron would not build as published."""
-        if self.hf is None and "launch" not in _MEGATRON[self.entry.architecture]:
-            raise NotImplementedError(
-                f"{self.name} is listed for its sizes: its layers norm their outputs and write "
-                f"with beta up to 2, which Megatron's blocks and our layer do not do."
-            )
+    def _refuse_mamba2_in_gpt(self, model: Architecture) -> None:
         if self.hf is None and model == "gpt":
             raise NotImplementedError(
                 f"{self.name} has Mamba2 layers, which a GPTModel has not; use model='hybrid' "
@@ -151,7 +147,10 @@ class Model:
             modules: whose linears and norms, as in `megatron_gdn.specs.hybrid_stack_spec`.
             layer_options: options of the Gated DeltaNet layer.
             **changes: fields of the ``TransformerConfig`` to add or override. Without them parallel
-                sizes are Megatron's current ones, or 1. Errors are those of `refuse_unless_built`.
+                sizes are Megatron's current ones, or 1.
+
+        Raises:
+            NotImplementedError: a GPTModel with Mamba2 layers.
         """
         from megatron.core import parallel_state
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -160,7 +159,7 @@ class Model:
         from ..specs import gpt_block_spec, hybrid_stack_spec
         from ..specs.layer import resolve_modules
 
-        self.refuse_unless_built(model)
+        self._refuse_mamba2_in_gpt(model)
         resolved, options = resolve_modules(modules), dict(layer_options or {})
         if self.hf is not None:
             config = transformer_config(self.hf, model, modules=resolved, **changes)
@@ -179,17 +178,101 @@ class Model:
         return Parts(config, spec, arguments | {"hybrid_layer_pattern": self.pattern})
 
     def flags(self, model: Architecture = "hybrid") -> list[str]:
-        """The flags of Megatron's script that build the model; errors as `refuse_unless_built`."""
-        self.refuse_unless_built(model)
+        """The flags of Megatron's script that build the model; errors as of `parts`."""
+        self._refuse_mamba2_in_gpt(model)
         if self.hf is not None:
             return megatron_flags(self.hf, model)
-        words = ["--spec", "megatron_gdn.specs", "hybrid_stack_spec"]
-        words += ["--hybrid-layer-pattern", self.pattern]
-        words += _MEGATRON[self.entry.architecture]["launch"]["flags"].split()
-        for name, value in (self._experts | self._sizes).items():
-            flag = _FLAGS.get(name, f"--{name.replace('_', '-')}")
-            words += [flag] if value is True else [flag, str(value)]
-        return words
+        described = {
+            "spec": "megatron_gdn.specs hybrid_stack_spec",
+            "hybrid_layer_pattern": self.pattern,
+        }
+        return flags_of(described | _NEMOTRON["flags"] | self._nemotron_sizes)
+
+    def tensor_parallel_sizes(self) -> list[int]:
+        """The sizes that divide all heads and the MLP; experts are not cut."""
+        heads, groups = self.settings["num_attention_heads"], self.settings["num_query_groups"]
+        cut = [heads, self.dims.layout.counts[-1][1]]  # the second: key heads, groups of Mamba2
+        if "-" in self.pattern:
+            cut.append(self.settings["ffn_hidden_size"])
+        if "E" in self.pattern:
+            cut.append(self.settings["moe_shared_expert_intermediate_size"])
+        return [
+            n
+            for n in range(1, heads + 1)
+            if all(whole % n == 0 for whole in cut) and (groups % n == 0 or n % groups == 0)
+        ]
+
+    def headwise_sizes(self, tp: int) -> list[int]:
+        """The context-parallel sizes that divide the heads; chunkwise takes any size."""
+        layout = self.dims.shard(tp).layout
+        return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
+
+    def expert_parallel_sizes(self) -> list[int]:
+        experts = self.settings.get("num_moe_experts") or 1
+        return [n for n in range(1, experts + 1) if experts % n == 0]
+
+    def refuse_illegal(self, tp: int, cp: int, ep: int, length: int) -> None:
+        """Refuse (ValueError) sizes that a launch would refuse, and list the legal ones."""
+        for name, value, legal in (
+            ("tensor-parallel size tp", tp, self.tensor_parallel_sizes()),
+            ("expert-parallel size ep", ep, self.expert_parallel_sizes()),
+        ):
+            if value not in legal:
+                sizes = ", ".join(map(str, legal))
+                raise ValueError(f"{name}={value} is not legal; use one of {sizes}.")
+        if cp < 1:
+            raise ValueError(f"context-parallel size cp={cp} must be at least 1.")
+        multiple = cp * lcm(2 if cp > 1 else 1, tp)
+        if length < 1 or length % multiple:
+            near = max(round(length / multiple), 1) * multiple
+            raise ValueError(
+                f"length={length} does not divide: zigzag cuts a sequence into 2 cp pieces, and "
+                f"sequence parallelism each rank's share by tp, so it must be a multiple of "
+                f"{multiple} for tp={tp} and cp={cp}, such as {near}."
+            )
+
+    def scheme(
+        self,
+        tp: int,
+        cp: int,
+        length: int,
+        documents: tuple[int, ...] | None = None,
+        gpus_per_machine: int = 8,
+    ) -> Scheme:
+        """What ``auto`` takes for bf16 in zigzag: one sequence, or documents of these lengths."""
+        if cp == 1:
+            return Scheme("whole", None)
+        if cp not in self.headwise_sizes(tp):
+            return Scheme("chunkwise", None)
+        share = self.dims.shard(tp)
+        beside = max(gpus_per_machine // tp, 1)
+        per_machine = stretch([rank // beside for rank in range(cp)])
+        layout, zigzag = share.layout.share(cp), SequenceLayout.ZIGZAG
+        cost = price(share.state, layout, cp, zigzag, length, 1, documents, 2, per_machine)
+        return Scheme(cost.cheaper.value, cost)
+
+    def saved_bytes(self, tp: int = 1, recompute: str = "none") -> int:
+        """Bytes per token that a Gated DeltaNet keeps for its backward on a tensor-parallel rank.
+
+        In bf16 with flash_qla or fla, and sequence parallelism. ``recompute`` is the layer's
+        option, or ``"layer"`` for ``--recompute-modules gdn`` of Megatron's dev. States of parts,
+        which `flash_qla` keeps for long sequences, are not counted (16 MiB for 32768 tokens of 32
+        heads).
+        """
+        share: Any = self.dims.shard(tp)
+        kept = 2 * share.hidden_size // tp  # bf16: of the input of in_proj
+        if recompute == "layer":
+            return kept
+        again = LEVELS[recompute]
+        kept += 2 * share.layout.width  # in_proj's output
+        if "rule" not in again:
+            kept += 2 * share.v_dim  # o
+            kept += share.num_value_heads * (2 * CHUNK + 2 * 4)  # inverses; fp32 sum of g, and beta
+        if "qkv" not in again:
+            kept += 2 * (share.qk_dim + share.v_dim)  # k and v: q is always computed again
+        if "norm_out" not in again:
+            kept += 2 * share.v_dim  # the input of out_proj
+        return kept
 
 
 find = Model.named

@@ -17,8 +17,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
+from ..compat.observe import log_once
 from ..gdn.sizes import GDNDims
 from ..kda.sizes import KDADims
 from ..mamba2.sizes import Mamba2Dims
@@ -73,21 +75,20 @@ class Stack:
 
     @classmethod
     def of(
-        cls, config: Any, pattern: str, vocab_size: int, tied: bool, *, wide_qk_norm: bool = False,
+        cls, config: Any, pattern: str, vocab_size: int, tied: bool, *,
         kda: Mapping[str, Any] | None = None,
     ) -> Stack:  # fmt: skip
         """The stack of a Megatron configuration, without biases in its linears.
 
         ``pattern`` has 'G', 'K', 'M', '*', '-' and 'E' (another symbol is a ValueError), '|'
-        between pipeline stages and '/' before each head of multi-token prediction.
-        ``wide_qk_norm``: norms of q and k are as wide as all heads together. ``kda`` are options of
-        the 'K' layers.
+        between pipeline stages and '/' before each head of multi-token prediction. ``kda`` are
+        options of the 'K' layers.
         """
         build = {
             "G": lambda: _gdn(GDNDims.from_config(config)),
             "K": lambda: _kda(KDADims.of(config, *map((kda or {}).get, _KDA_SIZES))),
             "M": lambda: _mamba2(Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)),
-            "*": lambda: _attention(config, wide_qk_norm),
+            "*": lambda: _attention(config),
             "-": lambda: _mlp(config),
             "E": lambda: _experts(config),
         }
@@ -201,13 +202,11 @@ def _recurrent(dims: Any, *, columns: int, vectors: int, rule: int, wide: int = 
     )
 
 
-def _attention(config: Any, wide_qk_norm: bool) -> Layer:
+def _attention(config: Any) -> Layer:
     D, d, n = config.hidden_size, config.kv_channels, config.num_attention_heads
     groups = config.num_query_groups
     gates = n if getattr(config, "attention_output_gate", False) else 0
-    norms = 0
-    if getattr(config, "qk_layernorm", False):
-        norms = (n + groups) * d if wide_qk_norm else 2 * d
+    norms = 2 * d if getattr(config, "qk_layernorm", False) else 0
     weights = D * d * (n + gates + 2 * groups) + n * d * D
     return Layer(weights=weights, vectors=D + norms, attention=2 * n * d)
 
@@ -229,3 +228,65 @@ def _experts(config: Any) -> Layer:
 
 def _matrices(config: Any) -> int:
     return 3 if config.gated_linear_unit else 2
+
+
+def stack_of_arguments(args: Any) -> Stack:
+    """The stack that Megatron's parsed and validated command line describes.
+
+    It has no options of 'K' layers; those of the last built stack are taken. A layer that
+    :class:`Stack` does not know is a ValueError.
+    """
+    from ..specs.gpt import GDN_VARIANTS, kinds_of_layers
+    from ..specs.stack import KDAHybridStack
+
+    for name in ("multi_latent_attention", "moe_latent_size"):
+        if getattr(args, name, None):
+            raise ValueError(f"{name}: FLOPs of such layers are not known here.")
+    variant, spec = args.experimental_attention_variant, " ".join(args.spec or ())
+    if variant not in (None, *GDN_VARIANTS) or "gdp" in spec or "product" in spec:
+        raise ValueError(f"layers of {variant or spec}: their FLOPs are not known here.")
+    config = SimpleNamespace(
+        **vars(args) | {"gated_linear_unit": args.swiglu, "num_moe_experts": args.num_experts}
+    )
+    if not args.group_query_attention:
+        config.num_query_groups = args.num_attention_heads
+    pattern = getattr(args, "hybrid_layer_pattern", None)
+    if not pattern:  # a GPTModel's layers, two symbols each
+        pairs = ["*G"[is_gdn] + "-E"[is_moe] for is_gdn, is_moe in kinds_of_layers(config)]
+        pattern = "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
+    return Stack.of(
+        config, pattern, args.padded_vocab_size, not args.untie_embeddings_and_output_weights,
+        kda=KDAHybridStack.kda_options,
+    )  # fmt: skip
+
+
+def num_floating_point_operations(
+    args: Any,
+    batch_size: int,
+    seqlen_squared_sum_in_batch: float | None = None,
+    total_real_tokens_in_batch: float | None = None,
+) -> float:
+    """As Megatron's function of this name; the last two arguments are of packed documents."""
+    tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
+    if tokens is None:
+        tokens = batch_size * args.seq_length
+    if squares is None:
+        squares = batch_size * args.seq_length**2
+    return stack_of_arguments(args).flops_of_sums(round(tokens), round(squares)).step
+
+
+def count_in_megatron() -> None:
+    """Let Megatron's log line of throughput count by these equations, if the model is known."""
+    from megatron.training import training
+
+    theirs = training.num_floating_point_operations
+
+    def count(args: Any, *others: Any, **named: Any) -> float:
+        try:
+            return num_floating_point_operations(args, *others, **named)
+        except (ValueError, AttributeError) as error:  # another Megatron may lack an argument
+            log_once(f"Megatron's own count of FLOPs is used: {error}")
+            return theirs(args, *others, **named)
+
+    if theirs.__module__ != __name__:
+        training.num_floating_point_operations = count

@@ -128,8 +128,7 @@ RUN_BY = {
     "git clone --branch core_r0.19.0 https://github.com/NVIDIA/Megatron-LM": GPU,
     "python -m megatron_gdn.doctor --heads 16:32": DOCTOR,
     "python -m megatron_gdn.models": MODELS,
-    "python -m megatron_gdn.models Qwen3.5-35B-A3B --tp 2 --cp 4 --ep 8 --length 131072 "
-    "--gpus 64": MODELS,
+    "python -m megatron_gdn.models Qwen3.5-35B-A3B --tp 2 --cp 4 --ep 8 --length 131072": MODELS,
     "python -m megatron_gdn.models Qwen3.5-35B-A3B --tp 2 --ep 8 --flags": MODELS,
     "python -m megatron_gdn.doctor": DOCTOR,
     "python -m build": FRESH + "test_a_source_distribution_holds_what_tests_and_pages_need",

@@ -182,7 +182,7 @@ def test_what_slime_saves_is_what_it_loaded(name, dtype, tmp_path):
     assert gates.A_log.dtype == gates.dt_bias.dtype == torch.float32
     save_hf_model_to_path(args, tmp_path / "saved", model)
     saved = SafetensorsFolder(tmp_path / "saved")
-    found = ((key, saved.read(key)) for key in saved)
+    found = ((key, saved.read(key)) for key in saved.specs)
     require_exported(found, tmp_path / "published", one_by_one=True)
 
 

@@ -182,7 +182,7 @@ def test_a_launched_script_finds_its_own_megatron_the_letter_of_kda_and_our_flop
     (tmp_path / "megatron").mkdir()
     (tmp_path / "megatron" / "core").symlink_to(megatron)
     script.write_text(READING)
-    counter = "megatron_gdn.models.megatron_count"
+    counter = "megatron_gdn.models.stack"
     seen = f"{tmp_path}/megatron/core/__init__.py K - {counter}\n"
     assert python("-m", "megatron_gdn.launch", script).stdout == seen
 

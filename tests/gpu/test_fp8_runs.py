@@ -12,8 +12,15 @@ from megatron.core.fp8_utils import get_fp8_context, is_float8tensor
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 
-from megatron_gdn.hf import build_model, load_hf_weights, megatron_state, save_hf_weights
-from megatron_gdn.hf.folders import compare_folders, open_weights
+from megatron_gdn.hf import (
+    build_model,
+    compare_folders,
+    export_folder,
+    load_hf_weights,
+    megatron_state,
+    save_hf_weights,
+)
+from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from megatron_gdn.inference.generate import evaluating, generate, next_logits, static_context
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.fp8_twin import recipe as quantization_recipe
@@ -154,13 +161,14 @@ def test_an_fp8_model_exports_to_hugging_face(tmp_path, recipe, fp8_param):
     fc2 = "decoder.layers.1.mlp.linear_fc2.weight"
     values = model.get_parameter(fc2).dequantize().cpu()
     key = "model.layers.0.mlp.down_proj.weight"
-    exact = open_weights(like).read(key)
+    exact = SafetensorsFolder(like).read(key)
     assert 0 < error(values, exact.double()) < FP8
-    assert torch.equal(open_weights(out).read(key), values)
+    assert torch.equal(SafetensorsFolder(out).read(key), values)
     saved = tmp_path / "saved"
     saved.mkdir()
     dist_checkpointing.save({"model": model.sharded_state_dict()}, str(saved))
-    assert torch.equal(open_weights(saved, like).read(key), values)
+    export_folder(saved, tmp_path / "exported", like)
+    assert torch.equal(SafetensorsFolder(tmp_path / "exported").read(key), values)
     assert torch.equal(megatron_state(model)[fc2].cpu(), values)
     assert torch.equal(model.get_parameter(fc2).get_high_precision_init_val(), exact)
 

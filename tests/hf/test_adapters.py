@@ -14,7 +14,7 @@ from megatron_gdn.hf import (
     read_hf_config,
     save_hf_weights,
 )
-from megatron_gdn.hf.folders import open_weights
+from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from tests.distributed import bridge
 from tests.distributed.bridge import needs_bridge, peft_class
 from tests.hf.model_laws import (
@@ -129,7 +129,7 @@ def saving_fails(source: Path, target: Path) -> str:
             save_hf_weights(model, target, like=source)
         except NotImplementedError as error:
             return str(error)
-        return f"saved {sorted(open_weights(target))}"
+        return f"saved {sorted(SafetensorsFolder(target).specs)}"
 
 
 def save_adapted_checkpoint(source: Path, target: Path) -> None:

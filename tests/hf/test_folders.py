@@ -10,17 +10,10 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from megatron_gdn.hf import (
-    SourceRecord,
-    compare_folders,
-    export_folder,
-    import_folder,
-    state_dict_to_hf,
-)
+from megatron_gdn.hf import SourceRecord, compare_folders, export_folder, import_folder
 from megatron_gdn.hf.__main__ import main
-from megatron_gdn.hf.folders import open_weights
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
-from tests.hf.model_laws import stored_tensors
+from tests.hf.model_laws import save_with_plain_norms, stored_tensors
 from tests.hf.tiny_models import FOLDERS
 from tests.processes import python
 from tests.unit.test_imports import BLOCK
@@ -46,43 +39,34 @@ def test_export_gives_the_source_files_back_byte_for_byte(hf_folder, tmp_path, n
     import_folder(folder, tmp_path / "imported", kind)
     export_folder(tmp_path / "imported", tmp_path / "back", like=folder)
     assert digests(tmp_path / "back") == digests(folder)
-    assert list(compare_folders(folder, tmp_path / "imported")) == []
 
 
 @pytest.mark.parametrize("name", ["next", "moe packed", "dense tied"])
-def test_plain_norms_round_trip_and_are_not_taken_for_others(hf_folder, tmp_path, refused, name):
-    folder, imported = hf_folder(name), tmp_path / "imported"
-    import_folder(folder, imported, zero_centered_gamma=False)
-    export_folder(imported, tmp_path / "back", like=folder)
-    assert digests(tmp_path / "back") == digests(folder)
-    gains = stored_tensors(imported)["decoder.final_norm.weight"]
-    source = open_weights(folder)
+def test_a_run_with_plain_norms_exports_to_the_source_files(pools, hf_folder, tmp_path, name):
+    """Its arguments, which its checkpoint holds, tell that gains are whole."""
+    folder, saved = hf_folder(name), tmp_path / "saved"
+    pools(1).run(save_with_plain_norms, folder, saved)
+    gains = stored_tensors(saved)["decoder.final_norm.weight"]
+    source = SafetensorsFolder(folder)
     assert torch.equal(gains, source.read("model.norm.weight").float() + 1.0)
-    zero_centred = tmp_path / "zero-centred"
-    import_folder(folder, zero_centred)
-    said = refused("export", zero_centred, tmp_path / "x", "--like", folder, "--plain-norms")
-    assert "leave out --plain-norms" in said
+    export_folder(saved, tmp_path / "back", like=folder)
+    assert digests(tmp_path / "back") == digests(folder)
 
 
 def test_a_rounded_bf16_state_still_gives_every_bit_back(any_folder):
     """What training code sees: all weights bf16 but the gates, then an export."""
-    source = open_weights(any_folder)
-    record = SourceRecord.from_folder(any_folder)
-    ranks = [{}, {}]
+    source, record = SafetensorsFolder(any_folder), SourceRecord.from_folder(any_folder)
+    dtypes = {key: spec.torch_dtype for key, spec in source.specs.items()}
     for entry in record.plan("hybrid", True).maps:
-        full = entry.to_megatron([source.read(ref.key, ref.expert) for ref in entry.sources])
+        pieces = [source.read(ref.key, ref.expert) for ref in entry.sources]
+        full = entry.to_megatron(pieces)
         if entry.pad_rows:
             full = torch.cat([full, full.new_zeros(5, full.shape[1])])
         full = full if entry.fp32 else full.bfloat16()
-        for rank, shard in zip(ranks, entry.shards(full, 2), strict=True):
-            rank[entry.name] = shard
-    exported = dict(state_dict_to_hf(ranks, record))
-    for key in source:
-        if key.startswith(("mtp.", "model.visual.")):
-            assert key not in exported
-            continue
-        assert exported[key].dtype == source.read(key).dtype, key
-        assert torch.equal(exported[key], source.read(key)), key
+        back = entry.exported(entry.unshard(entry.shards(full, 2)), dtypes, record.originals)
+        for ref, piece in zip(entry.sources, pieces, strict=True):
+            assert back[ref].dtype == piece.dtype, ref.key
+            assert torch.equal(back[ref], piece), ref.key
 
 
 def test_the_norms_of_a_model_on_another_device_meet_their_originals(hf_folder):
@@ -101,10 +85,10 @@ def test_fp32_gates_on_request_also_correct_the_index(hf_folder, tmp_path):
     import_folder(folder, tmp_path / "imported")
     export = ["export", tmp_path / "imported", tmp_path / "back", "--like", folder, "--fp32-gates"]
     assert main([*map(str, export)]) == 0
-    before, after = open_weights(folder), open_weights(tmp_path / "back")
-    for key in before:
+    before, after = SafetensorsFolder(folder), SafetensorsFolder(tmp_path / "back")
+    for key in before.specs:
         is_gate = key.endswith(("A_log", "dt_bias"))
-        assert after.spec(key).dtype == ("F32" if is_gate else "BF16")
+        assert after.specs[key].dtype == ("F32" if is_gate else "BF16")
         assert torch.equal(after.read(key), before.read(key).to(after.read(key).dtype))
     sizes = [
         json.loads((at / "model.safetensors.index.json").read_text())["metadata"]["total_size"]
@@ -255,7 +239,7 @@ def test_a_target_that_cannot_be_made_is_named(copy, tmp_path, refused):
     (tmp_path / "file").touch()
     for target in (tmp_path / "file" / "imported", "/proc/imported"):
         said = refused("import", copy, target)
-        assert f"no folder can be made in {Path(target).parent} (" in said
+        assert str(Path(target).parent) in said
         assert said.count("\n") == 1
 
 
@@ -325,8 +309,7 @@ def test_compare_tells_equal_from_different(copy, tmp_path, capsys):
 
 def test_compare_sees_permuted_rows_and_other_dtypes(copy, tmp_path):
     """An elementwise tolerance of 0.1 passes a permuted N(0, 0.02) weight; bits do not."""
-    imported, source = tmp_path / "imported", tmp_path / "unchanged"
-    import_folder(copy, imported)
+    source = tmp_path / "unchanged"
     shutil.copytree(copy, source)
     gate_rows = "model.layers.0.linear_attn.in_proj_a.weight"
 
@@ -339,9 +322,6 @@ def test_compare_sees_permuted_rows_and_other_dtypes(copy, tmp_path):
     found = {difference.key: difference.what for difference in compare_folders(copy, source)}
     assert found[A_LOG] == "BF16 [8] against F32 [8]"
     assert set(found) <= {A_LOG, gate_rows}
-    assert list(compare_folders(source, imported)) == []
-    with pytest.raises(ValueError, match="export both"):
-        list(compare_folders(imported, imported))
 
 
 @pytest.mark.slow

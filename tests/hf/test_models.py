@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from megatron_gdn.hf.folders import open_weights
+from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from tests.hf import model_laws as laws
 
 DENSE = ["dense", "dense tied", "dense ratio 1", "dense ratio 3", "vision"]
@@ -77,13 +77,13 @@ def test_trained_gates_are_saved_in_fp32_or_their_loss_is_said(
     """Qwen3-Next's files have both gates in bf16, Qwen3.5's only dt_bias."""
     source, target = hf_folder(name), tmp_path / "saved"
     ranks = pools(tp).run(laws.save_trained_gates, source, target, tp, fp32_gates)
-    before, after = open_weights(source), open_weights(target)
+    before, after = SafetensorsFolder(source), SafetensorsFolder(target)
     lost = []
     for gate in ("A_log", "dt_bias"):
         key = f"model.layers.0.linear_attn.{gate}"
         trained = torch.cat([gates[gate] for gates, _ in ranks])
         assert not torch.equal(trained, trained.bfloat16().float())
-        dtype = torch.float32 if fp32_gates else before.spec(key).torch_dtype
+        dtype = torch.float32 if fp32_gates else before.specs[key].torch_dtype
         assert after.read(key).dtype == dtype
         assert torch.equal(after.read(key), trained.to(dtype))
         lost += [key] * (dtype != torch.float32)

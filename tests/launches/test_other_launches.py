@@ -6,8 +6,7 @@ from pathlib import Path
 import pytest
 
 from megatron_gdn.models import find
-from megatron_gdn.models.__main__ import parse
-from megatron_gdn.models.figures import launch_flags
+from megatron_gdn.models.__main__ import launch_flags, parse
 from tests.launches.launching import CLONE, SMALL, held_out_losses, in_a_clone, launched, losses
 from tests.launches.record import recorded
 from tests.launches.test_parallel_launches import DATA, GPT, MODELS, SIZES, SPECS

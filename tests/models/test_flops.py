@@ -23,7 +23,6 @@ CONFIG_OF = {
     "Qwen3NextForCausalLM": "Qwen3NextConfig",
     "Qwen3_5ForCausalLM": "Qwen3_5TextConfig",
     "Qwen3_5MoeForCausalLM": "Qwen3_5MoeTextConfig",
-    "OlmoHybridForCausalLM": "OlmoHybridConfig",
     "NemotronHForCausalLM": "NemotronHConfig",
 }
 # Of the vision encoder of Qwen3.5, 3.6 and 3.8 from 9B on; its output is as wide as the model.
@@ -308,13 +307,6 @@ def test_transformers_config_class_of_nemotron_has_the_same_layers_and_sizes():
         assert config.n_shared_experts == config.n_group == config.topk_group == 1
         for field in (name for name in model.entry.fields if name != "hybrid_override_pattern"):
             assert getattr(config, field) == model.entry.fields[field], field
-
-
-def test_olmo_hybrid_is_what_transformers_builds_by_default():
-    model = find("Olmo-Hybrid-7B")
-    default = config_of(model.entry.architecture, {}).to_dict()
-    assert {name: default[name] for name in model.entry.fields} == model.entry.fields
-    assert default["layer_types"] == (["linear_attention"] * 3 + ["full_attention"]) * 8
 
 
 def test_every_entry_says_where_its_numbers_were_found():

@@ -9,9 +9,8 @@ from megatron.training import training
 from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
-from megatron_gdn.models import ENTRIES, config, find, megatron_count
-from megatron_gdn.models.__main__ import parse
-from megatron_gdn.models.figures import launch_flags
+from megatron_gdn.models import ENTRIES, config, find, stack
+from megatron_gdn.models.__main__ import launch_flags, parse
 from tests.models.test_flops import tiny
 from tests.parallel import parallel
 
@@ -55,11 +54,11 @@ def test_megatron_takes_the_flags_and_counts_the_flops_of_the_catalogue(monkeypa
     sizes += ["--ep", "4"] if "E" in model.pattern else []
     args = arguments_of(monkeypatch, launch_flags(model, parse([name, "--model", kind, *sizes])), 8)
     args.padded_vocab_size = model.entry.fields["vocab_size"]
-    counted = megatron_count.num_floating_point_operations(args, 3)
+    counted = stack.num_floating_point_operations(args, 3)
     assert counted == model.stack.flops([4096] * 3).step
     ratio = training.num_floating_point_operations(args, 3) / counted  # as docs/models.md says
     assert 0.92 <= ratio <= {"hybrid": 1.08, "gpt": 1.0}[kind]
-    packed = megatron_count.num_floating_point_operations(args, 3, 4096**2 + 100**2, 4196)
+    packed = stack.num_floating_point_operations(args, 3, 4096**2 + 100**2, 4196)
     assert packed == model.stack.flops([4096, 100]).step
 
     theirs = core_transformer_config_from_args(args)
@@ -126,14 +125,11 @@ def flops_of_built_stacks(args: argparse.Namespace) -> list[float]:
         with parallel(1):
             spec = hybrid_stack_spec("local", kda=kda)
             hybrid_model(make_config(num_layers=1), "-", spec)
-        counts.append(megatron_count.num_floating_point_operations(args, 1))
+        counts.append(stack.num_floating_point_operations(args, 1))
     return counts
 
 
-def test_a_model_that_megatron_would_build_otherwise_is_refused():
-    for made in (lambda: config("Olmo-Hybrid-7B"), find("Olmo-Hybrid-7B").flags):
-        with pytest.raises(NotImplementedError, match="listed for its sizes"):
-            made()
+def test_mamba2_layers_in_a_gpt_model_are_refused():
     with pytest.raises(NotImplementedError, match="use model='hybrid'"):
         find("Nemotron-H-8B").flags("gpt")
 
@@ -143,19 +139,19 @@ def test_megatron_counts_v_squared_for_k_v_and_no_gate(monkeypatch):
     args, more = (tiny_arguments(monkeypatch, "--linear-key-head-dim", K) for K in ("16", "32"))
     projections = 3 * 2 * 64 * 3 * (2 * 4 * 16) * (128 + 4)  # of q and k in three layers, and conv
     theirs = [training.num_floating_point_operations(x, 1) for x in (args, more)]
-    ours = [megatron_count.num_floating_point_operations(x, 1) for x in (args, more)]
+    ours = [stack.num_floating_point_operations(x, 1) for x in (args, more)]
     assert theirs[1] - theirs[0] == projections
     rule = 3 * 2 * 64 * 3 * 16 * (8 * 3 * 32 + 2 * 4 * 64)  # K grew by 16
     assert ours[1] - ours[0] == projections + rule
     args.attention_output_gate = False
     gate = 3 * 2 * 64 * 128 * 128
     assert training.num_floating_point_operations(args, 1) == theirs[0]
-    assert megatron_count.num_floating_point_operations(args, 1) == ours[0] - gate
+    assert stack.num_floating_point_operations(args, 1) == ours[0] - gate
 
 
 def test_training_counts_with_ours_and_with_its_own_where_layers_are_not_known(monkeypatch):
     monkeypatch.setattr(training, "num_floating_point_operations", lambda *_: "theirs")
-    megatron_count.install()
+    stack.count_in_megatron()
     args = tiny_arguments(monkeypatch)
     assert training.num_floating_point_operations(args, 1) == find("tiny").stack.flops([64]).step
     for name, value in (
@@ -176,7 +172,7 @@ def test_heads_of_multi_token_prediction_are_counted_in_both_models(monkeypatch)
         if kind == "hybrid":
             flags[flags.index("--hybrid-layer-pattern") + 1] += "/*-/*-"
         args = tiny_arguments(monkeypatch, *more, flags=flags)
-        counts.append(megatron_count.num_floating_point_operations(args, 1))
+        counts.append(stack.num_floating_point_operations(args, 1))
     D, one = 128, find("tiny").stack
     head = 2 * 64 * (2 * D * D + 1024 * D)
     layers = 2 * 64 * sum(layer.weights for layer in one.layers[-2:])

@@ -73,7 +73,6 @@ def test_flags_are_printed_one_a_line_without_upstreams_warnings():
     echo = "import json, sys; print(json.dumps(sys.argv[1:]))"
     pasted = f"{sys.executable} -c '{echo}' {done.stdout}"
     words = json.loads(subprocess.run(pasted, shell=True, capture_output=True, text=True).stdout)
-    figures = import_module("megatron_gdn.models.figures")
-    options = import_module("megatron_gdn.models.__main__").parse(["tiny"])
+    command = import_module("megatron_gdn.models.__main__")
     model = import_module("megatron_gdn.models").find("tiny")
-    assert words == figures.launch_flags(model, options)
+    assert words == command.launch_flags(model, command.parse(["tiny"]))
