@@ -22,7 +22,7 @@ import matplotlib.pyplot as plt
 from finetune_transformers import tiny_model
 from matplotlib.colors import LogNorm
 
-from megatron_gdn.hf import packing_reach, patch, plain_functions_on_cpu
+from megatron_gdn.hf import packing_reach, patch
 
 LENGTHS = (5, 70, 3, 1, 64, 9)
 
@@ -30,7 +30,6 @@ LENGTHS = (5, 70, 3, 1, 64, 9)
 def measured(hidden: int = 64) -> dict[str, torch.Tensor]:
     """``[N, N]`` for the model as it is and patched: row i changed, column j compared."""
     model = tiny_model(hidden)
-    plain_functions_on_cpu(model)
     found = {"transformers": packing_reach(model, LENGTHS)}
     with patch(model):
         found["patched"] = packing_reach(model, LENGTHS)

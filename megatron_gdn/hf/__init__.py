@@ -22,7 +22,7 @@ _NAMES = {
     ".drop_in.sources": ("is_indexed_packed_mask",),
     ".drop_in.training": (
         *("ContextParallelTrainerMixin", "PackingCollator"),
-        *("Leak", "PackingLeak", "assert_no_packing_leak", "packing_reach"),
+        *("PackingLeak", "assert_no_packing_leak", "packing_reach"),
     ),
     ".folders": ("export_folder", "import_folder"),
     ".megatron_model": ("load_hf_weights", "megatron_state", "save_hf_weights"),

@@ -1,8 +1,7 @@
 """The batch of one forward: where its documents, its padding and each rank's tokens lie.
 
 The text model's forward resolves the batch once, so all layers and recomputations see the same
-boundaries. Zigzag (DualChunkSwap) and contiguous shares run where they lie; for any other dense
-``seq_index`` ranks exchange hidden rows, so that each has a contiguous share.
+boundaries.
 
 Legend: B batch, S tokens of the whole sequence, s this rank's share (S on one rank), T tokens that
 are not padding, H hidden size.
@@ -15,13 +14,12 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...context_parallel import SequenceLayout, inverse, local_indices
+from ...context_parallel import SequenceLayout, local_indices
 from ...context_parallel.layouts import positions as positions_of
 from ...mixers.padding import Take, TakeRows, cu_seqlens, read_mask
 from ...ops.documents import Documents
@@ -33,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
-_NATIVE = (SequenceLayout.ZIGZAG_BUFFER, SequenceLayout.CONTIGUOUS)
 
 
 def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
@@ -46,39 +43,6 @@ def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
             f"runs over one. Pass that one: mesh['cp']."
         )
     return mesh.get_group()
-
-
-class RowExchange(NamedTuple):
-    """One direction of a permutation of rows over ranks, for :class:`TakeRows`."""
-
-    group: ProcessGroup
-    sent: Tensor  # int64 [s]: the local rows in the order in which they are sent
-    placed: Tensor  # int64 [s]: for each row of the result its index among those received
-    sends: list[int]  # rows for each rank
-    receives: list[int]
-
-    def of(self, x_BsH: Tensor) -> Tensor:
-        rows = x_BsH.transpose(0, 1).index_select(0, self.sent)
-        out = torch.empty_like(rows)
-        dist.all_to_all_single(out, rows, self.receives, self.sends, group=self.group)
-        return out.index_select(0, self.placed).transpose(0, 1).contiguous()
-
-
-def row_exchange(
-    positions: Tensor, group: ProcessGroup, device: torch.device
-) -> tuple[RowExchange, RowExchange]:
-    """The exchanges to contiguous shares and back, for positions int64 ``[cp, s]`` on the host."""
-    (size, tokens), rank = positions.shape, group.rank()
-    sent, owner = positions[rank].argsort(), positions // tokens
-    sends = owner[rank].bincount(minlength=size).tolist()
-    receives = (owner == rank).sum(-1).tolist()
-    # Every rank sends its rows in the order of their positions, so they arrive sorted by rank.
-    arriving = torch.cat([mine[mine // tokens == rank].sort().values for mine in positions])
-    placed = arriving.argsort()
-    tables = (to_device(x, device) for x in (sent, placed, inverse(placed), inverse(sent)))
-    sent, placed, back_sent, back_placed = tables
-    there = RowExchange(group, sent, placed, sends, receives)
-    return there, RowExchange(group, back_sent, back_placed, receives, sends)
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,15 +58,19 @@ class ModelBatch:
     ids: Tensor | None = None
     keep: Tensor | None = None
     group: Any = None  # of context-parallel ranks
-    layout: SequenceLayout = SequenceLayout.CONTIGUOUS  # of the rows that the mixer is given
+    layout: SequenceLayout = SequenceLayout.CONTIGUOUS  # how ranks share the sequence
     own: Tensor | None = None  # int64 [s] on the host: positions of this rank's tokens
-    # To the mixer's rows and back; None if every rank keeps all of its rows in order.
-    moves: tuple[Take, Take] | tuple[RowExchange, RowExchange] | None = None
+    moves: tuple[Take, Take] | None = None  # to rows without padding and back, on one rank
 
     @property
     def is_plain(self) -> bool:
         """Whether all sequences are whole on one rank, so that transformers computes the same."""
         return self.packed is None and self.group is None
+
+    @property
+    def what(self) -> str:
+        """What keeps transformers' own forward from running the batch, for messages."""
+        return "packed documents" if self.group is None else "context parallelism"
 
     @property
     def lengths(self) -> tuple[int, ...]:
@@ -126,21 +94,18 @@ class ModelBatch:
 
     def enter(self, x_BsH: Tensor) -> Tensor:
         """Hidden states to rows for the mixer: ``[1, T, H]`` when packed, else ``[B, s, H]``."""
-        if self.packed is not None and self.group is None:
-            return self.move(x_BsH.flatten(0, 1)).unsqueeze(0)
-        return self.move(self._blank(x_BsH))
+        if self.packed is None or self.group is not None:
+            return self._blank(x_BsH)
+        rows = x_BsH.flatten(0, 1)
+        return (rows if self.moves is None else TakeRows.apply(rows, *self.moves)).unsqueeze(0)
 
     def leave(self, y: Tensor, like_BsH: Tensor) -> Tensor:
         """The inverse of :meth:`enter`; padding is exactly zero."""
-        if self.packed is not None and self.group is None:
-            return self.move_back(y.squeeze(0)).unflatten(0, like_BsH.shape[:2])
-        return self._blank(self.move_back(y))
-
-    def move(self, x: Tensor) -> Tensor:
-        return x if self.moves is None else TakeRows.apply(x, *self.moves)
-
-    def move_back(self, y: Tensor) -> Tensor:
-        return y if self.moves is None else TakeRows.apply(y, *reversed(self.moves))
+        if self.packed is None or self.group is not None:
+            return self._blank(y)
+        rows = y.squeeze(0)
+        rows = rows if self.moves is None else TakeRows.apply(rows, *reversed(self.moves))
+        return rows.unflatten(0, like_BsH.shape[:2])
 
     def _blank(self, x_BsH: Tensor) -> Tensor:
         """Set padding to zero; its gradient is zero too."""
@@ -148,7 +113,7 @@ class ModelBatch:
 
 
 def resolve_call(
-    options: Any, sources: Sources, x_BsH: Tensor, cache: Any = None
+    options: Any, sources: Sources, x_BsH: Tensor, cache: Any, fills_cache: bool = False
 ) -> ModelBatch | None:
     """Resolve one forward; None if it continues from a cache, which transformers' own forward does.
 
@@ -159,14 +124,13 @@ def resolve_call(
     (rows, tokens), device, group = x_BsH.shape[:2], x_BsH.device, group_of(options.cp_mesh)
     if group is not None:
         layout = SequenceLayout.parse(options.cp_layout)
-        return _resolve_shared(sources, Ranks(group, device, rows, tokens), layout)
-    index = sources.seq_index
-    if cache is not None and cache.get_seq_length() > 0:
+        batch = _resolve_shared(sources, Ranks(group, device, rows, tokens), layout)
+    elif cache is not None and cache.get_seq_length() > 0:
         told = {
             "_packed_seq_ids": sources.packed_seq_ids,
             "cu_seqlens or cu_seq_lens_q": sources.cu_seqlens,
             "indices": sources.indices,
-            "seq_index": index,
+            "seq_index": sources.seq_index,
         }
         if given := [name for name, x in told.items() if x is not None]:
             raise ValueError(
@@ -174,6 +138,18 @@ def resolve_call(
                 f"per row, in order. Leave it out, or pass no past_key_values."
             )
         return None
+    else:
+        batch = _resolve_alone(sources, device, rows, tokens)
+    if (cache is not None or fills_cache) and not batch.is_plain:
+        raise ValueError(
+            f"a cache cannot be filled with {batch.what}: it holds one state per row. Pass "
+            f"use_cache=False and no past_key_values; generate on one rank, one sequence per row."
+        )
+    return batch
+
+
+def _resolve_alone(sources: Sources, device: torch.device, rows: int, tokens: int) -> ModelBatch:
+    index = sources.seq_index
     if index is not None:
         in_order = torch.arange(tokens, device="cpu").expand(index.shape[:-1] + (tokens,))
         if index.dim() not in (1, 2) or not torch.equal(index.cpu().long(), in_order):
@@ -220,7 +196,7 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
             f"tokens of the whole buffer, padding included. Give this rank's ids of documents as "
             f"attention_mask instead, 0 at padding."
         )
-    layout, positions, moves = _place_of(sources, ranks, layout)
+    layout, positions = _place_of(sources, ranks, layout)
     if mask is not None and mask.dim() != 2:
         raise ValueError(
             f"an attention_mask of shape {tuple(mask.shape)} says nothing about the tokens of "
@@ -232,7 +208,7 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
     if ids is None and mask is not None and bool((mask == 0).any()):
         ids = (mask != 0).long()
     own = positions[ranks.group.rank()]
-    batch = partial(ModelBatch, group=ranks.group, layout=layout, own=own, moves=moves)
+    batch = partial(ModelBatch, group=ranks.group, layout=layout, own=own)
     if ids is None:
         return batch()
     read_mask(ids)  # refuses what it refuses on one rank
@@ -256,16 +232,17 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
 
 def _place_of(
     sources: Sources, ranks: Ranks, layout: SequenceLayout
-) -> tuple[SequenceLayout, Tensor, tuple[RowExchange, RowExchange] | None]:
-    """The layout of the mixer's rows, all ranks' positions ``[cp, s]`` on the host, exchanges."""
+) -> tuple[SequenceLayout, Tensor]:
+    """The layout of the ranks' shares, and all ranks' positions ``[cp, s]`` on the host."""
     size, tokens, total, index = ranks.group.size(), ranks.tokens, ranks.total, sources.seq_index
+    whole, documents = (total,), None
+    if sources.cu_seqlens is not None and ranks.rows == 1:
+        documents = Documents.from_cu_seqlens(sources.cu_seqlens, total).lengths
     if index is None:
-        lengths, offsets = (total,), sources.cu_seqlens
-        if offsets is None and layout is SequenceLayout.ZIGZAG:
+        if sources.cu_seqlens is None and layout is SequenceLayout.ZIGZAG:
             layout = SequenceLayout.ZIGZAG_BUFFER
-        if offsets is not None and layout is SequenceLayout.ZIGZAG and ranks.rows == 1:
-            lengths = Documents.from_cu_seqlens(offsets, total).lengths
-        return layout, positions_of(lengths, size, layout), None
+        by_document = documents is not None and layout is SequenceLayout.ZIGZAG
+        return layout, positions_of(documents if by_document else whole, size, layout)
     if index.dim() not in (1, 2) or index.shape[-1] != tokens:
         raise ValueError(
             f"seq_index has shape {tuple(index.shape)}; it must be [{tokens}] or "
@@ -278,17 +255,22 @@ def _place_of(
             "parallelism. Pass one row."
         )
     positions = ranks.gather(index[0])
-    if not torch.equal(positions.flatten().sort().values, torch.arange(total, device="cpu")):
-        missing = sorted(set(range(total)) - set(positions.flatten().tolist()))
-        raise ValueError(
-            f"seq_index must name every position 0 .. {total - 1} of the sequence on exactly one "
-            f"of the {size} context-parallel ranks (dense global token positions); "
-            f"{len(missing)} are missing, the first {missing[:4]}."
-        )
-    for native, cuts in zip(_NATIVE, (2 * size, size), strict=True):
-        if total % cuts == 0 and torch.equal(positions, positions_of((total,), size, native)):
-            return native, positions, None
-    return SequenceLayout.CONTIGUOUS, positions, row_exchange(positions, ranks.group, ranks.device)
+    legal = [
+        (SequenceLayout.ZIGZAG_BUFFER, whole, 2 * size),
+        (SequenceLayout.CONTIGUOUS, whole, size),
+    ]
+    if documents is not None:
+        legal.append((SequenceLayout.ZIGZAG, documents, 2 * size))
+    for one, lengths, multiple in legal:
+        even = not any(length % multiple for length in lengths)
+        if even and torch.equal(positions, positions_of(lengths, size, one)):
+            return one, positions
+    raise ValueError(
+        f"seq_index {positions[ranks.group.rank()].tolist()[:8]} ... is no share of {total} tokens "
+        f"in zigzag of the row (two of {2 * size} pieces), in zigzag of every document of "
+        f"cu_seq_lens_q, or contiguous (one of {size}). Cut the row by "
+        f"megatron_gdn.hf.context_parallel_share."
+    )
 
 
 def context_parallel_share(

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ...compat.observe import log_once
 from ...mixers.precision import Fp32Parameters
 from ...ops.elementwise import decay_and_write_gates
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES, HOLDER_NAME
@@ -142,16 +141,6 @@ def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
         parameter.data = parameter.data.to(dtype)
         if parameter.grad is not None:
             parameter.grad = parameter.grad.to(dtype)
-
-
-def tell_of_other_dtype(config: Any) -> None:
-    """Log that a config's ``mamba_ssm_dtype`` other than fp32 is ignored."""
-    asked = str(getattr(config, "mamba_ssm_dtype", None) or torch.float32).removeprefix("torch.")
-    if asked not in ("float32", "fp32", "float"):
-        log_once(
-            f"mamba_ssm_dtype={asked!r} of the config is not taken: A_log and dt_bias are fp32 in "
-            f"replaced modules"
-        )
 
 
 def shard_gates(model: nn.Module, **options: Any) -> None:

@@ -21,10 +21,14 @@ from ...ops.readout.base import Apart, called_per_head
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import families
 from .batch import ModelBatch, group_of, resolve_call
-from .gates import HoldsGates, gate_owner, hold_gates, release_gates, tell_of_other_dtype
-from .sources import Sources, offsets_of
+from .gates import HoldsGates, gate_owner, hold_gates, release_gates
+from .sources import Sources
 
-_OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx")
+# The batch has the documents, and transformers' plain-torch kernels refuse their boundaries.
+_NOT_PASSED_ON = (
+    *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
+    *("position_ids", "cache_position", "qkv_format"),
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -129,13 +133,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         hidden_states: Tensor,
         cache_params: Any = None,
         *,
-        cache_position: Tensor | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Tensor | None = None,
-        qkv_format: str | None = None,
-        cu_seqlens: Tensor | None = None,
-        indices: Tensor | None = None,
-        seq_index: Tensor | None = None,
         gdn_batch: ModelBatch | None = None,
         **kwargs: Any,
     ) -> Tensor:
@@ -144,42 +142,29 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         Args:
             hidden_states: ``[B, S, H]``, this rank's tokens.
             cache_params: transformers' cache; transformers' own forward then runs.
-            cache_position, qkv_format: not read; callers of older transformers pass them.
-                Arguments after ``cache_params`` are keywords: their order differs by version.
+                Arguments after it are keywords: their order differs by version.
             attention_mask: ``[B, S]``, 0 at padding, or ids of documents (1 ..) where packed.
-            position_ids, cu_seqlens: other sources of documents, see :mod:`.sources`; so are
-                ``cu_seq_lens_q`` and ``_packed_seq_ids`` among the keywords.
-            indices: int ``[T]``, which of the ``B * S`` tokens ``cu_seqlens`` counts; the others
-                are padding.
-            seq_index: with context parallelism, the sequence positions of this rank's tokens.
-            gdn_batch: all this, resolved; a patched model passes it to its layers.
-            kwargs: what transformers passes on to its kernels.
+            gdn_batch: the batch, resolved; a patched model passes it to its layers.
+            kwargs: ``position_ids``, ``cu_seqlens`` (or ``cu_seq_lens_q``), ``_packed_seq_ids``:
+                other sources of documents, see :mod:`.sources`. ``indices``: int ``[T]``, which of
+                the ``B * S`` tokens ``cu_seqlens`` counts; the others are padding. ``seq_index``:
+                with context parallelism, the sequence positions of this rank's tokens.
+                ``cache_position`` and ``qkv_format`` are not read. Others are for transformers'
+                kernels.
 
         Returns:
             ``[B, S, H]``; exactly zero at the padding of packed rows.
 
         Raises:
             ValueError: boundaries, ids, positions or lengths that do not fit or contradict each
-                other; documents with a batch that continues from a cache.
-            NotImplementedError: a cache together with packed documents or context parallelism.
+                other; a cache together with packed documents or context parallelism.
         """
         batch, options = gdn_batch, self.drop_in.options
-        packed_seq_ids = kwargs.pop("_packed_seq_ids", None)
+        sources = Sources.of(attention_mask, kwargs)
         if batch is None:
-            offsets = offsets_of(cu_seqlens, kwargs.get("cu_seq_lens_q"))
-            sources = Sources(
-                attention_mask, packed_seq_ids, offsets, position_ids, indices, seq_index
-            )
             batch = resolve_call(options, sources, hidden_states, cache_params)
-        if cache_params is not None and batch is not None and not batch.is_plain:
-            raise NotImplementedError(
-                "a cache cannot be filled from packed documents or under context parallelism: it "
-                "holds one state per row. Pass use_cache=False, and generate from one sequence per "
-                "row on one rank."
-            )
-        if batch is not None:
-            for name in _OFFSETS:  # the batch has the documents; plain-torch kernels refuse these
-                kwargs.pop(name, None)
+        for name in _NOT_PASSED_ON:
+            kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = None  # no padding, or the batch has its documents
         if batch is None or batch.is_plain:
@@ -259,7 +244,6 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
         theirs: Any = families.transformers_class(module)
         module.__class__ = families.subclass("CPAware", CPAwareGatedDeltaNet, theirs)
     families.plain_functions_on_cpu(module)
-    tell_of_other_dtype(config)
     hold_gates(owner)
     module.drop_in = runner
     return module

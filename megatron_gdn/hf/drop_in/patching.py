@@ -32,7 +32,7 @@ from .families import (
 )
 from .gates import gate_owner
 from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, stop_being_drop_in
-from .sources import Sources, offsets_of, text_positions
+from .sources import Sources, text_positions
 
 GATHERED = "megatron_gdn_gathered"
 # On a patched text model: the forward that another tool had put on the object, or None.
@@ -246,62 +246,38 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
     """The keywords of the text model's forward, given by name, with the resolved batch added."""
     kwargs.pop("gdn_batch", None)
     mask = kwargs.get("attention_mask")
-    sources = Sources(
-        mask.get("linear_attention") if isinstance(mask, dict) else mask,
-        kwargs.pop("_packed_seq_ids", None),
-        offsets_of(kwargs.pop("cu_seqlens", None), kwargs.get("cu_seq_lens_q")),
-        kwargs.get("position_ids"),
-        kwargs.pop("indices", None),
-        kwargs.pop("seq_index", None),
-    )
-    mask = kwargs["attention_mask"] = _as_attention_reads(text, mask)
+    own = mask.get("linear_attention") if isinstance(mask, dict) else mask
+    sources = Sources.of(own, kwargs)
     x, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     x = kwargs.get("inputs_embeds") if x is None else x
-    # Without x the model's forward raises and names what is missing.
-    batch = None if x is None else resolve_call(options, sources, x, cache)
-    if x is None or batch is None:
+    if x is None:  # the model's forward raises and names what is missing
+        return kwargs
+    batch = resolve_call(options, sources, x, cache, bool(kwargs.get("use_cache")))
+    if batch is None:
         return kwargs
     kwargs["gdn_batch"] = batch
+    if _has_four_dimensions(mask):
+        mask = kwargs["attention_mask"] = None  # the batch has its documents and padding
     if batch.is_plain:
         return kwargs
-    what = "packed documents" if batch.group is None else "context parallelism"
-    if cache is not None or kwargs.get("use_cache"):
-        raise ValueError(
-            f"a cache cannot be filled with {what}: it holds one state per row. Pass "
-            f"use_cache=False and no past_key_values; generate on one rank, one sequence per row."
-        )
     kwargs["use_cache"] = False
     if kwargs.get("position_ids") is None:
         positions = to_device(batch.positions.contiguous(), x.device)
         kwargs["position_ids"] = positions.expand(len(x), -1)
-    refuse_mixing_elsewhere(text.config, what)
+    refuse_mixing_elsewhere(text.config, batch.what)
     kinds = set(text.config.layer_types) - {"linear_attention"}
     kind = kinds.pop() if len(kinds) == 1 else "full_attention"
-    if not isinstance(mask, dict):
-        mask = {kind: _attention_mask(text, batch, x, kwargs["position_ids"], mask)}
+    if not isinstance(mask, dict) or (batch.group is None and _has_four_dimensions(mask[kind])):
+        mask = {kind: _attention_mask(text, batch, x, kwargs["position_ids"])}
     kwargs["attention_mask"] = {kind: mask[kind], "linear_attention": None}
     return kwargs
 
 
-def _as_attention_reads(text: Any, mask: Any) -> Any:
-    """A 4-D mask as the text model's attention takes it: bool, or numbers added to scores."""
-    if isinstance(mask, dict):
-        return {name: _as_attention_reads(text, one) for name, one in mask.items()}
-    if not isinstance(mask, Tensor) or mask.dim() != 4 or mask.is_floating_point():
-        return mask
-    implementation, sees = text.config._attn_implementation, mask != 0
-    if implementation == "sdpa":
-        return sees
-    if implementation not in ("eager", "flex_attention"):
-        return mask
-    dtype = text.get_input_embeddings().weight.dtype
-    excluded = torch.zeros(mask.shape, dtype=dtype, device=mask.device)
-    return excluded.masked_fill(~sees, torch.finfo(dtype).min)
+def _has_four_dimensions(mask: Any) -> bool:
+    return isinstance(mask, Tensor) and mask.dim() == 4
 
 
-def _attention_mask(
-    text: Any, batch: ModelBatch, x: Tensor, position_ids: Tensor, mask: Tensor | None
-) -> Any:
+def _attention_mask(text: Any, batch: ModelBatch, x: Tensor, position_ids: Tensor) -> Any:
     """The mask that keeps documents apart, in the form that the attention takes."""
     implementation = text.config._attn_implementation
     if all(linear_attention_of(layer) is not None for layer in text.layers):
@@ -326,8 +302,6 @@ def _attention_mask(
                 f"(megatron_gdn.hf.PackingCollator does), or use attn_implementation='sdpa'."
             )
         return None
-    if mask is not None and mask.dim() == 4:
-        return mask
     from transformers.masking_utils import create_causal_mask, packed_sequence_mask_function
 
     weight = text.get_input_embeddings().weight
@@ -358,8 +332,6 @@ def gathered_attention(
             f"for context parallelism, and takes no attention_mask."
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    if gdn_batch.moves is not None:  # else they are not copied
-        q, k, v = (gdn_batch.move(x.flatten(2)).unflatten(2, x.shape[2:]) for x in (q, k, v))
     group: Any = gdn_batch.group
     layout, lengths = gdn_batch.layout, gdn_batch.lengths
     k, v = (gather_in_order(x.transpose(0, 1), group, lengths, layout) for x in (k, v))
@@ -373,5 +345,4 @@ def gathered_attention(
             scale=scaling, enable_gqa=q_BHsD.shape[1] != k_BGSD.shape[1],
         )  # fmt: skip
         attended.append(out.transpose(1, 2))
-    out = torch.cat(attended, dim=1)
-    return gdn_batch.move_back(out.flatten(2)).unflatten(2, out.shape[2:]).contiguous(), None
+    return torch.cat(attended, dim=1).contiguous(), None

@@ -41,17 +41,19 @@ class Sources(NamedTuple):
     indices: Tensor | None = None  # in the flattened [B * S]; other tokens are padding
     seq_index: Tensor | None = None
 
-
-def offsets_of(cu_seqlens: Tensor | None, cu_seq_lens_q: Tensor | None) -> Tensor | None:
-    """The offsets, given by either name."""
-    if cu_seqlens is None or cu_seq_lens_q is None:
-        return cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-    if cu_seqlens.tolist() != cu_seq_lens_q.tolist():
-        raise ValueError(
-            f"cu_seqlens={cu_seqlens.tolist()[:8]} and cu_seq_lens_q={cu_seq_lens_q.tolist()[:8]} "
-            f"differ; they are two names of one thing. Give one of them."
-        )
-    return cu_seqlens
+    @classmethod
+    def of(cls, mask: Tensor | None, given: dict[str, Any]) -> Sources:
+        """The sources among a forward's keywords, which lose those that transformers has not."""
+        names = ("_packed_seq_ids", "cu_seqlens", "indices", "seq_index")
+        ids, offsets, indices, seq_index = (given.pop(name, None) for name in names)
+        same = given.get("cu_seq_lens_q")
+        if offsets is not None and same is not None and offsets.tolist() != same.tolist():
+            raise ValueError(
+                f"cu_seqlens={offsets.tolist()[:8]} and cu_seq_lens_q={same.tolist()[:8]} differ; "
+                f"they are two names of one thing. Give one of them."
+            )
+        offsets = same if offsets is None else offsets
+        return cls(mask, ids, offsets, given.get("position_ids"), indices, seq_index)
 
 
 def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:

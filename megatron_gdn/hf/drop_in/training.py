@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from .batch import context_parallel_share, group_of
+from .families import plain_functions_on_cpu
 from .layer import CPAwareGatedDeltaNet, DropInOptions
 
 if TYPE_CHECKING:
@@ -133,9 +134,6 @@ class ContextParallelTrainerMixin(Trainer):
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
         return self._same_on_all_ranks(super().get_eval_dataloader(*args, **kwargs))
 
-    def get_test_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        return self._same_on_all_ranks(super().get_test_dataloader(*args, **kwargs))
-
     def get_cp_size(self) -> int:
         """How many processes have the same batch; ``Trainer`` counts labels and batches by it."""
         return 1 if self._group is None else self._group.size()
@@ -230,19 +228,10 @@ class ContextParallelTrainerMixin(Trainer):
             )
 
 
-class Leak(NamedTuple):
-    """Document ``origin`` reached document ``into``."""
-
-    origin: int
-    into: int
-    change: float  # largest change of the output at ``into``
-    of: float  # largest output at ``into``
-
-
 class PackingLeak(AssertionError):
-    """What :func:`assert_no_packing_leak` raises; ``leaks`` lists the pairs of documents."""
+    """What :func:`assert_no_packing_leak` raises; ``leaks`` has pairs of documents."""
 
-    def __init__(self, message: str, leaks: list[Leak]) -> None:
+    def __init__(self, message: str, leaks: list[tuple[int, int]]) -> None:
         super().__init__(message)
         self.leaks = leaks
 
@@ -253,15 +242,11 @@ class Reach(NamedTuple):
     change: Tensor  # fp32 [N, N]: the largest change of document j's output when i is replaced
     largest: Tensor  # fp32 [N]: the largest output of each document
 
-    def leaks(self, tolerance: float = 1e-5) -> list[Leak]:
-        """Pairs of documents whose change is above this fraction of the largest output."""
-        bound = tolerance * self.largest.max().item()
-        return [
-            Leak(origin, into, change, self.largest[into].item())
-            for origin, changes in enumerate(self.change.tolist())
-            for into, change in enumerate(changes)
-            if origin != into and not change <= bound  # NaN leaks too
-        ]
+    def leaks(self, tolerance: float = 1e-5) -> list[tuple[int, int]]:
+        """``(i, j)`` where i changes j by more than this fraction of the largest output."""
+        bound = tolerance * self.largest.max()
+        leaks = ~(self.change <= bound)  # NaN leaks too
+        return [(i, j) for i, j in leaks.nonzero().tolist() if i != j]
 
 
 def packing_reach(
@@ -277,8 +262,9 @@ def packing_reach(
         raise ValueError(
             f"lengths={tuple(lengths)} must name two documents or more, of a token or more each."
         )
-    parameter = next(module.parameters())
-    device, length_N = parameter.device, torch.tensor(lengths, device="cpu")
+    device, length_N = next(module.parameters()).device, torch.tensor(lengths, device="cpu")
+    if device.type == "cpu":
+        plain_functions_on_cpu(module)
     ids = torch.arange(1, len(lengths) + 1, device="cpu").repeat_interleave(length_N)[None]
     positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])[None]
     sources = {
@@ -300,7 +286,7 @@ def packing_reach(
     module.eval()
     try:
         with torch.no_grad():
-            reference = _output(_called(module, first, told))
+            reference = _output(module(first, **told))
             change = torch.empty(len(spans), len(spans), device="cpu")
             for origin, replaced in enumerate(spans):
                 changed = first.clone()
@@ -311,19 +297,6 @@ def packing_reach(
     finally:
         module.train(training)
     return Reach(change, torch.stack([reference[:, span].abs().max() for span in spans]).cpu())
-
-
-def _called(module: nn.Module, first: Tensor, told: dict[str, Any]) -> Any:
-    try:
-        return module(first, **told)
-    except RuntimeError as error:
-        if "active drivers" not in str(error):
-            raise
-        raise RuntimeError(
-            f"{type(module).__name__} is on {first.device} and calls the kernels of "
-            f"flash-linear-attention or causal-conv1d, which run on a GPU alone ({error}). Move it "
-            f"to a GPU, or call megatron_gdn.hf.plain_functions_on_cpu(model) before."
-        ) from error
 
 
 def assert_no_packing_leak(
@@ -357,16 +330,15 @@ def assert_no_packing_leak(
     Raises:
         PackingLeak: says which document reached which, and by how much.
         ValueError: fewer than two documents, an unknown source.
-        RuntimeError: a model on a CPU that calls kernels of a GPU; says what to call before.
     """
     reach = packing_reach(module, lengths, source=source, **kwargs)
     name, lengths = type(module).__name__, tuple(lengths)
     if found := reach.leaks(tolerance):
         said = f"packed documents of {lengths} tokens reach each other in {name}:"
-        for leak in found:
+        for i, j in found:
             said += (
-                f"\n  document {leak.origin} changes document {leak.into} by {leak.change:.3e} "
-                f"(its largest output is {leak.of:.3e})"
+                f"\n  document {i} changes document {j} by {reach.change[i, j]:.3e} "
+                f"(its largest output is {reach.largest[j]:.3e})"
             )
         raise PackingLeak(said, found)
     others = reach.change.clone().fill_diagonal_(0)

@@ -29,12 +29,15 @@ def offsets_of(lengths) -> torch.Tensor:
 
 def own_positions(order: str, tokens: int, lengths=None) -> torch.Tensor:
     size, rank = dist.get_world_size(), dist.get_rank()
-    if order == "interleaved":
-        return torch.arange(rank, tokens, size)
-    if order == "scattered":
-        scattered = torch.randperm(tokens, generator=torch.Generator().manual_seed(3))
-        return scattered.chunk(size)[rank]
     return local_indices(lengths if order == "zigzag" else [tokens], size, rank, order)
+
+
+def told_by(order: str) -> tuple[str, str, bool]:
+    """The order of the tokens, the option ``cp_layout``, and whether ``seq_index`` tells it."""
+    real = order.removeprefix("seq_index: ")
+    if real == order:
+        return real, real, False
+    return real, "zigzag_buffer" if real == "contiguous" else "contiguous", True
 
 
 def sum_gradients(module) -> dict[str, torch.Tensor]:
@@ -88,17 +91,15 @@ def layers_equal_one_rank(family: str, cases: list[tuple]) -> None:
     theirs = mixer_of(model)
     for order, mode, lengths, rows in cases:
         what = f"{family} {order} {mode} {lengths}"
-        known = order in ("zigzag", "zigzag_buffer", "contiguous")
+        order, layout, by_index = told_by(order)
         one, many = (copy.deepcopy(theirs) for _ in range(2))
         config = model.config.get_text_config()
         become_drop_in(one, config, DropInOptions(unpacked="fused"))
-        options = DropInOptions(
-            cp_mesh=mesh(), cp_layout=order if known else "contiguous", linear_cp_mode=mode
-        )
+        options = DropInOptions(cp_mesh=mesh(), cp_layout=layout, linear_cp_mode=mode)
         become_drop_in(many, config, options)
         mine = own_positions(order, TOKENS, lengths or [TOKENS])
         told = {"cu_seqlens": None if lengths is None else offsets_of(lengths)}
-        told_many = told | {"seq_index": None if known else mine}
+        told_many = told | {"seq_index": mine if by_index else None}
         compare_layers(one, many, mine, told, told_many, what, rows)
 
 
@@ -120,7 +121,7 @@ def a_mesh_that_is_set_counts(cases: list[tuple]) -> None:
         compare_layers(one, many, mine, told, told, what, times=dist.get_world_size() // size)
     x = torch.randn(1, TOKENS, 24, dtype=torch.float64)
     cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True).past_key_values
-    with pytest.raises(NotImplementedError, match="a cache cannot be filled"):
+    with pytest.raises(ValueError, match="a cache cannot be filled"):
         many(x[:, mine], cache)
     many._cp_mesh = None
     assert torch.equal(many(x), one(x))
@@ -183,13 +184,12 @@ def tables_do_not_follow_the_default_device() -> None:
     weight = torch.randn(1, TOKENS, 67, generator=torch.Generator().manual_seed(5))
     ids = torch.repeat_interleave(torch.tensor([1, 2, 3, 0]), torch.tensor([5, 1, 23, 19]))[None]
     positions = torch.cat([torch.arange(n) for n in (5, 1, 23, 19)])[None]
-    orders = {order: own_positions(order, TOKENS) for order in ("zigzag_buffer", "scattered")}
+    mine = own_positions("zigzag_buffer", TOKENS)
     offsets = offsets_of((5, 1, 23, 19))
 
     def results() -> list[torch.Tensor]:
         made = []
-        for order, mine in orders.items():
-            index = {"seq_index": mine} if order == "scattered" else {}
+        for index in ({}, {"seq_index": mine}):
             for told in (
                 {},
                 {"attention_mask": ids[:, mine]},
@@ -213,8 +213,7 @@ def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
     model = in_float64(build(family))
     for order, mode, lengths, source in cases:
         what = f"{family} {order} {mode} {lengths} {source}"
-        known = order in ("zigzag", "zigzag_buffer", "contiguous")
-        layout = order if known else "contiguous"
+        order, layout, by_index = told_by(order)
         one, many = pair(model, cp_layout=layout, linear_cp_mode=mode)
         torch.manual_seed(2)
         tokens = torch.randint(67, (1, TOKENS))
@@ -230,7 +229,7 @@ def models_equal_one_rank(family: str, cases: list[tuple]) -> None:
                 "ids": {"_packed_seq_ids": ids[None, mine]},
                 "mask": {"attention_mask": ids[None, mine]},
             }[source]
-        if not known:
+        if by_index:
             told["seq_index"] = mine
         logits = one(tokens, use_cache=False, **given).logits
         (logits * weight).sum().backward()
@@ -262,7 +261,7 @@ def padded_rows_and_padding_in_a_row() -> None:
         become_drop_in(many, model.config, DropInOptions(cp_mesh=mesh()))
         torch.manual_seed(1)
         x = torch.randn(*mask.shape, 24, dtype=torch.float64)
-        mine = own_positions("interleaved" if seq_index else "zigzag_buffer", 16)
+        mine = own_positions("contiguous" if seq_index else "zigzag_buffer", 16)
         y = one(x, attention_mask=mask)
         told = {"seq_index": mine} if seq_index else {}
         local = many(x[:, mine], attention_mask=mask[:, mine], **told)

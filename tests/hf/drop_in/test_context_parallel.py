@@ -23,16 +23,16 @@ ANY = (5, 1, 23, 19)
 CUT = (16, 8, 24)
 
 FEW = [
-    ("scattered", "headwise", None, 1),
+    ("seq_index: zigzag_buffer", "headwise", None, 1),
     ("zigzag_buffer", "headwise", ANY, 1),
     ("contiguous", "chunkwise", ANY, 1),
 ]
 MORE = [
     ("zigzag_buffer", "chunkwise", None, 2),
     ("contiguous", "headwise", None, 2),
-    ("interleaved", "chunkwise", None, 2),
+    ("seq_index: contiguous", "chunkwise", None, 2),
     ("zigzag", "chunkwise", CUT, 1),
-    ("interleaved", "chunkwise", ANY, 1),
+    ("seq_index: zigzag", "chunkwise", CUT, 1),
 ]
 
 
@@ -58,7 +58,7 @@ def test_a_model_with_attention_equals_one_rank(pools, ranks):
     cases = [
         ("zigzag_buffer", "auto", None, None),
         ("zigzag_buffer", "auto", ANY, "position_ids"),
-        ("interleaved", "auto", ANY, "ids"),
+        ("seq_index: zigzag_buffer", "auto", ANY, "ids"),
         ("contiguous", "chunkwise", ANY, "mask"),
         ("zigzag", "headwise", CUT, "offsets"),
     ]
@@ -79,7 +79,7 @@ def test_other_models_equal_one_rank(pools, family):
 def test_every_model_in_every_order_equals_one_rank(pools, family, ranks):
     cases = [
         (order, mode, lengths, None if lengths is None else "offsets")
-        for order in ("zigzag_buffer", "contiguous", "interleaved")
+        for order in ("zigzag_buffer", "contiguous", "seq_index: contiguous")
         for mode in ("headwise", "chunkwise")
         for lengths in (None, ANY)
     ]
@@ -114,7 +114,7 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
     cases = [
         ("zigzag_buffer", {}, {"tokens": 5}, "10 tokens, which is not a multiple of 4"),
         ("contiguous", {}, {"seq_index": torch.arange(7)}, r"must be \[8\] or \[rows, 8\]"),
-        ("contiguous", {}, {"seq_index": torch.arange(8)}, "dense global token positions.* 8 are"),
+        ("contiguous", {}, {"seq_index": torch.arange(8)}, "is no share of 16 tokens in zigzag"),
         ("contiguous", {}, {"seq_index": torch.zeros(1, 2, 8)}, r"shape \(1, 2, 8\)"),
         ("contiguous", {}, {"seq_index": torch.arange(16).view(2, 8)}, "rows of seq_index differ"),
         ("zigzag", {}, {"cu_seqlens": torch.tensor([0, 6, 16])}, "6 tokens, .* multiple of 4"),

@@ -4,12 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_gdn.hf import CPAwareGatedDeltaNet, gates_in_fp32, patch
+from megatron_gdn.hf import gates_in_fp32, patch
 from megatron_gdn.hf.drop_in import SSMGate, install_ssm_gate
 from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, NEXT, VISION, VISION_MOE
 from tests.hf.drop_in.test_layer import bare
 from tests.hf.test_layer_mapping import assert_same_file
-from tests.hf.tiny_models import build
 from tests.parallel import assert_close
 
 
@@ -54,21 +53,6 @@ def test_bare_parameters_move_into_the_holder_as_the_same_objects():
     assert torch.equal(dt_bias, before[1]) and dt_bias.data_ptr() == before[2]
     with pytest.raises(KeyError):
         install_ssm_gate(module)
-
-
-@pytest.mark.parametrize("asked", ["bfloat16", torch.float16])
-def test_a_narrow_mamba_ssm_dtype_is_told_of_and_not_taken(asked, caplog):
-    config = build(DENSE).config
-    with caplog.at_level("INFO"):
-        for given in ("float32", torch.float32, None):
-            config.mamba_ssm_dtype = given
-            CPAwareGatedDeltaNet(config, 0)
-        assert "mamba_ssm_dtype" not in caplog.text
-        config.mamba_ssm_dtype = asked
-        layer = CPAwareGatedDeltaNet(config, 0)
-    name = str(asked).removeprefix("torch.")
-    assert f"mamba_ssm_dtype='{name}' of the config is not taken" in caplog.text
-    assert layer.A_log.dtype == layer.dt_bias.dtype == torch.float32
 
 
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])

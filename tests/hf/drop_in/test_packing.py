@@ -161,7 +161,7 @@ def test_the_leak_of_unpatched_models_is_found_and_of_patched_ones_is_not_there(
     model = fresh(family)
     with pytest.raises(PackingLeak, match=r"document 0 changes document 1 by \d") as caught:
         assert_no_packing_leak(model)
-    assert {(leak.origin, leak.into) for leak in caught.value.leaks} == {(0, 1), (0, 2), (1, 2)}
+    assert caught.value.leaks == [(0, 1), (0, 2), (1, 2)]
     with pytest.raises(PackingLeak):
         assert_no_packing_leak(mixer_of(model))
     patch(model)
@@ -255,16 +255,3 @@ def test_what_was_found_is_logged(fresh, caplog):
     assert "3 linear-attention modules" in repr(patched) and "every batch" in repr(patched)
     patched.undo()
     assert repr(patched) == f"Patch of {DENSE}: undone"
-
-
-def test_an_unpatched_model_on_a_cpu_is_told_what_to_call():
-    """Where flash-linear-attention is installed, transformers takes kernels of a GPU."""
-
-    class CallsTriton(torch.nn.Linear):
-        hidden_size = 4
-
-        def forward(self, x, **told):
-            raise RuntimeError("0 active drivers ([]). There should only be one.")
-
-    with pytest.raises(RuntimeError, match="is on cpu and calls .*plain_functions_on_cpu"):
-        assert_no_packing_leak(CallsTriton(4, 4))
