@@ -25,9 +25,8 @@ _NAMES = {
         *("PackingLeak", "assert_no_packing_leak", "packing_reach"),
     ),
     ".folders": ("export_folder", "import_folder"),
-    ".megatron_model": ("load_hf_weights", "megatron_state", "save_hf_weights"),
+    ".megatron_model": ("load_hf_weights", "save_hf_weights"),
     ".model_config": ("HFModelConfig", "parse_hf_config", "read_hf_config"),
-    ".model_map": ("SourceRecord",),
     ".safetensors_files": ("Difference", "compare_folders"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

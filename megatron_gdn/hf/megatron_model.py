@@ -23,8 +23,8 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from torch import Tensor, nn
 
 from ..mixers.tensor_map import HFRef, TensorMap, dequantised
-from .model_config import HFModelConfig
-from .model_map import Architecture, Plan, SourceRecord, and_more
+from .model_config import HFModelConfig, read_hf_config
+from .model_map import Architecture, Plan, and_more, plan_of
 from .safetensors_files import (
     SafetensorsFolder,
     TensorSpec,
@@ -63,9 +63,7 @@ def _ranks() -> _Ranks:
     return _Ranks(*groups, dp=state.get_data_parallel_rank(with_context_parallel=True))
 
 
-def load_hf_weights(
-    model: nn.Module, folder: str | Path, *, keep_dtypes: bool = False
-) -> SourceRecord:
+def load_hf_weights(model: nn.Module, folder: str | Path, *, keep_dtypes: bool = False) -> None:
     """Fill ``model`` with the weights of a Hugging Face folder, one tensor at a time.
 
     Args:
@@ -75,9 +73,6 @@ def load_hf_weights(
         keep_dtypes: parameters take the files' dtypes (those of `TensorMap.to_megatron`); else the
             values are cast to the parameters'.
 
-    Returns:
-        The record that an export needs to restore the file's own bits and dtypes.
-
     Raises:
         ValueError: the model and the files do not match. Found before any parameter is changed:
             a parameter that the files do not fill, a weight that the model has no place for
@@ -85,10 +80,10 @@ def load_hf_weights(
             place), a weight of an illegal dtype (see `TensorMap.check_dtype`). Found when it is
             read, so that the model is partly filled: a weight that is NaN or inf.
     """
-    weights, record = SafetensorsFolder(folder), SourceRecord.from_folder(folder)
-    plan, params, ranks = _planned(model, record)
+    weights, config = SafetensorsFolder(folder), read_hf_config(folder)
+    plan, params, ranks = _planned(model, config, weights)
     _check_source(weights, plan)
-    targets = _match(plan, params, ranks, record.config)
+    targets = _match(plan, params, ranks, config)
     rounded = []
     for entry, names in progress_bar(targets, "load"):
         pieces = [weights.read_finite(one.key, one.expert) for one in entry.sources]
@@ -102,21 +97,19 @@ def load_hf_weights(
         logger.warning(
             "%d tensors of the %s are not part of a Megatron text model and were not loaded, "
             "the first %s; an export copies them from the source folder.",
-            *(len(plan.passthrough), record.config.architecture, plan.passthrough[0]),
+            *(len(plan.passthrough), config.architecture, plan.passthrough[0]),
         )
     if rounded:
         logger.warning(
             "%d parameters have a narrower dtype than their file and were rounded, the first %s.",
             *(len(rounded), rounded[0]),
         )
-    return record
 
 
 def save_hf_weights(
     model: nn.Module,
     folder: str | Path,
     like: str | Path,
-    record: SourceRecord | None = None,
     fp32_gates: bool = False,
 ) -> None:
     """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of ``like``.
@@ -131,7 +124,6 @@ def save_hf_weights(
         model: as for `load_hf_weights`.
         folder: a new folder; it appears only when it is complete.
         like: the Hugging Face folder the model came from.
-        record: what `load_hf_weights` returned; None: read from ``like``.
         fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. Without it
             they are rounded to what ``like`` has, and a warning names those that lost bits.
 
@@ -151,7 +143,7 @@ def save_hf_weights(
     # Every rank must refuse: a rank that goes on would wait in a collective.
     refuse_existing(folder)
     source = SafetensorsFolder(like)
-    export = _Export(model, record or SourceRecord.from_folder(like), source, fp32_gates)
+    export = _Export(model, source, fp32_gates)
     if ranks.tp[0]:
         # The same order of collectives as on rank 0, which writes.
         for key in source.specs:
@@ -173,12 +165,10 @@ class _Export:
     A read is a collective of tensor-parallel ranks.
     """
 
-    def __init__(
-        self, model: nn.Module, record: SourceRecord, source: SafetensorsFolder, fp32_gates: bool
-    ) -> None:
-        plan, self._params, self._ranks = _planned(model, record)
+    def __init__(self, model: nn.Module, source: SafetensorsFolder, fp32_gates: bool) -> None:
+        plan, self._params, self._ranks = _planned(model, read_hf_config(source.folder), source)
         self._merged = _with_adapters_merged(_unwrapped(model))
-        self._record, self._source, self._fp32_gates = record, source, fp32_gates
+        self._source, self._fp32_gates = source, fp32_gates
         self.rounded: set[str] = set()
         self._maps_of: dict[str, list[tuple[TensorMap, HFRef]]] = {}
         for entry in plan.maps:
@@ -203,7 +193,7 @@ class _Export:
         return packed
 
     def _spec(self, key: str) -> TensorSpec:
-        spec = self._record.specs[key]
+        spec = self._source.specs[key]
         if self._fp32_gates and is_gated_delta_net_fp32_param_key(key):
             return TensorSpec("F32", spec.shape)
         return spec
@@ -211,7 +201,9 @@ class _Export:
     def _pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
         full = entry.unshard(self._shards(entry))
         dtypes = {source.key: self._spec(source.key).torch_dtype for source in entry.sources}
-        pieces = entry.exported(full, dtypes, self._record.originals)
+        # Megatron may store a gain minus 1, which a rounded copy does not give back bit for bit.
+        gains = [key for key in dtypes if key.endswith("norm.weight")]
+        pieces = entry.exported(full, dtypes, {key: self._source.read(key) for key in gains})
         if entry.fp32 and not torch.equal(entry.to_megatron([*pieces.values()]).to(full), full):
             self.rounded.update(dtypes)
         return pieces
@@ -235,25 +227,18 @@ def _unwrapped(model: Any) -> Any:
     return model
 
 
-def megatron_state(model: nn.Module) -> dict[str, Tensor]:
-    """Parameters with global layer and expert numbers, adapters merged."""
-    bare = _unwrapped(model)
-    merged = _with_adapters_merged(bare)
-    return {n: merged(p) for n, p in _global_parameters(bare, _ranks()).items()}
-
-
 def _planned(
-    model: nn.Module, record: SourceRecord
+    model: nn.Module, config: HFModelConfig, files: SafetensorsFolder
 ) -> tuple[Plan, dict[str, nn.Parameter], _Ranks]:
     """The plan for ``model``, its parameters by their global names, and this rank's place."""
-    bare, ranks, tied = _unwrapped(model), _ranks(), record.config.tied
+    bare, ranks = _unwrapped(model), _ranks()
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
-    plan = record.plan(kind, bare.config.layernorm_zero_centered_gamma)
+    plan = plan_of(config, files.specs, kind, bare.config.layernorm_zero_centered_gamma)
     shared = bare.share_embeddings_and_output_weights
-    if shared != tied:
+    if shared != config.tied:
         raise ValueError(
-            f"tie_word_embeddings={tied} in config.json, but the model was built with "
-            f"share_embeddings_and_output_weights={shared}; build it with {tied}."
+            f"tie_word_embeddings={config.tied} in config.json, but the model was built with "
+            f"share_embeddings_and_output_weights={shared}; build it with {config.tied}."
         )
     for name, module in bare.named_modules():
         for option, value in _PUBLISHED.items():

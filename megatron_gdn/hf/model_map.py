@@ -5,18 +5,16 @@ GPTModel has one layer for each layer of a Hugging Face model, HybridModel two (
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
-from dataclasses import dataclass, field, replace
-from pathlib import Path
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import replace
 from typing import Literal, NamedTuple
 
 import torch
-from torch import Tensor
 
 from ..gdn.hf import gdn_layer_maps
 from ..mixers.tensor_map import HFRef, TensorMap, by_group, mapped
-from .model_config import HFModelConfig, read_hf_config
-from .safetensors_files import SafetensorsFolder, TensorSpec
+from .model_config import HFModelConfig
+from .safetensors_files import TensorSpec
 
 Architecture = Literal["hybrid", "gpt"]
 
@@ -135,53 +133,35 @@ def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> 
     yield mapped(f"{p}shared_experts.gate_weight", gate)
 
 
-@dataclass(slots=True)
-class SourceRecord:
-    """What an export must know of the files that a model came from.
+def plan_of(
+    config: HFModelConfig, specs: Mapping[str, TensorSpec], model: Architecture, centred: bool
+) -> Plan:
+    """Assign every tensor of the files to a map, to passthrough or to an alias, or refuse it.
 
-    ``originals`` are norm gains, by key. Megatron may store a gain minus 1, and such a gain cannot
-    be restored bit for bit from a rounded copy.
+    ``centred`` is the Megatron model's ``layernorm_zero_centered_gamma``.
     """
-
-    config: HFModelConfig
-    specs: dict[str, TensorSpec]  # of every tensor of the files, in storage order
-    originals: dict[str, Tensor] = field(default_factory=dict)
-
-    @classmethod
-    def from_folder(cls, folder: str | Path) -> SourceRecord:
-        """Read headers and the small norm gains of a Hugging Face folder."""
-        weights = SafetensorsFolder(folder)
-        record = cls(read_hf_config(folder), weights.specs)
-        for key in weights.specs:
-            if key.endswith(("norm.weight", "layernorm.weight")):
-                record.originals[key] = weights.read(key)
-        return record
-
-    def plan(self, model: Architecture, zero_centered_gamma: bool) -> Plan:
-        """Assign every key to a map, to passthrough or to an alias, or refuse it."""
-        config, specs = self.config, self.specs
-        for key, spec in specs.items():
-            if spec.dtype.startswith("F8") or key.endswith("weight_scale_inv"):
-                raise NotImplementedError(
-                    f"{key} is quantised ({spec.dtype}, block-scaled FP8 checkpoints); convert the "
-                    f"folder to BF16 first."
-                )
-        maps = list(model_maps(config, specs.keys(), model, zero_centered_gamma))
-        shapes = {source.key: source.shape for entry in maps for source in entry.sources}
-        whose = f"a {config.architecture} with {config.num_layers} layers"
-        if missing := [key for key in shapes if key not in specs]:
-            raise ValueError(f"missing key {missing[0]!r}{and_more(missing)}: {whose} needs it.")
-        for key, shape in shapes.items():
-            if specs[key].shape != shape:
-                raise ValueError(
-                    f"{key} has shape {specs[key].shape}, but config.json asks for {shape}."
-                )
-        aliases = {_LM_HEAD: maps[0].sources[0].key} if config.tied and _LM_HEAD in specs else {}
-        rest = [key for key in specs if key not in shapes and key not in aliases]
-        if unknown := [key for key in rest if not key.startswith(_PASSTHROUGH)]:
-            raise ValueError(
-                f"unknown key {unknown[0]!r}{and_more(unknown)}: it is no weight of {whose}, and "
-                f"starts with none of {', '.join(_PASSTHROUGH)}, which are carried through "
-                f"unchanged."
+    for key, spec in specs.items():
+        if spec.dtype.startswith("F8") or key.endswith("weight_scale_inv"):
+            raise NotImplementedError(
+                f"{key} is quantised ({spec.dtype}, block-scaled FP8 checkpoints); convert the "
+                f"folder to BF16 first."
             )
-        return Plan(maps, rest, aliases)
+    maps = list(model_maps(config, specs.keys(), model, centred))
+    shapes = {source.key: source.shape for entry in maps for source in entry.sources}
+    whose = f"a {config.architecture} with {config.num_layers} layers"
+    if missing := [key for key in shapes if key not in specs]:
+        raise ValueError(f"missing key {missing[0]!r}{and_more(missing)}: {whose} needs it.")
+    for key, shape in shapes.items():
+        if specs[key].shape != shape:
+            raise ValueError(
+                f"{key} has shape {specs[key].shape}, but config.json asks for {shape}."
+            )
+    aliases = {_LM_HEAD: maps[0].sources[0].key} if config.tied and _LM_HEAD in specs else {}
+    rest = [key for key in specs if key not in shapes and key not in aliases]
+    if unknown := [key for key in rest if not key.startswith(_PASSTHROUGH)]:
+        raise ValueError(
+            f"unknown key {unknown[0]!r}{and_more(unknown)}: it is no weight of {whose}, and "
+            f"starts with none of {', '.join(_PASSTHROUGH)}, which are carried through "
+            f"unchanged."
+        )
+    return Plan(maps, rest, aliases)

@@ -44,22 +44,10 @@ class SafetensorsFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        index = self._index()
-        names = [SINGLE_NAME] if index is None else sorted(set(index.values()))
+        names = self._names()
         self.files = {name: self._opened(name) for name in names}
         self.file_of = {key: name for name in names for key in self.files[name].offset_keys()}
         self.specs = {key: self._spec(key) for key in self.file_of}
-        listed = self.file_of if index is None else index
-        misplaced = [key for key, name in listed.items() if self.file_of.get(key) != name]
-        unlisted = self.file_of.keys() - listed.keys()
-        if misplaced or unlisted:
-            key = min(misplaced or unlisted)
-            where = f"in {listed[key]}" if misplaced else "nowhere"
-            raise ValueError(
-                f"{self.folder / INDEX_NAME} and the files disagree about "
-                f"{len(misplaced) + len(unlisted)} tensors; the first is missing key {key!r}, "
-                f"which the index puts {where}, and which is in {self.file_of.get(key, 'no file')}."
-            )
 
     def read(self, key: str, expert: int | None = None) -> Tensor:
         """The tensor ``key``, or its slice ``[expert]`` without the rest."""
@@ -91,17 +79,18 @@ class SafetensorsFolder:
             if path.is_file() and not hidden and str(relative) not in self.files:
                 yield relative
 
-    def _index(self) -> dict[str, str] | None:
+    def _names(self) -> list[str]:
+        """The files, by the index if there is one; which tensors a file has, its header says."""
         path = self.folder / INDEX_NAME
         if not path.is_file():
             if (self.folder / SINGLE_NAME).is_file():
-                return None
+                return [SINGLE_NAME]
             raise FileNotFoundError(
                 f"{self.folder} has no weights: neither {INDEX_NAME} nor {SINGLE_NAME}."
             )
         try:
-            return dict(json.loads(path.read_text())["weight_map"])
-        except (KeyError, TypeError, ValueError) as error:
+            return sorted(set(json.loads(path.read_text())["weight_map"].values()))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not an index of weights: it needs a 'weight_map' ({error})."
             ) from error

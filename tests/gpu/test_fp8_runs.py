@@ -17,7 +17,6 @@ from megatron_gdn.hf import (
     compare_folders,
     export_folder,
     load_hf_weights,
-    megatron_state,
     save_hf_weights,
 )
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
@@ -25,6 +24,7 @@ from megatron_gdn.inference.generate import evaluating, generate, next_logits, s
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.fp8_twin import recipe as quantization_recipe
 from tests.gpu.test_fp8 import BF16, FP8, HIDDEN, RECIPES, SIZES, error
+from tests.hf.model_laws import megatron_state
 from tests.hf.tiny_models import as_published, build
 from tests.parallel import hybrid_model, model_config
 from tests.precision.exact_resume_laws import train_step
@@ -148,11 +148,11 @@ def test_an_fp8_model_exports_to_hugging_face(tmp_path, recipe, fp8_param):
     as_published(build("Qwen3_5ForCausalLM", **sizes), like, extra=False)
     fp8 = {"fp8": "hybrid", "fp8_recipe": Fp8Recipe[recipe], "fp8_param": fp8_param}
     model, _ = build_model(like, modules="te", **fp8)
-    record = load_hf_weights(model, like)
+    load_hf_weights(model, like)
     stored = {name for name, p in model.named_parameters() if is_float8tensor(p)}
     assert bool(stored) == fp8_param
     assert not any("in_proj" in name or "out_proj" in name for name in stored)
-    save_hf_weights(model, out, like=like, record=record)
+    save_hf_weights(model, out, like=like)
     changed = {difference.key for difference in compare_folders(like, out)}
     if not fp8_param:
         assert not changed

@@ -12,11 +12,12 @@ from megatron_gdn.hf import (
     build_model,
     compare_folders,
     load_hf_weights,
-    megatron_state,
+    megatron_model,
     read_hf_config,
     save_hf_weights,
 )
 from megatron_gdn.hf.folders import find_checkpoint
+from megatron_gdn.mixers.tensor_map import dequantised
 from tests.hf.tiny_models import model_class
 from tests.parallel import parallel
 
@@ -28,6 +29,13 @@ def build_megatron(config, kind, params_dtype=torch.float32, **changes):
     """A HybridModel or GPTModel of ``config`` that gives whole logits."""
     model, _ = build_model(config, kind, dtype=params_dtype, parallel_output=False, **changes)
     return model
+
+
+def megatron_state(model) -> dict[str, torch.Tensor]:
+    """Parameters with the layer and expert numbers of the whole model, dequantised."""
+    bare = megatron_model._unwrapped(model)
+    named = megatron_model._global_parameters(bare, megatron_model._ranks())
+    return {name: dequantised(parameter.detach()) for name, parameter in named.items()}
 
 
 def logits_of(model, tokens: torch.Tensor, vocab: int) -> torch.Tensor:
@@ -184,12 +192,12 @@ def save_gives_the_source_back(folder, target, kind, dtype, tp=1, wrap=False):
         model = build_megatron(config, kind, params_dtype=dtype)
         if wrap:
             model = OwnWrapper(Float16Module(model.config, model))
-        record = load_hf_weights(model, folder)
+        load_hf_weights(model, folder)
         state = megatron_state(model)
         gates = [t for n, t in state.items() if n.endswith(("A_log", "dt_bias"))]
         assert gates
         assert {tensor.dtype for tensor in gates} == {torch.float32}
-        save_hf_weights(model, target, like=folder, record=record)
+        save_hf_weights(model, target, like=folder)
         torch.distributed.barrier()
     return [str(difference) for difference in compare_folders(folder, target)]
 
@@ -198,14 +206,14 @@ def save_trained_gates(folder, target, tp, fp32_gates):
     """Load, move the gates of layer 0 off bf16, save; this rank's gates and its warnings."""
     with parallel(tp), _warnings_of("megatron_gdn.hf") as said:
         model = build_megatron(read_hf_config(folder), "hybrid", params_dtype=torch.bfloat16)
-        record = load_hf_weights(model, folder)
+        load_hf_weights(model, folder)
         layer = model.decoder.layers[0].self_attention
         gates = {"A_log": layer.A_log, "dt_bias": layer.dt_bias}
         with torch.no_grad():
             for gate in gates.values():
                 gate.add_(torch.linspace(0.001, 0.002, gate.numel()))
         said.clear()
-        save_hf_weights(model, target, like=folder, record=record, fp32_gates=fp32_gates)
+        save_hf_weights(model, target, like=folder, fp32_gates=fp32_gates)
         torch.distributed.barrier()
         return {name: gate.detach() for name, gate in gates.items()}, said
 

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
 
-from megatron_gdn.hf import load_hf_weights, megatron_state, read_hf_config, save_hf_weights
+from megatron_gdn.hf import load_hf_weights, read_hf_config, save_hf_weights
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from megatron_gdn.mixers import tensor_map
-from tests.hf.model_laws import build_megatron
+from tests.hf.model_laws import build_megatron, megatron_state
 from tests.parallel import parallel
 
 FC2 = "decoder.layers.1.mlp.linear_fc2.weight"
@@ -56,12 +56,13 @@ def loaded(folder: Path):
         first = linear.weight.detach().clone()
         linear.weight = nn.Parameter(StoredInFP8(first))
         linear.weight.get_high_precision_init_val = lambda: first
-        yield model, load_hf_weights(model, folder)
+        load_hf_weights(model, folder)
+        yield model
 
 
 def exports_have_its_values(folder: Path, target: Path) -> None:
     source = SafetensorsFolder(folder)
-    with loaded(folder) as (model, record):
+    with loaded(folder) as model:
         weight = model.get_parameter(FC2)
         assert isinstance(weight, StoredInFP8)
         values = weight.dequantize()
@@ -69,7 +70,7 @@ def exports_have_its_values(folder: Path, target: Path) -> None:
         state = megatron_state(model)
         assert type(state[FC2]) is Tensor
         assert torch.equal(state[FC2], values)
-        save_hf_weights(model, target, like=folder, record=record)
+        save_hf_weights(model, target, like=folder)
         saved = SafetensorsFolder(target)
     for key in source.specs:
         expected = values if key == KEY else source.read(key)
@@ -78,7 +79,7 @@ def exports_have_its_values(folder: Path, target: Path) -> None:
 
 def first_values_are_the_files(folder: Path) -> None:
     """Megatron's optimizer starts its fp32 copy from them, not from the FP8 values."""
-    with loaded(folder) as (model, _):
+    with loaded(folder) as model:
         first = model.get_parameter(FC2).get_high_precision_init_val()
         assert torch.equal(first, SafetensorsFolder(folder).read(KEY))
 
