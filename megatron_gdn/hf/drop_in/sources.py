@@ -206,21 +206,17 @@ def _of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
             f"a 4-D attention_mask of shape {tuple(mask.shape)} does not fit {rows} rows of "
             f"{tokens} tokens; it must be [{rows}, 1, {tokens}, {tokens}]."
         )
-    added = mask.is_floating_point()
-    if mask.dtype != torch.bool:
-        legal = (mask == 0) | (mask <= _EXCLUDED if added else mask == 1)
-        what = "holds 1 where a token sees another, and 0 where not"
-        if added:
-            what = (
-                f"is added to scores: it holds 0 where a token sees another, and {_EXCLUDED:g} or "
-                f"less where not"
-            )
-        if not bool(legal.all()):
+    sees = mask != 0
+    if mask.is_floating_point():
+        sees = mask == 0
+        if not bool((sees | (mask <= _EXCLUDED)).all()):
             raise ValueError(
-                f"a 4-D attention_mask of {mask.dtype} {what}; this one has "
-                f"{mask[~legal][0].item()}. Pass a bool mask, True where a token sees another."
+                f"a 4-D attention_mask of {mask.dtype} is added to scores: it holds 0 where a "
+                f"token sees another, and {_EXCLUDED:g} or less where not; this one has "
+                f"{mask[~sees & (mask > _EXCLUDED)][0].item()}. Pass a bool mask, True where a "
+                f"token sees another."
             )
-    sees = (mask == 0 if added else mask != 0)[:, 0].expand(rows, -1, -1)
+    sees = sees[:, 0].expand(rows, -1, -1)
     keep_BS = sees.diagonal(dim1=-2, dim2=-1)
     token = torch.arange(tokens, device=mask.device)
     first_BS = (sees.int().argmax(-1) == token) & keep_BS  # the first token that it sees is itself
@@ -265,29 +261,20 @@ class Ranks(NamedTuple):
         They differ if a data loader gives every process batches of its own. The ranks compare ten
         numbers in one collective.
         """
-        kinds = [0 if x is None else x.dim() for x in sources]
-        kinds[2] = int(sources.cu_seqlens is not None)  # a wrong shape has its own error
+        given = [0 if x is None else x.dim() for x in sources]
+        given[2] = int(sources.cu_seqlens is not None)  # a wrong shape has its own error
         offsets = b"" if sources.cu_seqlens is None else sources.cu_seqlens.numpy().tobytes()
-        told = [self.rows, self.tokens, *kinds, len(offsets), zlib.crc32(offsets)]
+        told = [self.rows, self.tokens, *given, len(offsets), zlib.crc32(offsets)]
+        names = ["rows", "tokens", *(f"kinds of {name}" for name in Sources._fields)]
+        names += ["numbers of offsets", "offsets"]
         all_cT = self.gather(torch.tensor(told, device="cpu"))
-        differs = (all_cT != all_cT[0]).any(0)
-        if not differs.any():
-            return
-        what = "were given cu_seq_lens_q that differ"
-        if differs[:2].any():
-            sizes = ", ".join(f"{rows} rows of {tokens}" for rows, tokens in all_cT[:, :2].tolist())
-            what = f"have {sizes} tokens"
-        elif differs[2:8].any():
-            what = (
-                "were given different kinds of sources (masks, ids, offsets, positions, indices, "
-                "seq_index)"
+        if differ := [names[i] for i in (all_cT != all_cT[0]).any(0).nonzero().flatten().tolist()]:
+            raise ValueError(
+                f"the {self.group.size()} context-parallel ranks were given different "
+                f"{', '.join(differ)}: they must have shares of one batch. Give all of them the "
+                f"same batches (megatron_gdn.hf.ContextParallelTrainerMixin does in transformers' "
+                f"Trainer) and cut each by context_parallel_share."
             )
-        raise ValueError(
-            f"the {self.group.size()} context-parallel ranks {what}: they must have shares of one "
-            f"batch. Give all of them the same batches "
-            f"(megatron_gdn.hf.ContextParallelTrainerMixin does in transformers' Trainer) and cut "
-            f"each by context_parallel_share."
-        )
 
     def in_order(self, sources: Sources, layout: SequenceLayout, positions: Tensor) -> Sources:
         """All ranks' sources in sequence order; offsets are of the whole buffer already."""

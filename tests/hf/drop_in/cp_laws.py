@@ -307,12 +307,13 @@ def different_batches_are_refused() -> None:
     rank = dist.get_rank()
     ids = torch.ones(1, 8, dtype=torch.long)
     for tokens, told, message in (
-        (8, {"cu_seq_lens_q": offsets_of((5 + rank, 11 - rank))}, "cu_seq_lens_q that differ"),
+        (8, {"cu_seq_lens_q": offsets_of((5 + rank, 11 - rank))}, "different offsets:"),
         (8, {"cu_seq_lens_q": offsets_of((5, 11)[rank:]) if rank else offsets_of((5, 11))},
-         "cu_seq_lens_q that differ"),
-        (8, {"_packed_seq_ids": ids} if rank else {"attention_mask": ids}, "kinds of sources"),
-        (8, {"seq_index": torch.arange(8)} if rank else {}, "kinds of sources"),
-        (8 + 4 * rank, {}, "1 rows of 8, 1 rows of 12 tokens"),
+         "different numbers of offsets, offsets:"),
+        (8, {"_packed_seq_ids": ids} if rank else {"attention_mask": ids},
+         "different kinds of attention_mask, kinds of packed_seq_ids:"),
+        (8, {"seq_index": torch.arange(8)} if rank else {}, "kinds of seq_index:"),
+        (8 + 4 * rank, {}, "different tokens:"),
     ):  # fmt: skip
         with pytest.raises(ValueError, match=message):
             model(torch.zeros(1, tokens, dtype=torch.long), **told)
