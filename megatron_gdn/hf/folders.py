@@ -93,12 +93,7 @@ def find_checkpoint(folder: str | Path) -> Path:
     found = folder
     if (folder / _TRACKER).is_file():
         name = (folder / _TRACKER).read_text().strip()
-        if name != _RELEASE and not name.isdigit():
-            raise ValueError(
-                f"{folder / _TRACKER} says {name!r}, neither {_RELEASE!r} nor an iteration; name "
-                f"the folder of one iteration instead."
-            )
-        found = folder / (name if name == _RELEASE else f"iter_{int(name):07d}")
+        found = folder / (f"iter_{int(name):07d}" if name.isdigit() else name)
     if not (found / _FORMAT).is_file():
         raise FileNotFoundError(
             f"{found} is no distributed checkpoint: it has no {_FORMAT}. Give a folder that "
@@ -140,8 +135,8 @@ def _loaded(source: str | Path, like: str | Path) -> Any:
     # Older versions of Megatron named the attribute after the flag.
     centred = getattr(args, "apply_layernorm_1p", True)
     centred = getattr(args, "layernorm_zero_centered_gamma", centred)
-    kind, changes = _architecture(stored, folder), {"layernorm_zero_centered_gamma": centred}
-    model = _on_cpu(read_hf_config(like), kind, **changes)
+    kind: Architecture = "hybrid" if "decoder.final_norm.weight" in stored else "gpt"
+    model = _on_cpu(read_hf_config(like), kind, layernorm_zero_centered_gamma=centred)
     pairs = model.sharded_state_dict().items()
     state = {name: one for name, one in pairs if not isinstance(one, mapping.ShardedObject)}
     wanted = dict(state)
@@ -203,14 +198,3 @@ def _refuse_another_model(
             raise ValueError(
                 f"{key} has shape {shape} in {folder}, but config.json of {like} asks for {asked}."
             )
-
-
-def _architecture(stored: dict[str, Any], folder: Path) -> Architecture:
-    if "decoder.final_norm.weight" in stored:
-        return "hybrid"
-    if "decoder.final_layernorm.weight" in stored:
-        return "gpt"
-    raise ValueError(
-        f"{folder} holds neither a HybridModel (decoder.final_norm.weight) nor a GPTModel "
-        f"(decoder.final_layernorm.weight)."
-    )

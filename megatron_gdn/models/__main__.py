@@ -93,12 +93,6 @@ def _figures(model: Model, options: argparse.Namespace) -> Iterator[str]:
             f"recompute=light, {kept[1]} with recompute=full, {kept[2]} with "
             f"--recompute-modules gdn"
         )
-    name, price = model.scheme(tp, cp, length, gpus_per_machine=options.gpus_per_machine)
-    why = ""
-    if price is not None:
-        why = f": headwise adds {price.headwise:.2f} ms to a layer's forward, "
-        why += f"chunkwise {price.chunkwise:.2f}"
-    yield f"  auto          {name} for cp {cp}{why}"
     yield f"  legal tp      {_sizes(model.tensor_parallel_sizes())}"
     yield f"  legal cp      any; headwise with tp {tp}: {_sizes(model.headwise_sizes(tp))}"
     yield f"  legal ep      {_sizes(model.expert_parallel_sizes())}"
@@ -130,7 +124,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     add("--cp", type=int, default=1, help="context-parallel size (1)")
     add("--ep", type=int, default=1, help="expert-parallel size (1)")
     add("--length", type=int, default=4096, help="tokens of a sequence (4096)")
-    add("--gpus-per-machine", type=int, default=8, help="that NVLink joins (8)")
     add("--model", choices=("hybrid", "gpt"), default="hybrid", help="of the flags")
     add("--flags", action="store_true", help="flags for a launch, to paste")
     return parser.parse_args(argv)

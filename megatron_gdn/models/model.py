@@ -11,9 +11,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
-from ..context_parallel import SequenceLayout
-from ..context_parallel.machines import stretch
-from ..context_parallel.price import Price, price
 from ..gdn.sizes import GDNDims
 from ..hf.build import flags_of, megatron_flags
 from ..hf.model_config import HFModelConfig, parse_hf_config
@@ -45,13 +42,6 @@ def _entries() -> dict[str, Entry]:
 
 
 ENTRIES = _entries()
-
-
-class Scheme(NamedTuple):
-    """What ``linear_cp_mode="auto"`` takes, and the prices."""
-
-    name: str
-    price: Price | None  # None where there is no choice
 
 
 class Parts(NamedTuple):
@@ -230,26 +220,6 @@ class Model:
                 f"sequence parallelism each rank's share by tp, so it must be a multiple of "
                 f"{multiple} for tp={tp} and cp={cp}, such as {near}."
             )
-
-    def scheme(
-        self,
-        tp: int,
-        cp: int,
-        length: int,
-        documents: tuple[int, ...] | None = None,
-        gpus_per_machine: int = 8,
-    ) -> Scheme:
-        """What ``auto`` takes for bf16 in zigzag: one sequence, or documents of these lengths."""
-        if cp == 1:
-            return Scheme("whole", None)
-        if cp not in self.headwise_sizes(tp):
-            return Scheme("chunkwise", None)
-        share = self.dims.shard(tp)
-        beside = max(gpus_per_machine // tp, 1)
-        per_machine = stretch([rank // beside for rank in range(cp)])
-        layout, zigzag = share.layout.share(cp), SequenceLayout.ZIGZAG
-        cost = price(share.state, layout, cp, zigzag, length, 1, documents, 2, per_machine)
-        return Scheme(cost.cheaper.value, cost)
 
     def saved_bytes(self, tp: int = 1, recompute: str = "none") -> int:
         """Bytes per token that a Gated DeltaNet keeps for its backward on a tensor-parallel rank.

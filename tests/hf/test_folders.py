@@ -257,7 +257,7 @@ def test_flags_are_not_guessed(capsys):
         (lambda f: (f / "release" / "metadata.json").unlink(), "is no distributed checkpoint: it"),
         (
             lambda f: (f / "latest_checkpointed_iteration.txt").write_text(""),
-            "latest_checkpointed_iteration.txt says ''",
+            "is no distributed checkpoint: it",
         ),
     ],
     ids=["no format", "empty tracker"],
