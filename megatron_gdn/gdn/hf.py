@@ -35,7 +35,7 @@ _SEPARATE = {
     "b_proj": ("beta",), "a_proj": ("alpha",),
 }  # fmt: skip
 # Each tensor, and the sections of the fused projection that it holds.
-_PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
+PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
     "interleaved": {
         "in_proj_qkvz": ("query", "key", "value", "z"), "in_proj_ba": ("beta", "alpha"),
     },
@@ -85,7 +85,7 @@ def gdn_layer_maps(
     width = dict(zip(dims.layout.names, dims.layout.widths, strict=True))
     projections = {
         f"{hf}{name}.weight": (sum(width[section] for section in sections), D)
-        for name, sections in _PROJECTIONS[storage].items()
+        for name, sections in PROJECTIONS[storage].items()
     }
     # Other storages are the fused projection cut in four or six.
     rows = interleaved_rows(dims) if storage == "interleaved" else None

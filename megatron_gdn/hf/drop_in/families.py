@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from ...gdn.front import gdn_parts
-from ...gdn.hf import ba_rows, qkvz_rows
+from ...gdn.hf import PROJECTIONS, ba_rows, qkvz_rows
 from ...gdn.rule import choose_rule
 from ...gdn.sizes import GDNDims
 from ...kda.front import kda_parts
@@ -98,9 +98,7 @@ class Family(NamedTuple):
     mixer: Callable[[Any, Any, Any], Mixer] = _gdn  # of a module, its config and options
 
 
-_FLAT = ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a")
-_SEPARATE = ("q_proj", "k_proj", "v_proj", "g_proj", "b_proj", "a_proj")
-
+_FLAT, _SEPARATE = tuple(PROJECTIONS["flat"]), tuple(PROJECTIONS["separate"])
 _KDA: dict[str, Any] = {"norm": "o_norm", "out": "o_proj", "gate": "forget_gate", "mixer": _kda}
 _LOW_RANK = (
     "q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj > forget_gate.f_b_proj",

@@ -64,27 +64,17 @@ class SSMGate(Fp32Parameters, nn.Module):
         super()._save_to_state_dict(destination, bare, keep_vars)
 
 
-class HeldParameter:
-    """Reads a parameter of the holder, unless the instance's ``__dict__`` has its name."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def __get__(self, module: nn.Module | None, owner: type | None = None) -> Any:
-        if module is None:
-            return self
-        holder = module.__dict__.get("_modules", {}).get(HOLDER_NAME)
-        if holder is None:  # torch then finds the module's own parameter
-            raise AttributeError(f"{type(module).__name__} has no {self.name!r} yet")
-        return getattr(holder, self.name)
-
-
 class HoldsGates:
     """Mixin of a module whose ``A_log`` and ``dt_bias`` are in a holder."""
 
-    A_log = HeldParameter("A_log")
-    dt_bias = HeldParameter("dt_bias")
     _modules: dict[str, Any]
+
+    def __getattr__(self, name: str) -> Any:
+        """A parameter of the holder, unless the instance's ``__dict__`` has the name."""
+        holder = self.__dict__.get("_modules", {}).get(HOLDER_NAME)
+        if holder is not None and name in FP32_GDN_PARAM_NAMES:
+            return getattr(holder, name)
+        return super().__getattr__(name)  # pyright: ignore
 
     @property
     def _gates(self) -> SSMGate:
