@@ -34,7 +34,7 @@ _SEPARATE = {
     "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "g_proj": ("z",),
     "b_proj": ("beta",), "a_proj": ("alpha",),
 }  # fmt: skip
-# Each tensor, and the sections of the fused projection that it holds.
+# For each storage: its tensors, and the sections of the fused projection in each.
 PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
     "interleaved": {
         "in_proj_qkvz": ("query", "key", "value", "z"), "in_proj_ba": ("beta", "alpha"),
@@ -87,7 +87,7 @@ def gdn_layer_maps(
         f"{hf}{name}.weight": (sum(width[section] for section in sections), D)
         for name, sections in PROJECTIONS[storage].items()
     }
-    # Other storages are the fused projection cut in four or six.
+    # In other storages the tensors end to end are the fused projection.
     rows = interleaved_rows(dims) if storage == "interleaved" else None
     taps, in_three = dims.conv_kernel_dim, storage == "separate"
     gain = {f"{hf}{norm}.weight": (dims.value_head_dim,)}

@@ -29,11 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(**given)
     except (*expected, CheckpointException) as error:
         cause: BaseException = error
-        if isinstance(error, CheckpointException):  # errors of ranks, with their tracebacks
+        if isinstance(error, CheckpointException):  # holds an error of each rank
             cause = next(found for found, _ in error.failures.values())
         said = (str(cause) or type(cause).__name__).splitlines()[0]
         folders = [given[name] for name in ("source", "left", "right", "target") if name in given]
-        if not any(folder in said for folder in folders):  # as of a full disk
+        if not any(folder in said for folder in folders):  # for example, the disk is full
             said = f"{' or '.join(folders)} cannot be read or written: {said}"
         return refuse(said)
 
@@ -85,7 +85,7 @@ def _run(command: str, **given: Any) -> int:
             differences += 1
         print(f"{differences} tensors differ" if differences else "every tensor is equal")
         return 1 if differences else 0
-    from . import folders  # imports Megatron, which --help, flags and compare do without
+    from . import folders  # imports Megatron, so it comes after --help, flags and compare
 
     convert = folders.import_folder if command == "import" else folders.export_folder
     convert(**given)

@@ -127,7 +127,7 @@ def transformer_config(
     if hf.num_experts and modules == "te":
         settings["moe_grouped_gemm"] = True
     if model == "hybrid":
-        # The layer pattern gives each layer's kind; hf's values are for half as many layers.
+        # The pattern gives each layer's kind; the lists of `hf` are for half as many layers.
         settings |= {
             "num_layers": len(hf.hybrid_layer_pattern),
             "linear_attention_freq": 1,
@@ -169,7 +169,7 @@ _FLAGS = {
     "add_bias_linear": "disable_bias_linear",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
-# Settings that are not written as flags of their name; a HybridModel's pattern has the second set.
+# Settings without a flag of their name; a HybridModel's pattern says the second set.
 _SAID_OTHERWISE = {
     "add_qkv_bias", "gated_linear_unit", "activation_func", "moe_router_pre_softmax",
 }  # fmt: skip

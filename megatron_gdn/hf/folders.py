@@ -28,11 +28,11 @@ from .model_map import Architecture, and_more
 from .safetensors_files import new_folder, refuse_existing
 
 _TRACKER, _RELEASE, _FORMAT = "latest_checkpointed_iteration.txt", "release", "metadata.json"
-# How a model of this Megatron shards its state; Megatron's own saves write the same.
+# What Megatron's own saves write about how a model shards its state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 # A checkpoint's other tensors are optimizer states.
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
-# Modules of Transformer Engine that have an ``_extra_state``, where local ones have none.
+# Modules that have an ``_extra_state`` in Transformer Engine; local modules have none.
 _STATEFUL_IN_TE = (
     *("out_norm", "q_layernorm", "k_layernorm", "pre_mlp_layernorm"),
     *("final_norm", "final_layernorm", "core_attention"),
@@ -131,7 +131,7 @@ def _loaded(source: str | Path, like: str | Path) -> Any:
     with _reading(folder):
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
         common = dist_checkpointing.load_common_state_dict(folder)
-    args = common.get("args")  # of the run; a checkpoint without arguments is as imported
+    args = common.get("args")  # of the run; without arguments norms are zero-centred
     # Older versions of Megatron named the attribute after the flag.
     centred = getattr(args, "apply_layernorm_1p", True)
     centred = getattr(args, "layernorm_zero_centered_gamma", centred)
@@ -144,7 +144,7 @@ def _loaded(source: str | Path, like: str | Path) -> Any:
     by_key = {one.key: one for one in dict_utils.nested_values(wanted)}
     _refuse_another_model(stored, by_key, folder, like)
     for one in state.values():
-        # A fused projection is stored by its sections.
+        # The checkpoint stores a fused projection by its sections.
         of_it = one.key if one.key in stored else next(k for k in stored if k.startswith(one.key))
         one.data = torch.empty_like(one.data, dtype=cast(Any, stored[of_it]).dtype)
         if isinstance(one, mapping.ShardedTensor):

@@ -53,7 +53,7 @@ class _Ranks(NamedTuple):
 
 
 def _ranks() -> _Ranks:
-    state: Any = parallel_state  # some of its functions have wrong annotations
+    state: Any = parallel_state  # Megatron annotates some of its functions wrongly
     if not state.model_parallel_is_initialized():
         return _Ranks()
     groups: list[Any] = [
@@ -145,7 +145,7 @@ def save_hf_weights(
     source = SafetensorsFolder(like)
     export = _Export(model, source, fp32_gates)
     if ranks.tp[0]:
-        # The same order of collectives as on rank 0, which writes.
+        # Rank 0 writes; the other ranks enter the same collectives in the same order.
         for key in source.specs:
             export.read(key)
         return
@@ -175,7 +175,7 @@ class _Export:
             for one in entry.sources:
                 self._maps_of.setdefault(one.key, []).append((entry, one))
         self._maps_of |= {key: self._maps_of[same_as] for key, same_as in plan.aliases.items()}
-        # Tensors of one fused projection lie close together in the files: keep the last few.
+        # Files have the tensors of one fused projection close together: the last few are kept.
         self._kept_pieces = lru_cache(maxsize=4)(self._pieces)
 
     def read(self, key: str) -> Tensor:

@@ -21,7 +21,7 @@ class HFModelConfig:
     """The sizes and settings of a model that weight mapping needs; an unused size is 0."""
 
     architecture: str  # one of GDN_FP32_CHECKPOINT_ARCHITECTURES
-    storage: Storage  # of GDN projections
+    storage: Storage  # how the files store the projections of Gated DeltaNet
     gdn: GDNDims
     hidden_size: int
     vocab_size: int

@@ -57,7 +57,7 @@ class SafetensorsFolder:
     def read_finite(self, key: str, expert: int | None = None) -> Tensor:
         """As `read`; a tensor with NaN or inf is a ValueError."""
         piece = self.read(key, expert)
-        # One pass without a copy: a tensor with NaN or inf has such an extreme.
+        # If a value is NaN or inf, so is the smallest or the largest. No copy is made.
         if piece.numel() and not all(bool(one.isfinite()) for one in torch.aminmax(piece)):
             which = "" if expert is None else f" (expert {expert})"
             number = int(piece.isfinite().logical_not().sum())
@@ -143,7 +143,7 @@ def new_folder(target: str | Path) -> Iterator[Path]:
     refuse_existing(target)
     target = Path(target).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    # A sibling, so that the rename stays on one file system and is atomic.
+    # In the same folder as the target: a rename within one file system is atomic.
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield scratch
@@ -167,7 +167,7 @@ def write_folder(
         size = 0
         for name, file in progress_bar(like.files.items(), "export"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            # Copies: safetensors refuses views of one storage, as the pieces of a projection are.
+            # Pieces of a projection share a storage, which safetensors refuses: copies are written.
             tensors = {
                 key: read(key).detach().cpu().clone(memory_format=torch.contiguous_format)
                 for key in file.offset_keys()

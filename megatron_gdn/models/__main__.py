@@ -43,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
     """Model, precision, length and parallel sizes; not data, tokenizer and optimizer."""
     flags = "--bf16 --use-distributed-optimizer"
-    flags += " --no-gradient-accumulation-fusion"  # for machines without APEX
+    flags += " --no-gradient-accumulation-fusion"  # machines without APEX need the flag
     flags += f" --seq-length {options.length} --max-position-embeddings {options.length}"
     flags += f" --micro-batch-size 1 --tensor-model-parallel-size {options.tp}"
     flags += " --sequence-parallel" if options.tp > 1 else ""

@@ -181,7 +181,8 @@ class Model:
     def tensor_parallel_sizes(self) -> list[int]:
         """The sizes that divide all heads and the MLP; experts are not cut."""
         heads, groups = self.settings["num_attention_heads"], self.settings["num_query_groups"]
-        cut = [heads, self.dims.layout.counts[-1][1]]  # the second: key heads, groups of Mamba2
+        key_heads = self.dims.layout.counts[-1][1]  # in Mamba2 groups
+        cut = [heads, key_heads]
         if "-" in self.pattern:
             cut.append(self.settings["ffn_hidden_size"])
         if "E" in self.pattern:
@@ -230,18 +231,19 @@ class Model:
         heads).
         """
         share: Any = self.dims.shard(tp)
-        kept = 2 * share.hidden_size // tp  # bf16: of the input of in_proj
+        kept = 2 * share.hidden_size // tp  # in_proj's input, cut over the sequence
         if recompute == "layer":
             return kept
         again = LEVELS[recompute]
-        kept += 2 * share.layout.width  # in_proj's output
+        kept += 2 * share.layout.width  # in_proj's output, in bf16 as all but two
         if "rule" not in again:
-            kept += 2 * share.v_dim  # o
-            kept += share.num_value_heads * (2 * CHUNK + 2 * 4)  # inverses; fp32 sum of g, and beta
+            kept += 2 * share.v_dim  # the rule's output
+            # A row of a chunk's inverse in bf16; the sum of g, and beta, in fp32.
+            kept += share.num_value_heads * (2 * CHUNK + 2 * 4)
         if "qkv" not in again:
-            kept += 2 * (share.qk_dim + share.v_dim)  # k and v: q is always computed again
+            kept += 2 * (share.qk_dim + share.v_dim)  # k and v; q is always computed again
         if "norm_out" not in again:
-            kept += 2 * share.v_dim  # the input of out_proj
+            kept += 2 * share.v_dim  # out_proj's input
         return kept
 
 

@@ -25,9 +25,9 @@ from ..gdn.sizes import GDNDims
 from ..kda.sizes import KDADims
 from ..mamba2.sizes import Mamba2Dims
 
-CHUNK = 64  # tokens; all rules of this package
-_KDA_SIZES = ("forget_rank", "output_rank")  # options that are sizes
-MAMBA_TAPS = 4  # Megatron has no field for them
+CHUNK = 64  # tokens of a chunk, in every rule of this package
+_KDA_SIZES = ("forget_rank", "output_rank")  # options of a 'K' layer that change its size
+MAMBA_TAPS = 4  # of a Mamba2 convolution; Megatron has no field for the number
 
 
 class Flops(NamedTuple):
@@ -59,8 +59,8 @@ class Layer:
     convolution: int = 0  # multiply-adds for a token
     rule: int = 0  # multiply-adds for a token
     attention: int = 0  # multiply-adds for a query and one of its keys
-    state_bytes: int = 0  # what a sequence keeps between tokens, fp32
-    conv_bytes: int = 0  # what a sequence keeps between tokens, bf16
+    state_bytes: int = 0  # of the fp32 state that a sequence keeps between tokens
+    conv_bytes: int = 0  # of the last bf16 rows that the convolution reads again
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,7 +71,7 @@ class Stack:
     hidden_size: int
     vocab_size: int
     tied: bool  # the output layer is the embedding
-    outputs: int = 1  # times that the output layer runs: once, and once for each head
+    outputs: int = 1  # runs of the output layer: one, and one for each further head
 
     @classmethod
     def of(
@@ -141,7 +141,7 @@ class Stack:
             projections=2 * tokens * self._sum("weights"),
             convolution=2 * tokens * self._sum("convolution"),
             rule=2 * tokens * self._sum("rule"),
-            attention=squares * self._sum("attention"),  # half of 2
+            attention=squares * self._sum("attention"),  # 2 for a multiply-add, half of all pairs
             output=2 * tokens * self.outputs * self.hidden_size * self.vocab_size,
         )
 
@@ -251,7 +251,7 @@ def stack_of_arguments(args: Any) -> Stack:
     if not args.group_query_attention:
         config.num_query_groups = args.num_attention_heads
     pattern = getattr(args, "hybrid_layer_pattern", None)
-    if not pattern:  # a GPTModel's layers, two symbols each
+    if not pattern:  # a GPTModel: two symbols for each layer
         pairs = ["*G"[is_gdn] + "-E"[is_moe] for is_gdn, is_moe in kinds_of_layers(config)]
         pattern = "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
     return Stack.of(

@@ -60,7 +60,7 @@ class ModelBatch:
     group: Any = None  # of context-parallel ranks
     layout: SequenceLayout = SequenceLayout.CONTIGUOUS  # how ranks share the sequence
     own: Tensor | None = None  # int64 [s] on the host: positions of this rank's tokens
-    moves: tuple[Take, Take] | None = None  # to rows without padding and back, on one rank
+    moves: tuple[Take, Take] | None = None  # on one rank with padding: to rows without it, and back
 
     @property
     def is_plain(self) -> bool:
@@ -211,10 +211,10 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
     batch = partial(ModelBatch, group=ranks.group, layout=layout, own=own)
     if ids is None:
         return batch()
-    read_mask(ids)  # refuses what it refuses on one rank
+    read_mask(ids)  # raises the same errors as on one rank
     keep = None if bool((ids > 0).all()) else to_device(ids[:, own] > 0, ranks.device)
     one_each = bool((ids.amax(-1) <= 1).all())
-    if one_each and not bool((ids.diff() > 0).any()):  # padding at the end, or none
+    if one_each and not bool((ids.diff() > 0).any()):  # whole rows, or rows with padding at the end
         return batch(ids=ids, keep=keep)
     if ranks.rows > 1:
         what = "padding before tokens" if one_each else "packed documents"
@@ -223,7 +223,7 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
             f"rows end to end (megatron_gdn.hf.PackingCollator does)."
         )
     # A stretch of padding is a document of its own, so its state reaches no other. Empty documents
-    # are kept: the layout may cut by them.
+    # are kept, since the layout may cut by them.
     kept = [0] if offsets is None else offsets.tolist()
     ends = {*starts_of(ids)[0].nonzero().flatten().tolist(), ranks.total}.difference(kept)
     lengths = tuple(b - a for a, b in pairwise(sorted([*kept, *ends])))

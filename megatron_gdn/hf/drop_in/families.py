@@ -35,8 +35,8 @@ class Mixer(NamedTuple):
 
     dims: Any
     rule: ChooseRule
-    parts: Callable[..., Parts]  # of opened rows, conv weight and bias, A_log and dt_bias
-    names: dict[str, Any]  # of mixer and recurrence in messages, if not those of MicroBatches
+    parts: Callable[..., Parts]  # called with opened rows, conv weight and bias, A_log, dt_bias
+    names: dict[str, Any]  # for messages of MicroBatches: the mixer and its recurrence
 
 
 def _gdn(module: Any, config: Any, options: Any) -> Mixer:
@@ -60,7 +60,7 @@ def _kda(module: Any, config: Any, options: Any) -> Mixer:
             f"Kimi Delta Attention has neither option. Leave both out."
         )
     heads, width, gate = config.linear_num_heads, config.linear_head_dim, module.forget_gate
-    # Rows with both gates in full width, as the module's projections give them.
+    # The rows hold both gates in full width: `project` has multiplied the low-rank halves.
     dims = KDADims(
         hidden_size=config.hidden_size,
         num_key_heads=heads,
@@ -89,13 +89,13 @@ class Family(NamedTuple):
         in_proj_ba:   per key head [b of its value heads | a of them]
     """
 
-    package: str  # of transformers.models, which has the class
+    package: str  # the package in transformers.models that has the class
     kinds: tuple[str, ...]  # model_type of the text configs that describe it
     projections: tuple[str, ...] = ()
     norm: str = "norm"
     out: str = "out_proj"
     gate: str = ""  # the module that has A_log and dt_bias; empty: the module itself
-    mixer: Callable[[Any, Any, Any], Mixer] = _gdn  # of a module, its config and options
+    mixer: Callable[[Any, Any, Any], Mixer] = _gdn  # called with a module, its config and options
 
 
 _FLAT, _SEPARATE = tuple(PROJECTIONS["flat"]), tuple(PROJECTIONS["separate"])
@@ -106,7 +106,7 @@ _LOW_RANK = (
 )  # fmt: skip
 _FULL_RANK = ("q_proj", "k_proj", "v_proj", "forget_gate.f_proj", "g_proj", "b_proj")
 
-FAMILIES = {  # by the name of transformers' class
+FAMILIES = {  # keys are names of transformers' classes
     "Qwen3NextGatedDeltaNet": Family("qwen3_next", ("qwen3_next",)),
     "Qwen3_5GatedDeltaNet": Family("qwen3_5", ("qwen3_5_text", "qwen3_5"), _FLAT),
     "Qwen3_5MoeGatedDeltaNet": Family("qwen3_5_moe", ("qwen3_5_moe_text", "qwen3_5_moe"), _FLAT),

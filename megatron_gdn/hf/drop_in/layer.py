@@ -24,7 +24,7 @@ from .batch import ModelBatch, group_of, resolve_call
 from .gates import HoldsGates, gate_owner, hold_gates, release_gates
 from .sources import Sources
 
-# The batch has the documents, and transformers' plain-torch kernels refuse their boundaries.
+# Keywords that transformers' own forward is not given; the batch holds what they say.
 _NOT_PASSED_ON = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
     *("position_ids", "cache_position", "qkv_format"),
@@ -60,7 +60,7 @@ class _Runner:
     options: DropInOptions
     mixer: families.Mixer
     config: Any  # the fields of a TransformerConfig that MicroBatches reads
-    stored: dict[str, torch.dtype]  # dtypes of the gates before they were held
+    stored: dict[str, torch.dtype]  # dtypes of A_log and dt_bias before the holder had them
     made: dict[tuple[Any, SequenceLayout], MicroBatches] = field(default_factory=dict)
 
     def __deepcopy__(self, memo: dict) -> _Runner:
@@ -166,13 +166,13 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         for name in _NOT_PASSED_ON:
             kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = None  # no padding, or the batch has its documents
+            attention_mask = None  # the batch has its documents and its padding
         if batch is None or batch.is_plain:
             if cache_params is not None or options.unpacked == "transformers":
                 return self._by_transformers(hidden_states, cache_params, attention_mask, kwargs)
             batch = ModelBatch(keep=None if attention_mask is None else attention_mask != 0)
         proj_BTP = families.project(self, batch.enter(hidden_states), self.drop_in.mixer.dims)
-        # torch.compiler.disable has no types.
+        # torch.compiler.disable has no type annotations.
         mixed = self._mix(proj_BTP.transpose(0, 1), batch)  # pyright: ignore[reportCallIssue]
         out_proj = self._modules[families.family_of(self).out]
         return batch.leave(out_proj(mixed.transpose(0, 1)), hidden_states)
@@ -187,7 +187,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         finally:
             del owner.__dict__["A_log"], owner.__dict__["dt_bias"]
 
-    @torch.compiler.disable  # tables on the host, and one autograd function
+    @torch.compiler.disable  # tables are made on the host; autograd sees one function
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
         run = self.drop_in.micro_batches(model_batch.group, model_batch.layout)
         batch = run.of(model_batch.packed, proj_TBP)

@@ -35,7 +35,7 @@ from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, stop_bei
 from .sources import Sources, text_positions
 
 GATHERED = "megatron_gdn_gathered"
-# On a patched text model: the forward that another tool had put on the object, or None.
+# Attribute of a patched text model: the forward that another tool had set on it, or None.
 _FORWARD_BEFORE = "_megatron_gdn_forward_before"
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,7 @@ class Patch(AbstractContextManager):
     def __init__(self, model: nn.Module, options: DropInOptions, gathers: bool) -> None:
         self.model = model
         self.layers: dict[str, CPAwareGatedDeltaNet] = {}
-        self._changes = ExitStack()  # what undoes them
+        self._changes = ExitStack()  # callbacks that undo the patch
         self._forwards: dict[nn.Module, Any] = {}
         texts = {
             name: cast(Any, one)
@@ -292,7 +292,7 @@ def _attention_mask(text: Any, batch: ModelBatch, x: Tensor, position_ids: Tenso
             )
         return None
     assert batch.ids is not None
-    if "flash" in implementation:  # it finds the documents of one row by their positions
+    if "flash" in implementation:  # flash attention finds the documents of one row by positions
         positions, starts = text_positions(position_ids), (batch.ids.diff(dim=-1) != 0).cpu()
         told = positions is not None and bool(((positions.cpu().diff(dim=-1) != 1) == starts).all())
         if len(batch.ids) > 1 or batch.keep is not None or not told:

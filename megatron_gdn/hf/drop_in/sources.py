@@ -28,7 +28,7 @@ from ...context_parallel import SequenceLayout, inverse
 from ...ops.documents import Documents
 
 _BLOCKS = "attention_mask (4-D)"
-_EXCLUDED = -1e4  # this, or less, added to a score makes its attention weight 0
+_EXCLUDED = -1e4  # added to a score, this number or less makes its attention weight 0
 
 
 class Sources(NamedTuple):
@@ -36,7 +36,7 @@ class Sources(NamedTuple):
 
     attention_mask: Tensor | None = None
     packed_seq_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None  # counts the tokens at indices only, if these are given
+    cu_seqlens: Tensor | None = None  # if indices are given, it counts the tokens there alone
     position_ids: Tensor | None = None
     indices: Tensor | None = None  # in the flattened [B * S]; other tokens are padding
     seq_index: Tensor | None = None
@@ -131,7 +131,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             )
         ids = ids.masked_fill(padding_BS, 0)
     if "attention_mask" in found or bool((ids == 0).any()):
-        return ids  # rows with padding or with numbered documents
+        return ids  # some tokens are padding, or the mask numbers documents
     return ids if bool((ids.amax(-1) != ids.amin(-1)).any()) else None
 
 
@@ -262,7 +262,7 @@ class Ranks(NamedTuple):
         numbers in one collective.
         """
         given = [0 if x is None else x.dim() for x in sources]
-        given[2] = int(sources.cu_seqlens is not None)  # a wrong shape has its own error
+        given[2] = int(sources.cu_seqlens is not None)  # its shape is checked later
         offsets = b"" if sources.cu_seqlens is None else sources.cu_seqlens.numpy().tobytes()
         told = [self.rows, self.tokens, *given, len(offsets), zlib.crc32(offsets)]
         names = ["rows", "tokens", *(f"kinds of {name}" for name in Sources._fields)]

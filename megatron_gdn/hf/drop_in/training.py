@@ -18,7 +18,7 @@ from .layer import CPAwareGatedDeltaNet, DropInOptions
 if TYPE_CHECKING:
     from transformers import Trainer
 else:
-    Trainer = object  # the user's class has transformers' Trainer after this mixin
+    Trainer = object  # the user's class lists transformers' Trainer as the second base
 
 IGNORED = -100
 _COLUMNS = ("input_ids", "labels", "attention_mask")
@@ -199,7 +199,7 @@ class ContextParallelTrainerMixin(Trainer):
                 f"processes in a way that context-parallel ranks cannot share. Give a dataset with "
                 f"__len__ and __getitem__, and neither dispatch_batches nor split_batches."
             )
-        # To the sampler, each group of ranks is one process; their first ranks give the order.
+        # The sampler takes each group of ranks for one process, in the order of their first ranks.
         first: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(first, min(dist.get_process_group_ranks(group)))
         groups = sorted(set(first))
@@ -245,7 +245,7 @@ class Reach(NamedTuple):
     def leaks(self, tolerance: float = 1e-5) -> list[tuple[int, int]]:
         """``(i, j)`` where i changes j by more than this fraction of the largest output."""
         bound = tolerance * self.largest.max()
-        leaks = ~(self.change <= bound)  # NaN leaks too
+        leaks = ~(self.change <= bound)  # NaN counts as a leak
         return [(i, j) for i, j in leaks.nonzero().tolist() if i != j]
 
 
