@@ -29,7 +29,7 @@ from torch import Tensor
 
 from ..compat.observe import log_once
 from ..gdn.hf import gdn_layer_maps
-from ..hf.model_config import read_hf_config
+from ..hf.model_map import read_hf_config
 from ..hf.safetensors_files import SafetensorsFolder
 from ..mixers.tensor_map import HFRef, TensorMap
 from ..specs.layer import gated_delta_net_spec, with_launch_options

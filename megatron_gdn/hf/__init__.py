@@ -26,7 +26,7 @@ _NAMES = {
     ),
     ".folders": ("export_folder", "import_folder"),
     ".megatron_model": ("load_hf_weights", "save_hf_weights"),
-    ".model_config": ("HFModelConfig", "parse_hf_config", "read_hf_config"),
+    ".model_map": ("HFModelConfig", "parse_hf_config", "read_hf_config"),
     ".safetensors_files": ("Difference", "compare_folders"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -72,7 +72,7 @@ def _parser() -> Parser:
 def _run(command: str, **given: Any) -> int:
     if command == "flags":
         from .build import megatron_flags
-        from .model_config import read_hf_config
+        from .model_map import read_hf_config
 
         print(shlex.join(megatron_flags(read_hf_config(given["source"]), given["model"])))
         return 0

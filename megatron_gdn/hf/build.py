@@ -10,8 +10,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
-from .model_config import HFModelConfig, read_hf_config
-from .model_map import Architecture
+from .model_map import Architecture, HFModelConfig, read_hf_config
 
 
 def build_model(

@@ -23,8 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..compat.one_process import in_one_process
 from .build import build_model, megatron_arguments
 from .megatron_model import load_hf_weights, save_hf_weights
-from .model_config import HFModelConfig, read_hf_config
-from .model_map import Architecture, and_more
+from .model_map import Architecture, HFModelConfig, and_more, read_hf_config
 from .safetensors_files import new_folder, refuse_existing
 
 _TRACKER, _RELEASE, _FORMAT = "latest_checkpointed_iteration.txt", "release", "metadata.json"

@@ -23,8 +23,7 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from torch import Tensor, nn
 
 from ..mixers.tensor_map import HFRef, TensorMap, dequantised
-from .model_config import HFModelConfig, read_hf_config
-from .model_map import Architecture, Plan, and_more, plan_of
+from .model_map import Architecture, HFModelConfig, Plan, and_more, plan_of, read_hf_config
 from .safetensors_files import (
     SafetensorsFolder,
     TensorSpec,

@@ -13,8 +13,7 @@ from typing import Any, Literal, NamedTuple
 
 from ..gdn.sizes import GDNDims
 from ..hf.build import flags_of, megatron_flags
-from ..hf.model_config import HFModelConfig, parse_hf_config
-from ..hf.model_map import Architecture
+from ..hf.model_map import Architecture, HFModelConfig, parse_hf_config
 from ..mamba2.sizes import Mamba2Dims
 from ..mixers.arguments import LEVELS
 from .stack import CHUNK, MAMBA_TAPS, Stack
