@@ -19,8 +19,6 @@ from megatron_gdn.context_parallel import Headwise, local_indices
 from megatron_gdn.context_parallel.headwise import exchange
 from megatron_gdn.context_parallel.headwise.exchange import Exchange
 from megatron_gdn.context_parallel.layouts import cut_by
-from megatron_gdn.hf.drop_in.batch import row_exchange
-from megatron_gdn.mixers.padding import TakeRows
 from megatron_gdn.mixers.tensor_map import take_share
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN
@@ -306,18 +304,3 @@ def test_the_second_derivative_goes_through():
     (grad,) = torch.autograd.grad((out**3).sum(), mine, create_graph=True)
     (second,) = torch.autograd.grad(grad.sum(), mine)
     torch.testing.assert_close(second, 6 * mine.detach())
-
-
-@on_ranks(2)
-def test_the_second_derivative_of_moved_rows_goes_through():
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(rank)
-    positions = torch.arange(4 * size).view(-1, size).t()  # rank 0 holds 0, size, 2 size, ...
-    exchange = row_exchange(positions, dist.group.WORLD, torch.device("cpu"))
-    mine = torch.randn(1, 4, 3, dtype=torch.float64, requires_grad=True)
-    weight = torch.arange(4.0).add(4 * rank).double()[:, None]  # of the rows that arrive
-    out = TakeRows.apply(mine, *exchange)
-    (grad,) = torch.autograd.grad((weight * out**3).sum(), mine, create_graph=True)
-    (second,) = torch.autograd.grad(grad.sum(), mine)
-    expected = 6 * positions[rank].double()[:, None] * mine.detach()
-    torch.testing.assert_close(second, expected)
