@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from hypothesis import strategies as st
 
 from megatron_gdn.gdn.hf import gdn_layer_from_hf, gdn_layer_maps, gdn_layer_to_hf
 from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
@@ -74,9 +73,6 @@ def test_a_trained_gain_is_exported_as_trained_and_its_neighbours_as_they_were()
     (back,) = entry.to_hf(stored, [BF16], [gain])
     assert back[1] == 1.25
     assert torch.equal(back[[0, 2]], gain[[0, 2]])
-
-
-sizes = st.integers(1, 5)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
-from itertools import pairwise
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +20,7 @@ from torch import Tensor
 
 from ...context_parallel import SequenceLayout, local_indices
 from ...context_parallel.layouts import positions as positions_of
-from ...mixers.padding import Take, TakeRows, cu_seqlens, read_mask
+from ...mixers.padding import read_mask
 from ...ops.documents import Documents
 from ...ops.host_tables import to_device
 from .sources import Ranks, Sources, document_ids, starts_of
@@ -60,7 +59,6 @@ class ModelBatch:
     group: Any = None  # of context-parallel ranks
     layout: SequenceLayout = SequenceLayout.CONTIGUOUS  # how ranks share the sequence
     own: Tensor | None = None  # int64 [s] on the host: positions of this rank's tokens
-    moves: tuple[Take, Take] | None = None  # on one rank with padding: to rows without it, and back
 
     @property
     def is_plain(self) -> bool:
@@ -93,19 +91,13 @@ class ModelBatch:
         return found if own is None else found[:, own]
 
     def enter(self, x_BsH: Tensor) -> Tensor:
-        """Hidden states to rows for the mixer: ``[1, T, H]`` when packed, else ``[B, s, H]``."""
-        if self.packed is None or self.group is not None:
-            return self._blank(x_BsH)
-        rows = x_BsH.flatten(0, 1)
-        return (rows if self.moves is None else TakeRows.apply(rows, *self.moves)).unsqueeze(0)
+        """Hidden states to rows for the mixer: ``[1, B s, H]`` when packed, else ``[B, s, H]``."""
+        x_BsH = self._blank(x_BsH)
+        return x_BsH if self.packed is None else x_BsH.flatten(0, 1).unsqueeze(0)
 
     def leave(self, y: Tensor, like_BsH: Tensor) -> Tensor:
         """The inverse of :meth:`enter`; padding is exactly zero."""
-        if self.packed is None or self.group is not None:
-            return self._blank(y)
-        rows = y.squeeze(0)
-        rows = rows if self.moves is None else TakeRows.apply(rows, *reversed(self.moves))
-        return rows.unflatten(0, like_BsH.shape[:2])
+        return self._blank(y.reshape(*like_BsH.shape[:2], -1))
 
     def _blank(self, x_BsH: Tensor) -> Tensor:
         """Set padding to zero; its gradient is zero too."""
@@ -160,19 +152,24 @@ def _resolve_alone(sources: Sources, device: torch.device, rows: int, tokens: in
     ids = document_ids(sources, rows, tokens)
     if ids is None:
         return ModelBatch()
-    token_T, _, lengths = read_mask(ids)
-    keep = moves = None
-    if len(token_T) < rows * tokens:
-        back = torch.full((rows * tokens,), -1, device="cpu")
-        back[token_T] = torch.arange(len(token_T), device="cpu")
-        moves = Take.along(token_T, device), Take.along(back, device)
-        keep = to_device(ids > 0, device)
-    return ModelBatch(_packed(lengths), ids, keep, moves=moves)
+    read_mask(ids)  # refuses padding inside a document, and documents out of order
+    return ModelBatch(_packed(ids), ids, _kept(ids, device))
 
 
-def _packed(lengths: tuple[int, ...]) -> SimpleNamespace:
-    """Boundaries under the names of Megatron's PackedSeqParams, on the host."""
-    offsets = cu_seqlens(lengths or (0,), "cpu")
+def _kept(ids: Tensor, device: torch.device) -> Tensor | None:
+    """bool, False at padding; None if no token is padding."""
+    return None if bool((ids > 0).all()) else to_device(ids > 0, device)
+
+
+def _packed(ids: Tensor, offsets: Tensor | None = None) -> SimpleNamespace:
+    """Boundaries of all documents, under the names of Megatron's PackedSeqParams, on the host.
+
+    A stretch of padding is a document of its own, so its state reaches no other. Empty documents of
+    ``offsets`` are kept, since the layout may cut by them.
+    """
+    kept = [0] if offsets is None else offsets.tolist()
+    ends = {*starts_of(ids).flatten().nonzero().flatten().tolist(), ids.numel()}.difference(kept)
+    offsets = torch.tensor(sorted([*kept, *ends]), dtype=torch.int32, device="cpu")
     return SimpleNamespace(
         qkv_format="thd",
         cu_seqlens_q=offsets,
@@ -212,7 +209,7 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
     if ids is None:
         return batch()
     read_mask(ids)  # raises the same errors as on one rank
-    keep = None if bool((ids > 0).all()) else to_device(ids[:, own] > 0, ranks.device)
+    keep = _kept(ids[:, own], ranks.device)
     one_each = bool((ids.amax(-1) <= 1).all())
     if one_each and not bool((ids.diff() > 0).any()):  # whole rows, or rows with padding at the end
         return batch(ids=ids, keep=keep)
@@ -222,12 +219,7 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
             f"context parallelism takes {what} in one row only, got {ranks.rows} rows. Lay the "
             f"rows end to end (megatron_gdn.hf.PackingCollator does)."
         )
-    # A stretch of padding is a document of its own, so its state reaches no other. Empty documents
-    # are kept, since the layout may cut by them.
-    kept = [0] if offsets is None else offsets.tolist()
-    ends = {*starts_of(ids)[0].nonzero().flatten().tolist(), ranks.total}.difference(kept)
-    lengths = tuple(b - a for a, b in pairwise(sorted([*kept, *ends])))
-    return batch(_packed(lengths), ids, keep)
+    return batch(_packed(ids, offsets), ids, keep)
 
 
 def _place_of(
