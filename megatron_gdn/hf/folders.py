@@ -144,8 +144,8 @@ def _loaded(source: str | Path, like: str | Path) -> Any:
     _refuse_another_model(stored, by_key, folder, like)
     for one in state.values():
         # The checkpoint stores a fused projection by its sections.
-        of_it = one.key if one.key in stored else next(k for k in stored if k.startswith(one.key))
-        one.data = torch.empty_like(one.data, dtype=cast(Any, stored[of_it]).dtype)
+        key = one.key if one.key in stored else next(k for k in stored if k.startswith(one.key))
+        one.data = torch.empty_like(one.data, dtype=cast(Any, stored[key]).dtype)
         if isinstance(one, mapping.ShardedTensor):
             one.dtype = one.data.dtype
     with _reading(folder):

@@ -285,7 +285,7 @@ def _match(
     plan: Plan, params: dict[str, nn.Parameter], ranks: _Ranks, config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
     """Which parameters each map fills; shapes are checked on meta tensors."""
-    targets, homeless = [], []
+    targets, unplaced = [], []
     for entry in plan.maps:
         # The last pipeline stage of a tied model has a copy of the embedding.
         of_tied = (_OUTPUT,) if config.tied and entry.pad_rows else ()
@@ -301,10 +301,10 @@ def _match(
         if here:
             targets.append((entry, here))
         else:
-            homeless.append(entry.name)
-    if homeless and ranks.pp[1] == ranks.ep[1] == 1:
+            unplaced.append(entry.name)
+    if unplaced and ranks.pp[1] == ranks.ep[1] == 1:
         raise ValueError(
-            f"the model has no {homeless[0]}{and_more(homeless)}. Build it with config.json's "
+            f"the model has no {unplaced[0]}{and_more(unplaced)}. Build it with config.json's "
             f"sizes and the layer pattern {config.hybrid_layer_pattern!r}."
         )
     filled = {name for _, here in targets for name in here}

@@ -3,8 +3,7 @@
 The text model's forward resolves the batch once, so all layers and recomputations see the same
 boundaries.
 
-Legend: B batch, S tokens of the whole sequence, s this rank's share (S on one rank), T tokens that
-are not padding, H hidden size.
+Legend: B batch, S tokens of the whole sequence, s this rank's share (S on one rank), H hidden size.
 """
 
 from __future__ import annotations
@@ -58,7 +57,7 @@ class ModelBatch:
     keep: Tensor | None = None
     group: Any = None  # of context-parallel ranks
     layout: SequenceLayout = SequenceLayout.CONTIGUOUS  # how ranks share the sequence
-    own: Tensor | None = None  # int64 [s] on the host: positions of this rank's tokens
+    own_positions: Tensor | None = None  # int64 [s] on the host: of this rank's tokens
 
     @property
     def is_plain(self) -> bool:
@@ -66,8 +65,8 @@ class ModelBatch:
         return self.packed is None and self.group is None
 
     @property
-    def what(self) -> str:
-        """What keeps transformers' own forward from running the batch, for messages."""
+    def kind(self) -> str:
+        """Why transformers' own forward cannot run the batch, as messages name it."""
         return "packed documents" if self.group is None else "context parallelism"
 
     @property
@@ -75,13 +74,13 @@ class ModelBatch:
         """Tokens of every document over all ranks; of a whole row, if not packed."""
         if self.packed is not None:
             return tuple(self.packed.cu_seqlens_q.diff().tolist())
-        assert self.own is not None
-        return (len(self.own) * self.group.size(),)
+        assert self.own_positions is not None
+        return (len(self.own_positions) * self.group.size(),)
 
     @property
     def positions(self) -> Tensor:
         """int64 ``[B or 1, s]`` on the host: positions in each document, 0 at padding."""
-        ids, own = self.ids, self.own
+        ids, own = self.ids, self.own_positions
         if ids is None or self.packed is None:
             assert own is not None
             return own[None]
@@ -134,7 +133,7 @@ def resolve_call(
         batch = _resolve_alone(sources, device, rows, tokens)
     if (cache is not None or fills_cache) and not batch.is_plain:
         raise ValueError(
-            f"a cache cannot be filled with {batch.what}: it holds one state per row. Pass "
+            f"a cache cannot be filled with {batch.kind}: it holds one state per row. Pass "
             f"use_cache=False and no past_key_values; generate on one rank, one sequence per row."
         )
     return batch
@@ -153,15 +152,15 @@ def _resolve_alone(sources: Sources, device: torch.device, rows: int, tokens: in
     if ids is None:
         return ModelBatch()
     read_mask(ids)  # refuses padding inside a document, and documents out of order
-    return ModelBatch(_packed(ids), ids, _kept(ids, device))
+    return ModelBatch(_boundaries(ids), ids, _keep_of(ids, device))
 
 
-def _kept(ids: Tensor, device: torch.device) -> Tensor | None:
+def _keep_of(ids: Tensor, device: torch.device) -> Tensor | None:
     """bool, False at padding; None if no token is padding."""
     return None if bool((ids > 0).all()) else to_device(ids > 0, device)
 
 
-def _packed(ids: Tensor, offsets: Tensor | None = None) -> SimpleNamespace:
+def _boundaries(ids: Tensor, offsets: Tensor | None = None) -> SimpleNamespace:
     """Boundaries of all documents, under the names of Megatron's PackedSeqParams, on the host.
 
     A stretch of padding is a document of its own, so its state reaches no other. Empty documents of
@@ -205,11 +204,11 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
     if ids is None and mask is not None and bool((mask == 0).any()):
         ids = (mask != 0).long()
     own = positions[ranks.group.rank()]
-    batch = partial(ModelBatch, group=ranks.group, layout=layout, own=own)
+    batch = partial(ModelBatch, group=ranks.group, layout=layout, own_positions=own)
     if ids is None:
         return batch()
     read_mask(ids)  # raises the same errors as on one rank
-    keep = _kept(ids[:, own], ranks.device)
+    keep = _keep_of(ids[:, own], ranks.device)
     one_each = bool((ids.amax(-1) <= 1).all())
     if one_each and not bool((ids.diff() > 0).any()):  # whole rows, or rows with padding at the end
         return batch(ids=ids, keep=keep)
@@ -219,7 +218,7 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
             f"context parallelism takes {what} in one row only, got {ranks.rows} rows. Lay the "
             f"rows end to end (megatron_gdn.hf.PackingCollator does)."
         )
-    return batch(_packed(ids, offsets), ids, keep)
+    return batch(_boundaries(ids, offsets), ids, keep)
 
 
 def _place_of(

@@ -182,13 +182,13 @@ class Patch(AbstractContextManager):
 
     def _wrap(self, text: Any, gathers: bool) -> None:
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
-        own = text.config._attn_implementation
+        before_patch = text.config._attn_implementation
 
         def options_now(module: Any) -> DropInOptions:
             options = _options_of(module)
             if gathers:
                 alone = group_of(options.cp_mesh) is None
-                old, new = (GATHERED, own) if alone else (own, GATHERED)
+                old, new = (GATHERED, before_patch) if alone else (before_patch, GATHERED)
                 if module.config._attn_implementation == old:
                     module.config._attn_implementation = new
             return options
@@ -204,7 +204,7 @@ class Patch(AbstractContextManager):
             return before(**given)
 
         if gathers:
-            self._changes.callback(setattr, text.config, "_attn_implementation", own)
+            self._changes.callback(setattr, text.config, "_attn_implementation", before_patch)
         options_now(text)
         for layer in text.layers:
             if linear_attention_of(layer) is None:
@@ -246,8 +246,8 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
     """The keywords of the text model's forward, given by name, with the resolved batch added."""
     kwargs.pop("gdn_batch", None)
     mask = kwargs.get("attention_mask")
-    own = mask.get("linear_attention") if isinstance(mask, dict) else mask
-    sources = Sources.of(own, kwargs)
+    of_linear = mask.get("linear_attention") if isinstance(mask, dict) else mask
+    sources = Sources.of(of_linear, kwargs)
     x, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     x = kwargs.get("inputs_embeds") if x is None else x
     if x is None:  # the model's forward raises and names what is missing
@@ -264,7 +264,7 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
     if kwargs.get("position_ids") is None:
         positions = to_device(batch.positions.contiguous(), x.device)
         kwargs["position_ids"] = positions.expand(len(x), -1)
-    refuse_mixing_elsewhere(text.config, batch.what)
+    refuse_mixing_elsewhere(text.config, batch.kind)
     kinds = set(text.config.layer_types) - {"linear_attention"}
     kind = kinds.pop() if len(kinds) == 1 else "full_attention"
     if not isinstance(mask, dict) or (batch.group is None and _has_four_dimensions(mask[kind])):
