@@ -23,7 +23,7 @@ from lib.measure import copy_bandwidth, environment, table, time_of, write_lines
 from torch import nn
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules
-from megatron_gdn.mamba2.plain import SSDInputs
+from megatron_gdn.mamba2.rule import SSDInputs
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.rules.base import Saved
 

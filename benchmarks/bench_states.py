@@ -16,9 +16,8 @@ from lib.layers import DEVICE
 from lib.measure import environment, table, time_ms, write_lines
 from lib.rules import begin_backward
 
-from megatron_gdn.gdn.fla import FlaGDN
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
-from megatron_gdn.gdn.rule import RuleInputs
+from megatron_gdn.gdn.rule import FlaGDN, RuleInputs
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.rules.base import Bits
 

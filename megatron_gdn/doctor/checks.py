@@ -15,8 +15,7 @@ from packaging.requirements import Requirement
 from torch import Tensor
 
 from ..gdn.api import run_rule
-from ..gdn.fla import FlaGDN
-from ..gdn.rule import resolve_rule
+from ..gdn.rule import FlaGDN, resolve_rule
 from ..ops.delta_rule.base import HeadSizes, RuleInputs
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
@@ -25,9 +24,9 @@ from ..ops.rules.base import Rule
 from ..ops.rules.fla import why_not_callable
 
 # Extras of what runs in training; the others are for the project itself.
-_EXTRAS = ("fla", "te", "conv1d", "hf")
+_EXTRAS = ("fla", "te", "hf")
 # Built against a torch: such a package can be installed and not be importable.
-_BUILT = {"transformer-engine": "transformer_engine.pytorch", "causal-conv1d": "causal_conv1d"}
+_BUILT = {"transformer-engine": "transformer_engine.pytorch"}
 _HOPPER = 9
 _NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
 _REPEATS = 10

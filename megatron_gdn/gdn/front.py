@@ -15,7 +15,7 @@ from torch import Tensor
 from ..ops.delta_rule.base import HeadSizes, RuleInputs, require_even_groups
 from ..ops.elementwise import largest_beta
 from ..ops.front import gates as gate_functions
-from ..ops.front.choice import front_of
+from ..ops.front.plain import front_of
 from ..ops.front.table import FrontTable, Gate, TableFront, delta_sections
 from ..ops.parts import GatedNorm, Parts, parts_of
 from ..ops.readout.base import Apart
@@ -91,7 +91,7 @@ def gdn_parts(
         recompute_rule: compute all inputs of the rule, its output and the inverses of its chunks
             again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token and
             costs about one more forward of the rule.
-        kernels: see :func:`..ops.front.choice.front_of`.
+        kernels: see :func:`..ops.front.plain.front_of`.
         gates: ``[S, B, 2 H]``, beta | alpha, if ``rows`` end with z; not for generation.
 
     Raises:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..ops.delta_rule.base import HeadSizes
 from ..ops.front import gates as gate_functions
-from ..ops.front.choice import front_of
+from ..ops.front.plain import front_of
 from ..ops.front.table import FrontTable, Gate, TableFront, delta_sections
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm, Parts, parts_of
@@ -81,7 +81,7 @@ def gdn2_parts(
         normalise_qk: scale q and k to unit length.
         recompute_qkv: compute q, k and v too again in the backward instead of saving them.
         run_again: see :class:`Parts`.
-        kernels: see :func:`..ops.front.choice.front_of`.
+        kernels: see :func:`..ops.front.plain.front_of`.
         gates: f | b | w, if ``rows`` end with z; not for generation.
 
     Raises:

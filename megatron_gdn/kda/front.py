@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 
 from ..ops.delta_rule.base import RuleInputs
-from ..ops.front.choice import front_of
 from ..ops.front.gates import bounded_decay, decay, strength
+from ..ops.front.plain import front_of
 from ..ops.front.table import FrontTable, Gate, TableFront, delta_sections
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm, Parts, parts_of
@@ -75,7 +75,7 @@ def kda_parts(
         norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
         lower_bound: of the log-decay, below 0; None: unbounded.
         run_again: see :class:`Parts`.
-        kernels: see :func:`..ops.front.choice.front_of`.
+        kernels: see :func:`..ops.front.plain.front_of`.
 
     Raises:
         ValueError: what :func:`..ops.parts.parts_of` refuses; unknown ``kernels``.

@@ -13,15 +13,15 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ..ops.front.choice import front_of
 from ..ops.front.gates import time_step
+from ..ops.front.plain import front_of
 from ..ops.front.table import Convolved, FrontTable, Gate, TableFront
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm, Parts, parts_of
 from ..ops.readout.base import Apart
 from ..ops.rules.base import Bits, Rule
 from ..ops.state_maps.state_map import StateShape
-from .plain import UNLIMITED, SSDInputs
+from .rule import UNLIMITED, SSDInputs
 
 
 @lru_cache(maxsize=64)
@@ -77,7 +77,7 @@ def mamba2_parts(
         norm: gamma ``[H V]`` and eps of the norm over each group, or a readout that calls the norm;
             None: the gate alone.
         dt_limit: least and greatest time step.
-        kernels: see :func:`..ops.front.choice.front_of`.
+        kernels: see :func:`..ops.front.plain.front_of`.
         gates: dt ``[S, Bt, H]``, if ``rows`` end before it; not for generation.
 
     Raises:

@@ -33,8 +33,7 @@ from ..ops.parts import GatedNorm, Parts
 from ..ops.readout.base import Apart, Bare
 from ..ops.readout.plain import PlainReadout, grouped_rms_norm
 from .front import mamba2_parts
-from .plain import UNLIMITED
-from .rule import choose_ssd
+from .rule import UNLIMITED, choose_ssd
 from .sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
 
 MAMBA2_FIELDS = ConfigFields(

@@ -1,15 +1,178 @@
-"""The rules of a Mamba2 mixer, and the choice among them."""
+"""The rules of a Mamba2 mixer: the state-space dual (SSD), in plain torch or by fla's kernels.
+
+    S_t = exp(g_t) S_{t-1} + dt_t B_t x_t^T        o_t = S_t^T C_t + D_t x_t
+
+per head: linear attention with a scalar decay (Dao, Gu, *Transformers are SSMs*, 2024). Each of the
+G groups shares B and C among H / G neighbouring heads.
+
+fla's ``simple_gla`` has q = C, k = B, v = dt x. dt and the skip D are applied around it, B and C
+are repeated for the heads of their group. With packed documents fla reads a length from the device
+in every call.
+"""
 
 from __future__ import annotations
 
-import torch
+import math
+from typing import Any, NamedTuple
 
+import torch
+from torch import Tensor
+
+from ..ops.delta_rule.chunk_math import Values
+from ..ops.delta_rule.plain import PlainRule
+from ..ops.obstacles import fla_needs_tilelang
 from ..ops.rules.base import Bits
 from ..ops.rules.choice import Choice, choose
-from ..ops.rules.fla import kernels_of_fla
-from ..ops.state_maps.state_map import StateShape
-from .fla import FlaSSD
-from .plain import PlainSSD
+from ..ops.rules.chunk_table import CHUNK
+from ..ops.rules.fla import Boundaries, FlaBackward, FlaForward, FlaRule, Inside, kernels_of_fla
+from ..ops.state_maps.state_map import StateMap, StateShape
+
+UNLIMITED = (0.0, math.inf)
+_HOME = "fla.ops.simple_gla.chunk"
+
+
+class SSDInputs(NamedTuple):
+    """What the front makes; also the gradients of these, in the same shapes."""
+
+    x: Tensor  # [B, S, H, V]
+    B: Tensor  # [B, S, G, K], the keys
+    C: Tensor  # [B, S, G, K], the queries
+    dt: Tensor  # [B, S, H] fp32, >= 0
+    g: Tensor  # [B, S, H] fp32 log-decay, <= 0
+    D: Tensor  # [B, S, H, 1 or V] fp32; a parameter, so all tokens share its memory
+
+    @property
+    def k(self) -> Tensor:
+        return self.B
+
+    @property
+    def v(self) -> Tensor:
+        return self.x
+
+
+class PlainSSD(PlainRule):
+    """The chunk form over :class:`SSDInputs`: ``backend="reference"``."""
+
+    reads_again = frozenset(SSDInputs._fields)
+    grads = SSDInputs
+    erases = False
+
+    def values(self, x: Tensor, B: Tensor, C: Tensor, dt: Tensor, g: Tensor, D: Tensor) -> Values:
+        return Values(C, B, None, dt[..., None] * x, g, skip=D * x)
+
+
+def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
+    """q, k and v of ``simple_gla``: ``[B, S, H, K]`` twice and ``[B, S, H, V]``, contiguous."""
+    heads, groups = inputs.x.shape[2], inputs.B.shape[2]
+    q, k = inputs.C, inputs.B
+    if heads != groups:
+        q, k = (t.repeat_interleave(heads // groups, dim=2) for t in (q, k))
+    v = (inputs.x * inputs.dt[..., None]).to(inputs.x.dtype)
+    return q.contiguous(), k.contiguous(), v
+
+
+def _sequences(at: Boundaries) -> dict[str, Any]:
+    return {"cu_seqlens": at["cu_seqlens"], "chunk_size": CHUNK}
+
+
+class FlaSSD(FlaRule):
+    """fla's ``simple_gla`` over :class:`SSDInputs`: ``backend="fla"``."""
+
+    reads_again = frozenset({"x", "B", "C", "dt", "D"})
+    reads_boundaries = True
+    called = {
+        f"{_HOME} chunk_local_cumsum": "g scale reverse chunk_indices cu_seqlens chunk_size",
+        f"{_HOME} chunk_fwd_h": "k v g h0 output_final_state states_in_fp32 cu_seqlens chunk_size",
+        f"{_HOME} chunk_bwd_dh": "q k v g do h0 dht scale states_in_fp32 cu_seqlens chunk_size",
+        f"{_HOME} chunk_bwd_dqkwg":
+            "q k v g h do dh scale chunk_indices cu_seqlens chunk_size",
+        f"{_HOME} chunk_bwd_dv": "q k g do dh scale chunk_indices cu_seqlens chunk_size",
+        "fla.ops.common.chunk_o chunk_fwd_kernel_o":
+            "q k v h g g_gamma o cu_seqlens chunk_indices scale T H HV K V BT STATE_V_FIRST",
+    }  # fmt: skip
+
+    @classmethod
+    def why_not_sizes(cls, state: StateShape) -> str | None:
+        if state.rows > 256:
+            return f"fla takes a state dim up to 256, not {state.rows}"
+        for name, size in (("state", state.rows), ("head", state.columns)):
+            if size % 2:
+                return f"fla's backward takes an even {name} dim, not {size}"
+        return None
+
+    def inside(self, x: FlaForward) -> Inside:
+        g_sum = self.fla.chunk_local_cumsum(
+            x.inputs.g.contiguous(), chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
+        )
+        q, k, v = _operands(x.inputs)
+        return Inside({"k": k, "v": v, "g": g_sum}, (g_sum,), q)
+
+    def state_map(self, x: FlaForward, made: Inside) -> StateMap:
+        _, local = self.fla.chunk_fwd_h(
+            **made.chunks, h0=None, output_final_state=True, **_sequences(x.at)
+        )
+        g, K = x.inputs.g, local.shape[2]
+        if x.documents is None:
+            decays = g.sum(1).exp()
+        else:
+            lengths = x.documents.cu_seqlens.diff().long()
+            decays = torch.segment_reduce(g[0], "sum", lengths=lengths, axis=0, unsafe=True).exp()
+        return StateMap(local, decays[..., None, None].expand(-1, -1, K, 1))
+
+    def walk(self, x: FlaForward, made: Inside, initial: Tensor | None, final: bool) -> Any:
+        states, last = self.fla.chunk_fwd_h(
+            **made.chunks, h0=initial, output_final_state=final, states_in_fp32=False,
+            **_sequences(x.at),
+        )  # fmt: skip
+        return states, made.chunks["v"], last
+
+    def output(self, x: FlaForward, made: Inside, states: Any, written: Tensor) -> Tensor:
+        """The kernel itself is called: fla's function would round o before the skip is added."""
+        k, v, g_sum = made.chunks.values()
+        B, S, H, V = v.shape
+        o, indices = v.new_empty(B, S, H, V, dtype=torch.float32), x.at["chunk_indices"]
+        chunks = -(-S // CHUNK) if indices is None else len(indices)
+        self.fla.chunk_fwd_kernel_o[lambda meta: (-(-V // meta["BV"]) * chunks, B * H)](
+            q=made.scores, k=k, v=v, h=states, g=g_sum, g_gamma=None, o=o, **x.at, scale=1.0, T=S,
+            H=H, HV=H, K=k.shape[-1], V=V, BT=CHUNK, STATE_V_FIRST=False,
+        )  # fmt: skip
+        return o.addcmul_(x.inputs.x, x.inputs.D).to(x.inputs.x.dtype)
+
+    def again(self, x: FlaBackward) -> tuple[Tensor, ...]:
+        return *x.saved.tensors, *_operands(x.inputs)
+
+    def d_states(self, x: FlaBackward, some: Tensor) -> Tensor:
+        g_sum, q, k, v = x.kept
+        _, d_local = self.fla.chunk_bwd_dh(
+            q=q, k=k, v=v, do=x.d_o, h0=some, dht=None, scale=1.0, g=g_sum, **_sequences(x.at)
+        )
+        return d_local
+
+    def gradients(
+        self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
+    ) -> SSDInputs:
+        inputs, (g_sum, q, k, v), fla = x.inputs, x.kept, self.fla
+        # TileLang's kernel of the gates' gradient reads states in the operands' dtype, as fla's
+        # forward writes them. fla's chunk_simple_gla_bwd keeps them in fp32 and raises with it.
+        states = {"states_in_fp32": not fla_needs_tilelang(q.device), **_sequences(x.at)}
+        h, _ = fla.chunk_fwd_h(k=k, v=v, g=g_sum, h0=initial, output_final_state=False, **states)
+        both = {"q": q, "k": k, "do": x.d_o, "g": g_sum, "scale": 1.0}
+        d_h, _ = fla.chunk_bwd_dh(v=v, h0=initial, dht=d_final, **both, **states)
+        places = {"chunk_indices": x.at["chunk_indices"], **_sequences(x.at)}
+        d_q, d_k, _, d_g = fla.chunk_bwd_dqkwg(v=v, h=h, dh=d_h, **both, **places)
+        d_v = fla.chunk_bwd_dv(dh=d_h, **both, **places)
+        d_g = fla.chunk_local_cumsum(d_g, chunk_size=CHUNK, reverse=True, **x.at)
+        groups = inputs.B.shape[2]
+        d_C, d_B = (
+            t.unflatten(2, (groups, -1)).sum(3, dtype=torch.float32).to(inputs.B.dtype)
+            for t in (d_q, d_k)
+        )
+        d_dt = (d_v.float() * inputs.x).sum(-1)
+        d_x = (d_v * inputs.dt[..., None]).addcmul_(x.d_o.float(), inputs.D).to(inputs.x.dtype)
+        d_D = x.d_o.float() * inputs.x
+        if inputs.D.shape[3] == 1:
+            d_D = d_D.sum(3, keepdim=True)
+        return SSDInputs(d_x, d_B, d_C, d_dt, d_g, d_D)
 
 
 def choose_ssd(

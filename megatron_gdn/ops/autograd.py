@@ -1,4 +1,4 @@
-"""What the layer's autograd functions share: gradients, refusals and a batch without tokens."""
+"""What autograd functions share: gradients, refusals, a second run and a batch without tokens."""
 
 from __future__ import annotations
 
@@ -57,23 +57,32 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
     return cast(F, call)
 
 
-class _Nothing(torch.autograd.Function):
-    """A tensor without elements, and zero gradients for its inputs."""
-
+class _SavingInputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, shape: tuple[int, ...], proj: Tensor, *parameters: Tensor | None):
-        ctx.save_for_backward(proj, *parameters)
-        return proj.new_empty(shape)
+    def forward(ctx, function: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
+        ctx.function = function
+        ctx.save_for_backward(*given)
+        return function(*given)
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, d_out: Tensor):
-        return None, *(None if x is None else torch.zeros_like(x) for x in ctx.saved_tensors)
+    def backward(ctx, d_made: Tensor):
+        return None, *gradients(ctx.function, ctx.saved_tensors, d_made)
+
+
+def saving_inputs(function: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
+    """``function(*given)``; autograd saves ``given`` alone, and the backward runs it again."""
+    return _SavingInputs.apply(function, *given)
 
 
 def mix_no_tokens(rows: Tensor, *parameters: Tensor | None, width: int) -> Tensor:
     """``[S, B, width]`` for rows ``[S, B, P]`` with S or B zero; rules never get an empty batch.
 
-    The parameters are inputs, so that they get gradients on this rank as on any other.
+    The parameters get zero gradients, so that they have some on this rank as on any other.
     """
-    return _Nothing.apply((*rows.shape[:2], width), rows, *parameters)
+
+    def mixed(*given: Tensor | None) -> Tensor:
+        sums = [x.sum().to(rows.dtype) for x in given if x is not None]
+        return torch.stack(sums).sum().expand(*rows.shape[:2], width)
+
+    return saving_inputs(mixed, rows, *parameters)

@@ -59,7 +59,6 @@ def said(findings, subject: str) -> tuple[str, str]:
         ("torch", "2.6.0", "2.6.0 is installed, >=2."),
         ("transformer_engine", "2.4.0", "2.4.0 is installed, >=2.8 works"),
         ("flash_linear_attention", "0.5.0", "0.5.0 is installed, <0.7,>=0.6 works; pip install"),
-        ("causal_conv1d", "1.5.2", "1.5.2 is installed, >=1.6"),
     ],
 )
 def test_a_version_that_does_not_work_is_named(environment, name, version, told):
@@ -75,9 +74,9 @@ def test_of_transformers_it_is_a_note_for_no_layer_needs_it(environment):
 
 
 def test_a_package_that_was_built_for_another_torch_is_named(environment):
-    environment({"causal_conv1d": "raise ImportError('undefined symbol: _ZN3c10')"},
-                causal_conv1d="1.6.1")  # fmt: skip
-    state, text = said(packages(), "causal-conv1d")
+    broken = "raise ImportError('undefined symbol: _ZN3c10')"
+    environment({"transformer_engine": broken}, transformer_engine="2.8.0")
+    state, text = said(packages(), "transformer-engine")
     assert state == "wrong" and "undefined symbol: _ZN3c10; build it for torch" in text
 
 

@@ -7,11 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from megatron_gdn.gdn.fla import FlaGDN
 from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla import states as flash_qla_states
-from megatron_gdn.gdn.rule import RuleInputs
+from megatron_gdn.gdn.rule import FlaGDN, RuleInputs
 from megatron_gdn.ops import documents
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.rules.fla import functions_of

@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from megatron_gdn.gdn import rule as resolve
-from megatron_gdn.gdn.fla import FlaGDN
 from megatron_gdn.gdn.flash_qla.rule import FlashQlaRule
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.half_torch import power_exponent
-from megatron_gdn.gdn.rule import RuleInputs, resolve_rule
+from megatron_gdn.gdn.rule import FlaGDN, RuleInputs, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm

@@ -13,8 +13,7 @@ from megatron_gdn.gdn2.sizes import rows_of as rows_of_gdn2
 from megatron_gdn.kda.front import kda_parts
 from megatron_gdn.kda.rule import choose_kda
 from megatron_gdn.kda.sizes import rows_of as rows_of_kda
-from megatron_gdn.mamba2.plain import PlainSSD, SSDInputs
-from megatron_gdn.mamba2.rule import choose_ssd
+from megatron_gdn.mamba2.rule import PlainSSD, SSDInputs, choose_ssd
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm

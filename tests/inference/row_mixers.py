@@ -24,7 +24,7 @@ from megatron_gdn.inference import (
     prefill,
 )
 from megatron_gdn.kda.sizes import rows_of
-from megatron_gdn.mamba2.plain import PlainSSD
+from megatron_gdn.mamba2.rule import PlainSSD
 from megatron_gdn.mamba2.sizes import Mamba2Dims
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule

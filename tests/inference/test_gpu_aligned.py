@@ -8,7 +8,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.mamba2.plain import PlainSSD
+from megatron_gdn.mamba2.rule import PlainSSD
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.generation.aligned import decode_on_grid

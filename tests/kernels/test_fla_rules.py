@@ -9,9 +9,8 @@ import pytest
 import torch
 
 from megatron_gdn.gdn2.rule import FlaGDN2, GDN2Inputs, PlainGDN2
-from megatron_gdn.kda.fla import FlaKDA
-from megatron_gdn.mamba2.fla import FlaSSD
-from megatron_gdn.mamba2.plain import PlainSSD
+from megatron_gdn.kda.rule import FlaKDA
+from megatron_gdn.mamba2.rule import FlaSSD, PlainSSD
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm

@@ -10,7 +10,7 @@ from megatron_gdn.context_parallel.chunkwise.fragments import pieces_of
 from megatron_gdn.context_parallel.chunkwise.history import history_route
 from megatron_gdn.gdn.front import gdn_front
 from megatron_gdn.mamba2.front import mamba2_front
-from megatron_gdn.mamba2.plain import SSDInputs
+from megatron_gdn.mamba2.rule import SSDInputs
 from megatron_gdn.ops import Documents, StaticDocuments
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front.history import History

@@ -9,7 +9,7 @@ from megatron_gdn.gdn2.sizes import rows_of as gdn2_rows
 from megatron_gdn.kda.front import kda_front
 from megatron_gdn.kda.sizes import rows_of
 from megatron_gdn.mamba2.front import mamba2_front
-from megatron_gdn.mamba2.plain import SSDInputs
+from megatron_gdn.mamba2.rule import SSDInputs
 from megatron_gdn.ops.delta_rule.base import RuleGrads
 from megatron_gdn.ops.rules.base import Bits
 from tests.mamba2.oracle import layout_of

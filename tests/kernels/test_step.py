@@ -9,7 +9,7 @@ from megatron_gdn.gdn2.rule import PlainGDN2
 from megatron_gdn.gdn2.sizes import rows_of as rows_of_gdn2
 from megatron_gdn.inference import Memory, decode, gdn2_rows, gdn_rows, kda_rows, mamba2_rows
 from megatron_gdn.kda.sizes import rows_of
-from megatron_gdn.mamba2.plain import PlainSSD
+from megatron_gdn.mamba2.rule import PlainSSD
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.generation.aligned import decode_on_grid

@@ -2,7 +2,7 @@
 
 import torch
 
-from megatron_gdn.mamba2.plain import SSDInputs
+from megatron_gdn.mamba2.rule import SSDInputs
 from megatron_gdn.ops.layout import Layout, Section
 from tests.ops.delta_rule.states import documents_of  # noqa: F401 - for those beside
 

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from megatron_gdn.mamba2.fla import FlaSSD
-from megatron_gdn.mamba2.rule import choose_ssd
+from megatron_gdn.mamba2.rule import FlaSSD, choose_ssd
 from megatron_gdn.ops.rules import fla
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.rules.fla import why_not_callable

@@ -1,20 +1,14 @@
-"""The convolution, and when causal-conv1d computes it."""
-
-import sys
-from types import ModuleType, SimpleNamespace
+"""The convolution, and a front that computes it without Triton."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 
 from megatron_gdn.gdn.front import gdn_front
-from megatron_gdn.ops import causal_conv1d, conv
-from megatron_gdn.ops.conv import convolve_rows as plain
-from megatron_gdn.ops.conv import why_not_conv_package
+from megatron_gdn.ops import causal_conv1d
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.front import choice
+from megatron_gdn.ops.front import plain
 from megatron_gdn.ops.obstacles import say_once
-from megatron_gdn.ops.rules.base import Bits
 
 
 def make(B=2, T=13, C=5, W=4, seed=0):
@@ -136,96 +130,10 @@ def test_bad_input_is_refused(arguments, message):
         causal_conv1d(**{"x": x, "weight": weight, **arguments})
 
 
-SIZES = HeadSizes(2, 4, 64, 64)
-
-
-@pytest.fixture
-def package(monkeypatch):
-    """``package(version)`` installs it; Triton is missing."""
-    fake = ModuleType("causal_conv1d")
-    fake.__spec__ = SimpleNamespace()
-
-    def install(version, module=fake):
-        conv._why_not_installed.cache_clear()
-        monkeypatch.setitem(sys.modules, "causal_conv1d", module)
-        monkeypatch.setattr(conv, "installed_version", lambda name: version)
-
-    monkeypatch.delenv("CAUSAL_CONV1D_DETERMINISTIC", raising=False)
-    monkeypatch.setattr(choice, "why_not_triton", lambda *_: "triton is not installed")
+def test_a_front_on_a_gpu_without_triton_is_plain_torch_and_the_log_says_so(monkeypatch, caplog):
+    monkeypatch.setattr(plain, "why_not_triton", lambda *_: "triton is not installed")
     say_once.cache_clear()
-    yield install
-    conv._why_not_installed.cache_clear()
-
-
-def chosen(kernels="auto", bits=Bits.FREE):
-    """The convolution of a front on a GPU."""
-    make = gdn_front.__wrapped__
-    front = make("cuda", torch.bfloat16, 4, SIZES, kernels=kernels, bits=bits)
+    with caplog.at_level("INFO"):
+        front = gdn_front.__wrapped__("cuda", torch.bfloat16, 4, HeadSizes(2, 4, 64, 64))
     assert not front.triton
-    return front.convolve
-
-
-def test_it_is_taken_on_a_gpu_without_triton_and_the_log_says_so(package, caplog):
-    package("1.6.0")
-    with caplog.at_level("INFO"):
-        assert chosen() is choice.PACKAGE
-    assert "conv by causal-conv1d: triton is not installed" in caplog.text
-    assert chosen("torch") is plain, "asked for by name"
-
-
-@pytest.mark.parametrize(
-    ("version", "module", "said"),
-    [
-        (None, None, r"causal-conv1d is not installed (pip install \"megatron-gdn[conv1d]\")"),
-        ("1.5.3.post1", ..., "causal-conv1d 1.5.3.post1 adds gradients in another order"),
-        (None, ..., "causal-conv1d without a version adds gradients in another order"),
-    ],
-)
-def test_without_the_package_it_is_plain_torch_and_the_log_says_why(
-    package, caplog, version, module, said
-):
-    package(version, *([None] if module is None else []))
-    with caplog.at_level("INFO"):
-        assert chosen() is plain
-    assert said.replace("\\", "") in caplog.text
-
-
-def test_a_package_built_for_another_torch_is_passed_over(package, monkeypatch, tmp_path):
-    package("1.7.0")
-    monkeypatch.delitem(sys.modules, "causal_conv1d")
-    (tmp_path / "causal_conv1d.py").write_text("raise ImportError('undefined symbol: _ZN2at')\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert chosen() is plain
-    why = conv._why_not_installed()
-    assert why == "causal-conv1d cannot be imported: undefined symbol: _ZN2at"
-
-
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"device": "cpu"}, "runs on a GPU, not on cpu"),
-        ({"dtype": torch.float64}, "computes in fp32, not in torch.float64"),
-        ({"taps": 5}, "takes 2 to 4 taps, not 5"),
-        ({"widths": (16, 16, 20)}, "takes channels in eights, not [16, 16, 20]"),
-    ],
-)
-def test_what_it_cannot_do_is_left_to_plain_torch(package, given, said):
-    package("1.6.0")
-    can = {"device": "cuda", "dtype": torch.bfloat16, "taps": 4, "widths": (16, 16, 32)}
-    assert why_not_conv_package(**can) is None
-    assert why_not_conv_package(**can | given) == f"causal-conv1d {said}"
-
-
-def test_batch_invariant_mode_does_not_get_it_and_the_log_says_so(package, caplog):
-    package("1.6.0")
-    with caplog.at_level("INFO"):
-        assert chosen(bits=Bits.ON_GRID) is plain
-    said = "causal-conv1d was not seen to keep a token's bits, which batch_invariant_mode asks"
-    assert said in caplog.text
-
-
-def test_a_run_that_lets_it_add_in_any_order_does_not_get_it(package, monkeypatch):
-    package("1.6.0")
-    monkeypatch.setenv("CAUSAL_CONV1D_DETERMINISTIC", "0")
-    assert chosen() is plain
-    assert "CAUSAL_CONV1D_DETERMINISTIC=0" in why_not_conv_package("cuda", torch.half, 4, (8,))
+    assert "conv, gates and norm run in plain torch: triton is not installed" in caplog.text

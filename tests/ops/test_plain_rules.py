@@ -8,7 +8,7 @@ import torch
 
 from megatron_gdn.gdn.api import recurrent_gated_delta_rule
 from megatron_gdn.gdn2.rule import PlainGDN2
-from megatron_gdn.mamba2.plain import PlainSSD
+from megatron_gdn.mamba2.rule import PlainSSD
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm

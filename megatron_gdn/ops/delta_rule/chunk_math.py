@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import first_derivative_only, gradients
+from ..autograd import first_derivative_only, saving_inputs
 from ..elementwise import least_log_decay
 from ..host_tables import cached_by_stream
 from ..rules.chunk_table import ChunkGroup
@@ -229,7 +229,8 @@ def _per_channel(x: Values, output: bool) -> _Products:
     made = [t for t in (q if output else None, e) if t is not None]
     P = A = None
     if made:
-        pairs = _Pairs.apply(torch.stack(made, 2), k, g).unbind(2)
+        # Halves are twice what a chunk keeps, so the backward makes them again.
+        pairs = saving_inputs(_pairs, torch.stack(made, 2), k, g).unbind(2)
         P, A = pairs[0] if output else None, None if e is None else pairs[-1]
     start, end = _sum(g, 0, later=True).exp(), _sum(g, 1).exp()
     q_in, e_in = q * start if output else None, None if e is None else e * start
@@ -251,20 +252,6 @@ def _pairs(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
         pairs = torch.cat([F.pad(upper, (0, size)), torch.cat([corner, lower], -1)], 1)
         size *= 2
     return pairs.view(b, C, r, C)
-
-
-class _Pairs(torch.autograd.Function):
-    """:func:`_pairs`, computed again in the backward: its halves are twice what a chunk keeps."""
-
-    @staticmethod
-    def forward(ctx, readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
-        ctx.save_for_backward(readers, k, g)
-        return _pairs(readers, k, g)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, d_pairs: Tensor):
-        return gradients(_pairs, ctx.saved_tensors, (d_pairs,))
 
 
 def _sum(g: Tensor, diagonal: int, later: bool = False) -> Tensor:

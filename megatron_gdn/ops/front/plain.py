@@ -1,8 +1,10 @@
-"""A table's front in plain torch: the twin of :mod:`.launches`, any device, fp64 for fp64 rows."""
+"""A table's front in plain torch, the twin of :mod:`.launches`, and the choice between the two.
+
+The plain front runs on any device, in fp64 for fp64 rows.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,15 +15,15 @@ from ..autograd import gradients
 from ..conv import convolve_rows
 from ..documents import Documents
 from ..elementwise import l2norm
+from ..obstacles import say_once, why_not_triton
+from ..rules.base import Bits
 from .history import History
-from .table import FrontParameters, TableFront
+from .table import FrontParameters, FrontTable, TableFront
 
 
 @dataclass(frozen=True, eq=False)
 class PlainFront(TableFront):
-    """A :class:`TableFront` whose backward is autograd's; ``convolve`` is conv + SiLU."""
-
-    convolve: Callable[..., Tensor] = convolve_rows
+    """A :class:`TableFront` whose backward is autograd's."""
 
     @torch.no_grad()
     def _make(
@@ -53,7 +55,7 @@ class PlainFront(TableFront):
             if part.makes not in wanted:
                 continue
             channels = self.channels(part.section)
-            x = self.convolve(
+            x = convolve_rows(
                 rows_BSP[..., self.layout.columns(part.section)].to(wide),
                 given.weight.flatten(1)[channels].to(wide),
                 None if bias is None else bias[channels].to(wide),
@@ -105,3 +107,32 @@ class PlainFront(TableFront):
             history.d_rows.copy_(d_before)
         pairs = zip(of_parameters, given, strict=False)
         return tuple(None if x is None else d.to(x.dtype) for d, x in pairs)
+
+
+def front_of(
+    table: FrontTable,
+    device: str,
+    rows_dtype: torch.dtype,
+    taps: int,
+    kernels: str = "auto",
+    bits: Bits = Bits.FREE,
+    **options: Any,
+) -> TableFront:
+    """The front of rows in ``rows_dtype``, with options of :class:`TableFront`.
+
+    Args:
+        kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
+            or ``"torch"``.
+        bits: what is promised, as by the rule that the front is for.
+    """
+    if kernels not in ("auto", "triton", "torch"):
+        raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
+    options["batch_invariant"] = bits >= Bits.DETERMINISTIC
+    why = why_not_triton(device, rows_dtype, taps) if kernels == "auto" else None
+    if kernels == "torch" or why is not None:
+        if why is not None:
+            say_once(f"conv, gates and norm run in plain torch: {why}.", device)
+        return PlainFront(table, **options)
+    from .launches import TritonFront
+
+    return TritonFront(table, **options)

@@ -12,13 +12,12 @@ after the heads are together again.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from ..autograd import first_derivative_only, gradients
+from ..autograd import gradients, saving_inputs
 from ..elementwise import rms_norm
 from .base import ACTIVATIONS
 
@@ -70,25 +69,6 @@ def _normalised(u: Tensor, gamma: Tensor, groups: int, eps: float) -> Tensor:
     return rms_norm(u.unflatten(-1, (groups, -1)), None, eps).flatten(-2) * gamma
 
 
-class _GroupedRMSNorm(torch.autograd.Function):
-    """Saves its inputs only."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, gamma: Tensor, groups: int, eps: float) -> Tensor:
-        ctx.save_for_backward(x, gamma)
-        ctx.norm = partial(_normalised, groups=groups, eps=eps)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return ctx.norm(x.to(wide), gamma.to(wide)).to(x.dtype)
-
-    @staticmethod
-    @first_derivative_only
-    def backward(ctx, d_y: Tensor):
-        x, gamma = ctx.saved_tensors
-        wide = torch.promote_types(x.dtype, torch.float32)
-        d_x, d_gamma = gradients(ctx.norm, (x.to(wide), gamma.to(wide)), d_y.to(wide))
-        return d_x.to(x.dtype), d_gamma.to(gamma.dtype), None, None
-
-
 def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -> Tensor:
     """``x * rsqrt(mean_group(x^2) + eps) * gamma``, ``[..., C]`` in ``x.dtype``.
 
@@ -101,4 +81,9 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
             f"grouped_rms_norm: {channels} channels, gamma of shape {tuple(gamma.shape)} and "
             f"{groups} groups; gamma must be [{channels}], and the groups must divide the channels."
         )
-    return _GroupedRMSNorm.apply(x, gamma, groups, eps)
+    wide = torch.promote_types(x.dtype, torch.float32)
+
+    def normed(x: Tensor, gamma: Tensor) -> Tensor:
+        return _normalised(x.to(wide), gamma.to(wide), groups, eps).to(x.dtype)
+
+    return saving_inputs(normed, x, gamma)
