@@ -18,11 +18,12 @@ import triton
 import triton.compiler.compiler
 from triton.runtime.jit import JITFunction
 
-from megatron_gdn.gdn.front import gdn_front
-from megatron_gdn.mamba2.front import mamba2_front
+from megatron_gdn.gdn.front import gdn_table
+from megatron_gdn.mamba2.front import mamba2_table
 from megatron_gdn.mamba2.sizes import Mamba2Dims
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.documents import Documents
+from megatron_gdn.ops.front.plain import front_of
 from megatron_gdn.ops.readout.kernels import TritonReadout
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.warm_up.absent_gpu import HopperDriver
@@ -123,8 +124,9 @@ class Problem:
         self.operands, half = operands, operands == torch.float16
         self.proj, self.d_proj = normal(S, B, sizes.width), normal(S, B, sizes.width)
         per_head = partial(normal, H, dtype=torch.float32)
-        front = gdn_front(
-            device, self.proj.dtype, taps, sizes, operands if half else None, kernels="triton"
+        front = front_of(
+            gdn_table(sizes), device, self.proj.dtype, taps, "triton",
+            operands=operands if half else None, again=("q",),
         )  # fmt: skip
         self.front = cache(partial(replace, front))  # with other options
         self.parameters = (normal(sizes.conv_width, 1, taps), None, per_head(), per_head())
@@ -166,9 +168,8 @@ class Problem:
         proj, weight = self.tensor(tokens, 1, layout.width), self.tensor(layout.conv_width, 1, 4)
         parameters = (weight, self.tensor(layout.conv_width), *per_head)
         d_proj = torch.empty_like(proj)
-        front = mamba2_front(
-            self.device, proj.dtype, 4, layout, bits=Bits(batch_invariant), kernels="triton"
-        )  # fmt: skip
+        bits = Bits(batch_invariant)
+        front = front_of(mamba2_table(layout), self.device, proj.dtype, 4, "triton", bits)
         made = front.forward(proj, parameters, self.documents)
         front.backward(proj, parameters, made, d_proj, self.documents)
         readout = TritonReadout(layout.gate_columns, groups=dims.num_groups)

@@ -8,54 +8,26 @@ beta = sigmoid(b), or 2 sigmoid(b) with ``allow_neg_eigval``
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..ops.delta_rule.base import HeadSizes, RuleInputs, require_even_groups
 from ..ops.elementwise import largest_beta
-from ..ops.front import gates as gate_functions
-from ..ops.front.plain import front_of
-from ..ops.front.table import FrontTable, Gate, TableFront, delta_sections
-from ..ops.parts import GatedNorm, Parts, parts_of
-from ..ops.readout.base import Apart
-from ..ops.rules.base import Bits, Rule
+from ..ops.front.gates import decay, strength
+from ..ops.front.table import FrontTable, Gate, delta_sections
+from ..ops.parts import Parts, parts_of
+from ..ops.rules.base import Rule
 
 
 @lru_cache(maxsize=64)
-def gdn_front(
-    device: str,
-    dtype: torch.dtype,
-    taps: int,
-    sizes: HeadSizes,
-    operands: torch.dtype | None = None,
-    bits: Bits = Bits.FREE,
-    normalise_qk: bool = True,
-    allow_neg_eigval: bool = False,
-    recompute_qkv: bool = False,
-    kernels: str = "auto",
-) -> TableFront:
-    """The front of rows in ``dtype`` for a rule with this ``operand_dtype`` and marks."""
-    if operands is not None and not normalise_qk:
-        raise ValueError(
-            f"this rule takes q and k in {operands}, whose range they may leave without unit "
-            f"length; pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
-        )
-    table = FrontTable(
-        sizes.layout,
-        RuleInputs,
-        sizes.state,
-        delta_sections(normalise_qk),
-        (
-            Gate("alpha", ("g",), gate_functions.decay, rated=True),
-            Gate("beta", ("beta",), gate_functions.strength, high=largest_beta(allow_neg_eigval)),
-        ),
-        scale=sizes.key_dim**-0.5,
-    )
-    return front_of(
-        table, device, dtype, taps, kernels, bits, dtype=operands,
-        again=("q", "k", "v") if recompute_qkv else ("q",),  # q costs the least per byte
-    )  # fmt: skip
+def gdn_table(
+    sizes: HeadSizes, normalise_qk: bool = True, allow_neg_eigval: bool = False
+) -> FrontTable:
+    g = Gate("alpha", ("g",), decay, rated=True)
+    beta = Gate("beta", ("beta",), strength, high=largest_beta(allow_neg_eigval))
+    sections, scale = delta_sections(normalise_qk), sizes.key_dim**-0.5
+    return FrontTable(sizes.layout, RuleInputs, sizes.state, sections, (g, beta), scale=scale)
 
 
 def gdn_parts(
@@ -67,23 +39,19 @@ def gdn_parts(
     sizes: HeadSizes,
     *,
     rule: Rule,
-    norm: GatedNorm | Apart,
     normalise_qk: bool = True,
     allow_neg_eigval: bool = False,
     recompute_qkv: bool = False,
     recompute_rule: bool = False,
-    kernels: str = "auto",
-    gates: Tensor | None = None,
+    **others: Any,
 ) -> Parts:
-    """The :class:`Parts` of a Gated DeltaNet.
+    """The :class:`Parts` of a Gated DeltaNet; ``others`` are those of :func:`..ops.parts.parts_of`.
 
     Args:
-        rows: ``[S, B, P]``, query | key | value | z | beta | alpha. Their device and dtype choose
-            the kernels.
+        rows: ``[S, B, P]``, query | key | value | z | beta | alpha.
         conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
         rule: from :func:`.rule.resolve_rule`.
-        norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
         normalise_qk: scale q and k to unit length.
         allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
         recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
@@ -91,17 +59,20 @@ def gdn_parts(
         recompute_rule: compute all inputs of the rule, its output and the inverses of its chunks
             again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token and
             costs about one more forward of the rule.
-        kernels: see :func:`..ops.front.plain.front_of`.
-        gates: ``[S, B, 2 H]``, beta | alpha, if ``rows`` end with z; not for generation.
 
     Raises:
         ValueError: what :func:`..ops.parts.parts_of` refuses; fp16 operands without
-            ``normalise_qk``, unknown ``kernels``.
+            ``normalise_qk``.
     """
     require_even_groups(sizes.key_heads, sizes.value_heads)
-    front = gdn_front(
-        rows.device.type, rows.dtype, conv_weight.shape[-1], sizes, rule.operand_dtype,
-        rule.bits, normalise_qk, allow_neg_eigval, recompute_qkv, kernels,
+    if rule.operand_dtype is not None and not normalise_qk:
+        raise ValueError(
+            f"this rule takes q and k in {rule.operand_dtype}, whose range they may leave without "
+            f"unit length; pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
+        )
+    again = ("q", "k", "v") if recompute_qkv else ("q",)  # q costs the least per byte
+    return parts_of(
+        gdn_table(sizes, normalise_qk, allow_neg_eigval), rows,
+        (conv_weight, conv_bias, A_log, dt_bias),
+        rule=rule, again=again, run_again=recompute_rule, **others,
     )  # fmt: skip
-    parameters = conv_weight, conv_bias, A_log, dt_bias
-    return parts_of(front, rows, parameters, rule, norm, run_again=recompute_rule, gates=gates)

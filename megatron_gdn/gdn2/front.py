@@ -7,50 +7,27 @@ g    = -exp(A_log) softplus(f + dt_bias);  b = sigmoid(b);  w = sigmoid(w)
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..ops.delta_rule.base import HeadSizes
-from ..ops.front import gates as gate_functions
-from ..ops.front.plain import front_of
-from ..ops.front.table import FrontTable, Gate, TableFront, delta_sections
+from ..ops.front.gates import decay, strength
+from ..ops.front.table import FrontTable, Gate, delta_sections
 from ..ops.layout import Layout
-from ..ops.parts import GatedNorm, Parts, parts_of
-from ..ops.readout.base import Apart
-from ..ops.rules.base import Bits, Rule
+from ..ops.parts import Parts, parts_of
 from .rule import GDN2Inputs
 
 GATES = ("g", "b", "w")
 
 
 @lru_cache(maxsize=64)
-def gdn2_front(
-    device: str,
-    dtype: torch.dtype,
-    taps: int,
-    layout: Layout,
-    normalise_qk: bool = True,
-    bits: Bits = Bits.FREE,
-    recompute_qkv: bool = False,
-    kernels: str = "auto",
-) -> TableFront:
-    """The front of rows query | key | value | z | f | b | w; the backward makes the gates again."""
+def gdn2_table(layout: Layout, normalise_qk: bool = True) -> FrontTable:
     sizes = HeadSizes.of(layout)
-    table = FrontTable(
-        layout=layout,
-        inputs=GDN2Inputs,
-        state=sizes.state,
-        convolved=delta_sections(normalise_qk),
-        gates=(
-            Gate("f", ("g",), gate_functions.decay, rated=True, channels=True),
-            Gate("b", ("b",), gate_functions.strength, channels=True),
-            Gate("w", ("w",), gate_functions.strength, channels=True),
-        ),
-        scale=sizes.key_dim**-0.5,
-    )
-    again = GDN2Inputs._fields if recompute_qkv else GATES
-    return front_of(table, device, dtype, taps, kernels, bits, again=again)
+    g = Gate("f", ("g",), decay, rated=True, channels=True)
+    b, w = (Gate(name, (name,), strength, channels=True) for name in ("b", "w"))
+    sections, scale = delta_sections(normalise_qk), sizes.key_dim**-0.5
+    return FrontTable(layout, GDN2Inputs, sizes.state, sections, (g, b, w), scale=scale)
 
 
 def gdn2_parts(
@@ -61,35 +38,22 @@ def gdn2_parts(
     dt_bias: Tensor,
     layout: Layout,
     *,
-    rule: Rule,
-    norm: GatedNorm | Apart,
     normalise_qk: bool = True,
     recompute_qkv: bool = False,
-    run_again: bool = False,
-    kernels: str = "auto",
-    gates: Tensor | None = None,
+    **others: Any,
 ) -> Parts:
-    """The :class:`Parts` of a Gated DeltaNet-2.
+    """The :class:`Parts` of a Gated DeltaNet-2, which makes its gates again in the backward.
 
     Args:
-        rows: ``[S, B, P]``; their device and dtype choose the kernels.
+        rows: ``[S, B, P]``.
         conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[G]``, ``[G K]``, fp32.
         layout: rows query | key | value | z | f | b | w.
-        rule: from :func:`.rule.choose_gdn2`.
-        norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
         normalise_qk: scale q and k to unit length.
         recompute_qkv: compute q, k and v too again in the backward instead of saving them.
-        run_again: see :class:`Parts`.
-        kernels: see :func:`..ops.front.plain.front_of`.
-        gates: f | b | w, if ``rows`` end with z; not for generation.
-
-    Raises:
-        ValueError: what :func:`..ops.parts.parts_of` refuses; unknown ``kernels``.
+        others: see :func:`..ops.parts.parts_of`, which has the errors too. ``rule`` is from
+            :func:`.rule.choose_gdn2`.
     """
-    front = gdn2_front(
-        rows.device.type, rows.dtype, conv_weight.shape[-1], layout, normalise_qk,
-        rule.bits, recompute_qkv, kernels,
-    )  # fmt: skip
-    parameters = conv_weight, conv_bias, A_log, dt_bias
-    return parts_of(front, rows, parameters, rule, norm, run_again=run_again, gates=gates)
+    again = GDN2Inputs._fields if recompute_qkv else GATES
+    table, parameters = gdn2_table(layout, normalise_qk), (conv_weight, conv_bias, A_log, dt_bias)
+    return parts_of(table, rows, parameters, again=again, **others)

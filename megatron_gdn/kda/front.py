@@ -9,45 +9,26 @@ beta = sigmoid(b)
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..ops.delta_rule.base import RuleInputs
 from ..ops.front.gates import bounded_decay, decay, strength
-from ..ops.front.plain import front_of
-from ..ops.front.table import FrontTable, Gate, TableFront, delta_sections
+from ..ops.front.table import FrontTable, Gate, delta_sections
 from ..ops.layout import Layout
-from ..ops.parts import GatedNorm, Parts, parts_of
-from ..ops.readout.base import Apart
-from ..ops.rules.base import Bits, Rule
+from ..ops.parts import Parts, parts_of
+from ..ops.rules.base import Rule
 from .sizes import sizes_of
 
 
 @lru_cache(maxsize=64)
-def kda_front(
-    device: str,
-    dtype: torch.dtype,
-    taps: int,
-    layout: Layout,
-    lower_bound: float | None = None,
-    bits: Bits = Bits.FREE,
-    again: tuple[str, ...] = ("g",),
-    kernels: str = "auto",
-) -> TableFront:
-    """The front of rows in ``dtype``; ``lower_bound`` is g's."""
+def kda_table(layout: Layout, lower_bound: float | None = None) -> FrontTable:
     sizes, g = sizes_of(layout), Gate("f", ("g",), decay, rated=True, channels=True)
     if lower_bound is not None:
         g = g._replace(function=bounded_decay, low=lower_bound)
-    table = FrontTable(
-        layout,
-        RuleInputs,
-        sizes.state,
-        delta_sections(),
-        (g, Gate("beta", ("beta",), strength)),
-        scale=sizes.key_dim**-0.5,
-    )
-    return front_of(table, device, dtype, taps, kernels, bits, again=again)
+    gates, scale = (g, Gate("beta", ("beta",), strength)), sizes.key_dim**-0.5
+    return FrontTable(layout, RuleInputs, sizes.state, delta_sections(), gates, scale=scale)
 
 
 def kda_parts(
@@ -59,31 +40,20 @@ def kda_parts(
     layout: Layout,
     *,
     rule: Rule,
-    norm: GatedNorm | Apart,
     lower_bound: float | None = None,
-    run_again: bool = False,
-    kernels: str = "auto",
+    **others: Any,
 ) -> Parts:
-    """The :class:`Parts` of a Kimi Delta Attention.
+    """The :class:`Parts` of a Kimi Delta Attention, which makes g again in the backward.
 
     Args:
-        rows: ``[S, B, P]``; their device and dtype choose the kernels.
+        rows: ``[S, B, P]``.
         conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, ``[H K]``, fp32.
         layout: rows query | key | value | f | z | beta.
         rule: from :func:`.rule.choose_kda`.
-        norm: the gated output norm: gamma and its settings, or a readout that calls the norm.
         lower_bound: of the log-decay, below 0; None: unbounded.
-        run_again: see :class:`Parts`.
-        kernels: see :func:`..ops.front.plain.front_of`.
-
-    Raises:
-        ValueError: what :func:`..ops.parts.parts_of` refuses; unknown ``kernels``.
+        others: see :func:`..ops.parts.parts_of`, which has the errors too.
     """
     again = tuple(name for name in ("g",) if name in rule.reads_again)
-    front = kda_front(
-        rows.device.type, rows.dtype, conv_weight.shape[-1], layout, lower_bound,
-        rule.bits, again, kernels,
-    )  # fmt: skip
-    parameters = conv_weight, conv_bias, A_log, dt_bias
-    return parts_of(front, rows, parameters, rule, norm, run_again=run_again)
+    table, parameters = kda_table(layout, lower_bound), (conv_weight, conv_bias, A_log, dt_bias)
+    return parts_of(table, rows, parameters, rule=rule, again=again, **others)

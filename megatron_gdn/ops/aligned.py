@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from .documents import Documents, documents_of_rows, one_document
-from .front.base import Front, FrontAround, Parameters
 from .front.history import History
+from .front.table import Front, Parameters
 from .readout.base import Readout
 from .rules.base import on_tokens
 from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
@@ -144,12 +144,12 @@ class _Gathered:
         return self._rows.unflatten(0, rows)
 
 
-class AlignedFront(FrontAround):
+class AlignedFront:
     """A front that runs on the grid. Its backward is the inner front's."""
 
     def __init__(self, front: Front) -> None:
-        super().__init__(front)
-        self.backward = front.backward
+        self.layout, self.names, self._front = front.layout, front.names, front
+        self.convolved, self.again, self.backward = front.convolved, front.again, front.backward
 
     def forward(
         self,

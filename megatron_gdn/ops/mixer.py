@@ -22,8 +22,8 @@ from torch.utils.checkpoint import checkpoint
 
 from .aligned import AlignedFront, AlignedReadout
 from .autograd import first_derivative_only, mix_no_tokens
-from .front.base import Front
 from .front.history import History, HistoryTable
+from .front.table import Front
 from .obstacles import why_not_triton
 from .parts import ALONE, Neighbours, Parts
 from .readout.base import Apart, Readout

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple, Protocol, cast
 from torch import Tensor
 
 from .documents import Documents
-from .front.base import Front, GeneratingFront
 from .front.history import HistoryLink
-from .front.table import TableFront
+from .front.plain import front_of
+from .front.table import Front, FrontTable, TableFront
 from .generation.memory import MemoryShape
 from .readout.base import Apart, Readout
 from .readout.plain import PlainReadout
@@ -72,12 +72,12 @@ class Parts(NamedTuple):
     # For generation only.
 
     @property
-    def steps(self) -> GeneratingFront:
-        return cast(GeneratingFront, self.front)
+    def table(self) -> FrontTable:
+        return cast(TableFront, self.front).table
 
     @property
     def state(self) -> StateShape:
-        return self.steps.state
+        return self.table.state
 
     @property
     def past(self) -> int:
@@ -87,40 +87,46 @@ class Parts(NamedTuple):
     @property
     def shape(self) -> MemoryShape:
         """Sizes of what a sequence needs from the tokens before."""
-        weight = cast(Tensor, self.parameters[0])
-        on_grid = self.rule.bits is Bits.ON_GRID
-        return _shape(cast(GeneratingFront, self.front), weight.shape[-1], on_grid)
+        return _shape(self.table, self.past + 1, self.on_grid)
 
 
 @lru_cache(maxsize=64)
-def _shape(front: GeneratingFront, taps: int, on_grid: bool) -> MemoryShape:
-    return MemoryShape.of(front.layout, front.state, taps, on_grid)
+def _shape(table: FrontTable, taps: int, on_grid: bool) -> MemoryShape:
+    return MemoryShape.of(table.layout, table.state, taps, on_grid)
 
 
 def parts_of(
-    front: TableFront,
+    table: FrontTable,
     rows: Tensor,
     parameters: tuple[Tensor | None, ...],
+    *,
     rule: Rule,
     norm: GatedNorm | Apart | None,
     groups: int | None = None,
-    *,
+    again: tuple[str, ...] = (),
     run_again: bool = False,
+    kernels: str = "auto",
     gates: Tensor | None = None,
 ) -> Parts:
     """The parts of a mixer whose front is a table.
 
     Args:
-        parameters: of the front, but for the ``gates``, which are its last if the rows end before
-            these sections.
-        norm: gamma and settings, or a readout that calls the norm; None leaves the gate alone.
+        rows: ``[S, B, P]``, any strides of S and B. Their device and dtype choose the kernels.
+        parameters: of the front, but for the ``gates``.
+        norm: the gated output norm: gamma and its settings, or a readout that calls the norm; None
+            leaves the gate alone.
         groups: heads of the norm, if it is over more than a head with a state.
+        again: inputs of the rule that the backward computes again.
+        run_again: see :class:`Parts`.
+        kernels: see :func:`.front.plain.front_of`.
+        gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` end before them; not
+            for generation.
 
     Raises:
         ValueError: rows or gates of other heads or strides; a convolution of other channels, or one
-            that is not contiguous.
+            that is not contiguous; unknown ``kernels``.
     """
-    layout, weight = front.layout, cast(Tensor, parameters[0])
+    layout, weight = table.layout, cast(Tensor, parameters[0])
     width = layout.width if gates is None else layout.main_width
     if rows.dim() != 3 or rows.shape[2] != width or rows.stride(2) != 1:
         raise ValueError(
@@ -138,6 +144,10 @@ def parts_of(
             f"conv_weight must be contiguous [{layout.conv_width}, 1, W] for these heads, got "
             f"shape {tuple(weight.shape)} and strides {weight.stride()}."
         )
+    front = front_of(
+        table, rows.device.type, rows.dtype, weight.shape[-1], kernels, rule.bits,
+        rule.operand_dtype, again,
+    )  # fmt: skip
     gamma, readout = None, norm
     if norm is None:
         readout = PlainReadout(layout.gate_columns)

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from .autograd import uncompiled
-from .front.base import Front
 from .front.history import History
+from .front.table import Front
 from .parts import Neighbours
 from .rules.base import Rule, Saved
 

@@ -6,8 +6,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from megatron_gdn.gdn.front import gdn_front
+from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
+from megatron_gdn.ops.front.plain import front_of
 from megatron_gdn.ops.kernels.tiles import Walk
 from megatron_gdn.ops.rules.base import Bits
 
@@ -47,9 +48,9 @@ class ParameterGrads(NamedTuple):
     gates: torch.Tensor | None = None
 
 
-def front(kernels, case, dtype=None, tile=None, **options):
-    kind = "cpu", torch.float32, case.conv_weight.shape[-1]
-    made = gdn_front(*kind, case.sizes, dtype, kernels=kernels, **options)
+def front(kernels, case, dtype=None, tile=None, bits=Bits.FREE, **options):
+    kind = "cpu", torch.float32, case.conv_weight.shape[-1], kernels, bits, dtype
+    made = front_of(gdn_table(case.sizes, **options), *kind)
     return made if tile is None else replace(made, tile=tile)
 
 

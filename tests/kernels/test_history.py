@@ -8,13 +8,14 @@ import torch
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.chunkwise.fragments import pieces_of
 from megatron_gdn.context_parallel.chunkwise.history import history_route
-from megatron_gdn.gdn.front import gdn_front
-from megatron_gdn.mamba2.front import mamba2_front
+from megatron_gdn.gdn.front import gdn_table
+from megatron_gdn.mamba2.front import mamba2_table
 from megatron_gdn.mamba2.rule import SSDInputs
 from megatron_gdn.ops import Documents, StaticDocuments
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front.history import History
 from megatron_gdn.ops.front.history_kernels import add_rows
+from megatron_gdn.ops.front.plain import front_of
 from megatron_gdn.ops.mixer import add_returned
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.trees import TreeDocuments
@@ -139,8 +140,8 @@ def test_a_gdn_front_equals_the_plain_way(cut, options, device):
         ratio = sizes.value_heads // sizes.key_heads
         factor = (2.0 ** torch.arange(sizes.key_heads, device=device)).repeat_interleave(ratio)
     grads = RuleGrads(*case.grads(options.get("per_value_head", False)), factor=factor)
-    kind = "cpu", torch.float32, taps, sizes, None, options.get("bits", Bits.FREE), normalise
-    ours, twin = (gdn_front(*kind, kernels=kernels) for kernels in ("triton", "torch"))
+    kind, bits = (gdn_table(sizes, normalise), "cpu", torch.float32), options.get("bits", Bits.FREE)
+    ours, twin = (front_of(*kind, taps, kernels, bits) for kernels in ("triton", "torch"))
     compare(
         ours, twin, history, returned, case.proj, case.parameters, grads, documents, ("q",)
     )  # fmt: skip
@@ -155,6 +156,6 @@ def test_a_mamba2_front_equals_the_plain_way(cut, device):
     documents, history, returned = history_of(cut, 4, B, layout.conv_width, device, normal)
     shapes = [(H, V), (G, K), (G, K), (H,), (H,), (H, 1)]
     grads = SSDInputs(*(normal(B, S, *shape) for shape in shapes))
-    kind = "cpu", torch.float32, 4, layout
-    ours, twin = (mamba2_front(*kind, kernels=kernels) for kernels in ("triton", "torch"))
+    kind = mamba2_table(layout), "cpu", torch.float32, 4
+    ours, twin = (front_of(*kind, kernels) for kernels in ("triton", "torch"))
     compare(ours, twin, history, returned, proj, parameters, grads, documents, ("B", "C"))

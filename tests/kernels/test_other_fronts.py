@@ -3,14 +3,15 @@
 import pytest
 import torch
 
-from megatron_gdn.gdn2.front import gdn2_front
+from megatron_gdn.gdn2.front import gdn2_table
 from megatron_gdn.gdn2.rule import GDN2Inputs
 from megatron_gdn.gdn2.sizes import rows_of as gdn2_rows
-from megatron_gdn.kda.front import kda_front
+from megatron_gdn.kda.front import kda_table
 from megatron_gdn.kda.sizes import rows_of
-from megatron_gdn.mamba2.front import mamba2_front
+from megatron_gdn.mamba2.front import mamba2_table
 from megatron_gdn.mamba2.rule import SSDInputs
 from megatron_gdn.ops.delta_rule.base import RuleGrads
+from megatron_gdn.ops.front.plain import front_of
 from megatron_gdn.ops.rules.base import Bits
 from tests.mamba2.oracle import layout_of
 from tests.ops.delta_rule.states import documents_of
@@ -35,10 +36,10 @@ def mamba2(device, sizes=(2, 1, 6, 20), limit=(0.0, float("inf")), **shape):
     layout, proj, given, normal = case(device, sizes=sizes, **shape)
     (S, B), (H, G, V, K) = proj.shape[:2], sizes
     shapes = [(H, V), (G, K), (G, K), (H,), (H,), (H, 1)]
-    kind = "cpu", torch.float32, given[0].shape[-1], layout, limit
-    ours = [mamba2_front(*kind, each, "triton") for each in (Bits.FREE, Bits.DETERMINISTIC)]
+    kind = mamba2_table(layout, limit), "cpu", torch.float32, given[0].shape[-1]
+    ours = [front_of(*kind, "triton", each) for each in (Bits.FREE, Bits.DETERMINISTIC)]
     grads = SSDInputs(*(normal(B, S, *x) for x in shapes))
-    return layout, proj, given, grads, ours, mamba2_front(*kind, kernels="torch")
+    return layout, proj, given, grads, ours, front_of(*kind, "torch")
 
 
 def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
@@ -52,7 +53,7 @@ def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
     given = [normal(C, 1, 4) * 0.5, normal(C) if bias else None, normal(H) + A_log, normal(H * K)]
     shapes = [(G, K), (G, K), (H, V), (H, K), (H,)]
     ours, twin = (
-        kda_front(str(device), torch.float32, 4, layout, bound, kernels=kernels)
+        front_of(kda_table(layout, bound), str(device), torch.float32, 4, kernels)
         for kernels in ("triton", "torch")
     )
     return layout, proj, given, RuleGrads(*(normal(B, S, *x) for x in shapes)), [ours], twin
@@ -70,7 +71,7 @@ def gdn2(device, S, B=1, heads=(2, 4, 12, 20), per_value_head=False):
     many = H if per_value_head else G  # the front sums those of a key head
     shapes = [(many, K), (many, K), (H, V), (many, K), (many, K), (H, V)]
     ours, twin = (
-        gdn2_front(str(device), torch.float32, 4, layout, kernels=kernels)
+        front_of(gdn2_table(layout), str(device), torch.float32, 4, kernels)
         for kernels in ("triton", "torch")
     )
     return layout, proj, given, GDN2Inputs(*(normal(B, S, *x) for x in shapes)), [ours], twin

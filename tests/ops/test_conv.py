@@ -4,7 +4,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from megatron_gdn.gdn.front import gdn_front
+from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.ops import causal_conv1d
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.front import plain
@@ -133,7 +133,8 @@ def test_bad_input_is_refused(arguments, message):
 def test_a_front_on_a_gpu_without_triton_is_plain_torch_and_the_log_says_so(monkeypatch, caplog):
     monkeypatch.setattr(plain, "why_not_triton", lambda *_: "triton is not installed")
     say_once.cache_clear()
+    table = gdn_table(HeadSizes(2, 4, 64, 64))
     with caplog.at_level("INFO"):
-        front = gdn_front.__wrapped__("cuda", torch.bfloat16, 4, HeadSizes(2, 4, 64, 64))
+        front = plain.front_of.__wrapped__(table, "cuda", torch.bfloat16, 4)
     assert not front.triton
     assert "conv, gates and norm run in plain torch: triton is not installed" in caplog.text

@@ -130,7 +130,7 @@ def test_a_second_file_that_imports_megatron_is_found(tmp_path, file, line):
     ("file", "line"),
     [
         ("ops/documents.py", "def f():\n    from ..mixers import packing\n"),
-        ("mamba2/front.py", "from ..gdn.front import gdn_front\n"),
+        ("mamba2/front.py", "from ..gdn.front import gdn_table\n"),
         ("mixers/base.py", "if 1:\n    from megatron_gdn.hf.model_map import Plan\n"),
         ("mixers/packing.py", "from .micro_batch import MicroBatch\n"),
     ],

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 import triton
 from torch import Tensor
 
-from ..documents import Documents
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
@@ -23,10 +23,9 @@ from ..kernels.tiles import (
     within_shared_memory,
 )
 from . import gate_kernels
-from .history import History
 from .history_kernels import lead_in, lead_in_backward
 from .kernels import front_backward_kernel, front_forward_kernel
-from .table import FrontParameters, TableFront
+from .table import Batch, TableFront
 
 _EPS = 1e-6  # of unit length, as in :func:`..elementwise.l2norm`
 _MOST_GATES = 3
@@ -42,7 +41,7 @@ class TritonFront(TableFront):
 
     tile: Walk | None = None  # overrides the table of :mod:`..kernels.tiles`, for tuning and tests
 
-    triton = True
+    triton: ClassVar[bool] = True
 
     @cached_property
     def made_by(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
@@ -52,14 +51,8 @@ class TritonFront(TableFront):
         gates = [(x.makes, shape_of(x.section)[: 1 + x.channels]) for x in table.gates]
         return (*made, *gates)
 
-    def _make(
-        self,
-        proj: Tensor,
-        given: FrontParameters,
-        documents: Documents | None,
-        wanted: tuple[str, ...],
-        history: History | None,
-    ) -> dict[str, Tensor | None]:
+    def _make(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor | None]:
+        proj, given, documents, history = batch
         S, B, _ = proj.shape
         made: dict[str, Tensor | None] = {}
         used = [any(name in wanted for name in names) for names, _ in self.made_by]
@@ -92,15 +85,9 @@ class TritonFront(TableFront):
         return made
 
     def _gradients(
-        self,
-        proj: Tensor,
-        given: FrontParameters,
-        grads: Any,
-        d_proj: Tensor,
-        d_apart: Tensor | None,
-        documents: Documents | None,
-        history: History | None,
+        self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        proj, given, documents, history = batch
         S, B, _ = proj.shape
         d_made = [getattr(grads, name).contiguous() for names, _ in self.made_by for name in names]
         factor, (weight, bias, A_log, dt_bias, *_) = getattr(grads, "factor", None), given
@@ -147,8 +134,8 @@ def _forward_launch(
     tile = within_reach(
         within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_widths(front))
     )
-    convolved, gates, functions = _tables(front, apart, "", [1] * len(front.names))
-    slots = [of[1] for of in (*convolved, *gates)]
+    convolved, gates, functions = tables_of(front, apart)
+    slots = [*(x.heads for x in convolved), *(x.slots for x in gates)]
     first, last = used.index(True), len(used) - used[::-1].index(True)
     assert all(used[first:last]), "what is made must be neighbours"
     if not S * B:
@@ -178,9 +165,10 @@ def _backward_plan(
     tile = within_grid(tile, S, B)
     widths = [group * width for group, width in zip(groups, _widths(front), strict=True)]
     tile = within_reach(tile, S, W, (*strides[::2], *widths))
-    convolved, gates, functions = _tables(front, apart, "_backward", groups)
-    copied = [of[4] * (sizes[0] + of[6] * sizes[1]) for of in convolved]
+    convolved, gates, functions = tables_of(front, apart, "_backward", groups)
+    copied = [of.block * (sizes[0] + of.group * sizes[1]) for of in convolved]
     tile = within_shared_memory(tile, max(copied))
+    slots = sum(of.heads for of in convolved) + sum(of.slots for of in gates)
     assert tile.steps >= W - 1, "a segment must be longer than the halo"
     tiles, rates = triton.cdiv(S, tile.tokens), layout.conv_width * (W + has_bias)
     (rated,) = (gate for gate in front.table.gates if gate.rated)
@@ -189,7 +177,7 @@ def _backward_plan(
     if not S * B:
         return None, (tiles, columns)
     launch = Launch(
-        front_backward_kernel, (sum(of[1] for of in (*gates, *convolved)), tiles, B),
+        front_backward_kernel, (slots, tiles, B),
         S, tile.steps, *strides, _EPS,
         CONVOLVED=convolved, GATES=gates, **functions,
         **_constants(front, tile, W, has_bias, packed, continued),
@@ -208,30 +196,60 @@ def _widths(front: TritonFront) -> list[int]:
     return [width for names, width in made for _ in names]
 
 
-def _tables(
-    front: TritonFront, apart: bool, way: str, groups: list[int]
-) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
+class HeadTable(NamedTuple):
+    """A convolved section, as the kernels read it; each head has a program, its *slot*."""
+
+    first: int  # slot
+    heads: int
+    channel: int  # the first
+    dim: int
+    block: int  # the power of two that holds dim
+    unit_length: bool
+    group: int  # gradients per head
+
+
+class GateTable(NamedTuple):
+    """A gate, as the kernels read it: one slot for all heads, or one for the channels of each."""
+
+    first: int  # slot
+    slots: int
+    column: int  # the first
+    dim: int  # columns of a slot
+    block: int
+    heads: int
+    channels: bool
+    makes: int  # inputs of the rule
+    rated: bool
+    low: float
+    high: float
+    group: int  # gradients per head
+
+
+def tables_of(
+    front: TritonFront, apart: bool = False, way: str = "", groups: Sequence[int] | None = None
+) -> tuple[tuple[HeadTable, ...], tuple[GateTable, ...], dict[str, Any]]:
     """CONVOLVED, GATES and the functions of :mod:`.kernels`.
 
     ``groups``: gradients per head, of the convolved sections, then of the gates' inputs.
     """
     layout, convolved, gates, place = front.layout, [], [], 3
+    groups = [1] * len(front.names) if groups is None else groups
     # The gates are the last slots of the forward and the first of the backward.
     slot = 0 if way else sum(layout.shape_of(x.section)[0] for x in front.table.convolved)
     for gate in front.table.gates:
         heads, width = layout.shape_of(gate.section)
-        programs, columns = (heads, width) if gate.channels else (1, heads)
+        slots, columns = (heads, width) if gate.channels else (1, heads)
         first = layout.columns(gate.section).start - (layout.main_width if apart else 0)
-        gates.append((
-            slot, programs, first, columns, block_dim(columns), gate.channels, len(gate.makes),
-            gate.rated, float(gate.low), float(gate.high), groups[place],
+        gates.append(GateTable(
+            slot, slots, first, columns, block_dim(columns), heads, gate.channels,
+            len(gate.makes), gate.rated, float(gate.low), float(gate.high), groups[place],
         ))  # fmt: skip
-        slot, place = slot + programs, place + len(gate.makes)
+        slot, place = slot + slots, place + len(gate.makes)
     slot = slot if way else 0
     for part, group in zip(front.table.convolved, groups, strict=False):
         heads, dim = layout.shape_of(part.section)
         channel, unit = front.channels(part.section).start, part.unit_length
-        convolved.append((slot, heads, channel, dim, block_dim(dim), unit, group))
+        convolved.append(HeadTable(slot, heads, channel, dim, block_dim(dim), unit, group))
         slot += heads
     functions = [getattr(gate_kernels, gate.function.__name__ + way) for gate in front.table.gates]
     names = ("GATE", "SECOND_GATE", "THIRD_GATE")

@@ -6,6 +6,7 @@ The plain front runs on any device, in fp64 for fp64 rows.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -13,12 +14,10 @@ from torch import Tensor
 
 from ..autograd import gradients
 from ..conv import convolve_rows
-from ..documents import Documents
 from ..elementwise import l2norm
 from ..obstacles import say_once, why_not_triton
 from ..rules.base import Bits
-from .history import History
-from .table import FrontParameters, FrontTable, TableFront
+from .table import Batch, FrontParameters, FrontTable, TableFront
 
 
 @dataclass(frozen=True, eq=False)
@@ -26,29 +25,15 @@ class PlainFront(TableFront):
     """A :class:`TableFront` whose backward is autograd's."""
 
     @torch.no_grad()
-    def _make(
-        self,
-        proj: Tensor,
-        given: FrontParameters,
-        documents: Documents | None,
-        wanted: tuple[str, ...],
-        history: History | None,
-    ) -> dict[str, Tensor | None]:
-        made = self._differentiably(proj, given, documents, wanted, history)
-        kind = self.dtype or proj.dtype
+    def _make(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+        made, kind = self._differentiably(batch, wanted), self.dtype or batch.proj.dtype
         return {
             name: (x.to(kind) if name in self.convolved else x).contiguous()
             for name, x in made.items()
         }
 
-    def _differentiably(
-        self,
-        proj: Tensor,
-        given: FrontParameters,
-        documents: Documents | None,
-        wanted: tuple[str, ...],
-        history: History | None,
-    ) -> dict[str, Tensor]:
+    def _differentiably(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+        proj, given, documents, history = batch
         wide, made = torch.promote_types(proj.dtype, torch.float32), {}
         rows_BSP, bias = proj.transpose(0, 1), given.bias
         for part in self.table.convolved:
@@ -67,29 +52,24 @@ class PlainFront(TableFront):
         return made | self.gates_of(proj, given.A_log, given.dt_bias, given.apart, wanted)
 
     def _gradients(
-        self,
-        proj: Tensor,
-        given: FrontParameters,
-        grads: Any,
-        d_proj: Tensor,
-        d_apart: Tensor | None,
-        documents: Documents | None,
-        history: History | None,
+        self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        proj, given, documents, history = batch
         wide = torch.promote_types(proj.dtype, torch.float32)
 
         def run(proj: Tensor, before: Tensor | None, apart: Tensor | None, *parameters: Tensor):
-            past = history and history._replace(rows=before)
             weight, bias, A_log, dt_bias = parameters
             of = FrontParameters(weight, bias, A_log, dt_bias, None, apart)
-            return list(self._differentiably(proj, of, documents, self.names, past).values())
+            again = Batch(proj, of, documents, history and history._replace(rows=before))
+            return list(self._differentiably(again, self.names).values())
 
-        d_made = []
-        for part in (*self.table.convolved, *self.table.gates):
-            heads, factor = self.layout.shape_of(part.section)[0], getattr(grads, "factor", None)
-            names = part.makes if isinstance(part.makes, tuple) else (part.makes,)
-            for d in (getattr(grads, name).to(wide) for name in names):
-                d = d.unflatten(2, (heads, -1)).sum(3)  # over the value heads that share a head
+        d_made, sections = [], [*self.table.convolved, *self.table.gates]
+        factor = getattr(grads, "factor", None)
+        for part in sections:
+            heads = self.layout.shape_of(part.section)[0]
+            for name in (part.makes,) if isinstance(part.makes, str) else part.makes:
+                d = getattr(grads, name).to(wide).unflatten(2, (heads, -1))
+                d = d.sum(3)  # over the value heads that share a head
                 if factor is not None:
                     d = d * factor.view(heads, -1)[:, 0].view(heads, *[1] * (d.dim() - 3))
                 d_made.append(d)
@@ -97,7 +77,7 @@ class PlainFront(TableFront):
         inputs = (proj, before, given.apart, *given[:4])
         inputs = [None if x is None else x.to(wide) for x in inputs]
         d_rows, d_before, d_gates, *of_parameters = gradients(run, inputs, d_made)
-        for part in (*self.table.convolved, *self.table.gates):
+        for part in sections:
             columns = self.layout.columns(part.section)
             if columns.start < d_proj.shape[-1]:
                 d_proj[..., columns] = d_rows[..., columns]
@@ -109,6 +89,7 @@ class PlainFront(TableFront):
         return tuple(None if x is None else d.to(x.dtype) for d, x in pairs)
 
 
+@lru_cache(maxsize=64)
 def front_of(
     table: FrontTable,
     device: str,
@@ -116,23 +97,24 @@ def front_of(
     taps: int,
     kernels: str = "auto",
     bits: Bits = Bits.FREE,
-    **options: Any,
+    operands: torch.dtype | None = None,
+    again: tuple[str, ...] = (),
 ) -> TableFront:
-    """The front of rows in ``rows_dtype``, with options of :class:`TableFront`.
+    """The front of rows in ``rows_dtype``, for a rule with these ``bits`` and ``operand_dtype``.
 
     Args:
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
             or ``"torch"``.
-        bits: what is promised, as by the rule that the front is for.
+        again: inputs of the rule that are computed again in the backward.
     """
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")
-    options["batch_invariant"] = bits >= Bits.DETERMINISTIC
+    options = operands, bits >= Bits.DETERMINISTIC, again
     why = why_not_triton(device, rows_dtype, taps) if kernels == "auto" else None
     if kernels == "torch" or why is not None:
         if why is not None:
             say_once(f"conv, gates and norm run in plain torch: {why}.", device)
-        return PlainFront(table, **options)
+        return PlainFront(table, *options)
     from .launches import TritonFront
 
-    return TritonFront(table, **options)
+    return TritonFront(table, *options)

@@ -6,11 +6,10 @@ gates                   functions of single columns, of :mod:`.gates`, per head 
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -18,8 +17,60 @@ from torch import Tensor
 from ..documents import Documents
 from ..layout import Layout
 from ..state_maps.state_map import StateShape
-from .base import Parameters, StepForm
 from .history import History
+
+# conv weight [C, 1, W], conv bias [C] or None, then the other parameters of the front.
+Parameters = Sequence[Any]
+
+
+class Front(Protocol):
+    """Projection rows to the inputs of a rule, forward and backward as plain calls.
+
+    ``names``: the rule's inputs in order. ``convolved``: those that the convolution makes, ``[B, S,
+    heads, width]``. ``again``: neighbours in ``names`` that the mixer computes again in the
+    backward instead of saving them.
+    """
+
+    @property
+    def layout(self) -> Layout: ...  # the columns of a projection row
+    @property
+    def names(self) -> tuple[str, ...]: ...
+    @property
+    def convolved(self) -> tuple[str, ...]: ...
+    @property
+    def again(self) -> tuple[str, ...]: ...
+
+    def forward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        documents: Documents | None,
+        only: tuple[str, ...] | None = None,
+        history: History | None = None,
+    ) -> Any:
+        """The rule's inputs, a NamedTuple, from rows ``[S, B, P]`` with any strides of S and B.
+
+        Taps never cross a document's boundaries, the same in every batch row; the ``history``, if
+        any, lies before them. With ``only``, neighbours in :attr:`names`, the other inputs are
+        None.
+        """
+        ...
+
+    def backward(
+        self,
+        proj: Tensor,
+        parameters: Parameters,
+        grads: Any,
+        d_proj: Tensor,
+        documents: Documents | None,
+        history: History | None = None,
+    ) -> tuple[Tensor | None, ...]:
+        """Gradients of the parameters, in their shapes and dtypes, from the rule's ``grads``.
+
+        Writes every column of ``d_proj`` ``[S, B, P]`` once, except the gate's, which the readout
+        writes, and ``history.d_rows``.
+        """
+        ...
 
 
 class Convolved(NamedTuple):
@@ -48,9 +99,17 @@ class Gate(NamedTuple):
     high: float = 1.0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class FrontTable:
-    """The sections that a mixer's front reads from a row, and the inputs that it makes."""
+    """The sections that a mixer's front reads from a row, and the inputs that it makes.
+
+    One decoded token, from q, k and v of ``step_sections``, g of the first gate, the write strength
+    w of the last and the state S of each head:
+
+        S = exp(g) S;    S = S + w k (v - S^T k)^T,  or  S + w k v^T  if nothing is erased,
+                         or, with b of a gate between,  S + k (w v - S^T (b k))^T
+        o = scale S^T q, and + D v if tokens share a parameter D
+    """
 
     layout: Layout
     inputs: type[Any]  # the rule's, a NamedTuple: the convolved, then the gates in their order
@@ -59,10 +118,13 @@ class FrontTable:
     gates: tuple[Gate, ...]
     # An input that is a parameter, ``[H]`` or ``[H V]``, the same for every token: the last one.
     shared: str | None = None
-    # For generation, see :class:`.base.StepForm`.
     step_sections: tuple[str, str, str] = ("query", "key", "value")
     scale: float = 1.0
     erases: bool = True
+
+    @property
+    def unit_length(self) -> bool:
+        return any(part.unit_length for part in self.convolved)
 
 
 class FrontParameters(NamedTuple):
@@ -76,9 +138,18 @@ class FrontParameters(NamedTuple):
     apart: Tensor | None  # the gates' sections [S, B, .], if the rows do not hold them
 
 
+class Batch(NamedTuple):
+    """The tensors that both ways of a front read."""
+
+    proj: Tensor  # [S, B, P]
+    given: FrontParameters
+    documents: Documents | None
+    history: History | None
+
+
 @dataclass(frozen=True, eq=False)
 class TableFront:
-    """A :class:`.base.GeneratingFront` of rows ``[S, B, P]``, by its table.
+    """A :class:`Front` of rows ``[S, B, P]``, by its table.
 
     Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; then, if the
     table has one, the parameter that tokens share, and the gates' sections ``[S, B, .]``, if rows
@@ -90,15 +161,16 @@ class TableFront:
     batch_invariant: bool = False  # the bits of a packed document do not depend on its place
     again: tuple[str, ...] = ()  # computed again in the backward
 
-    triton = False
+    triton: ClassVar[bool] = False
+    # Of a Batch and names: these inputs, except the shared one.
+    _make: ClassVar[Callable[..., dict[str, Any]]]
+    # Of a Batch, the rule's gradients, d_proj and d_apart: the gradients of weight, bias, A_log and
+    # dt_bias. Writes the columns and ``history.d_rows``.
+    _gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
 
     @cached_property
     def layout(self) -> Layout:
         return self.table.layout
-
-    @property
-    def state(self) -> StateShape:
-        return self.table.state
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -107,33 +179,6 @@ class TableFront:
     @cached_property
     def convolved(self) -> tuple[str, ...]:
         return tuple(part.makes for part in self.table.convolved)
-
-    @cached_property
-    def step(self) -> StepForm:
-        table = self.table
-        unit = any(part.unit_length for part in table.convolved)
-        kernel = self._step_kernel if self.triton else None
-        return StepForm(
-            table.step_sections, self._step_gates, kernel, table.scale, unit, table.erases
-        )
-
-    def _step_gates(self, rows: Tensor, A_log: Tensor, dt_bias: Tensor) -> tuple[Tensor, ...]:
-        return tuple(self.gates_of(rows, A_log, dt_bias, None, self.names).values())
-
-    def _step_kernel(self) -> dict[str, Any]:
-        from . import gate_kernels
-
-        gates = self.table.gates
-        functions = [getattr(gate_kernels, gate.function.__name__) for gate in gates]
-        first, second, third, *_ = [*functions, None, None]
-        of = tuple(
-            (
-                self.layout.columns(x.section).start, x.channels, x.rated, float(x.low),
-                float(x.high), self.layout.state_heads // self.layout.shape_of(x.section)[0],
-            )
-            for x in gates
-        )  # fmt: skip
-        return {"GATE": first, "SECOND_GATE": second, "THIRD_GATE": third, "GATES": of}
 
     def channels(self, section: str) -> slice:
         """The channels of the convolution that belong to a section."""
@@ -145,15 +190,15 @@ class TableFront:
         proj: Tensor,
         A_log: Tensor,
         dt_bias: Tensor,
-        apart: Tensor | None,
-        wanted: tuple[str, ...],
+        apart: Tensor | None = None,
+        wanted: tuple[str, ...] | None = None,
     ) -> dict[str, Tensor]:
         """The gates in plain torch, differentiable, in fp32 or wider."""
         wide = torch.promote_types(torch.promote_types(proj.dtype, A_log.dtype), torch.float32)
         rows = (proj if apart is None else apart).transpose(0, 1)
         made: dict[str, Tensor] = {}
         for gate in self.table.gates:
-            if not any(name in wanted for name in gate.makes):
+            if wanted is not None and not any(name in wanted for name in gate.makes):
                 continue
             columns, first = self.layout.columns(gate.section), 0
             if apart is not None:
@@ -178,7 +223,7 @@ class TableFront:
     ) -> Any:
         given, wanted = self._named(parameters), self.names if only is None else only
         made: dict[str, Any] = dict.fromkeys(self.names)
-        made |= self._make(proj, given, documents, wanted, history)
+        made |= self._make(Batch(proj, given, documents, history), wanted)
         if given.shared is not None and self.table.shared in wanted:
             wide = torch.promote_types(given.shared.dtype, torch.float32)
             shared = given.shared.to(wide).view(self.layout.state_heads, -1)
@@ -196,7 +241,8 @@ class TableFront:
     ) -> tuple[Tensor | None, ...]:
         given = self._named(parameters)
         d_apart = None if given.apart is None else torch.empty_like(given.apart)
-        found = self._gradients(proj, given, grads, d_proj, d_apart, documents, history)
+        batch = Batch(proj, given, documents, history)
+        found = self._gradients(batch, grads, d_proj, d_apart)
         if given.shared is not None:
             shared = given.shared
             d_shared = getattr(grads, self.names[-1]).sum((0, 1))
@@ -207,27 +253,3 @@ class TableFront:
         weight, bias, A_log, dt_bias, *others = parameters
         shared = None if self.table.shared is None else others.pop(0)
         return FrontParameters(weight, bias, A_log, dt_bias, shared, *(others or (None,)))
-
-    @abstractmethod
-    def _make(
-        self,
-        proj: Tensor,
-        given: FrontParameters,
-        documents: Documents | None,
-        wanted: tuple[str, ...],
-        history: History | None,
-    ) -> dict[str, Tensor | None]:
-        """The wanted inputs, except the shared one."""
-
-    @abstractmethod
-    def _gradients(
-        self,
-        proj: Tensor,
-        given: FrontParameters,
-        grads: Any,
-        d_proj: Tensor,
-        d_apart: Tensor | None,
-        documents: Documents | None,
-        history: History | None,
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of weight, bias, A_log, dt_bias; writes the columns and ``history.d_rows``."""

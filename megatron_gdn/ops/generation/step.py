@@ -16,14 +16,15 @@ channels, W conv taps, H heads with a state, K rows of a state, V columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from ..documents import Documents
 from ..elementwise import l2norm, silu
-from ..front.base import GeneratingFront
 from ..front.history import history_of, last_rows
+from ..front.table import TableFront
 from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.token_rule import recurrence
@@ -144,11 +145,11 @@ def decode(
     s, N, _ = proj.shape
     if s == 0:
         raise ValueError("decode got no token; give the projection rows [s, N, P] of at least one.")
-    shape, front = parts.shape, parts.steps
+    shape, front = parts.shape, cast(TableFront, parts.front)
     shape.check(memory, N, proj.dtype)
     *of_front, gamma = parts.parameters
     token_of = _plain_token
-    if front.step.kernel_gates is not None and not shape.rows_first:
+    if front.triton and not shape.rows_first:
         from .step_kernels import token_in_slots as token_of
     mixed = []
     for token, row in enumerate(proj.split(1)):
@@ -166,13 +167,13 @@ def decode(
 
 def _plain_token(
     row: Tensor,
-    front: GeneratingFront,
+    front: TableFront,
     parameters: Sequence[Tensor | None],
     memory: Memory,
     after: Memory | None,
 ) -> Tensor:
     """:func:`.step_kernels.token_in_slots` in plain torch, for any dtype."""
-    form, layout = front.step, front.layout
+    table, layout = front.table, front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
     given = [None if x is None else x.to(wide) for x in parameters]
     weight, bias, A_log, dt_bias, *skip = given
@@ -184,16 +185,16 @@ def _plain_token(
     convolved = silu(pre if bias is None else pre + bias)[:, None]
     of = dict(zip(layout.conv_names, convolved.split(layout.conv_widths, dim=-1), strict=True))
     width = {section.name: section.width for section in layout.sections}
-    q, k, v = [of[name].unflatten(-1, (-1, width[name])) for name in form.sections]
-    if form.unit_length:
+    q, k, v = [of[name].unflatten(-1, (-1, width[name])) for name in table.step_sections]
+    if table.unit_length:
         q, k = l2norm(q), l2norm(k)
-    g, *erase, write = form.gates(row, A_log, dt_bias)
+    g, *erase, write = front.gates_of(row, A_log, dt_bias).values()
     if erase:
-        o, state = recurrence(form.scale * q, k, write * v, g, None, state, erased=erase[0] * k)
-    elif form.erases:
-        o, state = recurrence(form.scale * q, k, v, g, write, state)
+        o, state = recurrence(table.scale * q, k, write * v, g, None, state, erased=erase[0] * k)
+    elif table.erases:
+        o, state = recurrence(table.scale * q, k, v, g, write, state)
     else:
-        o, state = recurrence(form.scale * q, k, write[..., None] * v, g, None, state)
+        o, state = recurrence(table.scale * q, k, write[..., None] * v, g, None, state)
     if skip and skip[0] is not None:
         o = o + skip[0].view(len(A_log), -1) * v
     if memory.slots is not None:

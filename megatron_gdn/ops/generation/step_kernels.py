@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..front.base import GeneratingFront
+from ..front.launches import TritonFront, tables_of
 from ..kernels.elementwise import sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
@@ -37,7 +37,7 @@ _EPS = 1e-6  # of unit length, as in :func:`..elementwise.l2norm`
 
 def token_in_slots(
     row: Tensor,
-    front: GeneratingFront,
+    front: TritonFront,
     parameters: Sequence[Any],
     memory: Buffers,
     after: Buffers | None,
@@ -62,7 +62,7 @@ def token_in_slots(
         None if after is None else (after[0].stride(0), after[1].stride(0)),
     )  # fmt: skip
     convolved = torch.empty(N, front.layout.conv_width, dtype=torch.float32, device=row.device)
-    o = convolved.new_empty(N, 1, front.state.heads, front.state.columns)
+    o = convolved.new_empty(N, 1, front.table.state.heads, front.table.state.columns)
     conv(row, weight, bias, history, to_history, slots, convolved)
     step(row, convolved, A_log, dt_bias, D, state, to_state, slots, o)
     return o
@@ -70,7 +70,7 @@ def token_in_slots(
 
 @lru_cache(maxsize=MOST_PLANS)
 def _launches(
-    front: GeneratingFront,
+    front: TritonFront,
     N: int,
     stride: int,
     taps: int,
@@ -82,10 +82,10 @@ def _launches(
     strides: tuple[int, int],
     after: tuple[int, int] | None,
 ) -> tuple[Launch, Launch]:
-    form, layout, (H, K, V, _) = front.step, front.layout, front.state
-    assert form.kernel_gates is not None
-    starts = [layout.columns(name).start - layout.conv_columns.start for name in form.sections]
-    G = (layout.columns(form.sections[0]).stop - layout.columns(form.sections[0]).start) // K
+    table, layout, (H, K, V, _) = front.table, front.layout, front.table.state
+    starts = [front.channels(name).start for name in table.step_sections]
+    _, gates, functions = tables_of(front)
+    G, _ = layout.shape_of(table.step_sections[0])
     shape = {
         "G": G, "H": H, "K": K, "V": V, "C": layout.conv_width,
         "Q_AT": starts[0], "K_AT": starts[1], "V_AT": starts[2], "BLOCK_K": block_dim(K),
@@ -95,14 +95,14 @@ def _launches(
     conv = Launch(
         conv_step_kernel, (2 * G + H, N),
         stride, strides[0], after[0], layout.conv_columns.start, _EPS,
-        W=taps, HELD=held, BLOCK_V=block_dim(V), HAS_BIAS=biased, UNIT=form.unit_length,
+        W=taps, HELD=held, BLOCK_V=block_dim(V), HAS_BIAS=biased, UNIT=table.unit_length,
         num_warps=1, **shape,
     )  # fmt: skip
     block_v = min(_BLOCK_V, block_dim(V))
     step = Launch(
         state_step_kernel, (triton.cdiv(V, block_v), H, N),
-        stride, strides[1], after[1], form.scale,
-        **form.kernel_gates(), BLOCK_V=block_v, SKIPS=skips // H, ERASES=form.erases,
+        stride, strides[1], after[1], table.scale,
+        GATES=gates, **functions, BLOCK_V=block_v, SKIPS=skips // H, ERASES=table.erases,
         TRANSPOSED=transposed, num_warps=4, **shape,
     )  # fmt: skip
     return conv, step
@@ -221,16 +221,16 @@ def state_step_kernel(
     there_V = real_V & (slot >= 0)
     value_V = tl.load(convolved_ptr + h * V + V_AT + v_V, mask=there_V, other=0.0)
     row_ptr += n * stride_n
-    g_K, write_K = _gate(row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, GATE, GATES, 0, K)
+    g_K, write_K = _gate(row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, GATE, GATES, 0, H, K)
     if SECOND_GATE is not None:
         write_K, _ = _gate(
-            row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, SECOND_GATE, GATES, 1, K
+            row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, SECOND_GATE, GATES, 1, H, K
         )  # fmt: skip
     S_KV = tl.load(at_KV, mask=real_KV, other=0.0).to(tl.float32) * tl.exp(g_K)[:, None]
     x_V = value_V
     if THIRD_GATE is not None:
         write_V, _ = _gate(
-            row_ptr, A_log_ptr, dt_bias_ptr, h, v_V, real_V, THIRD_GATE, GATES, 2, V
+            row_ptr, A_log_ptr, dt_bias_ptr, h, v_V, real_V, THIRD_GATE, GATES, 2, H, V
         )  # fmt: skip
         x_V = write_V * value_V - tl.sum(S_KV * (write_K * key_K)[:, None], axis=0)
         S_KV += key_K[:, None] * x_V[None, :]
@@ -253,25 +253,18 @@ def state_step_kernel(
 @triton.jit
 def _gate(
     row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, TABLE: tl.constexpr,
-    N: tl.constexpr, K: tl.constexpr,
+    N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """What a gate of head h makes. TABLE: first column, for each channel, rated, low, high, and how
-    many heads share one of the gate's.
-    """
-    COLUMN: tl.constexpr = TABLE[N][0]
-    CHANNELS: tl.constexpr = TABLE[N][1]
-    RATED: tl.constexpr = TABLE[N][2]
-    LOW: tl.constexpr = TABLE[N][3]
-    HIGH: tl.constexpr = TABLE[N][4]
-    SHARED: tl.constexpr = TABLE[N][5]
-    h = h // SHARED
-    column_K = h * K + k_K if CHANNELS else h + 0 * k_K
-    x_K = tl.load(row_ptr + COLUMN + column_K, mask=real_K, other=0.0).to(tl.float32)
+    """What a gate of head h makes; several heads may share one of the gate's."""
+    OF: tl.constexpr = TABLE[N]
+    h = h // (H // OF.heads)
+    column_K = h * K + k_K if OF.channels else h + 0 * k_K
+    x_K = tl.load(row_ptr + OF.column + column_K, mask=real_K, other=0.0).to(tl.float32)
     A_log_K = 0.0
-    if RATED:
+    if OF.rated:
         A_log_K = tl.load(A_log_ptr + h + 0 * k_K).to(tl.float32)
         x_K += tl.load(dt_bias_ptr + column_K, mask=real_K, other=0.0).to(tl.float32)
-    return FUNCTION(x_K, A_log_K, LOW, HIGH)
+    return FUNCTION(x_K, A_log_K, OF.low, OF.high)
 
 
 def put_in_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
