@@ -28,7 +28,7 @@ ARITHMETIC = (
     "ops/front/plain.py", "ops/front/gates.py", "ops/rules/token_rule.py",
     "ops/delta_rule/chunk_math", "ops/delta_rule/plain.py",
     "ops/delta_rule/triangular.py", "ops/delta_rule/base.py", "ops/rules/chunk_table.py",
-    "ops/state_maps/chains.py",
+    "ops/state_maps/state_map.py",
     "ops/readout/p", "ops/layout.py", "ops/autograd.py",
 )  # fmt: skip
 SCHEMES = {

@@ -25,8 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.host_tables import cached_by_stream
-from ...ops.state_maps.chains import follow
-from ...ops.state_maps.state_map import NONE, Cuts, Steps
+from ...ops.state_maps.state_map import NONE, Cuts, Steps, follow
 from ..layouts import SequenceLayout
 
 

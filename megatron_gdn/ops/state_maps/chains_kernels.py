@@ -1,4 +1,4 @@
-"""One Triton launch that follows chains of affine maps; letters as in :mod:`.chains`."""
+"""One Triton launch that follows chains of affine maps; letters as in :mod:`.state_map`."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def follow(
     start: Tensor | str | None,
     cuts: Cuts | None = None,
 ) -> Tensor:
-    """As :func:`.chains.follow`."""
+    """As :func:`.state_map.follow`."""
     N, L, _ = steps.table.shape
     _, H, K, V = local.shape
     X = out.shape[3]

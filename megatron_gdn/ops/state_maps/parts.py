@@ -17,8 +17,7 @@ from torch import Tensor
 
 from ..documents import ChunkPlaces, Documents, ceil_div, chunk_places
 from ..host_tables import to_device
-from .chains import IDENTITY, follow
-from .state_map import NONE, Steps
+from .state_map import IDENTITY, NONE, Steps, follow
 
 CHUNK = 64
 # One sequence alone is cut so that its parts times its heads fill about one H200 of 132
@@ -89,19 +88,6 @@ def _most_parts_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
     return max(1, FULL_GPU // value_heads), max(8, min(_FEWEST_CHUNKS, value_heads))
 
 
-class _Tables(NamedTuple):
-    offsets: Tensor
-    first: Tensor
-    owner: Tensor
-    opens: Tensor
-    closes: Tensor
-    chunks: Tensor
-    ragged: Tensor
-    nowhere: Tensor
-    chunk_offsets: Tensor
-    chunk_indices: Tensor
-
-
 @dataclass(frozen=True, eq=False)
 class Parts:
     """Tables of N sequences cut into P parts."""
@@ -112,9 +98,9 @@ class Parts:
     owner: Tensor  # int32 [P], the sequence of every part
     opens: Tensor  # bool [P], whether the part is the first of its sequence
     closes: Tensor  # bool [P], whether it is the last
+    nowhere: Tensor  # bool [P], all false
     chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per part, rounded up
     ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if none does
-    nowhere: Tensor  # bool [P], all false
     places: ChunkPlaces  # the chunks of the parts
     whole: Steps  # write the final state of each sequence
     entering: Steps  # write the state that enters each part
@@ -137,50 +123,29 @@ class Parts:
     @classmethod
     def _of(cls, documents: Documents, key: Hashable, cut: Callable[[Documents], Cut]) -> Parts:
         made = documents.table(("tables", key), lambda these: _tables(these, cut(these)), False)
-        device, chains, ragged = documents.device, [], True
+        *tables, ragged, first_chunks, indices = (to_device(x, documents.device) for x in made)
+        chains: list[range] = []
         if documents.known:
-            chains = [range(a, b) for a, b in pairwise(made.first.tolist())]
-            ragged = bool(made.ragged.any())
+            chains = [range(a, b) for a, b in pairwise(made[1].tolist())]
+            ragged = ragged if made[-3].any() else None
         backwards = [chain[::-1] for chain in chains]
-        moved = _Tables(*(to_device(x, device) for x in made))
-        return cls(
-            sequences=documents.cu_seqlens,
-            offsets=moved.offsets,
-            first=moved.first,
-            owner=moved.owner,
-            opens=moved.opens,
-            closes=moved.closes,
-            chunks=moved.chunks,
-            ragged=moved.ragged if ragged else None,
-            nowhere=moved.nowhere,
-            places=ChunkPlaces(moved.chunk_offsets, moved.chunk_indices),
-            whole=_steps_to_final_states(chains, device),
-            entering=_steps_to_part_states(chains, device),
-            opening=_steps_to_final_states(backwards, device),
-            leaving=_steps_to_part_states(backwards, device),
-        )
+        makers = _steps_to_final_states, _steps_to_part_states
+        ways = (make(way, documents.device) for way in (chains, backwards) for make in makers)
+        places = ChunkPlaces(first_chunks, indices)
+        return cls(documents.cu_seqlens, *tables, ragged, places, *ways)
 
 
-def _tables(documents: Documents, cut: Cut) -> _Tables:
+def _tables(documents: Documents, cut: Cut) -> tuple[Tensor, ...]:
+    """The fields of :class:`Parts` from ``offsets`` to ``ragged``, and its ``places``."""
     (offsets, first), starts = cut, documents.starts
     number = torch.arange(len(offsets) - 1, dtype=torch.int32, device=starts.device)
     owner = torch.searchsorted(first[1:].contiguous(), number, right=True, out_int32=True)
     owner = owner.clamp(max=documents.sequences - 1)
-    length = offsets.diff()
-    chunks = ceil_div(length, CHUNK)
+    opens, closes = offsets[:-1] == starts[owner], offsets[1:] == starts[owner + 1]
+    nowhere, length = torch.zeros_like(owner, dtype=torch.bool), offsets.diff()
+    chunks, ragged = ceil_div(length, CHUNK), length[:, None] % CHUNK != 0
     places = chunk_places(chunks, documents.most_chunks(CHUNK))
-    return _Tables(
-        offsets,
-        first,
-        owner,
-        opens=offsets[:-1] == starts[owner],
-        closes=offsets[1:] == starts[owner + 1],
-        chunks=chunks[:, None],
-        ragged=length[:, None] % CHUNK != 0,
-        nowhere=torch.zeros_like(owner, dtype=torch.bool),
-        chunk_offsets=places.offsets,
-        chunk_indices=places.indices,
-    )
+    return offsets, first, owner, opens, closes, nowhere, chunks[:, None], ragged, *places
 
 
 def _steps_to_final_states(chains: Sequence[range], device: torch.device) -> Steps:
