@@ -150,7 +150,7 @@ def hold_steps(made, memory, counts):
     """Steps of so many tokens by kernels change memory as those in plain torch do."""
     parts = made["torch"]
     device, dtype = memory.history.device, parts.of_front[0].dtype
-    assert made["triton"].steps.step.kernel_gates and not parts.steps.step.kernel_gates
+    assert made["triton"].front.triton and not parts.front.triton
     slots = memory.slots
     real = slice(None) if slots is None else (slots >= 0).nonzero()[:, 0]
     N, M = len(memory.history if slots is None else slots), len(memory.history)
