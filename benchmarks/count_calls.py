@@ -29,7 +29,7 @@ ARITHMETIC = (
     "ops/delta_rule/chunk_math", "ops/delta_rule/plain.py",
     "ops/delta_rule/triangular.py", "ops/delta_rule/base.py", "ops/rules/chunk_table.py",
     "ops/state_maps/state_map.py",
-    "ops/readout/p", "ops/layout.py", "ops/autograd.py",
+    "ops/readout/base.py", "ops/layout.py", "ops/autograd.py",
 )  # fmt: skip
 SCHEMES = {
     "one rank": (1, "auto"), "headwise": (2, "headwise"), "chunkwise": (2, "chunkwise"),

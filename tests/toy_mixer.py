@@ -17,7 +17,7 @@ from megatron_gdn.mixers.tensor_map import take_share
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.parts import Parts
-from megatron_gdn.ops.readout.plain import PlainReadout
+from megatron_gdn.ops.readout.base import PlainReadout
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.autograd_parts import AutogradFront, AutogradRule
 

@@ -35,7 +35,7 @@ from torch import Tensor
 from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.documents import Documents
 from ..ops.layout import Layout
-from ..ops.rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved
+from ..ops.rules.base import Rule, RuleBackward, Saved
 from . import half_torch
 
 LARGEST_D_O = 0  # log2, after scaling
@@ -79,26 +79,14 @@ class HalfOperands(Rule):
     def __init__(self, rule: Rule) -> None:
         assert not rule.batch_invariant
         self.name, self.reads_again, self.rule = rule.name, rule.reads_again, rule
+        self.begin, self.why_not_heads = rule.begin, rule.why_not_heads
+        self.kept_to_run_again, self.run_again = rule.kept_to_run_again, rule.run_again
 
     def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
         return HalfOperands(wrapper(self.rule))
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         self.rule.prepare(layout, torch.float16, states)
-
-    def why_not_heads(self, heads: int) -> str | None:
-        return self.rule.why_not_heads(heads)
-
-    def begin(self, inputs: RuleInputs, documents: Documents | None) -> RuleForward:
-        return self.rule.begin(inputs, documents)
-
-    def kept_to_run_again(self, saved: Saved) -> Saved:
-        return self.rule.kept_to_run_again(saved)
-
-    def run_again(
-        self, inputs: RuleInputs, kept: Saved, documents: Documents | None, initial: Tensor | None
-    ) -> RuleOutput:
-        return self.rule.run_again(inputs, kept, documents, initial)
 
 
 def _kernels(x: Tensor) -> ModuleType:

@@ -30,8 +30,7 @@ from ..mixers.micro_batch import MicroBatch
 from ..mixers.tensor_parallel import InitShare, device_for, mark_sharded
 from ..ops.aligned import by_token
 from ..ops.parts import GatedNorm, Parts
-from ..ops.readout.base import Apart, Bare
-from ..ops.readout.plain import PlainReadout, grouped_rms_norm
+from ..ops.readout.base import Apart, Bare, PlainReadout, grouped_rms_norm
 from .front import mamba2_parts
 from .rule import UNLIMITED, choose_ssd
 from .sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments

@@ -16,7 +16,7 @@ _HOME = {
     "Layout": ".layout",
     "StaticDocuments": ".static_documents",
     "causal_conv1d": ".conv",
-    "decay_and_write_gates": ".elementwise",
+    "decay_and_write_gates": ".front.gates",
     "gated_delta_rule": "..gdn.api",
     "l2norm": ".elementwise",
     "recurrent_gated_delta_rule": "..gdn.api",

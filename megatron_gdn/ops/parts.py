@@ -22,8 +22,7 @@ from .front.history import HistoryLink
 from .front.plain import front_of
 from .front.table import Front, FrontTable, TableFront
 from .generation.memory import MemoryShape
-from .readout.base import Apart, Readout
-from .readout.plain import PlainReadout
+from .readout.base import Apart, PlainReadout, Readout
 from .rules.base import Bits, Rule, RuleBackward, RuleForward
 from .state_maps.state_map import StateShape
 

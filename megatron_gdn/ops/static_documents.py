@@ -42,13 +42,14 @@ class StaticDocuments(Documents):
         "ordinary packed documents outside of graphs."
     )
     boundaries: Tensor  # int32 [N + 1], as :meth:`fill` got them; unused entries are T
-    stamp: Tensor  # pyright: ignore[reportIncompatibleVariableOverride] - number of the latest fill
     plans: dict[Hashable, Any]
     max_documents: int
     longest: int
     _tokens: int
-    _read: Tensor  # the stamp at the last forward that was not recomputed
-    _tables: dict[Any, tuple[Callable[[StaticDocuments], tuple[Tensor, ...]], tuple[Tensor, ...]]]
+    _key: Hashable  # of a cut, see :meth:`cut`, which shares the next two with the whole
+    _tables: dict[Any, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
+    # Numbers of the latest fill, and of the one that the last forward but a recomputed one read.
+    _stamps: dict[str, Tensor]
 
     def __init__(
         self,
@@ -75,10 +76,10 @@ class StaticDocuments(Documents):
         # Frozen like its base class: caches use the object as a key, by identity.
         vars(self).update(
             device=boundaries.device, max_documents=max_documents, boundaries=boundaries, plans={},
-            longest=longest, _tokens=total_tokens, _tables={},
+            longest=longest, _tokens=total_tokens, _key=None, _tables={}, _stamps={},
         )  # fmt: skip
         self._renew_stamp()
-        vars(self)["_read"] = self.stamp
+        self.read_by_forward(recomputed=False)
 
     def fill(self, cu_seqlens: Tensor | Sequence[int]) -> None:
         """Overwrite the boundaries and everything that was derived from them.
@@ -138,12 +139,16 @@ class StaticDocuments(Documents):
                     "have no document longer than max_seqlen",
                 )
             for make, tables in self._tables.values():
-                for table, now in zip(tables, make(self), strict=True):
+                for table, now in zip(tables, make(), strict=True):
                     table.copy_(now)
 
     def _renew_stamp(self) -> None:
         with torch.inference_mode(False):
-            vars(self)["stamp"] = torch.tensor(next(_fills), device="cpu")
+            self._stamps["fill"] = torch.tensor(next(_fills), device="cpu")
+
+    @property
+    def stamp(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return self._stamps["fill"]
 
     def read_by_forward(self, recomputed: bool) -> None:
         """Called by a forward that reads these documents.
@@ -152,8 +157,8 @@ class StaticDocuments(Documents):
             RuntimeError: a :meth:`fill` came between a forward and its recomputation.
         """
         if not recomputed:
-            vars(self)["_read"] = self.stamp
-        elif self._read is not self.stamp:
+            self._stamps["read"] = self.stamp
+        elif self._stamps["read"] is not self.stamp:
             raise RuntimeError(_FILLED_AGAIN)
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
@@ -176,11 +181,11 @@ class StaticDocuments(Documents):
         Raises:
             RuntimeError: the table is new while a CUDA graph is captured.
         """
-        found = self._tables.get(key)
+        found = self._tables.get((self._key, key))
         if found is None:
             require_no_capture("a table of packed documents")
             with torch.inference_mode(False), torch.no_grad():
-                found = self._tables[key] = (make, make(self))
+                found = self._tables[self._key, key] = (lambda: make(self)), make(self)
         return found[1]  # pyright: ignore[reportReturnType]
 
     def on(self, device: torch.device) -> Documents:
@@ -189,7 +194,19 @@ class StaticDocuments(Documents):
     def cut(
         self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
     ) -> Documents:
-        return self.plan((StaticDocuments, key), lambda: _Cut(self, key, make, most, tokens))
+        """Documents whose boundaries follow from these, and change with them."""
+
+        def made() -> StaticDocuments:
+            (boundaries,) = self.table(key, make)
+            cut = object.__new__(StaticDocuments)
+            vars(cut).update(
+                device=self.device, boundaries=boundaries, max_documents=most, plans={},
+                longest=tokens, _tokens=tokens, _key=(self._key, key), _tables=self._tables,
+                _stamps=self._stamps,
+            )  # fmt: skip
+            return cut
+
+        return self.plan((StaticDocuments, key), made)
 
     def on_host(self) -> Documents:
         """The documents of the latest fill, for layers outside of graphs. The host waits for them.
@@ -241,39 +258,6 @@ class StaticDocuments(Documents):
 
     def most_chunks(self, size: int) -> int:
         return (self.total_tokens + (size - 1) * min(self.max_documents, self.total_tokens)) // size
-
-
-class _Cut(StaticDocuments):
-    """Documents whose boundaries follow from those of ``whole``, and change with them."""
-
-    _whole: StaticDocuments
-    _key: Hashable
-
-    def __init__(
-        self,
-        whole: StaticDocuments,
-        key: Hashable,
-        make: Callable[[Any], tuple[Tensor]],
-        most: int,
-        tokens: int,
-    ) -> None:
-        (boundaries,) = whole.table(key, make)
-        vars(self).update(
-            device=whole.device, boundaries=boundaries, max_documents=most, plans={},
-            _tokens=tokens, _whole=whole, _key=key,
-        )  # fmt: skip
-
-    @property
-    def stamp(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self._whole.stamp
-
-    def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
-        self._whole.require_unchanged(stamp, saved)
-
-    def table[Made: tuple[Tensor, ...]](
-        self, key: Hashable, make: Callable[[Any], Made], move: bool = True
-    ) -> Made:
-        return self._whole.table((self._key, key), lambda _: make(self))
 
 
 def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:

@@ -14,7 +14,7 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.parts import GatedNorm
-from megatron_gdn.ops.readout.plain import PlainReadout
+from megatron_gdn.ops.readout.base import PlainReadout
 from megatron_gdn.ops.rules import fla
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule import states

@@ -5,8 +5,8 @@ import torch
 
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.kernels.tiles import Block
+from megatron_gdn.ops.readout.base import PlainReadout
 from megatron_gdn.ops.readout.kernels import TritonReadout
-from megatron_gdn.ops.readout.plain import PlainReadout
 
 from .kernel_cases import Case, assert_close
 from .test_other_fronts import case as mamba2_case

@@ -16,7 +16,7 @@ from megatron_gdn.mixers.out_norm import sum_gradient
 from megatron_gdn.ops.autograd import mix_no_tokens
 from megatron_gdn.ops.conv import causal_conv1d
 from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.readout.plain import grouped_rms_norm
+from megatron_gdn.ops.readout.base import grouped_rms_norm
 from tests.distributed.layer_laws import by_megatron, checkpointed, reentrant
 from tests.distributed.mixers import whole
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.mamba2.rule import PlainSSD, SSDInputs
-from megatron_gdn.ops.readout.plain import grouped_rms_norm
+from megatron_gdn.ops.readout.base import grouped_rms_norm
 from megatron_gdn.ops.rules.base import Saved
 from tests.whole_groups import whole_groups
 

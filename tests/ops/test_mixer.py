@@ -8,7 +8,8 @@ from megatron_gdn.gdn.api import recurrent_gated_delta_rule
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops.conv import causal_conv1d
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.elementwise import decay_and_write_gates, l2norm, rms_norm_gated
+from megatron_gdn.ops.elementwise import l2norm, rms_norm_gated
+from megatron_gdn.ops.front.gates import decay_and_write_gates
 from megatron_gdn.ops.parts import GatedNorm
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule.states import documents_of

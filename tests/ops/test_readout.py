@@ -6,8 +6,7 @@ import torch.nn.functional as F
 
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import Parts
-from megatron_gdn.ops.readout.base import Apart, Bare, called_per_head
-from megatron_gdn.ops.readout.plain import PlainReadout
+from megatron_gdn.ops.readout.base import Apart, Bare, PlainReadout, called_per_head
 from tests import toy_mixer
 from tests.autograd_parts import AutogradFront
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from ...mixers.precision import Fp32Parameters
-from ...ops.elementwise import decay_and_write_gates
+from ...ops.front.gates import decay_and_write_gates
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES, HOLDER_NAME
 from .families import family_of, subclass
 

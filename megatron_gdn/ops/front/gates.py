@@ -9,9 +9,10 @@ The decay exp(g) is exactly 0 there with or without the clamp, and so is its gra
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor
 
-from ..elementwise import largest_A_log, least_log_decay, sigmoid, softplus
+from ..elementwise import largest_A_log, largest_beta, least_log_decay, sigmoid, softplus
 
 
 def decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
@@ -41,3 +42,33 @@ def _rate(A_log: Tensor) -> Tensor:
 
 def _decayed(dt: Tensor, A_log: Tensor) -> Tensor:
     return (-_rate(A_log) * dt).clamp(min=least_log_decay(dt.dtype))
+
+
+def decay_and_write_gates(
+    alpha_H: Tensor,
+    beta_H: Tensor,
+    A_log_H: Tensor,
+    dt_bias_H: Tensor,
+    *,
+    allow_neg_eigval: bool = False,
+) -> tuple[Tensor, Tensor]:
+    """Turn raw projections into log-decay ``g <= 0`` and write strength ``beta`` in (0, 1).
+
+        g    = -exp(A_log) * softplus(alpha + dt_bias)
+        beta = sigmoid(b), or 2 sigmoid(b) with ``allow_neg_eigval``
+
+    in fp32 for inputs of any dtype: a rounded ``A_log`` is a wrong decay rate, and the recurrence
+    compounds it over the whole sequence.
+
+    Args:
+        alpha_H, beta_H: ``[..., H]``, the alpha and beta sections of the projection.
+        A_log_H, dt_bias_H: ``[H]``.
+        allow_neg_eigval: see :func:`..elementwise.largest_beta`.
+
+    Returns:
+        ``g`` and ``beta``, both ``[..., H]`` in fp32 (fp64 for fp64 parameters).
+    """
+    wide = torch.promote_types(A_log_H.dtype, torch.float32)
+    (g_H,) = decay(alpha_H.to(wide) + dt_bias_H.to(wide), A_log_H.to(wide), 0.0, 1.0)
+    (beta_H,) = strength(beta_H.to(wide), None, 0.0, largest_beta(allow_neg_eigval))
+    return g_H, beta_H

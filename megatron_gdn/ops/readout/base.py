@@ -1,11 +1,16 @@
-"""The interface of a readout: from the output of a rule to rows for out_proj.
+"""Readouts: from the output of a rule to rows for out_proj.
 
-    per head     y = RMSNorm(o) * act(gate)             :mod:`.plain`
-    per group    y = RMSNorm_group(o * act(gate))       :mod:`.plain`
-    gate alone   y = o * act(gate)                      :mod:`.plain`
-    a module     y = norm(o, gate)                      :class:`Apart`
+    per head     y = o * rsqrt(mean_head(o^2) + eps) * gamma * act(gate)      gamma [V]
+    per group    y = u * rsqrt(mean_group(u^2) + eps) * gamma                 gamma [H V]
+    gate alone   u = o * act(gate)
+    a module     y = norm(o, gate)                                            :class:`Apart`
 
-The gate is a section of the rows. Arithmetic is fp32 (fp64 for fp64), rounded once.
+The gate is a section of the rows. Arithmetic is fp32 (fp64 for fp64), rounded once. :mod:`.kernels`
+has the first two in Triton.
+
+A group is ``H / groups`` neighbouring heads, and its norm needs all of them on one rank. If they
+are on several ranks, the gate alone runs with the recurrence, and :func:`grouped_rms_norm` runs
+after the heads are together again.
 """
 
 from __future__ import annotations
@@ -14,9 +19,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, Protocol
 
+import torch
 from torch import Tensor
 
-from ..elementwise import sigmoid, silu
+from ..autograd import gradients, saving_inputs
+from ..elementwise import rms_norm, sigmoid, silu
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": sigmoid}
 
@@ -52,6 +59,73 @@ class Readout(Protocol):
 def heads_of(mixed: Tensor, heads: int) -> Tensor:
     """``[S, B, H * V]`` as ``[B, S, H, V]``, a view."""
     return mixed.unflatten(-1, (heads, -1)).transpose(0, 1)
+
+
+@dataclass(frozen=True)
+class PlainReadout:
+    """A :class:`Readout` in plain torch on any device, fp64 for fp64."""
+
+    gate: slice  # columns of a row, H * V of them
+    activation: str = "silu"  # of the gate, or "sigmoid"
+    eps: float = 1e-6  # added to the mean square
+    zero_centered: bool = False  # scale by ``1 + gamma``, in a norm per head
+    groups: int | None = None  # normalised behind the gate; None: a norm per head, before it
+
+    reads_o: ClassVar[bool] = True
+
+    def _of(self, o: Tensor, gate: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """``[B, S, H, V]`` and ``[S, B, H V]`` to ``[S, B, H V]``, all in fp32 or wider."""
+        act = ACTIVATIONS[self.activation]
+        if self.groups is None and gamma is not None:
+            normed = rms_norm(o, gamma, self.eps, self.zero_centered)
+            y = normed * act(gate.unflatten(-1, o.shape[2:]).transpose(0, 1))
+            return y.transpose(0, 1).flatten(2)
+        u = o.flatten(2).transpose(0, 1) * act(gate)
+        return u if gamma is None else _normalised(u, gamma, self.groups or 1, self.eps)
+
+    def _given(self, o: Tensor, rows: Tensor, gamma: Tensor | None) -> list[Tensor]:
+        wide = torch.promote_types(rows.dtype, torch.float32)
+        return [x.to(wide) for x in (o, rows[..., self.gate], gamma) if x is not None]
+
+    def forward(
+        self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
+    ) -> Tensor:
+        y = self._of(*self._given(o, rows, gamma))
+        return y.to(rows.dtype).contiguous() if out is None else out.copy_(y)
+
+    def backward(
+        self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor | None, d_rows: Tensor
+    ) -> tuple[Tensor, Tensor | None]:
+        given = self._given(o, rows, gamma)
+        d_o, d_gate, *d_gamma = gradients(self._of, given, d_out.to(given[0].dtype))
+        d_rows[..., self.gate] = d_gate
+        of_norm = None if gamma is None else d_gamma[0].to(gamma.dtype)
+        return d_o.to(rows.dtype).contiguous(), of_norm
+
+
+def _normalised(u: Tensor, gamma: Tensor, groups: int, eps: float) -> Tensor:
+    """``[..., C]`` in fp32, differentiable."""
+    return rms_norm(u.unflatten(-1, (groups, -1)), None, eps).flatten(-2) * gamma
+
+
+def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -> Tensor:
+    """``x * rsqrt(mean_group(x^2) + eps) * gamma``, ``[..., C]`` in ``x.dtype``.
+
+    Raises:
+        ValueError: the channels do not divide into the groups, or gamma is not ``[C]``.
+    """
+    channels = x.shape[-1]
+    if groups < 1 or channels % groups or tuple(gamma.shape) != (channels,):
+        raise ValueError(
+            f"grouped_rms_norm: {channels} channels, gamma of shape {tuple(gamma.shape)} and "
+            f"{groups} groups; gamma must be [{channels}], and the groups must divide the channels."
+        )
+    wide = torch.promote_types(x.dtype, torch.float32)
+
+    def normed(x: Tensor, gamma: Tensor) -> Tensor:
+        return _normalised(x.to(wide), gamma.to(wide), groups, eps).to(x.dtype)
+
+    return saving_inputs(normed, x, gamma)
 
 
 @dataclass(frozen=True)

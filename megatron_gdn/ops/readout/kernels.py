@@ -1,6 +1,6 @@
 """The readout of norm and gate over strided rows, as one launch each way (Triton); fp32 inside.
 
-:mod:`.plain` has the equations. A program of a norm per head computes tiles of (token, head) rows;
+:mod:`.base` has the equations. A program of a norm per head computes tiles of (token, head) rows;
 a program of a norm per group computes one group of a few tokens.
 
 Legend: R rows of a tile, one per (token, head), in the order of ``o [B, S, H, V]``; G groups, C
@@ -27,12 +27,12 @@ from ..kernels.tiles import (
     norm_backward_tile,
     norm_forward_tile,
 )
-from .plain import PlainReadout
+from .base import PlainReadout
 
 
 @dataclass(frozen=True)
 class TritonReadout(PlainReadout):
-    """A :class:`.plain.PlainReadout` in Triton; takes a gamma."""
+    """A :class:`.base.PlainReadout` in Triton; takes a gamma."""
 
     @property
     def by_row(self) -> bool:
