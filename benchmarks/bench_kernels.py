@@ -22,7 +22,7 @@ def bytes_moved(problem: Problem) -> dict[str, int]:
     """The bytes that each kernel must read and write."""
     (S, B, _), sizes = problem.proj.shape, problem.sizes
     _, H, K, V = sizes
-    qkv, v, gates = 2 * sizes.conv_width, 2 * H * V, 2 * 2 * H
+    qkv, v, gates = 2 * sizes.layout.conv_width, 2 * H * V, 2 * 2 * H
     return {
         "prepare forward": S * B * (2 * qkv + gates + 8 * H),
         "prepare backward": S * B * (2 * qkv + 2 * 2 * H * K + v + 2 * gates + 8 * H),

@@ -122,14 +122,14 @@ class Problem:
             where = "cpu" if device == "meta" else device
             self.documents = Documents.from_cu_seqlens(offsets, S, device=where)
         self.operands, half = operands, operands == torch.float16
-        self.proj, self.d_proj = normal(S, B, sizes.width), normal(S, B, sizes.width)
+        self.proj, self.d_proj = normal(S, B, sizes.layout.width), normal(S, B, sizes.layout.width)
         per_head = partial(normal, H, dtype=torch.float32)
         front = front_of(
             gdn_table(sizes), device, self.proj.dtype, taps, "triton",
             operands=operands if half else None, again=("q",),
         )  # fmt: skip
         self.front = cache(partial(replace, front))  # with other options
-        self.parameters = (normal(sizes.conv_width, 1, taps), None, per_head(), per_head())
+        self.parameters = (normal(sizes.layout.conv_width, 1, taps), None, per_head(), per_head())
         # FlashQLA gives dq and dk per value head; the front sums them.
         q, k, v = (normal(B, S, H, width, dtype=operands) for width in (K, K, V))
         g, beta = (normal(B, S, H, dtype=torch.float32) for _ in range(2))

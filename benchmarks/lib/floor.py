@@ -67,9 +67,10 @@ def floor_ms(
         if backward:
             begin_backward(module.rule, inputs, d_o, saved, documents).run()
 
-    per_token_fwd = 2 * 2 * sizes.conv_width + 3 * 2 * H * V + 12 * H
+    C = sizes.layout.conv_width
+    per_token_fwd = 2 * 2 * C + 3 * 2 * H * V + 12 * H
     group = H // G if module.rule.name == "flash_qla" else 1
-    per_token_bwd = 2 * (2 * sizes.conv_width + 2 * G * group * K + H * V) + 5 * 2 * H * V + 16 * H
+    per_token_bwd = 2 * (2 * C + 2 * G * group * K + H * V) + 5 * 2 * H * V + 16 * H
     tokens = case.tokens * case.batch
     gemm = [milliseconds(lambda b=b: projections(b)) for b in (False, True)]
     core = [milliseconds(lambda b=b: rule(b)) for b in (False, True)]

@@ -28,7 +28,7 @@ def mixer_bytes_per_token(
             plain rule keeps the log-decay.
     """
     G, H, K, V = sizes
-    kept = sizes.width * operand
+    kept = sizes.layout.width * operand
     if recompute == "full":
         return kept
     kept += H * V * operand + 2 * H * gate  # o; beta, and the log-decay or its sums

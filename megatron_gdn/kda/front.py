@@ -13,18 +13,17 @@ from typing import Any
 
 from torch import Tensor
 
-from ..ops.delta_rule.base import RuleInputs
+from ..ops.delta_rule.base import HeadSizes, RuleInputs
 from ..ops.front.gates import bounded_decay, decay, strength
 from ..ops.front.table import FrontTable, Gate, delta_sections
 from ..ops.layout import Layout
 from ..ops.parts import Parts, parts_of
 from ..ops.rules.base import Rule
-from .sizes import sizes_of
 
 
 @lru_cache(maxsize=64)
 def kda_table(layout: Layout, lower_bound: float | None = None) -> FrontTable:
-    sizes, g = sizes_of(layout), Gate("f", ("g",), decay, rated=True, channels=True)
+    sizes, g = HeadSizes.of(layout), Gate("f", ("g",), decay, rated=True, channels=True)
     if lower_bound is not None:
         g = g._replace(function=bounded_decay, low=lower_bound)
     gates, scale = (g, Gate("beta", ("beta",), strength)), sizes.key_dim**-0.5

@@ -6,7 +6,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
-from ..ops.delta_rule.base import HeadSizes
 from ..ops.delta_rule.sizes import LinearDims
 from ..ops.layout import Layout, Section
 
@@ -71,10 +70,3 @@ def rows_of(key_heads: int, heads: int, key_dim: int, value_dim: int) -> Layout:
         ),
         (("head", heads), ("key", key_heads)),
     )
-
-
-@lru_cache(maxsize=64)
-def sizes_of(layout: Layout) -> HeadSizes:
-    """The sizes of a layout made by :func:`rows_of`."""
-    widths = {section.name: section.width for section in layout.sections}
-    return HeadSizes(layout.heads("key"), layout.state_heads, widths["key"], widths["value"])

@@ -114,7 +114,7 @@ def test_schemes_of_groups_that_went_are_not_kept():
     )  # fmt: skip
     made = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(20)]
     seen = []
-    rows = torch.zeros(8, 1, sizes.width)
+    rows = torch.zeros(8, 1, sizes.layout.width)
     gc.disable()  # what a cycle keeps alive counts as alive
     try:
         for number in range(80):

@@ -127,7 +127,7 @@ def test_flash_qla_is_not_asked_for_an_odd_number_of_heads(hopper):
 def test_a_slower_rule_and_slower_kernels_are_announced_once(caplog):
     say_once.cache_clear()
     sizes = HeadSizes(1, 1, 4, 4)
-    proj, weight = torch.zeros(3, 1, sizes.width), torch.zeros(12, 1, 9)
+    proj, weight = torch.zeros(3, 1, sizes.layout.width), torch.zeros(12, 1, 9)
     with caplog.at_level("INFO", logger="megatron_gdn.ops"):
         for _layer in range(3):
             rule = resolve_rule(device="cpu", dtype=torch.float32, sizes=sizes).rule

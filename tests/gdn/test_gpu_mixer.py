@@ -41,8 +41,8 @@ def make_inputs(heads, S, B=1, lengths=None, decay="usual", dim=(128, 128), seed
         x = torch.randn(*shape, generator=make, device="cuda")
         return x.to(dtype).requires_grad_()
 
-    proj = normal(S, B, sizes.width)
-    weight = (normal(sizes.conv_width, 1, 4).detach() * 0.5).requires_grad_()
+    proj = normal(S, B, sizes.layout.width)
+    weight = (normal(sizes.layout.conv_width, 1, 4).detach() * 0.5).requires_grad_()
     A_log = normal(heads[1], dtype=torch.float32).detach() * 0.3 + ALL_DECAYS[decay]
     A_log.requires_grad_()
     dt_bias = normal(heads[1], dtype=torch.float32)

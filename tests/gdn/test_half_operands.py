@@ -39,7 +39,7 @@ def make_inputs(S=70, B=1, seed=0):
 
 
 def mixed(proj, rule, norm=None, weight=None, **options):
-    weight = torch.randn(SIZES.conv_width, 4, dtype=proj.dtype) if weight is None else weight
+    weight = torch.randn(SIZES.layout.conv_width, 4, dtype=proj.dtype) if weight is None else weight
     gates = torch.zeros(2, H)
     return gated_delta_mixer(proj, weight, None, *gates, SIZES, rule=rule, norm=norm, **options)
 
@@ -212,7 +212,8 @@ def test_the_mixer_takes_the_factor_out_of_every_gradient(documents, recompute):
     def normal(*shape):
         return torch.randn(*shape, generator=make).requires_grad_()
 
-    leaves = [normal(S, B, SIZES.width), normal(SIZES.conv_width, 1, 4), normal(H), normal(H)]
+    width, C = SIZES.layout.width, SIZES.layout.conv_width
+    leaves = [normal(S, B, width), normal(C, 1, 4), normal(H), normal(H)]
     gamma, d_out = normal(V), normal(S, B, H * V).detach()
     options = {"documents": documents, "recompute_qkv": recompute}
 
@@ -234,7 +235,7 @@ def test_the_mixer_takes_the_factor_out_of_every_gradient(documents, recompute):
 
 
 def test_without_norm_o_leaves_in_the_dtype_of_the_projection():
-    proj = torch.randn(9, 2, SIZES.width).bfloat16().requires_grad_()
+    proj = torch.randn(9, 2, SIZES.layout.width).bfloat16().requires_grad_()
     o, z = mixed(proj, rule)
     assert o.dtype == z.dtype == torch.bfloat16
     (d_proj,) = torch.autograd.grad(o.float().square().sum(), [proj])
@@ -307,11 +308,11 @@ def test_the_gradient_of_o_is_freed_once_it_has_another_form(monkeypatch):
             return LooksBackward(self, d_o, inputs, saved, documents)
 
     monkeypatch.setattr(PlainReadout, "backward", remembered)
-    proj = torch.randn(9, 1, SIZES.width, requires_grad=True)
+    proj = torch.randn(9, 1, SIZES.layout.width, requires_grad=True)
     mixed(proj, HalfOperands(Looks()), GatedNorm(torch.ones(V))).sum().backward()
     assert found == [None]
 
 
 def test_the_mixer_refuses_q_and_k_of_any_length():
     with pytest.raises(ValueError, match=r"torch.float16.*operands='bf16'"):
-        mixed(torch.randn(9, 1, SIZES.width), rule, normalise_qk=False)
+        mixed(torch.randn(9, 1, SIZES.layout.width), rule, normalise_qk=False)

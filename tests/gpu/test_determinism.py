@@ -44,7 +44,7 @@ def mixer(backend):
     rule = resolve_rule(
         backend, device="cuda", dtype=torch.bfloat16, sizes=SIZES, deterministic=True
     ).rule
-    leaves = [normal(SIZES.conv_width, 1, 4, seed=0) * 0.3, torch.rand(32, device="cuda"),
+    leaves = [normal(SIZES.layout.conv_width, 1, 4, seed=0) * 0.3, torch.rand(32, device="cuda"),
               torch.ones(32, device="cuda"), torch.ones(128, device="cuda")]  # fmt: skip
     conv, A_log, dt_bias, gamma = (x.requires_grad_() for x in leaves)
 
@@ -72,7 +72,7 @@ BACKENDS = pytest.mark.parametrize("backend", ["auto", "reference"])
 @BACKENDS
 @pytest.mark.parametrize("offsets", [None, [0, 932, 995, 996, 2048]], ids=["dense", "packed"])
 def test_the_mixer_repeats_under_torchs_switch(deterministic, backend, offsets):
-    run, x = mixer(backend), normal(2048, 1, SIZES.width, seed=1)
+    run, x = mixer(backend), normal(2048, 1, SIZES.layout.width, seed=1)
     report = check_repeats(lambda: run(x, offsets), 20)
     assert report.equal, report
 
@@ -87,7 +87,7 @@ def test_a_document_has_the_same_bits_among_others(deterministic, backend):
 
     found = check_batch_invariance(
         tokens_only,
-        [normal(n, 1, SIZES.width, seed=n) for n in LENGTHS],
+        [normal(n, 1, SIZES.layout.width, seed=n) for n in LENGTHS],
         [normal(n, 1, 32 * 128, seed=n + 1) for n in LENGTHS],
     )
     assert found == [], "\n".join(map(str, found))

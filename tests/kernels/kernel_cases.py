@@ -29,9 +29,9 @@ class Case:
 
         self.sizes, self.device, self.dtype = sizes, device, dtype
         # Rows wider than P and batches apart: no kernel may assume either stride.
-        self.proj = normal(S, B + 1, sizes.width + 8).to(dtype)[:, :B, : sizes.width]
-        self.conv_weight = (normal(sizes.conv_width, 1, taps) * taps**-0.5).to(dtype)
-        self.conv_bias = normal(sizes.conv_width).to(dtype) if bias else None
+        self.proj = normal(S, B + 1, sizes.layout.width + 8).to(dtype)[:, :B, : sizes.layout.width]
+        self.conv_weight = (normal(sizes.layout.conv_width, 1, taps) * taps**-0.5).to(dtype)
+        self.conv_bias = normal(sizes.layout.conv_width).to(dtype) if bias else None
         self.A_log = normal(sizes.value_heads)
         self.dt_bias = normal(sizes.value_heads)
         self.gamma = 1 + 0.3 * normal(sizes.value_dim)

@@ -74,7 +74,7 @@ def backward(kernels, case, grads, rows=None, d_rows=None, gates=None, factor=No
 
 def assert_rows_close(case, d_rows, exact) -> None:
     """Of q, k, v and the gates; the columns between belong to the gated norm."""
-    z, rest = case.sizes.conv_width, case.sizes.beta_column
+    z, rest = case.sizes.layout.conv_width, case.sizes.layout.columns("beta").start
     assert d_rows[..., z:rest].isnan().all() and exact[..., z:rest].isnan().all()
     assert_close("d_proj qkv", d_rows[..., :z], exact[..., :z])
     assert_close("d_proj gates", d_rows[..., rest:], exact[..., rest:])
@@ -112,7 +112,7 @@ def test_every_gradient_equals_autograd_through_the_twin(
 def test_write_strengths_up_to_2_and_their_gradient_equal_the_twin(case):
     options, twin = {"allow_neg_eigval": True}, case.double()
     got, exact = forward("triton", case, **options), forward("torch", twin, **options)
-    raw = twin.proj[..., case.sizes.beta_column :][..., : case.sizes.value_heads]
+    raw = twin.proj[..., case.sizes.layout.columns("beta").start :][..., : case.sizes.value_heads]
     assert_close("the twin's beta", exact.beta, 2 * raw.transpose(0, 1).sigmoid())
     assert_close("beta", got.beta, exact.beta)
     grads = case.grads(per_value_head=False)
@@ -213,7 +213,7 @@ def test_wide_rows_go_with_half_precision_parameters_and_gradients(device):
     gates = [x.new_zeros(x.shape, dtype=torch.float32) for x in case.grads(True)[3:]]
     d_rows, got = backward("triton", case, [*grads, *gates], rows)
     exact, _ = backward("torch", case.double(), [*grads, *gates])
-    z = case.sizes.conv_width
+    z = case.sizes.layout.conv_width
     assert_close("d_rows", d_rows[..., :z], exact[..., :z])
     assert (got.A_log == 0).all() and (got.dt_bias == 0).all()
 
@@ -236,7 +236,8 @@ def test_tokens_so_far_apart_that_a_tile_of_them_leaves_32_bits(device):
     for rows, d_rows in ((wide, torch.zeros_like(narrow)), (narrow, spread(narrow))):
         _, got = backward("triton", case, grads, rows, d_rows, tile=tile)
         exact_d_rows, exact = backward("triton", case, grads, narrow, tile=tile)
-        for start, end in ((0, case.sizes.conv_width), (case.sizes.beta_column, None)):
+        rest = case.sizes.layout.columns("beta").start
+        for start, end in ((0, case.sizes.layout.conv_width), (rest, None)):
             assert torch.equal(d_rows[..., start:end], exact_d_rows[..., start:end])
         for name in ("conv_weight", "A_log", "dt_bias"):
             # Rounded to the parameter's type, after sums in tiles of another size.
@@ -282,7 +283,7 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
         return
     grads = case.grads(per_value_head=False)
     (d_got, got), (d_twin, twin) = (backward(m, case, grads) for m in ("triton", "torch"))
-    gates = [x[..., case.sizes.beta_column :] for x in (d_got, d_twin)]
+    gates = [x[..., case.sizes.layout.columns("beta").start :] for x in (d_got, d_twin)]
     close = {"rtol": 1e-4, "atol": 1e-5, "equal_nan": True}
     torch.testing.assert_close(*gates, **close)
     torch.testing.assert_close(got.A_log, twin.A_log, **close)
@@ -293,7 +294,7 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
 @each_twin
 def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(case, kernels):
     """To the bit, but for compiled kernels: rows of another stride are loaded in other groups."""
-    rest, grads = case.sizes.beta_column, case.grads(per_value_head=False)
+    rest, grads = case.sizes.layout.columns("beta").start, case.grads(per_value_head=False)
     main, gates = case.proj[..., :rest].contiguous(), case.proj[..., rest:].contiguous()
     exact = INTERPRETED or kernels == "torch"
 

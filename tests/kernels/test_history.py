@@ -133,7 +133,7 @@ def test_a_gdn_front_equals_the_plain_way(cut, options, device):
     )  # fmt: skip
     sizes, normalise = case.sizes, options.get("normalise", True)
     documents, history, returned = history_of(
-        cut, taps, batch, sizes.conv_width, device, case._normal
+        cut, taps, batch, sizes.layout.conv_width, device, case._normal
     )
     factor = None
     if options.get("scaled"):

@@ -33,16 +33,16 @@ def kernels_equal_their_twins_over_pieces(layout, lengths, dtype, half_operands=
     held = local_indices(lengths or (tokens,), group.size(), rank, layout)
     torch.manual_seed(0)
     sizes = DIMS.heads
-    proj = torch.randn(tokens, rows, sizes.width).to(dtype)[held]
+    proj = torch.randn(tokens, rows, sizes.layout.width).to(dtype)[held]
     weights = [
-        torch.randn(sizes.conv_width, 1, 4).to(dtype) * 0.5,
-        torch.randn(sizes.conv_width).to(dtype),
+        torch.randn(sizes.layout.conv_width, 1, 4).to(dtype) * 0.5,
+        torch.randn(sizes.layout.conv_width).to(dtype),
         torch.randn(2),
         torch.randn(2),
         1 + 0.3 * torch.randn(8).to(dtype),
     ]
     neighbours = scheme.passage(documents, tokens, rows, proj).neighbours
-    weight = torch.randn(tokens, rows, sizes.conv_width - 2 * 16)[held]
+    weight = torch.randn(tokens, rows, sizes.layout.conv_width - 2 * 16)[held]
 
     def run(kernels: str, wide: bool) -> dict[str, torch.Tensor]:
         leaves = [(x.double() if wide else x.clone()).requires_grad_() for x in (proj, *weights)]

@@ -28,9 +28,9 @@ def make_inputs(sizes, S, B=1, bias=False, lengths=None):
     torch.manual_seed(0)
     wide = {"dtype": torch.float64}
     leaves = [
-        torch.randn(S, B, sizes.width, **wide),
-        torch.randn(sizes.conv_width, 1, 4, **wide) * 0.5,
-        torch.randn(sizes.conv_width, **wide) if bias else None,
+        torch.randn(S, B, sizes.layout.width, **wide),
+        torch.randn(sizes.layout.conv_width, 1, 4, **wide) * 0.5,
+        torch.randn(sizes.layout.conv_width, **wide) if bias else None,
         torch.randn(sizes.value_heads, **wide),
         torch.randn(sizes.value_heads, **wide),
         1 + 0.3 * torch.randn(sizes.value_dim, **wide),
@@ -120,14 +120,14 @@ def test_an_unused_z_gets_a_zero_gradient():
     leaves, _ = make_inputs(sizes, S=5)
     o, _ = gated_delta_mixer(*leaves[:5], sizes, rule=plain_rule(sizes), norm=None)
     (d_proj,) = torch.autograd.grad(o.sum(), leaves[:1])
-    assert (d_proj[..., sizes.conv_width : sizes.beta_column] == 0).all()
+    assert (d_proj[..., sizes.layout.conv_width : sizes.layout.columns("beta").start] == 0).all()
     assert d_proj.isfinite().all()
 
 
 def test_wrong_shapes_say_what_is_expected():
     sizes = HeadSizes(1, 2, 4, 6)
     (proj, *others), _ = make_inputs(sizes, S=5, B=2)
-    with pytest.raises(ValueError, match=rf"\[S, B, {sizes.width}\]"):
+    with pytest.raises(ValueError, match=rf"\[S, B, {sizes.layout.width}\]"):
         mixed_by(None, [proj[..., 1:], *others], sizes)
     with pytest.raises(ValueError, match="batch of 1"):
         mixed_by(None, [proj, *others], sizes, documents_of([5]))

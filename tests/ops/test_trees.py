@@ -60,7 +60,7 @@ def test_five_hundred_trees(dtype, tolerance):
 @pytest.mark.gpu
 def test_a_branch_has_the_same_bits_whatever_its_siblings():
     """Its rows of output and gradient; where the plain rule promises bits, on a GPU."""
-    rows, d_out = torch.randn(2, 200, 1, SIZES.width, device="cuda")
+    rows, d_out = torch.randn(2, 200, 1, SIZES.layout.width, device="cuda")
     d_out = d_out[..., : SIZES.value_heads * SIZES.value_dim]
     leaves = [x if x is None else x.detach().float().cuda() for x in make_inputs(SIZES, 1)[0]]
     found = []

@@ -21,7 +21,7 @@ class Mixer(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         torch.manual_seed(0)
-        self.conv = nn.Parameter(torch.randn(SIZES.conv_width, 1, 4) * 0.3)
+        self.conv = nn.Parameter(torch.randn(SIZES.layout.conv_width, 1, 4) * 0.3)
         self.A_log = nn.Parameter(torch.rand(32))
         self.dt_bias = nn.Parameter(torch.ones(32))
         self.gamma = nn.Parameter(torch.rand(8) + 0.5)
@@ -40,7 +40,7 @@ class Mixer(nn.Module):
 
 
 def rows(tokens: int, seed: int = 1) -> torch.Tensor:
-    return torch.randn(tokens, 1, SIZES.width, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(tokens, 1, SIZES.layout.width, generator=torch.Generator().manual_seed(seed))
 
 
 class ShuffledSum(torch.autograd.Function):

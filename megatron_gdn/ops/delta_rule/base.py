@@ -83,10 +83,7 @@ def check_rule_inputs(
 
 
 class HeadSizes(NamedTuple):
-    """Heads and head dims that one rank holds.
-
-    In :attr:`layout` the convolved sections come first: their columns are also conv channels.
-    """
+    """Heads and head dims that one rank holds."""
 
     key_heads: int
     value_heads: int
@@ -96,10 +93,9 @@ class HeadSizes(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=64)
     def of(layout: Layout) -> HeadSizes:
-        """The sizes of a layout made by :attr:`layout`."""
-        key, value = layout.heads("key"), layout.heads("value")
-        _, k, v, *_ = layout.widths
-        return HeadSizes(key, value, k // key, v // value)
+        """The sizes of a layout with sections query and value."""
+        (G, K), (H, V) = layout.shape_of("query"), layout.shape_of("value")
+        return HeadSizes(G, H, K, V)
 
     @property
     def state(self) -> StateShape:
@@ -107,20 +103,8 @@ class HeadSizes(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """query | key | value | z | beta | alpha."""
+        """query | key | value | z | beta | alpha; the convolved columns come first."""
         return _layout(*self)
-
-    @property
-    def conv_width(self) -> int:
-        return _layout(*self).conv_width
-
-    @property
-    def beta_column(self) -> int:
-        return _layout(*self).columns("beta").start
-
-    @property
-    def width(self) -> int:
-        return _layout(*self).width
 
 
 def require_even_groups(key_heads: int, value_heads: int) -> None:
