@@ -13,7 +13,7 @@ from megatron_gdn.ops.state_maps.state_map import StateMap
 
 
 class AutogradFront:
-    """A ``Front`` of ``make(proj, parameters, documents, history)``, which gives the rule's
+    """A front of ``make(proj, parameters, documents, history)``, which gives the rule's
     ``inputs`` in fp32 or wider; those named in ``convolved`` are rounded to the rows' dtype."""
 
     again: tuple[str, ...] = ()

@@ -1,26 +1,21 @@
 """Operands of the delta rule in fp16 where the layer's dtype is bf16 (docs/precision.md).
 
-Products of a chunk that are operands themselves are rounded to the dtype of q, k and v: bf16 keeps
-8 bits, fp16 keeps 11, at the same speed. But fp16 has full precision only from 2^-14 to 65504:
+Operands of a chunk's products are rounded to the dtype of q, k and v: bf16 keeps 8 bits, fp16 keeps
+11, at the same speed. But fp16 has full precision only from 2^-14 to 65504:
 
 - q, k, v and states are not scaled: q and k have unit length, v is a SiLU's output, and a state is
-  a mean of such values. With beta above 1, values of alternating sign may let a state grow by less
-  than twice the largest value a token. Values beyond 65504 become inf; those below 2^-17 have fewer
-  bits than in bf16.
+  a mean of such values. Values beyond 65504 become inf.
 - Gradients may have any size. So d_o is multiplied by a power of two, chosen on the device for each
   key head. The rule's backward is linear in d_o, and the front multiplies its results by the
   inverse, in fp32 (:class:`..ops.delta_rule.base.RuleGrads`). Both products are exact.
 
 The power brings the largest |d_o| of the key head's value heads below 1, which leaves room for
-sums. With g <= 0, beta <= 2 and unit keys, a column of the state's gradient is at most T / sqrt(K)
-long: 2^13.5 for K = 128 and 2^17 tokens with the same, largest gradient. dk and dbeta sum its
-products with written values over V: 2^15 for 8192 such tokens in a head that neither forgets nor
-writes. Sums beyond fp16's range become inf, which is seen.
+sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient is at most T / sqrt(K)
+long, 2^13.5 for K = 128 and 2^17 tokens. Sums beyond fp16's range become inf, which is seen.
 
-An element under 2^-13 of the largest loses bits, and one under 2^-16 has fewer than in bf16
-(``benchmarks/rounding.py --loud 10``). In state passing the gradient of the final states is held
-below 2^5 too: tokens of other ranks may have far larger gradients. Documents that continue others
-have one power, as a sequence of all their tokens would: their levels run inside.
+In state passing the gradient of the final states is held below 2^5 too: tokens of other ranks may
+have far larger gradients. Documents that continue others have one power, as a sequence of all their
+tokens would: their levels run inside.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from torch import Tensor
 
 from .documents import Documents, documents_of_rows, one_document
 from .front.history import History
-from .front.table import Front, Parameters
+from .front.table import Parameters, TableFront
 from .readout.base import Readout
 from .rules.base import on_tokens
 from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
@@ -54,7 +54,7 @@ def rows_before(parameters: Parameters) -> int:
 
 
 def front_on_grid(
-    front: Front,
+    front: TableFront,
     parameters: Parameters,
     rows: Tensor,
     grid: ChunkTable,
@@ -147,7 +147,7 @@ class _Gathered:
 class AlignedFront:
     """A front that runs on the grid. Its backward is the inner front's."""
 
-    def __init__(self, front: Front) -> None:
+    def __init__(self, front: TableFront) -> None:
         self.layout, self.names, self._front = front.layout, front.names, front
         self.convolved, self.again, self.backward = front.convolved, front.again, front.backward
 

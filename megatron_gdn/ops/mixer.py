@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from .aligned import AlignedFront, AlignedReadout
 from .autograd import first_derivative_only, mix_no_tokens
 from .front.history import History, HistoryTable
-from .front.table import Front
+from .front.table import TableFront
 from .obstacles import why_not_triton
 from .parts import ALONE, Neighbours, Parts
 from .readout.base import Apart, Readout
@@ -44,12 +44,12 @@ def mix(
     If the readout is an :class:`Apart` with ``closed``, the caller must still run its ``call`` once
     all heads are together. ``refilled`` lets the reader of the result free it until the backward.
     """
-    front, rule, readout, parameters, run_again = parts
-    apart, inside = None, readout
+    rule, parameters, front, inside = parts.rule, parts.parameters, parts.front, parts.readout
+    apart = None
     if isinstance(inside, Apart):
         apart, inside = inside, inside.inside
     if parts.on_grid:
-        front = AlignedFront(front)
+        front = cast(TableFront, AlignedFront(front))
         inside = AlignedReadout(inside, neighbours.documents) if inside.reads_o else inside
     if rows.numel():
         if isinstance(neighbours.documents, TreeDocuments):
@@ -60,7 +60,7 @@ def mix(
         keep = torch.is_grad_enabled() and bool(trained)
         hand_over = HandOver() if keep else None
         of_function = refilled if apart is None else None
-        second_run = SecondRun(front, rule, neighbours) if keep and run_again else None
+        second_run = SecondRun(front, rule, neighbours) if keep and parts.run_again else None
         call = Call(front, rule, inside, neighbours, keep, of_function, hand_over, second_run)
         mixed = MixerFunction.apply(call, rows, *parameters)
         mixed = mixed if hand_over is None else hand_over.behind(mixed)
@@ -93,7 +93,7 @@ def _called_again(apart: Apart, mixed: Tensor, rows: Tensor, refilled: RefilledO
 class Call(NamedTuple):
     """The arguments of one run of a mixer beside its tensors."""
 
-    front: Front
+    front: TableFront
     rule: Rule
     readout: Readout
     neighbours: Neighbours

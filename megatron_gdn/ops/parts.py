@@ -20,7 +20,7 @@ from torch import Tensor
 from .documents import Documents
 from .front.history import HistoryLink
 from .front.plain import front_of
-from .front.table import Front, FrontTable, TableFront
+from .front.table import FrontTable, TableFront
 from .generation.memory import MemoryShape
 from .readout.base import Apart, PlainReadout, Readout
 from .rules.base import Bits, Rule, RuleBackward, RuleForward
@@ -49,7 +49,7 @@ def _norm_and_gate(
 class Parts(NamedTuple):
     """The parts of a mixer, for rows of one device, dtype and scheme."""
 
-    front: Front  # projection rows to the rule's inputs
+    front: TableFront  # projection rows to the rule's inputs
     rule: Rule  # the recurrence
     readout: Readout | Apart  # the rule's output to rows for out_proj
     parameters: tuple[Tensor | None, ...]  # the front's, then the readout's gamma or None
@@ -72,7 +72,7 @@ class Parts(NamedTuple):
 
     @property
     def table(self) -> FrontTable:
-        return cast(TableFront, self.front).table
+        return self.front.table
 
     @property
     def state(self) -> StateShape:
@@ -156,7 +156,7 @@ def parts_of(
     if gates is not None:
         parameters = (*parameters, gates.contiguous())
     kept = (*parameters, gamma)
-    return Parts(cast(Front, front), rule, cast(Readout | Apart, readout), kept, run_again)
+    return Parts(front, rule, cast(Readout | Apart, readout), kept, run_again)
 
 
 class StateLink(Protocol):

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from .autograd import uncompiled
 from .front.history import History
-from .front.table import Front
+from .front.table import TableFront
 from .parts import Neighbours
 from .rules.base import Rule, Saved
 
@@ -128,7 +128,7 @@ class _PutAside(torch.autograd.Function):
 class SecondRun:
     """The front and the rule, run again in the backward. One object per forward."""
 
-    def __init__(self, front: Front, rule: Rule, neighbours: Neighbours) -> None:
+    def __init__(self, front: TableFront, rule: Rule, neighbours: Neighbours) -> None:
         self._front, self._rule, self._neighbours = front, rule, neighbours
         self._made: tuple[Any, Tensor, Saved] | None = None
 

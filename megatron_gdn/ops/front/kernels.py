@@ -3,8 +3,12 @@
 Element (t, b, column) of the rows is at ``t * stride_s + b * stride_b + column``. Arithmetic is
 fp32, with one rounding at the store. The backward computes activations again from the rows.
 
-The front's table comes as constants, CONVOLVED and GATES: the :class:`.launches.HeadTable` and
-:class:`.launches.GateTable` of every section.
+The table comes as constants, tuples that :mod:`.launches` fills:
+
+    CONVOLVED   three times (first slot, heads, first channel, dim, block, unit length, gradients
+                per head)
+    GATES       (first slot, programs, first column, columns of a program, block, for each channel,
+                inputs made, rated, low, high, gradients per head)
 
 Each gate's function is a constant of its own: Triton's cache then knows the function by its
 content. In tile names T is tokens of a span, D columns.
@@ -30,24 +34,27 @@ def _head(
     TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """The head of this slot, if it is one of the section N."""
-    OF: tl.constexpr = TABLE[N]
-    HEADS: tl.constexpr = OF.heads
-    D: tl.constexpr = OF.dim
-    if (slot >= OF.first) & (slot < OF.first + HEADS):
-        head = slot - OF.first
+    FIRST: tl.constexpr = TABLE[N][0]
+    HEADS: tl.constexpr = TABLE[N][1]
+    CHANNEL: tl.constexpr = TABLE[N][2]
+    D: tl.constexpr = TABLE[N][3]
+    BLOCK: tl.constexpr = TABLE[N][4]
+    UNIT: tl.constexpr = TABLE[N][5]
+    if (slot >= FIRST) & (slot < FIRST + HEADS):
+        head = slot - FIRST
         out_ptr += b * S * (HEADS * D) + head * D
-        column = OF.channel + head * D
+        column = CHANNEL + head * D
         if ONE_PATH or meets_a_boundary(position_ptr, start, S, ROWS * steps, W, PACKED):
             walk_head(
                 rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
                 column, start, S, steps, stride_s, lead_stride, HEADS * D, eps,
-                D, ROWS, STAGES, OF.block, W, HAS_BIAS, PACKED, HAS_HISTORY, True, OF.unit_length,
+                D, ROWS, STAGES, BLOCK, W, HAS_BIAS, PACKED, HAS_HISTORY, True, UNIT,
             )  # fmt: skip
         else:
             walk_head(
                 rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
                 column, start, S, steps, stride_s, lead_stride, HEADS * D, eps,
-                D, ROWS, STAGES, OF.block, W, HAS_BIAS, PACKED, False, False, OF.unit_length,
+                D, ROWS, STAGES, BLOCK, W, HAS_BIAS, PACKED, False, False, UNIT,
             )  # fmt: skip
 
 
@@ -57,36 +64,42 @@ def _gate(
     FUNCTION: tl.constexpr, TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
     """All heads of a gate, or the channels of one head, if this slot is one of the section N."""
-    OF: tl.constexpr = TABLE[N]
-    D: tl.constexpr = OF.dim
-    BLOCK: tl.constexpr = OF.block
-    WIDTH: tl.constexpr = OF.slots * D
+    FIRST: tl.constexpr = TABLE[N][0]
+    PROGRAMS: tl.constexpr = TABLE[N][1]
+    COLUMN: tl.constexpr = TABLE[N][2]
+    D: tl.constexpr = TABLE[N][3]
+    BLOCK: tl.constexpr = TABLE[N][4]
+    CHANNELS: tl.constexpr = TABLE[N][5]
+    MAKES: tl.constexpr = TABLE[N][6]
+    RATED: tl.constexpr = TABLE[N][7]
+    LOW: tl.constexpr = TABLE[N][8]
+    HIGH: tl.constexpr = TABLE[N][9]
     SPAN: tl.constexpr = _SPAN // BLOCK if BLOCK < _SPAN else 1
-    if (slot >= OF.first) & (slot < OF.first + OF.slots):
-        program = slot - OF.first
+    if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
+        program = slot - FIRST
         end = min(start + tokens, S) - start
         d_D = tl.arange(0, BLOCK)
         real_D = d_D < D
         A_log_1D = 0.0
-        if OF.rated:
-            head_D = program + 0 * d_D if OF.channels else d_D
+        if RATED:
+            head_D = program + 0 * d_D if CHANNELS else d_D
             A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(tl.float32)[None, :]
             bias_D = tl.load(dt_bias_ptr + program * D + d_D, mask=real_D, other=0.0)
             bias_1D = bias_D.to(tl.float32)[None, :]
         base = tl.cast(start, tl.int64)
-        rows_ptr += base * stride_s + (OF.column + program * D)
-        out = (b * S + base) * WIDTH + program * D
+        rows_ptr += base * stride_s + (COLUMN + program * D)
+        out = (b * S + base) * (PROGRAMS * D) + program * D
         for span in tl.range(0, end, SPAN):
             t_T = span + tl.arange(0, SPAN)
             real_TD = (t_T < end)[:, None] & real_D[None, :]
             x_TD = tl.load(rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD, 0.0)
             x_TD = x_TD.to(tl.float32)
-            if OF.rated:
+            if RATED:
                 x_TD += bias_1D
-            y_TD, other_TD = FUNCTION(x_TD, A_log_1D, OF.low, OF.high)
-            out_TD = out + t_T[:, None] * WIDTH + d_D[None, :]
+            y_TD, other_TD = FUNCTION(x_TD, A_log_1D, LOW, HIGH)
+            out_TD = out + t_T[:, None] * (PROGRAMS * D) + d_D[None, :]
             tl.store(first_ptr + out_TD, y_TD, mask=real_TD)
-            if OF.makes == 2:
+            if MAKES == 2:
                 tl.store(second_ptr + out_TD, other_TD, mask=real_TD)
 
 
@@ -147,13 +160,16 @@ def _head_backward(
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr,
     ONE_PATH: tl.constexpr, SCALED: tl.constexpr, TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    OF: tl.constexpr = TABLE[N]
-    HEADS: tl.constexpr = OF.heads
-    D: tl.constexpr = OF.dim
-    GROUP: tl.constexpr = OF.group
-    if (slot >= OF.first) & (slot < OF.first + HEADS):
-        head = slot - OF.first
-        column = OF.channel + head * D
+    FIRST: tl.constexpr = TABLE[N][0]
+    HEADS: tl.constexpr = TABLE[N][1]
+    CHANNEL: tl.constexpr = TABLE[N][2]
+    D: tl.constexpr = TABLE[N][3]
+    BLOCK: tl.constexpr = TABLE[N][4]
+    UNIT: tl.constexpr = TABLE[N][5]
+    GROUP: tl.constexpr = TABLE[N][6]
+    if (slot >= FIRST) & (slot < FIRST + HEADS):
+        head = slot - FIRST
+        column = CHANNEL + head * D
         grad_ptr += (b * S * HEADS + head) * (GROUP * D)
         factor = tl.load(factor_ptr + head * (H // HEADS)) if SCALED else 1.0
         if ONE_PATH or meets_a_boundary(position_ptr, start, S, ROWS * steps, W, PACKED):
@@ -161,16 +177,16 @@ def _head_backward(
                 rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr,
                 d_rows_ptr, partial_ptr, d_lead_ptr, column, start, S, steps,
                 stride_s, d_stride_s, lead_stride, HEADS * GROUP * D, factor, eps,
-                D, C, GROUP, W, ROWS, STAGES, OF.block, HAS_BIAS, PACKED, HAS_HISTORY, True,
-                OF.unit_length, SCALED,
+                D, C, GROUP, W, ROWS, STAGES, BLOCK, HAS_BIAS, PACKED, HAS_HISTORY, True,
+                UNIT, SCALED,
             )  # fmt: skip
         else:
             walk_head_backward(
                 rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr,
                 d_rows_ptr, partial_ptr, d_lead_ptr, column, start, S, steps,
                 stride_s, d_stride_s, lead_stride, HEADS * GROUP * D, factor, eps,
-                D, C, GROUP, W, ROWS, STAGES, OF.block, HAS_BIAS, PACKED, False, False,
-                OF.unit_length, SCALED,
+                D, C, GROUP, W, ROWS, STAGES, BLOCK, HAS_BIAS, PACKED, False, False,
+                UNIT, SCALED,
             )  # fmt: skip
 
 
@@ -181,32 +197,39 @@ def _gate_backward(
     H: tl.constexpr, SCALED: tl.constexpr, RATES: tl.constexpr, FUNCTION: tl.constexpr,
     TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    OF: tl.constexpr = TABLE[N]
-    D: tl.constexpr = OF.dim
-    BLOCK: tl.constexpr = OF.block
-    WIDTH: tl.constexpr = OF.slots * D
-    GROUP: tl.constexpr = OF.group
+    FIRST: tl.constexpr = TABLE[N][0]
+    PROGRAMS: tl.constexpr = TABLE[N][1]
+    COLUMN: tl.constexpr = TABLE[N][2]
+    D: tl.constexpr = TABLE[N][3]
+    BLOCK: tl.constexpr = TABLE[N][4]
+    CHANNELS: tl.constexpr = TABLE[N][5]
+    MAKES: tl.constexpr = TABLE[N][6]
+    RATED: tl.constexpr = TABLE[N][7]
+    LOW: tl.constexpr = TABLE[N][8]
+    HIGH: tl.constexpr = TABLE[N][9]
+    GROUP: tl.constexpr = TABLE[N][10]
+    HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
     SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
     # Gradients of a head lie side by side: those of a channel D apart, of a head next to another.
-    MEMBER: tl.constexpr = D if OF.channels else 1
-    APART: tl.constexpr = 1 if OF.channels else GROUP
-    if (slot >= OF.first) & (slot < OF.first + OF.slots):
-        program = slot - OF.first
+    MEMBER: tl.constexpr = D if CHANNELS else 1
+    APART: tl.constexpr = 1 if CHANNELS else GROUP
+    if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
+        program = slot - FIRST
         end = min(start + tokens, S) - start
         d_D = tl.arange(0, BLOCK)
         real_D = d_D < D
-        head_D = program + 0 * d_D if OF.channels else d_D
+        head_D = program + 0 * d_D if CHANNELS else d_D
         A_log_1D = 0.0
-        if OF.rated:
+        if RATED:
             A_log_1D = tl.load(A_log_ptr + head_D, mask=real_D, other=0.0).to(tl.float32)[None, :]
             bias_D = tl.load(dt_bias_ptr + program * D + d_D, mask=real_D, other=0.0)
             bias_1D = bias_D.to(tl.float32)[None, :]
         if SCALED:
-            factor_1D = tl.load(factor_ptr + head_D * (H // OF.heads), real_D, 0.0)[None, :]
+            factor_1D = tl.load(factor_ptr + head_D * (H // HEADS), real_D, 0.0)[None, :]
         base = tl.cast(start, tl.int64)
-        rows_ptr += base * stride_s + (OF.column + program * D)
-        d_rows_ptr += base * d_stride_s + (OF.column + program * D)
-        grad = ((b * S + base) * WIDTH + program * D) * GROUP
+        rows_ptr += base * stride_s + (COLUMN + program * D)
+        d_rows_ptr += base * d_stride_s + (COLUMN + program * D)
+        grad = ((b * S + base) * (PROGRAMS * D) + program * D) * GROUP
         d_A_TD = tl.zeros((SPAN, BLOCK), tl.float32)
         d_bias_TD = tl.zeros((SPAN, BLOCK), tl.float32)
         for span in tl.range(0, end, SPAN):
@@ -214,32 +237,32 @@ def _gate_backward(
             real_TD = (t_T < end)[:, None] & real_D[None, :]
             x_TD = tl.load(rows_ptr + t_T[:, None] * stride_s + d_D[None, :], real_TD, 0.0)
             x_TD = x_TD.to(tl.float32)
-            if OF.rated:
+            if RATED:
                 x_TD += bias_1D
-            at_TD = grad + t_T[:, None] * (WIDTH * GROUP) + d_D[None, :] * APART
+            at_TD = grad + t_T[:, None] * (PROGRAMS * D * GROUP) + d_D[None, :] * APART
             d_y_TD = tl.zeros((SPAN, BLOCK), tl.float32)
             d_other_TD = d_y_TD
             for member in tl.static_range(GROUP):
                 d_y_TD += tl.load(d_first_ptr + at_TD + member * MEMBER, real_TD, 0.0)
-                if OF.makes == 2:
+                if MAKES == 2:
                     d_other_TD += tl.load(d_second_ptr + at_TD + member * MEMBER, real_TD, 0.0)
             if SCALED:
                 d_y_TD = d_y_TD * factor_1D
                 d_other_TD = d_other_TD * factor_1D
-            d_x_TD, d_rate_TD = FUNCTION(x_TD, A_log_1D, d_y_TD, d_other_TD, OF.low, OF.high)
-            if OF.rated:
+            d_x_TD, d_rate_TD = FUNCTION(x_TD, A_log_1D, d_y_TD, d_other_TD, LOW, HIGH)
+            if RATED:
                 d_A_TD += tl.where(real_TD, d_rate_TD, 0.0)
                 d_bias_TD += tl.where(real_TD, d_x_TD, 0.0)
             out_TD = d_rows_ptr + t_T[:, None] * d_stride_s + d_D[None, :]
             tl.store(out_TD, d_x_TD.to(d_rows_ptr.dtype.element_ty), mask=real_TD)
-        if OF.rated:
+        if RATED:
             d_A_D = tl.sum(d_A_TD, axis=0)
             partial_ptr += RATES
-            if OF.channels:
+            if CHANNELS:
                 tl.store(partial_ptr + program, tl.sum(d_A_D, axis=0))
             else:
                 tl.store(partial_ptr + d_D, d_A_D, mask=real_D)
-            of_bias_ptr = partial_ptr + OF.heads + program * D
+            of_bias_ptr = partial_ptr + HEADS + program * D
             tl.store(of_bias_ptr + d_D, tl.sum(d_bias_TD, axis=0), mask=real_D)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 import triton
@@ -135,7 +135,7 @@ def _forward_launch(
         within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_widths(front))
     )
     convolved, gates, functions = tables_of(front, apart)
-    slots = [*(x.heads for x in convolved), *(x.slots for x in gates)]
+    slots = [of[1] for of in (*convolved, *gates)]
     first, last = used.index(True), len(used) - used[::-1].index(True)
     assert all(used[first:last]), "what is made must be neighbours"
     if not S * B:
@@ -166,9 +166,8 @@ def _backward_plan(
     widths = [group * width for group, width in zip(groups, _widths(front), strict=True)]
     tile = within_reach(tile, S, W, (*strides[::2], *widths))
     convolved, gates, functions = tables_of(front, apart, "_backward", groups)
-    copied = [of.block * (sizes[0] + of.group * sizes[1]) for of in convolved]
+    copied = [of[4] * (sizes[0] + of[6] * sizes[1]) for of in convolved]
     tile = within_shared_memory(tile, max(copied))
-    slots = sum(of.heads for of in convolved) + sum(of.slots for of in gates)
     assert tile.steps >= W - 1, "a segment must be longer than the halo"
     tiles, rates = triton.cdiv(S, tile.tokens), layout.conv_width * (W + has_bias)
     (rated,) = (gate for gate in front.table.gates if gate.rated)
@@ -177,7 +176,7 @@ def _backward_plan(
     if not S * B:
         return None, (tiles, columns)
     launch = Launch(
-        front_backward_kernel, (slots, tiles, B),
+        front_backward_kernel, (sum(of[1] for of in (*gates, *convolved)), tiles, B),
         S, tile.steps, *strides, _EPS,
         CONVOLVED=convolved, GATES=gates, **functions,
         **_constants(front, tile, W, has_bias, packed, continued),
@@ -196,38 +195,9 @@ def _widths(front: TritonFront) -> list[int]:
     return [width for names, width in made for _ in names]
 
 
-class HeadTable(NamedTuple):
-    """A convolved section, as the kernels read it; each head has a program, its *slot*."""
-
-    first: int  # slot
-    heads: int
-    channel: int  # the first
-    dim: int
-    block: int  # the power of two that holds dim
-    unit_length: bool
-    group: int  # gradients per head
-
-
-class GateTable(NamedTuple):
-    """A gate, as the kernels read it: one slot for all heads, or one for the channels of each."""
-
-    first: int  # slot
-    slots: int
-    column: int  # the first
-    dim: int  # columns of a slot
-    block: int
-    heads: int
-    channels: bool
-    makes: int  # inputs of the rule
-    rated: bool
-    low: float
-    high: float
-    group: int  # gradients per head
-
-
 def tables_of(
     front: TritonFront, apart: bool = False, way: str = "", groups: Sequence[int] | None = None
-) -> tuple[tuple[HeadTable, ...], tuple[GateTable, ...], dict[str, Any]]:
+) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
     """CONVOLVED, GATES and the functions of :mod:`.kernels`.
 
     ``groups``: gradients per head, of the convolved sections, then of the gates' inputs.
@@ -238,18 +208,18 @@ def tables_of(
     slot = 0 if way else sum(layout.shape_of(x.section)[0] for x in front.table.convolved)
     for gate in front.table.gates:
         heads, width = layout.shape_of(gate.section)
-        slots, columns = (heads, width) if gate.channels else (1, heads)
+        programs, columns = (heads, width) if gate.channels else (1, heads)
         first = layout.columns(gate.section).start - (layout.main_width if apart else 0)
-        gates.append(GateTable(
-            slot, slots, first, columns, block_dim(columns), heads, gate.channels,
-            len(gate.makes), gate.rated, float(gate.low), float(gate.high), groups[place],
+        gates.append((
+            slot, programs, first, columns, block_dim(columns), gate.channels, len(gate.makes),
+            gate.rated, float(gate.low), float(gate.high), groups[place],
         ))  # fmt: skip
-        slot, place = slot + slots, place + len(gate.makes)
+        slot, place = slot + programs, place + len(gate.makes)
     slot = slot if way else 0
     for part, group in zip(front.table.convolved, groups, strict=False):
         heads, dim = layout.shape_of(part.section)
         channel, unit = front.channels(part.section).start, part.unit_length
-        convolved.append(HeadTable(slot, heads, channel, dim, block_dim(dim), unit, group))
+        convolved.append((slot, heads, channel, dim, block_dim(dim), unit, group))
         slot += heads
     functions = [getattr(gate_kernels, gate.function.__name__ + way) for gate in front.table.gates]
     names = ("GATE", "SECOND_GATE", "THIRD_GATE")

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,56 +21,6 @@ from .history import History
 
 # conv weight [C, 1, W], conv bias [C] or None, then the other parameters of the front.
 Parameters = Sequence[Any]
-
-
-class Front(Protocol):
-    """Projection rows to the inputs of a rule, forward and backward as plain calls.
-
-    ``names``: the rule's inputs in order. ``convolved``: those that the convolution makes, ``[B, S,
-    heads, width]``. ``again``: neighbours in ``names`` that the mixer computes again in the
-    backward instead of saving them.
-    """
-
-    @property
-    def layout(self) -> Layout: ...  # the columns of a projection row
-    @property
-    def names(self) -> tuple[str, ...]: ...
-    @property
-    def convolved(self) -> tuple[str, ...]: ...
-    @property
-    def again(self) -> tuple[str, ...]: ...
-
-    def forward(
-        self,
-        proj: Tensor,
-        parameters: Parameters,
-        documents: Documents | None,
-        only: tuple[str, ...] | None = None,
-        history: History | None = None,
-    ) -> Any:
-        """The rule's inputs, a NamedTuple, from rows ``[S, B, P]`` with any strides of S and B.
-
-        Taps never cross a document's boundaries, the same in every batch row; the ``history``, if
-        any, lies before them. With ``only``, neighbours in :attr:`names`, the other inputs are
-        None.
-        """
-        ...
-
-    def backward(
-        self,
-        proj: Tensor,
-        parameters: Parameters,
-        grads: Any,
-        d_proj: Tensor,
-        documents: Documents | None,
-        history: History | None = None,
-    ) -> tuple[Tensor | None, ...]:
-        """Gradients of the parameters, in their shapes and dtypes, from the rule's ``grads``.
-
-        Writes every column of ``d_proj`` ``[S, B, P]`` once, except the gate's, which the readout
-        writes, and ``history.d_rows``.
-        """
-        ...
 
 
 class Convolved(NamedTuple):
@@ -149,7 +99,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableFront:
-    """A :class:`Front` of rows ``[S, B, P]``, by its table.
+    """Projection rows ``[S, B, P]`` to the inputs of a rule and back, by a table, as plain calls.
 
     Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; then, if the
     table has one, the parameter that tokens share, and the gates' sections ``[S, B, .]``, if rows
@@ -159,7 +109,8 @@ class TableFront:
     table: FrontTable
     dtype: torch.dtype | None = None  # of what is convolved; None is the projection's
     batch_invariant: bool = False  # the bits of a packed document do not depend on its place
-    again: tuple[str, ...] = ()  # computed again in the backward
+    # Inputs, neighbours in ``names``, that the mixer computes again in the backward.
+    again: tuple[str, ...] = ()
 
     triton: ClassVar[bool] = False
     # Of a Batch and names: these inputs, except the shared one.
@@ -174,6 +125,7 @@ class TableFront:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
+        """The rule's inputs in order."""
         return self.table.inputs._fields
 
     @cached_property
@@ -221,6 +173,11 @@ class TableFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
+        """The rule's inputs, a NamedTuple, from rows with any strides of S and B.
+
+        Taps never cross a document's boundaries, the same in every batch row; the ``history``, if
+        any, lies before them. With ``only``, neighbours in :attr:`names`, the others are None.
+        """
         given, wanted = self._named(parameters), self.names if only is None else only
         made: dict[str, Any] = dict.fromkeys(self.names)
         made |= self._make(Batch(proj, given, documents, history), wanted)
@@ -239,6 +196,11 @@ class TableFront:
         documents: Documents | None,
         history: History | None = None,
     ) -> tuple[Tensor | None, ...]:
+        """Gradients of the parameters, in their shapes and dtypes, from the rule's ``grads``.
+
+        Writes every column of ``d_proj`` ``[S, B, P]`` once, except the gate's, which the readout
+        writes, and ``history.d_rows``.
+        """
         given = self._named(parameters)
         d_apart = None if given.apart is None else torch.empty_like(given.apart)
         batch = Batch(proj, given, documents, history)

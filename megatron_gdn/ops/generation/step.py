@@ -16,7 +16,6 @@ channels, W conv taps, H heads with a state, K rows of a state, V columns.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from torch import Tensor
@@ -145,7 +144,7 @@ def decode(
     s, N, _ = proj.shape
     if s == 0:
         raise ValueError("decode got no token; give the projection rows [s, N, P] of at least one.")
-    shape, front = parts.shape, cast(TableFront, parts.front)
+    shape, front = parts.shape, parts.front
     shape.check(memory, N, proj.dtype)
     *of_front, gamma = parts.parameters
     token_of = _plain_token

@@ -255,16 +255,18 @@ def _gate(
     row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, TABLE: tl.constexpr,
     N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """What a gate of head h makes; several heads may share one of the gate's."""
-    OF: tl.constexpr = TABLE[N]
-    h = h // (H // OF.heads)
-    column_K = h * K + k_K if OF.channels else h + 0 * k_K
-    x_K = tl.load(row_ptr + OF.column + column_K, mask=real_K, other=0.0).to(tl.float32)
+    """What a gate of head h makes, by GATES of :mod:`..front.kernels`; heads may share one's."""
+    COLUMN: tl.constexpr = TABLE[N][2]
+    CHANNELS: tl.constexpr = TABLE[N][5]
+    HEADS: tl.constexpr = TABLE[N][1] if CHANNELS else TABLE[N][3]
+    h = h // (H // HEADS)
+    column_K = h * K + k_K if CHANNELS else h + 0 * k_K
+    x_K = tl.load(row_ptr + COLUMN + column_K, mask=real_K, other=0.0).to(tl.float32)
     A_log_K = 0.0
-    if OF.rated:
+    if TABLE[N][7]:
         A_log_K = tl.load(A_log_ptr + h + 0 * k_K).to(tl.float32)
         x_K += tl.load(dt_bias_ptr + column_K, mask=real_K, other=0.0).to(tl.float32)
-    return FUNCTION(x_K, A_log_K, OF.low, OF.high)
+    return FUNCTION(x_K, A_log_K, TABLE[N][8], TABLE[N][9])
 
 
 def put_in_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
