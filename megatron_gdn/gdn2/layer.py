@@ -49,7 +49,7 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
         submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
         name, cp_comm_type, pp_layer_offset, is_mtp_layer: likewise.
         backend: of the recurrence: ``"fla"`` (its kernels, on a GPU), ``"reference"`` (plain torch,
-            deterministic) or ``"auto"``, see :func:`megatron_gdn.gdn2.rule.choose_gdn2`.
+            deterministic) or ``"auto"``, see `megatron_gdn.gdn2.rule`.
         cp_layout, linear_cp_mode, cp_ranks_per_machine, recompute: as in
             :class:`megatron_gdn.GatedDeltaNet`. The gates are always computed again.
 

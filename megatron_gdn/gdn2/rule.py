@@ -9,19 +9,17 @@ value heads, and the front sums their gradients.
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..ops.delta_rule.chunk_math import Values
 from ..ops.delta_rule.fla import OF_CHANNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
-from ..ops.rules.base import Bits, Saved
-from ..ops.rules.choice import Choice, choose
-from ..ops.rules.fla import SEQUENCES, FlaBackward, FlaForward, kernels_of_fla
-from ..ops.state_maps.state_map import StateShape
+from ..ops.rules.base import Saved
+from ..ops.rules.fla import SEQUENCES, FlaBackward, FlaForward, choose_fla_or_plain
 
 
 class GDN2Inputs(NamedTuple):
@@ -100,19 +98,5 @@ def _of_value_heads(inputs: GDN2Inputs) -> GDN2Inputs:
     )
 
 
-def choose_gdn2(
-    backend: str,
-    state: StateShape,
-    device: torch.device,
-    dtype: torch.dtype,
-    bits: Bits = Bits.FREE,
-) -> Choice:
-    """The rule of a Gated DeltaNet-2, from dtype, device and installed packages alone.
-
-    Args:
-        backend: ``"fla"``, ``"reference"`` (plain torch) or ``"auto"``, which takes fla where its
-            kernels run and bits need not repeat.
-        bits: see :func:`..ops.rules.choice.choose`, which has the errors too.
-    """
-    kernels = {"fla": kernels_of_fla(FlaGDN2, device, dtype, state)}
-    return choose(backend, "Gated DeltaNet-2", kernels, PlainGDN2, device=device, bits=bits)
+# ``"auto"`` takes fla where its kernels run and bits need not repeat.
+choose_gdn2 = partial(choose_fla_or_plain, "Gated DeltaNet-2", FlaGDN2, PlainGDN2)

@@ -85,7 +85,7 @@ class Mamba2Mixer(RecurrentMixer):
         conv_bias: give the convolution a bias.
         chunk_size: where Megatron's dynamic context may cut prompts; results do not depend on it.
         backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
-            ``"auto"``, see :func:`megatron_gdn.mamba2.rule.choose_ssd`.
+            ``"auto"``, see `megatron_gdn.mamba2.rule`.
         layer_number, pg_collection, pp_layer_offset, name: as in
             :class:`megatron_gdn.GatedDeltaNet`.
         cp_layout, linear_cp_mode, cp_ranks_per_machine: likewise. With headwise, heads of one group

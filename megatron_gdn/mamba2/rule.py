@@ -13,6 +13,7 @@ in every call.
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -21,10 +22,15 @@ from torch import Tensor
 from ..ops.delta_rule.chunk_math import Values
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import fla_needs_tilelang
-from ..ops.rules.base import Bits
-from ..ops.rules.choice import Choice, choose
 from ..ops.rules.chunk_table import CHUNK
-from ..ops.rules.fla import Boundaries, FlaBackward, FlaForward, FlaRule, Inside, kernels_of_fla
+from ..ops.rules.fla import (
+    Boundaries,
+    FlaBackward,
+    FlaForward,
+    FlaRule,
+    Inside,
+    choose_fla_or_plain,
+)
 from ..ops.state_maps.state_map import StateMap, StateShape
 
 UNLIMITED = (0.0, math.inf)
@@ -175,19 +181,5 @@ class FlaSSD(FlaRule):
         return SSDInputs(d_x, d_B, d_C, d_dt, d_g, d_D)
 
 
-def choose_ssd(
-    backend: str,
-    state: StateShape,
-    device: torch.device,
-    dtype: torch.dtype,
-    bits: Bits = Bits.FREE,
-) -> Choice:
-    """The rule of a Mamba2 mixer, from dtype, device and installed packages alone.
-
-    ``backend``: ``"fla"`` (its ``simple_gla`` kernels), ``"reference"`` or ``"auto"``, fla where it
-    runs; see :func:`..ops.rules.choice.choose`, which has the errors too.
-    """
-    return choose(
-        backend, "Mamba2", {"fla": kernels_of_fla(FlaSSD, device, dtype, state)}, PlainSSD,
-        device=device, bits=bits,
-    )  # fmt: skip
+# ``"auto"`` takes fla where its kernels run and bits need not repeat.
+choose_ssd = partial(choose_fla_or_plain, "Mamba2", FlaSSD, PlainSSD)

@@ -21,8 +21,8 @@ from ..documents import Documents
 from ..obstacles import Obstacle, fla_package
 from ..state_maps.parts import CHUNK
 from ..state_maps.state_map import StateMap, StateShape
-from .base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
-from .choice import Kernels
+from .base import Bits, Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
+from .choice import Choice, Kernels, choose
 
 SEQUENCES = "cu_seqlens chunk_indices"
 FLA_IS_TIMED = (
@@ -198,3 +198,18 @@ def kernels_of_fla(
     return Kernels(
         lambda: why_not_fla(rule, device, dtype, state), make or rule, "fla runs here", FLA_IS_TIMED
     )
+
+
+def choose_fla_or_plain(
+    mixer: str,
+    fla: type[FlaRule],
+    plain: Callable[..., Rule],
+    backend: str,
+    state: StateShape,
+    device: torch.device,
+    dtype: torch.dtype,
+    bits: Bits = Bits.FREE,
+) -> Choice:
+    """The rule of a mixer without other kernels, see :func:`.choice.choose`."""
+    kernels = {"fla": kernels_of_fla(fla, device, dtype, state)}
+    return choose(backend, mixer, kernels, plain, device=device, bits=bits)
