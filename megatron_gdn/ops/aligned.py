@@ -48,11 +48,6 @@ def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable
     return ChunkTable.of(documents, CHUNK, heads, fixed=True)
 
 
-def rows_before(parameters: Parameters) -> int:
-    """W - 1, the rows before a token that the convolution reads."""
-    return parameters[0].shape[-1] - 1
-
-
 def front_on_grid(
     front: TableFront,
     parameters: Parameters,
@@ -65,7 +60,7 @@ def front_on_grid(
 
     ``before`` ``[N, W - 1, P]`` has the rows before every sequence with tokens; None: zeros.
     """
-    past, flat = rows_before(parameters), rows.flatten(0, 1)
+    past, flat = parameters[0].shape[-1] - 1, rows.flatten(0, 1)
     made: list[_Gathered | None] = []
     kind: Any = tuple
     triton = getattr(front, "triton", False)  # with one path for all tokens of packed rows

@@ -60,8 +60,8 @@ class PlainFront(TableFront):
         def run(proj: Tensor, before: Tensor | None, apart: Tensor | None, *parameters: Tensor):
             weight, bias, A_log, dt_bias = parameters
             of = FrontParameters(weight, bias, A_log, dt_bias, None, apart)
-            again = Batch(proj, of, documents, history and history._replace(rows=before))
-            return list(self._differentiably(again, self.names).values())
+            inner = Batch(proj, of, documents, history and history._replace(rows=before))
+            return list(self._differentiably(inner, self.names).values())
 
         d_made, sections = [], [*self.table.convolved, *self.table.gates]
         factor = getattr(grads, "factor", None)

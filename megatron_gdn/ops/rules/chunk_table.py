@@ -189,11 +189,7 @@ class ChunkTable:
 
         Empty slots are zero, which makes them tokens that write nothing and do not decay.
         """
-        rows = x.flatten(0, 1)
-        if isinstance(group.token, slice):
-            rows = rows[group.token]
-        else:
-            rows = rows.index_select(0, group.token)
+        rows = x.flatten(0, 1)[group.token]
         if group.empty is not None:
             rows.masked_fill_(group.empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
         chunks = rows.view(-1, self.chunk_size, *heads, *rows.shape[2:]).movedim(1, 1 + len(heads))
