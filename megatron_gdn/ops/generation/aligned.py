@@ -1,13 +1,13 @@
 """Prefill and decode on the grid of training, see :mod:`megatron_gdn.ops.aligned`.
 
 A sequence remembers the state at the start of its chunk of 64 tokens. Its history holds whole
-projection rows: the W - 1 before the chunk and those of the chunk so far. What lies behind these,
-if finite, changes no bit of the earlier ones. How many tokens a sequence has had, the host knows;
-or, in slots, the device: then one more row before a history counts the tokens of the chunk.
+projection rows: the W - 1 before the chunk and those of the chunk so far. Rows behind the last token
+change no bit of a token, if they are finite. The host knows how many tokens a sequence has had. In
+slots only the device knows: there one more row before a history counts the tokens of the chunk.
 
 A decode step writes one row to every history and computes the chunks again from their states, in
-calls of the shapes of training, for all sequences together. It moves nothing else of a history. It
-writes a state only where a chunk ends. (A front reads as many bytes as a copy of the rule's inputs
+calls of the shapes of training, for all sequences together. It writes a state only where a chunk
+ends. (A front reads as many bytes as a copy of the rule's inputs
 would, and on a CPU a call of one row would round elsewhere. So the rule's inputs are not kept.)
 
 Legend: N sequences, s tokens, P projection width, W conv taps, H heads with a state, K
