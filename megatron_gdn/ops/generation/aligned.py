@@ -1,9 +1,10 @@
 """Prefill and decode on the grid of training, see :mod:`megatron_gdn.ops.aligned`.
 
 A sequence remembers the state at the start of its chunk of 64 tokens. Its history holds whole
-projection rows: the W - 1 before the chunk and those of the chunk so far. Rows behind the last token
-change no bit of a token, if they are finite. The host knows how many tokens a sequence has had. In
-slots only the device knows: there one more row before a history counts the tokens of the chunk.
+projection rows: the W - 1 before the chunk and those of the chunk so far. Rows behind the last
+token change no bit of a token, if they are finite. The host knows how many tokens a sequence has
+had. In slots only the device knows: there one more row before a history counts the tokens of the
+chunk.
 
 A decode step writes one row to every history and computes the chunks again from their states, in
 calls of the shapes of training, for all sequences together. It writes a state only where a chunk
