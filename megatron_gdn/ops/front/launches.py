@@ -196,7 +196,7 @@ def _widths(front: TritonFront) -> list[int]:
 
 
 def tables_of(
-    front: TritonFront, apart: bool = False, way: str = "", groups: Sequence[int] | None = None
+    front: TableFront, apart: bool = False, way: str = "", groups: Sequence[int] | None = None
 ) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
     """CONVOLVED, GATES and the functions of :mod:`.kernels`.
 

@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..front.launches import TritonFront, tables_of
+from ..front.launches import tables_of
+from ..front.table import TableFront
 from ..kernels.elementwise import sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
@@ -37,7 +38,7 @@ _EPS = 1e-6  # of unit length, as in :func:`..elementwise.l2norm`
 
 def token_in_slots(
     row: Tensor,
-    front: TritonFront,
+    front: TableFront,
     parameters: Sequence[Any],
     memory: Buffers,
     after: Buffers | None,
@@ -70,7 +71,7 @@ def token_in_slots(
 
 @lru_cache(maxsize=MOST_PLANS)
 def _launches(
-    front: TritonFront,
+    front: TableFront,
     N: int,
     stride: int,
     taps: int,

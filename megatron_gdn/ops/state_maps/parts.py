@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -131,8 +131,8 @@ class Parts:
         backwards = [chain[::-1] for chain in chains]
         makers = _steps_to_final_states, _steps_to_part_states
         ways = (make(way, documents.device) for way in (chains, backwards) for make in makers)
-        places = ChunkPlaces(first_chunks, indices)
-        return cls(documents.cu_seqlens, *tables, ragged, places, *ways)
+        fields: list[Any] = [documents.cu_seqlens, *tables, ragged]
+        return cls(*fields, ChunkPlaces(first_chunks, indices), *ways)
 
 
 def _tables(documents: Documents, cut: Cut) -> tuple[Tensor, ...]:
