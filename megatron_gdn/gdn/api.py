@@ -180,20 +180,17 @@ def run_rule(
         q, k = l2norm(q), l2norm(k)
     if scale is not None:
         q = q * (scale * k.shape[-1] ** 0.5)
-    filled = None
-    if documents is not None and 0 in documents.lengths:
-        # A rule counts non-empty documents. An empty document's final state is its initial one.
-        filled = torch.tensor([n > 0 for n in documents.lengths], device=v.device)
-    initial = initial_state
-    if documents is not None and filled is not None and initial is not None:
+    # A rule counts non-empty documents. An empty document's final state is its initial one.
+    filled, initial = None if documents is None else documents.filled, initial_state
+    if filled is not None and initial is not None:
         # Without any token the rule has one sequence, of zero length, and no state enters it.
-        initial = initial[filled] if documents.total_tokens else None
+        initial = initial.index_select(0, filled) if len(filled) else None
     o, final = _RunRule.apply(rule, documents, output_final_state, q, k, v, g, beta, initial)
-    if final is None or filled is None:
+    if final is None or filled is None or documents is None:
         return o, final
-    whole = final.new_zeros(len(filled), *final.shape[1:])
+    whole = final.new_zeros(len(documents.lengths), *final.shape[1:])
     whole = whole if initial_state is None else initial_state.to(final.dtype)
-    return o, whole.masked_scatter(filled[:, None, None, None], final)
+    return o, whole.index_copy(0, filled, final[: len(filled)])
 
 
 class _RunRule(torch.autograd.Function):

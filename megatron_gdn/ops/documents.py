@@ -119,6 +119,14 @@ class Documents:
         offsets = self.offsets
         return tuple(end - start for start, end in zip(offsets, offsets[1:], strict=False))
 
+    @cached_property
+    def filled(self) -> Tensor | None:
+        """int64 on the device: the documents with tokens; None if all have some."""
+        index = [n for n, length in enumerate(self.lengths) if length]
+        if len(index) == len(self.lengths):
+            return None
+        return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), self.device)
+
     @property
     def sequences(self) -> int:
         """M of the legend."""

@@ -24,7 +24,6 @@ from ..documents import Documents
 from ..elementwise import l2norm, silu
 from ..front.history import history_of, last_rows
 from ..front.table import TableFront
-from ..host_tables import cached_by_stream, to_device
 from ..parts import Parts
 from ..rules.token_rule import recurrence
 from .aligned import decode_on_grid, prefill_on_grid
@@ -100,10 +99,10 @@ def _in_chunks(
         past = history_of(newest, documents, len(proj))
     inputs = parts.front.forward(proj, parts.of_front, documents, history=past)
     # A rule gets the states of non-empty documents only; an empty document keeps its state.
-    filled, initial = None, None if begins else state
-    if documents is not None and 0 in documents.lengths:
-        filled = _filled(documents.lengths, proj.device)
-        initial = None if begins else state.index_select(0, filled)
+    filled = None if documents is None else documents.filled
+    initial = None if begins else state
+    if filled is not None and initial is not None:
+        initial = state.index_select(0, filled)
     output = parts.rule.begin(inputs, documents).run(initial, keep=False, final=True)
     final = output.final
     assert final is not None
@@ -202,10 +201,3 @@ def _plain_token(
     if after is not None:
         after.write(*memory.gathered())
     return o
-
-
-@cached_by_stream(32)
-def _filled(lengths: tuple[int, ...], device: torch.device) -> Tensor:
-    """int64, which documents have tokens."""
-    index = [n for n, length in enumerate(lengths) if length]
-    return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
