@@ -18,6 +18,11 @@ CHAINS = {
 SIZES = [(1, 16, 5), (3, 32, 40), (2, 16, 32), (1, 24, 40), (1, 5, 7)]
 
 
+def in_one_launch(local, through, steps, out, start, cuts=None):
+    flags = None if cuts is None else cuts.flags
+    return chains_kernels.follow(local, through, steps.table, out, start, flags)
+
+
 def case(chains, sizes, device):
     """Maps that lie apart in memory, as those of a gather do."""
     H, K, V = sizes
@@ -35,7 +40,7 @@ def both(steps, local, through, Q, start, cuts=None):
     K, V = local.shape[2:]
     X = V + K if start is IDENTITY else V
     out = local.new_full((Q, local.shape[1], K, X), float("nan"))
-    chains_kernels.follow(local, through, steps, out, start, cuts)
+    in_one_launch(local, through, steps, out, start, cuts)
     exact = torch.full_like(out, float("nan"), dtype=torch.float64)
     wide = start.double() if isinstance(start, torch.Tensor) else start
     follow_in_torch(local.double(), through.double(), steps, exact, wide, cuts)
@@ -96,7 +101,7 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
     maps = torch.randn(4, H, K, V + K, generator=torch.Generator().manual_seed(0)).to(device)
     local, through = maps.split([V, K], dim=-1)
     through[places[cut]] = 0
-    runs = [(chains_kernels.follow, cuts[0])] + [(follow_in_torch, x) for x in cuts]
+    runs = [(in_one_launch, cuts[0])] + [(follow_in_torch, x) for x in cuts]
     uncut = [chain_of(follow, nodes, local, through, None) for follow, _ in runs]
     clean = [chain_of(follow, nodes, local, through, x) for follow, x in runs]
     for x, y in zip(clean, uncut, strict=True):
@@ -153,7 +158,7 @@ def test_any_number_of_chains_is_counted_by_a_grid(device, monkeypatch):
     n, (H, K, V) = 70_000, SIZES[0]
     steps = Steps.build([[(0, NONE)]] * n, device)
     state = torch.zeros(1, H, K, V, device=device)
-    chains_kernels.follow(state, torch.zeros(1, H, K, K, device=device), steps, state, None)
+    in_one_launch(state, torch.zeros(1, H, K, K, device=device), steps, state, None)
     (grid,) = launched
     assert grid[0] == n and max(grid[1:]) <= 65535
 

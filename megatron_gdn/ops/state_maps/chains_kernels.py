@@ -10,7 +10,6 @@ from torch import Tensor
 
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
-from .state_map import Cuts, Steps
 
 _COLUMNS = 64  # of a state in one program
 _ZERO, _GIVEN, _IDENTITY = range(3)
@@ -73,22 +72,21 @@ def _follow_kernel(
 def follow(
     local: Tensor,
     through: Tensor,
-    steps: Steps,
+    table: Tensor,
     out: Tensor,
     start: Tensor | str | None,
-    cuts: Cuts | None = None,
+    cut: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`.state_map.follow`."""
-    N, L, _ = steps.table.shape
+    """As :func:`.state_map.follow`, by the ``table`` of steps and the ``flags`` of cuts."""
+    N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]
     given = start if isinstance(start, Tensor) else local  # any pointer: it is not read
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
     kind = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
     strides = *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3]
-    launch = _follow_launch(N, L, H, K, V, X, strides, kind, cuts is not None)
-    flags = steps.table if cuts is None else cuts.flags
-    launch(local, through, given, out, steps.table, flags)
+    launch = _follow_launch(N, L, H, K, V, X, strides, kind, cut is not None)
+    launch(local, through, given, out, table, table if cut is None else cut)
     return out
 
 

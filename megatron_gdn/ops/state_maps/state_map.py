@@ -142,7 +142,8 @@ def follow(
     if local.is_cuda and local.dtype == torch.float32 and dense and K <= MOST_ROWS:
         from . import chains_kernels
 
-        return chains_kernels.follow(local, through, steps, out, start, cuts)
+        flags = None if cuts is None else cuts.flags
+        return chains_kernels.follow(local, through, steps.table, out, start, flags)
     return follow_in_torch(local, through, steps, out, start, cuts)
 
 
