@@ -131,8 +131,9 @@ class Parts:
         backwards = [chain[::-1] for chain in chains]
         makers = _steps_to_final_states, _steps_to_part_states
         ways = (make(way, documents.device) for way in (chains, backwards) for make in makers)
-        fields: list[Any] = [documents.cu_seqlens, *tables, ragged]
-        return cls(*fields, ChunkPlaces(first_chunks, indices), *ways)
+        places = ChunkPlaces(first_chunks, indices)
+        fields: list[Any] = [documents.cu_seqlens, *tables, ragged, places, *ways]
+        return cls(*fields)
 
 
 def _tables(documents: Documents, cut: Cut) -> tuple[Tensor, ...]:
