@@ -106,7 +106,8 @@ def as_tree(trained: Trained) -> list[MicroBatch]:
     return [MicroBatch(rows, rows, params)]
 
 
-def separately(trained: Trained, most_tokens: int) -> list[MicroBatch]:
+def separately(trained: Trained, most_tokens: int, way: str) -> list[MicroBatch]:
+    """Micro-batches whose documents continue none; as a tree, ``flex_attention`` takes them."""
     groups: list[list] = [[]]
     for sequence in trained.sequences():
         if groups[-1] and sum(len(x[0]) for x in (*groups[-1], sequence)) > most_tokens:
@@ -119,7 +120,9 @@ def separately(trained: Trained, most_tokens: int) -> list[MicroBatch]:
         last = zip(ends[1:], (len(new) for _, new in group), strict=True)
         kept = [row for end, count in last for row in range(end - count, end)]
         moved = (torch.tensor(x, device=DEVICE) for x in (rows, kept))
-        made.append(MicroBatch(*moved, thd(ends)))
+        lengths = [len(x[0]) for x in group]
+        as_tree = tree_packed_seq_params(lengths, [-1] * len(group), device=DEVICE)
+        made.append(MicroBatch(*moved, as_tree if way == "flex" else thd(ends)))
     return made
 
 
@@ -166,13 +169,6 @@ def build(args, modules: str, dtype: torch.dtype) -> nn.Module:
         position_embedding_type="rope",
     )
     return model.to(DEVICE) if bf16 else model.to(DEVICE, dtype)
-
-
-def attention(model: nn.Module, flex: bool) -> None:
-    """Which attention separate packing runs."""
-    for module in model.modules():
-        if hasattr(module, "flex"):
-            module.flex = flex or None
 
 
 def names_of_local(name: str) -> str:
@@ -239,14 +235,13 @@ def check(args, model: nn.Module, ways: Sequence[str], trained: Trained) -> dict
     with torch.no_grad():
         for name, parameter in exact.named_parameters():
             parameter.copy_(weights[name])
-    one_by_one = separately(trained, 1)
+    one_by_one = separately(trained, 1, "te")
     logits = step(exact, trained, one_by_one, keep=True)
     right = gradients(exact) | {"logits": logits}
     del exact
     found = {}
     for way in ways:
-        attention(model, way == "flex")
-        batches = as_tree(trained) if way == "tree" else separately(trained, 10**9)
+        batches = as_tree(trained) if way == "tree" else separately(trained, 10**9, way)
         logits = step(model, trained, batches, keep=True)
         found[way] = {
             "logits": distance({"logits": logits}, right)["all"],
@@ -275,8 +270,7 @@ def seconds(model, trained, batches) -> float:
 def first_step(model, trained, way: str, most_tokens: int) -> tuple[list[MicroBatch], float, int]:
     """Micro-batches that fit into memory, the peak of a step in GiB, and their most tokens."""
     while True:
-        batches = as_tree(trained) if way == "tree" else separately(trained, most_tokens)
-        attention(model, way == "flex")
+        batches = as_tree(trained) if way == "tree" else separately(trained, most_tokens, way)
         try:
             seconds(model, trained, batches)  # compiles
             free()
@@ -304,7 +298,6 @@ def measure(args, model: nn.Module, ways: Sequence[str], trained: Trained) -> di
     times: dict[str, list[float]] = {way: [] for way in ways}
     for _ in range(args.repeats):
         for way in ways:
-            attention(model, way == "flex")
             times[way].append(1e3 * seconds(model, trained, batches[way]))
     for way in ways:
         found[way] |= {"median_ms": statistics.median(times[way]), "ms": sorted(times[way])}

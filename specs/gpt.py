@@ -95,7 +95,7 @@ def gpt_block_spec(
             "interval, or a list of 0 and 1 per layer)."
         )
     mixer = cast(type, _mixer(config, "local").module)
-    options = with_launch_options(options, mixer)
+    options = with_launch_options(mixer, options)
     if config.transformer_impl == "local":
         layer_specs, final_norm = _local_layer_specs(config, options), TorchRMSNorm
     else:

@@ -1,37 +1,52 @@
-"""Hybrid stacks with our mixers: 'G' Gated DeltaNet, 'K' Kimi Delta Attention, 'M' Mamba2, ...
+"""Hybrid stacks with our mixers: 'G' Gated DeltaNet, 'K' Kimi Delta Attention, 'M' Mamba2.
 
     HybridModel(config, hybrid_stack_spec("local"), hybrid_layer_pattern="G-G-G-*-", ...)
     --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 
-A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2".
+A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2". Megatron's
+patterns have no letter for Kimi Delta Attention (0.19, main and dev of November 2026), so a 'K'
+layer, as a 'G' of that variant, is built in the place of a 'G' layer, from another spec.
+``"M*G-/M*/M*"`` is the model ``M*G-`` and two heads of multi-token prediction of the layers ``M*``.
 """
 
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
 from dataclasses import fields, replace
 from functools import partial
-from typing import Any, cast
+from types import SimpleNamespace
+from typing import Any, ClassVar, cast
 
 from megatron.core.extensions import transformer_engine as te
 from megatron.core.models.hybrid import hybrid_layer_specs
-from megatron.core.models.hybrid.hybrid_block import HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_block import HybridStack, HybridStackSubmodules
+from megatron.core.models.hybrid.hybrid_layer_allocation import Symbols
+from megatron.core.packed_seq_params import PackedSeqParams
+from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
 from megatron.core.ssm.mlp_layer import MLPLayer
-from megatron.core.transformer.spec_utils import ModuleSpec
+from megatron.core.tensor_parallel.layers import ColumnParallelLinear
+from megatron.core.transformer import multi_token_prediction as mtp
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from megatron.core.transformer.transformer_layer import TransformerLayer, TransformerLayerSubmodules
+from torch import Tensor
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.context_parallel import SequenceLayout
+from megatron_gdn.gdn.layer import GatedDeltaNet
 from megatron_gdn.gdn2.layer import GatedDeltaNet2
+from megatron_gdn.kda.layer import KimiDeltaAttention
 from megatron_gdn.mixers.attention import TorchSelfAttention, beside_torch_attention
-from megatron_gdn.mixers.loader_layout import AUTO
+from megatron_gdn.mixers.loader_layout import AUTO, FollowsLoader, LoaderLayout
+from megatron_gdn.mixers.packing import TREE
 
 from .layer import (
     BIAS_DROPOUT_ADD,
     LocalMoELayer,
     UnavailableLayer,
-    flex_by_option,
     gated_delta_net2_spec,
     gated_delta_net_spec,
-    kda_launch_options,
     kimi_delta_attention_spec,
     local_attention_spec,
     local_mlp_builder,
@@ -40,10 +55,11 @@ from .layer import (
     resolve_modules,
     with_launch_options,
 )
-from .stack import GDN2, KDA, KDAHybridStack, checked_mtp_spec, know_letter, local_mtp_spec
 
-_OF_BOTH = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine")
-_BACKENDS = {"mamba2": ("fla", "reference"), "kda": ("fla", "cudnn", "reference")}
+KDA, GDN2 = "K", "gdn2"  # a letter of patterns; a variant of the config
+_OF_ALL = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine", "backend")
+# Values of a 'G' layer's option ``backend`` that a mixer beside it has too.
+_BACKENDS = {"M": ("fla", "reference"), KDA: ("fla", "cudnn", "reference")}
 _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
@@ -53,18 +69,15 @@ class HybridStackSpec(ModuleSpec):
     def __call__(self, *args: Any, **options: Any) -> Any:
         """The spec over these modules and with these options.
 
-            spec(modules="auto", *, qk_layernorm=False, attention="auto", mamba=None, kda=None,
-                 **options)
+            spec(modules="auto", *, qk_layernorm=False, mamba=None, kda=None, **options)
 
         Args:
             modules: ``"te"`` is Megatron's own hybrid stack with the 'G' and 'M' mixers exchanged;
                 ``"local"`` is plain torch (GDN, Mamba2, MLP, attention, experts); ``"auto"`` is
                 ``"te"`` where Transformer Engine is installed. Checkpoints of the two are
-                interchangeable.
+                interchangeable. Documents that continue others (`megatron_gdn.pack_tree`) run
+                torch's attention in both, on a GPU ``flex_attention``.
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
-            attention: ``"auto"`` is Transformer Engine's attention, or with local modules torch's;
-                documents that continue others (`megatron_gdn.pack_tree`) run torch's in both, on a
-                GPU ``flex_attention``. ``"flex"`` is ``flex_attention`` for all training batches.
             mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention constructors.
             **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend`` (of
                 the delta rule), or of GatedDeltaNet2's if the config's variant is "gdn2".
@@ -88,32 +101,34 @@ def _hybrid_stack_spec(
     modules: str = "auto",
     *,
     qk_layernorm: bool = False,
-    attention: str = "auto",
     mamba: dict[str, Any] | None = None,
     kda: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
-    of_k, of_gdn2 = kda_launch_options(options), with_launch_options(options, GatedDeltaNet2)
-    modules, options = resolve_modules(modules), with_launch_options(options)
-    mixer = gated_delta_net_spec(modules, **options)
-    mamba2 = mamba2_spec(modules, **_options_of_both(options, "mamba2") | (mamba or {}))
-    of_k = _options_of_both(options, "kda") | of_k | (kda or {})
-    others = {
-        KDA: kimi_delta_attention_spec(modules, **of_k),
-        GDN2: gated_delta_net2_spec(modules, **of_gdn2),
-    }
-    cp_layout = options.get("cp_layout", AUTO)
+    modules, of_g = resolve_modules(modules), with_launch_options(GatedDeltaNet, options)
+    shared = {name: value for name, value in of_g.items() if name in _OF_ALL}
+    of_m, of_k = (
+        {name: value for name, value in shared.items() if name != "backend" or value in has}
+        for has in _BACKENDS.values()
+    )
+    launched = with_launch_options(KimiDeltaAttention, {}).items()
+    of_k |= {name: value for name, value in launched if name not in {*options, *_OF_ALL}}
+    of_gdn2 = with_launch_options(GatedDeltaNet2, options)
+    mixer = gated_delta_net_spec(modules, **of_g)
+    mamba2 = mamba2_spec(modules, **of_m | (mamba or {}))
+    cp_layout = of_g.get("cp_layout", AUTO)
     if modules == "te":
-        beside = {"cp_layout": cp_layout, "flex": flex_by_option(attention)}
-        submodules = _te_submodules(mixer, mamba2, qk_layernorm, beside)
-        layers = {name: _layer(each) for name, each in others.items()}
-        theirs = cast(ModuleSpec, _upstream().mtp_block_spec)
-        heads = checked_mtp_spec(theirs, layers=layers, cp_layout=cp_layout)
+        norm_before, theirs = None, cast(ModuleSpec, _upstream().mtp_block_spec)
+        submodules = _te_submodules(mixer, mamba2, qk_layernorm, cp_layout)
     else:
-        local = local_attention_spec(qk_layernorm, cp_layout, attention)
-        submodules = _local_submodules(mixer, mamba2, local)
-        layers = {name: _layer(each, "in_proj") for name, each in others.items()}
-        heads = local_mtp_spec(layers=layers, cp_layout=cp_layout)
+        norm_before, theirs = "in_proj", _local_heads()
+        attention = local_attention_spec(qk_layernorm, cp_layout)
+        submodules = _local_submodules(mixer, mamba2, attention)
+    layers = {
+        KDA: _layer(kimi_delta_attention_spec(modules, **of_k | (kda or {})), norm_before),
+        GDN2: _layer(gated_delta_net2_spec(modules, **of_gdn2), norm_before),
+    }
+    heads = checked_mtp_spec(theirs, layers=layers, cp_layout=cp_layout)
     submodules = replace(submodules, mtp_block_spec=heads)
     return HybridStackSpec(module=KDAHybridStack, params={"layers": layers}, submodules=submodules)
 
@@ -122,27 +137,19 @@ def _upstream() -> HybridStackSubmodules:
     return cast(HybridStackSubmodules, hybrid_layer_specs.hybrid_stack_spec.submodules)
 
 
-def _options_of_both(options: dict[str, Any], mixer: str) -> dict[str, Any]:
-    """Those options of GatedDeltaNet that mean the same in another mixer."""
-    shared = {k: v for k, v in options.items() if k in _OF_BOTH}
-    if options.get("backend") in _BACKENDS[mixer]:
-        shared["backend"] = options["backend"]
-    return shared
-
-
 def _te_submodules(
-    mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool, beside: dict[str, Any]
+    mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool, cp_layout: str
 ) -> HybridStackSubmodules:
     """Megatron's own hybrid stack with our mixers, and torch's attention beside its own."""
     layer = cast(Any, _upstream().attention_layer)
     theirs = layer.submodules.self_attention
-    core = partial(beside_torch_attention(theirs.submodules.core_attention), **beside)
+    core = partial(beside_torch_attention(theirs.submodules.core_attention), cp_layout=cp_layout)
     # Megatron's own stack has no place for these norms, even if the config asks for them.
     norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm} if qk_layernorm else {}
     attention = replace(
         theirs,
         module=TorchSelfAttention,
-        params={**theirs.params, "cp_layout": beside["cp_layout"]},
+        params={**theirs.params, "cp_layout": cp_layout},
         submodules=replace(theirs.submodules, core_attention=core, **norms),
     )
     return replace(
@@ -195,6 +202,189 @@ def _mamba_layer(mixer: ModuleSpec, **norm: Any) -> ModuleSpec:
         module=MambaLayer,
         submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=BIAS_DROPOUT_ADD, **norm),
     )
+
+
+def know_letter() -> None:
+    """Let Megatron's patterns have 'K' layers; a Megatron that knows the letter stays as it is."""
+    if KDA not in Symbols.VALID_LAYERS:
+        known: Any = Symbols
+        known.KDA, known.VALID_LAYERS = KDA, {*Symbols.VALID_LAYERS, KDA}
+
+
+class KDAHybridStack(HybridStack):
+    """Megatron's stack, with 'K' layers, which its ``layer_type_list`` calls 'G'.
+
+    ``kda_options`` are of the 'K' layers of the stack that this process built last.
+    """
+
+    kda_options: ClassVar[dict[str, Any]] = {}
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: HybridStackSubmodules,
+        *,
+        layers: Mapping[str, ModuleSpec],
+        layer_type_list: list[str],
+        pp_layer_offset: int = 0,
+        **others: Any,
+    ) -> None:
+        KDAHybridStack.kda_options = cast(Any, layers[KDA].submodules).self_attention.params
+        submodules, letters = _with_layers(
+            submodules, layers, config, layer_type_list, pp_layer_offset
+        )
+        super().__init__(
+            config, submodules, layer_type_list=letters, pp_layer_offset=pp_layer_offset, **others
+        )
+
+
+def _with_layers(
+    submodules: HybridStackSubmodules,
+    layers: Mapping[str, ModuleSpec],
+    config: TransformerConfig,
+    letters: Iterable[str],
+    before: int,
+) -> tuple[HybridStackSubmodules, list[str]]:
+    """``submodules`` whose 'G' place builds these layers too, and the letters with 'G' for 'K'."""
+    letters = list(letters)
+    numbers = {before + place for place, letter in enumerate(letters, start=1) if letter == KDA}
+    variant = config.experimental_attention_variant
+    gdn = layers[GDN2] if variant == GDN2 else submodules.gdn_layer
+    of_two = {"gdn": gdn, "kda": layers[KDA], "numbers": numbers}
+    # Megatron's main writes its own class into the place's mixer under this variant.
+    written = SimpleNamespace(self_attention=SimpleNamespace())
+    place = ModuleSpec(module=_GDNOrKDALayer, params=of_two, submodules=written)
+    submodules = replace(submodules, gdn_layer=place)
+    return submodules, ["G" if letter == KDA else letter for letter in letters]
+
+
+class _GDNOrKDALayer:
+    """Builds the layer of a 'G' or of a 'K', by its number."""
+
+    def __new__(
+        cls, *, gdn: Any, kda: Any, numbers: set[int], layer_number: int, submodules: Any,
+        **others: Any,
+    ) -> Any:  # fmt: skip
+        spec = kda if layer_number in numbers else gdn
+        return build_module(spec, layer_number=layer_number, **others)
+
+
+class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
+    """Megatron's MTP layer, which refuses sequences that Megatron would shift wrongly.
+
+    Megatron shifts tokens, labels and loss masks by one token per head, document by document. It
+    assumes that each document begins at its offset in ``cu_seqlens_q`` and, over context-parallel
+    ranks, lies in zigzag. Otherwise tokens would get other tokens' labels.
+
+    Args:
+        cp_layout: how the data loader cuts sequences over context-parallel ranks.
+        layers: of 'K', and of 'G' in another variant.
+        others: as for Megatron's layer.
+
+    Raises:
+        ValueError: another layout than zigzag over several ranks.
+    """
+
+    def __init__(
+        self,
+        config: TransformerConfig,
+        submodules: mtp.MultiTokenPredictionLayerSubmodules,
+        *,
+        pg_collection: ProcessGroupCollection,
+        cp_layout: str | SequenceLayout = AUTO,
+        layers: Mapping[str, ModuleSpec],
+        mtp_layer_pattern: str,
+        hybrid_submodules: HybridStackSubmodules,
+        **others: Any,
+    ) -> None:
+        loader_layout = LoaderLayout(cp_layout, config)
+        if pg_collection.cp.size() > 1:
+            _require_zigzag(loader_layout.of_packed(), pg_collection.cp)
+        hybrid_submodules, letters = _with_layers(
+            hybrid_submodules, layers, config, mtp_layer_pattern, 0
+        )
+        super().__init__(
+            config, submodules, pg_collection=pg_collection, mtp_layer_pattern="".join(letters),
+            hybrid_submodules=hybrid_submodules, **others,
+        )  # fmt: skip
+        self.loader_layout = loader_layout
+
+    def forward(
+        self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
+    ) -> tuple[Tensor | None, ...]:
+        """As Megatron's; documents that it would shift wrongly are refused."""
+        _require_shiftable(packed_seq_params, self.cp_group)
+        if self.cp_group.size() > 1:
+            _require_zigzag(self.loader_layout.of(packed_seq_params), self.cp_group)
+        return super().forward(*args, packed_seq_params=packed_seq_params, **others)
+
+
+def _require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
+    """Refuse a cut in which Megatron would give tokens other tokens' labels."""
+    if layout is not SequenceLayout.ZIGZAG:
+        raise ValueError(
+            f"Megatron shifts the labels of multi-token prediction in the zigzag layout, and "
+            f"cp_layout={layout.value!r} over {cp_group.size()} ranks is another: labels would be "
+            f"those of other tokens. Cut every document in zigzag, use one context-parallel rank, "
+            f"or a layer pattern without '/'."
+        )
+
+
+def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
+    """Refuse packed documents whose labels Megatron would shift across their ends.
+
+    If documents and slots have two tensors of offsets, a GPU's host waits for the comparison.
+    """
+    if packed is None:
+        return
+    if packed.qkv_format == TREE:
+        raise NotImplementedError(
+            f"multi-token prediction with qkv_format={TREE!r}: Megatron shifts labels inside one "
+            f"document, and the tokens that follow a prompt's last one lie in its responses, which "
+            f"are other documents. Pack every prompt with its response as one document "
+            f"(qkv_format='thd'), or use a layer pattern without '/'."
+        )
+    documents, slots = packed.cu_seqlens_q, packed.cu_seqlens_q_padded
+    padded = slots is not None and slots is not documents
+    if padded and (documents is None or slots.tolist() != documents.tolist()):
+        raise ValueError(
+            "multi-token prediction with padded slots: Megatron shifts labels between the offsets "
+            "of cu_seqlens_q, and the rows lie at those of cu_seqlens_q_padded. Make the padding "
+            "part of its document, or a document of its own, with one cu_seqlens_q for all, and "
+            "mask its loss."
+        )
+    ranks = 1 if packed.cp_group is None else packed.cp_group.size()
+    given = packed.cp_group is not None or packed.local_cp_size is not None
+    if given and packed.cp_group is not cp_group and (ranks, cp_group.size()) != (1, 1):
+        raise NotImplementedError(
+            f"multi-token prediction over a context-parallel group of {ranks} ranks that "
+            f"packed_seq_params brings: Megatron shifts labels over the model's group of "
+            f"{cp_group.size()}. Leave cp_group and local_cp_size None, or use a layer pattern "
+            f"without '/'."
+        )
+
+
+def _local_heads() -> ModuleSpec:
+    """Heads of local modules, whose checkpoints also fit Transformer Engine's."""
+    parts = mtp.MultiTokenPredictionLayerSubmodules(
+        enorm=TorchRMSNorm,
+        hnorm=TorchRMSNorm,
+        eh_proj=ColumnParallelLinear,
+        mtp_model_layer=cast(Any, None),  # Megatron builds it from the pattern and the stack's spec
+        layer_norm=TorchRMSNorm,
+    )
+    layer = ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=parts)
+    block = mtp.MultiTokenPredictionBlockSubmodules(layer_specs=[layer])
+    return ModuleSpec(module=mtp.MultiTokenPredictionBlock, submodules=block)
+
+
+def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
+    """``theirs`` with each layer replaced by a :class:`HybridMTPLayer` of the same submodules."""
+    layers = [
+        replace(layer, module=HybridMTPLayer, params={**layer.params, **options})
+        for layer in cast(Any, theirs.submodules).layer_specs
+    ]
+    return replace(theirs, submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=layers))
 
 
 know_letter()

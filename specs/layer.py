@@ -13,7 +13,7 @@ import ast
 import inspect
 import os
 import re
-from collections.abc import Collection
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import fields, replace
 from functools import cache, partial
@@ -134,9 +134,7 @@ def local_mlp_builder():
     )
 
 
-def local_attention_spec(
-    qk_layernorm: bool = False, cp_layout: str = AUTO, attention: str = "auto"
-) -> ModuleSpec:
+def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> ModuleSpec:
     """Causal self-attention by torch: batches, packed documents, context parallelism."""
     qk_norm = {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm} if qk_layernorm else {}
     return ModuleSpec(
@@ -144,24 +142,12 @@ def local_attention_spec(
         params={"attn_mask_type": AttnMaskType.causal, "cp_layout": cp_layout},
         submodules=SelfAttentionSubmodules(
             linear_qkv=ColumnParallelLinear,
-            core_attention=partial(
-                TorchAttention, cp_layout=cp_layout, flex=flex_by_option(attention)
-            ),
+            core_attention=partial(TorchAttention, cp_layout=cp_layout),
             linear_proj=RowParallelLinear,
             **qk_norm,
         ),
         metainfo={"fuse_input_layernorm": False},
     )
-
-
-def flex_by_option(attention: str) -> bool | None:
-    """TorchAttention's option ``flex``, from the option ``attention`` of a spec."""
-    if attention not in ("auto", "flex"):
-        raise ValueError(
-            f"unknown attention {attention!r}; use 'auto' (of the modules, and flex_attention for "
-            f"what Transformer Engine's refuses) or 'flex' (torch's flex_attention)."
-        )
-    return True if attention == "flex" else None
 
 
 class LocalMoELayer(MoETransformerLayer):
@@ -189,16 +175,10 @@ class UnavailableLayer:
         )
 
 
-def with_launch_options(options: dict[str, Any], mixer: type = GatedDeltaNet) -> dict[str, Any]:
-    """``options``, and those of the launch's other options that ``mixer`` has."""
+def with_launch_options(mixer: type, named: Mapping[str, Any]) -> dict[str, Any]:
+    """The options that a call ``named``, and those of the launch's others that ``mixer`` has."""
     known = _options_of(mixer)
-    return {**{n: value for n, value in _of_launch().items() if n in known}, **options}
-
-
-def kda_launch_options(named: Collection[str]) -> dict[str, Any]:
-    """KimiDeltaAttention's options of the launch, without those that a call ``named``."""
-    own = _options_of(KimiDeltaAttention).keys() - {"backend", *named}
-    return {name: value for name, value in _of_launch().items() if name in own}
+    return {**{name: value for name, value in _of_launch().items() if name in known}, **named}
 
 
 @cache

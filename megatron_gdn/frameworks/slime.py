@@ -29,6 +29,7 @@ from torch import Tensor
 
 from ..compat.observe import log_once
 from ..gdn.hf import gdn_layer_maps
+from ..gdn.layer import GatedDeltaNet
 from ..hf.model_map import read_hf_config
 from ..hf.safetensors_files import SafetensorsFolder
 from ..mixers.tensor_map import HFRef, TensorMap
@@ -70,7 +71,8 @@ def _with_ours(model: str, args: Any, config: Any, vp_stage: int | None) -> Any:
     block = getattr(plugin, f"get_{model}_spec")(args, config, vp_stage)
     vars(config).update(dims.config_fields)
     # slime's `slice_with_cp` cuts each document by itself.
-    mixer = gated_delta_net_spec("te", **with_launch_options({"cp_layout": "zigzag"}))
+    options = with_launch_options(GatedDeltaNet, {"cp_layout": "zigzag"})
+    mixer = gated_delta_net_spec("te", **options)
     parts = [layer.submodules for layer in block.layer_specs]
     replaced = [each for each in parts if each.self_attention.module is plugin.Attention]
     for each in replaced:

@@ -30,10 +30,9 @@ from torch import Tensor
 from ..context_parallel.gathered import Span, gather_in_order
 from ..context_parallel.layouts import SequenceLayout
 from .arguments import require_causal
-from .attention_share import MicroBatchShare
-from .flex_attention import attend
+from .flex_attention import attend, mask_of
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
-from .packing import TREE
+from .packing import TREE, MicroBatchShare
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -50,9 +49,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     ``flex_attention``; it runs plain torch in fp64, with dropout, heads of less than 16, or
     ``batch_invariant_mode``.
 
-    Constructor arguments are those of DotProductAttention, ``cp_layout`` as in `GatedDeltaNet`, and
-    ``flex``. With ``flex=True`` a GPU runs ``flex_attention`` for every batch that attends to
-    itself, and refuses what it would run in plain torch; with False it never runs it.
+    Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in `GatedDeltaNet`.
     """
 
     def __init__(
@@ -61,7 +58,6 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         *args: Any,
         pg_collection: ProcessGroupCollection | None = None,
         cp_layout: str | SequenceLayout = AUTO,
-        flex: bool | None = None,
         **kwargs: Any,
     ) -> None:
         if pg_collection is None:
@@ -70,7 +66,6 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         super().__init__(_of_one_rank(config), *args, pg_collection=pg_collection, **kwargs)
         self.config = config
         self.loader_layout = LoaderLayout(cp_layout, config)
-        self.flex = flex
         self._whole = False  # whether queries and keys are of whole sequences, on every rank
         if config.context_parallel_size > 1:
             self._require_plain(f"context_parallel_size={config.context_parallel_size}")
@@ -113,9 +108,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         group = None if self._whole else self.cp_group
         how = group, self.loader_layout.of, query.shape[0], query.device
         micro_batch = MicroBatchShare.of(packed_seq_params, *how)
-        flex = self._runs_flex(query)
-        forced = flex and self.flex and len(query) == len(key)
-        if micro_batch.documents is None and micro_batch.size == 1 and not forced:
+        if micro_batch.documents is None and micro_batch.size == 1:
             if self.config.batch_invariant_mode and attention_mask is None:
                 return self._query_by_query(query, key, value)
             queries, keys = query.shape[0], key.shape[0]
@@ -138,17 +131,13 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         if without_rows:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key, value = micro_batch.gather(key), micro_batch.gather(value)
-        if flex:
-            out_sBHD = attend(query, key, value, micro_batch.mask, self._scale)
+        if self._runs_flex(query):
+            out_sBHD = attend(query, key, value, mask_of(micro_batch), self._scale)
         else:
             exact = self.config.batch_invariant_mode and micro_batch.size == 1
             attended = (self._attend(x, query, key, value, exact) for x in micro_batch.spans)
             out_sBHD = torch.cat([*attended])
         return out_sBHD.flatten(1 if without_rows else 2)
-
-    def takes(self, packed: PackedSeqParams | None) -> bool:
-        """Whether this attends to the micro-batch, not another attention beside it."""
-        return True
 
     @property
     def _scale(self) -> float:
@@ -159,22 +148,13 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return self.attention_dropout.p if self.training else 0.0
 
     def _runs_flex(self, query: Tensor) -> bool:
-        if self.flex is False or not query.is_cuda:
-            return False
-        obstacles = {
-            f"attention_dropout={self._dropout}": self._dropout > 0,
-            "config.batch_invariant_mode": self.config.batch_invariant_mode,
-            f"queries of {query.dtype}": query.dtype is torch.float64,
-            f"heads of {query.shape[-1]}": query.shape[-1] < 16,  # the least of a tl.dot
-        }
-        found = [obstacle for obstacle, is_there in obstacles.items() if is_there]
-        if found and self.flex:
-            raise NotImplementedError(
-                f"flex_attention cannot run with {' and '.join(found)}, and flex=True asks for it. "
-                f"Change the setting, or leave flex None (attention='auto' in hybrid_stack_spec): "
-                f"then plain torch runs."
-            )
-        return not found
+        return (
+            query.is_cuda
+            and query.dtype is not torch.float64
+            and query.shape[-1] >= 16  # the least of a tl.dot
+            and not self._dropout
+            and not self.config.batch_invariant_mode
+        )
 
     def _attend(
         self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, exact: bool
@@ -240,25 +220,24 @@ def _of_one_rank(config: TransformerConfig) -> TransformerConfig:
     return alone
 
 
+def _is_tree(packed: PackedSeqParams | None) -> bool:
+    return packed is not None and packed.qkv_format == TREE
+
+
 @cache
 def beside_torch_attention(theirs: type) -> type:
-    """``theirs``, which leaves trees to a `TorchAttention`; with ``flex=True`` all training too."""
+    """``theirs``, which leaves trees to a `TorchAttention`."""
 
     class BesideTorchAttention(theirs):
-        def __init__(self, *args: Any, flex: bool | None, cp_layout: Any, **kwargs: Any) -> None:
+        def __init__(self, *args: Any, cp_layout: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            self.flex = flex
             # Made when it is needed: it refuses configs that are fine for `theirs`.
-            self._make = partial(TorchAttention, *args, flex=flex, cp_layout=cp_layout, **kwargs)
+            self._make = partial(TorchAttention, *args, cp_layout=cp_layout, **kwargs)
             self._made: list[TorchAttention] = []  # no submodule, and no key of a checkpoint
-
-        def takes(self, packed: PackedSeqParams | None) -> bool:
-            is_tree = packed is not None and packed.qkv_format == TREE
-            return is_tree or (self.flex is True and self.training)
 
         def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
             kwargs["packed_seq_params"] = packed_seq_params
-            if not self.takes(packed_seq_params):
+            if not _is_tree(packed_seq_params):
                 return super().forward(*args, **kwargs)
             self._made = self._made or [self._make()]
             return self._made[0].train(self.training)(*args, **kwargs)
@@ -295,8 +274,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         kwargs.update(attention_mask=attention_mask, packed_seq_params=packed_seq_params)
         if inference_context is not None:
             kwargs["inference_context"] = inference_context
-        takes = getattr(self.core_attention, "takes", None)
-        if takes is not None and not takes(packed_seq_params):
+        if not (isinstance(self.core_attention, TorchAttention) or _is_tree(packed_seq_params)):
             return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
         if inference_context is not None:
             return self._generate(hidden_states, rotary_pos_emb, **kwargs)

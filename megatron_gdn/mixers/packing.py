@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
+from torch import Tensor
 
+from ..context_parallel.gathered import Span, gather_in_order, spans_of
+from ..context_parallel.layouts import SequenceLayout, positions
 from ..ops.documents import Documents, changed_before_recomputation
 from ..ops.host_tables import stream_of_tables
 from ..ops.static_documents import StaticDocuments
@@ -28,12 +31,12 @@ _UNPACKED = ("sbhd", "bshd")
 class _Look(NamedTuple):
     """One tensor of offsets at the time when it was read."""
 
-    tensor: torch.Tensor | None
+    tensor: Tensor | None
     version: int
-    values: torch.Tensor | None  # None on a GPU, where to compare would wait for the device
+    values: Tensor | None  # None on a GPU, where to compare would wait for the device
 
 
-def _look_at(tensor: torch.Tensor | None) -> _Look:
+def _look_at(tensor: Tensor | None) -> _Look:
     if tensor is None:
         return _Look(None, 0, None)
     return _Look(tensor, tensor._version, None if tensor.is_cuda else tensor.clone())
@@ -115,7 +118,7 @@ def resolve_packed_seq_params(
         )
     for name in _BOUNDARIES:
         offsets = getattr(params, name)
-        if offsets is not None and not isinstance(offsets, torch.Tensor):
+        if offsets is not None and not isinstance(offsets, Tensor):
             raise TypeError(
                 f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a 1-D int32 "
                 f"tensor of global cumulative lengths: torch.tensor({name}, dtype=torch.int32)."
@@ -204,7 +207,7 @@ def _is_packed(params: PackedSeqParams) -> bool:
 
 
 def _resolve(
-    sources: Sequence[torch.Tensor | None], total_tokens: int, device: torch.device
+    sources: Sequence[Tensor | None], total_tokens: int, device: torch.device
 ) -> Documents:
     q_padded, q, kv_padded, kv = sources
     boundaries = q if q_padded is None else q_padded
@@ -251,3 +254,53 @@ def context_parallel_group_of(packed: PackedSeqParams | None, group: Any) -> Any
             f"of 1 needs no group)."
         )
     return group
+
+
+class MicroBatchShare(NamedTuple):
+    """What one rank attends with: its queries, and the keys of all ranks that they see."""
+
+    documents: Documents | None
+    group: Any
+    size: int  # of the group
+    rank: int
+    layout: SequenceLayout
+    lengths: tuple[int, ...]
+    device: torch.device
+
+    @classmethod
+    def of(
+        cls,
+        packed: PackedSeqParams | None,
+        group: Any,
+        layout_of: Callable[[PackedSeqParams | None], SequenceLayout],
+        tokens: int,
+        device: torch.device,
+    ) -> MicroBatchShare:
+        """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``."""
+        group = context_parallel_group_of(packed, group)
+        size, rank = (1, 0) if group is None else (group.size(), group.rank())
+        total = tokens * size
+        documents = resolve_packed_seq_params(packed, total, device)
+        documents = None if documents is None else documents.on_host()  # refused in a capture
+        layout = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order
+        if total != tokens:
+            layout = layout_of(None if documents is None else packed)
+        lengths = Documents.lengths_of(documents, total)
+        return cls(documents, group, size, rank, layout, lengths, device)
+
+    @property
+    def positions(self) -> Tensor:
+        """Positions of this rank's tokens; int64 ``[s]`` on the host."""
+        return positions(self.lengths, self.size, self.layout)[self.rank]
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """This rank's rows by document, in order; empty documents are left out."""
+        spans = spans_of(self.lengths, self.size, self.rank, self.layout)
+        if self.documents is None:
+            return spans
+        return tuple(x._replace(before=self.documents.tokens_before(x.start)) for x in spans)
+
+    def gather(self, x: Tensor) -> Tensor:
+        """``[s, ...] -> [S, ...]``, all ranks' rows in sequence order; gradients are summed."""
+        return gather_in_order(x, self.group, self.lengths, self.layout)

@@ -237,7 +237,7 @@ def stack_of_arguments(args: Any) -> Stack:
     :class:`Stack` does not know is a ValueError.
     """
     from ..specs.gpt import GDN_VARIANTS, kinds_of_layers
-    from ..specs.stack import KDAHybridStack
+    from ..specs.hybrid import KDAHybridStack
 
     for name in ("multi_latent_attention", "moe_latent_size"):
         if getattr(args, name, None):

@@ -31,8 +31,8 @@ from megatron_gdn.specs import (
     mamba2_spec,
 )
 from megatron_gdn.specs import hybrid as hybrid_module
+from megatron_gdn.specs.hybrid import HybridMTPLayer, checked_mtp_spec
 from megatron_gdn.specs.layer import LocalMoELayer
-from megatron_gdn.specs.stack import HybridMTPLayer, checked_mtp_spec
 from tests.distributed.model_laws import leaves
 from tests.parallel import make_config
 from tests.ranks import on_ranks
@@ -110,9 +110,8 @@ def test_what_both_mixers_know_goes_to_both():
 def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():
     """Megatron's own stack has none, whatever ``config.qk_layernorm`` says."""
     mixers = gated_delta_net_spec("local"), mamba2_spec("local")
-    options = {"cp_layout": "auto", "flex": None}
     with_norms, without = (
-        hybrid_module._te_submodules(*mixers, asked, options) for asked in (True, False)
+        hybrid_module._te_submodules(*mixers, asked, "auto") for asked in (True, False)
     )
     assert without.mamba_layer.submodules.mixer.module is Mamba2Mixer
     for stack, norm in ((with_norms, te.TENorm), (without, None)):

@@ -6,6 +6,7 @@ from megatron.core.extensions.transformer_engine import TEDotProductAttention
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec as upstream
 from megatron.core.transformer.attention import SelfAttention
 
+from megatron_gdn import tree_packed_seq_params
 from megatron_gdn.mixers.attention import TorchAttention, TorchSelfAttention
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.distributed.layer_laws import thd
@@ -80,16 +81,10 @@ def test_packed_documents_and_batches_run_as_before():
         assert torch.equal(mine(x, None, **given)[0], upstreams(x, None, **given)[0])
 
 
-def test_the_option_flex_gives_all_training_batches_to_torch(calls):
-    model, tokens = build(attention="flex"), torch.randint(VOCABULARY, (1, TOKENS))
-    for params in (None, thd((5, TOKENS - 5))):
-        calls.clear()
-        trained = logits(model.train(), tokens, params)
-        assert calls == ["TorchAttention"]
-        assert_close("logits", trained, logits(model.eval(), tokens, params), 1e-4)
-        assert calls == ["TorchAttention", "TEDotProductAttention"]
-
-
-def test_another_option_is_refused():
-    with pytest.raises(ValueError, match="unknown attention 'flash'; use 'auto'"):
-        hybrid_stack_spec("te", attention="flash")
+def test_a_tree_without_branches_gives_packed_documents_to_torch(calls):
+    model, tokens = build(), torch.randint(VOCABULARY, (1, TOKENS))
+    lengths = (5, TOKENS - 5)
+    by_torch = logits(model, tokens, tree_packed_seq_params(lengths, (-1, -1), device="cpu"))
+    assert calls == ["TorchAttention"]
+    assert_close("logits", by_torch, logits(model, tokens, thd(lengths)), 1e-4)
+    assert calls == ["TorchAttention", "TEDotProductAttention"]

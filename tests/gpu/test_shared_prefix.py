@@ -19,14 +19,18 @@ ANSWERS = Tree((-1, *[0] * 5), (700, 130, 1, 256, 40, 77))
 TURNS = Tree((-1, 0, 0, 1, 1, 3, 3), (300, 90, 100, 5, 200, 128, 64), 4)
 
 
-def core(flex=None, **changes):
+def core(**changes):
     from megatron_gdn.mixers.attention import TorchAttention
 
     sizes = {"hidden_size": HEADS * SIZE, "num_attention_heads": HEADS, "num_query_groups": GROUPS}
     config = make_config(**{**sizes, "attention_dropout": 0.0, **changes})
-    return TorchAttention(
-        config, 1, AttnMaskType.causal, "self", pg_collection=alone(), flex=flex
-    )  # fmt: skip
+    return TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
+
+
+def plain_core(**changes):
+    attention = core(**changes)
+    attention._runs_flex = lambda query: False
+    return attention
 
 
 def make_rows(tokens: int, dtype=torch.float64) -> list[torch.Tensor]:
@@ -56,8 +60,8 @@ def test_flex_attention_rounds_as_bf16_does(tree):
     rows = [x.bfloat16() for x in exact]
     d_out = torch.randn(len(rows[0]), HEADS * SIZE, device="cuda")
     right = run(core(), exact, on_gpu(tree), d_out)
-    found = run(core(flex=True, bf16=True), rows, on_gpu(tree), d_out)
-    plain = run(core(flex=False, bf16=True), rows, on_gpu(tree), d_out)
+    found = run(core(bf16=True), rows, on_gpu(tree), d_out)
+    plain = run(plain_core(bf16=True), rows, on_gpu(tree), d_out)
     for mine, theirs, truth in zip(found, plain, right, strict=True):
         assert mine.dtype == torch.bfloat16
         assert rms(mine.double() - truth) <= 2 * rms(theirs.double() - truth)
@@ -68,7 +72,7 @@ def test_packed_documents_round_as_bf16_does():
     exact = make_rows(sum(lengths))
     rows, d_out = [x.bfloat16() for x in exact], torch.randn(506, HEADS * SIZE, device="cuda")
     params = thd(lengths, "cuda")
-    right, plain = run(core(), exact, params, d_out), run(core(flex=False), rows, params, d_out)
+    right, plain = run(core(), exact, params, d_out), run(plain_core(), rows, params, d_out)
     for mine, theirs, truth in zip(run(core(), rows, params, d_out), plain, right, strict=True):
         assert rms(mine.double() - truth) <= 2 * rms(theirs.double() - truth)
 

@@ -22,7 +22,7 @@ from megatron.core.transformer.module import Float16Module
 
 from megatron_gdn.compat.checkpoints import leave_strides_out
 from megatron_gdn.specs import hybrid_stack_spec
-from megatron_gdn.specs.stack import GDN2
+from megatron_gdn.specs.hybrid import GDN2
 from tests import upstream
 from tests.parallel import VOCABULARY, hybrid_model, in_ddp, model_config, run_schedule
 
