@@ -7,14 +7,12 @@ from functools import partial
 from typing import ClassVar
 
 import torch
-import torch.nn.functional as F
 from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..compat.observe import log_once
 from ..compat.quiet import warn_of_untested
 from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.scheme import local_parameters
@@ -45,17 +43,6 @@ def require_this_variant(config: TransformerConfig) -> None:
             "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and this layer is "
             "Gated DeltaNet ('gdn', 'gated_delta_net' in older Megatrons), which has other gates "
             "and parameters. Change the variant, or build megatron_gdn.GatedDeltaNet2."
-        )
-
-
-def name_other_activation(config: TransformerConfig) -> None:
-    """Log once if upstream's layer, in deterministic mode, would use another activation."""
-    if config.activation_func is not F.silu:
-        name = getattr(config.activation_func, "__name__", config.activation_func)
-        log_once(
-            f"GatedDeltaNet: config.activation_func={name} is for MLPs; convolution and gate take "
-            f"SiLU here. megatron-core's own layer takes {name} for them in deterministic mode, so "
-            f"the two differ on one checkpoint. --swiglu gives SiLU to both."
         )
 
 
@@ -163,7 +150,6 @@ class GatedDeltaNet(UpstreamNames):
         allow_neg_eigval: bool | None = None,
     ) -> None:
         require_this_variant(config)
-        name_other_activation(config)
         again = computed_again(config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out)
         super().__init__(
             config, GDNDims.from_config(config), layer_number, pg_collection, pp_layer_offset,

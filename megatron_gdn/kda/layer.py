@@ -17,10 +17,9 @@ from megatron.core.tensor_parallel.mappings import all_gather_last_dim_from_tens
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from ..compat.observe import log_once
 from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.scheme import local_parameters
-from ..mixers.arguments import computed_again, recomputed_parts
+from ..mixers.arguments import computed_again
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
@@ -137,8 +136,6 @@ class KimiDeltaAttention(RecurrentMixer):
             )
         _refuse(config)
         again = computed_again(config, recompute)
-        if "qkv" in recomputed_parts(config):
-            log_once("KimiDeltaAttention: q, k and v are kept, whatever --recompute-modules says.")
         super().__init__(
             config, KDADims.of(config, forget_rank, output_rank), layer_number,
             pg_collection, pp_layer_offset, cp_layout, A_init_range, conv_init,

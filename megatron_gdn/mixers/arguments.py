@@ -82,27 +82,16 @@ def require_causal(
             f"be [{rows} or 1, 1, {local}, {tokens}] and causal, or [{rows}, {tokens}] of ones"
         )
         if fits:
-            why = f"is not a causal mask{_of_other_tokens(mask, positions)}"
+            why = (
+                f"is not a causal mask of this rank's tokens, which by the layer's option "
+                f"cp_layout lie at {int(positions[0])} to {int(positions[-1])}; Megatron's loaders "
+                f"cut batches that are not packed in zigzag: leave cp_layout at 'auto' there"
+            )
         raise NotImplementedError(
             f"attention_mask of shape {shape} and dtype {mask.dtype} {why}. {_HELP}"
         )
     if looked_at is not None:
         setattr(mask, _CHECKED, looked_at)
-
-
-def _of_other_tokens(mask: Tensor, positions: Tensor) -> str:
-    """The error text for a mask ``[.., s, S]`` that is causal for tokens at other positions."""
-    if mask.dtype != torch.bool or mask.dim() != 4:
-        return ""
-    seen = (~mask[0, 0]).sum(-1)
-    if bool((mask == (torch.arange(mask.shape[-1], device=mask.device) < seen[:, None])).any()):
-        return ""
-    return (
-        f" of this rank's tokens: its rows are of positions {int(seen[0]) - 1} to "
-        f"{int(seen[-1]) - 1}, and by the layer's option cp_layout the rank holds "
-        f"{int(positions[0])} to {int(positions[-1])}. Megatron's loaders cut batches that are not "
-        f"packed in zigzag: leave cp_layout at 'auto' there"
-    )
 
 
 def the_context(inference_context: Any, inference_params: Any) -> Any:
@@ -167,13 +156,7 @@ GDN_FIELDS = ConfigFields(
 )  # fmt: skip
 
 # Names of `--recompute-modules`, and the parts that they compute again here.
-_RECOMPUTED = {
-    "gdn": "whole",
-    "gdn_norm_out": "norm_out",
-    "gdn_qkv": "qkv",
-    "gdn_in_proj_conv": "qkv",
-}
-_KEEPS_PROJECTION = ("gdn_in_proj", "gdn_in_proj_conv", "gdn_qkv")
+_RECOMPUTED = {"gdn": "whole", "gdn_norm_out": "norm_out"}
 # The option `recompute`, and what the backward computes again beside q: k and v; out_proj's input;
 # the rule's output, gates and the inverses of its chunks.
 LEVELS = {
@@ -186,20 +169,17 @@ _CALLED = {"qkv": "query, key and value", "norm_out": "the normed output"}
 _OF_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 
 
-def recomputed_parts(config: TransformerConfig) -> set[str]:
-    """The parts (``whole``, ``qkv``, ``norm_out``) that ``--recompute-modules`` asks for."""
+def _recomputed_parts(config: TransformerConfig) -> set[str]:
+    """The parts (``whole``, ``norm_out``) that ``--recompute-modules`` asks for."""
     if config.recompute_granularity != "selective":
         return set()
     modules = config.recompute_modules or ()
     for name in modules:
-        if name in _KEEPS_PROJECTION:
-            again = "query, key and value are" if name in _RECOMPUTED else "nothing is"
+        if name.startswith("gdn") and name not in _RECOMPUTED:
             log_once(
-                f"GatedDeltaNet: with --recompute-modules {name}, {again} computed again; "
-                f"in_proj's output is kept. 'gdn' computes the whole layer again."
+                f"GatedDeltaNet: --recompute-modules {name} has no effect here. 'gdn' computes the "
+                f"whole layer again, the layer's option recompute parts of it."
             )
-        elif name.startswith("gdn") and name not in _RECOMPUTED:
-            log_once(f"GatedDeltaNet: --recompute-modules {name} has no effect: it is not known.")
     return {_RECOMPUTED[name] for name in modules if name in _RECOMPUTED}
 
 
@@ -224,7 +204,7 @@ def computed_again(
                 f"{does} {_CALLED[part]} again. Give one of the two."
             )
     asked |= {part for part, given in options.items() if given}
-    of_modules = recomputed_parts(config)
+    of_modules = _recomputed_parts(config)
     if recompute == "none" and of_modules:
         raise ValueError(
             f"recompute='none' and --recompute-modules {' '.join(config.recompute_modules or ())} "

@@ -94,8 +94,7 @@ class ShardedBySections:
 
     Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the rows of
     ``in_proj``, are stored section by section. Upstream splits neither the bias nor adapters; its
-    files are still read, and ``metadata["gdn_whole_bias"] = True`` writes a bias that upstream
-    reads, without tensor parallelism.
+    files are still read.
     """
 
     split_by_heads: ClassVar[tuple[str, ...]] = ()  # with rows per head, beside fp32 parameters
@@ -113,13 +112,6 @@ class ShardedBySections:
         layout = layout_of_in_proj(self.dims)
         metadata = ensure_metadata_has_dp_cp_group(metadata)
         tp_group = self.tp_group if tp_group is None else tp_group
-        whole_bias = metadata.get("gdn_whole_bias")
-        if whole_bias and tp_group.size() > 1:
-            raise ValueError(
-                f"gdn_whole_bias with tensor_model_parallel_size={tp_group.size()}: the "
-                f"sections of an undivided in_proj.bias have another order at every size. "
-                f"Load the checkpoint at tensor_model_parallel_size=1 and save it from there."
-            )
 
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
@@ -147,7 +139,7 @@ class ShardedBySections:
             by_row = of_adapter and tensor.data.shape[0] == layout.width
             if name in _CONV:
                 sections = layout.conv_widths, layout.conv_names
-            elif name == "in_proj.weight" or (name == "in_proj.bias" and not whole_bias) or by_row:
+            elif name in ("in_proj.weight", "in_proj.bias") or by_row:
                 sections = layout.widths, layout.names
             else:
                 continue

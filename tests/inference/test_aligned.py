@@ -8,7 +8,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from megatron_gdn.inference import Memory, decode, prefill
-from megatron_gdn.mixers.generation.dynamic import decode_requests
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.generation.aligned import decode_on_grid
 from tests.inference.row_mixers import (
@@ -172,12 +171,12 @@ def test_requests_that_only_pad_a_step_write_nothing(kind):
     for token, row in enumerate(rows):
         both = torch.cat([row, torch.ones_like(row)])[:, None]
         buffers = Memory(conv, states, torch.tensor([0, -1]))
-        out = decode_requests(both, mixer, buffers)
-        assert torch.equal(out[0], whole[token]) and not out[1].any()
+        out = decode(both.transpose(0, 1), mixer, buffers)[0]
+        assert torch.equal(out[0], whole[token][0]) and not out[1].any()
     assert (conv[1:] == 1e30).all() and (states[1:] == 1e30).all()
     strided = Memory(conv.mT.contiguous().mT, states, torch.tensor([0, -1]))
     with pytest.raises(RuntimeError, match="view"):
-        decode_requests(both, mixer, strided)
+        decode(both.transpose(0, 1), mixer, strided)
 
 
 def test_no_product_is_one_that_megatrons_mode_replaces(kind):

@@ -1,6 +1,10 @@
-"""The interface that a mixer implements to generate.
+"""The interface that a mixer implements to generate, in Megatron's static and dynamic contexts.
 
-Legend: s tokens, t tokens of a step.
+A ``DynamicInferenceContext`` lays the tokens of a step end to end: s = 1 + num_speculative_tokens
+of each request that decodes, then prompts or chunks of them, then padding. Its buffers hold in each
+slot the last W inputs of the convolution, and states. Slot -1 marks a request that is padding.
+
+Legend: N requests, M slots, s tokens, t tokens of a step.
 """
 
 from __future__ import annotations
@@ -12,12 +16,13 @@ from torch import Tensor
 
 from ...compat.observe import span
 from ...ops.autograd import uncompiled
+from ...ops.documents import Documents
 from ...ops.generation.memory import Memory, MemoryShape
+from ...ops.generation.step import decode, prefill
 from ...ops.parts import Parts
 from ..arguments import require_causal
 from ..micro_batch import MicroBatch, MicroBatches
 from ..packing import resolve_packed_seq_params
-from .dynamic import check_buffers, decode_requests, prefill_requests, refuse
 from .static import mix_static
 
 if TYPE_CHECKING:
@@ -64,7 +69,7 @@ class GeneratingMixer:
 
         It updates the memory in Megatron's static or dynamic ``context``. Each rank has all tokens,
         also under sequence parallelism. Packed sequences, context parallelism and calls that want
-        gradients are NotImplementedErrors; see also :mod:`.static` and :mod:`.dynamic`.
+        gradients are NotImplementedErrors; see also :mod:`.static`.
         """
         self._refuse_generation(rows, context)
         if not context.is_static_batching():
@@ -116,7 +121,7 @@ class GeneratingMixer:
 
     def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
         """One step's tokens, padding included, ``[t, 1, P]`` to ``[t, 1, H V]``."""
-        refuse(context, type(self).__name__)
+        _refuse_dynamic(context, type(self).__name__)
         assert self.layer_number is not None
         number = self.layer_number - self.pp_layer_offset
         buffers: tuple[Tensor, Tensor] = context.mamba_states_cache(number)
@@ -163,29 +168,101 @@ class GeneratingMixer:
         intermediate_conv_state: Tensor | None = None,
         intermediate_ssm_state: Tensor | None = None,
     ) -> Tensor:
-        """As :func:`.dynamic.decode_requests`; without ``batch_indices`` request n is in slot n."""
-        parts, slots = self.whole_parts(projected.transpose(0, 1)), batch_indices
+        """The next tokens of N requests, ``[N, s, P]`` to ``[N, s, H V]``.
+
+        Without ``batch_indices`` request n is in slot n. The intermediate buffers ``[M, s, ...]``
+        receive the memory after each token, from which the context chooses later. Several tokens
+        without them are a ValueError.
+        """
+        rows, slots = projected.transpose(0, 1), batch_indices
         if slots is None:
             slots = torch.arange(len(projected), device=projected.device)
-        memory, after = self._in_slots(parts, projected, conv_state, ssm_state, slots), None
+        parts, s = self.whole_parts(rows), len(rows)
+        memory, after = self._checked(parts, rows, conv_state, ssm_state, slots), None
         if intermediate_conv_state is not None and intermediate_ssm_state is not None:
             after = self._viewed(intermediate_conv_state, intermediate_ssm_state)
-        return decode_requests(projected, parts, memory, after)
+        if s > 1 and after is None:
+            raise ValueError(
+                f"{s} tokens at once need buffers for the states after each, so that tokens which "
+                f"are not accepted can be taken back; set num_speculative_tokens={s - 1} in the "
+                f"InferenceConfig."
+            )
+        return decode(rows, parts, memory, after).transpose(0, 1)
 
     def ssm_prefill(
         self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
     ) -> Tensor:
-        """``[t, 1, P]`` to ``[t, 1, H V]``, see :func:`.dynamic.prefill_requests`."""
-        parts = self.whole_parts(projected)
-        memory = self._in_slots(parts, projected, conv_state, ssm_state)
-        return prefill_requests(projected, parts, memory, context.mamba_metadata)
+        """Run prompts, or chunks that continue them, each from the memory in its slot.
+
+        ``[t, 1, P]``, sequences and then padding, give ``[t, 1, H V]``, zero in the padding. In the
+        capture of a CUDA graph it raises a NotImplementedError.
+        """
+        if projected.is_cuda and torch.cuda.is_current_stream_capturing():
+            raise NotImplementedError(
+                "prompts are cut by lengths that the host knows, which a CUDA graph would freeze; "
+                "set use_cuda_graphs_for_non_decode_steps=False in the InferenceConfig."
+            )
+        parts, metadata = self.whole_parts(projected), context.mamba_metadata
+        offsets = tuple(metadata.cu_seqlens_list)  # of the requests that are not padding
+        memory = self._checked(parts, projected, conv_state, ssm_state)
+        mixed = projected.new_zeros(len(projected), 1, parts.state.heads * parts.state.columns)
+        if len(offsets) > 1:
+            slots = metadata.batch_indices_prefill[: len(offsets) - 1]
+            documents, real = Documents(offsets, projected.device), slice(offsets[-1])
+            mixed[real] = prefill(projected[real], parts, memory._replace(slots=slots), documents)
+        return mixed
 
     def _viewed(self, conv: Tensor, states: Tensor, slots: Tensor | None = None) -> Memory:
         return Memory(conv, states.mT if self.state_transposed else states, slots)
 
-    def _in_slots(
+    def _checked(
         self, parts: Parts, rows: Tensor, conv: Tensor, states: Tensor, slots: Tensor | None = None
     ) -> Memory:
         memory = self._viewed(conv, states, slots)
-        check_buffers(memory, parts, rows.dtype, self.state_transposed)
+        _check_buffers(memory, parts, rows.dtype, self.state_transposed)
         return memory
+
+
+def _check_buffers(memory: Memory, parts: Parts, dtype: torch.dtype, transposed: bool) -> None:
+    """Refuse, with a ValueError, other shapes, or a dtype that would round the content."""
+    shape = parts.shape
+    wide, (H, K, V) = torch.promote_types(dtype, torch.float32), shape.state
+    window, states = shape.window(shape.past + 1), (H, V, K) if transposed else (H, K, V)
+    in_context = memory.state.mT if transposed else memory.state
+    for name, buffer, of_request, least in (
+        ("conv", memory.history, window, dtype), ("states", in_context, states, wide)
+    ):  # fmt: skip
+        if tuple(buffer.shape[1:]) != of_request:
+            raise ValueError(
+                f"the context holds {name} of {tuple(buffer.shape)}, and this layer's are "
+                f"{of_request} per request. A dynamic context has room for recurrent layers of "
+                f"one kind and size; generate with this model through a StaticInferenceContext."
+            )
+        if torch.promote_types(buffer.dtype, least) != buffer.dtype:
+            raise ValueError(
+                f"the context holds {name} in {buffer.dtype}, which would round them at every "
+                f"token; they must be {least}. Build the context with "
+                f"MambaInferenceStateConfig.from_model(model, conv_states_dtype={dtype}, "
+                f"ssm_states_dtype={wide}); in a launch: "
+                f"--mamba-inference-conv-states-dtype {_flag(dtype)} "
+                f"--mamba-inference-ssm-states-dtype {_flag(wide)}."
+            )
+
+
+def _flag(dtype: torch.dtype) -> str:
+    """The dtype by the name of Megatron's arguments: bf16, fp16, fp32."""
+    return f"{'bf' if dtype is torch.bfloat16 else 'fp'}{dtype.itemsize * 8}"
+
+
+def _refuse_dynamic(context: Any, name: str) -> None:
+    """Refuse a dynamic context without room for the memory of this class of mixers."""
+    if not getattr(context, "is_hybrid_model", False):
+        raise ValueError(
+            f"this {type(context).__name__} has no buffers for recurrent states; give its "
+            f"InferenceConfig a mamba_inference_state_config."
+        )
+    if getattr(context, "mamba_slot_allocator", None) is not None:
+        raise NotImplementedError(
+            f"{name} does not store states at the ends of cached prefixes; set "
+            f"prefix_caching_mamba_gb=None."
+        )
