@@ -29,8 +29,9 @@ from torch import Tensor
 
 from ..context_parallel.gathered import Span, gather_in_order
 from ..context_parallel.layouts import SequenceLayout
+from ..ops.documents import one_document
 from .arguments import require_causal
-from .flex_attention import attend, mask_of
+from .flex_attention import Mask, attend
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .packing import TREE, MicroBatchShare
 
@@ -132,7 +133,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key, value = micro_batch.gather(key), micro_batch.gather(value)
         if self._runs_flex(query):
-            out_sBHD = attend(query, key, value, mask_of(micro_batch), self._scale)
+            out_sBHD = attend(query, key, value, _mask_of(micro_batch), self._scale)
         else:
             exact = self.config.batch_invariant_mode and micro_batch.size == 1
             attended = (self._attend(x, query, key, value, exact) for x in micro_batch.spans)
@@ -212,6 +213,13 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                     "self-attention with a plain softmax and no window. Change the setting, or use "
                     "Transformer Engine's attention."
                 )
+
+
+def _mask_of(share: MicroBatchShare) -> Mask:
+    """Which keys of all ranks this rank's queries see; the first layer makes it."""
+    documents = share.documents or one_document(sum(share.lengths), share.device)
+    how = Mask, share.size, share.rank, share.layout
+    return documents.plan(how, lambda: Mask.of(documents, share.positions))
 
 
 def _of_one_rank(config: TransformerConfig) -> TransformerConfig:

@@ -12,17 +12,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
-from itertools import accumulate
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
-from ..ops.documents import Documents, one_document
+from ..ops.documents import Documents
 from ..ops.host_tables import to_device
 from ..ops.trees import TreeDocuments
-from .packing import MicroBatchShare
 
 BLOCK = 128
 
@@ -55,13 +53,6 @@ class Mask(NamedTuple):
         return (self.key_S[j] <= place) & (place < self.end_S[j])
 
 
-def mask_of(share: MicroBatchShare) -> Mask:
-    """Which keys of all ranks this rank's queries see; the first layer makes it."""
-    documents = share.documents or one_document(sum(share.lengths), share.device)
-    how = Mask, share.size, share.rank, share.layout
-    return documents.plan(how, lambda: Mask.of(documents, share.positions))
-
-
 def attend(
     query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, mask: Mask, scale: float
 ) -> Tensor:
@@ -86,17 +77,18 @@ def _compiled() -> Callable[..., Tensor]:
 
 def _places(documents: Documents) -> tuple[Tensor, Tensor]:
     """Of all keys, place and end; int32 ``[S]`` on the host."""
-    slots, lengths, paths = documents.lengths, documents.lengths, ((),) * len(documents.lengths)
+    slots, lengths, parents = documents.lengths, documents.lengths, (-1,) * len(documents.lengths)
     if isinstance(documents, TreeDocuments):
-        lengths, paths = documents.lengths_without_padding, documents.paths
+        lengths, parents = documents.lengths_without_padding, documents.parents
     whole = [*slots]  # of each document with all that continue it
-    for slot, path in zip(slots, paths, strict=True):
-        for i in path:
-            whole[i] += slot
-    walk = sorted(range(len(slots)), key=lambda i: (*paths[i], i))
-    starts = dict(zip(walk, accumulate((slots[i] for i in walk), initial=0), strict=False))
-    start_N = [starts[i] for i in range(len(slots))]
-    table = torch.tensor([start_N, documents.offsets[:-1], lengths, slots, whole], device="cpu")
+    for i, parent in reversed([*enumerate(parents)]):
+        if parent >= 0:
+            whole[parent] += whole[i]
+    starts, free = [], {-1: 0}  # free: where the next document that continues this one starts
+    for i, parent in enumerate(parents):
+        starts.append(free[parent])
+        free[i], free[parent] = free[parent] + slots[i], free[parent] + whole[i]
+    table = torch.tensor([starts, documents.offsets[:-1], lengths, slots, whole], device="cpu")
     start, offset, length, slot, tree = table.repeat_interleave(table[3], dim=1)
     position = torch.arange(documents.total_tokens, device="cpu") - offset
     # No document continues padding: only the rows behind it in its own slot see it.

@@ -18,7 +18,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import torch
@@ -48,8 +48,6 @@ class Level(NamedTuple):
         if isinstance(self.tokens, slice):
             rows = x[:, self.tokens]
             return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
-        if x.stride(1) == 0:  # one value for all tokens
-            return x[:, : len(self.tokens)]
         return x.index_select(1, self.tokens)
 
 
@@ -73,17 +71,11 @@ class TreeDocuments(Documents):
             raise ValueError(
                 f"parents has {len(self.parents)} entries; there are {len(self.lengths)} documents."
             )
-        given = zip(self.parents, self.lengths_without_padding, self.lengths, strict=True)
-        for index, (parent, length, slot) in enumerate(given):
+        for index, parent in enumerate(self.parents):
             if not -1 <= parent < index:
                 raise ValueError(
                     f"parents[{index}] is {parent}; a document continues an earlier one "
                     f"(0 to {index - 1}), or none (-1). Put every document behind its parent."
-                )
-            if not 0 <= length <= slot:
-                raise ValueError(
-                    f"document {index} has {length} tokens and a slot of {slot}; a document fits "
-                    f"in its slot."
                 )
 
     @property
@@ -159,22 +151,19 @@ class TreeDocuments(Documents):
         return self.plan((HistoryOfParents, past), lambda: self._history(past))
 
     def _history(self, past: int) -> HistoryOfParents | None:
-        length = self.lengths_without_padding
+        begin, length = self.offsets, self.lengths_without_padding
         continuing = [i for i, path in enumerate(self.paths) if path and length[i]]
         if not (continuing and past):
             return None
-        sent, history = [], []
+        sent, before = [], []
         for i in continuing:
-            before = self.tokens_before(self.offsets[i])
-            row = [t for x in before for t in range(max(x.start, x.stop - past), x.stop)]
-            row = row[: -past - 1 : -1]  # the newest first
-            history.append([len(sent) + age if age < len(row) else -1 for age in range(past)])
-            sent += row
-        places = ([x[i] for i in continuing] for x in (self.offsets, length))
-        first, counts, before, moved = (
-            torch.tensor(x, device="cpu") for x in (*places, history, sent)
-        )
-        table = HistoryTable.build(first, counts, before, moved, self.total_tokens, self.device)
+            rows = (range(begin[j] + length[j] - 1, begin[j] - 1, -1) for j in self.paths[i][::-1])
+            newest = [*islice(chain(*rows), past)]
+            before.append([len(sent) + age if age < len(newest) else -1 for age in range(past)])
+            sent += newest
+        places = ([x[i] for i in continuing] for x in (begin, length))
+        *pieces, moved = (torch.tensor(x, device="cpu") for x in (*places, before, sent))
+        table = HistoryTable.build(*pieces, moved, self.total_tokens, self.device)
         return HistoryOfParents(table, to_device(moved, self.device))
 
 
@@ -231,19 +220,16 @@ class BackwardByLevel(RuleBackward):
             )
             d_entered = begun.d_initial() if number else None
             if d_entered is not None and d_final is not None:
-                d_entered = _carried(StateMap(d_entered, through).transposed(d_entered), d_final)
+                maps = StateMap(d_entered, through).transposed(d_entered)
+                with full_fp32_matmul(d_final.device.type):
+                    # One by one: the shape of a product must not depend on the siblings.
+                    each = zip(*maps, d_final, strict=True)
+                    d_entered = torch.stack([StateMap(*one).apply(d) for *one, d in each])
             grads.insert(0, begun.run(entered, d_final))
             if d_entered is not None:
                 families = d_entered.split(levels[number - 1].children)
                 d_final = torch.stack([family.sum(0) for family in families])
         return type(grads[0])(*map(self.documents.in_buffer, zip(*grads, strict=True)))
-
-
-def _carried(maps: StateMap, d_final: Tensor) -> Tensor:
-    """``maps.apply(d_final)``, by products whose shape does not depend on the siblings."""
-    with full_fp32_matmul(d_final.device.type):
-        each = zip(*maps, d_final, strict=True)
-        return torch.stack([StateMap(*of_one).apply(d) for *of_one, d in each])
 
 
 class RuleByLevel(Rule):
