@@ -17,7 +17,7 @@ is read.
 from __future__ import annotations
 
 import sys
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from ..compat.observe import log_once
 from ..context_parallel.layouts import SequenceLayout
@@ -28,28 +28,18 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _LEGAL = (AUTO, *SequenceLayout)
-_ARGUMENTS = (
-    "sequence_packing_scheduler",
-    "hybrid_context_parallel",
-    "sft",
-    "dataloader_inter_document_masking",
-)
+# Arguments of Megatron's scripts. The first that is given says how their ``get_batch`` cuts.
+_FLAGS = {
+    "hybrid_context_parallel": SequenceLayout.ZIGZAG_BUFFER,
+    "sft": SequenceLayout.ZIGZAG,
+    "dataloader_inter_document_masking": SequenceLayout.ZIGZAG_BUFFER,
+}
 
 
 def launch_arguments() -> dict[str, Any]:
     """The arguments of a launch of Megatron's scripts; empty outside one."""
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     return {} if args is None else vars(args)
-
-
-class _Said(NamedTuple):
-    source: str
-    layout: SequenceLayout
-
-    def words(self) -> str:
-        if not self.source.startswith("--"):
-            return self.source
-        return f"{self.source} (with which Megatron's loader cuts {str(self.layout)!r})"
 
 
 class LoaderLayout:
@@ -87,43 +77,42 @@ class LoaderLayout:
         return self._of_mode(None)
 
     def _of_mode(self, mode: str | None) -> SequenceLayout:
-        given = launch_arguments()
-        arguments = tuple([given.get(name) for name in _ARGUMENTS]) if given else ()
-        key = mode, getattr(self.config, "cp_partition_mode", None), arguments
+        given, flag = launch_arguments(), None
+        # A scheduler, in newer Megatrons, cuts by config.cp_partition_mode.
+        if given.get("sequence_packing_scheduler") is None:
+            flag = next((name for name in _FLAGS if given.get(name)), None)
+        key = mode, getattr(self.config, "cp_partition_mode", None), flag
         if key not in self._found:
             self._found[key] = self._resolve(*key)
         return self._found[key]
 
-    def _resolve(
-        self, mode: str | None, by_config: str | None, arguments: tuple[Any, ...]
-    ) -> SequenceLayout:
-        said = []
+    def _resolve(self, mode: str | None, by_config: str | None, flag: str | None) -> SequenceLayout:
+        said: dict[str, SequenceLayout] = {}  # by source
         if self.option != AUTO:
-            said.append(_Said(f"cp_layout={str(self.option)!r}", SequenceLayout(self.option)))
+            said[f"cp_layout={str(self.option)!r}"] = SequenceLayout(self.option)
         contiguous = by_config == SequenceLayout.CONTIGUOUS
         if contiguous:
-            said.append(_Said("config.cp_partition_mode='contiguous'", SequenceLayout.CONTIGUOUS))
+            said["config.cp_partition_mode='contiguous'"] = SequenceLayout.CONTIGUOUS
         if mode is not None and (mode != SequenceLayout.ZIGZAG or contiguous):
             if mode not in tuple(SequenceLayout):
                 raise ValueError(
                     f"packed_seq_params has cp_partition_mode={mode!r}; legal are "
                     f"{', '.join(repr(str(layout)) for layout in SequenceLayout)}."
                 )
-            by_batch = f"packed_seq_params.cp_partition_mode={mode!r}"
-            said.append(_Said(by_batch, SequenceLayout(mode)))
-        elif (by_launch := _said_by(arguments)) is not None:
-            said.append(by_launch)
-        for one in said[1:]:
-            if one.layout is not said[0].layout:
-                raise ValueError(
-                    f"{said[0].words()} and {one.words()} contradict each other about how packed "
-                    f"documents were cut over context-parallel ranks; tokens would be taken for "
-                    f"others. Leave the layer's option cp_layout at 'auto', and let config and "
-                    f"packed_seq_params name what the loader does."
-                )
-        layout, why = SequenceLayout.ZIGZAG, "nothing says otherwise"
-        if said:
-            layout, why = said[0].layout, ", ".join(one.source for one in said)
+            said[f"packed_seq_params.cp_partition_mode={mode!r}"] = SequenceLayout(mode)
+        elif flag is not None:
+            layout = _FLAGS[flag]
+            source = f"--{flag.replace('_', '-')}"
+            said[f"{source} (with which Megatron's loader cuts {str(layout)!r})"] = layout
+        if len(set(said.values())) > 1:
+            raise ValueError(
+                f"{' and '.join(said)} contradict each other about how packed documents were cut "
+                f"over context-parallel ranks; tokens would be taken for others. Leave the layer's "
+                f"option cp_layout at 'auto', and let config and packed_seq_params name what the "
+                f"loader does."
+            )
+        layout = next(iter(said.values()), SequenceLayout.ZIGZAG)
+        why = ", ".join(said) or "nothing says otherwise"
         log_once(
             f"cp_layout {str(self.option)!r}: packed documents are taken as cut {str(layout)!r} "
             f"over context-parallel ranks ({why})"
@@ -144,20 +133,3 @@ class FollowsLoader:
     @cp_layout.setter
     def cp_layout(self, option: str | SequenceLayout) -> None:
         self.loader_layout.option = option
-
-
-def _said_by(arguments: tuple[Any, ...]) -> _Said | None:
-    """The cut of packed documents by ``get_batch`` of pretrain_hybrid.py and pretrain_gpt.py."""
-    if not arguments:
-        return None
-    scheduler, hybrid, sft, whole_buffer = arguments
-    if scheduler is not None:  # in newer Megatrons; it cuts by config.cp_partition_mode
-        return None
-    for flag, is_given, layout in (
-        ("--hybrid-context-parallel", hybrid, SequenceLayout.ZIGZAG_BUFFER),
-        ("--sft", sft, SequenceLayout.ZIGZAG),
-        ("--dataloader-inter-document-masking", whole_buffer, SequenceLayout.ZIGZAG_BUFFER),
-    ):
-        if is_given:
-            return _Said(flag, layout)
-    return None

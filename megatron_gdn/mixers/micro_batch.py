@@ -10,7 +10,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -59,16 +59,6 @@ class MicroBatch:
         return self.scheme.local_positions(self.documents, self.tokens)
 
 
-class _Schemes(NamedTuple):
-    headwise: Headwise | None = None
-    chunkwise: Chunkwise | None = None
-    whole: Whole | None = None
-
-    def only(self) -> Scheme | None:
-        found = [scheme for scheme in self if scheme is not None]
-        return found[0] if len(found) == 1 else None
-
-
 class MicroBatches:
     """Decides how one layer runs each micro-batch.
 
@@ -112,7 +102,7 @@ class MicroBatches:
         self._per_machine = check_ranks_per_machine(cp_ranks_per_machine)
         self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
         self._whole: dict[tuple, MicroBatch] = {}
-        self._schemes: dict[tuple[Any, Rule, SequenceLayout], _Schemes] = {}
+        self._schemes: dict[tuple[Any, Rule, SequenceLayout], tuple[Scheme, ...]] = {}
         self._made: dict[tuple, MicroBatch] = {}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.latest_rule = self.whole(device, _dtype_of_rows(config)).rule
@@ -138,12 +128,11 @@ class MicroBatches:
         alone = group is None or group.size() == 1
         layout = _WHATEVER if alone else self._loader_layout.of_packed()
         rule = self.latest_rule
-        only = self._schemes_of(group, rule, layout).only()
+        first, *others = self._schemes_of(group, rule, layout)
         self._group = group
-        # If only one scheme can run, its kernels are compiled now.
-        if only is not None:
-            states = only.name == LinearCpMode.CHUNKWISE
-            rule.prepare(only.layout, _dtype_of_rows(self._config), states)
+        if not others:  # the kernels of the only scheme are compiled now
+            states = first.name == LinearCpMode.CHUNKWISE
+            rule.prepare(first.layout, _dtype_of_rows(self._config), states)
 
     def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor, group: Any = None) -> MicroBatch:
         """How the micro-batch of these projection rows ``[s, B, P]`` runs.
@@ -196,7 +185,8 @@ class MicroBatches:
             self._whole[key] = MicroBatch(None, 0, rule, Whole(self._layout), passage)
         return self._whole[key]
 
-    def _schemes_of(self, group: Any, rule: Rule, layout: SequenceLayout) -> _Schemes:
+    def _schemes_of(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
+        """The schemes that can run: whole; headwise, chunkwise, or both in this order."""
         found = self._schemes.get((group, rule, layout))
         if found is None:
             if len(self._schemes) >= _MOST_GROUPS:
@@ -208,10 +198,10 @@ class MicroBatches:
             self._schemes[group, rule, layout] = found
         return found
 
-    def _possible(self, group: Any, rule: Rule, layout: SequenceLayout) -> _Schemes:
+    def _possible(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
         if group is None or group.size() == 1:
-            return _Schemes(whole=Whole(self._layout))
-        headwise = None
+            return (Whole(self._layout),)
+        found: list[Scheme] = []
         if self._mode is not LinearCpMode.CHUNKWISE:
             try:
                 headwise = Headwise(self._layout, group, layout)
@@ -221,61 +211,55 @@ class MicroBatches:
                         f"context_parallel_size={group.size()} leaves {heads} value heads on a "
                         f"rank, and {why}. Use fewer ranks or backend='fla'."
                     )
+                found.append(headwise)
             except ValueError as error:
-                headwise = None
                 if self._mode is LinearCpMode.HEADWISE:
                     words = f"{error} Or set linear_cp_mode='chunkwise'."
                     raise type(error)(words) from None
         if self._mode is LinearCpMode.HEADWISE:
-            return _Schemes(headwise)
+            return tuple(found)
         # The same exchange of maps for all documents: the other one adds in another order.
         exchange = "share" if rule.batch_invariant else None
         chunkwise = Chunkwise(
             self._layout, self._state, self._taps, group, layout, exchange,
             cp_ranks_per_machine=self._per_machine,
         )  # fmt: skip
-        return _Schemes(headwise, chunkwise)
+        return *found, chunkwise
 
     def _choose(
         self, group: Any, rule: Rule, layout: SequenceLayout, documents: Documents | None, x: Tensor
     ) -> Scheme:
-        schemes = self._schemes_of(group, rule, layout)
-        only, headwise = schemes.only(), schemes.headwise
-        on_grid, why = self._config.batch_invariant_mode, ""
+        first, *others = self._schemes_of(group, rule, layout)
+        scheme, on_grid, why = first, self._config.batch_invariant_mode, ""
         if documents is not None:
             why = documents.why_headwise
             if on_grid and documents.why_not_on_grid:
                 raise NotImplementedError(documents.why_not_on_grid)
         if documents is not None and documents.continue_others:  # all must lie on one rank
-            scheme = schemes.whole or headwise
-            if scheme is None:
+            if first.name == LinearCpMode.CHUNKWISE:
                 raise NotImplementedError(
                     "documents that continue others run on whole sequences, and these layers can "
                     "only run chunkwise here. Use linear_cp_mode='headwise' with heads that the "
                     "context-parallel ranks can share, or pack the sequences separately."
                 )
-        elif only is not None:
-            scheme, why = only, "the only one that these heads and this backend leave"
-        elif why:
-            scheme = headwise
-        elif on_grid:
-            scheme, why = headwise, "the one that keeps batch_invariant_mode's bits"
-        else:
-            assert headwise is not None
+        elif not others:
+            why = "the only one that these heads and this backend leave"
+        elif on_grid and not why:
+            why = "the one that keeps batch_invariant_mode's bits"
+        elif not why:
             tokens, rows = len(x) * group.size(), x.shape[1]
             lengths = None if documents is None else documents.lengths
             per_machine = ranks_per_machine(group, self._per_machine, x.device)
             cost = price(
-                self._state, headwise.layout, group.size(), layout,
+                self._state, first.layout, group.size(), layout,
                 tokens, rows, lengths, x.dtype.itemsize, per_machine,
             )  # fmt: skip
-            scheme = getattr(schemes, cost.cheaper)
+            scheme = next(each for each in (first, *others) if each.name == cost.cheaper)
             why = (
                 f"the cheaper for {tokens} tokens in {rows if lengths is None else len(lengths)} "
                 f"sequences over {group.size()} ranks, {per_machine} per machine: it adds to a "
                 f"forward {cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms chunkwise"
             )
-        assert scheme is not None
         if self._mode is LinearCpMode.AUTO and scheme.size > 1 and not scheme.announced:
             scheme.announced = True
             log_once(f"{self._mixer}: linear_cp_mode 'auto' takes {scheme.name!r} ({why})")
