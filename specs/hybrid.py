@@ -204,13 +204,6 @@ def _mamba_layer(mixer: ModuleSpec, **norm: Any) -> ModuleSpec:
     )
 
 
-def know_letter() -> None:
-    """Let Megatron's patterns have 'K' layers; a Megatron that knows the letter stays as it is."""
-    if KDA not in Symbols.VALID_LAYERS:
-        known: Any = Symbols
-        known.KDA, known.VALID_LAYERS = KDA, {*Symbols.VALID_LAYERS, KDA}
-
-
 class KDAHybridStack(HybridStack):
     """Megatron's stack, with 'K' layers, which its ``layer_type_list`` calls 'G'.
 
@@ -387,7 +380,9 @@ def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
     return replace(theirs, submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=layers))
 
 
-know_letter()
+if KDA not in Symbols.VALID_LAYERS:  # else this Megatron knows the letter
+    known: Any = Symbols
+    known.KDA, known.VALID_LAYERS = KDA, {*Symbols.VALID_LAYERS, KDA}
 # Megatron's `--spec` finds these by name and does not call them.
 hybrid_stack_spec = _hybrid_stack_spec("auto")
 gdn_hybrid_stack_spec = hybrid_stack_spec

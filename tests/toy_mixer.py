@@ -116,8 +116,8 @@ class ToyMixer(RecurrentMixer):
         heads = self.dims.layout.state_heads
         self._build(specs, choose_rule, fp32={"decay_bias": heads}, linear_cp_mode=linear_cp_mode)
 
-    def _init_others(self, init):
-        init(self.decay_bias, torch.zero_, 0, (H,))
+    def _init_others(self):
+        self._fill_share(self.decay_bias, torch.zero_, 0, (H,))
 
     def parts(self, rows, batch):
         layout = batch.scheme.layout

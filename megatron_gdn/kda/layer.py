@@ -24,7 +24,6 @@ from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
-from ..mixers.tensor_parallel import InitShare
 from ..ops.layout import Layout
 from ..ops.parts import Parts
 from .front import kda_parts
@@ -175,12 +174,12 @@ class KimiDeltaAttention(RecurrentMixer):
                 columns = self.dims.layout.columns(gate)
                 self._add(f"{gate}_b_weight", (columns.stop - columns.start,), rank)
 
-    def _init_others(self, init: InitShare) -> None:
+    def _init_others(self) -> None:
         assert (method := self.config.init_method) is not None
         layout = self.global_dims.layout
         widths = dict(zip(layout.names, layout.widths, strict=True))
-        init(self.f_b_weight, method, 0, (widths["f"],))
-        init(self.z_b_weight, method, 0, (widths["z"],))
+        self._fill_share(self.f_b_weight, method, 0, (widths["f"],))
+        self._fill_share(self.z_b_weight, method, 0, (widths["z"],))
 
 
 def full_rows(narrow: Tensor, in_proj: Layout, row: Layout, group: Any, *weights: Tensor) -> Tensor:

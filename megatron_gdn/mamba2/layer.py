@@ -27,7 +27,7 @@ from ..mixers.base import RecurrentMixer
 from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
-from ..mixers.tensor_parallel import InitShare, device_for, mark_sharded
+from ..mixers.tensor_parallel import device_for, mark_sharded
 from ..ops.aligned import by_token
 from ..ops.parts import GatedNorm, Parts
 from ..ops.readout.base import Apart, Bare, PlainReadout, grouped_rms_norm
@@ -145,7 +145,7 @@ class Mamba2Mixer(RecurrentMixer):
         norm_eps: float = 1e-5,
     ) -> None:
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
-        check_ranges(A_init_range, (dt_min, dt_max), dt_init_floor, dt_limit)
+        check_ranges((dt_min, dt_max), dt_init_floor, dt_limit)
         super().__init__(
             config, Mamba2Dims.from_config(config, d_model, d_conv, expand), layer_number,
             pg_collection, pp_layer_offset, cp_layout, A_init_range, conv_init,
@@ -184,7 +184,7 @@ class Mamba2Mixer(RecurrentMixer):
             )
 
     @torch.no_grad()
-    def _init_others(self, init: InitShare) -> None:
+    def _init_others(self) -> None:
         self.D.fill_(1)
         if self.rmsnorm:
             self.norm.weight.fill_(1)

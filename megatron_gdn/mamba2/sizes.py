@@ -95,19 +95,14 @@ def refuse_unsupported_arguments(
 
 
 def check_ranges(
-    A_init_range: tuple[float, float],
     dt_init_range: tuple[float, float],
     dt_init_floor: float,
     dt_limit: tuple[float, float],
 ) -> None:
     """Refuse ranges that nothing can be drawn from, or clamped to."""
-    ranges = {"A_init_range": A_init_range, "dt_min, dt_max": dt_init_range}
-    for name, (low, high) in ranges.items():
-        if not 0 < low <= high:
-            raise ValueError(
-                f"{name} = ({low}, {high}) must be (low, high) with 0 < low <= high: its logarithm "
-                f"is taken."
-            )
+    low, high = dt_init_range
+    if not 0 < low <= high:
+        raise ValueError(f"dt_min={low}, dt_max={high} must be 0 < dt_min <= dt_max.")
     if not dt_init_floor > 0:
         raise ValueError(f"dt_init_floor={dt_init_floor} must be above 0.")
     if len(dt_limit) != 2 or not 0 <= dt_limit[0] <= dt_limit[1]:

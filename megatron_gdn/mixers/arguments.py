@@ -125,15 +125,6 @@ def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> No
         )
 
 
-def require_rates(A_init_range: tuple[float, float]) -> None:
-    """Refuse a range from which ``A_log``, a logarithm, cannot be drawn."""
-    if not 0 < A_init_range[0] <= A_init_range[1]:
-        raise ValueError(
-            f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
-            f"A_log starts as the logarithm of a number drawn from it."
-        )
-
-
 class ConfigFields(NamedTuple):
     """The config's fields about one mixer."""
 

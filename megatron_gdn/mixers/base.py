@@ -33,20 +33,18 @@ from .arguments import (
     follow_config,
     refuse_unsupported,
     require_causal,
-    require_rates,
     the_context,
 )
 from .checkpoint import SaysStoredRows, ShardedBySections
 from .fp8 import (
     GatesApart,
+    build_linear,
     check_settings,
     keep_gates_apart,
     keep_unquantised_input,
     quantises,
     refuse_fp8_product,
-    refuse_fp8_weight,
     refuse_second_run,
-    wide_parameters,
 )
 from .generation.mixer import GeneratingMixer
 from .graphs import in_layer_graph, refuse_packed
@@ -119,7 +117,11 @@ class RecurrentMixer(
     ) -> None:
         super().__init__(config)
         mixer = type(self).__name__
-        require_rates(A_init_range)
+        if not 0 < A_init_range[0] <= A_init_range[1]:
+            raise ValueError(
+                f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
+                f"A_log starts as the logarithm of a number drawn from it."
+            )
         follow_config(mixer, self.config_fields, config)
         if self.in_layer_graphs:
             in_layer_graph(config)  # refuses what no graph of a layer takes
@@ -312,16 +314,18 @@ class RecurrentMixer(
         )  # fmt: skip
         whole, path = self.global_dims, "" if name is None else f"{name}."
         layout = layout_of_in_proj(dims)
-        self.in_proj = self._linear(
+        of_both = {"bias": bias, "is_expert": False, "tp_group": self.tp_group}
+        self.in_proj = build_linear(
             submodules.in_proj,
+            config,
             whole.hidden_size,
             layout_of_in_proj(whole).width,
             init_method=config.init_method,
             gather_output=False,
-            bias=bias,
             skip_bias_add=False,
             tp_comm_buffer_name="fc1",
             name=f"{path}in_proj" if path else None,
+            **of_both,
         )
         mark_packed(self.in_proj, layout.widths, self.use_muon)
         if quantises(config):
@@ -330,16 +334,17 @@ class RecurrentMixer(
         self._add_others()
         self._add_fp32(**fp32)
         self._build_out_norm(submodules)
-        self.out_proj = self._linear(
+        self.out_proj = build_linear(
             submodules.out_proj,
+            config,
             whole.state.heads * whole.state.columns,
             whole.hidden_size,
             init_method=config.output_layer_init_method,
-            bias=bias,
             input_is_parallel=True,
             skip_bias_add=True,  # the forward returns it, and Megatron adds it
             tp_comm_buffer_name="fc2",
             name=f"{path}out_proj" if path else None,
+            **of_both,
         )
         self.remember_marks()
         self.recompute_whole, self.recompute_rule = "whole" in again, "rule" in again
@@ -356,14 +361,6 @@ class RecurrentMixer(
         )
         for parameter in self.out_norm.parameters():
             parameter.sequence_parallel = config.sequence_parallel
-
-    def _linear(self, spec: ModuleSpec | type, *sizes: int, **how: Any) -> Any:
-        how.update(config=self.config, is_expert=False, tp_group=self.tp_group)
-        with wide_parameters(self.config):
-            linear = build_module(spec, *sizes, **how)
-        if quantises(self.config):
-            refuse_fp8_weight(linear)
-        return linear
 
     def set_for_recompute_input_layernorm(self) -> None:
         """Let in_proj save its unquantised input, so that the norm before it can be recomputed."""

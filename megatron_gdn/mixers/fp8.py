@@ -16,8 +16,9 @@ columns, P its columns of in_proj.
 from __future__ import annotations
 
 import logging
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import nullcontext
 from functools import cache
+from importlib import import_module
 from typing import Any
 
 import torch
@@ -30,6 +31,7 @@ from megatron.core.tensor_parallel.mappings import (
     gather_from_sequence_parallel_region,
     reduce_scatter_to_sequence_parallel_region,
 )
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
@@ -109,28 +111,25 @@ def quantises(config: Any) -> bool:
     return bool(config.fp8) or config.quant_recipe is not None
 
 
-def wide_parameters(config: Any) -> AbstractContextManager[Any]:
-    """Inside, linears are built with weights in ``params_dtype``, also under ``fp8_param``.
+def build_linear(spec: ModuleSpec | type, config: Any, *sizes: int, **how: Any) -> Any:
+    """A linear whose weight is in ``params_dtype``, also under ``fp8_param``.
 
     An FP8 weight has no bf16 values, and its rows share a scale, so it cannot hold the gates.
     """
-    if not getattr(config, "fp8_param", False):
-        return nullcontext()
-    from transformer_engine.pytorch import fp8_model_init  # pyright: ignore[reportMissingImports]
-
-    return fp8_model_init(enabled=False)
-
-
-def refuse_fp8_weight(linear: Any) -> None:
-    """Refuse a weight that a quantization recipe stores in FP8."""
+    wide = nullcontext()
+    if getattr(config, "fp8_param", False):
+        wide = import_module("transformer_engine.pytorch").fp8_model_init(enabled=False)
+    with wide:
+        linear: Any = build_module(spec, *sizes, config=config, **how)
     weight = getattr(linear, "weight", None)
-    if weight is not None and stored_quantised(weight):
+    if quantises(config) and weight is not None and stored_quantised(weight):
         raise NotImplementedError(
             "the quantization recipe stores a projection of this layer in FP8 (fp8_param: true). "
             "Rows of such a weight have no bf16 values for the rule's gates, and its first values "
             "are not this layer's. Set fp8_param to false for in_proj and out_proj; their products "
             "are in FP8 all the same."
         )
+    return linear
 
 
 def runs_in_fp8(linear: Any) -> bool:

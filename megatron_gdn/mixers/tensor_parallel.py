@@ -37,45 +37,6 @@ def device_for(config: Any) -> torch.device:
     return torch.device("cuda", torch.cuda.current_device())
 
 
-InitShare = Callable[[Tensor | None, Callable[[Tensor], object], int, Sequence[int]], None]
-
-
-def init_shares_of(group: Any) -> InitShare:
-    """``init(parameter, method, dim, sections)`` fills this rank's share of a whole parameter.
-
-    ``method`` fills the whole one in place, in fp32, from torch's default generators. ``sections``
-    are its global sizes along ``dim``, each split by itself. A parameter of None is skipped.
-    """
-
-    @torch.no_grad()
-    def init(
-        parameter: Tensor | None,
-        method: Callable[[Tensor], object],
-        dim: int,
-        sections: Sequence[int],
-    ) -> None:
-        if parameter is None:
-            return
-        # On the CPU whatever the default device: Megatron keeps its generator equal in the group.
-        seed = int(torch.randint(2**62, (), device="cpu"))
-        if parameter.is_meta:
-            return
-        shape = list(parameter.shape)
-        shape[dim] = sum(sections)
-        whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
-        on_gpu = [parameter.device] if parameter.is_cuda else []
-        with torch.random.fork_rng(devices=on_gpu):
-            if on_gpu:
-                with torch.cuda.device(parameter.device):
-                    torch.cuda.manual_seed(seed)
-            else:
-                torch.default_generator.manual_seed(seed)
-            method(whole)
-        parameter.copy_(take_share(whole, dim, sections, group.rank(), group.size()))
-
-    return init
-
-
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
     """Mark a parameter as split over tensor-parallel ranks along dimension 0, by sections."""
     vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
@@ -192,10 +153,6 @@ class OwnParameters(MarkedParameters):
         """Weight ``[C, 1, W]`` and bias ``[C]`` or None."""
         return self.conv1d_weight, self.conv1d_bias
 
-    @property
-    def conv_weight(self) -> Tensor:
-        return self.conv_parameters[0]
-
     def _add(
         self, name: str, sections: Sequence[int], *shape: int, dtype: torch.dtype | None = None
     ) -> None:
@@ -243,29 +200,63 @@ class OwnParameters(MarkedParameters):
         With ``config.perform_initialization`` off the two projections are not initialised here. The
         layer's own parameters always are.
         """
-        whole, init = self.global_dims, init_shares_of(self.tp_group)
-        self._init_projections(init)
+        whole, fill = self.global_dims, self._fill_share
+        self._init_projections()
         bound, widths = whole.conv_kernel_dim**-0.5, whole.layout.conv_widths
         of_weight = bound if self.conv_init is None else self.conv_init
         of_bias = of_weight if self.conv_init_of_bias else bound
         weight, bias = self.conv_parameters
-        init(weight, lambda x: x.uniform_(-of_weight, of_weight), 0, widths)
-        init(bias, lambda x: x.uniform_(-of_bias, of_bias), 0, widths)
-        self._init_others(init)
-        for name, fill in (("A_log", self._fill_A_log), ("dt_bias", self._fill_dt_bias)):
+        fill(weight, lambda x: x.uniform_(-of_weight, of_weight), 0, widths)
+        fill(bias, lambda x: x.uniform_(-of_bias, of_bias), 0, widths)
+        self._init_others()
+        for name, method in (("A_log", self._fill_A_log), ("dt_bias", self._fill_dt_bias)):
             if (parameter := getattr(self, name, None)) is not None:
-                init(parameter, fill, 0, (len(parameter) * self.tp_group.size(),))
+                fill(parameter, method, 0, (len(parameter) * self.tp_group.size(),))
 
-    def _init_projections(self, init: InitShare) -> None:
+    @torch.no_grad()
+    def _fill_share(
+        self,
+        parameter: Tensor | None,
+        method: Callable[[Tensor], object],
+        dim: int,
+        sections: Sequence[int],
+    ) -> None:
+        """Fill this rank's share of a whole parameter, if there is one.
+
+        ``method`` fills the whole one in place, in fp32, from torch's default generators.
+        ``sections`` are its global sizes along ``dim``, each split by itself.
+        """
+        if parameter is None:
+            return
+        # On the CPU whatever the default device: Megatron keeps its generator equal in the group.
+        seed = int(torch.randint(2**62, (), device="cpu"))
+        if parameter.is_meta:
+            return
+        shape = list(parameter.shape)
+        shape[dim] = sum(sections)
+        whole = torch.empty(shape, dtype=torch.float32, device=parameter.device)
+        on_gpu = [parameter.device] if parameter.is_cuda else []
+        with torch.random.fork_rng(devices=on_gpu):
+            if on_gpu:
+                with torch.cuda.device(parameter.device):
+                    torch.cuda.manual_seed(seed)
+            else:
+                torch.default_generator.manual_seed(seed)
+            method(whole)
+        rank, size = self.tp_group.rank(), self.tp_group.size()
+        parameter.copy_(take_share(whole, dim, sections, rank, size))
+
+    def _init_projections(self) -> None:
         if not self.config.perform_initialization:
             return
         state, widths = self.global_dims.state, layout_of_in_proj(self.global_dims).widths
-        init(getattr(self.in_proj, "weight", None), self.config.init_method, 0, widths)
+        weight, method = getattr(self.in_proj, "weight", None), self.config.init_method
+        self._fill_share(weight, method, 0, widths)
         columns, method = (state.heads * state.columns,), self.config.output_layer_init_method
-        init(getattr(self.out_proj, "weight", None), method, 1, columns)
+        self._fill_share(getattr(self.out_proj, "weight", None), method, 1, columns)
 
-    def _init_others(self, init: InitShare) -> None:
-        """Fill the parameters that only this mixer has, by ``init`` of :func:`init_shares_of`."""
+    def _init_others(self) -> None:
+        """Fill the parameters that only this mixer has, by :meth:`_fill_share`."""
 
     def _fill_A_log(self, x: Tensor) -> None:
         x.uniform_(*self.A_init_range).log_()

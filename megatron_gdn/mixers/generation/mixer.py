@@ -44,11 +44,6 @@ class GeneratingMixer:
     dims: Any  # of this rank: the layout of a projection row, the state of its heads
     micro_batches: MicroBatches
 
-    @property
-    def conv_weight(self) -> Tensor:
-        """``[C, 1, W]``, in the dtype and on the device of the projection's rows."""
-        raise NotImplementedError
-
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
         """The parts of the mixer between its projections."""
         raise NotImplementedError
@@ -155,7 +150,7 @@ class GeneratingMixer:
         """
         heads, rows, columns, _ = self.dims.state
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
-        taps, on_grid = self.conv_weight.shape[-1], self.config.batch_invariant_mode
+        taps, on_grid = self.dims.conv_kernel_dim, self.config.batch_invariant_mode
         shape = MemoryShape.of(self.dims.layout, self.dims.state, taps, on_grid)
         return shape.window(shape.past + 1), states
 
