@@ -6,10 +6,8 @@ from collections.abc import Sequence
 from functools import partial
 from typing import ClassVar
 
-import torch
 from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -116,9 +114,7 @@ class GatedDeltaNet(UpstreamNames):
         ImportError: the requested backend is not available.
     """
 
-    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
     in_layer_graphs: ClassVar[bool] = True
-    takes_gates_apart: ClassVar[bool] = True
     stored_by_section: ClassVar[bool] = True
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
@@ -181,12 +177,9 @@ class GatedDeltaNet(UpstreamNames):
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
         scheme = batch.scheme
         conv = self.called_conv_parameters(rows, scheme.layout)
-        if not self.A_log.dtype == self.dt_bias.dtype == torch.float32:
-            self.require_fp32_parameters()
-        fp32 = (self.A_log, self.dt_bias) if self.gathered is None else self.gathered()
         return gdn_parts(
             rows,
-            *local_parameters(scheme, *conv, *fp32),
+            *local_parameters(scheme, *conv, *self.fp32_parameters()),
             sizes=HeadSizes.of(scheme.layout),
             rule=batch.rule,
             norm=norm_of(

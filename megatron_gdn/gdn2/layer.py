@@ -7,7 +7,6 @@ from functools import partial
 from typing import ClassVar
 
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
@@ -62,9 +61,7 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
     """
 
     recurrence: ClassVar[str] = "GDN-2"
-    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
     in_layer_graphs: ClassVar[bool] = True
-    takes_gates_apart: ClassVar[bool] = True
     dt_init_range = (0.001, 0.1)
     dt_init_floor = 1e-4
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")

@@ -8,8 +8,6 @@ from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
-from megatron.core.inference.contexts import BaseInferenceContext
-from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
@@ -106,7 +104,6 @@ class Mamba2Mixer(RecurrentMixer):
     config_fields = MAMBA2_FIELDS
     recurrence = "SSD"
     use_muon = False  # as in Megatron's mixer
-    takes_gates_apart = True
     state_transposed = True
     conv_init_of_bias = False
     D: Tensor
@@ -188,20 +185,6 @@ class Mamba2Mixer(RecurrentMixer):
         self.D.fill_(1)
         if self.rmsnorm:
             self.norm.weight.fill_(1)
-
-    def forward(
-        self,
-        hidden_states: Tensor,
-        inference_context: BaseInferenceContext | None = None,
-        *,
-        inference_params: BaseInferenceContext | None = None,
-        packed_seq_params: PackedSeqParams | None = None,
-    ) -> tuple[Tensor, Tensor | None]:
-        """:meth:`..mixers.base.RecurrentMixer.forward`, with the arguments of Megatron's mixer."""
-        return super().forward(
-            hidden_states, None, inference_context, packed_seq_params,
-            inference_params=inference_params,
-        )  # fmt: skip
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
         scheme = batch.scheme

@@ -12,6 +12,7 @@ from megatron.core.inference.contexts import BaseInferenceContext
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.tensor_parallel.random import checkpoint, is_checkpointing
+from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.module import MegatronModule
 from megatron.core.transformer.spec_utils import ModuleSpec, build_module
@@ -93,10 +94,10 @@ class RecurrentMixer(
     micro_batches: MicroBatches
     config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # the config's fields about this mixer
     recurrence: ClassVar[str] = "delta rule"  # in messages
+    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
     uses_attention_mask: ClassVar[bool] = False  # so Megatron's graphs need no buffer for a mask
     use_muon: ClassVar[bool] = True  # Muon may update in_proj by its sections; else Adam does
     in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
-    takes_gates_apart: ClassVar[bool] = False  # whether `parts` takes gates beside the rows
     stays_wide: ClassVar[bool] = False  # in_proj never runs in FP8, as all columns make gates
     gates_own_rows: bool = False  # the readout runs after `close`, on this rank's own rows
     recompute_whole: bool = False  # training keeps only the layer's input
@@ -189,7 +190,7 @@ class RecurrentMixer(
             return checkpoint(again, False, hidden_states)
         gates = None
         with span(self, "in_proj"):
-            if context is None and self.takes_gates_apart and isinstance(self.in_proj, GatesApart):
+            if context is None and isinstance(self.in_proj, GatesApart):
                 rows, gates = self.in_proj(hidden_states, together=False)
                 # Megatron's padding for FP8 inference crops only the first output of a linear.
                 gates = None if gates is None else gates[: len(rows)]
