@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron_gdn.inference.generate import evaluating, next_logits, static_context
-from megatron_gdn.mixers.generation.mixer import GeneratingMixer
+from megatron_gdn.mixers.generation import GeneratingMixer
 from megatron_gdn.testing import RowByRow
 
 

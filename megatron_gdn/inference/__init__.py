@@ -12,7 +12,7 @@ from ..gdn.front import gdn_parts as gdn_rows
 from ..gdn2.front import gdn2_parts as gdn2_rows
 from ..kda.front import kda_parts as kda_rows
 from ..mamba2.front import mamba2_parts as mamba2_rows
-from ..mixers.generation.static import MOST_DECODED, roll_back
+from ..mixers.static_context import MOST_DECODED, roll_back
 from ..ops.generation.memory import Memory, MemoryShape, choose
 from ..ops.generation.step import decode, prefill
 from ..ops.parts import Parts as RowMixer

@@ -47,7 +47,7 @@ from .fp8 import (
     refuse_fp8_product,
     refuse_second_run,
 )
-from .generation.mixer import GeneratingMixer
+from .generation import GeneratingMixer
 from .graphs import in_layer_graph, refuse_packed
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
@@ -156,7 +156,7 @@ class RecurrentMixer(
                 documents are packed.
             attention_mask: None or one that changes nothing, see :func:`.arguments.require_causal`.
             inference_context, inference_params: holds the states to continue from, see
-                :meth:`.generation.mixer.GeneratingMixer.generate`; no gradients.
+                :meth:`.generation.GeneratingMixer.generate`; no gradients.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the context-parallel group of this micro-batch if it has its own.
             pg_collection: process groups of this forward; ``cp`` may differ from the mixer's. A

@@ -94,7 +94,7 @@ def check_generation(
         NotImplementedError: context parallelism.
     """
     from ..inference.generate import evaluating, next_logits, static_context, unwrap_model
-    from ..mixers.generation.mixer import GeneratingMixer
+    from ..mixers.generation import GeneratingMixer
 
     B, S = tokens.shape
     if not 0 < prompt < S or at_once < 1:

@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ...ops.generation.memory import Memory, choose
-from ...ops.generation.step import decode, prefill
-from ...ops.parts import Parts
+from ..ops.generation.memory import Memory, choose
+from ..ops.generation.step import decode, prefill
+from ..ops.parts import Parts
 
 # The most tokens of one forward that the recurrence runs and that can be rolled back.
 MOST_DECODED = 16

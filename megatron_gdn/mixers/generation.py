@@ -14,23 +14,23 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ...compat.observe import span
-from ...ops.autograd import uncompiled
-from ...ops.documents import Documents
-from ...ops.generation.memory import Memory, MemoryShape
-from ...ops.generation.step import decode, prefill
-from ...ops.parts import Parts
-from ..arguments import require_causal
-from ..micro_batch import MicroBatch, MicroBatches
-from ..packing import resolve_packed_seq_params
-from .static import mix_static
+from ..compat.observe import span
+from ..ops.autograd import uncompiled
+from ..ops.documents import Documents
+from ..ops.generation.memory import Memory, MemoryShape
+from ..ops.generation.step import decode, prefill
+from ..ops.parts import Parts
+from .arguments import require_causal
+from .micro_batch import MicroBatch, MicroBatches
+from .packing import resolve_packed_seq_params
+from .static_context import mix_static
 
 if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 
 class GeneratingMixer:
-    """A Megatron mixer that continues sequences from a :class:`...ops.generation.memory.Memory`."""
+    """A Megatron mixer that continues sequences from a :class:`..ops.generation.memory.Memory`."""
 
     config: Any
     pg_collection: Any
@@ -64,7 +64,7 @@ class GeneratingMixer:
 
         It updates the memory in Megatron's static or dynamic ``context``. Each rank has all tokens,
         also under sequence parallelism. Packed sequences, context parallelism and calls that want
-        gradients are NotImplementedErrors; see also :mod:`.static`.
+        gradients are NotImplementedErrors; see also :mod:`.static_context`.
         """
         self._refuse_generation(rows, context)
         if not context.is_static_batching():
@@ -146,7 +146,7 @@ class GeneratingMixer:
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
         """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``).
 
-        In ``batch_invariant_mode`` it is larger, see :class:`...ops.generation.memory.Memory`.
+        In ``batch_invariant_mode`` it is larger, see :class:`..ops.generation.memory.Memory`.
         """
         heads, rows, columns, _ = self.dims.state
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
