@@ -34,16 +34,6 @@ class GatedDeltaNetSubmodules(MixerSubmodules):
     """Specs of the parts a :class:`GatedDeltaNet` is assembled from."""
 
 
-def require_this_variant(config: TransformerConfig) -> None:
-    """Refuse a config that asks for another recurrence."""
-    if config.experimental_attention_variant == "gdn2":
-        raise ValueError(
-            "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and this layer is "
-            "Gated DeltaNet ('gdn', 'gated_delta_net' in older Megatrons), which has other gates "
-            "and parameters. Change the variant, or build megatron_gdn.GatedDeltaNet2."
-        )
-
-
 class GatedDeltaNet(UpstreamNames):
     """Gated DeltaNet as a Megatron mixer: ``[s, B, D] -> [s, B, D]``.
 
@@ -145,7 +135,12 @@ class GatedDeltaNet(UpstreamNames):
         output_gate_activation: str | None = None,
         allow_neg_eigval: bool | None = None,
     ) -> None:
-        require_this_variant(config)
+        if config.experimental_attention_variant == "gdn2":
+            raise ValueError(
+                "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and this layer "
+                "is Gated DeltaNet ('gdn', 'gated_delta_net' in older Megatrons), which has other "
+                "gates and parameters. Change the variant, or build megatron_gdn.GatedDeltaNet2."
+            )
         again = computed_again(config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out)
         super().__init__(
             config, GDNDims.from_config(config), layer_number, pg_collection, pp_layer_offset,

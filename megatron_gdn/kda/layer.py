@@ -35,20 +35,6 @@ class KimiDeltaAttentionSubmodules(MixerSubmodules):
     """Specs of the parts a :class:`KimiDeltaAttention` is assembled from."""
 
 
-def _refuse(config: TransformerConfig) -> None:
-    """Refuse settings that other mixers take."""
-    if getattr(config, "linear_allow_neg_eigval", False):
-        raise NotImplementedError(
-            "linear_allow_neg_eigval=True: write strengths of KimiDeltaAttention end at 1. Give "
-            "allow_neg_eigval to the GatedDeltaNet layers alone, by their spec."
-        )
-    if getattr(config, "delay_wgrad_compute", False):
-        raise NotImplementedError(
-            "delay_wgrad_compute: KimiDeltaAttention computes the gradients of its gates' weights "
-            "at once. Switch it off."
-        )
-
-
 class KimiDeltaAttention(RecurrentMixer):
     """Kimi Delta Attention as a Megatron mixer: ``[s, B, D] -> [s, B, D]``::
 
@@ -133,7 +119,16 @@ class KimiDeltaAttention(RecurrentMixer):
                 f"gate_lower_bound={gate_lower_bound} must be below 0: it bounds a log-decay. Use "
                 f"-5, or None for the unbounded gate."
             )
-        _refuse(config)
+        if getattr(config, "linear_allow_neg_eigval", False):
+            raise NotImplementedError(
+                "linear_allow_neg_eigval=True: write strengths of KimiDeltaAttention end at 1. "
+                "Give allow_neg_eigval to the GatedDeltaNet layers alone, by their spec."
+            )
+        if getattr(config, "delay_wgrad_compute", False):
+            raise NotImplementedError(
+                "delay_wgrad_compute: KimiDeltaAttention computes the gradients of its gates' "
+                "weights at once. Switch it off."
+            )
         again = computed_again(config, recompute)
         super().__init__(
             config, KDADims.of(config, forget_rank, output_rank), layer_number,
