@@ -160,20 +160,6 @@ _CALLED = {"qkv": "query, key and value", "norm_out": "the normed output"}
 _OF_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 
 
-def _recomputed_parts(config: TransformerConfig) -> set[str]:
-    """The parts (``whole``, ``norm_out``) that ``--recompute-modules`` asks for."""
-    if config.recompute_granularity != "selective":
-        return set()
-    modules = config.recompute_modules or ()
-    for name in modules:
-        if name.startswith("gdn") and name not in _RECOMPUTED:
-            log_once(
-                f"GatedDeltaNet: --recompute-modules {name} has no effect here. 'gdn' computes the "
-                f"whole layer again, the layer's option recompute parts of it."
-            )
-    return {_RECOMPUTED[name] for name in modules if name in _RECOMPUTED}
-
-
 def computed_again(
     config: TransformerConfig, recompute: str | None, **options: bool | None
 ) -> frozenset[str]:
@@ -195,14 +181,20 @@ def computed_again(
                 f"{does} {_CALLED[part]} again. Give one of the two."
             )
     asked |= {part for part, given in options.items() if given}
-    of_modules = _recomputed_parts(config)
-    if recompute == "none" and of_modules:
-        raise ValueError(
-            f"recompute='none' and --recompute-modules {' '.join(config.recompute_modules or ())} "
-            f"contradict. Leave the option out, or take the names that begin with 'gdn' out of "
-            f"the modules."
-        )
-    asked |= of_modules
+    selective = config.recompute_granularity == "selective"
+    for name in config.recompute_modules or () if selective else ():
+        if name in _RECOMPUTED and recompute == "none":
+            raise ValueError(
+                f"recompute='none' and --recompute-modules {name} contradict. Leave the option "
+                f"out, or take {name!r} out of the modules."
+            )
+        if name in _RECOMPUTED:
+            asked.add(_RECOMPUTED[name])
+        elif name.startswith("gdn"):
+            log_once(
+                f"GatedDeltaNet: --recompute-modules {name} has no effect here. 'gdn' computes the "
+                f"whole layer again, the layer's option recompute parts of it."
+            )
     return frozenset({"whole"} if "whole" in asked else asked)
 
 

@@ -116,7 +116,16 @@ class GeneratingMixer:
 
     def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
         """One step's tokens, padding included, ``[t, 1, P]`` to ``[t, 1, H V]``."""
-        _refuse_dynamic(context, type(self).__name__)
+        if not getattr(context, "is_hybrid_model", False):
+            raise ValueError(
+                f"this {type(context).__name__} has no buffers for recurrent states; give its "
+                f"InferenceConfig a mamba_inference_state_config."
+            )
+        if getattr(context, "mamba_slot_allocator", None) is not None:
+            raise NotImplementedError(
+                f"{type(self).__name__} does not store states at the ends of cached prefixes; set "
+                f"prefix_caching_mamba_gb=None."
+            )
         assert self.layer_number is not None
         number = self.layer_number - self.pp_layer_offset
         buffers: tuple[Tensor, Tensor] = context.mamba_states_cache(number)
@@ -247,17 +256,3 @@ def _check_buffers(memory: Memory, parts: Parts, dtype: torch.dtype, transposed:
 def _flag(dtype: torch.dtype) -> str:
     """The dtype by the name of Megatron's arguments: bf16, fp16, fp32."""
     return f"{'bf' if dtype is torch.bfloat16 else 'fp'}{dtype.itemsize * 8}"
-
-
-def _refuse_dynamic(context: Any, name: str) -> None:
-    """Refuse a dynamic context without room for the memory of this class of mixers."""
-    if not getattr(context, "is_hybrid_model", False):
-        raise ValueError(
-            f"this {type(context).__name__} has no buffers for recurrent states; give its "
-            f"InferenceConfig a mamba_inference_state_config."
-        )
-    if getattr(context, "mamba_slot_allocator", None) is not None:
-        raise NotImplementedError(
-            f"{name} does not store states at the ends of cached prefixes; set "
-            f"prefix_caching_mamba_gb=None."
-        )

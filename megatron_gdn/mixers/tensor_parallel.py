@@ -200,8 +200,12 @@ class OwnParameters(MarkedParameters):
         With ``config.perform_initialization`` off the two projections are not initialised here. The
         layer's own parameters always are.
         """
-        whole, fill = self.global_dims, self._fill_share
-        self._init_projections()
+        whole, config, fill = self.global_dims, self.config, self._fill_share
+        if config.perform_initialization:
+            rows, columns = layout_of_in_proj(whole).widths, whole.state.heads * whole.state.columns
+            fill(getattr(self.in_proj, "weight", None), config.init_method, 0, rows)
+            method = config.output_layer_init_method
+            fill(getattr(self.out_proj, "weight", None), method, 1, (columns,))
         bound, widths = whole.conv_kernel_dim**-0.5, whole.layout.conv_widths
         of_weight = bound if self.conv_init is None else self.conv_init
         of_bias = of_weight if self.conv_init_of_bias else bound
@@ -209,7 +213,11 @@ class OwnParameters(MarkedParameters):
         fill(weight, lambda x: x.uniform_(-of_weight, of_weight), 0, widths)
         fill(bias, lambda x: x.uniform_(-of_bias, of_bias), 0, widths)
         self._init_others()
-        for name, method in (("A_log", self._fill_A_log), ("dt_bias", self._fill_dt_bias)):
+        draws = {
+            "A_log": lambda x: x.uniform_(*self.A_init_range).log_(),
+            "dt_bias": self._fill_dt_bias,
+        }
+        for name, method in draws.items():
             if (parameter := getattr(self, name, None)) is not None:
                 fill(parameter, method, 0, (len(parameter) * self.tp_group.size(),))
 
@@ -246,20 +254,8 @@ class OwnParameters(MarkedParameters):
         rank, size = self.tp_group.rank(), self.tp_group.size()
         parameter.copy_(take_share(whole, dim, sections, rank, size))
 
-    def _init_projections(self) -> None:
-        if not self.config.perform_initialization:
-            return
-        state, widths = self.global_dims.state, layout_of_in_proj(self.global_dims).widths
-        weight, method = getattr(self.in_proj, "weight", None), self.config.init_method
-        self._fill_share(weight, method, 0, widths)
-        columns, method = (state.heads * state.columns,), self.config.output_layer_init_method
-        self._fill_share(getattr(self.out_proj, "weight", None), method, 1, columns)
-
     def _init_others(self) -> None:
         """Fill the parameters that only this mixer has, by :meth:`_fill_share`."""
-
-    def _fill_A_log(self, x: Tensor) -> None:
-        x.uniform_(*self.A_init_range).log_()
 
     def _fill_dt_bias(self, x: Tensor) -> None:
         if self.dt_init_range is None:
