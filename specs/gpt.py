@@ -41,29 +41,23 @@ GDN_VARIANTS = ("gated_delta_net", "gdn")
 _SPECS = {**dict.fromkeys(GDN_VARIANTS, gated_delta_net_spec), "gdn2": gated_delta_net2_spec}
 
 
-def call_spec_functions() -> None:
-    """Let a ``TransformerBlock`` take ``spec(config, vp_stage=..., pp_rank=...)`` for its spec.
-
-    ``pretrain_gpt.py`` of Megatron-LM's dev gives the function that ``--spec`` names to the model,
-    which refuses it ("specialize for function"); core_r0.19.0 and main call the function.
-    """
-    theirs = transformer_block._get_block_submodules
-    if getattr(theirs, "_calls_functions", False):
-        return
-
-    @functools.wraps(theirs)
-    def submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **named: Any):
-        if callable(spec) and not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
-            taken = inspect.signature(spec).parameters
-            given = dict(zip(("vp_stage", "pp_rank"), stage, strict=False)) | named
-            spec = spec(config, **{name: n for name, n in given.items() if name in taken})
-        return theirs(config, spec, *stage, **named)
-
-    submodules_of._calls_functions = True  # pyright: ignore[reportAttributeAccessIssue]
-    transformer_block._get_block_submodules = submodules_of
+_theirs = transformer_block._get_block_submodules
 
 
-call_spec_functions()  # at import, since no code of ours runs between it and the model
+# ``pretrain_gpt.py`` of Megatron-LM's dev gives the function that ``--spec`` names to the model,
+# which refuses it ("specialize for function"); core_r0.19.0 and main call the function.
+@functools.wraps(_theirs)
+def _submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **named: Any) -> Any:
+    """The submodules of a block, also from ``spec(config, vp_stage=..., pp_rank=...)``."""
+    if callable(spec) and not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
+        taken = inspect.signature(spec).parameters
+        given = dict(zip(("vp_stage", "pp_rank"), stage, strict=False)) | named
+        spec = spec(config, **{name: n for name, n in given.items() if name in taken})
+    return _theirs(config, spec, *stage, **named)
+
+
+# At import, since no code of ours runs between it and the model.
+transformer_block._get_block_submodules = _submodules_of
 
 
 def gpt_block_spec(

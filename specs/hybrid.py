@@ -57,6 +57,7 @@ from .layer import (
 )
 
 KDA, GDN2 = "K", "gdn2"  # a letter of patterns; a variant of the config
+# Options of 'G' layers that mean the same in 'M' and 'K' layers.
 _OF_ALL = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine", "backend")
 # Values of a 'G' layer's option ``backend`` that a mixer beside it has too.
 _BACKENDS = {"M": ("fla", "reference"), KDA: ("fla", "cudnn", "reference")}
