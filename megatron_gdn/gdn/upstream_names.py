@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..mixers.base import RecurrentMixer
-from ..mixers.hooks import ConvModule
 from ..mixers.out_norm import apply_gated_norm
+from ..mixers.tensor_parallel import ConvModule
 from ..ops.elementwise import l2norm
 from ..ops.front.gates import decay_and_write_gates
 from .api import gated_delta_rule, torch_chunk_gated_delta_rule

@@ -14,10 +14,10 @@ from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import computed_again
 from ..mixers.base import MixerSubmodules, RecurrentMixer
-from ..mixers.hooks import ConvModule
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
+from ..mixers.tensor_parallel import ConvModule
 from ..ops.parts import Parts
 from .front import gdn2_parts
 from .rule import choose_gdn2

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 from torch.nn.modules import module as of_all_modules
 
 from ..compat.observe import log_once
-from ..ops.layout import Layout
 
 _CONV_FORWARD = nn.Conv1d.forward
 _HOOKS_OF_ALL = (  # torch binds these names once
@@ -123,46 +122,3 @@ def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
                 f"The mixer computes this module from the projection's rows, so a hook may read "
                 f"them and return None; to change them, hook in_proj's output."
             )
-
-
-class ConvModule(nn.Module):
-    """Mixin of a mixer: its convolution is a module, as in Megatron's layers and their files."""
-
-    conv1d: Any
-    config: Any
-    dims: Any
-
-    def _add_conv(self, bias: bool) -> None:
-        # Not above: the transformers drop-in reads this file where megatron-core is not installed.
-        from .tensor_parallel import device_for, mark_sharded
-
-        channels, taps = self.dims.layout.conv_width, self.dims.conv_kernel_dim
-        # Not torch's own initialisation: it would draw a number per local weight, and all later
-        # numbers would depend on the tensor-parallel size.
-        self.conv1d = nn.utils.skip_init(
-            nn.Conv1d,
-            channels,
-            channels,
-            taps,
-            groups=channels,
-            bias=bias,
-            padding=taps - 1,
-            device=device_for(self.config),
-            dtype=self.config.params_dtype,
-        )
-        for parameter in self.conv1d.parameters():
-            mark_sharded(parameter, self.dims.layout.conv_widths)
-
-    @property
-    def conv_parameters(self) -> tuple[Any, Any]:
-        """Weight ``[C, 1, W]`` and bias ``[C]`` or None."""
-        return self.conv1d.weight, self.conv1d.bias
-
-    def called_conv_parameters(self, rows: Tensor, layout: Layout) -> tuple[Any, Any]:
-        """The same for a forward over rows ``[S, B, P]`` of ``layout``; hooks run as in a call."""
-        conv = self.conv1d
-        require_plain_conv(conv)
-        if has_hooks(conv):  # before any parameter is read
-            columns = layout.conv_columns
-            run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
-        return conv.weight, conv.bias

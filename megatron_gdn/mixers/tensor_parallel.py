@@ -22,7 +22,8 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
-from ..ops.layout import layout_of_in_proj
+from ..ops.layout import Layout, layout_of_in_proj
+from .hooks import has_hooks, require_plain_conv, run_pre_hooks
 from .micro_batch import MicroBatches
 from .precision import mark_keep_in_fp32, shard_apart_in_megatron
 from .tensor_map import take_share
@@ -264,6 +265,46 @@ class OwnParameters(MarkedParameters):
         low, high = map(math.log, self.dt_init_range)
         dt = x.uniform_(low, high).exp_().clamp_(min=self.dt_init_floor)
         x.copy_(dt + torch.log(-torch.expm1(-dt)))
+
+
+class ConvModule(nn.Module):
+    """Mixin of a mixer: its convolution is a module, as in Megatron's layers and their files."""
+
+    conv1d: Any
+    config: Any
+    dims: Any
+
+    def _add_conv(self, bias: bool) -> None:
+        channels, taps = self.dims.layout.conv_width, self.dims.conv_kernel_dim
+        # Not torch's own initialisation: it would draw a number per local weight, and all later
+        # numbers would depend on the tensor-parallel size.
+        self.conv1d = nn.utils.skip_init(
+            nn.Conv1d,
+            channels,
+            channels,
+            taps,
+            groups=channels,
+            bias=bias,
+            padding=taps - 1,
+            device=device_for(self.config),
+            dtype=self.config.params_dtype,
+        )
+        for parameter in self.conv1d.parameters():
+            mark_sharded(parameter, self.dims.layout.conv_widths)
+
+    @property
+    def conv_parameters(self) -> tuple[Any, Any]:
+        """Weight ``[C, 1, W]`` and bias ``[C]`` or None."""
+        return self.conv1d.weight, self.conv1d.bias
+
+    def called_conv_parameters(self, rows: Tensor, layout: Layout) -> tuple[Any, Any]:
+        """The same for a forward over rows ``[S, B, P]`` of ``layout``; hooks run as in a call."""
+        conv = self.conv1d
+        require_plain_conv(conv)
+        if has_hooks(conv):  # before any parameter is read
+            columns = layout.conv_columns
+            run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
+        return conv.weight, conv.bias
 
 
 class FollowsGroups(nn.Module):
