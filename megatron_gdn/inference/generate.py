@@ -7,11 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
-from itertools import product
 from typing import Any
 
 import torch
-from megatron.core import fp8_utils
 from megatron.core.inference.contexts import StaticInferenceContext
 from megatron.core.inference.utils import InferenceMode
 from megatron.core.transformer.attention import Attention
@@ -19,13 +17,15 @@ from megatron.core.utils import unwrap_model
 from torch import Tensor, nn
 
 from ..mixers.attention import TorchAttention
-from ..mixers.fp8 import quantises
 
-_SEQUENCE_PARALLEL = (
-    "sequence_parallel",
-    "scatter_to_sequence_parallel",
-    "reduce_scatter_embeddings",
-)
+# What a single token cannot have, and its value without: sequence parallelism and FP8.
+_OFF_IN_MODULES = {
+    "sequence_parallel": False,
+    "scatter_to_sequence_parallel": False,
+    "reduce_scatter_embeddings": False,
+    "te_quant_params": None,  # of a quantization recipe
+}
+_OFF_IN_CONFIGS = {"sequence_parallel": False, "fp8": None}
 
 
 def greedy(logits: Tensor) -> Tensor:
@@ -94,7 +94,8 @@ def generate(
 
     Args:
         model: a HybridModel or GPTModel, wrapped or not, not pipelined. It generates in evaluation
-            mode and without sequence parallelism, which cannot cut a single token.
+            mode, without sequence parallelism, which cannot cut a single token, and without FP8,
+            which takes no less than 16.
         prompt: int64 ``[B, S]``, S from 1, the same on every rank.
         count: how many tokens to append.
         pick: from float32 logits ``[B, V]`` to tokens ``[B]``; must be the same on every rank.
@@ -115,10 +116,7 @@ def generate(
     context = static_context(model, prompt.shape[0], prompt.shape[1] + count)
     tokens, ended = prompt, torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     active = nullcontext() if InferenceMode.is_active() else InferenceMode.active()
-    # Tensors that delayed scaling makes in its first forward must not be of inference mode.
-    config = unwrap_model([model])[0].config
-    without_gradients = torch.no_grad if quantises(config) else torch.inference_mode
-    with without_gradients(), evaluating(model), active:
+    with torch.inference_mode(), evaluating(model), active:
         fed = 0
         for _ in range(count):
             for piece in tokens[:, fed:].split(chunk or tokens.shape[1], dim=1):
@@ -135,11 +133,11 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode, no sequence parallelism, padding for FP8; all are undone afterwards."""
+    """Evaluation mode without sequence parallelism and FP8; all are as before afterwards."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with without_sequence_parallel(model), padded_for_fp8(unwrap_model([model])[0]):
+        with single_tokens(model):
             yield
     finally:
         for module in training:
@@ -147,55 +145,19 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def without_sequence_parallel(model: nn.Module) -> Iterator[None]:
-    """Let every tensor-parallel rank run whole sequences: a single token cannot be cut."""
+def single_tokens(model: nn.Module) -> Iterator[None]:
+    """Inside, every tensor-parallel rank runs whole sequences, in the dtype of the weights."""
     things: list[Any] = list(model.modules())
     things += {id(m.config): m.config for m in things if hasattr(m, "config")}.values()
-    pairs = product(things, _SEQUENCE_PARALLEL)
-    switched = [(thing, name) for thing, name in pairs if getattr(thing, name, False) is True]
-    for thing, name in switched:
-        setattr(thing, name, False)
+    before: list[tuple[Any, str, Any]] = []
+    for thing in things:
+        table = _OFF_IN_MODULES if isinstance(thing, nn.Module) else _OFF_IN_CONFIGS
+        for name, off in table.items():
+            if value := getattr(thing, name, None):
+                before.append((thing, name, value))
+                setattr(thing, name, off)
     try:
         yield
     finally:
-        for thing, name in switched:
-            setattr(thing, name, True)
-
-
-# Of Transformer Engine's linears: FP8 copies of older weights, and whether to make new copies.
-_KEPT = ("_fp8_workspaces", "is_first_microbatch")
-
-
-@contextmanager
-def padded_for_fp8(model: Any) -> Iterator[None]:
-    """Inside, FP8 linears pad their tokens to the number that FP8 takes, as in Megatron's engines.
-
-    They copy the current weights in FP8 and drop the copies at the end. The history of delayed
-    scaling is not changed. ``model`` is not wrapped.
-    """
-    utils: Any = fp8_utils
-    linears = [m for m in model.modules() if hasattr(m, "_fp8_workspaces")]
-    if not linears or not quantises(model.config):
-        yield
-        return
-    padded = utils._fp8_inference_wrapped_modules
-    padded_before = set(padded)
-    before = [{n: vars(m)[n] for n in (*_KEPT, "forward") if n in vars(m)} for m in linears]
-    histories = [None if (h := _amax_history(m)) is None else h.clone() for m in linears]
-    try:
-        for linear in linears:
-            linear._fp8_workspaces = {}
-        utils.prepare_model_for_fp8_inference(model)
-        yield
-    finally:  # with this padding, training would gather a sequence-parallel input twice
-        for linear, kept, history in zip(linears, before, histories, strict=True):
-            vars(linear).pop("forward", None)
-            vars(linear).update(kept)
-            if linear not in padded_before:
-                padded.discard(linear)
-            if (now := _amax_history(linear)) is not None:
-                now.zero_() if history is None else now.copy_(history)
-
-
-def _amax_history(linear: Any) -> Tensor | None:
-    return getattr(linear.fp8_meta.get("scaling_fwd"), "amax_history", None)
+        for thing, name, value in before:
+            setattr(thing, name, value)

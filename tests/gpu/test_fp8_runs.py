@@ -183,20 +183,19 @@ def logits_by_steps(model, tokens: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_generating_leaves_a_run_as_it_was(recipe):
-    """Before the first step and between steps. FP8 products refuse the rows: they are padded."""
+    """Before the first step and between steps. FP8 products would refuse the rows."""
     prompt = torch.arange(15, device="cuda").view(3, 5)
     whole = steps(training_of(recipe), range(4))
     training, losses = training_of(recipe), []
     for numbers in (range(2), range(2, 4)):
         assert generate(training.model, prompt, count=4).shape == (3, 9)
-        assert not any("forward" in vars(module) for module in training.model.modules())
         losses += steps(training, numbers)
     assert losses == whole
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_a_run_generates_with_the_weights_that_it_has_now(recipe):
-    """Not with the FP8 copies of the last micro-batch."""
+    """In bf16, and not with the FP8 copies of the last micro-batch."""
     training = training_of(recipe)
     steps(training, range(2))
     with torch.no_grad():
@@ -208,7 +207,7 @@ def test_a_run_generates_with_the_weights_that_it_has_now(recipe):
     found = logits_by_steps(training.model, tokens)
     plain = model_of(None)
     plain.load_state_dict(weights, strict=False)
-    assert 1e-3 < error(found, logits_by_steps(plain, tokens).double()) < 2 * FP8
+    assert error(found, logits_by_steps(plain, tokens).double()) < BF16
 
 
 @pytest.mark.parametrize("kept", [True, False], ids=["kept out", "switched on"])

@@ -9,6 +9,7 @@ from megatron.core.quantization.utils import get_quant_config_or_none
 from megatron.core.tensor_parallel.layers import RowParallelLinear
 from megatron.core.transformer.spec_utils import build_module
 
+from megatron_gdn.inference.generate import evaluating
 from megatron_gdn.specs import gated_delta_net_spec, kimi_delta_attention_spec
 from tests.distributed.layer_laws import forward_backward
 from tests.fp8_twin import Fp8Column, fp8_on, recipe, rounded
@@ -78,6 +79,18 @@ def test_a_checkpoint_of_the_whole_layer_is_refused():
 def test_fp4_is_refused():
     with pytest.raises(NotImplementedError, match="fp4='e2m1': the gates of GatedDeltaNet"):
         layer_of(settings={"fp8": None, "fp4": "e2m1"})
+
+
+def test_generation_is_outside_of_fp8_and_training_in_it_again():
+    layer = layer_of(settings={"quant_recipe": recipe("*.in_proj", **FP8_TOO)}, name=NAME)
+    modules = [module for module in layer.modules() if getattr(module, "te_quant_params", None)]
+    assert modules
+    given = [module.te_quant_params for module in modules]
+    with evaluating(layer):
+        assert layer.config.fp8 is None
+        assert not any(module.te_quant_params for module in modules)
+    assert layer.config.fp8 == "hybrid" and layer.training
+    assert [module.te_quant_params for module in modules] == given
 
 
 def test_tokens_that_were_padded_for_fp8_leave_no_gates_behind():
