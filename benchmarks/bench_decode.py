@@ -103,7 +103,7 @@ def copy_rate(on_gpu: bool, repeats: int) -> float:
 def measure(layer, batch: int, repeats: int, rate: float) -> dict:
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    weight, hidden, prompt = layer.conv_weight, layer.config.hidden_size, 8
+    weight, hidden, prompt = layer.conv_parameters[0], layer.config.hidden_size, 8
     context = StaticInferenceContext(batch, prompt + repeats + _WARM_UP)
     x = torch.randn(prompt, batch, hidden, dtype=weight.dtype, device=weight.device)
 

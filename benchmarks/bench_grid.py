@@ -91,7 +91,7 @@ def switch(layer, mode: str) -> None:
 
 
 def train(layer, tokens: int, repeats: int, emit) -> None:
-    hidden, weight = layer.config.hidden_size, layer.conv_weight
+    hidden, weight = layer.config.hidden_size, layer.conv_parameters[0]
     x = torch.randn(tokens, 1, hidden, dtype=weight.dtype, device=PLACE, requires_grad=True)
     d_out = torch.randn_like(x)
     documents = packed(
@@ -130,7 +130,7 @@ def train(layer, tokens: int, repeats: int, emit) -> None:
 def decode(layer, batch: int, context: int, repeats: int, emit) -> None:
     from megatron.core.inference.contexts import StaticInferenceContext
 
-    hidden, weight = layer.config.hidden_size, layer.conv_weight
+    hidden, weight = layer.config.hidden_size, layer.conv_parameters[0]
     layer.eval()
     base = None
     for mode in MODES:
