@@ -36,7 +36,7 @@ from .arguments import (
     require_causal,
     the_context,
 )
-from .checkpoint import SaysStoredRows, ShardedBySections
+from .checkpoint import ShardedBySections
 from .fp8 import (
     GatesApart,
     build_linear,
@@ -70,7 +70,6 @@ class RecurrentMixer(
     FollowsLoader,
     GeneratingMixer,
     ShardedBySections,
-    SaysStoredRows,
     ShardedApart,
     MegatronModule,
 ):

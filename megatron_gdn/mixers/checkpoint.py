@@ -89,14 +89,25 @@ _CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bia
 _CONV = {*_CONV_PARAMETERS, *_CONV_PARAMETERS.values()}
 
 
-class ShardedBySections:
+_KEY = "in_proj_stored_by"
+_SECTIONS = 0
+# The modules of launch scripts that may have the function that stores sections.
+_SCRIPTS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpointing")
+
+
+class ShardedBySections(nn.Module):
     """Mixin of a mixer: its parameters as Megatron's sharded tensors.
 
     Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the rows of
     ``in_proj``, are stored section by section. Upstream splits neither the bias nor adapters; its
     files are still read.
+
+    Under Megatron-FSDP the state dict says how ``in_proj`` is stored: by the tensor-parallel size,
+    or 0 by section. Files without this entry load unchecked.
     """
 
+    tp_size: int
+    stored_by_section: ClassVar[bool] = False  # whether the scripts know this mixer's sections
     split_by_heads: ClassVar[tuple[str, ...]] = ()  # with rows per head, beside fp32 parameters
 
     def sharded_state_dict(
@@ -146,22 +157,6 @@ class ShardedBySections:
             if isinstance(tensor, ShardedTensor):
                 result[key] = _split_tensor_factory(tensor, *sections, 0)
         return result
-
-
-_KEY = "in_proj_stored_by"
-_SECTIONS = 0
-# The modules of launch scripts that may have the function that stores sections.
-_SCRIPTS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpointing")
-
-
-class SaysStoredRows(nn.Module):
-    """Mixin of a mixer: under Megatron-FSDP its state dict says how ``in_proj`` is stored.
-
-    The entry is the tensor-parallel size, or 0 by section. Files without it load unchecked.
-    """
-
-    tp_size: int
-    stored_by_section: ClassVar[bool] = False  # whether the scripts know this mixer's sections
 
     def _save_to_state_dict(
         self, destination: dict[str, Any], prefix: str, keep_vars: bool
