@@ -157,13 +157,16 @@ class TreeDocuments(Documents):
             return None
         sent, before = [], []
         for i in continuing:
-            rows = (range(begin[j] + length[j] - 1, begin[j] - 1, -1) for j in self.paths[i][::-1])
-            newest = [*islice(chain(*rows), past)]
+            path = reversed(self.paths[i])
+            backwards = (range(begin[j] + length[j] - 1, begin[j] - 1, -1) for j in path)
+            newest = [*islice(chain(*backwards), past)]
             before.append([len(sent) + age if age < len(newest) else -1 for age in range(past)])
             sent += newest
         places = ([x[i] for i in continuing] for x in (begin, length))
-        *pieces, moved = (torch.tensor(x, device="cpu") for x in (*places, before, sent))
-        table = HistoryTable.build(*pieces, moved, self.total_tokens, self.device)
+        first, counts, rows, moved = (
+            torch.tensor(x, device="cpu") for x in (*places, before, sent)
+        )
+        table = HistoryTable.build(first, counts, rows, moved, self.total_tokens, self.device)
         return HistoryOfParents(table, to_device(moved, self.device))
 
 
