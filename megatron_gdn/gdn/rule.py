@@ -138,7 +138,7 @@ def choose_rule(
     if operands == "bf16" or rule.name == "reference" or dtype != torch.bfloat16:
         return choice  # asked for, or no less exact than fp16
     if rule.batch_invariant:
-        why = "what they round depends on all documents of a batch, which deterministic mode bars"
+        why = "their rounding depends on all documents of a batch, which deterministic mode bars"
     elif not normalise_qk:
         why = "without unit length, q and k may leave the range of fp16"
     else:

@@ -29,7 +29,7 @@ class GDN2Inputs(NamedTuple):
     k: Tensor  # [B, S, G, K]
     v: Tensor  # [B, S, H, V]
     g: Tensor  # [B, S, G, K] fp32, log-decay
-    b: Tensor  # [B, S, G, K], how much of what is stored for the key is erased
+    b: Tensor  # [B, S, G, K], the share of the value stored for the key that is erased
     w: Tensor  # [B, S, H, V], how much of the value is written
 
 

@@ -38,7 +38,7 @@ _HOME = "fla.ops.simple_gla.chunk"
 
 
 class SSDInputs(NamedTuple):
-    """What the front makes; also the gradients of these, in the same shapes."""
+    """The rule's inputs, which the front makes; or their gradients, in the same shapes."""
 
     x: Tensor  # [B, S, H, V]
     B: Tensor  # [B, S, G, K], the keys

@@ -1,4 +1,4 @@
-"""What autograd functions share: gradients, refusals, a second run and a batch without tokens."""
+"""Helpers of autograd functions: gradients, refusals, a second run, a batch without tokens."""
 
 from __future__ import annotations
 

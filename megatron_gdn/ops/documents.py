@@ -28,7 +28,7 @@ class ChunkPlaces(NamedTuple):
     """The chunks of all sequences, one sequence after the other, then chunks without tokens."""
 
     offsets: Tensor  # int32 [M + 1], the first chunk of every sequence, then the number of chunks
-    indices: Tensor  # int32 [n, 2], sequence and number in it; without tokens: 0 of the last one
+    indices: Tensor  # int32 [n, 2], sequence and place in the sequence; without tokens: the last, 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -285,7 +285,7 @@ def one_document(tokens: int, device: torch.device) -> Documents:
 def documents_of_rows(
     rows: Sequence[int], device: torch.device, documents: Documents | None = None
 ) -> Documents:
-    """Batch rows ``[B, S]`` end to end, each one document, or each these documents."""
+    """Batch rows ``[B, S]`` end to end; each row is one document, or holds ``documents``."""
     if documents is not None and rows[0] == 1:
         return documents
     ends = (rows[1],) if documents is None else documents.offsets[1:]

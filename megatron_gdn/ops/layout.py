@@ -110,7 +110,7 @@ class Layout:
 
     @cached_property
     def main_width(self) -> int:
-        """Columns before the rule's gates: what a quantised product computes."""
+        """The number of columns before the rule's gates; a quantised product computes these."""
         pairs = zip(self.sections, self.widths, strict=True)
         return sum(width for section, width in pairs if not section.gates)
 

@@ -104,7 +104,7 @@ class Call(NamedTuple):
 
 
 class _Kept(NamedTuple):
-    """What the backward needs beside the saved tensors."""
+    """The values that the backward needs beside the saved tensors."""
 
     call: Call
     rule_plan: Any

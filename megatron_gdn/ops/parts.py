@@ -1,4 +1,4 @@
-"""What a mixer is made of between its projections; training and generation run the same parts.
+"""The parts of a mixer between its projections; training and generation run the same parts.
 
 Where the history and the state of a batch's sequences come from:
 
@@ -85,7 +85,7 @@ class Parts(NamedTuple):
 
     @property
     def shape(self) -> MemoryShape:
-        """Sizes of what a sequence needs from the tokens before."""
+        """Sizes of the memory of one sequence."""
         return _shape(self.table, self.past + 1, self.on_grid)
 
 

@@ -1,4 +1,4 @@
-"""What a mixer drops between forward and backward, and gradients that it frees early.
+"""Tensors that a mixer drops between forward and backward, and gradients that it frees early.
 
 The front and the rule may run again in the backward; then the mixer keeps only the projection rows.
 This second run starts when the mixer's output is filled again, or else with the mixer's backward.
@@ -140,9 +140,9 @@ class SecondRun:
         linked: tuple[Tensor, ...],
         kept: Saved,
     ) -> tuple[Any, Tensor, Saved]:
-        """The rule's inputs, o and what its forward saves. The first call computes.
+        """The rule's inputs, o and the tensors that its forward saves. The first call computes.
 
-        ``linked`` is what the state link kept, ``kept`` the rule's
+        ``linked`` are the tensors that the state link kept, ``kept`` the rule's
         :meth:`.rules.base.Rule.kept_to_run_again`.
         """
         if self._made is None:

@@ -48,7 +48,7 @@ class Values(NamedTuple):
 
 
 class _Products(NamedTuple):
-    """What a group's values give without its states."""
+    """The products of a group's values that do not depend on its states."""
 
     P: Tensor | None  # [b, C, C]; None, as q_in, if no output is asked for
     A: Tensor | None  # [b, C, C], read below its diagonal; None, as e_in, if nothing is erased
@@ -94,7 +94,7 @@ def run_group(
 
 
 def _set_aside(x: Values) -> tuple[Values, Tensor]:
-    """Zero the tokens whose k, e, u, g or strength is not finite; ``[b, C]``: all they reach.
+    """Zero the tokens whose k, e, u, g or strength is not finite; ``[b, C]``: tokens they reach.
 
     In a product with a triangular matrix 0 times a later token's NaN would be NaN. (A q that is not
     finite reaches its own output only.)
@@ -175,12 +175,12 @@ class _Decays(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_start: Tensor, d_end: Tensor, *d_decayed: Tensor):
-        """The gradient of g_t sums what a writer before t gives a reader at t or later."""
+        """The gradient of g_t sums over pairs of a writer before t and a reader at t or later."""
         gamma, start, end, *decayed = ctx.saved_tensors
         crossing = d_decayed[0] * decayed[0]
         for d, x in zip(d_decayed[1:], decayed[1:], strict=True):
             crossing.addcmul_(d, x)
-        # Column t of the product: what reader i gets from writers j < t. Then the readers i >= t.
+        # Column t of the product sums writers j < t for reader i; then readers i >= t are summed.
         dg = summed(crossing, 1).tril_().sum(-2)
         C, dtype, device = gamma.shape[-1], gamma.dtype, gamma.device
         dg.addmm_(d_start * start, upto(C, 0, dtype, device).mT)
@@ -317,7 +317,7 @@ class _Walk(torch.autograd.Function):
         dk_out = torch.bmm(y, after.mT)
         if inverse is not None:
             du = torch.bmm(inverse.mT, du)
-            # Above the diagonal it is not zero, but what A was made of is.
+            # Above the diagonal dA is not zero, but the decays multiply that half by zero.
             dA, de_in = _minus_bmm(du, y.mT), _minus_bmm(du, S.mT)
             dA.diagonal(dim1=-2, dim2=-1).zero_()
         d_decay = (S * after).sum(-1, keepdim=True)

@@ -35,7 +35,8 @@ OF_CHANNELS = {
 class FlaDeltaRule(FlaRule):
     """The chunks of :meth:`inside` are ``k``, ``w`` and ``u``, and ``g`` or ``gk``, sums of g."""
 
-    # Of a backward: ``q``, ``k``, ``w``, the sums of g; ``dv``, what d_o gives to written values.
+    # Of a backward: ``q``, ``k``, ``w``, the sums of g; ``dv``, d_o's part of the gradient of the
+    # written values.
     readers: Callable[..., dict[str, Tensor]]
 
     def sums(self, x: FlaForward | FlaBackward) -> Tensor:

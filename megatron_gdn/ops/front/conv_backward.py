@@ -42,7 +42,7 @@ def _walk_one_token(
     """d(pre-activation) of one token per segment, and dx of the token W - 1 steps back.
 
     The true gradients are ``grads`` times ``factor`` if SCALED. ``history``: the last W - 1 inputs,
-    newest first. ``pending``: dx of the last W - 1 tokens, without what the tokens after will add.
+    newest first. ``pending``: dx of the last W - 1 tokens, without the terms of the tokens after.
     """
     x_RD = x_RD.to(tl.float32)
     if PACKED:
@@ -66,7 +66,7 @@ def _walk_one_token(
         dact_RD = dact_RD * r_R[:, None] - act_RD * along_R[:, None]
     dpre_RD = dact_RD * (sig_RD + act_RD * (1.0 - sig_RD))
 
-    # What token t sends back to t - delay; a token of another document receives nothing.
+    # Terms that token t adds to dx of t - delay; a token of another document gets none.
     waiting = (taps[W - 1] * dpre_RD,)
     for delay in tl.static_range(1, W):
         sent_RD = dpre_RD

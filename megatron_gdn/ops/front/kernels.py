@@ -210,7 +210,7 @@ def _gate_backward(
     GROUP: tl.constexpr = TABLE[N][10]
     HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
     SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
-    # Gradients of a head lie side by side: those of a channel D apart, of a head next to another.
+    # The GROUP gradients of one input: D apart for a channel, neighbours for a head.
     MEMBER: tl.constexpr = D if CHANNELS else 1
     APART: tl.constexpr = 1 if CHANNELS else GROUP
     if (slot >= FIRST) & (slot < FIRST + PROGRAMS):

@@ -137,7 +137,7 @@ def _forward_launch(
     convolved, gates, functions = tables_of(front, apart)
     slots = [of[1] for of in (*convolved, *gates)]
     first, last = used.index(True), len(used) - used[::-1].index(True)
-    assert all(used[first:last]), "what is made must be neighbours"
+    assert all(used[first:last]), "wanted sections must be neighbours"
     if not S * B:
         return None
     return Launch(

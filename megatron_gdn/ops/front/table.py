@@ -107,16 +107,16 @@ class TableFront:
     """
 
     table: FrontTable
-    dtype: torch.dtype | None = None  # of what is convolved; None is the projection's
+    dtype: torch.dtype | None = None  # of the convolved inputs; None is the projection's
     batch_invariant: bool = False  # the bits of a packed document do not depend on its place
     # Inputs, neighbours in ``names``, that the mixer computes again in the backward.
     again: tuple[str, ...] = ()
 
     triton: ClassVar[bool] = False
-    # Of a Batch and names: these inputs, except the shared one.
+    # Takes a Batch and names of inputs; makes these inputs, except the shared one.
     _make: ClassVar[Callable[..., dict[str, Any]]]
-    # Of a Batch, the rule's gradients, d_proj and d_apart: the gradients of weight, bias, A_log and
-    # dt_bias. Writes the columns and ``history.d_rows``.
+    # Takes a Batch, the rule's gradients, d_proj and d_apart; returns the gradients of weight,
+    # bias, A_log and dt_bias, and writes the columns and ``history.d_rows``.
     _gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
 
     @cached_property

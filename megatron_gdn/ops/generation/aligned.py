@@ -66,7 +66,7 @@ def prefill_on_grid(
     before = history[:, :past].index_select(0, filled)
     inputs = front_on_grid(parts.front, parts.of_front, rows, grid, before)
 
-    # First the full chunks, which move the state, then what is left of each sequence.
+    # First the full chunks, which move the state, then the last tokens of each sequence.
     o = None
     whole = [n // CHUNK * CHUNK for n in held]
     for tokens, counts in ((full, whole), (tail, [n % CHUNK for n in held])):
@@ -138,7 +138,7 @@ def _decode_in_slots(row: Tensor, parts: Parts, memory: Memory, slots: Tensor) -
     assert after is not None, "all are wanted"
     full = place == CHUNK - 1
     put(memory.state, slots.where(full, -1), after)
-    # The rows that change: the count, the new one, and at a chunk's end those before the next.
+    # Rows that change: the count, the new row, and at a chunk's end the rows before the next one.
     changed = torch.cat([history[:, :1], row.transpose(0, 1), history[:, 1 + CHUNK :]], 1)
     changed[:, 0, 0] = (place + 1) % CHUNK
     before = torch.arange(1, 1 + past, device=slots.device).where(full[:, None], -1)
@@ -154,15 +154,15 @@ def newest_of_chunks(
     """The newest token of N chunks ``[1, N, H * V]``, and states after chunks, None if E is 0.
 
     Args:
-        row: ``[1, N, P]``, of these tokens, which are in their places in ``rows`` too.
+        row: ``[1, N, P]``, of the newest tokens; ``rows`` has them in their places too.
         rows: ``[N, W - 1 + 64, P]``.
         state: ``[N, H, K, V]``, at the chunks' starts.
-        token: int64 ``[N]``, the places of these tokens among the N * 64 of the chunks.
+        token: int64 ``[N]``, the places of the newest tokens among the N * 64 of the chunks.
         ended: int64 ``[E]``, the chunks whose states are wanted; None: all N.
     """
     inputs, rule = _inputs(parts, rows), parts.rule
     final = ended is None or (len(ended) > 0 and getattr(rule, "leaves_states", False))
-    # A rule that does not compute states anyway computes those of a few in a call of their own.
+    # If the rule leaves no states here, a second call computes those of the chunks that ended.
     made = rule.begin(inputs, None).run(state, keep=False, final=final)
     after = made.final
     if ended is not None and len(ended):
@@ -241,7 +241,7 @@ class _Tables(NamedTuple):
     full: Tensor  # int64, the tokens of full chunks
     tail: Tensor  # int64, the others
     kept: Tensor  # int64 [N * (W - 1 + 64)], the known rows of the next histories
-    empty: Tensor  # bool, which of these are zero
+    empty: Tensor  # bool, which rows of ``kept`` are zero
 
     @classmethod
     def of(cls, places: Sequence[int], held: Sequence[int], past: int) -> _Tables:
@@ -261,7 +261,7 @@ class _Tables(NamedTuple):
         next_token = whole[:, None] - past + torch.arange(size, device="cpu")
         empty = next_token >= count[:, None]
         last = torch.minimum(next_token, count[:, None] - 1)
-        # Of a sequence without tokens any row will do: it is empty.
+        # For a sequence without tokens any row will do, since ``empty`` zeroes it.
         kept = known(number[:, None], last).clamp(0, len(held) * size + int(more.sum()) - 1)
         return cls(
             known(n, token), (token >= old[n]).nonzero()[:, 0], in_full.nonzero()[:, 0],

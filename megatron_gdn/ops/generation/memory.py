@@ -1,4 +1,4 @@
-"""What the sequences of a recurrent mixer need from the tokens before: their histories and states.
+"""Histories and states: all that a sequence of a recurrent mixer needs from its earlier tokens.
 
 Whoever generates says which buffers, and which of their slots, hold them. :func:`.step.prefill` and
 :func:`.step.decode` go on from there and write in place.
@@ -41,7 +41,7 @@ class Memory(NamedTuple):
         return self.history.index_select(0, read), self.state.index_select(0, read)
 
     def write(self, history: Tensor, state: Tensor) -> None:
-        """Overwrite those of every sequence, ``[N, ...]``."""
+        """Overwrite the history and the state of every sequence, ``[N, ...]``."""
         for buffer, values in ((self.history, history), (self.state, state)):
             if self.slots is not None:
                 put(buffer, self.slots, values)
@@ -53,7 +53,7 @@ class Memory(NamedTuple):
         return Memory(self.history[:, token], self.state[:, token], slots)
 
     def steps(self, tokens: int) -> Memory:
-        """Room for N sequences as they are now, which is copied, and after each of s tokens.
+        """Buffers for the memory of N sequences now, which is copied, and after each of s tokens.
 
         ``[N, s + 1, ...]``, laid as here, for :func:`.step.decode` and then :func:`choose`.
 

@@ -1,7 +1,7 @@
 """One decoded token of many sequences, whose memory lies in slots, in two launches (Triton).
 
     conv_step_kernel     a row and the window in its slot -> q, k and v, and the window moved on
-    state_step_kernel    these and the gates' columns     -> o, and the state, read and written once
+    state_step_kernel    q, k, v and the gates' columns   -> o, and the state, read and written once
 
 :func:`.step.decode` has the plain twin. Every program reads the number of its slot from the device
 and overwrites what no other program reads. The gates are those of the front's table, see
@@ -49,7 +49,7 @@ def token_in_slots(
         row: columns adjacent.
         memory: every history contiguous, ``[C, W - 1]`` or ``[C, W]``; every state contiguous,
             ``[H, K, V]`` or a view of ``[H, V, K]``; written.
-        after: likewise, of the same sequences, overwritten with the memory after the token.
+        after: buffers of the same form for the same sequences; gets the memory after the token.
     """
     weight, bias, A_log, dt_bias, *skip = parameters
     D, N = skip[0] if skip else None, row.shape[1]
@@ -155,7 +155,7 @@ def conv_head_step(
 ):  # fmt: skip
     """One head of one row: its window of HELD inputs, ``[C, HELD]`` oldest first, moves on by one.
 
-    The program is one warp: what another lane overwrites was loaded before.
+    The program is one warp: every lane loads its inputs before any lane overwrites them.
     """
     d_D = tl.arange(0, BLOCK_D)
     real_D = (d_D < D) & there
@@ -256,11 +256,11 @@ def _gate(
     row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, TABLE: tl.constexpr,
     N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """What a gate of head h makes, by GATES of :mod:`..front.kernels`; heads may share one's."""
+    """The inputs that a gate makes for head h. TABLE is GATES of :mod:`..front.kernels`."""
     COLUMN: tl.constexpr = TABLE[N][2]
     CHANNELS: tl.constexpr = TABLE[N][5]
     HEADS: tl.constexpr = TABLE[N][1] if CHANNELS else TABLE[N][3]
-    h = h // (H // HEADS)
+    h = h // (H // HEADS)  # several heads with a state may share a head of the gate
     column_K = h * K + k_K if CHANNELS else h + 0 * k_K
     x_K = tl.load(row_ptr + COLUMN + column_K, mask=real_K, other=0.0).to(tl.float32)
     A_log_K = 0.0

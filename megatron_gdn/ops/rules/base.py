@@ -26,7 +26,7 @@ from ..state_maps.state_map import StateMap
 
 
 class Bits(IntEnum):
-    """What is promised of the bits of a result; each promise includes those before it."""
+    """A promise about the bits of a result; each promise includes the promises before it."""
 
     FREE = 0
     DETERMINISTIC = 1  # a sequence's do not change with the run, nor with the rest of the batch
@@ -34,7 +34,7 @@ class Bits(IntEnum):
 
 
 class Saved(NamedTuple):
-    """What a forward keeps for its backward beside the inputs."""
+    """The tensors that a forward keeps for its backward beside the inputs."""
 
     tensors: tuple[Any, ...] = ()  # saved by autograd; None where a rule has none to save
     plan: Any = None  # how the batch was run, in the rule's own type
@@ -121,7 +121,7 @@ class Rule:
     bits: Bits = Bits.FREE
     # Of the inputs and of o; None is the projection's, which d_o has always.
     operand_dtype: torch.dtype | None = None
-    reads_again: frozenset[str] = frozenset()  # inputs that the backward reads; it gets no others
+    reads_again: frozenset[str] = frozenset()  # inputs that the backward gets
     forward: ClassVar[Callable[..., RuleForward]]
     backward: ClassVar[Callable[..., RuleBackward]]
 
@@ -135,7 +135,7 @@ class Rule:
         return None
 
     def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
-        """This rule in ``wrapper``; one that converts operands has it around the rule inside."""
+        """This rule in ``wrapper``. A rule that converts operands wraps its inner rule instead."""
         return wrapper(self)
 
     def begin(self, inputs: Any, documents: Documents | None) -> RuleForward:
@@ -161,7 +161,7 @@ class Rule:
     def run_again(
         self, inputs: Any, kept: Saved, documents: Documents | None, initial: Tensor | None
     ) -> RuleOutput:
-        """``o`` of a forward whose output was dropped, and what its backward needs.
+        """``o`` of a forward whose output was dropped, and the tensors that its backward needs.
 
         Inputs and states have the bits of the first run; :meth:`kept_to_run_again` returned
         ``kept``.

@@ -45,7 +45,7 @@ class ChunkGroup:
     empty: Tensor | None  # bool, per slot; None when no slot is empty
     tokens: slice | None = None  # of these chunks, one after the other; None if not known
     slot: Tensor | None = None  # int64, of each token, in the group; None when slots are tokens
-    # int64, the first chunks of sequences, and their sequences; likewise the last chunks.
+    # int64, the first chunks of sequences, and the sequences; then the same of the last chunks.
     begin_index: tuple[Tensor, Tensor] | None = None
     end_index: tuple[Tensor, Tensor] | None = None
     begins: tuple[int, ...] = ()  # the first chunks, on the host
@@ -76,7 +76,7 @@ class ChunkGroup:
             through: ``[n, H, K, K]``, or ``[n, H, K, 1]`` (or 1 for K), a factor of each row.
             states: ``[n + 1, H, K, V]``, room; ``added`` is in all but the first (``back``: the
                 last).
-            carried: ``[H, K, V]``, what enters from the group before (``back``: after); None at the
+            carried: ``[H, K, V]``, the state from the group before (``back``: after); None at the
                 start, where a sequence begins.
             given: what :meth:`taken` returns.
 
@@ -89,8 +89,8 @@ class ChunkGroup:
         if back:
             opens, closes, closing = closes, opens, self.begins
         # Where a sequence ends, the state that enters the next one takes the place of the one that
-        # leaves. So those have a buffer of their own. (In the caller's a sequence's place would
-        # decide the alignment, and on a CPU that decides bits.)
+        # leaves. So the states that leave have a buffer of their own. (In the caller's buffer the
+        # place of a sequence would decide the alignment, and on a CPU the alignment decides bits.)
         left = leaving[:0] if closes is None else leaving.index_select(0, closes[0])
         if carried is not None:
             entering[self.chunks - 1 if back else 0].copy_(carried)
@@ -117,7 +117,7 @@ class GroupOnDevice(ChunkGroup):
     sequence: Tensor  # int64 [n]
     begin: Tensor  # bool [n], whether a sequence begins with the chunk
     end: Tensor
-    # int64 [N], the first chunk of a sequence, counted in the group and clamped to it.
+    # int64 [N], the first chunk of a sequence, counted in the group and clamped to the group.
     first: Tensor
     last: Tensor
     first_here: Tensor  # bool [N, 1, 1, 1], whether that chunk is in the group
@@ -228,10 +228,10 @@ class _Places(NamedTuple):
     empty: Tensor  # bool [n * C]
     sequence: Tensor  # int64 [n]
     begins: Tensor  # bool [n], whether the chunk is the first of its sequence
-    ends: Tensor  # bool [n], whether it is the last
+    ends: Tensor  # bool [n], whether the chunk is the last of its sequence
     first: Tensor  # int64 [N], the first chunk of a sequence
     last: Tensor  # int64 [N]
-    filled: Tensor  # bool [N], whether it has tokens
+    filled: Tensor  # bool [N], whether the sequence has tokens
 
 
 def _places(documents: Documents, C: int, padded: int) -> _Places:

@@ -1,4 +1,4 @@
-"""fla (flash-linear-attention) as a rule: a mixer says which functions it calls, and with what.
+"""fla (flash-linear-attention) as a rule: a mixer names fla's functions and their arguments.
 
 These functions of fla 0.6 lie beneath fla's autograd classes, which copy strided inputs and save
 tensors of their own. Before a rule is chosen, each function and its arguments are looked for.
@@ -40,7 +40,7 @@ def boundaries_of(documents: Documents | None) -> Boundaries:
 
 
 class Inside(NamedTuple):
-    """What chunks give without the states that enter them."""
+    """The tensors of chunks that do not depend on the states that enter them."""
 
     chunks: dict[str, Tensor]  # fla's arguments for the walk from state to state
     saved: tuple[Tensor, ...]  # for the backward
@@ -116,10 +116,10 @@ class FlaRule(Rule):
         state_map(x, made)                 a StateMap
         output(x, made, states, written)   [B, S, H, V]
         d_states(x, some)                  the gradient of initial states; ``some``: any states
-        gradients(x, initial, d_final)     those of the inputs, in a tuple of the mixer
+        gradients(x, initial, d_final)     gradients of the inputs, in a tuple of the mixer
 
     ``x`` has ``inputs``, ``documents``, and ``at``: fla's arguments for boundaries; in a backward
-    ``d_o`` and ``kept``: what the forward saved.
+    ``d_o`` and ``kept``, the tensors that the forward saved.
     """
 
     name = "fla"
@@ -139,7 +139,7 @@ class FlaRule(Rule):
         return f"fla takes key_head_dim up to 256, not {state.rows}" if state.rows > 256 else None
 
     def again(self, x: FlaBackward) -> tuple[Any, ...]:
-        """The value of ``kept``; a mixer may make some of it again."""
+        """The value of ``kept``; a mixer may compute some of these tensors again."""
         return x.saved.tensors
 
 

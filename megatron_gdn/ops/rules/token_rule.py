@@ -33,7 +33,7 @@ def recurrence(
         q, k: ``[B, T, G, K]``, each for R neighbouring heads. All tensors have one dtype.
         v: ``[B, T, H, V]``.
         g: ``[B, T, H]``, ``[B, T, H, K]`` or ``[B, T, G, K]``.
-        beta: ``[B, T, H]``; None: it is 1, and nothing but ``erased`` is erased.
+        beta: ``[B, T, H]``; None: beta is 1, and only ``erased`` is erased.
         initial: ``[N, H, K, V]``; None is zero.
         offsets: where sequences begin in the one row, and its end; None: each row is a sequence.
         erased: ``[B, T, G, K]``, the key e.

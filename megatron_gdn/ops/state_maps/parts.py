@@ -97,7 +97,7 @@ class Parts:
     first: Tensor
     owner: Tensor  # int32 [P], the sequence of every part
     opens: Tensor  # bool [P], whether the part is the first of its sequence
-    closes: Tensor  # bool [P], whether it is the last
+    closes: Tensor  # bool [P], whether the part is the last of its sequence
     nowhere: Tensor  # bool [P], all false
     chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per part, rounded up
     ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if none does
