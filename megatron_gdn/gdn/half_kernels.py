@@ -60,8 +60,8 @@ def _scale_kernel(
 ):  # fmt: skip
     """grid (tiles of ROWS tokens, G). The power's exponent is EXPONENT minus the largest's.
 
-    With LOWER it is at most the old one, and x is multiplied by the new power over the old; the x
-    of a head whose power does not change is not read.
+    With LOWER the exponent is at most the old one, and x is multiplied by the new power over the
+    old; the x of a head whose power does not change is not read.
     """
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)

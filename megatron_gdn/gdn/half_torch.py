@@ -26,8 +26,8 @@ def lower(
     """Lower the powers of :func:`to_half` where ``states`` times them would reach ``2^largest``.
 
     Args:
-        half, up: what :func:`to_half` returned; half is changed in place, and rounded again where
-            that takes it below fp16's normal numbers.
+        half, up: from :func:`to_half`. ``half`` is changed in place, and rounded again where it
+            falls below fp16's normal numbers.
         states: ``[N, H, K, V]`` fp32, to be multiplied by the same powers.
 
     Returns:

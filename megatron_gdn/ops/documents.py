@@ -41,7 +41,8 @@ class Documents:
     offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
     device: torch.device  # where the per-token tensors live
 
-    # Other kinds of documents say why only one scheme runs them, and no batch_invariant_mode.
+    # Other kinds of documents say here why one scheme alone runs them, and why
+    # batch_invariant_mode refuses them.
     why_headwise: ClassVar[str] = ""
     why_not_on_grid: ClassVar[str] = ""
     continue_others: ClassVar[bool] = False  # see .trees

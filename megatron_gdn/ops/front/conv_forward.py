@@ -120,7 +120,7 @@ def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl
 
     All other walks, nearly all of a long sequence, need no masks.
     """
-    end = start + tokens + (W - 1)  # of what the walk reads
+    end = start + tokens + (W - 1)  # of the tokens that the walk reads
     meets = (start < W - 1) | (end > S)
     if PACKED:
         # Positions count up within a document, so that of ``start`` follows from the last one.

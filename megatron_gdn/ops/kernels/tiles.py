@@ -39,7 +39,7 @@ class Block(NamedTuple):
 
 
 def block_dim(dim: int) -> int:
-    """The next power of two, which is what a Triton tile can span."""
+    """The next power of two: a Triton tile spans no other sizes."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
@@ -122,6 +122,6 @@ def norm_forward_tile(value_dim: int) -> Block:
 
 
 def norm_backward_tile(rows: int, value_dim: int) -> Block:
-    """Each program leaves one partial row of d_gamma, so it repeats to keep those few."""
+    """Each program leaves one partial row of d_gamma; it repeats, so that there are few rows."""
     size = max(1, 2048 // block_dim(value_dim))
     return Block(rows=size, repeats=8 if rows >= 1 << 17 else 4, warps=4)

@@ -69,7 +69,7 @@ class PlainReadout:
     activation: str = "silu"  # of the gate, or "sigmoid"
     eps: float = 1e-6  # added to the mean square
     zero_centered: bool = False  # scale by ``1 + gamma``, in a norm per head
-    groups: int | None = None  # normalised behind the gate; None: a norm per head, before it
+    groups: int | None = None  # of a norm behind the gate; None: a norm per head before the gate
 
     reads_o: ClassVar[bool] = True
 

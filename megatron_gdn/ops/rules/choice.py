@@ -23,7 +23,7 @@ class Choice(NamedTuple):
 
 
 class Tested(NamedTuple):
-    """Whether kernels were seen to repeat bit for bit on inputs like these, and what to say."""
+    """Whether kernels were seen to repeat bit for bit on such inputs, and the words for the log."""
 
     repeats: bool
     words: str
@@ -32,13 +32,13 @@ class Tested(NamedTuple):
 class Kernels(NamedTuple):
     """A backend that computes the rule in a package's kernels."""
 
-    why_not: Callable[[], Obstacle | None]  # why it cannot run here
+    why_not: Callable[[], Obstacle | None]  # why the kernels cannot run here
     rule: Callable[..., Rule]  # takes :class:`Bits` if it has ``tested``
     fits: str = ""  # the reason if "auto" takes the first of a table
     # Why a result may have other bits in another run or beside other sequences, or where not.
     unsteady: str | None = None
     tested: Callable[[], Tested] | None = None
-    by_name: bool = False  # "auto" does not take it
+    by_name: bool = False  # "auto" does not take these kernels
 
 
 def choose(
@@ -56,7 +56,7 @@ def choose(
         backend: a name of ``kernels``, ``"reference"``, or ``"auto"``: the first that runs here; if
             that is not the first one, the log says why, once. A name is never replaced.
         plain: builds the reference for any ``bits``.
-        bits: what is promised: above ``FREE`` kernels that were tested for that, or the reference.
+        bits: the promise. Above ``FREE``: kernels that were tested for the promise, or the reference.
             For ``DETERMINISTIC`` kernels may be asked for by name where they were not tested; the
             log then says so.
 
