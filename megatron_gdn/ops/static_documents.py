@@ -30,9 +30,9 @@ _FILLED_AGAIN = (
 class StaticDocuments(Documents):
     """Up to N documents packed into one buffer of T tokens, with boundaries that change in place.
 
-    Kernels read these documents as they read :class:`Documents`. The host may not read ``offsets`` and
-    ``lengths``. The documents of every micro-batch fill the buffer. Before the first :meth:`fill`
-    there are as few as ``longest``, by default T, allows.
+    Kernels read these documents as they read :class:`Documents`. The host may not read ``offsets``
+    and ``lengths``. The documents of every micro-batch fill the buffer. Before the first
+    :meth:`fill` there are as few as ``longest``, by default T, allows.
     """
 
     why_headwise = "the one that runs documents in fixed buffers"

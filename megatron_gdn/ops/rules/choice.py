@@ -56,7 +56,7 @@ def choose(
         backend: a name of ``kernels``, ``"reference"``, or ``"auto"``: the first that runs here; if
             that is not the first one, the log says why, once. A name is never replaced.
         plain: builds the reference for any ``bits``.
-        bits: the promise. Above ``FREE``: kernels that were tested for the promise, or the reference.
+        bits: the promise. Above ``FREE`` kernels that were tested for it, or the reference.
             For ``DETERMINISTIC`` kernels may be asked for by name where they were not tested; the
             log then says so.
 
