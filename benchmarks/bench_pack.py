@@ -17,8 +17,7 @@ from lib.measure import copy_bandwidth, dims_of, table, time_ms
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.headwise import pack
-from megatron_gdn.context_parallel.headwise.route import route
-from megatron_gdn.context_parallel.headwise.shares import HeadShares
+from megatron_gdn.context_parallel.headwise.shares import HeadShares, route
 from megatron_gdn.ops.documents import one_document
 
 

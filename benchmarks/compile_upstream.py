@@ -20,7 +20,7 @@ import torch
 
 from megatron_gdn.gdn.flash_qla.plan import own_stages
 from megatron_gdn.warm_up.absent_gpu import absent_hopper
-from megatron_gdn.warm_up.tasks import Task, kernels_noted, processors, run_tasks
+from megatron_gdn.warm_up.tasks import Task, kernels_noted, run_tasks
 
 TOKENS = 9000
 ROWS = 4
@@ -30,7 +30,7 @@ PACKED = ([0, 1000, TOKENS], list(range(0, TOKENS + 1, 500)))  # cut into parts;
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("heads", nargs="+", type=int)
-    parser.add_argument("--processes", type=int, default=processors())
+    parser.add_argument("--processes", type=int)
     return parser.parse_args()
 
 
@@ -66,9 +66,7 @@ def main() -> None:
     with absent_hopper():
         own_stages()  # puts the fences in, before the kernels are noted
         tasks = [task for heads in args.heads for task in tasks_of(heads)]
-        missing = [task for task in tasks if task.missing]
-        print(f"{len(tasks) - len(missing)} of {len(tasks)} kernels are there", flush=True)
-        _, failures = run_tasks(missing, args.processes)
+        _, failures = run_tasks(tasks, args.processes)
     for name, error in failures.items():
         print(f"{name}:\n{error}")
     raise SystemExit(bool(failures))

@@ -87,17 +87,15 @@ def row_bytes(s: float, cp: int) -> float:
 
 
 def headwise_ms(s: float, cp: int, c: Constants) -> float:
-    received = price.Received.from_all(row_bytes(s, cp), cp, min(cp, PER_MACHINE))
-    return s * c.token_ms + 2 * received.ms(c.nvlink / 1e3) * c.passes
+    ms = price.wire(row_bytes(s, cp), cp, min(cp, PER_MACHINE), c.nvlink / 1e3)
+    return s * c.token_ms + 2 * ms * c.passes
 
 
 def exchange_ms(cp: int, nvlink: float) -> float:
     """Of the maps of one sequence in zigzag, the cheapest way, one direction."""
-    ways = price.map_exchanges(
-        SIZES.state, cp, SequenceLayout.ZIGZAG, rows=1, lengths=None,
-        per_machine=min(cp, PER_MACHINE),
-    )  # fmt: skip
-    return min(x.received.ms(nvlink / 1e3) + x.steps * STEP_MS for x in ways.values())
+    n = min(cp, PER_MACHINE)
+    ways = price.map_exchanges(SIZES.state, cp, SequenceLayout.ZIGZAG, 1, None, n).values()
+    return min(price.wire(x.received, cp, n, nvlink / 1e3) + x.steps * STEP_MS for x in ways)
 
 
 def chunkwise_ms(s: float, cp: int, c: Constants) -> float:

@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 
-from megatron_gdn.compat.quiet import hide_import_notes
+from megatron_gdn.compat.observe import hide_import_notes
 
 hide_import_notes()
 

@@ -37,7 +37,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--count", type=int, default=32, metavar="N", help="tokens to append")
     args = parser.parse_args(argv)
-    from megatron_gdn.compat.quiet import hide_import_notes
+    from megatron_gdn.compat.observe import hide_import_notes
 
     hide_import_notes()
     from megatron_gdn.hf import read_hf_config

@@ -6,7 +6,7 @@ separately, once for each response. Losses and gradients are equal.
 
 import torch
 
-from megatron_gdn.compat.quiet import hide_import_notes
+from megatron_gdn.compat.observe import hide_import_notes
 
 hide_import_notes()  # of packages that are absent: fifteen lines
 

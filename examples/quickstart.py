@@ -5,7 +5,7 @@ A training run with a whole model, data and checkpoints is `pretrain_hybrid.py` 
 
 import torch
 
-from megatron_gdn.compat.quiet import hide_import_notes
+from megatron_gdn.compat.observe import hide_import_notes
 
 hide_import_notes()  # of packages that are absent: fifteen lines
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import matplotlib
 import torch
 
-from megatron_gdn.compat.quiet import hide_import_notes
+from megatron_gdn.compat.observe import hide_import_notes
 
 matplotlib.use("Agg")
 hide_import_notes()

@@ -40,6 +40,17 @@ class Parser(argparse.ArgumentParser):
         return [*self._option_string_actions, *known]
 
 
+def heads(text: str) -> tuple[int, int]:
+    """An option's numbers of key and value heads, from ``KEY:VALUE``."""
+    key, _, value = text.partition(":")
+    numbers = key.isdecimal() and value.isdecimal() and int(key) and int(value)
+    if not numbers or int(value) % int(key):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not KEY:VALUE, such as 16:32; key heads divide value heads"
+        )
+    return int(key), int(value)
+
+
 def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
     """``; did you mean X?`` for each word that looks like a known one, else nothing."""
     known = list(known)

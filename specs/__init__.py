@@ -2,7 +2,7 @@
 
 from megatron.core import __version__ as _megatron_version
 
-from megatron_gdn.compat.quiet import warn_of_untested
+from megatron_gdn.compat.observe import warn_of_untested
 
 warn_of_untested(_megatron_version)  # first: the imports below may fail in an untested version
 

@@ -4,7 +4,7 @@ import logging
 import os
 import warnings
 
-from megatron_gdn.compat import quiet
+from megatron_gdn.compat import observe
 
 
 def say_what_takes_time() -> None:
@@ -15,7 +15,7 @@ def say_what_takes_time() -> None:
 
 def hide_import_notes() -> None:
     """Hide what packages print about absent packages; call it before importing them."""
-    quiet.hide_import_notes()
+    observe.hide_import_notes()
     notes = r"torch\.distributed\.checkpoint"
     warnings.filterwarnings("ignore", category=UserWarning, module=notes)
     # Megatron says this of every save, asynchronous or not, of saves that fail (which the run says

@@ -1,8 +1,13 @@
-"""What the layer reports: NVTX ranges, and one log line per fact. Megatron is not imported here."""
+"""What a user sees: NVTX ranges, one log line per fact, and what imports of Megatron print.
+
+Megatron is not imported here.
+"""
 
 import logging
 import os
+import re
 import sys
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cache
@@ -12,6 +17,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
+OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml lets 0.20 be installed too
 _NOTHING = nullcontext()
 
 
@@ -47,3 +53,25 @@ def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
 def log_once(message: str, level: int = logging.INFO) -> None:
     """Log on rank 0, once per process, also if many layers send the same message."""
     log_single_rank(logger, level, message)
+
+
+def hide_import_notes() -> None:
+    """Hide what imports of Megatron and fla print; for scripts, the library never calls it."""
+    for module in ("megatron", "fla"):
+        warnings.filterwarnings("ignore", category=UserWarning, module=module)
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+
+
+@cache
+def warn_of_untested(version: str) -> None:
+    """Warn if ``version`` of Megatron-Core lies outside the tested range, once."""
+    numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
+    if OLDEST <= numbers < UNTESTED_FROM:
+        return
+    oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST, UNTESTED_FROM))
+    warnings.warn(
+        f"megatron_gdn was tested with megatron-core >= {oldest}, < {newest}, and this is "
+        f"{version}, which was not tested. Install a tested version, or run this "
+        f"package's tests with yours.",
+        stacklevel=3,
+    )

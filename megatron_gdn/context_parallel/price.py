@@ -69,32 +69,23 @@ class Price(NamedTuple):
         return LinearCpMode.CHUNKWISE if chunkwise else LinearCpMode.HEADWISE
 
 
-class Received(NamedTuple):
-    """Bytes that one rank receives at the same time."""
-
-    within: float  # from ranks of its machine
-    across: float  # from other machines
-
-    @classmethod
-    def from_all(cls, received: float, cp_size: int, per_machine: int) -> Received:
-        """``b`` bytes that come in equal parts from every other rank."""
-        across = received * (cp_size - per_machine) / (cp_size - 1)
-        return cls(received - across, across)
-
-    def ms(self, within: float = WITHIN) -> float:
-        return max(self.within / within, self.across / ACROSS)
+def wire(received: float, cp_size: int, per_machine: int, within: float = WITHIN) -> float:
+    """Milliseconds for bytes that one rank receives in equal parts from every other rank."""
+    across = received * (cp_size - per_machine) / (cp_size - 1)
+    return max((received - across) / within, across / ACROSS)
 
 
 class MapExchange(NamedTuple):
     """The cost of one way to exchange maps in one forward."""
 
-    received: Received  # by one rank
+    received: float  # bytes, by one rank
     collectives: int
     steps: int  # products that wait for each other
+    wire: float  # ms
 
     @property
     def ms(self) -> float:
-        return self.received.ms() + self.collectives * LATENCY + self.steps * STEP
+        return self.wire + self.collectives * LATENCY + self.steps * STEP
 
 
 def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> int:
@@ -120,7 +111,7 @@ def map_exchanges(
     if cp_size > GATHER_UP_TO:
         del found["gather"]
     return {
-        name: MapExchange(Received.from_all(received, cp_size, per_machine), collectives, nodes)
+        name: MapExchange(received, collectives, nodes, wire(received, cp_size, per_machine))
         for name, (received, collectives) in found.items()
     }
 
@@ -147,6 +138,6 @@ def price(
     ways = map_exchanges(state, cp_size, layout, rows, lengths, per_machine).values()
     fixed = FIXED if per_machine == cp_size else FIXED_ACROSS
     return Price(
-        headwise=Received.from_all(received, cp_size, per_machine).ms(),
+        headwise=wire(received, cp_size, per_machine),
         chunkwise=min(way.ms for way in ways) + state.map_bytes * local * SUMMARY + fixed,
     )

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import argparse
 import json
 import sys
 import warnings
 from collections.abc import Sequence
 from itertools import chain
 
-from ..command_line import Parser
+from ..command_line import Parser, heads
 
 _DESCRIPTION = """\
 Say what a Gated DeltaNet layer runs with on this machine, which delta rule it takes and why, what
@@ -25,7 +24,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = Parser("python -m megatron_gdn.doctor", description=_DESCRIPTION, epilog=_EPILOG)
     add = parser.add_argument
     help = "heads of one rank, as 16:32 (2:4)"
-    add("--heads", type=_heads, default=(2, 4), metavar="KEY:VALUE", help=help)
+    add("--heads", type=heads, default=(2, 4), metavar="KEY:VALUE", help=help)
     add("--head-dim", type=int, default=128, help="of keys and values (128)")
     add("--tokens", type=int, default=1000, help="of the checks (1000)")
     add("--json", action="store_true", help="a list of findings, for programs")
@@ -43,15 +42,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.json:
         print(json.dumps([finding._asdict() for finding in findings], indent=2))
     return int(any(finding.state == "wrong" for finding in findings))
-
-
-def _heads(text: str) -> tuple[int, int]:
-    key, _, value = text.partition(":")
-    if not (key.isdecimal() and value.isdecimal() and int(key) and int(value) % int(key) == 0):
-        raise argparse.ArgumentTypeError(
-            f"{text} is not KEY:VALUE, such as 16:32; key heads divide value heads"
-        )
-    return int(key), int(value)
 
 
 if __name__ == "__main__":

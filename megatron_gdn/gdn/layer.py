@@ -11,7 +11,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..compat.quiet import warn_of_untested
+from ..compat.observe import warn_of_untested
 from ..context_parallel import LinearCpMode, SequenceLayout
 from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import computed_again

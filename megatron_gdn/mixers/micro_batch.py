@@ -17,8 +17,12 @@ from torch import Tensor
 
 from ..compat.observe import log_once
 from ..context_parallel import Chunkwise, Headwise, LinearCpMode, Scheme, SequenceLayout, Whole
-from ..context_parallel.agreement import number_of_new_layer, require_agreement
-from ..context_parallel.machines import check_ranks_per_machine, ranks_per_machine
+from ..context_parallel.agreement import (
+    check_ranks_per_machine,
+    number_of_new_layer,
+    ranks_per_machine,
+    require_agreement,
+)
 from ..context_parallel.price import price
 from ..context_parallel.scheme import Passage, stay
 from ..ops.documents import Documents, require_one_row

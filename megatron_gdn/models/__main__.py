@@ -22,7 +22,7 @@ _LAYERS = {"G": "Gated DeltaNet", "M": "Mamba2", "*": "attention", "-": "MLP", "
 
 def main(argv: Sequence[str] | None = None) -> int:
     options = parse(argv)
-    from ..compat.quiet import hide_import_notes
+    from ..compat.observe import hide_import_notes
 
     hide_import_notes()
     from .model import ENTRIES, Model

@@ -27,7 +27,8 @@ import torch.distributed as dist
 import torch.multiprocessing as processes
 from torch import Tensor, nn
 
-from ..compat.quiet import hide_import_notes
+from ..command_line import Parser, heads
+from ..compat.observe import hide_import_notes
 from ..context_parallel import local_indices
 
 CLIP = 0.2  # PPO's and GRPO's usual range of the ratio is 1 - 0.2 .. 1 + 0.2
@@ -79,12 +80,12 @@ HEADINGS = (
 
 
 def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m megatron_gdn.testing.certificate",
+    parser = Parser(
+        "python -m megatron_gdn.testing.certificate",
         description="What context parallelism changes in a layer and in a policy step.",
     )
     add = parser.add_argument
-    add("--heads", default="16:32", help="key and value heads, as 16:32")
+    add("--heads", type=heads, default=(16, 32), metavar="KEY:VALUE", help="as 16:32")
     add("--head-dim", type=int, default=128)
     add("--hidden", type=int, default=256)
     add("--lengths", type=int, nargs="+", default=[512, 256, 256], help="of the packed documents")
@@ -92,11 +93,6 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     add("--modes", nargs="+", default=["headwise", "chunkwise"], choices=["headwise", "chunkwise"])
     add("--json", action="store_true", help="one JSON line a row in place of a table")
     args = parser.parse_args(given)
-    try:
-        args.heads = tuple(int(x) for x in args.heads.split(":"))
-        assert len(args.heads) == 2
-    except (ValueError, AssertionError):
-        parser.error(f"--heads {args.heads}: give key and value heads, as 16:32")
     for cp in args.cp:
         if any(length % (2 * cp) for length in args.lengths):
             parser.error(f"--lengths {args.lengths}: every document must be a multiple of {2 * cp}")

@@ -6,7 +6,6 @@ Tensors on the CPU are true ones, since layers read the tables that they make th
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from importlib.util import find_spec
@@ -17,7 +16,6 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.autograd.graph import get_gradient_edge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -123,51 +121,22 @@ def _run_backward(
     inputs: Sequence[Tensor] = (),
     *_: Any,
     **__: Any,
-) -> tuple[Tensor | None, ...]:
-    """Autograd's engine, which would ask the GPU for streams: the gradients of ``inputs``.
+) -> tuple[Tensor, ...]:
+    """In place of autograd's engine, which would ask the GPU for streams.
 
-    Hooks are not called, and nothing is accumulated into ``.grad``.
+    Every backward that is written in Python runs by itself, from gradients of zero; torch's own
+    launch nothing that is compiled. The gradients of ``inputs`` are zero.
     """
-    given: dict[Any, dict[int, Tensor]] = {}
-    waiting: list[tuple] = []
-
-    def give(node: Any, at: int, gradient: Tensor | None) -> None:
-        if node is None or gradient is None:
-            return
-        if node not in given:
-            given[node] = {}
-            # Latest first, so that a node has all its gradients; those of leaves come last.
-            order = hasattr(node, "variable"), -node._sequence_nr(), id(node)
-            heapq.heappush(waiting, (*order, node))
-        wanted, of_node = node._input_metadata[at], given[node]
-        gradient = gradient.sum_to_size(wanted.shape).to(wanted.dtype)
-        of_node[at] = of_node[at] + gradient if at in of_node else gradient
-
-    for output, gradient in zip(outputs, gradients, strict=True):
-        first = torch.ones_like(output) if gradient is None else gradient
-        give(output.grad_fn, output.output_nr, first)
-    edges = [get_gradient_edge(x) for x in inputs]
-    found: dict[tuple[Any, int], Tensor] = {}
+    nodes: set[Any] = set()
+    waiting: list[Any] = [output.grad_fn for output in outputs]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in nodes:
+            nodes.add(node)
+            waiting += [source for source, _ in node.next_functions]
     with torch.set_grad_enabled(create_graph):
-        while waiting:
-            node = heapq.heappop(waiting)[-1]
-            of_node = given.pop(node)
-            found |= {(node, at): gradient for at, gradient in of_node.items()}
-            if hasattr(node, "variable"):
-                continue
-            arguments = [of_node.get(at) for at in range(len(node._input_metadata))]
-            for (source, at), gradient in zip(*_called(node, arguments), strict=True):
-                give(source, at, gradient)
-    return tuple(found.get((edge.node, edge.output_nr)) for edge in edges)
-
-
-def _called(node: Any, gradients: list[Tensor | None]) -> tuple[list, list[Tensor | None]]:
-    """The edges of a node that lead on, and their gradients."""
-    of_python = hasattr(node, "apply")  # such a node has an answer for arguments without edges too
-    made = node.apply(*gradients) if of_python else node(*gradients)
-    made = made if isinstance(made, tuple) else (made,)
-    leads = (
-        node.needs_input_grad if of_python else [to is not None for to, _ in node.next_functions]
-    )
-    edges = [edge for edge in node.next_functions if edge[0] is not None]
-    return edges, [x for x, leads_on in zip(made, leads, strict=False) if leads_on]
+        for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
+            if hasattr(node, "apply"):
+                given = node._input_metadata
+                node.apply(*(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in given))
+    return tuple(torch.zeros_like(x) for x in inputs)

@@ -1,77 +1,180 @@
 """The layer of a run, called on a GPU that is not there; what its calls launch becomes tasks.
 
-So the layer, FlashQLA and torch themselves decide which kernels a call takes. fla tunes its kernels
-by timing them, so for these the layer runs on a GPU.
+So the layer, FlashQLA and torch themselves decide which kernels a call takes. The calls of a rank,
+by parts:
+
+cut      a long sequence and long documents: FlashQLA cuts them into parts side by side
+rows     a batch of whole rows
+uncut    sequences too short to be cut, one and several
+states   pieces of sequences, as in context parallelism by state passing
+whole    ``config.batch_invariant_mode``
+again    a second run of the forward in the backward (``recompute="full"``)
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import Any
+from pathlib import Path
+from typing import Any, NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..context_parallel import agreement, machines
-from ..gdn.flash_qla.builds import Heads, expected_heads
+from ..context_parallel import agreement
+from ..gdn.flash_qla.builds import USUAL_PARTS, Heads, expected_heads
+from ..gdn.sizes import GDNDims
 from .absent_gpu import nothing_computed
-from .calls import Call, Model, calls_of
 from .tasks import Task, kernels_noted
 
-# The slowest kernels to compile, slowest first; they begin in this order.
-_SLOW = ("fused_chunk_gdr_bwd", "fused_chunk_gdr_fwd", "prepare_dh", "prepare_h", "kkt_solve")
+_SHORT, _LONG = 208, 9216  # tokens; FlashQLA cuts the second
+# FlashQLA's forward has three kernels, chosen by sequences * heads: at least this share of the
+# GPU's multiprocessors, at least half of that, and fewer.
+_FULL = 0.7
+_SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
+_HIDDEN = 64  # no kernel depends on it
+
+
+class Model(NamedTuple):
+    """Sizes of the whole layer, and the parallel sizes of the run."""
+
+    dims: GDNDims
+    tp: int = 1
+    cp: int = 1
+
+
+def model_of(arguments: argparse.Namespace) -> Model:
+    """From the command line; a flag counts more than what a file names.
+
+    ``--heads`` have 128 dims and convolutions of 4 taps, as in all published models.
+    """
+    if arguments.config is None:
+        sizes = dict(zip(_SIZES, (*arguments.heads, 128, 128, 4), strict=True))
+        model = Model(GDNDims(hidden_size=_HIDDEN, **sizes))
+    else:
+        model = read_model(arguments.config)
+    return Model(model.dims, arguments.tp or model.tp, arguments.cp or model.cp)
+
+
+def read_model(path: str | Path) -> Model:
+    """Read the sizes from ``config.json``, a folder that has one, or any text that names Megatron's
+    arguments, such as a launch script (``--linear-num-key-heads 16``) or YAML
+    (``linear_num_key_heads: 16``)."""
+    path = Path(path)
+    if path.is_dir():
+        path = path / "config.json"
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"{path} does not exist; give config.json, a Hugging Face model folder, a launch "
+            f"script or a YAML file."
+        )
+    text = path.read_text()
+
+    def named(argument: str) -> int | None:
+        """The number after the argument's name, with - or _ between its words."""
+        words = r"[-_]".join(argument.split("_"))
+        found = set(re.findall(rf"(?<![\w]){words}[\"']?\s*[:=\s]\s*(\d+)\b", text))
+        if len(found) > 1:
+            said = " and as ".join(sorted(found))
+            raise ValueError(f"{path} gives {argument} as {said}; keep one.")
+        return int(found.pop()) if found else None
+
+    sizes = {name: named(f"linear_{name}") for name in _SIZES}
+    if missing := [f"linear_{name}" for name, size in sizes.items() if size is None]:
+        raise ValueError(
+            f"{path} does not name {', '.join(missing)}; add them, or give --heads and the "
+            f"other sizes on the command line."
+        )
+    known = {name: size for name, size in sizes.items() if size is not None}
+    tp, cp = (named(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "context"))
+    return Model(GDNDims(hidden_size=_HIDDEN, **known), tp, cp)
+
+
+class Call(NamedTuple):
+    """One forward and backward of a layer on one rank."""
+
+    part: str
+    cp: int
+    tokens: int  # of a row, over all ranks
+    rows: int
+    documents: int | None  # of equal length, packed into the one row; None: not packed
+    layout: str
+
+    @property
+    def mode(self) -> str:
+        """The scheme, as ``linear_cp_mode`` calls it."""
+        return "chunkwise" if self.part == "states" else "headwise"
+
+
+def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: int) -> list[Call]:
+    """What a rank of a run with these parallel sizes may call; ``mode`` is ``linear_cp_mode``.
+
+    "auto" picks a mode per micro-batch, so it has the calls of both modes. Without context
+    parallelism the part ``states`` is called as on two ranks.
+    """
+    local, ranks = model.dims.shard(model.tp), 1
+    if model.cp > 1 and mode != "chunkwise":
+        try:
+            local.share_heads(model.cp)
+            ranks = model.cp
+        except ValueError:  # "auto" then passes states
+            if mode == "headwise":
+                raise
+    asked = ("states",) if model.cp > 1 and mode != "headwise" else ()
+    found: list[Call] = []
+
+    def call(part: str, tokens: int, rows: int = 1, documents: int | None = None) -> None:
+        cp, layout = ranks, "zigzag"
+        if part == "states":  # a rank has one piece of the sequence, or two of each document
+            cp = max(model.cp, 2)
+            layout = "contiguous" if documents == 1 else "zigzag"
+            documents, tokens = max(1, (documents or 1) // 2), tokens * cp
+        # All ranks share each document. A batch of many rows gets long ones, as training has.
+        shared = 16 * cp * (documents or rows)
+        found.append(Call(part, cp, -(-tokens // shared) * shared, rows, documents, layout))
+
+    for part in parts or (*USUAL_PARTS, *asked):
+        heads = local.num_value_heads // (1 if part == "states" else ranks)
+        full = math.ceil(_FULL * multiprocessors)
+        counts = sorted({1, math.ceil(full / 2 / heads), math.ceil(full / heads)})
+        if part in ("cut", "again"):
+            call(part, _LONG)
+            call(part, _LONG, documents=3)
+        for count in counts:
+            if part in ("rows", "again"):
+                call(part, _SHORT, rows=max(2, count))
+            if part in ("uncut", "states", "again"):
+                call(part, _SHORT, documents=count)
+            if part == "whole":
+                call(part, _LONG, documents=count)
+    return found
 
 
 def tasks_of(
-    models: list[Model], arguments: argparse.Namespace
+    model: Model, arguments: argparse.Namespace
 ) -> tuple[list[Task], dict[Heads, set[str]]]:
     """A task for each variant of a kernel, and the parts that FlashQLA's are for, by heads.
 
-    Those of the first part come first.
+    FlashQLA's come first, since they take longest, each in the order of their first call.
     """
     torch.set_num_threads(1)  # a fork of this process would lack its threads
-    count, backend = arguments.multiprocessors, "auto"
-    if "flash_qla" in arguments.kernels:
-        backend = "flash_qla"
-    soon: list[Any] = []
+    backend = "flash_qla" if "flash_qla" in arguments.kernels else "auto"
+    calls = calls_of(model, arguments.linear_cp_mode, arguments.parts, arguments.multiprocessors)
     parts: dict[Heads, set[str]] = {}
     with kernels_noted() as noted, nothing_computed():
-        for operands in dict.fromkeys(arguments.operands):
-            for model in models:
-                calls = calls_of(model, arguments.linear_cp_mode, arguments.parts, count)
-                for call in calls:
-                    run_layer(model, call, rule_operands=operands, backend=backend)
-                    if call.part == calls[0].part:
-                        soon = [*noted]
-                    if backend == "flash_qla":
-                        parts.setdefault(expected_heads(), set()).add(call.part)
+        for call in calls:
+            run_layer(model, call, rule_operands=arguments.operands, backend=backend)
+            if backend == "flash_qla":
+                parts.setdefault(expected_heads(), set()).add(call.part)
 
-    def order(key: Any) -> tuple[bool, int]:
-        slow = (at for at, name in enumerate(_SLOW) if noted[key].name.startswith(name))
-        return key not in soon, next(slow, len(_SLOW))
-
-    tasks = [noted[key] for key in sorted(noted, key=order)]
-    return [task for task in tasks if task.kind in arguments.kernels], parts
-
-
-def tune_fla(models: list[Model], arguments: argparse.Namespace) -> None:
-    """Forward and backward of the layer with fla's rule, on the GPU.
-
-    fla keeps its choices in Triton's cache (unless FLA_CACHE_RESULTS=0), per heads, dims and
-    lengths.
-    """
-    if not torch.cuda.is_available():
-        raise ValueError("fla's kernels are tuned on a GPU, and there is none here.")
-    for model in models:
-        for call in calls_of(model, arguments.linear_cp_mode, ["cut", "rows", "uncut"], 1):
-            run_layer(model, call, backend="fla")
-        print(f"fla is tuned for {model.dims.num_key_heads}:{model.dims.num_value_heads} heads")
-    torch.cuda.synchronize()
+    tasks = [task for task in noted.values() if task.kind in arguments.kernels]
+    return sorted(tasks, key=lambda task: task.kind != "flash_qla"), parts
 
 
 def run_layer(model: Model, call: Call, **options: Any) -> None:
@@ -82,7 +185,7 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
 
     from ..specs import gated_delta_net_spec
 
-    dims, (tp, cp) = model.dims, (call.tp, call.cp)
+    dims, tp, cp = model.dims, model.tp, call.cp
     config = TransformerConfig(
         num_layers=1, hidden_size=dims.hidden_size, num_attention_heads=tp, bf16=True,
         params_dtype=torch.bfloat16, normalization="RMSNorm", add_bias_linear=False,
@@ -91,8 +194,9 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
         linear_key_head_dim=dims.key_head_dim, linear_value_head_dim=dims.value_head_dim,
         linear_conv_kernel_dim=dims.conv_kernel_dim, gradient_accumulation_fusion=False,
         use_cpu_initialization=True, perform_initialization=False,
-        batch_invariant_mode=call.part == "whole",
     )  # fmt: skip
+    # Megatron's constructor would ask for FlashAttention, which no recurrent layer calls.
+    config.batch_invariant_mode = call.part == "whole"
     if call.part == "again":
         options["recompute"] = "full"
     if cp > 1:
@@ -104,8 +208,9 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
         shape = call.tokens // cp, call.rows, dims.hidden_size
         x = torch.zeros(shape, dtype=torch.bfloat16, device="cuda", requires_grad=True)
         packed = None
-        if call.offsets is not None:
-            offsets = torch.tensor(call.offsets, dtype=torch.int32)
+        if call.documents is not None:
+            length = call.tokens // call.documents
+            offsets = torch.arange(0, call.tokens + 1, length, dtype=torch.int32)
             packed = PackedSeqParams(
                 qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
                 max_seqlen_q=call.tokens, max_seqlen_kv=call.tokens,
@@ -124,7 +229,7 @@ def _ranks(tp: int, cp: int) -> Iterator[Any]:
 
     # What the others answer means nothing.
     nobody = patch.dict(os.environ, {agreement.SWITCH: "0"})
-    one_machine = patch.object(machines, "_hosts", lambda group, *_: [0] * group.size())
+    one_machine = patch.object(agreement, "_hosts", lambda group, *_: [0] * group.size())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp * cp)
     groups: Any = ProcessGroupCollection()
     groups.tp = dist.new_group([*range(tp)], backend="fake")

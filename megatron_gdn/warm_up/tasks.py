@@ -9,23 +9,25 @@ from __future__ import annotations
 import multiprocessing
 import os
 import signal
+import sys
 import time
-import traceback
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
-from multiprocessing.connection import Connection, wait
-from typing import Any, NamedTuple
+from multiprocessing.connection import wait
+from tempfile import TemporaryFile
+from typing import Any, NamedTuple, TextIO
 from unittest.mock import patch
 
 from ..gdn.flash_qla.builds import CacheEntry, expected_heads
 from .absent_gpu import ARCH
 
 _FORK = multiprocessing.get_context("fork")
-_EVERY = 5.0  # seconds between two lines of progress
+_PRINT_EVERY = 5.0  # seconds between two lines of progress
 _TARGET = {"kind": "cuda", "arch": "sm_90a"}
+_WAS_THERE = 3  # exit status of a fork that found the kernel
 
 
 class Task(NamedTuple):
@@ -33,71 +35,55 @@ class Task(NamedTuple):
 
     name: str
     run: Callable[[], bool]  # compiles it; returns whether there was anything to compile
-    found: Callable[[], bool] | None = None  # is it there? None if only ``run`` can find out
     kind: str = "triton"  # or "flash_qla"
 
-    @property
-    def missing(self) -> bool:
-        return self.found is None or not self.found()
 
-
-def processors() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0))
-
-
-def run_tasks(tasks: Iterable[Task], processes: int) -> tuple[int, dict[str, str]]:
+def run_tasks(tasks: Iterable[Task], processes: int | None) -> tuple[int, dict[str, str]]:
     """Run every task in a fork of this process, which has its imports, and print how far it is.
 
-    What a task leaves behind (launches that are kept, patches, a crash) does not reach the others.
-    Returns how many compiled something, and the error of each one that failed.
+    At most ``processes`` run side by side, by default one per core. What a task leaves behind
+    (launches that are kept, patches, a crash) does not reach the others. Returns how many compiled
+    something, and what each one that failed has printed.
     """
     waiting = deque(tasks)
-    began = said = time.monotonic()
+    began = printed = time.monotonic()
+    at_once = processes or len(os.sched_getaffinity(0))
     count, compiled, failures = len(waiting), 0, {}
-    running: dict[Connection, tuple[str, Any]] = {}
+    running: dict[Any, tuple[str, Any, TextIO]] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < max(1, processes):
-                task = waiting.popleft()
-                answer, to_here = _FORK.Pipe(duplex=False)
-                process = _FORK.Process(target=_run, args=(task, to_here))
+            while waiting and len(running) < at_once:
+                task, output = waiting.popleft(), TemporaryFile("w+")  # noqa: SIM115 - closed below
+                process = _FORK.Process(target=_run, args=(task, output))
                 process.start()
-                to_here.close()  # so that the pipe ends with the process
-                running[answer] = task.name, process
-            for answer in wait(list(running)):
-                assert isinstance(answer, Connection)
-                name, process = running.pop(answer)
-                try:
-                    result = answer.recv()
-                except EOFError:
-                    result = "its process was killed"
+                running[process.sentinel] = task.name, process, output
+            for ended in wait(list(running)):
+                name, process, output = running.pop(ended)
                 process.join()
-                if isinstance(result, str):
-                    failures[name] = result
-                else:
-                    compiled += result
-                at, done = time.monotonic(), count - len(waiting) - len(running)
-                if at - said >= _EVERY or done == count:
-                    said = at
+                compiled += process.exitcode == 0
+                if process.exitcode not in (0, _WAS_THERE):
+                    output.seek(0)
+                    failures[name] = output.read() or "its process was killed"
+                output.close()
+                now, done = time.monotonic(), count - len(waiting) - len(running)
+                if now - printed >= _PRINT_EVERY or done == count:
+                    printed = now
                     print(
-                        f"{done} of {count} kernels after {at - began:.0f} s ({name})", flush=True
+                        f"{done} of {count} kernels after {now - began:.0f} s ({name})", flush=True
                     )
     finally:
-        for _, process in running.values():
+        for _, process, _ in running.values():
             process.terminate()
     return compiled, failures
 
 
-def _run(task: Task, answer: Connection) -> None:
+def _run(task: Task, output: TextIO) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
-    with open(os.devnull, "w") as nowhere:  # for what compilers print; errors are sent
-        for stream in (1, 2):
-            os.dup2(nowhere.fileno(), stream)
-    try:
-        answer.send(task.run())
-    except BaseException:
-        answer.send(traceback.format_exc())
+    sys.stdout = sys.stderr = output
+    for stream in (1, 2):  # of compilers
+        os.dup2(output.fileno(), stream)
+    if not task.run():
+        sys.exit(_WAS_THERE)
 
 
 @contextmanager
@@ -106,29 +92,28 @@ def kernels_noted() -> Iterator[dict[Any, Task]]:
     noted: dict[Any, Task] = {}
     with ExitStack() as patches:
         if find_spec("tilelang") is not None:
-            patches.enter_context(_tilelang_noted(noted))
+            from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
+
+            patches.enter_context(patch.object(JITImpl, "__call__", _noting_tilelang(noted)))
         if find_spec("triton") is not None:
             patches.enter_context(_triton_noted(noted))
         yield noted
 
 
-@contextmanager
-def _tilelang_noted(noted: dict[Any, Task]) -> Iterator[None]:
-    from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
-
+def _noting_tilelang(noted: dict[Any, Task]) -> Callable:
     def note(kernel: Any, *args: Any, **kwargs: Any) -> Callable:
         kernel.target = _TARGET
         entry = CacheEntry.of(kernel, args, kwargs, ARCH)
         compile = partial(_compile_tilelang, entry, kernel, args, kwargs)
-        name = f"{entry.name}, {expected_heads()}"
-        noted.setdefault(entry, Task(name, compile, entry.is_there, "flash_qla"))
+        noted.setdefault(entry, Task(f"{entry.name}, {expected_heads()}", compile, "flash_qla"))
         return lambda *tensors, **named: None
 
-    with patch.object(JITImpl, "__call__", note):
-        yield
+    return note
 
 
 def _compile_tilelang(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    if entry.is_there():
+        return False
     entry.remember(kernel.compile.__wrapped__(*args, **kwargs))
     return True
 
@@ -154,7 +139,7 @@ def _triton_noted(noted: dict[Any, Task]) -> Iterator[None]:
 
     with (
         patch.object(JITFunction, "run", note),
-        # Kernels that are timed are chosen on a GPU: `--kernels fla`.
+        # Kernels that are timed (fla's) are chosen on a GPU, by the first step of a run.
         patch.object(Autotuner, "run", lambda *_, **__: None),
         # Triton itself launches each time, with the tensors at hand.
         patch.object(launch, "_watched", lambda kernel: True),

@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel import machines
+from megatron_gdn.context_parallel import agreement
+from megatron_gdn.context_parallel.agreement import ranks_per_machine
 from megatron_gdn.context_parallel.chunkwise import map_exchange
 from megatron_gdn.context_parallel.chunkwise.map_exchange import chain_nodes
-from megatron_gdn.context_parallel.machines import ranks_per_machine
 from megatron_gdn.context_parallel.price import map_exchanges
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.state_maps.state_map import StateShape
@@ -55,7 +55,8 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
             within += count * (giver // n == rank // n and giver != rank)
             across += count * (giver // n != rank // n)
     assert len(received) == priced.collectives
-    assert [within, across] == [round(x) for x in priced.received]
+    from_others = priced.received * (size - n) / (size - 1)
+    assert [within, across] == [round(priced.received - from_others), round(from_others)]
     assert products == [priced.steps - 1]  # nothing follows the last node
 
 
@@ -71,12 +72,12 @@ def test_sixteen_ranks_equal_one_rank(pools):
 def test_the_hosts_say_how_many_ranks_a_machine_has():
     """They are exchanged once."""
     group = dist.group.WORLD
-    machines._agreed.pop(group, None)
-    with patch.object(machines, "_own_host", lambda: "one" if dist.get_rank() < 2 else "other"):
+    agreement._groups.pop(group, None)
+    with patch.object(agreement, "_own_host", lambda: "one" if dist.get_rank() < 2 else "other"):
         assert ranks_per_machine(group, None, CPU) == 2
     with patch.object(dist, "all_gather_into_tensor", side_effect=AssertionError("asked again")):
         assert ranks_per_machine(group, None, CPU) == 2
-    machines._agreed.pop(group)
+    agreement._groups.pop(group)
     assert ranks_per_machine(group, None, CPU) == 4  # this host's real name
 
 
@@ -121,6 +122,6 @@ def test_what_is_no_number_of_ranks_is_refused():
 def test_ranks_that_are_told_different_numbers_refuse():
     """On every rank: one rank alone would wait."""
     for told in (3 if dist.get_rank() else None, 5 + dist.get_rank()):
-        machines._agreed.pop(dist.group.WORLD, None)
+        agreement._groups.pop(dist.group.WORLD, None)
         with pytest.raises(ValueError, match="different cp_ranks_per_machine: .*by rank"):
             ranks_per_machine(dist.group.WORLD, told, CPU)

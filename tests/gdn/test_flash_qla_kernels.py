@@ -197,26 +197,24 @@ def test_all_kernels_for_the_heads_are_compiled_ahead_once(cache, monkeypatch, c
     assert "`python -m megatron_gdn.warm_up --heads 16:32 --operands fp16`" in text
 
 
-def test_an_entry_that_tilelang_has_lost_is_not_there(cache):
+def test_a_kernel_that_tilelang_has_not_kept_is_not_there(cache):
     kernel = Kernel(cache)
     entry = CacheEntry.of(kernel, (32,), {}, "9.0")
-    made = kernel.compile(32)
-    assert not entry.is_there()
-    entry.remember(made)
+    for unkept in (SimpleNamespace(), SimpleNamespace(_tilelang_cache_path=str(cache / "lost"))):
+        entry.remember(unkept)
+        assert not entry.is_there()
+    entry.remember(kernel.compile(32))
     assert entry.is_there()
-    (cache / "entry-(32,)-[]").rmdir()
-    assert not entry.is_there()
 
 
 def test_a_copy_of_the_cache_elsewhere_has_its_kernels(tmp_path, monkeypatch):
-    for name in ("here", "there"):
-        monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / name))
-        entry = CacheEntry.of(kernel := Kernel(tmp_path / name), (32,), {}, "9.0")
-        if name == "here":
-            (tmp_path / name).mkdir()
-            entry.remember(kernel.compile(32))
-            (tmp_path / name).rename(tmp_path / "there")
-    assert entry.is_there()
+    (tmp_path / "here").mkdir()
+    kernel = Kernel(tmp_path / "here")
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "here"))
+    CacheEntry.of(kernel, (32,), {}, "9.0").remember(kernel.compile(32))
+    (tmp_path / "here").rename(tmp_path / "there")
+    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "there"))
+    assert CacheEntry.of(kernel, (32,), {}, "9.0").is_there()
 
 
 def test_a_cache_that_is_switched_off_is_left_alone(cache, monkeypatch):

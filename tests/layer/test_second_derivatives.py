@@ -26,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 EXCHANGES = "tests/distributed/test_exchange.py"
 DIFFERENTIABLE = {
     "_Moved": EXCHANGES,
-    "_OwnRows": "test_own_rows_of_a_parameter_are_differentiated_twice",
     "TakeRows": "test_moved_rows_are_differentiated_twice",
     "_PutAside": "hands the gradient on to a backward that refuses it",
 }
@@ -157,14 +156,6 @@ def test_a_gradient_inside_a_backward_is_a_first_gradient():
     expected = x.detach().requires_grad_()
     layer(expected, None)[0].square().sum().backward()
     torch.testing.assert_close(x.grad, expected.grad)
-
-
-def test_own_rows_of_a_parameter_are_differentiated_twice():
-    from megatron_gdn.context_parallel.headwise.scheme import _OwnRows
-
-    weight = torch.randn(5, dtype=torch.float64, requires_grad=True)
-    rows = torch.tensor([3, 0])
-    assert torch.autograd.gradgradcheck(lambda w: _OwnRows.apply(w, rows).pow(3), weight)
 
 
 def test_moved_rows_are_differentiated_twice():

@@ -8,7 +8,7 @@ from torch import nn
 
 from megatron_gdn import Documents
 from megatron_gdn.context_parallel import MambaContextParallel, SequenceLayout
-from megatron_gdn.context_parallel.headwise.route import route
+from megatron_gdn.context_parallel.headwise.shares import route
 
 
 def route_of(lengths, *where):

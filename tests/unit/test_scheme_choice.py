@@ -7,10 +7,7 @@ import pytest
 import torch
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel.machines import (
-    ranks_per_machine,
-    stretch,
-)
+from megatron_gdn.context_parallel.agreement import ranks_per_machine, stretch
 from megatron_gdn.context_parallel.price import (
     ACROSS,
     FIXED,

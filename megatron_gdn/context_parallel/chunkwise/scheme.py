@@ -16,8 +16,8 @@ from ...ops.documents import Documents, one_document
 from ...ops.layout import Layout
 from ...ops.parts import Neighbours
 from ...ops.state_maps.state_map import StateShape
+from ..agreement import ranks_per_machine
 from ..layouts import SequenceLayout, held_positions
-from ..machines import ranks_per_machine
 from ..price import map_exchanges
 from ..scheme import Passage, stay
 from .fragments import pieces_of
@@ -33,7 +33,7 @@ class Chunkwise:
 
     ``layout`` and ``state`` are of one tensor-parallel rank, ``taps`` of the convolution.
     ``exchange`` is one of :data:`EXCHANGES`, or None for the cheaper in each micro-batch;
-    ``cp_ranks_per_machine`` None asks the hosts, see :mod:`..machines`.
+    ``cp_ranks_per_machine`` None asks the hosts, see :mod:`..agreement`.
     """
 
     name = "chunkwise"

@@ -20,8 +20,7 @@ from torch import Tensor
 from ...ops.autograd import uncompiled
 from ...ops.documents import Documents
 from ..layouts import SequenceLayout
-from .route import Wave, route
-from .shares import HeadShares
+from .shares import HeadShares, Wave, route
 
 # Rows travel in waves of at least this many bytes: one wave is packed (or unpacked) while the other
 # travels. On 4 H200, two waves take 0.75 of one wave's time at 600 MB, 1.3 times it at 150 MB.

@@ -68,7 +68,7 @@ class Headwise:
         shares, block = self._of_parameters.get(wanted) or self._remember(*wanted)
         if block is not None:
             return param.narrow(0, block.whole, block.width)
-        return _OwnRows.apply(param, _own_rows(shares, self._rank, param.device))
+        return param.index_select(0, _own_rows(shares, self._rank, param.device))
 
     def _remember(
         self, rows: int, names: tuple[str, ...] | None
@@ -85,20 +85,6 @@ class Headwise:
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
         return held_positions(documents, tokens, self._group, self._sequence_layout)
-
-
-class _OwnRows(torch.autograd.Function):
-    """This rank's rows of a parameter: one pass forward and one backward for all sections."""
-
-    @staticmethod
-    def forward(ctx, param: Tensor, rows: Tensor) -> Tensor:
-        # An attribute, not a saved tensor: the shared table may be made in inference mode.
-        ctx.shape, ctx.rows = param.shape, rows
-        return param.index_select(0, rows)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return grad.new_zeros(ctx.shape).index_copy_(0, ctx.rows, grad), None
 
 
 @cached_by_stream(16)

@@ -6,9 +6,8 @@ megatron_gdn.warm_up``: when a layer is built (:func:`compile_early`), or when a
 missing kernel. Every process goes on as soon as the cache has the kernel that it calls
 (:mod:`...ops.kernels.builds`).
 
-tilelang's own key of a kernel takes up to two seconds to make. So a small file per kernel lies
-beside that cache: its name is a digest of the function's source and arguments, and it holds the
-path of tilelang's entry, relative to the cache.
+tilelang's own key of a kernel takes up to two seconds to make. So an empty file per kernel lies
+beside that cache, whose name has a digest of the function's source and arguments.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
-from functools import wraps
+from functools import partial, wraps
 from hashlib import sha256
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -36,10 +35,11 @@ logger = logging.getLogger(__name__)
 HOPPER = (9, 0)
 # Set to 0: this process itself compiles the kernels that it misses, one after the other.
 _SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
-# Kernels for a long sequence cut into parts, a batch of rows, short documents, states in and out
-# (context parallelism by state passing), batch-invariant mode, and a second run of the forward.
-PARTS = ("cut", "rows", "uncut", "states", "whole", "again")
-ON_REQUEST = ("states", "whole", "again")  # those that not every run takes
+# Groups of kernels: for a long sequence cut into parts, a batch of rows, and short documents; and
+# those that not every run takes, for states in and out (context parallelism by state passing),
+# batch-invariant mode, and a second run of the forward.
+USUAL_PARTS = ("cut", "rows", "uncut")
+PARTS = (*USUAL_PARTS, "states", "whole", "again")
 
 
 class Heads(NamedTuple):
@@ -65,7 +65,7 @@ class Heads(NamedTuple):
 
     def done_file(self, part: str, multiprocessors: int) -> Path:
         """A file that exists once all kernels of this part are compiled for such a GPU."""
-        of = self.key, self.value, self.operands, part, multiprocessors, *versions()
+        of = self.key, self.value, self.operands, part, multiprocessors
         return cache_folder() / "-".join(map(str, ("ready", *of)))
 
     def __str__(self) -> str:
@@ -107,32 +107,28 @@ def compile_early(heads: Heads, part: str) -> None:
 def watch_builds(kernels: list[Any]) -> None:
     """Let each of tilelang's objects ``kernels`` compile once per machine."""
     for kernel in kernels:
-        kernel.compile = _once_per_machine(kernel)
+        # The processes that compile ahead call what this wraps, as its ``__wrapped__``.
+        kernel.compile = wraps(kernel.compile)(partial(_once_per_machine, kernel, kernel.compile))
 
 
-def _once_per_machine(kernel: Any) -> Callable:
-    compile_here = kernel.compile
-
-    @wraps(compile_here)  # the processes that compile ahead call its __wrapped__
-    def compile(*args: Any, **kwargs: Any) -> Any:
-        if not cache_is_used():
-            return compile_here(*args, **kwargs)
-        entry = CacheEntry.of(kernel, args, kwargs, ".".join(map(str, _capability())))
-        if not entry.is_there():
-            what = f"FlashQLA's {entry.name} for {_heads}"
-            with build_lock(_heads.lock, what, entry.is_there) as lock:
-                if lock is not None and _may_start(_heads):
-                    process = _start(_heads, _part, lock)
-                    while not entry.is_there() and process.poll() is None:
-                        time.sleep(0.1)
-                if lock is not None and not entry.is_there():
-                    logger.warning("compiles %s in this process; takes up to a minute", what)
-                    made = compile_here(*args, **kwargs)
-                    entry.remember(made)
-                    return made
-        return compile_here(*args, **kwargs)  # found on disk
-
-    return compile
+def _once_per_machine(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any) -> Any:
+    """Compile a kernel here, or find on disk what another process of the machine compiles."""
+    if not cache_is_used():
+        return compile_here(*args, **kwargs)
+    entry = CacheEntry.of(kernel, args, kwargs, ".".join(map(str, _capability())))
+    if not entry.is_there():
+        what = f"FlashQLA's {entry.name} for {_heads}"
+        with build_lock(_heads.lock, what, entry.is_there) as lock:
+            if lock is not None and _may_start(_heads):
+                process = _start(_heads, _part, lock)
+                while not entry.is_there() and process.poll() is None:
+                    time.sleep(0.1)
+            if lock is not None and not entry.is_there():
+                logger.warning("compiles %s in this process; takes up to a minute", what)
+                made = compile_here(*args, **kwargs)
+                entry.remember(made)
+                return made
+    return compile_here(*args, **kwargs)  # found on disk
 
 
 def _start(heads: Heads, part: str, lock: int) -> subprocess.Popen:
@@ -153,7 +149,7 @@ def _start(heads: Heads, part: str, lock: int) -> subprocess.Popen:
 
 def command(heads: Heads, part: str) -> list[str]:
     """The command line that compiles these heads' kernels, those of this part first."""
-    parts = [part, *(other for other in PARTS if other not in (part, *ON_REQUEST))]
+    parts = [part, *(other for other in USUAL_PARTS if other != part)]
     return [
         sys.executable, "-m", "megatron_gdn.warm_up", *heads.flags.split(), "--parts", *parts,
         "--multiprocessors", str(multiprocessors()), "--for-a-run",
@@ -183,7 +179,10 @@ def tilelang_cache() -> Path:
 
 
 def cache_folder() -> Path:
-    return tilelang_cache() / "megatron_gdn"
+    """This package's files in tilelang's cache, for versions on which a kernel depends."""
+    packages = ("tilelang", "flash-qla")
+    versions = (f"{name}-{installed_version(name) or 'unknown'}" for name in packages)
+    return tilelang_cache() / "megatron_gdn" / "-".join(versions)
 
 
 def cache_is_used() -> bool:
@@ -193,13 +192,8 @@ def cache_is_used() -> bool:
     return os.environ.get("TILELANG_DISABLE_CACHE", "0").lower() not in ("1", "true", "yes", "on")
 
 
-def versions() -> tuple[str, ...]:
-    """The versions of tilelang and flash-qla, on which a compiled kernel depends."""
-    return tuple(installed_version(name) or "unknown" for name in ("tilelang", "flash-qla"))
-
-
 class CacheEntry(NamedTuple):
-    """One kernel: its name, and the file that holds the path of tilelang's entry."""
+    """One kernel: its name, and a file that exists once tilelang has it in its cache."""
 
     name: str
     file: Path
@@ -208,25 +202,16 @@ class CacheEntry(NamedTuple):
     def of(cls, kernel: Any, args: tuple, kwargs: dict[str, Any], arch: str) -> CacheEntry:
         """The entry of a kernel that tilelang's decorator made, called with these arguments."""
         name = kernel.func.orig_func.__name__.removeprefix("tilelang_")
-        described = (
-            kernel.func_source, args, sorted(kwargs.items()),
-            sorted((kernel.pass_configs or {}).items()), arch, *versions(),
-        )  # fmt: skip
+        configs = sorted((kernel.pass_configs or {}).items())
+        described = kernel.func_source, args, sorted(kwargs.items()), configs, arch
         digest = sha256(repr(described).encode()).hexdigest()[:32]
         return cls(name, cache_folder() / f"{name}-{digest}")
 
     def is_there(self) -> bool:
-        try:
-            return (tilelang_cache() / self.file.read_text()).is_dir()
-        except OSError:
-            return False
+        return self.file.exists()
 
     def remember(self, made: Any) -> None:
-        """Write the file of ``made``, the kernel that tilelang compiled."""
-        place = getattr(made, "_tilelang_cache_path", None)
-        if place is None or not os.path.isdir(place) or self.is_there():
-            return
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        own = self.file.with_suffix(f".{os.getpid()}")  # another process reads all of it or nothing
-        own.write_text(os.path.relpath(place, tilelang_cache()))
-        own.replace(self.file)
+        """Make the file of ``made``, the kernel that tilelang compiled, if tilelang has kept it."""
+        if os.path.isdir(getattr(made, "_tilelang_cache_path", None) or ""):
+            self.file.parent.mkdir(parents=True, exist_ok=True)
+            self.file.touch()
