@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +24,6 @@ from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.loader_layout import AUTO
 from ..mixers.micro_batch import MicroBatch
 from ..mixers.out_norm import norm_of
-from ..ops.layout import Layout
 from ..ops.parts import Parts
 from .front import kda_parts
 from .rule import choose_kda
@@ -143,12 +142,28 @@ class KimiDeltaAttention(RecurrentMixer):
         )  # fmt: skip
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Rows query | key | value | f | z | beta, the gates in full width."""
-        rows = super().project(hidden_states)
+        """Rows query | key | value | f | z | beta, the gates in full width: ``[s, B, P]``.
+
+        The tensor-parallel ranks share the columns of the narrow halves ``[s, B, R]``; each
+        computes its heads' part of the wide halves with weights ``[C, R]``. The backward keeps the
+        narrow halves. Both layouts have the sections in one order; the narrow half of ``f`` is
+        called ``f_a``.
+        """
+        narrow = super().project(hidden_states)
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
         if not weights:
-            return rows
-        return full_rows(rows, self.dims.in_proj_layout, self.dims.layout, self.tp_group, *weights)
+            return narrow
+        in_proj, row, group = self.dims.in_proj_layout, self.dims.layout, self.tp_group
+        sections = list(narrow.split(in_proj.widths, -1))
+        halved = [i for i, name in enumerate(row.names) if name != in_proj.names[i]]
+        own = torch.cat([sections[i] for i in halved], -1)
+        of_ranks = all_gather_last_dim_from_tensor_parallel_region(own, group)
+        widths = [in_proj.widths[i] for i in halved]
+        lows = of_ranks.unflatten(-1, (group.size(), -1)).split(widths, -1)
+        for i, low, weight in zip(halved, lows, weights, strict=True):
+            # Contiguous: a view would keep all of ``own``, and its strides change a product's bits.
+            sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
+        return torch.cat(sections, -1)
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
         scheme = batch.scheme
@@ -175,21 +190,3 @@ class KimiDeltaAttention(RecurrentMixer):
         widths = dict(zip(layout.names, layout.widths, strict=True))
         self._fill_share(self.f_b_weight, method, 0, (widths["f"],))
         self._fill_share(self.z_b_weight, method, 0, (widths["z"],))
-
-
-def full_rows(narrow: Tensor, in_proj: Layout, row: Layout, group: Any, *weights: Tensor) -> Tensor:
-    """in_proj's rows ``[s, B, p]`` to ``[s, B, P]``; the backward keeps the narrow halves.
-
-    The ranks of the tensor-parallel ``group`` share the columns of the narrow halves ``[s, B, R]``;
-    each computes its heads' part of the wide halves with ``weights`` ``[C, R]``. Both layouts have
-    the sections in one order; the narrow half of ``f`` is called ``f_a``.
-    """
-    sections = list(narrow.split(in_proj.widths, -1))
-    halved = [i for i, name in enumerate(row.names) if name != in_proj.names[i]]
-    own = torch.cat([sections[i] for i in halved], -1)
-    of_ranks = all_gather_last_dim_from_tensor_parallel_region(own, group)
-    lows = of_ranks.unflatten(-1, (group.size(), -1)).split([in_proj.widths[i] for i in halved], -1)
-    for i, low, weight in zip(halved, lows, weights, strict=True):
-        # Contiguous: a view would keep all of ``own``, and its strides change a product's bits.
-        sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
-    return torch.cat(sections, -1)
