@@ -94,18 +94,6 @@ def require_causal(
         setattr(mask, _CHECKED, looked_at)
 
 
-def the_context(inference_context: Any, inference_params: Any) -> Any:
-    """The inference context, which Megatron gives under either of two names; None in training."""
-    if inference_context is None:
-        return inference_params
-    if inference_params not in (None, inference_context):
-        raise ValueError(
-            "inference_context and inference_params (its old name) are two different objects; "
-            "give one."
-        )
-    return inference_context
-
-
 def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> None:
     """Refuse an offset, an attention bias, and keywords with a value that no mixer knows."""
     if sequence_len_offset is not None:

@@ -34,7 +34,6 @@ from .arguments import (
     follow_config,
     refuse_unsupported,
     require_causal,
-    the_context,
 )
 from .checkpoint import ShardedBySections
 from .fp8 import (
@@ -172,9 +171,12 @@ class RecurrentMixer(
         """
         if kwargs or sequence_len_offset is not None:
             refuse_unsupported(sequence_len_offset, kwargs)
-        context = inference_context
-        if inference_params is not None:
-            context = the_context(inference_context, inference_params)
+        context = inference_params if inference_context is None else inference_context
+        if inference_params is not None and inference_params is not context:
+            raise ValueError(
+                "inference_context and inference_params (its old name) are two different objects; "
+                "give one."
+            )
         cp_group = self._pg_collection.cp
         if pg_collection is not None:
             cp_group = self.cp_group_of(pg_collection, context)
