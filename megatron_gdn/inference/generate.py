@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..mixers.attention import TorchAttention
 
-# What a single token cannot have, and its value without: sequence parallelism and FP8.
+# Settings of sequence parallelism and FP8, which take no single token, and their values when off.
 _OFF_IN_MODULES = {
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
