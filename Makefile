@@ -1,7 +1,7 @@
 # `make demo` trains a small model, `make test` runs the tests; both set up .venv first. `make test`
 # leaves out what is slow: whole launches, and more sizes of laws that it holds at one.
-# `make test-all` runs everything but `make test-shapes`: `make test` as on another machine, where
-# sums are taken in other orders. .ci/run asks for both.
+# `make test-all` runs everything but `make test-shapes`: the laws of numbers as on another machine,
+# where sums are taken in other orders. .ci/run asks for both.
 # `make nightly` (an estimated hour on two idle cores) runs what is too long for `make test`:
 # runs that are ended at random steps, again and again; the commands of the pages as they are, from
 # a fresh clone; the package installed from a clone and a wheel; kernels compiled for Hopper.
@@ -33,7 +33,8 @@ test: $(VENV)/.ready
 # Compiled code in a cache of its own: torch would take, and fail to build, what another capability made.
 test-shapes: $(VENV)/.ready
 	BITS_BY_SHAPE=1 ATEN_CPU_CAPABILITY=default TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/inductor-default \
-		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow"
+		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow" \
+		$(addprefix tests/,distributed gdn gdn2 hf inference kda layer mamba2 ops precision)
 
 # The slow tests start processes of their own, so one of them runs at a time.
 test-all: test-kernels test

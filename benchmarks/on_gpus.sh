@@ -87,7 +87,7 @@ check)
   beside laws fp16 310 $mixer -k fp16
   beside laws mixer 310 $mixer -k "not fp16 and not ($fla)"
   beside laws states 310 tests/gdn/test_gpu_states.py
-  beside laws one-gpu 310 tests/gpu/test_determinism.py tests/gpu/test_padding.py tests/gpu/test_exact_resume.py
+  beside laws one-gpu 310 tests/gpu/test_padding.py tests/gpu/test_exact_resume.py
   finish
   ;;
 measure)
@@ -114,8 +114,7 @@ shapes)
   ;;
 grid)
   compile compile 240 16:32 --parts whole cut || failed=1
-  laws exact 200 tests/gpu/test_exact_generation.py tests/inference/test_gpu_aligned.py \
-    tests/gdn/test_gpu_aligned.py || failed=1
+  laws exact 200 tests/gpu/test_exact_generation.py tests/inference/test_gpu_aligned.py || failed=1
   bench grid 120 bench_grid || failed=1
   ;;
 trees)

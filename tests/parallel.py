@@ -17,8 +17,8 @@ from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
 from megatron.core.transformer.multi_token_prediction import MTPLossLoggingHelper
 from megatron.core.transformer.transformer_config import TransformerConfig
 
-from megatron_gdn import GatedDeltaNet, GDNDims, Layout
 from megatron_gdn.mixers.tensor_map import take_share
+from megatron_gdn.ops.layout import layout_of_in_proj
 from megatron_gdn.specs import hybrid_stack_spec
 
 SIZES = {
@@ -161,25 +161,25 @@ def reduce_gradients(ddp: DistributedDataParallel) -> None:
     _allreduce_non_tensor_model_parallel_grads([ddp], ddp.config)
 
 
-def sections_of(name: str, layout: Layout, dims: GDNDims):
-    """Split dimension and sections of a parameter of the layer; None when it is replicated."""
-    if name.startswith("in_proj."):
-        return 0, layout.widths
-    if name.startswith("conv1d."):
-        return 0, layout.conv_widths
-    if name in ("A_log", "dt_bias"):
-        return 0, (dims.num_value_heads,)
-    if name == "out_proj.weight":
-        return 1, (dims.v_dim,)
-    return None
+def share_of(name: str, whole: torch.Tensor, mixer) -> torch.Tensor:
+    """This tensor-parallel rank's share of a whole parameter of a mixer (or of its gradient)."""
+    return share_of_rank(
+        name, whole, mixer.global_dims, mixer.tp_group.rank(), mixer.tp_group.size()
+    )
 
 
-def share_of(name: str, whole: torch.Tensor, layer: GatedDeltaNet) -> torch.Tensor:
-    """This tensor-parallel rank's share of a whole parameter (or of its gradient)."""
-    split = sections_of(name, layer.global_dims.layout, layer.global_dims)
-    if split is None:
+def share_of_rank(name: str, whole: torch.Tensor, dims, rank: int, size: int) -> torch.Tensor:
+    """``dims`` are those of the mixer on one rank."""
+    if name.startswith("out_norm.") or name == "out_proj.bias":
         return whole
-    return take_share(whole, *split, layer.tp_group.rank(), layer.tp_size)
+    dim, sections = 0, (whole.shape[0],)
+    if name.startswith("in_proj."):
+        sections = layout_of_in_proj(dims).widths
+    elif name.startswith("conv1d"):
+        sections = dims.layout.conv_widths
+    elif name == "out_proj.weight":
+        dim, sections = 1, (dims.layout.mixed_width,)
+    return take_share(whole, dim, sections, rank, size)
 
 
 def assert_close(name: str, actual: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:

@@ -23,6 +23,7 @@ from tests.parallel import (
     reduce_gradients,
 )
 from tests.trees import Tree, separately
+from tests.written_out import written_out
 
 
 @dataclass(frozen=True)
@@ -144,13 +145,13 @@ def parallel_equals_one_rank(
             assert_close(f"gradient of {name}", grad, expected, mixers.tolerance)
 
 
-def equals_written_out(mixer, written_out, lengths=None, tokens: int = 70) -> None:
-    """Output and every gradient are those of ``written_out(mixer, x, lengths)``, all in fp64."""
+def equals_written_out(mixer, lengths=None, tokens: int = 70, added=None) -> None:
+    """Output and every gradient are those of the mixer written out, all in fp64."""
     tokens, batch = (tokens, 2) if lengths is None else (sum(lengths), 1)
     shape = tokens, batch, mixer.config.hidden_size
     x, weight = (torch.randn(shape, dtype=torch.float64) for _ in "xw")
     exact = x.clone().requires_grad_()
-    expected, parameters = written_out(mixer, exact, lengths or (tokens,))
+    expected, parameters = written_out(mixer, exact, lengths or (tokens,), added)
     (expected * weight).sum().backward()
     packed = None if lengths is None else thd(lengths)
     found = forward_backward(mixer, x, packed, weight=weight)

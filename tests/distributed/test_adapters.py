@@ -8,20 +8,13 @@ from megatron.core.utils import make_tp_sharded_tensor_for_checkpoint
 from torch import Tensor, nn
 
 from megatron_gdn.mixers.tensor_map import take_share
-from tests.distributed import bridge
-from tests.distributed.bridge import adapted, needs_bridge
 from tests.distributed.mixers import BY_NAME
 from tests.distributed.model_laws import metadata
-from tests.parallel import assert_close, groups_of_megatron, parallel
+from tests.parallel import groups_of_megatron, parallel
 from tests.ranks import on_ranks
 
-RANK, SCALE = 4, 32 / 4  # Bridge's alpha is 32
-MIXERS = {
-    "gdn": "self_attention",
-    "gdn2": "self_attention",
-    "mamba2": "mixer",
-}  # and their names in a layer
-TARGETS = ("in_proj", "out_proj")
+RANK = 4
+MIXERS = ("gdn", "gdn2", "mamba2")
 
 
 class Adapter(nn.Module):
@@ -100,22 +93,18 @@ class PeftAdapted(nn.Module):
 
 
 def _build(mixer: str, tp: int, kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A layer, and this rank's share of what its adapter ("ours", "peft" or Bridge's) holds."""
+    """A layer, and this rank's share of what its adapter ("bridge" or "peft") holds."""
     torch.manual_seed(11)
     mixers = BY_NAME[mixer]
     layer = mixers.build(mixers.config(tensor_model_parallel_size=tp), groups_of_megatron())
     rows, columns = layer.global_dims.layout.widths, layer.global_dims.hidden_size
-    path, more = f"decoder.layers.0.{MIXERS[mixer]}.in_proj", {}
-    names = "adapter.linear_in.weight", "adapter.linear_out.weight"
     if kind == "peft":
         layer.in_proj = PeftAdapted(layer.in_proj)
         names = "lora_A.default.weight", "lora_B.default.weight"
         more = {"base_layer.weight": (rows, columns)}
-    elif kind == "ours":
-        layer.in_proj = Adapted(layer.in_proj)
     else:
-        layer.in_proj = adapted(bridge.FOLDER, kind, layer.in_proj, path, RANK)
-    if kind in ("ours", "DoRA"):
+        layer.in_proj = Adapted(layer.in_proj)
+        names = "adapter.linear_in.weight", "adapter.linear_out.weight"
         more = {"adapter.weight_magnitude": (rows,)}
     sizes = {names[0]: ((RANK,), columns), names[1]: (rows, RANK), **more}
     values = {
@@ -156,102 +145,9 @@ def test_an_adapter_of_two_ranks_is_the_same_adapter_on_one_and_two(
     tmp_path, mixer, as_bridge_alone
 ):
     """Files by sections, and files with whole rows that were written without this package."""
-    two_ranks_to_one_and_two(str(tmp_path), mixer, "ours", as_bridge_alone)
+    two_ranks_to_one_and_two(str(tmp_path), mixer, "bridge", as_bridge_alone)
 
 
 @on_ranks(2)
 def test_an_adapter_with_pefts_names_is_the_same_on_one_rank_and_two(tmp_path):
     two_ranks_to_one_and_two(str(tmp_path), "gdn", "peft", False)
-
-
-@needs_bridge
-@pytest.mark.parametrize("as_bridge_alone", [False, True], ids=["by sections", "whole"])
-@pytest.mark.parametrize(("mixer", "kind"), [("gdn", "LoRA"), ("gdn", "DoRA"), ("mamba2", "LoRA")])
-@on_ranks(2)
-def test_bridges_own_adapters_do_the_same(tmp_path, mixer, kind, as_bridge_alone):
-    """DoRA around Mamba's in_proj has no files in Bridge: its own adapter raises TypeError."""
-    two_ranks_to_one_and_two(str(tmp_path), mixer, kind, as_bridge_alone)
-
-
-def adapter_share(name: str, whole: Tensor, layer: nn.Module, share) -> Tensor:
-    """This rank's part of an adapter's matrix: A is cut by its columns around ``out_proj``."""
-    if name.startswith("in_proj") and "linear_out" in name:
-        return share("in_proj.weight", whole, layer)
-    dim = 1 if name.startswith("out_proj") and "linear_in" in name else 0
-    return whole.chunk(layer.tp_group.size(), dim)[layer.tp_group.rank()]
-
-
-@needs_bridge
-@pytest.mark.parametrize("mixer", MIXERS)
-@pytest.mark.parametrize(
-    ("tp", "sequence_parallel"), [(1, False), (2, False), (2, True)], ids=["tp1", "tp2", "tp2-sp"]
-)
-@on_ranks(tp="tp")
-def test_a_layer_with_bridges_lora_equals_the_layer_of_merged_weights(mixer, tp, sequence_parallel):
-    """Output, input gradient and the gradients of every A and B; nothing else has one.
-
-    W + s B A in one layer on one rank; that W and B, A apart, on ``tp`` ranks.
-
-    With G the gradient of the merged weight, that of B is s G A^T and that of A is s B^T G.
-    """
-    kind, paths = BY_NAME[mixer], MIXERS[mixer]
-    one = kind.whole(kind.config())
-    base = {name: p.detach().clone() for name, p in one.named_parameters()}
-    matrices = {}
-    for target in TARGETS:
-        weight = one.get_parameter(f"{target}.weight")
-        matrices[target] = (
-            torch.randn(weight.shape[0], RANK) * 0.1,
-            torch.randn(RANK, weight.shape[1]) * 0.1,
-        )
-        b, a = matrices[target]
-        with torch.no_grad():
-            weight += SCALE * b @ a
-    x = torch.randn(32, 2, one.global_dims.hidden_size, requires_grad=True)
-    of_y = torch.randn(x.shape)
-    y = one(x, None)[0]
-    (y * of_y).sum().backward()
-
-    sizes = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
-    layer = kind.build(kind.config(**sizes), groups_of_megatron())
-    with torch.no_grad():
-        for name, parameter in layer.named_parameters():
-            parameter.copy_(kind.share(name, base[name], layer))
-        layer.requires_grad_(False)
-    for target in TARGETS:
-        path = f"decoder.layers.0.{paths}.{target}"
-        linear = getattr(layer, target)
-        setattr(layer, target, adapted(bridge.FOLDER, "LoRA", linear, path, RANK))
-    adapters = {
-        f"{target}.{half}": getattr(getattr(layer, target).adapter, half).weight
-        for target in TARGETS
-        for half in ("linear_out", "linear_in")
-    }
-    with torch.no_grad():
-        for name, parameter in adapters.items():
-            b, a = matrices[name.split(".")[0]]
-            parameter.copy_(
-                adapter_share(name, b if "linear_out" in name else a, layer, kind.share)
-            )
-
-    mine = slice(None)
-    if sequence_parallel:
-        mine = torch.arange(len(x)).chunk(tp)[layer.tp_group.rank()]
-    x_mine = x.detach()[mine].requires_grad_()
-    y_mine = layer(x_mine, None)[0]
-    (y_mine * of_y[mine]).sum().backward()
-
-    assert_close("output", y_mine, y[mine], 1e-5)
-    assert_close("input gradient", x_mine.grad, x.grad[mine], 1e-5)
-    for target, (b, a) in matrices.items():
-        of_weight = one.get_parameter(f"{target}.weight").grad
-        whole = {
-            f"{target}.linear_out": SCALE * of_weight @ a.T,
-            f"{target}.linear_in": SCALE * b.T @ of_weight,
-        }
-        for name, expected in whole.items():
-            assert_close(
-                name, adapters[name].grad, adapter_share(name, expected, layer, kind.share), 1e-5
-            )
-    trained = {name for name, p in layer.named_parameters() if p.grad is not None}
-    assert trained == {f"{n.replace('.', '.adapter.')}.weight" for n in adapters}, trained

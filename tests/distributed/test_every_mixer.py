@@ -10,6 +10,7 @@ from tests.distributed.mixers import GDN, GDN2, KDA, MAMBA2, OLMO_HYBRID, TOY
 
 UNEQUAL = (16, 0, 8, 24)
 ANY = (3, 0, 25, 3, 1)
+modes = pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 each = pytest.mark.parametrize(
     "mixers",
     [GDN, OLMO_HYBRID, GDN2, MAMBA2, KDA, TOY],
@@ -19,7 +20,7 @@ each = pytest.mark.parametrize(
 
 @each
 @pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@modes
 @pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
 def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed, mixers):
     lengths = ANY if packed and layout != "zigzag" else packed
@@ -28,7 +29,7 @@ def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed, mi
 
 @pytest.mark.parametrize("mixers", [GDN, GDN2, MAMBA2], ids=["gdn", "gdn2", "mamba2"])
 @pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@modes
 def test_batch_invariant_mode_equals_one_rank(pools, mode, packed, mixers):
     aligned = replace(mixers, config=partial(mixers.config, batch_invariant_mode=True))
     pools(2).run(parallel_equals_one_rank, aligned, 1, 2, lengths=packed, mode=mode)
@@ -43,7 +44,7 @@ def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel, m
 @pytest.mark.parametrize(
     "mixers", [GDN, GDN2, MAMBA2, KDA, TOY], ids=["gdn", "gdn2", "mamba2", "kda", "toy"]
 )
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@modes
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])
 def test_four_ranks_equal_one_rank(pools, tp, cp, mode, mixers):
     """More than groups of Mamba2, whose norm runs after the exchange then, and of the toy."""
@@ -61,7 +62,7 @@ FULL = {"forget_rank": 0, "output_rank": 0}
 MIXED = {"forget_rank": 4, "output_rank": 0, "gate_lower_bound": -5.0}
 
 
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
+@modes
 def test_fast_gates_cross_ranks(pools, mode):
     pools(2).run(
         parallel_equals_one_rank, KDA, 1, 2, tokens=272, batch=1, mode=mode, gate_lower_bound=-5.0,
@@ -82,3 +83,48 @@ def test_what_is_computed_again_is_the_same(pools, recompute):
 
 def test_a_checkpoint_of_full_gates_moves_between_sizes(pools):
     pools(2).run(checkpoint_law, replace(KDA, build=partial(KDA.build, **FULL)))
+
+
+# Of Gated DeltaNet alone:
+SLOTS = (8, 24, 16, 8)  # multiples of 2 * cp for cp = 2 and 4
+PADDED = {"lengths": SLOTS, "real_lengths": (5, 21, 16, 1)}
+DETERMINISTIC = {
+    "changes": {"deterministic_mode": True, "layernorm_zero_centered_gamma": True},
+    "bias": True,
+    "conv_bias": True,
+}
+THREE_TO_ONE = {"linear_num_key_heads": 4, "linear_num_value_heads": 12}
+FEW_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 8}
+ONE_KEY_HEAD = {"linear_num_key_heads": 1, "linear_num_value_heads": 4}
+FEW = {"changes": FEW_KEY_HEADS, "conv_bias": True}
+# Ranks of tensor and context parallelism, whether they share the sequence, and how the layer runs.
+IN_BOTH_SCHEMES = {
+    "padded documents": (1, 2, False, PADDED),
+    "padded documents, tp": (2, 2, True, PADDED),
+    "biases and the deterministic mode": (2, 2, True, DETERMINISTIC),
+    "packed, biases and the deterministic mode": (2, 2, True, DETERMINISTIC | {"lengths": SLOTS}),
+    "a short contiguous batch": (2, 2, True, {"tokens": 12, "layout": "contiguous"}),
+    "the group of the micro-batch": (2, 2, False, {"lengths": SLOTS, "own_cp_group": True}),
+    "three value heads per key head": (2, 2, False, {"lengths": SLOTS, "changes": THREE_TO_ONE}),
+}
+IN_ONE_SCHEME = {
+    "four tensor-parallel ranks": (4, 1, True, {"lengths": SLOTS}),
+    "more ranks than key heads, tp": (2, 2, True, FEW),
+    "as many ranks as value heads": (1, 4, False, {"lengths": SLOTS, "changes": ONE_KEY_HEAD}),
+    "eight ranks, packed": (1, 8, False, {"lengths": (16, 0, 48, 32), "changes": FEW_KEY_HEADS}),
+}
+
+
+def gdn_equals_one_rank(pools, tp, cp, sequence_parallel, options, **more):
+    pools(tp * cp).run(parallel_equals_one_rank, GDN, tp, cp, sequence_parallel, **options, **more)
+
+
+@modes
+@pytest.mark.parametrize("case", IN_BOTH_SCHEMES)
+def test_gdn_equals_one_rank_in_both_schemes(pools, case, mode):
+    gdn_equals_one_rank(pools, *IN_BOTH_SCHEMES[case], mode=mode)
+
+
+@pytest.mark.parametrize("case", IN_ONE_SCHEME)
+def test_gdn_equals_one_rank(pools, case):
+    gdn_equals_one_rank(pools, *IN_ONE_SCHEME[case])

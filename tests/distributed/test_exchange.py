@@ -139,31 +139,6 @@ def sums_over_copies_are_rounded_once_in_the_order_of_ranks() -> None:
 
 
 @sizes
-@pytest.mark.parametrize("balanced", [True, False], ids=["zigzag", "rank order"])
-@on_ranks("size")
-def test_cp2hp_gives_all_tokens_of_a_share_of_every_section(size, balanced):
-    rank, size = dist.get_rank(), dist.get_world_size()
-    torch.manual_seed(0)
-    whole = torch.randn(4 * size, 3, sum(SECTIONS), dtype=torch.float64)
-    weight = torch.randn(4 * size, 3, sum(SECTIONS) // size, dtype=torch.float64)
-    layout = SequenceLayout.ZIGZAG if balanced else SequenceLayout.CONTIGUOUS
-    held = local_indices([4 * size], size, rank, layout)
-    mine = whole[held].requires_grad_()
-    received = tensor_a2a_cp2hp(mine, 0, -1, dist.group.WORLD, SECTIONS, balanced)
-    assert torch.equal(received, take_share(whole, 2, SECTIONS, rank, size))
-
-    # The gradient of an exchange is the exchange of gradients: every rank's weight comes back.
-    (received * weight).sum().backward()
-    expected = torch.empty_like(whole)
-    for section, start in zip(SECTIONS, (0, 8, 12), strict=True):
-        share, at = section // size, start // size
-        for other in range(size):
-            columns = slice(start + other * share, start + (other + 1) * share)
-            expected[..., columns] = weight[..., at : at + share]
-    assert torch.equal(mine.grad, expected[held])
-
-
-@sizes
 @pytest.mark.parametrize("sections", [None, SECTIONS])
 @on_ranks("size")
 def test_the_all_to_alls_are_upstreams(size, sections):
@@ -244,7 +219,7 @@ def test_open_gives_every_rank_its_heads(pools, size, layout, batch, waves, dire
 
 @directly
 @sizes
-@pytest.mark.parametrize("waves", [1, 3])
+@pytest.mark.parametrize("waves", [1, 5])  # no rank has a multiple of 5 tokens
 @pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contiguous"])
 def test_open_gives_every_rank_its_heads_of_unequal_documents(pools, size, layout, waves, direct):
     pools(size).run(open_gives_every_rank_its_heads, layout, "unequal", 1, waves, direct)

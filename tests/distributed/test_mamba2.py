@@ -1,23 +1,14 @@
-"""A Mamba2 mixer equals its recurrence on one rank; its own laws in parallel."""
+"""Mamba2: a norm that was changed counts; its own laws in parallel."""
 
 from dataclasses import replace
-from functools import partial
 
 import pytest
 import torch
 
 from megatron_gdn.mamba2.layer import GroupedRMSNorm
 from tests.distributed.mixer_laws import equals_written_out, parallel_equals_one_rank
-from tests.distributed.mixers import MAMBA2
-from tests.mamba_mixers import (
-    alone,
-    build,
-    mamba_config,
-    share_of,
-    whole_mixer,
-    written_out,
-)
-from tests.parallel import groups_of_megatron
+from tests.distributed.mixers import MAMBA2, MAMBA2_FP32, build_mamba2, in_fp64
+from tests.parallel import alone, groups_of_megatron
 from tests.ranks import on_ranks
 
 UNEQUAL = (16, 0, 8, 24)
@@ -46,38 +37,18 @@ CHANGES = {
 }
 
 
-@pytest.mark.parametrize(
-    "case",
-    [
-        {},
-        {"lengths": (3, 0, 65, 7, 1)},
-        {"lengths": (3, 0, 65), "D_has_hdim": True, "conv_bias": False},
-        {"dt_limit": (0.3, 0.9), "rmsnorm": False},
-        {"sizes": {"mamba_num_groups": 8}},
-        {"sizes": {"mamba_num_groups": 1, "mamba_num_heads": None, "mamba_head_dim": 4},
-         "expand": 2, "norm_eps": 1e-2},
-    ],
-    ids=["batch", "packed", "D of channels", "limits, no norm", "own groups", "one group"],
-)  # fmt: skip
-@on_ranks(2, cp=1)
-def test_the_mixer_equals_the_recurrence(case):
-    lengths, sizes = case.pop("lengths", None), case.pop("sizes", {})
-    mixer = whole_mixer(mamba_config(params_dtype=torch.float64, **sizes), **case)
-    equals_written_out(mixer, written_out, lengths)
-
-
 @pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
 @pytest.mark.parametrize("change", ["subclass", "forward", "hook"])
 @on_ranks(2, cp=1)
 def test_a_changed_norm_counts(change, lengths):
     """What it adds is of the recurrence's output and of the gate, in fp64, with its gradients."""
-    mixer = whole_mixer(mamba_config(params_dtype=torch.float64))
+    mixer = in_fp64("mamba2")
     CHANGES[change](mixer.norm)
-    equals_written_out(mixer, partial(written_out, added=more), lengths)
+    equals_written_out(mixer, lengths, added=more)
 
 
 def build_changed(*args, **options):
-    mixer = build(*args, **options)
+    mixer = build_mamba2(*args, **options)
     CHANGES["subclass"](mixer.norm)
     return mixer
 
@@ -102,8 +73,9 @@ def test_chunkwise_takes_heads_that_no_exchange_could_share(pools):
 def test_the_same_model_starts_at_every_tensor_parallel_size():
     """Tensor-parallel ranks start with their shares of what one rank starts with."""
     torch.manual_seed(3)
-    one = build(mamba_config(), alone())
+    mamba2 = MAMBA2_FP32
+    one = mamba2.build(mamba2.config(), alone())
     torch.manual_seed(3)
-    mixer = build(mamba_config(tensor_model_parallel_size=2), groups_of_megatron())
+    mixer = mamba2.build(mamba2.config(tensor_model_parallel_size=2), groups_of_megatron())
     for name, parameter in mixer.named_parameters():
-        assert torch.equal(parameter, share_of(name, one.get_parameter(name), mixer)), name
+        assert torch.equal(parameter, mamba2.share(name, one.get_parameter(name), mixer)), name

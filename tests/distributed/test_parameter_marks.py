@@ -1,6 +1,6 @@
 """Two tensor-parallel ranks equal one, however torch replaced the layer's parameters.
 
-fp32 on gloo; 1e-5 of the largest entry, as in test_layer_parallel.py.
+fp32 on gloo; 1e-5 of the largest entry, as in test_every_mixer.py.
 """
 
 import copy

@@ -9,8 +9,6 @@ from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
 from megatron_gdn.mixers.attention import TorchSelfAttention
-from tests.distributed import bridge
-from tests.distributed.bridge import eval_cp_context, needs_bridge
 from tests.distributed.layer_laws import build_layer, over_ranks, thd
 from tests.distributed.mixers import MAMBA2_FP32
 from tests.distributed.test_loader_layout import (
@@ -39,7 +37,7 @@ def groups_of(cp) -> ProcessGroupCollection:
 
 @contextmanager
 def by_hand(model, evaluation, training):
-    """What Bridge's function does to our modules, and no more."""
+    """What Megatron-Bridge's ``eval_cp_context`` does to our modules, and no more."""
 
     def install(groups):
         model.config.context_parallel_size = groups.cp.size()
@@ -58,9 +56,8 @@ def by_hand(model, evaluation, training):
         install(training)
 
 
-def rebound_and_back(bridge: str | None = None, packed: bool = True, **options) -> None:
+def rebound_and_back(packed: bool, **options) -> None:
     """A model over two ranks runs on one and over two again: three times one rank's gradients."""
-    rebinding = by_hand if bridge is None else eval_cp_context(bridge)
 
     def compare(held):
         require_one_ranks_gradients(model, one, held, thd(LENGTHS) if packed else None)
@@ -70,7 +67,7 @@ def rebound_and_back(bridge: str | None = None, packed: bool = True, **options) 
         mine = held_by_two(lengths=LENGTHS if packed else (sum(LENGTHS),))
         training = groups_of(parallel_state.get_context_parallel_group())
         compare(mine)
-        with rebinding(model, groups_of(group_of_one()), training):
+        with by_hand(model, groups_of(group_of_one()), training):
             compare(torch.arange(sum(LENGTHS)))
         compare(mine)
 
@@ -78,13 +75,7 @@ def rebound_and_back(bridge: str | None = None, packed: bool = True, **options) 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("linear_cp_mode", ["headwise", "chunkwise"])
 def test_a_model_over_two_ranks_runs_on_one_and_over_two_again(pools, linear_cp_mode, packed):
-    pools(2).run(rebound_and_back, packed=packed, linear_cp_mode=linear_cp_mode)
-
-
-@needs_bridge
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
-def test_bridges_own_context_for_evaluation_does_the_same(pools, packed):
-    pools(2).run(rebound_and_back, bridge.FOLDER, packed=packed)
+    pools(2).run(rebound_and_back, packed, linear_cp_mode=linear_cp_mode)
 
 
 @on_ranks(cp=2)

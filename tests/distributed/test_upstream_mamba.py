@@ -10,13 +10,20 @@ import torch
 import torch.nn.functional as F
 from megatron.core import dist_checkpointing
 
-from megatron_gdn import Documents
+from megatron_gdn import Documents, Mamba2MixerSubmodules
 from megatron_gdn.context_parallel import MambaContextParallel, local_indices
 from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
+from tests.distributed.mixers import (
+    HIDDEN,
+    LINEARS,
+    MAMBA_SIZES,
+    build_mamba2,
+    config_of,
+    draw_,
+)
 from tests.distributed.model_laws import leaves
 from tests.host_reads import no_host_reads
 from tests.mamba2.oracle import SSDInputs, token_by_token
-from tests.mamba_mixers import LOCAL, D, build, mamba_config, randomise_
 from tests.parallel import alone, assert_close, groups_of_megatron, parallel
 from tests.ranks import on_ranks
 from tests.upstream_mamba import megatron_mixer, without_mamba_ssm
@@ -27,8 +34,8 @@ TOLERANCE = 2e-5
 
 def _theirs(config, groups):
     config.use_mamba_mem_eff_path = False
-    theirs = megatron_mixer(config, LOCAL, groups)
-    randomise_(theirs)
+    theirs = megatron_mixer(config, Mamba2MixerSubmodules(**LINEARS), groups)
+    draw_(theirs)
     return theirs
 
 
@@ -39,7 +46,7 @@ def hf_mixer(kind: str, groups: int = 2) -> torch.nn.Module:
         from transformers.models.mamba2.modeling_mamba2 import Mamba2Config, Mamba2Mixer
 
         config = Mamba2Config(
-            num_heads=8, head_dim=5, hidden_size=D, expand=2, n_groups=groups, state_size=6,
+            num_heads=8, head_dim=5, hidden_size=HIDDEN, expand=2, n_groups=groups, state_size=6,
             num_hidden_layers=1, chunk_size=16, layer_norm_epsilon=1e-5,
         )  # fmt: skip
         mixer = Mamba2Mixer(config, 0)
@@ -50,11 +57,11 @@ def hf_mixer(kind: str, groups: int = 2) -> torch.nn.Module:
         )
 
         config = NemotronHConfig(
-            mamba_num_heads=8, mamba_head_dim=5, hidden_size=D, n_groups=groups, ssm_state_size=6,
-            chunk_size=16, layer_norm_epsilon=1e-5, layers_block_type=["mamba"],
+            mamba_num_heads=8, mamba_head_dim=5, hidden_size=HIDDEN, n_groups=groups,
+            ssm_state_size=6, chunk_size=16, layer_norm_epsilon=1e-5, layers_block_type=["mamba"],
         )  # fmt: skip
         mixer = NemotronHMamba2Mixer(config, 0)
-    randomise_(mixer)
+    draw_(mixer)
     if kind == "nemotron_h":
         with torch.no_grad():  # time steps near 0.1: where nothing is forgotten at once
             mixer.dt_bias.sub_(3)
@@ -104,10 +111,10 @@ def test_the_mixer_equals_megatrons_with_the_same_weights():
     """Output and every gradient, with the same weights under the same names."""
     with parallel(), without_mamba_ssm():
         torch.manual_seed(5)
-        theirs = _theirs(mamba_config(), groups_of_megatron())
-        ours = build(mamba_config(), alone())
+        theirs = _theirs(config_of(MAMBA_SIZES), groups_of_megatron())
+        ours = build_mamba2(config_of(MAMBA_SIZES), alone())
         assert not any(ours.load_state_dict(theirs.state_dict()))
-        x, weight = torch.randn(2, 70, 2, D)
+        x, weight = torch.randn(2, 70, 2, HIDDEN)
         found = []
         for mixer in (theirs, ours):
             leaf = x.clone().requires_grad_()
@@ -125,7 +132,7 @@ def test_the_mixer_equals_megatrons_with_the_same_weights():
 @pytest.mark.parametrize("tp", [1, 2])
 @on_ranks(tp="tp")
 def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(tp, tmp_path):
-    config, groups = mamba_config(tensor_model_parallel_size=tp), groups_of_megatron()
+    config, groups = config_of(MAMBA_SIZES, tensor_model_parallel_size=tp), groups_of_megatron()
 
     def described(mixer):
         state = mixer.sharded_state_dict("mixer.")
@@ -143,7 +150,7 @@ def test_checkpoints_of_megatrons_mixer_load_and_save_under_its_keys(tp, tmp_pat
 
     with without_mamba_ssm():
         torch.manual_seed(5 + groups.tp.rank())
-        theirs, ours = _theirs(config, groups), build(config, groups)
+        theirs, ours = _theirs(config, groups), build_mamba2(config, groups)
         assert described(ours) == described(theirs)
         through_a_file(theirs, ours)
         through_a_file(ours, _theirs(config, groups))
@@ -156,7 +163,7 @@ def test_weights_of_transformers_give_its_outputs_and_come_back_bit_for_bit(kind
     """Their weights in our mixer: the same output and gradients; and back, bit for bit."""
     theirs = hf_mixer(kind)
     limit = tuple(theirs.time_step_limit)
-    ours = build(mamba_config(**HF_SIZES), alone(), dt_limit=limit)
+    ours = build_mamba2(config_of(MAMBA_SIZES, **HF_SIZES), alone(), dt_limit=limit)
     state = theirs.state_dict()
     for tp in (1, 2):
         ranks = mamba2_layer_from_hf(state, ours.global_dims, tp)
@@ -164,7 +171,7 @@ def test_weights_of_transformers_give_its_outputs_and_come_back_bit_for_bit(kind
         assert back.keys() == state.keys()
         assert all(torch.equal(back[key], tensor) for key, tensor in state.items())
     ours.load_state_dict(mamba2_layer_from_hf(state, ours.global_dims)[0])
-    x, weight = torch.randn(2, 40, 2, D)
+    x, weight = torch.randn(2, 40, 2, HIDDEN)
     one, other = (x.clone().requires_grad_() for _ in range(2))
     expected = theirs(one.transpose(0, 1)).transpose(0, 1)
     y, _ = ours(other)
@@ -248,14 +255,14 @@ def test_the_adapter_around_anothers_mixer_equals_its_own_forward(kind, cp_size,
     with without_mamba_ssm():
         if kind == "megatron":
             torch.manual_seed(11)
-            config = mamba_config(mamba_num_groups=groups, **HF_SIZES)
+            config = config_of(MAMBA_SIZES, mamba_num_groups=groups, **HF_SIZES)
             mixer = _theirs(config, alone())
         else:
             mixer = hf_mixer(kind, groups)
         group = groups_of_megatron().cp
         cp = MambaContextParallel(group, 8, 5, groups, 6, mixer)
         tokens, batch = (32, 2) if lengths is None else (sum(lengths), 1)
-        x, weight = torch.randn(2, batch, tokens, D)
+        x, weight = torch.randn(2, batch, tokens, HIDDEN)
         whole = x.clone().requires_grad_()
 
         def alone_forward(u):

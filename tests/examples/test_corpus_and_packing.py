@@ -79,15 +79,6 @@ def test_every_epoch_visits_everything_once_in_an_order_of_its_own(count, seed, 
 
 
 @given(corpora, st.integers(1, 5), st.integers(1, 4), multiples)
-def test_a_packed_sequence_never_holds_two_documents(corpus, blocks, rows, multiple):
-    stream = token_stream(corpus)
-    starts = set(stream.starts)
-    for piece in pieces_of(stream, blocks * multiple, multiple):
-        inside = range(piece.start + 1, piece.start + piece.length)
-        assert starts.isdisjoint(inside)
-
-
-@given(corpora, st.integers(1, 5), st.integers(1, 4), multiples)
 def test_packed_lengths_describe_the_buffer(corpus, blocks, rows, multiple):
     stream = token_stream(corpus)
     packs, batches = packed_epoch(stream, blocks, rows, multiple)
@@ -102,13 +93,6 @@ def test_packed_lengths_describe_the_buffer(corpus, blocks, rows, multiple):
             assert not batch.loss_mask[0, offset + length : offset + padded].any()
             assert batch.position_ids[0, offset : offset + length].tolist() == list(range(length))
             offset += padded
-
-
-def test_only_the_last_pack_of_an_epoch_can_be_much_emptier_than_a_piece():
-    corpus = Corpus(tuple(bytes(range(n % 97)) for n in range(200)))
-    packs, _ = packed_epoch(token_stream(corpus), blocks=8, rows=4, multiple=4)
-    # A pack closes when the next piece, at most 32 tokens, does not fit into its 128.
-    assert all(sum(p.padded for p in pack) > 128 - 32 for pack in packs[:-1])
 
 
 def make_feed(corpus, *, cp=(1, 0), dp=(1, 0), packing=True, shuffle=True, consumed=0):

@@ -180,18 +180,6 @@ def test_what_runs_a_command_exists(command):
         assert name in {node.name for node in defined if isinstance(node, ast.FunctionDef)}
 
 
-def test_a_new_line_on_a_page_would_be_seen(tmp_path):
-    page = tmp_path / "page.md"
-    page.write_text(
-        "Run `make it` or `some_name`.\n```\n# no\nA=1 python x.py --a \\\n  --b  # why\n"
-        "q = proj(x)\n```\n```python\nmake = 1\n```\n\n    torchrun y.py\n\n| `pip x` | - |\n"
-        "|---|---|\n| `git y` | - |\n"
-    )
-    assert commands_of(page) == [
-        "make it", "A=1 python x.py --a --b", "torchrun y.py", "pip x", "git y",
-    ]  # fmt: skip
-
-
 @pytest.mark.slow
 def test_the_lines_of_the_example_run_in_the_order_in_which_they_stand(text, tmp_path):
     """From `make demo` on, one after the other in one folder, as they stand but tiny."""

@@ -1,6 +1,5 @@
-"""Stand-ins of FlashQLA's and fla's kernels in plain torch, and the rules around them."""
+"""Stand-ins of FlashQLA's kernels in plain torch, and the rule around them."""
 
-import inspect
 from collections import Counter
 from dataclasses import dataclass
 from typing import NamedTuple
@@ -10,10 +9,9 @@ import torch
 from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla import states as flash_qla_states
-from megatron_gdn.gdn.rule import FlaGDN, RuleInputs
+from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops import documents
 from megatron_gdn.ops.rules.base import Bits
-from megatron_gdn.ops.rules.fla import functions_of
 from megatron_gdn.ops.state_maps import parts
 from megatron_gdn.ops.state_maps.parts import CHUNK, entering_states, leaving_gradients
 from tests.ops.delta_rule.states import Oracle, parts_at
@@ -162,85 +160,3 @@ def flash_qla_rule(monkeypatch, bits=Bits.FREE, cut=None):
 def forget_plans() -> None:
     flash_qla_plan.plan_of_rows.cache_clear()
     documents._same_for_all.cache_clear()
-
-
-class OfFla:
-    """A method is called with its arguments bound to those of fla's function of its name."""
-
-    _rule: type
-
-    def __getattribute__(self, name):
-        if name == "RCP_LN2":
-            return functions_of(self._rule).RCP_LN2
-        found = object.__getattribute__(self, name)
-        if name.startswith("_") or not callable(found):
-            return found
-        signature = inspect.signature(getattr(functions_of(self._rule), name))
-
-        def bound(*args, **kwargs):
-            given = signature.bind(*args, **kwargs).arguments
-            self._check(given)
-            return found(**given)
-
-        return bound
-
-    def _check(self, given):
-        pass
-
-
-class FlaStandIn(OfFla):
-    """fla's stages by the plain rule; ``w`` carries beta, and ``g`` is one too large."""
-
-    _rule = FlaGDN
-
-    def chunk_local_cumsum(self, g, **_):
-        return g + 1
-
-    def recompute_w_u_fwd(self, k, v, beta, A, g, **_):
-        return beta[..., None].expand(*beta.shape, k.shape[-1]).contiguous(), v
-
-    def chunk_gated_delta_rule_fwd_intra(self, k, v, g, beta, **_):
-        return *self._recompute(k, v, beta, g), beta.new_zeros(*beta.shape, 64)
-
-    def _recompute(self, k, v, beta, g):
-        return object.__getattribute__(self, "recompute_w_u_fwd")(k, v, beta, None, g)
-
-    def chunk_gated_delta_rule_fwd_h(
-        self, k, w, u, g, initial_state=None, output_final_state=False, cu_seqlens=None, **_
-    ):
-        last = oracle_of(k, u, w[..., 0], g, cu_seqlens).forward(initial_state)[1]
-        return (w, initial_state), u, last if output_final_state else None
-
-    def chunk_fwd_o(self, q, k, v, h, g, scale, cu_seqlens=None, **_):
-        assert scale == k.shape[-1] ** -0.5
-        w, initial = h
-        return oracle_of(k, v, w[..., 0], g, cu_seqlens, q).forward(initial)[0]
-
-    def chunk_bwd_dv_local(self, q, k, do, **_):
-        return torch.zeros_like(do)
-
-    def chunk_gated_delta_rule_bwd_dhu(
-        self, q, k, w, do, dv, g, h0, scale, dht=None, cu_seqlens=None, **_
-    ):
-        oracle = oracle_of(k, torch.zeros_like(do), w[..., 0], g, cu_seqlens, q)
-        d_initial = oracle.backward(do, d_final=dht)[1]
-        assert h0.shape == d_initial.shape
-        return None, d_initial.float(), None
-
-    def chunk_cp_fwd_h(self, k, w, u, hm, g, cu_seqlens, chunk_size, multi_seqs):
-        assert multi_seqs and chunk_size == 64
-        oracle = oracle_of(k, u, w[..., 0], g, cu_seqlens)
-        hm.copy_(torch.cat([oracle.forward()[1], oracle.through()], dim=-1))
-
-    def chunk_gated_delta_rule_bwd(
-        self, q, k, v, g, beta, A, scale, initial_state, do, dht, cu_seqlens=None, **_
-    ):
-        oracle = oracle_of(k, v, beta, g, cu_seqlens, q)
-        (dq, dk, dv, dg, dbeta), d_initial = oracle.backward(do, initial_state, dht)
-        return dq, dk, dv, dbeta, dg, d_initial, None, None
-
-
-def rule_of_fla():
-    rule = FlaGDN()
-    rule.fla = FlaStandIn()
-    return rule

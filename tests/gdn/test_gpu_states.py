@@ -9,6 +9,7 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.gdn.test_gpu_mixer import errors
+from tests.ops.delta_rule import test_gated_delta_rule as chunks
 from tests.ops.delta_rule.states import (
     NAMES,
     Oracle,
@@ -209,6 +210,17 @@ def test_fp16_operands_pass_states_more_exactly(way, name):
     half = RuleInputs(*(x.half() for x in inputs[:3]), *inputs[3:])
     fp16 = errors(way(HalfOperands(rule), half, d_o, segments), exact)
     assert_as_exact(fp16, bf16, 0.5, 0.0)
+
+
+@pytest.mark.parametrize("decay", [0.0, 1.0, 16.0])
+@pytest.mark.parametrize("precision", ["highest", "high"])
+def test_the_plain_rule_is_exact_in_fp32_whatever_precision_the_model_asks_for(decay, precision):
+    given = [x.cuda() for x in chunks.make_inputs(1, 300, 3, 6, 16, 8, decay, 6, torch.float32)]
+    torch.set_float32_matmul_precision(precision)
+    try:
+        chunks.assert_recurrence(given, chunks.OFFSETS)
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def part(inputs: RuleInputs, d_o, start, length):

@@ -1,4 +1,4 @@
-"""FlashQLA's and fla's rules around stand-ins of their kernels: what goes where, on a CPU."""
+"""FlashQLA's rule around stand-ins of its kernels: what goes where, on a CPU."""
 
 import pytest
 import torch
@@ -7,29 +7,25 @@ from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.fla import parts_of
-from megatron_gdn.ops.rules.base import Bits, Saved
+from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.ops.delta_rule import states
 
-from .stand_ins import flash_qla_rule, forget_plans, rule_of_fla
+from .stand_ins import flash_qla_rule, forget_plans
 
 HEADS, K, V = (2, 4), 3, 5
-LENGTHS, LONG = (130, 1, 300), (2500, 2100)
+LENGTHS = (130, 1, 300)
 CUT, CUT_ROWS = [0, 64, 130, 131, 259, 431], [0, 64, 100, 164, 200]
-# Whether FlashQLA's rule is batch invariant and where its cost model cuts, or fla's.
-UNCUT, FLA = (Bits.FREE, None), "fla"
+# Whether the rule is batch invariant, and where FlashQLA's cost model cuts.
+UNCUT = (Bits.FREE, None)
 KINDS = {"uncut": UNCUT, "cut": (Bits.FREE, CUT), "invariant": (Bits.DETERMINISTIC, CUT)}
 ROWS = {"uncut": UNCUT, "cut": (Bits.FREE, CUT_ROWS), "invariant": (Bits.DETERMINISTIC, CUT_ROWS)}
 
 
 @pytest.fixture
 def rule(request, monkeypatch):
-    if request.param == FLA:
-        pytest.importorskip("fla.ops.gated_delta_rule.chunk")
-        yield rule_of_fla()
-    else:
-        yield flash_qla_rule(monkeypatch, *request.param)
-        forget_plans()
+    yield flash_qla_rule(monkeypatch, *request.param)
+    forget_plans()
 
 
 def of(cases: dict, *names: str):
@@ -38,12 +34,7 @@ def of(cases: dict, *names: str):
     return pytest.mark.parametrize(("rule", *names), rows, ids=cases, indirect=["rule"])
 
 
-of_kinds, of_rows = of({**KINDS, "fla": FLA}), of({**ROWS, "fla": FLA})
-of_flash_qla = of(KINDS)
-of_documents = of(
-    {**{name: (kind, LENGTHS) for name, kind in KINDS.items()}, "fla": (FLA, LENGTHS),
-     "fla, cut": (FLA, LONG)}, "lengths",
-)  # fmt: skip
+of_kinds, of_rows = of(KINDS), of(ROWS)
 
 
 def random_inputs(S, B=1):
@@ -79,11 +70,11 @@ def exact_run(oracle, d_o, initial=None, d_final=None):
     return [oracle.forward(initial)[0], *oracle.backward(d_o, initial, d_final)[0]]
 
 
-@of_documents
-def test_documents_with_and_without_states(rule, lengths):
-    inputs, d_o = random_inputs(sum(lengths))
-    documents = states.documents_of(lengths)
-    apart, joined = states.Oracle(inputs, lengths), states.Oracle(inputs, (sum(lengths),))
+@of_kinds
+def test_documents_with_and_without_states(rule):
+    inputs, d_o = random_inputs(sum(LENGTHS))
+    documents = states.documents_of(LENGTHS)
+    apart, joined = states.Oracle(inputs, LENGTHS), states.Oracle(inputs, (sum(LENGTHS),))
     check(states.run_whole(rule, inputs, d_o, documents), exact_run(apart, d_o))
     check(states.run_in_segments(rule, inputs, d_o, documents), exact_run(joined, d_o))
 
@@ -105,7 +96,7 @@ def test_fixed_buffers_of_more_tokens_than_fla_counts_are_refused():
         parts_of(inputs, StaticDocuments(2**20, 2))
 
 
-@of({"uncut": UNCUT, "cut": KINDS["cut"], "fla": FLA})
+@of({"uncut": UNCUT, "cut": KINDS["cut"]})
 def test_fp16_operands_leave_no_trace(rule):
     """Around fp64, with gradients of 10 bits, which fp16 holds at two sizes."""
     inputs, d_o = random_inputs(sum(LENGTHS))
@@ -152,9 +143,8 @@ def test_batch_rows_with_and_without_states(rule):
 
 
 # Lengths of documents, or None of two batch rows.
-FINALS = {f"rows, {name}": (kind, None) for name, kind in [*ROWS.items(), ("fla", FLA)]}
-FINALS |= {name: (kind, (130, 0, 1, 300, 0)) for name, kind in [*KINDS.items(), ("fla", FLA)]}
-FINALS["fla, cut"] = (FLA, (2500, 0, 2100))
+FINALS = {f"rows, {name}": (kind, None) for name, kind in ROWS.items()}
+FINALS |= {name: (kind, (130, 0, 1, 300, 0)) for name, kind in KINDS.items()}
 
 
 @of(FINALS, "lengths")
@@ -170,14 +160,11 @@ def test_final_states(rule, lengths):
         check([made.o, made.final.double()], [o, final])
 
 
-@of(
-    {**{name: (kind, (100, 0, 100)) for name, kind in ROWS.items()},
-     "fla": (FLA, (130, 0, 1, 131))}, "lengths",
-)  # fmt: skip
-def test_documents_over_batch_rows_equal_one_row(rule, lengths):
-    inputs, d_o = random_inputs(sum(lengths))
+@of_rows
+def test_documents_over_batch_rows_equal_one_row(rule):
+    inputs, d_o = random_inputs(200)
     for run in (states.run_whole, states.run_in_segments):
-        states.assert_rows_equal_one_row(run, rule, inputs, d_o, states.documents_of(lengths))
+        states.assert_rows_equal_one_row(run, rule, inputs, d_o, states.documents_of((100, 0, 100)))
 
 
 @of_rows
@@ -207,19 +194,16 @@ def run_again(rule, inputs, d_o, documents=None, initial=None, map_first=False):
     return [again.o, *states.by_key_head(grads, inputs.k.shape[2])]
 
 
-@of_documents
-def test_a_second_run_of_documents_gives_what_the_backward_needs(rule, lengths):
-    inputs, d_o = random_inputs(sum(lengths))
-    documents, apart = states.documents_of(lengths), states.Oracle(inputs, lengths)
-    for initial in (None, random_states(len(lengths))[0]):
+@of_kinds
+def test_a_second_run_of_documents_gives_what_the_backward_needs(rule):
+    inputs, d_o = random_inputs(sum(LENGTHS))
+    documents, apart = states.documents_of(LENGTHS), states.Oracle(inputs, LENGTHS)
+    for initial in (None, random_states(len(LENGTHS))[0]):
         exact = exact_run(apart, d_o, initial)
         for map_first in (False, True):
             check(run_again(rule, inputs, d_o, documents, initial, map_first), exact)
-    if rule.name == "fla":
-        assert rule.kept_to_run_again(rule.begin(inputs, documents).run().saved) == Saved()
-    else:
-        passes = flash_qla.stages().passes
-        assert passes["states alone"] == 0 and passes["states by the forward"] == 4
+    passes = flash_qla.stages().passes
+    assert passes["states alone"] == 0 and passes["states by the forward"] == 4
 
 
 @of_rows
@@ -230,7 +214,7 @@ def test_a_second_run_of_batch_rows_gives_what_the_backward_needs(rule):
         check(run_again(rule, inputs, d_o, None, initial), exact_run(oracle, d_o, initial))
 
 
-@of_flash_qla
+@of_kinds
 def test_a_second_run_keeps_nothing_per_token(rule):
     inputs, _ = random_inputs(sum(LENGTHS))
     saved = rule.begin(inputs, states.documents_of(LENGTHS)).run().saved

@@ -13,6 +13,9 @@ GATES = {
     "slow": lambda u: -1e-4 * u,
     "usual": lambda u: -5 * u,
     "strong": lambda u: -50 * u,
+    # Of few tokens that forget all, among others that forget nearly nothing.
+    "uneven": lambda u: -100 * u**8,
+    "very uneven": lambda u: -1e4 * u**8,
     "a decay of 0": lambda u: torch.where(u < 0.1, -torch.inf, -u),
     # Channels of one head that forget at once beside channels that forget nothing.
     "unequal": lambda u: -torch.logspace(-6, 1.5, u.shape[-1], dtype=u.dtype) * u,

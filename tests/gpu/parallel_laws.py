@@ -7,8 +7,8 @@ import torch
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
-from tests import mamba_mixers
 from tests.distributed.layer_laws import build_layer, randomise_, thd
+from tests.distributed.mixers import build_mamba2
 from tests.parallel import (
     alone,
     groups_of_megatron,
@@ -46,8 +46,8 @@ KINDS = {
             "hidden_size": 256, "mamba_num_heads": 16, "mamba_num_groups": 2,
             "mamba_head_dim": 64, "mamba_state_dim": 128, "use_cpu_initialization": False,
         },
-        lambda config, groups, options: mamba_mixers.build(config, groups, **options).to(DEVICE),
-        mamba_mixers.share_of,
+        lambda config, groups, options: build_mamba2(config, groups, **options).to(DEVICE),
+        share_of,
         ("A_log", "dt_bias", "D"),
         "fla",
     ),

@@ -16,10 +16,10 @@ from megatron_gdn.hf import (
 )
 from megatron_gdn.kda.sizes import KDADims
 from megatron_gdn.specs import gated_delta_net_spec
+from tests.distributed.mixers import whole
 from tests.hf.float64_layer import float64_layer
 from tests.hf.test_layer_mapping import assert_same_file
 from tests.hf.tiny_models import build
-from tests.kda_mixers import kda_config, whole_mixer
 from tests.parallel import assert_close, make_config, parallel
 
 NEXT, DENSE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM"
@@ -80,7 +80,7 @@ class Mapping:
         else:
             self.theirs = text.layers[0].self_attn
             ranks = {key: value for key, value in self.options.items() if key.endswith("_rank")}
-            self.dims = KDADims.of(kda_config(**KDA_SIZES), **ranks)
+            self.dims = KDADims.of(make_config(**KDA_SIZES), **ranks)
         self.norm = next(x for x in ("o_norm", "norm") if hasattr(self.theirs, x))
 
     def read(self, state, tp_size=1, **options):
@@ -108,7 +108,7 @@ class Mapping:
             )
             ours = build_module(spec, config, layer_number=1)
         else:
-            ours = whole_mixer(kda_config(**KDA_SIZES, **epsilon), **self.options)
+            ours = whole("kda", {**KDA_SIZES, **epsilon}, **self.options)
         state = self.theirs.state_dict()
         ours.load_state_dict(self.read(state, zero_centered_gamma=self.options is None)[0])
         return ours

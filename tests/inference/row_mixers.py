@@ -82,7 +82,7 @@ class Kind:
     layout: Layout
     plain: Rule
     draw: Callable[[torch.dtype], Parameters] = field(repr=False)
-    make: Callable[[Tensor, Parameters, Rule], RowMixer] = field(repr=False)
+    make: Callable[..., RowMixer] = field(repr=False)  # of rows, parameters, a rule and options
 
     def rows(self, S: int, B: int = 1, dtype=torch.float32) -> Tensor:
         generator = torch.Generator().manual_seed(S * 7 + B)
@@ -104,33 +104,37 @@ class Kind:
 
 
 def gdn_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
-    def make(rows, parameters, rule):
-        return gdn_rows(rows, *parameters.own, sizes, rule=rule, norm=parameters.norm)
+    def make(rows, parameters, rule, **options):
+        return gdn_rows(rows, *parameters.own, sizes, rule=rule, norm=parameters.norm, **options)
 
     draw = partial(_draw, sizes.layout, taps, [sizes.value_heads] * 2, sizes.value_dim, 1e-6)
     return Kind("gdn", sizes.layout, PlainRule(), draw, make)
 
 
-def mamba2_kind(heads: int, groups: int, head_dim: int, state_dim: int, taps: int = TAPS) -> Kind:
+def mamba2_kind(
+    heads: int, groups: int, head_dim: int, state_dim: int, taps: int = TAPS, per_channel_D=False
+) -> Kind:
     layout = Mamba2Dims(
         hidden_size=1, num_heads=heads, num_groups=groups, head_dim=head_dim,
         state_dim=state_dim, conv_kernel_dim=taps,
     ).layout  # fmt: skip
 
-    def make(rows, parameters, rule):
+    def make(rows, parameters, rule, **options):
         return mamba2_rows(
-            rows, *parameters.own, layout, rule=rule, norm=parameters.norm, dt_limit=DT_LIMIT
-        )
+            rows, *parameters.own, layout, rule=rule, norm=parameters.norm, dt_limit=DT_LIMIT,
+            **options,
+        )  # fmt: skip
 
-    draw = partial(_draw, layout, taps, [heads] * 3, heads * head_dim, 1e-5)
+    skips = heads * (head_dim if per_channel_D else 1)
+    draw = partial(_draw, layout, taps, [heads, heads, skips], heads * head_dim, 1e-5)
     return Kind("mamba2", layout, PlainSSD(), draw, make)
 
 
 def kda_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     layout = rows_of(*sizes)
 
-    def make(rows, parameters, rule):
-        return kda_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm)
+    def make(rows, parameters, rule, **options):
+        return kda_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm, **options)
 
     gates = [sizes.value_heads, sizes.value_heads * sizes.key_dim]
     draw = partial(_draw, layout, taps, gates, sizes.value_dim, 1e-6, activation="sigmoid")
@@ -140,8 +144,8 @@ def kda_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
 def gdn2_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     layout = rows_of_gdn2(*sizes)
 
-    def make(rows, parameters, rule):
-        return gdn2_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm)
+    def make(rows, parameters, rule, **options):
+        return gdn2_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm, **options)
 
     gates = [sizes.key_heads, sizes.key_heads * sizes.key_dim]
     draw = partial(_draw, layout, taps, gates, sizes.value_dim, 1e-6)

@@ -30,9 +30,7 @@ pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
-    "parts",
-    [(150,), (1, 149), (63, 1, 86), (64, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)],
-    ids=str,
+    "parts", [(1, 149), (63, 1, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)], ids=str
 )
 def test_any_cut_has_the_bits_of_training(kind, parts, dtype):
     mixer, rows = kind.mixer(dtype, aligned=True), kind.rows(150, 2, dtype)

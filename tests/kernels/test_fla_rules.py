@@ -1,5 +1,5 @@
-"""fla's kernels of KDA, GDN-2 and Mamba2 in Triton's interpreter against fp64: in fp32, where a
-wrong scale, base of the logarithm, boundary or state shows in the last digits."""
+"""fla's kernels of every mixer in Triton's interpreter against fp64: in fp32, where a wrong scale,
+base of the logarithm, boundary or state shows in the last digits."""
 
 import builtins
 import operator
@@ -8,15 +8,28 @@ import sys
 import pytest
 import torch
 
+from megatron_gdn.gdn.rule import FlaGDN
 from megatron_gdn.gdn2.rule import FlaGDN2, GDN2Inputs, PlainGDN2
 from megatron_gdn.kda.rule import FlaKDA
 from megatron_gdn.mamba2.rule import FlaSSD, PlainSSD
+from megatron_gdn.ops.delta_rule import fla as delta_rules
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
+from megatron_gdn.ops.rules.base import Saved
+from megatron_gdn.ops.state_maps.parts import cut_at
+from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.gdn2.oracle import random_inputs as random_inputs_of_gdn2
 from tests.mamba2.oracle import random_inputs
-from tests.ops.delta_rule.states import beside_fp64, documents_of
+from tests.ops.delta_rule.states import (
+    NAMES,
+    assert_rows_equal_one_row,
+    backward_of,
+    beside_fp64,
+    documents_of,
+    run_in_segments,
+    run_whole,
+)
 
 from .conftest import INTERPRETED
 from .kernel_cases import assert_close
@@ -68,6 +81,13 @@ def kda(rows, tokens, bound):
     return RuleInputs(l2norm(q), l2norm(k), v, g, beta), torch.randn(*shape, V)
 
 
+def gdn(rows, tokens, G=H):
+    shape = (rows, tokens, H)
+    q, k = (l2norm(torch.randn(rows, tokens, G, K)) for _ in "qk")
+    v, d_o = torch.randn(2, *shape, V)
+    return RuleInputs(q, k, v, -0.1 * torch.rand(shape), torch.rand(shape)), d_o
+
+
 def gdn2(rows, tokens, gates, G=H):
     inputs = GDN2Inputs(
         *(x.float() for x in random_inputs_of_gdn2(gates, rows, tokens, G, H, K, V))
@@ -81,6 +101,8 @@ def ssd(rows, tokens, per_channel_D):
 
 DOCUMENTS = (1, 64, 0, 65)
 CASES = {
+    "GDN, rows": (FlaGDN(), PlainRule(), (gdn, 2, 65), None, True),
+    "GDN, documents": (FlaGDN(), PlainRule(), (gdn, 1, 130, 1), DOCUMENTS, True),
     "KDA, rows": (FlaKDA(None), PlainRule(), (kda, 2, 65, None), None, True),
     "KDA, documents": (FlaKDA(None), PlainRule(), (kda, 1, 130, None), DOCUMENTS, True),
     "KDA, bounded": (FlaKDA(-5.0), PlainRule(), (kda, 1, 130, -5.0), DOCUMENTS, True),
@@ -105,3 +127,35 @@ def test_the_kernels_give_what_the_plain_rule_gives_in_fp64(kernels, case):
         assert_close(name, found[name], tensor)
     maps = rule.begin(inputs, documents).state_map()
     assert {x.dtype for x in (found["final"], *maps, found["d_initial"])} == {torch.float32}
+
+
+def test_a_map_is_made_of_those_of_the_parts(kernels, monkeypatch):
+    monkeypatch.setattr(delta_rules, "cut_by_length", lambda these, *_: cut_at(these, [0, 64, 130]))
+    torch.manual_seed(0)
+    inputs, _ = gdn(1, 130, 1)
+    wide = RuleInputs(*(x.double() for x in inputs))
+    maps, exact = (rule.begin(given, None).state_map() for rule, given in
+                   ((FlaGDN(), inputs), (PlainRule(), wide)))  # fmt: skip
+    assert_close("local", maps.local, exact.local)
+    assert_close("through", maps.through, exact.through)
+
+
+def test_rows_second_runs_and_fixed_buffers(kernels):
+    """What is the same around the kernels of all mixers: GDN's are the quickest here."""
+    torch.manual_seed(0)
+    rule = FlaGDN()
+    inputs, d_o = gdn(1, 130, 1)
+    documents = documents_of((64, 0, 66))
+    assert_rows_equal_one_row(run_whole, rule, inputs, d_o, documents)
+    saved = rule.begin(inputs, documents).run().saved
+    assert rule.kept_to_run_again(saved) == Saved()
+    again = rule.run_again(inputs, Saved(), documents, None).saved
+    once, twice = (backward_of(rule, inputs, d_o, x, documents).run() for x in (saved, again))
+    assert all(torch.equal(a, b) for a, b in zip(once[:5], twice[:5], strict=True))
+    wide = RuleInputs(*(x.double() for x in inputs))
+    expected = run_whole(PlainRule(), wide, d_o.double())
+    static = StaticDocuments(130, 4)
+    static.fill(documents.offsets)
+    found = run_in_segments(rule, inputs, d_o, static)
+    for name, got, exact in zip(NAMES, found, expected, strict=True):
+        assert_close(name, got, exact)

@@ -40,6 +40,11 @@ def case(request, device):
     return Case(device, **CASES[request.param])
 
 
+def few(*names: str):
+    """Of the cases, for laws that each shape does not change."""
+    return pytest.mark.parametrize("case", names, indirect=True)
+
+
 class ParameterGrads(NamedTuple):
     conv_weight: torch.Tensor
     conv_bias: torch.Tensor | None
@@ -109,6 +114,7 @@ def test_every_gradient_equals_autograd_through_the_twin(
     assert (got.conv_bias is None) == (case.conv_bias is None)
 
 
+@few("S63-3to6", "packed-1to3")
 def test_write_strengths_up_to_2_and_their_gradient_equal_the_twin(case):
     options, twin = {"allow_neg_eigval": True}, case.double()
     got, exact = forward("triton", case, **options), forward("torch", twin, **options)
@@ -130,6 +136,7 @@ def test_walks_see_a_boundary_as_far_as_the_taps_reach(boundary, device):
     assert_rows_close(case, d_proj, backward("torch", twin, grads)[0])
 
 
+@few("S2-B2", "S63-3to6", "packed-1to3")
 def test_fp16_gradients_with_a_factor_per_head_equal_the_twin(case):
     G, H = case.sizes[:2]
     factor = (2.0 ** torch.arange(-20, G - 20, device=case.device)).repeat_interleave(H // G)
@@ -292,6 +299,7 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
 
 
 @each_twin
+@few("S1", "S65-B2", "packed-1to3", "packed-B2")
 def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(case, kernels):
     """To the bit, but for compiled kernels: rows of another stride are loaded in other groups."""
     rest, grads = case.sizes.layout.columns("beta").start, case.grads(per_value_head=False)

@@ -45,12 +45,6 @@ CUTS = {
     "in fixed buffers, contiguous": ((8, 8), 8, "contiguous", 1, BUFFERS),
 }
 
-# For GDN's front, whose cases take the interpreter up to ten seconds each; Mamba2's takes all cuts.
-FEW_CUTS = (
-    "one sequence", "pieces of one token and more", "a fragment of many documents",
-    "a shared prefix", "in fixed buffers",
-)  # fmt: skip
-
 
 def history_of(cut, taps, batch, channels, device, normal):
     """The documents of the rank at hand, the rows before them, and gradients that come back."""
@@ -113,18 +107,26 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
         assert_close("d_proj and what came back", d_proj, exact_d_proj)
 
 
-@pytest.mark.parametrize("cut", FEW_CUTS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"batch": 2, "sizes": HeadSizes(1, 2, 12, 20), "bias": True},
-        {"sizes": HeadSizes(2, 4, 16, 8), "per_value_head": True, "scaled": True, "taps": 5},
-        {"sizes": HeadSizes(1, 1, 8, 8), "normalise": False, "taps": 2},
-        {"sizes": HeadSizes(1, 2, 8, 16), "taps": 8, "bits": Bits.DETERMINISTIC},
-    ],
-    ids=["4 taps", "5 taps, scaled", "2 taps, not normalised", "8 taps"],
-)
-def test_a_gdn_front_equals_the_plain_way(cut, options, device):
+# Of GDN's front, whose cases take the interpreter some seconds each; Mamba2's takes all cuts.
+OPTIONS = {
+    "4 taps": {"batch": 2, "sizes": HeadSizes(1, 2, 12, 20), "bias": True},
+    "5 taps, scaled": {
+        "sizes": HeadSizes(2, 4, 16, 8), "per_value_head": True, "scaled": True, "taps": 5,
+    },
+    "2 taps, not normalised": {"sizes": HeadSizes(1, 1, 8, 8), "normalise": False, "taps": 2},
+    "8 taps": {"sizes": HeadSizes(1, 2, 8, 16), "taps": 8, "bits": Bits.DETERMINISTIC},
+}  # fmt: skip
+CASES = [
+    *(("4 taps", cut) for cut in ("one sequence", "pieces of one token and more")),
+    ("4 taps", "a shared prefix"),
+    *((name, "a fragment of many documents") for name in OPTIONS),
+    *((name, "in fixed buffers") for name in ("4 taps", "8 taps")),
+]
+
+
+@pytest.mark.parametrize(("name", "cut"), CASES)
+def test_a_gdn_front_equals_the_plain_way(name, cut, device):
+    options = OPTIONS[name]
     cut, taps, batch = CUTS[cut], options.get("taps", 4), options.get("batch", 1)
     lengths, ranks = cut[:2]
     case = Case(

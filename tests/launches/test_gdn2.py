@@ -41,12 +41,12 @@ def test_a_call_of_megatrons_class_builds_ours_until_it_is_given_back():
 
     from megatron_gdn import GatedDeltaNet2, patch_megatron
     from megatron_gdn.compat.one_process import run_megatron_on_cpu
-    from tests.gdn2 import mixers
+    from tests.distributed.mixers import PARTS
     from tests.parallel import groups_of_megatron, make_config
 
     run_megatron_on_cpu()
     theirs = package.GatedDeltaNet2
-    parts = package.GatedDeltaNetSubmodules(**vars(mixers.LOCAL))
+    parts = package.GatedDeltaNetSubmodules(**PARTS)
     found = []
     for gdn in (True, False):
         patch_megatron(gdn=gdn)
@@ -64,8 +64,7 @@ def test_what_one_layer_saves_the_other_loads_at_any_size(writer, tp):
 
     from megatron_gdn.compat.one_process import run_megatron_on_cpu
     from tests.distributed.mixer_laws import in_a_shared_folder
-    from tests.gdn2 import mixers
-    from tests.mamba_mixers import randomise_
+    from tests.distributed.mixers import PARTS, build_gdn2, draw_
     from tests.parallel import assert_close, groups_of_megatron, make_config, parallel
     from tests.upstream import upstream_on_cpu
 
@@ -75,11 +74,11 @@ def test_what_one_layer_saves_the_other_loads_at_any_size(writer, tp):
     exact = {"deterministic_mode": True}
 
     def theirs(config):
-        parts = package.GatedDeltaNetSubmodules(**vars(mixers.LOCAL))
+        parts = package.GatedDeltaNetSubmodules(**PARTS)
         return package.GatedDeltaNet2(config, parts, 1, pg_collection=groups_of_megatron())
 
     def ours(config):
-        return mixers.build(config, groups_of_megatron())
+        return build_gdn2(config, groups_of_megatron())
 
     builders = {"theirs": theirs, "ours": ours}
     reader = {"theirs": "ours", "ours": "theirs"}[writer]
@@ -89,7 +88,7 @@ def test_what_one_layer_saves_the_other_loads_at_any_size(writer, tp):
             torch.manual_seed(7)
             first = builders[writer](make_config(tensor_model_parallel_size=tp, **exact))
             torch.manual_seed(3)
-            randomise_(first)
+            draw_(first)
             with torch.no_grad():
                 first.out_norm.weight.fill_(0.9)
             dist_checkpointing.save(first.sharded_state_dict(), folder)

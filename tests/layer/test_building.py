@@ -11,9 +11,9 @@ from megatron_gdn import GatedDeltaNet
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.mixers.attention import TorchSelfAttention
 from megatron_gdn.specs import gpt_block_spec
-from tests import mamba_mixers
 from tests.distributed.gpt_laws import gpt_config
 from tests.distributed.layer_laws import build
+from tests.distributed.mixers import MAMBA_SIZES, build_mamba2
 from tests.parallel import alone, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -94,9 +94,9 @@ def test_an_fp16_model_keeps_its_gates_and_their_gradients_in_fp32():
     assert x.grad.isfinite().all()
 
 
-MIXERS = {"GatedDeltaNet": build, "Mamba2Mixer": lambda config: mamba_mixers.build(config, alone())}
+MIXERS = {"GatedDeltaNet": build, "Mamba2Mixer": lambda config: build_mamba2(config, alone())}
 each_mixer = pytest.mark.parametrize("name", MIXERS)
-ON_A_GPU = {**mamba_mixers.SIZES, "use_cpu_initialization": False}
+ON_A_GPU = {**MAMBA_SIZES, "use_cpu_initialization": False}
 
 
 def require_equal(landed, here):

@@ -8,7 +8,7 @@ from benchmarks import bench_decode, bench_grid
 from megatron_gdn.inference import roll_back
 from megatron_gdn.testing import RowByRow
 from tests.distributed.layer_laws import thd
-from tests.distributed.mixers import BY_NAME, whole
+from tests.distributed.mixers import BY_NAME, GDN, OLMO_HYBRID, whole
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # fp32, as in tests/inference/test_step.py
@@ -34,12 +34,15 @@ def run(layer, x, context, parts):
     return torch.cat([step(layer, piece, context) for piece in x.split(list(parts))])
 
 
-@of_both
-@pytest.mark.parametrize(
-    "parts", [(80,), (1, 79), (77, 1, 1, 1), (30, 40, 5, 5), (64, 16), (3, 77)]
-)
+@pytest.mark.parametrize("kind", [*BY_NAME, "write strengths up to 2", "olmo_hybrid"])
+@pytest.mark.parametrize("parts", [(80,), (77, 1, 1, 1), (30, 40, 5, 5), (64, 16), (3, 77)])
 def test_prefill_chunks_and_steps_give_the_training_forward(kind, parts):
-    layer, x, context = make(kind)
+    if kind in BY_NAME:
+        layer, x, context = make(kind)
+    else:
+        mixers = OLMO_HYBRID if kind == "olmo_hybrid" else GDN
+        layer = mixers.whole(mixers.config(), allow_neg_eigval=True).eval()
+        x, context = torch.randn(80, 2, 24), StaticInferenceContext(2, 200)
     with torch.no_grad():
         expected, _ = layer(x)
     torch.testing.assert_close(run(layer, x, context, parts), expected, **CLOSE)

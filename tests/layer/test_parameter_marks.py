@@ -6,8 +6,8 @@ from megatron.core.tensor_parallel import layers
 from torch import nn
 
 from megatron_gdn.mixers.tensor_parallel import muon_reads_sections
-from tests import mamba_mixers
 from tests.distributed.layer_laws import layer_with
+from tests.distributed.mixers import MAMBA2_FP32
 from tests.distributed.test_parameter_marks import WAYS
 from tests.parallel import make_config
 
@@ -86,7 +86,7 @@ def test_marks_that_somebody_changed_on_purpose_stay_changed():
 
 
 def test_mamba2s_projection_has_them_too():
-    marks = vars(mamba_mixers.build(mamba_mixers.mamba_config(), None).in_proj.weight)
+    marks = vars(MAMBA2_FP32.build(MAMBA2_FP32.config(), None).in_proj.weight)
     sections = [24, 24, 10, 10, 8]
     assert marks["partition_sizes"] == sections and not marks["use_muon"]
     if muon_reads_sections():

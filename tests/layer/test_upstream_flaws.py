@@ -23,7 +23,7 @@ from tests.parallel import (
     make_config,
     parallel,
     reduce_gradients,
-    sections_of,
+    share_of_rank,
 )
 from tests.ranks import on_ranks
 from tests.upstream import gdn_module, layer_spec, with_gdn_norm_out
@@ -35,9 +35,7 @@ def build(config=None, groups=None, **params):
 
 
 def expected_share(name: str, whole: torch.Tensor, rank: int, size: int) -> torch.Tensor:
-    dims = GDNDims.from_config(make_config())
-    split = sections_of(name, dims.layout, dims)
-    return whole if split is None else take_share(whole, *split, rank, size)
+    return share_of_rank(name, whole, GDNDims.from_config(make_config()), rank, size)
 
 
 @on_ranks(tp=2)

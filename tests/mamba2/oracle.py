@@ -4,7 +4,6 @@ import torch
 
 from megatron_gdn.mamba2.rule import SSDInputs
 from megatron_gdn.ops.layout import Layout, Section
-from tests.ops.delta_rule.states import documents_of  # noqa: F401 - for those beside
 
 G, H, K, V = 2, 6, 5, 3
 

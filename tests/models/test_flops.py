@@ -15,9 +15,10 @@ from megatron_gdn.models import ENTRIES, Entry, Model, Stack, find, flops_per_st
 from megatron_gdn.models.stack import CHUNK
 from megatron_gdn.ops import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.delta_rule.base import RuleInputs
+from tests.distributed.mixers import whole
 from tests.hf.tiny_models import model_class
 from tests.kda.oracle import recurrent_kda
-from tests.kda_mixers import parameters_of_kda
+from tests.ranks import on_ranks
 
 CONFIG_OF = {
     "Qwen3NextForCausalLM": "Qwen3NextConfig",
@@ -200,10 +201,12 @@ def test_a_rule_in_chunks_takes_its_equation_forward_and_twice_that_back(letter)
     assert forward_and_step(twin, inputs) == (rule, 3 * rule)
 
 
-def test_the_parameters_of_kda_are_the_layers(pools):
+@on_ranks(tp=1)
+def test_the_parameters_of_kda_are_the_layers():
     (layer,) = Stack.of(as_config(GDN), "K", 1, True).layers
     norm_before = 24
-    assert pools(1).run(parameters_of_kda, GDN) == [layer.weights + layer.vectors - norm_before]
+    numbers = sum(parameter.numel() for parameter in whole("kda", GDN).parameters())
+    assert numbers == layer.weights + layer.vectors - norm_before
 
 
 def tiny(name: str) -> Model:

@@ -13,6 +13,7 @@ from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.rules import chunk_table
+from megatron_gdn.ops.static_documents import StaticDocuments
 from tests.gdn2 import oracle as gdn2
 from tests.kda.oracle import recurrent_kda
 from tests.mamba2 import oracle as ssd
@@ -25,6 +26,7 @@ from tests.ops.delta_rule.states import (
     run_whole,
 )
 from tests.parallel import assert_close
+from tests.whole_groups import whole_groups
 
 G, H, K, V = 2, 4, 5, 7
 PACKED = (3, 0, 70, 1, 0, 65, 11)
@@ -177,3 +179,72 @@ def test_documents_over_batch_rows_equal_one_row(kind, gates, run, lengths):
     inputs = kind.inputs(gates, 1, 150)
     o, _ = kind.recurrence(inputs, None, states(kind, 1))
     assert_rows_equal_one_row(run, kind.rule, inputs, torch.randn_like(o), documents_of(lengths))
+
+
+def both_ways(rule, inputs, documents, d_o, initial=None):
+    """By name the output and every gradient of the inputs."""
+    made = rule.begin(inputs, documents).run(initial)
+    grads = backward_of(rule, inputs, d_o, made.saved, documents).run(initial)
+    return {"o": made.o, **dict(zip(inputs._fields, grads, strict=False))}
+
+
+def in_dtype(inputs, dtype):
+    return type(inputs)(*(x.to(dtype) for x in inputs))
+
+
+# And the largest error over the largest entry, of some roundings of 1.2e-7 in a row: also of g,
+# whose gradient is small where g is.
+IN_FP32 = {
+    "delta rule": (DELTA, 1.0, 1e-5),
+    **{f"KDA, {gates}": (KDA, gates, 2e-6) for gates in ("fast", "unequal", "slow")},
+    **{f"GDN-2, {gates}": (GDN2, gates, 1e-5) for gates in ("unequal", "uneven", "very uneven")},
+    "SSD": (SSD, True, 1e-5),
+}
+in_fp32 = pytest.mark.parametrize(("kind", "gates", "most"), IN_FP32.values(), ids=IN_FP32)
+
+
+@in_fp32
+def test_fp32_keeps_its_digits_in_output_and_gradients(kind, gates, most):
+    narrow = in_dtype(kind.inputs(gates, 1, 150), torch.float32)
+    documents, initial = documents_of(PACKED), states(kind, sum(n > 0 for n in PACKED)).float()
+    d_o = torch.randn_like(kind.recurrence(narrow, documents, initial)[0].float())
+    found = both_ways(kind.rule, narrow, documents, d_o, initial)
+    exact = in_dtype(narrow, torch.float64)
+    exact = both_ways(kind.rule, exact, documents, d_o.double(), initial.double())
+    for name, wanted in exact.items():
+        assert_close(name, found[name].double(), wanted, most)
+
+
+@whole_groups(8)
+@in_fp32
+def test_a_documents_bits_depend_neither_on_its_neighbours_nor_on_its_place(kind, gates, most):
+    inputs, at = in_dtype(kind.inputs(gates, 1, 232), torch.float32), slice(70, 199)
+    d_o = torch.randn_like(kind.recurrence(inputs, None, None)[0].float())
+    among = both_ways(kind.rule, inputs, documents_of((70, 129, 33)), d_o)
+    mine = type(inputs)(*(x[:, at] for x in inputs))
+    alone = both_ways(kind.rule, mine, documents_of((129,)), d_o[:, at])
+    for name, x in alone.items():
+        assert torch.equal(x, among[name][:, at]), name
+
+
+def test_documents_in_fixed_buffers_equal_the_others_with_a_decay_per_channel():
+    inputs, documents = delta_inputs("unequal", 1, 150), documents_of((70, 1, 65, 14))
+    static = StaticDocuments(150, 6)
+    static.fill(documents.offsets)
+    d_o = torch.randn_like(inputs.v)
+    found, expected = (both_ways(KDA.rule, inputs, x, d_o) for x in (static, documents))
+    for name, x in expected.items():  # products of other shapes
+        close(name, found[name], x)
+
+
+def test_a_token_of_gdn2_that_is_not_finite_reaches_no_earlier_output():
+    inputs = gdn2.random_inputs("usual", 1, 70)
+    o = PlainGDN2().begin(inputs, None).run().o
+    for name in ("k", "v", "g", "b", "w"):
+        broken = getattr(inputs, name).clone()
+        broken[0, 40, 0, 0] = float("nan")
+        got = PlainGDN2().begin(inputs._replace(**{name: broken}), None).run().o
+        heads = 4 // broken.shape[2]  # those that it belongs to
+        assert torch.equal(got[:, :40], o[:, :40]), name
+        assert got[:, 40:, :heads].isnan().all(), name
+        assert torch.equal(got[:, 40:, heads:], o[:, 40:, heads:]), name

@@ -44,33 +44,6 @@ def test_groups_agree_with_the_recurrence(as_on_a_gpu, packed, decay):
     assert_agree(outputs_and_gradients(chunk_rule, inputs, offsets), expected, FP32)
 
 
-def test_a_document_has_the_same_bits_alone_beside_others_and_elsewhere(as_on_a_gpu):
-    lengths = (100, 1, 70, 129)
-    starts = (0, 100, 101, 171)
-    inputs = make_inputs(1, 300, 2, 4, 16, 8, 1.0, 4, torch.float32)
-
-    def run(order):
-        spans = [slice(starts[n], starts[n] + lengths[n]) for n in order]
-        taken = [torch.cat([x[:, span] for span in spans], 1) for x in inputs[:5]]
-        offsets = [0, *torch.tensor([lengths[n] for n in order]).cumsum(0).tolist()]
-        leaves = [x.clone().requires_grad_() for x in (*taken, inputs[5][list(order)])]
-        o, final = chunk_rule(
-            *leaves[:5], initial_state=leaves[5], output_final_state=True, cu_seqlens=offsets
-        )
-        weight = torch.sin(torch.arange(300.0))[torch.cat([torch.arange(300)[s] for s in spans])]
-        gradients = torch.autograd.grad((o * weight[:, None, None]).sum() + final.sum(), leaves)
-        where = order.index(3)
-        mine = slice(offsets[where], offsets[where + 1])
-        tokens = [x[:, mine] for x in (o, *gradients[:5])]
-        return dict(zip(NAMES, (tokens[0], final[where], *tokens[1:], gradients[5][where]),
-                        strict=True))  # fmt: skip
-
-    alone = run((3,))
-    for order in ((0, 1, 2, 3), (3, 0, 2, 1), (1, 3), (2, 3, 0)):
-        for name, value in run(order).items():
-            assert torch.equal(value, alone[name]), (order, name)
-
-
 class Launches(TorchDispatchMode):
     """Counts the operations that write memory: what a GPU launches at least one kernel for."""
 

@@ -1,9 +1,13 @@
-"""Gates of a front at the ends of their range."""
+"""A front by its table: gates at the ends of their range, gradients of value heads."""
 
 import pytest
 import torch
 
+from megatron_gdn.gdn.front import gdn_table
+from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleGrads
 from megatron_gdn.ops.front import gates
+from megatron_gdn.ops.front.plain import front_of
+from tests.ops.test_mixer import make_inputs
 
 
 @pytest.mark.parametrize(
@@ -18,3 +22,20 @@ def test_extreme_columns_and_rates_give_a_decay_and_no_nan(function, numbers):
     assert made[0].exp()[0].item() == 1 and made[0].exp()[1].item() < 0.01
     sum(y.clamp(max=1).sum() for y in made).backward()
     assert x.grad.isfinite().all() and A_log.grad.isfinite().all()
+
+
+def test_gradients_of_value_heads_are_summed_for_the_key_head_that_they_share():
+    """As rules on a GPU give those of q and k."""
+    sizes, tokens = HeadSizes(2, 4, 3, 5), 9
+    (proj, *given, _), _ = make_inputs(sizes, tokens, bias=True)
+    proj, *given = (x.detach() for x in (proj, *given))
+    front = front_of(gdn_table(sizes), "cpu", torch.float64, 4, "torch")
+    shapes = ((4, 3), (4, 3), (4, 5), (4,), (4,))
+    many = RuleGrads(*(torch.randn(1, tokens, *shape, dtype=torch.float64) for shape in shapes))
+    summed = {name: getattr(many, name).unflatten(2, (2, 2)).sum(3) for name in ("q", "k")}
+    found = []
+    for grads in (many, many._replace(**summed)):
+        d_proj = torch.zeros_like(proj)
+        found.append([d_proj, *front.backward(proj, given, grads, d_proj, None)])
+    for one, other in zip(*found, strict=True):
+        assert one is other is None or torch.equal(one, other)
