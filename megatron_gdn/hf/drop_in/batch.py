@@ -226,7 +226,8 @@ def _place_of(
 ) -> tuple[SequenceLayout, Tensor]:
     """The layout of the ranks' shares, and all ranks' positions ``[cp, s]`` on the host."""
     size, tokens, total, index = ranks.group.size(), ranks.tokens, ranks.total, sources.seq_index
-    whole, documents = (total,), None
+    whole: tuple[int, ...] = (total,)
+    documents: tuple[int, ...] | None = None
     if sources.cu_seqlens is not None and ranks.rows == 1:
         documents = Documents.from_cu_seqlens(sources.cu_seqlens, total).lengths
     if index is None:
