@@ -226,8 +226,7 @@ def _place_of(
 ) -> tuple[SequenceLayout, Tensor]:
     """The layout of the ranks' shares, and all ranks' positions ``[cp, s]`` on the host."""
     size, tokens, total, index = ranks.group.size(), ranks.tokens, ranks.total, sources.seq_index
-    whole: tuple[int, ...] = (total,)
-    documents: tuple[int, ...] | None = None
+    whole, documents = (total,), None
     if sources.cu_seqlens is not None and ranks.rows == 1:
         documents = Documents.from_cu_seqlens(sources.cu_seqlens, total).lengths
     if index is None:
@@ -247,7 +246,7 @@ def _place_of(
             "parallelism. Pass one row."
         )
     positions = ranks.gather(index[0])
-    legal = [
+    legal: list[tuple[SequenceLayout, tuple[int, ...], int]] = [
         (SequenceLayout.ZIGZAG_BUFFER, whole, 2 * size),
         (SequenceLayout.CONTIGUOUS, whole, size),
     ]
