@@ -227,7 +227,7 @@ def _ranks(tp: int, cp: int) -> Iterator[Any]:
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # What the others answer means nothing.
+    # Messages of the other ranks have no values, so the micro-batch is not compared with theirs.
     nobody = patch.dict(os.environ, {agreement.SWITCH: "0"})
     one_machine = patch.object(agreement, "_hosts", lambda group, *_: [0] * group.size())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp * cp)

@@ -73,7 +73,8 @@ class Heads(NamedTuple):
 
 
 _heads, _part = Heads(0, 0, torch.bfloat16), PARTS[0]  # not known yet
-# What this process has started for these heads. The processes end when nobody refers to them.
+# Commands that this process has started. A command ends when this process drops its Popen object,
+# which closes the command's standard input.
 _started: dict[Heads, subprocess.Popen] = {}
 
 
