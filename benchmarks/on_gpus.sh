@@ -48,7 +48,11 @@ beside() { "$@" & pids+=($!); }
 finish() { local pid; for pid in "${pids[@]}"; do wait "$pid" || failed=1; done; pids=(); }
 laws() { step "$1" "$2" python3 -m pytest -m gpu -p no:cacheprovider --maxfail=5 --durations=5 "${@:3}"; }
 bench() { step "$1" "$2" python3 "benchmarks/$3.py" --out "$out/$1.jsonl" "${@:4}"; }
-compile() { step "$1" "$2" python3 -m megatron_gdn.warm_up --kernels flash_qla --operands fp16 bf16 --parts cut rows uncut states --heads "${@:3}"; }
+compile() {  # NAME SECONDS "HEADS.." "OPERANDS.." PARTS..: side by side
+  step "$1" "$2" bash -c 'for heads in $1; do for operands in $2; do
+    echo --heads $heads --operands $operands --parts ${3:-cut rows uncut states}
+  done; done | xargs -P 16 -I{} sh -c "python3 -m megatron_gdn.warm_up --kernels flash_qla {}"' - "$3" "${4:-fp16 bf16}" "${*:5}"
+}
 # torchrun gives its ranks a session of their own and ends them at SIGTERM alone.
 ranks() {
   SIGNAL=TERM step "$1" "$2" torchrun --standalone --nproc-per-node 4 "benchmarks/$3.py" "${@:4}"
@@ -81,7 +85,7 @@ check)
   beside laws factors 240 $prepare -k "factor and not every_gradient"
   beside laws prepare 240 $prepare -k "not every_gradient and not factor"
   beside compile compile 240 16:32
-  beside compile compile-ratios 240 16:16 16:48 16:64 --parts uncut
+  beside compile compile-ratios 240 "16:16 16:48 16:64" "fp16 bf16" uncut
   finish
   pids=("${slow[@]}")
   beside laws fp16 310 $mixer -k fp16
@@ -113,12 +117,12 @@ shapes)
   bench users_shapes 565 users_shapes --seconds 550 || failed=1
   ;;
 grid)
-  compile compile 240 16:32 --parts whole cut || failed=1
+  compile compile 240 16:32 "fp16 bf16" whole cut || failed=1
   laws exact 200 tests/gpu/test_exact_generation.py tests/inference/test_gpu_aligned.py || failed=1
   bench grid 120 bench_grid || failed=1
   ;;
 trees)
-  compile compile 150 16:32 2:4
+  compile compile 150 "16:32 2:4"
   laws shared-prefix 120 tests/gpu/test_shared_prefix.py || failed=1
   bench shared_prefix 300 bench_shared_prefix || failed=1
   ;;
@@ -129,7 +133,7 @@ decode)
   bench local 150 bench_decode_model --modules local --batches 32 256 --seconds 110 || failed=1
   ;;
 fp8)
-  beside compile compile 240 16:32 16:64
+  beside compile compile 240 "16:32 16:64"
   beside step compile-upstream 240 python3 benchmarks/compile_upstream.py 32 64
   finish
   beside laws fp8 200 tests/gpu/test_fp8.py
@@ -147,12 +151,12 @@ gdn2)
   bench gdn2 320 bench_gdn2 --configurations 2 --seconds 300 || failed=1
   ;;
 repeats)
-  compile compile 200 16:32 16:16 16:64 --operands bf16 --parts cut states || failed=1
+  compile compile 200 "16:32 16:16 16:64" bf16 cut states || failed=1
   bits
   ;;
 parallel)
-  beside compile compile 240 16:32 8:16 4:8 2:4
-  beside compile compile-cut 240 16:16 16:64 --operands bf16 --parts cut
+  beside compile compile 240 "16:32 8:16 4:8 2:4"
+  beside compile compile-cut 240 "16:16 16:64" bf16 cut
   beside step compile-upstream 240 python3 benchmarks/compile_upstream.py 8
   finish
   for tokens in 32768 thd32768 131072 thd32768x512; do
@@ -161,8 +165,8 @@ parallel)
   ranks exchange 60 bench_exchange --out "$out/exchange.jsonl" --check --waves 1 2 || failed=1
   ;;
 laws)
-  beside compile compile 240 16:32 8:16 4:8 2:4
-  beside compile compile-cut 240 16:16 16:64 --operands bf16 --parts cut
+  beside compile compile 240 "16:32 8:16 4:8 2:4"
+  beside compile compile-cut 240 "16:16 16:64" bf16 cut
   finish
   beside laws laws 300 tests/gpu/test_parallel.py
   CUDA_VISIBLE_DEVICES=2,3 beside laws resume 300 tests/gpu/test_exact_resume.py
@@ -170,7 +174,7 @@ laws)
   bits
   ;;
 models)
-  beside compile compile 240 16:32 8:16 4:8 2:4
+  beside compile compile 240 "16:32 8:16 4:8 2:4"
   beside laws one-gpu 240 tests/gpu/test_one_gpu.py
   beside step compile-upstream 240 python3 benchmarks/compile_upstream.py 32  # what bench_model's runs
   finish
