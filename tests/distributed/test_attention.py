@@ -5,12 +5,12 @@ rounding, for sums over at most a few hundred terms.
 """
 
 import re
+from functools import partial
 
 import pytest
 import torch
 from megatron.core import parallel_state
 from megatron.core.models.common.embeddings.rotary_pos_embedding import RotaryEmbedding
-from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.enums import AttnMaskType
 from megatron.core.transformer.spec_utils import build_module
 
@@ -18,17 +18,9 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.mixers.attention import TorchAttention
 from megatron_gdn.specs.layer import local_attention_spec
-from tests.distributed.layer_laws import thd
-from tests.parallel import (
-    alone,
-    assert_close,
-    group_of_one,
-    groups_of_megatron,
-    in_ddp,
-    make_config,
-    parallel,
-    reduce_gradients,
-)
+from tests.distributed.layer_laws import forward_backward, randomise_, thd
+from tests.distributed.mixer_laws import Mixers, parallel_equals_one_rank
+from tests.parallel import alone, assert_close, groups_of_megatron, make_config, parallel
 from tests.ranks import on_ranks
 from tests.trees import Tree, random_tree
 
@@ -38,19 +30,52 @@ layouts = pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer", "contigu
 ranks = pytest.mark.parametrize(
     ("tp", "cp", "sp"), [(1, 2, False), (1, 4, False), (2, 2, True)], ids=["cp2", "cp4", "tp2-cp2"]
 )
+ONE_RANK = {"batch": None, "packed": ANY_LENGTH, "tree": random_tree(9, multiple=2)}
+options = pytest.mark.parametrize(
+    "options",
+    [
+        {"num_query_groups": 1}, {"num_query_groups": 4}, {"qk_layernorm": True},
+        {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
+    ],
+    ids=str,
+)  # fmt: skip
 HIDDEN, HEADS, HEAD_SIZE = 24, 4, 6
+TOLERANCE = 1e-5
 
 
-def attention_config(groups: int, **changes):
-    return make_config(
-        num_attention_heads=HEADS, num_query_groups=groups, kv_channels=HEAD_SIZE,
-        add_bias_linear=False, attention_dropout=0.0, **changes,
-    )  # fmt: skip
+def attention_config(**changes):
+    settings = {
+        "num_attention_heads": HEADS, "num_query_groups": 2, "kv_channels": HEAD_SIZE,
+        "add_bias_linear": False, "attention_dropout": 0.0,
+    }  # fmt: skip
+    return make_config(**{**settings, **changes})
 
 
-def build_attention(config, groups: ProcessGroupCollection, layout: str):
-    spec = local_attention_spec(qk_layernorm=config.qk_layernorm, cp_layout=layout)
-    return build_module(spec, config, layer_number=1, pg_collection=groups)
+def build_attention(config, groups, rope=None, cp_layout="zigzag", linear_cp_mode=None):
+    """Called as mixers are where ``rope`` says whether Megatron's angles are given."""
+    spec = local_attention_spec(qk_layernorm=config.qk_layernorm, cp_layout=cp_layout)
+    layer = build_module(spec, config, layer_number=1, pg_collection=groups)
+    if rope is not None:
+        layer.forward = partial(_turned, layer.forward, config, groups, rope)
+    return layer
+
+
+def _turned(forward, config, groups, rope, x, mask=None, packed_seq_params=None):
+    tokens = len(x) * groups.cp.size() * (groups.tp.size() if config.sequence_parallel else 1)
+    longest = tokens if packed_seq_params is None else packed_seq_params.max_seqlen_q
+    # Megatron's models cut the angles of a tree for ranks, as those of a batch.
+    packed = packed_seq_params is not None and packed_seq_params.qkv_format == "thd"
+    rotary = RotaryEmbedding(HEAD_SIZE, 1.0, use_cpu_initialization=True, cp_group=groups.cp)
+    angles = rotary(longest, packed_seq=packed) if rope else None
+    return forward(x, mask, rotary_pos_emb=angles, packed_seq_params=packed_seq_params)
+
+
+def share_of(name: str, whole: torch.Tensor, layer) -> torch.Tensor:
+    dim, tp = {"linear_qkv.weight": 0, "linear_proj.weight": 1}.get(name), layer.pg_collection.tp
+    return whole if dim is None else whole.chunk(tp.size(), dim)[tp.rank()]
+
+
+ATTENTION = Mixers(attention_config, build_attention, randomise_, share_of, TOLERANCE, ())
 
 
 def direct_softmax(x, weights, groups: int, tree: Tree, rope: bool, qk_norm_eps: float | None):
@@ -95,148 +120,84 @@ def direct_softmax(x, weights, groups: int, tree: Tree, rope: bool, qk_norm_eps:
     return out @ weights["linear_proj.weight"].T
 
 
-def parallel_equals_a_direct_softmax(
-    tp: int,
-    cp: int,
-    sequence_parallel: bool = False,
-    lengths: tuple[int, ...] | Tree | None = None,
-    layout: str = "zigzag",
-    groups: int = 2,
-    rope: bool = True,
-    qk_layernorm: bool = False,
-    own_cp_group: bool = False,
-    recompute: bool = False,
-    tolerance: float = 1e-5,
-) -> None:
-    """Output, input gradient and every parameter's gradient."""
-    tree = lengths if isinstance(lengths, Tree) else None
-    if tree is None:
-        given = lengths or (48,)
-        tree = Tree((-1,) * len(given), given)
-    batch, tokens, documents = 2 if lengths is None else 1, sum(tree.slots), tree.slots
-    changes = {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]}
-    with parallel(tp=tp, cp=cp):
-        config = attention_config(
-            groups,
-            tensor_model_parallel_size=tp,
-            context_parallel_size=1 if own_cp_group else cp,
-            sequence_parallel=sequence_parallel,
-            qk_layernorm=qk_layernorm,
-            **(changes if recompute else {}),
-        )
-        cp_group = parallel_state.get_context_parallel_group()
-        tp_group = parallel_state.get_tensor_model_parallel_group()
-        built_with = ProcessGroupCollection(
-            tp=tp_group, cp=group_of_one() if own_cp_group else cp_group
-        )
-        layer = build_attention(config, built_with, layout)
-
-        torch.manual_seed(5)
-        shapes = {
-            "linear_qkv.weight": ((HEADS + 2 * groups) * HEAD_SIZE, HIDDEN),
-            "linear_proj.weight": (HIDDEN, HEADS * HEAD_SIZE),
-        }
-        if qk_layernorm:
-            shapes |= {"q_layernorm.weight": (HEAD_SIZE,), "k_layernorm.weight": (HEAD_SIZE,)}
-        whole = {
-            name: (torch.randn(shape) * 0.5 + ("norm" in name)).double().requires_grad_()
-            for name, shape in shapes.items()
-        }
-        x = torch.randn(tokens, batch, HIDDEN).double().requires_grad_()
-        weight = torch.randn(tokens, batch, HIDDEN).double()
-        eps = config.layernorm_epsilon if qk_layernorm else None
-        y = direct_softmax(x, whole, groups, tree, rope, eps)
-        (y * weight).sum().backward()
-
-        def share(name, tensor):
-            dim = {"linear_qkv.weight": 0, "linear_proj.weight": 1}.get(name)
-            return tensor if dim is None else tensor.chunk(tp, dim)[tp_group.rank()]
-
-        assert {name for name, _ in layer.named_parameters()} == whole.keys()
-        with torch.no_grad():
-            for name, parameter in layer.named_parameters():
-                parameter.copy_(share(name, whole[name]))
-        ddp = in_ddp(layer, grad_reduce_in_fp32=True)
-        mine = local_indices(documents, cp, cp_group.rank(), SequenceLayout.parse(layout))
-        packed = None if lengths is None else thd(documents)
-        if isinstance(lengths, Tree):
-            packed = tree.params
-        angles = None
-        if rope:
-            cpu = {"use_cpu_initialization": True}
-            rotary = RotaryEmbedding(HEAD_SIZE, 1.0, **cpu, cp_group=built_with.cp)
-            longest = max(documents) if packed is None else packed.max_seqlen_q
-            # Megatron's models cut the angles of a tree for ranks, as those of a batch.
-            angles = rotary(longest, packed_seq=packed is not None and packed.qkv_format == "thd")
-        if own_cp_group:
-            packed.cp_group, packed.local_cp_size = cp_group, cp
-        if sequence_parallel:
-            mine = mine.chunk(tp)[tp_group.rank()]
-        x_mine = x.detach()[mine].float().requires_grad_()
-        y_mine, bias = ddp(x_mine, None, rotary_pos_emb=angles, packed_seq_params=packed)
-        assert bias is None
-        (y_mine * weight[mine].float()).sum().backward()
-        reduce_gradients(ddp)
-
-        assert_close("output", y_mine, y[mine], tolerance)
-        assert_close("input gradient", x_mine.grad, x.grad[mine], tolerance)
-        for name, parameter in layer.named_parameters():
-            expected = share(name, whole[name].grad)
-            assert expected.abs().max() > 0, f"{name}: no gradient to compare"
-            assert_close(f"gradient of {name}", parameter.main_grad, expected, tolerance)
+def equals_a_direct_softmax(lengths, rope: bool = True, **changes) -> None:
+    """Output, input gradient and every parameter's gradient, on one rank."""
+    tree, packed = Tree((-1,), (48,)), None
+    if lengths is not None:
+        tree = lengths if isinstance(lengths, Tree) else Tree((-1,) * len(lengths), lengths)
+        packed = tree.params if isinstance(lengths, Tree) else thd(lengths)
+    config = attention_config(**changes)
+    layer = ATTENTION.whole(config, rope=rope)
+    whole = {name: p.detach().double().requires_grad_() for name, p in layer.named_parameters()}
+    x, weight = (torch.randn(sum(tree.slots), 1 if packed else 2, HIDDEN) for _ in "xw")
+    exact = x.double().requires_grad_()
+    eps = config.layernorm_epsilon if config.qk_layernorm else None
+    y = direct_softmax(exact, whole, config.num_query_groups, tree, rope, eps)
+    (y * weight).sum().backward()
+    found = forward_backward(layer, x, packed, weight=weight)
+    assert_close("output", found.pop("output"), y, TOLERANCE)
+    assert_close("input gradient", found.pop("input"), exact.grad, TOLERANCE)
+    for name, gradient in found.items():
+        assert whole[name].grad.abs().max() > 0, f"{name}: no gradient to compare"
+        assert_close(f"gradient of {name}", gradient, whole[name].grad, TOLERANCE)
 
 
 def build_core(config, groups, layout: str, mask_type=AttnMaskType.causal) -> TorchAttention:
     return TorchAttention(config, 1, mask_type, "self", pg_collection=groups, cp_layout=layout)
 
 
-@layouts
-@ranks
-def test_packed_documents_in_parallel_equal_a_direct_softmax(pools, tp, cp, sp, layout):
-    lengths = UNEQUAL if layout == "zigzag" else ANY_LENGTH
-    pools(tp * cp).run(parallel_equals_a_direct_softmax, tp, cp, sp, lengths=lengths, layout=layout)
-
-
-@layouts
-@ranks
-def test_trees_in_parallel_equal_a_direct_softmax(pools, tp, cp, sp, layout):
-    """Documents that continue others, with padding in their slots."""
-    tree = random_tree(6, multiple=8)
-    pools(tp * cp).run(parallel_equals_a_direct_softmax, tp, cp, sp, lengths=tree, layout=layout)
-
-
-@pytest.mark.parametrize("tp, sp", [(1, False), (2, False), (2, True)], ids=["one", "tp", "sp"])
-def test_a_tree_without_context_parallelism_equals_a_direct_softmax(pools, tp, sp):
-    tree = random_tree(9, multiple=2)
-    pools(tp).run(parallel_equals_a_direct_softmax, tp, 1, sp, lengths=tree)
-
-
-@layouts
-@ranks
-def test_a_batch_in_parallel_equals_a_direct_softmax(pools, tp, cp, sp, layout):
-    pools(tp * cp).run(parallel_equals_a_direct_softmax, tp, cp, sp, layout=layout)
-
-
-@pytest.mark.parametrize("lengths", [None, ANY_LENGTH], ids=["batch", "packed"])
 @pytest.mark.parametrize("rope", [True, False], ids=["rope", "no rope"])
-def test_one_rank_equals_a_direct_softmax(pools, lengths, rope):
-    pools(1).run(parallel_equals_a_direct_softmax, 1, 1, lengths=lengths, rope=rope)
+@pytest.mark.parametrize("lengths", ONE_RANK.values(), ids=ONE_RANK)
+@on_ranks(1)
+def test_one_rank_equals_a_direct_softmax(lengths, rope):
+    with parallel():
+        equals_a_direct_softmax(lengths, rope)
+
+
+@options
+@pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
+@on_ranks(1)
+def test_head_counts_norms_and_recomputation_equal_a_direct_softmax(options, lengths):
+    with parallel():
+        equals_a_direct_softmax(lengths, **options)
+
+
+@options
+@pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
+def test_head_counts_norms_and_recomputation_in_parallel_equal_one_rank(pools, options, lengths):
+    given = {"lengths": lengths, "changes": options, "rope": True}
+    pools(4).run(parallel_equals_one_rank, ATTENTION, 2, 2, True, **given)
 
 
 @pytest.mark.parametrize("lengths", [None, UNEQUAL], ids=["batch", "packed"])
-@pytest.mark.parametrize(
-    "options",
-    [{"groups": 1}, {"groups": 4}, {"qk_layernorm": True}, {"rope": False}, {"recompute": True}],
-    ids=str,
-)
-def test_head_counts_norms_and_recomputation_equal_a_direct_softmax(pools, options, lengths):
-    pools(4).run(parallel_equals_a_direct_softmax, 2, 2, True, lengths=lengths, **options)
+def test_without_angles_in_parallel_equals_one_rank(pools, lengths):
+    pools(4).run(parallel_equals_one_rank, ATTENTION, 2, 2, True, lengths=lengths, rope=False)
+
+
+@layouts
+@ranks
+@pytest.mark.parametrize("of", ["batch", "packed", "tree"])
+def test_attention_in_parallel_equals_one_rank(pools, of, tp, cp, sp, layout):
+    """Documents of a tree continue others, with padding in their slots."""
+    given = {
+        "batch": {},
+        "packed": {"lengths": UNEQUAL if layout == "zigzag" else ANY_LENGTH},
+        "tree": {"tree": random_tree(6, multiple=8)},
+    }[of]
+    given |= {"layout": layout, "rope": True}
+    pools(tp * cp).run(parallel_equals_one_rank, ATTENTION, tp, cp, sp, **given)
+
+
+@pytest.mark.parametrize("sp", [False, True], ids=["tp", "sp"])
+def test_a_tree_with_tensor_parallelism_alone_equals_one_rank(pools, sp):
+    tree = random_tree(9, multiple=2)
+    pools(2).run(parallel_equals_one_rank, ATTENTION, 2, 1, sp, tree=tree, rope=True)
 
 
 @layouts
 def test_the_context_parallel_group_of_the_micro_batch_is_honoured(pools, layout):
-    given = {"lengths": UNEQUAL, "layout": layout, "own_cp_group": True}
-    pools(2).run(parallel_equals_a_direct_softmax, 1, 2, **given)
+    given = {"lengths": UNEQUAL, "layout": layout, "own_cp_group": True, "rope": True}
+    pools(2).run(parallel_equals_one_rank, ATTENTION, 1, 2, **given)
 
 
 @layouts
@@ -248,7 +209,7 @@ def test_a_document_changes_no_bit_of_another(cp, layout):
     changed = range(8, 32)
     group = parallel_state.get_context_parallel_group()
     groups = groups_of_megatron()
-    core = build_core(attention_config(2, context_parallel_size=cp), groups, layout)
+    core = build_core(attention_config(context_parallel_size=cp), groups, layout)
     torch.manual_seed(5)
     qkv = [torch.randn(48, h, HEAD_SIZE) for h in (HEADS, 2, 2)]
     other = [x.clone() for x in qkv]
@@ -272,7 +233,7 @@ def test_a_document_changes_no_bit_of_another(cp, layout):
 def test_bf16_is_rounded_like_bf16():
     """A packed forward against fp64 of the same numbers."""
     lengths = (40, 88)
-    core = build_core(attention_config(4, bf16=True), alone(), "zigzag")
+    core = build_core(attention_config(num_query_groups=4, bf16=True), alone(), "zigzag")
     torch.manual_seed(5)
     q, k, v = (torch.randn(128, HEADS, HEAD_SIZE).bfloat16() for _ in range(3))
     out = core(q, k, v, None, packed_seq_params=thd(lengths))
@@ -291,7 +252,7 @@ def test_bf16_is_rounded_like_bf16():
 
 @on_ranks(cp=1)
 def test_dropout_is_for_training():
-    config = attention_config(2)
+    config = attention_config()
     config.attention_dropout = 0.5
     core = build_core(config, alone(), "zigzag")
     tensors = [torch.ones(16, h, HEAD_SIZE) for h in (HEADS, 2, 2)]
@@ -319,7 +280,7 @@ def test_what_it_cannot_do_is_refused(what, message):
     changes = what if isinstance(what, dict) else {}
     kind = AttnMaskType.no_mask if what == "not causal" else AttnMaskType.causal
     with pytest.raises((NotImplementedError, ValueError), match=re.escape(message)):
-        config = attention_config(2, context_parallel_size=2, **changes)
+        config = attention_config(context_parallel_size=2, **changes)
         core = build_core(config, groups_of_megatron(), "zigzag", kind)
         core(
             *(torch.zeros(16, h, HEAD_SIZE) for h in (HEADS, 2, 2)),
@@ -331,8 +292,8 @@ def test_what_it_cannot_do_is_refused(what, message):
 
 @on_ranks(cp=2)
 def test_rotations_of_fewer_positions_than_the_longest_document_has_are_refused():
-    config = attention_config(2, context_parallel_size=2)
-    layer = build_attention(config, groups_of_megatron(), "contiguous")
+    config = attention_config(context_parallel_size=2)
+    layer = build_attention(config, groups_of_megatron(), cp_layout="contiguous")
     x, angles = torch.zeros(16, 1, HIDDEN), torch.zeros(8, 1, 1, HEAD_SIZE)
     with pytest.raises(ValueError, match="set both to at least 24"):
         layer(x, None, rotary_pos_emb=angles, packed_seq_params=thd((8, 24)))
