@@ -121,7 +121,7 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
     local, ranks = model.dims.shard(model.tp), 1
     if model.cp > 1 and mode != "chunkwise":
         try:
-            local.share_heads(model.cp)
+            local.layout.share(model.cp)
             ranks = model.cp
         except ValueError:  # "auto" then passes states
             if mode == "headwise":

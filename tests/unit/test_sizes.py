@@ -49,11 +49,11 @@ def test_ranks_up_to_the_number_of_value_heads_can_share_them():
         for cp in (1, 2, 4, 8, 16, 32):
             if tp * cp > 32:
                 continue
-            share = dims.shard(tp).share_heads(cp)
-            assert share.num_value_heads * tp * cp == 32
-            assert share.num_key_heads == max(1, 16 // (tp * cp))
+            share = dims.shard(tp).layout.share(cp)
+            assert share.heads("value") * tp * cp == 32
+            assert share.heads("key") == max(1, 16 // (tp * cp))
             if tp * cp <= 16:
-                assert share == dims.shard(tp * cp)
+                assert share == dims.shard(tp * cp).layout
 
 
 @pytest.mark.parametrize(
@@ -75,14 +75,14 @@ def test_head_counts_that_cannot_be_shared_list_those_that_can(key_heads, value_
     for ranks in range(1, 2 * value_heads):
         if ranks in legal_sizes:
             # Every rank's value heads use the same key heads in equal numbers.
-            share = dims.share_heads(ranks)
-            per_key_head = value_heads // key_heads
+            share = dims.layout.share(ranks)
+            per_key_head, held = value_heads // key_heads, share.heads("value")
             for rank in range(ranks):
-                heads = range(value_heads)[rank * share.num_value_heads :][: share.num_value_heads]
-                assert len({head // per_key_head for head in heads}) == share.num_key_heads
+                heads = range(value_heads)[rank * held :][:held]
+                assert len({head // per_key_head for head in heads}) == share.heads("key")
         else:
             with pytest.raises(ValueError, match=f"context_parallel_size={ranks} .*of {legal}\\."):
-                dims.share_heads(ranks)
+                dims.layout.share(ranks)
 
 
 @pytest.mark.parametrize(
