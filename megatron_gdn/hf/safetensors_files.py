@@ -44,9 +44,13 @@ class SafetensorsFolder:
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        names = self._names()
+        index = self._index()
+        names = [SINGLE_NAME] if index is None else sorted(set(index.values()))
         self.files = {name: self._opened(name) for name in names}
-        self.file_of = {key: name for name in names for key in self.files[name].offset_keys()}
+        stored = [(key, name) for name in names for key in self.files[name].offset_keys()]
+        if index is not None:
+            self._require_same(index, stored)
+        self.file_of = dict(stored)
         self.specs = {key: self._spec(key) for key in self.file_of}
 
     def read(self, key: str, expert: int | None = None) -> Tensor:
@@ -79,21 +83,34 @@ class SafetensorsFolder:
             if path.is_file() and not hidden and str(relative) not in self.files:
                 yield relative
 
-    def _names(self) -> list[str]:
-        """The files, by the index if there is one; which tensors a file has, its header says."""
+    def _index(self) -> dict[str, str] | None:
+        """The file of every tensor by the folder's index; None for a single file without index."""
         path = self.folder / INDEX_NAME
         if not path.is_file():
             if (self.folder / SINGLE_NAME).is_file():
-                return [SINGLE_NAME]
+                return None
             raise FileNotFoundError(
                 f"{self.folder} has no weights: neither {INDEX_NAME} nor {SINGLE_NAME}."
             )
         try:
-            return sorted(set(json.loads(path.read_text())["weight_map"].values()))
+            listed = json.loads(path.read_text())["weight_map"].items()
+            return {key: str(name) for key, name in listed}
         except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise ValueError(
                 f"{path} is not an index of weights: it needs a 'weight_map' ({error})."
             ) from error
+
+    def _require_same(self, index: dict[str, str], stored: list[tuple[str, str]]) -> None:
+        """Refuse an index that contradicts the files, of which one may be an old copy."""
+        if wrong := set(stored) ^ set(index.items()):
+            key = min(wrong)[0]
+            found = [name for one, name in stored if one == key]
+            raise ValueError(
+                f"{self.folder / INDEX_NAME} says that {key!r} is in {index.get(key, 'no file')}, "
+                f"but it is stored in {' and '.join(found) or 'no file'}. Each tensor must be in "
+                f"the one file that the index names. Download the index and all files of one "
+                f"revision again."
+            )
 
     def _spec(self, key: str) -> TensorSpec:
         view = self.files[self.file_of[key]].get_slice(key)

@@ -141,7 +141,22 @@ def poison(value):
     return lambda tensors: tensors[A_LOG][5].fill_(value)
 
 
-SECOND = "model-00002-of-00003.safetensors"
+SECOND, THIRD = "model-00002-of-00003.safetensors", "model-00003-of-00003.safetensors"
+
+
+def edit_index(folder, change):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def keep_an_old_copy(folder):
+    """Of layer 0's A_log in the last file, where the index does not put it."""
+    tensors = load_file(folder / THIRD)
+    save_file(tensors | {A_LOG: torch.ones(8)}, folder / THIRD)
+
+
 # How the tensors of a folder are changed, and the error.
 TENSORS = {
     "missing key": (lambda tensors: tensors.pop(A_LOG), r"missing key 'model.layers.0.*A_log'"),
@@ -194,6 +209,22 @@ BROKEN = {
         rf"{SECOND} is truncated or not.*bytes",
     ),
     "missing file": (lambda f: (f / SECOND).unlink(), rf"{SECOND} is missing"),
+    "wrong index": (
+        lambda f: edit_index(f, lambda files: files.update({A_LOG: THIRD})),
+        rf"index.json says that '{A_LOG}' is in {THIRD}, but it is stored in \S*1-of-00003",
+    ),
+    "old copy": (
+        keep_an_old_copy,
+        rf"'{A_LOG}' is in \S*1-of-\S*, but it is stored in \S*1-of-\S* and {THIRD}",
+    ),
+    "listed only": (
+        lambda f: edit_index(f, lambda files: files.update({"mtp.fc.bias": THIRD})),
+        rf"'mtp.fc.bias' is in {THIRD}, but it is stored in no file",
+    ),
+    "not listed": (
+        lambda f: edit_index(f, lambda files: files.pop(A_LOG)),
+        rf"'{A_LOG}' is in no file, but it is stored in \S*1-of-00003.safetensors. Each",
+    ),
     "no weights": (
         lambda f: [path.unlink() for path in f.glob("model*")], "has no weights: neither",
     ),
