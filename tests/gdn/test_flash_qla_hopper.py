@@ -40,11 +40,11 @@ def test_what_tilelang_wraps_is_called_itself():
             self.adapter = adapter
 
     for executable in (Module(), Executable()):
-        assert flash_qla_hopper.bare(Kernel(Adapter(executable)))(1, 2) == (1, 2)
+        assert flash_qla_hopper.compiled_function(Kernel(Adapter(executable)))(1, 2) == (1, 2)
     with_results = Adapter(Module())
     with_results.result_idx = [0]
     for unknown in (Kernel(with_results), Kernel(object()), object()):
-        assert flash_qla_hopper.bare(unknown) is unknown
+        assert flash_qla_hopper.compiled_function(unknown) is unknown
 
 
 @pytest.mark.parametrize("final", [False, True])

@@ -111,7 +111,7 @@ def test_a_kernel_that_comes_without_fences_is_refused(tilelang):
 def test_stores_that_nobody_can_read_are_announced(tilelang, caplog):
     say_once.cache_clear()
     compile_one(source(FENCE, FENCE) + "\n    tl::tma_store(desc, sent, 0);")
-    assert "not known here; whether they are fenced was not checked" in caplog.text
+    assert "not known here; whether the stores have fences was not checked" in caplog.text
 
 
 def test_a_hook_that_was_there_before_still_runs_first(tilelang):

@@ -1,12 +1,12 @@
 """Fences that FlashQLA's kernels lack before their bulk stores (docs/determinism.md).
 
-On Hopper, ordinary stores and bulk copies (TMA) reach shared memory through two proxies. Between
-the two, each thread that wrote must issue ``fence.proxy.async`` before it signals that its part is
-done (PTX ISA, "Async proxy"); else the bulk store may send old contents. flash-qla 0.1.3 leaves
-that fence out where dq, dk and dv (``fused_bwd``) and o (``fused_fwd``) are stored, and tilelang
-0.1.15 does not add it, because other warps issue the copy. (In ``kkt_solve`` tilelang fences the
-thread that issues it; here the writers get fences as well.) The kernels for Blackwell were not
-examined. A hook that gets a kernel's CUDA source before it is compiled adds the fences.
+On Hopper, ordinary stores and bulk copies (TMA) reach shared memory through two proxies. Each
+thread that wrote to shared memory must issue ``fence.proxy.async`` before it signals that its part
+is done (PTX ISA, "Async proxy"); else the bulk store may send old contents. flash-qla 0.1.3 lacks
+this fence before it stores dq, dk, dv and o. tilelang 0.1.15 does not add the fence, because other
+warps issue the copy. In ``kkt_solve`` tilelang fences only the thread that issues the copy.
+A hook adds fences to a kernel's CUDA source before the source is compiled. The kernels for
+Blackwell were not examined.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _FENCE = "tl::fence_proxy_async();"
 _KERNELS = re.compile(
     r"__global__ void .*\btilelang_(?:kkt_solve|fused_chunk_gdr_(?:fwd|bwd))_kernel"
 )
-# Part of the key of tilelang's cache on disk, which may hold kernels without fences as well. Raise
-# the number when ``missing_fences`` is changed to find more.
+# This flag is part of a kernel's key in tilelang's cache, so kernels compiled without fences are
+# not found. Raise the number when a change of ``missing_fences`` finds more fences.
 _MARK = "-DMEGATRON_GDN_PROXY_FENCES=1"
 _FLAGS = "tl.device_compile_flags"
 _HOOK = "tilelang_callback_cuda_postproc"
 
 
 def missing_fences(source: str) -> list[int]:
-    """Lines (from 0) of CUDA source before which a fence of the writing threads is missing.
+    """Numbers (from 0) of the lines of CUDA source before which a fence is missing.
 
-    A write is an assignment to, or a ``stmatrix`` into, a buffer that some bulk store sends out.
-    In the text a fence must follow the write before the next signal to other threads.
+    A bulk store sends a buffer. A write to the buffer is an assignment or a ``stmatrix``. In the
+    source, a fence must follow the write before the next signal to other threads.
     """
     lines = source.split("\n")
     buffers = "|".join(sorted(set(_BULK_STORE.findall(source))))
@@ -58,7 +58,7 @@ def missing_fences(source: str) -> list[int]:
 
 
 def with_fences(source: str) -> str:
-    """The same source with :func:`missing_fences` added."""
+    """The source with the fences that :func:`missing_fences` finds."""
     lines = source.split("\n")
     for number in reversed(missing_fences(source)):
         indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
@@ -68,15 +68,15 @@ def with_fences(source: str) -> str:
 
 @cache
 def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
-    """From now on this process compiles these kernels with the fences that they lack."""
+    """Make this process compile ``kernels``, pairs of module and name, with all fences."""
     import tvm_ffi  # pyright: ignore[reportMissingImports]
     from tilelang.engine.callback import register_cuda_postproc  # pyright: ignore[reportMissingImports]
 
-    before = tvm_ffi.get_global_func(_HOOK, allow_missing=True)
+    earlier_hook = tvm_ffi.get_global_func(_HOOK, allow_missing=True)
 
     def hook(source: str, target: Any) -> str:
-        if before is not None:
-            source = before(source, target)
+        if earlier_hook is not None:
+            source = earlier_hook(source, target)
         return with_fences(source) if _KERNELS.search(source) else source
 
     register_cuda_postproc(hook)
@@ -84,30 +84,30 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
         kernel = getattr(module, name)
         configs = dict(kernel.pass_configs or {})
         configs[_FLAGS] = [*configs.get(_FLAGS, ()), _MARK]
-        # A new object also forgets what was compiled without fences in this process.
-        again = dataclasses.replace(kernel, pass_configs=configs)
-        # At its first use: a hook that was set later may have replaced this one.
-        again.compile = _checked(name, again.compile)
-        setattr(module, name, again)
+        # The old object may hold kernels that this process compiled without fences.
+        fenced = dataclasses.replace(kernel, pass_configs=configs)
+        # Another package may have replaced the hook, so every compiled source is checked.
+        fenced.compile = _compile_with_check(name, fenced.compile)
+        setattr(module, name, fenced)
 
 
-def _checked(name: str, compile: Callable) -> Callable:
+def _compile_with_check(name: str, compile: Callable) -> Callable:
     def compile_and_check(*args: Any, **kwargs: Any) -> Any:
-        made = compile(*args, **kwargs)
-        source = made.get_kernel_source()
+        compiled = compile(*args, **kwargs)
+        source = compiled.get_kernel_source()
         if missing_fences(source):
             raise RuntimeError(
                 f"FlashQLA's {name} was compiled without the fences that its bulk stores need, and "
-                f"may hand on wrong gradients: another hook for CUDA source took the place of "
-                f"megatron_gdn's, or left this in tilelang's cache. Remove the hook and the cache "
-                f"(~/.tilelang/cache), or choose backend='fla'."
+                f"may return wrong gradients: another hook for CUDA source took the place of "
+                f"megatron_gdn's, or left this kernel in tilelang's cache. Remove the hook and the "
+                f"cache (~/.tilelang/cache), or choose backend='fla'."
             )
         if len(_BULK_STORE.findall(source)) != source.count("tl::tma_store("):
             say_once(
-                f"FlashQLA's {name} has bulk stores in a form that is not known here; whether they "
-                f"are fenced was not checked.",
+                f"FlashQLA's {name} has bulk stores in a form that is not known here; whether "
+                f"the stores have fences was not checked.",
                 "cuda",
             )
-        return made
+        return compiled
 
     return compile_and_check

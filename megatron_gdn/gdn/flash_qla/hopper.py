@@ -1,11 +1,9 @@
-"""FlashQLA's stages on Hopper, kernels held: the same kernels and results, less host time.
+"""FlashQLA's stages on Hopper: the same kernels and results in less host time.
 
-FlashQLA's own functions look a kernel up by some twenty arguments in each call, allocate memory for
-every argument, and tilelang checks and repacks them. Here the compiled function is called directly;
-an argument that it does not read is some tensor of the right shape and dtype. Names and order of
-calls are those of ``flash_qla/ops/gated_delta_rule/chunk/{__init__,cp/preprocess}.py`` of 0.1.3.
-
-P is the number of parts.
+FlashQLA's own functions look a kernel up by some twenty arguments in each call and allocate memory
+for every argument; tilelang then checks and repacks all arguments. This module calls the compiled
+functions directly. Names and order of calls are those of flash-qla 0.1.3, in
+``flash_qla/ops/gated_delta_rule/chunk/{__init__,cp/preprocess}.py``. P is the number of parts.
 """
 
 from __future__ import annotations
@@ -22,21 +20,21 @@ _F32 = torch.float32
 
 
 class HopperStages:
-    """``homes``: FlashQLA's modules for Hopper, by the stage's name in ``library``."""
+    """FlashQLA's stages; ``modules`` are FlashQLA's own for Hopper, by the stage's name."""
 
     CHUNK_SIZE = 64
 
-    def __init__(self, library: ModuleType, homes: dict[str, ModuleType]) -> None:
-        self._library, self._homes = library, homes
+    def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
+        self._library, self._modules = library, modules
         self.build_cp_context = library.build_cp_context
         self.FlashQLACPContext = library.FlashQLACPContext
-        # One cache for each object, so that kernels do not outlive it.
+        # Each object has its own caches, so kernels and tensors are freed with the object.
         self._kernel = lru_cache(maxsize=256)(self._find_kernel)
-        self._blank = lru_cache(maxsize=64)(_blank)
+        self._unread = lru_cache(maxsize=64)(_unread)
 
     def _find_kernel(self, stage: str, factory: str, *args: Any) -> Callable[..., None]:
-        """The compiled function of one of FlashQLA's factories; ``args`` are the factory's."""
-        return bare(getattr(self._homes[stage], factory)(*args))
+        """The compiled function that FlashQLA's ``factory`` returns for ``args``."""
+        return compiled_function(getattr(self._modules[stage], factory)(*args))
 
     @cached_property
     def _index(self) -> ModuleType:
@@ -44,23 +42,23 @@ class HopperStages:
 
         return index
 
-    def _places(
+    def _sequences_and_chunks(
         self, like: Tensor, cu_seqlens: Tensor | None, count: int
     ) -> tuple[int, Tensor, Tensor, int]:
-        """The number of sequences, their boundaries and first chunks, and the chunks of a row."""
+        """Sequences, their boundaries, each one's first chunk, and the chunks of a row."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
-            unread = self._blank((rows + 1,), torch.int32, like.device)
+            unread = self._unread((rows + 1,), torch.int32, like.device)
             return rows, unread, unread, -(-tokens // count)
         offsets, chunks = self._index.prepare_chunk_offsets(cu_seqlens, count)
         return cu_seqlens.shape[0] - 1, cu_seqlens, offsets.to(cu_seqlens.dtype), chunks
 
-    def _at_chunks(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
-        """Room for the states at chunks; without elements if they are not wanted."""
+    def _chunk_states(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
+        """Memory for the states at chunks, or a tensor without elements if not ``wanted``."""
         (B, _, _, K), (H, V) = k.shape, v.shape[2:]
         if wanted:
             return k.new_empty(B, chunks, H, K, V)
-        return self._blank((B, 0, H, K, V), k.dtype, k.device)
+        return self._unread((B, 0, H, K, V), k.dtype, k.device)
 
     def chunk_local_cumsum(
         self,
@@ -70,7 +68,7 @@ class HopperStages:
         reverse: bool = False,
         zero_last_chunk: bool = False,
     ) -> Tensor:
-        """fp32 ``[B, S, H]``. The sequences cover all S tokens, so nothing is filled with zeros."""
+        """Sums of ``g`` within chunks, fp32 ``[B, S, H]``; the sequences must cover all S."""
         B, S, H = g.shape
         out = torch.empty_like(g)
         varlen = cu_seqlens is not None
@@ -118,14 +116,14 @@ class HopperStages:
             H, chunk_size, threshold, "float32", g.dtype, ht_mask_fwd.dtype, cu_seqlens.dtype,
             False,
         )  # fmt: skip
-        # The kernel reads only boundaries between ranks from the map, and there are none here.
-        of = cu_seqlens if seq_map_r2c is None else seq_map_r2c
-        made = (
+        # The kernel reads the map only at boundaries between ranks, and this batch has none.
+        seq_map = cu_seqlens if seq_map_r2c is None else seq_map_r2c
+        results = (
             cu_seqlens.new_empty(P, H), cu_seqlens.new_empty(P, H),
             ht_mask_fwd.new_empty(P, H), ht_mask_fwd.new_empty(P, H),
         )  # fmt: skip
-        run(g, ht_mask_fwd, ht_mask_bwd, cu_seqlens, of, *made)
-        return made
+        run(g, ht_mask_fwd, ht_mask_bwd, cu_seqlens, seq_map, *results)
+        return results
 
     def fused_gdr_h(
         self,
@@ -141,22 +139,22 @@ class HopperStages:
         num_warmup_chunks: Tensor | None = None,
         final_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """States at chunks, ``local`` and ``through`` of parts; the last two in ``final_dtype``."""
+        """States at chunks, and the parts' ``local`` and ``through`` in ``final_dtype``."""
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         chunk_size, warm = a.shape[-1], num_warmup_chunks is not None
-        N, boundaries, first, chunks = self._places(k, cu_seqlens, chunk_size)
+        N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens, chunk_size)
         if final_dtype is None:
             final_dtype = k.dtype if warm else _F32
         upto = num_warmup_chunks
         if not warm and cu_seqlens is not None:
-            upto = self._blank((N, H), boundaries.dtype, k.device)
-        h, final = self._at_chunks(output_h, k, v, chunks), None
+            upto = self._unread((N, H), boundaries.dtype, k.device)
+        h, final = self._chunk_states(output_h, k, v, chunks), None
         if output_final_state:
             final = k.new_empty(N, H, K, V, dtype=final_dtype)
-        # The kernel always writes it, with zeros if it was not asked for.
+        # The kernel always writes ``through``: zeros if the caller did not ask for the maps.
         through = k.new_empty(N, H, K, K, dtype=final_dtype)
         start = initial_state
-        if start is None:  # not read: any memory of that shape
+        if start is None:  # the kernel reads no first states, so any memory of their shape serves
             unread = final if final_dtype is _F32 else None
             start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         run = self._kernel(
@@ -165,7 +163,7 @@ class HopperStages:
             k.dtype, boundaries.dtype, initial_state is not None, output_final_state, output_h,
             cu_seqlens is not None, warm, False,
         )  # fmt: skip
-        # Without ``output_final_state`` the kernel does not write the final state's argument.
+        # Without ``output_final_state`` the kernel does not write final states.
         run(
             k, v, a, g, b, start, boundaries, first, upto, h, start if final is None else final,
             through,
@@ -176,7 +174,7 @@ class HopperStages:
         self, local: Tensor, through: Tensor, fallback: Tensor, first: Tensor,
         given: Tensor | None, backward: bool,
     ) -> Tensor:  # fmt: skip
-        """``[P, H, K, V]``: the states that enter parts, or the gradients of those that leave."""
+        """``[P, H, K, V]``: states that enter parts, or gradients of states that leave parts."""
         P, H, K, V = local.shape
         dtype = _F32 if given is None else given.dtype
         run = self._kernel(
@@ -204,22 +202,22 @@ class HopperStages:
         raw_cu_seqlens: Tensor | None = None,
         output_h: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The output, with ``output_h`` the states at chunks, and the final states if asked for."""
+        """The output, and the states at chunks and final states if asked for, else None."""
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
-        N, boundaries, first, chunks = self._places(k, cu_seqlens, a.shape[-1])
+        N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens, a.shape[-1])
         whole = N if raw_cu_seqlens is None else raw_cu_seqlens.shape[0] - 1
         if raw_cu_seqlens is None:
-            raw_cu_seqlens = self._blank((N + 1,), boundaries.dtype, k.device)
-        owner = self._blank((N,), boundaries.dtype, k.device) if cp_seq_map is None else cp_seq_map
+            raw_cu_seqlens = self._unread((N + 1,), boundaries.dtype, k.device)
+        owner = self._unread((N,), boundaries.dtype, k.device) if cp_seq_map is None else cp_seq_map
         final = None
         if output_final_state or initial_state is None:
             final = k.new_empty(whole, H, K, V, dtype=_F32)
         start = initial_state
-        if start is None:  # not read
+        if start is None:  # the kernel reads no first states
             unread = final if whole == N else None
             start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         ending = start[:whole] if final is None else final
-        programs, many = N * H, self._homes["fused_gdr_fwd"].TARGET_NUM_CTAS
+        programs, many = N * H, self._modules["fused_gdr_fwd"].TARGET_NUM_CTAS
         block = 128 if programs >= many else 64 if programs * 2 >= many else 32
         o = torch.empty_like(v)
         run = self._kernel(
@@ -228,7 +226,7 @@ class HopperStages:
             k.dtype, o.dtype, boundaries.dtype, initial_state is not None, output_final_state,
             output_h, True, cu_seqlens is not None, cp_seq_map is not None, False, block,
         )  # fmt: skip
-        h = self._at_chunks(output_h, k, v, chunks)
+        h = self._chunk_states(output_h, k, v, chunks)
         run(q, k, v, a, g, b, start, boundaries, first, owner, raw_cu_seqlens, o, h, ending)
         return o, h if output_h else None, final if output_final_state else None
 
@@ -247,17 +245,17 @@ class HopperStages:
         output_dh0: bool = True,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """Gradient of the states that enter parts; that of the states that leave them is zero."""
+        """Gradient of the states that enter parts, if the states that leave parts have none."""
         assert dht is None and output_dh0 and not output_dh
         (G, K), (H, V) = k.shape[2:], do.shape[2:]
-        N, boundaries, first, _ = self._places(k, cu_seqlens, a.shape[-1])
+        N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens, a.shape[-1])
         run = self._kernel(
             "fused_gdr_dh", "tilelang_prepare_dh_ws",
             H, G, K, V, a.shape[-1], scale, "float32", k.dtype, g.dtype, b.dtype, _F32, k.dtype,
             do.dtype, boundaries.dtype, False, True, False, True, True, False,
         )  # fmt: skip
         d_first = k.new_empty(N, H, K, V, dtype=_F32)
-        d_states = self._at_chunks(False, k, do, 0)
+        d_states = self._chunk_states(False, k, do, 0)
         run(
             q, k, a, g, b, do, d_first, boundaries, first, num_warmup_chunks, d_states, d_first
         )  # fmt: skip
@@ -280,11 +278,11 @@ class HopperStages:
     ) -> tuple[Tensor, ...]:
         """Gradients of the inputs and of the first states.
 
-        ``overwrite_dht``: the gradients of first states are written over dht, which a program reads
-        first.
+        With ``overwrite_dht`` the first states' gradients are written over ``dht``. Every program
+        of the kernel reads its part of ``dht`` first.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
-        N, boundaries, first, _ = self._places(k, cu_seqlens, a.shape[-1])
+        N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens, a.shape[-1])
         dq, dk, dv = torch.empty_like(v), torch.empty_like(v), torch.empty_like(v)
         dg, db = torch.empty_like(g), torch.empty_like(b)
         if overwrite_dht and dht is not None:
@@ -346,7 +344,7 @@ class HopperStages:
         do: Tensor, dht: Tensor | None, scale: float, initial_state: Tensor | None,
         state_v_first: bool, cp_cache: Any,
     ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """States that enter parts, and gradients of those that leave them."""
+        """The states that enter parts, and the gradients of the states that leave parts."""
         if not context.is_intra:
             return initial_state, dht
         parts = context.intra_cp_cu_seqlens
@@ -362,16 +360,13 @@ class HopperStages:
         return cp_cache.h0, leaving
 
 
-def _blank(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Memory for an argument that a kernel neither reads nor writes, on any stream."""
+def _unread(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor for an argument that a kernel neither reads nor writes."""
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def bare(kernel: Any) -> Callable[..., Any]:
-    """The compiled function under a tilelang kernel, which checks its arguments itself.
-
-    Returns ``kernel`` itself if tilelang runs it in a way that is not known here.
-    """
+def compiled_function(kernel: Any) -> Callable[..., Any]:
+    """The compiled function in a tilelang ``kernel``, or ``kernel`` if its form is unknown."""
     adapter = getattr(kernel, "adapter", None)
     if adapter is None or getattr(adapter, "result_idx", True):
         return kernel

@@ -1,7 +1,8 @@
-"""FlashQLA's stages, and its cut of a batch's sequences into parts.
+"""How FlashQLA cuts the sequences of a batch into parts that run side by side.
 
-In fixed buffers the host knows only the largest number of parts and chunks, so a sequence is always
-cut by its own length and the number of heads; a block without tokens writes nothing.
+For documents in fixed buffers, the host knows only the largest number of parts and chunks. Each
+sequence is then cut by its own length and the number of heads. A block without tokens writes
+nothing.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _STAGES = (
     "kkt_solve", "fused_gdr_h", "fused_gdr_dh", "fused_gdr_fwd", "fused_gdr_bwd",
     "get_warmup_chunks_bidi", "chunk_local_cumsum", "correct_initial_states", "CHUNK_SIZE",
 )  # fmt: skip
-# Stages whose kernels lack fences -> the function in the stage's module that tilelang compiles.
+# The stages whose kernels lack fences, and the function that tilelang compiles for each stage.
 UNFENCED = {
     "kkt_solve": "tilelang_kkt_solve",
     "fused_gdr_fwd": "tilelang_fused_chunk_gdr_fwd",
@@ -39,50 +40,50 @@ UNFENCED = {
 def stages() -> Any:
     """FlashQLA's stages: :class:`HopperStages` on Hopper, elsewhere FlashQLA's own module."""
     chunk = own_stages()
-    homes = _homes(chunk)
-    on_hopper = ".hopper." in homes["fused_gdr_fwd"].__name__
-    return HopperStages(chunk, homes) if on_hopper else chunk
+    modules = _modules_of_stages(chunk)
+    on_hopper = ".hopper." in modules["fused_gdr_fwd"].__name__
+    return HopperStages(chunk, modules) if on_hopper else chunk
 
 
-def _homes(chunk: ModuleType) -> dict[str, ModuleType]:
-    """The modules of the stages that are functions or classes."""
+def _modules_of_stages(chunk: ModuleType) -> dict[str, ModuleType]:
+    """The module that defines each stage; CHUNK_SIZE, a number, has none."""
     found = {name: getattr(getattr(chunk, name), "__module__", None) for name in _STAGES}
-    return {name: sys.modules[home] for name, home in found.items() if home is not None}
+    return {name: sys.modules[module] for name, module in found.items() if module is not None}
 
 
 @cache
 def own_stages() -> ModuleType:
-    """FlashQLA's own module of stages, which picked them for this architecture."""
+    """FlashQLA's own module, which holds the stages for this GPU's architecture."""
     from flash_qla.ops.gated_delta_rule import chunk  # pyright: ignore[reportMissingImports]
 
     missing = [name for name in _STAGES if not hasattr(chunk, name)]
     if missing:
         raise ImportError(
             f"this flash_qla has no {', '.join(missing)}; the fused mixer knows flash-qla 0.1.3. "
-            f"Install that, or choose backend='fla'."
+            f"Install flash-qla 0.1.3, or choose backend='fla'."
         )
-    homes = _homes(chunk)
-    if all(".hopper." in homes[name].__name__ for name in UNFENCED):
+    modules = _modules_of_stages(chunk)
+    if all(".hopper." in modules[name].__name__ for name in UNFENCED):
         try:
-            fence_bulk_stores(*((homes[name], kernel) for name, kernel in UNFENCED.items()))
+            fence_bulk_stores(*((modules[name], kernel) for name, kernel in UNFENCED.items()))
         except (AttributeError, TypeError, ImportError) as error:
             raise ImportError(
                 f"this flash_qla or tilelang compiles its kernels in a way that is not known here "
                 f"({error}); the fused mixer knows flash-qla 0.1.3 and tilelang 0.1.15. Install "
-                f"those, or choose backend='fla'."
+                f"these versions, or choose backend='fla'."
             ) from error
     from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
 
-    found = [x for home in homes.values() for x in vars(home).values() if isinstance(x, JITImpl)]
-    watch_builds(list({id(x): x for x in found}.values()))
+    values = [value for module in modules.values() for value in vars(module).values()]
+    watch_builds(list({id(x): x for x in values if isinstance(x, JITImpl)}.values()))
     return chunk
 
 
 @dataclass(frozen=True, eq=False)
 class Plan:
-    """How one batch runs on one device."""
+    """Where the sequences of one batch are cut, on one device."""
 
-    context: Any  # FlashQLA's own description of it
+    context: Any  # FlashQLA's own description of the cut
     parts: Parts | None  # the same cut; None for uncut rows that run side by side
 
     @staticmethod
@@ -101,17 +102,17 @@ class Plan:
 
     @property
     def cut(self) -> Parts:
-        """The :attr:`parts` of a plan for states, which always has them."""
+        """:attr:`parts` of a plan that is known to have parts."""
         assert self.parts is not None
         return self.parts
 
     @property
     def carrying(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``cu_seqlens``, ``cp_seq_map`` and ``raw_cu_seqlens`` of a forward with states."""
+        """``cu_seqlens``, ``cp_seq_map`` and ``raw_cu_seqlens`` for a forward with states."""
         return self.cut.offsets, self.cut.owner, self.cut.sequences
 
     def part(self, states: bool) -> str:
-        """The plan's group of FlashQLA's kernels, by its name in ``megatron_gdn.warm_up``."""
+        """The name of the plan's group of kernels, one of :data:`.builds.PARTS`."""
         if states:
             return "states"
         if self.parts is None:
@@ -120,12 +121,12 @@ class Plan:
 
     @property
     def part_offsets(self) -> Tensor | None:
-        """The ``cu_seqlens`` of kernels that take each part as a sequence."""
+        """``cu_seqlens`` for kernels that take each part as a sequence."""
         return None if self.parts is None else self.parts.offsets
 
 
 def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
-    """FlashQLA's cut for the whole batch, by lengths and heads; None if it cuts no sequence."""
+    """Offsets of the parts by FlashQLA's cost model, or None if no sequence is cut."""
     with torch.device("cpu"):
         context = stages().build_cp_context(
             documents.cu_seqlens_cpu, enable_intra=True, num_v_heads=value_heads,
@@ -136,10 +137,10 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
 
 @cached_by_stream(64)
 def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device) -> Plan:
-    """The plan of batch rows that start at zero.
+    """The plan of batch rows without initial states.
 
-    If rows times heads are fewer than multiprocessors, FlashQLA's cost model cuts the rows like
-    documents; rows that it leaves whole run side by side.
+    FlashQLA's cost model cuts the rows if rows times heads are fewer than multiprocessors. Rows
+    that are not cut run side by side.
     """
     documents = documents_of_rows((rows, tokens), device)
     full = rows * value_heads >= multiprocessors()
@@ -149,10 +150,10 @@ def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device)
 
 
 def plan_of(documents: Documents, value_heads: int, batch_invariant: bool, states: bool) -> Plan:
-    """The plan of these documents, for every layer and the backward.
+    """The plan of ``documents``, shared by all layers and their backward.
 
-    ``batch_invariant``: a sequence is cut by its own length. ``states``: states enter the
-    documents.
+    With ``batch_invariant`` a sequence is cut by its own length alone. ``states`` says whether
+    states enter the documents.
     """
     key = Plan, value_heads, batch_invariant, states
     return documents.plan(key, lambda: _plan_of(documents, *key[1:]))
@@ -169,8 +170,8 @@ def _plan_of(documents: Documents, value_heads: int, batch_invariant: bool, stat
         if offsets is None:
             return plan_of_whole(documents)
         key, cut = ("by cost", value_heads), lambda these, _: cut_at(these, offsets)
-    # With batch_invariant also if no sequence is long enough to be cut: a short one always takes
-    # the kernels that carry states between parts, as it would with a long one beside it.
+    # With batch_invariant, short sequences alone also take this path. Next to a long sequence they
+    # would run in the kernels that carry states between parts, so they always run there.
     parts = Parts.of(documents, key, lambda these: cut(these, value_heads))
     return Plan.in_parts(_with_chunks(parts, documents))
 
@@ -183,7 +184,7 @@ def plan_of_whole(documents: Documents) -> Plan:
 
 
 def _with_chunks(parts: Parts, documents: Documents) -> Parts:
-    """The parts, with chunks stored on offsets; else FlashQLA would read these from the GPU."""
+    """Store chunk tables on the offsets, so that FlashQLA does not read offsets from the GPU."""
     size = stages().CHUNK_SIZE
     if not documents.known and documents.total_tokens < size:
         # A block without tokens looks at the 64 tokens before the end.
@@ -194,7 +195,7 @@ def _with_chunks(parts: Parts, documents: Documents) -> Parts:
     for offsets, places in (
         (parts.sequences, documents.chunks(size)), (parts.offsets, parts.places)
     ):  # fmt: skip
-        # As FlashQLA's ``prepare_varlen_metadata`` stores it.
+        # FlashQLA's ``prepare_varlen_metadata`` stores its table in the same attribute.
         made = size, places.offsets, len(places.indices), places.indices
         offsets._flash_qla_prepared_varlen = made  # pyright: ignore[reportAttributeAccessIssue]
     return parts

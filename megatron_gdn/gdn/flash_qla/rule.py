@@ -1,7 +1,8 @@
-"""FlashQLA as a rule: its stages called one by one, so that nothing waits for the device.
+"""FlashQLA as a rule, whose stages are called one by one.
 
-FlashQLA's own entry reads sequence lengths from the GPU and sums dq and dk over value heads in
-another pass. Here plans are made from host offsets, and the front's backward sums the heads.
+FlashQLA's own entry function waits for sequence lengths from the GPU. It also sums dq and dk over
+value heads in an extra pass. Here the plan uses the host's offsets, and the backward of the front
+sums the heads.
 """
 
 from __future__ import annotations
@@ -28,15 +29,17 @@ from ...ops.state_maps.parts import compose, entering_states, initial_gradients,
 from ...ops.state_maps.state_map import StateMap
 from .builds import Heads, compile_early, set_next_calls
 from .plan import Plan, plan_of, plan_of_rows, plan_of_whole, stages
-from .states import PartMaps, gradients, output, part_maps, triangular, whole_output
+from .states import PartMaps, gradients, output, part_maps, run_uncut, sums_and_inverses
 
 
-class Ran(NamedTuple):
-    """How a forward ran: it saved g_sum, A and what is named here."""
+class ForwardRun(NamedTuple):
+    """How a forward ran, which tells what tensors it saved besides g_sum and A."""
 
     plan: Plan
-    how: Literal["in parts", "whole", "own"]  # PartMaps.saved; initial states if given; the cache
-    cache: type | None = None  # FlashQLA's dataclass of the tensors that its own backward reuses
+    # "in parts" saved the tensors of PartMaps.saved, "whole" the initial states if any were given,
+    # "own" (FlashQLA's own driver) the fields of ``cache``.
+    how: Literal["in parts", "whole", "own"]
+    cache: type | None = None  # FlashQLA's dataclass of tensors for its own backward
 
 
 class FlashQlaForward(RuleForward):
@@ -58,8 +61,8 @@ class FlashQlaForward(RuleForward):
         inputs, rows = self.inputs, self.rows
         if self.rule.bits is Bits.ON_GRID and self._maps is None:
             plan = self.rule.plan(inputs, self.documents, states=True)
-            o, last, tensors = whole_output(in_one_row(inputs), initial, plan)
-            saved = Saved(tensors if keep else (), Ran(plan, "whole"))
+            o, last, tensors = run_uncut(in_one_row(inputs), initial, plan)
+            saved = Saved(tensors if keep else (), ForwardRun(plan, "whole"))
             return RuleOutput(in_rows(o, rows), last if final else None, saved)
         if initial is not None or self._maps is not None:
             maps = self._part_maps()
@@ -69,7 +72,7 @@ class FlashQlaForward(RuleForward):
                 in_one_row(inputs), maps.g_sum, maps.A, entering, *plan.carrying,
                 output_h=False, output_final_state=final,
             )  # fmt: skip
-            saved = Saved(maps.saved(entering) if keep else (), Ran(plan, "in parts"))
+            saved = Saved(maps.saved(entering) if keep else (), ForwardRun(plan, "in parts"))
             return RuleOutput(in_rows(o, rows), last, saved)
         plan = self.rule.plan(inputs, self.documents, states=False)
         flat = inputs if plan.parts is None else in_one_row(inputs)
@@ -78,16 +81,17 @@ class FlashQlaForward(RuleForward):
             cu_seqlens=plan.context.cu_seqlens, output_final_state=final, enable_fwd_cp_cache=keep,
             cp_context=plan.context, is_train=True,
         )  # fmt: skip
-        # The tensors that the backward reuses: fields of a small dataclass.
+        # FlashQLA's dataclass has the tensors that the backward reads.
         kept = () if carried is None else tuple(vars(carried).values())
         cache = None if carried is None else type(carried)
-        return RuleOutput(in_rows(o, rows), last, Saved((g_sum, A, *kept), Ran(plan, "own", cache)))
+        saved = Saved((g_sum, A, *kept), ForwardRun(plan, "own", cache))
+        return RuleOutput(in_rows(o, rows), last, saved)
 
 
 class CarriedBackward(RuleBackward):
-    """The backward of a forward that carried states between parts itself."""
+    """The backward of a forward that passed states from part to part."""
 
-    _d_local: Any = None  # [P, H, K, V], of parts
+    _d_local: Any = None  # [P, H, K, V], the result of _d_entering
 
     def __init__(
         self, rule: Rule, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
@@ -97,8 +101,8 @@ class CarriedBackward(RuleBackward):
         self._plan, self._at_chunks = saved.plan.plan, saved.made
         self.saved = saved._replace(made=None)
 
-    def _of_parts(self) -> Tensor:
-        """``[P, H, K, V]``: gradient of states that enter parts; that of states that leave is 0."""
+    def _d_entering(self) -> Tensor:
+        """Gradients of states that enter parts, if the states that leave parts have none."""
         if self._d_local is not None:
             return self._d_local
         g_sum, A, chunks_back, *_ = self.saved.tensors
@@ -114,7 +118,7 @@ class CarriedBackward(RuleBackward):
     def d_initial(self) -> Tensor:
         parts = self._plan.cut
         through = None if parts.are_sequences else self.saved.tensors[3]
-        return initial_gradients(self._of_parts(), through, parts)
+        return initial_gradients(self._d_entering(), through, parts)
 
     def d_o_was_scaled(self, by: Tensor) -> None:
         if self._d_local is not None:
@@ -126,7 +130,7 @@ class CarriedBackward(RuleBackward):
             first, last_grad = initial, d_final
         else:
             _, through, first = kept
-            last_grad = leaving_gradients(self._of_parts(), through, parts, d_final)
+            last_grad = leaving_gradients(self._d_entering(), through, parts, d_final)
         self._d_local = None
         states, self._at_chunks = self._at_chunks, None
         grads = gradients(self.d_o, self.inputs, g_sum, A, self._plan, first, last_grad, states)
@@ -137,12 +141,12 @@ class UncarriedBackward(RuleBackward):
     """The backward of a forward by FlashQLA's own driver."""
 
     def d_initial(self) -> Tensor:
-        # The forward carried no states, so it did not keep what the chain of gradients needs.
+        # This forward kept no maps of parts, which the gradients of initial states need.
         g_sum, A = (in_one_row(x) for x in self.saved.tensors[:2])
         plan = self.rule.plan(self.inputs, self.documents, states=True)
         inputs = in_one_row(self.inputs)
         saved = Saved(
-            part_maps(inputs, plan, (g_sum, A)).saved(entering=None), Ran(plan, "in parts")
+            part_maps(inputs, plan, (g_sum, A)).saved(entering=None), ForwardRun(plan, "in parts")
         )
         begun = CarriedBackward(self.rule, self.d_o, self.inputs, saved, self.documents)
         return begun.d_initial()
@@ -150,7 +154,7 @@ class UncarriedBackward(RuleBackward):
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         (plan, _, cache), states = self.saved.plan, self.saved.made
         g_sum, A, *kept = self.saved.tensors
-        del self.saved  # frees each tensor after its last use, not at the end
+        del self.saved  # each saved tensor is freed after its last use
         d_o, inputs = self.d_o, self.inputs
         if plan.parts is not None:
             d_o, inputs = in_one_row(d_o), in_one_row(inputs)
@@ -168,23 +172,21 @@ class UncarriedBackward(RuleBackward):
 class FlashQlaRule(Rule):
     """FlashQLA's gated delta rule for bf16 or fp16 heads of 128.
 
-    Long sequences are cut into parts that run side by side. If the log-decay of a part falls below
-    -10, the state that entered it is taken as zero from there on (e^-10 = 4.5e-5, a hundredth of a
+    Long sequences are cut into parts that run side by side. Once the log-decay within a part falls
+    below -10, the state that entered the part counts as zero (e^-10 = 4.5e-5, a hundredth of a
     bf16 rounding).
 
     Args:
-        bits: ``DETERMINISTIC`` cuts a sequence by its own length and the number of heads alone.
-            (FlashQLA still picks how many value columns a block computes by the size of the batch;
-            a column's sums do not depend on that, which is tested.) By default FlashQLA's cost
-            model cuts for the whole batch, which is faster where long and short sequences share it.
-            ``ON_GRID`` cuts no sequence: a block walks from chunk to chunk with the state in fp32,
-            and can go on from the state of any chunk. The backward, which generation does not
-            have, cuts as for ``DETERMINISTIC``.
+        bits: By default FlashQLA's cost model cuts by all lengths of the batch, which is faster for
+            a batch of long and short sequences. ``DETERMINISTIC`` cuts a sequence by its own length
+            and the number of heads alone. ``ON_GRID`` cuts no sequence: a block walks from chunk to
+            chunk with the state in fp32, and can start from the state of any chunk. Its backward
+            cuts as for ``DETERMINISTIC``.
     """
 
     name = "flash_qla"
     reads_again = frozenset({"q", "k", "v", "beta"})
-    leaves_states = True  # asked for or not, on the grid
+    leaves_states = True  # on the grid, kernels compute final states even if nobody asks
     forward = FlashQlaForward
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:
@@ -210,44 +212,44 @@ class FlashQlaRule(Rule):
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
         heads = Heads(layout.heads("key"), layout.heads("value"), dtype)
-        # A row of usual length is cut into parts. Kernels for other batches are compiled later.
+        # Rows of usual lengths are cut into parts, so these kernels are compiled first.
         part = "whole" if self.bits is Bits.ON_GRID else "cut"
         compile_early(heads, "states" if states else part)
 
     def why_not_heads(self, heads: int) -> str | None:
         if heads % 2 == 0:
             return None
-        # Seen with 3 of them: tilelang finds no layout for the sums of g over a chunk.
+        # With 3 value heads tilelang found no layout for the sums of g over a chunk.
         return f"flash_qla compiles for an even number of value heads per rank, not {heads}"
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
-        """All tensors but g_sum and A."""
+        """All saved tensors but g_sum and A, which the second run computes again."""
         return Saved(saved.tensors[2:], saved.plan)
 
     def run_again(
         self, inputs: RuleInputs, kept: Saved, documents: Documents | None, initial: Tensor | None
     ) -> RuleOutput:
-        """One pass for the output and the states at chunks, which the backward then reads.
+        """Compute in one pass the output and the states at chunks, which the backward reads.
 
-        Without a second run another kernel computes these states, and rounds at other places.
+        Without a second run, another kernel computes the states at chunks with other roundings.
         """
         plan: Plan = kept.plan.plan
         set_next_calls(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again")
         rows, at_chunks = inputs.v.shape[:2], None
         inputs = inputs if plan.parts is None else in_one_row(inputs)
         if kept.plan.how == "whole":
-            o, _, tensors = whole_output(inputs, initial, plan)
+            o, _, tensors = run_uncut(inputs, initial, plan)
         else:
-            g_sum, A = triangular(inputs, plan)
+            g_sum, A = sums_and_inverses(inputs, plan)
             if kept.plan.how == "in parts":
                 entering = initial if plan.cut.are_sequences else kept.tensors[2]
-                of = plan.carrying
+                boundaries = plan.carrying
             else:
                 cache, context = kept.plan.cache, plan.context
                 entering = None if cache is None else cache(*kept.tensors).h0
-                of = plan.part_offsets, context.seq_map_c2r, context.cu_seqlens
+                boundaries = plan.part_offsets, context.seq_map_c2r, context.cu_seqlens
             o, at_chunks, _ = output(
-                inputs, g_sum, A, entering, *of, output_h=True, output_final_state=False
+                inputs, g_sum, A, entering, *boundaries, output_h=True, output_final_state=False
             )
             tensors = g_sum, A, *kept.tensors
         return RuleOutput(in_rows(o, rows), None, Saved(tensors, kept.plan, at_chunks))
@@ -256,17 +258,17 @@ class FlashQlaRule(Rule):
         self, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> UncarriedBackward | CarriedBackward:
         if saved.plan.how == "whole":
-            saved = self._in_parts(inputs, saved, documents)
+            saved = self._saved_parts(inputs, saved, documents)
         if saved.plan.how == "in parts":
             return CarriedBackward(self, d_o, inputs, saved, documents)
         return UncarriedBackward(self, d_o, inputs, saved, documents)
 
-    def _in_parts(self, inputs: RuleInputs, saved: Saved, documents: Documents | None) -> Saved:
-        """The tensors that a forward in parts would have saved, from those of whole sequences."""
+    def _saved_parts(self, inputs: RuleInputs, saved: Saved, documents: Documents | None) -> Saved:
+        """The tensors that a forward in parts would have saved, computed from ``saved``."""
         g_sum, A, *initial = saved.tensors
         if documents is None:
             documents = documents_of_rows(inputs.v.shape[:2], inputs.v.device)
         plan = plan_of(documents, inputs.v.shape[2], True, states=True)
         maps = part_maps(in_one_row(inputs), plan, (g_sum, A))
         entering = entering_states(maps.local, maps.through, plan.cut, *initial or (None,))
-        return Saved(maps.saved(entering), Ran(plan, "in parts"))
+        return Saved(maps.saved(entering), ForwardRun(plan, "in parts"))

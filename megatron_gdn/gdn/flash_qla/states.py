@@ -1,12 +1,11 @@
-"""Calls of FlashQLA's stages: state maps of parts, outputs, gradients of states.
+"""Calls of FlashQLA's stages: state maps of parts, outputs, gradients.
 
-FlashQLA's kernel for the states of parts gives, per part and head, ``S_out = through @ S_in +
-local``. One pass serves the maps that context parallelism sends and, with the entering states, the
-forward.
+FlashQLA's kernel gives a state map for each part and head, ``S_out = through @ S_in + local``.
+Context parallelism sends these maps, and the forward applies them to the entering states.
 
-If a head's log-decay sums to less than -20 within a part, ``through`` is zero there and ``local``
-needs only the last chunks, over which that sum is reached: e^-20 = 2e-9 is below fp32's precision
-of a sum. (FlashQLA's own driver uses -10.)
+If a head's log-decay sums to less than -20 within a part, ``through`` is zero. ``local`` is then
+computed from the last chunks alone, whose log-decay sums to -20: e^-20 = 2e-9 is below the
+precision of an fp32 sum. FlashQLA's own driver uses -10.
 """
 
 from __future__ import annotations
@@ -24,15 +23,17 @@ _FORGOTTEN = -20.0
 
 
 class PartMaps(NamedTuple):
+    """The state maps of parts, and tensors that the forward and the backward share."""
+
     plan: Plan
     g_sum: Tensor  # [1, S, H] fp32, log-decay summed within chunks
-    A: Tensor  # [1, S, H, 64], inverse of the chunk's triangular system
+    A: Tensor  # [1, S, H, 64], inverse of the chunk's sums_and_inverses system
     local: Tensor  # [P, H, K, V] fp32
     through: Tensor  # [P, H, K, K] fp32
-    chunks_back: Tensor  # [P, H] int32, chunks from a part's start that S_in reaches
+    chunks_back: Tensor  # [P, H] int32, the number of a part's first chunks that S_in reaches
 
     def saved(self, entering: Tensor | None) -> tuple[Any, ...]:
-        """Tensors for a backward in parts; with ``entering`` states if sequences are cut."""
+        """The tensors that :class:`.rule.CarriedBackward` needs, in its order."""
         kept = self.g_sum, self.A, self.chunks_back
         return kept if self.plan.cut.are_sequences else (*kept, self.through, entering)
 
@@ -40,18 +41,18 @@ class PartMaps(NamedTuple):
 def part_maps(
     inputs: RuleInputs, plan: Plan, known: tuple[Tensor, Tensor] | None = None
 ) -> PartMaps:
-    """The maps; ``known``: ``g_sum`` and ``A`` if a forward has computed them."""
+    """The state maps of parts; ``known`` are ``g_sum`` and ``A`` from an earlier forward."""
     parts, run = plan.cut, stages()
-    g_sum, A = triangular(inputs, plan) if known is None else known
+    g_sum, A = sums_and_inverses(inputs, plan) if known is None else known
     chunks, chunks_back, *_ = run.get_warmup_chunks_bidi(
         g=g_sum, cu_seqlens=parts.offsets, ht_mask_fwd=parts.nowhere, ht_mask_bwd=parts.nowhere,
         chunk_size=run.CHUNK_SIZE, threshold=_FORGOTTEN,
     )  # fmt: skip
-    # The kernel counts chunks back from a part's end. An end inside a chunk is off the chunk grid;
-    # such a part takes all its chunks.
+    # The kernel counts chunks back from a part's end. A part that ends inside a chunk takes all of
+    # its chunks, because counting back from its end would miss the chunk grid.
     if parts.ragged is not None:
         chunks = torch.where(parts.ragged, parts.chunks, chunks)
-    # FlashQLA's own function rounds what its kernel returns to bf16.
+    # FlashQLA's own function rounds the maps to bf16.
     wide = {"final_dtype": torch.float32} if isinstance(stages(), HopperStages) else {}
     _, local, through = run.fused_gdr_h(
         k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, output_final_state=True,
@@ -60,11 +61,11 @@ def part_maps(
     return PartMaps(plan, g_sum, A, local.float(), through.float(), chunks_back)
 
 
-def triangular(inputs: RuleInputs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """``g_sum`` and ``A`` of the sequences, or of batch rows."""
-    of = {"cu_seqlens": plan.context.cu_seqlens, "chunk_size": stages().CHUNK_SIZE}
-    g_sum = stages().chunk_local_cumsum(g=inputs.g, **of)
-    return g_sum, stages().kkt_solve(k=inputs.k, b=inputs.beta, **of)
+def sums_and_inverses(inputs: RuleInputs, plan: Plan) -> tuple[Tensor, Tensor]:
+    """``g_sum`` and ``A`` (see :class:`PartMaps`) of the sequences or batch rows."""
+    chunks = {"cu_seqlens": plan.context.cu_seqlens, "chunk_size": stages().CHUNK_SIZE}
+    g_sum = stages().chunk_local_cumsum(g=inputs.g, **chunks)
+    return g_sum, stages().kkt_solve(k=inputs.k, b=inputs.beta, **chunks)
 
 
 def output(
@@ -77,9 +78,9 @@ def output(
     sequences: Tensor | None,
     **wanted: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``o``, the states at chunks that the backward reads, and the states that leave sequences.
+    """``o``, the states at chunks, and the states that leave sequences.
 
-    ``entering``: states of the parts; None is zero. ``wanted``: ``output_h``,
+    ``entering`` are states of parts; None means zero. ``wanted`` are ``output_h`` and
     ``output_final_state``.
     """
     return stages().fused_gdr_fwd(
@@ -89,15 +90,16 @@ def output(
     )  # fmt: skip
 
 
-def whole_output(
+def run_uncut(
     inputs: RuleInputs, initial: Tensor | None, plan: Plan
 ) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """``o`` and final states of sequences that are not cut; g_sum, A and the states if given."""
+    """``o`` and final states of sequences that are not cut, and the tensors to save."""
     given = () if initial is None else (initial,)
-    if initial is None:  # states always enter: training and generation run one compiled kernel
+    # Training passes states of zero, so training and generation run the same compiled kernel.
+    if initial is None:
         (H, V), K, device = inputs.v.shape[2:], inputs.k.shape[3], inputs.v.device
         initial = torch.zeros(len(plan.cut.owner), H, K, V, dtype=torch.float32, device=device)
-    g_sum, A = triangular(inputs, plan)
+    g_sum, A = sums_and_inverses(inputs, plan)
     o, _, last = output(
         inputs, g_sum, A, initial.contiguous(), *plan.carrying,
         output_h=False, output_final_state=True,
@@ -116,11 +118,11 @@ def gradients(
     states: Tensor | None,
     overwrite_last: bool = False,
 ) -> tuple[Tensor, ...]:
-    """The gradients of the inputs, in their order.
+    """The gradients of the inputs, in the order of :class:`RuleInputs`.
 
-    ``first`` enters the parts; ``last_grad`` is the gradient of what leaves them, and may be
-    overwritten if nobody else reads it. ``states``: at chunks, from a second run; None: computed
-    here.
+    ``first`` are the states that enter parts, ``last_grad`` the gradients of the states that leave
+    parts, ``states`` the states at chunks from a second run (None computes them here).
+    ``overwrite_last`` allows the kernel to write over ``last_grad``.
     """
     run = stages()
     sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
