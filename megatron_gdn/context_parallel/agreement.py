@@ -1,16 +1,12 @@
-"""What all ranks of a context-parallel group must agree about: the micro-batch, and the machines.
+"""What the ranks of a context-parallel group compare: their micro-batch and their machines.
 
-Every rank derives its messages from the tokens, rows, document boundaries and layout that it was
-given. Ranks that were given different ones would hang or exchange wrong rows, so the ranks compare
-them in an all-gather of five integers.
+If ranks were given different tokens, rows, document boundaries or layouts, they would hang or
+exchange wrong rows. So one layer compares five integers in each of its forwards, by an all-gather.
+The comparing layer is the first to run over the group after the latest layer was built, so all
+ranks choose the same layer. A host waits for a comparison on a GPU only if its contents are new.
 
-One layer compares, in each of its forwards: the first that runs over the group after the latest
-layer was built. This choice does not depend on what a rank was given, or a rank could wait alone.
-The host waits for the answer on the CPU every time, on a GPU only if the contents are new.
-
-NVLink joins the ranks of one machine, which decides the price of a scheme. Not every launcher sets
-``LOCAL_WORLD_SIZE``, and it differs between machines of different sizes. So the ranks exchange the
-names of their hosts, once per group.
+NVLink joins the ranks of one machine, on which a scheme's price depends. The ranks exchange the
+names of their hosts once per group, because not every launcher sets ``LOCAL_WORLD_SIZE``.
 """
 
 from __future__ import annotations
@@ -37,35 +33,35 @@ from .layouts import SequenceLayout
 
 SWITCH = "MEGATRON_GDN_CHECK_RANKS"
 _LAYOUTS = tuple(SequenceLayout)
-_REMEMBERED = 256  # contents per group: more than the micro-batches that a pipeline has in flight
+_REMEMBERED = 256  # micro-batches per group, more than a pipeline has in flight
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _latest_built = 0
 
 
 def number_of_new_layer() -> int:
-    """A number for a layer that is being built; groups then choose the comparing layer anew."""
+    """A number for a new layer, after which every group chooses its comparing layer again."""
     global _latest_built
     _latest_built += 1
     return _latest_built
 
 
 @dataclass
-class _Known:
-    """What a group's ranks have agreed on."""
+class _Agreement:
+    """The values on which the ranks of one group have agreed."""
 
-    chosen_after: int = -1  # the latest layer that was built before `layer` was chosen
+    chosen_after: int = -1  # the number of the latest layer when `layer` was chosen
     layer: int = 0  # the layer that compares
-    agreed: set[tuple[int, ...]] = field(default_factory=set)  # contents of micro-batches
-    # Successive ranks on one machine, by the option cp_ranks_per_machine.
+    agreed: set[tuple[int, ...]] = field(default_factory=set)  # the integers of micro-batches
+    # The number of successive ranks on one machine, by the option cp_ranks_per_machine.
     per_machine: dict[int | None, int] = field(default_factory=dict)
 
 
-_groups: WeakKeyDictionary[Any, _Known] = WeakKeyDictionary()
+_groups: WeakKeyDictionary[Any, _Agreement] = WeakKeyDictionary()
 
 
-def _known(group: Any) -> _Known:
-    return _groups.get(group) or _groups.setdefault(group, _Known())
+def _agreement_of(group: Any) -> _Agreement:
+    return _groups.get(group) or _groups.setdefault(group, _Agreement())
 
 
 def require_agreement(
@@ -77,16 +73,16 @@ def require_agreement(
     layout: SequenceLayout,
     device: torch.device,
 ) -> None:
-    """Refuse, with a ValueError, a micro-batch that the ranks of ``group`` were given differently.
+    """Raise a ValueError if the ranks of ``group`` were given different micro-batches.
 
     Nothing is compared on one rank, on the meta device, while a CUDA graph is captured, or with
     ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. Of documents in fixed buffers only
-    the number that fits is compared. ``layer`` is a :func:`number_of_new_layer`, ``tokens`` are
-    those of all ranks, ``device`` is where the group's backend communicates.
+    the number that fits is compared. ``layer`` is a :func:`number_of_new_layer`, ``tokens`` counts
+    the tokens of all ranks, and the group's backend communicates on ``device``.
     """
-    if group is None or group.size() == 1 or _silent(device):
+    if group is None or group.size() == 1 or _cannot_send(device):
         return
-    known = _known(group)
+    known = _agreement_of(group)
     if known.chosen_after != _latest_built:
         known.chosen_after, known.layer = _latest_built, layer
     if known.layer != layer or os.environ.get(SWITCH, "1") == "0":
@@ -98,14 +94,14 @@ def require_agreement(
         return
     given = [tuple(theirs) for theirs in gathered.tolist()]
     if given.count(mine) != len(given):
-        raise ValueError(_complaint(given, documents))
+        raise ValueError(_disagreement(given, documents))
     if len(known.agreed) == _REMEMBERED:
         known.agreed.clear()
     known.agreed.add(mine)
 
 
-def _silent(device: torch.device) -> bool:
-    """Whether nothing may be sent: rows have no values, or a CUDA graph is captured."""
+def _cannot_send(device: torch.device) -> bool:
+    """Whether tensors on ``device`` have no values, or a CUDA graph is being captured."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return device.type == "meta" or capturing
 
@@ -119,12 +115,13 @@ def _gather(mine: Sequence[int], group: Any, device: torch.device) -> Tensor:
     return given.view(-1, len(mine))
 
 
-def _complaint(given: list[tuple[int, ...]], documents: Documents | None) -> str:
+def _disagreement(given: list[tuple[int, ...]], documents: Documents | None) -> str:
+    """The error message for ranks that were given different micro-batches."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, theirs in enumerate(given):
         ranks.setdefault(theirs, []).append(rank)
     said = "; ".join(
-        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_words(*what)}"
+        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_description(*what)}"
         for what, who in ranks.items()
     )
     own = ""
@@ -141,7 +138,7 @@ def _complaint(given: list[tuple[int, ...]], documents: Documents | None) -> str
     )
 
 
-def _words(tokens: int, rows: int, count: int, fingerprint: int, layout: int) -> str:
+def _description(tokens: int, rows: int, count: int, fingerprint: int, layout: int) -> str:
     packed = "not packed" if count < 0 else f"{count} documents (boundaries {fingerprint:014x})"
     if count == -2:
         packed = f"fixed buffers for up to {fingerprint} documents"
@@ -154,24 +151,24 @@ def check_ranks_per_machine(told: Any) -> int | None:
     if told is None or (type(told) is int and told >= 1):
         return told
     raise ValueError(
-        f"cp_ranks_per_machine={told!r} must be an integer of at least 1, the ranks of a "
-        f"context-parallel group that NVLink joins (GPUs of a machine over "
-        f"tensor_model_parallel_size), or None: the layer asks the hosts."
+        f"cp_ranks_per_machine={told!r} must be an integer of at least 1, the number of ranks of a "
+        f"context-parallel group that NVLink joins (GPUs of a machine divided by "
+        f"tensor_model_parallel_size), or None, with which the ranks compare their hosts."
     )
 
 
 def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int:
-    """How many successive ranks of ``group`` lie on one machine; a divisor of its size.
+    """How many successive ranks of ``group`` share a machine; the number divides the group's size.
 
-    ``told`` are the ranks of each machine; the last may have fewer. The first call for a group and
-    a number is a collective on ``device``: all ranks must call, and different numbers are a
-    ValueError on all. On the meta device and while a CUDA graph is captured the answer is ``told``,
-    or one machine.
+    ``told`` is the number of ranks on each machine but the last, which may have fewer; None asks
+    the hosts. All ranks must call together: the first call with ``told`` is a collective on
+    ``device``, and raises a ValueError on all ranks if their ``told`` differ. On the meta device
+    and while a CUDA graph is captured, None means one machine.
     """
-    known = _known(group).per_machine
+    known = _agreement_of(group).per_machine
     if told in known:
         return known[told]
-    silent = _silent(device)
+    silent = _cannot_send(device)
     machines = [0] * group.size() if silent else _hosts(group, told, device)
     if told is not None:
         machines = [rank // told for rank in range(group.size())]
@@ -181,25 +178,25 @@ def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int
 
 
 def stretch(machines: Sequence[Hashable]) -> int:
-    """The longest stretch of ranks that never spans two of ``machines``, given by rank."""
+    """The largest n for which each n successive ranks share one of ``machines``, listed by rank."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 
 
 @uncompiled
 def _hosts(group: Any, told: int | None, device: torch.device) -> list[int]:
-    """A number for the host of every rank; the caller waits for the answer."""
+    """A number for every rank's host; equal numbers mean the same host."""
     host = int.from_bytes(blake2b(_own_host().encode(), digest_size=8).digest(), signed=True)
     given, hosts = _gather((told or 0, host), group, device).T.tolist()
     if len(set(given)) > 1:
         raise ValueError(
             f"the ranks of a context-parallel group were given different cp_ranks_per_machine: "
             f"{[number or None for number in given]}, by rank. Give all ranks the same number, or "
-            f"none."
+            f"give no rank a number."
         )
     return hosts
 
 
 def _own_host() -> str:
-    """The name and the boot id: several containers may have the same name."""
+    """The host's name and boot id, because two machines may have containers of one name."""
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"

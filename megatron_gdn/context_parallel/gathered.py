@@ -1,4 +1,4 @@
-"""Attention over context-parallel ranks: each gathers all keys and attends with its own queries."""
+"""Attention over context-parallel ranks: a rank gathers all keys for its own queries."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from .layouts import SequenceLayout, positions, rank_order_of_sequence
 
 
 class Span(NamedTuple):
-    """The rows ``first:last`` of this rank, all of one document, and the keys that they see."""
+    """This rank's rows ``first:last`` of one document, and the keys that these rows see."""
 
     first: int
     last: int
-    start: int  # of the keys in sequence order: where the document's begin
-    end: int  # of those that any row sees
-    position: Tensor | None  # int64, of each row, from start; None: the rows are start:end in order
-    before: tuple[slice, ...] = ()  # keys of documents that this one continues; all rows see them
+    start: int  # the document's first key, in sequence order
+    end: int  # one past the last key that a row sees
+    position: Tensor | None  # int64, of every row from start; None if the rows are start:end
+    before: tuple[slice, ...] = ()  # keys of earlier documents that all rows see
 
     def keys(self, whole: Tensor) -> Tensor:
-        """The keys that any row sees, taken from ``[S, ...]`` in sequence order."""
+        """The keys that some row sees, from ``whole`` ``[S, ...]`` in sequence order."""
         own = whole[self.start : self.end]
         return torch.cat([*(whole[keys] for keys in self.before), own]) if self.before else own
 
@@ -45,8 +45,8 @@ class Span(NamedTuple):
 def spans_of(
     lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout
 ) -> tuple[Span, ...]:
-    """A rank's rows by document, in order; empty documents are left out."""
-    # A rank holds its tokens in sequence order, so the tokens of one document are neighbours.
+    """A rank's spans in sequence order, one for each document of which it holds rows."""
+    # A rank holds its tokens in sequence order, so the tokens of one document lie side by side.
     held = positions(lengths, size, layout)[rank]
     offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
     cuts = torch.searchsorted(held, offsets).tolist()
@@ -63,7 +63,7 @@ def spans_of(
 def gather_in_order(
     x: Tensor, group: Any, lengths: tuple[int, ...], layout: SequenceLayout
 ) -> Tensor:
-    """``[s, ...] -> [S, ...]``: all ranks' rows in sequence order; their gradients are summed."""
+    """``[s, ...] -> [S, ...]``: all ranks' rows in sequence order; gradients add up over ranks."""
     if group is None or group.size() == 1:
         return x
     place = rank_order_of_sequence(lengths, group.size(), layout)

@@ -1,9 +1,9 @@
-"""Index arithmetic of context-parallel sequence layouts; no communication, no torch.distributed.
+"""Index arithmetic of context-parallel sequence layouts, without communication.
 
     sequence order   document 0, document 1, ...
     rank order       the tokens of rank 0, of rank 1, ..., concatenated
 
-    undo = rank_order_of_sequence(lengths, cp)     every sequence position's place in rank order
+    undo = rank_order_of_sequence(lengths, cp)     each sequence position's place in rank order
     x_sequence = x_rank[undo],  x_rank = x_sequence[inverse(undo)]
 
 Legend: R context-parallel ranks, T tokens of the buffer, s = T / R tokens of one rank.
@@ -24,14 +24,15 @@ from ..ops.layout import SizeError
 
 
 class SequenceLayout(StrEnum):
-    """How a context-parallel rank's tokens were cut from the sequence.
+    """How the data loader cut a sequence among context-parallel ranks.
 
-    Zigzag (DualChunkSwap) cuts into ``2 * cp`` equal fragments; rank ``r`` holds the fragments
-    ``r`` and ``2 * cp - 1 - r``, which balances causal attention.
+    Zigzag (DualChunkSwap) cuts tokens into ``2 * cp`` equal fragments; rank ``r`` holds the
+    fragments ``r`` and ``2 * cp - 1 - r``, which balances causal attention.
 
-    ZIGZAG: every document by itself (the sequence, when not packed), as Transformer Engine does.
-    ZIGZAG_BUFFER: the whole buffer, as Megatron's ``--dataloader-inter-document-masking`` does.
-    CONTIGUOUS: rank ``r`` holds the ``r``-th of ``cp`` equal fragments of the buffer.
+    ZIGZAG cuts every document in zigzag (a row that is not packed counts as a document), as
+    Transformer Engine does. ZIGZAG_BUFFER cuts the whole buffer in zigzag, as Megatron's
+    ``--dataloader-inter-document-masking`` does. CONTIGUOUS cuts the buffer into ``cp`` equal
+    fragments; rank ``r`` holds the ``r``-th.
     """
 
     ZIGZAG = "zigzag"
@@ -55,7 +56,7 @@ def member[Kind: StrEnum](kind: type[Kind], value: Any, what: str) -> Kind:
 def check_lengths(
     lengths: Sequence[int], cp_size: int, layout: str | SequenceLayout = SequenceLayout.ZIGZAG
 ) -> None:
-    """Refuse, with a ValueError, lengths that ``cp_size`` ranks cannot share in this layout."""
+    """Raise a ValueError if ``cp_size`` ranks cannot share these lengths in this layout."""
     layout = SequenceLayout.parse(layout)
     if cp_size == 1:
         return
@@ -71,9 +72,9 @@ def check_lengths(
             raise SizeError(
                 f"{what} {index} has {length} tokens, which is not a multiple of {multiple}: the "
                 f"{layout.value!r} layout cuts it into {multiple} equal fragments for "
-                f"context_parallel_size={cp_size}. Pad it to "
-                f"{-(-length // multiple) * multiple} tokens{passed}; or, if the data loader cut "
-                f"it otherwise, name that as cp_layout: "
+                f"context_parallel_size={cp_size}. Pad the {what} to "
+                f"{-(-length // multiple) * multiple} tokens{passed}; or, if the data loader uses "
+                f"another layout, name that layout as cp_layout: "
                 f"{', '.join(repr(other.value) for other in SequenceLayout if other != layout)}."
             )
 
@@ -81,7 +82,7 @@ def check_lengths(
 def rank_order_of_sequence(
     lengths: Sequence[int], cp_size: int, layout: str | SequenceLayout = SequenceLayout.ZIGZAG
 ) -> Tensor:
-    """For every position in sequence order, its place in rank order.
+    """The place in rank order of every position in sequence order.
 
     Args:
         lengths: tokens of each document of the buffer, in order (one entry when not packed);
@@ -93,7 +94,7 @@ def rank_order_of_sequence(
         int64 ``[T]`` on the CPU, a permutation of ``0 .. T-1`` with ``T = sum(lengths)``.
 
     Raises:
-        ValueError: a length does not divide, see :func:`check_lengths`.
+        ValueError: the ranks cannot share a length, see :func:`check_lengths`.
     """
     layout = SequenceLayout.parse(layout)
     check_lengths(lengths, cp_size, layout)
@@ -111,14 +112,14 @@ def rank_order_of_sequence(
 
 
 def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
-    """As :func:`rank_order_of_sequence` in zigzag, from start and length of tokens' documents."""
+    """Places in rank order, from the start and the length of every token's document."""
     total = len(start_T)
     offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
     fragment_T = offset_T // fragment_tokens_T
     second_T = fragment_T >= cp_size
     rank_T = torch.where(second_T, 2 * cp_size - 1 - fragment_T, fragment_T)
-    # A rank's share of a document lies behind its shares of all earlier documents.
+    # On a rank, its share of a document follows its shares of all earlier documents.
     place_T = start_T // cp_size + offset_T % fragment_tokens_T + second_T * fragment_tokens_T
     return rank_T * (total // cp_size) + place_T
 
@@ -140,8 +141,8 @@ def local_indices(
 ) -> Tensor:
     """The sequence positions that one rank holds, in its order: int64 ``[T / cp_size]`` on the CPU.
 
-    A data loader gives the rank ``tokens[..., local_indices(lengths, cp, rank)]``; for a batch of
-    sequences of length s that are not packed, ``lengths = [s]``.
+    A data loader gives the rank ``tokens[..., local_indices(lengths, cp, rank)]``. For batch rows
+    of s tokens that are not packed, ``lengths`` is ``[s]``.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not one of 0 .. {cp_size - 1}.")
@@ -150,7 +151,7 @@ def local_indices(
 
 @lru_cache(maxsize=16)
 def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) -> Tensor:
-    """int64 ``[R, s]`` on the CPU: the sequence positions of every rank's tokens, in its order."""
+    """The sequence positions of every rank's tokens, in the rank's order: int64 ``[R, s]``, CPU."""
     return inverse(rank_order_of_sequence(lengths, cp_size, layout)).view(cp_size, -1)
 
 
@@ -164,7 +165,7 @@ def cut_by(
 
 
 def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
-    """As :func:`positions`, for :func:`cut_by`; on the device if the host lacks boundaries."""
+    """:func:`positions` of the documents ``cut``, on their device if the host lacks boundaries."""
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)
@@ -172,7 +173,7 @@ def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor
 
 
 def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:
-    """:func:`check_lengths`, as far as the host knows the lengths."""
+    """Call :func:`check_lengths` for all lengths that the host knows."""
     lengths = documents.lengths if documents.known else (documents.total_tokens,)
     check_lengths(lengths, cp_size, layout)
 
@@ -186,19 +187,19 @@ def _zigzag(documents: Documents, cp_size: int) -> tuple[Tensor]:
 
 
 def require_fragments(documents: Documents, length: Tensor, cp_size: int) -> None:
-    """Fail on the device if a document has a length that zigzag cannot cut."""
+    """Stop on the device if zigzag cannot cut a document's length."""
     documents.require(
         (length % (2 * cp_size) == 0).all(),
         f"every document must be a multiple of {2 * cp_size} tokens: the 'zigzag' layout cuts it "
-        f"into that many fragments for context_parallel_size={cp_size}. Pad it, and pass the "
-        f"padded boundaries",
+        f"into {2 * cp_size} fragments for context_parallel_size={cp_size}. Pad every document, "
+        f"and pass the padded boundaries",
     )
 
 
 def held_positions(
     documents: Documents | None, tokens: int, group: Any, layout: SequenceLayout
 ) -> Tensor:
-    """int64 ``[s]``: the sequence positions that this rank of ``group`` holds of ``tokens``."""
+    """The sequence positions, of 0 to ``tokens - 1``, that this rank holds: int64 ``[s]``."""
     device = torch.device("cpu") if documents is None else documents.device
     cut = cut_by(layout, documents, tokens, device)
     return positions_of(cut, group.size(), layout)[group.rank()]

@@ -1,6 +1,6 @@
-"""Which context-parallel scheme is cheaper for a micro-batch, from its lengths alone.
+"""The cheaper context-parallel scheme for a micro-batch, from its lengths alone.
 
-Both are priced in milliseconds of one forward (``docs/context_parallel.md``):
+A scheme's price is the milliseconds that it adds to one forward (``docs/context_parallel.md``):
 
     wire(b)     max(within / WITHIN, across / ACROSS): bytes from this machine and from others
                 come at the same time; across = (cp - n) / (cp - 1) * b
@@ -10,12 +10,12 @@ Both are priced in milliseconds of one forward (``docs/context_parallel.md``):
         gather  wire((cp - 1) * d) + LATENCY + l * STEP                * nodes of a chain on a rank
         share   wire((cp - 1) / cp * r * d) + 2 * LATENCY + l * STEP
 
-map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state;
-r = 1 + V / (K + V), or 1 + V / (1 + V): maps there, states back. A chain is a document in zigzag,
-else a batch row; it has l nodes. Across machines nothing was measured.
+map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state.
+r = 1 + V / (K + V), or 1 + V / (1 + V), since maps are sent and states come back. A chain is a
+document in zigzag, else a batch row; a chain has l nodes. No price was measured across machines.
 
-Legend: H value heads of one tensor-parallel rank, h and p those and the projection width inside the
-head exchange, n ranks per machine.
+Legend: H value heads of one tensor-parallel rank, h value heads and p projection columns of a rank
+inside the head exchange, n ranks per machine, s tokens of a rank, B batch rows.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ from .layouts import SequenceLayout, member
 WITHIN = 128 * 2**20 / 0.46  # 292 GB/s over NVLink: 128 MiB in 0.46 ms, on four H200
 ACROSS = 50e6  # 50 GB/s: one network card of 400 Gbit/s per GPU, an assumption
 
-SUMMARY = 1 / 7000 / WITHIN  # to compute the maps of pieces, per token and byte of a map
-# Small launches and the history, once per layer. On H200 with flash_qla, 16 key and 32 value heads,
-# 8192 tokens on each of four ranks, they take 0.22 ms as a CUDA graph, 0.7 ms with a slow host.
+SUMMARY = 1 / 7000 / WITHIN  # ms to compute the maps of pieces, per token and byte of a map
+# Small launches and the history of one layer take 0.22 ms in a CUDA graph and 0.7 ms with a slow
+# host (H200, flash_qla, 16 key and 32 value heads, 8192 tokens on each of four ranks).
 FIXED = 0.46  # ms, between these two figures
-FIXED_ACROSS = 0.22  # over several machines: the host gets ahead while a GPU waits for the network
-# Per collective, an estimate: a GPU takes 10 to 28 us for a small one, a slow host 300 us to issue.
+FIXED_ACROSS = 0.22  # ms on several machines, whose hosts launch while GPUs wait for the network
+# ms per collective, an estimate: a small one takes a GPU 10 to 28 us, a slow host 300 us to issue.
 LATENCY = 0.0575
-STEP = 0.0054  # per product of a chain, which waits for the product before
-GATHER_UP_TO = 8  # ranks; with more ranks, gathered maps cost memory too
+STEP = 0.0054  # ms per product of a chain; each product waits for the one before
+GATHER_UP_TO = 8  # ranks; with more ranks, gathered maps take too much memory
 
 
 class LinearCpMode(StrEnum):
@@ -51,14 +51,14 @@ class LinearCpMode(StrEnum):
 
     @classmethod
     def of(cls, value: str | LinearCpMode | None, config: Any) -> LinearCpMode:
-        """The given value, else that of the config (newer Megatrons have one), else auto."""
+        """``value``, else the config's ``linear_cp_mode`` (of newer Megatrons), else auto."""
         if value is None:
             value = getattr(config, "linear_cp_mode", None) or cls.AUTO
         return member(cls, value, "linear_cp_mode")
 
 
 class Price(NamedTuple):
-    """Milliseconds of one forward that each scheme adds to the layer."""
+    """The milliseconds that each scheme adds to a layer's forward."""
 
     headwise: float
     chunkwise: float
@@ -70,7 +70,7 @@ class Price(NamedTuple):
 
 
 def wire(received: float, cp_size: int, per_machine: int, within: float = WITHIN) -> float:
-    """Milliseconds for bytes that one rank receives in equal parts from every other rank."""
+    """Milliseconds in which a rank receives ``received`` bytes, equal parts from every other."""
     across = received * (cp_size - per_machine) / (cp_size - 1)
     return max((received - across) / within, across / ACROSS)
 
@@ -78,9 +78,9 @@ def wire(received: float, cp_size: int, per_machine: int, within: float = WITHIN
 class MapExchange(NamedTuple):
     """The cost of one way to exchange maps in one forward."""
 
-    received: float  # bytes, by one rank
+    received: float  # bytes that one rank receives
     collectives: int
-    steps: int  # products that wait for each other
+    steps: int  # products in sequence
     wire: float  # ms
 
     @property
@@ -89,7 +89,7 @@ class MapExchange(NamedTuple):
 
 
 def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> int:
-    """Bytes that a rank with ``local`` tokens times batch rows receives in a headwise forward."""
+    """Bytes that a rank receives in a headwise forward; ``local`` is its tokens times rows."""
     return (cp_size - 1) * local * (inside.width + inside.mixed_width) * element_size
 
 
@@ -101,12 +101,12 @@ def map_exchanges(
     lengths: tuple[int, ...] | None,
     per_machine: int,
 ) -> dict[str, MapExchange]:
-    """The ways of :mod:`.chunkwise.map_exchange` that may be used; arguments as :func:`price`."""
+    """The costs of the legal ways of :mod:`.chunkwise.map_exchange`; arguments as :func:`price`."""
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
     nodes, own = per_rank * cp_size, per_rank * chains * state.map_bytes
-    shared = (1 + state.columns / state.map_columns) * own  # maps there, states back
+    shared = (1 + state.columns / state.map_columns) * own  # maps are sent, states come back
     found = {"gather": ((cp_size - 1) * own, 1), "share": ((cp_size - 1) / cp_size * shared, 2)}
     if cp_size > GATHER_UP_TO:
         del found["gather"]
@@ -127,11 +127,11 @@ def price(
     element_size: int,
     per_machine: int,
 ) -> Price:
-    """Price one layer's forward over a micro-batch of ``rows`` rows of ``tokens`` over all ranks.
+    """The price of a layer's forward over ``rows`` batch rows of ``tokens`` each over all ranks.
 
-    ``state`` are the states of one tensor-parallel rank's heads, ``inside`` the projection columns
-    inside the head exchange, ``lengths`` those of packed documents or None, ``element_size`` an
-    activation's bytes.
+    ``state`` has the states of one tensor-parallel rank's heads, ``inside`` the projection columns
+    inside the head exchange. ``lengths`` are those of packed documents, or None. ``element_size``
+    is the bytes of an activation's element.
     """
     local = tokens // cp_size * rows
     received = row_bytes(inside, cp_size, local, element_size)

@@ -1,6 +1,6 @@
-"""Where the rows of a sequence are while a mixer runs on them.
+"""Schemes of context parallelism: what a rank's mixer runs on, and what ranks exchange.
 
-| scheme    | a rank runs on                 | what travels                                      |
+| scheme    | a rank's mixer runs on         | what travels                                      |
 |-----------|--------------------------------|---------------------------------------------------|
 | whole     | whole sequences, all heads     | nothing                                           |
 | headwise  | whole sequences, some heads    | rows, before and after the mixer                  |
@@ -20,7 +20,7 @@ from ..ops.parts import Neighbours
 
 
 class Passage(NamedTuple):
-    """How the rows of one micro-batch reach the mixer, and return."""
+    """How the rows of one micro-batch reach the mixer and return."""
 
     open: Callable[[Tensor], Tensor]  # [s, B, P] -> [S, B, p]
     close: Callable[[Tensor], Tensor]  # [S, B, v] -> [s, B, V]
@@ -34,31 +34,32 @@ class Scheme(Protocol):
     size: int  # ranks of the group
     layout: Layout  # projection columns where the mixer runs
     moves_rows: bool  # Passage.close moves the mixer's output to other ranks
-    announced: bool  # the log has said that this scheme was chosen
+    announced: bool  # the log already names this scheme as chosen
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """How the rows of one micro-batch reach the mixer.
+        """The passage of one micro-batch.
 
-        ``documents`` are packed into the one batch row, or None; ``tokens`` are those of a row over
-        all ranks; ``like`` has the rows' dtype and device. A length that the layout cannot cut is a
-        ValueError.
+        ``documents`` are packed into the only batch row, or None. ``tokens`` counts a row's tokens
+        over all ranks. ``like`` has the dtype and device of the rows. Raises a ValueError for a
+        length that the layout cannot cut.
         """
         ...
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
-        """The rows of a parameter that the mixer needs here.
+        """The rows of a parameter that this rank's mixer needs.
 
-        ``param`` has a row per state head, or per column (or head) of the sections ``names``.
+        ``param`` has a row per state head; with ``names``, a row per column (or head) of these
+        sections.
         """
         ...
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor | range:
-        """Sequence positions of this rank's share of ``tokens``, in the order it holds them."""
+        """The sequence positions of this rank's tokens, in the rank's order."""
         ...
 
 
 class Whole:
-    """The scheme of sequences that lie whole on one rank."""
+    """The scheme for whole sequences on every rank."""
 
     name = "whole"
     size = 1
@@ -80,9 +81,7 @@ class Whole:
 def local_parameters(
     scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor, of: str | None = None
 ) -> list[Any]:
-    """The shares of the convolution's parameters, and of those of the heads of ``of``, for the
-    mixer.
-    """
+    """This rank's rows of the convolution's parameters, then of parameters per head of ``of``."""
     if not scheme.moves_rows:
         return [weight, bias, *per_head]
     convolved = scheme.layout.conv_names
@@ -92,5 +91,5 @@ def local_parameters(
 
 
 def stay(rows: Tensor) -> Tensor:
-    """The passage of rows that do not travel."""
+    """Return ``rows`` themselves: ``open`` and ``close`` of schemes that move no rows."""
     return rows

@@ -79,8 +79,8 @@ def test_transformer_engine_cuts_documents_likewise(cp):
 
 @pytest.mark.parametrize("lengths", [(6, 6), (6, 10), (8, 2)])
 def test_lengths_that_divide_by_cp_but_not_by_twice_cp_are_refused(lengths):
-    other_layouts = "name that as cp_layout: 'zigzag_buffer', 'contiguous'"
-    said = rf"not a multiple of 4.* Pad it to \d+ tokens.*{other_layouts}"
+    other_layouts = "name that layout as cp_layout: 'zigzag_buffer', 'contiguous'"
+    said = rf"not a multiple of 4.* Pad the .* to \d+ tokens.*{other_layouts}"
     with pytest.raises(ValueError, match=said):
         rank_order_of_sequence(lengths, 2)
 
