@@ -1,6 +1,6 @@
-"""What Megatron passes to every mixer: used, ignored by name, or refused if it changes a result.
+"""Checks of the arguments and config fields that Megatron gives to every mixer.
 
-A field that the config lacks asks for nothing: versions of Megatron know different fields.
+Versions of Megatron have different config fields; a field that the config lacks counts as unset.
 """
 
 from __future__ import annotations
@@ -39,18 +39,15 @@ def require_causal(
 ) -> None:
     """Refuse an attention mask that masks anything but the future.
 
-    The first layer that gets a mask checks its values, which waits for the device, and marks the
-    tensor for later layers (not in inference mode, where torch counts no writes). While Megatron
-    captures graphs of layers nothing is checked: it passes zeros, or the first s rows of a causal
-    mask.
+    Legal masks: None; Megatron's causal bool ``[b or 1, 1, s, S]``, True where attention is
+    forbidden, or True everywhere, by which Megatron's tests mean "no mask"; ones ``[b, S]`` or
+    ``[b, s]``. b is ``rows``, S is ``tokens`` of all ranks, and ``local_positions()`` are the
+    sequence positions of this rank's s tokens.
 
-    Args:
-        mask: None; Megatron's bool ``[b or 1, 1, s, S]`` with True where attention is forbidden;
-            the same with True everywhere, by which Megatron's own tests mean "no mask"; or a 2-D
-            mask of ones, ``[b, S]`` or ``[b, s]``.
-        rows, tokens: b, of the batch; S, of all ranks.
-        local_positions: gives the sequence positions of the s tokens of this rank.
+    The first layer that gets a mask checks its values, which waits for the device, and marks the
+    tensor for later layers. In inference mode every layer checks, since torch counts no writes.
     """
+    # While Megatron captures layers it passes zeros, or the first s rows of a causal mask.
     if mask is None or is_graph_capturing():
         return
     if not isinstance(mask, Tensor):
@@ -95,7 +92,7 @@ def require_causal(
 
 
 def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> None:
-    """Refuse an offset, an attention bias, and keywords with a value that no mixer knows."""
+    """Refuse an offset, an attention bias, and keyword arguments that no mixer knows."""
     if sequence_len_offset is not None:
         raise NotImplementedError(
             "GatedDeltaNet does not support sequence_len_offset (local CUDA graphs, flash_decode); "
@@ -116,9 +113,9 @@ def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> No
 class ConfigFields(NamedTuple):
     """The config's fields about one mixer."""
 
-    prefixes: tuple[str, ...]  # how their names begin
-    read: Collection[str]  # by the mixer, or by the spec of a model with it
-    without_effect: Mapping[str, str]  # those that cannot mean anything here, and why
+    prefixes: tuple[str, ...]  # with which the names of the fields begin
+    read: Collection[str]  # fields that the mixer or the spec of its model reads
+    without_effect: Mapping[str, str]  # fields that change nothing in this mixer, and the reason
 
 
 GDN_FIELDS = ConfigFields(
@@ -134,10 +131,11 @@ GDN_FIELDS = ConfigFields(
     },
 )  # fmt: skip
 
-# Names of `--recompute-modules`, and the parts that they compute again here.
+# The part of the mixer that each name of `--recompute-modules` computes again.
 _RECOMPUTED = {"gdn": "whole", "gdn_norm_out": "norm_out"}
-# The option `recompute`, and what the backward computes again beside q: k and v; out_proj's input;
-# the rule's output, gates and the inverses of its chunks.
+# What the backward computes again at each level of the option `recompute`. "qkv" is k and v (q is
+# always computed again), "norm_out" is out_proj's input, "rule" is the rule's output, its gates and
+# the inverses of its chunks.
 LEVELS = {
     "none": frozenset(),
     "light": frozenset({"qkv", "norm_out"}),
@@ -151,9 +149,10 @@ _OF_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
 def computed_again(
     config: TransformerConfig, recompute: str | None, **options: bool | None
 ) -> frozenset[str]:
-    """The parts (``qkv``, ``norm_out``, ``rule``) that any setting asks for, or only ``whole``.
+    """The parts of :data:`LEVELS` that any setting computes again, or only ``whole``.
 
-    ``options`` are the layer's ``recompute_qkv`` and ``recompute_norm_out`` by the parts' names.
+    ``options`` are the layer's ``recompute_qkv`` and ``recompute_norm_out``, as ``qkv`` and
+    ``norm_out``.
     """
     if recompute is not None and recompute not in LEVELS:
         legal = ", ".join(repr(level) for level in LEVELS)
@@ -166,7 +165,7 @@ def computed_again(
             does = "computes" if part in asked else "does not compute"
             raise ValueError(
                 f"recompute={recompute!r} and recompute_{part}={given} contradict: {recompute!r} "
-                f"{does} {_CALLED[part]} again. Give one of the two."
+                f"{does} {_CALLED[part]} again. Give only one of these two options."
             )
     asked |= {part for part, given in options.items() if given}
     selective = config.recompute_granularity == "selective"
@@ -187,7 +186,7 @@ def computed_again(
 
 
 def follow_config(mixer: str, about: ConfigFields, config: TransformerConfig) -> None:
-    """Refuse weights cut further than by tensor parallelism; log settings without effect."""
+    """Refuse weight shards beyond tensor parallelism; log config fields without effect."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "

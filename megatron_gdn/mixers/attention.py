@@ -1,8 +1,6 @@
-"""Causal attention over packed documents and trees of them, with context parallelism.
+"""Causal attention over packed documents and trees of documents, with context parallelism.
 
-``flex_attention`` of torch on a GPU (`.flex_attention`), plain torch on a CPU.
-
-Legend: S tokens of the whole buffer in sequence order, s this rank's share of them in its order,
+Legend: S tokens of the whole buffer in sequence order, s tokens of this rank in the rank's order,
 B batch (1 when packed), H query heads and G key heads of this tensor-parallel rank, D head size.
 """
 
@@ -45,10 +43,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     A batch that is not packed, on one context-parallel rank, goes to Megatron's DotProductAttention
     with all its options. With packed documents or context parallelism, every rank gathers the keys
-    and values of all ranks and attends with its own queries. So the number of heads does not limit
-    the number of ranks. A CPU runs plain torch, document by document. A GPU runs
-    ``flex_attention``; it runs plain torch in fp64, with dropout, heads of less than 16, or
-    ``batch_invariant_mode``.
+    and values of all ranks and attends with its own queries, so the number of heads does not limit
+    the number of ranks. A GPU runs ``flex_attention``. Plain torch runs each document by itself on
+    a CPU, in fp64, with dropout, with head sizes below 16 and in ``batch_invariant_mode``.
 
     Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in `GatedDeltaNet`.
     """
@@ -67,24 +64,24 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         super().__init__(_of_one_rank(config), *args, pg_collection=pg_collection, **kwargs)
         self.config = config
         self.loader_layout = LoaderLayout(cp_layout, config)
-        self._whole = False  # whether queries and keys are of whole sequences, on every rank
+        self._whole = False  # whether this rank's queries and keys are those of whole sequences
         if config.context_parallel_size > 1:
             self._require_plain(f"context_parallel_size={config.context_parallel_size}")
 
     @property
     def cp_group(self) -> Any:
-        """``pg_collection.cp``: either may be set, and the next forward uses the later value."""
+        """``pg_collection.cp``; setting either name changes the group of the next forward."""
         return self.pg_collection.cp
 
     @cp_group.setter
     def cp_group(self, group: Any) -> None:
         if group is not self.pg_collection.cp:
-            self.pg_collection = copy.copy(self.pg_collection)  # others hold that one
+            self.pg_collection = copy.copy(self.pg_collection)  # other modules hold the old object
             self.pg_collection.cp = group
 
     @contextmanager
     def on_whole_sequences(self) -> Iterator[None]:
-        """Inside, inputs are whole sequences: in generation every rank has all tokens."""
+        """Inside the context, each rank's inputs are whole sequences, as in generation."""
         self._whole = True
         try:
             yield
@@ -103,8 +100,9 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     ) -> Tensor:
         """Attend with this rank's queries to the keys of all ranks: ``[s, B, H * D]``.
 
-        ``query`` is ``[s, B, H, D]``, keys and values have G heads; in generation they are of all
-        tokens so far, of which the queries are the last. Packed rows may come without B.
+        ``query`` is ``[s, B, H, D]``; ``key`` and ``value`` have G heads. In generation the keys
+        are those of all tokens so far, and the queries those of the last tokens. Packed inputs may
+        lack the dimension B.
         """
         group = None if self._whole else self.cp_group
         how = group, self.loader_layout.of, query.shape[0], query.device
@@ -118,7 +116,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 attention_mask = (place > place[keys - queries :, None])[None, None]
             given = query, key, value, attention_mask, attn_mask_type, attention_bias
             config, self.config = self.config, _of_one_rank(self.config)
-            try:  # Megatron's dev branch gathers keys by the config
+            try:  # Megatron's dev branch gathers keys if config.context_parallel_size > 1
                 return super().forward(*given)
             finally:
                 self.config = config
@@ -128,7 +126,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             raise NotImplementedError("TorchAttention adds no attention_bias; pass None.")
         rows, tokens = 1 if packed else query.shape[1], query.shape[0] * micro_batch.size
         require_causal(attention_mask, rows, tokens, lambda: micro_batch.positions)
-        without_rows = query.dim() == 3  # Megatron takes the row of a batch off "thd" queries
+        without_rows = query.dim() == 3  # Megatron removes the dimension B of "thd" queries
         if without_rows:
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key, value = micro_batch.gather(key), micro_batch.gather(value)
@@ -152,7 +150,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return (
             query.is_cuda
             and query.dtype is not torch.float64
-            and query.shape[-1] >= 16  # the least of a tl.dot
+            and query.shape[-1] >= 16  # the smallest size that tl.dot takes
             and not self._dropout
             and not self.config.batch_invariant_mode
         )
@@ -160,7 +158,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     def _attend(
         self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, exact: bool
     ) -> Tensor:
-        """One document's queries on this rank, over its keys up to the last of them."""
+        """Attention of one document's queries on this rank, over the document's earlier keys."""
         query = query_sBHD[span.first : span.last]
         key, value = span.keys(key_SBGD), span.keys(value_SBGD)
         if exact:
@@ -169,7 +167,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         if shared_by > 1:
             key, value = (x.repeat_interleave(shared_by, dim=2) for x in (key, value))
         mask = span.mask(query.device)
-        # Where tensor-parallel ranks hold different heads, they draw from their own generator.
+        # Tensor-parallel ranks hold different heads, so each draws dropout from its own generator.
         own = self._dropout and not self.config.sequence_parallel
         tracker: Any = tensor_parallel.get_cuda_rng_tracker() if own else None
         with tracker.fork() if own else nullcontext():
@@ -183,7 +181,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return out_BHsD.permute(2, 0, 1, 3)
 
     def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Each query over the keys up to its own, which alone set its bits; slow."""
+        """Attend with one query at a time, so that its bits depend on its own keys alone; slow."""
         self._require_plain("batch_invariant_mode")
         before, shared_by = key.shape[0] - query.shape[0], query.shape[2] // key.shape[2]
         rows = []
@@ -209,14 +207,14 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         for setting, is_set in refused.items():
             if is_set:
                 raise NotImplementedError(
-                    f"TorchAttention cannot combine {what} with {setting}: there it is causal "
-                    "self-attention with a plain softmax and no window. Change the setting, or use "
-                    "Transformer Engine's attention."
+                    f"TorchAttention cannot combine {what} with {setting}: with {what} it computes "
+                    "causal self-attention with a plain softmax and no window. Change the setting, "
+                    "or use Transformer Engine's attention."
                 )
 
 
 def _mask_of(share: MicroBatchShare) -> Mask:
-    """Which keys of all ranks this rank's queries see; the first layer makes it."""
+    """The mask of this rank's queries over all ranks' keys; the first layer makes the mask."""
     documents = share.documents or one_document(sum(share.lengths), share.device)
     how = Mask, share.size, share.rank, share.layout
     return documents.plan(how, lambda: Mask.of(documents, share.positions))
@@ -234,14 +232,15 @@ def _is_tree(packed: PackedSeqParams | None) -> bool:
 
 @cache
 def beside_torch_attention(theirs: type) -> type:
-    """``theirs``, which leaves trees to a `TorchAttention`."""
+    """A subclass of ``theirs`` that passes trees of documents to a `TorchAttention`."""
 
     class BesideTorchAttention(theirs):
         def __init__(self, *args: Any, cp_layout: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # Made when it is needed: it refuses configs that are fine for `theirs`.
+            # The first tree makes the TorchAttention, which refuses configs that `theirs` takes.
             self._make = partial(TorchAttention, *args, cp_layout=cp_layout, **kwargs)
-            self._made: list[TorchAttention] = []  # no submodule, and no key of a checkpoint
+            # A list, since a submodule would add keys to checkpoints.
+            self._made: list[TorchAttention] = []
 
         def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
             kwargs["packed_seq_params"] = packed_seq_params
@@ -254,12 +253,12 @@ def beside_torch_attention(theirs: type) -> type:
 
 
 class TorchSelfAttention(FollowsLoader, SelfAttention):
-    """``SelfAttention`` that rotates queries and keys by the positions this rank holds.
+    """``SelfAttention`` that rotates queries and keys by the positions of this rank's tokens.
 
-    Megatron's always rotates for the zigzag layout and for the model's own context-parallel group.
-    Where that is wrong, this class rotates itself; elsewhere, and for what another attention than
-    `TorchAttention` attends to, it runs Megatron's code. Constructor arguments are those of
-    SelfAttention, and ``cp_layout`` as in `GatedDeltaNet`.
+    Megatron's ``SelfAttention`` rotates for the zigzag layout and the model's context-parallel
+    group. For any other layout or group, and for trees, this class rotates; otherwise it runs
+    Megatron's code. Constructor arguments are those of SelfAttention, and ``cp_layout`` as in
+    `GatedDeltaNet`.
     """
 
     core_attention: Any
@@ -267,7 +266,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
     def __init__(self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loader_layout = LoaderLayout(cp_layout, self.config)
-        self._rotations: tuple[Tensor, ...] | None = None  # during a forward
+        # The angles of queries and of keys during a forward in which this class rotates.
+        self._rotations: tuple[Tensor, ...] | None = None
 
     def forward(
         self,
@@ -287,7 +287,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         if inference_context is not None:
             return self._generate(hidden_states, rotary_pos_emb, **kwargs)
         self._require_one_group()
-        skips: Any = self.config.no_rope_freq  # by layer
+        skips: Any = self.config.no_rope_freq  # for each layer, whether it has no rotation
         if rotary_pos_emb is not None and not (skips and skips[self.layer_number - 1]):
             rank_tokens = hidden_states.shape[0]
             if self.config.sequence_parallel:
@@ -309,7 +309,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Megatron's forward, with keys and values in the context; every rank has all tokens."""
+        """Run Megatron's forward on whole sequences; keys and values lie in the context."""
         if self.pg_collection.cp.size() == 1:
             return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
         if not getattr(kwargs["inference_context"], "whole_on_every_rank", False):
@@ -340,8 +340,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         if isinstance(core, TorchAttention) and core.cp_group is not mine:
             raise ValueError(
                 f"core_attention.cp_group has {core.cp_group.size()} ranks and this layer's "
-                f"pg_collection.cp is another group, of {mine.size()}: queries would be rotated "
-                f"for one and attend over the other. Set both to one group."
+                f"pg_collection.cp is another group, of {mine.size()} ranks: queries would be "
+                f"rotated for one group and attend over the other. Set both to one group."
             )
 
     def _megatron_rotates_right(self, share: MicroBatchShare) -> bool:
@@ -354,30 +354,33 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         return same_group and (share.size == 1 or share.layout is SequenceLayout.ZIGZAG)
 
     def _of_local_tokens(self, angles: Tensor, share: MicroBatchShare) -> Tensor:
-        """The angles of this rank's tokens, ``[s, 1, 1, D]``, from those that the model passes:
-        of positions ``0 .. max_seqlen - 1`` when packed, else of this rank's share in zigzag."""
+        """The angles ``[s, 1, 1, D]`` of this rank's tokens.
+
+        ``angles`` from the model are those of positions ``0 .. max_seqlen - 1`` for packed
+        documents, and of this rank's zigzag share for other batches and for trees.
+        """
         positions = share.positions.to(angles.device)
         if share.documents is not None:
-            if share.documents.continue_others:  # the model cut them, as if not packed
+            if share.documents.continue_others:  # the model does not know trees as packed
                 angles = _of_all_ranks(angles, share.group)
             longest = share.documents.longest_sequence
             if longest > angles.shape[0]:
                 raise ValueError(
                     f"packed_seq_params.max_seqlen_q and max_seqlen_kv give {angles.shape[0]} "
-                    f"rotary positions, but the longest document's slot, with what it continues, "
-                    f"has {longest} tokens; set both to at least {longest}."
+                    f"rotary positions, but the longest document's slot, with the documents that "
+                    f"it continues, has {longest} tokens; set both to at least {longest}."
                 )
             return angles[share.documents.position_in_sequence_T[positions]]
         if share.group is not self.pg_collection.cp:
             raise NotImplementedError(
-                "rotary positions of a batch that is not packed cannot follow a context-parallel "
-                "group of the micro-batch's own; pack the sequences (qkv_format='thd')."
+                "a batch that is not packed brings its own context-parallel group, and the model "
+                "cut the rotary positions for another group; pack the sequences (qkv_format='thd')."
             )
         return _of_all_ranks(angles, share.group)[positions]
 
 
 def _of_all_ranks(angles: Tensor, group: Any) -> Tensor:
-    """The angles of all positions, from the zigzag share that the model cut for this rank."""
+    """Gather the angles of all positions; ``angles`` are this rank's share in zigzag."""
     total = len(angles) * (1 if group is None else group.size())
     return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 

@@ -1,4 +1,4 @@
-"""The base of the recurrent mixers: ranks and sizes, the one forward, projections."""
+"""The base class of the four recurrent mixers, with their one forward and both projections."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from .tensor_parallel import FollowsGroups, OwnParameters, mark_packed
 class MixerSubmodules:
     """Specs of the parts that a mixer is assembled from."""
 
-    in_proj: ModuleSpec | type = IdentityOp  # column-parallel, hidden -> P, or norm and linear
+    in_proj: ModuleSpec | type = IdentityOp  # column-parallel, hidden -> P; may begin with a norm
     out_norm: ModuleSpec | type = IdentityOp  # norm over the V columns of one head
     out_proj: ModuleSpec | type = IdentityOp  # row-parallel, H * V -> hidden
 
@@ -75,15 +75,9 @@ class RecurrentMixer(
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
     A subclass defines :meth:`parts`. Its constructor calls this one, sets its options, and calls
-    :meth:`_build`, which makes all parameters and their first values.
-
-    Args:
-        config: Megatron's.
-        dims: sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``, the ``layout`` of a
-            projection row, the ``state`` of its heads, the ``in_proj_layout`` if :meth:`project`
-            makes rows of other columns. ``shard(n)`` gives those of one of n ranks.
-        layer_number, pg_collection, pp_layer_offset, cp_layout, A_init_range, conv_init: see
-            `megatron_gdn.GatedDeltaNet`.
+    :meth:`_build`. ``dims`` are the sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``,
+    the ``layout`` of a projection row, the ``state`` of the heads, the ``in_proj_layout`` if
+    in_proj has other columns than the row. ``dims.shard(n)`` are the sizes of one of n ranks.
     """
 
     in_proj: Any
@@ -91,17 +85,18 @@ class RecurrentMixer(
     out_norm: Any
     micro_batches: MicroBatches
     config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # the config's fields about this mixer
-    recurrence: ClassVar[str] = "delta rule"  # in messages
-    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # read for a layer's CUDA graph
+    recurrence: ClassVar[str] = "delta rule"  # its name in messages
+    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # Megatron's layer graphs read it
     uses_attention_mask: ClassVar[bool] = False  # so Megatron's graphs need no buffer for a mask
-    use_muon: ClassVar[bool] = True  # Muon may update in_proj by its sections; else Adam does
+    use_muon: ClassVar[bool] = True  # whether Muon updates in_proj by sections; if not, Adam does
     in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
-    stays_wide: ClassVar[bool] = False  # in_proj never runs in FP8, as all columns make gates
-    gates_own_rows: bool = False  # the readout runs after `close`, on this rank's own rows
-    recompute_whole: bool = False  # training keeps only the layer's input
-    recompute_norm_out: bool = False  # the rows for out_proj are made again for its backward
-    recompute_rule: bool = False  # front and rule run again in the backward
-    norm_out_checkpoint: RefilledOutput | None = None  # of the last forward; upstream's name
+    stays_wide: ClassVar[bool] = False  # whether FP8 in in_proj is refused, as it makes the gates
+    gates_own_rows: bool = False  # whether the readout runs after `close`, on this rank's own rows
+    recompute_whole: bool = False  # whether training keeps only the layer's input
+    recompute_norm_out: bool = False  # whether the backward computes out_proj's input again
+    recompute_rule: bool = False  # whether front and rule run again in the backward
+    # The last forward's object that computes out_proj's input again; the name is Megatron's.
+    norm_out_checkpoint: RefilledOutput | None = None
 
     def __init__(
         self,
@@ -123,14 +118,14 @@ class RecurrentMixer(
             )
         follow_config(mixer, self.config_fields, config)
         if self.in_layer_graphs:
-            in_layer_graph(config)  # refuses what no graph of a layer takes
+            in_layer_graph(config)  # refuses configs that a graph of the layer cannot replay
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
         self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.tp_size = pg_collection.tp.size()
         self.loader_layout = LoaderLayout(cp_layout, config)
-        self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # of one rank
+        self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # of all ranks, of this rank
         self.A_init_range, self.conv_init = tuple(A_init_range), conv_init
         check_settings(config, mixer, self.dims.layout, self.stays_wide)
         self._name_sizes()
@@ -150,20 +145,19 @@ class RecurrentMixer(
         """Run the mixer over a batch of sequences, or over packed documents.
 
         Args:
-            hidden_states: ``[s, B, D]``, s this rank's share of the tokens; B must be 1 when
-                documents are packed.
-            attention_mask: None or one that changes nothing, see :func:`.arguments.require_causal`.
+            hidden_states: ``[s, B, D]`` of this rank's s tokens; B is 1 for packed documents.
+            attention_mask: None or a causal mask, see :func:`.arguments.require_causal`.
             inference_context, inference_params: holds the states to continue from, see
                 :meth:`.generation.GeneratingMixer.generate`; no gradients.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
-                offsets), and the context-parallel group of this micro-batch if it has its own.
-            pg_collection: process groups of this forward; ``cp`` may differ from the mixer's. A
-                group in ``packed_seq_params`` is used before it.
-            kwargs: what only attention uses is ignored; anything else is refused, and so is
+                offsets), and the micro-batch's own context-parallel group if it has one.
+            pg_collection: process groups of this forward; its ``cp`` may differ from the mixer's,
+                and a group in ``packed_seq_params`` precedes both.
+            kwargs: arguments of attention, which are ignored; any other is refused, and so is
                 ``sequence_len_offset``.
 
         Returns:
-            ``[s, B, D]`` and the output bias that Megatron adds later, or None.
+            ``[s, B, D]``, and the output bias that Megatron adds later, or None.
 
         Raises:
             ValueError: lengths, boundaries or head counts that do not fit; a rounded parameter.
@@ -222,26 +216,30 @@ class RecurrentMixer(
         return out_sBD, out_bias
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """``[s, B, D]`` to rows ``[s, B, P]``; all tokens, also under sequence parallelism."""
+        """Hidden states ``[s, B, D]`` to projection rows ``[s, B, P]``.
+
+        Under sequence parallelism the rows are those of all tensor-parallel ranks' tokens.
+        """
         if self.stays_wide:
             refuse_fp8_product(self.in_proj)
         rows, _ = self.in_proj(hidden_states)
         return rows
 
-    @uncompiled  # its kernels and its tables, cached by value, gain nothing from tracing
+    @uncompiled  # kernels and tables that are cached by value gain nothing from tracing
     def _mix(
         self, rows: Tensor, batch: MicroBatch, own: Tensor | None, gates: Tensor | None = None
     ) -> tuple[Tensor, RefilledOutput | None]:
-        """Opened rows ``[S, B, p]`` to rows for out_proj ``[s, B, H * V]`` and what refills them.
+        """Opened rows ``[S, B, p]`` to rows ``[s, B, H * V]`` for out_proj.
 
-        ``own`` are this rank's rows before they were opened, if :attr:`gates_own_rows`.
+        ``own`` are this rank's rows before the passage opened them, if :attr:`gates_own_rows`. The
+        second result computes the rows for out_proj again in the backward, or is None.
         """
         recompute = self.recompute_norm_out and self.training and torch.is_grad_enabled()
         if recompute and saved_tensors_are_hooked():
             log_once(
-                f"{type(self).__name__}: recompute_norm_out drops nothing where saved-tensor hooks "
-                f"are on (a checkpoint with use_reentrant=False, an offload): they keep what is "
-                f"saved."
+                f"{type(self).__name__}: recompute_norm_out frees no memory while saved-tensor "
+                f"hooks are on (a checkpoint with use_reentrant=False, an offload): the hooks keep "
+                f"every saved tensor."
             )
             recompute = False
         refilled = RefilledOutput() if recompute else None
@@ -252,7 +250,7 @@ class RecurrentMixer(
         if batch.scheme.moves_rows:
             mixed = batch.passage.close(mixed)
             if refilled is not None:
-                refilled.remember_sent(mixed, batch.passage.close)  # this is what out_proj saves
+                refilled.remember_sent(mixed, batch.passage.close)  # out_proj saves these rows
         readout = parts.readout
         if isinstance(readout, Apart) and readout.closed:
             mixed = readout.call(mixed, rows if own is None else own)
@@ -264,10 +262,9 @@ class RecurrentMixer(
 
     @property
     def config(self) -> TransformerConfig:
-        """Megatron's. If it is replaced or changed, the next forward uses its new modes.
-
-        These are ``deterministic_mode``, ``batch_invariant_mode`` and ``cp_partition_mode``. Sizes,
-        parts and their options stay those that the mixer was built with.
+        """Megatron's config. The next forward uses its present ``deterministic_mode``,
+        ``batch_invariant_mode`` and ``cp_partition_mode``; other fields count when the mixer is
+        built.
         """
         return self._config
 
@@ -279,7 +276,7 @@ class RecurrentMixer(
 
     @property
     def rule(self) -> Rule:
-        """The rule of the last forward; before the first one, a guess from the config."""
+        """The rule of the last forward; before the first forward, a guess from the config."""
         return self.micro_batches.latest_rule
 
     @property
@@ -299,13 +296,10 @@ class RecurrentMixer(
         cp_ranks_per_machine: int | None = None,
         again: frozenset[str] = frozenset(),
     ) -> None:
-        """Make ``micro_batches``, all parameters and their first values.
+        """Make ``micro_batches`` and all parameters, in the order in which files list them.
 
-        Files and optimizers list the parameters in this order: in_proj, convolution, those of
-        :meth:`_add_others`, ``fp32`` (names and rows on this rank), output norm, out_proj.
-        ``submodules`` are as :class:`MixerSubmodules`, ``choose_rule`` is as in
-        :class:`.micro_batch.MicroBatches`, ``again`` is from :func:`.arguments.computed_again`, the
-        others are options of `megatron_gdn.GatedDeltaNet`.
+        ``fp32`` maps names of fp32 parameters to their rows on this rank; ``again`` is from
+        :func:`.arguments.computed_again`.
         """
         config, dims = self.config, self.dims
         self.micro_batches = MicroBatches(
@@ -365,7 +359,7 @@ class RecurrentMixer(
             parameter.sequence_parallel = config.sequence_parallel
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Let in_proj save its unquantised input, so that the norm before it can be recomputed."""
+        """Let in_proj save its input unquantised, as recomputation of the norm before it needs."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         set_save_original_input(self.in_proj)

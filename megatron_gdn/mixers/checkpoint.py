@@ -1,13 +1,10 @@
-"""How a mixer's parameters appear in Megatron's checkpoints.
+"""A mixer's parameters in Megatron's checkpoints.
 
-Distributed checkpoints hold the fused projection and the convolution section by section
-(``in_proj.weight.query``, ``conv1d.weight.value``, ...), because a checkpoint describes a tensor as
-a regular grid of shards, and only the shards of one section form one.
-
-Under Megatron-FSDP (fsdp_dtensor) a file holds ``state_dict()``, where ``in_proj.weight`` has the
-rows of all tensor-parallel ranks end to end: another order at every tensor-parallel size. So the
-state dict says how the rows are stored. Scripts of Megatron-LM's dev and of Bridge store each
-section by itself.
+Distributed checkpoints hold ``in_proj`` and the convolution section by section
+(``in_proj.weight.query``, ...), because the shards of one section form a regular grid. Under
+Megatron-FSDP (fsdp_dtensor) a file holds ``state_dict()``, where ``in_proj.weight`` has the rows of
+all tensor-parallel ranks end to end. Their order depends on the tensor-parallel size, so the state
+dict has an entry with that size, or with 0 if a launch script stores each section by itself.
 """
 
 from __future__ import annotations
@@ -36,7 +33,8 @@ from ..compat.checkpoints import read_upstream_bias
 from ..ops.layout import layout_of_in_proj
 from .precision import NOT_BY_SECTION
 
-# Ends of keys of adapters' tensors (LoRA, DoRA) with in_proj's rows, in Megatron-Bridge and peft.
+# The keys of adapters' tensors (LoRA, DoRA) with the rows of in_proj end in Megatron-Bridge and in
+# peft with these strings.
 _ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
 _PEFT_ROWS = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
 # Tensors with these rows that megatron-core's layer stores without sections.
@@ -49,7 +47,7 @@ def _split_tensor_factory(
     split_names: Sequence[str],
     split_dim: int,
 ) -> ShardedTensorFactory:
-    """Store one rank's shard as several, one per section, whose names are appended to its key.
+    """Store one rank's shard as one tensor per section; a section's name is appended to its key.
 
     Source: the contract of the function of this name in ``megatron.core.ssm.utils``.
     """
@@ -83,15 +81,14 @@ def _split_tensor_factory(
     )
 
 
-# Convolution parameters of a mixer without a conv1d module, as Megatron's MambaMixer since 0.19,
-# and their keys in files, which are those of the former module.
+# Keys in files of the convolution's parameters in a mixer without a conv1d module, such as
+# Megatron's MambaMixer since 0.19. Files keep the keys of the former module.
 _CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
 _CONV = {*_CONV_PARAMETERS, *_CONV_PARAMETERS.values()}
 
-
 _KEY = "in_proj_stored_by"
 _SECTIONS = 0
-# The modules of launch scripts that may have the function that stores sections.
+# In Megatron-LM's branch dev and in Megatron-Bridge these modules store in_proj section by section.
 _SCRIPTS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpointing")
 
 
@@ -99,16 +96,14 @@ class ShardedBySections(nn.Module):
     """Mixin of a mixer: its parameters as Megatron's sharded tensors.
 
     Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the rows of
-    ``in_proj``, are stored section by section. Upstream splits neither the bias nor adapters; its
-    files are still read.
-
-    Under Megatron-FSDP the state dict says how ``in_proj`` is stored: by the tensor-parallel size,
-    or 0 by section. Files without this entry load unchecked.
+    ``in_proj``, are stored section by section. Megatron's layer stores biases and adapters whole,
+    and its files load too. Megatron-FSDP's files without the entry load unchecked.
     """
 
     tp_size: int
     stored_by_section: ClassVar[bool] = False  # whether the scripts know this mixer's sections
-    split_by_heads: ClassVar[tuple[str, ...]] = ()  # with rows per head, beside fp32 parameters
+    # Parameters with rows per head that are not in fp32.
+    split_by_heads: ClassVar[tuple[str, ...]] = ()
 
     def sharded_state_dict(
         self: Any,
@@ -117,7 +112,7 @@ class ShardedBySections(nn.Module):
         metadata: dict | None = None,
         tp_group: Any = None,
     ) -> dict[str, Any]:
-        """The parameters for Megatron's distributed checkpoints, under its own mixer's keys."""
+        """The parameters for distributed checkpoints, under the keys of Megatron's mixer."""
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
         layout = layout_of_in_proj(self.dims)
@@ -168,7 +163,7 @@ class ShardedBySections(nn.Module):
             destination[f"{prefix}{_KEY}"] = torch.tensor([self._stored_by()], device=weight.device)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as torch does; refuse rows in another order, or in other tensors."""
+        """Load as torch does; refuse a file that stores the rows of in_proj in another way."""
         said: Tensor | None = state_dict.pop(f"{prefix}{_KEY}", None)
         if said is not None and (found := int(said.item())) != self._stored_by():
             how = (
@@ -190,7 +185,7 @@ class ShardedBySections(nn.Module):
 
 
 def _load_files_that_do_not_say() -> None:
-    """Let torch's loads ask a file for the entry only if the file has it."""
+    """Let torch load files that lack the entry of ``in_proj``'s order."""
     if hasattr(DefaultLoadPlanner, "_asks_for_stored_rows"):
         return
     set_up = DefaultLoadPlanner.set_up_planner
@@ -209,5 +204,5 @@ def _load_files_that_do_not_say() -> None:
 
 def _words(stored_by: int) -> str:
     if stored_by == _SECTIONS:
-        return "its sections, each by itself"
-    return f"its rows as a whole, in their order at tensor_model_parallel_size={stored_by}"
+        return "each section by itself"
+    return f"all rows in one tensor, in the order of tensor_model_parallel_size={stored_by}"

@@ -1,16 +1,13 @@
-"""in_proj under Megatron's FP8: all columns but the rule's gates.
+"""in_proj under Megatron's FP8: all columns but the rule's gates are FP8 products.
 
-    main  = in_proj of the rows before the gates      the linear's own FP8 product
-    gates = x @ (rows of the gates)^T                 in the weights' dtype
+    main  = x @ (weight rows before the gates)^T      the linear's own FP8 product
+    gates = x @ (weight rows of the gates)^T          in the weights' dtype
 
 FP8 puts 3.7% of noise on a column (e4m3, TE 2.20), and the recurrence compounds the noise of a
 decay. Without the gates the width also suits FP8: 12288 / 8 is a multiple of 16, 12352 / 8 is not.
-Megatron's quantization recipe switches linears by their names, so each call asks. The weight stays
-one parameter; during the call the linear has a view of its first rows (and of those in
-``main_grad``).
+The weight stays one parameter; during the call the linear holds a view of the weight's main rows.
 
-Legend: T tokens of all batch rows, n ranks of the tensor-parallel group, p this rank's gate
-columns, P its columns of in_proj.
+Legend: T tokens of all batch rows, p gate columns and P in_proj columns of this rank.
 """
 
 from __future__ import annotations
@@ -47,14 +44,14 @@ _STAYS_WIDE = (
 
 
 def check_settings(config: Any, mixer: str, layout: Layout, stays_wide: bool) -> None:
-    """Refuse FP4, and FP8 where the mixer or the columns of ``layout`` cannot take it."""
+    """Refuse FP4, and refuse FP8 if the mixer or the widths of ``layout`` do not allow FP8."""
     if getattr(config, "fp4", None):
         raise NotImplementedError(
             f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit products, and the "
             f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
             f"GatedDeltaNet and Mamba2Mixer in bf16."
         )
-    # A recipe may keep single modules, and so these columns, out of FP8.
+    # A quantization recipe may keep this mixer's linears out of FP8.
     if config.fp8 and config.quant_recipe is None:
         if stays_wide:
             raise NotImplementedError(_STAYS_WIDE)
@@ -62,13 +59,13 @@ def check_settings(config: Any, mixer: str, layout: Layout, stays_wide: bool) ->
 
 
 def refuse_fp8_product(in_proj: nn.Module) -> None:
-    """Refuse a projection that a quantization recipe runs in FP8, for a mixer that must not."""
-    if any(map(runs_in_fp8, in_proj.modules())):  # an adapter holds the linear
+    """Refuse an in_proj that a quantization recipe runs in FP8."""
+    if any(map(runs_in_fp8, in_proj.modules())):  # an adapter has the linear as a submodule
         raise NotImplementedError(_STAYS_WIDE)
 
 
 def require_fp8_widths(layout: Layout, multiple: int) -> None:
-    """Refuse widths of in_proj or of out_proj's rows that an FP8 product cannot take."""
+    """Refuse widths of in_proj, or of out_proj's input, that an FP8 product cannot take."""
     for of, width in (("in_proj without the gates", layout.main_width),
                       ("the input of out_proj", layout.mixed_width)):  # fmt: skip
         if width % multiple:
@@ -80,17 +77,17 @@ def require_fp8_widths(layout: Layout, multiple: int) -> None:
 
 
 def refuse_second_run(config: Any) -> None:
-    """Refuse a checkpoint of the whole layer."""
+    """Refuse a checkpoint of the whole layer under FP8."""
     if config.fp8:
         raise NotImplementedError(
             "--recompute-modules gdn with fp8: Megatron's checkpoint runs the layer again without "
-            "FP8, so the backward would be of another function. Take 'gdn' out of the modules; "
-            "recompute='full' saves most of that memory."
+            "FP8, so the gradients would be those of another function. Take 'gdn' out of the "
+            "modules; recompute='full' saves most of that memory."
         )
 
 
 def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
-    """Let ``in_proj``, of the columns ``layout`` on this rank, compute the gates separately."""
+    """Make ``in_proj``, whose columns are ``layout``, compute the gates outside of FP8."""
     if not hasattr(in_proj, "fp8_meta"):
         log_once(
             f"FP8 has no effect on projections of {type(in_proj).__name__}: they compute in the "
@@ -112,10 +109,8 @@ def quantises(config: Any) -> bool:
 
 
 def build_linear(spec: ModuleSpec | type, config: Any, *sizes: int, **how: Any) -> Any:
-    """A linear whose weight is in ``params_dtype``, also under ``fp8_param``.
-
-    An FP8 weight has no bf16 values, and its rows share a scale, so it cannot hold the gates.
-    """
+    """A linear whose weight is in ``params_dtype``, also under ``fp8_param``."""
+    # The rows of an FP8 weight share a scale, so it cannot hold the rows of the gates.
     wide = nullcontext()
     if getattr(config, "fp8_param", False):
         wide = import_module("transformer_engine.pytorch").fp8_model_init(enabled=False)
@@ -133,20 +128,20 @@ def build_linear(spec: ModuleSpec | type, config: Any, *sizes: int, **how: Any) 
 
 
 def runs_in_fp8(linear: Any) -> bool:
-    """Whether a call of ``linear`` would now be in FP8."""
+    """Whether a call of ``linear`` would run in FP8 now."""
     manager = getattr(fp8_utils, "FP8GlobalStateManager", None)
     is_on = manager is not None and manager.is_fp8_enabled()
     return hasattr(linear, "fp8_meta") and linear.will_execute_quantized(is_on)
 
 
 def keep_unquantised_input(linear: Any, config: Any) -> bool:
-    """Let ``linear`` save its input unquantised; return whether its backward will read it."""
+    """Let ``linear`` save its input unquantised; return whether ``linear`` can do so."""
     if not quantises(config) or not hasattr(linear, "fp8_meta"):
         return True
     if config.fp8 and config.fp8_recipe == "delayed" or not hasattr(linear, "save_original_input"):
         log_once(
             "out_proj keeps its input in FP8 (delayed scaling, or an older Transformer Engine), so "
-            "recompute_norm_out, part of recompute='light', drops nothing."
+            "recompute_norm_out, part of recompute='light', frees no memory."
         )
         return False
     linear.save_original_input = True
@@ -154,7 +149,7 @@ def keep_unquantised_input(linear: Any, config: Any) -> bool:
 
 
 class GatesApart(nn.Module):
-    """Mixin before the class of a column-parallel linear."""
+    """Mixin of a column-parallel linear that computes the gates outside of FP8."""
 
     _main_rows: int
     _gates_group: Any
@@ -162,7 +157,7 @@ class GatesApart(nn.Module):
     fuse_wgrad_accumulation: bool
 
     def finish_init(self, quantization_config: Any) -> None:
-        """Take the quantization recipe for the linear's name, as a whole model does."""
+        """Take the quantization recipe for the linear's name; Megatron's model calls this."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
         self.refuse_settings()
 
@@ -185,17 +180,17 @@ class GatesApart(nn.Module):
             )
 
     def forward(self, x: Tensor, *args: Any, together: bool = True, **kwargs: Any) -> Any:
-        """As the linear's: ``[S, B, P]`` and no bias.
+        """The linear's output ``[S, B, P]`` and None.
 
-        ``together=False`` returns the columns before the gates and, in place of the bias, the
-        gates, which saves a copy each way; without FP8 all columns and None.
+        Under FP8, ``together=False`` returns the columns before the gates, and the gates in place
+        of None, which saves a copy in the forward and in the backward.
         """
         if not runs_in_fp8(self):
             return super().forward(x, *args, **kwargs)
         out, gates = self._in_parts(x, args, kwargs)
         if not together:
             return out, gates
-        if isinstance(out, tuple):  # an adapter around the linear asked for the normed rows too
+        if isinstance(out, tuple):  # an adapter around the linear also gets the normed rows
             return (torch.cat([out[0], gates], dim=-1), *out[1:]), None
         return torch.cat([out, gates], dim=-1), None
 
@@ -221,7 +216,7 @@ class GatesApart(nn.Module):
         return out, gates if bias is None else gates + bias[self._main_rows :]
 
     def _norm_before(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        """The first arguments of :class:`GateProduct`, with the norm that the linear fuses."""
+        """x, weight, gamma and eps for :class:`GateProduct`, by the norm that the linear fuses."""
         norm: Any = self
         gamma = self._parameters.get("layer_norm_weight")
         if gamma is None:
@@ -234,12 +229,12 @@ class GatesApart(nn.Module):
         return normed, weight, None, 0.0
 
     def _cut(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Views of the weight's rows; the linear may add gradients to ``main_grad`` itself."""
+        """Views of the weight's main rows and gate rows, each with its rows of ``main_grad``."""
         if hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
-                "FP8 under Megatron-FSDP: it makes a weight's gradient buffer in the backward, and "
-                "in_proj writes the rows of its gates by themselves. Use the distributed "
-                "optimizer, or keep this layer out of FP8."
+                "FP8 under Megatron-FSDP: a weight's gradient buffer is made in the backward, and "
+                "in_proj needs the buffer in the forward, to write the gradients of the gates' "
+                "rows apart. Use the distributed optimizer, or keep this layer out of FP8."
             )
         fused = self.fuse_wgrad_accumulation and weight.requires_grad and torch.is_grad_enabled()
         parts = _CutRows.apply(weight, self._main_rows, fused)
@@ -252,13 +247,16 @@ class GatesApart(nn.Module):
 
 @cache
 def _apart(kind: type[nn.Module]) -> type[nn.Module]:
-    """The class with the mixin, under its own name: frameworks look linears up by it."""
+    """``kind`` with the mixin and its old name, by which frameworks look linears up."""
     return type(kind.__name__, (GatesApart, kind), {"__module__": kind.__module__})
 
 
-# The two gradients meet here, so the weight's hooks run once, after both.
+# One function makes both views, so the weight's hooks run once, after both gradients.
 class _CutRows(torch.autograd.Function):
-    """The rows before ``first`` and the others, as views; ``added`` if users add gradients."""
+    """Views of rows ``[:first]`` and ``[first:]``.
+
+    ``added`` says that the views' users add their gradients to ``main_grad``.
+    """
 
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, first: int, added: bool) -> tuple[Tensor, Tensor]:
@@ -280,7 +278,7 @@ class _CutRows(torch.autograd.Function):
             return None, None, None
         weight.grad_added_to_main_grad = True
         make = torch.zeros_like if getattr(weight, "zero_out_wgrad", False) else torch.empty_like
-        return make(weight), None, None  # Megatron requires a gradient here, and does not read it
+        return make(weight), None, None  # Megatron requires a gradient, but does not read it
 
 
 class GateProduct(torch.autograd.Function):
@@ -289,18 +287,15 @@ class GateProduct(torch.autograd.Function):
         r = 1 / sqrt(mean(x^2) + eps)
         y = r (x @ (gamma weight)^T)
 
-    Normed rows are neither written nor kept, and ranks exchange gates and their weights, never rows
-    of ``x``: 64 columns against 2048. The weight's gradient is summed in fp32, and added to
+    Normed rows are neither written nor kept. Ranks exchange gates and their weights, not rows of
+    ``x`` (64 columns against 2048). The weight's gradient is summed in fp32, and added to
     ``weight.main_grad`` if the weight has one.
 
-    ``x`` is handed through to the linear that computes the other columns, so that the linear's
-    gradient of x arrives here, and the gates' share is added to it in place:
+    ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` is ``[p, D]``,
+    ``gamma`` is ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``, which only the linear
+    of the other columns may use: the backward adds the gates' part in place to its gradient,
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
-
-    ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` ``[p, D]`` are this
-    rank's rows, ``gamma`` is ``[D]`` or None. The result is ``[S, B, p]``, and ``x`` for the linear
-    alone, as its gradient is overwritten.
     """
 
     @staticmethod
@@ -345,7 +340,7 @@ class GateProduct(torch.autograd.Function):
             else:
                 d_TD = d_x.flatten(0, 1).contiguous()
                 d_TD.addmm_(d_scaled.to(d_TD.dtype), factor.to(d_TD.dtype))
-            if r_T1 is not None:  # of r
+            if r_T1 is not None:  # the gradient through r
                 dot = (y.flatten(0, 1).to(r_T1.dtype) * d_y).sum(-1, keepdim=True)
                 along = (dot * r_T1.square() / x.shape[-1]).to(x.dtype)
                 d_TD.addcmul_(along, x_TD, value=-1)

@@ -1,10 +1,10 @@
-"""The interface that a mixer implements to generate, in Megatron's static and dynamic contexts.
+"""A mixer's generation in Megatron's static and dynamic contexts.
 
 A ``DynamicInferenceContext`` lays the tokens of a step end to end: s = 1 + num_speculative_tokens
-of each request that decodes, then prompts or chunks of them, then padding. Its buffers hold in each
-slot the last W inputs of the convolution, and states. Slot -1 marks a request that is padding.
+of each decoding request, then prompts or chunks of prompts, then padding. Each slot of its buffers
+holds a request's last W inputs of the convolution and its states. Padding requests have slot -1.
 
-Legend: N requests, M slots, s tokens, t tokens of a step.
+Legend: N requests, M slots, s tokens of one request, t tokens of a step.
 """
 
 from __future__ import annotations
@@ -38,10 +38,12 @@ class GeneratingMixer:
     backend: str
     layer_number: int | None
     pp_layer_offset: int = 0  # layers on the pipeline stages before
-    # Where Megatron's dynamic context may cut prompts: equal in all recurrent layers of a model.
+    # Megatron's dynamic context may cut prompts at multiples of this number, which must be equal
+    # in all recurrent layers of a model.
     chunk_size: int = 128
-    state_transposed: ClassVar[bool] = False  # Megatron stores this mixer's states as [H, V, K]
-    dims: Any  # of this rank: the layout of a projection row, the state of its heads
+    # Whether Megatron stores this mixer's states as [H, V, K].
+    state_transposed: ClassVar[bool] = False
+    dims: Any  # sizes on this rank
     micro_batches: MicroBatches
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
@@ -49,10 +51,10 @@ class GeneratingMixer:
         raise NotImplementedError
 
     def whole_parts(self, rows: Tensor) -> Parts:
-        """The parts for whole sequences on this rank, rows ``[s, B, P]``."""
+        """The parts for rows ``[s, B, P]`` of whole sequences."""
         return self.parts(rows, self.micro_batches.whole(rows.device, rows.dtype))
 
-    @uncompiled  # one kernel after the other, from tables cached by value
+    @uncompiled  # kernels and tables that are cached by value gain nothing from tracing
     def generate(
         self,
         rows: Tensor,
@@ -60,18 +62,18 @@ class GeneratingMixer:
         attention_mask: Tensor | None,
         packed: PackedSeqParams | None,
     ) -> Tensor:
-        """The next tokens' projection rows ``[s, B, P]`` to rows for out_proj, ``[s, B, H V]``.
+        """The next tokens' projection rows ``[s, B, P]`` to rows ``[s, B, H V]`` for out_proj.
 
-        It updates the memory in Megatron's static or dynamic ``context``. Each rank has all tokens,
-        also under sequence parallelism. Packed sequences, context parallelism and calls that want
-        gradients are NotImplementedErrors; see also :mod:`.static_context`.
+        Updates the memory in ``context``. Each rank has all tokens, also under sequence
+        parallelism. Packed sequences, context parallelism and calls that want gradients raise a
+        NotImplementedError; see also :mod:`.static_context`.
         """
         self._refuse_generation(rows, context)
         if not context.is_static_batching():
             if attention_mask is not None or packed is not None:
                 raise NotImplementedError(
-                    "a dynamic context says itself which tokens belong to which request; pass "
-                    "neither an attention_mask nor packed_seq_params."
+                    "a dynamic context holds the request of each token; pass neither an "
+                    "attention_mask nor packed_seq_params."
                 )
             with span(self, "mixer"):
                 return self._dynamic_step(rows, context)
@@ -115,7 +117,7 @@ class GeneratingMixer:
             )
 
     def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
-        """One step's tokens, padding included, ``[t, 1, P]`` to ``[t, 1, H V]``."""
+        """The rows of one step with padding, ``[t, 1, P]`` to ``[t, 1, H V]``."""
         if not getattr(context, "is_hybrid_model", False):
             raise ValueError(
                 f"this {type(context).__name__} has no buffers for recurrent states; give its "
@@ -150,12 +152,13 @@ class GeneratingMixer:
             mixed[begin:] = self.ssm_prefill(rows[begin:], *buffers, context)
         return mixed
 
-    # Megatron's dynamic inference calls the methods below by these names.
+    # Megatron's dynamic inference calls the next three methods by their names.
 
     def mamba_state_shapes_per_request(self) -> tuple[tuple[int, int], tuple[int, int, int]]:
-        """A request's conv window ``[C, W]`` and its states ``[H, K, V]`` (or ``[H, V, K]``).
+        """The shapes of a request's conv window ``[C, W]`` and its states ``[H, K, V]``.
 
-        In ``batch_invariant_mode`` it is larger, see :class:`..ops.generation.memory.Memory`.
+        States are ``[H, V, K]`` if ``state_transposed``. In ``batch_invariant_mode`` the window is
+        larger, see :class:`..ops.generation.memory.Memory`.
         """
         heads, rows, columns, _ = self.dims.state
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
@@ -175,8 +178,8 @@ class GeneratingMixer:
         """The next tokens of N requests, ``[N, s, P]`` to ``[N, s, H V]``.
 
         Without ``batch_indices`` request n is in slot n. The intermediate buffers ``[M, s, ...]``
-        receive the memory after each token, from which the context chooses later. Several tokens
-        without them are a ValueError.
+        receive the memory after each token, and the context later keeps the memory after the last
+        accepted token. Several tokens without these buffers are a ValueError.
         """
         rows, slots = projected.transpose(0, 1), batch_indices
         if slots is None:
@@ -187,19 +190,19 @@ class GeneratingMixer:
             after = self._viewed(intermediate_conv_state, intermediate_ssm_state)
         if s > 1 and after is None:
             raise ValueError(
-                f"{s} tokens at once need buffers for the states after each, so that tokens which "
-                f"are not accepted can be taken back; set num_speculative_tokens={s - 1} in the "
-                f"InferenceConfig."
+                f"{s} tokens at once need buffers for the states after each token, so that tokens "
+                f"which are not accepted can be taken back; set num_speculative_tokens={s - 1} in "
+                f"the InferenceConfig."
             )
         return decode(rows, parts, memory, after).transpose(0, 1)
 
     def ssm_prefill(
         self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
     ) -> Tensor:
-        """Run prompts, or chunks that continue them, each from the memory in its slot.
+        """Run prompts, or chunks of prompts, each from the memory in its request's slot.
 
-        ``[t, 1, P]``, sequences and then padding, give ``[t, 1, H V]``, zero in the padding. In the
-        capture of a CUDA graph it raises a NotImplementedError.
+        Rows ``[t, 1, P]`` of the sequences and then of padding give ``[t, 1, H V]``, zero in the
+        padding. The capture of a CUDA graph raises a NotImplementedError.
         """
         if projected.is_cuda and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(
@@ -228,7 +231,7 @@ class GeneratingMixer:
 
 
 def _check_buffers(memory: Memory, parts: Parts, dtype: torch.dtype, transposed: bool) -> None:
-    """Refuse, with a ValueError, other shapes, or a dtype that would round the content."""
+    """Raise a ValueError for buffers of other shapes, or of a dtype that would round values."""
     shape = parts.shape
     wide, (H, K, V) = torch.promote_types(dtype, torch.float32), shape.state
     window, states = shape.window(shape.past + 1), (H, V, K) if transposed else (H, K, V)
@@ -238,7 +241,7 @@ def _check_buffers(memory: Memory, parts: Parts, dtype: torch.dtype, transposed:
     ):  # fmt: skip
         if tuple(buffer.shape[1:]) != of_request:
             raise ValueError(
-                f"the context holds {name} of {tuple(buffer.shape)}, and this layer's are "
+                f"the context holds {name} of shape {tuple(buffer.shape)}, and this layer's are "
                 f"{of_request} per request. A dynamic context has room for recurrent layers of "
                 f"one kind and size; generate with this model through a StaticInferenceContext."
             )
@@ -254,5 +257,5 @@ def _check_buffers(memory: Memory, parts: Parts, dtype: torch.dtype, transposed:
 
 
 def _flag(dtype: torch.dtype) -> str:
-    """The dtype by the name of Megatron's arguments: bf16, fp16, fp32."""
+    """The name of ``dtype`` in Megatron's arguments: bf16, fp16 or fp32."""
     return f"{'bf' if dtype is torch.bfloat16 else 'fp'}{dtype.itemsize * 8}"

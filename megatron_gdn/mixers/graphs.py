@@ -1,8 +1,8 @@
 """CUDA graphs: packed documents that a graph can replay, and Megatron's own graphs of layers.
 
 Under ``cuda_graph_impl="local"`` Megatron copies each dataclass argument of a layer, fills the
-tensors of the copy before each replay, and refuses a step whose other fields have changed. A field
-holds the documents here, so documents in other buffers are refused.
+tensors of the copy before each replay, and refuses a step in which another field has changed. The
+field ``buffers`` below lets Megatron refuse documents in other buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..ops.static_documents import StaticDocuments
 from .packing import static_documents_of
 
-# The name of the config's field up to Megatron 0.20, and in Megatron-LM's branch dev.
+# The names of one config field: up to Megatron 0.20, and in Megatron-LM's branch dev.
 _OWN_RANKS = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _LEAVE_OUT = (
@@ -34,10 +34,10 @@ _numbers = count()
 
 @dataclass(frozen=True, init=False, eq=False)
 class FixedBuffers:
-    """Documents that Megatron compares by the number of their buffers."""
+    """Documents, and a number by which Megatron compares them."""
 
     number: int
-    documents: ClassVar[Any]  # an attribute, as Megatron would compare a field
+    documents: ClassVar[Any]  # no field, since Megatron would compare its value
 
     def __init__(self, documents: StaticDocuments) -> None:
         vars(self).update(documents=documents, number=next(_numbers))
@@ -52,7 +52,7 @@ class StaticPackedSeqParams(PackedSeqParams):
     def __setattr__(self, name: str, value: Any) -> None:
         fields = {**vars(self), name: value}
         buffers: FixedBuffers | None = fields.get("buffers")
-        # Megatron puts descriptions of tensors and then the graph's own tensors in their place.
+        # During a capture Megatron replaces the tensors by descriptions and by the graph's tensors.
         if buffers is not None and not is_graph_capturing():
             boundaries = buffers.documents.boundaries
             for slot in _slots_of(fields):
@@ -60,15 +60,15 @@ class StaticPackedSeqParams(PackedSeqParams):
                 if given is not boundaries and (given is None or isinstance(given, Tensor)):
                     raise ValueError(
                         f"packed_seq_params.{slot} must stay the fixed buffer that these "
-                        f"packed_seq_params were made with: a graph would replay that one. Write "
-                        f"boundaries with megatron_gdn.set_documents, or make another "
+                        f"packed_seq_params were made with: a graph would replay that buffer. "
+                        f"Write boundaries with megatron_gdn.set_documents, or make another "
                         f"PackedSeqParams."
                     )
         super().__setattr__(name, value)
 
 
 def _slots_of(fields: dict[str, Any]) -> tuple[str, ...]:
-    """The names of fields that say where documents lie in the buffer."""
+    """The names of the fields with the documents' boundaries in the packed buffer."""
     if fields["cu_seqlens_q_padded"] is not None:
         queries, keys = "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
     else:
@@ -91,13 +91,13 @@ def static_packed_seq_params(
     example.
 
     Args:
-        total_tokens: of the packed buffer, over all context-parallel ranks; the same for every
-            micro-batch (make padding at the end a document of its own).
-        max_documents: the most documents of a micro-batch. Kernels run for all of them and skip the
-            empty ones.
+        total_tokens: tokens of the packed buffer over all context-parallel ranks; the same for
+            every micro-batch (make padding at the end a document of its own).
+        max_documents: the most documents of a micro-batch. Kernels run for this number of documents
+            and skip the empty ones.
         max_seqlen: ``max_seqlen_q`` and ``max_seqlen_kv``, which attention layers and rotary
             embeddings read on the host; no document may be longer. None is ``total_tokens``.
-        device: where the layers run.
+        device: the device of the layers.
 
     Returns:
         ``PackedSeqParams``: ``cu_seqlens_q`` and ``cu_seqlens_kv`` are one int32 tensor
@@ -118,18 +118,18 @@ def static_packed_seq_params(
 def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -> None:
     """Give the buffers of :func:`static_packed_seq_params` other boundaries.
 
-    The host waits for nothing. One set of buffers serves one micro-batch in flight, since its
-    backward reads them too. Call it on the stream of the replay, or inside the captured region with
-    a ``cu_seqlens`` that is itself a fixed buffer on the GPU.
+    The host does not wait for the GPU. One set of buffers serves one micro-batch at a time, since
+    the micro-batch's backward reads the buffers too. Call this function on the stream of the
+    replay, or inside the captured region with a ``cu_seqlens`` that is a fixed buffer on the GPU.
 
     Args:
         cu_seqlens: int ``[m + 1]``, m up to ``max_documents``: global offsets from 0 to
             ``total_tokens``; padded offsets if documents have padded slots.
 
     Raises:
-        TypeError: ``params`` of another kind.
-        ValueError: too many or too long documents, or offsets that do not fit. Offsets on the GPU
-            are checked there, by an assertion.
+        TypeError: ``params`` without fixed buffers.
+        ValueError: too many or too long documents, or offsets that do not fit. A ``cu_seqlens`` on
+            the GPU is checked on the GPU, by an assertion.
     """
     documents = static_documents_of(params)
     if documents is None:
@@ -156,38 +156,38 @@ def in_layer_graph(config: TransformerConfig) -> bool:
     if captured and own_ranks:
         raise ValueError(
             f"cuda_graph_impl={config.cuda_graph_impl!r} captures this layer, and "
-            f"{own_ranks} packs documents, with a group of ranks for each micro-batch; "
-            f"a graph would replay those of the first; {_LEAVE_OUT}"
+            f"{own_ranks} packs documents, with a group of ranks for each micro-batch; a graph "
+            f"would replay the documents and the group of the first micro-batch; {_LEAVE_OUT}"
         )
     return captured
 
 
 def refuse_packed(config: TransformerConfig, packed: PackedSeqParams) -> None:
-    """Refuse packed documents that a graph of the layer would replay for every micro-batch."""
+    """Refuse packed documents whose boundaries a graph of the layer would not update."""
     if not in_layer_graph(config):
         return
     impl = config.cuda_graph_impl
     if impl == "transformer_engine":
         raise NotImplementedError(
-            f"packed_seq_params with cuda_graph_impl={impl!r}: Megatron gives these graphs of a "
-            f"layer tensors alone, and no boundaries. Use cuda_graph_impl='local' with "
+            f"packed_seq_params with cuda_graph_impl={impl!r}: Megatron passes only tensors to "
+            f"these graphs of a layer, and no boundaries. Use cuda_graph_impl='local' with "
             f"megatron_gdn.static_packed_seq_params (docs/cuda_graphs.md); or {_LEAVE_OUT}"
         )
     if static_documents_of(packed) is None:
         raise NotImplementedError(
             f"packed_seq_params with cuda_graph_impl={impl!r}: a graph would replay the boundaries "
-            f"of the first micro-batch. Make them with megatron_gdn.static_packed_seq_params, and "
-            f"write those of each micro-batch with set_documents (docs/cuda_graphs.md); or "
-            f"{_LEAVE_OUT}"
+            f"of the first micro-batch. Make packed_seq_params with "
+            f"megatron_gdn.static_packed_seq_params, and write each micro-batch's boundaries with "
+            f"set_documents (docs/cuda_graphs.md); or {_LEAVE_OUT}"
         )
 
 
 def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """Let layers with softmax attention run eagerly where Megatron captures layers (``local``).
+    """Let layers with softmax attention run eagerly under ``cuda_graph_impl="local"``.
 
-    The rotation of packed documents reads boundaries on the host unless ``apply_rope_fusion`` is
-    on, so no graph can be made of it, and Megatron has one ``cuda_graph_modules`` for all layers.
-    Call it before the first step.
+    Unless ``apply_rope_fusion`` is on, the rotary embedding of packed documents reads boundaries on
+    the host, which a graph cannot capture, and Megatron has one ``cuda_graph_modules`` for all
+    layers. Call this function before the first step.
 
     Returns:
         The layers that were left out.

@@ -1,4 +1,4 @@
-"""Modules whose parameters are read without a call of the module: their hooks, their forward."""
+"""Hooks and forwards of modules whose parameters a mixer reads without calling the module."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from torch.nn.modules import module as of_all_modules
 from ..compat.observe import log_once
 
 _CONV_FORWARD = nn.Conv1d.forward
-_HOOKS_OF_ALL = (  # torch binds these names once
+_HOOKS_OF_ALL = (  # torch never replaces these dictionaries
     of_all_modules._global_forward_pre_hooks,
     of_all_modules._global_forward_hooks,
     of_all_modules._global_backward_pre_hooks,
     of_all_modules._global_backward_hooks,
 )
 _MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
-_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # the end of it: megatron-core has a copy
+_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # the end of a name: megatron-core has a copy
 
 
 def _waits_for_parameters(hook: Callable) -> bool:
@@ -31,7 +31,7 @@ def _waits_for_parameters(hook: Callable) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of ``module`` would run any hook, its own or torch's for all modules."""
+    """Whether a call of ``module`` would run a hook, also one that torch has for all modules."""
     return bool(module._forward_pre_hooks) or _has_other_hooks(module)
 
 
@@ -47,10 +47,10 @@ def only_waits_for_parameters(module: nn.Module) -> bool:
 
 
 def wait_for_parameters(module: nn.Module) -> None:
-    """Run the pre-hooks by which Megatron's data-parallel wrappers wait for a gather.
+    """Run the pre-hooks by which Megatron's data-parallel wrappers wait for gathered parameters.
 
-    Until then parameters hold the last step's values (``overlap_param_gather``) or have no memory
-    (Megatron-FSDP). The hooks do not read a call's inputs.
+    Before the gather, parameters hold the last step's values (``overlap_param_gather``) or have no
+    memory (Megatron-FSDP).
     """
     for hook in list(module._forward_pre_hooks.values()):
         if _waits_for_parameters(hook):
@@ -59,7 +59,7 @@ def wait_for_parameters(module: nn.Module) -> None:
 
 @contextmanager
 def parameters_waited_for(module: nn.Module) -> Iterator[None]:
-    """Inside, all parameters of ``module`` are gathered, and calls do not wait again."""
+    """Inside the context, the parameters of ``module`` are gathered, and calls do not wait."""
     parts = [part for part in module.modules() if part._forward_pre_hooks]
     hooks = [part._forward_pre_hooks for part in parts]
     try:
@@ -74,10 +74,10 @@ def parameters_waited_for(module: nn.Module) -> Iterator[None]:
 
 
 def require_plain_conv(conv: nn.Module) -> None:
-    """Refuse a ``conv1d`` that is not torch's ``Conv1d`` with stride and dilation 1.
+    """Refuse a ``conv1d`` that computes another function than torch's with stride and dilation 1.
 
-    accelerate's forward, which moves inputs between devices, is accepted, and so is modelopt's
-    class with its quantizers off.
+    accelerate's forward, which moves inputs between devices, is legal, and so is modelopt's class
+    while its quantizers are off.
     """
     own = vars(conv)
     plain = type(conv).forward is _CONV_FORWARD and ("forward" not in own or "_hf_hook" in own)
@@ -85,23 +85,23 @@ def require_plain_conv(conv: nn.Module) -> None:
         plain = not any(part.is_enabled for part in conv.children())
     if not plain or not conv.dilation == conv.stride == (1,):
         raise NotImplementedError(
-            f"conv1d is a {type(conv).__name__} with a forward, dilation or stride of its own: the "
-            f"mixer reads its weight and computes the convolution itself. Leave conv1d out of "
+            f"conv1d is a {type(conv).__name__} with a forward, dilation or stride of its own, but "
+            f"the mixer reads the weight and computes the convolution itself. Leave conv1d out of "
             f"adapters, quantization (modelopt's quantizers named '*conv1d*') and patches, or "
             f"parametrise its weight."
         )
 
 
 def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
-    """Run all pre-hooks of a module that is computed elsewhere, with the input of a real call.
+    """Run all pre-hooks of a module that is never called, with the input that a call would have.
 
-    ``rows`` makes the input. A hook that returns another input is refused.
+    ``rows`` makes this input. A hook that returns another input is refused.
     """
     name = type(module).__name__
     if _has_other_hooks(module):
         log_once(
-            f"GatedDeltaNet: its {name} is computed inside the mixer and never called, so the "
-            f"forward hooks and the backward hooks on it do not run, nor do those of all modules; "
+            f"GatedDeltaNet: the mixer computes its {name} itself and never calls it, so forward "
+            f"hooks and backward hooks, also those for all modules, do not run on the {name}; "
             f"its forward pre-hooks do."
         )
     if not module._forward_pre_hooks:

@@ -1,17 +1,10 @@
-"""How the data loader cut packed documents over context-parallel ranks, and which source says it.
+"""How the data loader cut packed documents over context-parallel ranks.
 
-| source                                     | says                                                |
-|--------------------------------------------|-----------------------------------------------------|
-| ``packed_seq_params.cp_partition_mode``    | the cut of this micro-batch                         |
-| Megatron's arguments, in a launch          | the cut of its scripts' ``get_batch``, by the flags |
-| ``config.cp_partition_mode``               | ``"contiguous"``                                    |
-| the layer's option ``cp_layout``           | what the user knows                                 |
-
-Both ``cp_partition_mode`` are fields of newer Megatrons, whose default ``"zigzag"`` says nothing (a
-micro-batch with it still contradicts a config with ``"contiguous"``). Megatron's ``get_batch`` sets
-no mode, so arguments are not read for a micro-batch that says its cut. Without any source every
-document is cut by itself. Batches that are not packed are in zigzag; for these only ``cp_layout``
-is read.
+Four sources name the cut: ``packed_seq_params.cp_partition_mode``; without it, the flags of a
+launch of Megatron's scripts; ``config.cp_partition_mode`` if it is ``"contiguous"``; and the
+layer's option ``cp_layout``. A mode ``"zigzag"`` is a default of newer Megatrons and counts only
+beside a config with ``"contiguous"``. Without a source every document is cut in zigzag by itself.
+Batches that are not packed are cut by ``cp_layout``, in zigzag if it is ``"auto"``.
 """
 
 from __future__ import annotations
@@ -28,7 +21,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _LEGAL = (AUTO, *SequenceLayout)
-# Arguments of Megatron's scripts. The first that is given says how their ``get_batch`` cuts.
+# How ``get_batch`` of Megatron's scripts cuts; the first argument that is set decides.
 _FLAGS = {
     "hybrid_context_parallel": SequenceLayout.ZIGZAG_BUFFER,
     "sft": SequenceLayout.ZIGZAG,
@@ -37,13 +30,13 @@ _FLAGS = {
 
 
 def launch_arguments() -> dict[str, Any]:
-    """The arguments of a launch of Megatron's scripts; empty outside one."""
+    """The arguments of a launch of Megatron's scripts; empty outside of a launch."""
     args = getattr(sys.modules.get("megatron.training.global_vars"), "_GLOBAL_ARGS", None)
     return {} if args is None else vars(args)
 
 
 class LoaderLayout:
-    """The layout of every micro-batch that a layer is given; ``option`` is its ``cp_layout``."""
+    """Finds the layout of each micro-batch of a layer; ``option`` is the layer's ``cp_layout``."""
 
     def __init__(self, option: str | SequenceLayout, config: TransformerConfig) -> None:
         self.config = config
@@ -52,7 +45,6 @@ class LoaderLayout:
 
     @property
     def option(self) -> str | SequenceLayout:
-        """``cp_layout``; may be set."""
         return self._option
 
     @option.setter
@@ -67,18 +59,18 @@ class LoaderLayout:
         self._found.clear()
 
     def of(self, packed: PackedSeqParams | None) -> SequenceLayout:
-        """How this micro-batch was cut; sources that contradict each other are refused."""
+        """The cut of a micro-batch; sources that contradict each other are refused."""
         if packed is None:
             return self._of_batches
         return self._of_mode(getattr(packed, "cp_partition_mode", None))
 
     def of_packed(self) -> SequenceLayout:
-        """How packed micro-batches without ``cp_partition_mode`` are cut."""
+        """The cut of packed micro-batches without ``cp_partition_mode``."""
         return self._of_mode(None)
 
     def _of_mode(self, mode: str | None) -> SequenceLayout:
         given, flag = launch_arguments(), None
-        # A scheduler, in newer Megatrons, cuts by config.cp_partition_mode.
+        # The packing scheduler of newer Megatrons cuts by config.cp_partition_mode.
         if given.get("sequence_packing_scheduler") is None:
             flag = next((name for name in _FLAGS if given.get(name)), None)
         key = mode, getattr(self.config, "cp_partition_mode", None), flag
@@ -87,7 +79,7 @@ class LoaderLayout:
         return self._found[key]
 
     def _resolve(self, mode: str | None, by_config: str | None, flag: str | None) -> SequenceLayout:
-        said: dict[str, SequenceLayout] = {}  # by source
+        said: dict[str, SequenceLayout] = {}  # the layout that each source names
         if self.option != AUTO:
             said[f"cp_layout={str(self.option)!r}"] = SequenceLayout(self.option)
         contiguous = by_config == SequenceLayout.CONTIGUOUS
@@ -107,12 +99,12 @@ class LoaderLayout:
         if len(set(said.values())) > 1:
             raise ValueError(
                 f"{' and '.join(said)} contradict each other about how packed documents were cut "
-                f"over context-parallel ranks; tokens would be taken for others. Leave the layer's "
-                f"option cp_layout at 'auto', and let config and packed_seq_params name what the "
-                f"loader does."
+                f"over context-parallel ranks, so tokens would be in wrong places. Leave the "
+                f"layer's option cp_layout at 'auto', and let config and packed_seq_params name "
+                f"the loader's cut."
             )
         layout = next(iter(said.values()), SequenceLayout.ZIGZAG)
-        why = ", ".join(said) or "nothing says otherwise"
+        why = ", ".join(said) or "no setting names a layout"
         log_once(
             f"cp_layout {str(self.option)!r}: packed documents are taken as cut {str(layout)!r} "
             f"over context-parallel ranks ({why})"
@@ -127,7 +119,7 @@ class FollowsLoader:
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """How tokens were cut; a new value counts from the next forward, and all layers need it."""
+        """The loader's cut; a new value counts from the next forward. Set it on all layers."""
         return self.loader_layout.option
 
     @cp_layout.setter

@@ -1,8 +1,7 @@
-"""How one micro-batch runs: its documents, its scheme, its rule. Decided here and nowhere else.
+"""The one place that decides how a micro-batch runs: its documents, its scheme and its rule.
 
 Models are moved and cast after they are built, and a micro-batch may bring its own context-parallel
 group. So a layer guesses device and dtype when it is built, and chooses again for other rows.
-Answers are kept by the identity of the documents: to hash many lengths takes longer than a launch.
 """
 
 from __future__ import annotations
@@ -38,28 +37,28 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_MOST_GROUPS = 16  # whose schemes a layer keeps
-_MOST_MICRO_BATCHES = 32  # that a layer keeps, each with its tables on the device
-_WHATEVER = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order in every layout
-# ``choose(device, dtype, bits)`` gives the rule for such rows and the reason.
+_MOST_GROUPS = 16  # a layer keeps the schemes of this many groups
+_MOST_MICRO_BATCHES = 32  # a layer keeps this many, each with its tables on the device
+_WHATEVER = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
+# ``choose(device, dtype, bits)`` returns the rule for rows of this kind, and the reason.
 ChooseRule = Callable[..., tuple[Rule, str]]
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    documents: Documents | None  # packed into the one batch row
-    tokens: int  # of one batch row, over all context-parallel ranks
+    documents: Documents | None  # None: the batch is not packed
+    tokens: int  # tokens of one batch row over all context-parallel ranks
     rule: Rule  # the recurrence
-    scheme: Scheme  # where the mixer runs
-    passage: Passage  # how the rows get there and back
+    scheme: Scheme  # the heads and tokens that each rank computes
+    passage: Passage  # the exchanges that bring rows to the scheme's ranks and back
 
     @property
     def rows_stay(self) -> bool:
-        """Whether the front takes in_proj's rows themselves: not exchanged, not put on a grid."""
+        """Whether the front reads in_proj's output without an exchange and without a grid."""
         return not self.scheme.moves_rows and self.rule.bits is not Bits.ON_GRID
 
     def local_positions(self) -> Tensor | range:
-        """Sequence positions of this rank's share of ``tokens``, in its order."""
+        """Sequence positions of this rank's tokens, in the rank's order."""
         return self.scheme.local_positions(self.documents, self.tokens)
 
 
@@ -70,19 +69,10 @@ class MicroBatches:
     ``torch.use_deterministic_algorithms`` is on, and on the grid while
     ``config.batch_invariant_mode`` is (:class:`..ops.rules.base.Bits`).
 
-    Args:
-        config: rows are expected in its dtype, on a GPU if there is one.
-        layout, state: of one tensor-parallel rank: projection columns, the states of its heads.
-        taps: of the convolution.
-        group: the context-parallel group of micro-batches that do not bring their own.
-        loader_layout: how micro-batches were cut.
-        mode: the scheme, or ``"auto"`` for the cheaper one; None takes the config's, else auto.
-        choose_rule: makes the rules.
-        cp_ranks_per_machine: ranks of ``group`` that NVLink joins; None asks the hosts.
-        mixer, recurrence: their names in the log.
-
-    Raises:
-        ValueError: headwise is asked for and the heads cannot be split over ``group``.
+    ``layout`` and ``state`` are the projection columns and head states of one tensor-parallel rank,
+    ``taps`` are the convolution's, ``group`` is the context-parallel group of micro-batches that do
+    not bring their own. ``mixer`` and ``recurrence`` are names for the log. A ValueError means that
+    ``mode`` is headwise and the heads cannot be split over ``group``.
     """
 
     def __init__(
@@ -113,7 +103,7 @@ class MicroBatches:
         self.use_group(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MicroBatches:
-        """For a copy of the layer: the same groups, without schemes and micro-batches."""
+        """A copy for a copied layer, with the same groups, without schemes and micro-batches."""
         other = copy.copy(self)
         other._config = copy.deepcopy(self._config, memo)
         other._loader_layout = copy.deepcopy(self._loader_layout, memo)
@@ -122,28 +112,24 @@ class MicroBatches:
         return other
 
     def follow(self, config: TransformerConfig) -> None:
-        """Take the modes of this config from now on."""
+        """Use the modes of this config from now on."""
         self._config = self._loader_layout.config = config
 
     def use_group(self, group: Any) -> None:
-        """Run micro-batches that bring no group over this one, unless the constructor would refuse
-        it.
-        """
+        """Set the group of micro-batches that bring none; errors are the constructor's."""
         alone = group is None or group.size() == 1
         layout = _WHATEVER if alone else self._loader_layout.of_packed()
         rule = self.latest_rule
         first, *others = self._schemes_of(group, rule, layout)
         self._group = group
-        if not others:  # the kernels of the only scheme are compiled now
+        if not others:  # only one scheme can run, so its kernels are compiled now
             states = first.name == LinearCpMode.CHUNKWISE
             rule.prepare(first.layout, _dtype_of_rows(self._config), states)
 
     def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor, group: Any = None) -> MicroBatch:
-        """How the micro-batch of these projection rows ``[s, B, P]`` runs.
+        """Decide how the micro-batch of these projection rows ``[s, B, P]`` runs.
 
-        The group is that of ``packed``, else ``group``, else the layer's. Errors are those of
-        :func:`.packing.resolve_packed_seq_params`, :mod:`.loader_layout`,
-        :mod:`..context_parallel.agreement` and the constructor.
+        Its group is that of ``packed``, else ``group``, else the layer's.
         """
         s, B, _ = proj_sBP.shape
         device, dtype = proj_sBP.device, proj_sBP.dtype
@@ -159,6 +145,7 @@ class MicroBatches:
         if tokens != s:
             layout = self._loader_layout.of(None if documents is None else packed)
             require_agreement(self._layer, group, tokens, B, documents, layout, device)
+        # Documents are compared by identity: to hash many lengths takes longer than a launch.
         key = (stream_of_tables(), documents, group, layout, self._bits(), s, B, device, dtype)
         found = self._made.get(key)
         if found is None:
@@ -180,7 +167,7 @@ class MicroBatches:
         return Bits.DETERMINISTIC if deterministic else Bits.FREE
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
-        """How whole sequences of any length run on this rank, as in generation."""
+        """The micro-batch for whole sequences of any length on this rank, as in generation."""
         key = device.type, dtype, self._bits()
         if key not in self._whole:
             rule, reason = self._choose_rule(device, dtype, key[2])
@@ -190,13 +177,13 @@ class MicroBatches:
         return self._whole[key]
 
     def _schemes_of(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
-        """The schemes that can run: whole; headwise, chunkwise, or both in this order."""
+        """The schemes that can run: whole alone on one rank, else headwise, chunkwise or both."""
         found = self._schemes.get((group, rule, layout))
         if found is None:
             if len(self._schemes) >= _MOST_GROUPS:
                 others = (key for key in self._schemes if key[0] is not self._group)
                 gone = self._schemes.pop(next(others, next(iter(self._schemes))))
-                # Kept micro-batches would keep the group's schemes alive.
+                # Micro-batches that the layer keeps would keep the removed schemes alive.
                 self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
             found = self._possible(group, rule, layout)
             self._schemes[group, rule, layout] = found
@@ -222,7 +209,7 @@ class MicroBatches:
                     raise type(error)(words) from None
         if self._mode is LinearCpMode.HEADWISE:
             return tuple(found)
-        # The same exchange of maps for all documents: the other one adds in another order.
+        # Bits must not depend on the exchange of maps, so one exchange serves all documents.
         exchange = "share" if rule.batch_invariant else None
         chunkwise = Chunkwise(
             self._layout, self._state, self._taps, group, layout, exchange,
@@ -239,7 +226,7 @@ class MicroBatches:
             why = documents.why_headwise
             if on_grid and documents.why_not_on_grid:
                 raise NotImplementedError(documents.why_not_on_grid)
-        if documents is not None and documents.continue_others:  # all must lie on one rank
+        if documents is not None and documents.continue_others:  # needs all tokens on one rank
             if first.name == LinearCpMode.CHUNKWISE:
                 raise NotImplementedError(
                     "documents that continue others run on whole sequences, and these layers can "
@@ -247,9 +234,9 @@ class MicroBatches:
                     "context-parallel ranks can share, or pack the sequences separately."
                 )
         elif not others:
-            why = "the only one that these heads and this backend leave"
+            why = "the only mode for these heads and this backend"
         elif on_grid and not why:
-            why = "the one that keeps batch_invariant_mode's bits"
+            why = "the mode that keeps batch_invariant_mode's bits"
         elif not why:
             tokens, rows = len(x) * group.size(), x.shape[1]
             lengths = None if documents is None else documents.lengths
@@ -261,8 +248,8 @@ class MicroBatches:
             scheme = next(each for each in (first, *others) if each.name == cost.cheaper)
             why = (
                 f"the cheaper for {tokens} tokens in {rows if lengths is None else len(lengths)} "
-                f"sequences over {group.size()} ranks, {per_machine} per machine: it adds to a "
-                f"forward {cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms chunkwise"
+                f"sequences over {group.size()} ranks, {per_machine} per machine: exchanges add to "
+                f"a forward {cost.headwise:.2f} ms headwise, {cost.chunkwise:.2f} ms chunkwise"
             )
         if self._mode is LinearCpMode.AUTO and scheme.size > 1 and not scheme.announced:
             scheme.announced = True

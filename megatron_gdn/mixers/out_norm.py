@@ -1,4 +1,4 @@
-"""The layer's ``out_norm``: kernels compute a plain RMSNorm; any other module is called."""
+"""The layer's ``out_norm``: kernels compute a plain RMSNorm; other modules are called."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def _is_plain(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
         return False
-    cls = type(module)  # exactly our class, torch's or Transformer Engine's, unchanged
+    cls = type(module)  # a subclass may compute another function
     if "forward" in vars(module):
         return False
     if cls in _PLAIN_FORWARDS:
@@ -41,9 +41,9 @@ def _is_plain(module: Any) -> bool:
 def norm_of(
     module: Any, group: dist.ProcessGroup | None, layout: Layout, activation: str = "silu"
 ) -> GatedNorm | Apart:
-    """The norm for the readout: parameters of a plain norm, or a readout that calls the module.
+    """A plain norm's parameters for the readout kernels, or a readout that calls the module.
 
-    The gradients of its parameters are summed over ``group``.
+    The gradients of the norm's parameters are summed over ``group``.
     """
     plain, hooked = _is_plain(module), has_hooks(module)
     if plain and hooked and (plain := only_waits_for_parameters(module)):
@@ -76,7 +76,7 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, gradient: Tensor):
-        # A copy, since other code may hold this gradient; in fp32, so that the sum is rounded once.
+        # Other code may hold this gradient, so the sum is in a copy; fp32 rounds the sum once.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
@@ -84,7 +84,7 @@ class _SumGradient(torch.autograd.Function):
 
 
 def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """A replicated parameter that each rank of ``group`` uses on its own heads: sums gradients."""
+    """A view of a replicated parameter whose gradient is summed over the ranks of ``group``."""
     if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
         return parameter
     return _SumGradient.apply(parameter, group)
@@ -92,10 +92,7 @@ def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @contextmanager
 def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside, ``module`` reads its parameters through :func:`sum_gradient`.
-
-    Other code must not replace the parameters meanwhile, as ``fully_shard`` of ``module`` does.
-    """
+    """Inside the context, ``module`` reads its parameters through :func:`sum_gradient`."""
     if group is None or not torch.is_grad_enabled():
         yield
         return

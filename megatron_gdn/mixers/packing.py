@@ -1,4 +1,4 @@
-"""Packed micro-batches: Megatron's ``PackedSeqParams`` in, one resolved ``Documents`` out."""
+"""Packed micro-batches: Megatron's ``PackedSeqParams`` become one checked ``Documents``."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _RESOLVED = "_megatron_gdn_documents"
-PARENTS = "_megatron_gdn_parents"  # of documents with qkv_format TREE
-# Layers that do not know trees must not take the documents for separate ones.
+PARENTS = "_megatron_gdn_parents"  # an attribute of packed_seq_params with qkv_format TREE
+# Not "thd", so that layers which do not know trees refuse the documents.
 TREE = "thd_tree"
 _BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv_padded", "cu_seqlens_kv")
 _UNPACKED = ("sbhd", "bshd")
 
 
 class _Look(NamedTuple):
-    """One tensor of offsets at the time when it was read."""
+    """A tensor of offsets, and its version and values when a layer read it."""
 
     tensor: Tensor | None
     version: int
-    values: Tensor | None  # None on a GPU, where to compare would wait for the device
+    values: Tensor | None  # None on a GPU, where a comparison would wait for the device
 
 
 def _look_at(tensor: Tensor | None) -> _Look:
@@ -43,16 +43,16 @@ def _look_at(tensor: Tensor | None) -> _Look:
 
 
 class _Resolved(NamedTuple):
-    """The result of the first layer of a micro-batch, for the later layers."""
+    """The boundaries that a micro-batch's first layer read, for the later layers."""
 
     layout: str | None  # qkv_format
-    parents: tuple[int, ...] | None  # of trees
-    looks: tuple[_Look, ...]  # of the tensors _BOUNDARIES
+    parents: tuple[int, ...] | None  # None: the documents are no tree
+    looks: tuple[_Look, ...]  # one for each name in _BOUNDARIES
     documents: Documents
-    of_streams: dict[int, Documents]  # the same, for every stream that asked
+    of_streams: dict[int, Documents]  # a copy of documents for each CUDA stream that uses them
 
     def still_holds(self, params: PackedSeqParams, tokens: int, device: torch.device) -> bool:
-        """Whether the same tensors hold the same offsets, for the same rows."""
+        """Whether ``params`` has the same tensors with the same offsets, for the same rows."""
         documents, given = self.documents, params.__dict__.get(PARENTS)
         if (params.qkv_format, given) != (self.layout, self.parents):
             return False
@@ -71,24 +71,17 @@ class _Resolved(NamedTuple):
 def resolve_packed_seq_params(
     params: PackedSeqParams | None, total_tokens: int, device: torch.device
 ) -> Documents | None:
-    """The document boundaries of a packed micro-batch; None when it is not packed.
+    """The documents of a packed micro-batch; None if the micro-batch is not packed.
 
-    The first layer of a micro-batch reads ``cu_seqlens`` from the device, checks them and leaves
-    the result on ``params``. Later layers and recomputations check that the offsets are the same:
-    on the CPU by value, on a GPU by torch's version counter. Collectives and writes to ``.data`` do
-    not raise this counter, so give every micro-batch a PackedSeqParams, or at least tensors, of its
-    own.
+    The first layer of a micro-batch reads ``cu_seqlens`` from the device, checks the offsets and
+    stores the documents on ``params``. Later layers and recomputations check that the offsets are
+    the same: on the CPU by value, on a GPU by torch's version counter. Collectives and writes to
+    ``.data`` do not raise this counter, so give every micro-batch new tensors of offsets.
 
-    Boundaries are ``cu_seqlens_q_padded`` where given, else ``cu_seqlens_q``: global offsets,
-    before any context-parallel split. Padding is at the end of a document's slot, where a causal
-    layer's tokens do not see it. Its rows must be finite, since weights get gradients from all rows
-    and 0 * NaN is NaN. Mask its outputs in the loss.
-
-    Args:
-        params: as Megatron passes it to a layer. ``qkv_format="thd"`` is packed, and so is None
-            (Megatron's default) if there are boundaries; ``"sbhd"`` and ``"bshd"`` have none.
-        total_tokens: tokens of the whole packed buffer, over all context-parallel ranks.
-        device: where the layer runs.
+    Boundaries are ``cu_seqlens_q_padded`` if given, else ``cu_seqlens_q``: global offsets, before
+    any context-parallel split, up to ``total_tokens`` of all ranks. Padding is at the end of a
+    document's slot, so a causal layer's tokens do not see padding. Rows of padding must be finite,
+    since weights get gradients from all rows and 0 * NaN is NaN; mask their outputs in the loss.
 
     Raises:
         RuntimeError: a recomputed forward finds other boundaries than the first.
@@ -126,7 +119,7 @@ def resolve_packed_seq_params(
     sources = tuple(getattr(params, name) for name in _BOUNDARIES)
     documents = _as_tree(_resolve(sources, total_tokens, device), params)
     if any(source is not None and source.is_inference() for source in sources):
-        return documents  # torch counts no writes to such a tensor, so nothing is remembered
+        return documents  # not stored, since torch counts no writes to an inference tensor
     before = known.documents if known is not None and _is_recomputed() else documents
     if not torch.equal(documents.stamp, before.stamp):
         found = f"{list(documents.offsets)} after {list(before.offsets)}"
@@ -173,7 +166,7 @@ def _in_buffers(params: PackedSeqParams, total_tokens: int, device: torch.device
         raise ValueError(
             f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens on "
             f"{documents.device}, and the layer has {total_tokens} tokens (over all "
-            f"context-parallel ranks) on {device}; make them for these with "
+            f"context-parallel ranks) on {device}; make buffers of this size on this device with "
             f"megatron_gdn.static_packed_seq_params."
         )
     documents.read_by_forward(_is_recomputed())
@@ -181,7 +174,7 @@ def _in_buffers(params: PackedSeqParams, total_tokens: int, device: torch.device
 
 
 def _is_packed(params: PackedSeqParams) -> bool:
-    """Whether documents are packed; given boundaries are never ignored."""
+    """Whether documents are packed; boundaries of a batch that is not packed are refused."""
     layout = params.qkv_format
     if layout in ("thd", TREE):
         return True
@@ -219,7 +212,7 @@ def _resolve(
     documents = Documents.from_cu_seqlens(boundaries, total_tokens, device=device)
 
     if kv_padded is not None and q_padded is None:
-        q_padded = q  # padded slots of keys must also be those of queries
+        q_padded = q  # the slots of keys must equal those of queries
     for name, queries, keys in (("_padded", q_padded, kv_padded), ("", q, kv)):
         if queries is None or keys is None or queries is keys:
             continue
@@ -227,7 +220,7 @@ def _resolve(
             raise ValueError(
                 f"packed_seq_params gives cu_seqlens_q{name}={queries.tolist()} and "
                 f"cu_seqlens_kv{name}={keys.tolist()}; this layer reads and writes one sequence, "
-                f"so they must agree."
+                f"so the two must be equal."
             )
     if q_padded is not None and q is not None and q is not q_padded:
         lengths = [end - start for start, end in pairwise(q.tolist())]
@@ -237,31 +230,31 @@ def _resolve(
             raise ValueError(
                 f"cu_seqlens_q gives documents of {lengths} tokens, cu_seqlens_q_padded slots of "
                 f"{list(documents.lengths)}; there must be one slot per document, at least as "
-                f"long as it."
+                f"long as the document."
             )
     return documents
 
 
 def context_parallel_group_of(packed: PackedSeqParams | None, group: Any) -> Any:
-    """The context-parallel group of a micro-batch, or ``group``; None if the rank is alone."""
+    """The micro-batch's own context-parallel group (None for one rank), else ``group``."""
     if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
         return group
     group, size = packed.cp_group, packed.local_cp_size
     if size is not None and size != (1 if group is None else group.size()):
         given = "no cp_group" if group is None else f"a cp_group of {group.size()} ranks"
         raise ValueError(
-            f"packed_seq_params has local_cp_size={size} and {given}; they must agree (a size "
-            f"of 1 needs no group)."
+            f"packed_seq_params has local_cp_size={size} and {given}; the size must be the "
+            f"group's (a size of 1 needs no group)."
         )
     return group
 
 
 class MicroBatchShare(NamedTuple):
-    """What one rank attends with: its queries, and the keys of all ranks that they see."""
+    """The tokens of a micro-batch that one context-parallel rank holds, for attention layers."""
 
     documents: Documents | None
     group: Any
-    size: int  # of the group
+    size: int  # ranks of the group
     rank: int
     layout: SequenceLayout
     lengths: tuple[int, ...]
@@ -276,13 +269,13 @@ class MicroBatchShare(NamedTuple):
         tokens: int,
         device: torch.device,
     ) -> MicroBatchShare:
-        """The share of ``tokens`` local tokens, in the micro-batch's group or else ``group``."""
+        """The share of a rank with ``tokens`` tokens, in the micro-batch's group or ``group``."""
         group = context_parallel_group_of(packed, group)
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         total = tokens * size
         documents = resolve_packed_seq_params(packed, total, device)
         documents = None if documents is None else documents.on_host()  # refused in a capture
-        layout = SequenceLayout.ZIGZAG  # any: one rank holds all tokens in order
+        layout = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
         if total != tokens:
             layout = layout_of(None if documents is None else packed)
         lengths = Documents.lengths_of(documents, total)
@@ -295,7 +288,7 @@ class MicroBatchShare(NamedTuple):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """This rank's rows by document, in order; empty documents are left out."""
+        """The runs of this rank's rows, each of one document; empty documents have none."""
         spans = spans_of(self.lengths, self.size, self.rank, self.layout)
         if self.documents is None:
             return spans

@@ -167,7 +167,7 @@ def test_offsets_on_the_host_are_integers(offsets):
         (thd([0, 8, 4, 12]), "runs backwards at document 1: 8 is followed by 4"),
         (thd([12]), "names no document"),
         (thd(None, kv=None), "neither cu_seqlens_q_padded nor"),
-        (thd([0, 12], kv=[0, 6, 12]), "they must agree"),
+        (thd([0, 12], kv=[0, 6, 12]), "the two must be equal"),
         (thd([0, 5, 9], [0, 4, 12]), "one slot per document"),
         (thd([0, 3], [0, 4, 12]), "one slot per document"),
     ],
