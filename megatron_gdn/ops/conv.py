@@ -117,7 +117,7 @@ def convolve_rows(
     def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
         pre = _pre_activation(x, weight, bias, position_T)
         if before is not None and table is not None:
-            pre = History(before, table).added_to(pre, weight)
+            pre = History(before, table).add_lead_in_to(pre, weight)
         return (silu(pre) if activation else pre).to(x.dtype)
 
     return saving_inputs(convolved, x_BSC, weight_CW, bias_C, before)

@@ -219,7 +219,7 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
         initial, d_final = neighbours.states.leaving(begun, linked)
     grads = begun.run(initial, d_final)
     del begun
-    history = None if history is None else history.for_backward()
+    history = None if history is None else history.with_gradient_buffer()
     of_parameters = front.backward(rows, of_front, grads, d_rows, neighbours.documents, history)
     if neighbours.history is not None and history is not None:
         assert history.d_rows is not None

@@ -86,7 +86,7 @@ def compare(front, plain, history, returned, proj, parameters, grads, documents,
             assert (x is None) == (y is None)
             if x is not None:
                 assert_close(name, x, y)
-    history, exact_history = history.for_backward(), exact_history.for_backward()
+    history, exact_history = history.with_gradient_buffer(), exact_history.with_gradient_buffer()
     d_proj, exact_d_proj = (torch.full_like(x, float("nan")) for x in (proj, exact_proj))
     got = front.backward(proj, parameters, grads, d_proj, documents, history)
     right = plain.backward(

@@ -1,4 +1,4 @@
-"""The backward of :mod:`.conv_forward`, of one head along the sequence (Triton)."""
+"""The backward of :mod:`.conv_forward`: a program walks one head along the sequence (Triton)."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ def _walk_one_token(
     return x_RD, dpre_RD, waiting[W - 1], history, push(waiting[0], waiting[1:W], W - 1)
 
 
-@triton.jit(noinline=True)  # for the compiler's sake, see :mod:`.conv_forward`
+@triton.jit(noinline=True)  # compiles faster, see :mod:`.conv_forward`
 def walk_head_backward(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr, d_proj_ptr,
     partial_ptr, d_lead_ptr,

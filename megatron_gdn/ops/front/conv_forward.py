@@ -1,10 +1,10 @@
-"""Conv + SiLU, and l2norm if asked for, of one head: along the sequence, or of one token (Triton).
+"""Conv, SiLU and an optional l2norm of one head along the sequence (Triton).
 
 The time of Triton's coalescing pass (3.6) grows with the cube of a function's size. So each walk
 along the sequence is a function that is not inlined, and constants are computed before its loop.
-The number of steps is an argument of the launch: one compilation serves all lengths.
+The number of steps is a launch argument, so one compilation serves all sequence lengths.
 
-Legend: D dim of the head at hand; in tile names R segments walked side by side.
+Legend: D channels of the head, R segments that a program walks side by side.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import triton.language as tl
 
 from ..kernels.elementwise import sigmoid
 
-UNROLL = tl.constexpr(4)  # steps per turn of the loop; a walk has a multiple of it
+UNROLL = tl.constexpr(4)  # steps per loop iteration; every walk has a multiple of UNROLL steps
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl
     return meets
 
 
-@triton.jit(noinline=True)  # for the compiler's sake, see the top
+@triton.jit(noinline=True)  # compiles faster, see the module's docstring
 def walk_head(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
     column, start, S, steps, stride_s, lead_stride, out_stride, eps,

@@ -3,8 +3,8 @@
     function(x, A_log, low, high)                            -> first, second
     function_backward(x, A_log, d_first, d_second, low, high) -> d_x, d_A_log
 
-elementwise in fp32. If a gate makes one input of the rule, the second is the first. d_A_log of a
-gate without a rate is never read.
+All arithmetic is elementwise in fp32. A gate that makes one input of the rule returns it twice.
+The caller ignores d_A_log of a gate without a rate.
 """
 
 from __future__ import annotations

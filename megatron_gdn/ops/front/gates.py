@@ -1,10 +1,11 @@
-"""The gates of a rule, as functions of single columns of a row; their twin is :mod:`.gate_kernels`.
+"""The gates of a rule as elementwise functions; :mod:`.gate_kernels` has them in Triton.
 
     function(x, A_log, low, high)      x [B, S, heads, width] in fp32 or wider, A_log [heads, 1]
 
-x is the column, plus ``dt_bias`` if the gate has a rate (:class:`.table.Gate`). Log-decays are
-clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at :func:`..elementwise.largest_A_log`.
-The decay exp(g) is exactly 0 there with or without the clamp, and so is its gradient.
+x is the gate's columns, plus ``dt_bias`` if the gate has a rate (:class:`.table.Gate`). Log-decays
+are clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at
+:func:`..elementwise.largest_A_log`. Beyond a clamp the decay exp(g) and its gradient are exactly 0
+with or without the clamp.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
 
 
 def bounded_decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
-    """The log-decay ``low sigmoid(exp(A_log) x)``, between ``low`` and 0."""
+    """The log-decay ``low sigmoid(exp(A_log) x)``, which lies between ``low`` and 0."""
     return (low * sigmoid(_rate(A_log) * x),)
 
 
@@ -57,8 +58,8 @@ def decay_and_write_gates(
         g    = -exp(A_log) * softplus(alpha + dt_bias)
         beta = sigmoid(b), or 2 sigmoid(b) with ``allow_neg_eigval``
 
-    in fp32 for inputs of any dtype: a rounded ``A_log`` is a wrong decay rate, and the recurrence
-    compounds it over the whole sequence.
+    Arithmetic is fp32 for inputs of any dtype, because the recurrence compounds a rounding error of
+    ``A_log`` over the whole sequence.
 
     Args:
         alpha_H, beta_H: ``[..., H]``, the alpha and beta sections of the projection.

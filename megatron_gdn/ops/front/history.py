@@ -1,14 +1,14 @@
-"""The rows before the pieces of a batch: their *history*.
+"""The *history* of a batch: the rows before its pieces.
 
-A token's taps reach W - 1 rows back. So the first W - 1 tokens of a piece, its *edge*, read rows
-that another rank, a cache or a parent holds; the front waits for these rows. They add a term of its
-own to the convolution, the *lead-in*, because the convolution is linear before its activation:
+The convolution of a token reads the W - 1 rows before the token. So the first W - 1 tokens of a
+piece, its *edge*, need rows that another rank, a cache or a parent piece holds, and the front waits
+for these rows. Their part of the convolution is a separate sum, the *lead-in*:
 
     pre[p]     = bias + the taps over the piece's own rows + lead_in[p]          p = 0 .. W - 2
     lead_in[p] = sum of tap[W - 1 - p - age] * row[age] over the ages 1 .. W - 1 - p
 
-Legend: s tokens of the batch, N pieces that have a history, R rows of history, M tokens whose rows
-were sent.
+Legend: s tokens of the batch, N pieces with a history, R rows of history, M tokens whose rows were
+sent.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ from ..host_tables import cached_by_stream, to_device
 
 @dataclass(frozen=True, eq=False)
 class HistoryTable:
-    """Where the rows of history belong; int32 on the device.
+    """Indices of the rows of history; int32 on the device.
 
-    In fixed buffers an absent piece has rows and tokens -1, an absent addition has the token -1.
+    In fixed buffers an absent piece has rows and tokens -1, and an absent addition has token -1.
     """
 
-    # [N, W - 1], the row that lies 1, 2, .. before each piece; -1: none. No row twice.
-    before: Tensor
-    edge: Tensor  # [N, W - 1], the first tokens of each piece, -1 behind the end of a short one
-    place: Tensor  # [s], for each token its place in ``edge``, flattened; -1 outside
-    # [M, 1 + most]: a token, each once, and the returned rows that are added to its gradient, -1
-    # for none, in this order.
+    before: Tensor  # [N, W - 1]: the row 1, 2, .. tokens before each piece, or -1; no row twice
+    edge: Tensor  # [N, W - 1]: the first tokens of each piece, -1 after the end of a short piece
+    place: Tensor  # [s]: each token's index in the flattened ``edge``, -1 outside the edges
+    # [M, 1 + most]: in each line one token, then the returned rows that are added to its gradient
+    # in this order, padded with -1. No token has two lines.
     additions: Tensor
 
     @classmethod
@@ -48,25 +47,25 @@ class HistoryTable:
         tokens: int,
         device: torch.device,
     ) -> HistoryTable:
-        """The table from int64 host tensors: first token and length of pieces, and rows sent."""
+        """Make the table from host tensors: pieces' first tokens and lengths, tokens ``sent``."""
         ahead = torch.arange(before.shape[1], device="cpu")
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)
         flat = edge.flatten()
         place = torch.full((tokens,), -1, dtype=torch.int32, device="cpu")
         place[flat[flat >= 0]] = (flat >= 0).nonzero().flatten().int()
-        rows, sources = _by_row(sent)
+        rows, sources = _indices_by_token(sent)
         additions = torch.cat([rows[:, None], sources], dim=1)
         return cls(*(to_device(x.int(), device) for x in (before, edge, place, additions)))
 
 
 def ranges(start: Tensor, count: Tensor) -> Tensor:
-    """``start[0] .. start[0] + count[0] - 1, start[1] .., ...``"""
+    """The integers ``start[n] .. start[n] + count[n] - 1`` of all n, one range after another."""
     first = count.cumsum(0) - count
     return torch.arange(int(count.sum()), device="cpu") + (start - first).repeat_interleave(count)
 
 
-def _by_row(sent: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct tokens of ``sent``, and for each its places in ``sent``, padded with -1."""
+def _indices_by_token(sent: Tensor) -> tuple[Tensor, Tensor]:
+    """The distinct tokens of ``sent``, and each token's indices in ``sent``, padded with -1."""
     order = sent.argsort(stable=True)
     rows, count = sent[order].unique_consecutive(return_counts=True)
     table = sent.new_full((len(rows), int(count.max()) if len(rows) else 0), -1)
@@ -76,28 +75,30 @@ def _by_row(sent: Tensor) -> tuple[Tensor, Tensor]:
 
 
 class History(NamedTuple):
-    """The history of one batch, for a front's forward; with ``d_rows`` for its backward."""
+    """The history of one batch; a front's backward writes its gradient to ``d_rows``."""
 
     rows: Tensor  # [R, B, C], any strides
     table: HistoryTable
-    d_rows: Tensor | None = None  # written, [R, B, C] contiguous, in fp32 or wider
+    d_rows: Tensor | None = None  # [R, B, C] contiguous, in fp32 or wider
 
-    def for_backward(self) -> History:
+    def with_gradient_buffer(self) -> History:
         wide = torch.promote_types(self.rows.dtype, torch.float32)
-        shape = self.rows.shape  # of fixed buffers some rows belong to no piece: zeros
+        shape = self.rows.shape  # zeros, since rows of fixed buffers may belong to no piece
         return self._replace(d_rows=torch.zeros(shape, dtype=wide, device=self.rows.device))
 
     def columns(self, columns: slice) -> History:
         return self._replace(rows=self.rows[..., columns])
 
-    def added_to(self, pre_BsC: Tensor, weight_CW: Tensor) -> Tensor:
-        """``pre`` and the lead-in; differentiable."""
+    def add_lead_in_to(self, pre_BsC: Tensor, weight_CW: Tensor) -> Tensor:
+        """``pre`` plus the lead-in; differentiable."""
         before, edge = self.table.before, self.table.edge.flatten()
         past = before.shape[1]
-        # Masked before any product: 0 * NaN would pass NaN on.
+        # Absent rows are masked before any product, because 0 * NaN is NaN.
         rows_NABC = self.rows[before.clamp(min=0)].to(pre_BsC.dtype)
         rows_NABC = rows_NABC.masked_fill((before < 0)[..., None, None], 0)
-        taps_WC = weight_CW.to(pre_BsC.dtype).T.flip(0)  # by delay
+        taps_WC = weight_CW.to(pre_BsC.dtype).T.flip(
+            0
+        )  # taps_WC[d] is the tap of the row d tokens before
         lead_in = [(rows_NABC[:, : past - p] * taps_WC[p + 1 :, None]).sum(1) for p in range(past)]
         lead_BPC = torch.stack(lead_in, 1).flatten(0, 1).transpose(0, 1)
         lead_BPC = lead_BPC.masked_fill((edge < 0)[:, None], 0)
@@ -105,7 +106,7 @@ class History(NamedTuple):
 
 
 def history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) -> History:
-    """The history from the W - 1 rows before every sequence, oldest first."""
+    """The history from ``[N, C, W - 1]``, the rows before every sequence, oldest first."""
     packed, device = documents is not None, history_NCW.device
     rows = history_NCW.permute(2, 0, 1)
     if packed:
@@ -124,13 +125,15 @@ def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) ->
 
 
 @cached_by_stream(32)
-def _last_index(
+def _last_row_indices(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each of the N * past rows: its new token, its old row, and whether to take the token."""
+    """For each of the N * past last rows: its token, its older row, and whether it is the token."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
-    place = length - past + torch.arange(past, device="cpu")  # within the sequence; < 0: older
+    place = (
+        length - past + torch.arange(past, device="cpu")
+    )  # in the sequence; an older row if below 0
     token = (start + place.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
     old = torch.arange(len(lengths), device="cpu")[:, None] * past + (place + past).clamp(
         max=past - 1
@@ -140,25 +143,25 @@ def _last_index(
 
 
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
-    """The last p convolved rows of every sequence, ``[N, C, p]``: new rows, else older ones."""
+    """The last p rows of every sequence, ``[N, C, p]``: older rows only if new rows are too few."""
     N, _, past = before_NCp.shape
     if documents is None:
         # Copy only the new rows that stay.
         tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0)
         return torch.cat([before_NCp, tail], dim=2)[..., tail.shape[2] :].contiguous()
-    token, old, fresh = _last_index(documents.lengths, past, rows_sBC.device)
+    token, old, fresh = _last_row_indices(documents.lengths, past, rows_sBC.device)
     before = before_NCp.transpose(1, 2).flatten(0, 1).index_select(0, old)
     last = torch.where(fresh[:, None], rows_sBC[:, 0].index_select(0, token), before)
     return last.unflatten(0, (N, past)).transpose(1, 2).contiguous()
 
 
 class HistoryLink(Protocol):
-    """The source of the history, which also takes its gradient."""
+    """Fetches the history of a batch, and sends the history's gradient back to its owners."""
 
     def fetch(self, rows_sBC: Tensor) -> History:
-        """Send the rows that others need, and wait for those of this batch's pieces."""
+        """Send the rows that other pieces need, and wait for the history of this batch."""
         ...
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
-        """The reverse: the gradients of the rows that :meth:`fetch` sent."""
+        """Send ``d_rows`` of the history; return the gradients of the rows that ``fetch`` sent."""
         ...

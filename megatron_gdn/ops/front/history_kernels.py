@@ -1,6 +1,6 @@
 """The lead-in of :mod:`.history`, its backward and the sum of returned gradients (Triton).
 
-Letters as in :mod:`.history`; in tile names C channels of a block, 1 one row.
+The letters are those of :mod:`.history`; in tile names C is the channels of a block.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from ..kernels.launch import MOST_PLANS, Launch
 from .conv_forward import load_taps
 from .history import History
 
-_CHANNELS = 256  # of a program
+_CHANNELS = 256  # per program
 
 
 @triton.jit
@@ -115,7 +115,7 @@ def add_rows_kernel(
 
 
 def lead_in(history: History | None, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """``[N, W - 1, B, C]`` in fp32, and tokens' places there; None if no piece has a history."""
+    """The lead-in ``[N, W - 1, B, C]`` in fp32, and ``table.place``; None without a history."""
     if history is None or not len(history.table.before):
         return None, None
     rows, table = history.rows, history.table
@@ -127,7 +127,7 @@ def lead_in(history: History | None, weight: Tensor) -> tuple[Tensor | None, Ten
 
 
 def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: Tensor) -> None:
-    """Write ``history.d_rows``, and to ``partial`` ``[N B, columns]`` the weight's gradients."""
+    """Write ``history.d_rows``, and the weight's gradients to ``partial`` ``[N B, columns]``."""
     (rows, table, d_rows), columns = history, partial.shape[1]
     partial.zero_()
     (N, _), (B, C) = table.before.shape, rows.shape[1:]
@@ -138,7 +138,7 @@ def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: 
 
 
 def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
-    """Add ``returned`` ``[., B, C]``, fp32 and contiguous, to rows of ``d_rows`` ``[s, B, C]``."""
+    """Add rows of ``returned`` ``[., B, C]``, fp32 and contiguous, to ``d_rows`` ``[s, B, C]``."""
     (M, columns), (B, C) = additions.shape, returned.shape[1:]
     _add_launch(M, B, C, columns - 1, *d_rows.stride()[:2])(returned, additions, d_rows)
 

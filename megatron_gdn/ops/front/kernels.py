@@ -1,17 +1,16 @@
-"""The kernels of a table's front, one each way: every section of a row in one launch (Triton).
+"""The forward kernel and the backward kernel of a front, each for all sections of a row (Triton).
 
 Element (t, b, column) of the rows is at ``t * stride_s + b * stride_b + column``. Arithmetic is
 fp32, with one rounding at the store. The backward computes activations again from the rows.
-
-The table comes as constants, tuples that :mod:`.launches` fills:
+:mod:`.launches` passes the front's table as two constant tuples:
 
     CONVOLVED   three times (first slot, heads, first channel, dim, block, unit length, gradients
                 per head)
-    GATES       (first slot, programs, first column, columns of a program, block, for each channel,
-                inputs made, rated, low, high, gradients per head)
+    GATES       (first slot, programs, first column, columns of a program, block, per channel,
+                inputs made, has a rate, low, high, gradients per head)
 
-Each gate's function is a constant of its own: Triton's cache then knows the function by its
-content. In tile names T is tokens of a span, D columns.
+Each gate's function is a separate constant, because Triton's cache key contains the source of a
+function only if the function itself is a constant. In tile names T is tokens of a span, D columns.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import triton.language as tl
 from .conv_backward import walk_head_backward
 from .conv_forward import meets_a_boundary, walk_head
 
-_SPAN = tl.constexpr(1024)  # columns of all tokens of a span, eight or fewer for a thread
+_SPAN = tl.constexpr(1024)  # elements of a span (tokens times columns): at most eight per thread
 
 
 @triton.jit

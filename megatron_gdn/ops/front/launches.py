@@ -1,4 +1,4 @@
-"""A table's front as one launch each way (Triton); :mod:`.plain` is its twin."""
+"""The front of a table as one Triton launch per direction; :mod:`.plain` is the torch twin."""
 
 from __future__ import annotations
 
@@ -27,38 +27,38 @@ from .history_kernels import lead_in, lead_in_backward
 from .kernels import front_backward_kernel, front_forward_kernel
 from .table import Batch, TableFront
 
-_EPS = 1e-6  # of unit length, as in :func:`..elementwise.l2norm`
+_EPS = 1e-6  # as in :func:`..elementwise.l2norm`
 _MOST_GATES = 3
 
 
 @dataclass(frozen=True, eq=False)
 class TritonFront(TableFront):
-    """Columns of the rows are adjacent, the weight is contiguous with W >= 2.
+    """The front in Triton. Columns of rows must be adjacent, the weight contiguous with W >= 2.
 
-    With ``batch_invariant``, packed rows take one path without fused multiply-adds, since a
-    compiler may fuse in one copy of a loop and not in another.
+    With ``batch_invariant``, packed rows take one code path without fused multiply-adds, since a
+    compiler may fuse them in one copy of a loop and not in another copy.
     """
 
-    tile: Walk | None = None  # overrides the table of :mod:`..kernels.tiles`, for tuning and tests
+    tile: Walk | None = None  # replaces the tile of :mod:`..kernels.tiles` in tuning and tests
 
     triton: ClassVar[bool] = True
 
     @cached_property
-    def made_by(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        """For each section, the inputs that it makes, and their ``[heads]`` or ``[heads, dim]``."""
+    def outputs(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
+        """For each section, names of its inputs and their ``[heads]`` or ``[heads, dim]``."""
         shape_of, table = self.layout.shape_of, self.table
         made = [((part.makes,), shape_of(part.section)) for part in table.convolved]
         gates = [(x.makes, shape_of(x.section)[: 1 + x.channels]) for x in table.gates]
         return (*made, *gates)
 
-    def _make(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor | None]:
+    def _make_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor | None]:
         proj, given, documents, history = batch
         S, B, _ = proj.shape
         made: dict[str, Tensor | None] = {}
-        used = [any(name in wanted for name in names) for names, _ in self.made_by]
+        used = [any(name in wanted for name in names) for names, _ in self.outputs]
         if not any(used):
             return made
-        for place, (names, shape) in enumerate(self.made_by):
+        for place, (names, shape) in enumerate(self.outputs):
             dtype = self.dtype if place < 3 else torch.float32
             for name in names:
                 x = proj.new_empty(B, S, *shape, dtype=dtype) if used[place] else None
@@ -71,12 +71,12 @@ class TritonFront(TableFront):
             lead is not None,
         )  # fmt: skip
         if launch is not None:
-            # Kernels take no None, so each part left out gets a pointer that is never read. It has
-            # the dtype of the part, so that one compilation serves all choices of parts.
+            # An output that is not wanted gets another tensor's pointer of the same dtype, which
+            # the kernel does not use. So one compilation serves all choices of outputs.
             outs = list(made.values())
             some = next((x for x in outs[:3] if x is not None), proj)
             outs = [some if x is None else x for x in outs[:3]] + [
-                given.A_log if x is None else x for x in _filled(outs[3:], None)
+                given.A_log if x is None else x for x in _padded(outs[3:], None)
             ]
             launch(
                 proj, raw, *given[:4], None if documents is None else documents.position_T, lead,
@@ -84,12 +84,12 @@ class TritonFront(TableFront):
             )  # fmt: skip
         return made
 
-    def _gradients(
+    def _compute_gradients(
         self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         proj, given, documents, history = batch
         S, B, _ = proj.shape
-        d_made = [getattr(grads, name).contiguous() for names, _ in self.made_by for name in names]
+        d_made = [getattr(grads, name).contiguous() for names, _ in self.outputs for name in names]
         factor, (weight, bias, A_log, dt_bias, *_) = getattr(grads, "factor", None), given
         raw, d_raw = (proj, d_proj) if d_apart is None else (given.apart, d_apart)
         assert raw is not None
@@ -102,14 +102,14 @@ class TritonFront(TableFront):
             d_apart is not None, bias is not None, documents is not None, factor is not None,
             lead is not None,
         )  # fmt: skip
-        # Every piece with a history leaves one more row for each batch row.
+        # The lead-in's backward writes one more partial row per piece and batch row.
         rows = B * (tiles + (0 if lead is None else len(lead)))
         partial = torch.empty(rows, columns, dtype=torch.float32, device=proj.device)
         if launch is not None:
             launch(
                 proj, raw, weight, bias, A_log, dt_bias,
                 None if documents is None else documents.position_T, lead, place, *d_made[:3],
-                *_filled(d_made[3:], A_log), factor, d_proj, d_raw, partial, d_lead,
+                *_padded(d_made[3:], A_log), factor, d_proj, d_raw, partial, d_lead,
             )  # fmt: skip
         if history is not None and d_lead is not None:
             lead_in_backward(history, weight, d_lead, partial[B * tiles :])
@@ -118,8 +118,8 @@ class TritonFront(TableFront):
         return tuple(made)
 
 
-def _filled(outs: list[Any], filler: Any) -> list[Any]:
-    """``outs``, with ``filler`` up to the number of gates that the kernels take."""
+def _padded(outs: list[Any], filler: Any) -> list[Any]:
+    """``outs`` padded with ``filler`` to the number of gates that the kernels take."""
     return [*outs, *[filler] * (_MOST_GATES - len(outs))]
 
 
@@ -129,7 +129,7 @@ def _forward_launch(
     raw_strides: tuple[int, int], used: tuple[bool, ...], apart: bool, has_bias: bool,
     packed: bool, continued: bool,
 ) -> Launch | None:  # fmt: skip
-    """The launch; None if there are no rows."""
+    """The launch, or None if there are no rows."""
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
     tile = within_reach(
         within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_widths(front))
@@ -137,7 +137,7 @@ def _forward_launch(
     convolved, gates, functions = tables_of(front, apart)
     slots = [of[1] for of in (*convolved, *gates)]
     first, last = used.index(True), len(used) - used[::-1].index(True)
-    assert all(used[first:last]), "wanted sections must be neighbours"
+    assert all(used[first:last]), "wanted sections must be adjacent"
     if not S * B:
         return None
     return Launch(
@@ -154,11 +154,11 @@ def _backward_plan(
     sizes: tuple[int, int], apart: bool, has_bias: bool, packed: bool, scaled: bool,
     continued: bool,
 ) -> tuple[Launch | None, tuple[int, int]]:  # fmt: skip
-    """The launch, None if there are no rows, and tiles and columns of the partial sums.
+    """The launch (None if there are no rows), and the tiles and columns of the partial sums.
 
-    ``d_heads``: heads of each gradient; ``sizes``: bytes of an element of the rows, of a gradient.
+    ``d_heads``: heads of each gradient; ``sizes``: bytes per element of the rows and of a gradient.
     """
-    layout, heads = front.layout, [shape[0] for names, shape in front.made_by for _ in names]
+    layout, heads = front.layout, [shape[0] for names, shape in front.outputs for _ in names]
     assert all(of % n == 0 for of, n in zip(d_heads, heads, strict=True)), (d_heads, heads)
     groups = [of // n for of, n in zip(d_heads, heads, strict=True)]
     tile = front.tile or front_backward_tile(S * B, _widest_head(front))
@@ -168,7 +168,7 @@ def _backward_plan(
     convolved, gates, functions = tables_of(front, apart, "_backward", groups)
     copied = [of[4] * (sizes[0] + of[6] * sizes[1]) for of in convolved]
     tile = within_shared_memory(tile, max(copied))
-    assert tile.steps >= W - 1, "a segment must be longer than the halo"
+    assert tile.steps >= W - 1, "a segment must have at least W - 1 steps"
     tiles, rates = triton.cdiv(S, tile.tokens), layout.conv_width * (W + has_bias)
     (rated,) = (gate for gate in front.table.gates if gate.rated)
     n, width = layout.shape_of(rated.section)
@@ -190,22 +190,22 @@ def _widest_head(front: TritonFront) -> int:
 
 
 def _widths(front: TritonFront) -> list[int]:
-    """Elements of a token in every input."""
-    made = [(names, torch.Size(shape).numel()) for names, shape in front.made_by]
+    """Elements per token of every input."""
+    made = [(names, torch.Size(shape).numel()) for names, shape in front.outputs]
     return [width for names, width in made for _ in names]
 
 
 def tables_of(
-    front: TableFront, apart: bool = False, way: str = "", groups: Sequence[int] | None = None
+    front: TableFront, apart: bool = False, suffix: str = "", groups: Sequence[int] | None = None
 ) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
-    """CONVOLVED, GATES and the functions of :mod:`.kernels`.
+    """CONVOLVED, GATES and the gate functions of :mod:`.kernels`.
 
-    ``groups``: gradients per head, of the convolved sections, then of the gates' inputs.
+    ``suffix`` is "_backward" for the backward. ``groups``: gradients per head of each input.
     """
     layout, convolved, gates, place = front.layout, [], [], 3
     groups = [1] * len(front.names) if groups is None else groups
-    # The gates are the last slots of the forward and the first of the backward.
-    slot = 0 if way else sum(layout.shape_of(x.section)[0] for x in front.table.convolved)
+    # Gates take the last slots in the forward and the first slots in the backward.
+    slot = 0 if suffix else sum(layout.shape_of(x.section)[0] for x in front.table.convolved)
     for gate in front.table.gates:
         heads, width = layout.shape_of(gate.section)
         programs, columns = (heads, width) if gate.channels else (1, heads)
@@ -215,15 +215,15 @@ def tables_of(
             gate.rated, float(gate.low), float(gate.high), groups[place],
         ))  # fmt: skip
         slot, place = slot + programs, place + len(gate.makes)
-    slot = slot if way else 0
+    slot = slot if suffix else 0
     for part, group in zip(front.table.convolved, groups, strict=False):
         heads, dim = layout.shape_of(part.section)
         channel, unit = front.channels(part.section).start, part.unit_length
         convolved.append((slot, heads, channel, dim, block_dim(dim), unit, group))
         slot += heads
-    functions = [getattr(gate_kernels, gate.function.__name__ + way) for gate in front.table.gates]
+    functions = [getattr(gate_kernels, x.function.__name__ + suffix) for x in front.table.gates]
     names = ("GATE", "SECOND_GATE", "THIRD_GATE")
-    return tuple(convolved), tuple(gates), dict(zip(names, _filled(functions, None), strict=True))
+    return tuple(convolved), tuple(gates), dict(zip(names, _padded(functions, None), strict=True))
 
 
 def _constants(

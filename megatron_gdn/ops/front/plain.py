@@ -1,6 +1,6 @@
-"""A table's front in plain torch, the twin of :mod:`.launches`, and the choice between the two.
+"""The front of a table in plain torch, on any device and in fp64 for fp64 rows.
 
-The plain front runs on any device, in fp64 for fp64 rows.
+:mod:`.launches` is the Triton twin; :func:`front_of` chooses between the two.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from .table import Batch, FrontParameters, FrontTable, TableFront
 
 @dataclass(frozen=True, eq=False)
 class PlainFront(TableFront):
-    """A :class:`TableFront` whose backward is autograd's."""
+    """A :class:`TableFront` in plain torch; autograd computes its backward."""
 
     @torch.no_grad()
-    def _make(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    def _make_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
         made, kind = self._differentiably(batch, wanted), self.dtype or batch.proj.dtype
         return {
             name: (x.to(kind) if name in self.convolved else x).contiguous()
@@ -51,7 +51,7 @@ class PlainFront(TableFront):
             made[part.makes] = l2norm(x) if part.unit_length else x
         return made | self.gates_of(proj, given.A_log, given.dt_bias, given.apart, wanted)
 
-    def _gradients(
+    def _compute_gradients(
         self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         proj, given, documents, history = batch
@@ -69,7 +69,7 @@ class PlainFront(TableFront):
             heads = self.layout.shape_of(part.section)[0]
             for name in (part.makes,) if isinstance(part.makes, str) else part.makes:
                 d = getattr(grads, name).to(wide).unflatten(2, (heads, -1))
-                d = d.sum(3)  # over the value heads that share a head
+                d = d.sum(3)  # over the value heads that share this head
                 if factor is not None:
                     d = d * factor.view(heads, -1)[:, 0].view(heads, *[1] * (d.dim() - 3))
                 d_made.append(d)
@@ -100,12 +100,13 @@ def front_of(
     operands: torch.dtype | None = None,
     again: tuple[str, ...] = (),
 ) -> TableFront:
-    """The front of rows in ``rows_dtype``, for a rule with these ``bits`` and ``operand_dtype``.
+    """The front for rows of ``rows_dtype`` and a rule with these ``bits``.
 
     Args:
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
             or ``"torch"``.
-        again: inputs of the rule that are computed again in the backward.
+        operands: the rule's dtype of q, k and v; None: ``rows_dtype``.
+        again: inputs of the rule that the backward computes again.
     """
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")

@@ -1,7 +1,7 @@
-"""One front for all mixers: the table that a mixer states, and the front that follows from it.
+"""The front of all mixers. Each mixer describes its front by one :class:`FrontTable`.
 
 convolved sections      SiLU(conv(x)), scaled to unit length if the table says so
-gates                   functions of single columns, of :mod:`.gates`, per head or per channel
+gates                   elementwise functions of :mod:`.gates`, per head or per channel
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from ..layout import Layout
 from ..state_maps.state_map import StateShape
 from .history import History
 
-# conv weight [C, 1, W], conv bias [C] or None, then the other parameters of the front.
+# The parameters of a front in the order that :class:`TableFront` gives.
 Parameters = Sequence[Any]
 
 
 class Convolved(NamedTuple):
-    """A section of convolved columns, ``[B, S, heads, width]`` for the rule."""
+    """A section of convolved columns, for a rule's input ``[B, S, heads, width]``."""
 
     section: str
-    makes: str  # the rule's input
+    makes: str  # name of the rule's input
     unit_length: bool = False
 
 
@@ -38,36 +38,36 @@ def delta_sections(normalise_qk: bool = True) -> tuple[Convolved, Convolved, Con
 
 
 class Gate(NamedTuple):
-    """A section whose columns are gates: ``[B, S, heads]`` or ``[B, S, heads, width]``, fp32."""
+    """A section of gate columns, for fp32 inputs ``[B, S, heads]`` or ``[B, S, heads, width]``."""
 
     section: str
-    makes: tuple[str, ...]  # the rule's inputs, as many as the function makes
+    makes: tuple[str, ...]  # names of the rule's inputs, one for each result of the function
     function: Callable[..., tuple[Tensor, ...]]  # of :mod:`.gates`
-    rated: bool = False  # takes A_log, one per head, and dt_bias, one per column; one gate does
-    channels: bool = False  # for each channel of a head
+    rated: bool = False  # uses A_log [heads] and dt_bias [columns]; one gate of a table does
+    channels: bool = False  # one gate per channel of a head, not one per head
     low: float = 0.0
     high: float = 1.0
 
 
 @dataclass(frozen=True, eq=False)
 class FrontTable:
-    """The sections that a mixer's front reads from a row, and the inputs that it makes.
+    """The sections of a row that a mixer's front reads, and the rule's inputs that it makes.
 
-    One decoded token, from q, k and v of ``step_sections``, g of the first gate, the write strength
-    w of the last and the state S of each head:
+    A decode step updates the state S of each head. ``step_sections`` become q, k and v, the first
+    gate is the log-decay g, the last gate the write strength w, a gate between them b:
 
-        S = exp(g) S;    S = S + w k (v - S^T k)^T,  or  S + w k v^T  if nothing is erased,
-                         or, with b of a gate between,  S + k (w v - S^T (b k))^T
-        o = scale S^T q, and + D v if tokens share a parameter D
+        S = exp(g) S
+        S = S + w k (v - S^T k)^T  or  S + k (w v - S^T (b k))^T  with b,  if ``erases``
+        S = S + w k v^T                                                    otherwise
+        o = scale S^T q,  plus D v if tokens share a parameter D
     """
 
     layout: Layout
-    inputs: type[Any]  # the rule's, a NamedTuple: the convolved, then the gates in their order
+    inputs: type[Any]  # NamedTuple of the rule's inputs: convolved, gates, then ``shared``
     state: StateShape
     convolved: tuple[Convolved, Convolved, Convolved]  # in the order of the columns
     gates: tuple[Gate, ...]
-    # An input that is a parameter, ``[H]`` or ``[H V]``, the same for every token: the last one.
-    shared: str | None = None
+    shared: str | None = None  # the last input, a parameter ``[H]`` or ``[H V]`` for all tokens
     step_sections: tuple[str, str, str] = ("query", "key", "value")
     scale: float = 1.0
     erases: bool = True
@@ -78,18 +78,16 @@ class FrontTable:
 
 
 class FrontParameters(NamedTuple):
-    """The parameters of a front by name."""
-
     weight: Tensor  # [C, 1, W]
     bias: Tensor | None  # [C]
     A_log: Tensor  # [heads], fp32
     dt_bias: Tensor  # [heads * width], fp32
     shared: Tensor | None
-    apart: Tensor | None  # the gates' sections [S, B, .], if the rows do not hold them
+    apart: Tensor | None  # the gates' sections [S, B, .] if the rows do not contain them
 
 
 class Batch(NamedTuple):
-    """The tensors that both ways of a front read."""
+    """The tensors that a front's forward and backward both read."""
 
     proj: Tensor  # [S, B, P]
     given: FrontParameters
@@ -99,25 +97,23 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableFront:
-    """Projection rows ``[S, B, P]`` to the inputs of a rule and back, by a table, as plain calls.
+    """Computes a rule's inputs from projection rows ``[S, B, P]``, and the backward, by a table.
 
-    Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; then, if the
-    table has one, the parameter that tokens share, and the gates' sections ``[S, B, .]``, if rows
-    do not hold them.
+    Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; the shared
+    parameter, if the table has one; the gates' sections ``[S, B, .]``, if rows do not contain them.
     """
 
     table: FrontTable
-    dtype: torch.dtype | None = None  # of the convolved inputs; None is the projection's
-    batch_invariant: bool = False  # the bits of a packed document do not depend on its place
-    # Inputs, neighbours in ``names``, that the mixer computes again in the backward.
-    again: tuple[str, ...] = ()
+    dtype: torch.dtype | None = None  # of the convolved inputs; None: the rows' dtype
+    batch_invariant: bool = False  # a packed document's bits do not depend on its place
+    again: tuple[str, ...] = ()  # adjacent ``names`` of inputs that the backward computes again
 
     triton: ClassVar[bool] = False
-    # Takes a Batch and names of inputs; makes these inputs, except the shared one.
-    _make: ClassVar[Callable[..., dict[str, Any]]]
+    # Takes a Batch and names of inputs; returns the inputs of these names, but not the shared one.
+    _make_inputs: ClassVar[Callable[..., dict[str, Any]]]
     # Takes a Batch, the rule's gradients, d_proj and d_apart; returns the gradients of weight,
-    # bias, A_log and dt_bias, and writes the columns and ``history.d_rows``.
-    _gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
+    # bias, A_log and dt_bias; writes d_proj, d_apart and ``history.d_rows``.
+    _compute_gradients: ClassVar[Callable[..., tuple[Tensor | None, ...]]]
 
     @cached_property
     def layout(self) -> Layout:
@@ -125,7 +121,7 @@ class TableFront:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """The rule's inputs in order."""
+        """Names of the rule's inputs in order."""
         return self.table.inputs._fields
 
     @cached_property
@@ -145,7 +141,7 @@ class TableFront:
         apart: Tensor | None = None,
         wanted: tuple[str, ...] | None = None,
     ) -> dict[str, Tensor]:
-        """The gates in plain torch, differentiable, in fp32 or wider."""
+        """The gates' values by input name, in plain torch, differentiable, in fp32 or wider."""
         wide = torch.promote_types(torch.promote_types(proj.dtype, A_log.dtype), torch.float32)
         rows = (proj if apart is None else apart).transpose(0, 1)
         made: dict[str, Tensor] = {}
@@ -175,12 +171,12 @@ class TableFront:
     ) -> Any:
         """The rule's inputs, a NamedTuple, from rows with any strides of S and B.
 
-        Taps never cross a document's boundaries, the same in every batch row; the ``history``, if
-        any, lies before them. With ``only``, neighbours in :attr:`names`, the others are None.
+        The convolution never crosses a document boundary; all batch rows have the same boundaries.
+        With ``only``, adjacent names in :attr:`names`, all other inputs are None.
         """
         given, wanted = self._named(parameters), self.names if only is None else only
         made: dict[str, Any] = dict.fromkeys(self.names)
-        made |= self._make(Batch(proj, given, documents, history), wanted)
+        made |= self._make_inputs(Batch(proj, given, documents, history), wanted)
         if given.shared is not None and self.table.shared in wanted:
             wide = torch.promote_types(given.shared.dtype, torch.float32)
             shared = given.shared.to(wide).view(self.layout.state_heads, -1)
@@ -198,13 +194,13 @@ class TableFront:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the parameters, in their shapes and dtypes, from the rule's ``grads``.
 
-        Writes every column of ``d_proj`` ``[S, B, P]`` once, except the gate's, which the readout
-        writes, and ``history.d_rows``.
+        Writes ``history.d_rows``, and once every column of ``d_proj`` ``[S, B, P]`` except those of
+        the output gate, which the readout writes.
         """
         given = self._named(parameters)
         d_apart = None if given.apart is None else torch.empty_like(given.apart)
         batch = Batch(proj, given, documents, history)
-        found = self._gradients(batch, grads, d_proj, d_apart)
+        found = self._compute_gradients(batch, grads, d_proj, d_apart)
         if given.shared is not None:
             shared = given.shared
             d_shared = getattr(grads, self.names[-1]).sum((0, 1))
