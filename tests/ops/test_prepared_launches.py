@@ -6,7 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from megatron_gdn.ops.kernels import launch as launches
-from megatron_gdn.ops.kernels.launch import Launch, key_of
+from megatron_gdn.ops.kernels.launch import Launch, pointers_and_key
 
 
 class At:
@@ -29,15 +29,15 @@ def test_a_key_tells_apart_what_triton_compiles_apart():
         (At(36), At(64)),
         (At(36), At(68)),
     ]
-    keys = [key_of(tensors)[1] for tensors in several]
+    keys = [pointers_and_key(tensors)[1] for tensors in several]
     assert len(set(keys)) == len(several)
-    pointers, key = key_of((At(320), At(16)))
+    pointers, key = pointers_and_key((At(320), At(16)))
     assert pointers == [320, 16] and key == keys[0], "other addresses, the same kernel"
-    assert key_of((At(32), None))[0] == [32, None]
+    assert pointers_and_key((At(32), None))[0] == [32, None]
 
 
 def test_tensors_off_the_gpu_are_left_to_triton():
-    assert key_of((At(32), At(64, is_cuda=False))) is None
+    assert pointers_and_key((At(32), At(64, is_cuda=False))) is None
 
 
 def interpreted(calls):

@@ -134,7 +134,7 @@ def _forward_launch(
     tile = within_reach(
         within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_widths(front))
     )
-    convolved, gates, functions = tables_of(front, apart)
+    convolved, gates, functions = kernel_tables(front, apart)
     slots = [of[1] for of in (*convolved, *gates)]
     first, last = used.index(True), len(used) - used[::-1].index(True)
     assert all(used[first:last]), "wanted sections must be adjacent"
@@ -165,7 +165,7 @@ def _backward_plan(
     tile = within_grid(tile, S, B)
     widths = [group * width for group, width in zip(groups, _widths(front), strict=True)]
     tile = within_reach(tile, S, W, (*strides[::2], *widths))
-    convolved, gates, functions = tables_of(front, apart, "_backward", groups)
+    convolved, gates, functions = kernel_tables(front, apart, "_backward", groups)
     copied = [of[4] * (sizes[0] + of[6] * sizes[1]) for of in convolved]
     tile = within_shared_memory(tile, max(copied))
     assert tile.steps >= W - 1, "a segment must have at least W - 1 steps"
@@ -195,7 +195,7 @@ def _widths(front: TritonFront) -> list[int]:
     return [width for names, width in made for _ in names]
 
 
-def tables_of(
+def kernel_tables(
     front: TableFront, apart: bool = False, suffix: str = "", groups: Sequence[int] | None = None
 ) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
     """CONVOLVED, GATES and the gate functions of :mod:`.kernels`.

@@ -30,7 +30,7 @@ from ..host_tables import cached_by_stream, to_device
 from ..readout.base import Apart
 from ..rules.base import on_tokens
 from ..rules.chunk_table import CHUNK, ChunkTable
-from .memory import Memory, put
+from .memory import Memory, write_slots
 
 if TYPE_CHECKING:
     from ..parts import Parts
@@ -137,14 +137,14 @@ def _decode_in_slots(row: Tensor, parts: Parts, memory: Memory, slots: Tensor) -
     mixed, after = newest_of_chunks(row, parts, rows, state, number * CHUNK + place, None)
     assert after is not None, "all are wanted"
     full = place == CHUNK - 1
-    put(memory.state, slots.where(full, -1), after)
+    write_slots(memory.state, slots.where(full, -1), after)
     # Rows that change: the count, the new row, and at a chunk's end the rows before the next one.
     changed = torch.cat([history[:, :1], row.transpose(0, 1), history[:, 1 + CHUNK :]], 1)
     changed[:, 0, 0] = (place + 1) % CHUNK
     before = torch.arange(1, 1 + past, device=slots.device).where(full[:, None], -1)
     to = torch.cat([torch.zeros_like(place)[:, None], (1 + past + place)[:, None], before], 1)
     to = (slots[:, None] * history.shape[1] + to).where((slots >= 0)[:, None] & (to >= 0), -1)
-    put(memory.history.view(-1, row.shape[2]), to.flatten(), changed.flatten(0, 1))
+    write_slots(memory.history.view(-1, row.shape[2]), to.flatten(), changed.flatten(0, 1))
     return mixed.masked_fill_((slots < 0)[:, None], 0)
 
 

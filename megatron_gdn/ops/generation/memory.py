@@ -1,7 +1,6 @@
-"""Histories and states: all that a sequence of a recurrent mixer needs from its earlier tokens.
+"""The memory of a sequence: the history and the state that a mixer keeps of earlier tokens.
 
-Whoever generates says which buffers, and which of their slots, hold them. :func:`.step.prefill` and
-:func:`.step.decode` go on from there and write in place.
+The caller owns the buffers; :func:`.step.prefill` and :func:`.step.decode` read and overwrite them.
 
 Legend: N sequences, M slots of a buffer, s tokens, C convolved columns of a projection row, P all
 columns, W conv taps, H heads with a state, K rows of a state, V columns.
@@ -23,18 +22,19 @@ class Memory(NamedTuple):
     """Histories and states of N sequences; all zero before their first token.
 
     A history holds the last inputs of the convolution, oldest first: the W - 1 that the next token
-    reads, or with one more before them (as Megatron's windows of W have it). A mixer on the grid
-    (:mod:`.aligned`) keeps whole projection rows, ``[M, W - 1 + 64, P]``, of which those after the
-    last token may hold any finite numbers; one more row before them counts the tokens of the
-    chunk, in its first element.
+    reads, or W as in Megatron's windows. A mixer on the grid (:mod:`.aligned`) keeps whole
+    projection rows, ``[M, W - 1 + 64, P]``; rows after the last token may hold any finite numbers.
+    With slots, the first element of one more row at the front counts the tokens of the chunk.
     """
 
     history: Tensor  # [M, C, W - 1 or W], in the dtype of the rows or a wider one
     state: Tensor  # [M, H, K, V], or a view of [M, H, V, K]; at least fp32 (fp64 for fp64 rows)
-    slots: Tensor | None = None  # integers [N], below zero: no sequence; None: n is in slot n
+    slots: Tensor | None = (
+        None  # integers [N]; below zero: no sequence; None: sequence n is in slot n
+    )
 
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """The history and state of every sequence; of any slot where there is no sequence."""
+        """The history and state of every sequence; any values for a slot below zero."""
         if self.slots is None:
             return self.history, self.state
         read = self.slots.clamp(min=0).long()
@@ -44,33 +44,34 @@ class Memory(NamedTuple):
         """Overwrite the history and the state of every sequence, ``[N, ...]``."""
         for buffer, values in ((self.history, history), (self.state, state)):
             if self.slots is not None:
-                put(buffer, self.slots, values)
+                write_slots(buffer, self.slots, values)
             elif buffer is not values:
                 buffer.copy_(values)
 
     def after(self, token: int, slots: Tensor | None) -> Memory:
-        """Of steps ``[M, s, ...]``, the memory after one token."""
+        """The memory after one token, if this memory has steps: ``[M, s, ...]``."""
         return Memory(self.history[:, token], self.state[:, token], slots)
 
     def steps(self, tokens: int) -> Memory:
-        """Buffers for the memory of N sequences now, which is copied, and after each of s tokens.
+        """A copy of this memory, with room for the memory after each of s tokens.
 
-        ``[N, s + 1, ...]``, laid as here, for :func:`.step.decode` and then :func:`choose`.
+        The buffers are ``[N, s + 1, ...]`` with these strides. :func:`.step.decode` fills them and
+        :func:`choose` reads them.
 
         Raises:
             ValueError: this memory is in slots.
         """
         if self.slots is not None:
             raise ValueError(
-                f"of memory in slots decode takes buffers [M, {tokens}, ...] with the same slots; "
-                f"steps() makes them for memory without slots."
+                f"Memory.steps() takes memory without slots. For memory in slots give decode your "
+                f"own buffers [M, {tokens}, ...] and the same slots."
             )
-        made = Memory(*(_room(x, tokens + 1) for x in (self.history, self.state)))
+        made = Memory(*(_empty_steps(x, tokens + 1) for x in (self.history, self.state)))
         made.after(0, None).write(self.history, self.state)
         return made
 
 
-def _room(x: Tensor, count: int) -> Tensor:
+def _empty_steps(x: Tensor, count: int) -> Tensor:
     if x.stride(-1) == 1:
         return x.new_empty(len(x), count, *x.shape[1:])
     return x.new_empty(len(x), count, *x.mT.shape[1:]).mT
@@ -80,17 +81,17 @@ def choose(memory: Memory, steps: Memory, accepted: Tensor) -> None:
     """Take every sequence back to its last accepted token.
 
     Args:
-        memory: of the N sequences, after s tokens; written.
+        memory: of the N sequences after s tokens; overwritten.
         steps: from :meth:`Memory.steps`, filled by :func:`.step.decode`.
-        accepted: int64 ``[N]`` on the memory's device: how many tokens of each sequence stay, 0 to
-            s. The host does not read it.
+        accepted: int64 ``[N]`` on the memory's device: how many of the s tokens of each sequence
+            stay. The host does not read this tensor.
     """
     number = torch.arange(len(accepted), device=accepted.device)
     memory.write(steps.history[number, accepted], steps.state[number, accepted])
 
 
-def put(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
-    """``buffer[slots] = values`` except where a slot is below zero; on a GPU without a wait."""
+def write_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
+    """``buffer[slots] = values``, without slots below zero; the host does not wait for a GPU."""
     if not buffer.is_cuda:
         real = slots >= 0
         buffer[slots[real].long()] = values[real].to(buffer.dtype)
@@ -110,17 +111,17 @@ class MemoryShape(NamedTuple):
     heads: int
     rows: int
     columns: int
-    rows_first: bool = False  # of a history on the grid
+    rows_first: bool = False  # a history on the grid is [rows, channels], others [channels, rows]
 
     @classmethod
     def of(cls, layout: Layout, state: StateShape, taps: int, on_grid: bool = False) -> MemoryShape:
-        """For a mixer with this rank's projection ``layout``, states and conv ``taps``."""
+        """The sizes from this rank's projection ``layout``, states and conv ``taps``."""
         channels = layout.width if on_grid else layout.conv_width
         past = taps - 1 + (CHUNK if on_grid else 0)
         return cls(channels, past, *state[:3], on_grid)
 
     def window(self, rows: int) -> tuple[int, int]:
-        """The shape of so many rows, laid as in a history."""
+        """The shape of a history of this many rows."""
         return (rows, self.channels) if self.rows_first else (self.channels, rows)
 
     @property
@@ -132,7 +133,7 @@ class MemoryShape(NamedTuple):
         return self.heads, self.rows, self.columns
 
     def zeros(self, sequences: int, dtype: torch.dtype, device: torch.device) -> Memory:
-        """Memory of N sequences without a token yet; ``dtype`` is the projection's."""
+        """Memory of new sequences; ``dtype`` is the projection's."""
         wide = torch.promote_types(dtype, torch.float32)
         return Memory(
             torch.zeros(sequences, *self.history, dtype=dtype, device=device),
@@ -140,10 +141,10 @@ class MemoryShape(NamedTuple):
         )
 
     def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
-        """Refuse memory of other sizes or dtypes. With slots there may be more of each.
+        """Refuse memory of other sizes or dtypes. With slots, more rows and wider dtypes are legal.
 
         Raises:
-            ValueError: shape or dtype; the message has both.
+            ValueError: a wrong shape or dtype; the message gives both.
         """
         wide, slots = torch.promote_types(dtype, torch.float32), memory.slots
         for name, tensor, shape, least in (

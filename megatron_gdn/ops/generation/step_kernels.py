@@ -23,7 +23,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..front.launches import tables_of
+from ..front.launches import kernel_tables
 from ..front.table import TableFront
 from ..kernels.elementwise import sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
@@ -85,7 +85,7 @@ def _launches(
 ) -> tuple[Launch, Launch]:
     table, layout, (H, K, V, _) = front.table, front.layout, front.table.state
     starts = [front.channels(name).start for name in table.step_sections]
-    _, gates, functions = tables_of(front)
+    _, gates, functions = kernel_tables(front)
     G, _ = layout.shape_of(table.step_sections[0])
     shape = {
         "G": G, "H": H, "K": K, "V": V, "C": layout.conv_width,

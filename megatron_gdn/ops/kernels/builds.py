@@ -1,8 +1,7 @@
-"""One process of a machine compiles what several need; the others take its result.
+"""Locks: one process of a machine compiles a kernel, and the others load the result from disk.
 
-Triton compiles a kernel at its first launch, and keeps it on disk. Each variant of a kernel
-(dtypes, sizes, alignments) has its own lock (``flock``). The operating system releases a lock when
-the last process that holds it ends, however it ends.
+Each variant of a kernel (dtypes, sizes, alignments) has its own lock (``flock``). The operating
+system releases a lock when the last process that holds the lock ends, also after a crash.
 """
 
 from __future__ import annotations
@@ -21,12 +20,12 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_QUICK = 0.5  # seconds; below this nothing is logged: Triton found the kernel on disk
+_QUICK = 0.5  # seconds; a shorter compilation is not logged, since Triton found it on disk
 
 
 def compile_in_one_process(kernel: Any) -> None:
     """Let only one process of a machine at a time compile a variant of this Triton kernel."""
-    # A launch calls this method for a variant that this process has not loaded yet.
+    # Triton calls this method for a variant that the process has not loaded yet.
     compile = getattr(kernel, "_do_compile", None)
     if compile is not None and not hasattr(compile, "__wrapped__"):
         kernel._do_compile = compiled_under_lock(kernel.__name__, compile)
@@ -64,17 +63,17 @@ def build_lock(
     patience: float = 0.0,
     wait: bool = True,
 ) -> Iterator[int | None]:
-    """Hold the lock of this file, which is never removed, while building ``what``.
+    """Hold the lock of the file ``path`` while building ``what``; the file is never removed.
 
-    ``found`` ends the waiting; after ``patience`` seconds of waiting the log says so. Yields the
-    file's descriptor if this process holds the lock, else None; a child that inherits it holds the
-    lock too.
+    Waiting ends when ``found()`` is true, and is logged after ``patience`` seconds. Yields the
+    file's descriptor if this process holds the lock, else None. A child process that inherits the
+    descriptor holds the lock too.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file, began = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic()
     taken = said = False
     try:
-        while not (there := found()) and not (taken := _take(file)) and wait:
+        while not (there := found()) and not (taken := _try_to_lock(file)) and wait:
             if not said and time.monotonic() - began >= patience:
                 said = True
                 holder = os.pread(file, 100, 0).decode(errors="replace") or "another process"
@@ -82,21 +81,21 @@ def build_lock(
             time.sleep(0.1)
         if said:
             logger.warning("waited %.0f s for %s", time.monotonic() - began, what)
-        # Another process may have built between the last look and the lock.
+        # Another process may have finished between the last found() and the lock.
         yield file if not there and taken and not found() else None
     finally:
         os.close(file)
 
 
-def _take(file: int) -> bool:
+def _try_to_lock(file: int) -> bool:
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         logger.warning(
-            "The file system of the kernel cache knows no locks (%s): every process compiles "
-            "for itself. Put the cache on another one (TILELANG_CACHE_DIR).",
+            "The file system of the kernel cache has no file locks (%s), so every process compiles "
+            "every kernel. Put the cache on another file system (TILELANG_CACHE_DIR).",
             error,
         )
     os.ftruncate(file, 0)

@@ -1,4 +1,4 @@
-"""Device functions shared by the kernels."""
+"""Elementwise Triton functions that several kernels call."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import triton.language as tl
 
 from ..elementwise import largest_A_log, least_log_decay
 
-# Bounds of fp32, see the functions.
+# The fp32 clamps that :mod:`..elementwise` explains.
 LARGEST_A_LOG = tl.constexpr(largest_A_log(torch.float32))
 LEAST_LOG_DECAY = tl.constexpr(least_log_decay(torch.float32))
-# The interpreter cannot run PTX, so it takes the plain formula. Read once, like triton.jit does.
+# False in the interpreter, which cannot run PTX. Triton, too, reads the setting at import.
 _PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 

@@ -1,9 +1,9 @@
 """Launches of Triton kernels that are prepared once and then cost the host a few microseconds.
 
-``kernel[grid](...)`` inspects every argument in each call. A :class:`Launch` calls it once, and
-then calls the compiled launcher that it returned. Triton compiles another kernel for other dtypes,
-for None in place of a pointer, and for pointers that are not multiples of 16 bytes, so a
-:class:`Launch` keeps a launcher for each of these, and for each device.
+Triton's ``kernel[grid](...)`` inspects every argument in each call. A :class:`Launch` makes this
+call once and keeps the compiled launcher for later calls. It keeps one launcher per device, dtypes,
+None in place of pointers, and pointers that are multiples of 16 bytes: Triton compiles a kernel for
+each of these.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from triton import JITFunction, knobs
 
 from .builds import compile_in_one_process
 
-_ALIGNED = 16  # bytes, of pointers that Triton specialises
-MOST_PLANS = 256  # kept by a cache of launches: shapes, strides and options
+_ALIGNED = 16  # bytes; Triton compiles another kernel for pointers that are not multiples
+MOST_PLANS = 256  # entries of a cache of launches, keyed by shapes, strides and options
 
 
-def key_of(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], tuple] | None:
-    """The pointers, and the properties of ``tensors`` that Triton compiles for.
+def pointers_and_key(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], tuple] | None:
+    """The pointers of ``tensors``, and the properties that choose the compiled kernel.
 
-    None if a tensor is not on a GPU: Triton then raises its own error.
+    None if a tensor is not on a GPU, for which Triton raises its own error.
     """
     pointers: list[int | None] = []
     key: list[Any] = []
@@ -46,13 +46,13 @@ def key_of(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], tuple] |
 
 
 class Launch:
-    """One kernel over one grid with everything but its tensors.
+    """A kernel with its grid, numbers and constants; a call passes only the tensors.
 
         launch = Launch(kernel, (tiles, B), S, stride, H=32, BLOCK_H=32, num_warps=4)
         launch(x, out)          # as kernel[(tiles, B)](x, out, S, stride, H=32, ...)
 
-    In the interpreter, or if hooks watch Triton's launches, every call is an ordinary one. Triton's
-    other settings (``TRITON_DEBUG`` and the like) count as they are at the first call.
+    In the interpreter, and while Triton's launch hooks are set, every call goes through Triton.
+    Triton's other settings (``TRITON_DEBUG`` and the like) are read at the first call only.
     """
 
     def __init__(self, kernel: Any, grid: tuple[int, ...], *numbers: Any, **constants: Any) -> None:
@@ -65,7 +65,9 @@ class Launch:
             compile_in_one_process(kernel)
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        found = None if self._ordinary or _watched(self._kernel) else key_of(tensors)
+        found = (
+            None if self._ordinary or _has_launch_hooks(self._kernel) else pointers_and_key(tensors)
+        )
         if found is None:
             self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
             return
@@ -84,7 +86,7 @@ class Launch:
         prepared.launch(*self._axes, stream, *prepared.before, *pointers, *prepared.after)
 
     def _prepare(self, compiled: Any, tensors: int) -> _Prepared | None:
-        """The launcher of a first launch's result; None if its form is not known here."""
+        """The launcher in Triton's result; None if this Triton stores launchers in another way."""
         try:
             launcher = compiled.run
             if launcher.global_scratch_size or launcher.profile_scratch_size:
@@ -110,8 +112,8 @@ class _Prepared(NamedTuple):
     compiled: Any  # keeps the function loaded
 
 
-def _watched(kernel: JITFunction) -> bool:
-    """Whether hooks watch launches. Then Triton itself must launch."""
+def _has_launch_hooks(kernel: JITFunction) -> bool:
+    """Whether launch hooks are set: only Triton's own call runs hooks."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(
         kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)

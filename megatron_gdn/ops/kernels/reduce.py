@@ -1,4 +1,4 @@
-"""Second stage of every cross-token sum: partial rows, added in one fixed order.
+"""The sum of partial rows in a fixed order, the second stage of every sum over tokens.
 
 Legend: N partial rows, M columns.
 """
@@ -15,7 +15,7 @@ from torch import Tensor
 from .launch import MOST_PLANS, Launch
 
 _ROWS_AT_ONCE = 8
-_MOST_ROWS = 256  # of one program: more are summed by several, whose sums are summed again
+_MOST_ROWS = 256  # per program; the sums of several programs are added by another launch
 _COLUMNS = 128
 _MOST_OUTS = 4
 
@@ -57,10 +57,10 @@ def _sum_rows_kernel(
 def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
     """Write the sums over rows of ``partial_NM`` in fp32, in an order that depends on N alone.
 
-    One to four contiguous ``outs`` of any shapes and dtypes take the columns in their order.
+    The columns go in order to one to four contiguous ``outs`` of any shapes and dtypes.
     """
     sizes = tuple([out.numel() for out in outs])
-    *earlier, (_, last) = _stages(*partial_NM.shape, sizes)
+    *earlier, (_, last) = _reduction_launches(*partial_NM.shape, sizes)
     for groups, launch in earlier:
         sums_NM = partial_NM.new_empty(groups, partial_NM.shape[1])
         launch(partial_NM, sums_NM, None, None, None)
@@ -69,8 +69,8 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _stages(N: int, M: int, sizes: tuple[int, ...]) -> tuple[tuple[int, Launch], ...]:
-    """For each launch, the number of rows that it leaves (the last leaves 1), and the launch."""
+def _reduction_launches(N: int, M: int, sizes: tuple[int, ...]) -> tuple[tuple[int, Launch], ...]:
+    """For each launch, the number of rows that it writes (1 for the last), and the launch."""
     assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTS
     ends = tuple(accumulate(sizes))
     ends += (M,) * (_MOST_OUTS - 1 - len(ends))

@@ -1,6 +1,6 @@
-"""Tile shapes of the kernels: a fixed table keyed by shape, never by a timing.
+"""Tile shapes of the kernels, chosen by the shapes of tensors and never by a timing.
 
-A timed choice, and with it the order of every sum, may differ between two runs or two ranks.
+Tiles decide the order of sums, and a timing may choose other tiles on another run or rank.
 """
 
 from __future__ import annotations
@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MOST_PROGRAMS = 65535  # of the second and the third axis of a grid
-_FEWEST_STEPS = 8  # a segment is no shorter than the halo of 8 taps
-_STEPS_OF_A_STAGE = 4  # as conv_forward.UNROLL, which cannot be imported without Triton
-# Bytes of shared memory for copies ahead: two programs of a Hopper multiprocessor have that much
-# each, and one program of a small GPU. A launch that asks for more than there is fails.
+MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
+_FEWEST_STEPS = 8  # per segment, which must be at least as long as the 8 taps of a convolution
+_STEPS_OF_A_STAGE = 4  # equals conv_forward.UNROLL, which cannot be imported without Triton
+# Bytes of shared memory for prefetched rows. A Hopper multiprocessor has this much for each of two
+# programs, a small GPU for one program. A launch that asks for more than the GPU has fails.
 _MOST_COPIED = 96 << 10
 
 
 class Walk(NamedTuple):
-    """A program walks ``steps`` tokens, a multiple of four, along each of ``rows`` segments."""
+    """A program walks ``rows`` segments of ``steps`` tokens side by side; steps are 4, 8, 12, .."""
 
     rows: int
     steps: int
     warps: int
     registers: int | None = None  # per thread; None leaves the number to the compiler
-    stages: int = 3  # of the pipeline of loads; each holds the loads of four steps
+    stages: int = 3  # of prefetched loads, four steps each
 
     @property
     def tokens(self) -> int:
@@ -31,7 +31,7 @@ class Walk(NamedTuple):
 
 
 class Block(NamedTuple):
-    """A program handles ``rows`` rows at a time, ``repeats`` times over."""
+    """A program handles ``rows`` rows at a time, ``repeats`` times."""
 
     rows: int
     repeats: int
@@ -39,35 +39,35 @@ class Block(NamedTuple):
 
 
 def block_dim(dim: int) -> int:
-    """The next power of two: a Triton tile spans no other sizes."""
+    """The next power of two, at least 16, since a Triton tile has no other sizes."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def front_forward_tile(tokens: int, widest_head: int) -> Walk:
-    """Four values per thread, so that nine programs of four warps share a multiprocessor."""
-    return Walk(_rows_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4)
+    """Each thread holds four values, so nine programs of four warps share a multiprocessor."""
+    return Walk(_segments_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4)
 
 
 def front_backward_tile(tokens: int, widest_head: int) -> Walk:
-    """Four values per thread: the walk keeps some twenty registers for each.
+    """Each thread holds four values, each of which needs some twenty registers.
 
-    With 96 registers five programs of four warps share a multiprocessor, not four. Long walks
-    compute less of the halo twice; short ones make enough programs to fill the chip.
+    With 96 registers per thread, five programs of four warps share a multiprocessor instead of
+    four. Long walks compute fewer tokens twice; short walks make enough programs to fill a GPU.
     """
     steps = 128 if tokens >= 32768 else 64 if tokens >= 8192 else 32 if tokens >= 2048 else 16
-    return Walk(_rows_of(widest_head), steps, warps=4, registers=96)
+    return Walk(_segments_of(widest_head), steps, warps=4, registers=96)
 
 
-def _rows_of(widest_head: int) -> int:
+def _segments_of(widest_head: int) -> int:
     return max(1, 512 // block_dim(widest_head))
 
 
 def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> Walk:
-    """``tile``, or one of fewer tokens if offsets from its first token would not fit 32 bits.
+    """``tile``, with fewer tokens if offsets from its first token would not fit into 32 bits.
 
-    A tile also touches ``taps`` - 1 tokens on either side, up to ``tokens``. ``strides`` are
-    elements between tokens in every tensor; a stride of 64 bits is left out, since its offsets have
-    64 bits.
+    A program also reads ``taps - 1`` tokens on either side of its tile, up to ``tokens``.
+    ``strides`` are the elements between tokens in every tensor; strides of 64 bits are skipped,
+    since their offsets have 64 bits.
 
     Raises:
         ValueError: the smallest tile is still too large.
@@ -83,23 +83,23 @@ def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> 
         tile = tile._replace(rows=tile.rows // 2)
     if not fits(tile):
         raise ValueError(
-            f"tokens lie {stride} elements apart, and the Triton kernels reach {taps} taps beyond "
-            f"{tile.tokens} tokens with offsets of 32 bits: at most "
-            f"{(2**31 - 1) // (tile.tokens + taps - 2)} elements. Use a smaller batch, or "
+            f"tokens lie {stride} elements apart. The Triton kernels address {tile.tokens} tokens "
+            f"and {taps} taps with offsets of 32 bits, so tokens may lie at most "
+            f"{(2**31 - 1) // (tile.tokens + taps - 2)} elements apart. Use a smaller batch, or "
             f"kernels='torch'."
         )
     return tile
 
 
 def within_grid(tile: Walk, tokens: int, batch: int) -> Walk:
-    """``tile``, or a longer one if a row would have more tiles than a grid takes.
+    """``tile``, with more steps if a batch row would have more tiles than a grid's axis takes.
 
     Raises:
-        ValueError: more than 65535 rows.
+        ValueError: more than 65535 batch rows.
     """
     if batch > MOST_PROGRAMS:
         raise ValueError(
-            f"a batch of {batch} rows, where the Triton kernels take at most {MOST_PROGRAMS}. Use "
+            f"the batch has {batch} rows, but the Triton kernels take at most {MOST_PROGRAMS}. Use "
             f"a smaller batch, or lay the rows end to end as packed documents."
         )
     while -(-tokens // tile.tokens) > MOST_PROGRAMS:
@@ -108,10 +108,10 @@ def within_grid(tile: Walk, tokens: int, batch: int) -> Walk:
 
 
 def within_shared_memory(tile: Walk, row_bytes: int) -> Walk:
-    """``tile``, or one of fewer stages where their copies would not fit into shared memory.
+    """``tile``, with fewer stages if the prefetched rows would not fit into shared memory.
 
-    A segment copies ``row_bytes`` for one token: 264 KiB in the backward of a key head with 32
-    value heads in bf16. Stages change no result.
+    A segment prefetches ``row_bytes`` per token: 264 KiB in the backward of a key head with 32
+    value heads in bf16. The number of stages changes no result.
     """
     copied = _STEPS_OF_A_STAGE * tile.rows * row_bytes
     return tile._replace(stages=max(1, min(tile.stages, 1 + _MOST_COPIED // copied)))
@@ -122,6 +122,6 @@ def norm_forward_tile(value_dim: int) -> Block:
 
 
 def norm_backward_tile(rows: int, value_dim: int) -> Block:
-    """Each program leaves one partial row of d_gamma; it repeats, so that there are few rows."""
+    """Each program writes one partial row of d_gamma, and repeats so that partial rows are few."""
     size = max(1, 2048 // block_dim(value_dim))
     return Block(rows=size, repeats=8 if rows >= 1 << 17 else 4, warps=4)
