@@ -1,7 +1,7 @@
 """Repairs of how Megatron 0.19 writes and reads checkpoints.
 
-The first part is about optimizers; `.mixed_dtype_optimizers` installs its wrappers. The second is
-about the projection's bias, and adapters of it, in files of Megatron's own layer.
+The first part wraps methods of optimizers; `.mixed_dtype_optimizers` installs the wrappers. The
+second part reads the bias and the adapters of ``in_proj`` from files of Megatron's own layer.
 """
 
 from __future__ import annotations
@@ -35,18 +35,19 @@ def log_repair(message: str) -> None:
 def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``.
 
-    Ranks have equal shares of the small fp32 bucket, and Megatron refuses a share without a
-    parameter ("empty bucket encountered"; NVIDIA/Megatron-LM pull request 6191 covers shares of
-    padding). Here such a share gets one entry that is marked as padding, which a load skips.
+    The ranks share the small fp32 bucket equally, so the share of a rank may hold no parameter.
+    Megatron refuses an empty share ("empty bucket encountered"; NVIDIA/Megatron-LM pull request
+    6191 covers shares of padding). This wrapper gives an empty share one entry that is marked as
+    padding; a load skips the entry.
     """
     try:
         return sharded(optimizer, *args, **kwargs)
-    except (AssertionError, IndexError):  # IndexError where python -O skips the assertion
+    except (AssertionError, IndexError):  # python -O skips the assertion: IndexError
         of_buffers = (buckets for ranges in optimizer.gbuf_ranges for buckets in ranges.values())
         if all(bucket["param_map"] for bucket in chain.from_iterable(of_buffers)):
             raise
-    state_of = optimizer.get_parameter_state_dp_reshardable
-    optimizer.get_parameter_state_dp_reshardable = lambda: _listed(optimizer, state_of())
+    get_state = optimizer.get_parameter_state_dp_reshardable
+    optimizer.get_parameter_state_dp_reshardable = lambda: _with_padding(optimizer, get_state())
     try:
         state = sharded(optimizer, *args, **kwargs)
     finally:
@@ -58,30 +59,30 @@ def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwarg
     return state
 
 
-def _listed(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
+def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
         for entries_of_buckets in state[index].values():
-            known = next(chain.from_iterable(entries_of_buckets), {})
+            example = next(chain.from_iterable(entries_of_buckets), {})
             for bucket, entries in zip(buffer.buckets, entries_of_buckets, strict=True):
                 if not entries:
                     share = bucket.grad_data.numel() // group.size()
                     covered = bucket.numel_unpadded - group.rank() * share
                     size = max(0, min(share, covered))
                     device = bucket.grad_data.device
-                    entries.append(_entry_of_padding(optimizer, known, size, device))
+                    entries.append(_padding_entry(optimizer, example, size, device))
     return state
 
 
-def _entry_of_padding(optimizer: Any, known: dict[str, Any], size: int, device: Any) -> dict:
-    """``size`` zeros for the parameter and each state, in the dtypes of ``known``, else fp32."""
+def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: Any) -> dict:
+    """``size`` zeros for the parameter and each state, in the dtypes of ``example``, or in fp32."""
     dtypes = {
         key: value.dtype
-        for key, value in known.items()
-        if isinstance(value, Tensor) and key != "step"  # a number, not a share
+        for key, value in example.items()
+        if isinstance(value, Tensor) and key != "step"  # "step" is one number
     } or dict.fromkeys(("param", *optimizer.optimizer_state_keys), torch.float32)
     zeros = {key: torch.zeros(size, dtype=dtype, device=device) for key, dtype in dtypes.items()}
-    # A file cannot hold an empty tensor, so a share of padding alone has none.
+    # A file cannot hold an empty tensor, so an entry of size 0 has no tensors.
     place = {"gbuf_local_start": 0, "gbuf_local_end": size, "padding": True}
     return zeros | place if size else place
 
@@ -90,29 +91,29 @@ def pad_between_buckets(sharded: Callable, optimizer: Any, /, *args: Any, **kwar
     """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
 
     With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers every state
-    without the padding between buckets and then cuts it at offsets that count the padding.
+    without the padding between buckets and then cuts the state at offsets that count the padding.
     Parameters behind the first padding get their neighbours' values, without an error (repaired on
-    main). Here each gathered state gets its padding again before it is cut.
+    Megatron's main). This wrapper inserts the padding into each gathered state before the cut.
     """
-    if not any(map(_padded_between_buckets, optimizer.buffers)) or not _cuts_at_padded(sharded):
+    if not any(map(_has_inner_padding, optimizer.buffers)) or not _offsets_count_padding(sharded):
         return sharded(optimizer, *args, **kwargs)
     log_repair(
         "the places of the optimizer's states in a buffer of several buckets were corrected "
         "for the fully_reshardable checkpoint."
     )
     gather, buffers = optimizer.get_parameter_state_dp_zero, optimizer.buffers
-    optimizer.get_parameter_state_dp_zero = lambda *a, **k: _padded(buffers, gather(*a, **k))
+    optimizer.get_parameter_state_dp_zero = lambda *a, **k: _pad(buffers, gather(*a, **k))
     try:
         return sharded(optimizer, *args, **kwargs)
     finally:
         del optimizer.get_parameter_state_dp_zero
 
 
-def _padded_between_buckets(buffer: Any) -> bool:
+def _has_inner_padding(buffer: Any) -> bool:
     return any(b.grad_data.numel() != b.numel_unpadded for b in buffer.buckets[:-1])
 
 
-def _padded(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any, Any] | None:
+def _pad(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any, Any] | None:
     """Put each bucket of the gathered states ``[numel_unpadded]`` at its offset in the buffer."""
     if state is None:
         return None
@@ -121,16 +122,16 @@ def _padded(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any, Any] 
         for tensors in state[index].values():
             for name, tensor in tensors.items():
                 if isinstance(tensor, Tensor):
-                    whole = tensor.new_zeros(buffer.numel)
+                    whole_tensor = tensor.new_zeros(buffer.numel)
                     for bucket, part in zip(buffer.buckets, tensor.split(sizes), strict=True):
-                        whole[bucket.offset : bucket.offset + len(part)] = part
-                    tensors[name] = whole
+                        whole_tensor[bucket.offset : bucket.offset + len(part)] = part
+                    tensors[name] = whole_tensor
     return state
 
 
 @cache
-def _cuts_at_padded(sharded: Callable) -> bool:
-    """Try whether Megatron's cuts count the padding, on two buckets of 1 and 2 elements."""
+def _offsets_count_padding(sharded: Callable) -> bool:
+    """Try on two buckets, of 1 and 2 elements, whether Megatron's offsets count the padding."""
     first, second = (torch.nn.Parameter(torch.zeros(size)) for size in (1, 2))
     buckets = [
         SimpleNamespace(grad_data=torch.zeros(2), numel_unpadded=size, offset=offset)
@@ -139,7 +140,7 @@ def _cuts_at_padded(sharded: Callable) -> bool:
     places = {first: (0, 1, 0), second: (2, 4, 1)}
     buffer = SimpleNamespace(buckets=buckets, numel=4, numel_unpadded=3, param_index_map=places)
     kind = (torch.float32, torch.float32)
-    # A longer tensor than the buffer, or Megatron warns of parameters that end behind it.
+    # The tensor is longer than the buffer: Megatron warns of parameters that end behind a tensor.
     gathered = {0: {kind: {"param": torch.arange(8.0)}}}
     probe = SimpleNamespace(
         buffers=[buffer],
@@ -155,16 +156,16 @@ def _cuts_at_padded(sharded: Callable) -> bool:
 
 
 def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
-    """Wrap ``ChainedOptimizer.state_dict``, which lacks the argument of ``--ckpt-format
-    torch_dcp``.
+    """Wrap ``ChainedOptimizer.state_dict``, to which ``--ckpt-format torch_dcp`` passes
+    ``is_loading``.
 
-    A fresh optimizer gets the states that a file fills.
+    When loading, a fresh optimizer gets states, and the load fills the states from the file.
     """
     if is_loading:
         for one in chained.chained_optimizers:
             if not one.is_stub_optimizer:
                 one.init_state_fn(one.optimizer, one.config)
-                if isinstance(one.optimizer, torch.optim.Adam):  # others count by parameter group
+                if isinstance(one.optimizer, torch.optim.Adam):  # others count steps by group
                     for state in one.optimizer.state.values():
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
     return state_dict(chained)
@@ -175,56 +176,57 @@ def leave_strides_out(
 ) -> Any:
     """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata``.
 
-    Megatron passes a tensor's properties to ``torch.empty``; torch 2.15 stores strides among them.
+    Megatron passes the stored properties of a tensor to ``torch.empty``; the properties of torch
+    2.15 include strides, which ``torch.empty`` refuses.
     """
-    from megatron.core.dist_checkpointing.strategies import torch as of_torch
+    from megatron.core.dist_checkpointing.strategies import torch as torch_files
 
     if metadata is None:
-        metadata = of_torch._get_filesystem_reader(checkpoint_dir).read_metadata()
+        metadata = torch_files._get_filesystem_reader(checkpoint_dir).read_metadata()
     for stored in metadata.state_dict_metadata.values():
-        if isinstance(stored, of_torch.TensorStorageMetadata):
+        if isinstance(stored, torch_files.TensorStorageMetadata):
             vars(stored.properties).pop("strides", None)
     return read(strategy, checkpoint_dir, metadata)
 
 
-# ``dp_reshardable`` (Megatron's default) and the separate file of ``--ckpt-format torch`` hold
-# gradient buffers without names. With fp32 ``A_log`` and ``dt_bias`` the buffers have other sizes
-# than with 16-bit ones, and Megatron's error names only the sizes.
-_OF_A_BUCKET = re.compile(
+# ``dp_reshardable`` (Megatron's default) and the separate file of ``--ckpt-format torch`` store the
+# optimizer's state as gradient buffers, without names of parameters. The buffers have other sizes
+# with fp32 ``A_log`` and ``dt_bias`` than with 16-bit ones, and Megatron's error gives only sizes.
+_BUCKET_SIZE_ERROR = re.compile(
     r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
 )
-_NOTE = (
+_BUCKET_SIZE_NOTE = (
     "The checkpoint's optimizer state has the format dp_reshardable, which holds gradient buffers, "
     "and the buffers of this model have other sizes. It was written by a layer with 16-bit A_log "
     "and dt_bias, such as Megatron's own, or in another parallel layout. Load the checkpoint with "
     "that layer or layout and save it again with --dist-ckpt-optim-fully-reshardable (in Python "
-    "metadata={'distrib_optim_sharding_type': 'fully_reshardable'}): that file loads here. "
+    "metadata={'distrib_optim_sharding_type': 'fully_reshardable'}); the new file loads here. "
     "--no-load-optim loads the parameters alone."
 )
 
-_OF_A_FILE = re.compile(r"Number of unpadded elements")
-_NOTE_OF_A_FILE = (
+_FILE_SIZE_ERROR = re.compile(r"Number of unpadded elements")
+_FILE_SIZE_NOTE = (
     "The file of the optimizer's state (--ckpt-format torch) holds gradient buffers, and the "
-    "buffers of this model have other sizes: it was written by a layer with 16-bit A_log and "
+    "buffers of this model have other sizes. It was written by a layer with 16-bit A_log and "
     "dt_bias, such as Megatron's own. Load the checkpoint with that layer and save it again with "
-    "--ckpt-format torch_dist --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable: "
-    "that file loads here. --no-load-optim loads the parameters alone."
+    "--ckpt-format torch_dist --auto-detect-ckpt-format --dist-ckpt-optim-fully-reshardable; "
+    "the new file loads here. --no-load-optim loads the parameters alone."
 )
 
-_ON_SAVING = (
+_SAVING_WARNING = (
     "Megatron's own layer does not load this checkpoint's optimizer state ({format}, with fp32 "
-    "parameters). To go on with it, load the checkpoint with this layer and save it again with "
-    "{flags}."
+    "parameters). To go on with Megatron's layer, load the checkpoint with this layer and save it "
+    "again with {flags}."
 )
-_FLAGS = "--dist-ckpt-optim-fully-reshardable"
-_OF_DP_RESHARDABLE = _ON_SAVING.format(format="dp_reshardable", flags=_FLAGS)
-_OF_TORCH = _ON_SAVING.format(
+_RESHARDABLE_FLAG = "--dist-ckpt-optim-fully-reshardable"
+_DP_RESHARDABLE_WARNING = _SAVING_WARNING.format(format="dp_reshardable", flags=_RESHARDABLE_FLAG)
+_TORCH_FILE_WARNING = _SAVING_WARNING.format(
     format="--ckpt-format torch",
-    flags=f"--ckpt-format torch_dist --auto-detect-ckpt-format {_FLAGS}",
+    flags=f"--ckpt-format torch_dist --auto-detect-ckpt-format {_RESHARDABLE_FLAG}",
 )
 
 
-def name_switch(
+def warn_on_dp_reshardable(
     sharded: Callable,
     optimizer: Any,
     model_sharded_state_dict: Any,
@@ -233,50 +235,52 @@ def name_switch(
 ) -> Any:
     """Wrap ``sharded_param_state_dp_reshardable``: a save logs how to make a portable file."""
     if not is_loading and _has_fp32_parameters(optimizer):
-        log_once(_OF_DP_RESHARDABLE, logging.WARNING)
+        log_once(_DP_RESHARDABLE_WARNING, logging.WARNING)
     return sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
 
 
-def name_switch_of_a_file(save: Callable, optimizer: Any, filename: str) -> None:
+def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
     """Wrap ``save_parameter_state``: a save logs how to make a portable file."""
     if any(map(_has_fp32_parameters, getattr(optimizer, "chained_optimizers", [optimizer]))):
-        log_once(_OF_TORCH, logging.WARNING)
+        log_once(_TORCH_FILE_WARNING, logging.WARNING)
     save(optimizer, filename)
 
 
 def _has_fp32_parameters(optimizer: Any) -> bool:
-    """Whether fp32 parameters make this optimizer's buffers differ from Megatron's."""
+    """Whether this optimizer has a buffer of fp32 parameters; Megatron's own layer makes none."""
     return any(buffer.param_dtype == torch.float32 for buffer in getattr(optimizer, "buffers", ()))
 
 
-def _explain(error_of: re.Pattern, note: str, load: Callable, /, *args: Any, **kwargs: Any) -> Any:
+def _add_note(pattern: re.Pattern, note: str, load: Callable, /, *args: Any, **kwargs: Any) -> Any:
     try:
         return load(*args, **kwargs)
-    except BaseException as error:  # torch's CheckpointException is no Exception
-        if error_of.search(str(error)) and note not in getattr(error, "__notes__", ()):
+    except BaseException as error:  # CheckpointException of torch is not an Exception
+        if pattern.search(str(error)) and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
 
 
-# For DistributedOptimizer.load_parameter_state_from_dp_zero and TorchDistLoadShardedStrategy.load.
-explain_file_sizes = partial(_explain, _OF_A_FILE, _NOTE_OF_A_FILE)
-explain_bucket_sizes = partial(_explain, _OF_A_BUCKET, _NOTE)
+# Wrap DistributedOptimizer.load_parameter_state_from_dp_zero and TorchDistLoadShardedStrategy.load.
+explain_file_sizes = partial(_add_note, _FILE_SIZE_ERROR, _FILE_SIZE_NOTE)
+explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 
 # megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
-# end to end: at another size its rows load in a wrong order, without an error. So does a LoRA
-# adapter of Megatron-Bridge (``in_proj.adapter.linear_out.weight``). Here both are stored section
-# by section. The wrapper below also reads the one tensor; its shards give the order of the rows.
+# one after another. At another tensor-parallel size its rows load in a wrong order, without an
+# error. Megatron-Bridge stores a LoRA adapter (``in_proj.adapter.linear_out.weight``) the same way.
+# This package stores both tensors section by section. The wrapper below also reads upstream's one
+# tensor; the sizes of the stored shards give the order of its rows.
 
-# Key of a section -> key and rows of the whole tensor, first row and rows of the section.
-_section_of: dict[str, tuple[str, int, int, int]] = {}
+# Key of a section -> (key of the whole tensor, its number of rows, the section's first row and
+# number of rows).
+_place_of: dict[str, tuple[str, int, int, int]] = {}
 
 
 def read_upstream_bias(whole_key: str, sections: Sequence[ShardedTensor]) -> None:
-    """Let ``sections``, the rows of the tensor ``whole_key``, load from upstream's files too."""
+    """Let ``sections``, the rows of the tensor ``whole_key``, also load from upstream's files."""
     sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
     start = 0
     for section, size in zip(sections, sizes, strict=True):
-        _section_of[section.key] = whole_key, sum(sizes), start, size
+        _place_of[section.key] = whole_key, sum(sizes), start, size
         start += size
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
 
@@ -300,50 +304,49 @@ def _with_upstream_bias(load: Callable) -> Callable:
         self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *args, **kwargs
     ) -> dict[str, Any]:
         def is_section(value: Any) -> bool:
-            return isinstance(value, ShardedTensor) and value.key in _section_of
+            return isinstance(value, ShardedTensor) and value.key in _place_of
 
         if not any(map(is_section, nested_values(sharded_state_dict))):
             return load(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
         saved: dict[str, Any] = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
-        foreign, others = extract_matching_values(
+        upstream, others = extract_matching_values(
             sharded_state_dict,
-            lambda v: is_section(v) and v.key not in saved and _section_of[v.key][0] in saved,
+            lambda v: is_section(v) and v.key not in saved and _place_of[v.key][0] in saved,
         )
 
         @cache
-        def whole(key: str) -> Tensor:
-            """Read the whole tensor on this rank alone."""
-            about: Any = saved[key]
-            state = {key: torch.empty(about.size, dtype=about.properties.dtype)}
+        def whole_tensor(key: str) -> Tensor:
+            stored: Any = saved[key]
+            state = {key: torch.empty(stored.size, dtype=stored.properties.dtype)}
             load_tensors(state, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True)
             return state[key]
 
         def read(section: ShardedTensor) -> Tensor:
-            key = _section_of[section.key][0]
-            return _rows_of(section, whole(key), saved[key])
+            key = _place_of[section.key][0]
+            return _rows_of(section, whole_tensor(key), saved[key])
 
-        dict_list_map_inplace(read, foreign)
+        dict_list_map_inplace(read, upstream)
         loaded = load(self, others, checkpoint_dir, *args, **kwargs)
-        merge(loaded, foreign)
+        merge(loaded, upstream)
         return loaded
 
     return load_also_upstream_bias
 
 
-def _rows_of(section: ShardedTensor, whole: Tensor, saved: Any) -> Tensor:
+def _rows_of(section: ShardedTensor, whole_tensor: Tensor, saved: Any) -> Tensor:
     """The rows of ``section`` in upstream's tensor ``[..., rows]`` or ``[..., rows, columns]``."""
-    whole_key, width, start, size = _section_of[section.key]
+    whole_key, width, start, size = _place_of[section.key]
     axis = section.prepend_axis_num
     shards = {chunk.sizes[axis] for chunk in saved.chunks}
     shard = shards.pop()
-    if whole.shape[axis] != width or shards or width % shard or size % (width // shard):
+    if whole_tensor.shape[axis] != width or shards or width % shard or size % (width // shard):
         raise ValueError(
-            f"{whole_key} has {whole.shape[axis]} rows in the checkpoint, in shards of "
+            f"{whole_key} has {whole_tensor.shape[axis]} rows in the checkpoint, in shards of "
             f"{sorted([shard, *shards])}; the layer has {width} and reads shards of equal size. "
             f"Build the layer with the checkpoint's sizes."
         )
     ranks = width // shard
-    layer = whole[tuple(section.global_offset[:axis])].unflatten(0, (ranks, shard))
+    layer = whole_tensor[tuple(section.global_offset[:axis])].unflatten(0, (ranks, shard))
     rows = layer[:, start // ranks : (start + size) // ranks].flatten(0, 1)
     first = section.global_offset[axis]
     rows = rows[first : first + section.local_shape[0]]

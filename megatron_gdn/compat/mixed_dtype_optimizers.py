@@ -2,23 +2,23 @@
 
 Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are fp32:
 
-1. ``DistributedOptimizer`` saves and loads another parameter's state under a name: it counts in
-   the order of the gradient buffers, but Adam has the fp32 parameters first (NVIDIA/Megatron-LM
-   issue 2777, repaired on dev, 5835).
-2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` does the same: it numbers 16-bit
-   parameters only (repaired on main, 5929).
+1. ``DistributedOptimizer`` saves and loads the state of a wrong parameter under a name: the
+   optimizer numbers parameters in the order of the gradient buffers, but Adam has the fp32
+   parameters first (NVIDIA/Megatron-LM issue 2777, repaired on dev, 5835).
+2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` also saves wrong states: it numbers
+   16-bit parameters only (repaired on main, 5929).
 3. ``DistributedOptimizer`` loads only this rank's shard of an fp32 parameter, so replicas may
-   differ, and into a view of the parameter, which autograd refuses.
+   differ. It also loads into a view of the parameter, which autograd refuses.
 4. ``Float16OptimizerWithFloat16Params.state_dict`` (``--ckpt-format torch``) lists only the
    masters of 16-bit parameters.
-5. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters, which no parameter
-   has under torch's FSDP2.
+5. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters. Under torch's FSDP2
+   no parameter has a ``main_grad``.
 6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor.
 
-A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. It changes nothing
-in models of one dtype and in a repaired Megatron. In a file an fp32 parameter is its own master,
-under the key of a 16-bit parameter's master, so files of layers with a 16-bit ``A_log`` load here,
-and files of ours load there.
+A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. Wrappers change
+nothing in models of one dtype and in a repaired Megatron. A file stores an fp32 parameter as its
+own master, under the key of a 16-bit parameter's master, so a layer with fp32 ``A_log`` and a layer
+with 16-bit ``A_log`` load each other's files.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ from .checkpoints import (
     leave_strides_out,
     log_repair,
     make_states_to_load,
-    name_switch,
-    name_switch_of_a_file,
     pad_between_buckets,
     store_empty_shares,
+    warn_on_dp_reshardable,
+    warn_on_torch_file,
 )
 
-# A key of a Float16Optimizer's state dict that Megatron does not read: masters of fp32 parameters.
-_MASTERS = "fp32_params"
-_LIST = "fp32_from_fp16_params"  # Megatron's list of masters
+# Our key for the masters of fp32 parameters in a Float16Optimizer's state dict.
+_FP32_KEY = "fp32_params"
+_HALF_KEY = "fp32_from_fp16_params"  # Megatron's key for the masters of 16-bit parameters
 _PARAMS_LISTS = {"dp_cp_params_list": "dp_cp", "expt_dp_params_list": "expt_dp"}
 
 _flat = chain.from_iterable
@@ -56,7 +56,7 @@ _originals: list[tuple[type, str, Callable]] = []
 
 
 def repair_mixed_dtype_optimizers() -> None:
-    """Install the wrappers, once. Touches no GPU."""
+    """Install the wrappers, once, without touching a GPU."""
     if _originals:
         return
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
@@ -73,9 +73,9 @@ def repair_mixed_dtype_optimizers() -> None:
         (DistributedOptimizer, "load_parameter_state_from_dp_zero", _load_equal_replicas_of_a_file),
         (DistributedOptimizer, "load_parameter_state_from_dp_zero", explain_file_sizes),
         (DistributedOptimizer, "sharded_param_state_dp_reshardable", store_empty_shares),
-        (DistributedOptimizer, "sharded_param_state_dp_reshardable", name_switch),
-        (DistributedOptimizer, "save_parameter_state", name_switch_of_a_file),
-        (ChainedOptimizer, "save_parameter_state", name_switch_of_a_file),
+        (DistributedOptimizer, "sharded_param_state_dp_reshardable", warn_on_dp_reshardable),
+        (DistributedOptimizer, "save_parameter_state", warn_on_torch_file),
+        (ChainedOptimizer, "save_parameter_state", warn_on_torch_file),
         (ChainedOptimizer, "state_dict", make_states_to_load),
         (DistributedOptimizer, "sharded_param_state_fully_reshardable", pad_between_buckets),
         (Float16OptimizerWithFloat16Params, "state_dict", _list_every_master),
@@ -100,7 +100,7 @@ def _wrapped(original: Callable, wrapper: Callable) -> Callable:
 
 
 def restore_mixed_dtype_optimizers() -> None:
-    """Remove the wrappers; marking the next parameter installs them again."""
+    """Remove the wrappers; the next parameter marked as fp32 installs the wrappers again."""
     while _originals:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)
@@ -115,10 +115,10 @@ def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any)
 
 
 def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
-    """Model parameter -> (group, index in group) of its shard in Adam; None if Adam has others."""
+    """Model parameter -> (group, index in group) of its shard in Adam; None if one is missing."""
     if not hasattr(optimizer, "model_param_group_index_map"):
         return None
-    place = {
+    place_in_adam = {
         id(shard): (group_index, index)
         for group_index, group in enumerate(optimizer.optimizer.param_groups)
         for index, shard in enumerate(group["params"])
@@ -130,8 +130,8 @@ def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
         (optimizer.model_float16_groups, optimizer.shard_float16_groups),  # no separate masters
     ):
         for model, shard in zip(_flat(models), _flat(shards), strict=True):
-            if id(shard) in place:
-                places[model] = place[id(shard)]
+            if id(shard) in place_in_adam:
+                places[model] = place_in_adam[id(shard)]
     return places if places.keys() == optimizer.model_param_group_index_map.keys() else None
 
 
@@ -151,7 +151,7 @@ def _load_equal_replicas_of_a_file(
 
 
 def _gather_fp32_parameters(optimizer: Any) -> None:
-    """Give every data-parallel replica all shards of the fp32 parameters of a 16-bit model."""
+    """All-gather the fp32 parameters of a 16-bit model over the data-parallel replicas."""
     buffers = getattr(optimizer, "buffers", ())
     if len({buffer.param_dtype for buffer in buffers}) == 1:
         return
@@ -162,13 +162,13 @@ def _gather_fp32_parameters(optimizer: Any) -> None:
 
 
 def _lend_main_grads(copy: Callable, optimizer: Any) -> None:
-    natives = [p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")]
-    for parameter in natives:
+    fp32 = [p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")]
+    for parameter in fp32:
         parameter.main_grad = parameter.grad
     try:
         copy(optimizer)
     finally:
-        for parameter in natives:
+        for parameter in fp32:
             del parameter.main_grad
 
 
@@ -179,50 +179,51 @@ def _store_all_parameters(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> dict[str, Any]:
-    natives = [] if optimizer.is_stub_optimizer else list(_flat(optimizer.fp32_from_fp32_groups))
-    forgotten = natives and _forgets_fp32_parameters(sharded, natives[0].device)
-    listed = _fp32_parameters_as_their_own_masters(optimizer) if forgotten else nullcontext()
+    fp32 = [] if optimizer.is_stub_optimizer else list(_flat(optimizer.fp32_from_fp32_groups))
+    lost = fp32 and _forgets_fp32_parameters(sharded, fp32[0].device)
+    listed = _fp32_parameters_as_their_own_masters(optimizer) if lost else nullcontext()
     optimizer._in_sharded_state_dict = True
     try:
         with listed:
             state = sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
     finally:
         del optimizer._in_sharded_state_dict
-    if not forgotten:
+    if not lost:
         return state
     log_repair("fp32 parameters were added to Float16Optimizer's checkpoint.")
-    native = {id(parameter) for parameter in natives}
+    fp32_ids = {id(parameter) for parameter in fp32}
     parameters = _flat(group["params"] for group in optimizer.optimizer.param_groups)
-    state[_MASTERS], others = {}, []
-    for index, (parameter, master) in enumerate(zip(parameters, _flat(state[_LIST]), strict=True)):
-        if id(parameter) not in native:
+    state[_FP32_KEY], others = {}, []
+    masters = _flat(state[_HALF_KEY])
+    for index, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
+        if id(parameter) not in fp32_ids:
             others.append(master)
-        elif is_loading:  # the model's entry is loaded into the parameter, this into other memory
-            state[_MASTERS][index] = replace(master, data=master.data.clone())
+        elif is_loading:  # the model's entry fills the parameter, so the master needs other memory
+            state[_FP32_KEY][index] = replace(master, data=master.data.clone())
         else:
-            state[_MASTERS][index] = master
+            state[_FP32_KEY][index] = master
     rest = iter(others)
-    state[_LIST] = [[next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups]
+    state[_HALF_KEY] = [[next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups]
     return state
 
 
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
-    """List all parameters in Adam's order, where Megatron lists the 16-bit ones."""
-    half, masters = optimizer.float16_groups, optimizer.fp32_from_float16_groups
-    model_of = {id(m): p for p, m in zip(_flat(half), _flat(masters), strict=True)}
+    """Inside, Megatron's lists of 16-bit parameters and of masters have all parameters."""
+    half_parameters, masters = optimizer.float16_groups, optimizer.fp32_from_float16_groups
+    model_of = {id(m): p for p, m in zip(_flat(half_parameters), _flat(masters), strict=True)}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
     optimizer.float16_groups = [[model_of.get(id(p), p) for p in group] for group in groups]
     optimizer.fp32_from_float16_groups = [list(group) for group in groups]
     try:
         yield
     finally:
-        optimizer.float16_groups, optimizer.fp32_from_float16_groups = half, masters
+        optimizer.float16_groups, optimizer.fp32_from_float16_groups = half_parameters, masters
 
 
 @torch.no_grad()
 def _load_fp32_masters(load: Callable, optimizer: Any, state_dict: dict[str, Any]) -> None:
-    masters = state_dict.pop(_MASTERS, {}) or _take_native_masters(optimizer, state_dict)
+    masters = state_dict.pop(_FP32_KEY, {}) or _take_fp32_masters(optimizer, state_dict)
     load(optimizer, state_dict)
     parameters = list(_flat(g["params"] for g in optimizer.param_groups))
     for index, master in masters.items():
@@ -232,18 +233,18 @@ def _load_fp32_masters(load: Callable, optimizer: Any, state_dict: dict[str, Any
 def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """List an fp32 parameter as its own master, in Adam's order."""
     state = state_dict(optimizer, *args, **kwargs)
-    if not getattr(optimizer, "_in_sharded_state_dict", False) and _LIST in state:
-        state[_LIST] = [list(group["params"]) for group in optimizer.param_groups]
+    if not getattr(optimizer, "_in_sharded_state_dict", False) and _HALF_KEY in state:
+        state[_HALF_KEY] = [list(group["params"]) for group in optimizer.param_groups]
     return state
 
 
-def _take_native_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tensor]:
-    """Take the masters of fp32 parameters out of the list in ``state``, by their index in Adam."""
+def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tensor]:
+    """Take the masters of fp32 parameters out of ``state``'s list: index in Adam -> master."""
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
         return [[p.shape for p in group] for group in groups]
 
-    saved = state.get(_LIST)
+    saved = state.get(_HALF_KEY)
     if saved is None or shapes(saved) == shapes(optimizer.fp32_from_float16_groups):
         return {}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
@@ -251,33 +252,33 @@ def _take_native_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Ten
         raise ValueError(
             f"the checkpoint lists {sum(map(len, saved))} fp32 masters, the model has "
             f"{sum(map(len, groups))} parameters, or their shapes differ. It was written by "
-            f"another model, or before fp32 parameters were listed. --ckpt-format torch_dist with "
-            f"--dist-ckpt-optim-fully-reshardable stores masters by name; --no-load-optim loads "
-            f"the parameters alone."
+            f"another model, or by a version that did not list fp32 parameters. --ckpt-format "
+            f"torch_dist with --dist-ckpt-optim-fully-reshardable stores masters by name; "
+            f"--no-load-optim loads the parameters alone."
         )
     half = {id(master) for master in _flat(optimizer.fp32_from_float16_groups)}
     pairs = [list(zip(*both, strict=True)) for both in zip(groups, saved, strict=True)]
-    state[_LIST] = [[master for p, master in group if id(p) in half] for group in pairs]
+    state[_HALF_KEY] = [[master for p, master in group if id(p) in half] for group in pairs]
     return {index: master for index, (p, master) in enumerate(_flat(pairs)) if id(p) not in half}
 
 
 @torch.no_grad()
 def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
-    """Send fp32 parameters of a 16-bit model one by one; Megatron sends the others."""
+    """Broadcast the fp32 parameters of a 16-bit model one by one; Megatron gathers the others."""
     groups = optimizer.pg_collection
     whole = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
     try:
         for name, group in _PARAMS_LISTS.items():
             lists = whole[name]
             if groups is not None and lists and len({p.dtype for p in _flat(lists)}) > 1:
-                setattr(optimizer, name, _without_fp32_ones(lists, getattr(groups, group)))
+                setattr(optimizer, name, _broadcast_fp32(lists, getattr(groups, group)))
         allgather_params(optimizer)
     finally:
         vars(optimizer).update(whole)
 
 
-def _without_fp32_ones(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
-    """Send every fp32 parameter and return the others; None if rank 0 has no others."""
+def _broadcast_fp32(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
+    """Broadcast fp32 parameters; return the 16-bit parameters, or None if rank 0 has none."""
     others = [[p for p in ps if p.dtype != torch.float32] for ps in lists]
     for rank, parameters in enumerate(lists):
         for parameter in parameters:
@@ -288,7 +289,7 @@ def _without_fp32_ones(lists: list[list[Tensor]], group: Any) -> list[list[Tenso
 
 @cache
 def _forgets_fp32_parameters(sharded: Callable, device: torch.device) -> bool:
-    """Try whether ``sharded_state_dict`` loses the state of an fp32 parameter."""
+    """Try on two parameters whether ``sharded_state_dict`` loses the state of the fp32 one."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.optimizer import OptimizerConfig
     from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
@@ -301,7 +302,7 @@ def _forgets_fp32_parameters(sharded: Callable, device: torch.device) -> bool:
     for parameter in named.values():
         adam.state[parameter] = {"exp_avg": torch.zeros(1, device=device)}
     config = OptimizerConfig(lr=0.0, bf16=True, params_dtype=torch.bfloat16)
-    no_scaler = cast(Any, None)  # bf16 needs none
+    no_scaler = cast(Any, None)  # bf16 needs no gradient scaler
     probe = Float16OptimizerWithFloat16Params(adam, config, no_scaler, lambda *_: None)
     cast(Any, probe)._in_sharded_state_dict = True
     model = {name: ShardedTensor.from_rank_offsets(name, p) for name, p in named.items()}

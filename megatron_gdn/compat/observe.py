@@ -1,7 +1,4 @@
-"""What a user sees: NVTX ranges, one log line per fact, and what imports of Megatron print.
-
-Megatron is not imported here.
-"""
+"""NVTX ranges, log lines and warnings; this module does not import Megatron."""
 
 import logging
 import os
@@ -18,20 +15,20 @@ import torch.distributed as dist
 logger = logging.getLogger(__name__)
 
 OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml lets 0.20 be installed too
-_NOTHING = nullcontext()
+_NO_RANGE = nullcontext()
 
 
 def span(mixer: object, name: str) -> AbstractContextManager[None]:
-    """An NVTX range ``<class of mixer>.<name>``, where Megatron's profiling is switched on."""
+    """An NVTX range ``<class of mixer>.<name>`` if Megatron's profiling is on, else no range."""
     utils = sys.modules.get("megatron.core.utils")
     if utils is None or not getattr(utils, "_nvtx_enabled", True):
-        return _NOTHING
-    return _range(utils, f"{type(mixer).__name__}.{name}")
+        return _NO_RANGE
+    return _nvtx_range(utils, f"{type(mixer).__name__}.{name}")
 
 
 @contextmanager
-def _range(utils: Any, message: str) -> Iterator[None]:
-    """An NVTX range that also ends when the body raises, or Megatron's later ones would fail."""
+def _nvtx_range(utils: Any, message: str) -> Iterator[None]:
+    """An NVTX range that also ends when the body raises; an open range breaks Megatron's later."""
     utils.nvtx_range_push(msg=message)
     try:
         yield
@@ -40,7 +37,7 @@ def _range(utils: Any, message: str) -> Iterator[None]:
 
 
 def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
-    """Log on rank 0, as torch.distributed, torchrun or Slurm number the processes."""
+    """Log on rank 0, counted by torch.distributed, torchrun or Slurm."""
     if dist.is_initialized():
         rank = dist.get_rank()
     else:
@@ -51,12 +48,12 @@ def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
 
 @cache
 def log_once(message: str, level: int = logging.INFO) -> None:
-    """Log on rank 0, once per process, also if many layers send the same message."""
+    """Log on rank 0; a message that many layers send is logged once per process."""
     log_single_rank(logger, level, message)
 
 
 def hide_import_notes() -> None:
-    """Hide what imports of Megatron and fla print; for scripts, the library never calls it."""
+    """Hide the warnings that imports of Megatron and fla print, in commands and scripts."""
     for module in ("megatron", "fla"):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
@@ -64,14 +61,14 @@ def hide_import_notes() -> None:
 
 @cache
 def warn_of_untested(version: str) -> None:
-    """Warn if ``version`` of Megatron-Core lies outside the tested range, once."""
+    """Warn once if ``version`` of Megatron-Core lies outside the tested range."""
     numbers = tuple(int(n) for n in re.findall(r"\d+", version)[:2])
     if OLDEST <= numbers < UNTESTED_FROM:
         return
     oldest, newest = (".".join(map(str, numbers)) for numbers in (OLDEST, UNTESTED_FROM))
     warnings.warn(
-        f"megatron_gdn was tested with megatron-core >= {oldest}, < {newest}, and this is "
-        f"{version}, which was not tested. Install a tested version, or run this "
-        f"package's tests with yours.",
+        f"megatron_gdn was tested with megatron-core >= {oldest}, < {newest}; the installed "
+        f"version {version} was not tested. Install a tested version, or run the tests of "
+        f"megatron_gdn with {version}.",
         stacklevel=3,
     )

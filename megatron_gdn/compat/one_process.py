@@ -1,8 +1,8 @@
-"""Megatron without torchrun, and on a machine without a GPU: for a script, a test, a first try.
+"""Megatron without torchrun and without a GPU, for a script or a test.
 
 Megatron-Core 0.19 asks CUDA for a device, a stream and a random generator even for plain tensor
-maths. The functions below `run_megatron_on_cpu` answer for the CPU; each says what of Megatron
-asks, and when the function can go.
+maths. The functions below `run_megatron_on_cpu` make CUDA's calls return CPU objects. Each
+docstring names the code of Megatron that needs the function, and when the function can be removed.
 """
 
 import importlib
@@ -26,10 +26,9 @@ _installed = False
 
 
 def start_one_process(seed: int = 1234) -> torch.device:
-    """Set up what every Megatron model needs: process group, parallel state of sizes 1, random
-    seed.
+    """Set up a process group, Megatron's parallel state with all sizes 1, and its random seed.
 
-    On a machine without a GPU `run_megatron_on_cpu` is called first.
+    On a machine without a GPU, `run_megatron_on_cpu` is called first.
 
     Returns:
         the device for the model and its inputs: the current GPU, else the CPU.
@@ -40,7 +39,7 @@ def start_one_process(seed: int = 1234) -> torch.device:
     if dist.is_initialized():
         raise RuntimeError(
             f"torch.distributed is initialised already, with {dist.get_world_size()} processes. "
-            f"start_one_process() is for a process alone; with torchrun call "
+            f"start_one_process() serves a single process; with torchrun call "
             f"megatron.core.parallel_state.initialize_model_parallel(...) yourself."
         )
     run_megatron_on_cpu()
@@ -53,18 +52,18 @@ def start_one_process(seed: int = 1234) -> torch.device:
 
 
 def end_one_process() -> None:
-    """Undo `start_one_process`, so that torch does not warn at the end of the script."""
+    """Undo `start_one_process`; without this call torch warns when the script ends."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """`start_one_process` for a block; does nothing if one process has set up Megatron already."""
+    """`start_one_process` for a block; nothing is done if this one process has set up Megatron."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
-            f"torch.distributed runs {dist.get_world_size()} processes; whole folders are "
-            f"converted in a process alone, such as `python -m megatron_gdn.hf`."
+            f"torch.distributed runs {dist.get_world_size()} processes; convert whole folders "
+            f"in a single process, such as `python -m megatron_gdn.hf`."
         )
     if parallel_state.model_parallel_is_initialized():
         yield
@@ -78,15 +77,15 @@ def in_one_process() -> Iterator[None]:
 
 
 def run_megatron_on_cpu() -> None:
-    """Let Megatron-Core run on the CPU; does nothing with a GPU or when called again.
+    """Let Megatron-Core run on the CPU; with a GPU, or when called again, do nothing.
 
-    Each process must call it before its first `parallel_state.initialize_model_parallel`.
+    Each process must call this function before `parallel_state.initialize_model_parallel`.
     """
     global _installed
     if _installed or torch.cuda.is_available():
         return
     _installed = True
-    answer_for_device_and_streams()
+    replace_cuda_device_and_streams()
     draw_model_parallel_randomness_from_the_cpu_generator()
     create_cuda_literals_on_cpu()
     accept_cpu_tensors_in_optimizers()
@@ -95,17 +94,17 @@ def run_megatron_on_cpu() -> None:
     gather_tensors_of_different_sizes()
 
 
-class _Finished:
-    """A stream and its events on a CPU, where work is done when its call returns."""
+class _FinishedStream:
+    """A stream and its events on a CPU: all work is finished when the call returns."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
-        self._at = 0.0
+        self._recorded_at = 0.0
 
     def record(self, stream: object = None) -> None:
-        self._at = perf_counter()
+        self._recorded_at = perf_counter()
 
-    def record_event(self, event: "_Finished | None" = None) -> "_Finished":
-        event = event or _Finished()
+    def record_event(self, event: "_FinishedStream | None" = None) -> "_FinishedStream":
+        event = event or _FinishedStream()
         event.record()
         return event
 
@@ -116,33 +115,33 @@ class _Finished:
     def query(self) -> bool:
         return True
 
-    def elapsed_time(self, end: "_Finished") -> float:
-        return 1e3 * (end._at - self._at)
+    def elapsed_time(self, end_event: "_FinishedStream") -> float:
+        return 1e3 * (end_event._recorded_at - self._recorded_at)
 
 
-def answer_for_device_and_streams() -> None:
-    """The current device is the CPU, streams never wait, events read the host's clock.
+def replace_cuda_device_and_streams() -> None:
+    """Make the CPU the current device; streams never wait, events read the host's clock.
 
-    Most of Megatron asks. Can go when Megatron takes devices from inputs and looks for a GPU first.
+    Most of Megatron needs this function. It can go when Megatron takes devices from its inputs.
     """
-    stream = _Finished()
+    stream = _FinishedStream()
     torch.cuda.current_device = lambda: _CPU
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.current_stream = lambda device=None: stream
-    torch.cuda.Event = _Finished
+    torch.cuda.Event = _FinishedStream
 
 
 def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
-    """The "CUDA" generator that Megatron forks, seeds and saves is torch's CPU generator.
+    """Give Megatron torch's CPU generator as the CUDA generator that it forks, seeds and saves.
 
-    tensor_parallel/random.py asks. Can go when its tracker takes a device.
+    tensor_parallel/random.py needs this function until its tracker takes a device.
     """
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(device: object = None, clone: bool = False, graph_safe: bool = False):
         if graph_safe:
             raise RuntimeError(
-                "CUDA graphs draw random numbers by a GPU's generator, and torch sees no GPU here. "
+                "CUDA graphs draw random numbers from a GPU's generator, and torch sees no GPU. "
                 "Leave --cuda-graph-impl out, or launch on a machine with a GPU."
             )
         return torch.get_rng_state()
@@ -155,7 +154,7 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     torch.cuda.manual_seed = torch.default_generator.manual_seed
     megatron_random._get_cuda_rng_state = get_state
     megatron_random._set_cuda_rng_state = set_state
-    # Inside fork() the CPU generator must move here; the tracker would warn of it.
+    # Megatron's tracker warns if the CPU generator's state changes inside fork(), as it does here.
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -165,7 +164,7 @@ _CREATORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 
 
 class _TorchOnCPU:
-    """``torch`` as some Megatron files see it: "cuda" means the CPU, and no memory is pinned."""
+    """``torch`` for some of Megatron's files: "cuda" means the CPU, and no memory is pinned."""
 
     def __init__(self) -> None:
         for name in _CREATORS:
@@ -200,9 +199,9 @@ _FILES_WITH_CUDA_LITERALS = (
 
 
 def create_cuda_literals_on_cpu() -> None:
-    """``device="cuda"`` written into Megatron's files means the CPU, in those files only.
+    """Let ``device="cuda"`` mean the CPU in `_FILES_WITH_CUDA_LITERALS`, and only there.
 
-    Can go when they use ``torch.cuda.current_device()`` or the gradients' device.
+    The function can go when the files use ``torch.cuda.current_device()`` or a gradient's device.
     """
     proxy = _TorchOnCPU()
     for name in _FILES_WITH_CUDA_LITERALS:
@@ -210,33 +209,33 @@ def create_cuda_literals_on_cpu() -> None:
 
 
 def accept_cpu_tensors_in_optimizers() -> None:
-    """For Megatron's own files ``tensor.type()`` names the CUDA type, ``.cuda()`` does nothing.
+    """In Megatron's files ``tensor.type()`` returns the CUDA type and ``.cuda()`` does nothing.
 
     The optimizers sort parameters by strings such as "torch.cuda.FloatTensor" and move loaded state
-    with ``.cuda()``. Can go when they compare dtypes.
+    with ``.cuda()``. The function can go when the optimizers compare dtypes.
     """
     tensor_type, tensor_cuda = torch.Tensor.type, torch.Tensor.cuda
 
-    def megatron_asks() -> bool:
+    def called_from_megatron() -> bool:
         return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         answer = tensor_type(self, *args, **kwargs)
-        if isinstance(answer, str) and megatron_asks():
+        if isinstance(answer, str) and called_from_megatron():
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self if megatron_asks() else tensor_cuda(self, *args, **kwargs)
+        return self if called_from_megatron() else tensor_cuda(self, *args, **kwargs)
 
     torch.Tensor.type = type_
     torch.Tensor.cuda = cuda
 
 
 def use_torch_norm_after_the_last_hybrid_layer() -> None:
-    """Without Transformer Engine HybridStack's final norm is `TorchRMSNorm`, also on a GPU.
+    """Without Transformer Engine, use `TorchRMSNorm` as HybridStack's final norm, also on a GPU.
 
-    Can go when HybridStackSubmodules has a field for it.
+    The function can go when HybridStackSubmodules has a field for the final norm.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.hybrid import hybrid_block
@@ -246,12 +245,12 @@ def use_torch_norm_after_the_last_hybrid_layer() -> None:
 
 
 def resume_distributed_optimizer_with_torch_adam() -> None:
-    """DistributedOptimizer checkpoints load when Adam is torch's own (no Apex, no TE).
+    """Let DistributedOptimizer load checkpoints into torch's Adam (without Apex and TE).
 
-    distrib_optimizer.py expects a fused Adam. It reads one common step from every rank's state,
-    also where the state is empty; it copies "step" from loaded tensors, which never hold one; and
-    it gives all parameters the same step tensor, which then counts every update once per parameter.
-    Can go when it does none of these. Useful on a GPU too.
+    distrib_optimizer.py expects a fused Adam, with three faults for torch's Adam. It reads one
+    common step from every rank's state, also if the state is empty. It copies "step" from loaded
+    tensors, which hold no step. It gives all parameters one step tensor, so each update is counted
+    once per parameter. The function can go when the three faults are repaired; a GPU needs it too.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -267,7 +266,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         adam = self.optimizer
         if any(group["params"] for group in adam.param_groups):
             return state_dict(self)
-        # The value does not matter: a file has the step of the first data-parallel rank.
+        # The value 0 does not matter: a file stores the step of the first data-parallel rank.
         adam.state["no parameter"] = {"step": torch.zeros(())}
         try:
             return state_dict(self)
@@ -276,7 +275,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
 
     def sharded_state_dict_of_a_fresh_optimizer(self, *args: Any, **kwargs: Any):
         adam = self.optimizer
-        if not adam.state:  # state at step 0, without the dummy update that would decay parameters
+        if not adam.state:  # make states at step 0; Megatron's dummy update would decay parameters
             for param in (param for group in adam.param_groups for param in group["params"]):
                 adam.state[param] = {
                     "step": torch.zeros((), dtype=torch.float32),
@@ -286,8 +285,8 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        # With dp_reshardable the tensors have step 0, from the fresh optimizer that was filled.
-        # None keeps the step of the parameter groups.
+        # With dp_reshardable the tensors have the fresh optimizer's step 0. None keeps the step of
+        # the parameter groups.
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:
@@ -303,21 +302,21 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
 
 
 def gather_tensors_of_different_sizes() -> None:
-    """``torch.distributed.all_gather`` over gloo takes tensors of different sizes.
+    """Let ``torch.distributed.all_gather`` over gloo take tensors of different sizes.
 
-    Muon asks under ``--use-distributed-optimizer``, where ranks hold whole matrices. Can go when
-    gloo takes them as NCCL does.
+    Muon gathers such tensors under ``--use-distributed-optimizer``, since each rank holds whole
+    matrices. The function can go when gloo takes tensors of different sizes, as NCCL does.
     """
-    of_one_size = dist.all_gather
+    gather_equal_sizes = dist.all_gather
 
     def all_gather(tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False):
         if len({received.numel() for received in tensor_list}) == 1:
-            return of_one_size(tensor_list, tensor, group=group, async_op=async_op)
+            return gather_equal_sizes(tensor_list, tensor, group=group, async_op=async_op)
         members: Any = group or dist.group.WORLD
         for rank, received in enumerate(tensor_list):
             if rank == dist.get_rank(group):
                 received.copy_(tensor)
             dist.broadcast(received, dist.get_global_rank(members, rank), group)
-        return _Finished() if async_op else None  # has a wait()
+        return _FinishedStream() if async_op else None  # the caller calls its wait()
 
     dist.all_gather = all_gather

@@ -6,13 +6,13 @@ from torch import Tensor, nn
 
 
 class TorchRMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, built the way Megatron builds a norm.
+    """Root-mean-square norm over the last dimension, with the constructor of Megatron's norms.
 
         y = x * rsqrt(mean(x^2) + eps) * gamma          (gamma = 1 + weight when zero-centred)
 
-    Statistics and the product with gamma are fp32 (fp64 for fp64); y has the shape and dtype of x.
-    The weight has Megatron's mark ``sequence_parallel``: its gradient is summed over ranks that
-    each see a part of the sequence.
+    Statistics and the product with gamma are fp32 (fp64 for an fp64 ``x``); y has the shape and
+    dtype of x. The weight has Megatron's attribute ``sequence_parallel``: under sequence
+    parallelism Megatron sums the weight's gradient over the ranks.
 
     Raises:
         ValueError: ``config.normalization`` is not ``"RMSNorm"``.
@@ -39,7 +39,7 @@ class TorchRMSNorm(nn.Module):
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``y`` of ``x`` ``[..., hidden_size]``."""
+        """Return ``y`` for ``x`` ``[..., hidden_size]``."""
         wide = torch.promote_types(x.dtype, torch.float32)
         gamma = self.weight.to(wide)
         if self.zero_centered_gamma:

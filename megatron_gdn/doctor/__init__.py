@@ -1,1 +1,1 @@
-"""What runs a Gated DeltaNet layer on this machine: ``python -m megatron_gdn.doctor``."""
+"""Checks a machine for Gated DeltaNet layers: ``python -m megatron_gdn.doctor``."""

@@ -1,4 +1,4 @@
-"""``python -m megatron_gdn.doctor``: the options, and the findings as they are made."""
+"""``python -m megatron_gdn.doctor``: reads the options and prints the findings."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from itertools import chain
 from ..command_line import Parser, heads
 
 _DESCRIPTION = """\
-Say what a Gated DeltaNet layer runs with on this machine, which delta rule it takes and why, what
-is installed in a version that does not work, and whether the rule is exact and repeats. Seconds.
+Print the GPU and the packages that a Gated DeltaNet layer uses on this machine, the delta rule that
+the layer takes and why, versions of packages that do not work, and whether the rule is exact and
+repeats its bits. The command takes seconds.
 """
 _EPILOG = """\
-States: ok; note, it works, but slower or with less; wrong, it raises or computes something wrong.
-The exit status is 1 if anything is wrong, else 0.
+States: ok; note: the layer works, but slower or with fewer functions; wrong: the layer raises or
+computes wrong values. The exit status is 1 if a finding is wrong, else 0.
 """
 
 
@@ -29,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--tokens", type=int, default=1000, help="of the checks (1000)")
     add("--json", action="store_true", help="a list of findings, for programs")
     options = parser.parse_args(argv)
-    warnings.simplefilter("ignore")  # of packages that are imported; what matters is a finding
+    warnings.simplefilter("ignore")  # imported packages warn; problems that matter become findings
     from ..ops.delta_rule.base import HeadSizes
     from .checks import kernels, machine, packages, rules
 

@@ -1,4 +1,4 @@
-"""What the doctor looks at: the machine, packages, kernels, and the rule's errors and repeats."""
+"""The doctor's checks: the machine, packages, kernels, and the rule's errors and repeats."""
 
 from __future__ import annotations
 
@@ -23,21 +23,21 @@ from ..ops.obstacles import Obstacle, fla_package, flash_qla_package, installed_
 from ..ops.rules.base import Rule
 from ..ops.rules.fla import why_not_callable
 
-# Extras of what runs in training; the others are for the project itself.
+# Extras with packages that run in training; the other extras serve development of the project.
 _EXTRAS = ("fla", "te", "hf")
-# Built against a torch: such a package can be installed and not be importable.
-_BUILT = {"transformer-engine": "transformer_engine.pytorch"}
+# A package that is compiled against one torch version may be installed and fail to import.
+_COMPILED_PACKAGES = {"transformer-engine": "transformer_engine.pytorch"}
 _HOPPER = 9
-_NAMES = ("o", "dq", "dk", "dv", "dg", "dbeta")
+_RESULTS = ("o", "dq", "dk", "dv", "dg", "dbeta")
 _REPEATS = 10
 
 
 class Finding(NamedTuple):
-    """What was found of a package, a rule or a check; states as the command's help says."""
+    """The result of one check; the command's help defines the states."""
 
     subject: str
     state: Literal["ok", "note", "wrong"]
-    text: str  # what was found, and what to change if it is not ok
+    text: str  # the result, and what to change if the state is not ok
 
 
 def machine() -> Iterator[Finding]:
@@ -58,7 +58,7 @@ def machine() -> Iterator[Finding]:
 
 
 def packages() -> Iterator[Finding]:
-    """Each package against the versions that this one asks for, and whether it can be imported."""
+    """Compare installed versions with the requirements of this package, and try the imports."""
     try:
         asked = [Requirement(text) for text in requires("megatron-gdn") or ()]
     except PackageNotFoundError:
@@ -69,10 +69,10 @@ def packages() -> Iterator[Finding]:
         for requirement in asked:
             marker = requirement.marker
             if marker is None if extra is None else marker and marker.evaluate({"extra": extra}):
-                yield _package(requirement, extra)
+                yield _check_package(requirement, extra)
 
 
-def _package(asked: Requirement, extra: str | None) -> Finding:
+def _check_package(asked: Requirement, extra: str | None) -> Finding:
     name, install = asked.name, f'pip install "{asked.name}{asked.specifier}"'
     found = installed_version(name)
     if found is None and extra is None:
@@ -80,22 +80,22 @@ def _package(asked: Requirement, extra: str | None) -> Finding:
     if found is None:
         return Finding(name, "note", f"not installed (pip install 'megatron-gdn[{extra}]')")
     if not asked.specifier.contains(found, prereleases=True):
-        # A layer of Megatron's runs without the extra "hf", beside any version of its packages.
+        # Megatron layers do not use the packages of the extra "hf", so their versions may differ.
         state = "note" if extra == "hf" else "wrong"
         return Finding(name, state, f"{found} is installed, {asked.specifier} works; {install}")
     try:
-        if name in _BUILT:
-            import_module(_BUILT[name])
-    except Exception as error:  # a broken build raises what it likes
+        if name in _COMPILED_PACKAGES:
+            import_module(_COMPILED_PACKAGES[name])
+    except Exception as error:  # a broken build may raise any exception
         rebuild = f"build it for torch {torch.__version__}"
         return Finding(name, "wrong", f"{found} cannot be imported: {error}; {rebuild}")
     return Finding(name, "ok", found)
 
 
 def kernels() -> Iterator[Finding]:
-    """The packages of the delta rule: known bad versions and pairs.
+    """Look for versions and pairs of the delta rule's packages that are known not to work.
 
-    Without a GPU they are not used; what would be wrong on a Hopper GPU is a note.
+    Without a GPU the packages are not used, and a fault on a Hopper GPU is only a note.
     """
     gpu = torch.cuda.is_available()
     major = torch.cuda.get_device_capability()[0] if gpu else _HOPPER
@@ -124,9 +124,9 @@ def kernels() -> Iterator[Finding]:
 
 
 def rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
-    """The rule of training and of deterministic mode: the choices, their errors, the repeats.
+    """Report the rules of training and of deterministic mode, their errors, and their repeats.
 
-    Two packed documents of ``tokens`` tokens together; bf16 on a GPU, fp32 on a CPU.
+    Inputs are two packed documents of ``tokens`` tokens in sum, in bf16 on a GPU, fp32 on a CPU.
     """
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
@@ -137,47 +137,50 @@ def rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
         yield Finding(subject, "note" if slow else "ok", f"{rule.name}: {reason}")
     inputs = _inputs(sizes, tokens, torch.device(device), dtype)
     documents = Documents((0, tokens // 3, tokens), torch.device(device))
-    exact = _results(PlainRule(), RuleInputs(*(x.double() for x in inputs)), documents)
-    plain = _errors(_results(PlainRule(), inputs, documents), exact)
+    exact = _run_rule(PlainRule(), RuleInputs(*(x.double() for x in inputs)), documents)
+    plain = _rms_errors(_run_rule(PlainRule(), inputs, documents), exact)
     for subject, (rule, _) in choices.items():
         if type(rule) is not PlainRule:
-            yield _parity(subject, _errors(_results(rule, inputs, documents), exact), plain)
+            errors = _rms_errors(_run_rule(rule, inputs, documents), exact)
+            yield _compare_errors(subject, errors, plain)
         elif subject == "rule":
-            worst = max(_NAMES, key=lambda name: plain[name])
+            worst = max(_RESULTS, key=lambda name: plain[name])
             text = f"{worst} {plain[worst]:.1e}, of plain torch, against fp64"
             yield Finding("rule, errors", "ok", text)
-    yield _repeats(choices["deterministic rule"].rule, inputs, documents)
+    yield _check_repeats(choices["deterministic rule"].rule, inputs, documents)
 
 
-def _parity(subject: str, errors: dict[str, float], plain: dict[str, float]) -> Finding:
-    """Errors against fp64, of root mean square, beside those of plain torch in the same dtype."""
+def _compare_errors(subject: str, errors: dict[str, float], plain: dict[str, float]) -> Finding:
+    """Compare the relative RMS errors against fp64 with those of plain torch in the same dtype."""
     subject = f"{subject}, errors"
-    worst = max(_NAMES, key=lambda name: errors[name] / plain[name])
+    worst = max(_RESULTS, key=lambda name: errors[name] / plain[name])
     ratio = errors[worst] / plain[worst]
     text = f"{worst} {errors[worst]:.1e}, {ratio:.2f} of plain torch's error against fp64"
-    if ratio <= 2:  # kernels round their operands once more than plain torch does
+    if ratio <= 2:  # kernels round operands once more than plain torch
         return Finding(subject, "ok", text)
     return Finding(subject, "wrong", f"{text}: choose another backend, and report this")
 
 
-def _repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Finding:
-    first = _results(rule, inputs, documents)
+def _check_repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Finding:
+    first = _run_rule(rule, inputs, documents)
     for repeat in range(1, _REPEATS):
-        now = _results(rule, inputs, documents)
-        if other := [name for name in _NAMES if not torch.equal(first[name], now[name])]:
+        now = _run_rule(rule, inputs, documents)
+        if other := [name for name in _RESULTS if not torch.equal(first[name], now[name])]:
             return Finding("repeats", "wrong", f"{', '.join(other)} differ in repeat {repeat}")
-    return Finding("repeats", "ok", f"{_REPEATS} repeats equal in {len(_NAMES)} tensors")
+    return Finding("repeats", "ok", f"{_REPEATS} repeats equal in {len(_RESULTS)} tensors")
 
 
-def _results(rule: Rule, inputs: RuleInputs, documents: Documents) -> dict[str, Tensor]:
+def _run_rule(rule: Rule, inputs: RuleInputs, documents: Documents) -> dict[str, Tensor]:
     leaves = RuleInputs(*(x.detach().requires_grad_() for x in inputs))
     with torch.enable_grad():
         out, _ = run_rule(rule, leaves, documents, use_qk_l2norm_in_kernel=True)
     d_out = torch.linspace(-1, 1, out.numel(), device=out.device).view_as(out).to(out.dtype)
-    return dict(zip(_NAMES, (out.detach(), *torch.autograd.grad(out, leaves, d_out)), strict=True))
+    return dict(
+        zip(_RESULTS, (out.detach(), *torch.autograd.grad(out, leaves, d_out)), strict=True)
+    )
 
 
-def _errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+def _rms_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
     return {
         name: ((found[name].double() - x).norm() / x.norm()).item() for name, x in exact.items()
     }

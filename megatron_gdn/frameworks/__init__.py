@@ -1,1 +1,1 @@
-"""Adapters of other frameworks, whose launches then build this package's layers."""
+"""Adapters that let launches of other frameworks build the layers of this package."""

@@ -1,4 +1,4 @@
-"""Megatron-Bridge's exports, in the dtypes of the files that were loaded."""
+"""Casts Megatron-Bridge's exports to the dtypes of the loaded files."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..hf.safetensors_files import SafetensorsFolder
 def in_published_dtypes(
     weights: Iterable[tuple[str, Tensor]], folder: str | Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Weights under their Hugging Face names, each in the dtype that it has in ``folder``.
+    """Cast each weight to the dtype that the tensor of this name has in ``folder``.
 
-    Bridge exports a parameter in the dtype that it was trained in: ``A_log`` and ``dt_bias`` of a
+    Megatron-Bridge exports a parameter in the dtype of training: ``A_log`` and ``dt_bias`` of a
     bf16 model are fp32.
 
     Args:
-        weights: what ``AutoBridge.export_hf_weights`` yields.
-        folder: what the model was loaded from, with safetensors files; their headers are read.
+        weights: the pairs (Hugging Face name, tensor) that ``AutoBridge.export_hf_weights`` yields.
+        folder: the folder of safetensors files from which the model was loaded.
 
     Raises:
-        KeyError: a weight that the folder does not have.
+        KeyError: the folder has no tensor of a weight's name.
     """
     published = SafetensorsFolder(folder).specs
     for name, weight in weights:

@@ -1,12 +1,12 @@
-"""mcore-bridge, the model library of ms-swift: our layer in its models, with their weights' rows.
+"""Our layer in models of mcore-bridge, the model library of ms-swift.
 
-Its subclass of Megatron's layer stores the rows of ``in_proj`` and the channels of ``conv1d`` by
-key head, and its bridge loads and saves in that order:
+mcore-bridge's subclass of Megatron's layer stores the rows of ``in_proj`` and the channels of
+``conv1d`` by key head, and its bridge loads and saves weights in that order:
 
     Megatron and we   q of all heads, k of all heads, v, z, b, a
     mcore-bridge      q, k, v, z, b, a of key head 0 and its value heads, then of key head 1, ...
 
-While the bridge is at one of our layers, each rank holds the layer's rows in that order.
+While the bridge loads or saves one of our layers, the layer's rows are in mcore-bridge's order.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ..ops.layout import Layout
 logger = logging.getLogger(__name__)
 
 TESTED = "1.6.5"
-# Under these settings its layer has other parameters than one plain `in_proj`.
+# With these settings mcore-bridge's layer does not have one `in_proj.weight` in 16 or 32 bits.
 _QUANTISED = "stores quantised blocks of rows, whose order we cannot change"
-_OTHER_ROWS = {
+_UNSUPPORTED_FIELDS = {
     "linear_decoupled_in_proj": "splits in_proj in two linears, and our layer has one",
     "fp8_param": _QUANTISED,
     "fp4_param": _QUANTISED,
@@ -41,8 +41,8 @@ _OTHER_ROWS = {
 def build(
     config: TransformerConfig, submodules: GatedDeltaNetSubmodules, *args: Any, **kwargs: Any
 ) -> GatedDeltaNet:
-    """Our layer for a call of ``mcore_bridge.model.modules.GatedDeltaNet``."""
-    for field, why in _OTHER_ROWS.items():
+    """Build our layer for a call of ``mcore_bridge.model.modules.GatedDeltaNet``."""
+    for field, why in _UNSUPPORTED_FIELDS.items():
         if getattr(config, field, False):
             raise NotImplementedError(
                 f"mcore-bridge's {field}=True {why}. Set it to False, or call "
@@ -53,19 +53,19 @@ def build(
 
 
 def by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
-    """``[P]``: our row of ``in_proj`` (or channel of ``conv1d``) for each row of theirs."""
+    """``[P]``: our row of ``in_proj`` (channel of ``conv1d``) for each row of mcore-bridge."""
     return by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
 
 
 @contextmanager
 @torch.no_grad()
 def rows_by_key_head(layer: GatedDeltaNet) -> Iterator[None]:
-    """Inside, ``in_proj``, adapters around it and ``conv1d`` have mcore-bridge's order of rows."""
+    """Inside, ``in_proj``, its adapters and ``conv1d`` have mcore-bridge's order of rows."""
     layout = layer.dims.layout
     channels = by_key_head(layout, conv=True)
     moved = [(parameter, channels) for parameter in layer.conv1d.parameters()]
     for name, parameter in layer.in_proj.named_parameters():
-        if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # no rows in them
+        if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # not by row of in_proj
             moved.append((parameter, by_key_head(layout)))
     assert all(len(parameter) == len(rows) for parameter, rows in moved)
     for parameter, rows in moved:
@@ -79,11 +79,11 @@ def rows_by_key_head(layer: GatedDeltaNet) -> Iterator[None]:
 
 @cache
 def _reorder_in_the_bridge() -> None:
-    """From now on the bridge finds the rows of our layers in its order; other layers stay."""
+    """Wrap the bridge's conversion, so that it sees our layers with rows in its own order."""
     if (found := version("mcore-bridge")) != TESTED:
         logger.warning(
-            f"mcore-bridge {found}: megatron_gdn reorders weights as mcore-bridge {TESTED} stores "
-            f"them, and was not tested with this one. Compare the logits of a small model first."
+            f"mcore-bridge {found}: megatron_gdn orders weights as mcore-bridge {TESTED} stores "
+            f"them, and was not tested with {found}. Compare the logits of a small model first."
         )
     from mcore_bridge.bridge import GPTBridge  # pyright: ignore[reportMissingImports]
 
@@ -91,7 +91,7 @@ def _reorder_in_the_bridge() -> None:
 
     @wraps(convert)
     def _set_linear_attn_state(self: Any, mg_attn: Any, *args: Any, **kwargs: Any) -> Any:
-        if not isinstance(mg_attn, GatedDeltaNet):  # None where another stage has the layer
+        if not isinstance(mg_attn, GatedDeltaNet):  # mg_attn is None if another stage has the layer
             return convert(self, mg_attn, *args, **kwargs)
         with rows_by_key_head(mg_attn):
             return convert(self, mg_attn, *args, **kwargs)

@@ -8,12 +8,11 @@ from dataclasses import replace
 def register_pruning() -> None:
     """Let modelopt's ``mcore_minitron`` prune the hidden size of models with our layer.
 
-    modelopt looks layers up by class. After this call it prunes ours as it prunes Megatron's:
-    columns of ``in_proj`` and rows of ``out_proj``. The heads stay.
+    modelopt looks up layers by class. After this call modelopt prunes the columns of ``in_proj``
+    and the rows of ``out_proj`` of our layer, as of Megatron's layer, and keeps the heads.
 
     Raises:
-        ImportError: modelopt or its plugin for Megatron, which needs Transformer Engine, does not
-            load.
+        ImportError: modelopt, or its Megatron plugin (which needs Transformer Engine), is missing.
     """
     from modelopt.torch.nas.plugins import (  # pyright: ignore[reportMissingImports]
         megatron as plugin,

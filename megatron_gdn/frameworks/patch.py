@@ -1,8 +1,8 @@
-"""One call after which calls of Megatron's own recurrent layers build ours.
+"""Replaces ``__new__`` of Megatron's recurrent layers, so that a call of the class builds ours.
 
-Specs (also copied or pickled ones), partials and providers hold the class of Megatron and call it.
-So its ``__new__`` is replaced and returns a layer of ours; Python then leaves out upstream's
-``__init__``. A new name in a module would not reach code that has imported the class.
+Specs, partials and providers hold Megatron's class and call it. ``__new__`` returns a layer of
+ours, and Python then skips Megatron's ``__init__``. Assigning our class to Megatron's module would
+not reach code that has already imported the class.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Megatron's class, and ours in its place.
+# Megatron's class, and our class.
 _GDN = "megatron.core.ssm.gated_delta_net:GatedDeltaNet", "megatron_gdn:GatedDeltaNet"
 _GDN2 = "megatron.core.ssm.gated_delta_net:GatedDeltaNet2", "megatron_gdn:GatedDeltaNet2"
 _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
-# A subclass with another order of weights, for which `.mcore_bridge` builds our layer.
-_OF_MCORE_BRIDGE = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
+# A subclass of Megatron's layer with another order of weights; `.mcore_bridge` builds our layer.
+_MCORE_BRIDGE_CLASS = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
 
 Options = bool | Mapping[str, Any]
 Arguments = dict[str, inspect.Parameter]
@@ -32,45 +32,45 @@ Arguments = dict[str, inspect.Parameter]
 def patch_megatron(
     *, gdn: Options = True, mamba: Options = False, gdn2: Options | None = None
 ) -> None:
-    """Let every call of Megatron's own class build our layer, in this process, from now on.
+    """Let every later call of Megatron's own class in this process build our layer.
 
-    Older specs, partials and providers build our layer too; layers that exist do not change.
-    ``patch_megatron(gdn=False)`` undoes it. Subclasses of Megatron's class, whose weights may lie
-    in another order, are built as they are, with a log line; mcore-bridge's is built as ours
-    (see :mod:`.mcore_bridge`).
+    Specs, partials and providers made before the call build our layer too; existing layers do not
+    change. ``patch_megatron(gdn=False)`` restores Megatron's layer. A subclass of Megatron's class
+    may order its weights differently, so it is not replaced, and a log line names it; only
+    mcore-bridge's subclass is built as our layer (see :mod:`.mcore_bridge`).
 
     Args:
         gdn: for ``megatron.core.ssm.gated_delta_net.GatedDeltaNet``: True for our
             :class:`GatedDeltaNet`, False for Megatron's own, or a dict of options for ours, such as
-            ``{"backend": "fla"}``. What the spec gives counts more than such an option.
+            ``{"backend": "fla"}``. An argument in the spec overrides an option of the same name.
         mamba: the same for ``megatron.core.ssm.mamba_mixer.MambaMixer`` and our
             :class:`Mamba2Mixer`.
-        gdn2: the same for ``GatedDeltaNet2``, where Megatron has it, and ours; None: ours unless
+        gdn2: the same for ``GatedDeltaNet2``, if Megatron has the class; None means True unless
             ``gdn`` is False.
 
     Raises:
-        TypeError: an option that our layer does not know; or Megatron's constructor takes an
-            argument that ours does not, or has another default or place for one.
+        TypeError: our layer does not know an option; or our constructor lacks an argument of
+            Megatron's constructor, or has another default or position for one.
         RuntimeError: other code has replaced ``__new__`` of Megatron's class.
     """
-    wanted = [_Class(*_GDN, gdn), _Class(*_MAMBA, mamba)]
+    classes = [_PatchedClass(*_GDN, gdn), _PatchedClass(*_MAMBA, mamba)]
     if has_gdn2():
-        wanted.insert(1, _Class(*_GDN2, gdn is not False if gdn2 is None else gdn2))
-    for each in wanted:  # all are checked before one is changed
+        classes.insert(1, _PatchedClass(*_GDN2, gdn is not False if gdn2 is None else gdn2))
+    for each in classes:  # check all classes before one is changed
         each.check()
-    for each in wanted:
+    for each in classes:
         each.install()
     if os.environ.get("RANK", "0") == "0":
-        logger.warning("; ".join(each.told() for each in wanted) + ".")
+        logger.warning("; ".join(each.describe() for each in classes) + ".")
 
 
 def has_gdn2() -> bool:
-    """Whether this Megatron has a Gated DeltaNet-2 (main has it, 0.19 does not)."""
+    """Whether the installed Megatron has Gated DeltaNet-2 (main has the class, 0.19 has not)."""
     return hasattr(resolve_name(_GDN2[0].partition(":")[0]), "GatedDeltaNet2")
 
 
-class _Class:
-    """One of Megatron's classes, and the layer that a call of it builds."""
+class _PatchedClass:
+    """One of Megatron's classes, and the class of the layer that its call builds."""
 
     def __init__(self, theirs: str, ours: str, options: Options) -> None:
         self.theirs, self.ours = resolve_name(theirs), resolve_name(ours)
@@ -81,90 +81,90 @@ class _Class:
         found = vars(self.theirs).get("__new__")
         if found is not None and inspect.unwrap(found).__module__ != __name__:
             raise RuntimeError(
-                f"{_path(self.theirs)}.__new__ was replaced by other code ({found!r}). "
-                f"megatron_gdn would undo that, so it does nothing. Call patch_megatron() without "
-                f"the other patch, or give your specs {self.public} yourself."
+                f"{_full_name(self.theirs)}.__new__ was replaced by other code ({found!r}). "
+                f"megatron_gdn would undo that patch, so nothing was changed. Call "
+                f"patch_megatron() without the other patch, or put {self.public} in your specs."
             )
         if self.replaced:
-            given, taken = _arguments(self.theirs), _arguments(self.ours)
+            given, taken = _constructor_arguments(self.theirs), _constructor_arguments(self.ours)
             known = taken.keys() - given.keys()
             if unknown := sorted(self.options.keys() - known):
                 raise TypeError(
-                    f"{self.public} has no option {', '.join(unknown)} here. Its options are "
+                    f"{self.public} has no option {', '.join(unknown)}. Its options are "
                     f"{', '.join(sorted(known))}."
                 )
             self._require_known_constructor(given, taken)
 
     def _require_known_constructor(self, given: Arguments, taken: Arguments) -> None:
-        """Refuse a constructor of Megatron's with an argument, place or default that ours lacks."""
+        """Raise if Megatron's constructor has an argument, position or default that ours lacks."""
         places = [name for name, each in taken.items() if each.kind is not each.KEYWORD_ONLY]
         wrong = []
         for place, (name, argument) in enumerate(given.items()):
-            mine = taken.get(name)
-            if mine is None:
+            our_argument = taken.get(name)
+            if our_argument is None:
                 wrong.append(f"{name} is not known")
             elif name in places and places.index(name) != place:
                 wrong.append(f"{name} has another place")
-            # Of a stage's offset the defaults None and 0 mean the same.
-            elif argument.default != mine.default and not (
-                {argument.default, mine.default} <= {None, 0, inspect.Parameter.empty}
+            # The defaults None and 0 of a pipeline stage's offset mean the same.
+            elif argument.default != our_argument.default and not (
+                {argument.default, our_argument.default} <= {None, 0, inspect.Parameter.empty}
             ):
-                wrong.append(f"{name}={argument.default!r} is {mine.default!r} in ours")
+                wrong.append(f"{name}={argument.default!r} is {our_argument.default!r} in ours")
         if wrong:
             from megatron.core import __version__
 
             raise TypeError(
-                f"The constructor of {_path(self.theirs)} in megatron-core {__version__} is not "
-                f"the one that {self.public} was written for: {'; '.join(wrong)}. Take a tested "
-                f"megatron-core, or give your specs {self.public} yourself."
+                f"The constructor of {_full_name(self.theirs)} in megatron-core {__version__} is "
+                f"not the one that {self.public} was written for: {'; '.join(wrong)}. Install a "
+                f"tested megatron-core, or put {self.public} in your specs."
             )
 
     def install(self) -> None:
         if self.replaced:
-            self.theirs.__new__ = _builder(self.theirs, self.ours, self.options)
+            self.theirs.__new__ = _make_new(self.theirs, self.ours, self.options)
         elif "__new__" in vars(self.theirs):
-            # Not deleted: a class whose __new__ was deleted refuses every argument.
-            self.theirs.__new__ = _builder(self.theirs, None, {})
+            # A class whose __new__ was deleted refuses every argument, so __new__ is replaced.
+            self.theirs.__new__ = _make_new(self.theirs, None, {})
 
-    def told(self) -> str:
+    def describe(self) -> str:
         theirs = f"Megatron's {self.theirs.__name__}"
         if not self.replaced:
             return f"{theirs} stays Megatron's"
         given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
         also = ""
-        if _OF_MCORE_BRIDGE.endswith(self.theirs.__name__) and find_spec("mcore_bridge"):
+        if _MCORE_BRIDGE_CLASS.endswith(self.theirs.__name__) and find_spec("mcore_bridge"):
             also = ", mcore-bridge's subclass of it too"
         return f"{theirs} is built as {self.public}({given}){also}"
 
 
-def _builder(theirs: type, ours: type | None, options: dict[str, Any]) -> Callable:
+def _make_new(theirs: type, ours: type | None, options: dict[str, Any]) -> Callable:
     def __new__(cls, *args, **kwargs):
-        built = bool(args or kwargs)  # a copy or unpickled layer is filled afterwards instead
+        built = bool(args or kwargs)  # copy and pickle call __new__ alone, then fill the layer
         if ours is not None and built:
             if cls is theirs:
                 return ours(*args, **{**options, **kwargs})
-            if _path(cls) == _OF_MCORE_BRIDGE:
+            if _full_name(cls) == _MCORE_BRIDGE_CLASS:
                 from .mcore_bridge import build
 
                 return build(*args, **{**options, **kwargs})
-            _name_subclass(cls, theirs)
+            _warn_of_subclass(cls, theirs)
         return object.__new__(cls)
 
     return staticmethod(__new__)
 
 
 @cache
-def _name_subclass(cls: type, theirs: type) -> None:
+def _warn_of_subclass(cls: type, theirs: type) -> None:
     logger.warning(
-        f"{_path(cls)} is a subclass of Megatron's {theirs.__name__} and is built as it is, not as "
-        f"megatron_gdn's layer."
+        f"{_full_name(cls)} is a subclass of Megatron's {theirs.__name__} and is built as it is, "
+        f"not as megatron_gdn's layer."
     )
 
 
-def _arguments(cls: type) -> Arguments:
+def _constructor_arguments(cls: type) -> Arguments:
     parameters = inspect.signature(cls.__init__).parameters
     return {name: each for name, each in parameters.items() if name != "self"}
 
 
-def _path(cls: type) -> str:
+def _full_name(cls: type) -> str:
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -1,6 +1,6 @@
-"""verl's plugin: where ``MEGATRON_GDN`` is set, every verl process builds our layers.
+"""verl's plugin: with ``MEGATRON_GDN`` set, every verl process builds our layers.
 
-verl imports this module in every process, by an entry point in the group ``verl.plugins``.
+verl imports this module in every process, through an entry point of the group ``verl.plugins``.
 """
 
 import logging
@@ -10,9 +10,9 @@ if os.environ.get("MEGATRON_GDN"):
     try:
         import megatron_gdn.enable  # noqa: F401
     except Exception:
-        # verl logs a plugin that failed at the level DEBUG only and goes on without it.
+        # verl logs the error of a plugin at the level DEBUG only and goes on without the plugin.
         logging.getLogger(__name__).exception(
-            "MEGATRON_GDN is set, and megatron_gdn could not replace Megatron's layers: this "
-            "process trains Megatron's own. Mend what follows, or unset MEGATRON_GDN."
+            "MEGATRON_GDN is set, and megatron_gdn could not replace Megatron's layers, so this "
+            "process trains Megatron's own. Repair the error below, or unset MEGATRON_GDN."
         )
         raise

@@ -1,4 +1,4 @@
-"""What a model promises, measured: it generates with the probabilities that it trains with.
+"""Measures whether a model generates with the same probabilities as in training.
 
 ``python -m megatron_gdn.testing.certificate`` measures what context parallelism changes.
 """
@@ -15,9 +15,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["GenerationGap", "check_generation"]
 
 _aten = torch.ops.aten
-# Functions of single rows of the first argument. torch computes the end of a buffer with other
-# bits than its middle, so RowByRow runs them on single rows, like matrix products.
-_BY_ROW = {
+# Functions that act on each row of the first argument alone. torch computes the last elements of a
+# buffer with other bits than the middle, so RowByRow runs these functions on single rows.
+_ROWWISE_FUNCTIONS = {
     _aten.silu.default, _aten.sigmoid.default, _aten.exp.default, _aten.cos.default,
     _aten.sin.default, _aten.gelu.default, _aten.tanh.default, _aten.softplus.default,
     _aten._softmax.default, _aten._log_softmax.default,
@@ -27,40 +27,40 @@ _BY_ROW = {
 class RowByRow(TorchDispatchMode):
     """Compute linear layers and elementwise functions one row at a time, on a CPU.
 
-    A CPU library takes another kernel, with other bits, for another number of rows. On a GPU use
-    Megatron's own batch-invariant kernels.
+    For another number of rows a CPU library takes another kernel, whose results have other bits. On
+    a GPU use Megatron's batch-invariant kernels instead.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         if function is _aten.mm.default:
-            return _rows(lambda row: function(row, args[1]), args[0])
+            return _map_rows(lambda row: function(row, args[1]), args[0])
         if function is _aten.addmm.default and args[0].dim() == 1:
-            return _rows(lambda row: function(args[0], row, args[2], **kwargs), args[1])
-        # Only a softmax over the last dimension can be cut into rows.
-        by_row = function in _BY_ROW and args[0].dim() > 1
+            return _map_rows(lambda row: function(args[0], row, args[2], **kwargs), args[1])
+        # A softmax can be computed row by row only over the last dimension.
+        by_row = function in _ROWWISE_FUNCTIONS and args[0].dim() > 1
         if by_row and ("softmax" not in str(function) or args[1] in (-1, args[0].dim() - 1)):
             flat = args[0].reshape(-1, args[0].shape[-1])
-            made = _rows(lambda row: function(row, *args[1:], **kwargs), flat)
+            made = _map_rows(lambda row: function(row, *args[1:], **kwargs), flat)
             return made.view(*args[0].shape)
         with self:  # in inference mode composite functions arrive here
             made = function.decompose(*args, **kwargs)
         return function(*args, **kwargs) if made is NotImplemented else made
 
 
-def _rows(function, x: Tensor) -> Tensor:
+def _map_rows(function, x: Tensor) -> Tensor:
     if len(x) == 0:
         return function(x)
     return torch.cat([function(row.contiguous()) for row in x.split(1)])
 
 
 class GenerationGap(NamedTuple):
-    """How far apart the two paths are, over the tokens that were generated one by one.
+    """Differences between generation and the training forward, over the tokens after the prompt.
 
     Attributes:
-        max_log_prob, mean_log_prob: differences of the log-probability of a token of the text.
-        mean_kl, max_kl: divergence of the generating path's distribution from the training
-            path's, in nats.
+        max_log_prob, mean_log_prob: absolute difference of the log-probability of a text token.
+        mean_kl, max_kl: KL divergence, in nats, of generation's distribution over the vocabulary
+            from the training forward's.
         equal: whether all log-probabilities of all tokens of the vocabulary have the same bits.
         backend: the rule of the model's first recurrent layer.
     """
@@ -77,17 +77,17 @@ class GenerationGap(NamedTuple):
 def check_generation(
     model: nn.Module, tokens: Tensor, *, prompt: int = 1, at_once: int = 1
 ) -> GenerationGap:
-    """Compare log-probabilities of a text by the training forward and by prefill and decode.
+    """Compare a text's log-probabilities in the training forward and in prefill and decode.
 
-    With ``config.batch_invariant_mode`` the two are expected to have the same bits: the layers
-    compute on one grid.
+    With ``config.batch_invariant_mode`` both paths should give the same bits, since both cut chunks
+    on the same grid.
 
     Args:
         model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline
-            stages. It is compared in evaluation mode and without sequence parallelism.
-        tokens: int64 ``[B, S]``, S above ``prompt``, the same on every rank.
-        prompt: tokens that are prefilled.
-        at_once: tokens of every step after the prompt.
+            stages. The model runs in evaluation mode and without sequence parallelism.
+        tokens: int64 ``[B, S]`` with S > ``prompt``, the same on every rank.
+        prompt: number of tokens that are prefilled.
+        at_once: number of tokens of each step after the prompt.
 
     Raises:
         ValueError: no token is left after the prompt.
@@ -100,7 +100,7 @@ def check_generation(
     if not 0 < prompt < S or at_once < 1:
         raise ValueError(
             f"prompt={prompt} and at_once={at_once} of {S} tokens leave nothing to compare; "
-            f"prefill 1 to {S - 1} of them and step by at least 1."
+            f"set prompt to 1 .. {S - 1} and at_once to at least 1."
         )
     config = unwrap_model([model])[0].config
     if config.context_parallel_size > 1:
@@ -108,17 +108,17 @@ def check_generation(
     by_row = config.batch_invariant_mode and not tokens.is_cuda
     with evaluating(model), RowByRow() if by_row else nullcontext():
         positions = torch.arange(S, device=tokens.device).expand(B, S)
-        trained = model(tokens, positions, None, runtime_gather_output=True)
+        logits = model(tokens, positions, None, runtime_gather_output=True)
         context = static_context(model, B, S)
         pieces = [tokens[:, :prompt], *tokens[:, prompt:].split(at_once, dim=1)]
         made = [next_logits(model, piece, context) for piece in pieces]
-        ours, theirs = (x.float().log_softmax(-1) for x in (torch.cat(made, 1), trained))
-    ours, theirs = ours[:, prompt - 1 :], theirs[:, prompt - 1 :]
+        generated, trained = (x.float().log_softmax(-1) for x in (torch.cat(made, 1), logits))
+    generated, trained = generated[:, prompt - 1 :], trained[:, prompt - 1 :]
     text = tokens[:, prompt:, None]
-    gap = (ours[:, :-1].gather(2, text) - theirs[:, :-1].gather(2, text)).abs()
-    kl = (theirs.exp() * (theirs - ours)).sum(-1)
+    gap = (generated[:, :-1].gather(2, text) - trained[:, :-1].gather(2, text)).abs()
+    kl = (trained.exp() * (trained - generated)).sum(-1)
     layers = [m for m in model.modules() if isinstance(m, GeneratingMixer)]
     return GenerationGap(
         gap.max().item(), gap.mean().item(), kl.mean().item(), kl.max().item(),
-        torch.equal(ours, theirs), layers[0].backend if layers else None,
+        torch.equal(generated, trained), layers[0].backend if layers else None,
     )  # fmt: skip

@@ -15,7 +15,7 @@ from slime.utils.distributed_utils import init_gloo_group, set_gloo_group
 from torch import nn
 
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
-from megatron_gdn.frameworks.slime import know_our_names
+from megatron_gdn.frameworks.slime import register_our_names
 from megatron_gdn.hf import gdn_layer_from_hf, read_hf_config
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.frameworks import tiny_models
@@ -71,7 +71,7 @@ def loaded_and_sent(name: str, folder) -> tuple[dict, dict]:
     with parallel(tp=2):
         set_gloo_group(None)
         init_gloo_group()
-        know_our_names()
+        register_our_names()
         args = arguments(name, folder)
         model = Wrapped(Wrapped(OneLayer(folder)))
         hf_to_megatron.load_hf_weights(args, [model], folder)

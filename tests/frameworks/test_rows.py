@@ -10,7 +10,7 @@ from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Theirs
 import megatron_gdn
 from megatron_gdn.frameworks.mcore_bridge import by_key_head
 from megatron_gdn.frameworks.miles import enable
-from megatron_gdn.frameworks.slime import _of_ranks, _rank_after_rank
+from megatron_gdn.frameworks.slime import _concatenate_shards, _join_shards
 from megatron_gdn.gdn.hf import gdn_layer_maps
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from tests.frameworks.test_patch import is_ours
@@ -26,13 +26,13 @@ def test_equal_parts_are_the_ranks_shares_and_join_to_the_whole(entry, tp, monke
     monkeypatch.setattr(parallel_state, "get_tensor_model_parallel_world_size", lambda: tp)
     pieces = [torch.randn(source.shape) for source in entry.sources]
     whole = entry.to_megatron(pieces)
-    ordered = _rank_after_rank(entry, whole)
+    ordered = _concatenate_shards(entry, whole)
     if entry.shard_dim is not None:
         for part, share in zip(
             ordered.chunk(tp, entry.shard_dim), entry.shards(whole, tp), strict=True
         ):
             assert torch.equal(part, share)
-    assert torch.equal(_of_ranks(entry, ordered), whole)
+    assert torch.equal(_join_shards(entry, ordered), whole)
 
 
 @pytest.mark.parametrize("conv", [False, True])

@@ -240,7 +240,7 @@ def test_a_repaired_optimizer_is_left_alone():
         optimizer = build(FLOAT16).megatron_optimizer
         assert ours._forgets_fp32_parameters(repaired, torch.device("cpu")) is False
         state = ours._store_all_parameters(repaired, optimizer, {})
-        assert state["mine"] and ours._MASTERS not in state
+        assert state["mine"] and ours._FP32_KEY not in state
         assert calls[-1] == [len(group) for group in optimizer.float16_groups]
     with parallel():
         sharded = build("fully_reshardable").megatron_optimizer
