@@ -1,6 +1,6 @@
-"""Gated DeltaNet for Megatron-Core: upstream's layer, faster, longer, and fp32 where it matters.
+"""Gated DeltaNet layers for Megatron-Core.
 
-Public names are imported when first used, so that ``megatron_gdn.ops`` needs torch alone.
+Public names are imported at first use, so that ``megatron_gdn.ops`` needs only torch.
 """
 
 from importlib import import_module
@@ -36,7 +36,7 @@ __all__ = sorted(name for name in _HOME if name[0] != "_")  # pyright: ignore[re
 
 
 def _version() -> str:
-    """``project.version`` of ``pyproject.toml``, as installed or, in a clone, from the file."""
+    """The installed version, or in a clone the version in ``pyproject.toml``."""
     from importlib.metadata import PackageNotFoundError, version
     from pathlib import Path
 

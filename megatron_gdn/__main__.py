@@ -5,11 +5,11 @@ import sys
 from .command_line import Parser, did_you_mean
 
 COMMANDS = {
-    "doctor": "what runs a Gated DeltaNet layer on this machine, and what is wrong",
-    "launch": "a Megatron script that exists, with the layers of this package",
-    "warm_up": "compiles before a run the kernels that it needs",
-    "models": "the published models: sizes, FLOPs, memory, flags of a launch",
-    "hf": "weights from Hugging Face to Megatron and back",
+    "doctor": "checks whether this machine can run Gated DeltaNet layers, and how",
+    "launch": "runs a Megatron script with the layers of this package",
+    "warm_up": "compiles the kernels of a run before the run",
+    "models": "prints published models: sizes, FLOPs, memory, flags of a launch",
+    "hf": "converts weights between Hugging Face and Megatron",
 }
 
 
@@ -19,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
         "python -m megatron_gdn",
         description="The commands; each has --help.\n\n" + "\n".join(lines),
     )
-    parser.add_argument("command", nargs="?", help="none: a command follows a dot, without a space")
+    parser.add_argument("command", nargs="?", help="not allowed: a command follows a dot")
     name = parser.parse_args(argv).command
     if name is not None:
         near = did_you_mean([name], COMMANDS)

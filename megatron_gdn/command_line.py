@@ -1,4 +1,4 @@
-"""How every command reads its options: before torch is imported, with near names for wrong ones."""
+"""Parses the options of every command without torch, and suggests names for wrong options."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps the lines of a description, takes no shortened options, and refuses in one line."""
+    """Keeps line breaks of a description, refuses shortened options, prints one-line errors."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
@@ -22,10 +22,10 @@ class Parser(argparse.ArgumentParser):
         return super().parse_known_args(self._given, namespace)
 
     def error(self, message: str) -> NoReturn:
-        self.exit(2, f"error: {message}{self._near(message)} (see --help)\n")
+        self.exit(2, f"error: {message}{self._suggestion(message)} (see --help)\n")
 
-    def _near(self, message: str) -> str:
-        """The options or values that look most like the wrong ones."""
+    def _suggestion(self, message: str) -> str:
+        """A suggestion of known options or values for the wrong ones in ``message``."""
         if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             return did_you_mean([wrong[1]], re.findall(r"[\w.-]+", wrong[2]))
         known = self._options()
@@ -33,7 +33,7 @@ class Parser(argparse.ArgumentParser):
         return did_you_mean([word for word in words if word not in known], known)
 
     def _options(self) -> list[str]:
-        """Its own, and those of its commands."""
+        """The options of this parser and of its subcommands."""
         choices = (action.choices for action in self._actions if action.nargs == argparse.PARSER)
         commands = [command for each in choices for command in dict(each or {}).values()]
         known = [name for command in commands for name in command._option_string_actions]
@@ -41,24 +41,24 @@ class Parser(argparse.ArgumentParser):
 
 
 def heads(text: str) -> tuple[int, int]:
-    """An option's numbers of key and value heads, from ``KEY:VALUE``."""
+    """Parse ``KEY:VALUE``, the numbers of key and value heads."""
     key, _, value = text.partition(":")
     numbers = key.isdecimal() and value.isdecimal() and int(key) and int(value)
     if not numbers or int(value) % int(key):
         raise argparse.ArgumentTypeError(
-            f"{text} is not KEY:VALUE, such as 16:32; key heads divide value heads"
+            f"{text} is not KEY:VALUE, such as 16:32; key heads must divide value heads"
         )
     return int(key), int(value)
 
 
 def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
-    """``; did you mean X?`` for each word that looks like a known one, else nothing."""
+    """``; did you mean X, Y?`` with the known words most like the given ones, or an empty text."""
     known = list(known)
     near = [match for word in given for match in difflib.get_close_matches(word, known, 1)]
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
 def refuse(error: BaseException | str) -> int:
-    """Print one line on standard error; the exit status of a command that could not begin."""
+    """Print the error as one line on standard error, and return the exit status 2."""
     print(f"error: {error}", file=sys.stderr)
     return 2

@@ -1,11 +1,11 @@
-"""Importing this module calls :func:`megatron_gdn.patch_megatron`, and Megatron knows 'K' layers.
+"""Importing this module calls :func:`megatron_gdn.patch_megatron` and adds 'K' layers to Megatron.
 
-For launches that can only import something, in each process that builds a model::
+For launches that can only name a module to import in each process that builds a model::
 
     VERL_USE_EXTERNAL_MODULES=megatron_gdn.enable       # verl
 
-The environment variable ``MEGATRON_GDN`` says which layers this package builds: ``gdn`` (also when
-unset), ``mamba`` or ``gdn,mamba``.
+The environment variable ``MEGATRON_GDN`` names the layers that this package builds: ``gdn`` (the
+default), ``mamba`` or ``gdn,mamba``.
 """
 
 import os
@@ -22,10 +22,10 @@ _given = os.environ.get("MEGATRON_GDN") or "gdn"
 _asked = {name.strip() for name in _given.split(",")}
 if not _asked <= set(_LAYERS):
     raise ValueError(
-        f"MEGATRON_GDN={_given!r} names layers for megatron_gdn to build: 'gdn', 'mamba' or "
-        f"'gdn,mamba'. Change it, or unset it for 'gdn'."
+        f"MEGATRON_GDN={_given!r} is not legal; it names the layers that megatron_gdn builds: "
+        f"'gdn', 'mamba' or 'gdn,mamba'. Change it, or unset it for 'gdn'."
     )
 patch_megatron(**{name: name in _asked for name in _LAYERS})
-import_module("megatron_gdn.specs")  # hybrid patterns may have the letter
+import_module("megatron_gdn.specs")  # lets hybrid patterns have the letter 'K'
 if torch.cuda.device_count() and obstacles.no_kernels_installed():
     warn_once(obstacles.PLAIN_ON_GPU)

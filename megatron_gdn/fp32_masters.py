@@ -1,7 +1,7 @@
-"""Reads the fp32 values that a checkpoint's optimizer holds for parameters its model held in bf16.
+"""Loads fp32 masters from a checkpoint's optimizer into parameters that the model saved in bf16.
 
-Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16; its optimizer's masters in the same
-checkpoint are fp32. The layer of this package then gets:
+Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16; the optimizer in the same checkpoint
+holds fp32 masters of both. From such a checkpoint the layer of this package gets:
 
 | the checkpoint's optimizer               | loaded with its state | without (finetuning)     |
 |------------------------------------------|-----------------------|--------------------------|
@@ -10,8 +10,8 @@ checkpoint are fp32. The layer of this package then gets:
 | DistributedOptimizer, dp_reshardable     | Megatron refuses it   | the rounded value        |
 | none                                     |                       | the rounded value        |
 
-dp_reshardable files hold buffers, not tensors with names. To keep the masters of such a run, save
-once more with the old layer and fully_reshardable.
+dp_reshardable files hold gradient buffers, not named tensors. To keep the masters of a
+dp_reshardable run, save the checkpoint again with the old layer and fully_reshardable.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-# Float16Optimizer says fp32_param, DistributedOptimizer param; chained optimizers add numbers.
+# Float16Optimizer writes fp32_param, DistributedOptimizer param; chained optimizers add numbers.
 _MASTER = re.compile(r"(chained_\d+\.)?optimizer\.state\.(fp32_param|param)\.(?P<key>.+)")
 
 
@@ -39,20 +39,20 @@ def load_fp32_masters(
 ) -> list[str]:
     """Set parameters marked ``keep_in_fp32`` to the checkpoint's fp32 masters.
 
-    It sets only parameters that are 16-bit in the checkpoint's model and fp32 in its optimizer, and
-    does not change the optimizer. Every rank calls it, after the model is loaded, at any
+    Only parameters that are 16-bit in the checkpoint's model and fp32 in its optimizer are set; the
+    optimizer is not changed. Every rank calls this function after loading the model, at any
     tensor-parallel size.
 
     Args:
         model: a Megatron model or its pipeline chunks, bare or wrapped.
         folder: a distributed checkpoint (``torch_dist``).
-        metadata: for ``sharded_state_dict``; as when the model was loaded.
+        metadata: the argument of ``sharded_state_dict`` with which the model was loaded.
 
     Returns:
         Checkpoint keys of the parameters that were set on this rank's pipeline stage.
 
     Raises:
-        ValueError: two masters for one parameter.
+        ValueError: the checkpoint has two masters of one parameter.
     """
     from megatron.core import dist_checkpointing
     from megatron.core.dist_checkpointing import ShardedTensor
@@ -62,8 +62,8 @@ def load_fp32_masters(
     chunks: Any = unwrap_model([model] if isinstance(model, nn.Module) else list(model))
     saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     masters = _masters_by_key(saved)
-    # A parameter that was fp32 in the file is exact already, and its master may be out of date: a
-    # fused Adam with masters of its own keeps none up to date for fp32 parameters.
+    # A parameter that is fp32 in the file is exact already, and its master may be out of date: a
+    # fused Adam with its own masters does not update the masters of fp32 parameters.
     wanted: dict[str, Any] = {
         masters[tensor.key]: tensor
         for chunk in chunks
@@ -73,7 +73,7 @@ def load_fp32_masters(
         and tensor.key in masters
         and saved[tensor.key].dtype != torch.float32
     }
-    # Loaded into tensors of their own, so that a failure leaves the model as it was.
+    # The masters are loaded into new tensors, so that a failed load does not change the model.
     loaded: Any = dist_checkpointing.load(
         {
             name: replace(tensor, key=name, data=torch.empty_like(tensor.data))
@@ -89,14 +89,14 @@ def load_fp32_masters(
 
 
 def _masters_by_key(saved: Iterable[str]) -> dict[str, str]:
-    """The master's key, by the parameter's key in the model."""
+    """Key of a parameter in the model -> key of its master."""
     found: dict[str, str] = {}
     for match in filter(None, map(_MASTER.fullmatch, saved)):
         key, name = match["key"], match[0]
         if (other := found.setdefault(key, name)) != name:
             raise ValueError(
                 f"the checkpoint holds two fp32 masters of {key}: {other} and {name}. "
-                f"It was written by two optimizers over the same parameters; load the one you want "
-                f"with the optimizer that wrote it."
+                f"Two optimizers over the same parameters wrote the checkpoint; load the master "
+                f"that you want with the optimizer that wrote it."
             )
     return found

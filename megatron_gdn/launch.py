@@ -1,4 +1,4 @@
-"""``torchrun ... -m megatron_gdn.launch SCRIPT ARGS``: a launch that exists, with our layers."""
+"""``torchrun ... -m megatron_gdn.launch SCRIPT ARGS`` runs a Megatron script with our layers."""
 
 import os
 import runpy
@@ -9,14 +9,14 @@ from pathlib import Path
 from .command_line import Parser, refuse
 
 _DESCRIPTION = """\
-Run SCRIPT with its arguments as python does, with Gated DeltaNet layers of this package.
+Run SCRIPT with its arguments as python does, with the Gated DeltaNet layers of this package.
 
     torchrun --nproc_per_node=8 -m megatron_gdn.launch pretrain_hybrid.py FLAGS
 
 SCRIPT is a file, or the name of a script in a clone of Megatron-LM, such as pretrain_hybrid. The
-clone is the folder that the environment variable MEGATRON_LM names, or the current one. The
-training loop of such a script counts FLOPs as megatron_gdn.models does. MEGATRON_GDN=gdn,mamba
-builds Mamba2 layers too (gdn).
+clone is the folder that the environment variable MEGATRON_LM names, or the current folder. The
+training loop of Megatron-LM counts FLOPs as megatron_gdn.models does. MEGATRON_GDN=gdn,mamba
+replaces Mamba2 layers too; the default is gdn.
 """
 
 
@@ -24,7 +24,7 @@ def script_file(script: str) -> Path:
     """The file that ``script`` names.
 
     Raises:
-        FileNotFoundError: there is none, neither here nor in the clone.
+        FileNotFoundError: no such file is in the current folder or in the clone.
     """
     folders = [Path(), *map(Path, filter(None, [os.environ.get("MEGATRON_LM")]))]
     for folder in folders:
@@ -40,8 +40,8 @@ def script_file(script: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """2 if there is no such script; else the script's own end."""
-    if not arguments or arguments[0].startswith("-"):  # what follows SCRIPT is the script's
+    """Return 2 if the script does not exist, else run the script and return 0."""
+    if not arguments or arguments[0].startswith("-"):  # options after SCRIPT belong to the script
         parser = Parser(
             "python -m megatron_gdn.launch", description=_DESCRIPTION, usage="%(prog)s SCRIPT ..."
         )
@@ -52,18 +52,18 @@ def main(arguments: list[str]) -> int:
     except FileNotFoundError as error:
         return refuse(error)
     sys.argv = [str(path), *arguments[1:]]
-    # Where Python looks first when it runs a file: Megatron too comes from a script's clone.
+    # Python imports first from the script's folder, so a clone's Megatron is imported with it.
     sys.path[0] = str(path.parent)
     import_module("megatron_gdn.enable")
-    _say_what_the_gpu_takes()
+    _warn_of_a_slow_rule()
     if "megatron.training" in path.read_text(encoding="utf-8", errors="ignore"):
         import_module("megatron_gdn.models.stack").count_in_megatron()
     runpy.run_path(str(path), run_name="__main__")
     return 0
 
 
-def _say_what_the_gpu_takes() -> None:
-    """Choose the rule of bf16 heads of 128, which warns if it is slow."""
+def _warn_of_a_slow_rule() -> None:
+    """Choose the rule for bf16 heads of 128 dims; the choice warns if the rule is slow."""
     import torch
 
     from .gdn.rule import resolve_rule

@@ -1,13 +1,11 @@
-"""The published models: sizes, Megatron configurations and specs, FLOPs, flags for a launch.
+"""Published models: sizes, Megatron configurations and specs, FLOPs, flags for a launch.
 
-For example:
+parts = config("Qwen3.5-35B-A3B", tensor_model_parallel_size=2)
+model = HybridModel(parts.config, parts.spec, max_sequence_length=4096, **parts.arguments)
 
-    parts = config("Qwen3.5-35B-A3B", tensor_model_parallel_size=2)
-    model = HybridModel(parts.config, parts.spec, max_sequence_length=4096, **parts.arguments)
-
-    find("Qwen3.5-35B-A3B").flags()          # for pretrain_hybrid.py
-    find("Qwen3.5-35B-A3B").stack            # parameters, FLOPs, bytes of states
-    build_model(find("Qwen3.5-35B-A3B").hf)  # of megatron_gdn.hf; load_hf_weights fills it
+find("Qwen3.5-35B-A3B").flags()          # for pretrain_hybrid.py
+find("Qwen3.5-35B-A3B").stack            # parameters, FLOPs, bytes of states
+build_model(find("Qwen3.5-35B-A3B").hf)  # of megatron_gdn.hf; load_hf_weights fills it
 """
 
 from importlib import import_module
@@ -23,7 +21,7 @@ __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use: the command reads its options before torch is imported."""
+    """Import a name at first use, so that the command reads its options before importing torch."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name], __name__), name)

@@ -1,4 +1,4 @@
-"""``python -m megatron_gdn.models``: the models, one model's figures, its flags, legal sizes."""
+"""``python -m megatron_gdn.models`` prints a list of models, or one model's figures or flags."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ if TYPE_CHECKING:
     from .model import Model
 
 _DESCRIPTION = """\
-Without NAME: the models. With NAME: what it costs at these sizes, and which sizes it can take.
-Language models alone: vision encoders and heads of multi-token prediction are not counted.
+Without NAME, list the models. With NAME, print the model's parameters, FLOPs and memory at the
+given sizes, and its legal sizes. Only the language model is counted, without vision encoders and
+heads of multi-token prediction.
 """
 _LAYERS = {"G": "Gated DeltaNet", "M": "Mamba2", "*": "attention", "-": "MLP", "E": "experts"}
 
@@ -29,11 +30,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     try:
         if options.name is None:
-            lines = _list([Model.named(name) for name in ENTRIES])
+            lines = _model_lines([Model.named(name) for name in ENTRIES])
         else:
             model = Model.named(options.name)
             model.refuse_illegal(options.tp, options.cp, options.ep, options.length)
-            lines = _flags(model, options) if options.flags else _figures(model, options)
+            lines = _flag_lines(model, options) if options.flags else _figure_lines(model, options)
         print("\n".join(lines))
     except (ValueError, NotImplementedError) as error:
         return refuse(error)
@@ -41,22 +42,22 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
-    """Model, precision, length and parallel sizes; not data, tokenizer and optimizer."""
+    """Flags for model, precision, length and parallel sizes, not for data and optimizer."""
     flags = "--bf16 --use-distributed-optimizer"
-    flags += " --no-gradient-accumulation-fusion"  # machines without APEX need the flag
+    flags += " --no-gradient-accumulation-fusion"  # machines without APEX need this flag
     flags += f" --seq-length {options.length} --max-position-embeddings {options.length}"
     flags += f" --micro-batch-size 1 --tensor-model-parallel-size {options.tp}"
     flags += " --sequence-parallel" if options.tp > 1 else ""
     flags += f" --context-parallel-size {options.cp}"
     if "E" in model.pattern:
-        # Without its flag, the expert-tensor-parallel size would be the tensor-parallel size.
+        # The default of the expert-tensor-parallel size is the tensor-parallel size, not 1.
         flags += f" --expert-model-parallel-size {options.ep} --expert-tensor-parallel-size 1"
         flags += " --moe-token-dispatcher-type alltoall"
     return [*model.flags(options.model), *flags.split()]
 
 
-def _flags(model: Model, options: argparse.Namespace) -> Iterator[str]:
-    """Each flag with its values, as lines of one command."""
+def _flag_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
+    """Lines of one shell command; each line has a flag and its values."""
     line: list[str] = []
     for word in launch_flags(model, options):
         if word.startswith("--") and line:
@@ -66,10 +67,10 @@ def _flags(model: Model, options: argparse.Namespace) -> Iterator[str]:
     yield shlex.join(line)
 
 
-def _figures(model: Model, options: argparse.Namespace) -> Iterator[str]:
+def _figure_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
     tp, cp, length, stack = options.tp, options.cp, options.length, model.stack
     counts = {symbol: model.pattern.count(symbol) for symbol in _LAYERS}
-    parameters, active = _count(stack.parameters), _count(stack.active_parameters)
+    parameters, active = _format_count(stack.parameters), _format_count(stack.active_parameters)
     flops = stack.flops([length])
     yield f"{model.name} ({model.entry.architecture}; from {model.entry.source})"
     yield "  layers        " + ", ".join(f"{n} {_LAYERS[s]}" for s, n in counts.items() if n)
@@ -93,26 +94,29 @@ def _figures(model: Model, options: argparse.Namespace) -> Iterator[str]:
             f"recompute=light, {kept[1]} with recompute=full, {kept[2]} with "
             f"--recompute-modules gdn"
         )
-    yield f"  legal tp      {_sizes(model.tensor_parallel_sizes())}"
-    yield f"  legal cp      any; headwise with tp {tp}: {_sizes(model.headwise_sizes(tp))}"
-    yield f"  legal ep      {_sizes(model.expert_parallel_sizes())}"
+    yield f"  legal tp      {_join_sizes(model.tensor_parallel_sizes())}"
+    yield f"  legal cp      any; headwise with tp {tp}: {_join_sizes(model.headwise_sizes(tp))}"
+    yield f"  legal ep      {_join_sizes(model.expert_parallel_sizes())}"
 
 
-def _list(models: list[Model]) -> Iterator[str]:
+def _model_lines(models: list[Model]) -> Iterator[str]:
     yield f"{'model':25} {'parameters':>12} {'for a token':>12}  tp up to  layers"
     for model in models:
         counts = ((model.pattern.count(symbol), symbol) for symbol in _LAYERS)
         layers = ", ".join(f"{n} {symbol}" for n, symbol in counts if n)
-        parameters, active = _count(model.stack.parameters), _count(model.stack.active_parameters)
+        parameters, active = (
+            _format_count(model.stack.parameters),
+            _format_count(model.stack.active_parameters),
+        )
         tp = model.tensor_parallel_sizes()[-1]
         yield f"{model.name:25} {parameters:>12} {active:>12} {tp:9}  {layers}"
 
 
-def _count(number: int) -> str:
+def _format_count(number: int) -> str:
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
 
-def _sizes(numbers: list[int]) -> str:
+def _join_sizes(numbers: list[int]) -> str:
     return " ".join(map(str, numbers))
 
 

@@ -1,4 +1,4 @@
-"""A published model: its numbers, Megatron configuration, spec, flags and legal parallel sizes."""
+"""A published model: its sizes, Megatron configuration, spec, flags and legal parallel sizes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from .stack import CHUNK, MAMBA_TAPS, Stack
 
 
 class Entry(NamedTuple):
-    """A model's class in transformers, fields of its ``config.json``, and the source of both."""
+    """A model's class in transformers, fields of its ``config.json``, and their source."""
 
     architecture: str
     fields: dict[str, Any]
@@ -28,7 +28,7 @@ class Entry(NamedTuple):
 
 
 _TABLES = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
-_NEMOTRON = _TABLES["nemotron_h"]  # the one class that `parse_hf_config` does not take
+_NEMOTRON = _TABLES["nemotron_h"]  # the one class that `parse_hf_config` refuses
 
 
 def _entries() -> dict[str, Entry]:
@@ -44,7 +44,7 @@ ENTRIES = _entries()
 
 
 class Parts(NamedTuple):
-    """What a Megatron model is built from: ``HybridModel(config, spec, **arguments)``."""
+    """The arguments of a Megatron model: ``HybridModel(config, spec, **arguments)``."""
 
     config: Any
     spec: Any
@@ -53,14 +53,14 @@ class Parts(NamedTuple):
 
 @dataclass(frozen=True)
 class Model:
-    """One model: sizes, configuration, spec and flags."""
+    """The sizes, configuration, spec and flags of one published model."""
 
     name: str
     entry: Entry
 
     @classmethod
     def named(cls, name: str) -> Model:
-        """The model of this name in any case of letters; an unknown name is a ValueError."""
+        """Find a model by name, ignoring case; an unknown name is a ValueError."""
         for known, entry in ENTRIES.items():
             if known.lower() == name.lower():
                 return cls(known, entry)
@@ -68,7 +68,7 @@ class Model:
 
     @cached_property
     def hf(self) -> HFModelConfig | None:
-        """The `HFModelConfig` for `build_model` and weights; None for Nemotron."""
+        """The `HFModelConfig`, for `build_model` and for loading weights; None for Nemotron."""
         architecture, fields, _ = self.entry
         if architecture == "NemotronHForCausalLM":
             return None
@@ -76,7 +76,7 @@ class Model:
 
     @property
     def pattern(self) -> str:
-        """HybridModel's: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
+        """Letters of layers: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
         if self.hf is not None:
             return self.hf.hybrid_layer_pattern
         return self.entry.fields["hybrid_override_pattern"]
@@ -94,7 +94,7 @@ class Model:
 
     @cached_property
     def settings(self) -> dict[str, Any]:
-        """The model's ``TransformerConfig`` fields; ``num_layers`` is GPTModel's."""
+        """The model's ``TransformerConfig`` fields, with the ``num_layers`` of a GPTModel."""
         if self.hf is not None:
             return self.hf.megatron_settings()
         from megatron.core.activations import squared_relu
@@ -117,8 +117,8 @@ class Model:
     def _refuse_mamba2_in_gpt(self, model: Architecture) -> None:
         if self.hf is None and model == "gpt":
             raise NotImplementedError(
-                f"{self.name} has Mamba2 layers, which a GPTModel has not; use model='hybrid' "
-                f"(pretrain_hybrid.py)."
+                f"{self.name} has Mamba2 layers, and a GPTModel cannot have any; use "
+                f"model='hybrid' (pretrain_hybrid.py)."
             )
 
     def parts(
@@ -129,17 +129,17 @@ class Model:
         layer_options: Mapping[str, Any] | None = None,
         **changes: Any,
     ) -> Parts:
-        """Configuration, spec and arguments of a ``HybridModel`` or ``GPTModel``.
+        """Make the configuration, spec and arguments of a ``HybridModel`` or ``GPTModel``.
 
         Args:
             model: "hybrid" or "gpt".
-            modules: whose linears and norms, as in `megatron_gdn.specs.hybrid_stack_spec`.
+            modules: the library of linears and norms, as in `megatron_gdn.specs.hybrid_stack_spec`.
             layer_options: options of the Gated DeltaNet layer.
-            **changes: fields of the ``TransformerConfig`` to add or override. Without them parallel
-                sizes are Megatron's current ones, or 1.
+            **changes: fields of the ``TransformerConfig`` to add or override. The defaults of
+                parallel sizes are Megatron's current sizes, or 1.
 
         Raises:
-            NotImplementedError: a GPTModel with Mamba2 layers.
+            NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers.
         """
         from megatron.core import parallel_state
         from megatron.core.transformer.transformer_config import TransformerConfig
@@ -167,7 +167,7 @@ class Model:
         return Parts(config, spec, arguments | {"hybrid_layer_pattern": self.pattern})
 
     def flags(self, model: Architecture = "hybrid") -> list[str]:
-        """The flags of Megatron's script that build the model; errors as of `parts`."""
+        """The flags with which Megatron's script builds the model; raises as `parts` does."""
         self._refuse_mamba2_in_gpt(model)
         if self.hf is not None:
             return megatron_flags(self.hf, model)
@@ -178,9 +178,9 @@ class Model:
         return flags_of(described | _NEMOTRON["flags"] | self._nemotron_sizes)
 
     def tensor_parallel_sizes(self) -> list[int]:
-        """The sizes that divide all heads and the MLP; experts are not cut."""
+        """The sizes that divide all heads and the MLP's width; experts are not split."""
         heads, groups = self.settings["num_attention_heads"], self.settings["num_query_groups"]
-        key_heads = self.dims.layout.counts[-1][1]  # in Mamba2 groups
+        key_heads = self.dims.layout.counts[-1][1]  # groups in Mamba2
         cut = [heads, key_heads]
         if "-" in self.pattern:
             cut.append(self.settings["ffn_hidden_size"])
@@ -193,7 +193,7 @@ class Model:
         ]
 
     def headwise_sizes(self, tp: int) -> list[int]:
-        """The context-parallel sizes that divide the heads; chunkwise takes any size."""
+        """The context-parallel sizes of headwise, which divide the heads of a tensor rank."""
         layout = self.dims.shard(tp).layout
         return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
 
@@ -202,7 +202,7 @@ class Model:
         return [n for n in range(1, experts + 1) if experts % n == 0]
 
     def refuse_illegal(self, tp: int, cp: int, ep: int, length: int) -> None:
-        """Refuse (ValueError) sizes that a launch would refuse, and list the legal ones."""
+        """Raise a ValueError, with the legal sizes, for sizes that a launch would refuse."""
         for name, value, legal in (
             ("tensor-parallel size tp", tp, self.tensor_parallel_sizes()),
             ("expert-parallel size ep", ep, self.expert_parallel_sizes()),
@@ -217,27 +217,27 @@ class Model:
             near = max(round(length / multiple), 1) * multiple
             raise ValueError(
                 f"length={length} does not divide: zigzag cuts a sequence into 2 cp pieces, and "
-                f"sequence parallelism each rank's share by tp, so it must be a multiple of "
-                f"{multiple} for tp={tp} and cp={cp}, such as {near}."
+                f"sequence parallelism cuts each rank's share by tp, so the length must be a "
+                f"multiple of {multiple} for tp={tp} and cp={cp}, such as {near}."
             )
 
     def saved_bytes(self, tp: int = 1, recompute: str = "none") -> int:
         """Bytes per token that a Gated DeltaNet keeps for its backward on a tensor-parallel rank.
 
-        In bf16 with flash_qla or fla, and sequence parallelism. ``recompute`` is the layer's
-        option, or ``"layer"`` for ``--recompute-modules gdn`` of Megatron's dev. States of parts,
-        which `flash_qla` keeps for long sequences, are not counted (16 MiB for 32768 tokens of 32
-        heads).
+        The figure is for bf16, flash_qla or fla, and sequence parallelism. ``recompute`` is the
+        layer's option, or ``"layer"`` for ``--recompute-modules gdn`` of Megatron's dev. The states
+        between parts of long sequences, which `flash_qla` keeps, are not counted (16 MiB for 32768
+        tokens of 32 heads).
         """
         share: Any = self.dims.shard(tp)
-        kept = 2 * share.hidden_size // tp  # in_proj's input, cut over the sequence
+        kept = 2 * share.hidden_size // tp  # in_proj's input, split over the sequence
         if recompute == "layer":
             return kept
         again = LEVELS[recompute]
-        kept += 2 * share.layout.width  # in_proj's output, in bf16 as all but two
+        kept += 2 * share.layout.width  # in_proj's output
         if "rule" not in again:
             kept += 2 * share.v_dim  # the rule's output
-            # A row of a chunk's inverse in bf16; the sum of g, and beta, in fp32.
+            # One row of the chunk's triangular inverse in bf16; cumulative g and beta in fp32.
             kept += share.num_value_heads * (2 * CHUNK + 2 * 4)
         if "qkv" not in again:
             kept += 2 * (share.qk_dim + share.v_dim)  # k and v; q is always computed again
@@ -250,5 +250,5 @@ find = Model.named
 
 
 def config(name: str, *args: Any, **options: Any) -> Parts:
-    """Configuration, spec and constructor arguments of a model, see `Model.parts`."""
+    """Make the configuration, spec and constructor arguments of a model; see `Model.parts`."""
     return find(name).parts(*args, **options)

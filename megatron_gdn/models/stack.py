@@ -1,16 +1,16 @@
-"""What a model is made of, and what that costs: parameters and floating-point operations.
+"""Counts parameters and floating-point operations of a model by its layers.
 
-``docs/models.md`` has the equations. The products of a chunk of C tokens of the delta rule, with S
-the state before it and A its triangular inverse:
+``docs/models.md`` has the equations. The delta rule computes these products for a chunk of C
+tokens, where S is the state before the chunk and A the chunk's triangular inverse:
 
     k k^T,  q k^T                                         C C K each, once for a key head
     k S,  q S,  k^T x                                     C K V each, for every value head
     x = A (v - k S),  (q k^T) x                           C C V each, for every value head
 
-Kimi Delta Attention has the first line for every value head. Mamba2 has no k k^T, k S and A. Only
-products are counted: of a backward twice those of its forward, of recomputation none.
+Kimi Delta Attention computes the first line for every value head. Mamba2 has no k k^T, k S and A.
+Only matrix products are counted. A backward counts twice its forward, and recomputation is zero.
 
-Legend: G key heads (groups of Mamba2), n heads of attention and d their dim.
+Legend: G key heads (groups in Mamba2), n attention heads, d dims of an attention head.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from ..kda.sizes import KDADims
 from ..mamba2.sizes import Mamba2Dims
 
 CHUNK = 64  # tokens of a chunk, in every rule of this package
-_KDA_SIZES = ("forget_rank", "output_rank")  # options of a 'K' layer that change its size
-MAMBA_TAPS = 4  # of a Mamba2 convolution; Megatron has no field for the number
+_KDA_SIZE_OPTIONS = ("forget_rank", "output_rank")  # options of a 'K' layer that change its size
+MAMBA_TAPS = 4  # taps of a Mamba2 convolution; Megatron has no field for the number
 
 
 class Flops(NamedTuple):
-    """FLOPs of one forward, by what they are spent on."""
+    """FLOPs of one forward, by part of the model."""
 
     projections: int
     convolution: int
@@ -55,49 +55,51 @@ class Layer:
 
     weights: int  # parameters that multiply every token's row
     vectors: int  # other parameters: norms, convolutions, gates
-    idle: int = 0  # weights of the experts that a token does not go to
-    convolution: int = 0  # multiply-adds for a token
-    rule: int = 0  # multiply-adds for a token
-    attention: int = 0  # multiply-adds for a query and one of its keys
-    state_bytes: int = 0  # of the fp32 state that a sequence keeps between tokens
-    conv_bytes: int = 0  # of the last bf16 rows that the convolution reads again
+    idle: int = 0  # weights of the experts that a token is not routed to
+    convolution: int = 0  # multiply-adds per token
+    rule: int = 0  # multiply-adds per token
+    attention: int = 0  # multiply-adds per pair of a query and a key
+    state_bytes: int = 0  # bytes of a sequence's fp32 state
+    conv_bytes: int = 0  # bytes of a sequence's last W - 1 bf16 rows, which the convolution reads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stack:
-    """A language model: embedding, layers, heads of multi-token prediction, norm, output."""
+    """A language model: embedding, layers, multi-token prediction heads, norm, output layer."""
 
     layers: tuple[Layer, ...]
     hidden_size: int
     vocab_size: int
-    tied: bool  # the output layer is the embedding
-    outputs: int = 1  # runs of the output layer: one, and one for each further head
+    tied: bool  # the output layer and the embedding share one weight
+    outputs: int = 1  # runs of the output layer: 1 + number of multi-token prediction heads
 
     @classmethod
     def of(
         cls, config: Any, pattern: str, vocab_size: int, tied: bool, *,
         kda: Mapping[str, Any] | None = None,
     ) -> Stack:  # fmt: skip
-        """The stack of a Megatron configuration, without biases in its linears.
+        """Make the stack of a Megatron configuration; biases of linears are not counted.
 
         ``pattern`` has 'G', 'K', 'M', '*', '-' and 'E' (another symbol is a ValueError), '|'
-        between pipeline stages and '/' before each head of multi-token prediction. ``kda`` are
+        between pipeline stages and '/' before each multi-token prediction head. ``kda`` has the
         options of the 'K' layers.
         """
         build = {
-            "G": lambda: _gdn(GDNDims.from_config(config)),
-            "K": lambda: _kda(KDADims.of(config, *map((kda or {}).get, _KDA_SIZES))),
-            "M": lambda: _mamba2(Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)),
-            "*": lambda: _attention(config),
-            "-": lambda: _mlp(config),
-            "E": lambda: _experts(config),
+            "G": lambda: _gdn_layer(GDNDims.from_config(config)),
+            "K": lambda: _kda_layer(KDADims.of(config, *map((kda or {}).get, _KDA_SIZE_OPTIONS))),
+            "M": lambda: _mamba2_layer(
+                Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
+            ),
+            "*": lambda: _attention_layer(config),
+            "-": lambda: _mlp_layer(config),
+            "E": lambda: _expert_layer(config),
         }
         main, *heads = pattern.replace("|", "").split("/")
         symbols = set("".join([main, *heads]))
         if unknown := sorted(symbols - build.keys()):
             raise ValueError(
-                f"the pattern {pattern!r} has {unknown}; FLOPs are known of 'G', 'K', 'M', '*', "
-                f"'-' and 'E' (and '|', '/' between them)."
+                f"the pattern {pattern!r} has {unknown}; FLOPs are known for 'G', 'K', 'M', '*', "
+                f"'-' and 'E' (with '|' and '/' between layers)."
             )
         made, D = {symbol: build[symbol]() for symbol in symbols}, config.hidden_size
         layers = [made[symbol] for symbol in main]
@@ -114,7 +116,7 @@ class Stack:
 
     @property
     def active_parameters(self) -> int:
-        """All parameters but those of experts that a token does not go to."""
+        """The parameters without the experts that a token is not routed to."""
         ends = self.hidden_size * (self.vocab_size * (1 if self.tied else 2) + 1)
         return ends + self._sum("weights") + self._sum("vectors")
 
@@ -132,34 +134,35 @@ class Stack:
         return sum(getattr(layer, field) for layer in self.layers)
 
     def flops(self, lengths: Sequence[int]) -> Flops:
-        """FLOPs of one forward over documents of these lengths."""
+        """FLOPs of one forward over documents with ``lengths`` tokens."""
         return self.flops_of_sums(sum(lengths), sum(length * length for length in lengths))
 
     def flops_of_sums(self, tokens: int, squares: int) -> Flops:
-        """FLOPs of one forward, from sums over the documents: lengths and squared lengths."""
+        """FLOPs of one forward; the arguments are the documents' sums of lengths and of squares."""
         return Flops(
             projections=2 * tokens * self._sum("weights"),
             convolution=2 * tokens * self._sum("convolution"),
             rule=2 * tokens * self._sum("rule"),
-            attention=squares * self._sum("attention"),  # 2 for a multiply-add, half of all pairs
+            attention=squares * self._sum("attention"),  # 2 per multiply-add, half of all pairs
             output=2 * tokens * self.outputs * self.hidden_size * self.vocab_size,
         )
 
 
 def flops_per_step(stack: Stack, lengths: Sequence[int]) -> int:
-    """Floating-point operations of a forward and backward over all documents of one step.
+    """Floating-point operations of the forward and backward over all documents of one step.
 
     ``flops_per_step(...) / (seconds * GPUs * peak)`` is the model FLOPs utilisation (MFU).
 
     Args:
-        lengths: tokens of each document, without padding; of a row that is not packed, its length.
+        lengths: number of tokens of each document, or of each row if rows are not packed, without
+            padding.
     """
     return stack.flops(lengths).step
 
 
-def _gdn(dims: GDNDims) -> Layer:
+def _gdn_layer(dims: GDNDims) -> Layer:
     G, (H, K, V) = dims.num_key_heads, dims.state[:3]
-    return _recurrent(
+    return _recurrent_layer(
         dims,
         columns=dims.layout.width,
         vectors=2 * H + V,  # A_log, dt_bias; out_norm
@@ -167,9 +170,9 @@ def _gdn(dims: GDNDims) -> Layer:
     )
 
 
-def _kda(dims: KDADims) -> Layer:
+def _kda_layer(dims: KDADims) -> Layer:
     H, K, V = dims.state[:3]
-    return _recurrent(
+    return _recurrent_layer(
         dims,
         columns=dims.in_proj_layout.width,
         wide=H * (K * dims.forget_rank + V * dims.output_rank),
@@ -178,9 +181,9 @@ def _kda(dims: KDADims) -> Layer:
     )
 
 
-def _mamba2(dims: Mamba2Dims) -> Layer:
+def _mamba2_layer(dims: Mamba2Dims) -> Layer:
     G, (H, K, V) = dims.num_groups, dims.state[:3]
-    return _recurrent(
+    return _recurrent_layer(
         dims,
         columns=dims.layout.width,
         vectors=dims.layout.conv_width + 3 * H + H * V,  # conv bias; A_log, dt_bias, D; norm
@@ -188,8 +191,8 @@ def _mamba2(dims: Mamba2Dims) -> Layer:
     )
 
 
-def _recurrent(dims: Any, *, columns: int, vectors: int, rule: int, wide: int = 0) -> Layer:
-    """A recurrent layer: ``columns`` of in_proj, ``wide`` halves of gates, other ``vectors``."""
+def _recurrent_layer(dims: Any, *, columns: int, vectors: int, rule: int, wide: int = 0) -> Layer:
+    """``columns``: of in_proj. ``wide``: weights of the gates' wide halves. ``vectors``: others."""
     D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width
     H, K, V = dims.state[:3]
     return Layer(
@@ -202,7 +205,7 @@ def _recurrent(dims: Any, *, columns: int, vectors: int, rule: int, wide: int = 
     )
 
 
-def _attention(config: Any) -> Layer:
+def _attention_layer(config: Any) -> Layer:
     D, d, n = config.hidden_size, config.kv_channels, config.num_attention_heads
     groups = config.num_query_groups
     gates = n if getattr(config, "attention_output_gate", False) else 0
@@ -211,40 +214,40 @@ def _attention(config: Any) -> Layer:
     return Layer(weights=weights, vectors=D + norms, attention=2 * n * d)
 
 
-def _mlp(config: Any) -> Layer:
+def _mlp_layer(config: Any) -> Layer:
     D = config.hidden_size
-    return Layer(weights=_matrices(config) * D * config.ffn_hidden_size, vectors=D)
+    return Layer(weights=_mlp_matrices(config) * D * config.ffn_hidden_size, vectors=D)
 
 
-def _experts(config: Any) -> Layer:
+def _expert_layer(config: Any) -> Layer:
     D, experts, used = config.hidden_size, config.num_moe_experts, config.moe_router_topk
-    one = _matrices(config) * D * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
-    shared = _matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)
+    one = _mlp_matrices(config) * D * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
+    shared = _mlp_matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)
     gate = D if getattr(config, "moe_shared_expert_gate", False) else 0
     return Layer(
         weights=D * experts + used * one + shared + gate, vectors=D, idle=(experts - used) * one
     )
 
 
-def _matrices(config: Any) -> int:
+def _mlp_matrices(config: Any) -> int:
     return 3 if config.gated_linear_unit else 2
 
 
 def stack_of_arguments(args: Any) -> Stack:
-    """The stack that Megatron's parsed and validated command line describes.
+    """Make the stack that Megatron's parsed and validated arguments describe.
 
-    It has no options of 'K' layers; those of the last built stack are taken. A layer that
-    :class:`Stack` does not know is a ValueError.
+    Megatron's arguments have no options of 'K' layers, so the options of the last built stack are
+    taken. A layer that :class:`Stack` does not know is a ValueError.
     """
     from ..specs.gpt import GDN_VARIANTS, kinds_of_layers
     from ..specs.hybrid import KDAHybridStack
 
     for name in ("multi_latent_attention", "moe_latent_size"):
         if getattr(args, name, None):
-            raise ValueError(f"{name}: FLOPs of such layers are not known here.")
+            raise ValueError(f"{name}: FLOPs of layers with this option are not known.")
     variant, spec = args.experimental_attention_variant, " ".join(args.spec or ())
     if variant not in (None, *GDN_VARIANTS) or "gdp" in spec or "product" in spec:
-        raise ValueError(f"layers of {variant or spec}: their FLOPs are not known here.")
+        raise ValueError(f"FLOPs of layers of {variant or spec} are not known.")
     config = SimpleNamespace(
         **vars(args) | {"gated_linear_unit": args.swiglu, "num_moe_experts": args.num_experts}
     )
@@ -266,7 +269,7 @@ def num_floating_point_operations(
     seqlen_squared_sum_in_batch: float | None = None,
     total_real_tokens_in_batch: float | None = None,
 ) -> float:
-    """As Megatron's function of this name; the last two arguments are of packed documents."""
+    """Replace Megatron's function of this name; packed documents give the last two arguments."""
     tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
     if tokens is None:
         tokens = batch_size * args.seq_length
@@ -276,17 +279,20 @@ def num_floating_point_operations(
 
 
 def count_in_megatron() -> None:
-    """Let Megatron's log line of throughput count by these equations, if the model is known."""
+    """Let Megatron's throughput line count FLOPs by this module, if all layers are known."""
     from megatron.training import training
 
-    theirs = training.num_floating_point_operations
+    megatron_count = training.num_floating_point_operations
 
     def count(args: Any, *others: Any, **named: Any) -> float:
         try:
             return num_floating_point_operations(args, *others, **named)
-        except (ValueError, AttributeError) as error:  # another Megatron may lack an argument
+        except (
+            ValueError,
+            AttributeError,
+        ) as error:  # another Megatron version may lack an argument
             log_once(f"Megatron's own count of FLOPs is used: {error}")
-            return theirs(args, *others, **named)
+            return megatron_count(args, *others, **named)
 
-    if theirs.__module__ != __name__:
+    if megatron_count.__module__ != __name__:
         training.num_floating_point_operations = count

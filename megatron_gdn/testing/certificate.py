@@ -1,15 +1,15 @@
-"""What context parallelism changes, measured: a layer, and a policy step of reinforcement learning.
+"""Measures what context parallelism changes in a layer and in a policy of reinforcement learning.
 
     python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4 8 --modes headwise chunkwise
 
-One row for every precision, scheme and number of ranks. ``error`` is the largest difference over
-the largest entry; for gradients, of the parameter where it is worst.
+The table has one row for every precision, scheme and number of ranks. An error is
+max|found - exact| / max|exact|; the gradient's error is that of the worst parameter.
 
     layer       output and gradients against the same layer in fp64, with the same rounded weights
     policy      log p of tokens in a model with attention, against one rank in the same precision:
                 KL = mean_t sum_v p_v log(p_v / q_v),  ratio_t = q(token) / p(token)
 
-With GPUs each rank has one; without, ranks are processes over gloo and the rule is plain torch.
+Each rank has one GPU; without GPUs, ranks are processes over gloo and the rule is plain torch.
 """
 
 from __future__ import annotations
@@ -31,12 +31,12 @@ from ..command_line import Parser, heads
 from ..compat.observe import hide_import_notes
 from ..context_parallel import local_indices
 
-CLIP = 0.2  # PPO's and GRPO's usual range of the ratio is 1 - 0.2 .. 1 + 0.2
+CLIP = 0.2  # PPO and GRPO usually clip the ratio to 1 - 0.2 .. 1 + 0.2
 VOCABULARY, PATTERN = 512, "G-*-G-"
 
 
 class Precision(NamedTuple):
-    """Dtype of weights, inputs and activations, and ``rule_operands``."""
+    """The dtype of weights, inputs and activations, and the layer's ``rule_operands``."""
 
     name: str
     dtype: torch.dtype
@@ -63,7 +63,7 @@ class Row(NamedTuple):
     gradients: float
     kl: float
     ratio_mean: float
-    ratio_farthest: float  # from 1
+    ratio_farthest: float  # max|ratio - 1|
     clipped: float
 
     @property
@@ -102,7 +102,7 @@ def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def certificate(args: argparse.Namespace) -> list[Row]:
-    """The rows; ``args`` as :func:`arguments` gives them."""
+    """Run all ranks and return the rows; :func:`arguments` parses ``args``."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for cp in (1, *args.cp):
@@ -111,36 +111,38 @@ def certificate(args: argparse.Namespace) -> list[Row]:
             ranks = [torch.load(f"{folder}/{cp} {rank}.pt") for rank in range(cp)]
             for name, mode in ranks[0]:
                 of_ranks = [rank[name, mode] for rank in ranks]
-                found[name, mode, cp] = _whole(of_ranks, args.lengths)
+                found[name, mode, cp] = _join_ranks(of_ranks, args.lengths)
     cases = [("one rank", 1), *product(args.modes, args.cp)]
     return [
-        _row(name, mode, cp, found[name, mode, cp], found[name, "fp64", 1], found[name, *cases[0]])
+        _make_row(
+            name, mode, cp, found[name, mode, cp], found[name, "fp64", 1], found[name, *cases[0]]
+        )
         for name in (precision.name for precision in precisions())
         for mode, cp in cases
     ]
 
 
-def _row(name: str, mode: str, cp: int, found: Any, exact: Any, one: Any) -> Row:
+def _make_row(name: str, mode: str, cp: int, found: Any, exact: Any, one: Any) -> Row:
     gradients = [
-        _error(found[x], exact[x]) for x in exact if x not in ("output", "logits", "token")
+        _relative_error(found[x], exact[x]) for x in exact if x not in ("output", "logits", "token")
     ]
     p, q = (x["logits"].double().log_softmax(-1) for x in (one, found))
     token = one["token"][:, None]
     ratio = (q - p).gather(1, token).exp()
     return Row(
-        name, mode, cp, _error(found["output"], exact["output"]), max(gradients),
+        name, mode, cp, _relative_error(found["output"], exact["output"]), max(gradients),
         (p.exp() * (p - q)).sum(-1).mean().item(), ratio.mean().item(),
         (ratio - 1).abs().max().item(), ((ratio - 1).abs() > CLIP).double().mean().item(),
     )  # fmt: skip
 
 
-def _error(found: Tensor, exact: Tensor) -> float:
+def _relative_error(found: Tensor, exact: Tensor) -> float:
     exact = exact.double()
     return ((found.double() - exact).abs().max() / exact.abs().max()).item()
 
 
-def _whole(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str, Any]:
-    """The tensors of all ranks, tokens in sequence order; parameters' gradients are summed."""
+def _join_ranks(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str, Any]:
+    """Join the ranks' tensors in sequence order of tokens, and sum the parameters' gradients."""
     whole = {}
     for name, first in ranks[0].items():
         if name.endswith("'s gradient"):
@@ -153,7 +155,7 @@ def _whole(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str, Any]
 
 
 def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
-    """One process: every precision and scheme over ``cp`` ranks."""
+    """Run every precision and scheme on one of ``cp`` ranks, and save the results."""
     hide_import_notes()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -175,14 +177,14 @@ def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None
     modes, made = ["one rank", "fp64"] if cp == 1 else args.modes, {}
     for precision, mode in product(precisions(), modes):
         case = _Case(args, precision, mode, cp, held, device)
-        made[precision.name, mode] = _layer(case) | _policy(case)
+        made[precision.name, mode] = _run_layer(case) | _run_policy(case)
     torch.save(made, f"{folder}/{cp} {rank}.pt")
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
 
 class _Case(NamedTuple):
-    """One precision and scheme on one rank, which has the tokens ``held``."""
+    """One precision and scheme on one rank; ``held`` are the indices of the rank's tokens."""
 
     args: argparse.Namespace
     precision: Precision
@@ -210,8 +212,8 @@ class _Case(NamedTuple):
         options = {} if self.mode in ("one rank", "fp64") else {"linear_cp_mode": self.mode}
         return {**options, "rule_operands": self.precision.operands}
 
-    def in_mode(self, module: nn.Module) -> nn.Module:
-        """``module`` on the device, with its rounded values in fp64 if that is the mode."""
+    def prepare(self, module: nn.Module) -> nn.Module:
+        """Move ``module`` to the device; in mode "fp64" cast its rounded parameters to fp64."""
         module = module.to(self.device)
         if self.mode == "fp64":
             for parameter in module.parameters():
@@ -229,8 +231,8 @@ class _Case(NamedTuple):
         )  # fmt: skip
 
 
-def _layer(case: _Case) -> dict[str, Tensor]:
-    """Output, input gradient and gradients of one layer for this rank's tokens."""
+def _run_layer(case: _Case) -> dict[str, Tensor]:
+    """Run one layer on this rank's tokens; return its output and all gradients."""
     from megatron.core.transformer.spec_utils import build_module
 
     from ..specs import gated_delta_net_spec
@@ -238,7 +240,7 @@ def _layer(case: _Case) -> dict[str, Tensor]:
     torch.manual_seed(1)
     spec = gated_delta_net_spec("local", **case.options())
     built: Any = build_module(spec, case.config(), layer_number=1)
-    layer, rounded = case.in_mode(built), case.precision.dtype
+    layer, rounded = case.prepare(built), case.precision.dtype
     dtype = torch.float64 if case.mode == "fp64" else rounded
     x, d_out = torch.randn(2, sum(case.args.lengths), 1, case.args.hidden).to(rounded).to(dtype)
     x = x[case.held].to(case.device).requires_grad_()
@@ -250,8 +252,8 @@ def _layer(case: _Case) -> dict[str, Tensor]:
     return made | {f"{name}'s gradient": grad.cpu() for name, grad in gradients if grad is not None}
 
 
-def _policy(case: _Case) -> dict[str, Tensor]:
-    """Logits of a model with attention, and the tokens whose log-probabilities count."""
+def _run_policy(case: _Case) -> dict[str, Tensor]:
+    """Run a model with attention; return its logits and the next tokens, to look up log p."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     from ..specs import hybrid_stack_spec
@@ -263,7 +265,7 @@ def _policy(case: _Case) -> dict[str, Tensor]:
         max_sequence_length=max(lengths), hybrid_layer_pattern=PATTERN,
         position_embedding_type="rope", share_embeddings_and_output_weights=False,
     )  # fmt: skip
-    model = case.in_mode(model)
+    model = case.prepare(model)
     tokens = torch.randint(VOCABULARY, (1, sum(lengths) + 1))
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     shown, places = (x[:, held].to(case.device) for x in (tokens[:, :-1], positions))

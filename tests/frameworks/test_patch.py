@@ -105,7 +105,9 @@ def test_importing_enable_is_the_call(given, replaced):
 
 
 def test_enable_says_what_may_be_asked_for():
-    with pytest.raises(ValueError, match="MEGATRON_GDN='gdn2' names layers .* 'gdn,mamba'"):
+    with pytest.raises(
+        ValueError, match="MEGATRON_GDN='gdn2' is not legal; it names the layers .* 'gdn,mamba'"
+    ):
         enable("gdn2")
 
 

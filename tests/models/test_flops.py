@@ -259,7 +259,7 @@ def test_documents_pay_for_the_squares_of_their_lengths():
 
 
 def test_a_pattern_with_layers_that_are_not_known_is_refused():
-    with pytest.raises(ValueError, match=r"has \['D'\]; FLOPs are known of 'G', 'K', 'M'"):
+    with pytest.raises(ValueError, match=r"has \['D'\]; FLOPs are known for 'G', 'K', 'M'"):
         Stack.of(as_config(GDN), "GD", 1, True)
 
 

@@ -238,7 +238,7 @@ def _print_noted(config: str) -> None:
 def test_what_cannot_be_compiled_is_said_on_one_line(tmp_path, capfd, monkeypatch):
     monkeypatch.setattr(obstacles, "flash_qla_package", lambda: None)  # as if installed
     for argv, said in {
-        "--heads 16:31": "key heads divide value heads",
+        "--heads 16:31": "key heads must divide value heads",
         "--heads 16:32 --tp 3": "use one of 1, 2, 4, 8, 16",
         f"--config {tmp_path / 'no.json'}": "does not exist",
         f"--config {small(tmp_path, 64)}": "head dims of 128, not key_head_dim=64",
