@@ -76,7 +76,7 @@ class Model:
 
     @property
     def pattern(self) -> str:
-        """Letters of layers: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
+        """Letters: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
         if self.hf is not None:
             return self.hf.hybrid_layer_pattern
         return self.entry.fields["hybrid_override_pattern"]
