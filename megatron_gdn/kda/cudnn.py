@@ -68,7 +68,7 @@ def _package() -> Obstacle | None:
     if find_spec("cudnn") is None or installed is None:
         return Obstacle(f"cudnn-frontend is not installed ({hint})", ImportError)
     if version_tuple(installed)[:2] != _KNOWN:
-        return Obstacle(f"cudnn-frontend {installed} is not known here ({hint})", ImportError)
+        return Obstacle(f"cudnn-frontend {installed} is not supported ({hint})", ImportError)
     return None
 
 

@@ -1,25 +1,19 @@
 """One grid for training and generation: a token's bits depend on its sequence's tokens alone.
 
-**The grid.** Every sequence is cut into chunks of 64 tokens, counted from its start. An aligned
-mixer computes chunks and nothing else:
+The grid cuts every sequence into chunks of 64 tokens, counted from the sequence's start. Each stage
+computes whole chunks; zeros fill up a chunk with fewer tokens:
 
-    front     W - 1 rows before the chunk and its 64 rows       -> the rule's inputs of the chunk
-    rule      its inputs, the state at the chunk's start        -> its output, the state after it
-    readout   its output, the gate's columns of its rows        -> its rows for out_proj
+    front     64 rows of a chunk, W - 1 rows before the chunk   -> the rule's inputs
+    rule      the rule's inputs, the state before the chunk     -> o, the state after the chunk
+    readout   o, the gate's columns of the chunk's rows         -> the chunk's rows for out_proj
 
-A chunk with fewer tokens is filled up with zeros: what follows a token changes none of its bits.
+Each stage runs over groups of a fixed number of chunks; empty chunks fill up the last group. So
+every matrix product has one shape in training, prefill and decode, and a library computes the
+product by one kernel. On a CPU a group is one chunk in memory of its own, because MKL's rounding of
+one matrix in a batched product depends on the matrix's address. Our Triton kernels and FlashQLA's
+take any number of chunks. Of the backward, only the rule's is on the grid.
 
-**Fixed shapes.** Each stage runs over groups of a fixed number of chunks, the last filled up with
-empty ones. So every kernel and every matrix product has one shape in
-training, in prefill and in decode, and a library takes one kernel for it. On a CPU a group is one
-chunk, in memory of its own: MKL rounds a matrix in the middle of a batched product by the alignment
-of its memory. Our Triton kernels and FlashQLA's take any number of chunks.
-
-States follow each other chunk by chunk; generation carries the state at the start of a chunk, with
-the rows of the chunk so far (:mod:`.generation.aligned`). Only the rule's backward is on the grid.
-
-Legend: S seq, B batch, P projection width, W conv taps, n chunks of a group, H heads with a state,
-V columns of a state, T tokens of all sequences end to end.
+Legend: n chunks of a group; other letters as in ``ops/__init__.py``.
 """
 
 from __future__ import annotations
@@ -39,10 +33,9 @@ from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 
 
 def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable:
-    """The grid of rows ``[B, S, ...]`` whose sequences begin here.
+    """The grid of rows ``[B, S, ...]``; ``documents`` are the boundaries of each batch row.
 
-    ``documents`` are of every batch row; the heads with a state and the device set how many chunks
-    a call computes.
+    The number of ``heads`` with a state and the device set how many chunks a group has.
     """
     documents = documents_of_rows(rows.shape[:2], rows.device, documents)
     return ChunkTable.of(documents, CHUNK, heads, fixed=True)
@@ -58,12 +51,12 @@ def front_on_grid(
 ) -> Any:
     """The rule's inputs ``[B, S, ...]`` of ``rows`` ``[B, S, P]``.
 
-    ``before`` ``[N, W - 1, P]`` has the rows before every sequence with tokens; None: zeros.
+    ``before`` ``[N, W - 1, P]`` are the rows before each non-empty sequence; None means zeros.
     """
     past, flat = parameters[0].shape[-1] - 1, rows.flatten(0, 1)
     made: list[_Gathered | None] = []
     kind: Any = tuple
-    triton = getattr(front, "triton", False)  # with one path for all tokens of packed rows
+    triton = getattr(front, "triton", False)  # its kernels for packed rows compute all tokens alike
     for group in grid.groups:
         buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
         _fill(buffer[past:], rows, grid, group)
@@ -81,7 +74,7 @@ def front_on_grid(
 def readout_on_grid(
     readout: Readout, o: Tensor, rows: Tensor, gamma: Tensor | None, grid: ChunkTable
 ) -> Tensor:
-    """``[B, S, H * V]`` of ``o`` ``[B, S, H, V]`` and ``rows`` ``[B, S, P]``."""
+    """Rows for out_proj ``[B, S, H V]`` from ``o`` ``[B, S, H, V]`` and ``rows`` ``[B, S, P]``."""
     gate, made = readout.gate, None
     for group in grid.groups:
         n = grid.chunks_in(group)
@@ -92,12 +85,12 @@ def readout_on_grid(
         mixed = readout.forward(of_o, of_rows, gamma).transpose(0, 1)
         made = _Gathered(grid, mixed) if made is None else made
         made.put(group, mixed)
-    assert made is not None, "there are tokens"
+    assert made is not None, "the caller gives at least one token"
     return made.tokens(rows.shape[:2])
 
 
 def _fill(buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGroup) -> None:
-    """Write the group's tokens to ``buffer`` ``[64, n, D]``, zeros to empty places."""
+    """Write the group's tokens to ``buffer`` ``[64, n, D]``, and zeros to its empty slots."""
     out = buffer.transpose(0, 1)[:, None]
     grid.to_chunks(rows[:, :, None], group, (1,), buffer.dtype, out=out)
 
@@ -120,11 +113,11 @@ def _fill_history(buffer: Tensor, flat: Tensor, group: ChunkGroup, before: Tenso
 
 
 class _Gathered:
-    """Chunks ``like`` ``[n, 64, ...]`` of all groups, and their tokens in order."""
+    """Collects one stage's results ``[n, 64, ...]`` of all groups, and returns all tokens."""
 
     def __init__(self, grid: ChunkTable, like: Tensor) -> None:
         self._grid = grid
-        # A parameter that every token shares stays as it is.
+        # A parameter that all tokens share (strides 0) is not copied per token.
         self._shared = like[:1, :1] if like.stride()[:2] == (0, 0) else None
         self._rows = grid.rows_like(like if self._shared is None else like[..., :0])
 
@@ -140,7 +133,7 @@ class _Gathered:
 
 
 class AlignedFront:
-    """A front that runs on the grid. Its backward is the inner front's."""
+    """A front whose forward runs on the grid; the backward is the inner front's."""
 
     def __init__(self, front: TableFront) -> None:
         self.layout, self.names, self._front = front.layout, front.names, front
@@ -154,7 +147,7 @@ class AlignedFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        # Pieces begin anywhere in a sequence: they have no grid.
+        # A piece may begin anywhere in its sequence, so it cannot be cut by the grid.
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)
         if getattr(self._front, "triton", False):
@@ -167,7 +160,7 @@ class AlignedFront:
 
 
 class AlignedReadout:
-    """A readout that runs on the grid. Its backward is the inner readout's."""
+    """A readout whose forward runs on the grid; the backward is the inner readout's."""
 
     reads_o: ClassVar[bool] = True
 
@@ -187,6 +180,6 @@ class AlignedReadout:
 
 
 def by_token(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function`` of ``[S, B, C]``, one token at a time; differentiable."""
+    """Apply ``function`` to one token of ``x`` ``[S, B, C]`` at a time; differentiable."""
     tokens = x.flatten(0, 1).split(1)
     return torch.cat([function(token[None]) for token in tokens], 1).view(x.shape)

@@ -1,4 +1,4 @@
-"""Helpers of autograd functions: gradients, refusals, a second run, a batch without tokens."""
+"""Helpers of autograd functions: gradients by a second run, and what autograd must not do."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """The backward of an autograd function whose gradients cannot be differentiated again.
+    """Make a ``backward`` raise under ``create_graph=True``.
 
-    torch's own ``once_differentiable`` would take the saved tensors for constants, without a word.
+    torch's ``once_differentiable`` would treat the saved tensors as constants, without an error.
     Autograd enables gradients in a backward if and only if ``create_graph=True``.
     """
 
@@ -22,9 +22,9 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "create_graph=True (a gradient penalty, a Hessian product): megatron_gdn computes "
-                "gradients that autograd cannot differentiate again; it would take them for "
-                "constants. Call backward() or torch.autograd.grad without create_graph, or keep "
-                "this layer out of what is differentiated twice."
+                "gradients that autograd cannot differentiate again; autograd would treat these "
+                "gradients as constants. Call backward() or torch.autograd.grad without "
+                "create_graph, or keep this layer out of the part that is differentiated twice."
             )
         return backward(ctx, *gradients)
 
@@ -34,7 +34,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 def gradients(
     function: Callable[..., Any], given: Sequence[Tensor | None], d_made: Any
 ) -> tuple[Any, ...]:
-    """The gradients of each tensor ``given`` to ``function``, which runs again; None for None."""
+    """Run ``function`` again; return the gradient of each tensor of ``given``, or None for None."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in given]
     with torch.enable_grad():
         made = function(*leaves)
@@ -43,9 +43,9 @@ def gradients(
 
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
-    """``torch.compiler.disable``, applied when ``torch.compile`` traces the call.
+    """Apply ``torch.compiler.disable`` to ``function`` when ``torch.compile`` traces a call.
 
-    Applied at the import, it would import Dynamo too, which takes seconds and needs NumPy.
+    ``torch.compiler.disable`` imports Dynamo, which takes seconds and needs NumPy.
     """
 
     @wraps(function)
@@ -71,14 +71,14 @@ class _SavingInputs(torch.autograd.Function):
 
 
 def saving_inputs(function: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
-    """``function(*given)``; autograd saves ``given`` alone, and the backward runs it again."""
+    """Return ``function(*given)``; autograd saves only ``given``, and the backward runs again."""
     return _SavingInputs.apply(function, *given)
 
 
 def mix_no_tokens(rows: Tensor, *parameters: Tensor | None, width: int) -> Tensor:
-    """``[S, B, width]`` for rows ``[S, B, P]`` with S or B zero; rules never get an empty batch.
+    """The mixer's output ``[S, B, width]`` of rows ``[S, B, P]`` with S or B zero.
 
-    The parameters get zero gradients, so that they have some on this rank as on any other.
+    The parameters get zero gradients, so that every rank has a gradient of every parameter.
     """
 
     def mixed(*given: Tensor | None) -> Tensor:

@@ -16,7 +16,7 @@ from .front.history import History, history_of, last_rows
 
 
 def _delayed(x_BTC: Tensor, delay: int, position_T: Tensor | None) -> Tensor:
-    """``x`` moved ``delay`` tokens later; nothing crosses the start of a sequence."""
+    """Move ``x`` by ``delay`` tokens; the first tokens of each sequence become zero."""
     if delay == 0:
         return x_BTC
     moved_BTC = F.pad(x_BTC[:, : max(x_BTC.shape[1] - delay, 0)], (0, 0, delay, 0))
@@ -51,9 +51,9 @@ def causal_conv1d(
 
         y[t, c] = silu( bias[c] + sum_w weight[c, w] * x[t - (W - 1) + w, c] )
 
-    x is zero (or ``initial_state``) before the start of a sequence: nothing crosses a document
-    boundary, in either direction. Sums are in fp32 (fp64 for fp64 input) and rounded once.
-    Deterministic; of the activations, only ``x`` is saved for the backward.
+    Before the start of a sequence x is zero, or ``initial_state``; no value and no gradient crosses
+    a document boundary. Sums are in fp32 (fp64 for fp64 input) and rounded once. The result is
+    deterministic. Of the activations, only ``x`` is saved for the backward.
 
     Args:
         x: ``[B, T, C]``, any float dtype, any strides.
@@ -62,7 +62,7 @@ def causal_conv1d(
         activation: ``"silu"`` (or its other name ``"swish"``) or None.
         cu_seqlens: cumulative lengths of packed documents (then B must be 1).
         initial_state: ``[N, C, W]``, the last W inputs before each sequence (N = B, or the number
-            of documents). The oldest of the W is never read.
+            of documents). The oldest of the W inputs is never read.
         output_final_state: also return the last W inputs of each sequence, ``[N, C, W]``.
 
     Returns:
@@ -110,7 +110,7 @@ def convolve_rows(
     history: History | None = None,
     activation: str | None = "silu",
 ) -> Tensor:
-    """conv + SiLU; documents, if any, have the same boundaries in every row."""
+    """conv + SiLU of rows ``[B, S, C]``; every row has the same ``documents``."""
     position_T = None if documents is None else documents.position_T
     before, table = (None, None) if history is None else (history.rows, history.table)
 

@@ -1,11 +1,11 @@
-"""Document boundaries of a packed buffer, resolved once, and the tables made from them.
+"""Document boundaries of a packed buffer, resolved once, and the tables made from the boundaries.
 
-A table is made by torch operations on :attr:`Documents.starts`: on the host, and then moved to the
-device; or, in fixed buffers (:class:`.static_documents.StaticDocuments`), on the device, with room
-for the most documents. Code that reads a table does not ask which.
+Torch operations on :attr:`Documents.starts` make a table. They run on the host, and the table is
+moved to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) they run on the
+device, and the table has room for the most documents. Both kinds of table are read in the same way.
 
-Legend: N documents, M of them with tokens (in fixed buffers N + 1, the last always empty), T tokens
-of the buffer, n chunks.
+Legend: N documents, M non-empty documents (in fixed buffers M = N + 1, the last always empty), T
+tokens of the buffer, n chunks.
 """
 
 from __future__ import annotations
@@ -28,28 +28,27 @@ class ChunkPlaces(NamedTuple):
     """The chunks of all sequences, one sequence after the other, then chunks without tokens."""
 
     offsets: Tensor  # int32 [M + 1], the first chunk of every sequence, then the number of chunks
-    indices: Tensor  # int32 [n, 2], sequence and place in the sequence; without tokens: the last, 0
+    # int32 [n, 2]: sequence, and place in the sequence. Chunks without tokens: last sequence, 0.
+    indices: Tensor
 
 
 @dataclass(frozen=True, eq=False)
 class Documents:
     """Boundaries of the N documents packed into one buffer of T tokens.
 
-    Tensors are made on first use and kept: layers that are handed the same object share them.
+    Tensors are made at the first use and kept, so layers with the same object share its tensors.
     """
 
     offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
     device: torch.device  # where the per-token tensors live
 
-    # Other kinds of documents say here why one scheme alone runs them, and why
-    # batch_invariant_mode refuses them.
-    why_headwise: ClassVar[str] = ""
-    why_not_on_grid: ClassVar[str] = ""
+    why_headwise: ClassVar[str] = ""  # a subclass says why only the headwise scheme runs its kind
+    why_not_on_grid: ClassVar[str] = ""  # a subclass says why batch_invariant_mode refuses its kind
     continue_others: ClassVar[bool] = False  # see .trees
 
     @property
     def known(self) -> bool:
-        """Whether the host knows the boundaries; else tables have room for the most documents."""
+        """Whether the host knows the boundaries; False in fixed buffers."""
         return True
 
     def __post_init__(self) -> None:
@@ -130,7 +129,7 @@ class Documents:
 
     @property
     def sequences(self) -> int:
-        """M of the legend."""
+        """M of the legend: the number of non-empty documents."""
         return len(self.filled_offsets) - 1
 
     @property
@@ -148,7 +147,7 @@ class Documents:
 
     @staticmethod
     def lengths_of(documents: Documents | None, tokens: int) -> tuple[int, ...]:
-        """The lengths of packed documents; if None, of one sequence of ``tokens``."""
+        """The documents' lengths; ``(tokens,)`` if ``documents`` is None."""
         return (tokens,) if documents is None else documents.lengths
 
     @property
@@ -157,19 +156,16 @@ class Documents:
 
     @cached_property
     def stamp(self) -> Tensor:
-        """int64 on the host: :attr:`numbers`, which a forward saves for its backward."""
-        with torch.inference_mode(False):  # else no autograd function could save it
+        """:attr:`numbers` as int64 on the host; a forward saves this tensor for its backward."""
+        with torch.inference_mode(False):  # autograd cannot save an inference tensor
             return torch.tensor(self.numbers, device="cpu")
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
-        """Called by a backward: refuse boundaries that its forward did not have.
+        """Raise a RuntimeError if the boundaries changed between a forward and its backward.
 
         Args:
             stamp: :attr:`stamp` at the time of the forward.
-            saved: the stamp that autograd returns; of the recomputation, if there was one.
-
-        Raises:
-            RuntimeError: the two stamps differ.
+            saved: the stamp that autograd saved; a recomputed forward saves its own stamp.
         """
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(changed_before_recomputation("those of another micro-batch"))
@@ -182,12 +178,12 @@ class Documents:
 
     @cached_property
     def cu_seqlens_cpu(self) -> Tensor:
-        """int32 ``[M + 1]`` on the host: the offsets without empty documents (M of N remain)."""
+        """int32 ``[M + 1]`` on the host: the offsets without empty documents."""
         return torch.tensor(self.filled_offsets, dtype=torch.int32, device="cpu")
 
     @property
     def starts(self) -> Tensor:
-        """int32 ``[M + 1]``: :attr:`cu_seqlens`, on the host if it knows the boundaries."""
+        """int32 ``[M + 1]``: :attr:`cu_seqlens`, on the host if the boundaries are ``known``."""
         return self.cu_seqlens_cpu
 
     @cached_property
@@ -197,7 +193,7 @@ class Documents:
 
     @cached_property
     def plans(self) -> dict[Hashable, Any]:
-        """Objects that rules and schemes have made from these documents, by their own keys."""
+        """Objects that rules and schemes made from these documents; each chooses its own key."""
         return {}
 
     def plan[Made](self, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -227,7 +223,7 @@ class Documents:
         return found
 
     def require(self, holds: Tensor, otherwise: str) -> None:
-        """Fail with ``otherwise`` if ``holds`` is false and only the device can see that."""
+        """In fixed buffers: fail with ``otherwise`` if ``holds``, on the device, is false."""
 
     def cut(
         self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
@@ -250,15 +246,15 @@ class Documents:
         return self.table("position_T", _positions)[0]
 
     def most_chunks(self, size: int) -> int:
-        """The most chunks of ``size`` tokens that these documents can have."""
+        """An upper bound of the number of chunks of ``size`` tokens."""
         return sum(-(-length // size) for length in self.lengths)
 
     def chunks(self, size: int) -> ChunkPlaces:
-        """The chunks of ``size`` tokens that every sequence is cut into, from its start."""
+        """The places of chunks of ``size`` tokens, counted from each sequence's start."""
         return self.table(("chunks", size), lambda documents: chunks_where_known(documents, size))
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
-        """Slices of the tokens that the document in the slot from ``start`` on continues."""
+        """Slices of the tokens of the documents that the document at ``start`` continues."""
         return ()
 
     @property
@@ -274,7 +270,7 @@ class Documents:
 
 @cached_by_stream(32)
 def _same_for_all(offsets: tuple[int, ...], device: torch.device) -> Documents:
-    """Micro-batches with equal boundaries share their tables."""
+    """One object for equal boundaries, so that micro-batches share its tables."""
     return Documents(offsets, device)
 
 
@@ -286,7 +282,10 @@ def one_document(tokens: int, device: torch.device) -> Documents:
 def documents_of_rows(
     rows: Sequence[int], device: torch.device, documents: Documents | None = None
 ) -> Documents:
-    """Batch rows ``[B, S]`` end to end; each row is one document, or holds ``documents``."""
+    """The documents of B batch rows of S tokens, row after row; ``rows`` is ``(B, S)``.
+
+    Each row is one document, or has the boundaries ``documents``.
+    """
     if documents is not None and rows[0] == 1:
         return documents
     ends = (rows[1],) if documents is None else documents.offsets[1:]
@@ -304,12 +303,12 @@ def _positions(documents: Documents) -> tuple[Tensor]:
 
 
 def chunks_where_known(documents: Documents, size: int) -> ChunkPlaces:
-    """The chunks of :meth:`Documents.chunks`, on the device of :attr:`Documents.starts`."""
+    """:meth:`Documents.chunks`, on the device of :attr:`Documents.starts`."""
     return chunk_places(ceil_div(documents.starts.diff(), size), documents.most_chunks(size))
 
 
 def chunk_places(count: Tensor, most: int) -> ChunkPlaces:
-    """``most`` places of chunks; each sequence has ``count`` (int32 ``[M]``) chunks."""
+    """Places of ``most`` chunks; ``count``, int32 ``[M]``, is the number of chunks per sequence."""
     offsets = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
     number = torch.arange(most, device=count.device, dtype=torch.int32)
     sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(max=len(count) - 1)
@@ -322,16 +321,16 @@ def ceil_div(count: Tensor, by: Tensor | int) -> Tensor:
 
 
 def changed_before_recomputation(found: str) -> str:
-    """The message about a recomputed forward with other boundaries than the first."""
+    """The error message if a recomputed forward has other boundaries than the first forward."""
     return (
         f"the boundaries of the documents changed between a forward and its recomputation in the "
         f"backward, which found {found}. Give every micro-batch in flight a PackedSeqParams of its "
-        f"own with tensors of its own, and leave them as they are until its backward is over."
+        f"own with tensors of its own, and do not change these tensors before its backward is over."
     )
 
 
 def require_one_row(rows: int, given: str) -> None:
-    """Refuse packed documents in a batch of several rows; the message names ``given``."""
+    """Refuse packed documents in a batch of several rows; ``given`` is the tensor in words."""
     if rows != 1:
         raise ValueError(
             f"packed documents need a batch of 1, got {given}. Lay the rows end to end and extend "

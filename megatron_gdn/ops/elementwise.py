@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# On a CPU torch computes the last few elements of a tensor by another code than its whole vectors,
-# and rounds them differently: a token's value would depend on the number of tokens after it. So
-# tensors are filled up to whole vectors. (This helps with one thread, or up to 32768 elements.)
+# On a CPU torch computes the last few elements of a tensor by other code than its whole vectors,
+# with another rounding. A token's value would then depend on the number of tokens after it. So
+# tensors are padded to whole vectors. (Padding helps with one thread, or up to 32768 elements.)
 _WHOLE = 64  # elements: torch takes two vectors at a time, 2 * 512 bits / 16 bits at most
 
 
@@ -94,9 +94,9 @@ def rms_norm_gated(
 
 
 def least_log_decay(dtype: torch.dtype) -> float:
-    """-104 in fp32, -746 in fp64: below it exp rounds to 0, so clamping there changes no decay.
+    """A bound for clamping log-decays: -104 in fp32, -746 in fp64. Below the bound exp gives 0.
 
-    Sums over a chunk then stay finite; sums of -1e30 or -inf would give inf - inf = NaN.
+    Sums of clamped log-decays over a chunk are finite; sums of -inf would give inf - inf = NaN.
     """
     numbers = torch.finfo(dtype)
     smallest = numbers.tiny * numbers.eps
@@ -104,9 +104,9 @@ def least_log_decay(dtype: torch.dtype) -> float:
 
 
 def largest_A_log(dtype: torch.dtype) -> float:
-    """66 in fp32, 532 in fp64: a rate exp(A_log) that leaves room for products with gradients.
+    """An upper bound of A_log: 66 in fp32, 532 in fp64, so exp(A_log) times a gradient is finite.
 
-    At the bound any softplus above 2e-27 already gives a decay of 0 (in fp32).
+    At the bound any softplus above 2e-27 gives a decay of 0 (in fp32).
     """
     return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
 

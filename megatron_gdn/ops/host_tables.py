@@ -1,8 +1,7 @@
-"""Tables that the host makes from lengths: copied to the device, and cached for each stream.
+"""Tables that the host makes from lengths, copied to the device and cached for each CUDA stream.
 
-Nothing orders two CUDA streams, so every stream has tables of its own. A CUDA graph reads the
-tables of the stream that ran before the capture. These are never freed, as any replay may be the
-last.
+Two CUDA streams run in no fixed order, so every stream has tables of its own. A CUDA graph reads
+the tables of the stream that ran before the capture. Tables that a graph reads are never freed.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ _read_by_graphs: dict[int, Any] = {}
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:
-    """``table`` on ``device``, as an ordinary tensor; unchanged if it is on a GPU already.
+    """Return ``table`` on ``device``; a table that is on a GPU already is returned unchanged.
 
-    The host does not wait: a copy from pinned memory is queued. The table outlives the call, so it
-    is made outside ``torch.inference_mode``, whose tensors autograd refuses.
+    The copy is from pinned memory, and the host does not wait for the copy. Autograd refuses
+    tensors that are made in ``torch.inference_mode``, so the copy is made outside of that mode.
     """
     if table.is_cuda:
         return table
@@ -35,10 +34,9 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
 
 
 def require_no_capture(made: str) -> None:
-    """Refuse to make a table while a CUDA graph is captured.
+    """Refuse to make a table (``made`` in words) while a CUDA graph is captured.
 
-    A replay would copy from host memory that is free by then, or only replays would write the
-    table.
+    A replay would copy the table from freed host memory, or only replays would write the table.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -50,9 +48,9 @@ def require_no_capture(made: str) -> None:
 
 
 def stream_of_tables() -> int:
-    """The number of the stream whose tables are read: the current stream; 0 on the CPU.
+    """The number of the CUDA stream whose tables are read; 0 on the CPU.
 
-    While a graph is captured: the stream of the last call before the capture.
+    The stream is the current one, or during a capture the stream of the last call before it.
     """
     global _latest_stream
     if not torch.cuda.is_initialized():
@@ -63,7 +61,7 @@ def stream_of_tables() -> int:
 
 
 def keep_if_captured[Made](tables: Made) -> Made:
-    """Return ``tables``. While a CUDA graph is captured, also keep them for good."""
+    """Return ``tables``; tables that are read while a CUDA graph is captured are never freed."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         _read_by_graphs[id(tables)] = tables
     return tables

@@ -1,4 +1,4 @@
-"""The columns of a mixer's input projection: shares, checkpoint keys and maps follow from them."""
+"""The columns of a mixer's input projection; ranks' shares and checkpoint keys follow from them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 class SizeError(ValueError, AssertionError):
     """Heads, widths or lengths that cannot be shared or do not fit each other.
 
-    Megatron's and Automodel's mixers raise an AssertionError for such sizes, so this is one too.
+    Megatron's and Automodel's mixers raise an AssertionError for wrong sizes, so SizeError is both.
     """
 
 
 def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
-    """Refuse a dataclass of sizes with a field that is not an integer of at least 1 (or 0)."""
+    """Refuse sizes that are not integers of at least 1; those in ``may_be_zero`` may be 0."""
     for field in fields(dims):
         size = getattr(dims, field.name)
         least = 0 if field.name in may_be_zero else 1
@@ -28,7 +28,7 @@ def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
 
 
 def require_shares(ranks: int, counts: Sequence[int], held: str) -> None:
-    """Refuse tensor-parallel ranks that do not divide each of these counts, ``held`` in words."""
+    """Refuse tensor-parallel ranks that do not divide all ``counts``; ``held``: counts in words."""
     if ranks < 1 or any(count % ranks for count in counts):
         most = max(counts)
         legal = [n for n in range(1, most + 1) if not any(count % n for count in counts)]
@@ -41,22 +41,22 @@ def require_shares(ranks: int, counts: Sequence[int], held: str) -> None:
 class Section(NamedTuple):
     """Neighbouring columns of a projection row: ``width`` columns for each head of one kind."""
 
-    name: str  # as checkpoints call it
+    name: str  # the section's name in checkpoints
     heads: str  # kind of the heads, "key" or "value" in a Gated DeltaNet; contiguous, ascending
     width: int
     conv: bool = False  # whether the columns go through the causal convolution
-    gates: bool = False  # of the rule: never computed by a quantised product
+    gates: bool = False  # whether the columns are gates, which no quantised product computes
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sections of a projection row, and how many heads of every kind it holds.
+    """Sections of a projection row, and how many heads of every kind the row holds.
 
     The first kind has one recurrent state per head. Each head of another kind serves the same
     number of neighbouring state heads.
     """
 
-    sections: tuple[Section, ...]  # in storage order; those of the convolution are neighbours
+    sections: tuple[Section, ...]  # in storage order; convolved sections are neighbours
     counts: tuple[tuple[str, int], ...]  # (kind, number) of heads
     gate: str = "z"  # the section that gates the readout, as wide as a row for out_proj
 
@@ -83,7 +83,7 @@ class Layout:
         return {x.name: (self.heads(x.heads), x.width) for x in self.sections}
 
     def shape_of(self, name: str) -> tuple[int, int]:
-        """Heads of a section, and columns of each."""
+        """The number of heads of a section, and the columns of each head."""
         return self._shapes[name]
 
     @cached_property
@@ -110,18 +110,18 @@ class Layout:
 
     @cached_property
     def main_width(self) -> int:
-        """The number of columns before the rule's gates; a quantised product computes these."""
+        """The number of columns before the rule's gates; a quantised product may compute them."""
         pairs = zip(self.sections, self.widths, strict=True)
         return sum(width for section, width in pairs if not section.gates)
 
     @property
     def held(self) -> str:
-        """The heads in words, for messages."""
+        """The numbers of heads in words, for error messages."""
         return " and ".join(f"{count} {kind} heads" for kind, count in self.counts)
 
     @cached_property
     def mixed_width(self) -> int:
-        """Columns of a row for out_proj."""
+        """The number of columns of a row for out_proj."""
         return self.gate_columns.stop - self.gate_columns.start
 
     @cached_property
@@ -135,12 +135,12 @@ class Layout:
 
     @cached_property
     def conv_width(self) -> int:
-        """Channels of the convolution."""
+        """The number of channels of the convolution."""
         return sum(self.conv_widths)
 
     @cached_property
     def conv_columns(self) -> slice:
-        """Where the convolution's channels lie in a row, in their order."""
+        """The slice of a row that holds the convolution's channels."""
         names = self.conv_names
         if not names:
             return slice(0, 0)
@@ -148,7 +148,7 @@ class Layout:
 
     @property
     def state_heads(self) -> int:
-        """Heads with a recurrent state of their own."""
+        """The number of heads with a recurrent state."""
         return self.counts[0][1]
 
     def shares_among(self, ranks: int) -> bool:
@@ -160,8 +160,8 @@ class Layout:
     def share(self, ranks: int) -> Layout:
         """The layout on one of ``ranks`` ranks, each with an equal share of the H state heads.
 
-        Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that serve them.
-        Several ranks hold the same serving head if it serves state heads of each.
+        Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that serve those
+        state heads. A head that serves state heads of several ranks is held by all of these ranks.
 
         Raises:
             ValueError: ``ranks`` does not divide the state heads, or two heads would serve unequal
@@ -177,10 +177,10 @@ class Layout:
         return replace(self, counts=tuple(counts))
 
     def copies(self, ranks: int) -> tuple[int, ...]:
-        """On how many of ``ranks`` ranks each section's columns are held after :meth:`share`."""
+        """For each section, the number of ranks that hold the same columns after :meth:`share`."""
         return tuple(max(1, ranks // self.heads(section.heads)) for section in self.sections)
 
 
 def layout_of_in_proj(dims: Any) -> Layout:
-    """The columns of in_proj: those of a row, unless ``dims`` has an ``in_proj_layout``."""
+    """The columns of in_proj: ``dims.in_proj_layout`` if there is one, else ``dims.layout``."""
     return getattr(dims, "in_proj_layout", dims.layout)

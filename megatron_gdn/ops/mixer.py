@@ -4,9 +4,9 @@
     o      = rule(inputs)           the recurrence
     mixed  = readout(o, rows)       norm and gate: one kernel, written as [S, B, H V]
 
-One function saves only what the backward reads, and writes every gradient of the projection once,
-into its columns of one buffer. :class:`.parts.Neighbours` gives the front its history and the rule
-its initial state.
+The autograd function saves only tensors that the backward reads. The backward writes the gradients
+of all projection columns to one buffer. :class:`.parts.Neighbours` gives the front its history and
+the rule its initial state.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ def mix(
     neighbours: Neighbours = ALONE,
     refilled: RefilledOutput | None = None,
 ) -> Tensor:
-    """Everything between in_proj and out_proj, for the heads of one rank: ``[S, B, H * V]``.
+    """The computation between in_proj and out_proj, for the heads of one rank: ``[S, B, H * V]``.
 
-    If the readout is an :class:`Apart` with ``closed``, the caller must still run its ``call`` once
-    all heads are together. ``refilled`` lets the reader of the result free it until the backward.
+    If the readout is an :class:`Apart` with ``closed``, the caller runs the readout's ``call`` when
+    all heads are together. With ``refilled`` out_proj can free its input until the backward.
     """
     rule, parameters, front, inside = parts.rule, parts.parameters, parts.front, parts.readout
     apart = None
@@ -64,7 +64,7 @@ def mix(
         call = Call(front, rule, inside, neighbours, keep, of_function, hand_over, second_run)
         mixed = MixerFunction.apply(call, rows, *parameters)
         mixed = mixed if hand_over is None else hand_over.behind(mixed)
-    else:  # the other ranks that share the sequences have no rows either: no rank waits for any
+    else:  # ranks that share sequences have equal numbers of rows, so no rank waits for another
         width = inside.gate.stop - inside.gate.start
         mixed = mix_no_tokens(rows, *parameters, width=width)
     if apart is None or apart.closed:
@@ -75,9 +75,9 @@ def mix(
 
 
 def _called_again(apart: Apart, mixed: Tensor, rows: Tensor, refilled: RefilledOutput) -> Tensor:
-    """``apart.call``, whose output and intermediates are dropped: it runs three times in all.
+    """Run ``apart.call`` and drop its output and intermediates; the call runs three times in all.
 
-    Megatron's checkpoint is not used: it compiles a C++ extension in the first backward.
+    Megatron's checkpoint is not used, since it compiles a C++ extension in the first backward.
     """
     made = checkpoint(apart.call, mixed, rows, use_reentrant=False, preserve_rng_state=False)
     assert isinstance(made, Tensor)
@@ -91,20 +91,20 @@ def _called_again(apart: Apart, mixed: Tensor, rows: Tensor, refilled: RefilledO
 
 
 class Call(NamedTuple):
-    """The arguments of one run of a mixer beside its tensors."""
+    """The arguments of one run of a mixer that are not tensors."""
 
     front: TableFront
     rule: Rule
     readout: Readout
     neighbours: Neighbours
-    keep: bool  # for a backward
+    keep: bool  # whether tensors are kept for a backward
     refilled: RefilledOutput | None
     hand_over: HandOver | None  # of the gradient of the output
-    second_run: SecondRun | None  # None if what the backward reads is kept
+    second_run: SecondRun | None  # None if front and rule run only once
 
 
 class _Kept(NamedTuple):
-    """The values that the backward needs beside the saved tensors."""
+    """The values for the backward that are not saved tensors."""
 
     call: Call
     rule_plan: Any
@@ -130,7 +130,7 @@ class MixerFunction(torch.autograd.Function):
     @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor):
         saved, hand_over = list(ctx.saved_tensors), ctx.kept.call.hand_over
-        # From here on each tensor is freed after its last read, if no second backward will come.
+        # Unless retain_graph=True, each saved tensor is freed after its last read from here on.
         ctx.maybe_clear_saved_tensors()
         gradient = [d_out if hand_over is None else hand_over.take(d_out)]
         del d_out
@@ -140,7 +140,7 @@ class MixerFunction(torch.autograd.Function):
 def _forward(
     call: Call, rows: Tensor, parameters: Sequence[Tensor | None]
 ) -> tuple[Tensor, Sequence[Tensor | None], _Kept | None]:
-    """The mixer's output, and what its backward needs if there will be one."""
+    """The mixer's output, the tensors to save, and the other values for the backward."""
     front, rule, readout, neighbours, keep, refilled, _, second_run = call
     *of_front, gamma = parameters
     history = None
@@ -164,10 +164,10 @@ def _forward(
         saved = (stamp, rows, of_readout, *parameters, *read, *linked, *of_rule.tensors)
         kept = _Kept(call, of_rule.plan, stamp, len(parameters), len(linked), history)
         del read
-    del inputs  # without a backward its last reader was the rule
+    del inputs  # without a backward the rule was the last reader of the inputs
     mixed = readout.forward(o, rows, gamma)
     if refilled is not None:
-        output = o.detach  # called when o is wanted; a second run makes it then
+        output = o.detach  # or, with a second run, a function that computes o again
         if second_run is not None:
             output = partial(_of_second_run, second_run, rows, of_front, history, linked, of_rule)
 
@@ -183,9 +183,9 @@ def _of_second_run(second_run: SecondRun, *kept: Any) -> Tensor:
 
 
 def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
-    """The gradients of the rows and the parameters.
+    """The gradients of the rows and of the parameters.
 
-    It empties both lists, so that each tensor is freed after its last read.
+    The function empties the lists ``saved`` and ``gradient``, so each tensor can be freed early.
     """
     (front, rule, readout, neighbours, *_), history = kept.call, kept.history
     stamp, rows, o = saved[:3]
@@ -211,7 +211,7 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
         inputs = type(made)(*[x if y is None else y for x, y in zip(read, made, strict=True)])
         del made
     del read
-    # No reference to d_o stays here, so that a rule that converts d_o can free the original.
+    # This function holds no reference to d_o, so a rule that converts d_o can free the original.
     begun = rule.begin_backward(gradient.pop(), inputs, of_rule, neighbours.of_rule)
     del inputs, of_rule
     initial = d_final = None
@@ -229,7 +229,7 @@ def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[An
 
 
 def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> None:
-    """Add the gradients of the rows that were sent to other ranks."""
+    """Add to ``d_conv_sBC`` the gradients of rows that other ranks or documents read as history."""
     if not table.additions.numel():
         return
     if why_not_triton(d_conv_sBC.device.type, d_conv_sBC.dtype, table.before.shape[1] + 1) is None:
@@ -238,7 +238,7 @@ def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> N
         add_rows(d_conv_sBC, returned, table.additions)
         return
     tokens, sources = table.additions[:, 0], table.additions[:, 1:]
-    nothing = returned.new_zeros(1, *returned.shape[1:])  # the last row, for -1
+    nothing = returned.new_zeros(1, *returned.shape[1:])  # a last row of zeros, for source -1
     further = torch.cat([returned, nothing])[sources.long()].sum(1)
     further = further.masked_fill((tokens < 0)[:, None, None], 0)
     whole = d_conv_sBC.to(returned.dtype).index_add(0, tokens.clamp(min=0), further)

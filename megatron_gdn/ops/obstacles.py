@@ -1,4 +1,4 @@
-"""Why kernels cannot run on a device (hardware, dtypes, sizes, versions), and saying so once."""
+"""The reasons why kernels cannot run on a device: hardware, dtypes, sizes, versions."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 FLA_INSTALL_HINT = 'pip install "megatron-gdn[fla]"'
 # docs/determinism.md: 34.73 ms against 3.51.
 PLAIN_ON_GPU = (
-    "On this GPU the recurrence runs in plain torch, for want of its kernels: a Gated DeltaNet "
-    "layer took 34.7 ms in place of 3.5 (one H200, deterministic mode). Install them: "
+    "On this GPU the recurrence runs in plain torch, since its kernels are not installed: a Gated "
+    "DeltaNet layer took 34.7 ms in place of 3.5 (one H200, deterministic mode). Install them: "
     'pip install "flash-qla>=0.1.3" tilelang "flash-linear-attention>=0.6,<0.7"'
 )
-_FLA_KNOWN = (0, 6)  # pyproject.toml asks for the same; others may compute something else
-_FLA_PACKAGES = ("flash-linear-attention", "fla-core")  # the second holds the kernels
-_FLASH_QLA_OLDEST = (0, 1, 3)  # earlier ones race, and round dg through bf16
+_FLA_KNOWN = (0, 6)  # the version in pyproject.toml; other versions may compute something else
+_FLA_PACKAGES = ("flash-linear-attention", "fla-core")  # fla-core holds the kernels
+_FLASH_QLA_OLDEST = (0, 1, 3)  # earlier versions have data races, and round dg through bf16
 _FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
@@ -33,7 +33,7 @@ class Obstacle(NamedTuple):
 
 
 def words_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | None) -> str:
-    """Words for the reason of a plain rule, and a warning, if a package would give kernels."""
+    """The end of the reason for a plain rule; warns if installing a package would give kernels."""
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""
@@ -42,12 +42,12 @@ def words_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | No
 
 
 def no_kernels_installed() -> bool:
-    """Whether no package of kernels is here; CUDA is not woken."""
+    """Whether neither flash_qla nor fla is installed; CUDA is not initialised."""
     return not any(map(find_spec, ("flash_qla", "fla")))
 
 
 def version_tuple(text: str) -> tuple[int, ...]:
-    """``"3.7.1rc1+cu130"`` -> ``(3, 7, 1)``: good enough to compare releases."""
+    """``"3.7.1rc1+cu130"`` -> ``(3, 7, 1)``, to compare releases."""
     parts = text.split("+")[0].split(".")[:3]
     return tuple(int((re.match(r"\d+", part) or ["0"])[0]) for part in parts)
 
@@ -120,7 +120,7 @@ def _why_not_fla_package(major: int) -> str | None:
         )
     for name, installed in found.items():
         if version_tuple(installed)[:2] != _FLA_KNOWN:
-            return f"{name} {installed} is not known here, {known} is ({FLA_INSTALL_HINT})"
+            return f"{name} {installed} is not supported, {known} is ({FLA_INSTALL_HINT})"
     triton = installed_version("triton")
     if triton is None:
         return "flash-linear-attention needs triton, which is not installed"
@@ -135,7 +135,7 @@ def _why_not_fla_package(major: int) -> str | None:
 
 @cache
 def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
-    """Why our Triton kernels cannot run on rows like these; None if they can."""
+    """Why our Triton kernels cannot run for this device, dtype and number of taps, or None."""
     if device != "cuda":
         return f"the Triton kernels run on a GPU, not on {device}"
     if dtype == torch.float64:
@@ -158,5 +158,5 @@ def say_once(message: str, device_type: str) -> None:
 
 @cache
 def warn_once(message: str) -> None:
-    """A RuntimeWarning, in every process: their machines may have other packages."""
+    """Issue a RuntimeWarning in every process, since machines may have different packages."""
     warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -1,6 +1,6 @@
 """The parts of a mixer between its projections; training and generation run the same parts.
 
-Where the history and the state of a batch's sequences come from:
+The source of the convolution's history and of the initial state:
 
 | the rows of the batch are         | history (conv)           | state                            |
 |-----------------------------------|--------------------------|----------------------------------|
@@ -53,7 +53,7 @@ class Parts(NamedTuple):
     rule: Rule  # the recurrence
     readout: Readout | Apart  # the rule's output to rows for out_proj
     parameters: tuple[Tensor | None, ...]  # the front's, then the readout's gamma or None
-    run_again: bool = False  # front and rule in the backward, see :mod:`.recompute`
+    run_again: bool = False  # whether front and rule run again in the backward (.recompute)
 
     @property
     def on_grid(self) -> bool:
@@ -80,7 +80,7 @@ class Parts(NamedTuple):
 
     @property
     def past(self) -> int:
-        """Rows before a token that the convolution reads."""
+        """The number of rows before a token that the convolution reads: W - 1."""
         return cast(Tensor, self.parameters[0]).shape[-1] - 1
 
     @property
@@ -111,15 +111,15 @@ def parts_of(
 
     Args:
         rows: ``[S, B, P]``, any strides of S and B. Their device and dtype choose the kernels.
-        parameters: of the front, but for the ``gates``.
-        norm: the gated output norm: gamma and its settings, or a readout that calls the norm; None
-            leaves the gate alone.
-        groups: heads of the norm, if it is over more than a head with a state.
-        again: inputs of the rule that the backward computes again.
+        parameters: the front's parameters, without ``gates``.
+        norm: the gated output norm: gamma and its settings, or a readout that calls the norm. With
+            None the readout has the gate and no norm.
+        groups: the number of groups of heads, if each norm is over one group.
+        again: names of the rule's inputs that the backward computes again.
         run_again: see :class:`Parts`.
         kernels: see :func:`.front.plain.front_of`.
-        gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` end before them; not
-            for generation.
+        gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` do not have these
+            columns; not for generation.
 
     Raises:
         ValueError: rows or gates of other heads or strides; a convolution of other channels, or one
@@ -160,32 +160,32 @@ def parts_of(
 
 
 class StateLink(Protocol):
-    """States that enter the N sequences of a batch, and gradients of those that leave."""
+    """Gives the states that enter the N sequences of a batch, and gradients of final states."""
 
     documents: Documents  # boundaries of the sequences, all batch rows end to end
 
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: Any
     ) -> tuple[Tensor | None, tuple[Tensor, ...]]:
-        """``[N, H, K, V]`` for ``forward.run``, and tensors to keep for :meth:`leaving`."""
+        """The initial states ``[N, H, K, V]``, and tensors to save for :meth:`leaving`."""
         ...
 
     def entered(self, kept: tuple[Tensor, ...]) -> Tensor | None:
-        """The states that :meth:`entering` gave, from what it kept."""
+        """The initial states of :meth:`entering` again, from the tensors that it saved."""
         ...
 
     def leaving(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """``initial`` as in the forward, and ``d_final``, for ``backward.run``."""
+        """The initial states of the forward, and the gradients of the final states."""
         ...
 
 
 @dataclass(frozen=True, eq=False)
 class Neighbours:
-    """Boundaries, history and states that belong to the rows of one batch; None if they are zero.
+    """Boundaries, history and initial states of one batch's rows; None for zero history or states.
 
-    The boundaries are the same in every batch row: of documents, or of pieces of them.
+    The boundaries, of documents or of pieces of documents, are the same in every batch row.
     """
 
     documents: Documents | None = None
@@ -194,7 +194,7 @@ class Neighbours:
 
     @property
     def of_rule(self) -> Documents | None:
-        """Boundaries as the rule takes them."""
+        """The boundaries that the rule gets: the state link's, if there is one."""
         return self.documents if self.states is None else self.states.documents
 
 

@@ -1,7 +1,7 @@
-"""Tensors that a mixer drops between forward and backward, and gradients that it frees early.
+"""Tensors that a mixer frees between forward and backward, and gradients that it frees early.
 
-The front and the rule may run again in the backward; then the mixer keeps only the projection rows.
-This second run starts when the mixer's output is filled again, or else with the mixer's backward.
+With a second run of front and rule the mixer keeps only the projection rows. The second run starts
+when the mixer's output is computed again for out_proj's backward, or with the mixer's backward.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from .rules.base import Rule, Saved
 
 
 def saved_tensors_are_hooked() -> bool:
-    """Whether ``saved_tensors_hooks`` are on: a checkpoint's or an offload's.
+    """Whether ``saved_tensors_hooks``, of a checkpoint or an offload, are active.
 
-    Such hooks do not see a tensor that is filled again later, so it may not be dropped.
+    The hooks would read a freed tensor before it is filled again, so the tensor must not be freed.
     """
     hooks = torch._C._autograd  # pyright: ignore[reportAttributeAccessIssue]
     return hooks._top_saved_tensors_default_hooks(True) is not None
 
 
 class RefilledOutput:
-    """Frees a tensor that autograd still holds, and fills it again just before it is read.
+    """Frees the mixer's output, which out_proj saves, until out_proj's backward reads the output.
 
-    out_proj saves its input, the mixer's normed output, which one cheap pass computes again from
-    tensors that the mixer saves anyway. One object per forward.
+    One cheap pass computes the output from tensors that the mixer saves anyway. One object per
+    forward.
     """
 
     def __init__(self) -> None:
@@ -40,11 +40,11 @@ class RefilledOutput:
         self._refill: Callable[[Tensor], None] | None = None
 
     def remember(self, output: Tensor, refill: Callable[[Tensor], None]) -> None:
-        """Called by the mixer: ``refill(x)`` writes the same bits as ``output`` into x."""
+        """The mixer gives its output; ``refill(x)`` writes the bits of ``output`` to x."""
         self._output, self._refill = output.detach(), refill
 
     def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
-        """Called if the reader saves ``output = send(remembered)``, not the remembered tensor."""
+        """For an out_proj that saves ``output = send(x)`` instead of the remembered tensor x."""
         made, refill = self._output, self._refill
         if made is None or refill is None:  # no tokens
             return
@@ -57,11 +57,11 @@ class RefilledOutput:
 
         self.remember(output, refill_and_send)
 
-    @uncompiled  # Dynamo does not know whether tensors that are saved are hooked, and warns
+    @uncompiled  # Dynamo cannot trace saved_tensors_are_hooked, and warns
     def drop_until_backward_of(self, out: Tensor) -> None:
-        """Free the storage now; fill it again once the gradient of ``out`` is known.
+        """Free the remembered output's storage; fill it again when ``out`` gets its gradient.
 
-        Does nothing if ``out`` needs no gradient: the storage is then freed with its last user.
+        The storage is kept if ``out`` needs no gradient, or if ``saved_tensors_hooks`` are active.
         """
         output, refill = self._output, self._refill
         self._output = self._refill = None
@@ -73,37 +73,37 @@ class RefilledOutput:
         def fill_again(_gradient: Tensor) -> None:
             if storage.nbytes() == 0:
                 storage.resize_(size)
-                with torch.no_grad():  # .data: autograd must not count this as a change
+                with torch.no_grad():  # .data: autograd must not count the write as a change
                     refill(output.data)
-            hook.remove()  # else a reference to ``out`` keeps alive what the refill reads
+            hook.remove()  # else a reference to ``out`` keeps the refill's inputs alive
 
         storage.resize_(0)
         hook = out.register_hook(fill_again)
 
 
-# Bytes of the smallest gradient that is handed over. The step takes the host some 50 microseconds.
-# Only with many rows has a GPU work for longer than that, and a gradient that counts in the peak.
+# Bytes of the smallest gradient that is handed over. The autograd step takes the host about 50
+# microseconds. With fewer rows the GPU would wait, and the gradient is small in the memory peak.
 LEAST = 128 << 20
 
 
 class HandOver:
-    """Lets a backward free the gradient that autograd holds until that backward returns.
+    """Lets a backward free the gradient of its output, which autograd holds until its return.
 
-    An autograd step ``behind`` the function keeps the gradient and gives the function a stub
-    without memory; the function's backward ``take``s the gradient. One object per forward.
+    An autograd step ``behind`` the function stores the gradient here and passes on a stub without
+    memory; the function's backward ``take``s the gradient. One object per forward.
     """
 
     def __init__(self) -> None:
-        self.aside: dict[int, Tensor] = {}  # by the run of the backward
+        self.aside: dict[int, Tensor] = {}  # key: the number of the backward's run
 
     def behind(self, out: Tensor) -> Tensor:
-        """``out`` through the step; unchanged if its gradient is not needed or is small."""
+        """Add the autograd step to ``out``, unless its gradient is small or not needed."""
         if not out.requires_grad or out.nbytes < LEAST:
             return out
         return _PutAside.apply(out, self)
 
     def take(self, gradient: Tensor) -> Tensor:
-        """The gradient that this run of the backward put aside; ``gradient`` if there is none."""
+        """The gradient that the step stored in this backward, or ``gradient`` without a step."""
         return self.aside.pop(_run(), gradient)
 
 
@@ -119,14 +119,14 @@ class _PutAside(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        if torch.is_grad_enabled():  # a second derivative; the function's own backward refuses it
+        if torch.is_grad_enabled():  # create_graph=True, which the function's backward refuses
             return gradient, None
         ctx.hand_over.aside[_run()] = gradient
         return gradient.new_empty(()).expand(gradient.shape), None
 
 
 class SecondRun:
-    """The front and the rule, run again in the backward. One object per forward."""
+    """Runs the front and the rule again in the backward. One object per forward."""
 
     def __init__(self, front: TableFront, rule: Rule, neighbours: Neighbours) -> None:
         self._front, self._rule, self._neighbours = front, rule, neighbours
@@ -140,10 +140,10 @@ class SecondRun:
         linked: tuple[Tensor, ...],
         kept: Saved,
     ) -> tuple[Any, Tensor, Saved]:
-        """The rule's inputs, o and the tensors that its forward saves. The first call computes.
+        """The rule's inputs, o and saved tensors, computed at the first call.
 
-        ``linked`` are the tensors that the state link kept, ``kept`` the rule's
-        :meth:`.rules.base.Rule.kept_to_run_again`.
+        ``linked`` are the tensors that the state link saved; ``kept`` is what the rule's
+        ``kept_to_run_again`` returned.
         """
         if self._made is None:
             near = self._neighbours
@@ -154,7 +154,7 @@ class SecondRun:
         return self._made
 
     def take(self, *given: Any) -> tuple[Any, Tensor, Saved]:
-        """The result of :meth:`made`, then forgotten; inputs that no backward reads are None."""
+        """Return the result of :meth:`made` and free it here; inputs not read again are None."""
         inputs, o, saved = self.made(*given)
         self._made = None
         wanted = self._rule.reads_again

@@ -1,8 +1,8 @@
 """Boundaries of packed documents in fixed device buffers, for CUDA graphs.
 
 A graph replays launches with the grids, shapes and addresses of its capture. So every table has the
-size of the worst case, and new boundaries are written over the old ones, on the device. Unused
-entries are empty documents and empty chunks at the end of a table; kernels skip them.
+size of the worst case, and new boundaries overwrite the old boundaries on the device. Unused
+entries at the end of a table are empty documents and empty chunks, which kernels skip.
 
 Legend: N documents at most, T tokens of the buffer, M = N + 1 sequences (the last is always empty).
 """
@@ -23,16 +23,16 @@ _fills = count()
 _FILLED_AGAIN = (
     "set_documents was called between a forward and its backward, which reads the boundaries too. "
     "Make one set of buffers (static_packed_seq_params) for every micro-batch in flight, and fill "
-    "one again when the backward of its micro-batch is over."
+    "a set again only when the backward of its micro-batch is over."
 )
 
 
 class StaticDocuments(Documents):
     """Up to N documents packed into one buffer of T tokens, with boundaries that change in place.
 
-    Kernels read these documents as they read :class:`Documents`. The host may not read ``offsets``
-    and ``lengths``. The documents of every micro-batch fill the buffer. Before the first
-    :meth:`fill` there are as few as ``longest``, by default T, allows.
+    Kernels read a StaticDocuments as they read :class:`Documents`. The host may not read
+    ``offsets`` and ``lengths``. The documents of every micro-batch fill the buffer. Before the
+    first :meth:`fill` the buffer has as few documents as ``longest``, by default T, allows.
     """
 
     why_headwise = "the one that runs documents in fixed buffers"
@@ -41,15 +41,14 @@ class StaticDocuments(Documents):
         "lie where the documents of one micro-batch begin. Switch it off, or give "
         "ordinary packed documents outside of graphs."
     )
-    boundaries: Tensor  # int32 [N + 1], as :meth:`fill` got them; unused entries are T
+    boundaries: Tensor  # int32 [N + 1], the offsets of the last :meth:`fill`; unused entries are T
     plans: dict[Hashable, Any]
     max_documents: int
     longest: int
     _tokens: int
-    _key: Hashable  # of a cut, see :meth:`cut`, which shares the next two with the whole
+    _key: Hashable  # None, or the key of a :meth:`cut`; a cut shares _tables and _stamps
     _tables: dict[Any, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
-    # Numbers of the latest fill, and of the one that the last forward but a recomputed one read.
-    _stamps: dict[str, Tensor]
+    _stamps: dict[str, Tensor]  # numbers of the latest "fill" and of the fill that a forward "read"
 
     def __init__(
         self,
@@ -82,16 +81,16 @@ class StaticDocuments(Documents):
         self.read_by_forward(recomputed=False)
 
     def fill(self, cu_seqlens: Tensor | Sequence[int]) -> None:
-        """Overwrite the boundaries and everything that was derived from them.
+        """Overwrite the boundaries and all tables that were made from the boundaries.
 
         A graph that was captured with these documents reads the new boundaries at its next replay.
-        Call it on the stream of the replay, or let that stream wait. A backward reads them too: one
-        ``StaticDocuments`` serves one micro-batch in flight. An eager backward refuses boundaries
-        that were written after its forward; a replay cannot check this.
+        Call ``fill`` on the stream of the replay, or let that stream wait. A backward reads the
+        boundaries too, so one ``StaticDocuments`` serves one micro-batch in flight. An eager
+        backward refuses boundaries that were written after its forward; a replay cannot check this.
 
         Args:
-            cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never decrease. Offsets on
-                a GPU are checked there by a device-side assertion; the host does not wait.
+            cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never decrease. A
+                device-side assertion checks offsets on a GPU; the host does not wait.
 
         Raises:
             ValueError: more than N documents; offsets on the host that do not fit.
@@ -127,7 +126,7 @@ class StaticDocuments(Documents):
         self.refresh(check=not on_host)
 
     def refresh(self, check: bool = True) -> None:
-        """Compute every table from the boundaries again; a captured region can begin with this."""
+        """Compute every table again from the boundaries; a CUDA graph can capture this call."""
         self._renew_stamp()
         with torch.inference_mode(False), torch.no_grad():
             if check:
@@ -151,10 +150,10 @@ class StaticDocuments(Documents):
         return self._stamps["fill"]
 
     def read_by_forward(self, recomputed: bool) -> None:
-        """Called by a forward that reads these documents.
+        """A forward reports that it reads the boundaries, and whether it is a recomputation.
 
         Raises:
-            RuntimeError: a :meth:`fill` came between a forward and its recomputation.
+            RuntimeError: :meth:`fill` was called between a forward and its recomputation.
         """
         if not recomputed:
             self._stamps["read"] = self.stamp
@@ -176,7 +175,7 @@ class StaticDocuments(Documents):
     def table[Made: tuple[Tensor, ...]](
         self, key: Hashable, make: Callable[[Any], Made], move: bool = True
     ) -> Made:
-        """The tensors ``make(self)``, which every :meth:`fill` overwrites.
+        """The tensors of ``make(self)``; every :meth:`fill` overwrites them.
 
         Raises:
             RuntimeError: the table is new while a CUDA graph is captured.
@@ -194,7 +193,7 @@ class StaticDocuments(Documents):
     def cut(
         self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
     ) -> Documents:
-        """Documents whose boundaries follow from these, and change with them."""
+        """Documents with boundaries ``make(self)``, which every :meth:`fill` also overwrites."""
 
         def made() -> StaticDocuments:
             (boundaries,) = self.table(key, make)
@@ -209,7 +208,7 @@ class StaticDocuments(Documents):
         return self.plan((StaticDocuments, key), made)
 
     def on_host(self) -> Documents:
-        """The documents of the latest fill, for layers outside of graphs. The host waits for them.
+        """The documents of the latest fill, for layers outside of graphs; the host waits for a GPU.
 
         Raises:
             RuntimeError: a CUDA graph is being captured.
@@ -242,8 +241,8 @@ class StaticDocuments(Documents):
     def cu_seqlens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """int32 ``[M + 1]``: the boundaries without empty documents, then T.
 
-        A new alias each time, since packages cache by the identity of this tensor, whose values
-        change.
+        Each call returns a new alias, since packages cache results by this tensor's identity, and
+        its values change.
         """
         return self.table("cu_seqlens", _without_empty)[0].view(-1)
 
@@ -253,7 +252,7 @@ class StaticDocuments(Documents):
 
     @property
     def contents(self) -> tuple[int, int]:
-        """-2, which is never a number of documents, and N."""
+        """The pair (-2, N); -2 is never a number of documents."""
         return -2, self.max_documents
 
     def most_chunks(self, size: int) -> int:
@@ -261,7 +260,7 @@ class StaticDocuments(Documents):
 
 
 def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:
-    """An empty document's end moves to T; sorting puts the others in front, in their order."""
+    """Set the end of each empty document to T; sorting then puts the non-empty documents first."""
     start, end = documents.boundaries[:-1], documents.boundaries[1:]
     ends = torch.where(end > start, end, documents.total_tokens).sort().values
     ends = ends[: documents.max_documents]

@@ -1,4 +1,4 @@
-"""Settings of the whole process that the mixer changes while it runs: fp32 products, memory."""
+"""Settings of the process that the mixer changes while it runs."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ _REDUCED = ("tf32", "bf16")
 
 
 class _Switch:
-    """A context manager for several threads: the first that enters calls ``turn``, which returns
-    the function that the last one calls when it leaves.
+    """A context manager for several threads. The first thread that enters calls ``turn``; the last
+    thread that leaves calls the function that ``turn`` returned.
     """
 
     def __init__(self, turn: Callable[[], Callable[[], None] | None]) -> None:
@@ -37,12 +37,12 @@ class _Switch:
 
 
 def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
-    """fp32 products with 24-bit factors: autocast and the TF32 switches have no effect inside.
+    """A context with exact fp32 factors in products: autocast and TF32 have no effect inside.
 
-    The rule sums over thousands of tokens, for which 11-bit factors are too coarse.
+    The rule sums over thousands of tokens, for which TF32's 11-bit factors are too coarse.
     """
     switch = _full_fp32[device_type == "cuda"]
-    # Entering autocast costs more than a small product, so this is skipped if autocast is off.
+    # Entering torch.autocast takes longer than a small product, so do not if autocast is off.
     return (
         _outside_autocast(device_type, switch) if torch.is_autocast_enabled(device_type) else switch
     )
@@ -55,7 +55,7 @@ def _outside_autocast(device_type: str, switch: _Switch) -> Iterator[None]:
 
 
 def _turn(cuda: bool) -> Callable[[], None] | None:
-    """Turn the switches to full fp32; returns what restores them, None if nothing changed."""
+    """Set the switches to full fp32. Return a function that restores them, or None."""
     backend = torch.backends.cuda if cuda else torch.backends.mkldnn
     matmul: Any = getattr(backend, "matmul", None)
     if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
@@ -84,7 +84,7 @@ def _old_switch() -> str | None:
 
 
 def _put_back_old(precision: str) -> None:
-    """Set torch's old switch, and restore the CPU's switch, which the old one also sets."""
+    """Set torch's old switch, and keep the CPU's new switch, which torch would also set."""
     host: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch declares no type
     kept_host = host.fp32_precision
     torch.set_float32_matmul_precision(precision)
@@ -92,7 +92,7 @@ def _put_back_old(precision: str) -> None:
 
 
 def _put_back(switch: Any, kept: str) -> None:
-    """Restore ``kept``: follow the more general switch if this gives ``kept``, else set it."""
+    """Restore the value ``kept``: inherit the general switch if it has this value, else set it."""
     switch.fp32_precision = "none"
     if switch.fp32_precision != kept:
         switch.fp32_precision = kept
@@ -104,11 +104,10 @@ _full_fp32 = [_Switch(partial(_turn, False)), _Switch(partial(_turn, True))]
 def leaves_memory_unfilled[**Arguments, Made](
     function: Callable[Arguments, Made],
 ) -> Callable[Arguments, Made]:
-    """``function``, inside which ``torch.empty`` fills nothing: it writes before it reads.
+    """Run ``function`` with torch's filling of new memory switched off.
 
-    In deterministic mode torch fills with NaN what ``torch.empty`` returns: one launch for each
-    buffer of the kernels. Tests over memory poisoned with NaN show that no unwritten element is
-    read.
+    In deterministic mode torch fills every result of ``torch.empty`` with NaN, by one launch each.
+    Tests over memory full of NaN show that no element is read before it is written.
     """
 
     @wraps(function)

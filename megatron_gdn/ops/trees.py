@@ -1,13 +1,13 @@
-"""Packed documents that continue others: a prefix that several share is computed once.
+"""Packed documents that continue earlier documents: a shared prefix is computed once.
 
     prompt ──┬── first answer         parents = (-1, 0, 0)
              └── second answer        each answer starts from the prompt's state and last rows
 
-Documents of one *level* have the same number of documents before them. A rule runs a level as it
-runs packed documents:
+The *level* of a document is the number of its ancestors. A rule runs the documents of one level as
+ordinary packed documents:
 
-    forward      S_in of a child = S_out of its parent                       from the top down
-    backward     dS_out of a parent = sum of its children's dS_in            from the bottom up
+    forward      S_in of a child = S_out of its parent                       level 0 first
+    backward     dS_out of a parent = sum of its children's dS_in            last level first
 
 Legend: T tokens of the buffer, n sequences of one level.
 """
@@ -31,20 +31,19 @@ from .rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_t
 from .state_maps.state_map import StateMap
 from .switches import full_fp32_matmul
 
-ALIGNMENT = 16  # bytes: what kernels take for granted of a tensor
+ALIGNMENT = 16  # bytes: kernels need tensors that begin at a multiple of this address
 
 
 class Level(NamedTuple):
-    """The documents with as many documents before them, without the empty ones, in the order of
-    their parents: each parent's children are neighbours."""
+    """The non-empty documents with equally many ancestors; siblings are neighbours."""
 
-    tokens: slice | Tensor  # their places in the buffer, document after document
-    documents: Documents  # their boundaries among ``tokens``
-    parents: Tensor  # int64 [n], where each one's parent is in the level above
-    children: tuple[int, ...]  # how many of each document have tokens
+    tokens: slice | Tensor  # places in the buffer of the level's tokens, document after document
+    documents: Documents  # boundaries of the documents among ``tokens``
+    parents: Tensor  # int64 [n], the index of each document's parent in the level above
+    children: tuple[int, ...]  # the number of non-empty children of each document
 
     def rows(self, x: Tensor) -> Tensor:
-        """The tokens of this level, of ``[1, T, ...]``."""
+        """The rows of ``x`` ``[1, T, ...]`` at this level's tokens."""
         if isinstance(self.tokens, slice):
             rows = x[:, self.tokens]
             return rows if rows.data_ptr() % ALIGNMENT == 0 else rows.clone()
@@ -62,8 +61,8 @@ class TreeDocuments(Documents):
     )
     continue_others = True
 
-    parents: tuple[int, ...] = ()  # what each document continues; -1: none
-    lengths_without_padding: tuple[int, ...] = ()  # of each document, at the start of its slot
+    parents: tuple[int, ...] = ()  # the document that each document continues; -1: none
+    lengths_without_padding: tuple[int, ...] = ()  # a slot has a document's tokens, then padding
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -84,7 +83,7 @@ class TreeDocuments(Documents):
 
     @cached_property
     def paths(self) -> tuple[tuple[int, ...], ...]:
-        """For each document those before it that have tokens, from the first to its parent."""
+        """The non-empty ancestors of each document, from the first to the parent."""
         paths: list[tuple[int, ...]] = []
         for parent in self.parents:
             before = paths[parent] if parent >= 0 else ()
@@ -103,7 +102,7 @@ class TreeDocuments(Documents):
 
     @property
     def longest_sequence(self) -> int:
-        """Slots of the longest document and of all that it continues."""
+        """The largest number of tokens of a document's slot and its ancestors."""
         return max(map(sum, zip(self._count_before, self.lengths, strict=True)))
 
     @cached_property
@@ -114,7 +113,7 @@ class TreeDocuments(Documents):
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """From the top down."""
+        """The levels; level 0 is first."""
         length = self.lengths_without_padding
         children: dict[int, list[int]] = {i: [] for i in range(-1, len(length))}
         for i, path in enumerate(self.paths):
@@ -138,7 +137,7 @@ class TreeDocuments(Documents):
         return tuple(levels)
 
     def in_buffer(self, pieces: Sequence[Any]) -> Any:
-        """``[1, T, ...]`` from the rows of all levels, zero where there is padding; or None."""
+        """``[1, T, ...]`` from the rows of each level, with zeros at padding; None for None."""
         if pieces[0] is None or pieces[0].shape[1] == self.total_tokens:
             return pieces[0]
         whole = pieces[0].new_zeros(1, self.total_tokens, *pieces[0].shape[2:])
@@ -147,7 +146,7 @@ class TreeDocuments(Documents):
         return whole
 
     def history(self, past: int) -> HistoryOfParents | None:
-        """The ``past`` rows before each document, from its parents; None if there are none."""
+        """The ``past`` rows before each document, from its ancestors; None without ancestors."""
         return self.plan((HistoryOfParents, past), lambda: self._history(past))
 
     def _history(self, past: int) -> HistoryOfParents | None:
@@ -171,11 +170,11 @@ class TreeDocuments(Documents):
 
 
 class HistoryOfParents(NamedTuple):
-    """A :class:`.front.history.HistoryLink`. Every child has a copy of the rows before it, and the
-    gradients of the copies are summed in one order."""
+    """A :class:`.front.history.HistoryLink`. Every child gets a copy of its ancestors' last rows;
+    the gradients of the copies are summed in a fixed order."""
 
     table: HistoryTable
-    rows: Tensor  # int64, places in the buffer
+    rows: Tensor  # int64, the places in the buffer of the copied rows
 
     def fetch(self, rows_sBC: Tensor) -> History:
         return History(rows_sBC.index_select(0, self.rows), self.table)
@@ -225,7 +224,7 @@ class BackwardByLevel(RuleBackward):
             if d_entered is not None and d_final is not None:
                 maps = StateMap(d_entered, through).transposed(d_entered)
                 with full_fp32_matmul(d_final.device.type):
-                    # One by one: the shape of a product must not depend on the siblings.
+                    # One product per document: its shape must not depend on the other documents.
                     each = zip(*maps, d_final, strict=True)
                     d_entered = torch.stack([StateMap(*one).apply(d) for *one, d in each])
             grads.insert(0, begun.run(entered, d_final))
@@ -236,7 +235,7 @@ class BackwardByLevel(RuleBackward):
 
 
 class RuleByLevel(Rule):
-    """Runs ``rule`` once for each level. Of padding, in no level, ``o`` and gradients are zero."""
+    """Runs ``rule`` once for each level; ``o`` and gradients of padding are zero."""
 
     forward, backward = ForwardByLevel, BackwardByLevel
 

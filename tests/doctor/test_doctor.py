@@ -84,7 +84,7 @@ def test_a_package_that_was_built_for_another_torch_is_named(environment):
     "modules, versions, subject, told",
     [
         (["fla"], {"flash_linear_attention": "0.6.0", "fla_core": "0.5.1"},
-         "flash-linear-attention", "fla-core 0.5.1 is not known here, 0.6 is"),
+         "flash-linear-attention", "fla-core 0.5.1 is not supported, 0.6 is"),
         (["fla"], {"triton": "3.5.0", "flash_linear_attention": "0.6.0", "fla_core": "0.6.0"},
          "flash-linear-attention", "Triton 3.5.0 miscompiles fla's backward on Hopper"),
         (["flash_qla"], {"flash_qla": "0.1.2"}, "flash-qla", "computes wrong gradients at times"),

@@ -71,7 +71,7 @@ def test_cudnn_is_taken_by_name_alone(monkeypatch):
 
 
 @pytest.mark.parametrize(("installed", "said"), [
-    ("1.31.0", r"1\.31\.0 is not known here \(pip install"), (None, r"not installed \(pip install"),
+    ("1.31.0", r"1\.31\.0 is not supported \(pip install"), (None, r"not installed \(pip install"),
 ])  # fmt: skip
 def test_another_cudnn_frontend_is_refused_with_what_to_install(monkeypatch, installed, said):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))

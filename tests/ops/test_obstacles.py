@@ -52,7 +52,7 @@ def test_the_installed_fla_is_taken(ampere):
 @pytest.mark.parametrize("version", ["0.5.0", "0.7.0", "1.6.0"])
 def test_another_version_is_refused(ampere, package, version):
     installed(ampere, {package: version})
-    refused(f"{package} {version} is not known here, 0.6 is")
+    refused(f"{package} {version} is not supported, 0.6 is")
 
 
 def test_an_fla_without_a_version_is_refused(ampere):
