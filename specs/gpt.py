@@ -44,11 +44,11 @@ _SPECS = {**dict.fromkeys(GDN_VARIANTS, gated_delta_net_spec), "gdn2": gated_del
 _theirs = transformer_block._get_block_submodules
 
 
-# ``pretrain_gpt.py`` of Megatron-LM's dev gives the function that ``--spec`` names to the model,
-# which refuses it ("specialize for function"); core_r0.19.0 and main call the function.
+# ``pretrain_gpt.py`` of Megatron-LM's dev passes the function that ``--spec`` names to the model,
+# which refuses a function ("specialize for function"); core_r0.19.0 and main call the function.
 @functools.wraps(_theirs)
 def _submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **named: Any) -> Any:
-    """The submodules of a block, also from ``spec(config, vp_stage=..., pp_rank=...)``."""
+    """The submodules of a block; ``spec`` may be a function that returns the spec."""
     if callable(spec) and not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         taken = inspect.signature(spec).parameters
         given = dict(zip(("vp_stage", "pp_rank"), stage, strict=False)) | named
@@ -56,7 +56,7 @@ def _submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **n
     return _theirs(config, spec, *stage, **named)
 
 
-# At import, since no code of ours runs between it and the model.
+# Replaced at import, since no code of ours runs between this import and the model's constructor.
 transformer_block._get_block_submodules = _submodules_of
 
 
@@ -72,13 +72,13 @@ def gpt_block_spec(
     Args:
         config: a ``TransformerConfig``, or the ``GPTModelConfig`` that
             ``--spec megatron_gdn.specs gpt_block_spec`` hands over.
-        vp_stage, pp_rank: of the pipeline; this process's own rank when None.
+        vp_stage, pp_rank: the pipeline stage; None is that of this process.
         **options: keyword arguments of the constructor of GatedDeltaNet, or of GatedDeltaNet2 for
             the variant "gdn2".
 
     Raises:
         ValueError: the config does not ask for Gated DeltaNet layers.
-        ImportError: Transformer Engine is asked for and absent.
+        ImportError: ``"transformer_engine"`` without Transformer Engine.
     """
     config = getattr(config, "transformer", config)
     if config.experimental_attention_variant not in _SPECS:
@@ -106,7 +106,7 @@ def _mixer(config: Any, modules: str, **options: Any) -> ModuleSpec:
 
 
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
-    """Megatron's own layer specs with our Gated DeltaNet, and its last norm."""
+    """Megatron's layer specs with our Gated DeltaNet, and Megatron's final norm."""
     layer_specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
     mixer = _mixer(config, "te", **options)
     theirs = upstream.GatedDeltaNet, getattr(upstream, "GatedDeltaNet2", None)
@@ -127,7 +127,7 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
     layer_specs = []
     for is_gdn, has_experts in kinds_of_layers(config):
         before = {"input_layernorm": f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}"}
-        if has_experts:  # which have no norm of their own in Transformer Engine either
+        if has_experts:  # experts have no fused norm in Transformer Engine either
             mlp = get_moe_module_spec(
                 use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
             )
@@ -147,7 +147,7 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
 
 
 def kinds_of_layers(config: Any) -> list[tuple[int, int]]:
-    """Whether each layer is Gated DeltaNet, and whether it has experts."""
+    """For each layer, whether it is a Gated DeltaNet and whether it has experts."""
     dense, variant = [0] * config.num_layers, config.experimental_attention_variant
     is_gdn = dense if variant is None else variants.get_linear_attention_pattern(config)
     is_moe = variants.get_moe_layer_pattern(config) if config.num_moe_experts else dense

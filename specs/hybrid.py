@@ -4,9 +4,9 @@
     --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 
 A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2". Megatron's
-patterns have no letter for Kimi Delta Attention (0.19, main and dev of November 2026), so a 'K'
-layer, as a 'G' of that variant, is built in the place of a 'G' layer, from another spec.
-``"M*G-/M*/M*"`` is the model ``M*G-`` and two heads of multi-token prediction of the layers ``M*``.
+patterns have no letter for Kimi Delta Attention (0.19, main and dev of November 2026), so Megatron
+sees a 'K' layer as a 'G' layer, which this file builds from another spec. ``"M*G-/M*/M*"`` is the
+model ``M*G-`` with two heads of multi-token prediction, each of the layers ``M*``.
 """
 
 from __future__ import annotations
@@ -59,36 +59,35 @@ from .layer import (
 KDA, GDN2 = "K", "gdn2"  # a letter of patterns; a variant of the config
 # Options of 'G' layers that mean the same in 'M' and 'K' layers.
 _OF_ALL = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine", "backend")
-# Values of a 'G' layer's option ``backend`` that a mixer beside it has too.
+# Legal values of the option ``backend`` in 'M' and 'K' layers.
 _BACKENDS = {"M": ("fla", "reference"), KDA: ("fla", "cudnn", "reference")}
 _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
 class HybridStackSpec(ModuleSpec):
-    """Spec of a ``HybridStack`` with the mixers of this package; a call returns another spec."""
+    """Spec of a ``HybridStack`` with this package's mixers; a call returns a spec with options."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """The spec over these modules and with these options.
+        """A spec of these modules with these options.
 
             spec(modules="auto", *, qk_layernorm=False, mamba=None, kda=None, **options)
 
         Args:
-            modules: ``"te"`` is Megatron's own hybrid stack with the 'G' and 'M' mixers exchanged;
-                ``"local"`` is plain torch (GDN, Mamba2, MLP, attention, experts); ``"auto"`` is
-                ``"te"`` where Transformer Engine is installed. Checkpoints of the two are
-                interchangeable. Documents that continue others (`megatron_gdn.pack_tree`) run
-                torch's attention in both, on a GPU ``flex_attention``.
+            modules: ``"te"`` is Megatron's hybrid stack with our 'G' and 'M' mixers; ``"local"`` is
+                plain torch (GDN, Mamba2, MLP, attention, experts); ``"auto"`` is ``"te"`` if
+                Transformer Engine is installed. Both have the same checkpoints. Documents that
+                continue others (`megatron_gdn.pack_tree`) run torch's attention in both, on a GPU
+                ``flex_attention``.
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
             mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention constructors.
-            **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend`` (of
-                the delta rule), or of GatedDeltaNet2's if the config's variant is "gdn2".
-                ``cp_layout`` also goes to 'M', 'K' and local '*' layers. 'M' and 'K' layers also
-                get ``linear_cp_mode``, ``cp_ranks_per_machine``, and ``backend`` if they have it;
-                ``mamba`` and ``kda`` override all four.
+            **options: keyword arguments of the GatedDeltaNet constructor, or of GatedDeltaNet2's if
+                the config's variant is "gdn2". 'M' and 'K' layers also get ``cp_layout``,
+                ``linear_cp_mode``, ``cp_ranks_per_machine`` and a ``backend`` that they have,
+                unless ``mamba`` or ``kda`` gives another value; '*' layers get ``cp_layout``.
 
         Returns:
-            a HybridStackSpec; a ``HybridStack`` if ``modules`` is a config, which is how Megatron
-            calls a spec to build it.
+            a HybridStackSpec; a ``HybridStack`` if ``modules`` is a config, since Megatron calls a
+            spec to build the stack.
 
         Raises:
             ValueError, ImportError: as `gated_delta_net_spec`.
@@ -141,11 +140,11 @@ def _upstream() -> HybridStackSubmodules:
 def _te_submodules(
     mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool, cp_layout: str
 ) -> HybridStackSubmodules:
-    """Megatron's own hybrid stack with our mixers, and torch's attention beside its own."""
+    """Megatron's hybrid stack with our mixers, and with torch's attention for trees."""
     layer = cast(Any, _upstream().attention_layer)
     theirs = layer.submodules.self_attention
     core = partial(beside_torch_attention(theirs.submodules.core_attention), cp_layout=cp_layout)
-    # Megatron's own stack has no place for these norms, even if the config asks for them.
+    # Megatron's stack has no norms of query and key, even if the config asks for them.
     norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm} if qk_layernorm else {}
     attention = replace(
         theirs,
@@ -179,7 +178,7 @@ def _local_submodules(
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
         "moe_layer": ModuleSpec(module=LocalMoELayer, submodules=experts),
     }
-    # Versions of Megatron have different layers. A layer that is left out would do nothing.
+    # Versions of Megatron have different layers. A layer without a spec would be an identity.
     places = {field.name for field in fields(HybridStackSubmodules)}
     for place in sorted(place for place in places - layers.keys() if place.endswith("_layer")):
         symbol = {"symbol": _SYMBOLS.get(place, place)}
@@ -188,7 +187,7 @@ def _local_submodules(
 
 
 def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
-    """A layer of one mixer; ``linear`` is the mixer's, and a given norm stands before it."""
+    """A layer of one mixer, with a norm before the mixer's linear ``linear`` if one is named."""
     norm = {} if linear is None else norms_before(input_layernorm=f"self_attention.{linear}")
     return ModuleSpec(
         module=TransformerLayer,
@@ -206,9 +205,9 @@ def _mamba_layer(mixer: ModuleSpec, **norm: Any) -> ModuleSpec:
 
 
 class KDAHybridStack(HybridStack):
-    """Megatron's stack, with 'K' layers, which its ``layer_type_list`` calls 'G'.
+    """Megatron's stack with 'K' layers, which are 'G' in ``layer_type_list``.
 
-    ``kda_options`` are of the 'K' layers of the stack that this process built last.
+    ``kda_options`` are the options of 'K' layers in the last stack that this process built.
     """
 
     kda_options: ClassVar[dict[str, Any]] = {}
@@ -239,13 +238,16 @@ def _with_layers(
     letters: Iterable[str],
     before: int,
 ) -> tuple[HybridStackSubmodules, list[str]]:
-    """``submodules`` whose 'G' place builds these layers too, and the letters with 'G' for 'K'."""
+    """``submodules`` whose ``gdn_layer`` builds 'G' and 'K' layers, and letters with 'G' for 'K'.
+
+    ``before`` is the number of layers on earlier pipeline stages.
+    """
     letters = list(letters)
     numbers = {before + place for place, letter in enumerate(letters, start=1) if letter == KDA}
     variant = config.experimental_attention_variant
     gdn = layers[GDN2] if variant == GDN2 else submodules.gdn_layer
     of_two = {"gdn": gdn, "kda": layers[KDA], "numbers": numbers}
-    # Megatron's main writes its own class into the place's mixer under this variant.
+    # Under this variant Megatron's main assigns to submodules.self_attention of the spec.
     written = SimpleNamespace(self_attention=SimpleNamespace())
     place = ModuleSpec(module=_GDNOrKDALayer, params=of_two, submodules=written)
     submodules = replace(submodules, gdn_layer=place)
@@ -253,7 +255,7 @@ def _with_layers(
 
 
 class _GDNOrKDALayer:
-    """Builds the layer of a 'G' or of a 'K', by its number."""
+    """Builds a 'K' layer if its number is in ``numbers``, else a 'G' layer."""
 
     def __new__(
         cls, *, gdn: Any, kda: Any, numbers: set[int], layer_number: int, submodules: Any,
@@ -264,19 +266,12 @@ class _GDNOrKDALayer:
 
 
 class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
-    """Megatron's MTP layer, which refuses sequences that Megatron would shift wrongly.
+    """Megatron's MTP layer, which refuses documents that Megatron would shift wrongly.
 
     Megatron shifts tokens, labels and loss masks by one token per head, document by document. It
     assumes that each document begins at its offset in ``cu_seqlens_q`` and, over context-parallel
-    ranks, lies in zigzag. Otherwise tokens would get other tokens' labels.
-
-    Args:
-        cp_layout: how the data loader cuts sequences over context-parallel ranks.
-        layers: of 'K', and of 'G' in another variant.
-        others: as for Megatron's layer.
-
-    Raises:
-        ValueError: another layout than zigzag over several ranks.
+    ranks, lies in zigzag. Otherwise tokens would get other tokens' labels. ``layers`` are specs of
+    'K' layers and of Gated DeltaNet-2 layers.
     """
 
     def __init__(
@@ -306,7 +301,7 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     def forward(
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
     ) -> tuple[Tensor | None, ...]:
-        """As Megatron's; documents that it would shift wrongly are refused."""
+        """Megatron's forward; documents that Megatron would shift wrongly are refused."""
         _require_shiftable(packed_seq_params, self.cp_group)
         if self.cp_group.size() > 1:
             _require_zigzag(self.loader_layout.of(packed_seq_params), self.cp_group)
@@ -317,17 +312,17 @@ def _require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
     """Refuse a cut in which Megatron would give tokens other tokens' labels."""
     if layout is not SequenceLayout.ZIGZAG:
         raise ValueError(
-            f"Megatron shifts the labels of multi-token prediction in the zigzag layout, and "
-            f"cp_layout={layout.value!r} over {cp_group.size()} ranks is another: labels would be "
-            f"those of other tokens. Cut every document in zigzag, use one context-parallel rank, "
-            f"or a layer pattern without '/'."
+            f"Megatron shifts the labels of multi-token prediction in the zigzag layout. With "
+            f"cp_layout={layout.value!r} over {cp_group.size()} ranks labels would be those of "
+            f"other tokens. Cut every document in zigzag, use one context-parallel rank, or a "
+            f"layer pattern without '/'."
         )
 
 
 def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
-    """Refuse packed documents whose labels Megatron would shift across their ends.
+    """Refuse packed documents whose labels Megatron would shift across the ends of documents.
 
-    If documents and slots have two tensors of offsets, a GPU's host waits for the comparison.
+    If ``cu_seqlens_q`` and ``cu_seqlens_q_padded`` are two tensors, the host waits for the GPU.
     """
     if packed is None:
         return
@@ -343,9 +338,9 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
     if padded and (documents is None or slots.tolist() != documents.tolist()):
         raise ValueError(
             "multi-token prediction with padded slots: Megatron shifts labels between the offsets "
-            "of cu_seqlens_q, and the rows lie at those of cu_seqlens_q_padded. Make the padding "
-            "part of its document, or a document of its own, with one cu_seqlens_q for all, and "
-            "mask its loss."
+            "of cu_seqlens_q, and the rows lie at the offsets of cu_seqlens_q_padded. Make the "
+            "padding part of its document, or a document of its own, give only cu_seqlens_q, and "
+            "mask the padding's loss."
         )
     ranks = 1 if packed.cp_group is None else packed.cp_group.size()
     given = packed.cp_group is not None or packed.local_cp_size is not None
@@ -359,12 +354,12 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
 
 
 def _local_heads() -> ModuleSpec:
-    """Heads of local modules, whose checkpoints also fit Transformer Engine's."""
+    """Local modules for multi-token prediction, with the checkpoints of Transformer Engine's."""
     parts = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=TorchRMSNorm,
         hnorm=TorchRMSNorm,
         eh_proj=ColumnParallelLinear,
-        mtp_model_layer=cast(Any, None),  # Megatron builds it from the pattern and the stack's spec
+        mtp_model_layer=cast(Any, None),  # Megatron builds these layers from the pattern
         layer_norm=TorchRMSNorm,
     )
     layer = ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=parts)
@@ -381,12 +376,12 @@ def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
     return replace(theirs, submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=layers))
 
 
-if KDA not in Symbols.VALID_LAYERS:  # else this Megatron knows the letter
+if KDA not in Symbols.VALID_LAYERS:  # a later Megatron may know the letter
     known: Any = Symbols
     known.KDA, known.VALID_LAYERS = KDA, {*Symbols.VALID_LAYERS, KDA}
-# Megatron's `--spec` finds these by name and does not call them.
+# Megatron's `--spec` finds the next four specs by name and does not call them.
 hybrid_stack_spec = _hybrid_stack_spec("auto")
 gdn_hybrid_stack_spec = hybrid_stack_spec
 gdn_hybrid_stack_spec_local = _hybrid_stack_spec("local")
-# For models with --qk-layernorm, as Qwen3-Next and Qwen3.5 are.
+# For models with --qk-layernorm, such as Qwen3-Next and Qwen3.5.
 gdn_qk_norm_hybrid_stack_spec = _hybrid_stack_spec("auto", qk_layernorm=True)

@@ -1,12 +1,12 @@
-"""Our mixers as Megatron ModuleSpecs, their options in a launch, and plain-torch layers for them.
+"""Our mixers as Megatron ModuleSpecs, their options in a launch, and plain-torch layers.
 
 ``--spec`` names a spec and takes no options, so a launch gives them in the environment:
 
     MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute_qkv=True" torchrun ... \
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
 
-An option reaches every 'G' and 'K' layer whose mixer has it. The variable must be equal in all
-processes; an option that a call in Python gives is taken instead.
+An option reaches every 'G' and 'K' layer whose mixer has this option, unless a call in Python gives
+another value. The variable must be equal in all processes.
 """
 
 import ast
@@ -44,7 +44,7 @@ from megatron_gdn.mixers.loader_layout import AUTO
 
 MODULES = ("auto", "local", "te")
 VARIABLE = "MEGATRON_GDN_OPTIONS"
-# What Megatron passes itself; every other keyword of the constructor is an option.
+# Arguments that Megatron passes; every other keyword of a mixer's constructor is an option.
 _OF_MEGATRON = {
     "self", "config", "submodules", "layer_number", "pg_collection", "name", "cp_comm_type",
     "pp_layer_offset", "is_mtp_layer",
@@ -75,8 +75,8 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
     Args:
         modules: ``"te"`` fuses the norm before the mixer into ``in_proj``; ``"local"`` uses
-            Megatron's own linears and leaves that norm to the layer around the mixer; ``"auto"``
-            is ``"te"`` where Transformer Engine is installed.
+            Megatron's own linears and leaves the norm to the layer around the mixer; ``"auto"`` is
+            ``"te"`` if Transformer Engine is installed.
         **options: keyword arguments of the GatedDeltaNet constructor, such as ``backend``.
 
     Raises:
@@ -97,10 +97,9 @@ def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSp
 
 
 def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.Mamba2Mixer`, with its options, for the ``mixer`` place of a
-    MambaLayer.
+    """Spec of `megatron_gdn.Mamba2Mixer`, with its options, for the ``mixer`` of a MambaLayer.
 
-    ``modules`` as for `gated_delta_net_spec`; the norm of a local MambaLayer is its ``norm``.
+    ``modules`` is as in `gated_delta_net_spec`; with ``"local"``, set the MambaLayer's ``norm``.
     """
     return _spec(Mamba2Mixer, Mamba2MixerSubmodules, modules, options)
 
@@ -115,13 +114,16 @@ def _spec(mixer: type, parts: Any, modules: str, options: dict[str, Any]) -> Mod
         module=mixer,
         params=options,
         submodules=parts(**{field.name: places[field.name] for field in fields(parts)}),
-        # Megatron's GPT block spec reads this to decide whether the layer needs its own norm.
+        # Megatron's GPT block spec adds a norm to a layer whose mixer has none.
         metainfo={"fuse_input_layernorm": fused},
     )
 
 
 def norms_before(**linears: str) -> dict[str, Any]:
-    """Norms of a layer by their places, stored where Transformer Engine's ``linears`` have them."""
+    """A layer's norms, with the checkpoint keys of the fused norms in Transformer Engine's linears.
+
+    ``linears`` maps the place of each norm to the linear behind it.
+    """
     keys = {f"{place}.": f"{linear}.layer_norm_" for place, linear in linears.items()}
     return {**dict.fromkeys(linears, TorchRMSNorm), "sharded_state_dict_keys_map": keys}
 
@@ -151,7 +153,7 @@ def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> M
 
 
 class LocalMoELayer(MoETransformerLayer):
-    """Experts in plain torch: the layer itself reads ``config.num_moe_experts``, not the spec."""
+    """Experts in plain torch; their number is known only when the layer is built."""
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any
@@ -163,7 +165,7 @@ class LocalMoELayer(MoETransformerLayer):
 
 
 class UnavailableLayer:
-    """Stands for a layer that a spec lacks; building it is an error."""
+    """A layer that the local spec lacks; its constructor raises."""
 
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
@@ -176,7 +178,7 @@ class UnavailableLayer:
 
 
 def with_launch_options(mixer: type, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that a call ``named``, and those of the launch's others that ``mixer`` has."""
+    """The options ``named`` in a call, and the launch's other options that ``mixer`` has."""
     known = _options_of(mixer)
     return {**{name: value for name, value in _of_launch().items() if name in known}, **named}
 
@@ -186,12 +188,12 @@ def _of_launch() -> dict[str, Any]:
     options = parse_options(os.environ.get(VARIABLE, ""))
     if options:
         said = ", ".join(f"{name}={value!r}" for name, value in options.items())
-        log_once(f"{VARIABLE}: layers are built with {said}, each with those that it has")
+        log_once(f"{VARIABLE}: layers are built with {said}, each with the options that it has")
     return options
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Parse ``"name=value,name=value"``, values as in Python or words; spaces separate too."""
+    """Parse ``"name=value,name=value"``; values are Python literals or words."""
     legal = _options_of(KimiDeltaAttention) | _options_of(GatedDeltaNet)
     options = {}
     for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):

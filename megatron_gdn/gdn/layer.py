@@ -31,7 +31,7 @@ warn_of_untested(megatron_version)
 
 
 class GatedDeltaNetSubmodules(MixerSubmodules):
-    """Specs of the parts a :class:`GatedDeltaNet` is assembled from."""
+    """Specs of the modules inside a :class:`GatedDeltaNet`."""
 
 
 class GatedDeltaNet(UpstreamNames):
@@ -48,59 +48,57 @@ class GatedDeltaNet(UpstreamNames):
         o_t              = S_t^T q_t / sqrt(K)
         y                = out_proj(RMSNorm(o) * act(z))         act: SiLU, or the sigmoid
 
-    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.) Same
-    constructor, parameters and checkpoint keys as ``megatron.core.ssm.gated_delta_net``. The
-    convolution always uses SiLU; the MLP's activation does not change that.
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.)
+    Constructor, parameters and checkpoint keys are those of ``megatron.core.ssm.gated_delta_net``.
 
     Args:
-        config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
+        config: gives ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes.
         layer_number: number of this layer in the model, from 1.
-        bias: give the projections biases; ``conv_bias`` gives the convolution one.
+        bias: give the projections biases.
+        conv_bias: give the convolution a bias.
         conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(W).
         use_qk_l2norm: scale query and key heads to unit length.
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
         name: path of this module in the model, for TE's precision settings.
-        pp_layer_offset: number of layers on earlier pipeline stages; a dynamic context needs it to
-            number the layers.
+        pp_layer_offset: number of layers on earlier pipeline stages, which Megatron's
+            ``DynamicInferenceContext`` does not count.
         cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
-            (plain torch, deterministic) or ``"auto"``, the first of these that fits the rows'
+            (plain torch, deterministic) or ``"auto"``, the first of these that supports the rows'
             device and dtype; see :func:`megatron_gdn.gdn.rule.resolve_rule`.
-        rule_operands: ``"fp16"`` or ``"bf16"``, to which the GPU backends round in a bf16 layer
-            between the products inside a chunk. fp16 is more exact, bf16 has the wider range, see
-            :mod:`megatron_gdn.gdn.half`. Deterministic mode takes bf16.
+        rule_operands: ``"fp16"`` or ``"bf16"``, the dtype to which the GPU backends round between
+            the products inside a chunk of a bf16 layer. fp16 is more exact, bf16 has the wider
+            range, see :mod:`megatron_gdn.gdn.half`. Deterministic mode takes bf16.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``; ``"auto"``
-            takes what Megatron says, else zigzag, see :mod:`megatron_gdn.mixers.loader_layout`. A
-            value that Megatron contradicts is refused.
+            takes Megatron's setting, else zigzag, see :mod:`megatron_gdn.mixers.loader_layout`. A
+            value that contradicts Megatron's setting is refused.
         linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
             ``"chunkwise"`` (states travel, activations stay) or ``"auto"``, the cheaper for each
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
-        cp_ranks_per_machine: how many successive ranks of the context-parallel group NVLink joins;
-            the last machine may have fewer. None (default): the ranks exchange their hosts once.
-            ``"auto"`` prices messages by it.
-        recompute: what the backward computes again instead of saving it: ``"none"``, ``"light"``
+        cp_ranks_per_machine: how many successive ranks of the context-parallel group NVLink joins,
+            by which ``"auto"`` prices messages; the last machine may have fewer ranks. None
+            (default): the ranks exchange the names of their hosts once.
+        recompute: what the backward computes again instead of saving: ``"none"``, ``"light"``
             (query, key, value, and the normed output that out_proj reads) or ``"full"`` (also the
-            output of the delta rule and the inverses of its chunks); see
-            :data:`..mixers.arguments.LEVELS`.
-        recompute_qkv, recompute_norm_out: the parts of ``"light"``, alone. Megatron's
-            ``--recompute-modules gdn_norm_out`` switches the second on too, and ``gdn`` of newer
+            output of the delta rule and the inverses of its chunks).
+        recompute_qkv, recompute_norm_out: switch on one of the two parts of ``"light"``. Megatron's
+            ``--recompute-modules gdn_norm_out`` is ``recompute_norm_out``; ``gdn`` of newer
             Megatrons computes the whole layer again.
-        output_gate_activation: of z, ``"silu"`` or ``"sigmoid"`` (Qwen3.8-Flash-Next); default
-            ``config.gdn_output_gate_activation`` if Megatron has it, else ``"silu"``.
-        allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a token may turn a direction of
-            the state around (OLMo Hybrid); default ``config.linear_allow_neg_eigval`` if the config
-            has it, else False.
+        output_gate_activation: the activation of z, ``"silu"`` or ``"sigmoid"``
+            (Qwen3.8-Flash-Next); default ``config.gdn_output_gate_activation`` or ``"silu"``.
+        allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a token may reverse a direction
+            of the state (OLMo Hybrid); default ``config.linear_allow_neg_eigval`` or False.
 
-    The last ten are given through ``ModuleSpec(params={...})``.
+    Give the arguments from ``backend`` on through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout, mode or activation, a bad ``A_init_range`` or ``cp_ranks_per_machine``, settings
-            of recomputation that contradict, a config of the variant ``gdn2``; Megatron's CUDA
-            graphs of layers beside hybrid context parallelism.
+            layout, mode or activation, a bad ``A_init_range`` or ``cp_ranks_per_machine``,
+            contradictory settings of recomputation, a config of the variant ``gdn2``, or Megatron's
+            CUDA graphs of layers together with hybrid context parallelism.
         ImportError: the requested backend is not available.
     """
 

@@ -1,4 +1,4 @@
-"""The sizes of a Gated DeltaNet layer, from Megatron's config to one rank's share."""
+"""The sizes of a Gated DeltaNet layer and of one rank's share of the layer."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..ops.layout import Layout
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GDNDims(LinearDims):
-    """Sizes of a Gated DeltaNet layer, or of the share of it that one rank holds."""
+    """Sizes of a Gated DeltaNet layer, or of one rank's share of the layer."""
 
     @property
     def layout(self) -> Layout:

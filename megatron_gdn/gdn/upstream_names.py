@@ -1,6 +1,6 @@
-"""The names that Megatron and tools look up on megatron-core's layer.
+"""The attributes and methods of megatron-core's layer that Megatron and tools look up by name.
 
-The forward of :class:`megatron_gdn.GatedDeltaNet` does not call the steps among them.
+The forward of :class:`megatron_gdn.GatedDeltaNet` calls none of these methods.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
     allow_neg_eigval: bool
 
     def _name_sizes(self) -> None:
-        """Set the sizes of ``global_dims`` (``*_local_tp``: of ``dims``) under upstream's names."""
+        """Set the sizes under upstream's names; ``*_local_tp`` are those of this rank."""
         whole, local = self.global_dims, self.dims
         self.sp_size = self.tp_size if self.config.sequence_parallel else 1
         self.hidden_size, self.conv_kernel_dim = whole.hidden_size, whole.conv_kernel_dim
@@ -43,7 +43,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
         self.qk_dim_local_tp, self.v_dim_local_tp = local.qk_dim, local.v_dim
         self.conv_dim_local_tp = local.layout.conv_width
         self.num_v_heads_local_tp = local.num_value_heads
-        # Of qkv, z, beta and alpha inside a head exchange; Megatron-Bridge has it refreshed.
+        # The widths of qkv, z, beta and alpha inside a head exchange.
         gate = self.v_dim_local_tp, local.num_value_heads, local.num_value_heads
         self.feat_dim_split = tuple(n // self.cp_size for n in (self.conv_dim_local_tp, *gate))
         self.in_proj_split_sections = local.layout.widths
@@ -63,22 +63,23 @@ class UpstreamNames(ConvModule, RecurrentMixer):
 
     @property
     def gated_delta_rule(self) -> Callable:
-        """The rule under upstream's name and signature, for tools that look it up on the layer."""
+        """The delta rule under upstream's name and signature."""
         if self.backend == "reference":
             return torch_chunk_gated_delta_rule
         return partial(gated_delta_rule, backend=self.backend)
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``out_norm(x) * act(gate)`` in ``x.dtype``, the product taken in fp32."""
+        """``out_norm(x) * act(gate)`` in ``x.dtype``; the product is in fp32."""
         activation = self.output_gate_activation
         return apply_gated_norm(self.out_norm, x, gate, self.norm_group, activation)
 
     def _prepare_input_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, batch: int, seq_len: int, *gates: Tensor
     ) -> tuple[Tensor, ...]:
-        """Normalised and repeated q and k, v, and ``gate`` and ``gates`` as they are.
+        """Normalised q and k, repeated for every value head; v; ``gate`` and ``gates`` unchanged.
 
-        ``qkv`` ``[B, S, C]`` has this rank's columns, or those of a rank that shares its heads.
+        ``qkv`` is ``[B, S, C]``, with C columns of this tensor-parallel rank, or of one rank after
+        a head exchange.
         """
         dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
         q, k, v = qkv.split(dims.layout.conv_widths, dim=-1)
@@ -92,7 +93,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
     def _prepare_qkv_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int
     ) -> tuple[Tensor, ...]:
-        """The step as megatron-core called it before 0.19; ``gate`` may be ``[B, S, H * V]``."""
+        """The former method by its name and arguments in megatron-core before 0.19."""
         gate = gate.reshape(batch, seq_len, -1, self.value_head_dim)
         return self._prepare_input_for_gated_delta_rule(qkv, gate, batch, seq_len, beta, alpha)
 

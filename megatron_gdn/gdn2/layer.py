@@ -37,22 +37,18 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
         o_t     = S_t^T q_t / sqrt(K)
         y       = out_proj(RMSNorm(o) * SiLU(z))
 
-    Key heads, with their decays and erase gates, serve the same number of neighbouring value heads.
-    Same constructor, parameters and checkpoint keys as ``GatedDeltaNet2`` of
+    Each key head, with its decay and erase gate, serves the same number of neighbouring value
+    heads. Constructor, parameters and checkpoint keys are those of ``GatedDeltaNet2`` in
     ``megatron.core.ssm.gated_delta_net``.
 
     Args:
-        config, layer_number, bias, conv_bias, conv_init: as in
-            :class:`megatron_gdn.GatedDeltaNet`.
-        use_qk_l2norm, A_init_range, pg_collection: likewise.
         submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
-        name, cp_comm_type, pp_layer_offset, is_mtp_layer: likewise.
-        backend: of the recurrence: ``"fla"`` (its kernels, on a GPU), ``"reference"`` (plain torch,
-            deterministic) or ``"auto"``, see `megatron_gdn.gdn2.rule`.
-        cp_layout, linear_cp_mode, cp_ranks_per_machine, recompute: as in
-            :class:`megatron_gdn.GatedDeltaNet`. The gates are always computed again.
+        backend: implementation of the recurrence: ``"fla"`` (its kernels, on a GPU),
+            ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
+            `megatron_gdn.gdn2.rule`.
 
-    The last five are given through ``ModuleSpec(params={...})``.
+    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`; the backward always computes
+    the gates again. Give the arguments from ``backend`` on through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,

@@ -1,4 +1,4 @@
-"""The sizes of a Gated DeltaNet-2, from Megatron's config to one rank's share."""
+"""The sizes of a Gated DeltaNet-2 layer and of one rank's share of the layer."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..ops.layout import Layout, Section
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GDN2Dims(LinearDims):
-    """Sizes of a Gated DeltaNet-2, or of the share of it that one rank holds."""
+    """Sizes of a Gated DeltaNet-2 layer, or of one rank's share of the layer."""
 
     @property
     def layout(self) -> Layout:
@@ -20,7 +20,7 @@ class GDN2Dims(LinearDims):
 
 @lru_cache(maxsize=64)
 def rows_of(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
-    """query | key | value | z | f | b | w: f is the decay's gate, b erases, w writes."""
+    """Columns query | key | value | z | f | b | w: f gives the decay, b erases, w writes."""
     return Layout(
         (
             Section("query", "key", key_dim, conv=True),

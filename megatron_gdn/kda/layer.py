@@ -1,7 +1,6 @@
 """The Kimi Delta Attention layer for Megatron-Core.
 
-Legend: p width of in_proj, R columns of a gate's narrow half, r of them on one tensor-parallel
-rank, C columns of a gate.
+Legend: R columns of a gate's narrow half on all tensor-parallel ranks, C columns of a gate.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from .sizes import KDADims
 
 
 class KimiDeltaAttentionSubmodules(MixerSubmodules):
-    """Specs of the parts a :class:`KimiDeltaAttention` is assembled from."""
+    """Specs of the modules inside a :class:`KimiDeltaAttention`."""
 
 
 class KimiDeltaAttention(RecurrentMixer):
@@ -50,24 +49,24 @@ class KimiDeltaAttention(RecurrentMixer):
     (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.)
 
     Args:
-        config: ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes are read from it.
-            Gates and states belong to value heads; Kimi Linear has as many key heads.
+        config: gives ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes. Gates and
+            states belong to value heads; Kimi Linear has as many key heads.
         submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
-        layer_number, conv_bias, conv_init, pg_collection: as in
-            :class:`megatron_gdn.GatedDeltaNet`.
-        name, cp_comm_type, pp_layer_offset, is_mtp_layer: likewise.
-        A_init_range: likewise; default (1, 16), and 1 with a lower bound.
-        backend: of the recurrence: ``"fla"``, ``"cudnn"`` (Hopper, by this name alone),
-            ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
+        A_init_range: as in :class:`megatron_gdn.GatedDeltaNet`; default (1, 16), or (1, 1) with
+            ``gate_lower_bound``.
+        backend: implementation of the recurrence: ``"fla"``, ``"cudnn"`` (Hopper; ``"auto"`` never
+            takes it), ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
             :func:`megatron_gdn.kda.rule.choose_kda`.
         forget_rank, output_rank: columns of the narrow half of the forget gate and of the output
             gate; default the value head's dim, as in Kimi Linear. 0: the gate is a full section of
             ``in_proj``.
-        gate_lower_bound: below 0: ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
-        cp_layout, linear_cp_mode, cp_ranks_per_machine, recompute: as in
-            :class:`megatron_gdn.GatedDeltaNet`; ``"light"`` computes the normed output again.
+        gate_lower_bound: a number below 0 for the gate
+            ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
+        recompute: as in :class:`megatron_gdn.GatedDeltaNet`; ``"light"`` computes the normed output
+            again.
 
-    The last eight are given through ``ModuleSpec(params={...})``.
+    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Give the arguments from
+    ``backend`` on through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
@@ -142,12 +141,11 @@ class KimiDeltaAttention(RecurrentMixer):
         )  # fmt: skip
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Rows query | key | value | f | z | beta, the gates in full width: ``[s, B, P]``.
+        """Rows query | key | value | f | z | beta ``[s, B, P]``, with gates in full width.
 
-        The tensor-parallel ranks share the columns of the narrow halves ``[s, B, R]``; each
-        computes its heads' part of the wide halves with weights ``[C, R]``. The backward keeps the
-        narrow halves. Both layouts have the sections in one order; the narrow half of ``f`` is
-        called ``f_a``.
+        Each tensor-parallel rank computes some columns of the narrow halves, gathers ``[s, B, R]``,
+        and computes its heads' columns of the gates with weights ``[C, R]``. The backward keeps the
+        narrow halves. The section of in_proj for ``f`` is ``f_a``.
         """
         narrow = super().project(hidden_states)
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
@@ -161,7 +159,7 @@ class KimiDeltaAttention(RecurrentMixer):
         widths = [in_proj.widths[i] for i in halved]
         lows = of_ranks.unflatten(-1, (group.size(), -1)).split(widths, -1)
         for i, low, weight in zip(halved, lows, weights, strict=True):
-            # Contiguous: a view would keep all of ``own``, and its strides change a product's bits.
+            # A view would keep all of ``of_ranks``, and its strides change the product's bits.
             sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
         return torch.cat(sections, -1)
 

@@ -1,4 +1,4 @@
-"""The sizes of a Kimi Delta Attention, from Megatron's config to one rank's share."""
+"""The sizes of a Kimi Delta Attention layer and of one rank's share of the layer."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from ..ops.layout import Layout, Section
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class KDADims(LinearDims):
-    """Sizes of a Kimi Delta Attention, or of the share that one tensor-parallel rank holds.
+    """Sizes of a Kimi Delta Attention layer, or of one tensor-parallel rank's share of the layer.
 
     Gates belong to value heads; Kimi Linear has as many key heads.
     """
 
     forget_rank: int  # columns of the gate's narrow half; 0: the gate is a section of in_proj
-    output_rank: int  # likewise
+    output_rank: int  # the same for the output gate
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("forget_rank", "output_rank")
     also_shared: ClassVar[tuple[str, ...]] = may_be_zero
@@ -27,7 +27,7 @@ class KDADims(LinearDims):
     def of(
         cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
     ) -> KDADims:
-        """The sizes of a config. A rank that is None is the value head's dim, as in Kimi Linear."""
+        """The sizes of a config; None for a rank is the value head's dim, as in Kimi Linear."""
         given = {"forget_rank": forget_rank, "output_rank": output_rank}
         V = config.linear_value_head_dim
         return cls.from_config(config, **{k: V if n is None else n for k, n in given.items()})
@@ -41,7 +41,8 @@ class KDADims(LinearDims):
     def in_proj_layout(self) -> Layout:
         """The columns of in_proj: :attr:`layout` with the narrow halves in the gates' places.
 
-        The ranks share the columns of a narrow half: no gradient of a copy is to be summed.
+        Tensor-parallel ranks split the columns of a narrow half, so no copies have gradients to
+        sum.
         """
         sections = [
             Section(f"{x.name}_a", f"{x.name}_rank", 1) if self.ranks.get(x.name) else x
@@ -52,13 +53,13 @@ class KDADims(LinearDims):
 
     @property
     def ranks(self) -> dict[str, int]:
-        """Columns of the narrow halves, by the gate's section."""
+        """The number of columns of each gate's narrow half, by the gate's section."""
         return {"f": self.forget_rank, "z": self.output_rank}
 
 
 @lru_cache(maxsize=64)
 def rows_of(key_heads: int, heads: int, key_dim: int, value_dim: int) -> Layout:
-    """query | key | value | f | z | beta: f is the forget gate, z the output gate."""
+    """Columns query | key | value | f | z | beta: f is the forget gate, z the output gate."""
     return Layout(
         (
             Section("query", "key", key_dim, conv=True),

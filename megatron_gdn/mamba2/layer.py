@@ -1,4 +1,4 @@
-"""The Mamba2 mixer for Megatron-Core, and its output norm as a module. G is groups."""
+"""The Mamba2 mixer for Megatron-Core, and its output norm."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ MAMBA2_FIELDS = ConfigFields(
 
 @dataclass
 class Mamba2MixerSubmodules:
-    """Specs of the linears hidden -> P and heads * V -> hidden, as ``MambaMixerSubmodules``."""
+    """Specs of the two linears, with the names of Megatron's ``MambaMixerSubmodules``."""
 
     in_proj: ModuleSpec | type = IdentityOp
     out_proj: ModuleSpec | type = IdentityOp
@@ -61,12 +61,12 @@ class Mamba2Mixer(RecurrentMixer):
         y_t            = S_t^T C_t + D x_t
         out            = out_proj(RMSNorm_group(y * SiLU(z)))
 
-    (Dao, Gu, "Transformers are SSMs", 2024.) Same constructor, parameters and checkpoint keys as
-    ``megatron.core.ssm.mamba_mixer.MambaMixer``; ``A_log``, ``dt_bias`` and ``D`` are fp32 in
+    (Dao, Gu, "Transformers are SSMs", 2024.) Constructor, parameters and checkpoint keys are those
+    of ``megatron.core.ssm.mamba_mixer.MambaMixer``; ``A_log``, ``dt_bias`` and ``D`` are fp32 in
     memory, in optimizers and in files.
 
     Args:
-        config: the ``mamba_*`` sizes are read from it.
+        config: gives the ``mamba_*`` sizes.
         submodules: specs of ``in_proj`` and ``out_proj``.
         d_model: hidden size.
         d_conv: taps of the convolution.
@@ -75,23 +75,20 @@ class Mamba2Mixer(RecurrentMixer):
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         D_has_hdim: D has a value for every channel, not for every head.
         rmsnorm: normalise before ``out_proj``; if False, only the gate is applied.
-        norm_before_gate: must be False.
-        dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between the first two,
-            at least at the third.
-        dt_init, dt_scale: must be ``"random"`` and 1.
-        bias: must be False, as in Megatron's mixer.
+        norm_before_gate, dt_init, dt_scale, bias: must be False, ``"random"``, 1 and False.
+        dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between ``dt_min`` and
+            ``dt_max``, but not below ``dt_init_floor``.
         conv_bias: give the convolution a bias.
         chunk_size: where Megatron's dynamic context may cut prompts; results do not depend on it.
-        backend: of the recurrence: ``"fla"``, ``"reference"`` (plain torch, deterministic) or
-            ``"auto"``, see `megatron_gdn.mamba2.rule`.
-        layer_number, pg_collection, pp_layer_offset, name: as in
-            :class:`megatron_gdn.GatedDeltaNet`.
-        cp_layout, linear_cp_mode, cp_ranks_per_machine: likewise. With headwise, heads of one group
-            may be on several ranks; each of these holds a copy of the group's B and C.
+        backend: implementation of the recurrence: ``"fla"``, ``"reference"`` (plain torch,
+            deterministic) or ``"auto"``, see `megatron_gdn.mamba2.rule`.
+        linear_cp_mode: as in :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group
+            may be on several ranks; each of these ranks holds a copy of the group's B and C.
         dt_limit: least and greatest time step.
-        norm_eps: of the output norm.
+        norm_eps: epsilon of the output norm.
 
-    The last six are given through ``ModuleSpec(params={...})``.
+    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Give the arguments from
+    ``backend`` on through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an argument that this
@@ -161,7 +158,7 @@ class Mamba2Mixer(RecurrentMixer):
         )  # fmt: skip
 
     def _name_sizes(self) -> None:
-        """Set the sizes that other tools look up, under the names of Megatron's mixer."""
+        """Set the sizes that tools look up under the names of Megatron's mixer."""
         whole, local = self.global_dims, self.dims
         self.d_state, self.headdim = whole.state_dim, whole.head_dim
         self.nheads, self.ngroups, self.d_inner = whole.num_heads, whole.num_groups, whole.d_inner
@@ -200,15 +197,14 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def gates_own_rows(self) -> bool:
-        """Whether the norm is called as a module, because the kernels do not compute it."""
+        """Whether the norm is called as a module, because the kernels compute another function."""
         return self.rmsnorm and not is_plain_grouped_norm(self.norm, self.ngroups_local_tp)
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | Apart | None:
-        """The norm for rows of this scheme; a norm needs all heads of a group.
+        """The norm for rows of this scheme; None without ``rmsnorm``.
 
-        If a head exchange puts these heads on several ranks, the gate alone is applied before the
-        rows return, and the norm after that. A norm that is a module gets all heads of this rank's
-        tokens.
+        The norm needs all heads of a group. If a head exchange puts them on several ranks, the gate
+        is applied before the rows return, and the norm after the return.
         """
         if not self.rmsnorm:
             return None
@@ -246,7 +242,7 @@ class GroupedRMSNorm(nn.Module):
         mark_sharded(self.weight, (channels,))
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """``[..., channels]``, in ``x.dtype``."""
+        """The normed ``x`` ``[..., channels]``, in ``x.dtype``."""
         if gate is None:
             return grouped_rms_norm(x, self.weight, self.groups, self.eps)
         wide = torch.promote_types(x.dtype, torch.float32)
@@ -256,7 +252,7 @@ class GroupedRMSNorm(nn.Module):
     def sharded_state_dict(
         self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
     ) -> dict[str, Any]:
-        """The weight for distributed checkpoints, split over the tensor-parallel ranks."""
+        """The weight for distributed checkpoints, split over tensor-parallel ranks."""
         return make_sharded_tensors_for_checkpoint(
             self.state_dict(prefix="", keep_vars=True),
             prefix,
@@ -271,7 +267,7 @@ _PLAIN_FORWARD = GroupedRMSNorm.forward
 
 
 def is_plain_grouped_norm(norm: nn.Module, groups: int) -> bool:
-    """Whether a mixer may compute ``norm`` itself, over ``groups`` groups of this rank's channels.
+    """Whether the kernels may compute ``norm`` over ``groups`` groups without calling the module.
 
     A module of another class, with a replaced ``forward`` or with hooks that do more than wait for
     parameters must be called.

@@ -11,11 +11,11 @@ from ..ops.state_maps.state_map import StateShape
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mamba2Dims:
-    """Sizes of a Mamba2 mixer, or of the share of it that one tensor-parallel rank holds."""
+    """Sizes of a Mamba2 mixer, or of one tensor-parallel rank's share of the mixer."""
 
-    hidden_size: int  # of the model; never split
-    num_heads: int  # with a state each
-    num_groups: int  # each serves neighbouring heads with one B and one C
+    hidden_size: int  # the model's; never split
+    num_heads: int  # each head has a state
+    num_groups: int  # the neighbouring heads of a group have one B and one C
     head_dim: int  # channels of x per head, columns of its state
     state_dim: int  # width of B and C, rows of a state
     conv_kernel_dim: int
@@ -31,7 +31,7 @@ class Mamba2Dims:
 
     @classmethod
     def from_config(cls, config: Any, d_model: int, d_conv: int, expand: int | float) -> Mamba2Dims:
-        """The sizes of a Megatron ``TransformerConfig``; ones that do not fit are a ValueError."""
+        """The sizes of a ``TransformerConfig``; sizes that do not fit each other are refused."""
         heads = config.mamba_num_heads
         if heads is None:
             inner = int(expand * d_model)
@@ -74,7 +74,7 @@ class Mamba2Dims:
         return StateShape(self.num_heads, self.state_dim, self.head_dim, diagonal=True)
 
     def shard(self, ranks: int) -> Mamba2Dims:
-        """The sizes one of ``ranks`` tensor-parallel ranks holds: whole groups and their heads."""
+        """The sizes on one of ``ranks`` tensor-parallel ranks, which holds whole groups."""
         heads, groups = self.num_heads, self.num_groups
         require_shares(ranks, (groups,), f"{groups} groups of {heads} Mamba2 heads")
         return replace(self, num_heads=heads // ranks, num_groups=groups // ranks)
@@ -99,7 +99,7 @@ def check_ranges(
     dt_init_floor: float,
     dt_limit: tuple[float, float],
 ) -> None:
-    """Refuse ranges that nothing can be drawn from, or clamped to."""
+    """Refuse empty ranges of time steps."""
     low, high = dt_init_range
     if not 0 < low <= high:
         raise ValueError(f"dt_min={low}, dt_max={high} must be 0 < dt_min <= dt_max.")

@@ -1,9 +1,8 @@
-"""Padded batches with a mask of documents: packed into one row, end to end, and unpacked again.
+"""Packs padded batches with a mask of documents into one row, and unpacks this row.
 
 A mask ``[B, S]`` holds a document id per token, counted from 1 in every row; 0 is padding.
 
-Legend: T tokens that are not padding, P rows of the packed sequence (T, or more if documents have
-padded slots).
+Legend: T tokens that are not padding, N documents, P packed rows (T, or more with padded slots).
 """
 
 from __future__ import annotations
@@ -23,22 +22,23 @@ if TYPE_CHECKING:
 
 
 def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
-    """The lengths of the documents of a mask: those of the first row, then of the next.
+    """The lengths of a mask's documents, row after row; the host reads the mask.
 
-    ``[[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] -> (2, 3, 1, 2, 3)``. Reads the mask on the host.
+    ``[[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]] -> (2, 3, 1, 2, 3)``
 
     Args:
         mask: integers ``[B, S]``: document ids, 0 at padding, increasing along a row. Ids may be
             skipped, and padding may be before, between and after documents.
 
     Raises:
-        ValueError: another kind of mask, ids that decrease along a row, padding inside a document.
+        ValueError: a mask of another dtype or shape, ids that decrease along a row, padding inside
+            a document.
     """
     return read_mask(mask).lengths
 
 
 def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """Where the tokens of a padded batch are, in the form that variable-length kernels take.
+    """The places of the tokens in a padded batch, in the form that variable-length kernels take.
 
     Returns:
         int64 ``[T]``, the tokens' positions in the flattened mask; int32 ``[N + 1]``, the
@@ -52,11 +52,11 @@ def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
 def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor, PackedSeqParams]:
     """Lay the documents of a padded batch end to end, in the order of the rows.
 
-    Padding is never read, so its values (NaN included) do not matter; its gradient is 0. The host
-    reads the mask once, and one gather moves the rows.
+    Padding is never read, so padding may hold NaN; its gradient is 0. The host reads the mask once,
+    and one gather moves the rows.
 
-    With context parallelism the packed rows are those of all ranks, and every document's slot must
-    have a multiple of ``2 * context_parallel_size`` rows. Each rank then takes its own rows:
+    With context parallelism, pack the rows of all ranks, with slots of a multiple of
+    ``2 * context_parallel_size`` rows. Each rank takes its own rows from the result:
 
         packed, params = pack_rows(x, mask, multiple_of=2 * cp)
         slots = params.cu_seqlens_q_padded.diff().tolist()
@@ -65,13 +65,13 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
     Args:
         x: ``[S, B, ...]``: hidden states in Megatron's layout, or tokens, labels, a loss mask.
         mask: ``[B, S]`` as in :func:`seqlens_of_mask`.
-        multiple_of: every document's slot is filled up with zeros to a multiple of it.
+        multiple_of: zeros fill every document's slot up to a multiple of this number.
 
     Returns:
         ``[P, 1, ...]`` and the boundaries for all layers of the micro-batch (``"thd"``, int32, on
         x's device): ``cu_seqlens_*`` counts tokens, ``cu_seqlens_*_padded`` slots (None for
-        ``multiple_of=1``), ``max_seqlen_*`` is the longest slot. A batch of nothing but padding
-        gives one empty document.
+        ``multiple_of=1``), ``max_seqlen_*`` is the longest slot. A batch without tokens gives one
+        empty document.
 
     Raises:
         ValueError: as in :func:`seqlens_of_mask`; shapes that do not fit; a bad ``multiple_of``.
@@ -88,14 +88,13 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
 
 
 def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor:
-    """Move packed rows back to their places in the padded batch; padding is exactly 0.
+    """The inverse of :func:`pack_rows`, with zeros at padding.
 
-    The inverse of :func:`pack_rows` wherever the mask is not 0. The host reads the mask once, and
-    one gather moves the rows.
+    The host reads the mask once, and one gather moves the rows.
 
     Args:
         packed: ``[P, 1, ...]``, the rows of all context-parallel ranks in sequence order.
-        mask, multiple_of: as they were given to :func:`pack_rows`.
+        mask, multiple_of: the arguments of :func:`pack_rows`.
 
     Returns:
         ``[S, B, ...]``.
@@ -108,8 +107,8 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
     if packed.shape[:2] != (rows, 1):
         raise ValueError(
             f"packed rows of shape {tuple(packed.shape)} do not fit the mask, whose documents fill "
-            f"[{rows}, 1, ...] with multiple_of={multiple_of}. Give the multiple_of that the rows "
-            f"were packed with, and with context parallelism the rows of all ranks."
+            f"[{rows}, 1, ...] with multiple_of={multiple_of}. Give the multiple_of of pack_rows, "
+            f"and with context parallelism the rows of all ranks."
         )
     x = TakeRows.apply(packed.squeeze(1), layout.unpack, layout.pack)
     return x.unflatten(0, mask.shape[::-1])
@@ -152,8 +151,8 @@ def read_mask(mask: Tensor) -> MaskOnHost:
             what = f"goes on with document {this} after padding inside it"
         raise ValueError(
             f"row {row} of the mask {what}, at position {column}. Ids must increase along a row "
-            f"and a document must not be interrupted: number the documents in the order in which "
-            f"they come, or move the padding to a document's end."
+            f"and a document must not be interrupted: number the documents in their order in the "
+            f"row, or move the padding to a document's end."
         )
     token_T = (id_BS > 0).flatten().nonzero().flatten()
     document_T = first_BS.flatten().cumsum(0)[token_T] - 1
@@ -166,7 +165,7 @@ def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
 
 
 def slots_of(lengths: Sequence[int], multiple_of: int) -> tuple[int, ...]:
-    """The lengths with padding up to a multiple."""
+    """The lengths, each rounded up to a multiple."""
     if multiple_of < 1:
         raise ValueError(f"multiple_of={multiple_of} must be at least 1 (1 leaves no padding).")
     return tuple(-(-length // multiple_of) * multiple_of for length in lengths)
@@ -179,7 +178,7 @@ def params_of(
     longest: int,
     device: torch.device | str,
 ) -> PackedSeqParams:
-    """Boundaries of documents for queries and keys alike; ``slots`` include their padding."""
+    """PackedSeqParams of documents with these lengths; ``slots`` are lengths with padding."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens = cu_seqlens(lengths, device)
@@ -196,7 +195,7 @@ def params_of(
 
 
 class Take(NamedTuple):
-    """``y[i] = x[source[i]]``, and 0 for the i in ``holes``, where the source is -1."""
+    """A gather ``y[i] = x[source[i]]``; y is 0 at the indices ``holes``."""
 
     source: Tensor
     holes: Tensor
@@ -207,7 +206,7 @@ class Take(NamedTuple):
         return cls(to_device(source.clamp(min=0), device), to_device(holes, device))
 
     def of(self, x: Tensor) -> Tensor:
-        if not len(x):  # only holes, and index_select has no row to read
+        if not len(x):  # y is zero, and index_select would have no row to read
             return x.new_zeros(len(self.source), *x.shape[1:])
         y = x.index_select(0, self.source)
         return y.index_fill_(0, self.holes, 0) if len(self.holes) else y
@@ -216,8 +215,8 @@ class Take(NamedTuple):
 class _Layout(NamedTuple):
     lengths: tuple[int, ...]
     slots: tuple[int, ...]
-    pack: Take  # the packed rows from the S * B rows of x
-    unpack: Take
+    pack: Take  # S * B rows of x to P packed rows
+    unpack: Take  # P packed rows to S * B rows of x
 
 
 def _layout(mask: Tensor, multiple_of: int, device: torch.device) -> _Layout:
@@ -229,7 +228,7 @@ def _layout(mask: Tensor, multiple_of: int, device: torch.device) -> _Layout:
     packed_T = torch.arange(len(token_T), device="cpu") + gap_N[document_T]
 
     B, S = mask.shape
-    row_T = token_T % S * B + token_T // S if S else token_T  # x has the sequence first
+    row_T = token_T % S * B + token_T // S if S else token_T  # mask is [B, S], x is [S, B]
     row_of_packed_P = torch.full((sum(slots),), -1, device="cpu")
     packed_of_row_R = torch.full((S * B,), -1, device="cpu")
     row_of_packed_P[packed_T], packed_of_row_R[row_T] = row_T, packed_T
@@ -238,7 +237,7 @@ def _layout(mask: Tensor, multiple_of: int, device: torch.device) -> _Layout:
 
 
 class TakeRows(torch.autograd.Function):
-    """A gather that takes each row at most once, so its gradient is the gather back."""
+    """The gather ``there``, which reads each row at most once; its gradient is ``back``."""
 
     @staticmethod
     def forward(ctx, x: Tensor, there: Take, back: Take) -> Tensor:

@@ -1,6 +1,6 @@
-"""Keeps the decay parameters in fp32 when the module around them is cast or sharded.
+"""Keeps a mixer's decay parameters in fp32 when a wrapper casts or shards the model.
 
-In bf16 ``A_log``, which is in an exponent, changes the decay rate by up to 0.8%. Megatron's
+``A_log`` is in an exponent: rounded to bf16, it changes the decay rate by up to 0.8%. Megatron's
 ``Float16Module`` casts every parameter; torch's ``fully_shard`` (FSDP2) gathers a group in one
 dtype, so the fp32 parameters form a group of their own.
 """
@@ -20,33 +20,33 @@ from .loader_layout import launch_arguments
 
 logger = logging.getLogger(__name__)
 
-# The last warned load, known by the list of missing keys that torch passes to all its modules.
+# The list of missing keys of the last load with a warning; torch passes one list to all modules.
 _missing_keys_of_warned_load: list[str] | None = None
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
-    """Set the mark by which newer Megatrons and optimizer overrides know an fp32 parameter."""
+    """Mark an fp32 parameter for newer Megatrons and for the optimizers' overrides."""
     assert parameter.dtype == torch.float32, parameter.dtype
     vars(parameter)["keep_in_fp32"] = True
     repair_mixed_dtype_optimizers()
 
 
 class Fp32Parameters(nn.Module):
-    """Mixin for modules: the parameters named below are never narrower than fp32.
+    """Mixin of a module whose ``_keep_in_float32_parameter_names`` stay in fp32 or fp64.
 
-    Megatron-Bridge also reads ``_keep_in_float32_parameter_names``.
+    Megatron-Bridge reads this attribute too.
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, or the tensor that a wrapper puts in its place."""
+        """Register a parameter, or the tensor by which a wrapper replaces a parameter."""
         if name in self._keep_in_float32_parameter_names:
             require_gathered_alone(name, param)
         super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Let ``.to()``, ``.bfloat16()`` and the like change the device, and the dtype to fp64."""
+        """Let ``.to()`` and ``.bfloat16()`` change the device, but never round these parameters."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         names = self._keep_in_float32_parameter_names
         kept = [parameters[name] for name in names if name in parameters]
@@ -61,19 +61,19 @@ class Fp32Parameters(nn.Module):
         return super()._apply(apply, recurse)
 
     def require_fp32_parameters(self) -> None:
-        """Refuse these parameters if they were rounded, as by sharded data parallelism."""
+        """Refuse fp32 parameters that a wrapper has rounded."""
         for name in self._keep_in_float32_parameter_names:
             dtype = getattr(self, name).dtype
             if dtype not in (torch.float32, torch.float64):
                 raise ValueError(
                     f"{name} reached the layer in {dtype}, and must be torch.float32 (or float64): "
-                    f"the recurrence compounds what it rounds. Under torch's "
+                    f"the recurrence compounds its rounding errors. Under torch's "
                     f"fully_shard, give this layer a MixedPrecisionPolicy without param_dtype; "
                     f"elsewhere, do not replace the layer's parameters by rounded ones."
                 )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as torch does; warn of rounded values, once in a load."""
+        """Load as torch does, with one warning per load if the file has rounded values."""
         _metadata, _strict, missing_keys, *_ = args
         names = self._keep_in_float32_parameter_names
         wide = {torch.float32, *(getattr(self, name).dtype for name in names)}
@@ -84,9 +84,9 @@ class Fp32Parameters(nn.Module):
         if rounded and missing_keys is not _missing_keys_of_warned_load:
             _missing_keys_of_warned_load = missing_keys
             logger.warning(
-                "load_state_dict: %s: the layer keeps these in fp32, the state dict does not, so "
-                "their values are rounded; those of the layers after it are not listed. Where the "
-                "checkpoint's optimizer holds fp32 masters, "
+                "load_state_dict: %s: the layer keeps these parameters in fp32, the state dict "
+                "does not, so their values are rounded; later layers' parameters are not listed. "
+                "If the checkpoint's optimizer holds fp32 masters, "
                 "megatron_gdn.fp32_masters.load_fp32_masters(model, folder) brings them back.",
                 ", ".join(rounded),
             )
@@ -94,10 +94,10 @@ class Fp32Parameters(nn.Module):
 
 
 def require_gathered_alone(name: str, parameter: nn.Parameter | None) -> None:
-    """Refuse Megatron-FSDP where gloo would gather ``parameter`` together with other dtypes.
+    """Refuse Megatron-FSDP if gloo would gather ``parameter`` together with other dtypes.
 
-    Megatron-FSDP gathers a layer's parameters in one collective, and gloo cuts its one buffer of
-    one dtype by the outputs' bytes, without an error.
+    Megatron-FSDP gathers a layer's parameters in one collective. For outputs of several dtypes gloo
+    returns wrong numbers without an error.
     """
     fsdp = getattr(parameter, "_megatron_fsdp_model", None)
     original = getattr(parameter, "orig_param", None)
@@ -126,16 +126,16 @@ NOT_BY_SECTION = (
 
 
 class Fp32Group(nn.Module):
-    """The fp32 parameters of a mixer as a module, which ``fully_shard`` takes; state dicts hide it.
+    """A module with the fp32 parameters of a mixer, for ``fully_shard``; not in state dicts.
 
-    A parameter that is set in this module is set in the mixer too.
+    To set a parameter of this module sets the mixer's parameter too.
     """
 
     _mixer: Any
 
     def __init__(self, mixer: Fp32Parameters) -> None:
         super().__init__()
-        vars(self)["_mixer"] = mixer  # not as a submodule: it is the parent
+        vars(self)["_mixer"] = mixer  # not as a submodule, since the mixer is the parent
         for name in mixer._keep_in_float32_parameter_names:
             self._parameters[name] = mixer._parameters[name]
 
@@ -146,7 +146,7 @@ class Fp32Group(nn.Module):
             super().__setattr__(name, value)
 
     def forward(self) -> tuple[Tensor, ...]:
-        """Copies of the parameters: torch frees the gathered ones when this call ends."""
+        """Copies of the parameters, since torch frees the gathered tensors after this call."""
         return tuple(p.clone() for p in self._parameters.values() if p is not None)
 
     def _save_to_state_dict(self, *args: Any) -> None: ...
@@ -155,13 +155,13 @@ class Fp32Group(nn.Module):
 
 
 class ShardedApart(Fp32Parameters):
-    """Mixin for mixers whose fp32 parameters may be gathered by themselves."""
+    """Mixin of a mixer whose fp32 parameters may be a sharding group of their own."""
 
-    # Returns the whole parameters, once a forward; None if they are not sharded.
+    # Gathers the fp32 parameters, once a forward; None if the parameters are not sharded.
     gathered: Callable[[], tuple[Tensor, ...]] | None = None
 
     def fp32_parameters(self) -> tuple[Tensor, ...]:
-        """The whole parameters for one forward; rounded ones are refused."""
+        """The gathered fp32 parameters for one forward; rounded parameters are refused."""
         own = tuple([getattr(self, name) for name in self._keep_in_float32_parameter_names])
         if {parameter.dtype for parameter in own} != {torch.float32}:
             self.require_fp32_parameters()
@@ -177,16 +177,15 @@ def fully_shard(
 ) -> Any:
     """``torch.distributed.fsdp.fully_shard`` for a module with mixers.
 
-    The fp32 parameters of each mixer form a group of their own: torch shards, gathers and reduces
-    them in fp32. Their names do not change. Mixers that are sharded already stay as they are.
+    The fp32 parameters of each mixer form a group of their own, which torch shards, gathers and
+    reduces in fp32; ``mp_policy`` does not apply to this group. Parameters keep their names. Mixers
+    that are sharded already stay as they are.
 
     Args:
-        module, mp_policy, ignored_params: as torch's. The policy is not that of the fp32
-            parameters, so a ``param_dtype`` does not round them.
-        options: torch's others.
+        module, mp_policy, ignored_params, options: as for torch's function.
 
     Returns:
-        ``module``, as torch's function does.
+        ``module``.
     """
     ignored = set(ignored_params or ())
     for root in module if isinstance(module, list) else [module]:
@@ -195,14 +194,14 @@ def fully_shard(
                 group = Fp32Group(mixer)
                 fsdp.fully_shard(group, **options)
                 mixer.add_module("fp32_group", group)
-                vars(mixer)["gathered"] = group  # a submodule once is enough
+                vars(mixer)["gathered"] = group  # setattr would add a second submodule
             ignored.update(getattr(mixer, name) for name in mixer._keep_in_float32_parameter_names)
     policy = fsdp.MixedPrecisionPolicy() if mp_policy is None else mp_policy
     return fsdp.fully_shard(module, mp_policy=policy, ignored_params=ignored, **options)
 
 
 def _fully_shard_for_a_launch(module: Any, **options: Any) -> Any:
-    """Refuse before the first step what the first save would refuse."""
+    """Like :func:`fully_shard`; refuses a checkpoint format in which the first save would fail."""
     given = launch_arguments()
     if given.get("save") and given.get("ckpt_format") == "torch_dist":
         raise ValueError(f"--save {given['save']}: {NOT_BY_SECTION}")
@@ -210,7 +209,7 @@ def _fully_shard_for_a_launch(module: Any, **options: Any) -> Any:
 
 
 def shard_apart_in_megatron() -> None:
-    """Megatron's ``--use-torch-fsdp2`` calls the functions above in place of torch's."""
+    """Let Megatron's ``--use-torch-fsdp2`` call :func:`fully_shard` in place of torch's."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel
 
     wrapper: Any = torch_fully_sharded_data_parallel

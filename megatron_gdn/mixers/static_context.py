@@ -1,9 +1,7 @@
 """Memory in Megatron's StaticInferenceContext: one batch whose rows all have the same length.
 
-The memory lies in ``key_value_memory_dict`` beside keys and values, with the batch in dimension 1
-like these, so that Megatron's ``swap_key_value_dict`` reorders all.
-
-Legend: s tokens, M most rows.
+The memory lies in ``key_value_memory_dict`` with the batch in dimension 1, like keys and values, so
+Megatron's ``swap_key_value_dict`` reorders the memory too. s are the tokens of a forward.
 """
 
 from __future__ import annotations
@@ -18,7 +16,7 @@ from ..ops.generation.memory import Memory, choose
 from ..ops.generation.step import decode, prefill
 from ..ops.parts import Parts
 
-# The most tokens of one forward that the recurrence runs and that can be rolled back.
+# The most tokens of one forward that the recurrence runs and that `roll_back` can take back.
 MOST_DECODED = 16
 
 _PLACES = "megatron_gdn_places"
@@ -26,20 +24,19 @@ _PLACES = "megatron_gdn_places"
 
 @dataclass
 class _Place:
-    """How many tokens some rows of the batch have had in one layer, and their last steps."""
+    """The progress of some rows of the batch in one layer."""
 
     rows: int
-    tokens: int
-    states: Tensor  # of the whole batch, that the steps belong to
-    steps: Memory | None = None  # of the rows: before the last tokens and after each
+    tokens: int  # that each row has had
+    states: Tensor  # the states of the whole batch when the last step ran
+    steps: Memory | None = None  # the rows' memory before the last forward and after each token
 
 
 def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
-    """Mix the next s tokens of the batch rows that the context points at, ``[s, B, P]``.
+    """Mix the next s tokens ``[s, B, P]`` of B batch rows from ``batch_size_offset`` on.
 
     At ``sequence_len_offset`` 0 the rows begin, else they continue: up to :data:`MOST_DECODED`
-    tokens by the recurrence, more as a chunk of prefill. Tokens, rows or an offset that do not fit
-    the context or this layer's state are a ValueError.
+    tokens by the recurrence, more tokens as a chunk of prefill.
     """
     s, B = rows.shape[:2]
     start, offset = context.batch_size_offset, context.sequence_len_offset
@@ -47,7 +44,7 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     place = places.get((layer, start))
     _check(context, layer, place, s, B)
     memories = context.key_value_memory_dict
-    if layer not in memories:  # of the whole batch, with a dimension of 1 before
+    if layer not in memories:  # memory of the whole batch, with a dimension of 1 before the batch
         made = parts.shape.zeros(context.max_batch_size, rows.dtype, rows.device)
         memories[layer] = made.history[None], made.state[None]
     buffers = memories[layer]
@@ -58,7 +55,7 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     else:
         steps = memory.steps(s) if s > 1 else None
         mixed = decode(rows, parts, memory, steps, stands=stands)
-    if offset == 0:  # forget the other places that overlap these rows
+    if offset == 0:  # forget the progress of other sets of rows that overlap these rows
         for key, other in list(places.items()):
             if key[0] == layer and key[1] < start + B and start < key[1] + other.rows:
                 del places[key]
@@ -71,16 +68,17 @@ def roll_back(context: Any, accepted: int) -> None:
     """Keep only the first ``accepted`` tokens of the last forward, in every recurrent layer.
 
     The context's ``sequence_len_offset`` goes back too, so attention layers overwrite the keys of
-    the other tokens. Rows that keep different numbers of tokens need Megatron's
+    the dropped tokens. To keep different numbers of tokens in the rows, use Megatron's
     ``DynamicInferenceContext`` with speculated tokens.
 
     Args:
         context: Megatron's ``StaticInferenceContext``, after a forward of 2 to :data:`MOST_DECODED`
-            tokens and before the next.
-        accepted: 0 to the number of those tokens.
+            tokens and before the next forward.
+        accepted: 0 to the number of tokens of this forward.
 
     Raises:
-        ValueError: no such forward, or a number out of range. Nothing is changed then.
+        ValueError: the last forward cannot be rolled back, or ``accepted`` is out of range. The
+            context is unchanged.
     """
     places: dict[tuple[int, int], _Place] = getattr(context, _PLACES, {})
     if not places or not all(map(_last_tokens, places.values())):
@@ -122,7 +120,7 @@ def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> No
         )
     if offset + s > context.max_sequence_length:
         raise ValueError(
-            f"{s} more tokens after {offset} are more than the inference context announced: "
+            f"{s} more tokens after {offset} are more than the inference context allows: "
             f"max_sequence_length={context.max_sequence_length}."
         )
     if offset == 0:
@@ -130,16 +128,16 @@ def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> No
     if place is None:
         raise ValueError(
             f"layer {layer} has no state of the rows from batch_size_offset={start} on, but "
-            f"sequence_len_offset={offset} says that they had {offset} tokens. Begin at offset 0."
+            f"sequence_len_offset={offset} means {offset} earlier tokens. Begin at offset 0."
         )
     if place.rows != B:
         raise ValueError(
-            f"layer {layer} carries {place.rows} rows from batch_size_offset={start} on, got {B}; "
-            f"go on with the batch that was prefilled."
+            f"layer {layer} carries {place.rows} rows from batch_size_offset={start} on, got {B} "
+            f"rows; continue with the batch that was prefilled."
         )
     if place.tokens != offset:
         raise ValueError(
-            f"layer {layer} stands after {place.tokens} tokens, sequence_len_offset says {offset}. "
-            f"A recurrent state cannot be moved by setting the offset; to drop tokens of the last "
-            f"step use megatron_gdn.inference.roll_back(context, accepted)."
+            f"layer {layer} stands after {place.tokens} tokens, sequence_len_offset is {offset}. "
+            f"To set the offset does not move a recurrent state; to drop tokens of the last step "
+            f"use megatron_gdn.inference.roll_back(context, accepted)."
         )

@@ -1,4 +1,4 @@
-"""How one Megatron tensor relates to its Hugging Face tensors, and how ranks share it."""
+"""One Megatron tensor, its Hugging Face tensors, and its split over tensor-parallel ranks."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from ..ops.layout import Layout
 
 @dataclass(frozen=True, slots=True)
 class HFRef:
-    """A Hugging Face tensor, or one expert's slice ``tensor[expert]`` of a packed one."""
+    """A Hugging Face tensor, or the slice ``tensor[expert]`` of a tensor with all experts."""
 
     key: str
-    shape: tuple[int, ...]  # of the whole tensor in the file
+    shape: tuple[int, ...]  # shape of the whole tensor in the file
     expert: int | None = None
 
     @property
@@ -28,34 +28,37 @@ class HFRef:
 
 
 def by_group(widths: Sequence[int], groups: int) -> Tensor:
-    """``[R]``: indices that cut every section of rows in ``groups`` and lay them group by group."""
+    """Indices ``[R]`` that reorder rows from section by section to group by group.
+
+    Each section of ``widths`` rows is cut in ``groups`` equal parts.
+    """
     sections = torch.arange(sum(widths), device="cpu").split(list(widths))
     return torch.cat([rows.view(groups, -1) for rows in sections], 1).flatten()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class TensorMap:
-    """One Megatron tensor, the Hugging Face tensors it is made of, and its split over ranks.
+    """One Megatron tensor, its Hugging Face tensors, and its split over ranks.
 
-    megatron = cat(pieces)[rows] + shift
+    megatron = cat(sources)[rows] + shift
     """
 
-    names: tuple[str, ...]  # in Megatron: Transformer Engine's name, then local modules'
+    names: tuple[str, ...]  # in Megatron: with Transformer Engine's modules, then with local ones
     sources: tuple[HFRef, ...]
     rows: Tensor | None = None  # for each Megatron row its row in the sources; None: in order
-    shard_dim: int | None = None  # split over tensor-parallel ranks; None: every rank has all
-    sections: tuple[int, ...] = ()  # along shard_dim, each split by itself; empty: one section
+    shard_dim: int | None = None  # dimension that ranks split; None: every rank has the whole
+    sections: tuple[int, ...] = ()  # sizes along shard_dim, each split by itself; empty: one
     shift: float = 0.0  # +1 or -1 if only one of the two sides stores a norm gain minus 1
-    fp32: bool = False  # in Megatron, even if the file has another dtype
-    is_expert: bool = False  # cut over the expert-tensor-parallel group
-    pad_rows: bool = False  # zero rows may be added at the end (vocabulary)
+    fp32: bool = False  # whether Megatron holds fp32, even if the file has another dtype
+    is_expert: bool = False  # whether the expert-tensor-parallel group splits the tensor
+    pad_rows: bool = False  # whether zero rows may be added at the end (vocabulary)
 
     @property
     def name(self) -> str:
         return self.names[0]
 
     def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
-        """Refuse a source of fewer than 16 bits, or that `fp32` rounds (unless ``may_round``)."""
+        """Refuse less than 16 bits, and fp64 for an fp32 tensor unless ``may_round``."""
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:
@@ -66,14 +69,14 @@ class TensorMap:
             )
 
     def to_megatron(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The full Megatron tensor. Shifted and fp32 tensors come out as fp32."""
+        """The full Megatron tensor, in fp32 if ``shift`` or ``fp32`` is set."""
         dtype = reduce(torch.promote_types, [piece.dtype for piece in pieces])  # holds every bit
         full = torch.cat([piece.to(dtype) for piece in pieces])
         if self.rows is not None:
             full = full[self.rows.to(full.device)]
         if self.fp32:
             full = full.flatten()  # Kimi Linear's rates are [1, 1, H, 1]
-        # In bf16, w - 1 forgets the low bits of every w below one half.
+        # In bf16, w - 1 loses the low bits of every w below one half.
         full = full.float() if self.fp32 or self.shift else full
         return full + self.shift if self.shift else full
 
@@ -82,9 +85,8 @@ class TensorMap:
     ) -> list[Tensor]:
         """The Hugging Face tensors, each in its file's dtype.
 
-        ``original`` are the sources as imported. An element of ``full`` that the training did not
-        change is exported as its original, bit for bit; a shifted gain needs this, as bf16 has
-        rounded it.
+        ``original`` are the sources that were imported. An element of ``full`` that training did
+        not change gets the bits of its original; bf16 may have rounded a shifted gain.
         """
         unshifted = full.float() - self.shift if self.shift else full
         pieces = [x.to(dtype) for x, dtype in zip(self._split(unshifted), dtypes, strict=True)]
@@ -101,7 +103,7 @@ class TensorMap:
     def exported(
         self, full: Tensor, dtypes: Mapping[str, torch.dtype], originals: Mapping[str, Tensor]
     ) -> dict[HFRef, Tensor]:
-        """`to_hf` by the sources' keys; a missing dtype is the original's, or that of ``full``."""
+        """`to_hf` by keys; the default dtype is that of the original, else of ``full``."""
         keys = [source.key for source in self.sources]
         known = [originals[key] for key in keys] if originals.keys() >= set(keys) else None
         natural = [tensor.dtype for tensor in known or [full] * len(keys)]
@@ -116,7 +118,7 @@ class TensorMap:
         return full.split([source.piece_shape[0] for source in self.sources])
 
     def shards(self, full: Tensor, ranks: int) -> list[Tensor]:
-        """What each of ``ranks`` ranks holds of ``full``."""
+        """The share of ``full`` that each of ``ranks`` ranks holds."""
         if (dim := self.shard_dim) is None:
             return [full] * ranks
         sections = self.sections or (full.shape[dim],)
@@ -131,7 +133,7 @@ class TensorMap:
         return [take_share(full, dim, sections, rank, ranks) for rank in range(ranks)]
 
     def unshard(self, shards: Sequence[Tensor]) -> Tensor:
-        """The full tensor from the ranks' shards, dequantised, without rows of padding."""
+        """The full tensor from the ranks' shards, dequantised and without padding rows."""
         shards = [dequantised(shard) for shard in shards]
         if (dim := self.shard_dim) is not None:
             local = [size // len(shards) for size in self.sections] or shards[0].shape[dim]
@@ -153,7 +155,7 @@ def mapped(
     shard_dim: int | None = None,
     **how: Any,
 ) -> TensorMap:
-    """A map of ``sources``, keys to shapes; ``how`` are `TensorMap`'s other attributes."""
+    """A `TensorMap` of ``sources`` (keys to shapes); ``how`` are its other attributes."""
     names = (names,) if isinstance(names, str) else names
     refs = tuple(HFRef(key, shape) for key, shape in sources.items())
     return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
@@ -166,18 +168,18 @@ def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size
 
 def stored_quantised(tensor: Tensor) -> bool:
     """Whether Transformer Engine (2.0 and newer) stores this weight quantised."""
-    # If nobody imported Transformer Engine, no tensor is of its class.
+    # If Transformer Engine is not imported, no tensor is of its class.
     engine: Any = sys.modules.get("transformer_engine.pytorch.tensor")
     return isinstance(tensor, getattr(engine, "QuantizedTensor", ()))
 
 
 def dequantised(tensor: Tensor) -> Tensor:
-    """The values of a weight that is stored quantised; any other tensor itself."""
+    """The values of a quantised weight; any other tensor as it is."""
     return tensor.dequantize() if stored_quantised(tensor) else tensor
 
 
 def bits_of(tensor: Tensor) -> Tensor:
-    """The floats' bits as integers, by which NaN and -0 compare too."""
+    """The bits of floats as integers, so that NaN and -0 can be compared."""
     sizes = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
     return tensor.contiguous().view(sizes[tensor.element_size()])
 
@@ -185,7 +187,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 def ranks_from_hf(
     maps: Sequence[TensorMap], hf_state: Mapping[str, Tensor], tp_size: int, what: str
 ) -> list[dict[str, Tensor]]:
-    """One dict per rank, from exactly the tensors of the maps; ``what`` names the layer."""
+    """One state dict per rank; ``hf_state`` has exactly the maps' sources, ``what`` is a name."""
     sources = {source.key: source for entry in maps for source in entry.sources}
     if hf_state.keys() != sources.keys():
         raise ValueError(

@@ -1,12 +1,9 @@
 """Tensor parallelism of a mixer's parameters: first values, marks, groups.
 
 First values do not depend on the number of ranks: every rank draws the whole parameter from the
-same seed and keeps its share.
-
-Megatron reads from a parameter's attributes how it is split, whether its gradient is summed and in
-which precision it is held. torch loses these *marks* in ``to_empty``,
-``load_state_dict(assign=True)``, ``copy.deepcopy``, ``nn.utils.swap_tensors`` and ``fully_shard``,
-and a lost mark gives a wrong gradient without an error. So a mixer keeps them by name.
+same seed and keeps its share. *Marks* are attributes of a parameter by which Megatron knows its
+split, its gradient's sum and its precision. torch loses marks, for example in ``copy.deepcopy`` and
+``fully_shard``, and a lost mark gives a wrong gradient without an error. So a mixer stores marks.
 """
 
 from __future__ import annotations
@@ -31,8 +28,8 @@ from .tensor_map import take_share
 
 def device_for(config: Any) -> torch.device:
     """The device on which a mixer builds its own parameters, for this config and machine."""
-    # Never meta: Megatron resets no module after ``to_empty``, and Megatron-FSDP would fill the
-    # projections again after it sharded them.
+    # Never the meta device: Megatron initialises no module after ``to_empty``, and Megatron-FSDP
+    # would initialise the projections again after it has sharded them.
     if config.use_cpu_initialization or not torch.cuda.is_available():
         return torch.device("cpu")
     return torch.device("cuda", torch.cuda.current_device())
@@ -47,7 +44,7 @@ def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
 def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> None:
     """Mark a column-parallel linear whose rows are several sections, each split by itself.
 
-    Megatron's resharding reads ``partition_sizes``, its Muon the marks of fused Q, K and V.
+    Megatron's resharding reads ``partition_sizes``; its Muon reads ``qkv_split_shapes``.
     """
     sizes, muon_splits = list(sections), muon_reads_sections()
     if not muon_splits:
@@ -63,13 +60,13 @@ def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> N
 
 
 def muon_reads_sections() -> bool:
-    """Whether Megatron's Muon (from 0.19 on) reads a parameter's own sections."""
+    """Whether Megatron's Muon reads ``qkv_split_shapes`` of each parameter (from 0.19 on)."""
     from megatron.core.tensor_parallel import layers
 
     return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
 
 
-_MARKED = "marked_by_gdn"  # set on every marked parameter; a parameter without it is new
+_MARKED = "marked_by_gdn"  # every marked parameter has this attribute, a new one does not
 
 
 def _is_plain(value: Any) -> bool:
@@ -79,30 +76,30 @@ def _is_plain(value: Any) -> bool:
 
 
 class MarkedParameters(nn.Module):
-    """Mixin for modules: their parameters' marks belong to the names, not to the objects.
+    """Mixin of a module that stores the marks of its parameters by name.
 
     New parameters are marked when the module is moved, cast, loaded, copied or unpickled, and
     before any code iterates over its modules or parameters.
     """
 
-    _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  none before remember_marks
+    _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  empty before remember_marks
 
     def remember_marks(self) -> None:
-        """Make the table of marks, parameter name -> attribute -> value, from the present
-        attributes.
+        """Store the present marks of all parameters, name -> attribute -> value.
 
-        A mark is an attribute with a public name and a plain value. A later one stays on its
-        parameter through moves and casts; call this again to keep it on new parameters.
+        A mark is an attribute with a public name and a plain value. Call this method again to store
+        marks that were set later.
         """
         self._marks = {}
         for name, parameter in self._parameters_by_name():
             marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain(v)}
             self._marks[name] = {**marks, _MARKED: True}
             setattr(parameter, _MARKED, True)
-        self.register_load_state_dict_post_hook(_mark_loaded)  # a copy calls it for the copy
+        # A function, since a bound method would mark this module when a copy loads.
+        self.register_load_state_dict_post_hook(_mark_loaded)
 
     def mark_parameters(self) -> None:
-        """Mark the parameters that are new since the last call."""
+        """Put the stored marks on new parameters."""
         for name, parameter in self._parameters_by_name():
             if name in self._marks and not hasattr(parameter, _MARKED):
                 vars(parameter).update(self._marks[name])
@@ -118,7 +115,7 @@ class MarkedParameters(nn.Module):
         yield from super().named_modules(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Copy every attribute to the new parameters, also later ones."""
+        """Move or cast as torch does, and copy all attributes to the new parameters."""
         attributes = {name: dict(vars(p)) for name, p in self._parameters_by_name()}
         result = super()._apply(fn, recurse)
         for name, parameter in self._parameters_by_name():
@@ -135,7 +132,7 @@ def _mark_loaded(module: MarkedParameters, incompatible_keys: object) -> None:
 
 
 class OwnParameters(MarkedParameters):
-    """Mixin of a mixer: the parameters of its convolution and its decay, and all first values."""
+    """Mixin of a mixer: makes the parameters outside of its linears, and sets all first values."""
 
     config: Any
     global_dims: Any
@@ -145,8 +142,8 @@ class OwnParameters(MarkedParameters):
     dt_bias: Any
     A_init_range: tuple[float, ...]
     conv_init: float | None = None
-    conv_init_of_bias: ClassVar[bool] = True  # conv_init bounds the convolution's bias too
-    dt_init_range: tuple[float, float] | None = None  # of softplus(dt_bias); None: dt_bias is 1
+    conv_init_of_bias: ClassVar[bool] = True  # whether conv_init bounds the convolution's bias too
+    dt_init_range: tuple[float, float] | None = None  # range of softplus(dt_bias); None: dt_bias 1
     dt_init_floor: float = 0.0
 
     @property
@@ -157,7 +154,7 @@ class OwnParameters(MarkedParameters):
     def _add(
         self, name: str, sections: Sequence[int], *shape: int, dtype: torch.dtype | None = None
     ) -> None:
-        """Add a parameter ``[sum(sections), *shape]``, this rank's share of every section."""
+        """Add a parameter ``[sum(sections), *shape]`` of this rank's share of every section."""
         dtype = self.config.params_dtype if dtype is None else dtype
         empty = torch.empty(sum(sections), *shape, dtype=dtype, device=device_for(self.config))
         parameter = nn.Parameter(empty)
@@ -176,30 +173,29 @@ class OwnParameters(MarkedParameters):
             self.conv1d_bias = None
 
     def _add_fp32(self, **rows: int) -> None:
-        """Add fp32 parameters ``[rows]``, this rank's share each."""
+        """Add fp32 parameters, each with this number of rows on this rank."""
         shard_apart_in_megatron()
         for name, count in rows.items():
             self._add(name, (count,), dtype=torch.float32)
             mark_keep_in_fp32(self.get_parameter(name))
 
     def reset_parameters(self) -> None:
-        """Initialise everything, to the same model at every tensor-parallel size.
+        """Set all first values, which are equal at every tensor-parallel size.
 
         ============================  ===============================================
         parameter                     value
         ============================  ===============================================
-        in_proj, wide halves of it    ``config.init_method``
+        in_proj, KDA's wide halves    ``config.init_method``
         out_proj                      ``config.output_layer_init_method``
-        convolution, weight and bias  U(-1 / sqrt(W), 1 / sqrt(W)), or U(+-conv_init);
-                                      Mamba2's bias always the former
+        convolution, weight and bias  U(-conv_init, conv_init), default 1 / sqrt(W);
+                                      Mamba2's bias always has the default
         A_log                         log U(A_init_range)
         dt_bias                       1, or softplus^-1(exp U(log low, log high)) with
                                       ``dt_init_range``
         D, Mamba2's norm              1
         ============================  ===============================================
 
-        With ``config.perform_initialization`` off the two projections are not initialised here. The
-        layer's own parameters always are.
+        If ``config.perform_initialization`` is off, the two projections keep their values.
         """
         whole, config, fill = self.global_dims, self.config, self._fill_share
         if config.perform_initialization:
@@ -230,14 +226,14 @@ class OwnParameters(MarkedParameters):
         dim: int,
         sections: Sequence[int],
     ) -> None:
-        """Fill this rank's share of a whole parameter, if there is one.
+        """Draw the whole parameter and keep this rank's share; None has no share.
 
-        ``method`` fills the whole one in place, in fp32, from torch's default generators.
-        ``sections`` are its global sizes along ``dim``, each split by itself.
+        ``method`` fills the whole tensor in place, in fp32, from torch's default generators.
+        ``sections`` are the tensor's global sizes along ``dim``, each split by itself.
         """
         if parameter is None:
             return
-        # On the CPU whatever the default device: Megatron keeps its generator equal in the group.
+        # From the CPU's generator, which Megatron keeps equal on all tensor-parallel ranks.
         seed = int(torch.randint(2**62, (), device="cpu"))
         if parameter.is_meta:
             return
@@ -268,7 +264,7 @@ class OwnParameters(MarkedParameters):
 
 
 class ConvModule(nn.Module):
-    """Mixin of a mixer: its convolution is a module, as in Megatron's layers and their files."""
+    """Mixin of a mixer whose convolution is a module, as in Megatron's layers."""
 
     conv1d: Any
     config: Any
@@ -276,8 +272,8 @@ class ConvModule(nn.Module):
 
     def _add_conv(self, bias: bool) -> None:
         channels, taps = self.dims.layout.conv_width, self.dims.conv_kernel_dim
-        # Not torch's own initialisation: it would draw a number per local weight, and all later
-        # numbers would depend on the tensor-parallel size.
+        # torch's initialisation would draw a number per local weight, so all later random numbers
+        # would depend on the tensor-parallel size.
         self.conv1d = nn.utils.skip_init(
             nn.Conv1d,
             channels,
@@ -298,7 +294,7 @@ class ConvModule(nn.Module):
         return self.conv1d.weight, self.conv1d.bias
 
     def called_conv_parameters(self, rows: Tensor, layout: Layout) -> tuple[Any, Any]:
-        """The same for a forward over rows ``[S, B, P]`` of ``layout``; hooks run as in a call."""
+        """``conv_parameters`` for a forward over ``rows``, after the hooks of ``conv1d``."""
         conv = self.conv1d
         require_plain_conv(conv)
         if has_hooks(conv):  # before any parameter is read
@@ -308,10 +304,10 @@ class ConvModule(nn.Module):
 
 
 class FollowsGroups(nn.Module):
-    """Mixin of a mixer that follows its ``pg_collection``.
+    """Mixin of a mixer whose ``pg_collection`` may be replaced between micro-batches.
 
-    All ranks of the old and of the new context-parallel group change it together, between
-    micro-batches. The tensor-parallel group cannot change: its ranks hold shares of the parameters.
+    All ranks of the old and of the new context-parallel group must replace ``pg_collection``
+    together. The tensor-parallel group cannot change: its ranks hold shares of the parameters.
     """
 
     config: Any
@@ -359,9 +355,8 @@ class FollowsGroups(nn.Module):
     def norm_group(self) -> Any:
         """The group over which our backward sums the norm's gradients; None if Megatron sums them.
 
-        All ranks hold the norm whole, and each sees its own heads only. Megatron sums gradients
-        with the mark ``sequence_parallel``; otherwise the backward must do it (in megatron-core
-        0.19's own layer the norm weights of ranks drift apart).
+        Every rank holds the whole norm and computes its own heads. Megatron sums gradients with the
+        mark ``sequence_parallel``; without the mark, ranks' norms would drift apart.
         """
         return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
 
@@ -376,7 +371,7 @@ class FollowsGroups(nn.Module):
         )
 
     def cp_group_of(self, groups: ProcessGroupCollection, context: Any) -> Any:
-        """The context-parallel group of one forward that is called with these groups."""
+        """The context-parallel group of one forward with these process groups."""
         self.require_same_tensor_ranks(groups)
         if context is not None and groups.cp.size() != self.cp_size:
             raise NotImplementedError(
@@ -386,4 +381,4 @@ class FollowsGroups(nn.Module):
         return groups.cp
 
     def _name_sizes(self) -> None:
-        """Set the sizes that tools look up by name, in a mixer that has such names."""
+        """Set attributes under upstream's names; a mixer without such names sets none."""

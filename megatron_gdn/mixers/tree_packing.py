@@ -29,27 +29,27 @@ def tree_packed_seq_params(
 ) -> PackedSeqParams:
     """Boundaries of packed documents, each of which may continue an earlier one.
 
-    A document starts where its parent ended: from the last state, behind the last rows in the
-    convolution, at the next position, and with attention to all that it continues. Its result is
-    that of the whole sequence from its first ancestor on.
+    A document continues its parent: it starts from the parent's last state and last convolution
+    rows, at the next position, and attends to all its ancestors. Its result is that of the whole
+    sequence from its first ancestor on.
 
-    The mixers take these parameters, headwise with context parallelism, and so does the attention
-    of `hybrid_stack_spec` and of local specs. Transformer Engine's refuses the ``qkv_format``,
-    ``"thd_tree"``. Megatron's own GatedDeltaNet and MLA would read the buffer as one sequence.
+    The mixers take these parameters, under context parallelism headwise, and so does the attention
+    of `hybrid_stack_spec` and of local specs. Transformer Engine's attention refuses the
+    ``qkv_format``, ``"thd_tree"``. Megatron's own GatedDeltaNet and MLA would read one sequence.
 
     Args:
-        lengths: tokens of each document; 0 is legal, and its children continue its parent.
-        parents: for each document the index of an earlier one, -1 for none.
-        multiple_of: every document's slot is filled up with padding to a multiple of it, which no
-            document continues; ``2 * context_parallel_size`` where the buffer is cut in zigzag.
-        device: where the layers run.
+        lengths: tokens of each document; children of a document of 0 tokens continue its parent.
+        parents: for each document the index of its parent, an earlier document; -1 for none.
+        multiple_of: padding, which no document continues, fills every slot up to a multiple of this
+            number; ``2 * context_parallel_size`` if the buffer is cut in zigzag.
+        device: the device of the layers.
 
     Returns:
         int32 boundaries ``[N + 1]``: ``cu_seqlens_*`` of tokens, ``cu_seqlens_*_padded`` of slots;
         ``max_seqlen_*`` is the longest sequence, rounded up.
 
     Raises:
-        ValueError: lengths or parents that do not fit, ``multiple_of`` less than 1.
+        ValueError: lengths or parents that do not fit each other, ``multiple_of`` less than 1.
     """
     slots = slots_of(lengths, multiple_of)
     given = tuple(parents), tuple(lengths)
@@ -63,15 +63,15 @@ def tree_packed_seq_params(
 class PackedTree(NamedTuple):
     """Prompts and their responses in one buffer, as :func:`pack_tree` lays them out.
 
-    The prompt's last token is the first of each response's document, since its output has another
-    label and loss in each. A prompt's document has the tokens before.
+    The prompt's last token is the first token of each response's document, since its label is
+    another one for each response. A prompt's document has the prompt's other tokens.
 
     Attributes:
         tokens, position_ids, labels: int64 ``[1, T]``. A label is the next token of the prompt or
             of the response; 0 at padding.
-        loss_mask: fp32 ``[1, T]``, 1 where the label is a token of a response.
-        packed_seq_params: of :func:`tree_packed_seq_params`.
-        responses: where the rows lie that predict each response's tokens, for every prompt a list.
+        loss_mask: fp32 ``[1, T]``, 1 if the label is a token of a response.
+        packed_seq_params: from :func:`tree_packed_seq_params`.
+        responses: for every prompt, the slices of rows that predict each response's tokens.
     """
 
     tokens: Tensor
@@ -82,10 +82,10 @@ class PackedTree(NamedTuple):
     responses: tuple[tuple[slice, ...], ...]
 
     def unpack(self, of_tokens: Tensor) -> list[list[Tensor]]:
-        """For every prompt a list of its responses' rows ``[n, ...]`` of ``of_tokens``.
+        """For every prompt, a list with the rows ``[n, ...]`` of each response.
 
-        These ``[1, T, ...]`` are such as log-probabilities of the labels. Row j belongs to the
-        output that predicts the j-th token of a response.
+        ``of_tokens`` is ``[1, T, ...]``, for example the log-probabilities of the labels. Row j of
+        a response belongs to the output that predicts the response's j-th token.
         """
         if of_tokens.shape[:2] != self.tokens.shape:
             raise ValueError(
@@ -106,10 +106,11 @@ def pack_tree(
     """Lay prompts and their responses out in one buffer, each prompt once.
 
     Args:
-        prompts: of token ids, integers ``[n]`` or lists, at least one token each.
-        responses: to each prompt, likewise; an empty one has no row.
+        prompts: token ids of each prompt, integers ``[n]`` or a list, at least one token each.
+        responses: for each prompt a list of responses, token ids likewise; an empty response has no
+            row.
         multiple_of: as in :func:`tree_packed_seq_params`.
-        device: of the result; None is that of the first prompt.
+        device: the device of the result; None is that of the first prompt.
 
     Raises:
         ValueError: not one list for each prompt, a prompt without tokens, tokens of another shape.
@@ -147,11 +148,11 @@ class PackedGroups(NamedTuple):
     """Micro-batches of prompts with their responses, as :func:`pack_groups` cuts them."""
 
     micro_batches: tuple[PackedTree, ...]
-    counts: tuple[int, ...]  # of responses, for every group
+    counts: tuple[int, ...]  # number of responses of every group
 
     def unpack(self, of_tokens: Sequence[Tensor]) -> list[list[Tensor]]:
-        """As :meth:`PackedTree.unpack`, from one ``[1, T, ...]`` for each micro-batch: for every
-        group a list of its responses, both in the order in which they were given."""
+        """Like :meth:`PackedTree.unpack`, from one ``[1, T, ...]`` for each micro-batch, for every
+        group a list; groups and responses keep their order."""
         both = zip(self.micro_batches, of_tokens, strict=True)
         rows = (row for packed, x in both for each in packed.unpack(x) for row in each)
         return [list(islice(rows, count)) for count in self.counts]
@@ -166,15 +167,15 @@ def pack_groups(
 ) -> PackedGroups:
     """Pack groups, each a prompt and its responses, into micro-batches, in order.
 
-    A group that fits into one micro-batch stays together. A larger one is cut between responses,
-    and its prompt is computed once in every micro-batch that has some of them.
+    A group that fits into one micro-batch stays together. A larger group is cut between responses,
+    and its prompt is computed once in every micro-batch that has responses of the group.
 
     Args:
         groups, multiple_of, device: as in :func:`pack_tree`.
-        most_tokens: of a micro-batch, with the padding of slots.
+        most_tokens: the most tokens of a micro-batch, with the padding of slots.
 
     Raises:
-        ValueError: as pack_tree; a prompt that does not fit with its longest response.
+        ValueError: as `pack_tree`; a prompt and its longest response exceed ``most_tokens``.
     """
     cut: list[list[tuple[Tokens, list[Tokens]]]] = []
     room = 0
