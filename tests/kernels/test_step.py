@@ -5,11 +5,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gdn.gdn.half import HalfOperands
-from megatron_gdn.gdn2.rule import PlainGDN2
-from megatron_gdn.gdn2.sizes import rows_of as rows_of_gdn2
-from megatron_gdn.inference import Memory, decode, gdn2_rows, gdn_rows, kda_rows, mamba2_rows
-from megatron_gdn.kda.sizes import rows_of
-from megatron_gdn.mamba2.rule import PlainSSD
+from megatron_gdn.inference import Memory, decode
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.generation.aligned import decode_on_grid
@@ -19,119 +15,76 @@ from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import GatedNorm, Neighbours
 from megatron_gdn.ops.rules.base import Bits, RuleOutput, Saved
 from tests.gdn_mixer import gated_delta_mixer
-from tests.inference.row_mixers import DT_LIMIT, copied, gdn_kind, mamba2_kind, prefilled
+from tests.inference.row_mixers import (
+    Parameters,
+    copied,
+    gdn2_kind,
+    gdn_kind,
+    kda_kind,
+    mamba2_kind,
+    prefilled,
+)
 from tests.kernels.conftest import INTERPRETED
-from tests.mamba2.oracle import layout_of
 from tests.ops.delta_rule.states import InHalf
 
 from .kernel_cases import Case, assert_close
 
 # The interpreter cuts bfloat16 off instead of rounding it.
 DTYPES = [torch.float32, torch.float16] + ([] if INTERPRETED else [torch.bfloat16])
-DT_RANGE = (0.2, 1.0)
 
 
-def gdn_made(device, dtype, sizes, taps, bias=False, **options):
-    """The same mixer over our kernels and in plain torch."""
-    own, gamma = drawn(device, dtype, sizes.layout, taps, bias, [sizes.value_heads] * 2)
-    return {
-        kernels: gdn_rows(
-            no_row(sizes.layout, device, dtype), *own, sizes, rule=PlainRule(),
-            norm=GatedNorm(gamma[: sizes.value_dim]), kernels=kernels, **options,
-        )
+def made_of(case, device, dtype):
+    """The same mixer over our kernels and in plain torch, and its taps."""
+    kind, bias, options = case
+    (weight, conv_bias, *gates), norm = kind.draw(dtype).to(device)
+    own = weight, conv_bias if bias else None, *gates
+    parameters = Parameters(own, None if options is GATE_ALONE else norm)
+    rows = torch.zeros(1, 1, kind.layout.width, dtype=dtype, device=device)
+    made = {
+        kernels: kind.make(rows, parameters, kind.plain, kernels=kernels, **options)
         for kernels in ("torch", "triton")
-    }  # fmt: skip
+    }
+    return made, weight.shape[-1]
 
 
-def kda_made(device, dtype, sizes, taps, bias=False, **options):
-    layout, H = rows_of(*sizes), sizes.value_heads
-    own, gamma = drawn(device, dtype, layout, taps, bias, [H, H * sizes.key_dim])
-    norm = GatedNorm(gamma[: sizes.value_dim], activation="sigmoid")
-    return {
-        kernels: kda_rows(
-            no_row(layout, device, dtype), *own, layout, rule=PlainRule(), norm=norm,
-            kernels=kernels, **options,
-        )
-        for kernels in ("torch", "triton")
-    }  # fmt: skip
+GATE_ALONE: dict = {}
+# A kind, whether its convolution has a bias, and options.
+CASES = {
+    "gdn": (gdn_kind(HeadSizes(2, 4, 8, 6)), True, {}),
+    "gdn, 2 taps": (gdn_kind(HeadSizes(1, 3, 24, 40), 2), False, {}),
+    "gdn, no l2norm": (gdn_kind(HeadSizes(2, 2, 16, 16), 5), False, {"normalise_qk": False}),
+    "gdn, wide": (gdn_kind(HeadSizes(2, 2, 96, 192)), False, {"allow_neg_eigval": True}),
+    "kda": (kda_kind(HeadSizes(2, 4, 8, 6)), True, {}),
+    "kda, bounded": (kda_kind(HeadSizes(1, 3, 24, 40), 2), False, {"lower_bound": -5.0}),
+    "kda, wide": (kda_kind(HeadSizes(2, 2, 96, 160), 3), False, {}),
+    "gdn2": (gdn2_kind(HeadSizes(2, 4, 8, 6)), True, {}),
+    "gdn2, 2 taps": (gdn2_kind(HeadSizes(1, 3, 24, 40), 2), False, {}),
+    "mamba2": (mamba2_kind(4, 2, 6, 8), True, {}),
+    "mamba2, gate alone": (mamba2_kind(3, 1, 40, 24, 2), False, GATE_ALONE),
+    "mamba2, D of channels": (mamba2_kind(2, 2, 16, 16, 5, per_channel_D=True), True, {}),
+}
+WITH_EVERY_TAP = CASES | {
+    f"gdn, {taps} taps": (gdn_kind(HeadSizes(1, 2, 7, 5), taps), False, {}) for taps in (3, 6, 7, 8)
+}
 
 
-def gdn2_made(device, dtype, sizes, taps, bias=False, **options):
-    layout, G = rows_of_gdn2(*sizes), sizes.key_heads
-    own, gamma = drawn(device, dtype, layout, taps, bias, [G, G * sizes.key_dim])
-    return {
-        kernels: gdn2_rows(
-            no_row(layout, device, dtype), *own, layout, rule=PlainGDN2(),
-            norm=GatedNorm(gamma[: sizes.value_dim]), kernels=kernels, **options,
-        )
-        for kernels in ("torch", "triton")
-    }  # fmt: skip
-
-
-def mamba2_made(device, dtype, sizes, taps, bias=False, what="normed"):
-    layout, (H, _, V, _) = layout_of(*sizes), sizes
-    D = H * V if what == "D of channels" else H
-    own, gamma = drawn(device, dtype, layout, taps, bias, [H, H, D])
-    norm = None if what == "gate alone" else GatedNorm(gamma, 1e-5)
-    return {
-        kernels: mamba2_rows(
-            no_row(layout, device, dtype), *own, layout, rule=PlainSSD(), norm=norm,
-            dt_limit=DT_RANGE, kernels=kernels,
-        )
-        for kernels in ("torch", "triton")
-    }  # fmt: skip
-
-
-def drawn(device, dtype, layout, taps, bias, gates):
-    C = layout.conv_width
-    own = (
-        torch.randn(C, 1, taps).to(device, dtype) * 0.5,
-        torch.randn(C).to(device, dtype) if bias else None,
-        *(torch.randn(n).to(device) for n in gates),
-    )
-    return own, torch.randn(layout.mixed_width).to(device, dtype)
-
-
-def no_row(layout, device, dtype):
-    return torch.zeros(1, 1, layout.width, dtype=dtype, device=device)
-
-
-CASES = [
-    (gdn_made, HeadSizes(2, 4, 8, 6), 4, True, {}),
-    (gdn_made, HeadSizes(1, 3, 24, 40), 2, False, {}),
-    (gdn_made, HeadSizes(2, 2, 16, 16), 5, False, {"normalise_qk": False}),
-    (gdn_made, HeadSizes(2, 2, 96, 192), 4, False, {"allow_neg_eigval": True}),
-    (kda_made, HeadSizes(2, 4, 8, 6), 4, True, {}),
-    (kda_made, HeadSizes(1, 3, 24, 40), 2, False, {"lower_bound": -5.0}),
-    (kda_made, HeadSizes(2, 2, 96, 160), 3, False, {}),
-    (gdn2_made, HeadSizes(2, 4, 8, 6), 4, True, {}),
-    (gdn2_made, HeadSizes(1, 3, 24, 40), 2, False, {}),
-    (mamba2_made, (4, 2, 6, 8), 4, True, {}),
-    (mamba2_made, (3, 1, 40, 24), 2, False, {"what": "gate alone"}),
-    (mamba2_made, (2, 2, 16, 16), 5, True, {"what": "D of channels"}),
-]
-EVERY_TAP = [(gdn_made, HeadSizes(1, 2, 7, 5), taps, False, {}) for taps in (3, 6, 7, 8)]
-
-
-@pytest.mark.parametrize(("make", "sizes", "taps", "bias", "options"), [*CASES, *EVERY_TAP])
+@pytest.mark.parametrize("case", WITH_EVERY_TAP.values(), ids=WITH_EVERY_TAP)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_a_step_in_place_is_the_recurrence(device, make, sizes, taps, bias, options, dtype):
+def test_a_step_in_place_is_the_recurrence(device, case, dtype):
     torch.manual_seed(1)
-    made = make(device, dtype, sizes, taps, bias, **options)
+    made, taps = made_of(case, device, dtype)
     memory = made["torch"].shape.zeros(3, dtype, device)
     hold_steps(made, drawn_like(memory), [1] * (taps + 1))  # until all of it was written here
 
 
-@pytest.mark.parametrize(("make", "sizes", "taps", "bias", "options"), CASES)
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
-def test_steps_in_a_contexts_buffers_are_the_recurrence(
-    device, make, sizes, taps, bias, options, dtype
-):
+def test_steps_in_a_contexts_buffers_are_the_recurrence(device, case, dtype):
     """Windows of W in a wider dtype, states as Mamba2's context holds them, slots that pad a step,
     and several tokens at once with the memory after each.
     """
     torch.manual_seed(2)
-    made = make(device, dtype, sizes, taps, bias, **options)
+    made, taps = made_of(case, device, dtype)
     shape = made["torch"].shape
     slots = torch.tensor([4, -1, 0, 3], dtype=torch.int32, device=device)
     history = torch.zeros(6, *shape.window(taps), dtype=torch.float32, device=device)
@@ -234,24 +187,21 @@ def test_output_and_every_gradient(shape, device):
         assert a.dtype == torch.float32 and torch.equal(a, c), name
 
 
-SIZES = HeadSizes(1, 2, 8, 12)
-GDN, MAMBA2 = gdn_kind(SIZES), mamba2_kind(heads=2, groups=1, head_dim=6, state_dim=8)
+GDN, MAMBA2 = (
+    gdn_kind(HeadSizes(1, 2, 8, 12)),
+    mamba2_kind(heads=2, groups=1, head_dim=6, state_dim=8),
+)
 
 
-def gdn(rows, parameters):
-    given = {"rule": PlainRule(Bits.ON_GRID), "norm": parameters.norm, "kernels": "triton"}
-    return gdn_rows(rows, *parameters.own, SIZES, **given)
+def on_the_grid(kind, rows):
+    rule, parameters = type(kind.plain)(Bits.ON_GRID), kind.draw(torch.float32)
+    return kind.make(rows, parameters.to(rows.device), rule, kernels="triton")
 
 
-def mamba2(rows, parameters):
-    given = {"rule": PlainSSD(Bits.ON_GRID), "norm": parameters.norm, "kernels": "triton"}
-    return mamba2_rows(rows, *parameters.own, MAMBA2.layout, dt_limit=DT_LIMIT, **given)
-
-
-@pytest.mark.parametrize(("kind", "make"), [(GDN, gdn), (MAMBA2, mamba2)], ids=["gdn", "mamba2"])
-def test_prefill_and_steps_have_the_bits_of_training(kind, make, device):
+@pytest.mark.parametrize("kind", [GDN, MAMBA2], ids=["gdn", "mamba2"])
+def test_prefill_and_steps_have_the_bits_of_training(kind, device):
     rows = kind.rows(67, 2).to(device)
-    parts = make(rows, kind.draw(torch.float32).to(device))
+    parts = on_the_grid(kind, rows)
     assert parts.front.triton
     with torch.no_grad():
         whole = mix(rows, parts, Neighbours(None))
@@ -296,8 +246,8 @@ class StandIn:
 def test_a_step_is_the_rule_two_kernels_and_two_calls_of_torch(N, device, monkeypatch):
     launches: list[Launch] = []
     monkeypatch.setattr(Launch, "__call__", lambda self, *args: launches.append(self))
-    rows, parameters = GDN.rows(1, N).to(device), GDN.draw(torch.float32).to(device)
-    parts = gdn(rows, parameters)._replace(rule=StandIn())
+    rows = GDN.rows(1, N).to(device)
+    parts = on_the_grid(GDN, rows)._replace(rule=StandIn())
     memory = parts.shape.zeros(N, torch.float32, device)
     for stands, more in (
         ([7] * N, []),
