@@ -1,9 +1,9 @@
-"""Generation: sequences that continue from a carried history and state.
+"""Generation: a sequence continues from the history and the state of its earlier tokens.
 
-    Memory                   histories and states of sequences, wherever they lie
-    prefill, decode          run projection rows from the memory and update it in place
-    gdn_rows, kda_rows, ...  the parts of a mixer for whole rows, as in training
-    roll_back                drops last tokens in Megatron's StaticInferenceContext
+    Memory                   histories and states of sequences, in any buffers
+    prefill, decode          run projection rows from the memory and update the memory in place
+    gdn_rows, kda_rows, ...  the parts of a mixer that act on whole rows, as in training
+    roll_back                drops the last tokens in Megatron's StaticInferenceContext
 
 Only :mod:`.generate` needs Megatron.
 """

@@ -1,6 +1,6 @@
-"""Text from a Megatron model in training: prefill once, then a token at a time.
+"""Generates text with a Megatron model during training: prefill, then one token at a time.
 
-Any tensor, sequence and context parallelism will do. To serve a model, use Megatron's engines.
+The model may use tensor, sequence and context parallelism. To serve a model, use Megatron's engine.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from torch import Tensor, nn
 
 from ..mixers.attention import TorchAttention
 
-# Settings of sequence parallelism and FP8, which take no single token, and their values when off.
+# Sequence parallelism and FP8 cannot run single tokens; these values switch both off.
 _OFF_IN_MODULES = {
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
     "reduce_scatter_embeddings": False,
-    "te_quant_params": None,  # of a quantization recipe
+    "te_quant_params": None,  # a quantization recipe
 }
 _OFF_IN_CONFIGS = {"sequence_parallel": False, "fp8": None}
 
@@ -34,20 +34,20 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceContext:
-    """A context for ``rows`` sequences of up to ``tokens`` tokens, prompt included.
+    """Make a context for ``rows`` sequences of up to ``tokens`` tokens, prompt included.
 
-    Every context-parallel rank runs whole sequences. A pipelined model, or attention that is not
-    this package's under context parallelism, is a NotImplementedError.
+    Every context-parallel rank runs whole sequences. A model with pipeline stages is a
+    NotImplementedError, and so is another package's attention under context parallelism.
     """
     config = unwrap_model([model])[0].config
     if config.pipeline_model_parallel_size > 1:
         raise NotImplementedError(
-            f"generation here runs on whole models, and pipeline_model_parallel_size="
+            f"generate() needs a whole model on each rank, and pipeline_model_parallel_size="
             f"{config.pipeline_model_parallel_size}; use Megatron's engine, or load the checkpoint "
             f"without pipeline stages."
         )
     cp = config.context_parallel_size
-    # Megatron cuts the rotary angles of so many positions into two pieces for each rank.
+    # Megatron cuts the rotary angles into two pieces for each rank, so the length must be even.
     context = StaticInferenceContext(rows, tokens if cp == 1 else tokens + tokens % 2)
     if cp > 1:
         others = {
@@ -67,9 +67,9 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
 
 
 def next_logits(model: nn.Module, tokens: Tensor, context: StaticInferenceContext) -> Tensor:
-    """Run the next tokens ``[B, s]`` through the model; their logits ``[B, s, V]``.
+    """Run the next tokens ``[B, s]`` through the model and return their logits ``[B, s, V]``.
 
-    In Megatron's ``InferenceMode`` the context's config may ask for the last token's only.
+    In Megatron's ``InferenceMode`` the context's config may ask for the last token's logits alone.
     """
     start = context.sequence_len_offset
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
@@ -90,17 +90,17 @@ def generate(
     stop: int | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Continue prompts of equal length; every rank of the model takes part.
+    """Continue prompts of equal length; every rank of the model calls this function.
 
     Args:
-        model: a HybridModel or GPTModel, wrapped or not, not pipelined. It generates in evaluation
-            mode, without sequence parallelism, which cannot cut a single token, and without FP8,
-            which takes no less than 16.
-        prompt: int64 ``[B, S]``, S from 1, the same on every rank.
-        count: how many tokens to append.
-        pick: from float32 logits ``[B, V]`` to tokens ``[B]``; must be the same on every rank.
-        stop: end when every row has had this token after its prompt.
-        chunk: prefill so many tokens at a time, to bound memory; None: the prompt at once.
+        model: a HybridModel or GPTModel, wrapped or not, without pipeline stages. The model runs in
+            evaluation mode, without sequence parallelism, which cannot cut a single token, and
+            without FP8, which needs at least 16 tokens.
+        prompt: int64 ``[B, S]`` with S >= 1, the same on every rank.
+        count: number of tokens to append.
+        pick: maps fp32 logits ``[B, V]`` to tokens ``[B]``, the same tokens on every rank.
+        stop: generation ends when each row has this token after its prompt.
+        chunk: number of tokens to prefill at a time, which bounds memory; None: the whole prompt.
 
     Returns:
         int64 ``[B, S + count]``, or fewer columns after ``stop``.
@@ -111,17 +111,17 @@ def generate(
     """
     if prompt.dim() != 2 or 0 in prompt.shape:
         raise ValueError(
-            f"prompt must be tokens [B, S] with at least one of each, got {tuple(prompt.shape)}."
+            f"prompt must be tokens [B, S] with B >= 1 and S >= 1, got {tuple(prompt.shape)}."
         )
     context = static_context(model, prompt.shape[0], prompt.shape[1] + count)
     tokens, ended = prompt, torch.zeros(len(prompt), dtype=torch.bool, device=prompt.device)
     active = nullcontext() if InferenceMode.is_active() else InferenceMode.active()
     with torch.inference_mode(), evaluating(model), active:
-        fed = 0
+        tokens_run = 0
         for _ in range(count):
-            for piece in tokens[:, fed:].split(chunk or tokens.shape[1], dim=1):
+            for piece in tokens[:, tokens_run:].split(chunk or tokens.shape[1], dim=1):
                 logits = next_logits(model, piece, context)[:, -1]
-            fed = tokens.shape[1]
+            tokens_run = tokens.shape[1]
             picked = pick(logits.float())
             tokens = torch.cat([tokens, picked[:, None]], dim=1)
             if stop is not None:
@@ -133,7 +133,7 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Evaluation mode without sequence parallelism and FP8; all are as before afterwards."""
+    """Inside, the model is in evaluation mode, without sequence parallelism and FP8."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -146,18 +146,18 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def single_tokens(model: nn.Module) -> Iterator[None]:
-    """Inside, every tensor-parallel rank runs whole sequences, in the dtype of the weights."""
-    things: list[Any] = list(model.modules())
-    things += {id(m.config): m.config for m in things if hasattr(m, "config")}.values()
+    """Inside, sequence parallelism and FP8 are off in all modules and their configurations."""
+    owners: list[Any] = list(model.modules())
+    owners += {id(m.config): m.config for m in owners if hasattr(m, "config")}.values()
     before: list[tuple[Any, str, Any]] = []
-    for thing in things:
-        table = _OFF_IN_MODULES if isinstance(thing, nn.Module) else _OFF_IN_CONFIGS
+    for owner in owners:
+        table = _OFF_IN_MODULES if isinstance(owner, nn.Module) else _OFF_IN_CONFIGS
         for name, off in table.items():
-            if value := getattr(thing, name, None):
-                before.append((thing, name, value))
-                setattr(thing, name, off)
+            if value := getattr(owner, name, None):
+                before.append((owner, name, value))
+                setattr(owner, name, off)
     try:
         yield
     finally:
-        for thing, name, value in before:
-            setattr(thing, name, value)
+        for owner, name, value in before:
+            setattr(owner, name, value)

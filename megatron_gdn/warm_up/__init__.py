@@ -1,1 +1,1 @@
-"""Compiles ahead of a run what the run needs: ``python -m megatron_gdn.warm_up --help``."""
+"""Compiles the kernels of a run before the run: ``python -m megatron_gdn.warm_up --help``."""

@@ -1,4 +1,4 @@
-"""``python -m megatron_gdn.warm_up``: from the command line to compiled kernels.
+"""``python -m megatron_gdn.warm_up``: reads the options and compiles the kernels.
 
 This process and its forks use no GPU: all GPUs are hidden before torch is imported.
 """
@@ -19,35 +19,34 @@ from ..command_line import Parser, heads, refuse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0: all is compiled. 1: some kernels failed. 2: an error, printed on stderr."""
+    """Exit status 0: all kernels are compiled; 1: some kernels failed; 2: an error on stderr."""
     arguments = parse(argv)
     if arguments.for_a_run:
         _end_with_the_run()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["MEGATRON_GDN_COMPILE_AHEAD"] = "0"  # layers that are built here start nothing
+    os.environ["MEGATRON_GDN_COMPILE_AHEAD"] = "0"  # layers built here start no other warm-up
     try:
         return _compile(arguments)
     except (ValueError, ImportError, OSError) as error:
         return refuse(error)
     except KeyboardInterrupt:
-        print("stopped; what was compiled stays", file=sys.stderr)
+        print("stopped; kernels compiled so far are kept", file=sys.stderr)
         return 130
 
 
 def _end_with_the_run() -> None:
-    """End this process and its group, when the run that asked for it ends.
+    """End this process, its forks and the compilers when the run that started this process ends.
 
-    The run holds the other end of standard input, and started this process as the leader of a
-    process group: of all its forks, and of the compilers.
+    The run holds the other end of standard input, and this process leads the group of its forks.
     """
 
-    def watch() -> None:
-        # Not sys.stdin: a fork closes it, and would wait for the lock of the thread that reads it.
+    def kill_group_at_end_of_input() -> None:
+        # os.read, because a fork closes sys.stdin and would wait for the lock of a reading thread.
         while os.read(0, 4096):
             pass
         os.killpg(0, signal.SIGKILL)
 
-    threading.Thread(target=watch, daemon=True).start()
+    threading.Thread(target=kill_group_at_end_of_input, daemon=True).start()
 
 
 def _compile(arguments: argparse.Namespace) -> int:
@@ -63,8 +62,8 @@ def _compile(arguments: argparse.Namespace) -> int:
     model = model_of(arguments)
     with absent_hopper(arguments.multiprocessors), ExitStack() as locks:
         tasks, parts = tasks_of(model, arguments)
-        if not arguments.for_a_run:  # such a run holds the locks already
-            # A run that starts meanwhile waits for what it needs, and does not compile it too.
+        if not arguments.for_a_run:  # a run that starts this command holds the locks already
+            # A run that starts meanwhile waits for the locks instead of compiling the same kernels.
             for compiled_for in sorted(parts, key=str):
                 what = f"FlashQLA for {compiled_for}"
                 locks.enter_context(build_lock(compiled_for.lock, what))
@@ -86,9 +85,9 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 _DESCRIPTION = """\
-Compile ahead of a run the kernels that its Gated DeltaNet layers need, for Hopper GPUs, in parallel
-processes. No GPU is needed. What lies in the caches already is left alone: a second run takes
-seconds.
+Compile, before a run, the kernels that its Gated DeltaNet layers need, for Hopper GPUs, in parallel
+processes. No GPU is needed. Kernels that are in the caches already are not compiled again, so a
+second call of the command takes seconds.
 
     python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2
     python -m megatron_gdn.warm_up --heads 16:32
@@ -96,12 +95,12 @@ seconds.
 """
 _EPILOG = """\
 Kernels go to TILELANG_CACHE_DIR (or ~/.tilelang/cache) and TRITON_CACHE_DIR (or ~/.triton/cache).
-The run must see the same folders and have the same versions of the packages.
+The run must use the same folders and the same versions of the packages.
 """
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Exits with status 2 and a message if the arguments are not legal."""
+    """Parse the options; exit with status 2 and a message if an option is not legal."""
     parser = Parser("python -m megatron_gdn.warm_up", description=_DESCRIPTION, epilog=_EPILOG)
     model = parser.add_argument_group("the model").add_mutually_exclusive_group(required=True)
     model.add_argument(
@@ -119,26 +118,26 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     number("--cp", help="context parallel ranks (1)")
     parser.add_argument(
         "--linear-cp-mode", choices=("auto", "headwise", "chunkwise"), default="auto",
-        help="how context parallelism works; auto may do both (auto)",
+        help="the scheme of context parallelism; auto may use both (auto)",
     )  # fmt: skip
     parser.add_argument(
         "--operands", choices=("fp16", "bf16"), default="fp16",
-        help="the layer's rule_operands; deterministic mode takes bf16 (fp16)",
+        help="the layer's rule_operands; deterministic mode needs bf16 (fp16)",
     )  # fmt: skip
     several(
         "--kernels", choices=("flash_qla", "triton"), default=["flash_qla", "triton"],
-        help="which to compile (flash_qla triton)",
+        help="the kernels to compile (flash_qla triton)",
     )  # fmt: skip
     several(
         "--parts", choices=("cut", "rows", "uncut", "states", "whole", "again"),
-        help="of FlashQLA: cut (long sequences), rows (a batch), uncut (short documents), states "
-        "(chunkwise), whole (batch_invariant_mode), again (recompute=full). All but the last "
-        "two; without context parallelism all but the last three",
+        help="the uses of FlashQLA: cut (long sequences), rows (a batch), uncut (short documents), "
+        "states (chunkwise), whole (batch_invariant_mode), again (recompute=full). The default is "
+        "all but the last two; without context parallelism all but the last three",
     )  # fmt: skip
-    number("--processes", help="side by side, at most (one per core)")
+    number("--processes", help="processes at a time (one per core)")
     number(
         "--multiprocessors", default=132,
-        help="of the GPU; FlashQLA chooses among its kernels by them (132)",
+        help="number in the GPU; FlashQLA chooses its kernels by this number (132)",
     )  # fmt: skip
     parser.add_argument("--for-a-run", action="store_true", help=argparse.SUPPRESS)
     return parser.parse_args(argv)

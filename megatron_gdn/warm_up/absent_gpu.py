@@ -1,7 +1,7 @@
-"""A Hopper GPU that is not there: layers run on it forward and backward and compute nothing.
+"""A simulated Hopper GPU: layers run on it forward and backward and compute nothing.
 
-Tensors on it are torch's fake tensors: they have a shape, strides and a dtype, and no memory.
-Tensors on the CPU are true ones, since layers read the tables that they make there.
+Tensors on the simulated GPU are torch's fake tensors, with a shape, strides and a dtype, but no
+memory. Tensors on the CPU are real, since layers read the values of tables on the CPU.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ ARCH = "9.0"
 
 @contextmanager
 def absent_hopper(multiprocessors: int = 132) -> Iterator[None]:
-    """Inside, torch has a Hopper GPU that cannot be used; Triton and tilelang compile for it."""
+    """Inside, torch reports a Hopper GPU, and Triton and tilelang compile for Hopper."""
     properties = SimpleNamespace(
         major=9, minor=0, multi_processor_count=multiprocessors, name="Hopper", gcnArchName=""
     )
-    # Fake tensors look once whether there is a GPU, and would make a true tensor on it.
+    # The first fake tensor asks torch for a GPU and, if it finds one, makes a real tensor on it.
     torch._C._ensureCUDADeviceGuardSet()
     with FakeTensorMode():
         torch.empty(0, device="cuda")
@@ -59,10 +59,10 @@ def absent_hopper(multiprocessors: int = 132) -> Iterator[None]:
 
 
 class HopperDriver:
-    """The methods of a Triton driver that are needed to compile."""
+    """The methods of a Triton driver that Triton calls to compile a kernel."""
 
     def get_current_device(self) -> HopperDriver:
-        return self  # a device that no launch uses: what is compiled here is never launched
+        return self  # any object serves as the device, since no kernel is launched
 
     def get_current_stream(self, device: HopperDriver) -> int:
         return 0
@@ -75,29 +75,29 @@ class HopperDriver:
 
 @contextmanager
 def nothing_computed() -> Iterator[None]:
-    """Inside, tensors on the GPU have no memory, and autograd runs over them."""
+    """Inside, tensors on the GPU have no memory; layers and their backward run without values."""
 
     def address(tensor: Tensor) -> int:
         return int(tensor.storage_offset()) * tensor.element_size()
 
     with (
-        _FakeOnGpu(),
+        _FakeGpuTensors(),
         patch.object(FakeTensor, "data_ptr", address, create=True),
         patch.object(torch.autograd, "_engine_run_backward", _run_backward),
     ):
         yield
 
 
-class _WithoutDevice(FakeTensorMode):
-    avoid_device_init = property(lambda self: True)  # although torch says that there is a GPU
+class _FakeModeWithoutDevice(FakeTensorMode):
+    avoid_device_init = property(lambda self: True)  # torch reports a GPU, but has none
 
 
-class _FakeOnGpu(TorchDispatchMode):
-    """Operations that touch the GPU make fake tensors; the others compute."""
+class _FakeGpuTensors(TorchDispatchMode):
+    """Operations on GPU tensors make fake tensors; operations on CPU tensors compute."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._fake = _WithoutDevice(allow_non_fake_inputs=True)
+        self._fake = _FakeModeWithoutDevice(allow_non_fake_inputs=True)
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -122,10 +122,10 @@ def _run_backward(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """In place of autograd's engine, which would ask the GPU for streams.
+    """Replace autograd's engine, which would ask the GPU for streams.
 
-    Every backward that is written in Python runs by itself, from gradients of zero; torch's own
-    launch nothing that is compiled. The gradients of ``inputs`` are zero.
+    Each backward written in Python runs once, with gradients of zero. torch's own backwards launch
+    no kernels that need compiling, so they are skipped. The gradients of ``inputs`` are zero.
     """
     nodes: set[Any] = set()
     waiting: list[Any] = [output.grad_fn for output in outputs]
@@ -137,6 +137,8 @@ def _run_backward(
     with torch.set_grad_enabled(create_graph):
         for node in sorted(nodes, key=lambda node: -node._sequence_nr()):
             if hasattr(node, "apply"):
-                given = node._input_metadata
-                node.apply(*(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in given))
+                metadata = node._input_metadata
+                node.apply(
+                    *(torch.zeros(x.shape, dtype=x.dtype, device=x.device) for x in metadata)
+                )
     return tuple(torch.zeros_like(x) for x in inputs)

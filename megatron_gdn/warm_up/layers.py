@@ -1,13 +1,13 @@
-"""The layer of a run, called on a GPU that is not there; what its calls launch becomes tasks.
+"""Runs the layer on a simulated GPU and records a compile task for each kernel that it launches.
 
-So the layer, FlashQLA and torch themselves decide which kernels a call takes. The calls of a rank,
-by parts:
+So the layer, FlashQLA and torch themselves choose the kernels of a call. A rank has these calls,
+grouped by use of FlashQLA (``--parts``):
 
-cut      a long sequence and long documents: FlashQLA cuts them into parts side by side
+cut      one long sequence, and long documents, which FlashQLA cuts into parts that run in parallel
 rows     a batch of whole rows
-uncut    sequences too short to be cut, one and several
-states   pieces of sequences, as in context parallelism by state passing
-whole    ``config.batch_invariant_mode``
+uncut    one or several sequences that are too short to be cut
+states   pieces of sequences with their states, as in chunkwise context parallelism
+whole    sequences in ``config.batch_invariant_mode``
 again    a second run of the forward in the backward (``recompute="full"``)
 """
 
@@ -33,16 +33,16 @@ from ..gdn.sizes import GDNDims
 from .absent_gpu import nothing_computed
 from .tasks import Task, kernels_noted
 
-_SHORT, _LONG = 208, 9216  # tokens; FlashQLA cuts the second
-# FlashQLA's forward has three kernels, chosen by sequences * heads: at least this share of the
-# GPU's multiprocessors, at least half of that, and fewer.
-_FULL = 0.7
+_SHORT, _LONG = 208, 9216  # tokens; FlashQLA cuts a sequence of _LONG, not of _SHORT
+# FlashQLA chooses one of three forward kernels by the number sequences * heads: at least this share
+# of the GPU's multiprocessors, at least half of that number, or fewer.
+_FULL_SHARE = 0.7
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-_HIDDEN = 64  # no kernel depends on it
+_HIDDEN_SIZE = 64  # no kernel depends on it
 
 
 class Model(NamedTuple):
-    """Sizes of the whole layer, and the parallel sizes of the run."""
+    """The sizes of the whole layer and the parallel sizes of the run."""
 
     dims: GDNDims
     tp: int = 1
@@ -50,21 +50,21 @@ class Model(NamedTuple):
 
 
 def model_of(arguments: argparse.Namespace) -> Model:
-    """From the command line; a flag counts more than what a file names.
+    """Read the model from the command line; a flag overrides the value in a file.
 
-    ``--heads`` have 128 dims and convolutions of 4 taps, as in all published models.
+    With ``--heads`` a head has 128 dims and the convolution 4 taps, as in all published models.
     """
     if arguments.config is None:
         sizes = dict(zip(_SIZES, (*arguments.heads, 128, 128, 4), strict=True))
-        model = Model(GDNDims(hidden_size=_HIDDEN, **sizes))
+        model = Model(GDNDims(hidden_size=_HIDDEN_SIZE, **sizes))
     else:
         model = read_model(arguments.config)
     return Model(model.dims, arguments.tp or model.tp, arguments.cp or model.cp)
 
 
 def read_model(path: str | Path) -> Model:
-    """Read the sizes from ``config.json``, a folder that has one, or any text that names Megatron's
-    arguments, such as a launch script (``--linear-num-key-heads 16``) or YAML
+    """Read the sizes from ``config.json``, a folder that holds one, or a text with Megatron's
+    arguments: a launch script (``--linear-num-key-heads 16``) or YAML
     (``linear_num_key_heads: 16``)."""
     path = Path(path)
     if path.is_dir():
@@ -76,8 +76,8 @@ def read_model(path: str | Path) -> Model:
         )
     text = path.read_text()
 
-    def named(argument: str) -> int | None:
-        """The number after the argument's name, with - or _ between its words."""
+    def number_after(argument: str) -> int | None:
+        """Find the number after the argument's name, whose words are joined by - or _."""
         words = r"[-_]".join(argument.split("_"))
         found = set(re.findall(rf"(?<![\w]){words}[\"']?\s*[:=\s]\s*(\d+)\b", text))
         if len(found) > 1:
@@ -85,15 +85,15 @@ def read_model(path: str | Path) -> Model:
             raise ValueError(f"{path} gives {argument} as {said}; keep one.")
         return int(found.pop()) if found else None
 
-    sizes = {name: named(f"linear_{name}") for name in _SIZES}
+    sizes = {name: number_after(f"linear_{name}") for name in _SIZES}
     if missing := [f"linear_{name}" for name, size in sizes.items() if size is None]:
         raise ValueError(
             f"{path} does not name {', '.join(missing)}; add them, or give --heads and the "
             f"other sizes on the command line."
         )
     known = {name: size for name, size in sizes.items() if size is not None}
-    tp, cp = (named(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "context"))
-    return Model(GDNDims(hidden_size=_HIDDEN, **known), tp, cp)
+    tp, cp = (number_after(f"{kind}_parallel_size") or 1 for kind in ("tensor_model", "context"))
+    return Model(GDNDims(hidden_size=_HIDDEN_SIZE, **known), tp, cp)
 
 
 class Call(NamedTuple):
@@ -101,29 +101,29 @@ class Call(NamedTuple):
 
     part: str
     cp: int
-    tokens: int  # of a row, over all ranks
+    tokens: int  # tokens of a row, over all ranks
     rows: int
-    documents: int | None  # of equal length, packed into the one row; None: not packed
+    documents: int | None  # documents of equal length in the one row; None: not packed
     layout: str
 
     @property
     def mode(self) -> str:
-        """The scheme, as ``linear_cp_mode`` calls it."""
+        """The value of ``linear_cp_mode``."""
         return "chunkwise" if self.part == "states" else "headwise"
 
 
 def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: int) -> list[Call]:
-    """What a rank of a run with these parallel sizes may call; ``mode`` is ``linear_cp_mode``.
+    """List the calls that a rank of the run may make; ``mode`` is ``linear_cp_mode``.
 
-    "auto" picks a mode per micro-batch, so it has the calls of both modes. Without context
-    parallelism the part ``states`` is called as on two ranks.
+    "auto" picks a mode for each micro-batch, so the list has the calls of both modes. Without
+    context parallelism the calls of the part ``states`` are those of a rank among two.
     """
     local, ranks = model.dims.shard(model.tp), 1
     if model.cp > 1 and mode != "chunkwise":
         try:
             local.layout.share(model.cp)
             ranks = model.cp
-        except ValueError:  # "auto" then passes states
+        except ValueError:  # "auto" takes chunkwise if cp does not divide the heads
             if mode == "headwise":
                 raise
     asked = ("states",) if model.cp > 1 and mode != "headwise" else ()
@@ -135,13 +135,13 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
             cp = max(model.cp, 2)
             layout = "contiguous" if documents == 1 else "zigzag"
             documents, tokens = max(1, (documents or 1) // 2), tokens * cp
-        # All ranks share each document. A batch of many rows gets long ones, as training has.
+        # Each document is split over all ranks. With many rows, each row gets more tokens.
         shared = 16 * cp * (documents or rows)
         found.append(Call(part, cp, -(-tokens // shared) * shared, rows, documents, layout))
 
     for part in parts or (*USUAL_PARTS, *asked):
         heads = local.num_value_heads // (1 if part == "states" else ranks)
-        full = math.ceil(_FULL * multiprocessors)
+        full = math.ceil(_FULL_SHARE * multiprocessors)
         counts = sorted({1, math.ceil(full / 2 / heads), math.ceil(full / heads)})
         if part in ("cut", "again"):
             call(part, _LONG)
@@ -159,11 +159,12 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
 def tasks_of(
     model: Model, arguments: argparse.Namespace
 ) -> tuple[list[Task], dict[Heads, set[str]]]:
-    """A task for each variant of a kernel, and the parts that FlashQLA's are for, by heads.
+    """Return one task for each variant of a kernel, and the parts of FlashQLA by heads.
 
-    FlashQLA's come first, since they take longest, each in the order of their first call.
+    FlashQLA's kernels take longest to compile, so their tasks come first. Tasks keep the order of
+    the first calls.
     """
-    torch.set_num_threads(1)  # a fork of this process would lack its threads
+    torch.set_num_threads(1)  # a fork has no copies of torch's threads
     backend = "flash_qla" if "flash_qla" in arguments.kernels else "auto"
     calls = calls_of(model, arguments.linear_cp_mode, arguments.parts, arguments.multiprocessors)
     parts: dict[Heads, set[str]] = {}
@@ -178,7 +179,7 @@ def tasks_of(
 
 
 def run_layer(model: Model, call: Call, **options: Any) -> None:
-    """Forward and backward of the layer on one of the call's ranks; messages are not sent."""
+    """Run the layer forward and backward on one of the call's ranks, without sending messages."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig
@@ -195,13 +196,13 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
         linear_conv_kernel_dim=dims.conv_kernel_dim, gradient_accumulation_fusion=False,
         use_cpu_initialization=True, perform_initialization=False,
     )  # fmt: skip
-    # Megatron's constructor would ask for FlashAttention, which no recurrent layer calls.
+    # Set after construction: the constructor would require FlashAttention, which is not used here.
     config.batch_invariant_mode = call.part == "whole"
     if call.part == "again":
         options["recompute"] = "full"
     if cp > 1:
         options |= {"linear_cp_mode": call.mode, "cp_layout": call.layout}
-    with _ranks(tp, cp) as groups:
+    with _fake_groups(tp, cp) as groups:
         spec = gated_delta_net_spec("local", **options)
         layer: Any = build_module(spec, config, layer_number=1, pg_collection=groups)
         layer = layer.to("cuda")
@@ -222,20 +223,20 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
 
 
 @contextmanager
-def _ranks(tp: int, cp: int) -> Iterator[Any]:
-    """Groups of a rank among ``tp`` * ``cp`` whose other ranks are not there."""
+def _fake_groups(tp: int, cp: int) -> Iterator[Any]:
+    """Process groups of one rank among ``tp`` * ``cp``; the other ranks do not exist."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Messages of the other ranks have no values, so the micro-batch is not compared with theirs.
-    nobody = patch.dict(os.environ, {agreement.SWITCH: "0"})
+    # Messages of ranks that do not exist have no values, so micro-batches are not compared.
+    no_comparison = patch.dict(os.environ, {agreement.SWITCH: "0"})
     one_machine = patch.object(agreement, "_hosts", lambda group, *_: [0] * group.size())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp * cp)
     groups: Any = ProcessGroupCollection()
     groups.tp = dist.new_group([*range(tp)], backend="fake")
     groups.cp = dist.new_group([*range(0, tp * cp, tp)], backend="fake")
     try:
-        with nobody, one_machine:
+        with no_comparison, one_machine:
             yield groups
     finally:
         dist.destroy_process_group()

@@ -1,7 +1,7 @@
-"""What is compiled, as tasks: noted from calls that compute nothing, run in parallel forks.
+"""Records the kernels of calls that compute nothing as tasks, and compiles them in parallel forks.
 
-tilelang and Triton key what they keep on disk by the kernel, the target and the versions, so a
-cache that was filled without a GPU serves a machine with one.
+The keys of tilelang's and Triton's caches on disk are the kernel, the target and the versions, so a
+cache that was filled without a GPU serves a machine with a GPU.
 """
 
 from __future__ import annotations
@@ -27,41 +27,41 @@ from .absent_gpu import ARCH
 _FORK = multiprocessing.get_context("fork")
 _PRINT_EVERY = 5.0  # seconds between two lines of progress
 _TARGET = {"kind": "cuda", "arch": "sm_90a"}
-_WAS_THERE = 3  # exit status of a fork that found the kernel
+_ALREADY_COMPILED = 3  # exit status of a fork that found the kernel in the cache
 
 
 class Task(NamedTuple):
-    """One thing to compile."""
+    """One variant of a kernel to compile."""
 
     name: str
-    run: Callable[[], bool]  # compiles it; returns whether there was anything to compile
+    run: Callable[[], bool]  # compiles the kernel; False: it was in the cache
     kind: str = "triton"  # or "flash_qla"
 
 
 def run_tasks(tasks: Iterable[Task], processes: int | None) -> tuple[int, dict[str, str]]:
-    """Run every task in a fork of this process, which has its imports, and print how far it is.
+    """Run every task in a fork of this process, which shares the imports, and print the progress.
 
-    At most ``processes`` run side by side, by default one per core. What a task leaves behind
-    (launches that are kept, patches, a crash) does not reach the others. Returns how many compiled
-    something, and what each one that failed has printed.
+    At most ``processes`` forks run at a time, by default one per core. Side effects of a task
+    (recorded launches, patches, a crash) do not reach other tasks. Returns the number of tasks that
+    compiled a kernel, and the output of each failed task by name.
     """
     waiting = deque(tasks)
     began = printed = time.monotonic()
-    at_once = processes or len(os.sched_getaffinity(0))
+    limit = processes or len(os.sched_getaffinity(0))
     count, compiled, failures = len(waiting), 0, {}
     running: dict[Any, tuple[str, Any, TextIO]] = {}
     try:
         while waiting or running:
-            while waiting and len(running) < at_once:
+            while waiting and len(running) < limit:
                 task, output = waiting.popleft(), TemporaryFile("w+")  # noqa: SIM115 - closed below
-                process = _FORK.Process(target=_run, args=(task, output))
+                process = _FORK.Process(target=_run_in_fork, args=(task, output))
                 process.start()
                 running[process.sentinel] = task.name, process, output
             for ended in wait(list(running)):
                 name, process, output = running.pop(ended)
                 process.join()
                 compiled += process.exitcode == 0
-                if process.exitcode not in (0, _WAS_THERE):
+                if process.exitcode not in (0, _ALREADY_COMPILED):
                     output.seek(0)
                     failures[name] = output.read() or "its process was killed"
                 output.close()
@@ -77,38 +77,38 @@ def run_tasks(tasks: Iterable[Task], processes: int | None) -> tuple[int, dict[s
     return compiled, failures
 
 
-def _run(task: Task, output: TextIO) -> None:
+def _run_in_fork(task: Task, output: TextIO) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout = sys.stderr = output
-    for stream in (1, 2):  # of compilers
+    for stream in (1, 2):  # compilers write to these file descriptors
         os.dup2(output.fileno(), stream)
     if not task.run():
-        sys.exit(_WAS_THERE)
+        sys.exit(_ALREADY_COMPILED)
 
 
 @contextmanager
 def kernels_noted() -> Iterator[dict[Any, Task]]:
-    """Inside, kernels of FlashQLA and Triton are not run; each variant is noted once, as a task."""
-    noted: dict[Any, Task] = {}
+    """Inside, FlashQLA and Triton run no kernels; each variant is recorded once, as a task."""
+    recorded: dict[Any, Task] = {}
     with ExitStack() as patches:
         if find_spec("tilelang") is not None:
             from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
 
-            patches.enter_context(patch.object(JITImpl, "__call__", _noting_tilelang(noted)))
+            patches.enter_context(patch.object(JITImpl, "__call__", _record_tilelang(recorded)))
         if find_spec("triton") is not None:
-            patches.enter_context(_triton_noted(noted))
-        yield noted
+            patches.enter_context(_triton_recorded(recorded))
+        yield recorded
 
 
-def _noting_tilelang(noted: dict[Any, Task]) -> Callable:
-    def note(kernel: Any, *args: Any, **kwargs: Any) -> Callable:
+def _record_tilelang(recorded: dict[Any, Task]) -> Callable:
+    def record(kernel: Any, *args: Any, **kwargs: Any) -> Callable:
         kernel.target = _TARGET
         entry = CacheEntry.of(kernel, args, kwargs, ARCH)
         compile = partial(_compile_tilelang, entry, kernel, args, kwargs)
-        noted.setdefault(entry, Task(f"{entry.name}, {expected_heads()}", compile, "flash_qla"))
+        recorded.setdefault(entry, Task(f"{entry.name}, {expected_heads()}", compile, "flash_qla"))
         return lambda *tensors, **named: None
 
-    return note
+    return record
 
 
 def _compile_tilelang(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
@@ -119,7 +119,7 @@ def _compile_tilelang(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[
 
 
 @contextmanager
-def _triton_noted(noted: dict[Any, Task]) -> Iterator[None]:
+def _triton_recorded(recorded: dict[Any, Task]) -> Iterator[None]:
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
@@ -127,35 +127,35 @@ def _triton_noted(noted: dict[Any, Task]) -> Iterator[None]:
 
     run = JITFunction.run
 
-    def note(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
+    def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
         compile = self._do_compile
 
-        def note_variant(key: Any, *more: Any) -> None:
+        def record_variant(key: Any, *more: Any) -> None:
             task = Task(self.__name__, partial(_compile_triton, compile, key, *more))
-            noted.setdefault((self, repr(key)), task)
+            recorded.setdefault((self, repr(key)), task)
 
-        with patch.object(self, "_do_compile", note_variant):
+        with patch.object(self, "_do_compile", record_variant):
             run(self, *args, grid=grid, warmup=True, **kwargs)
 
     with (
-        patch.object(JITFunction, "run", note),
-        # Kernels that are timed (fla's) are chosen on a GPU, by the first step of a run.
+        patch.object(JITFunction, "run", record),
+        # fla's autotuned kernels are not compiled: the first step of a run times them on its GPU.
         patch.object(Autotuner, "run", lambda *_, **__: None),
-        # Triton itself launches each time, with the tensors at hand.
+        # Every launch goes through Triton's own run, which is patched above.
         patch.object(launch, "_watched", lambda kernel: True),
     ):
         yield
 
 
 def _compile_triton(compile: Callable, *variant: Any) -> bool:
-    """Whether this variant was not in Triton's cache on disk."""
+    """Compile the variant; return False if it was in Triton's cache on disk."""
     import triton
 
     found: list[bool] = []
 
-    def note(**event: Any) -> None:
+    def record(**event: Any) -> None:
         found.append(event["cache_hit"])
 
-    with patch.object(triton.knobs.compilation, "listener", note):
+    with patch.object(triton.knobs.compilation, "listener", record):
         compile(*variant)
     return not all(found)
