@@ -1,7 +1,7 @@
 """Loads fp32 masters from a checkpoint's optimizer into parameters that the model saved in bf16.
 
-Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16; the optimizer in the same checkpoint
-holds fp32 masters of both. From such a checkpoint the layer of this package gets:
+Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16, and its optimizer keeps fp32 masters.
+From a checkpoint of Megatron's layer the layer of this package gets:
 
 | the checkpoint's optimizer               | loaded with its state | without (finetuning)     |
 |------------------------------------------|-----------------------|--------------------------|

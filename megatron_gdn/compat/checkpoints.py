@@ -35,10 +35,9 @@ def log_repair(message: str) -> None:
 def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``.
 
-    The ranks share the small fp32 bucket equally, so the share of a rank may hold no parameter.
-    Megatron refuses an empty share ("empty bucket encountered"; NVIDIA/Megatron-LM pull request
-    6191 covers shares of padding). This wrapper gives an empty share one entry that is marked as
-    padding; a load skips the entry.
+    A rank's share of the small fp32 bucket may hold no parameter, which Megatron refuses ("empty
+    bucket encountered"; NVIDIA/Megatron-LM pull request 6191 covers shares of padding). Here an
+    empty share gets one entry that is marked as padding, which a load skips.
     """
     try:
         return sharded(optimizer, *args, **kwargs)
@@ -75,7 +74,7 @@ def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: Any) -> dict:
-    """``size`` zeros for the parameter and each state, in the dtypes of ``example``, or in fp32."""
+    """Zeros ``[size]`` for the parameter and each state, in the dtypes of ``example``, or fp32."""
     dtypes = {
         key: value.dtype
         for key, value in example.items()
@@ -156,8 +155,7 @@ def _offsets_count_padding(sharded: Callable) -> bool:
 
 
 def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
-    """Wrap ``ChainedOptimizer.state_dict``, to which ``--ckpt-format torch_dcp`` passes
-    ``is_loading``.
+    """Wrap ``ChainedOptimizer.state_dict``, which ignores ``is_loading`` of ``torch_dcp``.
 
     When loading, a fresh optimizer gets states, and the load fills the states from the file.
     """
@@ -174,10 +172,9 @@ def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = F
 def leave_strides_out(
     read: Callable, strategy: Any, checkpoint_dir: Any, metadata: Any = None
 ) -> Any:
-    """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata``.
+    """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata`` for files of torch 2.15.
 
-    Megatron passes the stored properties of a tensor to ``torch.empty``; the properties of torch
-    2.15 include strides, which ``torch.empty`` refuses.
+    Megatron passes a tensor's stored properties, with 2.15's strides, to ``torch.empty``.
     """
     from megatron.core.dist_checkpointing.strategies import torch as torch_files
 
@@ -265,13 +262,12 @@ explain_file_sizes = partial(_add_note, _FILE_SIZE_ERROR, _FILE_SIZE_NOTE)
 explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 
 # megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
-# one after another. At another tensor-parallel size its rows load in a wrong order, without an
-# error. Megatron-Bridge stores a LoRA adapter (``in_proj.adapter.linear_out.weight``) the same way.
-# This package stores both tensors section by section. The wrapper below also reads upstream's one
-# tensor; the sizes of the stored shards give the order of its rows.
+# one after another, whose rows load in a wrong order at another tensor-parallel size. So does
+# Megatron-Bridge with a LoRA adapter (``in_proj.adapter.linear_out.weight``). This package stores
+# both tensors section by section. The wrapper below also reads upstream's one tensor: the sizes of
+# the stored shards give the order of its rows.
 
-# Key of a section -> (key of the whole tensor, its number of rows, the section's first row and
-# number of rows).
+# Key of a section -> (key of the whole tensor, its rows, the section's first row, its rows).
 _place_of: dict[str, tuple[str, int, int, int]] = {}
 
 

@@ -2,11 +2,11 @@
 
 Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are fp32:
 
-1. ``DistributedOptimizer`` saves and loads the state of a wrong parameter under a name: the
-   optimizer numbers parameters in the order of the gradient buffers, but Adam has the fp32
-   parameters first (NVIDIA/Megatron-LM issue 2777, repaired on dev, 5835).
-2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` also saves wrong states: it numbers
-   16-bit parameters only (repaired on main, 5929).
+1. ``DistributedOptimizer`` saves and loads states of wrong parameters: it numbers parameters in the
+   order of the gradient buffers, but Adam has the fp32 parameters first (NVIDIA/Megatron-LM issue
+   2777, repaired on dev, 5835).
+2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` saves states of wrong parameters: it
+   numbers 16-bit parameters only (repaired on main, 5929).
 3. ``DistributedOptimizer`` loads only this rank's shard of an fp32 parameter, so replicas may
    differ. It also loads into a view of the parameter, which autograd refuses.
 4. ``Float16OptimizerWithFloat16Params.state_dict`` (``--ckpt-format torch``) lists only the
@@ -17,8 +17,7 @@ Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are
 
 A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. Wrappers change
 nothing in models of one dtype and in a repaired Megatron. A file stores an fp32 parameter as its
-own master, under the key of a 16-bit parameter's master, so a layer with fp32 ``A_log`` and a layer
-with 16-bit ``A_log`` load each other's files.
+own master, so layers with fp32 and with 16-bit ``A_log`` load each other's files.
 """
 
 from __future__ import annotations
@@ -209,7 +208,7 @@ def _store_all_parameters(
 
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
-    """Inside, Megatron's lists of 16-bit parameters and of masters have all parameters."""
+    """Inside, the optimizer's lists of 16-bit parameters and of masters hold all parameters."""
     half_parameters, masters = optimizer.float16_groups, optimizer.fp32_from_float16_groups
     model_of = {id(m): p for p, m in zip(_flat(half_parameters), _flat(masters), strict=True)}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]

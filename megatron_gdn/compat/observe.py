@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 logger = logging.getLogger(__name__)
 
-OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml lets 0.20 be installed too
+OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml also allows 0.20
 _NO_RANGE = nullcontext()
 
 
@@ -28,7 +28,7 @@ def span(mixer: object, name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _nvtx_range(utils: Any, message: str) -> Iterator[None]:
-    """An NVTX range that also ends when the body raises; an open range breaks Megatron's later."""
+    """An NVTX range that also ends when the body raises; an open range breaks later ranges."""
     utils.nvtx_range_push(msg=message)
     try:
         yield
@@ -37,7 +37,7 @@ def _nvtx_range(utils: Any, message: str) -> Iterator[None]:
 
 
 def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
-    """Log on rank 0, counted by torch.distributed, torchrun or Slurm."""
+    """Log on rank 0; torch.distributed, torchrun or Slurm gives the rank."""
     if dist.is_initialized():
         rank = dist.get_rank()
     else:

@@ -28,8 +28,6 @@ _installed = False
 def start_one_process(seed: int = 1234) -> torch.device:
     """Set up a process group, Megatron's parallel state with all sizes 1, and its random seed.
 
-    On a machine without a GPU, `run_megatron_on_cpu` is called first.
-
     Returns:
         the device for the model and its inputs: the current GPU, else the CPU.
 
@@ -59,7 +57,7 @@ def end_one_process() -> None:
 
 @contextmanager
 def in_one_process() -> Iterator[None]:
-    """`start_one_process` for a block; nothing is done if this one process has set up Megatron."""
+    """Run a block after `start_one_process`; if Megatron is set up already, just run the block."""
     if dist.is_initialized() and dist.get_world_size() > 1:
         raise RuntimeError(
             f"torch.distributed runs {dist.get_world_size()} processes; convert whole folders "
@@ -132,7 +130,7 @@ def replace_cuda_device_and_streams() -> None:
 
 
 def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
-    """Give Megatron torch's CPU generator as the CUDA generator that it forks, seeds and saves.
+    """Replace the CUDA generator, which Megatron forks, seeds and saves, by the CPU generator.
 
     tensor_parallel/random.py needs this function until its tracker takes a device.
     """
@@ -250,7 +248,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     distrib_optimizer.py expects a fused Adam, with three faults for torch's Adam. It reads one
     common step from every rank's state, also if the state is empty. It copies "step" from loaded
     tensors, which hold no step. It gives all parameters one step tensor, so each update is counted
-    once per parameter. The function can go when the three faults are repaired; a GPU needs it too.
+    once per parameter. The function can go when the three faults are repaired.
     """
     from megatron.core.optimizer import distrib_optimizer
 

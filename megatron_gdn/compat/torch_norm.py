@@ -11,8 +11,7 @@ class TorchRMSNorm(nn.Module):
         y = x * rsqrt(mean(x^2) + eps) * gamma          (gamma = 1 + weight when zero-centred)
 
     Statistics and the product with gamma are fp32 (fp64 for an fp64 ``x``); y has the shape and
-    dtype of x. The weight has Megatron's attribute ``sequence_parallel``: under sequence
-    parallelism Megatron sums the weight's gradient over the ranks.
+    dtype of x. Under sequence parallelism Megatron sums the weight's gradient over the ranks.
 
     Raises:
         ValueError: ``config.normalization`` is not ``"RMSNorm"``.

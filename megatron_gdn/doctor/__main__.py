@@ -11,9 +11,8 @@ from itertools import chain
 from ..command_line import Parser, heads
 
 _DESCRIPTION = """\
-Print the GPU and the packages that a Gated DeltaNet layer uses on this machine, the delta rule that
-the layer takes and why, versions of packages that do not work, and whether the rule is exact and
-repeats its bits. The command takes seconds.
+Print the GPU and packages of this machine, the delta rule that a Gated DeltaNet layer takes and why,
+versions that do not work, and whether the rule is exact and repeats its bits. Takes seconds.
 """
 _EPILOG = """\
 States: ok; note: the layer works, but slower or with fewer functions; wrong: the layer raises or

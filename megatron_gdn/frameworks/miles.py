@@ -9,10 +9,9 @@ _PLUGIN_MODULES = tuple(f"{name}_plugins.models.qwen3_" for name in ("miles", "s
 
 
 def enable(args: Any) -> None:
-    """miles and slime call this in each worker, after Megatron's start and before a model is built.
+    """miles and slime call this function in each worker before a model is built.
 
-    A ``--spec`` that builds layers of miles or slime is a ValueError: this package replaces only
-    Megatron's layers.
+    A ``--spec`` that builds layers of miles or slime, not of Megatron, is a ValueError.
     """
     spec = getattr(args, "spec", None) or ""
     module = spec if isinstance(spec, str) else spec[0]

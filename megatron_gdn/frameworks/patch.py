@@ -1,8 +1,7 @@
 """Replaces ``__new__`` of Megatron's recurrent layers, so that a call of the class builds ours.
 
-Specs, partials and providers hold Megatron's class and call it. ``__new__`` returns a layer of
-ours, and Python then skips Megatron's ``__init__``. Assigning our class to Megatron's module would
-not reach code that has already imported the class.
+``__new__`` returns a layer of ours, and Python skips Megatron's ``__init__``. Assigning our class
+to Megatron's module would not reach specs and code that have already imported the class.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-# Megatron's class, and our class.
+# (Megatron's class, our class)
 _GDN = "megatron.core.ssm.gated_delta_net:GatedDeltaNet", "megatron_gdn:GatedDeltaNet"
 _GDN2 = "megatron.core.ssm.gated_delta_net:GatedDeltaNet2", "megatron_gdn:GatedDeltaNet2"
 _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
@@ -70,7 +69,7 @@ def has_gdn2() -> bool:
 
 
 class _PatchedClass:
-    """One of Megatron's classes, and the class of the layer that its call builds."""
+    """A class of Megatron and the class of this package that replaces it."""
 
     def __init__(self, theirs: str, ours: str, options: Options) -> None:
         self.theirs, self.ours = resolve_name(theirs), resolve_name(ours)

@@ -11,9 +11,8 @@ translated to the names of slime's layer, and slime's loader and converter handl
     conv1d.weight, A_log, dt_bias       linear_attn.<the same>
     out_norm.weight, out_proj.weight    linear_attn.norm.weight, linear_attn.out_proj.weight
 
-slime splits and joins a tensor over tensor-parallel ranks by contiguous rows, while each of our
-ranks holds a part of every section. So slime gets a whole tensor that starts with all rows of rank
-0, followed by all rows of rank 1.
+slime splits a tensor over tensor-parallel ranks by contiguous rows, while each of our ranks holds a
+part of every section. So slime gets a tensor with all rows of rank 0, then all rows of rank 1.
 """
 
 from __future__ import annotations
@@ -37,8 +36,7 @@ from ..mixers.tensor_map import HFRef, TensorMap
 from ..specs.layer import gated_delta_net_spec, with_launch_options
 
 _LAYER_PREFIX = "self_attention."
-# The values of transformers' model_type whose loaders in slime are wrapped.
-_MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+_MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # in transformers' configurations
 
 
 def get_qwen3_5_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
@@ -48,8 +46,7 @@ def get_qwen3_5_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
     from ``MEGATRON_GDN_OPTIONS``, the sizes from ``args.hf_checkpoint``.
 
     Raises:
-        ValueError: the launch lacks ``--apply-layernorm-1p``, or ``hf_checkpoint`` is of another
-            model.
+        ValueError: ``--apply-layernorm-1p`` is absent, or ``hf_checkpoint`` is of another model.
         FileNotFoundError: ``hf_checkpoint`` is not a folder with a ``config.json`` and weights.
         ImportError: slime or Transformer Engine is absent.
     """

@@ -14,9 +14,8 @@ if TYPE_CHECKING:
     from .model import Model
 
 _DESCRIPTION = """\
-Without NAME, list the models. With NAME, print the model's parameters, FLOPs and memory at the
-given sizes, and its legal sizes. Only the language model is counted, without vision encoders and
-heads of multi-token prediction.
+Without NAME, list the models. With NAME, print parameters, FLOPs, memory and legal sizes. Vision
+encoders and multi-token prediction heads are not counted.
 """
 _LAYERS = {"G": "Gated DeltaNet", "M": "Mamba2", "*": "attention", "-": "MLP", "E": "experts"}
 

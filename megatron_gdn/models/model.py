@@ -224,10 +224,9 @@ class Model:
     def saved_bytes(self, tp: int = 1, recompute: str = "none") -> int:
         """Bytes per token that a Gated DeltaNet keeps for its backward on a tensor-parallel rank.
 
-        The figure is for bf16, flash_qla or fla, and sequence parallelism. ``recompute`` is the
-        layer's option, or ``"layer"`` for ``--recompute-modules gdn`` of Megatron's dev. The states
-        between parts of long sequences, which `flash_qla` keeps, are not counted (16 MiB for 32768
-        tokens of 32 heads).
+        For bf16, flash_qla or fla, and sequence parallelism. ``recompute`` is the layer's option,
+        or ``"layer"`` for ``--recompute-modules gdn`` of Megatron's dev. States that flash_qla
+        keeps for long sequences are not counted (16 MiB for 32768 tokens of 32 heads).
         """
         share: Any = self.dims.shard(tp)
         kept = 2 * share.hidden_size // tp  # in_proj's input, split over the sequence

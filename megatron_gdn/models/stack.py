@@ -154,8 +154,7 @@ def flops_per_step(stack: Stack, lengths: Sequence[int]) -> int:
     ``flops_per_step(...) / (seconds * GPUs * peak)`` is the model FLOPs utilisation (MFU).
 
     Args:
-        lengths: number of tokens of each document, or of each row if rows are not packed, without
-            padding.
+        lengths: tokens without padding of each document, or of each row that is not packed.
     """
     return stack.flops(lengths).step
 

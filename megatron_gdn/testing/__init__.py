@@ -59,8 +59,7 @@ class GenerationGap(NamedTuple):
 
     Attributes:
         max_log_prob, mean_log_prob: absolute difference of the log-probability of a text token.
-        mean_kl, max_kl: KL divergence, in nats, of generation's distribution over the vocabulary
-            from the training forward's.
+        mean_kl, max_kl: KL(training || generation) over the vocabulary, in nats.
         equal: whether all log-probabilities of all tokens of the vocabulary have the same bits.
         backend: the rule of the model's first recurrent layer.
     """
@@ -79,8 +78,7 @@ def check_generation(
 ) -> GenerationGap:
     """Compare a text's log-probabilities in the training forward and in prefill and decode.
 
-    With ``config.batch_invariant_mode`` both paths should give the same bits, since both cut chunks
-    on the same grid.
+    With ``config.batch_invariant_mode`` both paths should give the same bits.
 
     Args:
         model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline

@@ -85,9 +85,8 @@ def _compile(arguments: argparse.Namespace) -> int:
 
 
 _DESCRIPTION = """\
-Compile, before a run, the kernels that its Gated DeltaNet layers need, for Hopper GPUs, in parallel
-processes. No GPU is needed. Kernels that are in the caches already are not compiled again, so a
-second call of the command takes seconds.
+Compile, before a run, the kernels of its Gated DeltaNet layers for Hopper GPUs, in parallel
+processes. No GPU is needed. Kernels in the caches are not compiled again.
 
     python -m megatron_gdn.warm_up --config config.json --tp 2 --cp 2
     python -m megatron_gdn.warm_up --heads 16:32

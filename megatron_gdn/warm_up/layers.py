@@ -161,8 +161,7 @@ def tasks_of(
 ) -> tuple[list[Task], dict[Heads, set[str]]]:
     """Return one task for each variant of a kernel, and the parts of FlashQLA by heads.
 
-    FlashQLA's kernels take longest to compile, so their tasks come first. Tasks keep the order of
-    the first calls.
+    FlashQLA's kernels take longest to compile, so their tasks come first.
     """
     torch.set_num_threads(1)  # a fork has no copies of torch's threads
     backend = "flash_qla" if "flash_qla" in arguments.kernels else "auto"
