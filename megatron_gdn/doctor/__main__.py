@@ -11,8 +11,8 @@ from itertools import chain
 from ..command_line import Parser, heads
 
 _DESCRIPTION = """\
-Print the GPU and packages of this machine, the delta rule that a Gated DeltaNet layer takes and why,
-versions that do not work, and whether the rule is exact and repeats its bits. Takes seconds.
+Print this machine's GPU and packages, the delta rule that a Gated DeltaNet layer takes and why,
+versions that do not work, and whether the rule is exact and repeats its bits, within seconds.
 """
 _EPILOG = """\
 States: ok; note: the layer works, but slower or with fewer functions; wrong: the layer raises or
