@@ -124,13 +124,6 @@ def test_the_transformer_engine_stack_has_query_and_key_norms_where_asked():
 
 
 @on_ranks(tp=1)
-def test_options_reach_the_layer():
-    assert gated_delta_net_spec("local", backend="reference").params == {"backend": "reference"}
-    model = hybrid("G-", spec=hybrid_stack_spec("local", cp_layout="zigzag_buffer"))
-    assert "buffer" in str(model.decoder.layers[0].self_attention.cp_layout).lower()
-
-
-@on_ranks(tp=1)
 def test_k_layers_are_kimi_delta_attention_beside_gated_delta_net():
     model = hybrid("GKK-*K")
     mixers = [getattr(layer, "self_attention", None) for layer in model.decoder.layers]

@@ -97,15 +97,6 @@ def test_it_trains(tmp_path):
     )
 
 
-def test_undo_gives_mbridge_megatrons_layer_back(tmp_path):
-    published("Qwen3.5", tmp_path)
-    megatron_gdn.patch_megatron()
-    megatron_gdn.patch_megatron(gdn=False)
-    model, bridge = bridged(tmp_path)
-    assert not any(isinstance(each, megatron_gdn.GatedDeltaNet) for each in layers(model))
-    require_exported(bridge.export_weights([model]), tmp_path)
-
-
 def test_the_lines_of_the_page_build_ours(tmp_path):
     published("Qwen3.5", tmp_path, torch.bfloat16)
     (code,) = page_lines("mbridge")

@@ -312,10 +312,6 @@ def test_transformers_config_class_of_nemotron_has_the_same_layers_and_sizes():
             assert getattr(config, field) == model.entry.fields[field], field
 
 
-def test_every_entry_says_where_its_numbers_were_found():
-    assert all(entry.source for entry in ENTRIES.values())
-
-
 def test_a_name_that_is_not_there_is_refused_with_those_that_are():
     assert find("qwen3.5-35b-a3b").name == "Qwen3.5-35B-A3B"
     with pytest.raises(ValueError, match=r"unknown model 'Qwen9'; known: tiny, Qwen3-Next-80B"):

@@ -145,13 +145,6 @@ def test_a_run_goes_on_from_an_fsdp_dtensor_checkpoint(pools, saved, split, tp):
     assert found == ({"query", "key", "value", "z", "beta", "alpha"} if split else set())
 
 
-def test_megatrons_own_layer_goes_on_from_an_fsdp_dtensor_checkpoint(pools, saved):
-    """The yardstick of the law above: the same calls, the same stand-in for FusedAdam's states."""
-    folder, losses = saved(True, 1, "G-", True)
-    loaded = pools(2).run(laws.losses_after_a_load, folder, True, 1, "G-", True)
-    assert all(map(torch.equal, loaded, losses))
-
-
 def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_size(
     pools, ddp, saved
 ):

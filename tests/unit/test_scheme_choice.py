@@ -78,17 +78,6 @@ def test_a_map_of_a_rule_that_mixes_no_rows_has_one_column_beside_the_state():
     assert found == pytest.approx(expected, rel=1e-12)
 
 
-def test_few_ranks_gather_and_more_share():
-    def cheapest(cp, **case):
-        found = exchanges(cp, **case)
-        return min(found, key=found.get)
-
-    assert [cheapest(cp) for cp in (2, 4, 8, 16, 64, 256)] == [
-        "gather", "gather", "share", "share", "share", "share",
-    ]  # fmt: skip
-    assert cheapest(64, lengths=(32768,) * 16) == "share"
-
-
 def test_long_sequences_go_chunkwise_and_many_short_documents_headwise():
     assert priced(4, 131072).cheaper is LinearCpMode.CHUNKWISE
     assert priced(4, 2048).cheaper is LinearCpMode.HEADWISE

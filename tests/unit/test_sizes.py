@@ -27,22 +27,6 @@ def test_sizes_of_qwen3_next():
     assert dims.value_heads_per_key_head == 2
 
 
-def test_shards_add_up_to_the_whole():
-    dims = GDNDims.from_config(QWEN3_NEXT)
-    for ranks in (1, 2, 4, 8, 16):
-        share = dims.shard(ranks)
-        assert [n * ranks for n in share.layout.widths] == list(dims.layout.widths)
-        assert share.hidden_size == dims.hidden_size
-
-
-def test_a_size_that_does_not_divide_is_refused_with_the_ones_that_do():
-    dims = GDNDims.from_config(QWEN3_NEXT).shard(2)
-    with pytest.raises(
-        ValueError, match=r"tensor_model_parallel_size=3 .* 8 key heads .* 1, 2, 4, 8\."
-    ):
-        dims.shard(3)
-
-
 def test_ranks_up_to_the_number_of_value_heads_can_share_them():
     dims = GDNDims.from_config(QWEN3_NEXT)
     for tp in (1, 2, 4, 8, 16):

@@ -21,6 +21,7 @@ from tests.hf.drop_in.conftest import (
 # multiples of 8.
 ANY = (5, 1, 23, 19)
 CUT = (16, 8, 24)
+EXPERTS = (MOE, VISION_MOE)
 
 FEW = [
     ("seq_index: zigzag_buffer", "headwise", None, 1),
@@ -66,25 +67,12 @@ def test_a_model_with_attention_equals_one_rank(pools, ranks):
 
 
 @pytest.mark.parametrize(
-    "family", [NEXT, pytest.param(MOE, marks=pytest.mark.slow), VISION, OLMO, KIMI]
+    "family",
+    [NEXT, VISION, OLMO, KIMI, *(pytest.param(x, marks=pytest.mark.slow) for x in EXPERTS)],
 )
 def test_other_models_equal_one_rank(pools, family):
     cases = [("zigzag_buffer", "auto", None, None), ("contiguous", "auto", ANY, "offsets")]
     pools(2).run(laws.models_equal_one_rank, family, cases)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("family", [NEXT, DENSE, MOE, VISION, VISION_MOE])
-def test_every_model_in_every_order_equals_one_rank(pools, family, ranks):
-    cases = [
-        (order, mode, lengths, None if lengths is None else "offsets")
-        for order in ("zigzag_buffer", "contiguous", "seq_index: contiguous")
-        for mode in ("headwise", "chunkwise")
-        for lengths in (None, ANY)
-    ]
-    cases += [("zigzag", mode, CUT, "offsets") for mode in ("headwise", "chunkwise")]
-    pools(ranks).run(laws.models_equal_one_rank, family, cases)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

@@ -59,11 +59,6 @@ def test_a_causal_mask_is_no_mask(model, kind):
     assert torch.equal(layer(x, attention_mask=mask), layer(x))
 
 
-def test_a_mask_that_does_not_isolate_what_others_name_is_refused(model):
-    with pytest.raises(ValueError, match=r"\(4-D\) and _packed_seq_ids .* boundaries"):
-        model(TOKENS, attention_mask=block_mask([[1] * 9]), _packed_seq_ids=torch.tensor(IDS))
-
-
 PADDED = torch.tensor([[1, 1, 2, 2, 2, 0], [1, 1, 1, 1, 0, 0]])
 
 
