@@ -1,14 +1,13 @@
-"""The interface of a recurrence: staged plain calls, with states in and out.
+"""The interface of a recurrence: a rule, and the stages of its forward and backward.
 
     forward = rule.begin(inputs, documents)      backward = rule.begin_backward(d_o, inputs, ...)
-    forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in where dS_out is 0
-    forward.run(initial)    o and S_out          backward.run(initial, d_final)        the rest
+    forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in if dS_out is 0
+    forward.run(initial)    o and S_out          backward.run(initial, d_final)    d_inputs
 
-A stage keeps what its calls share. No call waits for the device.
+A stage keeps intermediates that both of its calls read. No call waits for the device.
 
-States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. N counts sequences:
-the batch rows, or the non-empty documents, row after row. Without a state a sequence starts at
-zero.
+States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. The N sequences are
+the batch rows, or the non-empty documents of all rows. An initial state of None is zero.
 """
 
 from __future__ import annotations
@@ -29,28 +28,28 @@ class Bits(IntEnum):
     """A promise about the bits of a result; each promise includes the promises before it."""
 
     FREE = 0
-    DETERMINISTIC = 1  # a sequence's do not change with the run, nor with the rest of the batch
-    ON_GRID = 2  # a token's depend on the tokens of its sequence alone, see :mod:`..aligned`
+    DETERMINISTIC = 1  # a sequence's bits do not depend on the run or on other sequences
+    ON_GRID = 2  # a token's bits depend only on tokens of its sequence, see :mod:`..aligned`
 
 
 class Saved(NamedTuple):
-    """The tensors that a forward keeps for its backward beside the inputs."""
+    """The tensors that a forward keeps for its backward, without the inputs."""
 
-    tensors: tuple[Any, ...] = ()  # saved by autograd; None where a rule has none to save
-    plan: Any = None  # how the batch was run, in the rule's own type
-    made: Any = None  # what a second run of the forward has made for the backward
+    tensors: tuple[Any, ...] = ()  # autograd saves these tensors; an entry may be None
+    plan: Any = None  # other values that the rule's backward reads, in the rule's own type
+    made: Any = None  # intermediates of a second run of the forward, for the backward
 
 
 class RuleOutput(NamedTuple):
     """The result of one forward."""
 
     o: Tensor  # [B, S, H, V]
-    final: Tensor | None  # [N, H, K, V], if asked for
-    saved: Saved  # no tensors if keep is False
+    final: Tensor | None  # [N, H, K, V], the final states; None if not asked for
+    saved: Saved  # has no tensors if keep is False
 
 
 class _Stage:
-    """The inputs of a stage, packed documents in one row."""
+    """The inputs of a stage; packed documents are in one row ``[1, B S, ...]``."""
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
         self.rule, self.documents = rule, documents
@@ -60,7 +59,7 @@ class _Stage:
 
 
 class RuleForward(_Stage):
-    """A forward that has begun."""
+    """The forward of a rule for one batch."""
 
     def state_map(self) -> StateMap:
         """The map of each of the N sequences, ``local`` and ``through`` ``[N, H, K, .]``."""
@@ -69,17 +68,17 @@ class RuleForward(_Stage):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output, from the states that enter the sequences; None is zero.
+        """The output for initial states ``initial``; None is zero.
 
         Args:
-            keep: whether a backward will come.
-            final: also return the states after the last tokens.
+            keep: whether tensors are kept for a backward.
+            final: also return the final states.
         """
         raise NotImplementedError
 
 
 class RuleBackward(_Stage):
-    """A backward that has begun."""
+    """The backward of a rule for one batch."""
 
     def __init__(
         self, rule: Any, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
@@ -90,17 +89,18 @@ class RuleBackward(_Stage):
     def d_initial(self) -> Tensor:
         """``[N, H, K, V]``: the gradient of the initial states if that of the final states is 0.
 
-        With a ``d_final`` the gradient is this plus ``through^T @ d_final``.
+        For other gradients of the final states, the caller adds ``through^T @ d_final``.
         """
         raise NotImplementedError
 
     def d_o_was_scaled(self, by: Tensor) -> None:
-        """Called after d_o was multiplied in place by ``by [H, 1, 1]``, see :mod:`...gdn.half`."""
+        """The caller multiplied d_o in place by ``by [H, 1, 1]``, see :mod:`...gdn.half`."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in the rule's own tuple.
 
-        ``initial`` is the forward's, ``d_final [N, H, K, V]`` of the final states; None is zero.
+        ``initial`` has the forward's initial states, ``d_final [N, H, K, V]`` the gradients of the
+        final states; None is zero.
         """
         raise NotImplementedError
 
@@ -117,17 +117,17 @@ class RuleBackward(_Stage):
 class Rule:
     """A recurrence over the inputs that a front makes."""
 
-    name: str  # the ``backend`` that selects it
+    name: str  # the value of ``backend`` that selects the rule
     bits: Bits = Bits.FREE
-    # Of the inputs and of o; None is the projection's, which d_o has always.
+    # The dtype of the inputs and of o; None: the projection's dtype, which d_o always has.
     operand_dtype: torch.dtype | None = None
-    reads_again: frozenset[str] = frozenset()  # inputs that the backward gets
+    reads_again: frozenset[str] = frozenset()  # names of the inputs that the backward reads
     forward: ClassVar[Callable[..., RuleForward]]
     backward: ClassVar[Callable[..., RuleBackward]]
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether the bits of a sequence do not depend on other sequences or on its place."""
+        """Whether a sequence's bits depend neither on other sequences nor on its place."""
         return self.bits >= Bits.DETERMINISTIC
 
     def why_not_heads(self, heads: int) -> str | None:
@@ -135,7 +135,7 @@ class Rule:
         return None
 
     def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
-        """This rule in ``wrapper``. A rule that converts operands wraps its inner rule instead."""
+        """``wrapper(self)``; a rule that converts operands wraps its inner rule instead."""
         return wrapper(self)
 
     def begin(self, inputs: Any, documents: Documents | None) -> RuleForward:
@@ -148,34 +148,34 @@ class Rule:
         return self.backward(self, d_o, inputs, saved, documents)
 
     def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
-        """Called when a layer with this rule is built, to start compiling its kernels.
+        """Start to compile the rule's kernels; a layer calls this method when it is built.
 
-        ``layout``: of the rank that runs the rule. ``dtype``: of its inputs, unless the rule has an
-        ``operand_dtype``. ``states``: whether states enter and leave.
+        ``layout`` is the layout on this rank. ``dtype`` is the inputs' dtype if ``operand_dtype``
+        is None. ``states``: whether the rule gets initial states and returns final states.
         """
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
-        """The part of a forward's ``saved`` that its second run reads: little per token."""
+        """The part of a forward's ``saved`` that its second run reads: few bytes per token."""
         return Saved()
 
     def run_again(
         self, inputs: Any, kept: Saved, documents: Documents | None, initial: Tensor | None
     ) -> RuleOutput:
-        """``o`` of a forward whose output was dropped, and the tensors that its backward needs.
+        """Run a forward again, to compute ``o`` and the tensors for the backward.
 
-        Inputs and states have the bits of the first run; :meth:`kept_to_run_again` returned
-        ``kept``.
+        Inputs and states have the bits of the first run. ``kept`` is the result of
+        :meth:`kept_to_run_again`.
         """
         return self.begin(inputs, documents).run(initial)
 
 
 def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """Apply ``change`` to every input ``[B, S, ...]``, to change its tokens; None stays None."""
+    """Apply ``change`` to every input ``[B, S, ...]``; None stays None."""
     return type(inputs)(*(None if x is None else change(x) for x in inputs))
 
 
 def in_one_row(x: Any) -> Any:
-    """A tensor ``[B, S, ...]``, or each input, as ``[1, B S, ...]``, without a copy."""
+    """View a tensor ``[B, S, ...]``, or each tensor of a tuple of inputs, as ``[1, B S, ...]``."""
     if not isinstance(x, Tensor):
         return on_tokens(x, in_one_row)
     return x if x.shape[0] == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])

@@ -1,4 +1,4 @@
-"""The choice of a mixer's rule: a table for each mixer, one function for all of them."""
+"""The choice of a mixer's rule: each mixer has a table of kernels, and one function chooses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Choice(NamedTuple):
 
 
 class Tested(NamedTuple):
-    """Whether kernels were seen to repeat bit for bit on such inputs, and the words for the log."""
+    """Whether a test showed that kernels repeat bit for bit, and the log's words about the test."""
 
     repeats: bool
     words: str
@@ -33,12 +33,11 @@ class Kernels(NamedTuple):
     """A backend that computes the rule in a package's kernels."""
 
     why_not: Callable[[], Obstacle | None]  # why the kernels cannot run here
-    rule: Callable[..., Rule]  # takes :class:`Bits` if it has ``tested``
-    fits: str = ""  # the reason if "auto" takes the first of a table
-    # Why a result may have other bits in another run or beside other sequences, or where not.
-    unsteady: str | None = None
-    tested: Callable[[], Tested] | None = None
-    by_name: bool = False  # "auto" does not take these kernels
+    rule: Callable[..., Rule]  # takes :class:`Bits` if ``tested`` is set
+    fits: str = ""  # the reason in the log if "auto" takes the first kernels of a table
+    unsteady: str | None = None  # why bits may depend on the run or on other sequences
+    tested: Callable[[], Tested] | None = None  # the result of a test of repeatability
+    by_name: bool = False  # whether "auto" never takes these kernels
 
 
 def choose(
@@ -50,19 +49,20 @@ def choose(
     device: torch.device,
     bits: Bits,
 ) -> Choice:
-    """The rule of a mixer: kernels in order of preference, or else plain torch.
+    """Choose the rule of a mixer: kernels in order of preference, or else plain torch.
 
     Args:
-        backend: a name of ``kernels``, ``"reference"``, or ``"auto"``: the first that runs here; if
-            that is not the first one, the log says why, once. A name is never replaced.
+        backend: a name of ``kernels``, ``"reference"``, or ``"auto"``, the first backend that runs
+            here; if this is not the first of ``kernels``, the log says why, once. A name is never
+            replaced by another.
         plain: builds the reference for any ``bits``.
-        bits: the promise. Above ``FREE`` kernels that were tested for it, or the reference.
-            For ``DETERMINISTIC`` kernels may be asked for by name where they were not tested; the
-            log then says so.
+        bits: the promise. For a promise above ``FREE``, ``"auto"`` takes kernels that were tested
+            for repeatability, or the reference. For ``DETERMINISTIC`` a name may select untested
+            kernels; the log then says that they are untested.
 
     Raises:
-        ValueError: an unknown name, or one that ``bits`` or the kernels' own limits rule out.
-        ImportError: its package is missing, too old, or known to compute wrong results here.
+        ValueError: an unknown name, or a backend that cannot run here or keep the promise.
+        ImportError: the backend's package is missing, too old, or computes wrong results here.
     """
     if backend not in ("auto", "reference", *kernels):
         legal = ", ".join(repr(name) for name in (*kernels, "reference"))
@@ -89,7 +89,7 @@ def choose(
 def _say_passed(
     mixer: str, taken: str, passed: dict[str, Obstacle], device: torch.device, bits: Bits
 ) -> list[str]:
-    """Why kernels before the taken ones do not run; also logged."""
+    """Log and return the reasons why the kernels before ``taken`` do not run."""
     whys = [f"not {name}: {obstacle.why}" for name, obstacle in passed.items()]
     if whys:
         mixer = f"Deterministic {mixer}" if bits else mixer

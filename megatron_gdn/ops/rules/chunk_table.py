@@ -1,10 +1,10 @@
-"""The places of a batch's tokens in chunks, the groups that chunks are computed in, and the walk.
+"""The places of a batch's tokens in chunks, the groups of chunks, and the walk over a group.
 
-The walk carries the state from chunk to chunk of a group; states enter and leave where sequences
-begin and end. In fixed buffers only the device knows these places, so every chunk is walked, also
-the empty ones at the end.
+The walk carries the state from chunk to chunk. At a chunk where a sequence begins, the sequence's
+initial state replaces the carried state. In fixed buffers only the device knows where sequences
+begin, so the walk includes the empty chunks at the end.
 
-Legend: N sequences (in fixed buffers empty ones keep their states), n chunks, C tokens of a chunk.
+Legend: N sequences (in fixed buffers also the empty sequences), n chunks, C tokens of a chunk.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from ..documents import Documents, chunks_where_known
 from ..host_tables import to_device
 
 CHUNK = 64  # tokens
-# Chunk-heads computed side by side: enough products of 64 x 64 to fill a GPU. Not a power of two:
-# documents in a buffer of 2^15 tokens have a few chunks more, which would need another group.
+# Chunks times heads of a group: enough products of 64 x 64 to fill a GPU. The number is not a power
+# of two, since documents in a buffer of 2^15 tokens have a few more chunks than 2^15 / 64, and
+# these few chunks would need another group.
 _AT_ONCE = 1536
 
 
@@ -31,7 +32,7 @@ def chunks_at_once(heads: int) -> int:
 
 
 def fills_up(device: torch.device) -> bool:
-    """Whether the last group is filled up with empty chunks to the size of the others."""
+    """Whether empty chunks fill up the last group to the size of the other groups."""
     return device.type == "cuda"
 
 
@@ -39,25 +40,25 @@ def fills_up(device: torch.device) -> bool:
 class ChunkGroup:
     """Some consecutive chunks."""
 
-    slots: slice  # of the table
-    chunks: int  # how many are walked; the rest, up to the group's size, is empty
+    slots: slice  # the group's slots in the table
+    chunks: int  # the number of chunks that are walked; the group's other chunks are empty
     token: Tensor | slice  # int64, the token in each slot; empty slots repeat some token
-    empty: Tensor | None  # bool, per slot; None when no slot is empty
-    tokens: slice | None = None  # of these chunks, one after the other; None if not known
-    slot: Tensor | None = None  # int64, of each token, in the group; None when slots are tokens
-    # int64, the first chunks of sequences, and the sequences; then the same of the last chunks.
+    empty: Tensor | None  # bool, whether each slot is empty; None: no slot is empty
+    tokens: slice | None = None  # the group's tokens in the buffer; None: only the device knows
+    slot: Tensor | None = None  # int64, the slot of each token; None: no slot is empty
+    # int64: the chunks where a sequence begins (ends), and the sequences.
     begin_index: tuple[Tensor, Tensor] | None = None
     end_index: tuple[Tensor, Tensor] | None = None
-    begins: tuple[int, ...] = ()  # the first chunks, on the host
-    ends: tuple[int, ...] = ()
+    begins: tuple[int, ...] = ()  # begin_index[0] on the host
+    ends: tuple[int, ...] = ()  # end_index[0] on the host
 
     def taken(self, states: Tensor, *, ends: bool = False) -> Tensor:
-        """The rows of ``[N, H, K, V]`` that :meth:`walk` reads: sequences that begin (end) here."""
+        """The ``states`` ``[N, H, K, V]`` of sequences that begin (``ends``: end) in the group."""
         index = self.end_index if ends else self.begin_index
         return states[:0] if index is None else states.index_select(0, index[1])
 
     def put(self, states: Tensor, new: Tensor, *, begins: bool = False) -> None:
-        """Write what :meth:`walk` returns of the sequences that end (or begin) here."""
+        """Write ``new`` to the ``states`` of sequences that end (``begins``: begin) in the group."""
         index = self.begin_index if begins else self.end_index
         if index is not None:
             states.index_copy_(0, index[1], new)
@@ -73,24 +74,24 @@ class ChunkGroup:
         """Apply ``S -> through S + added`` chunk by chunk, or from the last chunk to the first.
 
         Args:
-            through: ``[n, H, K, K]``, or ``[n, H, K, 1]`` (or 1 for K), a factor of each row.
-            states: ``[n + 1, H, K, V]``, room; ``added`` is in all but the first (``back``: the
-                last).
-            carried: ``[H, K, V]``, the state from the group before (``back``: after); None at the
-                start, where a sequence begins.
-            given: what :meth:`taken` returns.
+            through: ``[n, H, K, K]``; or ``[n, H, K or 1, 1]``, a factor of each row.
+            states: ``[n + 1, H, K, V]``, overwritten; ``added`` of the n chunks is in
+                ``states[1:]`` (``back``: in ``states[:-1]``).
+            carried: ``[H, K, V]``, the state from the group before (``back``: after); None if a
+                sequence begins with the group.
+            given: the result of :meth:`taken`.
 
         Returns:
-            The state that enters every chunk ``[n, H, K, V]``, the one that leaves the group, and
-            what :meth:`put` takes.
+            The state that enters every chunk ``[n, H, K, V]``, the state that leaves the group, and
+            the states ``new`` for :meth:`put`.
         """
         entering, leaving = (states[1:], states[:-1]) if back else (states[:-1], states[1:])
         opens, closes, closing = self.begin_index, self.end_index, self.ends
         if back:
             opens, closes, closing = closes, opens, self.begins
-        # Where a sequence ends, the state that enters the next one takes the place of the one that
-        # leaves. So the states that leave have a buffer of their own. (In the caller's buffer the
-        # place of a sequence would decide the alignment, and on a CPU the alignment decides bits.)
+        # A sequence's final state and the next sequence's initial state have the same place in
+        # ``states``, so final states have a buffer of their own. (In the caller's buffer a state's
+        # alignment would depend on the sequence's place, and on a CPU bits depend on alignment.)
         left = leaving[:0] if closes is None else leaving.index_select(0, closes[0])
         if carried is not None:
             entering[self.chunks - 1 if back else 0].copy_(carried)
@@ -114,14 +115,13 @@ def _step(through: Tensor) -> Any:
 class GroupOnDevice(ChunkGroup):
     """Chunks of fixed buffers, some without tokens: the host does not know where sequences lie."""
 
-    sequence: Tensor  # int64 [n]
+    sequence: Tensor  # int64 [n], the sequence of each chunk
     begin: Tensor  # bool [n], whether a sequence begins with the chunk
-    end: Tensor
-    # int64 [N], the first chunk of a sequence, counted in the group and clamped to the group.
-    first: Tensor
-    last: Tensor
-    first_here: Tensor  # bool [N, 1, 1, 1], whether that chunk is in the group
-    last_here: Tensor
+    end: Tensor  # bool [n], whether a sequence ends with the chunk
+    first: Tensor  # int64 [N], each sequence's first chunk, counted in and clamped to the group
+    last: Tensor  # int64 [N], each sequence's last chunk, as first
+    first_here: Tensor  # bool [N, 1, 1, 1], whether the sequence's first chunk is in the group
+    last_here: Tensor  # bool [N, 1, 1, 1], whether the sequence's last chunk is in the group
 
     def taken(self, states: Tensor, *, ends: bool = False) -> Tensor:
         return states
@@ -151,14 +151,14 @@ class GroupOnDevice(ChunkGroup):
 class ChunkTable:
     """The chunks of N sequences, sequence after sequence.
 
-    On a GPU all groups have one size, filled up with empty chunks. So every product has one shape
-    for any batch, and no bit of a sequence depends on its neighbours.
+    On a GPU all groups have one size; empty chunks fill up the last group. So every product has one
+    shape for any batch, and a sequence's bits do not depend on other sequences.
     """
 
     chunk_size: int
     sequences: int
     groups: tuple[ChunkGroup, ...]
-    slot: Tensor | None  # int64 [T], of each token; None where groups know their tokens
+    slot: Tensor | None  # int64 [T], the slot of each token; None if groups have ``tokens``
 
     @cached_property
     def are_chunks(self) -> bool:
@@ -167,14 +167,14 @@ class ChunkTable:
 
     @staticmethod
     def of(documents: Documents, chunk_size: int, heads: int, fixed: bool = False) -> ChunkTable:
-        """The table of these documents, made once; ``fixed``: on a CPU a group is one chunk."""
+        """The table of ``documents``, made once; with ``fixed`` a group on a CPU is one chunk."""
         fill_up = fills_up(documents.device)
         at_once = 1 if fixed and not fill_up else chunks_at_once(heads)
         key = ChunkTable, chunk_size, at_once, fill_up
         return documents.plan(key, lambda: _build(documents, *key[1:]))
 
     def chunks_in(self, group: ChunkGroup) -> int:
-        """How many chunks the group has, empty ones included."""
+        """The number of chunks of the group, with the empty chunks."""
         return (group.slots.stop - group.slots.start) // self.chunk_size
 
     def to_chunks(
@@ -187,7 +187,7 @@ class ChunkTable:
     ) -> Tensor:
         """``[B, T, H]`` or ``[B, T, H, D]`` -> ``[n, *heads, C]`` or ``[n, *heads, C, D]``.
 
-        Empty slots are zero, which makes them tokens that write nothing and do not decay.
+        Empty slots are zero: a token of zeros writes nothing, and the state does not decay.
         """
         rows = x.flatten(0, 1)[group.token]
         if group.empty is not None:
@@ -198,30 +198,30 @@ class ChunkTable:
         return out.copy_(chunks)
 
     def rows_like(self, x: Tensor) -> Tensor:
-        """Room for the rows of a tensor like ``x``, to be filled by :meth:`put`."""
+        """An unfilled tensor with the heads and dtype of ``x``, for :meth:`put`."""
         last = self.groups[-1] if self.groups else None
         count = 0 if last is None else (last.tokens or last.slots).stop
         return x.new_empty(count, *x.shape[2:])
 
     def put(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
-        """Write ``[n * H, C]`` or ``[n * H, C, D]`` to the group's rows."""
+        """Write chunks ``[n * H, C]`` or ``[n * H, C, D]`` to the group's rows."""
         self.put_tokens(rows, group, chunks.unflatten(0, (-1, rows.shape[1])).movedim(2, 1))
 
     def put_tokens(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
-        """As :meth:`put`, from chunks ``[n, C, ...]``."""
-        if group.slot is not None:  # only this group is held twice
+        """Write chunks ``[n, C, ...]`` to the group's rows."""
+        if group.slot is not None:  # with empty slots; only this group's rows are copied twice
             rows[group.tokens] = chunks.flatten(0, 1).index_select(0, group.slot).to(rows.dtype)
             return
         to = rows[group.slots if group.tokens is None else group.tokens]
         to.view(-1, self.chunk_size, *to.shape[1:]).copy_(chunks)
 
     def to_tokens(self, rows: Tensor, like: Tensor) -> Tensor:
-        """The rows of the tokens, in the shape of ``like``."""
+        """The rows in the order of the tokens, in the shape of ``like``."""
         return (rows if self.slot is None else rows.index_select(0, self.slot)).view(like.shape)
 
 
 class _Places(NamedTuple):
-    """Tables of all n chunks, filled up to whole groups on a GPU."""
+    """Tables of all n chunks, with the empty chunks that fill up groups on a GPU."""
 
     slot: Tensor  # int64 [T], the slot of each token
     token: Tensor  # int64 [n * C], the token in each slot; empty slots repeat some token
@@ -229,8 +229,8 @@ class _Places(NamedTuple):
     sequence: Tensor  # int64 [n]
     begins: Tensor  # bool [n], whether the chunk is the first of its sequence
     ends: Tensor  # bool [n], whether the chunk is the last of its sequence
-    first: Tensor  # int64 [N], the first chunk of a sequence
-    last: Tensor  # int64 [N]
+    first: Tensor  # int64 [N], the first chunk of each sequence
+    last: Tensor  # int64 [N], the last chunk of each sequence
     filled: Tensor  # bool [N], whether the sequence has tokens
 
 
@@ -278,7 +278,7 @@ def _build(documents: Documents, C: int, at_once: int, fill_up: bool) -> ChunkTa
 def _group(
     places: _Places, C: int, start: int, stop: int, end: int, device: torch.device
 ) -> ChunkGroup:
-    """Chunks ``start`` to ``stop``, from ``end`` on empty, as the host knows them."""
+    """The group of chunks ``start`` to ``stop``; chunks from ``end`` on are empty."""
     slots, chunks = slice(start * C, stop * C), slice(start, stop)
     token, empty = places.token[slots], places.empty[slots]
     of_tokens = (~empty).nonzero()[:, 0]

@@ -1,8 +1,8 @@
 """fla (flash-linear-attention) as a rule: a mixer names fla's functions and their arguments.
 
-These functions of fla 0.6 lie beneath fla's autograd classes, which copy strided inputs and save
-tensors of their own. Before a rule is chosen, each function and its arguments are looked for.
-Importing fla takes seconds, so fla is imported only when a GPU backend is considered.
+The rules call functions of fla 0.6 that fla's autograd classes call; the classes would copy strided
+inputs and save other tensors. :func:`why_not_callable` checks each function and its arguments.
+The import of fla takes seconds, so fla is imported only if a rule for a GPU is chosen.
 """
 
 from __future__ import annotations
@@ -40,15 +40,15 @@ def boundaries_of(documents: Documents | None) -> Boundaries:
 
 
 class Inside(NamedTuple):
-    """The tensors of chunks that do not depend on the states that enter them."""
+    """The tensors of chunks that do not depend on the states."""
 
-    chunks: dict[str, Tensor]  # fla's arguments for the walk from state to state
-    saved: tuple[Tensor, ...]  # for the backward
-    scores: Tensor | None = None  # of q, if made here
+    chunks: dict[str, Tensor]  # fla's arguments for the walk from chunk to chunk
+    saved: tuple[Tensor, ...]  # tensors for the backward
+    scores: Tensor | None = None  # products of q and k, or q itself, for the output
 
 
 def dense(state: Tensor | None) -> Tensor | None:
-    """The state made contiguous: fla's kernels read it from its address on, not by its strides."""
+    """A contiguous state, since fla's kernels do not read the strides of a state."""
     return None if state is None else state.contiguous()
 
 
@@ -81,7 +81,7 @@ class FlaForward(RuleForward):
         made, self._made = self._inside(), None
         states, written, last = self.rule.walk(self, made, dense(initial), final)
         o = self.rule.output(self, made, states, written)
-        # The boundaries hold chunk indices, which would otherwise be built again on the host.
+        # The saved boundaries hold chunk indices; without them fla builds the indices on the host.
         return RuleOutput(in_rows(o, self.rows), last, Saved(made.saved, self.at))
 
 
@@ -96,7 +96,7 @@ class FlaBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        # fla computes this gradient only if it gets some states; it reads no values.
+        # fla computes this gradient only with initial states as an argument; values are not read.
         B, _, H, V = self.d_o.shape
         N = B if self.documents is None else len(self.documents.cu_seqlens) - 1
         some = self.d_o.new_empty(N, H, self.inputs.k.shape[-1], V, dtype=torch.float32)
@@ -109,7 +109,7 @@ class FlaBackward(RuleBackward):
 
 
 class FlaRule(Rule):
-    """A rule in fla's kernels, for bf16 or fp16: ``backend="fla"``. A mixer's has six methods:
+    """A rule in fla's kernels, for bf16 or fp16: ``backend="fla"``. A mixer's rule has six methods:
 
         inside(x)                          an Inside
         walk(x, made, initial, final)      states at chunks, written values, final states or None
@@ -118,14 +118,14 @@ class FlaRule(Rule):
         d_states(x, some)                  the gradient of initial states; ``some``: any states
         gradients(x, initial, d_final)     gradients of the inputs, in a tuple of the mixer
 
-    ``x`` has ``inputs``, ``documents``, and ``at``: fla's arguments for boundaries; in a backward
-    ``d_o`` and ``kept``, the tensors that the forward saved.
+    ``x`` is the stage. It has ``inputs``, ``documents``, and ``at``, fla's arguments for
+    boundaries; a backward also has ``d_o`` and ``kept``, the tensors that the forward saved.
     """
 
     name = "fla"
     forward, backward = FlaForward, FlaBackward
-    reads_boundaries: ClassVar[bool] = False  # on the host, in its kernels' wrappers
-    # "module function" -> the arguments that are passed by name. No others can be called.
+    reads_boundaries: ClassVar[bool] = False  # whether fla's functions read them on the host
+    # "module function" -> the arguments that are passed by name. A rule calls no other functions.
     called: ClassVar[Mapping[str, str]]
 
     @cached_property
@@ -135,11 +135,11 @@ class FlaRule(Rule):
 
     @classmethod
     def why_not_sizes(cls, state: StateShape) -> str | None:
-        """Why the kernels cannot take heads like these; None if they can."""
+        """Why the kernels cannot take heads with such a state, or None."""
         return f"fla takes key_head_dim up to 256, not {state.rows}" if state.rows > 256 else None
 
     def again(self, x: FlaBackward) -> tuple[Any, ...]:
-        """The value of ``kept``; a mixer may compute some of these tensors again."""
+        """The value of ``kept``; a mixer's rule may compute some of the tensors again."""
         return x.saved.tensors
 
 
@@ -154,12 +154,12 @@ def functions_of(rule: type[FlaRule]) -> SimpleNamespace:
 
 @cache
 def why_not_callable(rule: type[FlaRule]) -> str | None:
-    """Which function of the installed fla cannot be called as ``rule`` does; None if all can."""
+    """Why the installed fla's functions cannot be called with the rule's arguments, or None."""
     for place, wanted in {**rule.called, **_EVERY_RULE}.items():
         home, name = place.split()
         try:
             module = import_module(home)
-        except Exception as error:  # what fla needs may be missing or broken in any way
+        except Exception as error:  # packages that fla imports may be missing or broken
             why = f"{home} cannot be imported ({type(error).__name__}: {error})"
             return f"flash-linear-attention: {why}"
         if not hasattr(module, name):
@@ -186,7 +186,7 @@ def why_not_fla(
     if sizes is not None:
         return Obstacle(sizes)
     package = fla_package(torch.cuda.get_device_capability(device)[0])
-    why = why_not_callable(rule) if package is None else None  # last: it imports fla
+    why = why_not_callable(rule) if package is None else None  # the last check, which imports fla
     return package if why is None else Obstacle(why, ImportError)
 
 
@@ -194,7 +194,7 @@ def kernels_of_fla(
     rule: type[FlaRule], device: torch.device, dtype: torch.dtype, state: StateShape,
     make: Callable[[], FlaRule] | None = None,
 ) -> Kernels:  # fmt: skip
-    """fla's row in a mixer's table of choices; ``make`` builds a rule that has options."""
+    """fla's entry in a mixer's table of kernels; ``make`` builds a rule with options."""
     return Kernels(
         lambda: why_not_fla(rule, device, dtype, state), make or rule, "fla runs here", FLA_IS_TIMED
     )
@@ -210,6 +210,6 @@ def choose_fla_or_plain(
     dtype: torch.dtype,
     bits: Bits = Bits.FREE,
 ) -> Choice:
-    """The rule of a mixer without other kernels, see :func:`.choice.choose`."""
+    """The rule of a mixer that has only fla's kernels, see :func:`.choice.choose`."""
     kernels = {"fla": kernels_of_fla(fla, device, dtype, state)}
     return choose(backend, mixer, kernels, plain, device=device, bits=bits)

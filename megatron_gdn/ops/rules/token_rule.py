@@ -1,14 +1,14 @@
-"""The recurrences of all mixers one token after the other: the oracle, and a decode step.
+"""The recurrences of all mixers, one token after the other: the oracle, and a decode step.
 
-Per head, with state ``S [K, V]``:
+Each head has a state ``S [K, V]``. The state decays, one of three updates follows, and q reads:
 
-    S_t = exp(g_t) S_{t-1}                                g_t one number, or one for each row
+    S_t = exp(g_t) S_{t-1}                                g_t is one number, or one for each row
     S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T            the delta rule
-    S_t = S_t + k_t (v_t - S_t^T e_t)^T                   with a key e of its own that is erased
-    S_t = S_t + k_t v_t^T                                 if nothing is erased
+    S_t = S_t + k_t (v_t - S_t^T e_t)^T                   erases by another key e
+    S_t = S_t + k_t v_t^T                                 erases nothing
     o_t = S_t^T q_t
 
-R is heads with a state per key head, H = G R.
+R is the number of heads with a state per key head, H = G R.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ def recurrence(
     offsets: tuple[int, ...] | None = None,
     erased: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """The output ``[B, T, H, V]`` and the states after it ``[N, H, K, V]``; differentiable.
+    """The output ``[B, T, H, V]`` and the final states ``[N, H, K, V]``; differentiable.
 
     Args:
         q, k: ``[B, T, G, K]``, each for R neighbouring heads. All tensors have one dtype.
         v: ``[B, T, H, V]``.
         g: ``[B, T, H]``, ``[B, T, H, K]`` or ``[B, T, G, K]``.
-        beta: ``[B, T, H]``; None: beta is 1, and only ``erased`` is erased.
+        beta: ``[B, T, H]``; None: the update with ``erased``, or without erasing.
         initial: ``[N, H, K, V]``; None is zero.
-        offsets: where sequences begin in the one row, and its end; None: each row is a sequence.
-        erased: ``[B, T, G, K]``, the key e.
+        offsets: cumulative lengths of the sequences in one row; None: each row is a sequence.
+        erased: ``[B, T, G, K]``, the key e; None: nothing is erased if beta is None.
     """
     groups, K = k.shape[2:]
     v_BTGRV, g_BTGRK = v.unflatten(2, (groups, -1)), g.unflatten(2, (groups, -1))
