@@ -14,7 +14,7 @@ from ..state_maps.state_map import StateShape
 
 
 class RuleInputs(NamedTuple):
-    """Inputs of the rule. A backward gets None for those that the rule does not read again."""
+    """Inputs of the rule. A backward gets None for inputs that the rule does not read again."""
 
     q: Tensor  # [B, S, G, K], unit length
     k: Tensor  # [B, S, G, K]
@@ -26,8 +26,9 @@ class RuleInputs(NamedTuple):
 class RuleGrads(NamedTuple):
     """Gradients of the inputs, for the front's backward.
 
-    dq and dk may have H heads, one per value head: the front sums those of one key head. With a
-    ``factor``, a power of two for each key head, the true gradient is ``tensor * factor[head]``.
+    dq and dk may have H heads; the front then sums the value heads of each key head. With a
+    ``factor``, a power of two per value head and equal for one key head's value heads, the true
+    gradient is ``tensor * factor[head]``.
     """
 
     q: Tensor
@@ -83,7 +84,7 @@ def check_rule_inputs(
 
 
 class HeadSizes(NamedTuple):
-    """Heads and head dims that one rank holds."""
+    """Numbers of heads on one rank, and head dims."""
 
     key_heads: int
     value_heads: int

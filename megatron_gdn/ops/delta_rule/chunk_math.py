@@ -1,18 +1,18 @@
-"""One group of chunks of a linear-attention rule, in plain torch; autograd differentiates it.
+"""One group of chunks of a linear-attention rule, in plain torch; autograd differentiates the code.
 
-With a log-decay per head or per channel, a key k that is written, a key e that is erased (Mamba2
-erases nothing) and a written value u, see :class:`Values`:
+The log-decay g is per head or per channel. A token writes the value u under the key k and erases by
+the key e (Mamba2 erases nothing), see :class:`Values`:
 
     S_t = D_t S_{t-1} + k_t (u_t - e_t^T D_t S_{t-1})        D_t = exp(g_t)        o_t = S_t^T q_t
 
-Inside a chunk everything is a product of matrices. With G_t the sum of g from the chunk's start,
-y_t the value that is written in the end, and S the state before the chunk:
+A chunk is computed by matrix products. G_t is the sum of g from the chunk's start, y_t the value
+that token t writes after erasing, and S the state before the chunk:
 
     (I + A) y = u - e_in S      A_ij = e_i . exp(G_i - G_j) k_j, j < i      e_in = exp(G) e
     o         = q_in S + P y    P_ij = q_i . exp(G_i - G_j) k_j, j <= i     q_in = exp(G) q
     S_next    = exp(G_C) S + k_out^T y                                      k_out = exp(G_C - G) k
 
-(Yang et al. 2024, sections 3.2-3.3.) y is affine in S, and so is the state after the chunk:
+(Yang et al. 2024, sections 3.2-3.3.) y and the state after the chunk, S_next, are affine in S:
 
     y         = U + W S         U = (I + A)^-1 u,      W = -(I + A)^-1 e_in
     S_next    = M S + Z         Z = k_out^T U,         M = exp(G_C) I + k_out^T W
@@ -42,7 +42,7 @@ class Values(NamedTuple):
     k: Tensor  # [m, C, K]
     e: Tensor | None  # [m, C, K]; None: nothing is erased
     u: Tensor  # [b, C, V]
-    g: Tensor  # [b, C], [b, C, K], or [m, C, K] for all value heads of a key head
+    g: Tensor  # [b, C], [b, C, K], or [m, C, K] if a key head's value heads have one decay
     strength: Tensor | None = None  # [b, C], a factor on e for each value head
     skip: Tensor | None = None  # [b, C, V], added to the output
 
@@ -50,12 +50,12 @@ class Values(NamedTuple):
 class _Products(NamedTuple):
     """The products of a group's values that do not depend on its states."""
 
-    P: Tensor | None  # [b, C, C]; None, as q_in, if no output is asked for
-    A: Tensor | None  # [b, C, C], read below its diagonal; None, as e_in, if nothing is erased
+    P: Tensor | None  # [b, C, C]; P and q_in are None if no output is asked for
+    A: Tensor | None  # [b, C, C], read below the diagonal; A and e_in are None if e is None
     q_in: Tensor | None  # [b, C, K]
-    e_in: Tensor | None
-    k_out: Tensor
-    decay: Tensor  # [b, 1 or K, 1], of the state over the chunk
+    e_in: Tensor | None  # [b, C, K]
+    k_out: Tensor  # [b, C, K]
+    decay: Tensor  # [b, 1 or K, 1], exp(G_C), the decay of the state over the chunk
 
 
 def run_group(
@@ -68,19 +68,20 @@ def run_group(
     walks: bool = True,
     set_aside: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The output ``[b, C, V]``, the state after the group, and those of sequences that end in it.
+    """The output ``[b, C, V]``, the state after the group, and the final states of sequences.
 
     Args:
-        carried: ``[H, K, V]``, the state that the chunks before left; None before the first group.
-        initial: states of the sequences that begin here, as :meth:`ChunkGroup.taken` gives them.
-        walks: False: every chunk is a sequence, and no state after it is asked for.
-        set_aside: a token that is not finite reaches no earlier output; not differentiable.
+        carried: ``[H, K, V]``, the state after the group before; None for the first group.
+        initial: initial states of the sequences that begin here, by :meth:`ChunkGroup.taken`.
+        walks: False if every chunk is a whole sequence and no final state is asked for.
+        set_aside: whether tokens that are not finite leave earlier outputs unchanged; without
+            gradients.
     """
     reached = None
     if set_aside:
         x, reached = _set_aside(x)
     P, A, q_in, e_in, k_out, decay = (_per_head if x.g.dim() == 2 else _per_channel)(x, output)
-    if reached is not None:  # NaN in what is written makes the state after the chunk NaN
+    if reached is not None:  # NaN in the written keys makes the state after the chunk NaN
         k_out = k_out.masked_fill_(reached[:, -1:, None], float("nan"))
     S, y, carried, final = _Walk.apply(A, x.u, e_in, k_out, decay, carried, initial, group, walks)
     if P is None or q_in is None:
@@ -94,10 +95,11 @@ def run_group(
 
 
 def _set_aside(x: Values) -> tuple[Values, Tensor]:
-    """Zero the tokens whose k, e, u, g or strength is not finite; ``[b, C]``: tokens they reach.
+    """Zero the tokens whose k, e, u, g or strength is not finite, in place.
 
-    In a product with a triangular matrix 0 times a later token's NaN would be NaN. (A q that is not
-    finite reaches its own output only.)
+    Also returns ``[b, C]``, whether a token or an earlier token of the chunk was zeroed. In a
+    product with a triangular matrix, 0 times a later token's NaN would make an earlier output NaN.
+    A q that is not finite changes only the output of its own token.
     """
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
     # NaN and inf times 0 are NaN.
@@ -123,7 +125,7 @@ def _set_aside(x: Values) -> tuple[Values, Tensor]:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value of every row, or NaN. A norm takes 25 times as long on a CPU."""
+    """The largest absolute value of every row, or NaN; ``vector_norm`` is slow on a CPU."""
     if x.is_cuda:
         return torch.linalg.vector_norm(x, float("inf"), dim=-1)
     return x.abs().amax(-1)
@@ -137,9 +139,9 @@ def upto(C: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Ten
 
 
 def summed(x: Tensor, diagonal: int) -> Tensor:
-    """``x @ upto(C, diagonal)``: torch's own running sum promises no order of additions on a GPU.
+    """``x @ upto(C, diagonal)``, since ``torch.cumsum`` has no fixed order of additions on a GPU.
 
-    As a batched product: in Megatron's batch-invariant mode ``torch.mm`` is TF32, and has no fp64.
+    The product is a ``bmm``: Megatron's batch-invariant mode makes ``mm`` TF32, without fp64.
     """
     C = x.shape[-1]
     table = upto(C, diagonal, x.dtype, x.device)
@@ -147,10 +149,10 @@ def summed(x: Tensor, diagonal: int) -> Tensor:
 
 
 class _Decays(torch.autograd.Function):
-    """exp of the sums of g ``[b, C]`` from the chunk's start and to its end; decayed pairs.
+    """exp(G), exp(G_C - G) for g ``[b, C]``, and ``pairs`` times exp(G_i - G_j).
 
-    Pairs ``[m, C, C]`` of readers and writers give ``[b, C, C]``, lower triangles. The backward is
-    written out, so that no sum is a difference of larger ones.
+    Each of ``pairs`` ``[m, C, C]`` has the products of readers i and writers j. The results are
+    lower triangles ``[b, C, C]``. The backward avoids sums that are differences of larger sums.
     """
 
     @staticmethod
@@ -164,8 +166,8 @@ class _Decays(torch.autograd.Function):
         b, C = g.shape
         gamma = g.new_empty(b, C, C)  # exp(G_i - G_j)
         torch.sub(G[:, :, None], G[:, None, :], out=gamma)  # in fp64, rounded as it is stored
-        # Masked before exp: above the diagonal the exponent is positive and may overflow. And not
-        # by -inf, for which exp() takes ten times as long on a CPU.
+        # Masked before exp: above the diagonal the exponent is positive and may overflow. The mask
+        # is 0 and not -inf, for which exp() takes ten times as long on a CPU.
         gamma.tril_().exp_().tril_()
         decayed = [(x[:, None] * gamma.view(len(x), -1, C, C)).flatten(0, 1) for x in pairs]
         ctx.save_for_backward(gamma, start, end, *decayed)
@@ -180,7 +182,7 @@ class _Decays(torch.autograd.Function):
         crossing = d_decayed[0] * decayed[0]
         for d, x in zip(d_decayed[1:], decayed[1:], strict=True):
             crossing.addcmul_(d, x)
-        # Column t of the product sums writers j < t for reader i; then readers i >= t are summed.
+        # Column t of the product sums writers j < t of reader i; sum(-2) sums readers i >= t.
         dg = summed(crossing, 1).tril_().sum(-2)
         C, dtype, device = gamma.shape[-1], gamma.dtype, gamma.device
         dg.addmm_(d_start * start, upto(C, 0, dtype, device).mT)
@@ -189,7 +191,7 @@ class _Decays(torch.autograd.Function):
 
 
 def _per_head(x: Values, output: bool) -> _Products:
-    """With a decay per head, which is a factor on products that the heads of a key head share."""
+    """Products with a decay per head: value heads of one key head share q k^T and e k^T."""
     (m, C, _), b = x.k.shape, len(x.g)
     readers = [t for t in (x.q if output else None, x.e) if t is not None]
     start, end, *pairs = _Decays.apply(x.g, *(torch.bmm(t, x.k.mT) for t in readers))
@@ -209,11 +211,11 @@ def _per_head(x: Values, output: bool) -> _Products:
 
 
 def _per_channel(x: Values, output: bool) -> _Products:
-    """With a decay per channel (Kimi Team, "Kimi Linear", 2025).
+    """Products with a decay per channel (Kimi Team, "Kimi Linear", 2025).
 
-    exp(G_i) times exp(-G_j) would overflow, since a fast gate sums to -320 in a chunk. So a chunk
-    is cut in halves, down to single tokens. A reader i of the second half meets a writer j of the
-    first half across the boundary r between them, in a product of two matrices:
+    exp(-G_j) alone would overflow, since G reaches -320 in a chunk with fast gates. So a chunk is
+    cut in halves, and each half again, down to single tokens. With r the last token of the first
+    half, readers i of the second half and writers j of the first half meet in one matrix product:
 
         exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j)         both exponents are <= 0
     """
@@ -229,7 +231,7 @@ def _per_channel(x: Values, output: bool) -> _Products:
     made = [t for t in (q if output else None, e) if t is not None]
     P = A = None
     if made:
-        # Halves are twice what a chunk keeps, so the backward makes them again.
+        # The halves take twice the memory of a chunk's products, so the backward recomputes them.
         pairs = saving_inputs(_pairs, torch.stack(made, 2), k, g).unbind(2)
         P, A = pairs[0] if output else None, None if e is None else pairs[-1]
     start, end = _sum(g, 0, later=True).exp(), _sum(g, 1).exp()
@@ -239,9 +241,9 @@ def _per_channel(x: Values, output: bool) -> _Products:
 
 
 def _pairs(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """``[b, C, r, C]``: r readers ``[b, C, r, K]`` and writers ``[b, C, K]``, decayed between."""
+    """Decayed products ``[b, C, r, C]`` of r readers ``[b, C, r, K]`` and writers ``[b, C, K]``."""
     b, C, r, K = readers.shape
-    # Of h pairs of halves of `size` tokens, joined from single tokens up: [2 h, size, r, size].
+    # Products within blocks of `size` tokens, [blocks, size, r, size]; `size` doubles from 1 to C.
     pairs, size = (readers * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
     while size < C:
         first, second = g.view(-1, 2, size, K).unbind(1)
@@ -255,7 +257,10 @@ def _pairs(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
 
 
 def _sum(g: Tensor, diagonal: int, later: bool = False) -> Tensor:
-    """Sums over tokens of ``[b, m, K]``: from ``diagonal`` past each on, or ``later`` up to it."""
+    """For each token of ``[b, m, K]`` the sum over tokens from ``diagonal`` past the token on.
+
+    With ``later`` the sum is over the tokens up to ``diagonal`` before the token.
+    """
     m = g.shape[1]
     table = upto(m, diagonal, g.dtype, g.device).expand(len(g), m, m)
     return torch.bmm(table.mT if later else table, g)
@@ -266,7 +271,7 @@ def _minus_bmm(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _Walk(torch.autograd.Function):
-    """The solve and the walk: states before every chunk ``[b, K, V]``, y, and what walk returns."""
+    """The solve and the walk: states before chunks ``[b, K, V]``, y, carried and final states."""
 
     @staticmethod
     def forward(ctx, A, u, e_in, k_out, decay, carried, initial, group: ChunkGroup, walks: bool):
@@ -310,7 +315,7 @@ class _Walk(torch.autograd.Function):
             of_heads, states, d_carried, d_final, back=True
         )
         d_states = (d_carried if ctx.needs_input_grad[5] else None), d_initial
-        if not any(ctx.needs_input_grad[:5]):  # the gradient of states alone
+        if not any(ctx.needs_input_grad[:5]):  # only the states need a gradient
             return (None,) * 5 + (*d_states, None, None)
         after = after.flatten(0, 1)
         du, dA, de_in = torch.baddbmm(dy, k_out, after), None, None

@@ -1,7 +1,7 @@
-"""fla's kernels of delta rules: the states, with a decay per head or per channel.
+"""fla's kernels of delta rules, with a decay per head or per channel.
 
-A chunk writes ``u - w S`` for the keys ``k``, decayed to the chunk's end, where S is the state that
-enters it. Rules differ in how a chunk makes w and u.
+A chunk with initial state S writes the values ``u - w S`` under the keys ``k``, which are decayed
+to the chunk's end. Each rule computes w and u by its own kernels.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ OF_CHANNELS = {
 
 
 class FlaDeltaRule(FlaRule):
-    """The chunks of :meth:`inside` are ``k``, ``w`` and ``u``, and ``g`` or ``gk``, sums of g."""
+    """The chunks of :meth:`inside` are ``k``, ``w``, ``u``, and ``g`` or ``gk``, the sums of g."""
 
-    # Of a backward: ``q``, ``k``, ``w``, the sums of g; ``dv``, d_o's part of the gradient of the
-    # written values.
+    # readers(x) of a backward x: ``q``, ``k``, ``w``, the sums of g, and ``dv``, the part of the
+    # written values' gradient that comes from d_o within a chunk.
     readers: Callable[..., dict[str, Tensor]]
 
     def sums(self, x: FlaForward | FlaBackward) -> Tensor:
-        """fp32, log2-decay summed within chunks."""
+        """fp32: the base-2 log-decays, summed from each chunk's start."""
         return self.fla.chunk_local_cumsum(
             x.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
         )
@@ -52,7 +52,7 @@ class FlaDeltaRule(FlaRule):
 
     def state_map(self, x: FlaForward, made: Inside) -> StateMap:
         parts, u = parts_of(x.inputs, x.documents), made.chunks["u"]
-        # [local | through] of every part: the summaries that fla's own context parallelism sends.
+        # [local | through] of every part, computed by the kernel of fla's context parallelism.
         (H, V), K, P = u.shape[2:], made.chunks["k"].shape[-1], len(parts.offsets) - 1
         maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)
         rows = {name: of_rows.flatten(0, 1)[None] for name, of_rows in made.chunks.items()}
@@ -71,14 +71,15 @@ class FlaDeltaRule(FlaRule):
 
 
 class FlaChannelRule(FlaDeltaRule):
-    """With a decay per channel. A forward saves the chunks' products of q and k, and the inverses.
+    """A delta rule with a decay per channel. A forward saves Aqk, the chunks' products of q and k,
+    and Akk, the inverses of the chunks' systems.
 
-    The sums of g, as large as q, k and v together, are made again in the backward.
+    The sums of g, as large as q, k and v together, are computed again in the backward.
     """
 
-    # Of a forward and the sums of g: w, u, _, k, products of q and k, inverses of the systems.
+    # within(x, g_sum) of a forward x: w, u, _, k, Aqk, Akk.
     within: Callable[..., tuple[Tensor, ...]]
-    # Of a backward, the sums of g and the inverses: w, u, and q and k decayed.
+    # within_again(x, g_sum, Akk) of a backward x: w, u, and decayed q and k.
     within_again: Callable[..., tuple[Tensor, ...]]
 
     def inside(self, x: FlaForward) -> Inside:
@@ -106,7 +107,7 @@ class FlaChannelRule(FlaDeltaRule):
 
 
 def parts_of(inputs: Any, documents: Documents | None) -> Parts:
-    """The parts whose maps fla computes. Its kernel counts the elements of a part in 32 bits."""
+    """The parts whose maps fla computes; fla's kernel counts a part's elements in 32 bits."""
     (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
     if documents is None:
@@ -117,8 +118,8 @@ def parts_of(inputs: Any, documents: Documents | None) -> Parts:
         )
     if tokens > longest:
         raise NotImplementedError(
-            f"states enter documents in fixed buffers of at most {longest} tokens per rank "
-            f"with backend='fla' and {H} value heads, not {tokens}; use backend='flash_qla' or "
-            f"linear_cp_mode='headwise'."
+            f"backend='fla' with {H} value heads and initial states takes documents in fixed "
+            f"buffers of at most {longest} tokens per rank, not {tokens}; use "
+            f"backend='flash_qla' or linear_cp_mode='headwise'."
         )
     return Parts.of(documents, "uncut")

@@ -1,12 +1,12 @@
 """Linear-attention rules in chunks, in plain torch: any device, dtype and head dim.
 
-A mixer says what its inputs mean, see :class:`.chunk_math.Values`. The backward runs the forward
-again under autograd, one group of chunks at a time, so no tensor of size T * C outlives either
-pass. Every reduction has a fixed order, so results repeat bit for bit.
+A mixer's rule converts its inputs to :class:`.chunk_math.Values`. The backward runs the forward
+again under autograd, one group of chunks at a time, so no pass keeps a tensor of size T * C. Every
+reduction has a fixed order, so results repeat bit for bit.
 
-A token that is not finite (NaN or inf in any input but q) makes the outputs of its head NaN from
-itself on; the outputs before it keep their bits. A log-decay may be -inf. If products of finite
-numbers overflow in a chunk, its earlier outputs and all gradients of the sequence may change.
+NaN or inf in any input but q makes the outputs of the head NaN from this token on; earlier outputs
+keep their bits. A log-decay may be -inf. If products of finite numbers overflow in a chunk, earlier
+outputs of the chunk and all gradients of the sequence may change.
 
 C is the number of tokens of a chunk.
 """
@@ -44,12 +44,12 @@ class _Chunks:
         self.shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
 
     def of(self, group: ChunkGroup, *tensors: Tensor) -> list[Tensor]:
-        """Each tensor ``[B, T, heads, ...]`` as ``[n heads, C, ...]``."""
+        """The group's chunks ``[n heads, C, ...]`` of each tensor ``[B, T, heads, ...]``."""
         to = partial(self.table.to_chunks, group=group, dtype=self.wide)
         return [to(x, heads=(x.shape[2],)).flatten(0, 1) for x in tensors]
 
     def state(self, given: Tensor | None) -> Tensor:
-        """``[N, H, K, V]``; None is zero."""
+        """States as a contiguous tensor ``[N, H, K, V]``; None is zero."""
         if given is None:
             return self.inputs.v.new_zeros(self.shape, dtype=self.wide)
         return given.to(self.wide).reshape(self.shape).contiguous()
@@ -61,9 +61,9 @@ class _Chunks:
     def walk(
         self, groups: Sequence[ChunkGroup], initial: Tensor, more: int = 0
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Final states, and the state before each of these groups and after the last.
+        """The final states, and a list: the state before each group and after the last group.
 
-        ``more``: the number of last columns of ``initial`` to which nothing is written.
+        No value is written to the last ``more`` columns of the states.
         """
         carried: list[Tensor | None] = [None]
         final = initial.clone()
@@ -80,9 +80,9 @@ class _Chunks:
 class PlainForward(RuleForward):
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local``: final states from zero. ``through``: further columns, into which I enters.
+        """``local``: the final states from zero. ``through``: further columns, from I.
 
-        If nothing is erased, the rows of a state do not mix, so one column of ones is enough.
+        If nothing is erased, the rows of a state do not mix, so one column of ones replaces I.
         """
         chunks = _Chunks(self, self.rule.bits is Bits.ON_GRID)
         initial, (*_, K, V) = chunks.state(None), chunks.shape
@@ -136,7 +136,7 @@ class PlainBackward(RuleBackward):
     ) -> tuple[Any, Tensor]:
         """Gradients of the inputs (unless ``of_inputs`` is False) and of the initial states.
 
-        The states before all groups are computed first; then one group at a time is held.
+        A first pass computes the states before all groups; a second pass runs one group at a time.
         """
         chunks, inputs = _Chunks(self), self.inputs if of_inputs else ()
         table, entering = chunks.table, chunks.state(initial)

@@ -1,4 +1,4 @@
-"""Sizes of a mixer whose config says them in the ``linear_*`` fields."""
+"""Sizes of a mixer, from the ``linear_*`` fields of a config."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ..layout import Layout, SizeError, require_shares, require_sizes
 from ..state_maps.state_map import StateShape
 from .base import HeadSizes
 
-# Fields that a TransformerConfig and a ``config.json`` call by this name after ``linear_``.
+# Names of sizes; the fields of a TransformerConfig and a ``config.json`` are ``linear_`` + name.
 LINEAR = (
     "conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads",
 )  # fmt: skip
@@ -20,14 +20,14 @@ class LinearDims:
     """Sizes of a mixer, or of one rank's share; a subclass has ``layout`` and further sizes."""
 
     hidden_size: int  # of the model; never split
-    num_key_heads: int  # each serves neighbouring value heads
-    num_value_heads: int  # with a state each
+    num_key_heads: int  # each key head serves neighbouring value heads
+    num_value_heads: int  # each value head has a state
     key_head_dim: int  # rows of a state
     value_head_dim: int  # columns of a state
     conv_kernel_dim: int
 
-    may_be_zero: ClassVar[tuple[str, ...]] = ()  # names of sizes
-    also_shared: ClassVar[tuple[str, ...]] = ()  # among tensor-parallel ranks, beside the heads
+    may_be_zero: ClassVar[tuple[str, ...]] = ()  # names of sizes that may be 0
+    also_shared: ClassVar[tuple[str, ...]] = ()  # further sizes that tensor-parallel ranks share
 
     def __post_init__(self) -> None:
         require_sizes(self, self.may_be_zero)
@@ -41,13 +41,13 @@ class LinearDims:
 
     @classmethod
     def from_config(cls, config: Any, **others: int) -> Self:
-        """The sizes of a Megatron ``TransformerConfig``; ones that do not fit are a ValueError."""
+        """The sizes of a Megatron ``TransformerConfig``; a ValueError if sizes do not fit."""
         sizes = {name: getattr(config, f"linear_{name}") for name in LINEAR}
         return cls(hidden_size=config.hidden_size, **sizes, **others)
 
     @property
     def config_fields(self) -> dict[str, int]:
-        """The ``linear_*`` fields that `from_config` reads; a ``config.json`` has the same."""
+        """The ``linear_*`` fields that `from_config` reads; a ``config.json`` has equal fields."""
         return {f"linear_{name}": getattr(self, name) for name in LINEAR}
 
     @property
@@ -64,14 +64,14 @@ class LinearDims:
 
     @property
     def heads(self) -> HeadSizes:
-        """The kernels' view of these sizes."""
+        """Heads and head dims, as kernels and rules take them."""
         return HeadSizes(
             self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
         )
 
     @property
     def layout(self) -> Layout:
-        """The columns of a row."""
+        """The columns of a projection row."""
         raise NotImplementedError
 
     @property
@@ -79,7 +79,7 @@ class LinearDims:
         return self.heads.state
 
     def shard(self, ranks: int) -> Self:
-        """The sizes one of ``ranks`` tensor-parallel ranks holds, see :func:`require_shares`."""
+        """The sizes on one of ``ranks`` tensor-parallel ranks, see :func:`require_shares`."""
         held = f"{self.num_key_heads} key heads and {self.num_value_heads} value heads"
         held += "".join(f", {name}={getattr(self, name)}" for name in self.also_shared)
         names = "num_key_heads", "num_value_heads", *self.also_shared

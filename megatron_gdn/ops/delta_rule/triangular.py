@@ -1,13 +1,13 @@
 """The inverse of many small unit lower triangular matrices, from matrix products.
 
-A batched triangular solve leaves a GPU idle. Here both halves of a matrix are inverted side by
-side, and the corner follows (Higham, "Accuracy and Stability of Numerical Algorithms", 14.2):
+A batched triangular solve uses little of a GPU. So both halves of a matrix are inverted first, and
+two products give the corner (Higham, "Accuracy and Stability of Numerical Algorithms", 14.2):
 
     [ A    ]^-1   [  A^-1                ]
     [ B  D ]    = [ -D^-1 B A^-1    D^-1 ]
 
-The shorter (I - L)(I + L^2)(I + L^4)... is not used: if a key repeats, L has entries near one, and
-its powers reach 1e18 before they cancel.
+The product (I - L)(I + L^2)(I + L^4)... is not used: if a key repeats, L has entries near one, and
+powers of L reach 1e18 before they cancel.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def _diagonal_blocks(matrices: Tensor, rows: int) -> Tensor:
 
 
 def _by_substitution(L: Tensor) -> Tensor:
-    """A triangular solve: on a CPU it is faster than many small products."""
+    """Invert by a triangular solve, which on a CPU is faster than many small products."""
     identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     return torch.linalg.solve_triangular(
         L, identity.expand(L.shape), upper=False, unitriangular=True
@@ -57,9 +57,10 @@ def _by_substitution(L: Tensor) -> Tensor:
 
 
 def _by_growing_blocks(L: Tensor) -> Tensor:
-    """The same bottom up: diagonal blocks of 1, 2, 4, ... rows, all of one size at once.
+    """Invert diagonal blocks of 1, 2, 4, ... rows; all blocks of one size are inverted at once.
 
-    With X their inverses and B the corners that join them in pairs, the next X is ``X - X B X``.
+    With X the blocks' inverses and B the corners between pairs of blocks, the next X is
+    ``X - X B X``.
     """
     C = L.shape[-1]
     identity, corners = _identity_and_corners(C, L.dtype, L.device)
@@ -75,7 +76,7 @@ def _by_growing_blocks(L: Tensor) -> Tensor:
 def _identity_and_corners(
     C: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """``[C, C]`` and ``[levels, C, C]``: ones at the corners that join blocks of 1, 2, 4, ..."""
+    """The identity ``[C, C]``, and ones at the corners between blocks, ``[levels, C, C]``."""
     with torch.inference_mode(False):
         place, rows, corners = torch.arange(C, device="cpu"), 1, []
         while rows < C or not corners:

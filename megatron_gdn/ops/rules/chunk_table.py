@@ -58,7 +58,7 @@ class ChunkGroup:
         return states[:0] if index is None else states.index_select(0, index[1])
 
     def put(self, states: Tensor, new: Tensor, *, begins: bool = False) -> None:
-        """Write ``new`` to the ``states`` of sequences that end (``begins``: begin) in the group."""
+        """Write ``new`` to the states of sequences that end (``begins``: begin) in the group."""
         index = self.begin_index if begins else self.end_index
         if index is not None:
             states.index_copy_(0, index[1], new)
