@@ -45,7 +45,7 @@ class SequenceLayout(StrEnum):
 
 
 def member[Kind: StrEnum](kind: type[Kind], value: Any, what: str) -> Kind:
-    """``kind(value)``, or an error that lists the legal values of ``what``."""
+    """``kind(value)``; raises a ValueError that lists the legal values of ``what``."""
     try:
         return kind(value)
     except ValueError:

@@ -35,8 +35,8 @@ SUMMARY = 1 / 7000 / WITHIN  # ms to compute the maps of pieces, per token and b
 # Small launches and the history of one layer take 0.22 ms in a CUDA graph and 0.7 ms with a slow
 # host (H200, flash_qla, 16 key and 32 value heads, 8192 tokens on each of four ranks).
 FIXED = 0.46  # ms, between these two figures
-FIXED_ACROSS = 0.22  # ms on several machines, whose hosts launch while GPUs wait for the network
-# ms per collective, an estimate: a small one takes a GPU 10 to 28 us, a slow host 300 us to issue.
+FIXED_ACROSS = 0.22  # ms on several machines; hosts issue launches while GPUs await the network
+# ms, an estimate: a GPU runs a small collective in 10 to 28 us, which a slow host starts in 300 us.
 LATENCY = 0.0575
 STEP = 0.0054  # ms per product of a chain; each product waits for the one before
 GATHER_UP_TO = 8  # ranks; with more ranks, gathered maps take too much memory
@@ -51,7 +51,7 @@ class LinearCpMode(StrEnum):
 
     @classmethod
     def of(cls, value: str | LinearCpMode | None, config: Any) -> LinearCpMode:
-        """``value``, else the config's ``linear_cp_mode`` (of newer Megatrons), else auto."""
+        """``value``, or if None the config's ``linear_cp_mode`` (of newer Megatrons), or auto."""
         if value is None:
             value = getattr(config, "linear_cp_mode", None) or cls.AUTO
         return member(cls, value, "linear_cp_mode")

@@ -28,9 +28,9 @@ class Passage(NamedTuple):
 
 
 class Scheme(Protocol):
-    """A way to run a layer over one context-parallel group."""
+    """A way to run a mixer over one context-parallel group."""
 
-    name: str  # as linear_cp_mode calls it
+    name: str  # a value of linear_cp_mode, or "whole"
     size: int  # ranks of the group
     layout: Layout  # projection columns where the mixer runs
     moves_rows: bool  # Passage.close moves the mixer's output to other ranks
@@ -81,7 +81,7 @@ class Whole:
 def local_parameters(
     scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor, of: str | None = None
 ) -> list[Any]:
-    """This rank's rows of the convolution's parameters, then of parameters per head of ``of``."""
+    """This rank's rows of the convolution's parameters and of ``per_head``, for heads ``of``."""
     if not scheme.moves_rows:
         return [weight, bias, *per_head]
     convolved = scheme.layout.conv_names

@@ -3,7 +3,11 @@
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.chunkwise.map_exchange import Nodes, _by_place, _steps_of_share
+from megatron_gdn.context_parallel.chunkwise.map_exchange import (
+    Nodes,
+    _steps_of_share,
+    _view_by_place,
+)
 from megatron_gdn.ops.state_maps import chains_kernels
 from megatron_gdn.ops.state_maps.state_map import IDENTITY, NONE, Cuts, Steps, follow_in_torch
 from tests.ops.delta_rule.states import parts_at
@@ -127,7 +131,7 @@ def test_a_share_of_the_chains_is_the_twins(cuts, device):
     nodes = Nodes(ranks + ranks[::-1], (0,) * 4 + (1,) * 4)
     make = torch.Generator().manual_seed(0)
     links = torch.randn(4 * m * h, K, V + K, generator=make).to(device) / K**0.5
-    local, through = _by_place(links, m, h).split([V, K], dim=-1)
+    local, through = _view_by_place(links, m, h).split([V, K], dim=-1)
     steps = _steps_of_share(nodes, m, h, links.device)
     flags = cuts_at(cuts, 8, links.device)[0] if cuts else None
     got, exact = both(steps, local, through, len(local), None, flags)

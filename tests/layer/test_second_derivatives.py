@@ -25,7 +25,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 # Their backwards are made of differentiable operations. The law of each:
 EXCHANGES = "tests/distributed/test_exchange.py"
 DIFFERENTIABLE = {
-    "_Moved": EXCHANGES,
+    "_MoveRows": EXCHANGES,
     "TakeRows": "test_moved_rows_are_differentiated_twice",
     "_PutAside": "hands the gradient on to a backward that refuses it",
 }

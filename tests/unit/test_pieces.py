@@ -17,7 +17,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices, rank_order_of_sequence
 from megatron_gdn.context_parallel.chunkwise.history import history_route
 from megatron_gdn.context_parallel.chunkwise.map_exchange import chain_nodes, pack
-from megatron_gdn.context_parallel.chunkwise.states import _put, _take, state_table
+from megatron_gdn.context_parallel.chunkwise.states import _select, _spread, state_table
 from megatron_gdn.ops import Documents, StaticDocuments
 
 CPU = torch.device("cpu")
@@ -209,9 +209,9 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
         x[:, : len(h)] = maps[:, h]
     mine = [x.flatten(0, 1)[..., None, None, None] for x in mine]  # [N, 2, 1, 1, 1]
     both = list(zip(mine, tables, strict=True))
-    a = [_take(m[:, 0], t.last, t.passes).view(t.node_count, -1) for m, t in both]
-    b = [_take(m[:, 1], t.last, t.leaves).view(t.node_count, -1) for m, t in both]
-    d = [_take(m[:, 1], t.first, t.enters).view(t.node_count, -1) for m, t in both]
+    a = [_select(m[:, 0], t.last, t.passes).view(t.node_count, -1) for m, t in both]
+    b = [_select(m[:, 1], t.last, t.leaves).view(t.node_count, -1) for m, t in both]
+    d = [_select(m[:, 1], t.first, t.enters).view(t.node_count, -1) for m, t in both]
     forward, backward = chain(nodes, a, b), chain(nodes.backwards(), a, d)
     for j in range(1, n - 1):  # the maps of the ends are not followed
         cut_at = [False, False]
@@ -227,8 +227,8 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
         count, here = counts[rank], len(held[rank])
         assert len(table.sequences.cu_seqlens) - 1 == rows * count
         assert count == here if known else count > here
-        if table.leavers is not None:
-            tokens, pieces_alone = table.leavers
+        if table.last_pieces is not None:
+            tokens, pieces_alone = table.last_pieces
             stretches = torch.arange(pieces.tokens).split(list(table.sequences.lengths))
             last = [stretches[i] for i in table.last.tolist()]
             assert torch.equal(tokens, torch.cat(last))
@@ -236,7 +236,7 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
         for states, index, right in (
             (forward, table.first, entering), (backward, table.last, leaving)
         ):  # fmt: skip
-            got = _put(states[rank].flatten(), index, rows * count).view(rows, count)
+            got = _spread(states[rank].flatten(), index, rows * count).view(rows, count)
             torch.testing.assert_close(got[:, :here], right[:, held[rank]])
             assert not got[:, here:].any()
 

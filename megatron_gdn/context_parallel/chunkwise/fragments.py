@@ -1,9 +1,9 @@
 """How a layout cuts documents into fragments and pieces (pictured in ``docs/glossary.md``).
 
 States and rows travel along *chains* of fragments. In zigzag every document is a chain; in the
-other layouts the whole buffer is one.
+other layouts the whole buffer is one chain.
 
-Legend: R ranks, n nodes (fragments) of a chain, h of them on a rank, C chains, M documents.
+Legend: n nodes (fragments) of a chain, C chains.
 """
 
 from __future__ import annotations
@@ -22,31 +22,31 @@ def number_of_nodes(cp_size: int, layout: SequenceLayout) -> int:
 
 
 def nodes_of(rank: int, cp_size: int, layout: SequenceLayout) -> slice:
-    """Which nodes of a chain a rank holds."""
+    """The nodes of a chain that ``rank`` holds."""
     if layout is SequenceLayout.CONTIGUOUS:
         return slice(rank, rank + 1)
     return slice(rank, 2 * cp_size - rank, 2 * cp_size - 1 - 2 * rank)
 
 
 class Fragments(NamedTuple):
-    """All fragments, int64 ``[n, C]``, and the documents' starts."""
+    """Where every fragment lies, int64 ``[n, C]``; all places but ``local`` are in the sequence."""
 
-    begin: Tensor  # in the stream
+    begin: Tensor
     end: Tensor
-    local: Tensor  # where a fragment begins in its rank's tokens
-    first: Tensor  # where the document of its first piece begins in the stream
+    local: Tensor  # the fragment's begin among the tokens of its rank
+    first: Tensor  # begin and end of the document to which the fragment's first token belongs
     first_end: Tensor
-    last: Tensor  # where the document of its last piece begins in the stream
+    last: Tensor  # begin and end of the document to which the fragment's last token belongs
     last_end: Tensor
 
     @property
     def enters(self) -> Tensor:
-        """Whether a state enters: the first piece continues a document."""
+        """Whether a state enters, because the first piece continues a document."""
         return (self.first < self.begin) & (self.begin < self.end)
 
     @property
     def leaves(self) -> Tensor:
-        """Whether a state leaves: the last piece's document continues."""
+        """Whether a state leaves, because the last piece's document continues."""
         return (self.last_end > self.end) & (self.begin < self.end)
 
     @property
@@ -59,10 +59,10 @@ def fragments_of(documents: Documents, cp_size: int, layout: SequenceLayout) -> 
     """The fragments of all documents; errors are those of :func:`..layouts.check_lengths`."""
     require_cut(documents, cp_size, layout)
     key = (Fragments, cp_size, layout)
-    return documents.table(key, lambda these: _fragments(these, cp_size, layout), move=False)
+    return documents.table(key, lambda known: _cut_fragments(known, cp_size, layout), move=False)
 
 
-def _fragments(documents: Documents, cp_size: int, layout: SequenceLayout) -> Fragments:
+def _cut_fragments(documents: Documents, cp_size: int, layout: SequenceLayout) -> Fragments:
     starts = documents.starts.long()
     if layout is SequenceLayout.ZIGZAG:
         ends = starts[: documents.most + 1]
@@ -85,13 +85,13 @@ def _fragments(documents: Documents, cp_size: int, layout: SequenceLayout) -> Fr
 
 
 def any_continues(documents: Documents, cp_size: int, layout: SequenceLayout) -> bool:
-    """Whether a fragment may continue a document that another one began."""
-    made = fragments_of(documents, cp_size, layout)
-    return not documents.known or bool(made.enters.any())
+    """Whether a document may lie in more than one fragment."""
+    fragments = fragments_of(documents, cp_size, layout)
+    return not documents.known or bool(fragments.enters.any())
 
 
 def pieces_of(documents: Documents, cp_size: int, layout: SequenceLayout, rank: int) -> Documents:
-    """The boundaries of a rank's pieces."""
+    """The pieces of ``rank``, as documents."""
     fragments_of(documents, cp_size, layout)
     # A rank has at most two fragments of the buffer, and at most one document lies in both.
     most = documents.most + 1
@@ -99,20 +99,20 @@ def pieces_of(documents: Documents, cp_size: int, layout: SequenceLayout, rank: 
         most = 2 * documents.most
     return documents.cut(
         ("pieces", cp_size, layout, rank),
-        lambda these: _boundaries(these, cp_size, layout, nodes_of(rank, cp_size, layout)),
+        lambda known: _piece_boundaries(known, cp_size, layout, nodes_of(rank, cp_size, layout)),
         most,
         documents.total_tokens // cp_size,
     )
 
 
-def _boundaries(
+def _piece_boundaries(
     documents: Documents, cp_size: int, layout: SequenceLayout, own: slice
 ) -> tuple[Tensor]:
-    all_of_them, starts = fragments_of(documents, cp_size, layout), documents.starts
-    begin, end, local = (x[own] for x in all_of_them[:3])
+    fragments, starts = fragments_of(documents, cp_size, layout), documents.starts
+    begin, end, local = (x[own] for x in fragments[:3])
     if layout is SequenceLayout.ZIGZAG:
-        inside = local.T
+        begins = local.T
     else:
-        inside = local + torch.minimum((starts - begin).clamp(min=0), end - begin)
+        begins = local + torch.minimum((starts - begin).clamp(min=0), end - begin)
     total = starts[-1:] // cp_size
-    return (torch.cat([inside.flatten(), total]).int(),)
+    return (torch.cat([begins.flatten(), total]).int(),)

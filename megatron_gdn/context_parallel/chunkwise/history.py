@@ -1,15 +1,15 @@
-"""Which rows before a piece travel to its rank.
+"""The exchange of the rows that a piece's convolution reads from other ranks.
 
-The convolution of a piece reads the W - 1 rows before it, its *history*. A piece that continues a
-document begins a fragment, so its history lies in the fragments (nodes) before:
+The convolution of a piece reads the W - 1 rows before the piece, its *history*. A piece that
+continues a document begins a fragment, so its history lies in earlier fragments (nodes) of a chain:
 
-    node j gets from node j - k its last W - k rows,   k = 1 .. W - 1
+    node j - k sends its last W - k rows to node j,   k = 1 .. W - 1
 
-Gradients of these rows travel back. If the host knows the documents, messages have only the rows
-that a piece needs; else they have all of these rows.
+The gradients of these rows travel back. If the host knows the documents, messages have only the
+rows that pieces need, else all rows of this rule.
 
-Legend: R ranks, C chains, h nodes of a chain on this rank, k nodes back, m rows from a fragment's
-end (1 is its last), P pieces that may have a history, s this rank's tokens.
+Legend: R ranks, C chains, h nodes of a chain on this rank, k distance of two nodes, m distance of a
+row from its fragment's end (1 is the last row).
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .map_exchange import Nodes, chain_nodes, exchange_rows
 
 
 class HistoryRoute(NamedTuple):
-    """What one rank sends and receives."""
+    """The rows that one rank sends and receives."""
 
-    send_rows: Tensor  # local rows that a rank's pieces need, sorted by receiver
-    send_counts: tuple[int, ...]  # for each rank
+    send_rows: Tensor  # indices of the local rows to send, sorted by receiving rank
+    send_counts: tuple[int, ...]  # the number of rows for each rank
     receive_counts: tuple[int, ...]
-    table: HistoryTable  # where received rows and gradients go
+    table: HistoryTable  # the places of received rows and gradients
 
 
 def history_route(
@@ -47,24 +47,26 @@ def history_route(
 
 
 class _Rows(NamedTuple):
-    """Rows that may travel, int64; sender and receiver list them in the same order."""
+    """Rows that may travel, int64; sender and receiver list the rows in the same order."""
 
     chain: Tensor
-    slot: Tensor  # of this rank
+    slot: Tensor  # the index of the fragment among this rank's fragments of the chain
     k: Tensor
     m: Tensor
-    taker: Tensor  # the node
-    message: Tensor  # the other rank
+    receiver: Tensor  # the node that needs the row
+    peer: Tensor  # the rank at the other end
 
 
 class _Tables(NamedTuple):
+    """Tensors of :class:`HistoryRoute` and, in the middle, of :class:`HistoryTable`."""
+
     send_rows: Tensor
-    before: Tensor  # this and the next as :class:`HistoryTable` has them
+    before: Tensor
     edge: Tensor
     place: Tensor
     additions: Tensor
-    sent: Tensor  # [R], how many rows each rank is sent
-    taken: Tensor
+    send_counts: Tensor  # [R]
+    receive_counts: Tensor  # [R]
 
 
 def _route(
@@ -74,46 +76,48 @@ def _route(
         return None
     nodes = chain_nodes(cp_size, layout)
     chains = documents.most if layout is SequenceLayout.ZIGZAG else 1
-    listed = [_rows_of(rank, nodes, chains, reach, gives) for gives in (True, False)]
-    counts = [rows.message.bincount(minlength=cp_size) for rows in listed]
+    listed = [_list_rows(rank, nodes, chains, reach, sending) for sending in (True, False)]
+    counts = [rows.peer.bincount(minlength=cp_size) for rows in listed]
     device = documents.starts.device
-    sent, taken = (_Rows(*(to_device(x, device) for x in rows)) for rows in listed)
-    made = documents.table(
+    sent, received = (_Rows(*(to_device(x, device) for x in rows)) for rows in listed)
+    tables = documents.table(
         (_Tables, cp_size, layout, rank, reach),
-        lambda these: _tables(these, cp_size, layout, rank, reach, sent, taken),
+        lambda known: _build_tables(known, cp_size, layout, rank, reach, sent, received),
         move=False,
     )
     if documents.known:
-        counts = [made.sent, made.taken]
-    send_rows, *table = (to_device(x, documents.device) for x in made[:5])
-    to, of = (tuple(x.tolist()) for x in counts)
-    return HistoryRoute(send_rows, to, of, HistoryTable(*table))
+        counts = [tables.send_counts, tables.receive_counts]
+    send_rows, *table = (to_device(x, documents.device) for x in tables[:5])
+    send_counts, receive_counts = (tuple(x.tolist()) for x in counts)
+    return HistoryRoute(send_rows, send_counts, receive_counts, HistoryTable(*table))
 
 
-def _rows_of(rank: int, nodes: Nodes, chains: int, reach: int, gives: bool) -> _Rows:
+def _list_rows(rank: int, nodes: Nodes, chains: int, reach: int, sending: bool) -> _Rows:
+    """The rows that ``rank`` may send if ``sending``, else may receive, sorted by peer."""
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
-    for taker in range(len(nodes.hosts)):
-        for k in range(min(reach, taker), 0, -1):
-            own, other = (taker - k, taker) if gives else (taker, taker - k)
+    for receiver in range(len(nodes.hosts)):
+        for k in range(min(reach, receiver), 0, -1):
+            own, other = (receiver - k, receiver) if sending else (receiver, receiver - k)
             if nodes.hosts[own] == rank:
-                host, slot = nodes.hosts[other], nodes.slots[own]
-                messages[host] += [(slot, k, m, taker, host) for m in range(reach - k + 1, 0, -1)]
-    of_all = []
+                peer, slot = nodes.hosts[other], nodes.slots[own]
+                distances = range(reach - k + 1, 0, -1)
+                messages[peer] += [(slot, k, m, receiver, peer) for m in distances]
+    of_all_peers = []
     for message in messages:
         rows = torch.tensor(message, dtype=torch.int64, device="cpu").view(-1, 5).repeat(chains, 1)
         chain = torch.arange(chains, device="cpu").repeat_interleave(len(message))
-        of_all.append(torch.cat([chain[:, None], rows], 1))
-    return _Rows(*torch.cat(of_all).T.contiguous().unbind())
+        of_all_peers.append(torch.cat([chain[:, None], rows], 1))
+    return _Rows(*torch.cat(of_all_peers).T.contiguous().unbind())
 
 
-def _tables(
+def _build_tables(
     documents: Documents,
     cp_size: int,
     layout: SequenceLayout,
     rank: int,
     reach: int,
     sent: _Rows,
-    taken: _Rows,
+    received: _Rows,
 ) -> _Tables:
     fragments, own = fragments_of(documents, cp_size, layout), nodes_of(rank, cp_size, layout)
     seen = torch.where(fragments.enters, fragments.begin - fragments.first, 0).clamp(max=reach)
@@ -121,67 +125,70 @@ def _tables(
     local, tokens = fragments.local[own], documents.total_tokens // cp_size
 
     def needed(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
-        """Which rows travel, their numbers or -1, and their distance before the piece."""
-        of = length[rows.taker, rows.chain]
-        age = (rows.k - 1) * of + rows.m
-        there = (rows.m <= of) & (age <= seen[rows.taker, rows.chain])
-        number = there.cumsum(0) - 1 if documents.known else torch.arange(len(of), device=of.device)
-        return there, torch.where(there, number, -1), age
+        """For each row: whether the row travels, its number or -1, its distance before a piece."""
+        tokens = length[rows.receiver, rows.chain]
+        distance = (rows.k - 1) * tokens + rows.m
+        travels = (rows.m <= tokens) & (distance <= seen[rows.receiver, rows.chain])
+        number = torch.arange(len(tokens), device=tokens.device)
+        if documents.known:
+            number = travels.cumsum(0) - 1
+        return travels, torch.where(travels, number, -1), distance
 
-    def of_pieces(x: Tensor) -> Tensor:
-        """``[h, C]`` by piece; nothing lies before the first node of a chain."""
+    def by_piece(x: Tensor) -> Tensor:
+        """``[h, C]`` flattened chain by chain, without first nodes, which have no history."""
         return x[rank == 0 :].T.flatten()
 
     h, C = local.shape
-    there, number, age = needed(taken)
-    slots, slot = (h - 1, taken.slot - 1) if rank == 0 else (h, taken.slot)
-    at = (taken.chain * slots + slot) * reach + age - 1
-    before = _scattered(torch.where(there, at, -1), number, C * slots * reach).view(-1, reach)
-    taken_counts = _counted(taken, there, cp_size)
+    travels, number, distance = needed(received)
+    slots, slot = (h - 1, received.slot - 1) if rank == 0 else (h, received.slot)
+    place = (received.chain * slots + slot) * reach + distance - 1
+    before = _scatter(torch.where(travels, place, -1), number, C * slots * reach).view(-1, reach)
+    receive_counts = _count_by_peer(received, travels, cp_size)
 
     ahead = torch.arange(reach, device=local.device)
     end = torch.minimum(fragments.end, fragments.first_end)[own] - fragments.begin[own] + local
-    continues = of_pieces(seen[own]) > 0
-    token = of_pieces(local)[:, None] + ahead
-    edge = torch.where(continues[:, None] & (token < of_pieces(end)[:, None]), token, -1)
+    continues = by_piece(seen[own]) > 0
+    token = by_piece(local)[:, None] + ahead
+    edge = torch.where(continues[:, None] & (token < by_piece(end)[:, None]), token, -1)
 
-    there, number, _ = needed(sent)
-    row = local[sent.slot, sent.chain] + length[sent.taker, sent.chain] - sent.m
+    travels, number, _ = needed(sent)
+    row = local[sent.slot, sent.chain] + length[sent.receiver, sent.chain] - sent.m
     send_rows = row.clamp(0, max(tokens - 1, 0))
     W = reach + 1
-    at = ((sent.chain * h + sent.slot) * W + sent.m) * W + sent.k
-    sources = _scattered(at, number, C * h * W * W).view(C * h, W, W)[:, 1:, 1:]
-    sources = torch.where(sources < 0, len(at), sources).sort(-1).values  # in their order
-    given = local.T.flatten()[:, None] + length[own].T.flatten()[:, None] - 1 - ahead
-    given = torch.where(sources[..., 0] < len(at), given, -1)
-    sources = torch.where(sources < len(at), sources, -1)
-    additions = torch.cat([given[..., None], sources], -1).flatten(0, 1)
+    place = ((sent.chain * h + sent.slot) * W + sent.m) * W + sent.k
+    sources = _scatter(place, number, C * h * W * W).view(C * h, W, W)[:, 1:, 1:]
+    # Sources are sorted, so that gradients are added in the order of their numbers.
+    sources = torch.where(sources < 0, len(place), sources).sort(-1).values
+    row = local.T.flatten()[:, None] + length[own].T.flatten()[:, None] - 1 - ahead
+    row = torch.where(sources[..., 0] < len(place), row, -1)
+    sources = torch.where(sources < len(place), sources, -1)
+    additions = torch.cat([row[..., None], sources], -1).flatten(0, 1)
     if documents.known:
-        before, edge, send_rows = before[continues], edge[continues], send_rows[there]
+        before, edge, send_rows = before[continues], edge[continues], send_rows[travels]
         additions = additions[additions[:, 0] >= 0]
         additions = additions[:, : 1 + int((additions[:, 1:] >= 0).any(0).sum())]
-    place = _scattered(edge.flatten(), torch.arange(edge.numel(), device=edge.device), tokens)
+    place = _scatter(edge.flatten(), torch.arange(edge.numel(), device=edge.device), tokens)
     return _Tables(
         send_rows, before.int(), edge.int(), place.int(), additions.int(),
-        _counted(sent, there, cp_size), taken_counts,
+        _count_by_peer(sent, travels, cp_size), receive_counts,
     )  # fmt: skip
 
 
-def _scattered(at: Tensor, values: Tensor, size: int) -> Tensor:
-    """A table ``[size]`` with the values at their places and -1 elsewhere; place -1 is skipped."""
-    made = torch.full((size + 1,), -1, dtype=torch.int64, device=at.device)
-    made[torch.where(at < 0, size, at)] = values
-    return made[:size]
+def _scatter(place: Tensor, values: Tensor, size: int) -> Tensor:
+    """A table ``[size]`` with ``values`` at each ``place`` (-1 is skipped), and -1 elsewhere."""
+    table = torch.full((size + 1,), -1, dtype=torch.int64, device=place.device)
+    table[torch.where(place < 0, size, place)] = values
+    return table[:size]
 
 
-def _counted(rows: _Rows, there: Tensor, cp_size: int) -> Tensor:
-    return torch.zeros(cp_size, dtype=torch.int64, device=there.device).index_add(
-        0, rows.message, there.long()
-    )
+def _count_by_peer(rows: _Rows, travels: Tensor, cp_size: int) -> Tensor:
+    """The number of travelling rows for each rank, int64 ``[R]``."""
+    counts = torch.zeros(cp_size, dtype=torch.int64, device=travels.device)
+    return counts.index_add(0, rows.peer, travels.long())
 
 
 class HistoryOfPieces:
-    """A :class:`~megatron_gdn.ops.front.history.HistoryLink` that fetches from other ranks."""
+    """A :class:`~megatron_gdn.ops.front.history.HistoryLink` that fetches rows of other ranks."""
 
     def __init__(self, route: HistoryRoute, group: dist.ProcessGroup) -> None:
         self._route, self._group = route, group

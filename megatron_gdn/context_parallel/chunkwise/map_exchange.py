@@ -1,17 +1,17 @@
-"""Chains of affine maps whose links lie on different ranks.
+"""Two ways to compute the states that enter pieces, from maps that lie on different ranks.
 
-    S_out = through @ S_in + local                 what a piece does to a state
+    S_out = through @ S_in + local                 the map of a piece
 
-The state that enters a piece is zero, put through the maps of all earlier pieces in order. Two ways
-compute it, in fp32 and in a fixed order, with the same result up to rounding:
+The state that enters a piece results from a state of zero and the maps of all earlier pieces. Both
+ways compute entering states in fp32 and in a fixed order, and differ by rounding alone:
 
-    gather_and_fold   One all-gather of all maps; every rank folds them up to its own nodes.
+    gather_and_fold   One all-gather of all maps; every rank folds maps up to its own nodes.
                       Traffic, memory and work grow with the number of ranks.
     share_and_fold    One all-to-all gives every rank all maps of a share of the chains. The rank
-                      folds these from end to end, and another all-to-all returns the states.
+                      folds its chains from end to end, and another all-to-all returns the states.
 
 Legend: h nodes of a chain on this rank; M chains over the same nodes (one per sequence, batch row
-and value head), m of them in this rank's share; X columns of a map (``local`` and ``through``).
+and value head), m chains in this rank's share; X columns of a map (``local`` and ``through``).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ..layouts import SequenceLayout
 
 
 class Nodes(NamedTuple):
-    """A chain in its order: node j is the ``slots[j]``-th of rank ``hosts[j]``."""
+    """The nodes of a chain in order: node j is the ``slots[j]``-th node of rank ``hosts[j]``."""
 
     hosts: tuple[int, ...]
     slots: tuple[int, ...]
@@ -39,7 +39,7 @@ class Nodes(NamedTuple):
         return Nodes(self.hosts[::-1], self.slots[::-1])
 
     def of(self, rank: int) -> list[tuple[int, int]]:
-        """This rank's nodes as (position in the chain, slot), in the chain's order."""
+        """The (position in the chain, slot) of every node of ``rank``, in the chain's order."""
         return [
             (j, slot)
             for j, (host, slot) in enumerate(zip(self.hosts, self.slots, strict=True))
@@ -48,7 +48,7 @@ class Nodes(NamedTuple):
 
 
 def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
-    """The rank of every fragment of a layout, in stream order."""
+    """The nodes of a chain in sequence order."""
     ranks = tuple(range(cp_size))
     if layout is SequenceLayout.CONTIGUOUS:
         return Nodes(ranks, (0,) * cp_size)
@@ -56,15 +56,15 @@ def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
 
 
 def pack(local: Tensor, through: Tensor) -> Tensor:
-    """``local`` and ``through`` side by side, ``[..., X]``; a view if memory holds them so."""
+    """``local`` and ``through`` side by side, ``[..., X]``, without a copy where possible."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):
         whole = (*local.shape[:-1], X)
         beside = through.storage_offset() == local.storage_offset() + V
-        one = through.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
+        same_memory = through.untyped_storage().data_ptr() == local.untyped_storage().data_ptr()
         contiguous = tuple([math.prod(whole[d + 1 :]) for d in range(len(whole))])
-        if one and beside and strides == contiguous:
+        if same_memory and beside and strides == contiguous:
             return local.as_strided(whole, strides)
     return torch.cat([local, through], dim=-1)
 
@@ -78,19 +78,19 @@ def gather_and_fold(
 ) -> Tensor:
     """The states that enter this rank's nodes, ``[h, M, K, V]``; zero for the first node.
 
-    ``maps``: ``[h, M, K, X]`` contiguous, local beside through, of this rank's nodes by slot.
+    ``maps`` are the maps of this rank's nodes by slot, contiguous ``[h, M, K, X]``.
     """
     h, M, K, _ = maps.shape
     gathered = maps.new_empty(group.size() * h, *maps.shape[1:])
     dist.all_gather_into_tensor(gathered, maps, group=group)
     local, through = gathered[..., :value_dim], gathered[..., value_dim:]
-    steps = _steps_of_one(nodes, group.rank(), h, maps.device)
+    steps = _steps_to_rank(nodes, group.rank(), h, maps.device)
     return follow(local, through, steps, maps.new_empty(h, M, K, value_dim), None, cuts)
 
 
 @cached_by_stream(64)
-def _steps_of_one(nodes: Nodes, rank: int, h: int, device: torch.device) -> Steps:
-    """Steps up to the last node of ``rank``; its states are written by slot."""
+def _steps_to_rank(nodes: Nodes, rank: int, h: int, device: torch.device) -> Steps:
+    """Steps up to the last node of ``rank``, whose entering states are written by slot."""
     wanted = dict(nodes.of(rank))
     places = [host * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
     last = max(wanted)
@@ -105,7 +105,7 @@ def share_and_fold(
     group: dist.ProcessGroup,
     cuts: Cuts | None = None,
 ) -> Tensor:
-    """As :func:`gather_and_fold`, but every rank folds a share of the M chains for all ranks."""
+    """:func:`gather_and_fold`, but every rank folds a share of the M chains for all ranks."""
     h, M, K, X = maps.shape
     n = group.size()
     shares = [M // n + (r < M % n) for r in range(n)]
@@ -115,14 +115,14 @@ def share_and_fold(
     links = exchange_rows(by_chain_MhKX, theirs, mine, group)
     states = maps.new_empty(n * m * h, K, value_dim)
     if m:
-        local, through = _by_place(links, m, h).split([value_dim, X - value_dim], dim=-1)
+        local, through = _view_by_place(links, m, h).split([value_dim, X - value_dim], dim=-1)
         steps = _steps_of_share(nodes, m, h, maps.device)
-        follow(local, through, steps, _by_place(states, m, h), None, cuts)
+        follow(local, through, steps, _view_by_place(states, m, h), None, cuts)
     returned = exchange_rows(states, mine, theirs, group)
     return returned.view(M, h, K, value_dim).transpose(0, 1).contiguous()
 
 
-def _by_place(x: Tensor, m: int, h: int) -> Tensor:
+def _view_by_place(x: Tensor, m: int, h: int) -> Tensor:
     """``[ranks * m * h, K, .]`` as ``[places, m, K, .]``; places of one chain lie m * h apart."""
     K, X = x.shape[1:]
     return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
@@ -130,7 +130,7 @@ def _by_place(x: Tensor, m: int, h: int) -> Tensor:
 
 @cached_by_stream(64)
 def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
-    """Steps over all nodes; every state is written where its node's map was."""
+    """Steps over all nodes; a node's state has the place of the node's map."""
     places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
     return Steps.build([[*((j, j) for j in places[:-1]), (places[-1], NONE)]], device)
 
@@ -141,7 +141,7 @@ def exchange_rows(
     receive_counts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send ``send_counts[r]`` rows to each rank r, in order; return those received, by sender."""
+    """Send ``send_counts[r]`` rows to each rank r; return the received rows, sorted by sender."""
     received, counts = rows.new_empty(sum(receive_counts), *rows.shape[1:]), list(receive_counts)
     dist.all_to_all_single(received, rows.contiguous(), counts, list(send_counts), group=group)
     return received

@@ -1,7 +1,7 @@
 """Chunkwise context parallelism: activations stay on their rank, states travel.
 
-Before each piece its rank receives the W - 1 projection rows for the convolution (:mod:`.history`)
-and the state, which follows from the fp32 state maps of earlier pieces (:mod:`.states`).
+For each of its pieces, a rank receives the W - 1 projection rows before the piece (:mod:`.history`)
+and the state maps of earlier pieces, which give the entering state (:mod:`.states`).
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ EXCHANGES: dict[str, Exchange] = {"gather": gather_and_fold, "share": share_and_
 class Chunkwise:
     """State-passing context parallelism over ``group`` for one tensor-parallel rank's heads.
 
-    ``layout`` and ``state`` are of one tensor-parallel rank, ``taps`` of the convolution.
-    ``exchange`` is one of :data:`EXCHANGES`, or None for the cheaper in each micro-batch;
-    ``cp_ranks_per_machine`` None asks the hosts, see :mod:`..agreement`.
+    ``layout``, ``state`` and ``taps`` (of the convolution) are those of one tensor-parallel rank.
+    ``exchange`` is one of :data:`EXCHANGES`; None chooses the cheaper way for each micro-batch.
+    With ``cp_ranks_per_machine=None`` the ranks compare their hosts (:mod:`..agreement`).
     """
 
     name = "chunkwise"
@@ -61,7 +61,7 @@ class Chunkwise:
         return held_positions(documents, tokens, self._group, self._sequence_layout)
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """Rows stay; the neighbours are this rank's pieces, their histories and entering states."""
+        """The passage of one micro-batch, which moves no rows and links this rank's pieces."""
         device = like.device
         whole = one_document(tokens, device) if documents is None else documents
         where = (self.size, self._sequence_layout, self._group.rank())

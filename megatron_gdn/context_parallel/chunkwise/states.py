@@ -1,10 +1,10 @@
-"""States across pieces of a sequence that lie on different ranks.
+"""The states that enter and leave a rank's pieces of sequences.
 
 Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. One exchange of maps
-gives the states that enter its pieces. The backward runs from the other end, with d_local and the
-transposed maps.
+gives the states that enter pieces. The backward runs along the chains in reverse, with transposed
+maps and the gradients of ``local``.
 
-Legend: N pieces on this rank, over all batch rows; h nodes on this rank.
+Legend: N pieces on this rank, over all batch rows; h nodes of a chain on this rank.
 """
 
 from __future__ import annotations
@@ -32,31 +32,31 @@ Exchange = Callable[[Tensor, int, Nodes, dist.ProcessGroup, Cuts | None], Tensor
 
 @dataclass(frozen=True, eq=False)
 class StateTable:
-    """Between which pieces states travel, for one rank and all rows of a batch.
+    """The pieces of one rank between which states travel, for all rows of a batch.
 
-    In zigzag every document is a chain of 2 * cp nodes, one piece each. In the other layouts the
-    buffer is one chain: a state enters a fragment by its first piece and leaves it by its last, and
-    a fragment of several pieces lets no state through.
+    In zigzag every document is a chain of 2 * cp nodes with one piece each. In the other layouts
+    the buffer is one chain. A state enters a node by the node's first piece and leaves the node by
+    its last piece, so no state passes a node of several pieces.
     """
 
     sequences: Documents  # boundaries of all N pieces of this rank, batch rows laid end to end
-    nodes: Nodes  # of every chain
+    nodes: Nodes  # the nodes of every chain
     node_count: int  # h
-    # int64 [h * chains], the pieces by which states enter and leave this rank's nodes; None for
-    # all N pieces in order.
+    # int64 [h * chains], the first and the last piece of every node of this rank; None if the nodes
+    # have exactly the N pieces, in order.
     first: Tensor | None
     last: Tensor | None
-    # Tokens and boundaries of the last pieces. Set if these are at most half of the tokens: then
-    # only their maps are computed, else those of all pieces, which the rule's forward uses again.
-    leavers: tuple[Tensor, Documents] | None
-    # bool [h * chains, 1, 1, 1]; None if true everywhere but at chain ends, where it is unused.
+    # Tokens and boundaries of nodes' last pieces, if last pieces have at most half of the tokens. Only
+    # maps of last pieces are then computed, else maps of all pieces, which the forward reuses.
+    last_pieces: tuple[Tensor, Documents] | None
+    # bool [h * chains, 1, 1, 1]; None if true for all nodes but the ends of chains.
     enters: Tensor | None  # the first piece continues a document
     leaves: Tensor | None  # the last piece's document continues on another node
-    passes: Tensor | None  # a state passes from end to end
-    cuts: tuple[Cuts, Cuts] | None  # of the chain, and of the chain backwards; None: no cuts
+    passes: Tensor | None  # a state passes from the node's begin to its end
+    cuts: tuple[Cuts, Cuts] | None  # cuts of the chain, and of the reversed chain
 
 
-class _Ends(NamedTuple):
+class _NodeTensors(NamedTuple):
     """The tensors of :class:`StateTable` for this rank's nodes and all batch rows, by slot."""
 
     first: Tensor
@@ -71,7 +71,7 @@ class _Ends(NamedTuple):
 def state_table(
     documents: Documents, cp_size: int, layout: SequenceLayout, rank: int, rows: int
 ) -> StateTable | None:
-    """The table of a micro-batch; None when no document is cut."""
+    """The table of a micro-batch, or None if no document lies on several nodes."""
     where = (cp_size, layout, rank, rows)
     return documents.plan((StateTable, *where), lambda: _state_table(documents, *where))
 
@@ -83,8 +83,10 @@ def _state_table(
         return None
     pieces, known = pieces_of(documents, cp_size, layout, rank), documents.known
     where, own = (cp_size, layout, rank, rows), nodes_of(rank, cp_size, layout)
-    made = documents.table(
-        (_Ends, *where), lambda these: _ends(these, pieces, cp_size, layout, own, rows), move=False
+    tensors = documents.table(
+        (_NodeTensors, *where),
+        lambda given: _node_tensors(given, pieces, cp_size, layout, own, rows),
+        move=False,
     )
     n, N = number_of_nodes(cp_size, layout), pieces.sequences
 
@@ -94,46 +96,46 @@ def _state_table(
         return to_device(x, documents.device)
 
     def mask(x: Tensor, *unused: int) -> Tensor | None:
-        """``x`` on the device; None if it is true at all nodes but the ``unused`` ones."""
-        exempt = torch.tensor([j in unused for j in range(n)], device="cpu")[own]
-        if known and (x.view(len(exempt), -1) | exempt[:, None]).all():
+        """``x`` on the device, or None if ``x`` is true at all nodes but ``unused``."""
+        ignored = torch.tensor([j in unused for j in range(n)], device="cpu")[own]
+        if known and (x.view(len(ignored), -1) | ignored[:, None]).all():
             return None
         return to_device(x, documents.device)
 
-    cuts, leavers = None, None
-    # A chain needs cuts only where several documents lie in it, and not at its two ends.
-    if layout is not SequenceLayout.ZIGZAG and not (known and not made.cuts[1:-1].any()):
-        both = made.cuts, made.cuts_back
+    cuts, last_pieces = None, None
+    # Only a chain of several documents needs cuts.
+    if layout is not SequenceLayout.ZIGZAG and not (known and not tensors.cuts[1:-1].any()):
+        both = tensors.cuts, tensors.cuts_back
         flags = [tuple((x > 0).tolist()) if known else None for x in both]
         forward, backward = (
             Cuts(to_device(x, documents.device), f) for x, f in zip(both, flags, strict=True)
         )
         cuts = forward, backward
     if known and rows == 1:
-        leavers = _leavers(pieces, made.last)
-    sequences = pieces if rows == 1 else _repeated(pieces, rows)
+        last_pieces = _last_pieces(pieces, tensors.last)
+    sequences = pieces if rows == 1 else _repeat_for_rows(pieces, rows)
     return StateTable(
         sequences=sequences,
         nodes=chain_nodes(cp_size, layout),
         node_count=len(range(n)[own]),
-        first=index(made.first),
-        last=index(made.last),
-        leavers=leavers,
-        enters=mask(made.enters, 0),
-        leaves=mask(made.leaves, n - 1),
-        passes=mask(made.passes, 0, n - 1),
+        first=index(tensors.first),
+        last=index(tensors.last),
+        last_pieces=last_pieces,
+        enters=mask(tensors.enters, 0),
+        leaves=mask(tensors.leaves, n - 1),
+        passes=mask(tensors.passes, 0, n - 1),
         cuts=cuts,
     )
 
 
-def _ends(
+def _node_tensors(
     documents: Documents,
     pieces: Documents,
     cp_size: int,
     layout: SequenceLayout,
     own: slice,
     rows: int,
-) -> _Ends:
+) -> _NodeTensors:
     fragments, N = fragments_of(documents, cp_size, layout), pieces.sequences
     begin, end, local = (x[own] for x in fragments[:3])
     row = torch.arange(rows, device=begin.device).view(1, rows, 1)
@@ -147,31 +149,31 @@ def _ends(
         return x[own][:, None].expand(-1, rows, -1).reshape(-1, 1, 1, 1)
 
     cuts = (~fragments.passes[:, 0]).int()
-    return _Ends(
+    return _NodeTensors(
         piece(local), piece(local + (end - begin - 1).clamp(min=0)), mask(fragments.enters),
         mask(fragments.leaves), mask(fragments.passes), cuts, cuts.flip(0),
     )  # fmt: skip
 
 
-def _leavers(pieces: Documents, last: Tensor) -> tuple[Tensor, Documents] | None:
-    begin, leaving = pieces.starts[last].long(), pieces.starts.diff()[last].long()
-    if 2 * int(leaving.sum()) > pieces.total_tokens:
+def _last_pieces(pieces: Documents, last: Tensor) -> tuple[Tensor, Documents] | None:
+    begin, length = pieces.starts[last].long(), pieces.starts.diff()[last].long()
+    if 2 * int(length.sum()) > pieces.total_tokens:
         return None
-    boundaries = Documents((0, *leaving.cumsum(0).tolist()), pieces.device)
-    return to_device(ranges(begin, leaving), pieces.device), boundaries
+    boundaries = Documents((0, *length.cumsum(0).tolist()), pieces.device)
+    return to_device(ranges(begin, length), pieces.device), boundaries
 
 
-def _repeated(pieces: Documents, rows: int) -> Documents:
+def _repeat_for_rows(pieces: Documents, rows: int) -> Documents:
     return Documents((0, *(accumulate(pieces.lengths * rows) if rows else (0,))), pieces.device)
 
 
-def _take(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
+def _select(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
     x = x_N if index is None else x_N.index_select(0, index)
-    # A product would not remove NaN: 0 * NaN is NaN.
+    # A product with the mask would keep NaN, because 0 * NaN is NaN.
     return x if mask is None else torch.where(mask, x, x.new_zeros(()))
 
 
-def _put(x: Tensor, index: Tensor | None, count: int) -> Tensor:
+def _spread(x: Tensor, index: Tensor | None, count: int) -> Tensor:
     return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
 
 
@@ -182,38 +184,39 @@ class StatesOfPieces:
         self.documents, self._count = table.sequences, table.sequences.sequences
         self._table, self._exchange, self._group = table, exchange, group
 
-    def _chain(self, maps: StateMap, nodes: Nodes, cuts: Cuts | None) -> Tensor:
+    def _follow_chain(self, maps: StateMap, nodes: Nodes, cuts: Cuts | None) -> Tensor:
         """The states that enter this rank's nodes, ``[h * chains, H, K, V]``."""
         packed = pack(*maps)
         packed = packed.view(self._table.node_count, -1, *packed.shape[2:])
         entering = self._exchange(packed, maps.local.shape[-1], nodes, self._group, cuts)
         return entering.view(maps.local.shape)
 
-    def _maps(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
+    def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
         """The maps of this rank's nodes, ``[h * chains, H, K, .]``."""
         table, last = self._table, self._table.last
-        if table.leavers is not None:
-            tokens, pieces = table.leavers
+        if table.last_pieces is not None:
+            tokens, pieces = table.last_pieces
             inputs = on_tokens(inputs, lambda x: x.index_select(1, tokens))
             forward, last = rule.begin(inputs, pieces), None
         local, through = forward.state_map()
-        return StateMap(_take(local, last, table.leaves), _take(through, last, table.passes))
+        return StateMap(_select(local, last, table.leaves), _select(through, last, table.passes))
 
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: Any
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        maps = self._maps(rule, forward, inputs)
+        maps = self._maps_of_nodes(rule, forward, inputs)
         table = self._table
-        entering = self._chain(maps, table.nodes, None if table.cuts is None else table.cuts[0])
-        return _put(entering, self._table.first, self._count), (entering, maps.through)
+        cuts = None if table.cuts is None else table.cuts[0]
+        entering = self._follow_chain(maps, table.nodes, cuts)
+        return _spread(entering, table.first, self._count), (entering, maps.through)
 
     def entered(self, kept: tuple[Tensor, ...]) -> Tensor:
-        return _put(kept[0], self._table.first, self._count)
+        return _spread(kept[0], self._table.first, self._count)
 
     def leaving(self, backward: RuleBackward, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         table, (entering, through) = self._table, kept
-        d_local = _take(backward.d_initial(), table.first, table.enters)
+        d_local = _select(backward.d_initial(), table.first, table.enters)
         maps = StateMap(entering, through).transposed(d_local)
         cuts = None if table.cuts is None else table.cuts[1]
-        leaving = self._chain(maps, table.nodes.backwards(), cuts)
-        return self.entered(kept), _put(leaving, table.last, self._count)
+        leaving = self._follow_chain(maps, table.nodes.backwards(), cuts)
+        return self.entered(kept), _spread(leaving, table.last, self._count)

@@ -1,9 +1,10 @@
-"""The exchange behind headwise context parallelism: a share of the tokens for a share of the heads.
+"""The head exchange: a rank's tokens of all heads become all tokens of the rank's heads.
 
     to heads      [s, B, P] -> [S, B, p]   every rank sends each peer that peer's columns
-    to sequence   [S, B, p] -> [s, B, P]   and gets its own tokens' columns back
+    to sequence   [S, B, p] -> [s, B, P]   every peer sends the columns back
 
-Each is the other's gradient. S and s are in sequence order and in this rank's order.
+Either direction is the gradient of the other. Rows S are in sequence order, rows s in the rank's
+order.
 """
 
 from __future__ import annotations
@@ -22,22 +23,22 @@ from ...ops.documents import Documents
 from ..layouts import SequenceLayout
 from .shares import HeadShares, Wave, route
 
-# Rows travel in waves of at least this many bytes: one wave is packed (or unpacked) while the other
-# travels. On 4 H200, two waves take 0.75 of one wave's time at 600 MB, 1.3 times it at 150 MB.
+# Rows travel in waves of at least WAVE_BYTES: one wave is packed (or unpacked) while the other
+# travels. On 4 H200, two waves take 0.75 times as long as one at 600 MB, 1.3 times at 150 MB.
 MOST_WAVES = 2
 WAVE_BYTES = 96 << 20
-# Fragments below this size are sent together, one message per peer, and a second pass puts the rows
-# in order: a message costs the host some 30 microseconds. On 4 H200, messages of single fragments
-# take 0.85 of that time with fragments of 30 to 100 MB, and 3.5 times it with fragments of 3 MB.
+# Fragments below MESSAGE_BYTES travel in one message per peer, since a message costs the host some
+# 30 microseconds; a second pass then orders the rows. On 4 H200, one message per fragment takes
+# 0.85 times as long with fragments of 30 to 100 MB, and 3.5 times with fragments of 3 MB.
 MESSAGE_BYTES = 28 << 20
-# A rank copies the rows that it keeps in a kernel of their own, while the messages travel. Up to
-# this many bytes they are copied in the packing kernel: the copy takes less time than a launch.
+# A rank copies the rows that it keeps by a separate kernel, while the messages travel. The packing
+# kernel copies kept rows of up to OWN_BYTES itself, because a launch would take longer.
 OWN_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """The group, the columns of each rank, and the places of the tokens."""
+    """The ranks, each rank's columns, and the places of the tokens of one exchange."""
 
     group: dist.ProcessGroup
     rank: int
@@ -45,8 +46,8 @@ class Exchange:
     rank_width: int  # p
     whole_width: int  # P
     waves: tuple[Wave, ...]
-    direct_fragment: float  # fragments of at least so many tokens (mean) are messages of their own
-    at_once: bool  # there is one wave, and nothing is computed while it travels
+    direct_fragment: float  # tokens per fragment from which every fragment is a message
+    at_once: bool  # the packing kernel also copies kept rows, and the only wave is waited for
 
     @classmethod
     def of(
@@ -74,7 +75,7 @@ class Exchange:
 
 
 @cache
-def _packing(gpu: bool) -> ModuleType:
+def _packing_module(gpu: bool) -> ModuleType:
     if gpu and find_spec("triton") is not None:
         from . import pack
 
@@ -84,8 +85,8 @@ def _packing(gpu: bool) -> ModuleType:
     return pack_torch
 
 
-def _swap(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor]:
-    """Exchange ``messages`` with the peers; with ``at_once`` no work is left to wait for."""
+def _exchange_messages(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor]:
+    """Exchange ``messages`` with the peers; returns the transfers to wait for, and the result."""
     received = torch.empty_like(messages)
     rows = [messages.shape[1]] * messages.shape[0]
     rows.insert(exchange.rank, 0)
@@ -99,25 +100,25 @@ def _swap(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor
 def _send_fragments(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
 ) -> list[dist.Work]:
-    """Start a message per fragment: to heads from ``messages`` into ``full``, else the reverse."""
-    # A pair of ranks must list its messages in the same order.
+    """Start a message per fragment, from ``messages`` to peers' ``full`` if ``to_heads``."""
+    # Two ranks must list the messages between them in the same order.
     group, rank = exchange.group, exchange.rank
-    at_home, abroad = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)
+    start_own, start_peers = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)
     operations = []
     for peer, message in zip(exchange.shares.peers(rank), messages, strict=True):
-        ends = [(at_home, message[fragment.locally]) for fragment in wave.fragments[rank]]
-        ends += [(abroad, full[fragment.in_sequence]) for fragment in wave.fragments[peer]]
+        ends = [(start_own, message[fragment.locally]) for fragment in wave.fragments[rank]]
+        ends += [(start_peers, full[fragment.in_sequence]) for fragment in wave.fragments[peer]]
         operations += [dist.P2POp(start, x, group=group, group_peer=peer) for start, x in ends]
     return dist.batch_isend_irecv(operations)
 
 
 def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
-    pack, shares, rank = _packing(whole.is_cuda), exchange.shares, exchange.rank
+    pack, shares, rank = _packing_module(whole.is_cuda), exchange.shares, exchange.rank
     if whole.stride(-1) != 1:
         whole = whole.contiguous()
     s, B, _ = whole.shape
     full = whole.new_empty(s * shares.ranks, B, exchange.rank_width)
-    sent = []  # keeps messages alive until they are sent
+    sent = []  # holds the messages until they are sent
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
         messages, received = whole.new_empty(peers, wave.size, B, exchange.rank_width), None
@@ -128,13 +129,13 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
         if exchange.sends_fragments(wave):
             works = _send_fragments(exchange, wave, messages, full, to_heads=True)
         else:
-            works, received = _swap(exchange, messages)
+            works, received = _exchange_messages(exchange, messages)
         sent.append((wave, messages, received, works))
     for wave in () if exchange.at_once else exchange.waves:
         pack.move_own(whole[wave.tokens], full, shares, rank, wave.own_place, to_full=True)
     for wave, _, received, works in sent:
         for work in works:
-            work.wait()  # on a GPU only the stream waits, not the host
+            work.wait()  # with a GPU, the stream waits and the host goes on
         if received is not None:
             beside = wave is not exchange.waves[-1]
             place = full, wave.peer_place
@@ -143,11 +144,11 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
 
 
 def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
-    pack, shares, rank = _packing(full.is_cuda), exchange.shares, exchange.rank
+    pack, shares, rank = _packing_module(full.is_cuda), exchange.shares, exchange.rank
     full = full.contiguous()
     S, B, _ = full.shape
     whole = full.new_empty(S // shares.ranks, B, exchange.whole_width)
-    coming = []  # keeps messages alive, as in _to_heads
+    awaited = []  # holds the messages until they are received
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
         received = messages = full.new_empty(peers, wave.size, B, exchange.rank_width)
@@ -157,11 +158,11 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
             beside = wave is not exchange.waves[0]
             place = full, wave.peer_place
             pack.move_rows(messages, *place, to_full=False, beside_transfer=beside)
-            works, received = _swap(exchange, messages)
-        coming.append((wave, messages, received, works))
+            works, received = _exchange_messages(exchange, messages)
+        awaited.append((wave, messages, received, works))
     for wave in () if exchange.at_once else exchange.waves:
         pack.move_own(whole[wave.tokens], full, shares, rank, wave.own_place, to_full=False)
-    for wave, _, received, works in coming:
+    for wave, _, received, works in awaited:
         for work in works:
             work.wait()
         pack.unpack_peers(
@@ -171,7 +172,7 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
     return whole
 
 
-class _Moved(torch.autograd.Function):
+class _MoveRows(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
         ctx.exchange, ctx.to_heads = exchange, to_heads
@@ -180,21 +181,21 @@ class _Moved(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad: Tensor):
         back = _to_sequence if ctx.to_heads else _to_heads
-        if torch.is_grad_enabled():  # a second derivative is asked for
-            return _Moved.apply(grad, ctx.exchange, not ctx.to_heads), None, None
+        if torch.is_grad_enabled():  # the caller wants second derivatives
+            return _MoveRows.apply(grad, ctx.exchange, not ctx.to_heads), None, None
         return back(grad, ctx.exchange), None, None
 
 
-@uncompiled  # Dynamo takes the handles of point-to-point messages for tensors
+@uncompiled  # Dynamo mistakes the handles of point-to-point messages for tensors
 def to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
-    """``[s, B, P] -> [S, B, p]``: all tokens in sequence order, this rank's columns.
+    """``[s, B, P] -> [S, B, p]``: this rank's columns of all tokens, in sequence order.
 
-    Gradients of columns that several ranks hold are summed in fp32, in the order of the ranks.
+    If several ranks hold a column, its gradients are summed in fp32, in the order of the ranks.
     """
-    return _Moved.apply(whole, exchange, True)
+    return _MoveRows.apply(whole, exchange, True)
 
 
 @uncompiled
 def to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
-    """``[S, B, p] -> [s, B, P]``: the inverse of :func:`to_heads` where no column has copies."""
-    return _Moved.apply(full, exchange, False)
+    """``[S, B, p] -> [s, B, P]``, which undoes :func:`to_heads` if no two ranks hold a column."""
+    return _MoveRows.apply(full, exchange, False)

@@ -1,8 +1,8 @@
 """The head exchange under Megatron's names: functions, and an adapter for Mamba2 mixers.
 
 Legend: S tokens of the whole sequence, s = S / cp tokens on one rank, B batch, D the exchanged
-width, d = D / cp; P width of a Mamba2 row z | x | B | C | dt, p of one rank's heads, V = heads *
-head_dim, v = V / cp.
+width, d = D / cp; P width of a Mamba2 row z | x | B | C | dt, p width of one rank's heads in that
+row, V = heads * head_dim, v = V / cp, T tokens of packed documents.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _RESOLVED = "_megatron_gdn_boundaries"
 def _check_dimensions(name: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
     if tensor.dim() != 3 or seq_dim != 0 or head_dim not in (-1, 2):
         raise ValueError(
-            f"{name} exchanges a [sequence, batch, heads] tensor with seq_dim=0 and head_dim=-1 "
+            f"{name} takes a [sequence, batch, heads] tensor with seq_dim=0 and head_dim=-1 "
             f"or 2, got shape {tuple(tensor.shape)}, seq_dim={seq_dim}, head_dim={head_dim}."
         )
 
@@ -43,7 +43,7 @@ def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size:
 
 
 def _layout_of(balanced: bool) -> SequenceLayout:
-    """The layout whose order the caller asks for: zigzag if it is to be undone, else contiguous."""
+    """Zigzag for tokens that are ``balanced`` for attention, else contiguous."""
     return SequenceLayout.ZIGZAG if balanced else SequenceLayout.CONTIGUOUS
 
 
@@ -55,7 +55,7 @@ def tensor_a2a_cp2hp(
     split_sections: Sequence[int] | None = None,
     undo_attention_load_balancing: bool = True,
 ) -> Tensor:
-    """All-to-all from context parallel to hidden parallel: ``[s, B, D] -> [S, B, d]``.
+    """All-to-all from a share of the tokens to a share of the columns: ``[s, B, D] -> [S, B, d]``.
 
     Rank r receives the r-th of cp equal shares of every section, for all tokens.
 
@@ -64,17 +64,17 @@ def tensor_a2a_cp2hp(
         seq_dim: 0.
         head_dim: -1 or 2.
         cp_group: the ranks that share the sequence.
-        split_sections: widths of the sections of D, each split by itself (query heads among
-            all ranks, then key heads, ...); None treats D as one section.
-        undo_attention_load_balancing: return tokens in sequence order, undoing the zigzag of one
-            sequence of S tokens; if False, rank 0's tokens come first, then rank 1's, ...
+        split_sections: widths of the sections of D (query heads, key heads, ...); the ranks
+            share each section. None treats D as one section.
+        undo_attention_load_balancing: True takes the tokens as a zigzag of one sequence and returns
+            sequence order. False returns rank 0's tokens first, then rank 1's, ...
 
     Returns:
-        ``[S, B, d]``. One collective, forward and backward, however many sections there are.
+        ``[S, B, d]``. The forward and the backward take one collective each.
 
     Raises:
-        ValueError: another dimension order, sections that do not divide, or S not a multiple of
-            ``2 * cp`` when the zigzag is to be undone.
+        ValueError: for another dimension order, for a section that is not a multiple of cp, or for
+            an S that is not a multiple of ``2 * cp`` if the zigzag is undone.
 
     Source: the contract of ``megatron.core.ssm.gated_delta_net.tensor_a2a_cp2hp``.
     """
@@ -96,23 +96,23 @@ def tensor_a2a_hp2cp(
     split_sections: Sequence[int] | None = None,
     redo_attention_load_balancing: bool = True,
 ) -> Tensor:
-    """All-to-all from hidden parallel to context parallel: ``[S, B, d] -> [s, B, D]``.
+    """All-to-all from a share of the columns to a share of the tokens: ``[S, B, d] -> [s, B, D]``.
 
     The inverse of :func:`tensor_a2a_cp2hp`, whose sections are cp times as wide.
 
     Args:
         tensor: ``[S, B, d]``.
-        split_sections: widths of the sections of **d**, as they are in ``tensor``: those given to
-            :func:`tensor_a2a_cp2hp`, each divided by cp. None treats d as one section.
-        redo_attention_load_balancing: ``tensor`` is in sequence order and the result is a zigzag
-            share of it; otherwise ``tensor`` already holds rank 0's tokens, rank 1's, ...
+        split_sections: widths of the sections of **d** in ``tensor``, which are those given to
+            :func:`tensor_a2a_cp2hp` divided by cp. None treats d as one section.
+        redo_attention_load_balancing: True takes ``tensor`` in sequence order and returns this
+            rank's zigzag share. False takes rank 0's tokens first, then rank 1's, ...
 
     Returns:
         ``[s, B, D]``.
 
     Raises:
-        ValueError: another dimension order, sections that do not add up to d, or S not a multiple
-            of cp (of ``2 * cp`` when the zigzag is to be redone).
+        ValueError: for another dimension order, for sections that do not add up to d, or for an S
+            that is not a multiple of cp (of ``2 * cp`` if the zigzag is redone).
 
     Source: the contract of ``megatron.core.ssm.gated_delta_net.tensor_a2a_hp2cp``.
     """
@@ -148,14 +148,14 @@ def get_parameter_local_cp(
 ) -> Tensor:
     """This rank's share of a parameter whose ``dim`` is split by heads.
 
-    Gradients flow into the whole parameter, at the rows of this rank's heads. Their sum over the
-    group, which Megatron's data-parallel reduction takes, equals the gradient of a run on one rank.
+    Gradients reach the rows of this rank's heads in ``param``. Megatron's data-parallel reduction
+    adds them up over the group, and the sum equals the gradient of a run on one rank.
 
     Args:
         param: the whole parameter.
-        dim: the dimension that holds the heads.
+        dim: the dimension of the heads.
         cp_group: the context-parallel group.
-        split_sections: widths of the sections of ``dim``, each split by itself.
+        split_sections: widths of the sections of ``dim``; the ranks share each section.
 
     Returns:
         A view of ``param`` for one section, else a new tensor.
@@ -175,31 +175,31 @@ _CONVOLVED = ("x", "B", "C")
 
 
 class MambaContextParallel:
-    """Hidden-parallel context parallelism around a Mamba2 mixer that owns its parameters.
+    """Head-exchanging context parallelism around a Mamba2 mixer that owns its parameters.
 
         rows = cp.pre_conv_ssm(mixer.in_proj(x))         [B, s, P] -> [B, S, p]
         y    = ...                                       convolution and recurrence, cp.get_*()
         y    = cp.post_conv_ssm(y)                       [B, S, v] -> [B, s, V]
         out  = mixer.out_proj(mixer.norm(y))             a norm group may span all heads
 
-    It is no module and owns no parameters. Every ``get_*`` call reads the parameters of ``mixer``
-    anew, so it finds the tensors that sharded data parallelism puts in their place. Gradients reach
-    the whole parameters; summed over the group, they equal those of a run on one rank. Sequences
+    The class is no module and owns no parameters. Every ``get_*`` call reads the current parameters
+    of ``mixer``, also those that sharded data parallelism has replaced. Gradients reach the whole
+    parameters; their sum over the group equals the gradients of a run on one rank. Sequences
     (documents) are in Megatron's zigzag layout.
 
     Args:
         num_heads, head_dim: of the mixer, before this split.
         n_groups: groups of B and C. With fewer groups than ranks, neighbouring ranks hold copies.
-        d_state: width of B and of C.
+        d_state: width of a group of B, and of C.
         mixer: has ``dt_bias``, ``A_log``, ``D``, and ``conv1d`` or ``conv1d_weight`` and
             ``conv1d_bias``.
 
     Attributes:
-        num_heads_local, n_groups_local, d_inner_local: of one rank.
-        group_repeat_count: ranks that hold a copy of the same group.
+        num_heads_local, n_groups_local, d_inner_local: sizes of one rank.
+        group_repeat_count: the number of ranks that hold a copy of the same group.
 
     Raises:
-        ValueError: the heads or the groups cannot be shared by the group's ranks.
+        ValueError: if the ranks cannot share the heads or the groups.
     """
 
     def __init__(
@@ -237,21 +237,19 @@ class MambaContextParallel:
     def pre_conv_ssm(
         self, projected_states: Tensor, cu_seqlens: Tensor | Documents | None = None
     ) -> Tensor:
-        """Exchange this rank's tokens, ``[B, s, P]`` or ``[T / cp, P]``, for its columns of all
-        tokens.
+        """Exchange ``[B, s, P]`` or ``[T / cp, P]`` for this rank's columns of all tokens.
 
-        ``cu_seqlens`` ``[N + 1]`` are global offsets, before the split; a tensor is read from its
-        device once. The result, ``[B, S, p]`` or ``[T, p]``, is in sequence order.
+        ``cu_seqlens`` ``[N + 1]`` are global offsets of N documents, before the split; the host
+        reads a tensor once. The result, ``[B, S, p]`` or ``[T, p]``, is in sequence order.
 
         Raises:
-            ValueError: rows of another width, offsets for more than one batch row, offsets that do
-                not end at T, or a length that is not a multiple of 2 cp.
+            ValueError: for rows of another width, for offsets with more than one batch row, for
+                offsets that do not end at T, or for a length that is not a multiple of 2 cp.
         """
         return self._move(projected_states, "projected_states", self._width, cu_seqlens)
 
     def post_conv_ssm(self, output: Tensor, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
-        """The inverse, of mixed rows: ``[B, S, v]`` to ``[B, s, V]``, or ``[T, v]`` to ``[T / cp,
-        V]``.
+        """Return mixed rows: ``[B, S, v]`` to ``[B, s, V]``, or ``[T, v]`` to ``[T / cp, V]``.
 
         ``cu_seqlens`` and errors are those of :meth:`pre_conv_ssm`.
         """
@@ -267,15 +265,15 @@ class MambaContextParallel:
         return None if bias is None else self._share(bias, _CONVOLVED)
 
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]``; ``whole``: the parameter, if it is gathered already."""
+        """``[heads of this rank]``, from ``whole`` if the caller has gathered the parameter."""
         return self._share(self.mixer.dt_bias if whole is None else whole)
 
     def get_A_log(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]``; ``whole``: as for :meth:`get_dt_bias`."""
+        """``[heads of this rank]``; ``whole`` as for :meth:`get_dt_bias`."""
         return self._share(self.mixer.A_log if whole is None else whole)
 
     def get_D(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]``, or their channels; ``whole``: as for :meth:`get_dt_bias`."""
+        """``[heads of this rank]``, or their channels; ``whole`` as for :meth:`get_dt_bias`."""
         return self._share(self.mixer.D if whole is None else whole)
 
     def _conv_parameter(self, name: str) -> Any:
@@ -288,7 +286,7 @@ class MambaContextParallel:
     def _move(
         self, x: Tensor, name: str, width: int, cu_seqlens: Tensor | Documents | None
     ) -> Tensor:
-        """Exchange ``[B, tokens, width]`` or ``[tokens, width]``: rows to heads, else back."""
+        """Exchange ``x``, ``[B, tokens, width]`` or ``[tokens, width]``, in the way of ``name``."""
         if self.cp_size == 1:
             return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:
@@ -302,16 +300,16 @@ class MambaContextParallel:
             if rows.shape[1] != 1:
                 raise ValueError(
                     f"cu_seqlens describes one row of packed documents, got {rows.shape[1]} batch "
-                    f"rows. Lay the rows end to end and extend cu_seqlens, or leave it out."
+                    f"rows. Lay the rows end to end and extend cu_seqlens, or leave cu_seqlens out."
                 )
-            documents = _resolve(cu_seqlens, tokens).on(x.device)
+            documents = _documents_of(cu_seqlens, tokens).on(x.device)
         passage = self._scheme.passage(documents, tokens, rows.shape[1], rows)
         moved = passage.open(rows) if to_heads else passage.close(rows)
         return moved.squeeze(1) if x.dim() == 2 else moved.transpose(0, 1).contiguous()
 
 
-def _resolve(cu_seqlens: Any, tokens: int) -> Documents:
-    """The documents of ``cu_seqlens``, remembered until the tensor is written to."""
+def _documents_of(cu_seqlens: Any, tokens: int) -> Documents:
+    """The documents of ``cu_seqlens``, kept on the tensor until somebody writes to the tensor."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens, tokens)
     version, kept = getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))

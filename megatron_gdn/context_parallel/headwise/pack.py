@@ -1,14 +1,13 @@
-"""Packing of rows into one message per rank, and back (Triton): one read and one write of the data.
+"""Triton kernels that pack rows into a message per rank, and unpack messages.
 
-The plain-torch twin, with the same signatures, is :mod:`.pack_torch`.
+:mod:`.pack_torch` has the same functions in plain torch.
 
     whole rows    ``[s, B, P]``: this rank's tokens, the columns of all ranks; any strides of s, B
     messages      ``[ranks - 1, s, B, p]``: one for each peer, in rank order without this rank
     full rows     ``[S, B, p]``: the tokens of all ranks, this rank's columns
-    place         int32: the row of ``full`` that holds token t
+    place         int32 ``[s]``: the row of ``full`` that holds token t
 
-A rank copies the rows that it keeps from whole to full rows directly.
-
+Rows that a rank keeps are copied directly from whole to full rows.
 Legend: R rows of a tile, one per (token, batch row); D columns of a block.
 """
 
@@ -25,14 +24,14 @@ from ...ops.kernels.launch import MOST_PLANS, Launch
 from .shares import HeadShares, Strip, alignment, strips
 
 _WARPS, _COLUMNS = 8, 1024
-_TILE_BYTES = 32 << 10  # eight 16-byte loads per thread at the same time
-_PER_PROCESSOR = 2  # programs on a multiprocessor: as many as fit at once
-# Kernels beside a transfer leave this many multiprocessors free for it; NCCL takes up to 32.
+_TILE_BYTES = 32 << 10  # a tile takes eight 16-byte loads per thread
+_PER_PROCESSOR = 2  # programs that fit on a multiprocessor at the same time
+# A kernel beside a transfer leaves 32 multiprocessors to NCCL, which takes up to 32.
 _LEFT_TO_TRANSFERS = 32
 
 
 def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
-    """How many programs process the tiles; the result does not depend on it."""
+    """The number of programs of a launch, on which results do not depend."""
     if device.type != "cuda":
         return min(tiles, 3)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -41,22 +40,22 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
     return min(tiles, _PER_PROCESSOR * processors)
 
 
-def _rows_at_once(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
-    """Rows of a tile: its widest block has a fixed size, smaller for short sequences."""
+def _rows_of_tile(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
+    """The rows of a tile, so that its widest block has a fixed number of bytes."""
     tile = _TILE_BYTES if rows >= 4096 else _TILE_BYTES // 4
     widest = max(strip.block for strip in cut) * element_size
     return max(1, min(128, tile // widest))
 
 
 def _strides(whole: Tensor) -> tuple[int, int, int]:
-    """Strides of tokens and of batch rows in units of their common power of two, and that unit."""
+    """Strides of tokens and of batch rows, in units of ``alignment`` elements, and that unit."""
     assert whole.stride(2) == 1 or whole.shape[2] == 1
     s, b = (whole.stride(d) if whole.shape[d] > 1 else 0 for d in (0, 1))
     align = alignment(s, b)
     return s // align, b // align, align
 
 
-def _carry(
+def _launch_copy(
     whole: Tensor,
     own: Tensor,
     place: Tensor | None,
@@ -69,14 +68,14 @@ def _carry(
     kept: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """Launch the copy; ``kept``: full rows and places for the message of rank ``skipped``."""
+    """Launch the copy; ``kept`` are full rows and places for the rows of rank ``skipped``."""
     tokens, batch, _ = whole.shape
     if not tokens * batch or not messages or not cut:
         return
     full, place = (own, place) if kept is None else kept
     assert own.is_contiguous() and own.dtype == whole.dtype
     assert full.is_contiguous() and full.dtype == whole.dtype
-    launch = _carry_launch(
+    launch = _copy_launch(
         tokens, batch, _strides(whole), whole.element_size(), whole.device, cut, own.shape[-1],
         messages, first, first + messages if skipped is None else skipped,
         place is not None and kept is None, kept is not None, pack, beside_transfer,
@@ -85,14 +84,14 @@ def _carry(
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _carry_launch(
+def _copy_launch(
     tokens: int, batch: int, strides: tuple[int, int, int], element_size: int,
     device: torch.device, cut: tuple[Strip, ...], rank_width: int,
     messages: int, first: int, skipped: int, placed: bool, kept: bool, pack: bool,
     beside_transfer: bool,
 ) -> Launch:  # fmt: skip
     stride_s, stride_b, align = strides
-    at_once = _rows_at_once(tokens * batch, element_size, cut)
+    at_once = _rows_of_tile(tokens * batch, element_size, cut)
     tiles = triton.cdiv(tokens * batch, at_once) * messages
     return Launch(
         carry_columns_kernel, (_programs(tiles, device, beside_transfer),),
@@ -111,11 +110,11 @@ def pack_peers(
     own: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """Write to every peer's message its columns of ``whole``.
+    """Write to every peer's message the peer's columns of ``whole``.
 
-    ``own``: the full rows and the place for :func:`move_own`, which then runs in the same pass.
+    With ``own``, full rows and a place, the kernel also does the work of :func:`move_own`.
     """
-    _carry(
+    _launch_copy(
         whole, messages, None, strips(shares, _COLUMNS),
         messages=shares.ranks - (own is None), skipped=rank, pack=True, kept=own,
         beside_transfer=beside_transfer,
@@ -123,16 +122,16 @@ def pack_peers(
 
 
 @cache
-def _on_one_rank(shares: HeadShares) -> tuple[Strip, ...]:
+def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
     return tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == 1)
 
 
 def move_own(
     whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
 ) -> None:
-    """Copy ``rank``'s columns from ``whole`` to ``full[place]``; or back, but no shared column."""
-    _carry(
-        whole, full, place, strips(shares, _COLUMNS) if to_full else _on_one_rank(shares),
+    """Copy ``rank``'s columns from ``whole`` to ``full[place]``; or unshared columns back."""
+    _launch_copy(
+        whole, full, place, strips(shares, _COLUMNS) if to_full else _unshared_strips(shares),
         messages=1, first=rank, pack=to_full, beside_transfer=True,
     )  # fmt: skip
 
@@ -148,13 +147,13 @@ def unpack_peers(
     with_own: bool = False,
     beside_transfer: bool = False,
 ) -> None:
-    """Write to ``whole`` the columns that peers hold, summed where several ranks hold the same.
+    """Write to ``whole`` the columns that peers hold. Columns that several ranks hold are summed.
 
-    The sum adds the ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once. This
-    rank's share comes from ``full``. ``with_own`` also does :func:`move_own`.
+    The sum adds ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once. This rank's
+    term comes from ``full``. With ``with_own`` the kernel also does the work of :func:`move_own`.
     """
-    _carry(
-        whole, messages, None, _on_one_rank(shares),
+    _launch_copy(
+        whole, messages, None, _unshared_strips(shares),
         messages=shares.ranks - (not with_own), skipped=rank, pack=False,
         kept=(full, place) if with_own else None, beside_transfer=beside_transfer,
     )  # fmt: skip
@@ -177,8 +176,8 @@ def _sum_launches(
     rows, launches = tokens * batch, []
     for copies in sorted(set(shares.copies) - {1}):
         cut = tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == copies)
-        # Sums have a wider dtype than the rows, so a tile takes half as many rows.
-        at_once = max(1, _rows_at_once(rows, dtype.itemsize, cut) // 2)
+        # A sum has a wider dtype than a row, so a tile has half as many rows.
+        at_once = max(1, _rows_of_tile(rows, dtype.itemsize, cut) // 2)
         tiles = triton.cdiv(rows, at_once) * (shares.ranks // copies)
         if tiles:
             launches.append(Launch(
@@ -193,14 +192,14 @@ def _sum_launches(
 def move_rows(
     messages: Tensor, full: Tensor, place: Tensor, *, to_full: bool, beside_transfer: bool = False
 ) -> None:
-    """``full[place] = messages``, rows of all messages end to end; or the reverse."""
+    """``full[place] = messages``, with all messages end to end; or the reverse."""
     rows, cut = messages.flatten(0, 1), strips(HeadShares.even(1, messages.shape[-1:]), _COLUMNS)
-    _carry(rows, full, place, cut, messages=1, pack=to_full, beside_transfer=beside_transfer)
+    _launch_copy(rows, full, place, cut, messages=1, pack=to_full, beside_transfer=beside_transfer)
 
 
 @triton.jit
 def _rows(ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
-    """The starts of the whole rows of tokens t and batch rows b; strides count ALIGN elements."""
+    """Pointers to the whole rows of tokens t and batch rows b; strides count ALIGN elements."""
     at_R = tl.cast(t_R, tl.int64) * stride_s + tl.cast(b_R, tl.int64) * stride_b
     return ptr + at_R * ALIGN
 
@@ -227,11 +226,11 @@ def carry_columns_kernel(
     STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     PLACED: tl.constexpr, KEPT: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Copy every strip of the ranks first, first + 1, .. but ``skipped``, a message for each.
+    """Copy every strip of the ranks first, first + 1, ... but ``skipped``; each has a message.
 
-    PACK copies from the whole rows to the messages, else the other way. PLACED: token t of the one
-    message is its row ``place[t]``. KEPT: ``skipped`` is not left out, its token t is row
-    ``place[t]`` of ``full``. grid (any number of programs); ``tiles`` of ROWS rows in all.
+    PACK copies from whole rows to messages, else back. With PLACED there is one message, and its
+    row ``place[t]`` holds token t. KEPT includes ``skipped``, whose token t is row ``place[t]`` of
+    ``full``. The grid is any number of programs; all ranks have ``tiles`` tiles of ROWS rows.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
@@ -292,10 +291,10 @@ def sum_copies_kernel(
     STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the COPIES of every strip in the order of their ranks, in WIDE, rounded once.
+    """Add up the COPIES of every strip in the order of ranks, in dtype WIDE, rounded once.
 
-    A peer's rows lie in its message, this rank's (``me``) at ``place[t]`` of ``mine``.
-    grid (any number of programs); ``tiles`` = tiles of ROWS rows times blocks (ranks / COPIES).
+    A peer's rows lie in the peer's message. Token t of this rank (``me``) is row ``place[t]`` of
+    ``mine``. The grid is any number of programs; every block (of ranks / COPIES) has its tiles.
     """
     rows = tokens * batch
     tiles_per_block = tl.cdiv(rows, ROWS)

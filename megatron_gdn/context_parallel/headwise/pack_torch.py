@@ -1,4 +1,4 @@
-"""The plain-torch twin of :mod:`.pack`: the same functions, any device."""
+"""The functions of :mod:`.pack` in plain torch, for any device."""
 
 from __future__ import annotations
 

@@ -20,12 +20,12 @@ from .shares import ColumnBlock, HeadShares
 
 
 class Headwise:
-    """An exchange turns some tokens of all heads into all tokens of some heads, and back.
+    """Head-exchanging context parallelism: a rank runs on all tokens of its share of the heads.
 
-    Every rank gets an equal number of state heads and the heads that serve them. If there are more
-    ranks than key heads, neighbouring ranks hold the same key head, and its gradients are summed.
-    ``self.layout`` has the columns inside the exchange. Heads that ``group`` cannot share are a
-    ValueError.
+    Every rank gets the same number of state heads, and the key heads that serve its state heads. If
+    there are more ranks than key heads, neighbouring ranks hold the same key head, whose gradients
+    are summed. ``self.layout`` has one rank's columns. Raises a ValueError if the ranks of
+    ``group`` cannot share the heads.
     """
 
     name = "headwise"
@@ -48,7 +48,7 @@ class Headwise:
         self.announced = False
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """Rows arrive in sequence order, with the columns of this rank's heads."""
+        """The passage of one micro-batch, which opens rows in sequence order."""
         cut = cut_by(self._sequence_layout, documents, tokens, like.device)
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
         place = (cut, self._sequence_layout, local)
@@ -61,8 +61,8 @@ class Headwise:
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """See :meth:`..scheme.Scheme.local`.
 
-        Gradients flow only into this rank's rows. Their sum over the group, which Megatron's
-        data-parallel reduction takes, is the gradient of a run on one rank.
+        Gradients reach this rank's rows alone. Megatron's data-parallel reduction adds them up over
+        the group, and the sum equals the gradient of a run on one rank.
         """
         wanted = param.shape[0], None if names is None else tuple(names)
         shares, block = self._of_parameters.get(wanted) or self._remember(*wanted)
@@ -73,7 +73,7 @@ class Headwise:
     def _remember(
         self, rows: int, names: tuple[str, ...] | None
     ) -> tuple[HeadShares, ColumnBlock | None]:
-        """The shares of a parameter by rows and sections; for one section also its block here."""
+        """The shares of a parameter, and this rank's block if the parameter has one section."""
         if names is None:
             shares = HeadShares.even(self.size, (rows,))
         else:

@@ -1,7 +1,4 @@
-"""How a head exchange splits columns and tokens over ranks: tables, no communication here.
-
-Columns are plain numbers for the kernels. Tables of tokens are built once per micro-batch.
-"""
+"""Tables of the columns and tokens that ranks exchange in a head exchange."""
 
 from __future__ import annotations
 
@@ -22,19 +19,19 @@ from ..layouts import SequenceLayout, positions_of
 class ColumnBlock(NamedTuple):
     """Columns of one section on one rank; ``copies`` ranks hold the same columns."""
 
-    whole: int  # where they start in the whole row
-    own: int  # and in the rank's row
+    whole: int  # the first column in the whole row
+    own: int  # the first column in the rank's row
     width: int
     copies: int
     columns: slice  # of the whole row
-    own_columns: slice
+    own_columns: slice  # of the rank's row
 
 
 class HeadShares(NamedTuple):
     """Sections of a row, each cut into equal blocks of whole heads.
 
     A section of ``c`` copies is cut into ``ranks / c`` blocks, and rank r holds block ``r // c``. A
-    rank's row is its blocks, in the order of the sections.
+    rank's row consists of the rank's blocks, in the order of the sections.
     """
 
     ranks: int
@@ -43,7 +40,7 @@ class HeadShares(NamedTuple):
 
     @classmethod
     def even(cls, ranks: int, sections: Sequence[int]) -> HeadShares:
-        """Shares in which one rank alone holds each column."""
+        """Shares in which every column belongs to one rank."""
         return cls(ranks, tuple(sections), (1,) * len(sections))
 
     @property
@@ -79,8 +76,7 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 class Strip(NamedTuple):
     """``repeats`` neighbouring blocks of columns, each a power of two wide.
 
-    The first column is ``whole + (rank // copies) * step`` of the whole row, ``own`` of a rank's
-    row.
+    The first column is ``whole + (rank // copies) * step`` in the whole row, ``own`` in the rank's.
     """
 
     whole: int
@@ -93,7 +89,8 @@ class Strip(NamedTuple):
 
 @lru_cache(maxsize=64)
 def strips(shares: HeadShares, most: int) -> tuple[Strip, ...]:
-    """A rank's columns in blocks of at most ``most`` columns, so that kernels need no masks."""
+    """The columns of a rank in strips, whose blocks have at most ``most`` columns."""
+    # Blocks are powers of two and cover the columns exactly, so kernels mask no columns.
     cut = []
     for whole, own, width, copies, *_ in shares.blocks(0):
         done, block = 0, most
@@ -112,7 +109,7 @@ def alignment(*strides: int) -> int:
 
 
 class Fragment(NamedTuple):
-    """Tokens that lie side by side both in a rank's order (in the wave) and in the sequence."""
+    """Tokens that lie side by side both in a rank's wave and in the sequence."""
 
     locally: slice
     in_sequence: slice
@@ -120,13 +117,13 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """The same stretch of every rank's tokens, which travels at one time."""
+    """Tokens of every rank that travel together: the same slice of each rank's tokens."""
 
-    tokens: slice  # size of them
+    tokens: slice
     own_place: Tensor  # int32 [size], sequence positions of this rank's tokens
-    peer_place: Tensor  # int32 [(R - 1) * size], those of all peers' tokens, end to end
-    # int64 [R, size] on the CPU, positions of every rank's tokens; None if only the device knows
-    # them, and the wave then travels as one message per peer.
+    peer_place: Tensor  # int32 [(R - 1) * size], sequence positions of all peers' tokens
+    # int64 [R, size] on the CPU, sequence positions of every rank's tokens. None if only the device
+    # knows positions; the wave then travels in one message per peer.
     positions: Tensor | None
 
     @cached_property
@@ -135,7 +132,7 @@ class Wave:
 
     @cached_property
     def mean_fragment(self) -> float:
-        """Tokens per fragment on the rank with the highest mean: the same on every rank."""
+        """Tokens per fragment, on the rank with most fragments, so that all ranks agree."""
         if self.positions is None:
             return 0.0
         breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
@@ -143,13 +140,13 @@ class Wave:
 
     @cached_property
     def fragments(self) -> tuple[tuple[Fragment, ...], ...]:
-        """Every rank's fragments, as few as possible."""
+        """Every rank's fragments of this wave."""
         assert self.positions is not None
         return tuple(fragments_of(positions_s) for positions_s in self.positions)
 
 
 def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
-    """The runs of consecutive values of an index on the host."""
+    """The runs of consecutive values of ``positions_s``, a tensor on the host."""
     if not positions_s.numel():
         return ()
     bounds = [0, *((positions_s.diff() != 1).nonzero().flatten() + 1).tolist(), len(positions_s)]
@@ -163,7 +160,7 @@ def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
 def route(
     cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
-    """How rank ``cp_rank`` exchanges the tokens of a cut, in about equal waves."""
+    """The waves, about equal, in which rank ``cp_rank`` exchanges the tokens of ``cut``."""
     key = (Wave, cp_size, cp_rank, layout, waves)
     return cut.plan(key, lambda: _route(key, cut, cp_size, cp_rank, layout, waves))
 
@@ -171,27 +168,27 @@ def route(
 def _route(
     key: tuple, cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int
 ) -> tuple[Wave, ...]:
-    stretches = _stretches(cut.total_tokens // cp_size, waves)
+    slices = _wave_slices(cut.total_tokens // cp_size, waves)
     table_Rs = positions_of(cut, cp_size, layout)
 
-    def places(these: Documents) -> tuple[Tensor, ...]:
-        table_Rs = positions_of(these, cp_size, layout)
-        return tuple(chain(*(_places(table_Rs, cp_rank, tokens) for tokens in stretches)))
+    def places_of(given: Documents) -> tuple[Tensor, ...]:
+        table_Rs = positions_of(given, cp_size, layout)
+        return tuple(chain(*(_split_places(table_Rs, cp_rank, tokens) for tokens in slices)))
 
-    made = cut.table(("places", *key), places)
+    places = cut.table(("places", *key), places_of)
     return tuple(
-        Wave(tokens, own, others, table_Rs[:, tokens] if cut.known else None)
-        for tokens, own, others in zip(stretches, made[::2], made[1::2], strict=True)
+        Wave(tokens, own, peers, table_Rs[:, tokens] if cut.known else None)
+        for tokens, own, peers in zip(slices, places[::2], places[1::2], strict=True)
     )
 
 
-def _stretches(tokens: int, waves: int) -> list[slice]:
-    """Which of a rank's tokens travel in each wave; no wave is empty."""
+def _wave_slices(tokens: int, waves: int) -> list[slice]:
+    """The slice of a rank's tokens that travels in each wave; no wave is empty."""
     bounds = [tokens * wave // waves for wave in range(waves + 1)]
     return [slice(a, b) for a, b in pairwise(bounds) if a < b]
 
 
-def _places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:
+def _split_places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:
     place_Rs = positions_Rs[:, tokens].to(torch.int32)
-    others = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
-    return place_Rs[cp_rank].contiguous(), others.flatten()
+    peers = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
+    return place_Rs[cp_rank].contiguous(), peers.flatten()

@@ -202,7 +202,7 @@ class HopperStages:
         raw_cu_seqlens: Tensor | None = None,
         output_h: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The output, and the states at chunks and final states if asked for, else None."""
+        """The output, the states at chunks and the final states; states not asked for are None."""
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens, a.shape[-1])
         whole = N if raw_cu_seqlens is None else raw_cu_seqlens.shape[0] - 1

@@ -33,7 +33,7 @@ from .states import PartMaps, gradients, output, part_maps, run_uncut, sums_and_
 
 
 class ForwardRun(NamedTuple):
-    """How a forward ran, which tells what tensors it saved besides g_sum and A."""
+    """How a forward ran; the forward saved g_sum, A, and other tensors by ``how``."""
 
     plan: Plan
     # "in parts" saved the tensors of PartMaps.saved, "whole" the initial states if any were given,
@@ -179,9 +179,10 @@ class FlashQlaRule(Rule):
     Args:
         bits: By default FlashQLA's cost model cuts by all lengths of the batch, which is faster for
             a batch of long and short sequences. ``DETERMINISTIC`` cuts a sequence by its own length
-            and the number of heads alone. ``ON_GRID`` cuts no sequence: a block walks from chunk to
-            chunk with the state in fp32, and can start from the state of any chunk. Its backward
-            cuts as for ``DETERMINISTIC``.
+            and the number of heads alone. (FlashQLA chooses by the size of the batch how many value
+            columns a block computes, but no column's sums depend on that choice.) ``ON_GRID`` cuts
+            no sequence: a block walks from chunk to chunk with the state in fp32, and can start
+            from the state of any chunk. Its backward cuts as for ``DETERMINISTIC``.
     """
 
     name = "flash_qla"
