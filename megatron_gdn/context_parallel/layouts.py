@@ -169,7 +169,7 @@ def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)
-    return cut.table(("zigzag", cp_size), lambda these: _zigzag(these, cp_size))[0]
+    return cut.table(("zigzag", cp_size), lambda given: _zigzag_positions(given, cp_size))[0]
 
 
 def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:
@@ -178,7 +178,7 @@ def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> N
     check_lengths(lengths, cp_size, layout)
 
 
-def _zigzag(documents: Documents, cp_size: int) -> tuple[Tensor]:
+def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
     start, document_T = documents.cu_seqlens.long(), documents.document_T()
     length = start.diff()
     require_fragments(documents, length, cp_size)

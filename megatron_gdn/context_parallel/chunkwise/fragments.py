@@ -59,7 +59,7 @@ def fragments_of(documents: Documents, cp_size: int, layout: SequenceLayout) -> 
     """The fragments of all documents; errors are those of :func:`..layouts.check_lengths`."""
     require_cut(documents, cp_size, layout)
     key = (Fragments, cp_size, layout)
-    return documents.table(key, lambda known: _cut_fragments(known, cp_size, layout), move=False)
+    return documents.table(key, lambda given: _cut_fragments(given, cp_size, layout), move=False)
 
 
 def _cut_fragments(documents: Documents, cp_size: int, layout: SequenceLayout) -> Fragments:
@@ -99,7 +99,7 @@ def pieces_of(documents: Documents, cp_size: int, layout: SequenceLayout, rank: 
         most = 2 * documents.most
     return documents.cut(
         ("pieces", cp_size, layout, rank),
-        lambda known: _piece_boundaries(known, cp_size, layout, nodes_of(rank, cp_size, layout)),
+        lambda given: _piece_boundaries(given, cp_size, layout, nodes_of(rank, cp_size, layout)),
         most,
         documents.total_tokens // cp_size,
     )

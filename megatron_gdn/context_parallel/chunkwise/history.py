@@ -82,7 +82,7 @@ def _route(
     sent, received = (_Rows(*(to_device(x, device) for x in rows)) for rows in listed)
     tables = documents.table(
         (_Tables, cp_size, layout, rank, reach),
-        lambda known: _build_tables(known, cp_size, layout, rank, reach, sent, received),
+        lambda given: _build_tables(given, cp_size, layout, rank, reach, sent, received),
         move=False,
     )
     if documents.known:

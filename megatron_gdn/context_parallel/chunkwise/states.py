@@ -46,8 +46,8 @@ class StateTable:
     # have exactly the N pieces, in order.
     first: Tensor | None
     last: Tensor | None
-    # Tokens and boundaries of nodes' last pieces, if last pieces have at most half of the tokens. Only
-    # maps of last pieces are then computed, else maps of all pieces, which the forward reuses.
+    # Tokens and boundaries of last pieces, if these have at most half of the tokens. Then only the
+    # maps of last pieces are computed, else the maps of all pieces, which the forward reuses.
     last_pieces: tuple[Tensor, Documents] | None
     # bool [h * chains, 1, 1, 1]; None if true for all nodes but the ends of chains.
     enters: Tensor | None  # the first piece continues a document
