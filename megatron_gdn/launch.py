@@ -52,7 +52,7 @@ def main(arguments: list[str]) -> int:
     except FileNotFoundError as error:
         return refuse(error)
     sys.argv = [str(path), *arguments[1:]]
-    # Python imports first from the script's folder, so a clone's Megatron is imported with it.
+    # Python imports from the script's folder first: a script in a clone gets the clone's Megatron.
     sys.path[0] = str(path.parent)
     import_module("megatron_gdn.enable")
     _warn_of_a_slow_rule()

@@ -93,10 +93,7 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
 
 
 def kernels() -> Iterator[Finding]:
-    """Look for versions and pairs of the delta rule's packages that are known not to work.
-
-    Without a GPU the packages are not used, and a fault on a Hopper GPU is only a note.
-    """
+    """Look for faulty versions of the rule's packages; without a GPU a fault is only a note."""
     gpu = torch.cuda.is_available()
     major = torch.cuda.get_device_capability()[0] if gpu else _HOPPER
     if triton := installed_version("triton"):
@@ -124,10 +121,7 @@ def kernels() -> Iterator[Finding]:
 
 
 def rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
-    """Report the rules of training and of deterministic mode, their errors, and their repeats.
-
-    Inputs are two packed documents of ``tokens`` tokens in sum, in bf16 on a GPU, fp32 on a CPU.
-    """
+    """Run the rules of training and of deterministic mode on two packed documents."""
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     choose = partial(resolve_rule, device=device, dtype=dtype, sizes=sizes)

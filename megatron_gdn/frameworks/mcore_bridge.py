@@ -29,7 +29,7 @@ from ..ops.layout import Layout
 logger = logging.getLogger(__name__)
 
 TESTED = "1.6.5"
-# With these settings mcore-bridge's layer does not have one `in_proj.weight` in 16 or 32 bits.
+# Fields of the configuration with which mcore-bridge's in_proj is split or quantised.
 _QUANTISED = "stores quantised blocks of rows, whose order we cannot change"
 _UNSUPPORTED_FIELDS = {
     "linear_decoupled_in_proj": "splits in_proj in two linears, and our layer has one",
@@ -65,7 +65,7 @@ def rows_by_key_head(layer: GatedDeltaNet) -> Iterator[None]:
     channels = by_key_head(layout, conv=True)
     moved = [(parameter, channels) for parameter in layer.conv1d.parameters()]
     for name, parameter in layer.in_proj.named_parameters():
-        if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # not by row of in_proj
+        if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # no rows of in_proj
             moved.append((parameter, by_key_head(layout)))
     assert all(len(parameter) == len(rows) for parameter, rows in moved)
     for parameter, rows in moved:

@@ -1,6 +1,6 @@
 """verl's plugin: with ``MEGATRON_GDN`` set, every verl process builds our layers.
 
-verl imports this module in every process, through an entry point of the group ``verl.plugins``.
+verl finds this module by an entry point of the group ``verl.plugins`` and imports it.
 """
 
 import logging

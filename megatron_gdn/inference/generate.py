@@ -23,7 +23,7 @@ _OFF_IN_MODULES = {
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
     "reduce_scatter_embeddings": False,
-    "te_quant_params": None,  # a quantization recipe
+    "te_quant_params": None,  # from a quantization recipe
 }
 _OFF_IN_CONFIGS = {"sequence_parallel": False, "fp8": None}
 
@@ -146,7 +146,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def single_tokens(model: nn.Module) -> Iterator[None]:
-    """Inside, sequence parallelism and FP8 are off in all modules and their configurations."""
+    """Inside, sequence parallelism and FP8 are off in modules and configurations."""
     owners: list[Any] = list(model.modules())
     owners += {id(m.config): m.config for m in owners if hasattr(m, "config")}.values()
     before: list[tuple[Any, str, Any]] = []

@@ -76,7 +76,7 @@ class Model:
 
     @property
     def pattern(self) -> str:
-        """Letters: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
+        """Layers: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
         if self.hf is not None:
             return self.hf.hybrid_layer_pattern
         return self.entry.fields["hybrid_override_pattern"]
@@ -239,7 +239,9 @@ class Model:
             # One row of the chunk's triangular inverse in bf16; cumulative g and beta in fp32.
             kept += share.num_value_heads * (2 * CHUNK + 2 * 4)
         if "qkv" not in again:
-            kept += 2 * (share.qk_dim + share.v_dim)  # k and v; q is always computed again
+            kept += 2 * (
+                share.qk_dim + share.v_dim
+            )  # k and v; the backward always computes q again
         if "norm_out" not in again:
             kept += 2 * share.v_dim  # out_proj's input
         return kept

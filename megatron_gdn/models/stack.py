@@ -127,7 +127,7 @@ class Stack:
 
     @property
     def conv_bytes(self) -> int:
-        """Bytes of one sequence's bf16 histories."""
+        """Bytes of one sequence's bf16 convolution histories."""
         return self._sum("conv_bytes")
 
     def _sum(self, field: str) -> int:
@@ -138,7 +138,7 @@ class Stack:
         return self.flops_of_sums(sum(lengths), sum(length * length for length in lengths))
 
     def flops_of_sums(self, tokens: int, squares: int) -> Flops:
-        """FLOPs of one forward; the arguments are the documents' sums of lengths and of squares."""
+        """FLOPs of one forward, from the sums of the documents' lengths and squared lengths."""
         return Flops(
             projections=2 * tokens * self._sum("weights"),
             convolution=2 * tokens * self._sum("convolution"),
@@ -191,7 +191,7 @@ def _mamba2_layer(dims: Mamba2Dims) -> Layer:
 
 
 def _recurrent_layer(dims: Any, *, columns: int, vectors: int, rule: int, wide: int = 0) -> Layer:
-    """``columns``: of in_proj. ``wide``: weights of the gates' wide halves. ``vectors``: others."""
+    """``columns``: in_proj's. ``wide``: weights of the gates' wide halves. ``vectors``: others."""
     D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width
     H, K, V = dims.state[:3]
     return Layer(

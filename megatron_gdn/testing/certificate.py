@@ -253,7 +253,7 @@ def _run_layer(case: _Case) -> dict[str, Tensor]:
 
 
 def _run_policy(case: _Case) -> dict[str, Tensor]:
-    """Run a model with attention; return its logits and the next tokens, to look up log p."""
+    """Run a model with attention; return its logits and the tokens whose log p is compared."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     from ..specs import hybrid_stack_spec

@@ -35,10 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_with_the_run() -> None:
-    """End this process, its forks and the compilers when the run that started this process ends.
-
-    The run holds the other end of standard input, and this process leads the group of its forks.
-    """
+    """Kill this process and its group (forks, compilers) when the run closes standard input."""
 
     def kill_group_at_end_of_input() -> None:
         # os.read, because a fork closes sys.stdin and would wait for the lock of a reading thread.

@@ -50,11 +50,9 @@ class Model(NamedTuple):
 
 
 def model_of(arguments: argparse.Namespace) -> Model:
-    """Read the model from the command line; a flag overrides the value in a file.
-
-    With ``--heads`` a head has 128 dims and the convolution 4 taps, as in all published models.
-    """
+    """Read the model from the command line; flags override the values in a file."""
     if arguments.config is None:
+        # All published models have heads of 128 dims and convolutions of 4 taps.
         sizes = dict(zip(_SIZES, (*arguments.heads, 128, 128, 4), strict=True))
         model = Model(GDNDims(hidden_size=_HIDDEN_SIZE, **sizes))
     else:
@@ -115,8 +113,7 @@ class Call(NamedTuple):
 def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: int) -> list[Call]:
     """List the calls that a rank of the run may make; ``mode`` is ``linear_cp_mode``.
 
-    "auto" picks a mode for each micro-batch, so the list has the calls of both modes. Without
-    context parallelism the calls of the part ``states`` are those of a rank among two.
+    "auto" picks a mode for each micro-batch, so the list has the calls of both modes.
     """
     local, ranks = model.dims.shard(model.tp), 1
     if model.cp > 1 and mode != "chunkwise":
@@ -132,7 +129,7 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
     def call(part: str, tokens: int, rows: int = 1, documents: int | None = None) -> None:
         cp, layout = ranks, "zigzag"
         if part == "states":  # a rank has one piece of the sequence, or two of each document
-            cp = max(model.cp, 2)
+            cp = max(model.cp, 2)  # without context parallelism, as on two ranks
             layout = "contiguous" if documents == 1 else "zigzag"
             documents, tokens = max(1, (documents or 1) // 2), tokens * cp
         # Each document is split over all ranks. With many rows, each row gets more tokens.
