@@ -166,7 +166,7 @@ def refusal(call, *args, **options) -> str:
 
 def test_a_folder_is_not_converted_by_several_ranks(pools, hf_folder, tmp_path):
     for said in pools(2).run(refusal, import_folder, hf_folder("dense"), tmp_path / "imported"):
-        assert said.startswith("torch.distributed runs 2 processes; whole folders are converted")
+        assert said.startswith("torch.distributed runs 2 processes; convert whole folders")
     assert [*tmp_path.iterdir()] == []
 
 
