@@ -41,19 +41,19 @@ GDN_VARIANTS = ("gated_delta_net", "gdn")
 _SPECS = {**dict.fromkeys(GDN_VARIANTS, gated_delta_net_spec), "gdn2": gated_delta_net2_spec}
 
 
-_theirs = transformer_block._get_block_submodules
+_get_block_submodules = transformer_block._get_block_submodules
 
 
 # ``pretrain_gpt.py`` of Megatron-LM's dev passes the function that ``--spec`` names to the model,
 # which refuses a function ("specialize for function"); core_r0.19.0 and main call the function.
-@functools.wraps(_theirs)
+@functools.wraps(_get_block_submodules)
 def _submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **named: Any) -> Any:
     """The submodules of a block; ``spec`` may be a function that returns the spec."""
     if callable(spec) and not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         taken = inspect.signature(spec).parameters
         given = dict(zip(("vp_stage", "pp_rank"), stage, strict=False)) | named
         spec = spec(config, **{name: n for name, n in given.items() if name in taken})
-    return _theirs(config, spec, *stage, **named)
+    return _get_block_submodules(config, spec, *stage, **named)
 
 
 # Replaced at import, since no code of ours runs between this import and the model's constructor.
@@ -88,27 +88,27 @@ def gpt_block_spec(
             "Megatrons 'gdn', or 'gdn2' for Gated DeltaNet-2) and choose linear_attention_freq (an "
             "interval, or a list of 0 and 1 per layer)."
         )
-    mixer = cast(type, _mixer(config, "local").module)
+    mixer = cast(type, _mixer_spec(config, "local").module)
     options = with_launch_options(mixer, options)
     if config.transformer_impl == "local":
         layer_specs, final_norm = _local_layer_specs(config, options), TorchRMSNorm
     else:
         resolve_modules("te")
         layer_specs, final_norm = _te_layer_specs(config, options)
-    mine = _layers_of_stage(config, vp_stage, pp_rank)
+    numbers = _layers_of_stage(config, vp_stage, pp_rank)
     return TransformerBlockSubmodules(
-        layer_specs=[layer_specs[layer] for layer in mine], layer_norm=final_norm
+        layer_specs=[layer_specs[layer] for layer in numbers], layer_norm=final_norm
     )
 
 
-def _mixer(config: Any, modules: str, **options: Any) -> ModuleSpec:
+def _mixer_spec(config: Any, modules: str, **options: Any) -> ModuleSpec:
     return _SPECS[config.experimental_attention_variant](modules, **options)
 
 
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
     """Megatron's layer specs with our Gated DeltaNet, and Megatron's final norm."""
     layer_specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
-    mixer = _mixer(config, "te", **options)
+    mixer = _mixer_spec(config, "te", **options)
     theirs = upstream.GatedDeltaNet, getattr(upstream, "GatedDeltaNet2", None)
     for layer in layer_specs:
         parts = cast(Any, layer.submodules)
@@ -122,7 +122,7 @@ def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
 def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> list[ModuleSpec]:
     mixers = (
         local_attention_spec(config.qk_layernorm, options.get("cp_layout", AUTO)),
-        _mixer(config, "local", **options),
+        _mixer_spec(config, "local", **options),
     )
     layer_specs = []
     for is_gdn, has_experts in kinds_of_layers(config):

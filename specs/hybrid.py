@@ -58,7 +58,7 @@ from .layer import (
 
 KDA, GDN2 = "K", "gdn2"  # a letter of patterns; a variant of the config
 # Options of 'G' layers that mean the same in 'M' and 'K' layers.
-_OF_ALL = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine", "backend")
+_SHARED = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine", "backend")
 # Legal values of the option ``backend`` in 'M' and 'K' layers.
 _BACKENDS = {"M": ("fla", "reference"), KDA: ("fla", "cudnn", "reference")}
 _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
@@ -105,28 +105,28 @@ def _hybrid_stack_spec(
     kda: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
-    modules, of_g = resolve_modules(modules), with_launch_options(GatedDeltaNet, options)
-    shared = {name: value for name, value in of_g.items() if name in _OF_ALL}
-    of_m, of_k = (
+    modules, gdn_options = resolve_modules(modules), with_launch_options(GatedDeltaNet, options)
+    shared = {name: value for name, value in gdn_options.items() if name in _SHARED}
+    mamba_options, kda_options = (
         {name: value for name, value in shared.items() if name != "backend" or value in has}
         for has in _BACKENDS.values()
     )
     launched = with_launch_options(KimiDeltaAttention, {}).items()
-    of_k |= {name: value for name, value in launched if name not in {*options, *_OF_ALL}}
-    of_gdn2 = with_launch_options(GatedDeltaNet2, options)
-    mixer = gated_delta_net_spec(modules, **of_g)
-    mamba2 = mamba2_spec(modules, **of_m | (mamba or {}))
-    cp_layout = of_g.get("cp_layout", AUTO)
+    kda_options |= {name: value for name, value in launched if name not in {*options, *_SHARED}}
+    gdn2_options = with_launch_options(GatedDeltaNet2, options)
+    mixer = gated_delta_net_spec(modules, **gdn_options)
+    mamba2 = mamba2_spec(modules, **mamba_options | (mamba or {}))
+    cp_layout = gdn_options.get("cp_layout", AUTO)
     if modules == "te":
         norm_before, theirs = None, cast(ModuleSpec, _upstream().mtp_block_spec)
         submodules = _te_submodules(mixer, mamba2, qk_layernorm, cp_layout)
     else:
-        norm_before, theirs = "in_proj", _local_heads()
+        norm_before, theirs = "in_proj", _local_mtp_spec()
         attention = local_attention_spec(qk_layernorm, cp_layout)
         submodules = _local_submodules(mixer, mamba2, attention)
     layers = {
-        KDA: _layer(kimi_delta_attention_spec(modules, **of_k | (kda or {})), norm_before),
-        GDN2: _layer(gated_delta_net2_spec(modules, **of_gdn2), norm_before),
+        KDA: _layer(kimi_delta_attention_spec(modules, **kda_options | (kda or {})), norm_before),
+        GDN2: _layer(gated_delta_net2_spec(modules, **gdn2_options), norm_before),
     }
     heads = checked_mtp_spec(theirs, layers=layers, cp_layout=cp_layout)
     submodules = replace(submodules, mtp_block_spec=heads)
@@ -223,7 +223,7 @@ class KDAHybridStack(HybridStack):
         **others: Any,
     ) -> None:
         KDAHybridStack.kda_options = cast(Any, layers[KDA].submodules).self_attention.params
-        submodules, letters = _with_layers(
+        submodules, letters = _with_kda_and_gdn2(
             submodules, layers, config, layer_type_list, pp_layer_offset
         )
         super().__init__(
@@ -231,7 +231,7 @@ class KDAHybridStack(HybridStack):
         )
 
 
-def _with_layers(
+def _with_kda_and_gdn2(
     submodules: HybridStackSubmodules,
     layers: Mapping[str, ModuleSpec],
     config: TransformerConfig,
@@ -248,8 +248,8 @@ def _with_layers(
     gdn = layers[GDN2] if variant == GDN2 else submodules.gdn_layer
     of_two = {"gdn": gdn, "kda": layers[KDA], "numbers": numbers}
     # Under this variant Megatron's main assigns to submodules.self_attention of the spec.
-    written = SimpleNamespace(self_attention=SimpleNamespace())
-    place = ModuleSpec(module=_GDNOrKDALayer, params=of_two, submodules=written)
+    assigned = SimpleNamespace(self_attention=SimpleNamespace())
+    place = ModuleSpec(module=_GDNOrKDALayer, params=of_two, submodules=assigned)
     submodules = replace(submodules, gdn_layer=place)
     return submodules, ["G" if letter == KDA else letter for letter in letters]
 
@@ -288,8 +288,8 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     ) -> None:
         loader_layout = LoaderLayout(cp_layout, config)
         if pg_collection.cp.size() > 1:
-            _require_zigzag(loader_layout.of_packed(), pg_collection.cp)
-        hybrid_submodules, letters = _with_layers(
+            _require_zigzag(loader_layout.default_for_packed(), pg_collection.cp)
+        hybrid_submodules, letters = _with_kda_and_gdn2(
             hybrid_submodules, layers, config, mtp_layer_pattern, 0
         )
         super().__init__(
@@ -353,7 +353,7 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
         )
 
 
-def _local_heads() -> ModuleSpec:
+def _local_mtp_spec() -> ModuleSpec:
     """Local modules for multi-token prediction, with the checkpoints of Transformer Engine's."""
     parts = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=TorchRMSNorm,

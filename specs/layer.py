@@ -106,10 +106,10 @@ def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
 def _spec(mixer: type, parts: Any, modules: str, options: dict[str, Any]) -> ModuleSpec:
     fused = resolve_modules(modules) == "te"
-    chosen: tuple[type, ...] = ColumnParallelLinear, RowParallelLinear, TorchRMSNorm
+    classes: tuple[type, ...] = ColumnParallelLinear, RowParallelLinear, TorchRMSNorm
     if fused:
-        chosen = te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
-    places: dict[str, type] = dict(zip(("in_proj", "out_proj", "out_norm"), chosen, strict=True))
+        classes = te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
+    places: dict[str, type] = dict(zip(("in_proj", "out_proj", "out_norm"), classes, strict=True))
     return ModuleSpec(
         module=mixer,
         params=options,
@@ -180,11 +180,11 @@ class UnavailableLayer:
 def with_launch_options(mixer: type, named: Mapping[str, Any]) -> dict[str, Any]:
     """The options ``named`` in a call, and the launch's other options that ``mixer`` has."""
     known = _options_of(mixer)
-    return {**{name: value for name, value in _of_launch().items() if name in known}, **named}
+    return {**{name: value for name, value in _launch_options().items() if name in known}, **named}
 
 
 @cache
-def _of_launch() -> dict[str, Any]:
+def _launch_options() -> dict[str, Any]:
     options = parse_options(os.environ.get(VARIABLE, ""))
     if options:
         said = ", ".join(f"{name}={value!r}" for name, value in options.items())

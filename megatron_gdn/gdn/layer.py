@@ -169,7 +169,7 @@ class GatedDeltaNet(UpstreamNames):
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
         scheme = batch.scheme
-        conv = self.called_conv_parameters(rows, scheme.layout)
+        conv = self.conv_parameters_after_hooks(rows, scheme.layout)
         return gdn_parts(
             rows,
             *local_parameters(scheme, *conv, *self.fp32_parameters()),

@@ -99,7 +99,7 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
         scheme = batch.scheme
-        conv = self.called_conv_parameters(rows, scheme.layout)
+        conv = self.conv_parameters_after_hooks(rows, scheme.layout)
         return gdn2_parts(
             rows,
             *local_parameters(scheme, *conv, *self.fp32_parameters(), of="f"),

@@ -180,7 +180,7 @@ class KimiDeltaAttention(RecurrentMixer):
             self.register_parameter(f"{gate}_b_weight", None)
             if rank:
                 columns = self.dims.layout.columns(gate)
-                self._add(f"{gate}_b_weight", (columns.stop - columns.start,), rank)
+                self._add_parameter(f"{gate}_b_weight", (columns.stop - columns.start,), rank)
 
     def _init_others(self) -> None:
         assert (method := self.config.init_method) is not None

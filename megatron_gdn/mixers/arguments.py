@@ -25,7 +25,7 @@ _ATTENTION_ONLY = (
     "rotary_pos_sin",
 )
 _CHECKED = "_megatron_gdn_causal"
-_HELP = (
+_MASK_HELP = (
     "This layer is causal and reads document boundaries from packed_seq_params "
     "(qkv_format='thd', cu_seqlens_q) only. Pass attention_mask=None or a causal mask; put padding "
     "at the end of a sequence, and pack documents instead of masking between them: "
@@ -51,17 +51,17 @@ def require_causal(
     if mask is None or is_graph_capturing():
         return
     if not isinstance(mask, Tensor):
-        raise TypeError(f"attention_mask is a {type(mask).__name__}, not a tensor. {_HELP}")
-    looked_at = None if mask.is_inference() else (mask._version, rows, tokens)
-    if looked_at is not None and getattr(mask, _CHECKED, None) == looked_at:
+        raise TypeError(f"attention_mask is a {type(mask).__name__}, not a tensor. {_MASK_HELP}")
+    checked_for = None if mask.is_inference() else (mask._version, rows, tokens)
+    if checked_for is not None and getattr(mask, _CHECKED, None) == checked_for:
         return
     if mask.is_meta:
         raise NotImplementedError(
-            f"attention_mask is on the meta device and has no values. {_HELP}"
+            f"attention_mask is on the meta device and has no values. {_MASK_HELP}"
         )
     if mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            f"an attention mask cannot be checked while a CUDA graph is captured. {_HELP}"
+            f"an attention mask cannot be checked while a CUDA graph is captured. {_MASK_HELP}"
         )
     positions = torch.as_tensor(local_positions(), device=mask.device)
     local, shape = len(positions), tuple(mask.shape)
@@ -85,10 +85,10 @@ def require_causal(
                 f"cut batches that are not packed in zigzag: leave cp_layout at 'auto' there"
             )
         raise NotImplementedError(
-            f"attention_mask of shape {shape} and dtype {mask.dtype} {why}. {_HELP}"
+            f"attention_mask of shape {shape} and dtype {mask.dtype} {why}. {_MASK_HELP}"
         )
-    if looked_at is not None:
-        setattr(mask, _CHECKED, looked_at)
+    if checked_for is not None:
+        setattr(mask, _CHECKED, checked_for)
 
 
 def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> None:
@@ -141,9 +141,9 @@ LEVELS = {
     "light": frozenset({"qkv", "norm_out"}),
     "full": frozenset({"qkv", "norm_out", "rule"}),
 }
-_CALLED = {"qkv": "query, key and value", "norm_out": "the normed output"}
+_DESCRIPTIONS = {"qkv": "query, key and value", "norm_out": "the normed output"}
 # Names of `--offload-modules` for parts of attention.
-_OF_ATTENTION = ("qkv_linear", "core_attn", "attn_proj")
+_ATTENTION_OFFLOADS = ("qkv_linear", "core_attn", "attn_proj")
 
 
 def computed_again(
@@ -165,7 +165,7 @@ def computed_again(
             does = "computes" if part in asked else "does not compute"
             raise ValueError(
                 f"recompute={recompute!r} and recompute_{part}={given} contradict: {recompute!r} "
-                f"{does} {_CALLED[part]} again. Give only one of these two options."
+                f"{does} {_DESCRIPTIONS[part]} again. Give only one of these two options."
             )
     asked |= {part for part, given in options.items() if given}
     selective = config.recompute_granularity == "selective"
@@ -185,7 +185,7 @@ def computed_again(
     return frozenset({"whole"} if "whole" in asked else asked)
 
 
-def follow_config(mixer: str, about: ConfigFields, config: TransformerConfig) -> None:
+def follow_config(mixer: str, config_fields: ConfigFields, config: TransformerConfig) -> None:
     """Refuse weight shards beyond tensor parallelism; log config fields without effect."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
@@ -197,17 +197,17 @@ def follow_config(mixer: str, about: ConfigFields, config: TransformerConfig) ->
         )
     defaults = {field.name: field.default for field in fields(config)}
     for name, value in vars(config).items():
-        if not name.startswith(about.prefixes) or name in about.read:
+        if not name.startswith(config_fields.prefixes) or name in config_fields.read:
             continue
         default = defaults.get(name, MISSING)
         if not value if default is MISSING else value == default:
             continue
-        why = about.without_effect.get(name, f"this version of {mixer} does not know it")
+        why = config_fields.without_effect.get(name, f"this version of {mixer} does not know it")
         log_once(f"{mixer}: config.{name}={value!r} has no effect: {why}.")
     if not config.fine_grained_activation_offloading:
         return
     asked = config.offload_modules or ()
-    without = [name for name in asked if name in _OF_ATTENTION or name.startswith("gdn")]
+    without = [name for name in asked if name in _ATTENTION_OFFLOADS or name.startswith("gdn")]
     if without:
         log_once(
             f"{mixer}: --offload-modules {' '.join(without)} has no effect on this layer: "

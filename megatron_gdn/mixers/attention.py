@@ -61,10 +61,10 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         # DotProductAttention refuses any other context_parallel_size.
-        super().__init__(_of_one_rank(config), *args, pg_collection=pg_collection, **kwargs)
+        super().__init__(_config_of_one_rank(config), *args, pg_collection=pg_collection, **kwargs)
         self.config = config
         self.loader_layout = LoaderLayout(cp_layout, config)
-        self._whole = False  # whether this rank's queries and keys are those of whole sequences
+        self._inputs_whole = False  # whether queries and keys are those of whole sequences
         if config.context_parallel_size > 1:
             self._require_plain(f"context_parallel_size={config.context_parallel_size}")
 
@@ -82,11 +82,11 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     @contextmanager
     def on_whole_sequences(self) -> Iterator[None]:
         """Inside the context, each rank's inputs are whole sequences, as in generation."""
-        self._whole = True
+        self._inputs_whole = True
         try:
             yield
         finally:
-            self._whole = False
+            self._inputs_whole = False
 
     def forward(
         self,
@@ -104,7 +104,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         are those of all tokens so far, and the queries those of the last tokens. Packed inputs may
         lack the dimension B.
         """
-        group = None if self._whole else self.cp_group
+        group = None if self._inputs_whole else self.cp_group
         how = group, self.loader_layout.of, query.shape[0], query.device
         micro_batch = MicroBatchShare.of(packed_seq_params, *how)
         if micro_batch.documents is None and micro_batch.size == 1:
@@ -115,7 +115,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 place = torch.arange(keys, device=query.device)
                 attention_mask = (place > place[keys - queries :, None])[None, None]
             given = query, key, value, attention_mask, attn_mask_type, attention_bias
-            config, self.config = self.config, _of_one_rank(self.config)
+            config, self.config = self.config, _config_of_one_rank(self.config)
             try:  # Megatron's dev branch gathers keys if config.context_parallel_size > 1
                 return super().forward(*given)
             finally:
@@ -131,7 +131,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
             query, key, value = (x.unsqueeze(1) for x in (query, key, value))
         key, value = micro_batch.gather(key), micro_batch.gather(value)
         if self._runs_flex(query):
-            out_sBHD = attend(query, key, value, _mask_of(micro_batch), self._scale)
+            out_sBHD = attend(query, key, value, _shared_mask(micro_batch), self._scale)
         else:
             exact = self.config.batch_invariant_mode and micro_batch.size == 1
             attended = (self._attend(x, query, key, value, exact) for x in micro_batch.spans)
@@ -213,14 +213,14 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 )
 
 
-def _mask_of(share: MicroBatchShare) -> Mask:
+def _shared_mask(share: MicroBatchShare) -> Mask:
     """The mask of this rank's queries over all ranks' keys; the first layer makes the mask."""
     documents = share.documents or one_document(sum(share.lengths), share.device)
     how = Mask, share.size, share.rank, share.layout
     return documents.plan(how, lambda: Mask.of(documents, share.positions))
 
 
-def _of_one_rank(config: TransformerConfig) -> TransformerConfig:
+def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:
     alone = config if config.context_parallel_size == 1 else copy.copy(config)
     alone.context_parallel_size = 1
     return alone
@@ -238,16 +238,16 @@ def beside_torch_attention(theirs: type) -> type:
         def __init__(self, *args: Any, cp_layout: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             # The first tree makes the TorchAttention, which refuses configs that `theirs` takes.
-            self._make = partial(TorchAttention, *args, cp_layout=cp_layout, **kwargs)
+            self._make_attention = partial(TorchAttention, *args, cp_layout=cp_layout, **kwargs)
             # A list, since a submodule would add keys to checkpoints.
-            self._made: list[TorchAttention] = []
+            self._attention_made: list[TorchAttention] = []
 
         def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
             kwargs["packed_seq_params"] = packed_seq_params
             if not _is_tree(packed_seq_params):
                 return super().forward(*args, **kwargs)
-            self._made = self._made or [self._make()]
-            return self._made[0].train(self.training)(*args, **kwargs)
+            self._attention_made = self._attention_made or [self._make_attention()]
+            return self._attention_made[0].train(self.training)(*args, **kwargs)
 
     return BesideTorchAttention
 
@@ -294,9 +294,9 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 rank_tokens *= self.pg_collection.tp.size()
             how = self.pg_collection.cp, self.loader_layout.of, rank_tokens, hidden_states.device
             share = MicroBatchShare.of(packed_seq_params, *how)
-            if not self._megatron_rotates_right(share):
-                pair = _pair(rotary_pos_emb)
-                self._rotations = tuple(self._of_local_tokens(angles, share) for angles in pair)
+            if not self._megatron_rotates_correctly(share):
+                pair = _for_q_and_k(rotary_pos_emb)
+                self._rotations = tuple(self._local_angles(angles, share) for angles in pair)
                 rotary_pos_emb = None
         try:
             return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
@@ -319,7 +319,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 f"megatron_gdn.inference.generate.static_context."
             )
         if rotary_pos_emb is not None:
-            q, k = (_of_all_ranks(x, self.pg_collection.cp) for x in _pair(rotary_pos_emb))
+            q, k = (_gather_angles(x, self.pg_collection.cp) for x in _for_q_and_k(rotary_pos_emb))
             rotary_pos_emb = q, k
         with self.core_attention.on_whole_sequences():
             return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
@@ -344,7 +344,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 f"rotated for one group and attend over the other. Set both to one group."
             )
 
-    def _megatron_rotates_right(self, share: MicroBatchShare) -> bool:
+    def _megatron_rotates_correctly(self, share: MicroBatchShare) -> bool:
         own_group = self.pg_collection.cp
         if share.documents is not None and share.documents.continue_others:
             return False
@@ -353,7 +353,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         same_group = share.group is own_group or share.size == own_group.size() == 1
         return same_group and (share.size == 1 or share.layout is SequenceLayout.ZIGZAG)
 
-    def _of_local_tokens(self, angles: Tensor, share: MicroBatchShare) -> Tensor:
+    def _local_angles(self, angles: Tensor, share: MicroBatchShare) -> Tensor:
         """The angles ``[s, 1, 1, D]`` of this rank's tokens.
 
         ``angles`` from the model are those of positions ``0 .. max_seqlen - 1`` for packed
@@ -362,7 +362,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         positions = share.positions.to(angles.device)
         if share.documents is not None:
             if share.documents.continue_others:  # the model does not know trees as packed
-                angles = _of_all_ranks(angles, share.group)
+                angles = _gather_angles(angles, share.group)
             longest = share.documents.longest_sequence
             if longest > angles.shape[0]:
                 raise ValueError(
@@ -376,14 +376,14 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
                 "a batch that is not packed brings its own context-parallel group, and the model "
                 "cut the rotary positions for another group; pack the sequences (qkv_format='thd')."
             )
-        return _of_all_ranks(angles, share.group)[positions]
+        return _gather_angles(angles, share.group)[positions]
 
 
-def _of_all_ranks(angles: Tensor, group: Any) -> Tensor:
+def _gather_angles(angles: Tensor, group: Any) -> Tensor:
     """Gather the angles of all positions; ``angles`` are this rank's share in zigzag."""
     total = len(angles) * (1 if group is None else group.size())
     return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 
 
-def _pair(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+def _for_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
     return angles if isinstance(angles, tuple) else (angles, angles)

@@ -44,7 +44,7 @@ from .fp8 import (
     keep_unquantised_input,
     quantises,
     refuse_fp8_product,
-    refuse_second_run,
+    refuse_recompute_of_layer,
 )
 from .generation import GeneratingMixer
 from .graphs import in_layer_graph, refuse_packed
@@ -345,7 +345,7 @@ class RecurrentMixer(
         self.remember_marks()
         self.recompute_whole, self.recompute_rule = "whole" in again, "rule" in again
         if self.recompute_whole:
-            refuse_second_run(config)
+            refuse_recompute_of_layer(config)
         if "norm_out" in again:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
         self.reset_parameters()

@@ -159,13 +159,13 @@ class ShardedBySections(nn.Module):
         super()._save_to_state_dict(destination, prefix, keep_vars)
         weight = self.get_submodule("in_proj")._parameters.get("weight")
         if weight is not None and hasattr(weight, "megatron_fsdp_dist_index"):
-            _load_files_that_do_not_say()
+            _load_files_without_entry()
             destination[f"{prefix}{_KEY}"] = torch.tensor([self._stored_by()], device=weight.device)
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load as torch does; refuse a file that stores the rows of in_proj in another way."""
-        said: Tensor | None = state_dict.pop(f"{prefix}{_KEY}", None)
-        if said is not None and (found := int(said.item())) != self._stored_by():
+        entry: Tensor | None = state_dict.pop(f"{prefix}{_KEY}", None)
+        if entry is not None and (found := int(entry.item())) != self._stored_by():
             how = (
                 f"Load it with --tensor-model-parallel-size {found}, and with scripts that store "
                 f"in_proj as a whole."
@@ -173,8 +173,8 @@ class ShardedBySections(nn.Module):
             if found == _SECTIONS:
                 how = "Load it with the scripts that wrote it (Megatron-LM's dev, Megatron-Bridge)."
             raise ValueError(
-                f"{prefix}in_proj.weight: the fsdp_dtensor checkpoint holds {_words(found)}; this "
-                f"launch reads {_words(self._stored_by())}. The weights would be wrong. {how}"
+                f"{prefix}in_proj.weight: the fsdp_dtensor checkpoint holds {_describe(found)}, "
+                f"this launch reads {_describe(self._stored_by())}: weights would be wrong. {how}"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
@@ -184,7 +184,7 @@ class ShardedBySections(nn.Module):
         return _SECTIONS if self.stored_by_section and cut else self.tp_size
 
 
-def _load_files_that_do_not_say() -> None:
+def _load_files_without_entry() -> None:
     """Let torch load files that lack the entry of ``in_proj``'s order."""
     if hasattr(DefaultLoadPlanner, "_asks_for_stored_rows"):
         return
@@ -202,7 +202,7 @@ def _load_files_that_do_not_say() -> None:
     planner.set_up_planner, planner._asks_for_stored_rows = set_up_planner, True
 
 
-def _words(stored_by: int) -> str:
+def _describe(stored_by: int) -> str:
     if stored_by == _SECTIONS:
         return "each section by itself"
     return f"all rows in one tensor, in the order of tensor_model_parallel_size={stored_by}"

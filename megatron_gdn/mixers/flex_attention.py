@@ -39,13 +39,13 @@ class Mask(NamedTuple):
         """The mask of the queries in rows ``rows_s`` (int64, on the host) over all keys."""
         on_host = _places(documents)
         query, key, end = (to_device(x, documents.device) for x in (on_host[0][rows_s], *on_host))
-        (first_I, last_I), (first_J, last_J), (least_J, most_J) = map(_bounds, (query, key, end))
+        (first_I, last_I), (first_J, last_J), (least_J, most_J) = map(_min_max, (query, key, end))
         some_IJ = (first_J <= last_I[:, None]) & (first_I[:, None] < most_J)
         all_IJ = (last_J <= first_I[:, None]) & (last_I[:, None] < least_J)
         # The kernels check the sequence's end only in blocks that are not marked as seen whole.
         all_IJ[-1] &= len(query) % BLOCK == 0
         all_IJ[:, -1] &= len(key) % BLOCK == 0
-        made = BlockMask.from_kv_blocks(*_listed(some_IJ & ~all_IJ), *_listed(all_IJ))
+        made = BlockMask.from_kv_blocks(*_list_blocks(some_IJ & ~all_IJ), *_list_blocks(all_IJ))
         return cls(query, key, end, made.as_tuple()[2:10])
 
     def sees(self, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -58,11 +58,11 @@ def attend(
 ) -> Tensor:
     """The attention's output ``[s, B, H, D]``."""
     heads_first = (x.permute(1, 2, 0, 3) for x in (query_sBHD, key_SBGD, value_SBGD))
-    return _compiled()(*heads_first, repr(scale), *mask).permute(2, 0, 1, 3)
+    return _compiled_attention()(*heads_first, repr(scale), *mask).permute(2, 0, 1, 3)
 
 
 @cache
-def _compiled() -> Callable[..., Tensor]:
+def _compiled_attention() -> Callable[..., Tensor]:
     """``flex_attention`` compiled once for micro-batches of all lengths.
 
     ``scale`` is a string: torch would trace a number as a symbol, which the kernel does not take.
@@ -98,13 +98,13 @@ def _places(documents: Documents) -> tuple[Tensor, Tensor]:
     return (start + position).int(), end.int()
 
 
-def _bounds(x: Tensor) -> tuple[Tensor, Tensor]:
+def _min_max(x: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the greatest value in every block of tokens."""
     token = torch.arange(-(-len(x) // BLOCK) * BLOCK, device=x.device).clamp(max=len(x) - 1)
     return x[token].view(-1, BLOCK).aminmax(dim=1)
 
 
-def _listed(dense_IJ: Tensor) -> tuple[Tensor, Tensor]:
+def _list_blocks(dense_IJ: Tensor) -> tuple[Tensor, Tensor]:
     """The number of key blocks of each query block, and an order that begins with these blocks."""
     order_IJ = dense_IJ.int().argsort(dim=1, descending=True, stable=True)
     return dense_IJ.sum(1, dtype=torch.int32)[None, None], order_IJ.int()[None, None]

@@ -76,7 +76,7 @@ def require_fp8_widths(layout: Layout, multiple: int) -> None:
             )
 
 
-def refuse_second_run(config: Any) -> None:
+def refuse_recompute_of_layer(config: Any) -> None:
     """Refuse a checkpoint of the whole layer under FP8."""
     if config.fp8:
         raise NotImplementedError(
@@ -98,9 +98,9 @@ def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
         return
     if layout.main_width == layout.width:
         return
-    in_proj.__class__ = _apart(type(in_proj))
+    in_proj.__class__ = _with_gates_apart(type(in_proj))
     vars(in_proj).update(_main_rows=layout.main_width, _gates_group=group)
-    in_proj.refuse_settings()
+    in_proj.refuse_fp4_and_delayed_gradients()
 
 
 def quantises(config: Any) -> bool:
@@ -159,9 +159,9 @@ class GatesApart(nn.Module):
     def finish_init(self, quantization_config: Any) -> None:
         """Take the quantization recipe for the linear's name; Megatron's model calls this."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
-        self.refuse_settings()
+        self.refuse_fp4_and_delayed_gradients()
 
-    def refuse_settings(self) -> None:
+    def refuse_fp4_and_delayed_gradients(self) -> None:
         """Refuse FP4 by the quantization recipe, and delayed weight gradients."""
         linear: Any = self
         of_module = getattr(linear, "te_quant_params", None)
@@ -187,7 +187,7 @@ class GatesApart(nn.Module):
         """
         if not runs_in_fp8(self):
             return super().forward(x, *args, **kwargs)
-        out, gates = self._in_parts(x, args, kwargs)
+        out, gates = self._main_and_gate_columns(x, args, kwargs)
         if not together:
             return out, gates
         if isinstance(out, tuple):  # an adapter around the linear also gets the normed rows
@@ -195,16 +195,16 @@ class GatesApart(nn.Module):
         return torch.cat([out, gates], dim=-1), None
 
     @uncompiled  # Dynamo loses gradients of views of the weight, and of the gates
-    def _in_parts(
+    def _main_and_gate_columns(
         self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Tensor]:
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
-        main_weight, gate_weight = self._cut(weight)
+        main_weight, gate_weight = self._cut_weight(weight)
         held = {"weight": main_weight}
         if bias is not None:
             held["bias"] = bias[: self._main_rows]
-        of_gates = self._norm_before(x, gate_weight)
+        of_gates = self._gate_product_inputs(x, gate_weight)
         gates, handed = GateProduct.apply(*of_gates, self._gates_group, self.sequence_parallel)
         parameters: dict[str, Any] = self._parameters
         kept = {name: parameters[name] for name in held}
@@ -215,7 +215,7 @@ class GatesApart(nn.Module):
             parameters.update(kept)
         return out, gates if bias is None else gates + bias[self._main_rows :]
 
-    def _norm_before(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
+    def _gate_product_inputs(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
         """x, weight, gamma and eps for :class:`GateProduct`, by the norm that the linear fuses."""
         norm: Any = self
         gamma = self._parameters.get("layer_norm_weight")
@@ -228,7 +228,7 @@ class GatesApart(nn.Module):
         normed = F.layer_norm(x, x.shape[-1:], shown, norm.layer_norm_bias, norm.eps)
         return normed, weight, None, 0.0
 
-    def _cut(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
+    def _cut_weight(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
         """Views of the weight's main rows and gate rows, each with its rows of ``main_grad``."""
         if hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
@@ -246,7 +246,7 @@ class GatesApart(nn.Module):
 
 
 @cache
-def _apart(kind: type[nn.Module]) -> type[nn.Module]:
+def _with_gates_apart(kind: type[nn.Module]) -> type[nn.Module]:
     """``kind`` with the mixin and its old name, by which frameworks look linears up."""
     return type(kind.__name__, (GatesApart, kind), {"__module__": kind.__module__})
 

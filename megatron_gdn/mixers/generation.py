@@ -185,9 +185,9 @@ class GeneratingMixer:
         if slots is None:
             slots = torch.arange(len(projected), device=projected.device)
         parts, s = self.whole_parts(rows), len(rows)
-        memory, after = self._checked(parts, rows, conv_state, ssm_state, slots), None
+        memory, after = self._checked_memory(parts, rows, conv_state, ssm_state, slots), None
         if intermediate_conv_state is not None and intermediate_ssm_state is not None:
-            after = self._viewed(intermediate_conv_state, intermediate_ssm_state)
+            after = self._memory_of(intermediate_conv_state, intermediate_ssm_state)
         if s > 1 and after is None:
             raise ValueError(
                 f"{s} tokens at once need buffers for the states after each token, so that tokens "
@@ -211,7 +211,7 @@ class GeneratingMixer:
             )
         parts, metadata = self.whole_parts(projected), context.mamba_metadata
         offsets = tuple(metadata.cu_seqlens_list)  # of the requests that are not padding
-        memory = self._checked(parts, projected, conv_state, ssm_state)
+        memory = self._checked_memory(parts, projected, conv_state, ssm_state)
         mixed = projected.new_zeros(len(projected), 1, parts.state.heads * parts.state.columns)
         if len(offsets) > 1:
             slots = metadata.batch_indices_prefill[: len(offsets) - 1]
@@ -219,13 +219,13 @@ class GeneratingMixer:
             mixed[real] = prefill(projected[real], parts, memory._replace(slots=slots), documents)
         return mixed
 
-    def _viewed(self, conv: Tensor, states: Tensor, slots: Tensor | None = None) -> Memory:
+    def _memory_of(self, conv: Tensor, states: Tensor, slots: Tensor | None = None) -> Memory:
         return Memory(conv, states.mT if self.state_transposed else states, slots)
 
-    def _checked(
+    def _checked_memory(
         self, parts: Parts, rows: Tensor, conv: Tensor, states: Tensor, slots: Tensor | None = None
     ) -> Memory:
-        memory = self._viewed(conv, states, slots)
+        memory = self._memory_of(conv, states, slots)
         _check_buffers(memory, parts, rows.dtype, self.state_transposed)
         return memory
 

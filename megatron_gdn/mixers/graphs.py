@@ -29,7 +29,7 @@ _LEAVE_OUT = (
     "leave the layer out of the graphs (cuda_graph_modules without 'attn'), or train on unpacked "
     "sequences."
 )
-_numbers = count()
+_buffer_numbers = count()
 
 
 @dataclass(frozen=True, init=False, eq=False)
@@ -40,7 +40,7 @@ class FixedBuffers:
     documents: ClassVar[Any]  # no field, since Megatron would compare its value
 
     def __init__(self, documents: StaticDocuments) -> None:
-        vars(self).update(documents=documents, number=next(_numbers))
+        vars(self).update(documents=documents, number=next(_buffer_numbers))
 
 
 @dataclass
@@ -55,7 +55,7 @@ class StaticPackedSeqParams(PackedSeqParams):
         # During a capture Megatron replaces the tensors by descriptions and by the graph's tensors.
         if buffers is not None and not is_graph_capturing():
             boundaries = buffers.documents.boundaries
-            for slot in _slots_of(fields):
+            for slot in _boundary_fields(fields):
                 given = fields[slot]
                 if given is not boundaries and (given is None or isinstance(given, Tensor)):
                     raise ValueError(
@@ -67,7 +67,7 @@ class StaticPackedSeqParams(PackedSeqParams):
         super().__setattr__(name, value)
 
 
-def _slots_of(fields: dict[str, Any]) -> tuple[str, ...]:
+def _boundary_fields(fields: dict[str, Any]) -> tuple[str, ...]:
     """The names of the fields with the documents' boundaries in the packed buffer."""
     if fields["cu_seqlens_q_padded"] is not None:
         queries, keys = "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
@@ -192,12 +192,12 @@ def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Modul
     Returns:
         The layers that were left out.
     """
-    left = [
+    left_out = [
         layer
         for layer in model.modules()
         if hasattr(layer, "cudagraph_manager")
         and isinstance(getattr(layer, "self_attention", None), Attention)
     ]
-    for layer in left:
+    for layer in left_out:
         del layer.cudagraph_manager
-    return left
+    return left_out

@@ -64,7 +64,7 @@ class LoaderLayout:
             return self._of_batches
         return self._of_mode(getattr(packed, "cp_partition_mode", None))
 
-    def of_packed(self) -> SequenceLayout:
+    def default_for_packed(self) -> SequenceLayout:
         """The cut of packed micro-batches without ``cp_partition_mode``."""
         return self._of_mode(None)
 

@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 _MOST_GROUPS = 16  # a layer keeps the schemes of this many groups
 _MOST_MICRO_BATCHES = 32  # a layer keeps this many, each with its tables on the device
-_WHATEVER = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
+_ANY_LAYOUT = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
 # ``choose(device, dtype, bits)`` returns the rule for rows of this kind, and the reason.
 ChooseRule = Callable[..., tuple[Rule, str]]
 
@@ -118,7 +118,7 @@ class MicroBatches:
     def use_group(self, group: Any) -> None:
         """Set the group of micro-batches that bring none; errors are the constructor's."""
         alone = group is None or group.size() == 1
-        layout = _WHATEVER if alone else self._loader_layout.of_packed()
+        layout = _ANY_LAYOUT if alone else self._loader_layout.default_for_packed()
         rule = self.latest_rule
         first, *others = self._schemes_of(group, rule, layout)
         self._group = group
@@ -141,7 +141,7 @@ class MicroBatches:
             documents = resolve_packed_seq_params(packed, tokens, device)
             if documents is not None and B != 1:
                 require_one_row(B, f"{B} rows of {s} tokens on this rank")
-        layout = _WHATEVER
+        layout = _ANY_LAYOUT
         if tokens != s:
             layout = self._loader_layout.of(None if documents is None else packed)
             require_agreement(self._layer, group, tokens, B, documents, layout, device)
@@ -150,7 +150,7 @@ class MicroBatches:
         found = self._made.get(key)
         if found is None:
             rule = self.whole(device, dtype).rule
-            scheme = self._choose(group, rule, layout, documents, proj_sBP)
+            scheme = self._choose_scheme(group, rule, layout, documents, proj_sBP)
             passage = scheme.passage(documents, tokens, B, proj_sBP)
             found = MicroBatch(documents, tokens, rule, scheme, passage)
             if len(self._made) >= _MOST_MICRO_BATCHES:
@@ -185,11 +185,11 @@ class MicroBatches:
                 gone = self._schemes.pop(next(others, next(iter(self._schemes))))
                 # Micro-batches that the layer keeps would keep the removed schemes alive.
                 self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
-            found = self._possible(group, rule, layout)
+            found = self._make_schemes(group, rule, layout)
             self._schemes[group, rule, layout] = found
         return found
 
-    def _possible(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
+    def _make_schemes(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
         if group is None or group.size() == 1:
             return (Whole(self._layout),)
         found: list[Scheme] = []
@@ -217,7 +217,7 @@ class MicroBatches:
         )  # fmt: skip
         return *found, chunkwise
 
-    def _choose(
+    def _choose_scheme(
         self, group: Any, rule: Rule, layout: SequenceLayout, documents: Documents | None, x: Tensor
     ) -> Scheme:
         first, *others = self._schemes_of(group, rule, layout)

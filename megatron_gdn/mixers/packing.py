@@ -28,7 +28,7 @@ _BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv_padded", "c
 _UNPACKED = ("sbhd", "bshd")
 
 
-class _Look(NamedTuple):
+class _OffsetsRead(NamedTuple):
     """A tensor of offsets, and its version and values when a layer read it."""
 
     tensor: Tensor | None
@@ -36,10 +36,10 @@ class _Look(NamedTuple):
     values: Tensor | None  # None on a GPU, where a comparison would wait for the device
 
 
-def _look_at(tensor: Tensor | None) -> _Look:
+def _copy_offsets(tensor: Tensor | None) -> _OffsetsRead:
     if tensor is None:
-        return _Look(None, 0, None)
-    return _Look(tensor, tensor._version, None if tensor.is_cuda else tensor.clone())
+        return _OffsetsRead(None, 0, None)
+    return _OffsetsRead(tensor, tensor._version, None if tensor.is_cuda else tensor.clone())
 
 
 class _Resolved(NamedTuple):
@@ -47,18 +47,18 @@ class _Resolved(NamedTuple):
 
     layout: str | None  # qkv_format
     parents: tuple[int, ...] | None  # None: the documents are no tree
-    looks: tuple[_Look, ...]  # one for each name in _BOUNDARIES
+    read: tuple[_OffsetsRead, ...]  # one for each name in _BOUNDARIES
     documents: Documents
-    of_streams: dict[int, Documents]  # a copy of documents for each CUDA stream that uses them
+    by_stream: dict[int, Documents]  # a copy of documents for each CUDA stream that uses them
 
-    def still_holds(self, params: PackedSeqParams, tokens: int, device: torch.device) -> bool:
+    def is_valid_for(self, params: PackedSeqParams, tokens: int, device: torch.device) -> bool:
         """Whether ``params`` has the same tensors with the same offsets, for the same rows."""
         documents, given = self.documents, params.__dict__.get(PARENTS)
         if (params.qkv_format, given) != (self.layout, self.parents):
             return False
         if (tokens, device) != (documents.total_tokens, documents.device):
             return False
-        for name, (tensor, version, values) in zip(_BOUNDARIES, self.looks, strict=True):
+        for name, (tensor, version, values) in zip(_BOUNDARIES, self.read, strict=True):
             if getattr(params, name) is not tensor:
                 return False
             if tensor is not None and tensor._version != version:
@@ -92,14 +92,14 @@ def resolve_packed_seq_params(
     if params is None:
         return None
     if params.__dict__.get("buffers") is not None:
-        return _in_buffers(params, total_tokens, device) if _is_packed(params) else None
+        return _from_buffers(params, total_tokens, device) if _is_packed(params) else None
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     known: _Resolved | None = None if captured else params.__dict__.get(_RESOLVED)
-    if known is not None and known.still_holds(params, total_tokens, device):
+    if known is not None and known.is_valid_for(params, total_tokens, device):
         stream = stream_of_tables()
-        if stream not in known.of_streams:
-            known.of_streams[stream] = replace(known.documents)
-        return known.of_streams[stream]
+        if stream not in known.by_stream:
+            known.by_stream[stream] = replace(known.documents)
+        return known.by_stream[stream]
     if not _is_packed(params):
         return None
     if captured:
@@ -117,15 +117,15 @@ def resolve_packed_seq_params(
                 f"tensor of global cumulative lengths: torch.tensor({name}, dtype=torch.int32)."
             )
     sources = tuple(getattr(params, name) for name in _BOUNDARIES)
-    documents = _as_tree(_resolve(sources, total_tokens, device), params)
+    documents = _with_parents(_read_documents(sources, total_tokens, device), params)
     if any(source is not None and source.is_inference() for source in sources):
         return documents  # not stored, since torch counts no writes to an inference tensor
     before = known.documents if known is not None and _is_recomputed() else documents
     if not torch.equal(documents.stamp, before.stamp):
         found = f"{list(documents.offsets)} after {list(before.offsets)}"
         raise RuntimeError(changed_before_recomputation(found))
-    looks, parents = tuple(map(_look_at, sources)), params.__dict__.get(PARENTS)
-    known = _Resolved(params.qkv_format, parents, looks, documents, {stream_of_tables(): documents})
+    read, parents = tuple(map(_copy_offsets, sources)), params.__dict__.get(PARENTS)
+    known = _Resolved(params.qkv_format, parents, read, documents, {stream_of_tables(): documents})
     params.__dict__[_RESOLVED] = known
     return documents
 
@@ -141,7 +141,7 @@ def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
     return None if buffers is None else buffers.documents
 
 
-def _as_tree(documents: Documents, params: PackedSeqParams) -> Documents:
+def _with_parents(documents: Documents, params: PackedSeqParams) -> Documents:
     parents = params.__dict__.get(PARENTS)
     if (parents is not None) != (params.qkv_format == TREE):
         had = "no parents" if parents is None else "parents of its documents"
@@ -159,7 +159,7 @@ def _as_tree(documents: Documents, params: PackedSeqParams) -> Documents:
     return TreeDocuments(documents.offsets, documents.device, parents, tuple(lengths))
 
 
-def _in_buffers(params: PackedSeqParams, total_tokens: int, device: torch.device) -> Documents:
+def _from_buffers(params: PackedSeqParams, total_tokens: int, device: torch.device) -> Documents:
     documents = static_documents_of(params)
     assert documents is not None
     if documents.total_tokens != total_tokens or documents.device != device:
@@ -199,7 +199,7 @@ def _is_packed(params: PackedSeqParams) -> bool:
     return bool(given)
 
 
-def _resolve(
+def _read_documents(
     sources: Sequence[Tensor | None], total_tokens: int, device: torch.device
 ) -> Documents:
     q_padded, q, kv_padded, kv = sources

@@ -76,7 +76,7 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
     Raises:
         ValueError: as in :func:`seqlens_of_mask`; shapes that do not fit; a bad ``multiple_of``.
     """
-    layout = _layout(mask, multiple_of, x.device)
+    layout = _packed_layout(mask, multiple_of, x.device)
     if x.shape[:2] != mask.shape[::-1]:
         raise ValueError(
             f"x of shape {tuple(x.shape)} does not fit a mask of shape {tuple(mask.shape)}: x must "
@@ -102,7 +102,7 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
     Raises:
         ValueError: as in :func:`seqlens_of_mask`; another number of rows than the mask has.
     """
-    layout = _layout(mask, multiple_of, packed.device)
+    layout = _packed_layout(mask, multiple_of, packed.device)
     rows = sum(layout.slots)
     if packed.shape[:2] != (rows, 1):
         raise ValueError(
@@ -212,14 +212,14 @@ class Take(NamedTuple):
         return y.index_fill_(0, self.holes, 0) if len(self.holes) else y
 
 
-class _Layout(NamedTuple):
+class _PackedLayout(NamedTuple):
     lengths: tuple[int, ...]
     slots: tuple[int, ...]
     pack: Take  # S * B rows of x to P packed rows
     unpack: Take  # P packed rows to S * B rows of x
 
 
-def _layout(mask: Tensor, multiple_of: int, device: torch.device) -> _Layout:
+def _packed_layout(mask: Tensor, multiple_of: int, device: torch.device) -> _PackedLayout:
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
     slots = slots_of(lengths, multiple_of)
@@ -233,7 +233,7 @@ def _layout(mask: Tensor, multiple_of: int, device: torch.device) -> _Layout:
     packed_of_row_R = torch.full((S * B,), -1, device="cpu")
     row_of_packed_P[packed_T], packed_of_row_R[row_T] = row_T, packed_T
     pack, unpack = (Take.along(table, device) for table in (row_of_packed_P, packed_of_row_R))
-    return _Layout(lengths, slots, pack, unpack)
+    return _PackedLayout(lengths, slots, pack, unpack)
 
 
 class TakeRows(torch.autograd.Function):

@@ -69,9 +69,9 @@ def muon_reads_sections() -> bool:
 _MARKED = "marked_by_gdn"  # every marked parameter has this attribute, a new one does not
 
 
-def _is_plain(value: Any) -> bool:
+def _is_plain_value(value: Any) -> bool:
     if isinstance(value, list | tuple):
-        return all(map(_is_plain, value))
+        return all(map(_is_plain_value, value))
     return value is None or isinstance(value, bool | int | float | str)
 
 
@@ -92,7 +92,7 @@ class MarkedParameters(nn.Module):
         """
         self._marks = {}
         for name, parameter in self._parameters_by_name():
-            marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain(v)}
+            marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain_value(v)}
             self._marks[name] = {**marks, _MARKED: True}
             setattr(parameter, _MARKED, True)
         # A function, since a bound method would mark this module when a copy loads.
@@ -151,7 +151,7 @@ class OwnParameters(MarkedParameters):
         """Weight ``[C, 1, W]`` and bias ``[C]`` or None."""
         return self.conv1d_weight, self.conv1d_bias
 
-    def _add(
+    def _add_parameter(
         self, name: str, sections: Sequence[int], *shape: int, dtype: torch.dtype | None = None
     ) -> None:
         """Add a parameter ``[sum(sections), *shape]`` of this rank's share of every section."""
@@ -166,9 +166,9 @@ class OwnParameters(MarkedParameters):
 
     def _add_conv(self, bias: bool) -> None:
         widths = self.dims.layout.conv_widths
-        self._add("conv1d_weight", widths, 1, self.dims.conv_kernel_dim)
+        self._add_parameter("conv1d_weight", widths, 1, self.dims.conv_kernel_dim)
         if bias:
-            self._add("conv1d_bias", widths)
+            self._add_parameter("conv1d_bias", widths)
         else:
             self.conv1d_bias = None
 
@@ -176,7 +176,7 @@ class OwnParameters(MarkedParameters):
         """Add fp32 parameters, each with this number of rows on this rank."""
         shard_apart_in_megatron()
         for name, count in rows.items():
-            self._add(name, (count,), dtype=torch.float32)
+            self._add_parameter(name, (count,), dtype=torch.float32)
             mark_keep_in_fp32(self.get_parameter(name))
 
     def reset_parameters(self) -> None:
@@ -293,7 +293,7 @@ class ConvModule(nn.Module):
         """Weight ``[C, 1, W]`` and bias ``[C]`` or None."""
         return self.conv1d.weight, self.conv1d.bias
 
-    def called_conv_parameters(self, rows: Tensor, layout: Layout) -> tuple[Any, Any]:
+    def conv_parameters_after_hooks(self, rows: Tensor, layout: Layout) -> tuple[Any, Any]:
         """``conv_parameters`` for a forward over ``rows``, after the hooks of ``conv1d``."""
         conv = self.conv1d
         require_plain_conv(conv)
