@@ -1,4 +1,4 @@
-"""The gated delta rule as a function of tensors, by the stages that layers run."""
+"""The gated delta rule as a function of tensors, by the rules that layers run."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def gated_delta_rule(
         S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T
         o_t = scale * S_t^T q_t
 
-    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) A backward under ``create_graph=True``
-    is refused, since its gradients could not be differentiated again; ``"recurrent"`` allows it.
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) Only ``"recurrent"`` has second
+    derivatives; other backends refuse a backward with ``create_graph=True``.
 
     Args:
         query, key: ``[B, T, G, K]``, any float dtype. G key heads; value head h reads key head
-            ``h // (H // G)``. They are never repeated in memory.
+            ``h // (H // G)``. Key heads are never repeated in memory.
         value: ``[B, T, H, V]``.
         g: ``[B, T, H]``, natural logarithm of the decay, <= 0, fp32.
         beta: ``[B, T, H]``, write strength in (0, 1), or in (0, 2) for negative eigenvalues.
@@ -53,10 +53,10 @@ def gated_delta_rule(
         cu_seqlens: cumulative lengths ``[N + 1]`` of documents packed into one row (B must be 1),
             or an already resolved :class:`~megatron_gdn.ops.Documents`. The state starts anew at
             every document.
-        chunk_size: tokens per chunk; does not change the result. Kernels take only 64.
+        chunk_size: tokens per chunk; changes only the rounding. Kernels take only 64.
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` or ``"auto"``, see
             :func:`.rule.resolve_rule`, which gets ``deterministic=True`` under
-            ``torch.use_deterministic_algorithms``; or ``"recurrent"``, token by token: the oracle.
+            ``torch.use_deterministic_algorithms``; or ``"recurrent"``, the oracle token by token.
 
     Returns:
         ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]`` in fp32
@@ -102,7 +102,7 @@ def gated_delta_rule(
     return run_rule(rule, inputs, documents, **common)
 
 
-@uncompiled  # as run_rule is; its checks too
+@uncompiled  # as run_rule, with the checks before run_rule
 def torch_chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -119,11 +119,11 @@ def torch_chunk_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule in chunks, in plain torch: deterministic, and runs everywhere.
 
-    Computes in fp32 (fp64 for fp64 input). The backward recomputes, so a call keeps its inputs and
-    nothing else. A second derivative is refused.
+    The function computes in fp32 (fp64 for fp64 input). The backward runs the forward again, so
+    autograd saves only the inputs. A second derivative is refused.
 
-    Args, returns and errors: as :func:`megatron_gdn.ops.gated_delta_rule`. ``chunk_size``, tokens
-    per chunk, changes rounding, speed and memory, not the result.
+    Args, returns and errors: as :func:`megatron_gdn.ops.gated_delta_rule`. ``chunk_size``, the
+    number of tokens per chunk, changes only rounding, speed and memory.
     """
     documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
     if chunk_size < 1:
@@ -148,7 +148,7 @@ def recurrent_gated_delta_rule(
     scale: float | None = None,
     cu_seqlens: Tensor | Sequence[int] | Documents | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """One token at a time, in fp32 (fp64 when ``value`` is fp64); slow, and the oracle.
+    """The gated delta rule, one token at a time, in fp32 (fp64 if ``value`` is fp64): the oracle.
 
     Args, returns and errors: as :func:`megatron_gdn.ops.gated_delta_rule`.
     """
@@ -174,7 +174,7 @@ def run_rule(
     use_qk_l2norm_in_kernel: bool = False,
     scale: float | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The result of :func:`gated_delta_rule` by this rule."""
+    """The result of :func:`gated_delta_rule`, computed by ``rule``."""
     q, k, v, g, beta = inputs
     if use_qk_l2norm_in_kernel:
         q, k = l2norm(q), l2norm(k)
@@ -183,7 +183,7 @@ def run_rule(
     # A rule counts non-empty documents. An empty document's final state is its initial one.
     filled, initial = None if documents is None else documents.filled, initial_state
     if filled is not None and initial is not None:
-        # Without any token the rule has one sequence, of zero length, and no state enters it.
+        # If no document has a token, the rule has one empty sequence and gets no initial state.
         initial = initial.index_select(0, filled) if len(filled) else None
     o, final = _RunRule.apply(rule, documents, output_final_state, q, k, v, g, beta, initial)
     if final is None or filled is None or documents is None:
@@ -208,7 +208,8 @@ class _RunRule(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
-        q, k, v, g, beta, initial, *kept = ctx.saved_tensors  # a checkpoint gives them only once
+        # Under a checkpoint, ctx.saved_tensors may be read only once.
+        q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs, saved = RuleInputs(q, k, v, g, beta), Saved(tuple(kept), ctx.plan)
         read = inputs._replace(
             **{name: None for name in RuleInputs._fields if name not in ctx.rule.reads_again}
@@ -225,7 +226,7 @@ class _RunRule(torch.autograd.Function):
 
 
 def of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
-    """The true gradients: dq and dk summed over the value heads of a key head, factors applied."""
+    """Apply ``factor`` to the gradients, and sum dq and dk over the value heads of a key head."""
     dq, dk, dv, dg, dbeta, factor = grads
     if factor is not None:
         dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))

@@ -78,26 +78,25 @@ def resolve_rule(
     operands: str = "fp16",
     normalise_qk: bool = True,
 ) -> Choice:
-    """Choose the delta rule of a layer, from shapes, dtype and architecture alone.
+    """Choose the delta rule of a layer by head sizes, dtype, device and installed packages.
 
     Args:
-        backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or ``"auto"``: the
-            first of these that fits; if that is not the first one, the log says why, once. A name
-            that is not ``"auto"`` is never replaced by another.
+        backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or ``"auto"``, the first
+            backend of this list that runs here; if it is not flash_qla, the log says why, once. A
+            name other than ``"auto"`` is never replaced by another.
         deterministic: results repeat bit for bit, from run to run and process to process, and a
-            sequence's do not depend on the others of its batch. ``"auto"`` then takes flash_qla
-            where it was tested for that, else the reference. fla is refused, since it picks its
-            kernels by timing. flash_qla asked for by name where it was not tested is logged.
+            sequence's results do not depend on other sequences. ``"auto"`` takes flash_qla if this
+            combination was tested for repeatability, else the reference. fla is refused, since fla
+            picks its kernels by timing. ``"flash_qla"`` runs untested with a line in the log.
         operands: the dtype to which flash_qla and fla round operands of products in a bf16 layer:
             ``"fp16"``, or ``"bf16"`` with three bits less and more range (see :mod:`.half`). If
-            fp16 would be more exact but cannot be used, ``reason`` says so.
-        normalise_qk: whether q and k have unit length; fp16 operands need that.
+            fp16 would be more exact but cannot be used, ``reason`` says why.
+        normalise_qk: whether q and k have unit length, which fp16 operands need.
 
     Raises:
-        ValueError: an unknown name, or one that these sizes, this dtype, device or
+        ValueError: an unknown name, or a backend that these sizes, this dtype, this device or
             ``deterministic`` rule out.
-        ImportError: the backend's package is missing, too old, or known to compute wrong results
-            here.
+        ImportError: the backend's package is missing, too old, or computes wrong results here.
     """
     bits = Bits.DETERMINISTIC if deterministic else Bits.FREE
     return choose_rule(
@@ -115,7 +114,7 @@ def choose_rule(
     operands: str,
     normalise_qk: bool,
 ) -> Choice:
-    """The choice of a layer; ``bits``: see :func:`..ops.rules.choice.choose`."""
+    """:func:`resolve_rule` with any promise ``bits``, see :func:`..ops.rules.choice.choose`."""
     if operands not in ("fp16", "bf16"):
         raise ValueError(
             f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
@@ -136,9 +135,9 @@ def choose_rule(
     )  # fmt: skip
     rule, reason = choice
     if operands == "bf16" or rule.name == "reference" or dtype != torch.bfloat16:
-        return choice  # asked for, or no less exact than fp16
+        return choice  # bf16 was asked for, or the operands are at least as exact as fp16
     if rule.batch_invariant:
-        why = "their rounding depends on all documents of a batch, which deterministic mode bars"
+        why = "their rounding depends on all documents of a batch, unlike deterministic results"
     elif not normalise_qk:
         why = "without unit length, q and k may leave the range of fp16"
     else:
@@ -155,17 +154,17 @@ def _why_not_flash_qla(
 
 
 class Repeatable(NamedTuple):
-    """One combination that was seen to repeat bit for bit.
+    """A GPU, versions, dtypes and ratios of heads for which flash_qla repeats bit for bit.
 
-    ``benchmarks/bench_determinism.py`` tested each on its GPU: hundreds of forward and backward
-    passes in two processes, over poisoned memory and beside a competing stream.
+    ``benchmarks/bench_determinism.py`` ran hundreds of forward and backward passes on this GPU in
+    two processes, over memory full of NaN and beside a competing stream.
     """
 
     capability: tuple[int, int]
     versions: dict[str, str]  # of the packages that hold and compile the kernels
     dtypes: tuple[torch.dtype, ...]
     value_heads_per_key_head: tuple[int, ...]
-    evidence: str  # said in the log
+    evidence: str  # words about the test for the log
 
 
 REPEATABLE: tuple[Repeatable, ...] = (
@@ -178,7 +177,7 @@ REPEATABLE: tuple[Repeatable, ...] = (
 
 
 def _tested(device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Tested:
-    """Whether ``REPEATABLE`` covers flash_qla here."""
+    """Whether ``REPEATABLE`` has an entry for this GPU, dtype, these heads and versions."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         ratio = sizes.value_heads // sizes.key_heads

@@ -1,10 +1,10 @@
-"""The rules of Gated DeltaNet-2: the delta rule with gates of their own for erasing and writing.
+"""The rules of Gated DeltaNet-2: the delta rule with one gate for erasing and one for writing.
 
     S_t = (I - k_t (b_t * k_t)^T) Diag(exp(g_t)) S_{t-1} + k_t (w_t * v_t)^T
     o_t = S_t^T q_t / sqrt(K)
 
-fla's kernels take as many key heads as value heads, so tensors of a key head are repeated for its
-value heads, and the front sums their gradients.
+fla's kernels take as many key heads as value heads, so each key head's tensors are repeated for its
+value heads. The front sums the gradients of the value heads.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from ..ops.rules.fla import SEQUENCES, FlaBackward, FlaForward, choose_fla_or_pl
 
 
 class GDN2Inputs(NamedTuple):
-    """Inputs of the rule, or their gradients. Those of q and k may have H heads, see RuleGrads."""
+    """Inputs of the rule, or gradients; dq and dk may have H heads, see RuleGrads."""
 
     q: Tensor  # [B, S, G, K], unit length
     k: Tensor  # [B, S, G, K]
     v: Tensor  # [B, S, H, V]
     g: Tensor  # [B, S, G, K] fp32, log-decay
-    b: Tensor  # [B, S, G, K], the share of the value stored for the key that is erased
-    w: Tensor  # [B, S, H, V], how much of the value is written
+    b: Tensor  # [B, S, G, K], the erase gate, a factor on the erase key
+    w: Tensor  # [B, S, H, V], the write gate, a factor on the written value
 
 
 class PlainGDN2(PlainRule):
@@ -57,12 +57,12 @@ class FlaGDN2(FlaChannelRule):
     }  # fmt: skip
 
     def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> Any:
-        return super().begin(_of_value_heads(inputs), documents)
+        return super().begin(_repeat_key_heads(inputs), documents)
 
     def begin_backward(
         self, d_o: Tensor, inputs: GDN2Inputs, saved: Saved, documents: Documents | None
     ) -> Any:
-        return super().begin_backward(d_o, _of_value_heads(inputs), saved, documents)
+        return super().begin_backward(d_o, _repeat_key_heads(inputs), saved, documents)
 
     def within(self, x: FlaForward, g_sum: Tensor) -> tuple[Tensor, ...]:
         q, k, v, _, b, w = x.inputs
@@ -85,8 +85,8 @@ class FlaGDN2(FlaChannelRule):
         return GDN2Inputs(dq, dk, dv, dg, db, dw)
 
 
-def _of_value_heads(inputs: GDN2Inputs) -> GDN2Inputs:
-    """Inputs as fla's kernels take them: one head per value head, gates in the dtype of k and v."""
+def _repeat_key_heads(inputs: GDN2Inputs) -> GDN2Inputs:
+    """Repeat q, k, g and b for the value heads, and convert the gates to the dtype of k and v."""
     k, v = inputs.k, inputs.v
     inputs = inputs._replace(b=inputs.b.to(k.dtype), w=inputs.w.to(v.dtype))
     if k.shape[2] == v.shape[2]:
@@ -98,5 +98,5 @@ def _of_value_heads(inputs: GDN2Inputs) -> GDN2Inputs:
     )
 
 
-# ``"auto"`` takes fla where its kernels run and bits need not repeat.
+# ``"auto"`` takes fla if its kernels run here and no promise about bits is asked for.
 choose_gdn2 = partial(choose_fla_or_plain, "Gated DeltaNet-2", FlaGDN2, PlainGDN2)

@@ -1,18 +1,18 @@
 """cuDNN's Hopper kernels of Kimi Delta Attention as a rule: cudnn-frontend's ``kda_hopper_cuda``.
 
-    q, k, v, o and their gradients    bf16, equal heads of K = V = 128, normed q and k
+    q, k, v, o and their gradients    bf16, as many key as value heads, K = V = 128, normed q and k
     g, beta and their gradients       fp32
-    states                            fp32, ``[N, H, V, K]``: transposed at each call
+    states                            fp32, ``[N, H, V, K]``, transposed at each call
 
-The kernels cut a sequence into pieces. A piece begins from a zero state, so far back that the decay
-leaves at most 2^-20 of the dropped state, for keys of length 1 and beta up to 1. With slow gates a
-piece begins at the sequence's start.
+The kernels cut a sequence into pieces. Each piece starts with a zero state so many tokens earlier
+that the decay leaves at most 2^-20 of the dropped state, for keys of length 1 and beta up to 1.
+With slow gates a piece starts at the sequence's start.
 
-A graph of cuDNN is built and kept for each number of tokens and of sequences. In 1.32.0 it keeps a
-buffer for every state that a call leaves out, so each call gives and takes all states.
+cuDNN builds and keeps a graph for each number of tokens and of sequences. In version 1.32.0 a graph
+keeps a buffer for every state that a call leaves out, so each call passes all states.
 
-The kernels divide by the decay of 16 tokens. Below a log-decay of some -5.5 per token it is 0 in
-fp32, and they return NaN. So they are refused unless the gate has a lower bound of -5 or more.
+The kernels divide by the decay of 16 tokens. If each log-decay is below about -5.5, this decay is 0
+in fp32 and the kernels return NaN. So the rule needs a gate with a lower bound of -5 or more.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def why_not_cudnn(
             f"{lower_bound}. A layer with gate_lower_bound={LEAST_LOG_DECAY} or more can take it"
         )
     if torch.cuda.get_device_capability(device) != (9, 0):
-        return Obstacle("cuDNN's KDA was built for compute capability 9.0 here")
+        return Obstacle("cuDNN's KDA runs on compute capability 9.0 only")
     return _package()
 
 
@@ -80,13 +80,13 @@ def _calls() -> Any:
 
 
 class _Call:
-    """The inputs as cuDNN takes them, ``[T, H, ...]``, and where sequences begin."""
+    """cuDNN's arguments: the inputs as ``[T, H, ...]``, and the offsets of sequences."""
 
     def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
         if documents is not None and not documents.known:
             raise NotImplementedError(
-                "backend='cudnn' and documents in fixed buffers: it was never run with boundaries "
-                "that change on the device. Use backend='fla' or 'auto'."
+                "backend='cudnn' does not take documents in fixed buffers, whose boundaries change "
+                "on the device. Use backend='fla' or 'auto'."
             )
         if inputs.k.shape[2] != inputs.v.shape[2]:
             raise NotImplementedError(
@@ -103,7 +103,7 @@ class _Call:
         self.tokens = tuple(x[0].contiguous() for x in in_one_row(inputs))
 
     def states(self, rows: Tensor | None = None) -> Tensor:
-        """``rows`` ``[.., K, V]`` for every sequence and head, transposed; None: zeros."""
+        """Transpose states ``rows`` ``[.., K, V]``, for all sequences and heads; None is zero."""
         shape = len(self.offsets) - 1, self.heads, HEAD_DIM, HEAD_DIM
         if rows is None:
             return self.tokens[3].new_zeros(shape)
@@ -125,7 +125,7 @@ class CudnnForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """Two runs: from zero for ``local``; from I, without values, for ``through``."""
+        """A run from zero gives ``local``; a run from I with v = 0 gives ``through``."""
         v, states = self._call.tokens[2], self._call.states
         _, local = self._run(v, states())
         _, through = self._run(torch.zeros_like(v), states(torch.eye(HEAD_DIM, device=v.device)))
@@ -155,7 +155,7 @@ class CudnnBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        return self._run(None, None)[5].mT.contiguous()  # of any states that enter
+        return self._run(None, None)[5].mT.contiguous()  # does not depend on initial states
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
@@ -164,7 +164,7 @@ class CudnnBackward(RuleBackward):
 
 
 class CudnnKDA(Rule):
-    """cuDNN's KDA: ``backend="cudnn"``, taken by this name alone."""
+    """cuDNN's KDA: ``backend="cudnn"``, which ``"auto"`` never takes."""
 
     name = "cudnn"
     reads_again = frozenset(RuleInputs._fields)

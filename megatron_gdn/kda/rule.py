@@ -14,11 +14,11 @@ from ..ops.rules.fla import SEQUENCES, FlaBackward, FlaForward, kernels_of_fla
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA, why_not_cudnn
 
-_SAFE_FROM = -5.0  # fla's kernels for bounded gates take sums of 16 of them
+_SAFE_FROM = -5.0  # fla's kernels for bounded gates take exp of the sum of 16 log-decays
 
 
 class FlaKDA(FlaChannelRule):
-    """fla's KDA; with a ``lower_bound`` of g of which 16 fit fp32, in its faster kernels."""
+    """fla's kernels of KDA; with ``lower_bound`` >= -5 for g, fla's faster kernels."""
 
     reads_again = frozenset(RuleInputs._fields)
     called = {
@@ -62,13 +62,15 @@ def choose_kda(
     dtype: torch.dtype,
     bits: Bits = Bits.FREE,
 ) -> Choice:
-    """The rule of a Kimi Delta Attention, from dtype, device and installed packages alone.
+    """Choose the rule of a Kimi Delta Attention by dtype, device and installed packages.
 
     Args:
-        backend: ``"fla"``, ``"cudnn"`` (cudnn-frontend's kernels for Hopper, by this name alone),
-            ``"reference"`` (plain torch) or ``"auto"``, fla where it runs.
-        lower_bound: of the log-decay. From -5 on fla takes faster kernels; cuDNN takes no other.
-        bits: see :func:`..ops.rules.choice.choose`, which has the errors too.
+        backend: ``"fla"``, ``"cudnn"`` (cudnn-frontend's kernels for Hopper, never taken by
+            ``"auto"``), ``"reference"`` (plain torch) or ``"auto"``: fla if it runs here, else
+            the reference.
+        lower_bound: the lower bound of the log-decay. With a bound of -5 or more fla runs faster
+            kernels; cuDNN needs such a bound.
+        bits: the promise about bits; also for errors see :func:`..ops.rules.choice.choose`.
     """
     K, V = state.rows, state.columns
     kernels = {

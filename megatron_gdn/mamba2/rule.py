@@ -2,12 +2,11 @@
 
     S_t = exp(g_t) S_{t-1} + dt_t B_t x_t^T        o_t = S_t^T C_t + D_t x_t
 
-per head: linear attention with a scalar decay (Dao, Gu, *Transformers are SSMs*, 2024). Each of the
-G groups shares B and C among H / G neighbouring heads.
+Each head is linear attention with a scalar decay (Dao, Gu, *Transformers are SSMs*, 2024). The
+H / G neighbouring heads of a group share B and C.
 
-fla's ``simple_gla`` has q = C, k = B, v = dt x. dt and the skip D are applied around it, B and C
-are repeated for the heads of their group. With packed documents fla reads a length from the device
-in every call.
+fla's ``simple_gla`` gets q = C, k = B and v = dt x, with B and C repeated for the heads of a group;
+the skip D x is added afterwards. With packed documents fla's calls read a length from the device.
 """
 
 from __future__ import annotations
@@ -38,14 +37,14 @@ _HOME = "fla.ops.simple_gla.chunk"
 
 
 class SSDInputs(NamedTuple):
-    """The rule's inputs, which the front makes; or their gradients, in the same shapes."""
+    """Inputs of the rule, or gradients in the same shapes."""
 
     x: Tensor  # [B, S, H, V]
     B: Tensor  # [B, S, G, K], the keys
     C: Tensor  # [B, S, G, K], the queries
     dt: Tensor  # [B, S, H] fp32, >= 0
     g: Tensor  # [B, S, H] fp32 log-decay, <= 0
-    D: Tensor  # [B, S, H, 1 or V] fp32; a parameter, so all tokens share its memory
+    D: Tensor  # [B, S, H, 1 or V] fp32; a parameter, expanded with stride 0 over tokens
 
     @property
     def k(self) -> Tensor:
@@ -57,7 +56,7 @@ class SSDInputs(NamedTuple):
 
 
 class PlainSSD(PlainRule):
-    """The chunk form over :class:`SSDInputs`: ``backend="reference"``."""
+    """The SSD rule in chunks, in plain torch: ``backend="reference"``."""
 
     reads_again = frozenset(SSDInputs._fields)
     grads = SSDInputs
@@ -82,7 +81,7 @@ def _sequences(at: Boundaries) -> dict[str, Any]:
 
 
 class FlaSSD(FlaRule):
-    """fla's ``simple_gla`` over :class:`SSDInputs`: ``backend="fla"``."""
+    """The SSD rule by fla's ``simple_gla``: ``backend="fla"``."""
 
     reads_again = frozenset({"x", "B", "C", "dt", "D"})
     reads_boundaries = True
@@ -133,7 +132,7 @@ class FlaSSD(FlaRule):
         return states, made.chunks["v"], last
 
     def output(self, x: FlaForward, made: Inside, states: Any, written: Tensor) -> Tensor:
-        """The kernel itself is called: fla's function would round o before the skip is added."""
+        """Call fla's kernel, since fla's function would round o before the skip is added."""
         k, v, g_sum = made.chunks.values()
         B, S, H, V = v.shape
         o, indices = v.new_empty(B, S, H, V, dtype=torch.float32), x.at["chunk_indices"]
@@ -158,8 +157,8 @@ class FlaSSD(FlaRule):
         self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
     ) -> SSDInputs:
         inputs, (g_sum, q, k, v), fla = x.inputs, x.kept, self.fla
-        # TileLang's kernel of the gates' gradient reads states in the operands' dtype, as fla's
-        # forward writes them. fla's chunk_simple_gla_bwd keeps them in fp32 and raises with it.
+        # TileLang's kernel for the gradient of g reads states in the operands' dtype, as fla's
+        # forward writes states. fla's chunk_simple_gla_bwd has fp32 states, and TileLang raises.
         states = {"states_in_fp32": not fla_needs_tilelang(q.device), **_sequences(x.at)}
         h, _ = fla.chunk_fwd_h(k=k, v=v, g=g_sum, h0=initial, output_final_state=False, **states)
         both = {"q": q, "k": k, "do": x.d_o, "g": g_sum, "scale": 1.0}
@@ -181,5 +180,5 @@ class FlaSSD(FlaRule):
         return SSDInputs(d_x, d_B, d_C, d_dt, d_g, d_D)
 
 
-# ``"auto"`` takes fla where its kernels run and bits need not repeat.
+# ``"auto"`` takes fla if its kernels run here and no promise about bits is asked for.
 choose_ssd = partial(choose_fla_or_plain, "Mamba2", FlaSSD, PlainSSD)

@@ -75,7 +75,7 @@ def saving_inputs(function: Callable[..., Tensor], *given: Tensor | None) -> Ten
     return _SavingInputs.apply(function, *given)
 
 
-def mix_no_tokens(rows: Tensor, *parameters: Tensor | None, width: int) -> Tensor:
+def output_without_tokens(rows: Tensor, *parameters: Tensor | None, width: int) -> Tensor:
     """The mixer's output ``[S, B, width]`` of rows ``[S, B, P]`` with S or B zero.
 
     The parameters get zero gradients, so that every rank has a gradient of every parameter.

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from .aligned import AlignedFront, AlignedReadout
-from .autograd import first_derivative_only, mix_no_tokens
+from .autograd import first_derivative_only, output_without_tokens
 from .front.history import History, HistoryTable
 from .front.table import TableFront
 from .obstacles import why_not_triton
@@ -66,7 +66,7 @@ def mix(
         mixed = mixed if hand_over is None else hand_over.behind(mixed)
     else:  # ranks that share sequences have equal numbers of rows, so no rank waits for another
         width = inside.gate.stop - inside.gate.start
-        mixed = mix_no_tokens(rows, *parameters, width=width)
+        mixed = output_without_tokens(rows, *parameters, width=width)
     if apart is None or apart.closed:
         return mixed
     if refilled is None:
@@ -169,7 +169,9 @@ def _forward(
     if refilled is not None:
         output = o.detach  # or, with a second run, a function that computes o again
         if second_run is not None:
-            output = partial(_of_second_run, second_run, rows, of_front, history, linked, of_rule)
+            output = partial(
+                _output_of_second_run, second_run, rows, of_front, history, linked, of_rule
+            )
 
         def refill(out: Tensor) -> None:
             readout.forward(output(), rows, gamma, out=out)
@@ -178,7 +180,7 @@ def _forward(
     return mixed, saved, kept
 
 
-def _of_second_run(second_run: SecondRun, *kept: Any) -> Tensor:
+def _output_of_second_run(second_run: SecondRun, *kept: Any) -> Tensor:
     return second_run.made(*kept)[1]
 
 

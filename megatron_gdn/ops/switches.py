@@ -70,9 +70,9 @@ def _turn(cuda: bool) -> Callable[[], None] | None:
     if cuda and (old := _old_switch()) is not None:
         # Turn the old switch: if a new switch contradicts it, torch refuses to read the old one.
         matmul.allow_tf32 = False
-        return lambda: _put_back_old(old)
+        return lambda: _restore_old_switch(old)
     matmul.fp32_precision = "ieee"
-    return lambda: _put_back(matmul, kept)
+    return lambda: _restore_switch(matmul, kept)
 
 
 def _old_switch() -> str | None:
@@ -83,15 +83,15 @@ def _old_switch() -> str | None:
         return None
 
 
-def _put_back_old(precision: str) -> None:
+def _restore_old_switch(precision: str) -> None:
     """Set torch's old switch, and keep the CPU's new switch, which torch would also set."""
     host: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch declares no type
     kept_host = host.fp32_precision
     torch.set_float32_matmul_precision(precision)
-    _put_back(host, kept_host)
+    _restore_switch(host, kept_host)
 
 
-def _put_back(switch: Any, kept: str) -> None:
+def _restore_switch(switch: Any, kept: str) -> None:
     """Restore the value ``kept``: inherit the general switch if it has this value, else set it."""
     switch.fp32_precision = "none"
     if switch.fp32_precision != kept:

@@ -13,7 +13,7 @@ import megatron_gdn
 from megatron_gdn import ops
 from megatron_gdn.gdn import api
 from megatron_gdn.mixers.out_norm import sum_gradient
-from megatron_gdn.ops.autograd import mix_no_tokens
+from megatron_gdn.ops.autograd import output_without_tokens
 from megatron_gdn.ops.conv import causal_conv1d
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.readout.base import grouped_rms_norm
@@ -64,7 +64,7 @@ def operation(name):
         case "sum over ranks":
             return lambda x: 3 * sum_gradient(x, dist.group.WORLD), torch.randn(5)
         case "no tokens":
-            return lambda x: mix_no_tokens(x, width=4), torch.randn(0, 1, 8)
+            return lambda x: output_without_tokens(x, width=4), torch.randn(0, 1, 8)
     raise AssertionError(name)
 
 

@@ -70,7 +70,7 @@ def choose(
     if backend == "reference":
         return Choice(plain(bits), "requested")
     if backend != "auto":
-        return _by_name(backend, mixer, kernels, device, bits)
+        return _choose_by_name(backend, mixer, kernels, device, bits)
     passed: dict[str, Obstacle] = {}
     said = list(_MODES[bits])
     for name, each in kernels.items():
@@ -79,14 +79,14 @@ def choose(
         tested = each.tested() if bits and each.tested else Tested(True, each.fits)
         obstacle = each.why_not() or (None if tested.repeats else Obstacle(tested.words))
         if obstacle is None:
-            said += _say_passed(mixer, name, passed, device, bits) or [tested.words]
+            said += _log_passed_over(mixer, name, passed, device, bits) or [tested.words]
             return Choice(_made(each, bits), "; ".join(said))
         passed[name] = obstacle
-    said += _say_passed(mixer, "reference", passed, device, bits)
+    said += _log_passed_over(mixer, "reference", passed, device, bits)
     return Choice(plain(bits), "; ".join(said) + words_about_plain_rule(device, *passed.values()))
 
 
-def _say_passed(
+def _log_passed_over(
     mixer: str, taken: str, passed: dict[str, Obstacle], device: torch.device, bits: Bits
 ) -> list[str]:
     """Log and return the reasons why the kernels before ``taken`` do not run."""
@@ -97,7 +97,7 @@ def _say_passed(
     return whys
 
 
-def _by_name(
+def _choose_by_name(
     backend: str,
     mixer: str,
     kernels: Mapping[str, Kernels],
