@@ -15,9 +15,9 @@ _DESCRIPTION = "Weights between Hugging Face folders and Megatron checkpoints."
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0: done, or equal. 1: the compared weights differ. 2: an error, on stderr."""
+    """Run a command. Returns 0 for success, 1 if compared weights differ, 2 for an error."""
     given = vars(_parser().parse_args(argv))
-    # Megatron and torch warn of absent packages and of deprecated names.
+    # Hide warnings of Megatron and torch about absent packages and deprecated names.
     warnings.simplefilter("ignore")
     for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
@@ -29,11 +29,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return _run(**given)
     except (*expected, CheckpointException) as error:
         cause: BaseException = error
-        if isinstance(error, CheckpointException):  # holds an error of each rank
+        if isinstance(error, CheckpointException):  # has one error per rank
             cause = next(found for found, _ in error.failures.values())
         said = (str(cause) or type(cause).__name__).splitlines()[0]
         folders = [given[name] for name in ("source", "left", "right", "target") if name in given]
-        if not any(folder in said for folder in folders):  # for example, the disk is full
+        if not any(folder in said for folder in folders):  # for example if the disk is full
             said = f"{' or '.join(folders)} cannot be read or written: {said}"
         return refuse(said)
 
@@ -85,7 +85,7 @@ def _run(command: str, **given: Any) -> int:
             differences += 1
         print(f"{differences} tensors differ" if differences else "every tensor is equal")
         return 1 if differences else 0
-    from . import folders  # imports Megatron, so it comes after --help, flags and compare
+    from . import folders  # imports Megatron, which flags and compare do not need
 
     convert = folders.import_folder if command == "import" else folders.export_folder
     convert(**given)

@@ -1,4 +1,4 @@
-"""From ``config.json`` to a Megatron model, and to the flags of a launch that builds it."""
+"""Build a Megatron model from ``config.json``, or list the flags of a launch that builds it."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def build_model(
     spec: Any = None,
     **changes: Any,
 ) -> tuple[nn.Module, Any]:
-    """This rank's part of a Megatron model that computes what the Hugging Face model computes.
+    """Build this rank's part of a Megatron model that computes what the Hugging Face model does.
 
     Megatron's parallel state and random seeds must have been set up. Weights are random until
     `load_hf_weights` or a checkpoint fills them. Sizes, norms (zero-centred), epsilon, output
@@ -40,16 +40,16 @@ def build_model(
             for a GPTModel, one for each.
         modules: "te" for Transformer Engine's linears and norms, "local" for Megatron's own;
             "auto" takes Transformer Engine where it is installed.
-        dtype: of the parameters, except ``A_log`` and ``dt_bias``, which are fp32. None: bf16
-            where there is a GPU, else fp32.
+        dtype: dtype of the parameters; ``A_log`` and ``dt_bias`` are always fp32. None means bf16
+            on a machine with a GPU, else fp32.
         max_sequence_length: tokens of the longest sequence.
-        vocab_divisible_by: pads the vocabulary to a multiple of this times the tensor-parallel
-            size. Megatron's softmax counts the padding; published sizes need none.
-        layer_pattern: the hybrid pattern with ``|`` between pipeline stages; None: uncut.
+        vocab_divisible_by: the vocabulary is padded to a multiple of this number times the
+            tensor-parallel size. Megatron's softmax counts padding; published sizes need none.
+        layer_pattern: the hybrid pattern with ``|`` between pipeline stages; None: no cuts.
         vp_stage: which virtual pipeline stage to build.
-        parallel_output: leave the logits cut over tensor-parallel ranks, as Megatron's loss wants.
+        parallel_output: keep the logits cut over tensor-parallel ranks, as Megatron's loss needs.
         layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
-        spec: a spec to build from in place of this package's: of a HybridStack, or of a GPT block.
+        spec: a spec of a HybridStack or a GPT block, used in place of this package's.
         **changes: fields of ``TransformerConfig`` to override, such as ``sequence_parallel``.
 
     Returns:
@@ -79,7 +79,9 @@ def build_model(
     }
     options = layer_options or {}
     if spec is not None and options:
-        raise ValueError("layer_options are for this package's spec; put them into the spec given.")
+        raise ValueError(
+            "layer_options change this package's spec. Put them into the spec you give."
+        )
     if model == "gpt":
         from megatron.core.models.gpt import GPTModel
 
@@ -93,7 +95,7 @@ def build_model(
     if pattern.replace("|", "") != hf.hybrid_layer_pattern:
         raise ValueError(
             f"layer_pattern={layer_pattern!r} is not the model's, which is "
-            f"{hf.hybrid_layer_pattern!r}; only '|' may be put in, to cut pipeline stages."
+            f"{hf.hybrid_layer_pattern!r}; only '|' may be added, between pipeline stages."
         )
     return HybridModel(config, spec, hybrid_layer_pattern=pattern, **arguments), config
 
@@ -118,7 +120,7 @@ def transformer_config(
     dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> Any:
-    """The ``TransformerConfig`` of `build_model`; Megatron's models take the rest as arguments."""
+    """The ``TransformerConfig`` of `build_model`; see `model_arguments` for other settings."""
     from megatron.core.transformer.transformer_config import TransformerConfig
 
     settings = hf.megatron_settings() | current_settings(modules, dtype)
@@ -126,7 +128,7 @@ def transformer_config(
     if hf.num_experts and modules == "te":
         settings["moe_grouped_gemm"] = True
     if model == "hybrid":
-        # The pattern gives each layer's kind; the lists of `hf` are for half as many layers.
+        # A pattern gives the kind of each layer; the lists of `hf` describe half as many layers.
         settings |= {
             "num_layers": len(hf.hybrid_layer_pattern),
             "linear_attention_freq": 1,
@@ -161,15 +163,15 @@ def current_settings(
     return settings
 
 
-# Settings whose flag has another name.
+# Settings whose flag does not have the setting's name.
 _FLAGS = {
     "num_moe_experts": "num_experts",
     "layernorm_epsilon": "norm_epsilon",
     "add_bias_linear": "disable_bias_linear",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
-# Settings without a flag of their name; a HybridModel's pattern says the second set.
-_SAID_OTHERWISE = {
+# Settings that are not passed as flags; a HybridModel's pattern replaces the second set.
+_NOT_FLAGS = {
     "add_qkv_bias", "gated_linear_unit", "activation_func", "moe_router_pre_softmax",
 }  # fmt: skip
 _IN_THE_PATTERN = {
@@ -180,16 +182,16 @@ _IN_THE_PATTERN = {
 def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> list[str]:
     """The flags of a Megatron launch that builds the model: sizes, norms, rotary, dropout 0.
 
-    The launch adds parallel sizes, data, tokenizer and optimizer. It also decides how the
-    vocabulary is padded; a checkpoint loads with any padding.
+    The launch adds parallel sizes, data, tokenizer and optimizer. The launch also pads
+    the vocabulary; a checkpoint loads with any padding.
     """
-    return flags_of(_described(config, model))
+    return flags_of(_launch_settings(config, model))
 
 
-def flags_of(described: Mapping[str, Any]) -> list[str]:
-    """Flags of a launch, from settings by the names of Megatron's config or arguments."""
+def flags_of(settings: Mapping[str, Any]) -> list[str]:
+    """Flags of a launch; ``settings`` have the names of Megatron's config or arguments."""
     words = []
-    for name, value in described.items():
+    for name, value in settings.items():
         flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
         words += [flag] if isinstance(value, bool) else [flag, *str(value).split(" ")]
     return words
@@ -208,19 +210,19 @@ def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") ->
         no_save_optim=True,
         no_save_rng=True,
     )
-    vars(args).update(_described(config, model))
+    vars(args).update(_launch_settings(config, model))
     del vars(args)["spec"]
     return args
 
 
-def _described(config: HFModelConfig, model: Architecture) -> dict[str, Any]:
-    """The model by the names of Megatron's arguments, in the order of the flags."""
+def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, Any]:
+    """The model's settings under the names of Megatron's arguments, in the order of the flags."""
     if model == "hybrid":
         flags: dict[str, Any] = {"spec": "megatron_gdn.specs gdn_qk_norm_hybrid_stack_spec"}
         flags["hybrid_layer_pattern"] = config.hybrid_layer_pattern
-        left_out = _SAID_OTHERWISE | _IN_THE_PATTERN
+        left_out = _NOT_FLAGS | _IN_THE_PATTERN
     else:
-        flags, left_out = {"spec": "megatron_gdn.specs gpt_block_spec"}, _SAID_OTHERWISE
+        flags, left_out = {"spec": "megatron_gdn.specs gpt_block_spec"}, _NOT_FLAGS
     for name, value in config.megatron_settings().items():
         if name not in left_out:
             value = f"([{','.join(map(str, value))}])" if isinstance(value, list) else value

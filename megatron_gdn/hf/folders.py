@@ -1,4 +1,4 @@
-"""Whole folders: Hugging Face to a Megatron distributed checkpoint, and back.
+"""Convert whole Hugging Face folders to Megatron distributed checkpoints, and back.
 
 Each function builds the model that a launch builds, with local modules on the CPU, and holds the
 whole model in memory in the dtypes of the file. An imported checkpoint has weights alone (a
@@ -27,9 +27,9 @@ from .model_map import Architecture, HFModelConfig, and_more, read_hf_config
 from .safetensors_files import new_folder, refuse_existing
 
 _TRACKER, _RELEASE, _FORMAT = "latest_checkpointed_iteration.txt", "release", "metadata.json"
-# What Megatron's own saves write about how a model shards its state.
+# How a model shards its state, as the metadata of Megatron's own saves says.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-# A checkpoint's other tensors are optimizer states.
+# Keys of a model's tensors start with one of these; other tensors are optimizer states.
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 # Modules that have an ``_extra_state`` in Transformer Engine; local modules have none.
 _STATEFUL_IN_TE = (
@@ -41,16 +41,17 @@ _STATEFUL_IN_TE = (
 def import_folder(source: str | Path, target: str | Path, model: Architecture = "hybrid") -> None:
     """Convert a Hugging Face folder into a Megatron checkpoint.
 
-    In a script, call it under ``if __name__ == "__main__":``; Megatron's writer starts a process.
+    A script must call this function under ``if __name__ == "__main__":``, because Megatron's writer
+    starts a process.
 
     Args:
         source: a folder with ``config.json`` and safetensors weights.
-        target: a new folder; it appears only when it is complete.
+        target: a new folder, which appears only when the import is complete.
         model: "hybrid" or "gpt", as for `build_model`.
 
     Raises:
         FileNotFoundError, FileExistsError, ValueError, NotImplementedError: the message names the
-            cause; nothing is left behind.
+            cause, and no folder is left behind.
         RuntimeError: torch.distributed runs several processes.
     """
     config = read_hf_config(source)
@@ -60,10 +61,10 @@ def import_folder(source: str | Path, target: str | Path, model: Architecture = 
         "iteration": 0,
     }
     with new_folder(target) as folder, in_one_process():
-        built = _on_cpu(config, model)
+        built = _build_on_cpu(config, model)
         load_hf_weights(built, source, keep_dtypes=True)
         (folder / _RELEASE).mkdir()
-        state = _with_states_of_te(built.sharded_state_dict()) | common
+        state = _with_extra_states_of_te(built.sharded_state_dict()) | common
         dist_checkpointing.save(state, str(folder / _RELEASE), content_metadata=_CONTENT)
         (folder / _TRACKER).write_text(_RELEASE)
 
@@ -71,11 +72,11 @@ def import_folder(source: str | Path, target: str | Path, model: Architecture = 
 def export_folder(
     source: str | Path, target: str | Path, like: str | Path, fp32_gates: bool = False
 ) -> None:
-    """Convert a checkpoint to the files of ``like``: the same keys in each, the same dtypes.
+    """Write a checkpoint as files like those of ``like``: each has the same keys and dtypes.
 
     Args:
-        source: a folder of checkpoints (the newest is read), or the folder of one iteration:
-            imported or trained since, saved at any parallel sizes.
+        source: a folder of checkpoints, of which the newest is read, or the folder of one
+            iteration. A checkpoint may be saved at any parallel sizes.
         target, like, fp32_gates: as for `save_hf_weights`.
 
     Raises:
@@ -83,11 +84,11 @@ def export_folder(
     """
     refuse_existing(target)
     with in_one_process():
-        save_hf_weights(_loaded(source, like), target, like, fp32_gates=fp32_gates)
+        save_hf_weights(_load_checkpoint(source, like), target, like, fp32_gates=fp32_gates)
 
 
 def find_checkpoint(folder: str | Path) -> Path:
-    """The folder of one iteration: ``folder`` itself, or the one its tracker file names."""
+    """The folder of one iteration: ``folder``, or the subfolder that its tracker file names."""
     folder = Path(folder)
     found = folder
     if (folder / _TRACKER).is_file():
@@ -96,13 +97,13 @@ def find_checkpoint(folder: str | Path) -> Path:
     if not (found / _FORMAT).is_file():
         raise FileNotFoundError(
             f"{found} is no distributed checkpoint: it has no {_FORMAT}. Give a folder that "
-            f"Megatron's --save, or import, made (with {_TRACKER} in it), or one of its iterations."
+            f"Megatron's --save or the import wrote (it has {_TRACKER}), or one of its iterations."
         )
     return found
 
 
-def _on_cpu(config: HFModelConfig, model: Architecture, **changes: Any) -> Any:
-    """The model without values; its parameters take no memory yet."""
+def _build_on_cpu(config: HFModelConfig, model: Architecture, **changes: Any) -> Any:
+    """Build the model without values; parameters take memory when values are written."""
     return build_model(
         config,
         model,
@@ -115,8 +116,8 @@ def _on_cpu(config: HFModelConfig, model: Architecture, **changes: Any) -> Any:
     )[0]
 
 
-def _with_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
-    """Add the ``_extra_state`` entries that a model of Transformer Engine's modules loads."""
+def _with_extra_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
+    """Add the ``_extra_state`` entries that a model of Transformer Engine's modules looks for."""
     modules = [one.key.removesuffix(".weight") for one in state.values()]
     modules += [name.replace("linear_proj", "core_attention") for name in modules]
     found = {name for name in modules if name.endswith(_STATEFUL_IN_TE)} | {"output_layer"}
@@ -124,18 +125,18 @@ def _with_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
     return state | {key: mapping.ShardedObject(key, None, (1,), (0,)) for key in keys}
 
 
-def _loaded(source: str | Path, like: str | Path) -> Any:
-    """The model of ``like`` with the weights of a checkpoint, in the checkpoint's dtypes."""
+def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
+    """Build the model of ``like`` with a checkpoint's weights, in the checkpoint's dtypes."""
     folder = find_checkpoint(source)
-    with _reading(folder):
+    with _errors_name_checkpoint(folder):
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
         common = dist_checkpointing.load_common_state_dict(folder)
-    args = common.get("args")  # of the run; without arguments norms are zero-centred
+    args = common.get("args")  # the run's arguments; norms are zero-centred if absent
     # Older versions of Megatron named the attribute after the flag.
     centred = getattr(args, "apply_layernorm_1p", True)
     centred = getattr(args, "layernorm_zero_centered_gamma", centred)
     kind: Architecture = "hybrid" if "decoder.final_norm.weight" in stored else "gpt"
-    model = _on_cpu(read_hf_config(like), kind, layernorm_zero_centered_gamma=centred)
+    model = _build_on_cpu(read_hf_config(like), kind, layernorm_zero_centered_gamma=centred)
     pairs = model.sharded_state_dict().items()
     state = {name: one for name, one in pairs if not isinstance(one, mapping.ShardedObject)}
     wanted = dict(state)
@@ -148,14 +149,14 @@ def _loaded(source: str | Path, like: str | Path) -> Any:
         one.data = torch.empty_like(one.data, dtype=cast(Any, stored[key]).dtype)
         if isinstance(one, mapping.ShardedTensor):
             one.dtype = one.data.dtype
-    with _reading(folder):
+    with _errors_name_checkpoint(folder):
         loaded = dist_checkpointing.load(state, str(folder))
     model.load_state_dict(loaded, strict=False, assign=True)
     return model
 
 
 @contextmanager
-def _reading(folder: Path) -> Iterator[None]:
+def _errors_name_checkpoint(folder: Path) -> Iterator[None]:
     """Turn an error of torch or Megatron into one that names the checkpoint."""
     try:
         yield
@@ -165,15 +166,15 @@ def _reading(folder: Path) -> Iterator[None]:
             cause = next(found for found, _ in error.failures.values())
         said = (str(cause) or type(cause).__name__).splitlines()[0]
         raise ValueError(
-            f"{folder} cannot be read, so a file of it is missing or damaged: {said}. Copy it "
-            f"again, or take another iteration."
+            f"{folder} cannot be read; one of its files is missing or damaged: {said}. Copy the "
+            f"folder again, or take another iteration."
         ) from error
 
 
 def _refuse_another_model(
     stored: dict[str, Any], wanted: dict[str, Any], folder: Path, like: str | Path
 ) -> None:
-    """Refuse a checkpoint with other keys or shapes; exporting it would lose weights."""
+    """Refuse a checkpoint whose keys or shapes differ; an export would lose its weights."""
     held = {key for key in stored if key.startswith(_MODEL_PREFIXES)}
     for keys, what in (
         (wanted.keys() - held, "the checkpoint has no"),
@@ -184,14 +185,14 @@ def _refuse_another_model(
         first = f"{min(keys)}{and_more([*keys])}"
         if any(".adapter." in key for key in keys):
             raise ValueError(
-                f"{folder} has adapters, {first}, and does not tell their scale. Load it into a "
+                f"{folder} has adapters, {first}, but not their scale. Load the checkpoint into a "
                 f"model with these adapters and call megatron_gdn.hf.save_hf_weights, which "
                 f"merges them."
             )
         raise ValueError(f"{folder} and {like} are not the same model: {what} {first}.")
     for key, one in sorted(wanted.items()):
         shape, asked = tuple(stored[key].global_shape), tuple(one.global_shape)
-        # Every run may pad the vocabulary differently; the file's rows come first.
+        # Runs may pad the vocabulary differently; rows of padding follow the vocabulary's rows.
         rows = max(shape[0], asked[0]) if one.allow_shape_mismatch else asked[0]
         if shape != (rows, *asked[1:]):
             raise ValueError(

@@ -37,21 +37,25 @@ logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.experts\.linear_fc[12]\.weight)\d+|(?<=\.local_experts\.)\d+")
-_OUTPUT = "output_layer.weight"
-_PUBLISHED = {"output_gate_activation": "silu", "allow_neg_eigval": False, "use_qk_l2norm": True}
+_OUTPUT_WEIGHT = "output_layer.weight"
+_PUBLISHED_OPTIONS = {
+    "output_gate_activation": "silu",
+    "allow_neg_eigval": False,
+    "use_qk_l2norm": True,
+}
 
 
 class _Ranks(NamedTuple):
-    """Rank and size of the groups that share weights, and which replica this is."""
+    """This rank's ``(rank, size)`` in each group that cuts weights, and its replica's number."""
 
     tp: tuple[int, int] = (0, 1)
     expert_tp: tuple[int, int] = (0, 1)
     ep: tuple[int, int] = (0, 1)
     pp: tuple[int, int] = (0, 1)
-    dp: int = 0
+    dp: int = 0  # rank over data-parallel replicas
 
 
-def _ranks() -> _Ranks:
+def _current_ranks() -> _Ranks:
     state: Any = parallel_state  # Megatron annotates some of its functions wrongly
     if not state.model_parallel_is_initialized():
         return _Ranks()
@@ -68,29 +72,29 @@ def load_hf_weights(model: nn.Module, folder: str | Path, *, keep_dtypes: bool =
     Args:
         model: a HybridModel or GPTModel (or one pipeline chunk of it), bare or wrapped in
             Float16Module / DistributedDataParallel, with this rank's parallel groups set up.
-        folder: ``config.json`` and safetensors weights.
-        keep_dtypes: parameters take the files' dtypes (those of `TensorMap.to_megatron`); else the
-            values are cast to the parameters'.
+        folder: a folder with ``config.json`` and safetensors weights.
+        keep_dtypes: give parameters the dtypes of `TensorMap.to_megatron` (the files', or fp32);
+            by default values are cast to the parameters' dtypes.
 
     Raises:
-        ValueError: the model and the files do not match. Found before any parameter is changed:
-            a parameter that the files do not fill, a weight that the model has no place for
-            (only with one pipeline stage and one expert rank, where every weight must have a
-            place), a weight of an illegal dtype (see `TensorMap.check_dtype`). Found when it is
-            read, so that the model is partly filled: a weight that is NaN or inf.
+        ValueError: before any parameter is changed, if the files do not fill a parameter, if a
+            weight has an illegal dtype (see `TensorMap.check_dtype`), or if the model has no place
+            for a weight (checked with one pipeline stage and one expert rank, where every weight
+            must have a place). A weight with NaN or inf raises when it is read; the model is
+            partly filled by then.
     """
     weights, config = SafetensorsFolder(folder), read_hf_config(folder)
-    plan, params, ranks = _planned(model, config, weights)
-    _check_source(weights, plan)
-    targets = _match(plan, params, ranks, config)
+    plan, params, ranks = _plan_model(model, config, weights)
+    _check_source_tensors(weights, plan)
+    targets = _match_parameters(plan, params, ranks, config)
     rounded = []
     for entry, names in progress_bar(targets, "load"):
         pieces = [weights.read_finite(one.key, one.expert) for one in entry.sources]
         for name in names:
-            piece = _local_piece(entry, pieces, params[name], ranks)
+            piece = _local_shard(entry, pieces, params[name], ranks)
             if keep_dtypes:
                 params[name].data = piece
-            elif not _copy(params[name], piece):
+            elif not _copy_into(params[name], piece):
                 rounded.append(name)
     if plan.passthrough:
         logger.warning(
@@ -113,23 +117,23 @@ def save_hf_weights(
 ) -> None:
     """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of ``like``.
 
-    Every rank calls it. The first data-parallel replica gathers its tensor-parallel shards, one
-    tensor at a time, and its rank 0 writes; the others have nothing to do and return at once.
+    Every rank must call this function. The first data-parallel replica gathers its tensor-parallel
+    shards, one tensor at a time, and its rank 0 writes files; other replicas return at once.
     Keys that a Megatron text model does not have (``mtp.``, ``model.visual.``) and files that are
     not weights are copied from ``like``. Low-rank adapters of Megatron-Bridge are merged into the
     weights, W + (alpha / dim) B A; the model itself keeps them apart.
 
     Args:
         model: as for `load_hf_weights`.
-        folder: a new folder; it appears only when it is complete.
+        folder: a new folder, which appears only when it is complete.
         like: the Hugging Face folder the model came from.
-        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. Without it
-            they are rounded to what ``like`` has, and a warning names those that lost bits.
+        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. By default
+            they get the dtype in ``like``, and a warning names tensors that lost bits.
 
     Raises:
         NotImplementedError: pipeline or expert parallelism, or an adapter that cannot be merged.
     """
-    ranks = _ranks()
+    ranks = _current_ranks()
     if ranks.pp[1] > 1 or ranks.ep[1] > 1 or ranks.expert_tp[1] != ranks.tp[1]:
         raise NotImplementedError(
             f"pipeline_model_parallel_size={ranks.pp[1]}, "
@@ -139,7 +143,7 @@ def save_hf_weights(
         )
     if ranks.dp:
         return
-    # Every rank must refuse: a rank that goes on would wait in a collective.
+    # Every rank must raise here: a rank that went on would wait in a collective for ever.
     refuse_existing(folder)
     source = SafetensorsFolder(like)
     export = _Export(model, source, fp32_gates)
@@ -159,14 +163,14 @@ def save_hf_weights(
 
 
 class _Export:
-    """The tensors of a save, each computed when it is read; ``rounded`` names rounded gates.
+    """The tensors of a save; `read` computes one, in a collective of the tensor-parallel ranks.
 
-    A read is a collective of tensor-parallel ranks.
+    ``rounded`` holds the keys of gates that lost bits.
     """
 
     def __init__(self, model: nn.Module, source: SafetensorsFolder, fp32_gates: bool) -> None:
-        plan, self._params, self._ranks = _planned(model, read_hf_config(source.folder), source)
-        self._merged = _with_adapters_merged(_unwrapped(model))
+        plan, self._params, self._ranks = _plan_model(model, read_hf_config(source.folder), source)
+        self._merged_weight = _with_adapters_merged(_unwrapped(model))
         self._source, self._fp32_gates = source, fp32_gates
         self.rounded: set[str] = set()
         self._maps_of: dict[str, list[tuple[TensorMap, HFRef]]] = {}
@@ -174,42 +178,42 @@ class _Export:
             for one in entry.sources:
                 self._maps_of.setdefault(one.key, []).append((entry, one))
         self._maps_of |= {key: self._maps_of[same_as] for key, same_as in plan.aliases.items()}
-        # Files have the tensors of one fused projection close together: the last few are kept.
-        self._kept_pieces = lru_cache(maxsize=4)(self._pieces)
+        # A file has the tensors of a fused projection close together: four projections are cached.
+        self._cached_pieces = lru_cache(maxsize=4)(self._pieces)
 
     def read(self, key: str) -> Tensor:
-        """The tensor ``key`` in its export dtype; packed experts are put together again."""
+        """Compute the tensor ``key`` in its export dtype; packed experts are joined again."""
         if key not in self._maps_of:
             return self._source.read(key)
         parts = self._maps_of[key]
         if parts[0][1].expert is None:
             ((entry, source),) = parts
-            return self._kept_pieces(entry)[source]
-        spec = self._spec(key)
+            return self._cached_pieces(entry)[source]
+        spec = self._export_spec(key)
         packed = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
         for entry, source in parts:
             packed[source.expert] = self._pieces(entry)[source]
         return packed
 
-    def _spec(self, key: str) -> TensorSpec:
+    def _export_spec(self, key: str) -> TensorSpec:
         spec = self._source.specs[key]
         if self._fp32_gates and is_gated_delta_net_fp32_param_key(key):
             return TensorSpec("F32", spec.shape)
         return spec
 
     def _pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
-        full = entry.unshard(self._shards(entry))
-        dtypes = {source.key: self._spec(source.key).torch_dtype for source in entry.sources}
-        # Megatron may store a gain minus 1, which a rounded copy does not give back bit for bit.
+        full = entry.unshard(self._gather_shards(entry))
+        dtypes = {source.key: self._export_spec(source.key).torch_dtype for source in entry.sources}
+        # Megatron may store a norm gain minus 1; if rounded, it does not give the file's bits back.
         gains = [key for key in dtypes if key.endswith("norm.weight")]
         pieces = entry.exported(full, dtypes, {key: self._source.read(key) for key in gains})
         if entry.fp32 and not torch.equal(entry.to_megatron([*pieces.values()]).to(full), full):
             self.rounded.update(dtypes)
         return pieces
 
-    def _shards(self, entry: TensorMap) -> list[Tensor]:
-        """The map's Megatron tensor on every tensor-parallel rank, in their order."""
-        shard = self._merged(next(self._params[n] for n in entry.names if n in self._params))
+    def _gather_shards(self, entry: TensorMap) -> list[Tensor]:
+        """Gather the map's Megatron shards of all tensor-parallel ranks, in rank order."""
+        shard = self._merged_weight(next(self._params[n] for n in entry.names if n in self._params))
         size = self._ranks.tp[1]
         if size == 1:
             return [shard]
@@ -220,17 +224,17 @@ class _Export:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside wrappers, also those that Megatron's own function does not know."""
+    """The model inside its wrappers; Megatron's own function does not know all of them."""
     while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model
 
 
-def _planned(
+def _plan_model(
     model: nn.Module, config: HFModelConfig, files: SafetensorsFolder
 ) -> tuple[Plan, dict[str, nn.Parameter], _Ranks]:
-    """The plan for ``model``, its parameters by their global names, and this rank's place."""
-    bare, ranks = _unwrapped(model), _ranks()
+    """The plan for ``model``, its parameters by their global names, and this rank's groups."""
+    bare, ranks = _unwrapped(model), _current_ranks()
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
     plan = plan_of(config, files.specs, kind, bare.config.layernorm_zero_centered_gamma)
     shared = bare.share_embeddings_and_output_weights
@@ -240,12 +244,12 @@ def _planned(
             f"share_embeddings_and_output_weights={shared}; build it with {config.tied}."
         )
     for name, module in bare.named_modules():
-        for option, value in _PUBLISHED.items():
+        for option, value in _PUBLISHED_OPTIONS.items():
             given = getattr(module, option, value)
             if given != value:
                 raise ValueError(
-                    f"{name} was built with {option}={given!r}; models of these formats have "
-                    f"{value!r}, and their weights mean something else in such a layer."
+                    f"{name} was built with {option}={given!r}, but Hugging Face models with these "
+                    f"weights compute with {value!r}. Build the layer with {option}={value!r}."
                 )
     return plan, _global_parameters(bare, ranks), ranks
 
@@ -257,7 +261,7 @@ def _global_parameters(model: Any, ranks: _Ranks) -> dict[str, nn.Parameter]:
     found = {}
     for name, parameter in model.named_parameters():
         owner, of_adapter, _ = name.partition(".adapter.")
-        if of_adapter and _is_wrapper(model.get_submodule(owner)):
+        if of_adapter and _is_adapter_wrapper(model.get_submodule(owner)):
             continue
         name = name.replace(".to_wrap.", ".")
         name = _LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])]}.", name, count=1)
@@ -265,8 +269,8 @@ def _global_parameters(model: Any, ranks: _Ranks) -> dict[str, nn.Parameter]:
     return found
 
 
-def _check_source(folder: SafetensorsFolder, plan: Plan) -> None:
-    """Check the dtype of every imported tensor, and that each alias has equal values."""
+def _check_source_tensors(folder: SafetensorsFolder, plan: Plan) -> None:
+    """Check the dtype of every imported tensor, and that each alias equals its tensor."""
     for key, same_as in plan.aliases.items():
         if folder.specs[key] != folder.specs[same_as] or not torch.equal(
             folder.read(key), folder.read(same_as)
@@ -281,18 +285,18 @@ def _check_source(folder: SafetensorsFolder, plan: Plan) -> None:
             entry.check_dtype(folder.specs[source.key].torch_dtype, where)
 
 
-def _match(
+def _match_parameters(
     plan: Plan, params: dict[str, nn.Parameter], ranks: _Ranks, config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
-    """Which parameters each map fills; shapes are checked on meta tensors."""
+    """Pair each map with the parameters that it fills; check shapes on meta tensors."""
     targets, unplaced = [], []
     for entry in plan.maps:
         # The last pipeline stage of a tied model has a copy of the embedding.
-        of_tied = (_OUTPUT,) if config.tied and entry.pad_rows else ()
+        of_tied = (_OUTPUT_WEIGHT,) if config.tied and entry.pad_rows else ()
         here = [name for name in (*entry.names, *of_tied) if name in params]
         pieces = [torch.empty(source.piece_shape, device="meta") for source in entry.sources]
         for name in here:
-            shape = tuple(_local_piece(entry, pieces, params[name], ranks).shape)
+            shape = tuple(_local_shard(entry, pieces, params[name], ranks).shape)
             if shape != tuple(params[name].shape):
                 raise ValueError(
                     f"{name} has shape {tuple(params[name].shape)} in the model, but the files "
@@ -309,11 +313,14 @@ def _match(
         )
     filled = {name for _, here in targets for name in here}
     if rest := [name for name in params if name not in filled]:
-        raise ValueError(f"the files have nothing for {rest[0]}{and_more(rest)} of the model.")
+        raise ValueError(
+            f"the files have no tensor for {rest[0]}{and_more(rest)} of the model; build the model "
+            f"with config.json's sizes."
+        )
     return targets
 
 
-def _local_piece(
+def _local_shard(
     entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter, ranks: _Ranks
 ) -> Tensor:
     """This rank's shard of a map's tensor, with the vocabulary padded to the model's rows."""
@@ -331,11 +338,11 @@ def _local_piece(
 
 
 @torch.no_grad()
-def _copy(param: nn.Parameter, piece: Tensor) -> bool:
-    """Copy ``piece``; return whether the parameter's dtype kept every value."""
+def _copy_into(param: nn.Parameter, piece: Tensor) -> bool:
+    """Copy ``piece`` into ``param``; return whether the parameter's dtype kept every value."""
     cast = piece.to(param.dtype)
     param.copy_(cast)
-    # Transformer Engine keeps the first values of a quantised weight for the fp32 master.
+    # Transformer Engine keeps a quantised weight's first values for the optimizer's fp32 copy.
     first = getattr(param, "get_high_precision_init_val", lambda: None)()
     if first is not None:
         first.copy_(cast)
@@ -346,12 +353,12 @@ def _with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
     """A function from a parameter to its exported tensor; merging an adapter is a collective."""
     wrappers: dict[nn.Parameter, nn.Module] = {}
     for name, module in model.named_modules():
-        if _is_wrapper(module):
+        if _is_adapter_wrapper(module):
             if not hasattr(type(module), "weight"):
                 raise NotImplementedError(
-                    f"{name} is a {type(module).__name__}, which does not tell its merged weight: "
-                    f"an export would lose the adapter. Legal are wrappers with a property "
-                    f"`weight`, such as those of Megatron-Bridge's LoRA. Merge this one yourself."
+                    f"{name} is a {type(module).__name__}, which has no merged weight: an export "
+                    f"would lose the adapter. Legal are wrappers with a property `weight`, such as "
+                    f"those of Megatron-Bridge's LoRA. Merge this adapter before the export."
                 )
             wrappers[cast(Any, module.to_wrap).weight] = module
 
@@ -364,5 +371,5 @@ def _with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
     return merged
 
 
-def _is_wrapper(module: nn.Module) -> bool:
+def _is_adapter_wrapper(module: nn.Module) -> bool:
     return {"to_wrap", "adapter"} <= module._modules.keys()

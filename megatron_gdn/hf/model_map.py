@@ -1,4 +1,4 @@
-"""What a Hugging Face folder says of a model: its config, one flat record, and the maps of tensors.
+"""Flatten a model's ``config.json`` into one record, and list the maps of its tensors.
 
 A GPTModel has one layer for each layer of the config, a HybridModel two (mixer, then MLP).
 """
@@ -25,7 +25,7 @@ Architecture = Literal["hybrid", "gpt"]
 
 _EMBEDDING = "embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
-# Multi-token prediction and vision weights: an export copies them, they are never loaded.
+# Weights of multi-token prediction and vision: an export copies them, no import loads them.
 _PASSTHROUGH = ("mtp.", "model.visual.", "visual.")
 
 
@@ -111,19 +111,19 @@ def read_hf_config(folder: str | Path) -> HFModelConfig:
 
 
 def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
-    """Flatten a parsed ``config.json``, with the sizes of ``text_config`` if there is one.
+    """Flatten a parsed ``config.json``; if it has a ``text_config``, sizes are read there.
 
     ``tie_word_embeddings`` is read at the top level only: the nested default is wrong for some
-    published models. An unknown architecture, a missing field or a setting that these weights do
-    not have is a ValueError.
+    published models. An unknown architecture, a missing field or an unsupported setting raises a
+    ValueError.
     """
     known = sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES)
     named = config.get("architectures") or []
     architecture = next((name for name in named if name in known), None)
     if architecture is None:
         raise ValueError(
-            f"unknown architecture {list(named)}; known: {', '.join(known)}. Of other models, "
-            f"linear-attention layers convert one by one, see gdn_layer_from_hf and "
+            f"unknown architecture {list(named)}; known: {', '.join(known)}. Convert the "
+            f"linear-attention layers of other models one by one, with gdn_layer_from_hf or "
             f"kda_layer_from_hf of megatron_gdn.hf."
         )
     text = config.get("text_config") or config
@@ -139,31 +139,35 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     act, gate = field("hidden_act", "silu"), field("output_gate_type", None)
     if field("attention_bias", False):
         raise ValueError(
-            "attention_bias=true is not supported: no published model of these families has it."
+            "attention_bias=true is not supported; it must be false, as in all published models."
         )
     if act != "silu":
         raise ValueError(f"hidden_act={act!r} is not supported; it must be 'silu'.")
     if gate not in (None, "silu", "swish"):
         raise ValueError(
             f"output_gate_type={gate!r} is not supported in whole models; it must be 'silu'. A "
-            f"layer of its own takes output_gate_activation='sigmoid'."
+            f"single megatron_gdn.GatedDeltaNet takes output_gate_activation='sigmoid'."
         )
     if not field("attn_output_gate", True):
-        raise ValueError("attn_output_gate=false is not supported: these weights have the gate.")
+        raise ValueError(
+            "attn_output_gate=false is not supported; it must be true: q_proj has the gate."
+        )
     rope = field("rope_parameters", None) or field("rope_scaling", None) or {}
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind != "default":
         raise ValueError(
-            f"rope_type={kind!r} is not supported: the model would be built without the scaling. "
-            f"To build it without the scaling, set it to 'default'."
+            f"rope_type={kind!r} is not supported: positions are not scaled here. Set rope_type to "
+            f"'default' to build the model without scaling."
         )
     is_linear = _linear_layers(field)
     is_moe = _moe_layers(field, len(is_linear))
     if any(is_moe) and not field("norm_topk_prob", True):
-        raise ValueError("norm_topk_prob=false is not supported: routing weights must sum to one.")
+        raise ValueError(
+            "norm_topk_prob=false is not supported; it must be true: weights sum to 1."
+        )
     hidden, heads = field("hidden_size"), field("num_attention_heads")
 
-    def of_experts(name: str) -> int:
+    def expert_field(name: str) -> int:
         return field(name) if any(is_moe) else 0
 
     return HFModelConfig(
@@ -179,10 +183,10 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
         is_linear=is_linear,
         is_moe=is_moe,
         ffn_size=0 if all(is_moe) else field("intermediate_size"),
-        num_experts=of_experts("num_experts"),
-        experts_per_token=of_experts("num_experts_per_tok"),
-        expert_ffn_size=of_experts("moe_intermediate_size"),
-        shared_expert_ffn_size=of_experts("shared_expert_intermediate_size"),
+        num_experts=expert_field("num_experts"),
+        experts_per_token=expert_field("num_experts_per_tok"),
+        expert_ffn_size=expert_field("moe_intermediate_size"),
+        shared_expert_ffn_size=expert_field("shared_expert_intermediate_size"),
         norm_eps=field("rms_norm_eps", 1e-6),
         rope_theta=rope.get("rope_theta", field("rope_theta", 10_000_000.0)),
         rotary_fraction=rope.get("partial_rotary_factor", field("partial_rotary_factor", 0.25)),
@@ -190,7 +194,7 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
 
 
 def _linear_layers(field: Any) -> tuple[bool, ...]:
-    """Which layers are Gated DeltaNet: by the config's list, else every N-th layer is attention."""
+    """For each layer, whether it is Gated DeltaNet; without a list every N-th is attention."""
     count = field("num_hidden_layers")
     types = field("layer_types", None)
     if types is None:
@@ -206,7 +210,7 @@ def _linear_layers(field: Any) -> tuple[bool, ...]:
 
 
 def _moe_layers(field: Any, count: int) -> tuple[bool, ...]:
-    """Which layers have experts: every ``decoder_sparse_step``-th, except ``mlp_only_layers``."""
+    """For each layer, whether it has experts; ``mlp_only_layers`` have none."""
     if not field("num_experts", 0):
         return (False,) * count
     step, dense = field("decoder_sparse_step", 1), field("mlp_only_layers", [])
@@ -222,6 +226,7 @@ class Plan(NamedTuple):
 
 
 def and_more(names: list[str]) -> str:
+    """The words after the first of ``names`` in a message: how many others there are."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
@@ -231,11 +236,11 @@ def model_maps(
     model: Architecture = "hybrid",
     zero_centered_gamma: bool = True,
 ) -> Iterator[TensorMap]:
-    """The maps of a whole model; ``keys`` of the files have the text model's prefix."""
+    """Yield the maps of a whole model; ``keys`` of the files show the text model's prefix."""
     root, hidden, vocab = _text_root(keys), config.hidden_size, config.vocab_size
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
-        # These norms multiply by (1 + w) in the file; a plain Megatron norm needs the whole gain.
+        # The file stores w of the gain 1 + w; a plain Megatron norm stores the whole gain.
         return mapped(names, {key: (size,)}, shift=float(not zero_centered_gamma))
 
     embedding = {root + _EMBEDDING: (vocab, hidden)}
@@ -272,19 +277,19 @@ def model_maps(
 
 
 def _text_root(keys: Collection[str]) -> str:
-    """The prefix of the text model: ``model.`` or ``model.language_model.``."""
+    """Find the prefix of the text model: ``model.`` or ``model.language_model.``."""
     roots = {key.removesuffix(_EMBEDDING) for key in keys if key.endswith(f".{_EMBEDDING}")}
     roots = {root for root in roots if root.split(".")[0] == "model"}
     if len(roots) != 1:
         raise ValueError(
-            f"missing key: exactly one model.*{_EMBEDDING} must say where the text model is, "
-            f"found {sorted(roots)}."
+            f"missing key: the files must have one model.*{_EMBEDDING}, whose prefix is the text "
+            f"model's; found the prefixes {sorted(roots)}."
         )
     return roots.pop()
 
 
 def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
-    """Rows ``[q | gate]`` head by head become ``[q | gate | k | v]`` query group by query group."""
+    """Reorder rows ``[q | gate]`` per head to ``[q | gate | k | v]`` per query group."""
     hidden, heads, groups = config.hidden_size, config.num_attention_heads, config.num_query_groups
     q, k = heads * config.head_dim, groups * config.head_dim
     counts = {"q": 2 * q, "k": k, "v": k}
@@ -312,7 +317,7 @@ def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> 
             down = HFRef(f"{hf}experts.down_proj", (experts, hidden, ffn), e)
             fc1, fc2 = replace(fc1, sources=(up,)), replace(fc2, sources=(down,))
         for entry in (fc1, fc2):
-            # Grouped experts number their weights, sequential ones their modules.
+            # Grouped experts number their weights; sequential experts number their modules.
             linear = entry.name.removesuffix(".weight")
             grouped = f"{p}experts.{linear}.weight{e}"
             sequential = f"{p}experts.local_experts.{e}.{linear}.weight"
@@ -332,8 +337,8 @@ def plan_of(
     for key, spec in specs.items():
         if spec.dtype.startswith("F8") or key.endswith("weight_scale_inv"):
             raise NotImplementedError(
-                f"{key} is quantised ({spec.dtype}, block-scaled FP8 checkpoints); convert the "
-                f"folder to BF16 first."
+                f"{key} is quantised ({spec.dtype}); block-scaled FP8 checkpoints are not read. "
+                f"Convert the folder to BF16 first."
             )
     maps = list(model_maps(config, specs.keys(), model, centred))
     shapes = {source.key: source.shape for entry in maps for source in entry.sources}
@@ -350,7 +355,7 @@ def plan_of(
     if unknown := [key for key in rest if not key.startswith(_PASSTHROUGH)]:
         raise ValueError(
             f"unknown key {unknown[0]!r}{and_more(unknown)}: it is no weight of {whose}, and "
-            f"starts with none of {', '.join(_PASSTHROUGH)}, which are carried through "
+            f"starts with none of {', '.join(_PASSTHROUGH)}, which an export copies "
             f"unchanged."
         )
     return Plan(maps, rest, aliases)

@@ -40,29 +40,29 @@ class TensorSpec(NamedTuple):
 
 
 class SafetensorsFolder:
-    """The weights of a Hugging Face folder; ``file_of`` and ``specs`` are in storage order."""
+    """The weights of a Hugging Face folder; `file_of` and `specs` have keys in storage order."""
 
     def __init__(self, folder: str | Path) -> None:
         self.folder = Path(folder)
-        index = self._index()
+        index = self._read_index()
         names = [SINGLE_NAME] if index is None else sorted(set(index.values()))
-        self.files = {name: self._opened(name) for name in names}
+        self.files = {name: self._open(name) for name in names}
         stored = [(key, name) for name in names for key in self.files[name].offset_keys()]
         if index is not None:
-            self._require_same(index, stored)
+            self._require_index_matches(index, stored)
         self.file_of = dict(stored)
-        self.specs = {key: self._spec(key) for key in self.file_of}
+        self.specs = {key: self._read_spec(key) for key in self.file_of}
 
     def read(self, key: str, expert: int | None = None) -> Tensor:
-        """The tensor ``key``, or its slice ``[expert]`` without the rest."""
+        """Read the tensor ``key``, or only its slice ``[expert]``."""
         file = self.files[self.file_of[key]]
         return file.get_tensor(key) if expert is None else file.get_slice(key)[expert]
 
     def read_finite(self, key: str, expert: int | None = None) -> Tensor:
-        """As `read`; a tensor with NaN or inf is a ValueError."""
+        """Read as `read` does; raise a ValueError if a value is NaN or inf."""
         piece = self.read(key, expert)
-        # If a value is NaN or inf, so is the smallest or the largest. No copy is made.
-        if piece.numel() and not all(bool(one.isfinite()) for one in torch.aminmax(piece)):
+        # If a value is NaN or inf, so is the minimum or the maximum. aminmax copies nothing.
+        if piece.numel() and not all(bool(end.isfinite()) for end in torch.aminmax(piece)):
             which = "" if expert is None else f" (expert {expert})"
             number = int(piece.isfinite().logical_not().sum())
             raise ValueError(
@@ -76,15 +76,15 @@ class SafetensorsFolder:
         return self.folder / self.file_of[key]
 
     def other_files(self) -> Iterator[Path]:
-        """Everything in the folder that is not a weight file, relative to it."""
+        """Yield the paths, relative to the folder, of visible files that hold no weights."""
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder)
             hidden = any(part.startswith(".") for part in relative.parts)
             if path.is_file() and not hidden and str(relative) not in self.files:
                 yield relative
 
-    def _index(self) -> dict[str, str] | None:
-        """The file of every tensor by the folder's index; None for a single file without index."""
+    def _read_index(self) -> dict[str, str] | None:
+        """Map tensor keys to file names as the index does; None if there is no index."""
         path = self.folder / INDEX_NAME
         if not path.is_file():
             if (self.folder / SINGLE_NAME).is_file():
@@ -100,8 +100,8 @@ class SafetensorsFolder:
                 f"{path} is not an index of weights: it needs a 'weight_map' ({error})."
             ) from error
 
-    def _require_same(self, index: dict[str, str], stored: list[tuple[str, str]]) -> None:
-        """Refuse an index that contradicts the files, of which one may be an old copy."""
+    def _require_index_matches(self, index: dict[str, str], stored: list[tuple[str, str]]) -> None:
+        """Refuse an index that contradicts the files: one of them may hold an old tensor."""
         if wrong := set(stored) ^ set(index.items()):
             key = min(wrong)[0]
             found = [name for one, name in stored if one == key]
@@ -112,7 +112,7 @@ class SafetensorsFolder:
                 f"revision again."
             )
 
-    def _spec(self, key: str) -> TensorSpec:
+    def _read_spec(self, key: str) -> TensorSpec:
         view = self.files[self.file_of[key]].get_slice(key)
         dtype = view.get_dtype()
         if dtype not in TORCH_DTYPES:
@@ -121,7 +121,7 @@ class SafetensorsFolder:
             )
         return TensorSpec(dtype, tuple(view.get_shape()))
 
-    def _opened(self, name: str) -> Any:
+    def _open(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open
 
         path = self.folder / name
@@ -137,7 +137,7 @@ class SafetensorsFolder:
 
 
 def progress_bar[Item](items: Collection[Item], label: str) -> Iterable[Item]:
-    """``items`` with a bar, on the first rank, if stderr is a terminal and tqdm is installed."""
+    """Give ``items``; rank 0 shows a progress bar if stderr is a terminal and tqdm is installed."""
     if not sys.stderr.isatty() or (dist.is_initialized() and dist.get_rank()):
         return items
     try:
@@ -156,11 +156,11 @@ def refuse_existing(target: str | Path) -> None:
 
 @contextmanager
 def new_folder(target: str | Path) -> Iterator[Path]:
-    """A folder to fill, which becomes ``target`` on success and vanishes on any error."""
+    """Give an empty folder, which is renamed ``target`` on success and deleted on any error."""
     refuse_existing(target)
     target = Path(target).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    # In the same folder as the target: a rename within one file system is atomic.
+    # The new folder lies beside the target: a rename within one file system is atomic.
     scratch = Path(tempfile.mkdtemp(prefix=f".{target.name}.", dir=target.parent))
     try:
         yield scratch
@@ -174,7 +174,7 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 def write_folder(
     target: str | Path, like: SafetensorsFolder, read: Callable[[str], Tensor]
 ) -> None:
-    """Write the files of ``like`` with the tensors that ``read(key)`` gives; copy its others."""
+    """Write the weight files of ``like`` with tensors ``read(key)``; copy its other files."""
     from safetensors.torch import save_file
 
     with new_folder(target) as folder:
@@ -184,7 +184,7 @@ def write_folder(
         size = 0
         for name, file in progress_bar(like.files.items(), "export"):
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            # Pieces of a projection share a storage, which safetensors refuses: copies are written.
+            # safetensors refuses tensors that share storage, as the pieces of one projection do.
             tensors = {
                 key: read(key).detach().cpu().clone(memory_format=torch.contiguous_format)
                 for key in file.offset_keys()
@@ -200,7 +200,7 @@ def write_folder(
 
 
 class Difference(NamedTuple):
-    """One tensor that is not equal in bits and dtype."""
+    """One tensor that differs between two folders."""
 
     key: str
     what: str
@@ -210,7 +210,7 @@ class Difference(NamedTuple):
 
 
 def compare_folders(left: str | Path, right: str | Path) -> Iterator[Difference]:
-    """Differences of two Hugging Face folders in keys, dtypes, shapes and bits."""
+    """Yield the tensors whose key, dtype, shape or bits differ between two Hugging Face folders."""
     one, other = SafetensorsFolder(left), SafetensorsFolder(right)
     for key in progress_bar(one.specs, "compare"):
         if key not in other.specs:

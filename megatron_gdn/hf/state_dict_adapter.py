@@ -1,11 +1,11 @@
-"""State dicts of Hugging Face style models to those of files and back, with fp32 gates.
+"""Convert state dicts of Hugging Face models to those of files and back, with fp32 gates.
 
 ``A_log`` and ``dt_bias`` stay fp32 even if a file has another dtype: rounding them changes the
 decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``, and the recurrence compounds the change. Some
-models keep them in a child module, the *holder* ``_fp32_params``, which files never show.
+models keep both in a child module, the *holder* ``_fp32_params``; keys in files never name it.
 
-Names and signatures are those of nemo_automodel's gated_delta_net_fp32. One rule is stricter: a
-parameter name must be the whole last component of the key (``my_A_log`` is not ``A_log``).
+Names and signatures are those of nemo_automodel's gated_delta_net_fp32. Unlike there, a parameter
+name must be the whole last component of the key (``my_A_log`` is not ``A_log``).
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _FP32_HOLDER_KEY_RE = re.compile(rf"(\.linear_attn)\.{HOLDER_NAME}\.")
 def to_file_state(
     state_dict: Mapping[str, object], exclude_key_regex: str | None = None
 ) -> dict[str, object]:
-    """A model's state under file names: holder hidden, gate parameters fp32, others not copied.
+    """A model's state under the keys of files, with gate parameters in fp32.
 
-    Keys that match ``exclude_key_regex`` (``re.match``) are left out.
+    Other tensors are not copied. Keys that match ``exclude_key_regex`` (``re.match``) are left out.
     """
     named = {
         strip_fp32_holder_key(key): upcast_gated_delta_net_fp32_state_tensor(key, tensor)
@@ -50,7 +50,7 @@ def to_file_state(
 def from_file_state(
     state_dict: Mapping[str, object], route_linear_attn_fp32_params: bool = True
 ) -> dict[str, object]:
-    """A file's state under live names: gate parameters fp32 and, by default, in the holder."""
+    """A file's state under a model's keys: gate parameters in fp32, by default in the holder."""
     return {
         route_fp32_holder_key(key) if route_linear_attn_fp32_params else key: (
             upcast_gated_delta_net_fp32_state_tensor(key, tensor)
@@ -64,8 +64,8 @@ def loaded_dtype(
 ) -> tuple[torch.dtype, torch.dtype]:
     """``(storage, compute)`` dtype of a parameter loaded from a file.
 
-    Storage is ``promote_types(file dtype, requested)``, compute the file's dtype. A gate parameter
-    under the fp32 contract counts as fp32 in the file; an integer tensor keeps its dtype.
+    Storage is ``promote_types(file dtype, requested)``, compute is the file's dtype. A gate
+    parameter of a model with fp32 gates counts as fp32 in the file. An integer tensor is not cast.
     """
     if not file_dtype.is_floating_point:
         return file_dtype, file_dtype
@@ -78,7 +78,7 @@ def loaded_dtype(
 def restore_loaded_dtypes(
     hf_config: object, state_dict: Mapping[str, Tensor], file_dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """Cast a state in the requested dtypes to `loaded_dtype`; set ``_hf_compute_dtype``."""
+    """Cast tensors from requested to storage dtypes; set ``_hf_compute_dtype`` on each."""
     restored = {}
     for key, tensor in state_dict.items():
         storage, compute = loaded_dtype(hf_config, key, file_dtypes[key], tensor.dtype)
@@ -114,7 +114,7 @@ def strip_fp32_holder_key(key: str) -> str:
 def upcast_gated_delta_net_fp32_state_tensor(
     key: str, tensor: object, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES
 ) -> object:
-    """``tensor`` in fp32 if ``key`` demands it and it is floating; else the same object."""
+    """``tensor`` in fp32 if it is floating and ``key`` names a gate; else the same object."""
     demanded = is_gated_delta_net_fp32_param_key(key, param_names)
     if demanded and isinstance(tensor, Tensor) and tensor.is_floating_point():
         return tensor.to(torch.float32)

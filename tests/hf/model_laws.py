@@ -34,7 +34,7 @@ def build_megatron(config, kind, params_dtype=torch.float32, **changes):
 def megatron_state(model) -> dict[str, torch.Tensor]:
     """Parameters with the layer and expert numbers of the whole model, dequantised."""
     bare = megatron_model._unwrapped(model)
-    named = megatron_model._global_parameters(bare, megatron_model._ranks())
+    named = megatron_model._global_parameters(bare, megatron_model._current_ranks())
     return {name: dequantised(parameter.detach()) for name, parameter in named.items()}
 
 
