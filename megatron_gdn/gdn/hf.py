@@ -1,13 +1,13 @@
-"""One Gated DeltaNet layer: Hugging Face tensors to Megatron's, whole or in shards, and back.
+"""Convert one Gated DeltaNet's tensors from Hugging Face to Megatron, also cut, and back.
 
-Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugging Face stores them
-"interleaved" (Qwen3-Next; key head by key head, as ``[q | k | v of its value heads | z]``), "flat"
+Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugging Face stores the
+projections "interleaved" (Qwen3-Next: for each key head [q | k | v of its value heads | z]), "flat"
 (Qwen3.5, 3.6, 3.8, Qwen4-Exp) or "separate" (OLMo Hybrid). b is the write strength (beta), a the
-decay input (alpha). Convolution channels are [q | k | v]; files of "separate" layers have three
-tensors of them, which transformers joins, and call norm and out_proj o_norm and o_proj.
+decay input (alpha). Convolution channels are [q | k | v]. Files of "separate" layers have three
+convolutions, which transformers joins, and the names o_norm and o_proj for norm and out_proj.
 
 Build Qwen4-Exp's layers with its ``output_gate_type`` as `output_gate_activation`, OLMo Hybrid's
-with `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
+layers with `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _SEPARATE = {
     "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "g_proj": ("z",),
     "b_proj": ("beta",), "a_proj": ("alpha",),
 }  # fmt: skip
-# For each storage: its tensors, and the sections of the fused projection in each.
+# For each storage, its tensors and the sections of the fused projection that each one has.
 PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
     "interleaved": {
         "in_proj_qkvz": ("query", "key", "value", "z"), "in_proj_ba": ("beta", "alpha"),
@@ -49,17 +49,18 @@ PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
 
 
 def qkvz_rows(dims: GDNDims) -> list[int]:
-    """The rows of each section that ``in_proj_qkvz`` has for a key head."""
+    """How many rows of q, k, v and z ``in_proj_qkvz`` has for each key head."""
     value_rows = dims.value_heads_per_key_head * dims.value_head_dim
     return [dims.key_head_dim, dims.key_head_dim, value_rows, value_rows]
 
 
 def ba_rows(dims: GDNDims) -> list[int]:
+    """How many rows of b and a ``in_proj_ba`` has for each key head."""
     return [dims.value_heads_per_key_head] * 2
 
 
 def interleaved_rows(dims: GDNDims) -> Tensor:
-    """For each row of the fused projection, its row of ``(in_proj_qkvz, in_proj_ba)``."""
+    """For each row of the fused projection, its row in ``cat(in_proj_qkvz, in_proj_ba)``."""
     G, widths = dims.num_key_heads, dims.layout.widths
     qkvz, ba = (by_group(part, G).argsort() for part in (widths[:4], widths[4:]))
     return torch.cat([qkvz, len(qkvz) + ba])
@@ -75,10 +76,10 @@ def gdn_layer_maps(
     """The maps of every parameter of one layer except its input norm.
 
     Args:
-        prefix: Megatron's, as in ``decoder.layers.0.self_attention.``.
-        hf_prefix: Hugging Face's, as in ``model.layers.0.linear_attn.``.
-        zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model; then
-            ``out_norm.weight`` is ``norm.weight - 1``.
+        prefix: start of Megatron's keys, such as ``decoder.layers.0.self_attention.``.
+        hf_prefix: start of Hugging Face's keys, such as ``model.layers.0.linear_attn.``.
+        zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model. If
+            True, ``out_norm.weight`` is ``norm.weight - 1``.
     """
     p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_value_heads
     norm, out = ("o_norm", "o_proj") if storage.startswith("separate") else ("norm", "out_proj")
@@ -87,7 +88,7 @@ def gdn_layer_maps(
         f"{hf}{name}.weight": (sum(width[section] for section in sections), D)
         for name, sections in PROJECTIONS[storage].items()
     }
-    # In other storages the tensors end to end are the fused projection.
+    # In the other storages the concatenated tensors are the fused projection.
     rows = interleaved_rows(dims) if storage == "interleaved" else None
     taps, in_three = dims.conv_kernel_dim, storage == "separate"
     gain = {f"{hf}{norm}.weight": (dims.value_head_dim,)}
@@ -108,7 +109,7 @@ def gdn_layer_from_hf(
     tp_size: int = 1,
     zero_centered_gamma: bool = True,
 ) -> list[dict[str, Tensor]]:
-    """A ``linear_attn`` module's state dict to the layer's, one dict for each rank.
+    """Convert a ``linear_attn`` module's state dict to the layer's, one dict for each rank.
 
     Args:
         hf_state: the tensors of ``storage``: projections, convolution, ``A_log``, ``dt_bias``,
@@ -123,8 +124,8 @@ def gdn_layer_from_hf(
         ``out_norm.weight`` fp32, all others in the file's dtype.
 
     Raises:
-        ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or heads do not
-            split.
+        ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or ``tp_size``
+            does not divide the heads.
     """
     dims.shard(tp_size)
     maps = gdn_layer_maps("", "", dims, storage, zero_centered_gamma)
@@ -144,9 +145,9 @@ def gdn_layer_to_hf(
     Args:
         ranks: one Megatron state dict for each tensor-parallel rank.
         dims, storage, zero_centered_gamma: as in the import.
-        dtypes: the dtype to write each Hugging Face tensor in; default the tensor's own.
-        originals: Hugging Face tensors as imported (see `TensorMap.to_hf`); ``norm.weight`` is
-            the one that needs it.
+        dtypes: the dtype of each Hugging Face tensor; default the original's, else Megatron's.
+        originals: Hugging Face tensors as imported (see `TensorMap.to_hf`). Only ``norm.weight``
+            needs its original to keep its bits.
     """
     maps = gdn_layer_maps("", "", dims, storage, zero_centered_gamma)
     return hf_from_ranks(maps, ranks, dtypes, originals)

@@ -1,12 +1,13 @@
-"""One Kimi Delta Attention: Hugging Face tensors to Megatron's, whole or in shards, and back.
+"""Convert one Kimi Delta Attention's tensors from Hugging Face to Megatron, also cut, and back.
 
 Megatron's in_proj has the rows of :attr:`.sizes.KDADims.in_proj_layout`. Hugging Face has a tensor
-for each section; a gate is of low rank (Kimi Linear, GLM 5 next: f_a_proj and f_b_proj, g_a_proj
-and g_b_proj) or of full rank (Bailing Hybrid: f_proj, g_proj).
+for each section. The projection of a gate has low rank (Kimi Linear, GLM 5 next: f_a_proj and
+f_b_proj, g_a_proj and g_b_proj) or full rank (Bailing Hybrid: f_proj, g_proj).
 
-Modules of transformers hold the forget gate's tensors in ``forget_gate`` and one convolution. Files
-have no ``forget_gate``, and three convolutions; Bailing's call o_proj dense. Kimi Linear keeps
-``A_log`` as ``[1, 1, H, 1]``. A bounded gate is the layer's `gate_lower_bound`.
+Modules of transformers hold the forget gate's tensors in ``forget_gate`` and have one convolution.
+Keys of files have no ``forget_gate``, and files have three convolutions; Bailing's files name
+o_proj dense. Kimi Linear stores ``A_log`` as ``[1, 1, H, 1]``. `gate_lower_bound` of the layer is
+the bound of a bounded gate.
 """
 
 from __future__ import annotations
@@ -31,10 +32,10 @@ def kda_layer_maps(
     in_files: bool = True,
     zero_centered_gamma: bool = True,
 ) -> list[TensorMap]:
-    """The maps of every parameter of one layer except its input norm, as of a Gated DeltaNet.
+    """The maps of every parameter of one layer except its input norm.
 
-    ``family`` is the ``model_type`` of the model. Names are those of files, or, if not
-    ``in_files``, of transformers' module.
+    ``family`` is the ``model_type`` of the model. Hugging Face names are those
+    of files, or of transformers' module if ``in_files`` is False.
     """
     p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_value_heads
     K, V, layout = dims.key_head_dim, dims.value_head_dim, dims.in_proj_layout
@@ -73,7 +74,7 @@ def kda_layer_from_hf(
     in_files: bool = True,
     zero_centered_gamma: bool = True,
 ) -> list[dict[str, Tensor]]:
-    """A linear-attention module's tensors to the layer's, one dict for each rank.
+    """Convert a linear-attention module's tensors to the layer's, one dict for each rank.
 
     ``dims``, ``family`` and ``in_files`` are as in :func:`kda_layer_maps`; the other arguments, the
     result and the errors are those of :func:`..gdn.hf.gdn_layer_from_hf`.

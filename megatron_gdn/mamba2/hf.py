@@ -1,8 +1,8 @@
-"""One Mamba2 mixer: Hugging Face tensors (Mamba2, NemotronH) to Megatron's, in shards, and back.
+"""Convert a Mamba2 mixer's tensors from Hugging Face (Mamba2, NemotronH) to Megatron, and back.
 
 Both sides store the projection as rows z | x | B | C | dt and the convolution as x | B | C, with
-equal names except the convolution's. So tensors keep their bits, but ``A_log``, ``dt_bias`` and
-``D`` become fp32. A rank's share is cut section by section.
+equal names except the convolution's. Tensors keep their bits, but ``A_log``, ``dt_bias`` and ``D``
+become fp32. Every section is cut over the tensor-parallel ranks by itself.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ def mamba2_layer_maps(
 ) -> list[TensorMap]:
     """The maps of every parameter of one mixer.
 
-    ``prefix`` is Megatron's, as in ``decoder.layers.0.mixer.``, ``hf_prefix`` Hugging Face's, as in
-    ``backbone.layers.0.mixer.``.
+    ``prefix`` starts Megatron's keys, for example ``decoder.layers.0.mixer.``; ``hf_prefix`` starts
+    Hugging Face's keys, for example ``backbone.layers.0.mixer.``.
     """
     p, hf, layout, D = prefix, hf_prefix, dims.layout, dims.hidden_size
     in_proj = {f"{hf}in_proj.weight": (layout.width, D)}
@@ -43,16 +43,17 @@ def mamba2_layer_maps(
 def mamba2_layer_from_hf(
     hf_state: Mapping[str, Tensor], dims: Mamba2Dims, tp_size: int = 1
 ) -> list[dict[str, Tensor]]:
-    """A Hugging Face ``mixer``'s state dict to `megatron_gdn.Mamba2Mixer`'s, one for each rank.
+    """Convert a Hugging Face ``mixer``'s state dict to `megatron_gdn.Mamba2Mixer`'s, per rank.
 
     Args:
-        hf_state: of ``Mamba2Mixer`` or ``NemotronHMamba2Mixer``, with or without ``conv1d.bias``.
+        hf_state: the state dict of a ``Mamba2Mixer`` or ``NemotronHMamba2Mixer`` of transformers,
+            with or without ``conv1d.bias``.
         dims: the whole mixer's sizes.
         tp_size: number of tensor-parallel ranks.
 
     Raises:
-        ValueError: a tensor is missing, unknown (as the biases of the projections are) or of the
-            wrong shape or dtype, or groups do not split.
+        ValueError: a tensor is missing, unknown (such as a bias of a projection) or of the wrong
+            shape or dtype, or ``tp_size`` does not divide the groups.
     """
     dims.shard(tp_size)
     maps = mamba2_layer_maps("", "", dims, "conv1d.bias" in hf_state)

@@ -1,6 +1,6 @@
-"""For transformers models: packing that does not leak, and context parallelism, in place.
+"""Run transformers models in place, with packing that does not leak and context parallelism.
 
 transformers is imported where a function needs it; Megatron is never imported.
 """
 
-from .. import __getattr__ as __getattr__  # the names, which `megatron_gdn.hf` lists
+from .. import __getattr__ as __getattr__  # `megatron_gdn.hf` lists the names

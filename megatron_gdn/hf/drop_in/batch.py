@@ -1,4 +1,4 @@
-"""The batch of one forward: where its documents, its padding and each rank's tokens lie.
+"""The batch of one forward: where documents, padding and each rank's tokens lie.
 
 The text model's forward resolves the batch once, so all layers and recomputations see the same
 boundaries.
@@ -32,7 +32,7 @@ _OFFSETS = ("cu_seq_lens_q", "cu_seq_lens_k")
 
 
 def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
-    """The process group of a one-dimensional device mesh; None for none or for one rank."""
+    """The process group of a one-dimensional device mesh; None without mesh or with one rank."""
     if mesh is None or mesh.size() == 1:
         return None
     if mesh.ndim != 1:
@@ -47,31 +47,32 @@ def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
 class ModelBatch:
     """One forward of a model.
 
-    ``packed`` are the documents' boundaries over all ranks, ``ids`` int64 ``[B, S]`` on the host
-    those of all ranks' tokens in sequence order, 0 at padding; both None when every row is one
-    sequence. ``keep``, bool ``[B, s]``, is False at padding, where the output is exactly zero.
+    ``packed`` holds the boundaries of the documents of all ranks. ``ids``, int64 ``[B, S]`` on the
+    host, are the documents' numbers at all ranks' tokens in sequence order, 0 at padding. Both are
+    None when every row is one sequence. ``keep``, bool ``[B, s]``, is False at padding, where the
+    output is exactly zero.
     """
 
     packed: Any = None
     ids: Tensor | None = None
     keep: Tensor | None = None
-    group: Any = None  # of context-parallel ranks
+    group: Any = None  # process group of the context-parallel ranks
     layout: SequenceLayout = SequenceLayout.CONTIGUOUS  # how ranks share the sequence
-    own_positions: Tensor | None = None  # int64 [s] on the host: of this rank's tokens
+    own_positions: Tensor | None = None  # int64 [s] on the host: where this rank's tokens lie
 
     @property
     def is_plain(self) -> bool:
-        """Whether all sequences are whole on one rank, so that transformers computes the same."""
+        """Whether each row is one sequence on one rank, as transformers' own forward needs."""
         return self.packed is None and self.group is None
 
     @property
     def kind(self) -> str:
-        """Why transformers' own forward cannot run the batch, as messages name it."""
+        """What transformers' own forward cannot run in this batch, as messages name it."""
         return "packed documents" if self.group is None else "context parallelism"
 
     @property
     def lengths(self) -> tuple[int, ...]:
-        """Tokens of every document over all ranks; of a whole row, if not packed."""
+        """Tokens of every document over all ranks; if not packed, tokens of a whole row."""
         if self.packed is not None:
             return tuple(self.packed.cu_seqlens_q.diff().tolist())
         assert self.own_positions is not None
@@ -79,7 +80,7 @@ class ModelBatch:
 
     @property
     def positions(self) -> Tensor:
-        """int64 ``[B or 1, s]`` on the host: positions in each document, 0 at padding."""
+        """int64 ``[B or 1, s]`` on the host: tokens' positions in their documents, 0 at padding."""
         ids, own = self.ids, self.own_positions
         if ids is None or self.packed is None:
             assert own is not None
@@ -90,15 +91,15 @@ class ModelBatch:
         return found if own is None else found[:, own]
 
     def enter(self, x_BsH: Tensor) -> Tensor:
-        """Hidden states to rows for the mixer: ``[1, B s, H]`` when packed, else ``[B, s, H]``."""
-        x_BsH = self._blank(x_BsH)
+        """Shape hidden states as mixer rows: ``[1, B s, H]`` if packed, else ``[B, s, H]``."""
+        x_BsH = self._zero_padding(x_BsH)
         return x_BsH if self.packed is None else x_BsH.flatten(0, 1).unsqueeze(0)
 
     def leave(self, y: Tensor, like_BsH: Tensor) -> Tensor:
         """The inverse of :meth:`enter`; padding is exactly zero."""
-        return self._blank(y.reshape(*like_BsH.shape[:2], -1))
+        return self._zero_padding(y.reshape(*like_BsH.shape[:2], -1))
 
-    def _blank(self, x_BsH: Tensor) -> Tensor:
+    def _zero_padding(self, x_BsH: Tensor) -> Tensor:
         """Set padding to zero; its gradient is zero too."""
         return x_BsH if self.keep is None else x_BsH.masked_fill(~self.keep[..., None], 0)
 
@@ -106,16 +107,16 @@ class ModelBatch:
 def resolve_call(
     options: Any, sources: Sources, x_BsH: Tensor, cache: Any, fills_cache: bool = False
 ) -> ModelBatch | None:
-    """Resolve one forward; None if it continues from a cache, which transformers' own forward does.
+    """Resolve one forward's batch; None if transformers' own forward continues from a cache.
 
-    ``x_BsH`` may be token ids ``[B, s]``. Under context parallelism masks, ids and positions are of
-    this rank's tokens, and all ranks must give the same kinds of them; offsets are of the whole
-    buffer.
+    ``x_BsH`` may be token ids ``[B, s]``. With context parallelism, masks, ids and positions are
+    those of this rank's tokens, and all ranks must give the same kinds of sources; offsets are
+    those of the whole buffer.
     """
     (rows, tokens), device, group = x_BsH.shape[:2], x_BsH.device, group_of(options.cp_mesh)
     if group is not None:
         layout = SequenceLayout.parse(options.cp_layout)
-        batch = _resolve_shared(sources, Ranks(group, device, rows, tokens), layout)
+        batch = _resolve_over_ranks(sources, Ranks(group, device, rows, tokens), layout)
     elif cache is not None and cache.get_seq_length() > 0:
         told = {
             "_packed_seq_ids": sources.packed_seq_ids,
@@ -125,12 +126,12 @@ def resolve_call(
         }
         if given := [name for name, x in told.items() if x is not None]:
             raise ValueError(
-                f"{', '.join(given)} with a batch that goes on from a cache: it holds one sequence "
-                f"per row, in order. Leave it out, or pass no past_key_values."
+                f"{', '.join(given)} with a batch that goes on from a cache, which holds one "
+                f"sequence per row. Leave these arguments out, or pass no past_key_values."
             )
         return None
     else:
-        batch = _resolve_alone(sources, device, rows, tokens)
+        batch = _resolve_on_one_rank(sources, device, rows, tokens)
     if (cache is not None or fills_cache) and not batch.is_plain:
         raise ValueError(
             f"a cache cannot be filled with {batch.kind}: it holds one state per row. Pass "
@@ -139,32 +140,34 @@ def resolve_call(
     return batch
 
 
-def _resolve_alone(sources: Sources, device: torch.device, rows: int, tokens: int) -> ModelBatch:
+def _resolve_on_one_rank(
+    sources: Sources, device: torch.device, rows: int, tokens: int
+) -> ModelBatch:
     index = sources.seq_index
     if index is not None:
         in_order = torch.arange(tokens, device="cpu").expand(index.shape[:-1] + (tokens,))
         if index.dim() not in (1, 2) or not torch.equal(index.cpu().long(), in_order):
             raise ValueError(
                 f"seq_index of shape {tuple(index.shape)} without context-parallel ranks: one "
-                f"rank holds the whole sequence, whose {tokens} tokens must be in order."
+                f"rank holds the whole sequence, so its {tokens} tokens must be in order."
             )
     ids = document_ids(sources, rows, tokens)
     if ids is None:
         return ModelBatch()
     read_mask(ids)  # refuses padding inside a document, and documents out of order
-    return ModelBatch(_boundaries(ids), ids, _keep_of(ids, device))
+    return ModelBatch(_packed_boundaries(ids), ids, _not_padding(ids, device))
 
 
-def _keep_of(ids: Tensor, device: torch.device) -> Tensor | None:
-    """bool, False at padding; None if no token is padding."""
+def _not_padding(ids: Tensor, device: torch.device) -> Tensor | None:
+    """bool ``[B, S]``, False at padding; None if no token is padding."""
     return None if bool((ids > 0).all()) else to_device(ids > 0, device)
 
 
-def _boundaries(ids: Tensor, offsets: Tensor | None = None) -> SimpleNamespace:
+def _packed_boundaries(ids: Tensor, offsets: Tensor | None = None) -> SimpleNamespace:
     """Boundaries of all documents, under the names of Megatron's PackedSeqParams, on the host.
 
-    A stretch of padding is a document of its own, so its state reaches no other. Empty documents of
-    ``offsets`` are kept, since the layout may cut by them.
+    A run of padding counts as a document, so its state reaches no other document. Empty documents
+    of ``offsets`` are kept, because the layout may cut document by document.
     """
     kept = [0] if offsets is None else offsets.tolist()
     ends = {*starts_of(ids).flatten().nonzero().flatten().tolist(), ids.numel()}.difference(kept)
@@ -180,7 +183,7 @@ def _boundaries(ids: Tensor, offsets: Tensor | None = None) -> SimpleNamespace:
     )
 
 
-def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> ModelBatch:
+def _resolve_over_ranks(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> ModelBatch:
     mask, offsets, indices = sources.attention_mask, sources.cu_seqlens, sources.indices
     if offsets is not None:
         offsets = torch.as_tensor(offsets, device="cpu").detach().long()
@@ -192,14 +195,14 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
             f"tokens of the whole buffer, padding included. Give this rank's ids of documents as "
             f"attention_mask instead, 0 at padding."
         )
-    layout, positions = _place_of(sources, ranks, layout)
+    layout, positions = _layout_and_positions(sources, ranks, layout)
     if mask is not None and mask.dim() != 2:
         raise ValueError(
             f"an attention_mask of shape {tuple(mask.shape)} says nothing about the tokens of "
             f"other context-parallel ranks; name the documents by cu_seq_lens_q (of the whole "
             f"buffer) or by this rank's _packed_seq_ids."
         )
-    everywhere = ranks.in_order(sources, layout, positions)
+    everywhere = ranks.in_sequence_order(sources, layout, positions)
     ids, mask = document_ids(everywhere, ranks.rows, ranks.total), everywhere.attention_mask
     if ids is None and mask is not None and bool((mask == 0).any()):
         ids = (mask != 0).long()
@@ -208,7 +211,7 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
     if ids is None:
         return batch()
     read_mask(ids)  # raises the same errors as on one rank
-    keep = _keep_of(ids[:, own], ranks.device)
+    keep = _not_padding(ids[:, own], ranks.device)
     one_each = bool((ids.amax(-1) <= 1).all())
     if one_each and not bool((ids.diff() > 0).any()):  # whole rows, or rows with padding at the end
         return batch(ids=ids, keep=keep)
@@ -218,13 +221,13 @@ def _resolve_shared(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> M
             f"context parallelism takes {what} in one row only, got {ranks.rows} rows. Lay the "
             f"rows end to end (megatron_gdn.hf.PackingCollator does)."
         )
-    return batch(_boundaries(ids, offsets), ids, keep)
+    return batch(_packed_boundaries(ids, offsets), ids, keep)
 
 
-def _place_of(
+def _layout_and_positions(
     sources: Sources, ranks: Ranks, layout: SequenceLayout
 ) -> tuple[SequenceLayout, Tensor]:
-    """The layout of the ranks' shares, and all ranks' positions ``[cp, s]`` on the host."""
+    """How ranks share the sequence, and where all ranks' tokens lie: ``[cp, s]`` on the host."""
     size, tokens, total, index = ranks.group.size(), ranks.tokens, ranks.total, sources.seq_index
     whole, documents = (total,), None
     if sources.cu_seqlens is not None and ranks.rows == 1:
@@ -269,16 +272,16 @@ def context_parallel_share(
     cp_mesh: Any,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
 ) -> dict[str, Any]:
-    """This rank's share of a packed batch: of every tensor over tokens, this rank's columns.
+    """Cut this rank's share from a packed batch: its columns of every tensor over tokens.
 
     Args:
         batch: as :class:`.training.PackingCollator` makes it, the same on all ranks. Tensors
             ``[1, S]``, ``[1, S, ...]`` and ``[n, 1, S]`` (positions of a vision-language model)
-            are cut along S; offsets and what has no S pass whole.
+            are cut along S; offsets and values without S are not cut.
         cp_mesh, layout: as given to :func:`.patching.patch`.
 
     Raises:
-        ValueError: tokens that the layout cannot cut evenly; pad with ``pad_to_multiple_of``.
+        ValueError: the layout cannot cut the tokens evenly; pad with ``pad_to_multiple_of``.
     """
     if "input_ids" not in batch:
         raise ValueError(f"the batch has no input_ids to be cut by; it has {', '.join(batch)}.")

@@ -1,4 +1,4 @@
-"""How transformers' linear attentions are read as mixers of this package.
+"""Describe transformers' linear-attention modules as mixers of this package.
 
 Modules are found by the names of their classes, so transformers is not imported.
 """
@@ -36,10 +36,10 @@ class Mixer(NamedTuple):
     dims: Any
     rule: ChooseRule
     parts: Callable[..., Parts]  # called with opened rows, conv weight and bias, A_log, dt_bias
-    names: dict[str, Any]  # for messages of MicroBatches: the mixer and its recurrence
+    names: dict[str, Any]  # of the mixer and its recurrence, for messages of MicroBatches
 
 
-def _gdn(module: Any, config: Any, options: Any) -> Mixer:
+def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
     dims = GDNDims.from_config(config)
     rule = partial(
         choose_rule, options.backend, dims.heads, operands=options.rule_operands, normalise_qk=True
@@ -53,14 +53,14 @@ def _gdn(module: Any, config: Any, options: Any) -> Mixer:
     return Mixer(dims, rule, parts, {})
 
 
-def _kda(module: Any, config: Any, options: Any) -> Mixer:
+def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
     if options.rule_operands != "fp16" or options.recompute_qkv:
         raise ValueError(
             f"rule_operands={options.rule_operands!r}, recompute_qkv={options.recompute_qkv}: "
             f"Kimi Delta Attention has neither option. Leave both out."
         )
     heads, width, gate = config.linear_num_heads, config.linear_head_dim, module.forget_gate
-    # The rows hold both gates in full width: `project` has multiplied the low-rank halves.
+    # The rows hold both gates in full width: `project` multiplies the low-rank factors.
     dims = KDADims(
         hidden_size=config.hidden_size,
         num_key_heads=heads,
@@ -80,10 +80,10 @@ def _kda(module: Any, config: Any, options: Any) -> Mixer:
 
 
 class Family(NamedTuple):
-    """What transformers calls the parts of one family's linear attention.
+    """The names in transformers of one family's linear-attention submodules.
 
-    The outputs of ``projections`` side by side are the mixer's rows; "a > b" calls b on the output
-    of a. Without ``projections`` they are Qwen3-Next's, interleaved by key heads:
+    The concatenated outputs of ``projections`` are the mixer's rows; "a > b" calls module b on the
+    output of a. Empty ``projections`` stand for Qwen3-Next's two, interleaved by key heads:
 
         in_proj_qkvz: per key head [q | k | v of its value heads | z of them]
         in_proj_ba:   per key head [b of its value heads | a of them]
@@ -95,11 +95,13 @@ class Family(NamedTuple):
     norm: str = "norm"
     out: str = "out_proj"
     gate: str = ""  # the module that has A_log and dt_bias; empty: the module itself
-    mixer: Callable[[Any, Any, Any], Mixer] = _gdn  # called with a module, its config and options
+    mixer: Callable[[Any, Any, Any], Mixer] = _gdn_mixer  # called with module, config, options
 
 
 _FLAT, _SEPARATE = tuple(PROJECTIONS["flat"]), tuple(PROJECTIONS["separate"])
-_KDA: dict[str, Any] = {"norm": "o_norm", "out": "o_proj", "gate": "forget_gate", "mixer": _kda}
+_KDA: dict[str, Any] = {
+    "norm": "o_norm", "out": "o_proj", "gate": "forget_gate", "mixer": _kda_mixer,
+}  # fmt: skip
 _LOW_RANK = (
     "q_proj", "k_proj", "v_proj", "forget_gate.f_a_proj > forget_gate.f_b_proj",
     "g_a_proj > g_b_proj", "b_proj",
@@ -171,10 +173,10 @@ def subclass(prefix: str, mixin: type, cls: type) -> type[Any]:
     return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__})
 
 
-def plain_gate(norm: nn.Module) -> str | None:
-    """``act`` if transformers' own forward computes ``RMSNorm(x) * weight * act(z)`` for ``norm``.
+def fusible_activation(norm: nn.Module) -> str | None:
+    """``act`` if ``norm`` runs transformers' own ``RMSNorm(x) * weight * act(z)``, else None.
 
-    None for a kernel, a subclass, a replaced ``forward`` or hooks; the norm is then called.
+    A kernel, a subclass, a replaced ``forward`` or hooks give None: the mixer calls such a norm.
     """
     cls, activation = type(norm), getattr(norm, "activation", None)
     plain = (
@@ -188,7 +190,7 @@ def plain_gate(norm: nn.Module) -> str | None:
 
 
 def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
-    """``[B, S, P]``, rows with the sections of ``dims.layout``, by calls of the projections."""
+    """Call the projections; return rows ``[B, S, P]`` with the sections of ``dims.layout``."""
     sections = []
     if chains := family_of(module).projections:
         for chain in chains:
@@ -203,8 +205,8 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
     return torch.cat(sections, dim=-1)
 
 
-def refuse_mixing_elsewhere(config: Any, what: str) -> None:
-    """Refuse a model in which other modules would mix documents or context-parallel ranks."""
+def refuse_modules_that_mix(config: Any, what: str) -> None:
+    """Refuse a model whose other modules read across documents or need other ranks' tokens."""
     if getattr(config, "ple_layer_ids", None):
         raise NotImplementedError(
             f"{what} in a model with per-layer embeddings (ple_layer_ids={config.ple_layer_ids}): "
@@ -239,10 +241,10 @@ _KERNELS = (
 def plain_functions_on_cpu(model: nn.Module) -> None:
     """Let transformers' own linear attention run on CPU tensors, with any packages installed.
 
-    Without it, a CPU fails with ``0 active drivers ([])`` where flash-linear-attention is
-    installed. :func:`.patching.patch` calls it too. It replaces functions of transformers' modeling
-    files in this process; tensors on another device take the same function as before. Functions
-    that the package ``kernels`` has turned into modules are not changed (set
+    Otherwise CPU tensors fail with ``0 active drivers ([])`` if flash-linear-attention is
+    installed. :func:`.patching.patch` calls this function too. Functions of transformers' modeling
+    files are replaced in this process; tensors on other devices run the same function as before.
+    Functions that the package ``kernels`` has turned into modules are not changed (set
     ``USE_HUB_KERNELS=NO``).
     """
     for cls in filter(None, map(transformers_class, model.modules())):
@@ -252,11 +254,11 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
             if inspect.isfunction(chosen) and hasattr(chosen, "__wrapped__"):
                 plain = inspect.unwrap(chosen)
                 known = frozenset(inspect.signature(plain).parameters)
-                by_device = partial(_by_device, chosen, plain, known)
-                setattr(source, name, update_wrapper(by_device, chosen))
+                call_by_device = partial(_call_by_device, chosen, plain, known)
+                setattr(source, name, update_wrapper(call_by_device, chosen))
 
 
-def _by_device(
+def _call_by_device(
     chosen: Callable, plain: Callable, known: frozenset[str], x: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Call transformers' plain function for CPU tensors, else the one that it chose at import."""

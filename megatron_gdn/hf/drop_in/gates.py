@@ -1,7 +1,7 @@
 """``A_log`` and ``dt_bias`` of a transformers module, kept in fp32 by a child module.
 
-Sharded data parallelism can shard the child, the *holder* ``_fp32_params``, as a group of its own.
-State dicts do not show it: keys stay ``linear_attn.A_log``.
+The child is the *holder* ``_fp32_params``, which sharded data parallelism can shard as a group of
+its own. Keys of state dicts do not name the holder: they stay ``linear_attn.A_log``.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ class SSMGate(Fp32Parameters, nn.Module):
 
         g = -exp(A_log) * softplus(a + dt_bias)
 
-    g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. The first values are 0
-    for ``A_log`` and 1 for ``dt_bias``. ``dtype`` is fp32 or fp64; a narrower one is a ValueError.
+    g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. The initial values are
+    0 for ``A_log`` and 1 for ``dt_bias``. Another ``dtype`` than fp32 or fp64 raises a ValueError.
     """
 
     _keep_in_float32_parameter_names = FP32_GDN_PARAM_NAMES
@@ -36,8 +36,8 @@ class SSMGate(Fp32Parameters, nn.Module):
         super().__init__()
         if dtype not in (torch.float32, torch.float64):
             raise ValueError(
-                f"gates of dtype {dtype}: the recurrence compounds what rounding changes in them. "
-                f"Use torch.float32 (or float64); casts of the outer module do not change it."
+                f"gates of dtype {dtype} are refused: the recurrence compounds rounding errors. "
+                f"Use torch.float32 or float64; casts of the outer module keep this dtype."
             )
         self.A_log = nn.Parameter(torch.zeros(num_v_heads, dtype=dtype))
         self.dt_bias = nn.Parameter(torch.ones(num_v_heads, dtype=dtype))
@@ -45,17 +45,17 @@ class SSMGate(Fp32Parameters, nn.Module):
     def forward(self, a: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The gate g of ``a``, both ``[..., num_v_heads]``, in the parameters' dtype.
 
-        Without ``a``, copies of ``A_log`` and ``dt_bias``: torch's ``fully_shard`` frees the
-        gathered parameters when this call ends. Rounded parameters, and ``a`` for a Kimi Delta
-        Attention, are ValueErrors.
+        Without ``a``, copies of ``A_log`` and ``dt_bias``, because torch's ``fully_shard`` frees
+        the gathered parameters when this call ends. Rounded parameters raise a ValueError, as does
+        ``a`` for a Kimi Delta Attention.
         """
         self.require_fp32_parameters()
         if a is None:
             return self.A_log.clone(), self.dt_bias.clone()
         if self.A_log.shape != self.dt_bias.shape:
             raise ValueError(
-                "this holds the gate of a Kimi Delta Attention, one decay for each channel; call "
-                "it without a tensor and compute the gate from A_log and dt_bias."
+                "this SSMGate is a Kimi Delta Attention's, with a decay for each channel; call it "
+                "without a tensor and compute the gate from A_log and dt_bias."
             )
         return decay_and_write_gates(a, a, self.A_log, self.dt_bias)[0]
 
@@ -70,7 +70,7 @@ class HoldsGates:
     _modules: dict[str, Any]
 
     def __getattr__(self, name: str) -> Any:
-        """A parameter of the holder, unless the instance's ``__dict__`` has the name."""
+        """Take gate parameters from the holder, unless the instance's ``__dict__`` has them."""
         holder = self.__dict__.get("_modules", {}).get(HOLDER_NAME)
         if holder is not None and name in FP32_GDN_PARAM_NAMES:
             return getattr(holder, name)
@@ -102,10 +102,10 @@ def hold_gates(owner: Any) -> None:
 
 
 def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
-    """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder and return it.
+    """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder; return the holder.
 
-    The parameters stay the same objects. 16-bit ones become ``fp32_dtype``; fp64 is not rounded.
-    Absent ones are a KeyError, an ``fp32_dtype`` narrower than fp32 is a ValueError.
+    The parameters stay the same objects. 16-bit parameters become ``fp32_dtype``; fp64 parameters
+    stay fp64. Missing parameters raise a KeyError, a narrower ``fp32_dtype`` a ValueError.
     """
     holder = SSMGate(len(module._parameters["A_log"]), fp32_dtype)
     for name in FP32_GDN_PARAM_NAMES:
@@ -117,7 +117,7 @@ def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SS
 
 
 def release_gates(owner: Any, dtypes: dict[str, torch.dtype]) -> None:
-    """Undo :func:`hold_gates` and restore ``dtypes``."""
+    """Undo :func:`hold_gates` and cast the parameters back to ``dtypes``."""
     holder = owner._modules.pop(HOLDER_NAME)
     for name, dtype in dtypes.items():
         _cast(holder._parameters[name], dtype)
@@ -136,7 +136,7 @@ def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 def shard_gates(model: nn.Module, **options: Any) -> None:
     """Give the fp32 gates of every replaced module a ``fully_shard`` group of its own.
 
-    Call it before ``fully_shard`` of the layers around them, which wants parameters of one dtype:
+    Call it before ``fully_shard`` of the layers, which refuses parameters of several dtypes:
 
         shard_gates(model, mesh=mesh)
         for layer in model.model.layers:
@@ -145,10 +145,10 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
 
     Args:
         model: a patched model.
-        options: of ``fully_shard``, without ``mp_policy``: the gates are never rounded.
+        options: keywords of ``fully_shard`` but ``mp_policy``, because gates are never rounded.
 
     Raises:
-        ValueError: a model without replaced modules.
+        ValueError: the model has no replaced modules.
     """
     from torch.distributed.fsdp import fully_shard
 
@@ -164,7 +164,7 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
 
 @contextmanager
 def gates_in_fp32() -> Iterator[None]:
-    """Within this, transformers' ``from_pretrained`` leaves ``A_log`` and ``dt_bias`` unrounded.
+    """In this context transformers' ``from_pretrained`` does not round ``A_log`` and ``dt_bias``.
 
     For example::
 

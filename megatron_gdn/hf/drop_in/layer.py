@@ -24,7 +24,7 @@ from .batch import ModelBatch, group_of, resolve_call
 from .gates import HoldsGates, gate_owner, hold_gates, release_gates
 from .sources import Sources
 
-# Keywords that transformers' own forward is not given; the batch holds what they say.
+# Keywords that are not passed to transformers' own forward; the batch holds their content.
 _NOT_PASSED_ON = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
     *("position_ids", "cache_position", "qkv_format"),
@@ -56,32 +56,36 @@ class DropInOptions:
 
 
 @dataclass(eq=False)
-class _Runner:
+class _DropInState:
+    """How a replaced module runs, and the MicroBatches of each group and layout so far."""
+
     options: DropInOptions
     mixer: families.Mixer
     config: Any  # the fields of a TransformerConfig that MicroBatches reads
     stored: dict[str, torch.dtype]  # dtypes of A_log and dt_bias before the holder had them
-    made: dict[tuple[Any, SequenceLayout], MicroBatches] = field(default_factory=dict)
+    known_micro_batches: dict[tuple[Any, SequenceLayout], MicroBatches] = field(
+        default_factory=dict
+    )
 
-    def __deepcopy__(self, memo: dict) -> _Runner:
-        """A copied model keeps the same mesh, because process groups cannot be copied."""
-        return replace(self, stored=dict(self.stored), made={})
+    def __deepcopy__(self, memo: dict) -> _DropInState:
+        """A copied model keeps the same mesh: process groups cannot be copied."""
+        return replace(self, stored=dict(self.stored), known_micro_batches={})
 
-    def run_over(self, cp_mesh: Any) -> None:
-        """Run context parallelism over another mesh from the next forward on; None is one rank."""
+    def set_mesh(self, cp_mesh: Any) -> None:
+        """Use another context-parallel mesh from the next forward on; None means one rank."""
         options = replace(self.options, cp_mesh=cp_mesh)
         self.micro_batches(group_of(cp_mesh), SequenceLayout.parse(options.cp_layout))
         self.options = options
 
     def micro_batches(self, group: Any, layout: SequenceLayout) -> MicroBatches:
-        if (group, layout) not in self.made:
+        if (group, layout) not in self.known_micro_batches:
             mixer, dims = self.mixer, self.mixer.dims
-            self.made[group, layout] = MicroBatches(
+            self.known_micro_batches[group, layout] = MicroBatches(
                 self.config, dims.layout, dims.state, dims.conv_kernel_dim,
                 group, LoaderLayout(layout, self.config), mode=self.options.linear_cp_mode,
                 choose_rule=mixer.rule, **mixer.names,
             )  # fmt: skip
-        return self.made[group, layout]
+        return self.known_micro_batches[group, layout]
 
 
 class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
@@ -96,13 +100,13 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     On one rank, a batch that is not packed goes through transformers' own forward, with its bits,
     kernels and cache (unless ``unpacked="fused"``). Every other batch runs this package's mixer.
 
-    ``options`` are those of :func:`.patching.patch`, but ``attention``.
+    ``options`` are those of :func:`.patching.patch` except ``attention``.
 
     Raises:
-        ValueError: a config of another family, another activation than SiLU, sizes that do not fit.
+        ValueError: the config has another family or activation than SiLU, or sizes do not fit.
     """
 
-    drop_in: _Runner
+    drop_in: _DropInState
     conv1d: nn.Conv1d
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any):
@@ -122,7 +126,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
     @_cp_mesh.setter
     def _cp_mesh(self, cp_mesh: Any) -> None:
-        self.drop_in.run_over(cp_mesh)
+        self.drop_in.set_mesh(cp_mesh)
 
     def _compute_gate(self, a: Tensor) -> Tensor:
         """The log-decay of ``a`` ``[..., num_v_heads]``, see :class:`.gates.SSMGate`."""
@@ -141,23 +145,23 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
         Args:
             hidden_states: ``[B, S, H]``, this rank's tokens.
-            cache_params: transformers' cache; transformers' own forward then runs.
-                Arguments after it are keywords: their order differs by version.
-            attention_mask: ``[B, S]``, 0 at padding, or ids of documents (1 ..) where packed.
-            gdn_batch: the batch, resolved; a patched model passes it to its layers.
+            cache_params: transformers' cache; with a cache, transformers' own forward runs. Later
+                arguments are keywords, because their order differs between versions.
+            attention_mask: ``[B, S]``, 0 at padding, or document ids 1, 2, ... if packed.
+            gdn_batch: the resolved batch, which a patched model passes to its layers.
             kwargs: ``position_ids``, ``cu_seqlens`` (or ``cu_seq_lens_q``), ``_packed_seq_ids``:
                 other sources of documents, see :mod:`.sources`. ``indices``: int ``[T]``, which of
-                the ``B * S`` tokens ``cu_seqlens`` counts; the others are padding. ``seq_index``:
+                the ``B * S`` tokens ``cu_seqlens`` counts; all others are padding. ``seq_index``:
                 with context parallelism, the sequence positions of this rank's tokens.
-                ``cache_position`` and ``qkv_format`` are not read. Others are for transformers'
-                kernels.
+                ``cache_position`` and ``qkv_format`` are not read. Other keywords go to
+                transformers' kernels.
 
         Returns:
             ``[B, S, H]``; exactly zero at the padding of packed rows.
 
         Raises:
-            ValueError: boundaries, ids, positions or lengths that do not fit or contradict each
-                other; a cache together with packed documents or context parallelism.
+            ValueError: boundaries, ids, positions or lengths do not fit or contradict each other,
+                or a cache comes with packed documents or context parallelism.
         """
         batch, options = gdn_batch, self.drop_in.options
         sources = Sources.of(attention_mask, kwargs)
@@ -166,10 +170,10 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         for name in _NOT_PASSED_ON:
             kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
-            attention_mask = None  # the batch has its documents and its padding
+            attention_mask = None  # the batch holds the mask's documents and padding
         if batch is None or batch.is_plain:
             if cache_params is not None or options.unpacked == "transformers":
-                return self._by_transformers(hidden_states, cache_params, attention_mask, kwargs)
+                return self._run_transformers(hidden_states, cache_params, attention_mask, kwargs)
             batch = ModelBatch(keep=None if attention_mask is None else attention_mask != 0)
         proj_BTP = families.project(self, batch.enter(hidden_states), self.drop_in.mixer.dims)
         # torch.compiler.disable has no type annotations.
@@ -177,7 +181,9 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         out_proj = self._modules[families.family_of(self).out]
         return batch.leave(out_proj(mixed.transpose(0, 1)), hidden_states)
 
-    def _by_transformers(self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any) -> Tensor:
+    def _run_transformers(
+        self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any
+    ) -> Tensor:
         """Run transformers' own forward with the gates of the holder."""
         owner = gate_owner(self)
         A_log, dt_bias = owner._gates()
@@ -187,7 +193,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         finally:
             del owner.__dict__["A_log"], owner.__dict__["dt_bias"]
 
-    @torch.compiler.disable  # tables are made on the host; autograd sees one function
+    @torch.compiler.disable  # the host computes tables; autograd sees one function
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
         run = self.drop_in.micro_batches(model_batch.group, model_batch.layout)
         batch = run.of(model_batch.packed, proj_TBP)
@@ -198,21 +204,21 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         _require_silu(self)
         run_pre_hooks(conv, lambda: rows.detach()[..., layout.conv_columns].permute(1, 2, 0))
         parameters = local_parameters(scheme, conv.weight, conv.bias, A_log.flatten(), dt_bias)
-        norm = _norm_of(self._modules[families.family_of(self).norm], layout)
+        norm = _gated_norm(self._modules[families.family_of(self).norm], layout)
         parts_of = self.drop_in.mixer.parts
         parts = parts_of(rows, *parameters, layout=layout, rule=batch.rule, norm=norm)
         return batch.passage.close(mix(rows, parts, batch.passage.neighbours))
 
 
-def _norm_of(norm: Any, layout: Layout) -> GatedNorm | Apart:
-    activation = families.plain_gate(norm)
+def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | Apart:
+    activation = families.fusible_activation(norm)
     if activation is not None:
         return GatedNorm(norm.weight, norm.variance_epsilon, activation=activation)
 
-    def call(o: Tensor, z: Tensor) -> Tensor:
+    def call_norm(o: Tensor, z: Tensor) -> Tensor:
         return norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1])).view(o.shape)
 
-    return called_per_head(layout.gate_columns, layout.state_heads, call)
+    return called_per_head(layout.gate_columns, layout.state_heads, call_norm)
 
 
 def _require_silu(module: Any) -> None:
@@ -238,14 +244,14 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
         params_dtype=dtype,
     )
     stored = {name: owner._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES}
-    runner = _Runner(options, family.mixer(module, config, options), megatron_config, stored)
-    runner.run_over(options.cp_mesh)
+    state = _DropInState(options, family.mixer(module, config, options), megatron_config, stored)
+    state.set_mesh(options.cp_mesh)
     if not isinstance(module, CPAwareGatedDeltaNet):
         theirs: Any = families.transformers_class(module)
         module.__class__ = families.subclass("CPAware", CPAwareGatedDeltaNet, theirs)
     families.plain_functions_on_cpu(module)
     hold_gates(owner)
-    module.drop_in = runner
+    module.drop_in = state
     return module
 
 

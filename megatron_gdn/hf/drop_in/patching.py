@@ -27,7 +27,7 @@ from .families import (
     MODELS,
     linear_attention_of,
     linear_attentions,
-    refuse_mixing_elsewhere,
+    refuse_modules_that_mix,
     transformers_class,
 )
 from .gates import gate_owner
@@ -264,7 +264,7 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
     if kwargs.get("position_ids") is None:
         positions = to_device(batch.positions.contiguous(), x.device)
         kwargs["position_ids"] = positions.expand(len(x), -1)
-    refuse_mixing_elsewhere(text.config, batch.kind)
+    refuse_modules_that_mix(text.config, batch.kind)
     kinds = set(text.config.layer_types) - {"linear_attention"}
     kind = kinds.pop() if len(kinds) == 1 else "full_attention"
     if not isinstance(mask, dict) or (batch.group is None and _has_four_dimensions(mask[kind])):

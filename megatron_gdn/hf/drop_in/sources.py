@@ -276,7 +276,9 @@ class Ranks(NamedTuple):
                 f"Trainer) and cut each by context_parallel_share."
             )
 
-    def in_order(self, sources: Sources, layout: SequenceLayout, positions: Tensor) -> Sources:
+    def in_sequence_order(
+        self, sources: Sources, layout: SequenceLayout, positions: Tensor
+    ) -> Sources:
         """All ranks' sources in sequence order; offsets are of the whole buffer already."""
         mask, ids, offsets, given, *_ = sources
         shape, of_text = (self.rows, self.tokens), text_positions(given)
