@@ -164,7 +164,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
                 or a cache comes with packed documents or context parallelism.
         """
         batch, options = gdn_batch, self.drop_in.options
-        sources = Sources.of(attention_mask, kwargs)
+        sources = Sources.from_keywords(attention_mask, kwargs)
         if batch is None:
             batch = resolve_call(options, sources, hidden_states, cache_params)
         for name in _NOT_PASSED_ON:
@@ -173,7 +173,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
             attention_mask = None  # the batch holds the mask's documents and padding
         if batch is None or batch.is_plain:
             if cache_params is not None or options.unpacked == "transformers":
-                return self._run_transformers(hidden_states, cache_params, attention_mask, kwargs)
+                return self._run_original(hidden_states, cache_params, attention_mask, kwargs)
             batch = ModelBatch(keep=None if attention_mask is None else attention_mask != 0)
         proj_BTP = families.project(self, batch.enter(hidden_states), self.drop_in.mixer.dims)
         # torch.compiler.disable has no type annotations.
@@ -181,9 +181,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         out_proj = self._modules[families.family_of(self).out]
         return batch.leave(out_proj(mixed.transpose(0, 1)), hidden_states)
 
-    def _run_transformers(
-        self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any
-    ) -> Tensor:
+    def _run_original(self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any) -> Tensor:
         """Run transformers' own forward with the gates of the holder."""
         owner = gate_owner(self)
         A_log, dt_bias = owner._gates()

@@ -35,7 +35,7 @@ from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, stop_bei
 from .sources import Sources, text_positions
 
 GATHERED = "megatron_gdn_gathered"
-# Attribute of a patched text model: the forward that another tool had set on it, or None.
+# Under this name a patched text model keeps the forward that another tool had set, or None.
 _FORWARD_BEFORE = "_megatron_gdn_forward_before"
 
 logger = logging.getLogger(__name__)
@@ -65,10 +65,10 @@ def patch(
         cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
             (DualChunkSwap of the whole row), ``"contiguous"``, or ``"zigzag"`` (of every document).
         linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (states travel) or ``"auto"``.
-        backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; for Kimi
-            Delta Attentions the first alone.
-        unpacked: what runs a batch that is not packed on one rank: ``"transformers"``, its own
-            forward with its bits, or ``"fused"``, the mixer of this package.
+        backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; Kimi
+            Delta Attentions take `backend` only.
+        unpacked: what runs a batch that is not packed on one rank: ``"transformers"`` for
+            transformers' own forward with its bits, ``"fused"`` for this package's mixer.
         attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
             too: every rank gathers keys and values, packed documents included. None leaves it to
             the caller (torch's ``context_parallel``, ring attention), without packed documents.
@@ -77,7 +77,7 @@ def patch(
         a handle with ``undo()``, also a context manager. Its ``repr`` says what was replaced.
 
     Raises:
-        ValueError: a model without such modules or patched already; an option that does not fit.
+        ValueError: the model has no such modules, is patched already, or an option does not fit.
     """
     if attention not in (None, "gathered"):
         raise ValueError(f"attention={attention!r} is not known; use 'gathered' or None.")
@@ -117,8 +117,8 @@ class Patch(AbstractContextManager):
                 )
         try:
             for prefix, text in texts.items():
-                self._replace(prefix, text, options)
-                self._wrap(text, gathers)
+                self._replace_modules(prefix, text, options)
+                self._wrap_forward(text, gathers)
         except Exception:
             self.undo()
             raise
@@ -141,21 +141,21 @@ class Patch(AbstractContextManager):
         """Put back transformers' own classes and the dtypes of ``A_log`` and ``dt_bias``.
 
         Raises:
-            RuntimeError: the modules have been wrapped meanwhile, as by ``fully_shard``, or a text
-                model's ``forward`` replaced.
+            RuntimeError: since the patch a module was wrapped (for example, by ``fully_shard``), or
+                a text model's ``forward`` was replaced.
         """
         for name, layer in self.layers.items():
             mine = type(layer).__mro__[1] is CPAwareGatedDeltaNet
             if not mine or type(gate_owner(layer)._gates).__name__ != "SSMGate":
                 raise RuntimeError(
                     f"{name} has become a {type(layer).__name__} since it was replaced (sharded?), "
-                    f"so the patch cannot be undone. Undo it before wrapping the model."
+                    f"so the patch cannot be undone. Undo a patch before wrapping the model."
                 )
         for text, forward in self._forwards.items():
             if getattr(vars(text).get("forward"), "__func__", None) is not forward:
                 raise RuntimeError(
-                    f"the forward of {type(text).__name__} was replaced since it was patched, and "
-                    f"calls the patched one. Restore that before undoing the patch."
+                    f"the forward of {type(text).__name__} was replaced since the patch, and may "
+                    f"call the patched forward. Restore that forward before undoing the patch."
                 )
         self._changes.close()
         self._forwards, self.layers = {}, {}
@@ -163,7 +163,7 @@ class Patch(AbstractContextManager):
     def __exit__(self, *_: Any) -> None:
         self.undo()
 
-    def _replace(self, prefix: str, text: Any, options: DropInOptions) -> None:
+    def _replace_modules(self, prefix: str, text: Any, options: DropInOptions) -> None:
         rounded = []
         for name, module in text.named_modules(prefix=prefix):
             if transformers_class(module) is None:
@@ -180,12 +180,12 @@ class Patch(AbstractContextManager):
                 *(len(rounded), rounded[0]),
             )
 
-    def _wrap(self, text: Any, gathers: bool) -> None:
+    def _wrap_forward(self, text: Any, gathers: bool) -> None:
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         before_patch = text.config._attn_implementation
 
-        def options_now(module: Any) -> DropInOptions:
-            options = _options_of(module)
+        def current_options(module: Any) -> DropInOptions:
+            options = _shared_options(module)
             if gathers:
                 alone = group_of(options.cp_mesh) is None
                 old, new = (GATHERED, before_patch) if alone else (before_patch, GATHERED)
@@ -193,25 +193,25 @@ class Patch(AbstractContextManager):
                     module.config._attn_implementation = new
             return options
 
-        @torch.compiler.disable  # reads boundaries on the host
-        def prepared(module: Any, given: dict[str, Any]) -> dict[str, Any]:
-            return prepare_forward(module, options_now(module), given)
+        @torch.compiler.disable  # the host reads boundaries
+        def prepare(module: Any, given: dict[str, Any]) -> dict[str, Any]:
+            return prepare_forward(module, current_options(module), given)
 
         @wraps(type(text).forward)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = cast(Any, prepared)(module, dict(zip(names, args, strict=False)) | kwargs)
+            given = cast(Any, prepare)(module, dict(zip(names, args, strict=False)) | kwargs)
             before = vars(module)[_FORWARD_BEFORE] or MethodType(type(module).forward, module)
             return before(**given)
 
         if gathers:
             self._changes.callback(setattr, text.config, "_attn_implementation", before_patch)
-        options_now(text)
+        current_options(text)
         for layer in text.layers:
             if linear_attention_of(layer) is None:
-                hook = layer.register_forward_pre_hook(_before_attention, with_kwargs=True)
+                hook = layer.register_forward_pre_hook(_drop_resolved_batch, with_kwargs=True)
                 self._changes.callback(hook.remove)
         vars(text)[_FORWARD_BEFORE] = vars(text).get("forward")
-        vars(text)["forward"] = MethodType(forward, text)  # a deepcopy binds it to the copy
+        vars(text)["forward"] = MethodType(forward, text)  # deepcopy binds a method to the copy
         self._forwards[text] = forward
         self._changes.callback(_restore_forward, text)
 
@@ -222,8 +222,8 @@ def _restore_forward(text: Any) -> None:
         vars(text)["forward"] = before
 
 
-def _options_of(text: Any) -> DropInOptions:
-    """The options of a text model's replaced layers, which must agree on one mesh."""
+def _shared_options(text: Any) -> DropInOptions:
+    """The options of a text model's replaced layers; refuse layers with different meshes."""
     first, *others = (module.drop_in.options for module in linear_attentions(text))
     for options in others:
         mine, theirs = first.cp_mesh, options.cp_mesh
@@ -235,7 +235,7 @@ def _options_of(text: Any) -> DropInOptions:
     return first
 
 
-def _before_attention(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+def _drop_resolved_batch(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Drop the resolved batch, which transformers' own attention does not take."""
     if layer.self_attn.config._attn_implementation != GATHERED:
         kwargs.pop("gdn_batch", None)
@@ -243,11 +243,11 @@ def _before_attention(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dic
 
 
 def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keywords of the text model's forward, given by name, with the resolved batch added."""
+    """Add the resolved batch to the keywords of the text model's forward, and set its masks."""
     kwargs.pop("gdn_batch", None)
     mask = kwargs.get("attention_mask")
     of_linear = mask.get("linear_attention") if isinstance(mask, dict) else mask
-    sources = Sources.of(of_linear, kwargs)
+    sources = Sources.from_keywords(of_linear, kwargs)
     x, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     x = kwargs.get("inputs_embeds") if x is None else x
     if x is None:  # the model's forward raises and names what is missing
@@ -257,7 +257,7 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
         return kwargs
     kwargs["gdn_batch"] = batch
     if _has_four_dimensions(mask):
-        mask = kwargs["attention_mask"] = None  # the batch has its documents and padding
+        mask = kwargs["attention_mask"] = None  # the batch holds its documents and padding
     if batch.is_plain:
         return kwargs
     kwargs["use_cache"] = False
@@ -278,7 +278,7 @@ def _has_four_dimensions(mask: Any) -> bool:
 
 
 def _attention_mask(text: Any, batch: ModelBatch, x: Tensor, position_ids: Tensor) -> Any:
-    """The mask that keeps documents apart, in the form that the attention takes."""
+    """The attention mask that keeps documents apart, in the form of the model's attention."""
     implementation = text.config._attn_implementation
     if all(linear_attention_of(layer) is not None for layer in text.layers):
         return None

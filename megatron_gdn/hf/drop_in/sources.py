@@ -3,14 +3,14 @@
 | source                                        | who gives it                                    |
 |-----------------------------------------------|-------------------------------------------------|
 | ``attention_mask`` ``[B, S]`` with ids > 1    | indexed masks of collators                      |
-| ``_packed_seq_ids`` ``[B, S]``                | the same, beside a 4-D attention mask           |
+| ``_packed_seq_ids`` ``[B, S]``                | indexed masks beside a 4-D attention mask       |
 | ``attention_mask`` ``[B, 1, S, S]``           | block-causal masks                              |
 | ``cu_seq_lens_q`` ``[N + 1]``                 | flash-attention kwargs, padding-free collators  |
-| ``cu_seqlens`` with ``indices`` ``[T]``       | the same, of tokens that are not padding        |
+| ``cu_seqlens`` with ``indices`` ``[T]``       | flash-attention kwargs without padding tokens   |
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
 
 Ids count documents from 1 along each row; 0 is padding. The table lies on the host. A 4-D mask is 1
-or True where a token sees another; a mask of floats is added to scores (0 where it sees).
+or True where a token sees another token. A float mask is added to scores: 0 where a token sees.
 
 Legend: B batch, S tokens of a row, s a rank's share of it, N documents, T tokens without padding.
 """
@@ -28,7 +28,7 @@ from ...context_parallel import SequenceLayout, inverse
 from ...ops.documents import Documents
 
 _BLOCKS = "attention_mask (4-D)"
-_EXCLUDED = -1e4  # added to a score, this number or less makes its attention weight 0
+_EXCLUDED = -1e4  # at most this number, added to a score, makes an attention weight 0
 
 
 class Sources(NamedTuple):
@@ -36,55 +36,53 @@ class Sources(NamedTuple):
 
     attention_mask: Tensor | None = None
     packed_seq_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None  # if indices are given, it counts the tokens there alone
+    cu_seqlens: Tensor | None = None  # offsets of documents; with indices, of the tokens there
     position_ids: Tensor | None = None
-    indices: Tensor | None = None  # in the flattened [B * S]; other tokens are padding
+    indices: Tensor | None = None  # of tokens in the flattened [B * S]; all others are padding
     seq_index: Tensor | None = None
 
     @classmethod
-    def of(cls, mask: Tensor | None, given: dict[str, Any]) -> Sources:
-        """The sources among a forward's keywords, which lose those that transformers has not."""
+    def from_keywords(cls, mask: Tensor | None, given: dict[str, Any]) -> Sources:
+        """Read a forward's keywords; remove from ``given`` those that transformers lacks."""
         names = ("_packed_seq_ids", "cu_seqlens", "indices", "seq_index")
         ids, offsets, indices, seq_index = (given.pop(name, None) for name in names)
         same = given.get("cu_seq_lens_q")
         if offsets is not None and same is not None and offsets.tolist() != same.tolist():
             raise ValueError(
                 f"cu_seqlens={offsets.tolist()[:8]} and cu_seq_lens_q={same.tolist()[:8]} differ; "
-                f"they are two names of one thing. Give one of them."
+                f"they are two names of one thing, the offsets. Give one of them."
             )
         offsets = same if offsets is None else offsets
         return cls(mask, ids, offsets, given.get("position_ids"), indices, seq_index)
 
 
 def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
-    """Whether a mask ``[B, S]`` numbers documents: a value is above 1. The host reads it."""
+    """Whether a mask ``[B, S]`` holds document ids: a value is above 1. Waits for the device."""
     if not isinstance(mask, Tensor) or mask.dtype == torch.bool or mask.dim() != 2:
         return False
     return bool((mask > 1).any())
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """The text positions, ``[B, S]`` or ``[1, S]``: of ``[4, B, S]`` the first, of ``[3, B, S]``
-    None.
-    """
+    """Text positions ``[B or 1, S]``: the first table of ``[4, B, S]``; None for ``[3, B, S]``."""
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
     return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else None
 
 
 def starts_of(ids_BS: Tensor) -> Tensor:
-    """bool ``[B, S]``: where a document, or a stretch of padding, begins."""
+    """bool ``[B, S]``: True where a document or a run of padding begins."""
     starts = torch.ones_like(ids_BS, dtype=torch.bool)
     starts[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
     return starts
 
 
 def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
-    """int64 ``[B, S]`` on the host; None when every row is one sequence.
+    """Document ids, int64 ``[B, S]`` on the host; None when every row is one sequence.
 
-    If the other sources name no documents, ``position_ids`` are read: a token whose position does
-    not follow that of the token before starts a document (the rule by which transformers masks
-    attention). Tokens where a 0/1 ``attention_mask`` is 0 are padding, with any source.
+    If the other sources name no documents, ``position_ids`` are read: a token whose position is
+    not the previous token's plus 1 starts a document (as in transformers' attention masks). Tokens
+    with 0 in a 0/1 ``attention_mask`` are padding, whatever the source.
     """
     mask, packed_seq_ids, cu_seqlens, position_ids, indices, _ = sources
     found: dict[str, Tensor] = {}
@@ -94,36 +92,37 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             f"[{rows}, 1, {tokens}, {tokens}]."
         )
     if mask is not None and mask.dim() == 4:
-        found[_BLOCKS] = _of_block_mask(mask, rows, tokens)
+        found[_BLOCKS] = _ids_from_block_mask(mask, rows, tokens)
     elif is_indexed_packed_mask(mask):
-        found["attention_mask"] = _on_host("attention_mask", mask, rows, tokens).long()
+        found["attention_mask"] = _to_host("attention_mask", mask, rows, tokens).long()
     if packed_seq_ids is not None:
-        ids = _on_host("_packed_seq_ids", packed_seq_ids, rows, tokens)
+        ids = _to_host("_packed_seq_ids", packed_seq_ids, rows, tokens)
         found["_packed_seq_ids"] = ids.long()
     if cu_seqlens is not None:
-        found["cu_seq_lens_q"] = _of_offsets(cu_seqlens, indices, rows, tokens)
+        found["cu_seq_lens_q"] = _ids_from_offsets(cu_seqlens, indices, rows, tokens)
     elif indices is not None:
         raise ValueError(
-            f"indices of {indices.numel()} tokens without cu_seqlens, which would count the "
-            f"documents of these tokens. Give both, or the ids of documents as attention_mask."
+            f"indices of {indices.numel()} tokens without cu_seqlens, the offsets of documents "
+            f"among these tokens. Give both, or the ids of documents as attention_mask."
         )
-    # Positions also count beside a 4-D mask of whole rows: conv and rule follow the positions.
+    # Positions are read beside a 4-D mask of whole rows too: conv and rule follow positions.
     unnamed = set(found) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in found.values())
     positions = text_positions(position_ids)
     if unnamed and positions is not None:
-        ids = _of_positions(positions, found.get(_BLOCKS, mask), rows, tokens)
+        ids = _ids_from_positions(positions, found.get(_BLOCKS, mask), rows, tokens)
         found |= {} if ids is None else {"position_ids": ids}
     if not found:
         return None
     (first, ids), *others = found.items()
     for name, theirs in others:
-        if not torch.equal(_numbered(ids), _numbered(theirs)):
+        if not torch.equal(_renumber(ids), _renumber(theirs)):
             raise ValueError(
                 f"{first} and {name} put the boundaries of documents in different places: "
-                f"{_short(ids)} and {_short(theirs)}. Give one of them, or make them agree."
+                f"{_describe_documents(ids)} and {_describe_documents(theirs)}. Give one of them, "
+                f"or make them agree."
             )
     if mask is not None and mask.dim() == 2 and "attention_mask" not in found:
-        padding_BS = _on_host("attention_mask", mask, rows, tokens) == 0
+        padding_BS = _to_host("attention_mask", mask, rows, tokens) == 0
         if indices is not None and not torch.equal(padding_BS, ids == 0):
             raise ValueError(
                 f"the attention_mask keeps {int((~padding_BS).sum())} tokens, which are not the "
@@ -135,17 +134,17 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
     return ids if bool((ids.amax(-1) != ids.amin(-1)).any()) else None
 
 
-def _numbered(ids_BS: Tensor) -> Tensor:
+def _renumber(ids_BS: Tensor) -> Tensor:
     """Renumber ids to 1, 2, ... along each row; padding stays 0."""
     return (starts_of(ids_BS) & (ids_BS > 0)).cumsum(-1) * (ids_BS > 0)
 
 
-def _short(ids_BS: Tensor) -> str:
-    lengths = _numbered(ids_BS)[0].bincount()[1:].tolist()
+def _describe_documents(ids_BS: Tensor) -> str:
+    lengths = _renumber(ids_BS)[0].bincount()[1:].tolist()
     return f"row 0 has documents of {lengths[:8]}{' ...' if len(lengths) > 8 else ''} tokens"
 
 
-def _on_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
+def _to_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
     if x.shape != (rows, tokens):
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}, the hidden states have {rows} rows of {tokens} "
@@ -154,7 +153,7 @@ def _on_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
     return x.detach().cpu()
 
 
-def _of_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tokens: int) -> Tensor:
+def _ids_from_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tokens: int) -> Tensor:
     slots = rows * tokens
     token_T = torch.arange(slots, device="cpu")
     if indices is not None:
@@ -173,21 +172,23 @@ def _of_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tokens: i
     if bool(((id_T[1:] == id_T[:-1]) & (row_T[1:] != row_T[:-1])).any()):
         raise ValueError(
             f"cu_seq_lens_q={list(documents.offsets)[:20]} has a document that goes on from one "
-            f"row of {tokens} tokens into the next; with {rows} rows every row must start one."
+            f"row of {tokens} tokens into the next; each of {rows} rows must start a document."
         )
     ids = torch.zeros(slots, dtype=torch.int64, device="cpu")
     ids[token_T] = id_T
     return ids.view(rows, tokens)
 
 
-def _of_positions(positions: Tensor, keep: Tensor | None, rows: int, tokens: int) -> Tensor | None:
-    """Ids by positions that do not follow the one before; None if each row is one sequence."""
+def _ids_from_positions(
+    positions: Tensor, keep: Tensor | None, rows: int, tokens: int
+) -> Tensor | None:
+    """Start a document at each jump of positions; None if each row is one sequence."""
     if positions.shape[0] == 1:
         positions = positions.expand(rows, -1)
-    position_BS = _on_host("position_ids", positions, rows, tokens).long()
+    position_BS = _to_host("position_ids", positions, rows, tokens).long()
     keep_BS = torch.ones_like(position_BS, dtype=torch.bool)
     if keep is not None:
-        keep_BS = _on_host("attention_mask", keep, rows, tokens) != 0
+        keep_BS = _to_host("attention_mask", keep, rows, tokens) != 0
     row_T, column_T = keep_BS.nonzero(as_tuple=True)
     position_T = position_BS[row_T, column_T]
     starts = torch.ones_like(row_T, dtype=torch.bool)
@@ -199,8 +200,8 @@ def _of_positions(positions: Tensor, keep: Tensor | None, rows: int, tokens: int
     return ids
 
 
-def _of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
-    """Ids of a mask ``[B, 1, S, S]``; a token that no token sees is padding, 0."""
+def _ids_from_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
+    """Ids from a mask ``[B, 1, S, S]``; a token that no token sees is padding, with id 0."""
     if mask.shape[0] not in (1, rows) or mask.shape[1:] != (1, tokens, tokens):
         raise ValueError(
             f"a 4-D attention_mask of shape {tuple(mask.shape)} does not fit {rows} rows of "
@@ -219,7 +220,8 @@ def _of_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
     sees = sees[:, 0].expand(rows, -1, -1)
     keep_BS = sees.diagonal(dim1=-2, dim2=-1)
     token = torch.arange(tokens, device=mask.device)
-    first_BS = (sees.int().argmax(-1) == token) & keep_BS  # the first token that it sees is itself
+    # The first token that a document's first token sees is itself.
+    first_BS = (sees.int().argmax(-1) == token) & keep_BS
     ids = first_BS.cumsum(-1) * keep_BS
     expected = (ids[:, :, None] == ids[:, None]) & (token[:, None] >= token)
     wrong = torch.where(keep_BS, (sees != expected).any(-1), sees.any(-2)).nonzero()
@@ -249,16 +251,16 @@ class Ranks(NamedTuple):
         return self.tokens * self.group.size()
 
     def gather(self, own: Tensor) -> Tensor:
-        """``[cp, ...]`` on the host: every rank's tensor, of one shape and dtype."""
+        """Gather all ranks' tensors, of one shape and dtype: ``[cp, ...]`` on the host."""
         own = own.to(self.device).contiguous()
         given = [torch.empty_like(own) for _ in range(self.group.size())]
         dist.all_gather(given, own, group=self.group)
         return torch.stack(given).cpu()
 
     def require_agreement(self, sources: Sources) -> None:
-        """Refuse on every rank if sizes, kinds of sources or offsets differ between ranks.
+        """Raise on every rank if sizes, kinds of sources or offsets differ between ranks.
 
-        They differ if a data loader gives every process batches of its own. The ranks compare ten
+        Ranks differ if a data loader gives each process its own batches. The ranks compare ten
         numbers in one collective.
         """
         given = [0 if x is None else x.dim() for x in sources]
@@ -279,7 +281,7 @@ class Ranks(NamedTuple):
     def in_sequence_order(
         self, sources: Sources, layout: SequenceLayout, positions: Tensor
     ) -> Sources:
-        """All ranks' sources in sequence order; offsets are of the whole buffer already."""
+        """Gather sources in sequence order; offsets describe the whole buffer on every rank."""
         mask, ids, offsets, given, *_ = sources
         shape, of_text = (self.rows, self.tokens), text_positions(given)
         if given is not None and of_text is None:

@@ -1,4 +1,4 @@
-"""Packed batches: made of documents, trained on over ranks, and tested for leaks."""
+"""Pack documents, train on packed batches over ranks, and test models for packing leaks."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 class PackingCollator:
-    """Lays documents end to end in one row: ``collator([{"input_ids": [...]}, ...]) -> batch``.
+    """Lay documents end to end in one row: ``collator([{"input_ids": [...]}, ...]) -> batch``.
 
     The batch has ``input_ids``, ``position_ids`` (from 0 in every document), ``labels`` (ignored at
     the start of a document, which no token predicts), ``shift_labels`` (what the token at each
@@ -36,8 +36,8 @@ class PackingCollator:
     transformers' models does not shift labels itself, which would be wrong in a share of a row.
 
     Args:
-        pad_to_multiple_of: the row is filled up to a multiple of it, by a document of
-            ``pad_token_id`` whose labels are ignored. ``2 * cp`` for context parallelism.
+        pad_to_multiple_of: the row is padded to a multiple of this number, by a document of
+            ``pad_token_id`` with ignored labels. Context parallelism needs ``2 * cp``.
 
     Raises:
         ValueError: no tokens, labels of another length than their document, documents with padding
@@ -54,9 +54,9 @@ class PackingCollator:
             raise ValueError("there are no documents to pack.")
         rows, labels = [], []
         for number, document in enumerate(documents):
-            _require_known(number, document)
-            rows.append(_list(document["input_ids"]))
-            labels.append(_list(document.get("labels", document["input_ids"])))
+            _require_packable(number, document)
+            rows.append(_to_list(document["input_ids"]))
+            labels.append(_to_list(document.get("labels", document["input_ids"])))
         if not any(rows):
             raise ValueError(f"the {len(rows)} documents have no tokens.")
         if gap := -sum(map(len, rows)) % self.multiple:
@@ -81,7 +81,7 @@ def _flash_keywords(lengths: Sequence[int], device: torch.device | None) -> dict
     }  # fmt: skip
 
 
-def _require_known(number: int, document: Mapping[str, Any]) -> None:
+def _require_packable(number: int, document: Mapping[str, Any]) -> None:
     count = len(document["input_ids"])
     for name, column in document.items():
         if name not in _COLUMNS:
@@ -94,14 +94,14 @@ def _require_known(number: int, document: Mapping[str, Any]) -> None:
                 f"document {number} has {count} input_ids and {len(column)} {name}; there must be "
                 f"one per token."
             )
-    if 0 in _list(document.get("attention_mask", [])):
+    if 0 in _to_list(document.get("attention_mask", [])):
         raise ValueError(
             f"document {number} has padding (0 in its attention_mask), which would be packed as "
             f"tokens. Tokenize without padding."
         )
 
 
-def _list(x: Any) -> list[int]:
+def _to_list(x: Any) -> list[int]:
     return x.tolist() if hasattr(x, "tolist") else list(x)
 
 
@@ -117,15 +117,15 @@ class ContextParallelTrainerMixin(Trainer):
 
     The ranks of one ``cp_mesh`` get the same batches, and ``compute_loss`` gives the model this
     rank's share of them. Gradients are those of one rank that has the whole batch: ``Trainer``
-    divides every rank's sum by the number of labels on all of them. Works in front of any subclass
-    of ``Trainer`` whose methods pass their arguments to ``super()``.
+    divides every rank's sum by the number of labels on all of them. The mixin works before any
+    subclass of ``Trainer`` whose methods pass their arguments to ``super()``.
 
     Raises:
         ValueError: with context parallelism a dataset that is streamed, a batch without
             ``shift_labels``, ``label_smoothing_factor``, ``compute_loss_func``, or a model that is
             not patched.
         RuntimeError: training without a wrapper that sums gradients over the ranks.
-        NotImplementedError: predictions, of which every rank has its share only.
+        NotImplementedError: predictions, because every rank has only its share of them.
     """
 
     def get_train_dataloader(self) -> Any:
@@ -150,8 +150,8 @@ class ContextParallelTrainerMixin(Trainer):
         if trains and model is self.model and not sharded:
             raise RuntimeError(
                 f"the trainer runs {type(model).__name__} unwrapped, so its gradients are not "
-                f"summed over the ranks. Trainer does so after an evaluate() before train(); set "
-                f"eval_on_start=True instead."
+                f"summed over the ranks. Trainer leaves a model unwrapped if evaluate() ran before "
+                f"train(); set eval_on_start=True instead."
             )
         share = context_parallel_share(inputs, options.cp_mesh, options.cp_layout)
         found = super().compute_loss(model, share, *args, **kwargs)
@@ -199,7 +199,7 @@ class ContextParallelTrainerMixin(Trainer):
                 f"processes in a way that context-parallel ranks cannot share. Give a dataset with "
                 f"__len__ and __getitem__, and neither dispatch_batches nor split_batches."
             )
-        # The sampler takes each group of ranks for one process, in the order of their first ranks.
+        # The sampler counts each group of ranks as one process; groups are sorted by first rank.
         first: list[Any] = [None] * dist.get_world_size()
         dist.all_gather_object(first, min(dist.get_process_group_ranks(group)))
         groups = sorted(set(first))
@@ -218,7 +218,7 @@ class ContextParallelTrainerMixin(Trainer):
         if not self.model_accepts_loss_kwargs:
             raise ValueError(
                 f"{type(self.model).__name__} has accepts_loss_kwargs=False: its loss is a mean "
-                f"over its own tokens, so ranks with different numbers of labels would not add up. "
+                f"over its own tokens, so a sum over ranks with unequal label counts is wrong. "
                 f"Set model.accepts_loss_kwargs = True before the trainer is made."
             )
         if "shift_labels" not in inputs:
@@ -229,7 +229,7 @@ class ContextParallelTrainerMixin(Trainer):
 
 
 class PackingLeak(AssertionError):
-    """What :func:`assert_no_packing_leak` raises; ``leaks`` has pairs of documents."""
+    """Raised by :func:`assert_no_packing_leak`; ``leaks`` holds pairs ``(origin, into)``."""
 
     def __init__(self, message: str, leaks: list[tuple[int, int]]) -> None:
         super().__init__(message)
@@ -243,7 +243,7 @@ class Reach(NamedTuple):
     largest: Tensor  # fp32 [N]: the largest output of each document
 
     def leaks(self, tolerance: float = 1e-5) -> list[tuple[int, int]]:
-        """``(i, j)`` where i changes j by more than this fraction of the largest output."""
+        """Pairs (i, j): document i changes output j by over ``tolerance`` * the largest output."""
         bound = tolerance * self.largest.max()
         leaks = ~(self.change <= bound)  # NaN counts as a leak
         return [(i, j) for i, j in leaks.nonzero().tolist() if i != j]
@@ -257,7 +257,7 @@ def packing_reach(
     seed: int = 0,
     **kwargs: Any,
 ) -> Reach:
-    """How much each packed document changes each output; see :func:`assert_no_packing_leak`."""
+    """Measure how documents change each other's outputs; see :func:`assert_no_packing_leak`."""
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(
             f"lengths={tuple(lengths)} must name two documents or more, of a token or more each."
@@ -281,17 +281,17 @@ def packing_reach(
     ends = length_N.cumsum(0).tolist()
     spans = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True)]
     generator = torch.Generator("cpu").manual_seed(seed)
-    first, other = (_drawn(module, ends[-1], generator).to(device) for _ in range(2))
+    first, other = (_draw_inputs(module, ends[-1], generator).to(device) for _ in range(2))
     training = module.training
     module.eval()
     try:
         with torch.no_grad():
-            reference = _output(module(first, **told))
+            reference = _output_tensor(module(first, **told))
             change = torch.empty(len(spans), len(spans), device="cpu")
             for origin, replaced in enumerate(spans):
                 changed = first.clone()
                 changed[:, replaced] = other[:, replaced]
-                difference = (_output(module(changed, **told)) - reference).abs()
+                difference = (_output_tensor(module(changed, **told)) - reference).abs()
                 for into, span in enumerate(spans):
                     change[origin, into] = difference[:, span].max()
     finally:
@@ -309,27 +309,27 @@ def assert_no_packing_leak(
 ) -> str:
     """Raise if a packed document changes the output at another one.
 
-    Lays documents of random tokens (or hidden states) in one row, replaces each by another of its
-    length, and looks at the outputs of the rest. It needs no knowledge of the module, so it finds
-    the leak of an unpatched transformers model as well.
+    The check lays documents of random tokens (or hidden states) in one row, replaces each document
+    by another of the same length, and compares the outputs of the others. It knows nothing of the
+    module, so the leak of an unpatched transformers model is found too.
 
     Args:
         module: a model with ``get_input_embeddings`` and logits or ``last_hidden_state``, or a
             layer from hidden states ``[1, S, H]`` to the same.
-        lengths: of the documents.
-        source: how the module is given them: ``"position_ids"``, ``"cu_seq_lens_q"`` (flash
-            attention's keywords, which transformers refuses without its kernels),
+        lengths: tokens of each document.
+        source: how the module is told the documents: ``"position_ids"``, ``"cu_seq_lens_q"``
+            (flash attention's keywords, which transformers refuses without flash kernels),
             ``"packed_seq_ids"`` or ``"indexed_mask"``.
         tolerance: changes up to this fraction of the largest output are not leaks. 0 asks for
             equal bits; the rounding of experts may depend on tokens that are computed together.
-        kwargs: what else the module is called with, and ``seed`` of the random documents.
+        kwargs: other keywords of the module, and ``seed`` for the random documents.
 
     Returns:
-        what was found, in one line, which is logged too.
+        one line that says what was found; the line is also logged.
 
     Raises:
-        PackingLeak: says which document reached which, and by how much.
-        ValueError: fewer than two documents, an unknown source.
+        PackingLeak: a document changed another; the message says which, and by how much.
+        ValueError: fewer than two documents, or an unknown source.
     """
     reach = packing_reach(module, lengths, source=source, **kwargs)
     name, lengths = type(module).__name__, tuple(lengths)
@@ -351,7 +351,7 @@ def assert_no_packing_leak(
     return line
 
 
-def _drawn(module: Any, tokens: int, generator: torch.Generator) -> Tensor:
+def _draw_inputs(module: Any, tokens: int, generator: torch.Generator) -> Tensor:
     if hasattr(module, "get_input_embeddings"):
         vocabulary = module.get_input_embeddings().weight.shape[0]
         return torch.randint(vocabulary, (1, tokens), generator=generator, device="cpu")
@@ -365,7 +365,7 @@ def _drawn(module: Any, tokens: int, generator: torch.Generator) -> Tensor:
     return hidden.to(next(module.parameters()).dtype)
 
 
-def _output(returned: Any) -> Tensor:
+def _output_tensor(returned: Any) -> Tensor:
     for name in ("logits", "last_hidden_state"):
         if getattr(returned, name, None) is not None:
             return getattr(returned, name).float()
