@@ -154,8 +154,8 @@ class Patch(AbstractContextManager):
         for text, forward in self._forwards.items():
             if getattr(vars(text).get("forward"), "__func__", None) is not forward:
                 raise RuntimeError(
-                    f"the forward of {type(text).__name__} was replaced since the patch, and may "
-                    f"call the patched forward. Restore that forward before undoing the patch."
+                    f"the forward of {type(text).__name__} was replaced since it was patched, and "
+                    f"may call the patched forward. Restore that forward before undoing the patch."
                 )
         self._changes.close()
         self._forwards, self.layers = {}, {}
