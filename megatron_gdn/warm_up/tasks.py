@@ -142,7 +142,7 @@ def _triton_recorded(recorded: dict[Any, Task]) -> Iterator[None]:
         # fla's autotuned kernels are not compiled: the first step of a run times them on its GPU.
         patch.object(Autotuner, "run", lambda *_, **__: None),
         # Every launch goes through Triton's own run, which is patched above.
-        patch.object(launch, "_watched", lambda kernel: True),
+        patch.object(launch, "_has_launch_hooks", lambda kernel: True),
     ):
         yield
 

@@ -180,7 +180,7 @@ def test_the_command_prints_lines_or_json_and_its_status_says_whether_anything_i
     assert main(COMMAND) == 0
     assert "ok     repeats" in capsys.readouterr().out
     wrong = checks.Finding("repeats", "wrong", "")
-    monkeypatch.setattr(checks, "_repeats", lambda *_: wrong)
+    monkeypatch.setattr(checks, "_check_repeats", lambda *_: wrong)
     assert main([*COMMAND, "--json"]) == 1
     found = json.loads(capsys.readouterr().out)
     assert wrong._asdict() in found

@@ -14,6 +14,7 @@ from tests.hf.drop_in.conftest import (
     NEXT,
     VISION,
     VISION_MOE,
+    in_float64,
     mixer_of,
 )
 from tests.hf.float64_layer import float64_layer
@@ -73,6 +74,36 @@ def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, fa
         assert_close(name, our_gradients[name], param.grad, 1e-5)
         noise = ((their_gradients[name] - param.grad).abs().max() / scale).item()
         assert_close(name, our_gradients[name], their_gradients[name], 1e-5 + noise)
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])
+def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh, family):
+    """fp32 may err as transformers does in the worst of four runs, three of moved embeddings."""
+    theirs, ours, truth = fresh(family), fresh(family), in_float64(fresh(family))
+    for model in (ours, truth):
+        patch(model, unpacked="fused")
+    torch.manual_seed(12)
+    tokens = torch.randint(67, (2, 11))
+
+    def run(model):
+        model.zero_grad()
+        result = model(tokens, labels=tokens, use_cache=False)
+        result.loss.backward()
+        return result.logits.detach(), gradients(model)
+
+    logits, expected = run(truth)
+    our_logits, found = run(ours)
+    assert_close("logits", our_logits, logits, 1e-5)
+    weight, runs = theirs.get_input_embeddings().weight, []
+    for moved in range(4):
+        if moved:
+            sign = torch.randint_like(weight, 2) * 2 - 1
+            weight.data.mul_(1 + sign * 2.0**-23)
+        runs.append({name: gradient.clone() for name, gradient in run(theirs)[1].items()})
+    assert expected.keys() == runs[0].keys() == found.keys()
+    for name, gradient in expected.items():
+        errors = [(one[name] - gradient).abs().max() / gradient.abs().max() for one in runs]
+        assert_close(name, found[name], gradient, 1e-5 + 2 * max(errors).item())
 
 
 def test_one_layer_is_built_alone_and_is_of_transformers_class(fresh):
