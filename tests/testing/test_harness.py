@@ -142,7 +142,7 @@ def test_a_row_is_what_its_tensors_say():
     logits = torch.tensor([[0.0, 0.0], [0.75, 0.25]])
     logits[1] = logits[1].log()
     found = one | {"output": torch.tensor([1.0, -1.9]), "input gradient": torch.tensor([3.0])}
-    row = certificate._row("fp32", "headwise", 2, found | {"logits": logits}, one, one)
+    row = certificate._make_row("fp32", "headwise", 2, found | {"logits": logits}, one, one)
     assert row.output == pytest.approx(0.05) and row.gradients == 0.25
     assert row.kl == pytest.approx((math.log(0.5 / 0.75) + math.log(0.5 / 0.25)) / 4)
     assert row.ratio_mean == pytest.approx(0.75) and row.ratio_farthest == pytest.approx(0.5)
