@@ -90,12 +90,12 @@ def counted():
         graphs.append(graph)
         return aot_eager(graph, inputs)
 
-    flex_attention._compiled.cache_clear()
+    flex_attention._compiled_attention.cache_clear()
     in_torch = patch("torch.compile", partial(torch.compile, backend=backend))
     # torch refuses a backward on a CPU, whose kernels have none.
     with in_torch, patch("torch.nn.attention.flex_attention._validate_device", lambda *_: None):
         yield graphs
-    flex_attention._compiled.cache_clear()
+    flex_attention._compiled_attention.cache_clear()
 
 
 @pytest.mark.usefixtures("one_rank")
