@@ -239,5 +239,5 @@ def test_masks_and_packing_are_refused(kind):
     layer = make_layer(kind)
     context = make_context(layer)
     call = partial(layer, torch.zeros(4, 1, layer.config.hidden_size), inference_context=context)
-    with torch.inference_mode(), pytest.raises(NotImplementedError, match="says itself"):
+    with torch.inference_mode(), pytest.raises(NotImplementedError, match="holds the request"):
         call(packed_seq_params=thd((4,)))

@@ -87,7 +87,7 @@ def test_packed_documents_that_a_graph_of_the_layer_cannot_follow_are_refused_at
 @one_rank
 def test_transformer_engines_graphs_take_no_fixed_buffers():
     layer, packed = build("transformer_engine", []), static_packed_seq_params(12, 3, device="cpu")
-    with pytest.raises(NotImplementedError, match="tensors alone.*cuda_graph_impl='local'"):
+    with pytest.raises(NotImplementedError, match="only tensors.*cuda_graph_impl='local'"):
         layer(torch.randn(12, 1, 24), None, packed_seq_params=packed)
 
 
