@@ -136,7 +136,7 @@ def test_accelerates_forward_and_a_parametrised_weight_are_let_through():
 def test_a_convolution_patched_for_all_instances_is_refused(monkeypatch):
     layer, forward = whole("gdn"), nn.Conv1d.forward
     monkeypatch.setattr(nn.Conv1d, "forward", lambda self, x: 2 * forward(self, x))
-    with pytest.raises(NotImplementedError, match=r"conv1d is a .* reads its weight"):
+    with pytest.raises(NotImplementedError, match=r"conv1d is a .* reads the weight"):
         layer(rows(layer))
 
 
