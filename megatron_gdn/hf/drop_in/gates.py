@@ -54,8 +54,8 @@ class SSMGate(Fp32Parameters, nn.Module):
             return self.A_log.clone(), self.dt_bias.clone()
         if self.A_log.shape != self.dt_bias.shape:
             raise ValueError(
-                "this SSMGate is a Kimi Delta Attention's, with a decay for each channel; call it "
-                "without a tensor and compute the gate from A_log and dt_bias."
+                "this SSMGate holds the gate of a Kimi Delta Attention, with a decay for each "
+                "channel; call it without a tensor and compute the gate from A_log and dt_bias."
             )
         return decay_and_write_gates(a, a, self.A_log, self.dt_bias)[0]
 
