@@ -122,8 +122,8 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     architecture = next((name for name in named if name in known), None)
     if architecture is None:
         raise ValueError(
-            f"unknown architecture {list(named)}; known: {', '.join(known)}. Convert the "
-            f"linear-attention layers of other models one by one, with gdn_layer_from_hf or "
+            f"unknown architecture {list(named)}; known: {', '.join(known)}. Linear-"
+            f"attention layers of other models convert one by one, see gdn_layer_from_hf and "
             f"kda_layer_from_hf of megatron_gdn.hf."
         )
     text = config.get("text_config") or config
