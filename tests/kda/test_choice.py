@@ -163,5 +163,7 @@ def test_fewer_key_heads_are_refused():
 
 def test_documents_in_fixed_buffers_are_refused():
     documents = StaticDocuments(9, 2)
-    with pytest.raises(NotImplementedError, match="backend='cudnn' and documents in fixed buffers"):
+    with pytest.raises(
+        NotImplementedError, match="backend='cudnn' does not take documents in fixed buffers"
+    ):
         cudnn.CudnnKDA().begin(inputs_of(1, 9), documents)
