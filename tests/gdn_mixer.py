@@ -8,7 +8,7 @@ from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents, require_one_row
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import ALONE, GatedNorm, Neighbours
-from megatron_gdn.ops.readout.base import Apart, Bare, heads_of
+from megatron_gdn.ops.readout.base import PassThrough, SplitReadout, heads_of
 from megatron_gdn.ops.recompute import RefilledOutput
 from megatron_gdn.ops.rules.base import Rule
 
@@ -42,9 +42,10 @@ def gated_delta_mixer(
     if norm is None and refilled is not None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
     gate, heads = sizes.layout.gate_columns, sizes.value_heads
+    if norm is None:
+        norm = SplitReadout(PassThrough(gate, heads), lambda o, _: o)
     parts = gdn_parts(
-        proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
-        rule=rule, norm=Apart(Bare(gate, heads), lambda o, _: o) if norm is None else norm,
+        proj, conv_weight, conv_bias, A_log, dt_bias, sizes, rule=rule, norm=norm,
         normalise_qk=normalise_qk, allow_neg_eigval=allow_neg_eigval, recompute_qkv=recompute_qkv,
         recompute_rule=recompute_rule, kernels=kernels,
     )  # fmt: skip

@@ -28,7 +28,7 @@ from ..mixers.micro_batch import MicroBatch
 from ..mixers.tensor_parallel import device_for, mark_sharded
 from ..ops.aligned import by_token
 from ..ops.parts import GatedNorm, Parts
-from ..ops.readout.base import Apart, Bare, PlainReadout, grouped_rms_norm
+from ..ops.readout.base import PassThrough, PlainReadout, SplitReadout, grouped_rms_norm
 from .front import mamba2_parts
 from .rule import UNLIMITED, choose_ssd
 from .sizes import Mamba2Dims, check_ranges, refuse_unsupported_arguments
@@ -200,7 +200,7 @@ class Mamba2Mixer(RecurrentMixer):
         """Whether the norm is called as a module, because the kernels compute another function."""
         return self.rmsnorm and not is_plain_grouped_norm(self.norm, self.ngroups_local_tp)
 
-    def _norm_for(self, scheme: Scheme) -> GatedNorm | Apart | None:
+    def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
         """The norm for rows of this scheme; None without ``rmsnorm``.
 
         The norm needs all heads of a group. If a head exchange puts them on several ranks, the gate
@@ -211,8 +211,8 @@ class Mamba2Mixer(RecurrentMixer):
         layout = scheme.layout
         if self.gates_own_rows:
             gate = self.layout.gate_columns
-            return Apart(
-                Bare(layout.gate_columns, layout.state_heads),
+            return SplitReadout(
+                PassThrough(layout.gate_columns, layout.state_heads),
                 lambda o, rows: self.norm(o, rows[..., gate]).contiguous(),
                 closed=True,
             )
@@ -224,7 +224,7 @@ class Mamba2Mixer(RecurrentMixer):
             return GatedNorm(scheme.local(weight), eps)
         norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
         norm = partial(by_token, norm) if self.config.batch_invariant_mode else norm
-        return Apart(PlainReadout(layout.gate_columns), lambda u, _: norm(u), closed=True)
+        return SplitReadout(PlainReadout(layout.gate_columns), lambda u, _: norm(u), closed=True)
 
 
 class GroupedRMSNorm(nn.Module):

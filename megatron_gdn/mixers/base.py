@@ -25,7 +25,7 @@ from ..ops.autograd import uncompiled
 from ..ops.layout import layout_of_in_proj
 from ..ops.mixer import mix
 from ..ops.parts import Parts
-from ..ops.readout.base import Apart
+from ..ops.readout.base import SplitReadout
 from ..ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from ..ops.rules.base import Rule
 from .arguments import (
@@ -252,7 +252,7 @@ class RecurrentMixer(
             if refilled is not None:
                 refilled.remember_sent(mixed, batch.passage.close)  # out_proj saves these rows
         readout = parts.readout
-        if isinstance(readout, Apart) and readout.closed:
+        if isinstance(readout, SplitReadout) and readout.closed:
             mixed = readout.call(mixed, rows if own is None else own)
         return mixed, refilled
 

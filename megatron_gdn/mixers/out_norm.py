@@ -16,7 +16,7 @@ from ..compat.torch_norm import TorchRMSNorm
 from ..ops.autograd import first_derivative_only
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm
-from ..ops.readout.base import Apart, called_per_head
+from ..ops.readout.base import SplitReadout, readout_by_module
 from .hooks import has_hooks, only_waits_for_parameters, parameters_waited_for, wait_for_parameters
 
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
@@ -40,7 +40,7 @@ def _is_plain(module: Any) -> bool:
 
 def norm_of(
     module: Any, group: dist.ProcessGroup | None, layout: Layout, activation: str = "silu"
-) -> GatedNorm | Apart:
+) -> GatedNorm | SplitReadout:
     """A plain norm's parameters for the readout kernels, or a readout that calls the module.
 
     The gradients of the norm's parameters are summed over ``group``.
@@ -53,7 +53,7 @@ def norm_of(
         zero_centered = bool(getattr(module, "zero_centered_gamma", False))
         return GatedNorm(gamma, module.eps, zero_centered, activation)
     call = partial(apply_gated_norm, module, group=group, activation=activation)
-    return called_per_head(layout.gate_columns, layout.state_heads, call)
+    return readout_by_module(layout.gate_columns, layout.state_heads, call)
 
 
 def apply_gated_norm(

@@ -26,7 +26,7 @@ from .front.history import History, HistoryTable
 from .front.table import TableFront
 from .obstacles import why_not_triton
 from .parts import ALONE, Neighbours, Parts
-from .readout.base import Apart, Readout
+from .readout.base import Readout, SplitReadout
 from .recompute import HandOver, RefilledOutput, SecondRun
 from .rules.base import Rule, Saved
 from .switches import leaves_memory_unfilled
@@ -41,12 +41,12 @@ def mix(
 ) -> Tensor:
     """The computation between in_proj and out_proj, for the heads of one rank: ``[S, B, H * V]``.
 
-    If the readout is an :class:`Apart` with ``closed``, the caller runs the readout's ``call`` when
+    If the readout is a :class:`SplitReadout` with ``closed``, the caller runs the readout's ``call`` when
     all heads are together. With ``refilled`` out_proj can free its input until the backward.
     """
     rule, parameters, front, inside = parts.rule, parts.parameters, parts.front, parts.readout
     apart = None
-    if isinstance(inside, Apart):
+    if isinstance(inside, SplitReadout):
         apart, inside = inside, inside.inside
     if parts.on_grid:
         front = cast(TableFront, AlignedFront(front))
@@ -74,7 +74,9 @@ def mix(
     return _called_again(apart, mixed, rows, refilled)
 
 
-def _called_again(apart: Apart, mixed: Tensor, rows: Tensor, refilled: RefilledOutput) -> Tensor:
+def _called_again(
+    apart: SplitReadout, mixed: Tensor, rows: Tensor, refilled: RefilledOutput
+) -> Tensor:
     """Run ``apart.call`` and drop its output and intermediates; the call runs three times in all.
 
     Megatron's checkpoint is not used, since it compiles a C++ extension in the first backward.

@@ -22,7 +22,7 @@ from .front.history import HistoryLink
 from .front.plain import front_of
 from .front.table import FrontTable, TableFront
 from .generation.memory import MemoryShape
-from .readout.base import Apart, PlainReadout, Readout
+from .readout.base import PlainReadout, Readout, SplitReadout
 from .rules.base import Bits, Rule, RuleBackward, RuleForward
 from .state_maps.state_map import StateShape
 
@@ -51,7 +51,7 @@ class Parts(NamedTuple):
 
     front: TableFront  # projection rows to the rule's inputs
     rule: Rule  # the recurrence
-    readout: Readout | Apart  # the rule's output to rows for out_proj
+    readout: Readout | SplitReadout  # the rule's output to rows for out_proj
     parameters: tuple[Tensor | None, ...]  # the front's, then the readout's gamma or None
     run_again: bool = False  # whether front and rule run again in the backward (.recompute)
 
@@ -100,7 +100,7 @@ def parts_of(
     parameters: tuple[Tensor | None, ...],
     *,
     rule: Rule,
-    norm: GatedNorm | Apart | None,
+    norm: GatedNorm | SplitReadout | None,
     groups: int | None = None,
     again: tuple[str, ...] = (),
     run_again: bool = False,
@@ -156,7 +156,7 @@ def parts_of(
     if gates is not None:
         parameters = (*parameters, gates.contiguous())
     kept = (*parameters, gamma)
-    return Parts(front, rule, cast(Readout | Apart, readout), kept, run_again)
+    return Parts(front, rule, cast(Readout | SplitReadout, readout), kept, run_again)
 
 
 class StateLink(Protocol):

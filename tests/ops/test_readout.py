@@ -6,7 +6,12 @@ import torch.nn.functional as F
 
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import Parts
-from megatron_gdn.ops.readout.base import Apart, Bare, PlainReadout, called_per_head
+from megatron_gdn.ops.readout.base import (
+    PassThrough,
+    PlainReadout,
+    SplitReadout,
+    readout_by_module,
+)
 from tests import toy_mixer
 from tests.autograd_parts import AutogradFront
 
@@ -73,7 +78,7 @@ def test_a_module_is_one_more_readout(activation):
         return normed * gamma * act(z)
 
     inside = toy_parts(layout, PlainReadout(gate, activation, EPS), weight, None, bias, gamma)
-    called = toy_parts(layout, called_per_head(gate, heads, norm), weight, None, bias, None)
+    called = toy_parts(layout, readout_by_module(gate, heads, norm), weight, None, bias, None)
     results = []
     for parts in (inside, called):
         mixed = mix(rows, parts)
@@ -86,7 +91,9 @@ def test_a_module_is_one_more_readout(activation):
 
 def test_a_call_that_waits_for_all_heads_is_not_made_by_the_mixer():
     layout = toy_mixer.LAYOUT
-    never = Apart(Bare(layout.gate_columns, layout.state_heads), lambda *_: 1 / 0, closed=True)
+    never = SplitReadout(
+        PassThrough(layout.gate_columns, layout.state_heads), lambda *_: 1 / 0, closed=True
+    )
     weight = torch.randn(layout.conv_width, 1, toy_mixer.TAPS)
     parts = toy_parts(layout, never, weight, None, torch.zeros(layout.state_heads), None)
     assert mix(torch.randn(5, 1, layout.width), parts).shape == (5, 1, layout.mixed_width)

@@ -17,7 +17,7 @@ from ...mixers.micro_batch import MicroBatches
 from ...ops.layout import Layout
 from ...ops.mixer import mix
 from ...ops.parts import GatedNorm
-from ...ops.readout.base import Apart, called_per_head
+from ...ops.readout.base import SplitReadout, readout_by_module
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import families
 from .batch import ModelBatch, group_of, resolve_call
@@ -208,7 +208,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         return batch.passage.close(mix(rows, parts, batch.passage.neighbours))
 
 
-def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | Apart:
+def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
     activation = families.fusible_activation(norm)
     if activation is not None:
         return GatedNorm(norm.weight, norm.variance_epsilon, activation=activation)
@@ -216,7 +216,7 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | Apart:
     def call_norm(o: Tensor, z: Tensor) -> Tensor:
         return norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1])).view(o.shape)
 
-    return called_per_head(layout.gate_columns, layout.state_heads, call_norm)
+    return readout_by_module(layout.gate_columns, layout.state_heads, call_norm)
 
 
 def _require_silu(module: Any) -> None:

@@ -1,13 +1,13 @@
-"""A recurrent mixer that goes on from a :class:`.memory.Memory`, and writes it in place.
+"""Generation with a recurrent mixer, which reads and overwrites a :class:`.memory.Memory`.
 
     prefill   many tokens of a sequence, in chunks; dense or packed
     decode    one or a few tokens of every sequence, one after the other
 
-Both run the :class:`..parts.Parts` of training and can continue a sequence at any token: any cut
-of a sequence gives the result of one call. Neither has a backward, or lets the host wait.
+Both run the :class:`..parts.Parts` of training. A sequence may be given in any number of calls, cut
+at any tokens; the results are those of one call. No call has a backward, or makes the host wait.
 
-A decoded token is two Triton launches and the readout's (:mod:`.step_kernels`) where the front runs
-in Triton; else plain torch, with the same results to rounding.
+If the front runs in Triton, a decoded token takes two launches (:mod:`.step_kernels`) and the
+readout's launch. Otherwise plain torch gives the same results to rounding.
 
 Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed documents), C conv
 channels, W conv taps, H heads with a state, K rows of a state, V columns.
@@ -44,18 +44,19 @@ def prefill(
 
     Args:
         proj: ``[s, B, P]`` in the front's layout, any strides of s and B.
-        memory: where the sequences continue; written.
-        documents: boundaries when N sequences lie end to end in one batch row (B must be 1), empty
-            ones included; their memory stays as it was.
-        begins: the sequences begin, whatever is in the memory.
-        stands: how many tokens each sequence has had. A mixer on the grid needs it if they
-            continue and no row of the memory counts them.
+        memory: of the N sequences before these tokens; overwritten.
+        documents: boundaries if N sequences lie end to end in one batch row (B must be 1). A
+            sequence may be empty, and keeps its memory.
+        begins: the sequences begin here; the old memory is ignored.
+        stands: the number of earlier tokens of each sequence. A mixer on the grid needs ``stands``
+            if sequences continue and the memory has no row that counts tokens.
 
     Returns:
         ``[s, B, H * V]``.
 
     Raises:
-        ValueError: packed rows with B > 1, boundaries that do not cover them, other memory.
+        ValueError: packed rows with B > 1, boundaries that do not cover the rows, or memory of
+            other sizes or dtypes.
     """
     s, B, _ = proj.shape
     if documents is not None:
@@ -77,14 +78,14 @@ def prefill(
     elif parts.on_grid:
         mixed, history, state = prefill_on_grid(proj, parts, history, state, stands, documents)
     else:
-        mixed, state = _in_chunks(proj, parts, history, state, documents, begins)
+        mixed, state = _prefill_in_chunks(proj, parts, history, state, documents, begins)
         rows = proj[..., parts.front.layout.conv_columns]
         history = last_rows(rows.to(history.dtype), history, documents)
     memory.write(history, state)
     return mixed
 
 
-def _in_chunks(
+def _prefill_in_chunks(
     proj: Tensor,
     parts: Parts,
     history: Tensor,
@@ -98,7 +99,7 @@ def _in_chunks(
         newest = history[..., history.shape[-1] - parts.past :].to(proj.dtype)
         past = history_of(newest, documents, len(proj))
     inputs = parts.front.forward(proj, parts.of_front, documents, history=past)
-    # A rule gets the states of non-empty documents only; an empty document keeps its state.
+    # The rule reads states of non-empty documents only; an empty document keeps its state.
     filled = None if documents is None else documents.filled
     initial = None if begins else state
     if filled is not None and initial is not None:
@@ -122,23 +123,22 @@ def decode(
 ) -> Tensor:
     """Mix one or a few tokens of every sequence, one after the other.
 
-    A token's bits do not depend on how many tokens are given at once. Except on the grid,
-    a step can be captured in a CUDA graph: a replay reads rows and slots anew.
+    The bits of a token do not depend on the number of tokens in a call. A CUDA graph can capture
+    the call, except on the grid; each replay reads the rows and slots again.
 
     Args:
         proj: ``[s, N, P]``.
-        memory: where the N sequences continue; written. A sequence whose slot is below zero gets
-            zeros from the rule and writes nothing.
-        steps: ``[M, s, ...]`` in the slots of ``memory``, laid as it is, or without slots from
-            :meth:`.memory.Memory.steps`: its last s entries receive what the memory is after each
-            token.
+        memory: of the N sequences before these tokens; overwritten. For a sequence whose slot is
+            below zero the rule's output is zero and nothing is written.
+        steps: buffers whose last s entries receive the memory after each token: ``[M, s, ...]``
+            with the slots and strides of ``memory``, or from :meth:`.memory.Memory.steps`.
         stands: as in :func:`prefill`.
 
     Returns:
         ``[s, N, H * V]``.
 
     Raises:
-        ValueError: memory of other sequences, sizes or dtypes; no token.
+        ValueError: memory for another number of sequences or of other sizes or dtypes; no token.
     """
     s, N, _ = proj.shape
     if s == 0:
@@ -146,9 +146,9 @@ def decode(
     shape, front = parts.shape, parts.front
     shape.check(memory, N, proj.dtype)
     *of_front, gamma = parts.parameters
-    token_of = _plain_token
+    token_of = _decode_token_in_torch
     if front.triton and not shape.rows_first:
-        from .step_kernels import token_in_slots as token_of
+        from .step_kernels import decode_token_in_slots as token_of
     mixed = []
     for token, row in enumerate(proj.split(1)):
         after = None if steps is None else steps.after(token - s, memory.slots)
@@ -163,14 +163,14 @@ def decode(
     return mixed[0] if s == 1 else torch.cat(mixed)
 
 
-def _plain_token(
+def _decode_token_in_torch(
     row: Tensor,
     front: TableFront,
     parameters: Sequence[Tensor | None],
     memory: Memory,
     after: Memory | None,
 ) -> Tensor:
-    """:func:`.step_kernels.token_in_slots` in plain torch, for any dtype."""
+    """:func:`.step_kernels.decode_token_in_slots` in plain torch, for any dtype."""
     table, layout = front.table, front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
     given = [None if x is None else x.to(wide) for x in parameters]

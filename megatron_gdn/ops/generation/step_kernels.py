@@ -1,15 +1,14 @@
-"""One decoded token of many sequences, whose memory lies in slots, in two launches (Triton).
+"""One decoded token of N sequences, whose memory lies in slots, in two launches (Triton).
 
-    conv_step_kernel     a row and the window in its slot -> q, k and v, and the window moved on
-    state_step_kernel    q, k, v and the gates' columns   -> o, and the state, read and written once
+    conv_step_kernel     row, history           -> q, k, v, and the history moved by one row
+    state_step_kernel    q, k, v, gates, state  -> o, and the next state
 
-:func:`.step.decode` has the plain twin. Every program reads the number of its slot from the device
-and overwrites what no other program reads. The gates are those of the front's table, see
-:mod:`..front.gate_kernels`: log-decay and write strength for every row of a state, the same number
-in all rows where a head has one.
+:mod:`.step` has the plain twin and the letters. Every program reads the number of its slot from the
+device and overwrites only memory that no other program reads. The gates are the functions of
+:mod:`..front.gate_kernels` in the front's table; a gate per head has one value for all rows of a
+state.
 
-Legend: N sequences, M slots, P width of a row, C convolved columns, W taps, G heads of q and k, H
-heads with a state, K rows of a state, V columns; in tile names D dim of the head at hand.
+Legend: M slots, G heads of q and k; in tile names D is the channels of a head.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from ..kernels.elementwise import sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
 
-# A :class:`.memory.Memory`, which itself imports this file: history, state and slots.
+# The fields of :class:`.memory.Memory`, which imports this file: history, state and slots.
 type Buffers = tuple[Tensor, Tensor, Tensor | None]
 
-_BLOCK_V = 32  # columns of a state for one program: enough programs for a batch of one
-_EPS = 1e-6  # of unit length, as in :func:`..elementwise.l2norm`
+_BLOCK_V = 32  # columns of a state per program, so that even one sequence makes many programs
+_EPS = 1e-6  # as in :func:`..elementwise.l2norm`
 
 
-def token_in_slots(
+def decode_token_in_slots(
     row: Tensor,
     front: TableFront,
     parameters: Sequence[Any],
@@ -47,16 +46,16 @@ def token_in_slots(
 
     Args:
         row: columns adjacent.
-        memory: every history contiguous, ``[C, W - 1]`` or ``[C, W]``; every state contiguous,
-            ``[H, K, V]`` or a view of ``[H, V, K]``; written.
-        after: buffers of the same form for the same sequences; gets the memory after the token.
+        memory: each history ``[C, W - 1]`` or ``[C, W]``, contiguous; each state ``[H, K, V]``,
+            contiguous or a view of contiguous ``[H, V, K]``; overwritten.
+        after: None, or buffers of the same form that receive the memory after the token.
     """
     weight, bias, A_log, dt_bias, *skip = parameters
     D, N = skip[0] if skip else None, row.shape[1]
     history, state, slots = memory
     to_history, to_state = (None, None) if after is None else after[:2]
     assert row.stride(2) == 1 and history.stride()[1:] == (history.shape[2], 1)
-    conv, step = _launches(
+    conv, step = _step_launches(
         front, N, row.stride(1), weight.shape[-1], history.shape[2], bias is not None,
         0 if D is None else D.numel(), state.stride(-1) != 1, slots is not None,
         (history.stride(0), state.stride(0)),
@@ -70,14 +69,14 @@ def token_in_slots(
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _launches(
+def _step_launches(
     front: TableFront,
     N: int,
     stride: int,
     taps: int,
-    held: int,
+    history_rows: int,
     biased: bool,
-    skips: int,
+    D_size: int,
     transposed: bool,
     slots: bool,
     strides: tuple[int, int],
@@ -96,14 +95,14 @@ def _launches(
     conv = Launch(
         conv_step_kernel, (2 * G + H, N),
         stride, strides[0], after[0], layout.conv_columns.start, _EPS,
-        W=taps, HELD=held, BLOCK_V=block_dim(V), HAS_BIAS=biased, UNIT=table.unit_length,
+        W=taps, HELD=history_rows, BLOCK_V=block_dim(V), HAS_BIAS=biased, UNIT=table.unit_length,
         num_warps=1, **shape,
     )  # fmt: skip
     block_v = min(_BLOCK_V, block_dim(V))
     step = Launch(
         state_step_kernel, (triton.cdiv(V, block_v), H, N),
         stride, strides[1], after[1], table.scale,
-        GATES=gates, **functions, BLOCK_V=block_v, SKIPS=skips // H, ERASES=table.erases,
+        GATES=gates, **functions, BLOCK_V=block_v, SKIPS=D_size // H, ERASES=table.erases,
         TRANSPOSED=transposed, num_warps=4, **shape,
     )  # fmt: skip
     return conv, step
@@ -271,7 +270,7 @@ def _gate(
 
 
 def put_in_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
-    """``buffer[slots] = values`` except where a slot is below zero; contiguous values of a slot."""
+    """``buffer[slots] = values`` without slots below zero; a slot's values are contiguous."""
     size = values[0].numel()
     put_kernel[(triton.cdiv(size, 4096), len(values))](
         buffer, slots, values, buffer.stride(0), size, BLOCK=4096, num_warps=8

@@ -3,14 +3,14 @@
     per head     y = o * rsqrt(mean_head(o^2) + eps) * gamma * act(gate)      gamma [V]
     per group    y = u * rsqrt(mean_group(u^2) + eps) * gamma                 gamma [H V]
     gate alone   u = o * act(gate)
-    a module     y = norm(o, gate)                                            :class:`Apart`
+    a module     y = norm(o, gate)                               :class:`SplitReadout`
 
 The gate is a section of the rows. Arithmetic is fp32 (fp64 for fp64), rounded once. :mod:`.kernels`
-has the first two in Triton.
+has the first two readouts in Triton.
 
-A group is ``H / groups`` neighbouring heads, and its norm needs all of them on one rank. If they
-are on several ranks, the gate alone runs with the recurrence, and :func:`grouped_rms_norm` runs
-after the heads are together again.
+A group is ``H / groups`` adjacent heads, and a norm per group needs all heads of the group on one
+rank. If ranks share a group's heads, only the gate runs with the recurrence, and
+:func:`grouped_rms_norm` runs after an exchange that brings the heads together.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": s
 class Readout(Protocol):
     """The norm and the gate of a rule's output, forward and backward as plain calls."""
 
-    reads_o: ClassVar[bool]  # whether the backward does
+    reads_o: ClassVar[bool]  # whether the backward reads o
 
     @property
     def gate(self) -> slice: ...  # columns of a row, H * V of them
@@ -41,8 +41,8 @@ class Readout(Protocol):
     ) -> Tensor:
         """``[S, B, H * V]`` contiguous, in the dtype of ``rows``; written to ``out`` if given.
 
-        ``o`` is ``[B, S, H, V]``, contiguous, in any dtype, ``rows`` ``[S, B, P]`` with any strides
-        of S and B; gamma is None if there is no norm.
+        ``o`` is ``[B, S, H, V]``, contiguous, in any dtype; ``rows`` is ``[S, B, P]`` with any
+        strides of S and B; ``gamma`` is None without a norm.
         """
         ...
 
@@ -51,7 +51,7 @@ class Readout(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of o, in the dtype of ``rows``, and of gamma.
 
-        Writes the gate's columns of ``d_rows`` ``[S, B, P]`` and no others.
+        Writes the gate's columns of ``d_rows`` ``[S, B, P]`` and no other columns.
         """
         ...
 
@@ -63,48 +63,48 @@ def heads_of(mixed: Tensor, heads: int) -> Tensor:
 
 @dataclass(frozen=True)
 class PlainReadout:
-    """A :class:`Readout` in plain torch on any device, fp64 for fp64."""
+    """A :class:`Readout` in plain torch on any device; fp64 tensors are computed in fp64."""
 
     gate: slice  # columns of a row, H * V of them
     activation: str = "silu"  # of the gate, or "sigmoid"
     eps: float = 1e-6  # added to the mean square
     zero_centered: bool = False  # scale by ``1 + gamma``, in a norm per head
-    groups: int | None = None  # of a norm behind the gate; None: a norm per head before the gate
+    groups: int | None = None  # of a norm after the gate; None: a norm per head before the gate
 
     reads_o: ClassVar[bool] = True
 
-    def _of(self, o: Tensor, gate: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """``[B, S, H, V]`` and ``[S, B, H V]`` to ``[S, B, H V]``, all in fp32 or wider."""
+    def _norm_and_gate(self, o: Tensor, gate: Tensor, gamma: Tensor | None = None) -> Tensor:
+        """``o [B, S, H, V]`` and ``gate [S, B, H V]`` to ``[S, B, H V]``, in fp32 or wider."""
         act = ACTIVATIONS[self.activation]
         if self.groups is None and gamma is not None:
             normed = rms_norm(o, gamma, self.eps, self.zero_centered)
             y = normed * act(gate.unflatten(-1, o.shape[2:]).transpose(0, 1))
             return y.transpose(0, 1).flatten(2)
         u = o.flatten(2).transpose(0, 1) * act(gate)
-        return u if gamma is None else _normalised(u, gamma, self.groups or 1, self.eps)
+        return u if gamma is None else _norm_per_group(u, gamma, self.groups or 1, self.eps)
 
-    def _given(self, o: Tensor, rows: Tensor, gamma: Tensor | None) -> list[Tensor]:
+    def _widened(self, o: Tensor, rows: Tensor, gamma: Tensor | None) -> list[Tensor]:
         wide = torch.promote_types(rows.dtype, torch.float32)
         return [x.to(wide) for x in (o, rows[..., self.gate], gamma) if x is not None]
 
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
-        y = self._of(*self._given(o, rows, gamma))
+        y = self._norm_and_gate(*self._widened(o, rows, gamma))
         return y.to(rows.dtype).contiguous() if out is None else out.copy_(y)
 
     def backward(
         self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor | None, d_rows: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        given = self._given(o, rows, gamma)
-        d_o, d_gate, *d_gamma = gradients(self._of, given, d_out.to(given[0].dtype))
+        given = self._widened(o, rows, gamma)
+        d_o, d_gate, *d_gamma = gradients(self._norm_and_gate, given, d_out.to(given[0].dtype))
         d_rows[..., self.gate] = d_gate
         of_norm = None if gamma is None else d_gamma[0].to(gamma.dtype)
         return d_o.to(rows.dtype).contiguous(), of_norm
 
 
-def _normalised(u: Tensor, gamma: Tensor, groups: int, eps: float) -> Tensor:
-    """``[..., C]`` in fp32, differentiable."""
+def _norm_per_group(u: Tensor, gamma: Tensor, groups: int, eps: float) -> Tensor:
+    """The norm per group of ``u`` ``[..., C]``; differentiable."""
     return rms_norm(u.unflatten(-1, (groups, -1)), None, eps).flatten(-2) * gamma
 
 
@@ -123,14 +123,14 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
     wide = torch.promote_types(x.dtype, torch.float32)
 
     def normed(x: Tensor, gamma: Tensor) -> Tensor:
-        return _normalised(x.to(wide), gamma.to(wide), groups, eps).to(x.dtype)
+        return _norm_per_group(x.to(wide), gamma.to(wide), groups, eps).to(x.dtype)
 
     return saving_inputs(normed, x, gamma)
 
 
 @dataclass(frozen=True)
-class Bare:
-    """``o`` unchanged, in rows. Its backward writes zeros to the gate's columns."""
+class PassThrough:
+    """Returns ``o`` in the form of rows; the gradient of the gate's columns is zero."""
 
     gate: slice
     heads: int
@@ -151,10 +151,10 @@ class Bare:
 
 
 @dataclass(frozen=True, eq=False)
-class Apart:
-    """A readout in two steps: ``inside`` with the recurrence, then ``call`` under autograd.
+class SplitReadout:
+    """A readout in two steps: ``inside`` runs with the recurrence, then ``call`` under autograd.
 
-    If ``closed``, ``call`` runs later, on this rank's own tokens, after all heads are together.
+    If ``closed``, ``call`` runs after an exchange gave this rank its own tokens of all heads.
     """
 
     inside: Readout
@@ -168,16 +168,18 @@ class Apart:
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
-        """Both steps. All heads must be on this rank."""
+        """Run both steps; all heads must be on this rank."""
         y = self.call(self.inside.forward(o, rows, gamma), rows)
         return y if out is None else out.copy_(y)
 
 
-def called_per_head(gate: slice, heads: int, norm: Callable[[Tensor, Tensor], Tensor]) -> Apart:
-    """The readout whose norm is a module, called as ``norm(o, z)`` on ``[B, S, H, V]`` tensors."""
+def readout_by_module(
+    gate: slice, heads: int, norm: Callable[[Tensor, Tensor], Tensor]
+) -> SplitReadout:
+    """The readout of a norm module ``norm(o, z)``, which takes ``[B, S, H, V]`` tensors."""
 
     def call(mixed: Tensor, rows: Tensor) -> Tensor:
         y = norm(heads_of(mixed, heads), heads_of(rows[..., gate], heads))
         return y.flatten(2).transpose(0, 1).contiguous()
 
-    return Apart(Bare(gate, heads), call)
+    return SplitReadout(PassThrough(gate, heads), call)

@@ -1,4 +1,4 @@
-"""The readout of norm and gate over strided rows, as one launch each way (Triton); fp32 inside.
+"""The norm and the gate of a rule's output as one Triton launch per direction; fp32 arithmetic.
 
 :mod:`.base` has the equations. A program of a norm per head computes tiles of (token, head) rows;
 a program of a norm per group computes one group of a few tokens.
@@ -32,11 +32,11 @@ from .base import PlainReadout
 
 @dataclass(frozen=True)
 class TritonReadout(PlainReadout):
-    """A :class:`.base.PlainReadout` in Triton; takes a gamma."""
+    """A :class:`.base.PlainReadout` in Triton; needs a gamma."""
 
     @property
     def by_row(self) -> bool:
-        """Whether a row's bits do not depend on other rows: every number of rows has one tile."""
+        """Whether a row's bits depend on that row alone, since all batches have one tile shape."""
         return self.groups is None
 
     def forward(
@@ -49,14 +49,14 @@ class TritonReadout(PlainReadout):
         out = rows.new_empty(S, B, H * V) if out is None else out
         launch = _forward_launch(self, S, B, H, V, rows.stride()[:2], out.stride()[:2])
         if launch is not None:
-            launch(o, self._gated(rows), gamma, out)
+            launch(o, self._at_gate(rows), gamma, out)
         return out
 
     def backward(
         self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor, d_rows: Tensor,
         *, tile: Block | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """``tile`` overrides the table for a norm per head, for tuning and tests."""
+        """``tile`` replaces the tile of a norm per head in tuning and tests."""
         S, B, _ = rows.shape
         if d_out.stride(2) != 1:
             d_out = d_out.contiguous()
@@ -65,12 +65,12 @@ class TritonReadout(PlainReadout):
         d_o = torch.empty_like(o, dtype=rows.dtype)
         partial = torch.empty(B * programs, len(gamma), dtype=torch.float32, device=o.device)
         if launch is not None:
-            launch(o, self._gated(rows), gamma, d_out, d_o, self._gated(d_rows), partial)
+            launch(o, self._at_gate(rows), gamma, d_out, d_o, self._at_gate(d_rows), partial)
         d_gamma = torch.empty_like(gamma)
         sum_rows(partial, d_gamma)
         return d_o, d_gamma
 
-    def _gated(self, rows: Tensor) -> Tensor:
+    def _at_gate(self, rows: Tensor) -> Tensor:
         return rows if self.groups is None else rows[..., self.gate.start :]
 
 
@@ -79,12 +79,12 @@ def _forward_launch(
     norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
     out_strides: tuple[int, ...],
 ) -> Launch | None:  # fmt: skip
-    """The launch; None if there are no rows."""
+    """The launch, or None if there are no rows."""
     if not S * B:
         return None
     sigmoid, numbers = norm.activation == "sigmoid", (*strides, *out_strides, norm.eps)
     if norm.groups is not None:
-        tokens, sizes = _tokens(S, B), _group(norm.groups, H * V)
+        tokens, sizes = _tokens_per_program(S, B), _group_sizes(norm.groups, H * V)
         return Launch(
             grouped_norm_forward_kernel, (norm.groups, triton.cdiv(S, tokens), B), S, *numbers,
             **sizes, TOKENS=tokens, SIGMOID=sigmoid, num_warps=4,
@@ -103,12 +103,12 @@ def _backward_launch(
     norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
     tile: Block | None,
 ) -> tuple[int, Launch | None]:  # fmt: skip
-    """The number of partial rows per batch row, and the launch; None if there are no rows."""
+    """The number of partial rows per batch row, and the launch (None if there are no rows)."""
     if not S * B:
         return 0, None
     sigmoid, numbers = norm.activation == "sigmoid", (*strides, norm.eps)
     if norm.groups is not None:
-        tokens, sizes = _tokens(S, B), _group(norm.groups, H * V)
+        tokens, sizes = _tokens_per_program(S, B), _group_sizes(norm.groups, H * V)
         programs = triton.cdiv(S, tokens)
         return programs, Launch(
             grouped_norm_backward_kernel, (norm.groups, programs, B), S, *numbers,
@@ -123,15 +123,15 @@ def _backward_launch(
     )  # fmt: skip
 
 
-def _tokens(S: int, B: int) -> int:
-    """Tokens per program, by shape alone: a balance of few partial rows and many programs."""
+def _tokens_per_program(S: int, B: int) -> int:
+    """Tokens per program, by shape alone: more tokens make fewer partial rows and programs."""
     tokens = 16 if S * B >= 4096 else 4
     while triton.cdiv(S, tokens) > MOST_PROGRAMS:
         tokens *= 2
     return tokens
 
 
-def _group(groups: int, channels: int) -> dict[str, int]:
+def _group_sizes(groups: int, channels: int) -> dict[str, int]:
     C = channels // groups
     return {"G": groups, "C": C, "BLOCK_C": block_dim(C)}
 
