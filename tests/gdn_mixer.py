@@ -42,10 +42,10 @@ def gated_delta_mixer(
     if norm is None and refilled is not None:
         raise ValueError("refilled repeats the gated norm, so it needs norm.")
     gate, heads = sizes.layout.gate_columns, sizes.value_heads
-    if norm is None:
-        norm = SplitReadout(PassThrough(gate, heads), lambda o, _: o)
+    plain = SplitReadout(PassThrough(gate, heads), lambda o, _: o)
     parts = gdn_parts(
-        proj, conv_weight, conv_bias, A_log, dt_bias, sizes, rule=rule, norm=norm,
+        proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
+        rule=rule, norm=plain if norm is None else norm,
         normalise_qk=normalise_qk, allow_neg_eigval=allow_neg_eigval, recompute_qkv=recompute_qkv,
         recompute_rule=recompute_rule, kernels=kernels,
     )  # fmt: skip

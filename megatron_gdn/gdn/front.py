@@ -1,4 +1,4 @@
-"""The front of a Gated DeltaNet, as a table.
+"""The front table of a Gated DeltaNet.
 
 q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
 g    = -exp(A_log) * softplus(alpha + dt_bias)
@@ -45,7 +45,7 @@ def gdn_parts(
     recompute_rule: bool = False,
     **others: Any,
 ) -> Parts:
-    """The :class:`Parts` of a Gated DeltaNet; ``others`` are those of :func:`..ops.parts.parts_of`.
+    """The :class:`Parts` of a Gated DeltaNet; ``others`` go to :func:`..ops.parts.parts_of`.
 
     Args:
         rows: ``[S, B, P]``, query | key | value | z | beta | alpha.
@@ -57,18 +57,17 @@ def gdn_parts(
         recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
             ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
         recompute_rule: compute all inputs of the rule, its output and the inverses of its chunks
-            again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token and
-            costs about one more forward of the rule.
+            again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token in
+            bf16 and costs about one more forward of the rule.
 
     Raises:
-        ValueError: what :func:`..ops.parts.parts_of` refuses; fp16 operands without
-            ``normalise_qk``.
+        ValueError: as :func:`..ops.parts.parts_of`; fp16 operands without ``normalise_qk``.
     """
     require_even_groups(sizes.key_heads, sizes.value_heads)
     if rule.operand_dtype is not None and not normalise_qk:
         raise ValueError(
-            f"this rule takes q and k in {rule.operand_dtype}, whose range they may leave without "
-            f"unit length; pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
+            f"this rule takes q and k in {rule.operand_dtype}, but without unit length they may "
+            f"overflow; pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
         )
     again = ("q", "k", "v") if recompute_qkv else ("q",)  # q costs the least per byte
     return parts_of(

@@ -1,21 +1,20 @@
-"""Operands of the delta rule in fp16 where the layer's dtype is bf16 (docs/precision.md).
+"""Operands of the delta rule in fp16 in a bf16 layer (docs/precision.md).
 
-Operands of a chunk's products are rounded to the dtype of q, k and v: bf16 keeps 8 bits, fp16 keeps
-11, at the same speed. But fp16 has full precision only from 2^-14 to 65504:
+Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keeps 8 bits; fp16 keeps
+11 at the same speed, but has full precision only from 2^-14 to 65504:
 
-- q, k, v and states are not scaled: q and k have unit length, v is a SiLU's output, and a state is
-  a mean of such values. Values beyond 65504 become inf.
+- q, k, v and states are not scaled: q and k have unit length, v is the output of a SiLU, and a
+  state is a weighted mean of values v. Values beyond 65504 become inf.
 - Gradients may have any size. So d_o is multiplied by a power of two, chosen on the device for each
-  key head. The rule's backward is linear in d_o, and the front multiplies its results by the
-  inverse, in fp32 (:class:`..ops.delta_rule.base.RuleGrads`). Both products are exact.
+  key head. The rule's backward is linear in d_o, and the front multiplies the rule's gradients by
+  the inverse power in fp32 (:class:`..ops.delta_rule.base.RuleGrads`). Both products are exact.
 
 The power brings the largest |d_o| of the key head's value heads below 1, which leaves room for
 sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient is at most T / sqrt(K)
-long, 2^13.5 for K = 128 and 2^17 tokens. Sums beyond fp16's range become inf, which is seen.
+long, 2^13.5 for K = 128 and 2^17 tokens. Sums beyond fp16's range become inf and stay visible.
 
-In state passing the gradient of the final states is held below 2^5 too: tokens of other ranks may
-have far larger gradients. Documents that continue others have one power, as a sequence of all their
-tokens would: their levels run inside.
+In state passing the power also brings the gradient of the final states below 2^5, because tokens of
+other ranks may have far larger gradients. Documents that continue each other share one power.
 """
 
 from __future__ import annotations
@@ -33,19 +32,19 @@ from ..ops.layout import Layout
 from ..ops.rules.base import Rule, RuleBackward, Saved
 from . import half_torch
 
-LARGEST_D_O = 0  # log2, after scaling
-LARGEST_D_FINAL = 5
+LARGEST_D_O = 0  # log2 of the bound of |d_o| after scaling
+LARGEST_D_FINAL = 5  # log2 of the bound of |d_final| after scaling
 
 
 class HalfBackward(RuleBackward):
-    """Scales d_o and d_final for the wrapped rule's backward, and scales d_initial back."""
+    """Scales d_o and d_final for the backward of the wrapped rule, and scales d_initial back."""
 
     def __init__(
         self, rule: Any, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> None:
         self._key_heads = inputs.k.shape[2]
         self._half, self._up, self._down = _kernels(d_o).to_half(d_o, self._key_heads, LARGEST_D_O)
-        del d_o  # frees its memory if the caller keeps no reference
+        del d_o  # frees d_o's memory if the caller keeps no reference
         self._backward = rule.rule.begin_backward(self._half, inputs, saved, documents)
 
     def d_initial(self) -> Tensor:
@@ -63,9 +62,9 @@ class HalfBackward(RuleBackward):
 
 
 class HalfOperands(Rule):
-    """A rule on fp16 operands in a layer of another dtype; only that rule sees scaled states.
+    """A rule with fp16 operands in a layer of another dtype.
 
-    It is not batch-invariant: the power of two depends on all documents of a batch.
+    This rule is not batch-invariant: the powers of two depend on all documents of a batch.
     """
 
     operand_dtype = torch.float16

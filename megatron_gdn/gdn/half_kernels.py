@@ -1,9 +1,10 @@
-"""Two Triton launches that bring gradients to fp16: one finds each key head's largest, one scales.
+"""Scales gradients to fp16 in two Triton launches: the first finds each key head's largest |x|.
 
 :mod:`.half_torch` is the plain-torch twin.
 
-Legend: T rows: tokens of all batch rows, or rows of states, of which RUN neighbours belong to one
-key head; C columns of one key head in a row (of all its value heads); N tiles of rows.
+Legend: G key heads; T rows: tokens of all batch rows, or rows of states, of which RUN adjacent rows
+belong to one key head; C columns of one key head in a row, with all its value heads; N tiles of
+rows.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from ..ops.kernels.launch import MOST_PLANS, Launch
 from ..ops.kernels.tiles import block_dim
 from .half_torch import BIAS, MANTISSA
 
-_TILES = 64  # of rows, at most; every program of the second launch reads the maxima of all
-_ELEMENTS = 4096  # of one step of a program
+_TILES = 64  # of rows, at most; each program of the second launch reads the maxima of all tiles
+_ELEMENTS = 4096  # that a program loads at a time
 
 
 @triton.jit
@@ -93,7 +94,7 @@ def _scale_kernel(
 
 
 def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
-    """Bits of the largest |x| of every key head, ``[N, G]``, and N."""
+    """Bits of the largest |x| of every tile and key head, ``[N, G]`` int32, and N."""
     tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
     found = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
     if launch is not None:
@@ -103,7 +104,7 @@ def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[
 
 @lru_cache(maxsize=MOST_PLANS)
 def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int, Launch | None]:
-    """N and the launch; the launch is None if there are no rows."""
+    """N, and the launch (None if there are no rows)."""
     block = block_dim(columns)
     rows = max(1, _ELEMENTS // block)
     tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
@@ -120,7 +121,7 @@ def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int
 def _scale_launch(
     T: int, tiles: int, largest: int, key_heads: int, ratio: int, columns: int, lower: bool
 ) -> Launch:
-    """The launch. Most programs of ``lower`` read nothing, so they are fewer and larger."""
+    """The launch. With ``lower`` most programs read nothing, so programs are fewer and larger."""
     block = block_dim(columns)
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     return Launch(

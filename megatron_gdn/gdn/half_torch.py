@@ -1,15 +1,15 @@
-"""Gradients brought to fp16 by powers of two, in plain torch: the twin of :mod:`.half_kernels`."""
+"""Scales gradients to fp16 by powers of two, in plain torch; the twin of :mod:`.half_kernels`."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
 
-BIAS, MANTISSA = 127, 23  # of fp32
+BIAS, MANTISSA = 127, 23  # of fp32: the exponent's bias, and the bits of the mantissa
 
 
 def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``x [B, S, H, V]`` times powers of two that bring every key head's part below ``2^largest``.
+    """``x [B, S, H, V]`` times powers of two that bring |x| of every key head below ``2^largest``.
 
     Returns:
         The product, rounded once to fp16; the power of every value head, ``[H]`` fp32; its inverse.
@@ -23,12 +23,12 @@ def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Te
 def lower(
     half: Tensor, up: Tensor, states: Tensor, key_heads: int, largest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower the powers of :func:`to_half` where ``states`` times them would reach ``2^largest``.
+    """Lower the powers of :func:`to_half` so that powers times ``states`` stay below ``2^largest``.
 
     Args:
-        half, up: from :func:`to_half`. ``half`` is changed in place, and rounded again where it
-            falls below fp16's normal numbers.
-        states: ``[N, H, K, V]`` fp32, to be multiplied by the same powers.
+        half, up: from :func:`to_half`. ``half`` is changed in place; elements that become smaller
+            than fp16's normal numbers are rounded again.
+        states: ``[N, H, K, V]`` fp32, which the caller multiplies by the new powers.
 
     Returns:
         ``[H]`` fp32 each: the new powers over the old; the new powers; their inverses.
@@ -37,7 +37,9 @@ def lower(
     H = len(up)
     old = up.view(torch.int32)[:: H // key_heads] >> MANTISSA
     new = torch.minimum(old, ceiling)
-    change = (new - old + BIAS).clamp(min=0)  # at 0 the ratio is 0: no fp16 number would be left
+    change = (new - old + BIAS).clamp(
+        min=0
+    )  # 0 makes the ratio 0, since every fp16 element would underflow
     ratio, up, down = (_power(e, H) for e in (change, new, 2 * BIAS - new))
     half.mul_(ratio[:, None])
     return ratio, up, down
@@ -46,10 +48,10 @@ def lower(
 def power_exponent(x: Tensor, key_heads: int, largest: int, dims: tuple[int, ...]) -> Tensor:
     """Biased exponents ``[G]`` int32 of the powers of two that bring |x| below ``2^largest``.
 
-    The largest |x| of a key head then lies in ``[2^(largest - 1), 2^largest)``; near the end of
-    fp32's range it becomes 2^2 at most. inf and NaN count as zero, so that other documents'
-    gradients keep their power. The powers lie in 2^-126 .. 2^126. ``dims``: all dimensions of x but
-    that of the H value heads.
+    After scaling, the largest |x| of a key head lies in ``[2^(largest - 1), 2^largest)``, or near
+    the end of fp32's range below 2^2. inf and NaN count as zero, so that the gradients of other
+    documents keep their power. The powers lie in 2^-126 .. 2^126. ``dims`` are all dimensions of x
+    but that of the H value heads.
     """
     if x.numel() == 0:
         most_G = torch.zeros(key_heads, device=x.device)

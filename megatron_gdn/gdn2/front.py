@@ -1,4 +1,4 @@
-"""The front of Gated DeltaNet-2: that of a Gated DeltaNet, with three gates per channel.
+"""The front table of Gated DeltaNet-2, a Gated DeltaNet with three gates per channel.
 
 q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
 g    = -exp(A_log) softplus(f + dt_bias);  b = sigmoid(b);  w = sigmoid(w)
@@ -42,7 +42,7 @@ def gdn2_parts(
     recompute_qkv: bool = False,
     **others: Any,
 ) -> Parts:
-    """The :class:`Parts` of a Gated DeltaNet-2, which makes its gates again in the backward.
+    """The :class:`Parts` of a Gated DeltaNet-2, whose backward computes the gates again.
 
     Args:
         rows: ``[S, B, P]``.
@@ -50,7 +50,7 @@ def gdn2_parts(
         A_log, dt_bias: ``[G]``, ``[G K]``, fp32.
         layout: rows query | key | value | z | f | b | w.
         normalise_qk: scale q and k to unit length.
-        recompute_qkv: compute q, k and v too again in the backward instead of saving them.
+        recompute_qkv: compute also q, k and v again in the backward instead of saving them.
         others: see :func:`..ops.parts.parts_of`, which has the errors too. ``rule`` is from
             :func:`.rule.choose_gdn2`.
     """

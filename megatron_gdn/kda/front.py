@@ -1,4 +1,4 @@
-"""The front of Kimi Delta Attention, as a table: that of a Gated DeltaNet, with g per channel.
+"""The front table of Kimi Delta Attention, a Gated DeltaNet with a log-decay g per channel.
 
 q, k = l2norm(silu(conv(x)));  v = silu(conv(x))
 g    = -exp(A_log) softplus(f + dt_bias)
@@ -42,7 +42,7 @@ def kda_parts(
     lower_bound: float | None = None,
     **others: Any,
 ) -> Parts:
-    """The :class:`Parts` of a Kimi Delta Attention, which makes g again in the backward.
+    """The :class:`Parts` of Kimi Delta Attention, whose backward computes g again.
 
     Args:
         rows: ``[S, B, P]``.
@@ -50,7 +50,7 @@ def kda_parts(
         A_log, dt_bias: ``[H]``, ``[H K]``, fp32.
         layout: rows query | key | value | f | z | beta.
         rule: from :func:`.rule.choose_kda`.
-        lower_bound: of the log-decay, below 0; None: unbounded.
+        lower_bound: of the log-decay, below 0; None: no bound.
         others: see :func:`..ops.parts.parts_of`, which has the errors too.
     """
     again = tuple(name for name in ("g",) if name in rule.reads_again)

@@ -1,4 +1,4 @@
-"""The front of a Mamba2 mixer, as a table: conv + SiLU, time steps and decays.
+"""The front table of a Mamba2 mixer.
 
     x, B, C = SiLU(conv(x, B, C))
     dt      = clamp(softplus(dt + dt_bias), *dt_limit);    g = -exp(A_log) dt
@@ -49,13 +49,13 @@ def mamba2_parts(
     dt_limit: tuple[float, float] = UNLIMITED,
     **others: Any,
 ) -> Parts:
-    """The :class:`Parts` of a Mamba2 mixer, which saves all inputs of its rule.
+    """The :class:`Parts` of a Mamba2 mixer, which saves all inputs of the rule for the backward.
 
     Args:
         rows: ``[S, Bt, P]``.
         conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
-        D: ``[H]`` or ``[H V]``, fp32. The rule gets it for every token, as a view.
+        D: ``[H]`` or ``[H V]``, fp32; the rule gets a view that repeats D for every token.
         layout: rows z | x | B | C | dt.
         dt_limit: least and greatest time step.
         others: see :func:`..ops.parts.parts_of`, which has the errors too. ``rule`` is from

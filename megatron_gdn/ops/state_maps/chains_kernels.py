@@ -1,4 +1,4 @@
-"""One Triton launch that follows chains of affine maps; letters as in :mod:`.state_map`."""
+"""A Triton kernel that follows chains of affine maps; :mod:`.state_map` has the letters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
 
-_COLUMNS = 64  # of a state in one program
+_COLUMNS = 64  # of a state per program
 _ZERO, _GIVEN, _IDENTITY = range(3)
 
 
@@ -77,11 +77,13 @@ def follow(
     start: Tensor | str | None,
     cut: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`.state_map.follow`, by the ``table`` of steps and the ``flags`` of cuts."""
+    """As :func:`.state_map.follow`; ``table`` is of the steps, ``cut`` the flags of the cuts."""
     N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]
-    given = start if isinstance(start, Tensor) else local  # any pointer: it is not read
+    given = (
+        start if isinstance(start, Tensor) else local
+    )  # without given states the kernel does not read this pointer
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
     kind = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
     strides = *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3]

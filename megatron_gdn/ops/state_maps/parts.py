@@ -1,8 +1,8 @@
-"""Sequences cut into parts that a rule runs side by side: one sequence can fill a GPU.
+"""Sequences cut into parts that a rule computes in parallel, so that one sequence can fill a GPU.
 
-Each part is an affine map of the state that enters it, ``S_out = through @ S_in + local``, and the
-maps of one sequence are chained. In fixed buffers the host does not know these chains, so sequences
-that states enter stay whole. P is the number of parts.
+Each part is an affine map of its initial state, ``S_out = through @ S_in + local``, and the maps of
+one sequence form a chain. In fixed buffers the host does not know the chains, so sequences with
+initial states are not cut. The letters are those of :mod:`.state_map`; P parts.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ..host_tables import to_device
 from .state_map import IDENTITY, NONE, Steps, follow
 
 CHUNK = 64
-# One sequence alone is cut so that its parts times its heads fill about one H200 of 132
-# multiprocessors. The number does not depend on the GPU at hand, because the cut decides rounding.
+# Parts times heads of one sequence, about the 132 multiprocessors of an H200. The number is the
+# same on every GPU, because the cut decides rounding.
 FULL_GPU = 128
 _FEWEST_CHUNKS = 32
 
 
 class Cut(NamedTuple):
-    """Where sequences are cut, at multiples of 64 tokens from their starts.
+    """The parts of N sequences, cut at multiples of 64 tokens from the start of each sequence.
 
-    In fixed buffers P is the largest possible number. Unused parts are empty parts of the last
+    In fixed buffers P is the largest possible number; unused parts are empty parts of the last
     sequence.
     """
 
-    offsets: Tensor  # int32 [P + 1], where parts begin, and the end
+    offsets: Tensor  # int32 [P + 1], the first token of every part, and the end of the last part
     first: Tensor  # int32 [N + 1], the first part of every sequence, and P
 
 
@@ -43,17 +43,17 @@ def uncut(documents: Documents) -> Cut:
 
 
 def cut_at(documents: Documents, offsets: Sequence[int]) -> Cut:
-    """Parts that begin at these tokens, which include the starts of all sequences."""
+    """The cut whose parts begin at ``offsets``, which include the starts of all sequences."""
     starts = documents.starts
     found = torch.tensor(offsets, dtype=torch.int32, device=starts.device)
     return Cut(found, torch.searchsorted(found, starts, out_int32=True))
 
 
 def cut_by_length(documents: Documents, value_heads: int, longest: int | None = None) -> Cut:
-    """The cut of a sequence depends only on its length and on the heads.
+    """Cut every sequence by its own length and the number of heads alone.
 
-    A sequence is cut into as many parts as fill the GPU, but not shorter than 32 chunks, or
-    ``value_heads`` chunks (at least 8) if these are fewer: other sequences fill the GPU too. No
+    A sequence is cut into as many parts as fill the GPU. But a part has at least 32 chunks, or with
+    fewer heads ``value_heads`` chunks (at least 8), because other sequences fill the GPU too. No
     part has more than ``longest`` tokens (a multiple of 64).
     """
     starts, (most, fewest) = documents.starts, _most_parts_and_fewest_chunks(value_heads)
@@ -62,10 +62,10 @@ def cut_by_length(documents: Documents, value_heads: int, longest: int | None = 
     if longest is not None:
         step = step.clamp(max=longest // CHUNK)
     count = ceil_div(chunks, step)
-    P = documents.sequences + most_cuts(documents, value_heads)  # the last always without tokens
+    P = documents.sequences + most_cuts(documents, value_heads)  # the last part is empty
     if documents.known:
         P = int(count.sum())
-    # Parts cut a sequence as chunks do, so chunk_places computes their places too.
+    # Parts divide a sequence as chunks do, so chunk_places computes the places of parts too.
     first, indices = chunk_places(count, P)
     owner, place = indices.unbind(1)
     start = torch.minimum(starts[owner] + place * step[owner] * CHUNK, starts[owner + 1])
@@ -75,9 +75,9 @@ def cut_by_length(documents: Documents, value_heads: int, longest: int | None = 
 
 
 def most_cuts(documents: Documents, value_heads: int) -> int:
-    """The largest number of places where documents of such a buffer are cut by length.
+    """The largest number of cuts that :func:`cut_by_length` makes in buffers of this size.
 
-    One of c chunks is cut in at most (c - 1) // fewest places, and has over 64 * (c - 1) tokens.
+    A document of c chunks has at most (c - 1) // fewest cuts, and more than 64 * (c - 1) tokens.
     """
     most, fewest = _most_parts_and_fewest_chunks(value_heads)
     return min(documents.total_tokens // (CHUNK * fewest), documents.most * (most - 1))
@@ -92,20 +92,20 @@ def _most_parts_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
 class Parts:
     """Tables of N sequences cut into P parts."""
 
-    sequences: Tensor  # int32 [N + 1], where sequences begin, and the end
-    offsets: Tensor  # this and the next as in Cut
-    first: Tensor
+    sequences: Tensor  # int32 [N + 1], the first token of every sequence, and the end
+    offsets: Tensor  # as in Cut
+    first: Tensor  # as in Cut
     owner: Tensor  # int32 [P], the sequence of every part
     opens: Tensor  # bool [P], whether the part is the first of its sequence
     closes: Tensor  # bool [P], whether the part is the last of its sequence
     nowhere: Tensor  # bool [P], all false
     chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per part, rounded up
-    ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if none does
+    ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if no part does
     places: ChunkPlaces  # the chunks of the parts
-    whole: Steps  # write the final state of each sequence
-    entering: Steps  # write the state that enters each part
-    opening: Steps  # from the last part to the first, write dS_in of each sequence
-    leaving: Steps  # from the last part to the first, write dS_out of each part
+    whole: Steps  # these steps write the final state of each sequence
+    entering: Steps  # these steps write the state that enters each part
+    opening: Steps  # from last to first part, these steps write dS_in of each sequence
+    leaving: Steps  # from last to first part, these steps write dS_out of each part
 
     @property
     def are_sequences(self) -> bool:
@@ -116,7 +116,7 @@ class Parts:
     def of(
         cls, documents: Documents, key: Hashable, cut: Callable[[Documents], Cut] = uncut
     ) -> Parts:
-        """The parts of these documents; ``key`` names the cut."""
+        """The parts of ``documents``, cached under ``key``, which names the cut."""
         key = Parts, key
         return documents.plan(key, lambda: cls._of(documents, key, cut))
 
@@ -164,7 +164,7 @@ def _steps_to_part_states(chains: Sequence[range], device: torch.device) -> Step
 
 
 def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
-    """The maps of whole sequences from those of their parts, ``[P, H, K, V]`` and ``[P, H, K, K]``.
+    """The maps of whole sequences from the maps of parts, ``[P, H, K, V]`` and ``[P, H, K, K]``.
 
     If some sequence is cut, the results are views of one ``[N, H, K, V + K]`` tensor.
     """
@@ -179,9 +179,9 @@ def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tenso
 def entering_states(
     local: Tensor, through: Tensor, parts: Parts, initial: Tensor | None
 ) -> Tensor | None:
-    """The state that enters every part, ``[P, H, K, V]``; None if all are zero.
+    """The state that enters every part, ``[P, H, K, V]``; None: all are zero.
 
-    ``initial`` ``[N, H, K, V]`` has the states that enter the sequences; None is zero.
+    ``initial`` ``[N, H, K, V]``: the initial states of the sequences; None: all are zero.
     """
     if parts.are_sequences:
         return None if initial is None else initial.contiguous()
@@ -194,8 +194,8 @@ def leaving_gradients(
 ) -> Tensor | None:
     """The gradient of the state that leaves every part, ``[P, H, K, V]``; None: all are zero.
 
-    Follows ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to its first.
-    ``d_local`` and ``through`` are read only if some sequence is cut.
+    Computes ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to the first.
+    ``d_local`` and ``through`` may be None if no sequence is cut.
     """
     if parts.are_sequences:
         return None if d_final is None else d_final.contiguous()
@@ -205,7 +205,7 @@ def leaving_gradients(
 
 
 def initial_gradients(d_local: Tensor, through: Tensor | None, parts: Parts) -> Tensor:
-    """The gradient of the initial states, ``[N, H, K, V]``, if that of the final states is 0."""
+    """The gradient of the initial states, ``[N, H, K, V]``, if final states have no gradient."""
     if parts.are_sequences:
         return d_local
     assert through is not None

@@ -1,9 +1,9 @@
-"""The affine map of a recurrent state that a stretch of tokens makes, and chains of such maps.
+"""The affine map that a stretch of tokens applies to a recurrent state, and chains of these maps.
 
     S_after = through @ S_before + local
 
-The maps of a chain are those of the parts of a sequence (:mod:`.parts`), or of its pieces on
-different ranks. On a GPU one launch follows all chains (:mod:`.chains_kernels`).
+A chain has the maps of a sequence's parts (:mod:`.parts`), or of its pieces on different ranks. On
+a GPU one launch follows all chains (:mod:`.chains_kernels`).
 
 Legend: N stretches or chains, H heads, K rows of a state, V columns, L steps of the longest chain,
 P maps, Q states written, X columns of a followed state.
@@ -23,12 +23,12 @@ from ..host_tables import to_device
 from ..switches import full_fp32_matmul
 
 IDENTITY = "identity"
-MOST_ROWS = 128  # of a state that one program of the kernel holds
+MOST_ROWS = 128  # of a state; one program of the kernel holds all rows
 NONE = -1
 
 
 class StateShape(NamedTuple):
-    """The states that one rank's heads carry: ``[heads, rows, columns]`` per sequence.
+    """The states of one rank's heads: ``[heads, rows, columns]`` per sequence.
 
     ``diagonal``: a token multiplies each row of a state by a factor and does not mix rows.
     """
@@ -81,14 +81,14 @@ class StateMap(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Steps:
-    """The maps that chains apply, and the places of the states between them.
+    """For each chain, the maps that are applied and the places where states are written.
 
-    A step is ``(target, map)``: write the state to ``target``, then apply ``map``; NONE skips the
-    write or the map. Every chain has a step.
+    A step is ``(target, map)``: write the state to ``target``, then apply ``map``. NONE as target
+    or map skips the write or the map. Every chain has at least one step.
     """
 
     chains: tuple[tuple[tuple[int, int], ...], ...]
-    table: Tensor  # int32 [N, L, 2], the same on the device, padded with NONE
+    table: Tensor  # int32 [N, L, 2], ``chains`` on the device, padded with NONE
 
     @classmethod
     def build(cls, chains: Sequence[Sequence[tuple[int, int]]], device: torch.device) -> Steps:
@@ -98,13 +98,13 @@ class Steps:
 
 
 class Cuts(NamedTuple):
-    """The steps of a chain whose maps let no state through: ``local`` alone leaves them.
+    """The steps of a chain after which the state is ``local`` alone.
 
-    Their ``through`` is never used, since 0 * NaN would carry NaN from one document to another.
+    The result is selected, because 0 * NaN would carry NaN from one document to another.
     """
 
-    flags: Tensor  # int32 [L] on the device
-    known: tuple[bool, ...] | None  # the same; None if only the device knows it
+    flags: Tensor  # int32 [L] on the device, 1 for a cut step
+    known: tuple[bool, ...] | None  # ``flags`` on the host; None if only the device knows them
 
     def at(self, step: int) -> bool | Tensor:
         return self.flags[step] > 0 if self.known is None else self.known[step]
@@ -118,19 +118,19 @@ def follow(
     start: Tensor | str | None = None,
     cuts: Cuts | None = None,
 ) -> Tensor:
-    """Follow every chain and write the states at its targets.
+    """Apply the maps of every chain in order, and write the states at the targets of its steps.
 
     Args:
         local: ``[P, H, K, V]`` fp32 (or fp64, in plain torch).
         through: ``[P, H, K, K]``, any strides; or ``[P, H, K, 1]``, one factor per row.
-        out: ``[Q, H, K, X]``, written; X is V, or from the identity V and ``through``'s columns.
-        start: ``[N, H, K, V]``, the states before the first maps; None is zero. IDENTITY starts
-            from the identity map and follows maps, ``local`` beside ``through``, not states.
-        cuts: of every chain; not with IDENTITY.
+        out: ``[Q, H, K, X]``, overwritten; X is V, or with IDENTITY V plus ``through``'s columns.
+        start: ``[N, H, K, V]``, the states before the first maps; None: zero. IDENTITY starts from
+            the identity map and composes maps; ``out`` is ``local`` and ``through`` side by side.
+        cuts: the cut steps, the same for every chain; not with IDENTITY.
 
     Returns:
-        ``out``, in fp32; torch's TF32 switches have no effect. On a GPU each factor is a sum of
-        two TF32 numbers, within 2^-20 of the factor, and sums have a fixed order.
+        ``out``, computed in fp32 whatever torch's TF32 switches are. On a GPU each factor is a sum
+        of two TF32 numbers, within 2^-20 of the factor, and sums have a fixed order.
     """
     P, H, K, V = local.shape
     identity = isinstance(start, str)
@@ -155,7 +155,7 @@ def follow_in_torch(
     start: Tensor | str | None,
     cuts: Cuts | None = None,
 ) -> Tensor:
-    """The plain twin; stops each chain at its last write."""
+    """:func:`follow` in plain torch; stops each chain at its last write."""
     V, identity = local.shape[-1], isinstance(start, str)
     rows_decay = through.shape[-1] < through.shape[-2]
     with full_fp32_matmul(local.device.type):
