@@ -41,7 +41,7 @@ def mix(
 ) -> Tensor:
     """The computation between in_proj and out_proj, for the heads of one rank: ``[S, B, H * V]``.
 
-    If the readout is a :class:`SplitReadout` with ``closed``, the caller runs the readout's ``call`` when
+    If the readout is a :class:`SplitReadout` with ``closed``, the caller runs ``call`` when
     all heads are together. With ``refilled`` out_proj can free its input until the backward.
     """
     rule, parameters, front, inside = parts.rule, parts.parameters, parts.front, parts.readout
