@@ -79,9 +79,7 @@ def build_model(
     }
     options = layer_options or {}
     if spec is not None and options:
-        raise ValueError(
-            "layer_options change this package's spec. Put them into the spec you give."
-        )
+        raise ValueError("layer_options change this package's spec; put them into the spec given.")
     if model == "gpt":
         from megatron.core.models.gpt import GPTModel
 
