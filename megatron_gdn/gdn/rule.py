@@ -137,7 +137,7 @@ def choose_rule(
     if operands == "bf16" or rule.name == "reference" or dtype != torch.bfloat16:
         return choice  # bf16 was asked for, or the operands are at least as exact as fp16
     if rule.batch_invariant:
-        why = "their rounding depends on all documents of a batch, unlike deterministic results"
+        why = "deterministic mode bars rounding that depends on all documents of a batch"
     elif not normalise_qk:
         why = "without unit length, q and k may leave the range of fp16"
     else:

@@ -164,7 +164,7 @@ def test_rows_of_another_tensor_parallel_size_are_refused(pools, saved, pattern,
     folder, _ = saved(split, 1, pattern, False)
     for message in pools(4).run(laws.refusal_of_a_load, folder, split, 2, pattern):
         assert "self_attention.in_proj.weight" in message or "mixer.in_proj.weight" in message
-        assert "in their order at tensor_model_parallel_size=1" in message
+        assert "in the order of tensor_model_parallel_size=1" in message
         assert "Load it with --tensor-model-parallel-size 1" in message
 
 

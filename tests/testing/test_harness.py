@@ -152,7 +152,7 @@ def test_a_row_is_what_its_tensors_say():
 @pytest.mark.parametrize(
     "given, told",
     [
-        ("--heads 16", "give key and value heads"),
+        ("--heads 16", "16 is not KEY:VALUE, such as 16:32"),
         ("--cp 2 --lengths 6", "every document must be a multiple of 4"),
     ],
 )
