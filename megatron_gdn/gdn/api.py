@@ -102,7 +102,7 @@ def gated_delta_rule(
     return run_rule(rule, inputs, documents, **common)
 
 
-@uncompiled  # as run_rule, with the checks before run_rule
+@uncompiled  # torch.compile leaves out run_rule, and with it the checks here
 def torch_chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,

@@ -1,11 +1,13 @@
 """Published models: sizes, Megatron configurations and specs, FLOPs, flags for a launch.
 
-parts = config("Qwen3.5-35B-A3B", tensor_model_parallel_size=2)
-model = HybridModel(parts.config, parts.spec, max_sequence_length=4096, **parts.arguments)
+For example:
 
-find("Qwen3.5-35B-A3B").flags()          # for pretrain_hybrid.py
-find("Qwen3.5-35B-A3B").stack            # parameters, FLOPs, bytes of states
-build_model(find("Qwen3.5-35B-A3B").hf)  # of megatron_gdn.hf; load_hf_weights fills it
+    parts = config("Qwen3.5-35B-A3B", tensor_model_parallel_size=2)
+    model = HybridModel(parts.config, parts.spec, max_sequence_length=4096, **parts.arguments)
+
+    find("Qwen3.5-35B-A3B").flags()          # for pretrain_hybrid.py
+    find("Qwen3.5-35B-A3B").stack            # parameters, FLOPs, bytes of states
+    build_model(find("Qwen3.5-35B-A3B").hf)  # of megatron_gdn.hf; load_hf_weights fills it
 """
 
 from importlib import import_module

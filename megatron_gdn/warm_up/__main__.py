@@ -59,7 +59,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     model = model_of(arguments)
     with absent_hopper(arguments.multiprocessors), ExitStack() as locks:
         tasks, parts = tasks_of(model, arguments)
-        if not arguments.for_a_run:  # a run that starts this command holds the locks already
+        if not arguments.for_a_run:  # the run that started this command holds the locks
             # A run that starts meanwhile waits for the locks instead of compiling the same kernels.
             for compiled_for in sorted(parts, key=str):
                 what = f"FlashQLA for {compiled_for}"

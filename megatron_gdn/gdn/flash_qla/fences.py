@@ -35,8 +35,9 @@ _HOOK = "tilelang_callback_cuda_postproc"
 def missing_fences(source: str) -> list[int]:
     """Numbers (from 0) of the lines of CUDA source before which a fence is missing.
 
-    A bulk store sends a buffer. A write to the buffer is an assignment or a ``stmatrix``. In the
-    source, a fence must follow the write before the next signal to other threads.
+    A bulk store (TMA) copies a buffer from shared to global memory while the threads go on. A write
+    to the buffer is an assignment or a ``stmatrix``. In the source, a fence must follow the write
+    before the next signal to other threads.
     """
     lines = source.split("\n")
     buffers = "|".join(sorted(set(_BULK_STORE.findall(source))))

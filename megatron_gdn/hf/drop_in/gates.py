@@ -22,7 +22,8 @@ from .families import family_of, subclass
 class SSMGate(Fp32Parameters, nn.Module):
     """Holds ``A_log`` and ``dt_bias``, whose dtype casts of the outer module do not change.
 
-    Both are ``[num_v_heads]`` in a Gated DeltaNet, whose gate :meth:`forward` computes:
+    ``A_log`` and ``dt_bias`` are ``[num_v_heads]`` in a Gated DeltaNet, whose gate
+    :meth:`forward` computes:
 
         g = -exp(A_log) * softplus(a + dt_bias)
 

@@ -37,7 +37,7 @@ class Kernels(NamedTuple):
     fits: str = ""  # the reason in the log if "auto" takes the first kernels of a table
     unsteady: str | None = None  # why bits may depend on the run or on other sequences
     tested: Callable[[], Tested] | None = None  # the result of a test of repeatability
-    by_name: bool = False  # whether "auto" never takes these kernels
+    by_name: bool = False  # if True, these kernels run only when a caller names them
 
 
 def choose(
