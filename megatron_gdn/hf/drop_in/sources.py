@@ -109,7 +109,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
     unnamed = set(found) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in found.values())
     positions = text_positions(position_ids)
     if unnamed and positions is not None:
-        ids = _ids_from_positions(positions, found.get(_BLOCKS, mask), rows, tokens)
+        ids = _document_ids_from_positions(positions, found.get(_BLOCKS, mask), rows, tokens)
         found |= {} if ids is None else {"position_ids": ids}
     if not found:
         return None
@@ -179,7 +179,7 @@ def _ids_from_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tok
     return ids.view(rows, tokens)
 
 
-def _ids_from_positions(
+def _document_ids_from_positions(
     positions: Tensor, keep: Tensor | None, rows: int, tokens: int
 ) -> Tensor | None:
     """Start a document at each jump of positions; None if each row is one sequence."""

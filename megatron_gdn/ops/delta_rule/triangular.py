@@ -25,7 +25,7 @@ def unit_lower_inverse(L: Tensor) -> Tensor:
     C = rows = L.shape[-1]
     while rows > _SMALL and rows % 2 == 0:
         rows //= 2
-    small = _by_growing_blocks if L.is_cuda else _by_substitution
+    small = _invert_by_growing_blocks if L.is_cuda else _by_substitution
     if rows == C:
         return small(L)
     matrices = L.flatten(0, -3)
@@ -56,7 +56,7 @@ def _by_substitution(L: Tensor) -> Tensor:
     ).contiguous()
 
 
-def _by_growing_blocks(L: Tensor) -> Tensor:
+def _invert_by_growing_blocks(L: Tensor) -> Tensor:
     """Invert diagonal blocks of 1, 2, 4, ... rows; all blocks of one size are inverted at once.
 
     With X the blocks' inverses and B the corners between pairs of blocks, the next X is

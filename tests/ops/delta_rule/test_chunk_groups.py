@@ -31,7 +31,7 @@ def as_on_a_gpu(monkeypatch):
 
     monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: 2)
     monkeypatch.setattr(chunk_table, "fills_up", lambda device: True)
-    monkeypatch.setattr(triangular, "_by_substitution", triangular._by_growing_blocks)
+    monkeypatch.setattr(triangular, "_by_substitution", triangular._invert_by_growing_blocks)
 
 
 @pytest.mark.parametrize("decay", [0.0, 1.0, 16.0])
@@ -66,7 +66,7 @@ def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(monkeypatch
 
     monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: chunks)
     monkeypatch.setattr(chunk_table, "fills_up", lambda device: True)
-    monkeypatch.setattr(triangular, "_by_substitution", triangular._by_growing_blocks)
+    monkeypatch.setattr(triangular, "_by_substitution", triangular._invert_by_growing_blocks)
     q, k, v, g, beta, _ = make_inputs(1, chunks * C, 1, 2, 4, 4, 1.0, dtype=torch.bfloat16)
 
     def launches(lengths):
@@ -208,7 +208,7 @@ def test_the_rule_has_the_same_bits_whatever_precision_the_model_asks_for(switch
 EPS = torch.finfo(torch.float32).eps
 WAYS = {
     "whole": triangular.unit_lower_inverse,
-    "growing blocks": triangular._by_growing_blocks,
+    "growing blocks": triangular._invert_by_growing_blocks,
     "substitution": triangular._by_substitution,
 }
 
