@@ -112,7 +112,7 @@ def refuse_what_goes_wrong(trainer: CPTrainer, documents: list) -> None:
     for call, error, message in (
         (without_the_mixin, ValueError, "must have shares of one batch"),
         (a_mean_of_what_it_sees, ValueError, "accepts_loss_kwargs = True"),
-        (evaluate_first, RuntimeError, "evaluate.. before train"),
+        (evaluate_first, RuntimeError, "evaluate.. ran before train"),
         (lambda: train(dataset=Streamed()), ValueError, "__len__ and __getitem__"),
         (lambda: train(**smooth), ValueError, "compute_loss_func with context parallelism"),
         (lambda: train(**unshifted), ValueError, "no shift_labels"),
