@@ -163,8 +163,7 @@ class GeneratingMixer:
         heads, rows, columns, _ = self.dims.state
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
         taps, on_grid = self.dims.conv_kernel_dim, self.config.batch_invariant_mode
-        shape = MemoryShape.of(self.dims.layout, self.dims.state, taps, on_grid)
-        return shape.window(shape.past + 1), states
+        return MemoryShape.of(self.dims.layout, self.dims.state, taps, on_grid).window, states
 
     def ssm_decode(
         self,
@@ -234,7 +233,7 @@ def _check_buffers(memory: Memory, parts: Parts, dtype: torch.dtype, transposed:
     """Raise a ValueError for buffers of other shapes, or of a dtype that would round values."""
     shape = parts.shape
     wide, (H, K, V) = torch.promote_types(dtype, torch.float32), shape.state
-    window, states = shape.window(shape.past + 1), (H, V, K) if transposed else (H, K, V)
+    window, states = shape.window, (H, V, K) if transposed else (H, K, V)
     in_context = memory.state.mT if transposed else memory.state
     for name, buffer, of_request, least in (
         ("conv", memory.history, window, dtype), ("states", in_context, states, wide)

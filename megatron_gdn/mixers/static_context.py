@@ -49,12 +49,12 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
         memories[layer] = made.history[None], made.state[None]
     buffers = memories[layer]
     memory = Memory(*[tensor[0, start : start + B] for tensor in buffers])
-    steps, stands = None, [offset] * B
+    steps = None
     if offset == 0 or s > MOST_DECODED:
-        mixed = prefill(rows, parts, memory, begins=offset == 0, stands=stands)
+        mixed = prefill(rows, parts, memory, begins=offset == 0)
     else:
         steps = memory.steps(s) if s > 1 else None
-        mixed = decode(rows, parts, memory, steps, stands=stands)
+        mixed = decode(rows, parts, memory, steps)
     if offset == 0:  # forget the progress of other sets of rows that overlap these rows
         for key, other in list(places.items()):
             if key[0] == layer and key[1] < start + B and start < key[1] + other.rows:

@@ -38,7 +38,7 @@ def test_any_cut_has_the_bits_of_training(kind, parts, dtype):
     memory, at = mixer.shape.zeros(2, dtype, rows.device), 0
     for part in parts:
         run = decode if part < 0 else prefill
-        mixed = run(rows[at : at + abs(part)], mixer, memory, stands=[at, at])
+        mixed = run(rows[at : at + abs(part)], mixer, memory)
         assert torch.equal(mixed, whole[at : at + abs(part)]), (at, part)
         at += abs(part)
     assert at == 150
@@ -58,7 +58,7 @@ def test_neighbours_and_place_change_no_bit(kind):
     for counts in ((70, 3, 0), (0, 60, 9), (80, 87, 1)):
         pieces = [rows[a : a + n] for a, n in zip(given, counts, strict=True)]
         documents, begins = documents_of(counts), not any(given)
-        mixed = prefill(torch.cat(pieces), mixer, memory, documents, begins=begins, stands=given)
+        mixed = prefill(torch.cat(pieces), mixer, memory, documents, begins=begins)
         for piece, a, n in zip(mixed.split(list(counts)), given, counts, strict=True):
             assert torch.equal(piece, whole[a : a + n])
         given = [a + n for a, n in zip(given, counts, strict=True)]
@@ -76,16 +76,6 @@ def test_it_computes_what_the_plain_mixer_computes_forward_and_backward(kind):
         (mixed * kind.rows(130, 2)[..., : mixed.shape[-1]]).sum().backward()
         gradients.append(leaf.grad)
     torch.testing.assert_close(*gradients, rtol=1e-5, atol=1e-5)
-
-
-def test_a_sequence_that_goes_on_must_say_where_it_stands(kind):
-    mixer = kind.mixer(aligned=True)
-    memory = mixer.shape.zeros(2, torch.float32, torch.device("cpu"))
-    for stands in (None, [3]):
-        with pytest.raises(ValueError, match="give stands="):
-            prefill(kind.rows(4, 2), mixer, memory, stands=stands)
-        with pytest.raises(ValueError, match="give stands="):
-            decode(kind.rows(4, 2), mixer, memory, stands=stands)
 
 
 WIDE = {
@@ -138,9 +128,9 @@ def test_training_prefill_and_decode_take_products_of_the_same_shapes(kind, lane
             run()
         return set(products.seen)
 
-    def generated(N: int, stands: int) -> set:
-        _, memory = prefilled(mixer, kind.rows(stands, N))
-        return shapes(lambda: decode(kind.rows(1, N), mixer, memory, stands=[stands] * N))
+    def generated(N: int, tokens: int) -> set:
+        _, memory = prefilled(mixer, kind.rows(tokens, N))
+        return shapes(lambda: decode(kind.rows(1, N), mixer, memory))
 
     expected = shapes(lambda: kind.trained(kind.rows(65), aligned=True))
     alone = shapes(lambda: kind.trained(kind.rows(1), aligned=True))  # no state leaves the chunk
@@ -150,8 +140,8 @@ def test_training_prefill_and_decode_take_products_of_the_same_shapes(kind, lane
     packed = (5, 0, 200, 64)
     rows = kind.rows(sum(packed))
     assert shapes(lambda: kind.trained(rows, packed, aligned=True)) == expected
-    for N, stands in ((1, 5), (4, 63), (7, 130)):
-        assert generated(N, stands) == (expected if stands % 64 == 63 else alone)
+    for N, tokens in ((1, 5), (4, 63), (7, 130)):
+        assert generated(N, tokens) == expected
     if lanes is not None:  # the wiring of groups; their bits on this CPU are not promised
         torch.testing.assert_close(
             kind.trained(rows, packed, aligned=True), kind.trained(rows, packed),
@@ -163,7 +153,7 @@ def test_requests_that_only_pad_a_step_write_nothing(kind):
     """Their slot is -1; another request has slot 0, and no slot is that of a request before."""
     mixer, rows = kind.mixer(aligned=True), kind.rows(70)
     whole, shape = kind.trained(rows, aligned=True), mixer.shape
-    conv = torch.zeros(3, *shape.window(shape.past + 1))
+    conv = torch.zeros(3, *shape.window)
     states = torch.zeros(3, *shape.state)
     conv[1:], states[1:] = 1e30, 1e30
     for token, row in enumerate(rows):
@@ -183,7 +173,7 @@ def test_no_product_is_one_that_megatrons_mode_replaces(kind):
     memory = mixer.shape.zeros(1, torch.float32, rows.device)
     with Products() as products:
         kind.trained(rows, aligned=True).sum().backward()
-        decode(kind.rows(1), mixer, memory, stands=[63])
+        decode(kind.rows(1), mixer, memory)
     names = {name for name, *_ in products.seen}
     assert names and not names & {"aten.mm.default", "aten.addmm.default"}, names
 
@@ -198,30 +188,32 @@ def test_a_step_of_many_sequences_is_one_call_of_the_rule(kind, monkeypatch):
         return begin(self, inputs, documents)
 
     monkeypatch.setattr(type(mixer.rule), "begin", counted)
-    decode(kind.rows(1, 5), mixer, memory, stands=[0, 1, 63, 64, 200])
-    assert [shape[:2] for shape in calls] == [(5, 64), (1, 64)]  # one chunk ends: its state
+    memory.history[:, 0, 0] = torch.tensor([0, 1, 63, 0, 8])
+    decode(kind.rows(1, 5), mixer, memory)
+    assert [shape[:2] for shape in calls] == [(5, 64)]
 
 
-def test_a_step_in_place_writes_a_row_and_the_states_of_chunks_that_end(kind):
+def test_a_step_in_place_writes_its_row_and_the_states_of_chunks_that_end(kind):
     """And has the bits of training; what lies behind a sequence's last row has no meaning."""
-    mixer, rows, stands = kind.mixer(aligned=True), kind.rows(140, 3), [63, 5, 127]
+    mixer, rows, tokens = kind.mixer(aligned=True), kind.rows(140, 3), [63, 5, 127]
     whole, memory = kind.trained(rows, aligned=True), mixer.shape.zeros(3, rows.dtype, rows.device)
     for tensor in memory[:2]:
         tensor.normal_()
-    for n, had in enumerate(stands):
+    for n, had in enumerate(tokens):
         _, begun = prefilled(mixer, rows[:had, n : n + 1])
-        memory.history[n, : 3 + had % 64] = begun.history[0, : 3 + had % 64]
+        memory.history[n, : 4 + had % 64] = begun.history[0, : 4 + had % 64]
         memory.state[n] = begun.state[0]
     for step in range(3):
         before = copied(memory)
-        at = [had + step for had in stands]
+        at = [had + step for had in tokens]
         row = torch.stack([rows[place, n] for n, place in enumerate(at)])[None]
-        mixed = decode_on_grid(row, mixer, memory, at)
+        mixed = decode_on_grid(row, mixer, memory)
         for n, place in enumerate(at):
             assert torch.equal(mixed[0, n], whole[place, n])
-            before[0][n, 3 + place % 64] = rows[place, n]
+            before[0][n, 4 + place % 64] = rows[place, n]
+            before[0][n, 0, 0] = (place + 1) % 64
             if place % 64 == 63:
-                before[0][n, :3] = before[0][n, 64:]
+                before[0][n, 1:4] = before[0][n, 65:]
                 _, begun = prefilled(mixer, rows[: place + 1, n : n + 1])
                 before[1][n] = begun.state[0]
         assert all(map(torch.equal, memory[:2], before[:2]))

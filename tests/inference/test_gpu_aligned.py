@@ -68,16 +68,16 @@ def test_any_cut_has_the_bits_of_training(name, parts):
 
 @each_case
 def test_a_step_in_place_has_the_bits_of_training(name):
-    mixer, stands = Mixer(name), [63, 5, 126]
+    mixer, tokens = Mixer(name), [63, 5, 126]
     rows = mixer.rows(140, 3)
     whole, memory = mixer.trained(rows), mixer.parts.shape.zeros(3, rows.dtype, rows.device)
-    for n, had in enumerate(stands):
+    for n, had in enumerate(tokens):
         _, begun = prefilled(mixer.parts, rows[:had, n : n + 1])
         memory.history[n], memory.state[n] = begun.history[0], begun.state[0]
     for step in range(3):
-        at = [had + step for had in stands]
+        at = [had + step for had in tokens]
         row = torch.stack([rows[place, n] for n, place in enumerate(at)])[None]
-        mixed = decode_on_grid(row, mixer.parts, memory, at)
+        mixed = decode_on_grid(row, mixer.parts, memory)
         for n, place in enumerate(at):
             assert torch.equal(mixed[0, n], whole[place, n]), (n, place)
 

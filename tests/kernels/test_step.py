@@ -2,18 +2,15 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.inference import Memory, decode
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.generation.aligned import decode_on_grid
 from megatron_gdn.ops.generation.step_kernels import put_in_slots
-from megatron_gdn.ops.kernels.launch import Launch
 from megatron_gdn.ops.mixer import mix
 from megatron_gdn.ops.parts import GatedNorm, Neighbours
-from megatron_gdn.ops.rules.base import Bits, RuleOutput, Saved
+from megatron_gdn.ops.rules.base import Bits
 from tests.gdn_mixer import gated_delta_mixer
 from tests.inference.row_mixers import (
     Parameters,
@@ -87,7 +84,7 @@ def test_steps_in_a_contexts_buffers_are_the_recurrence(device, case, dtype):
     made, taps = made_of(case, device, dtype)
     shape = made["torch"].shape
     slots = torch.tensor([4, -1, 0, 3], dtype=torch.int32, device=device)
-    history = torch.zeros(6, *shape.window(taps), dtype=torch.float32, device=device)
+    history = torch.zeros(6, *shape.window, dtype=torch.float32, device=device)
     state = torch.zeros(6, *shape.state[::2], shape.rows, dtype=torch.float64, device=device)
     assert state.shape[1:] == (shape.heads, shape.columns, shape.rows)
     memory = drawn_like(Memory(history, state.mT, slots))
@@ -208,54 +205,7 @@ def test_prefill_and_steps_have_the_bits_of_training(kind, device):
     mixed, memory = prefilled(parts, rows[:61])
     assert torch.equal(mixed, whole[:61])
     steps = memory.steps(6)
-    mixed = decode(rows[61:], parts, memory, steps, stands=[61, 61])
+    mixed = decode(rows[61:], parts, memory, steps)
     assert torch.equal(mixed, whole[61:])
     assert torch.equal(steps.state[:, 2], steps.state[:, 0])
     assert not torch.equal(steps.state[:, 2], steps.state[:, 3])
-
-
-class Calls(TorchDispatchMode):
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        name = function.overloadpacket.__name__
-        if isinstance(made, torch.Tensor) and not function.is_view and "empty" not in name:
-            self.names.append(name)
-        return made
-
-
-class StandIn:
-    """A rule that computes nothing, and leaves states as FlashQLA does."""
-
-    name, bits, leaves_states = "stand-in", Bits.ON_GRID, True
-    operand_dtype = None
-
-    def begin(self, inputs, documents):
-        self.inputs = inputs
-        return self
-
-    def run(self, initial, *, keep, final):
-        o = torch.empty_like(self.inputs.v)
-        return RuleOutput(o, torch.empty_like(initial) if final else None, Saved())
-
-
-@pytest.mark.parametrize("N", [4, 32])
-def test_a_step_is_the_rule_two_kernels_and_two_calls_of_torch(N, device, monkeypatch):
-    launches: list[Launch] = []
-    monkeypatch.setattr(Launch, "__call__", lambda self, *args: launches.append(self))
-    rows = GDN.rows(1, N).to(device)
-    parts = on_the_grid(GDN, rows)._replace(rule=StandIn())
-    memory = parts.shape.zeros(N, torch.float32, device)
-    for stands, more in (
-        ([7] * N, []),
-        ([7] * (N - 1) + [63], ["index_select", "index_copy_"] * 2),  # a chunk ends
-    ):
-        decode_on_grid(rows, parts, memory, stands)  # makes tables
-        launches.clear()
-        with Calls() as calls:
-            decode_on_grid(rows, parts, memory, stands)
-        assert sorted(calls.names) == sorted(["index_copy_", "index_select", *more])
-        assert len(launches) == 2

@@ -187,7 +187,6 @@ class FlashQlaRule(Rule):
 
     name = "flash_qla"
     reads_again = frozenset({"q", "k", "v", "beta"})
-    leaves_states = True  # on the grid, kernels compute final states even if nobody asks
     forward = FlashQlaForward
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:

@@ -1,9 +1,9 @@
 """Prefill and decode on the grid of training, see :mod:`megatron_gdn.ops.aligned`.
 
 The memory of a sequence holds the state at the start of the current chunk of 64 tokens. The history
-holds whole projection rows: the W - 1 rows before the chunk and the chunk's rows so far. Rows after
-the last token may hold any finite numbers. Without slots the host counts the tokens of every
-sequence; with slots one more row at the front of each history counts the tokens of the chunk.
+holds whole projection rows: a row whose first element counts the tokens of the chunk, the W - 1
+rows before the chunk and the chunk's rows so far. Rows after the last token may hold any finite
+numbers.
 
 A decode step writes one row to every history, and computes all current chunks again from their
 states, in calls with training's shapes. It writes a state only if the chunk ends. The rule's inputs
@@ -39,21 +39,19 @@ def prefill_on_grid(
     parts: Parts,
     history: Tensor,
     state: Tensor,
-    stands: Sequence[int] | None,
-    documents: Documents | None = None,
+    documents: Documents | None,
+    begins: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The rows for out_proj, and the next histories and states, for any number of tokens.
 
-    The host cuts the chunks. If only the device knows the token counts, the host waits for them.
+    The host cuts the chunks. Unless the sequences begin, the host waits for the token counts.
     """
     new, past, device = proj.transpose(0, 1), parts.past, proj.device
-    counted, history = history[:, : -past - CHUNK], history[:, -past - CHUNK :].to(proj.dtype)
-    if stands is None and counted.shape[1]:
-        stands = counted[:, 0, 0].long().tolist()
-    stands = _require_stands(stands, len(history))
+    counted, history = history[:, :1], history[:, 1:].to(proj.dtype)
+    old = [0] * len(history) if begins else (counted[:, 0, 0].long() % CHUNK).tolist()
     lengths = (new.shape[1],) * new.shape[0] if documents is None else documents.lengths
-    held = [n % CHUNK + more for n, more in zip(stands, lengths, strict=True)]
-    tables = _PrefillIndices.build([n % CHUNK for n in stands], held, past)
+    held = [n + more for n, more in zip(old, lengths, strict=True)]
+    tables = _PrefillIndices.build(old, held, past)
     source, fresh, full, tail, kept, empty = (to_device(x, device) for x in tables)
     known = torch.cat([history.flatten(0, 1), new.flatten(0, 1)])
     rows = known.index_select(0, source)[None]
@@ -83,59 +81,32 @@ def prefill_on_grid(
 
     mixed = _read_out_tokens(parts, o, rows, grid, fresh, proj)
     next_rows = known.index_select(0, kept).masked_fill_(empty[:, None], 0)
-    history = next_rows.unflatten(0, (len(held), -1))
-    if counted.shape[1]:
-        counted[:, 0, 0] = to_device(torch.tensor(held, device="cpu") % CHUNK, device)
-        history = torch.cat([counted.to(history.dtype), history], dim=1)
-    return mixed, history, state
-
-
-def _require_stands(stands: Sequence[int] | None, sequences: int) -> Sequence[int]:
-    if stands is None or len(stands) != sequences:
-        raise ValueError(
-            f"batch_invariant_mode cuts chunks from the start of a sequence; give stands=, the "
-            f"number of earlier tokens of each of the {sequences} sequences, got {stands}."
-        )
-    return stands
+    counted[:, 0, 0] = to_device(torch.tensor(held, device="cpu") % CHUNK, device)
+    history = [counted.to(next_rows.dtype), next_rows.unflatten(0, (len(held), -1))]
+    return mixed, torch.cat(history, dim=1), state
 
 
 @torch.no_grad()
-def decode_on_grid(
-    row: Tensor, parts: Parts, memory: Memory, stands: Sequence[int] | None
-) -> Tensor:
+def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
     """Mix one token of each sequence, ``[1, N, P]`` to ``[1, N, H * V]``; the host does not wait.
 
-    ``memory`` must be contiguous and is overwritten. ``stands``: earlier tokens of each sequence.
-    """
-    if memory.slots is not None:
-        return _decode_in_slots(row, parts, memory, memory.slots)
-    history, states, _ = memory
-    stands = _require_stands(stands, row.shape[1])
-    step = _DecodeIndices.build(tuple(n % CHUNK for n in stands), parts.past, row.device)
-    history.view(-1, row.shape[2]).index_copy_(0, step.row, row[0])
-    mixed, after = mix_newest_tokens(row, parts, history, states, step.token, step.ended)
-    if after is not None:
-        last = history[:, CHUNK:].index_select(0, step.ended)
-        history[:, : parts.past].index_copy_(0, step.ended, last)
-        states.index_copy_(0, step.ended, after)
-    return mixed
-
-
-def _decode_in_slots(row: Tensor, parts: Parts, memory: Memory, slots: Tensor) -> Tensor:
-    """As :func:`decode_on_grid`, if only the device knows the slots and the chunks' token counts.
-
-    Histories and states are copied, and the next states of all chunks are computed.
+    Overwrites ``memory``, whose buffers must be contiguous. The next states of all chunks are
+    computed, and those of full chunks are written. Without slots, only rows that change are copied.
     """
     past = parts.past
-    number = torch.arange(len(slots), device=slots.device)
+    number = torch.arange(row.shape[1], device=row.device)
     history, state = memory.gathered()
+    slots = number if memory.slots is None else memory.slots
     place = history[:, 0, 0].long() % CHUNK  # modulo, for any number in a slot that was never used
     history[number, 1 + past + place] = row[0].to(history.dtype)
     rows = history[:, 1:].to(row.dtype)
-    mixed, after = mix_newest_tokens(row, parts, rows, state, number * CHUNK + place, None)
-    assert after is not None, "final states of all chunks"
+    chunks = rows[:, past:]
+    made = parts.rule.begin(_rule_inputs(parts, rows), None).run(state, keep=False, final=True)
+    assert made.final is not None
+    grid = grid_of(chunks, None, parts.state.heads)
+    mixed = _read_out_tokens(parts, made.o, chunks, grid, number * CHUNK + place, row)
     full = place == CHUNK - 1
-    write_slots(memory.state, slots.where(full, -1), after)
+    write_slots(memory.state, slots.where(full, -1), made.final.to(state.dtype))
     # Rows that change: the count, the new row, and the rows before the next chunk if this one ends.
     changed = torch.cat([history[:, :1], row.transpose(0, 1), history[:, 1 + CHUNK :]], 1)
     changed[:, 0, 0] = (place + 1) % CHUNK
@@ -144,35 +115,6 @@ def _decode_in_slots(row: Tensor, parts: Parts, memory: Memory, slots: Tensor) -
     to = (slots[:, None] * history.shape[1] + to).where((slots >= 0)[:, None] & (to >= 0), -1)
     write_slots(memory.history.view(-1, row.shape[2]), to.flatten(), changed.flatten(0, 1))
     return mixed.masked_fill_((slots < 0)[:, None], 0)
-
-
-def mix_newest_tokens(
-    row: Tensor, parts: Parts, rows: Tensor, state: Tensor, token: Tensor, ended: Tensor | None
-) -> tuple[Tensor, Tensor | None]:
-    """``[1, N, H * V]`` of the newest token of N chunks, and states after chunks (None if E is 0).
-
-    Args:
-        row: ``[1, N, P]``, the rows of the newest tokens, which ``rows`` contains too.
-        rows: ``[N, W - 1 + 64, P]``, the chunks behind their histories.
-        state: ``[N, H, K, V]``, at the start of each chunk.
-        token: int64 ``[N]``, the index of each newest token among the N * 64 tokens of the chunks.
-        ended: int64 ``[E]``, the chunks whose final states are returned; None: all N.
-    """
-    inputs, rule = _rule_inputs(parts, rows), parts.rule
-    final = ended is None or (len(ended) > 0 and getattr(rule, "leaves_states", False))
-    # If this rule returns no states here, a second call computes the states of the ended chunks.
-    made = rule.begin(inputs, None).run(state, keep=False, final=final)
-    after = made.final
-    if ended is not None and len(ended):
-        if after is None:
-            begun = rule.begin(on_tokens(inputs, lambda x: x.index_select(0, ended)), None)
-            after = begun.run(state.index_select(0, ended), keep=False, final=True).final
-        else:
-            after = after.index_select(0, ended)
-    chunks = rows[:, parts.past :]
-    grid = grid_of(chunks, None, parts.state.heads)
-    mixed = _read_out_tokens(parts, made.o, chunks, grid, token, row)
-    return mixed, None if after is None else after.to(state.dtype)
 
 
 def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
@@ -208,23 +150,6 @@ def _read_out_tokens(
         return readout.forward(o, new, gamma)
     mixed = readout_on_grid(readout, o, rows, gamma, grid).flatten(0, 1).index_select(0, wanted)
     return mixed.unflatten(0, new.shape[1::-1]).transpose(0, 1).contiguous()
-
-
-class _DecodeIndices(NamedTuple):
-    """Indices of the new tokens of a decode step; int64."""
-
-    row: Tensor  # [N], the index of each new row among the rows of all histories
-    token: Tensor  # [N], the index of each new token among the tokens of the N chunks
-    ended: Tensor  # [E], the sequences whose chunks end
-
-    @staticmethod
-    @cached_by_stream(32)  # all layers use the same indices
-    def build(places: tuple[int, ...], past: int, device: torch.device) -> _DecodeIndices:
-        place, number = torch.tensor(places, device="cpu"), torch.arange(len(places), device="cpu")
-        ended = (place == CHUNK - 1).nonzero()[:, 0]
-        tables = [number * (past + CHUNK) + past + place, number * CHUNK + place, ended]
-        in_one = to_device(torch.cat(tables), device)  # one copy to the device
-        return _DecodeIndices(*in_one.split([len(x) for x in tables]))
 
 
 def _documents(lengths: Sequence[int], device: torch.device) -> Documents:

@@ -22,16 +22,13 @@ class Memory(NamedTuple):
     """Histories and states of N sequences; all zero before their first token.
 
     A history holds the last inputs of the convolution, oldest first: the W - 1 that the next token
-    reads, or W as in Megatron's windows. A mixer on the grid (:mod:`.aligned`) keeps whole
-    projection rows, ``[M, W - 1 + 64, P]``; rows after the last token may hold any finite numbers.
-    With slots, the first element of one more row at the front counts the tokens of the chunk.
+    reads, or W as in Megatron's windows. A mixer on the grid keeps whole projection rows, see
+    :mod:`.aligned`: ``[M, 1 + W - 1 + 64, P]``.
     """
 
     history: Tensor  # [M, C, W - 1 or W], in the dtype of the rows or a wider one
     state: Tensor  # [M, H, K, V], or a view of [M, H, V, K]; at least fp32 (fp64 for fp64 rows)
-    slots: Tensor | None = (
-        None  # integers [N]; below zero: no sequence; None: sequence n is in slot n
-    )
+    slots: Tensor | None = None  # integers [N], below zero for none; None: sequence n is in slot n
 
     def gathered(self) -> tuple[Tensor, Tensor]:
         """The history and state of every sequence; any values for a slot below zero."""
@@ -117,16 +114,17 @@ class MemoryShape(NamedTuple):
     def of(cls, layout: Layout, state: StateShape, taps: int, on_grid: bool = False) -> MemoryShape:
         """The sizes from this rank's projection ``layout``, states and conv ``taps``."""
         channels = layout.width if on_grid else layout.conv_width
-        past = taps - 1 + (CHUNK if on_grid else 0)
+        past = taps + CHUNK if on_grid else taps - 1
         return cls(channels, past, *state[:3], on_grid)
-
-    def window(self, rows: int) -> tuple[int, int]:
-        """The shape of a history of this many rows."""
-        return (rows, self.channels) if self.rows_first else (self.channels, rows)
 
     @property
     def history(self) -> tuple[int, int]:
-        return self.window(self.past)
+        return (self.past, self.channels) if self.rows_first else (self.channels, self.past)
+
+    @property
+    def window(self) -> tuple[int, int]:
+        """The shape of a history in Megatron's dynamic context, which keeps W inputs."""
+        return self.history if self.rows_first else (self.channels, self.past + 1)
 
     @property
     def state(self) -> tuple[int, int, int]:
@@ -154,7 +152,7 @@ class MemoryShape(NamedTuple):
             found, kind = tuple(tensor.shape), tensor.dtype
             fits = found == (sequences, *shape) and kind == least
             if slots is not None:
-                longer = self.window(self.past + 1) if name == "history" else shape
+                longer = self.window if name == "history" else shape
                 fits = found[1:] in (shape, longer) and len(slots) == sequences
                 fits = fits and torch.promote_types(kind, least) == kind
             if not fits:

@@ -38,7 +38,6 @@ def prefill(
     documents: Documents | None = None,
     *,
     begins: bool = False,
-    stands: Sequence[int] | None = None,
 ) -> Tensor:
     """Mix the next tokens of N sequences, any number of tokens.
 
@@ -48,8 +47,6 @@ def prefill(
         documents: boundaries if N sequences lie end to end in one batch row (B must be 1). A
             sequence may be empty, and keeps its memory.
         begins: the sequences begin here; the old memory is ignored.
-        stands: the number of earlier tokens of each sequence. A mixer on the grid needs ``stands``
-            if sequences continue and the memory has no row that counts tokens.
 
     Returns:
         ``[s, B, H * V]``.
@@ -70,13 +67,12 @@ def prefill(
     parts.shape.check(memory, N, proj.dtype)
     if begins:
         history, state = (x.new_zeros(N, *x.shape[1:]) for x in (memory.history, memory.state))
-        stands = [0] * N
     else:
         history, state = memory.gathered()
     if s == 0 or B == 0:
         mixed = proj.new_empty(s, B, parts.state.heads * parts.state.columns)
     elif parts.on_grid:
-        mixed, history, state = prefill_on_grid(proj, parts, history, state, stands, documents)
+        mixed, history, state = prefill_on_grid(proj, parts, history, state, documents, begins)
     else:
         mixed, state = _prefill_in_chunks(proj, parts, history, state, documents, begins)
         rows = proj[..., parts.front.layout.conv_columns]
@@ -118,8 +114,6 @@ def decode(
     parts: Parts,
     memory: Memory,
     steps: Memory | None = None,
-    *,
-    stands: Sequence[int] | None = None,
 ) -> Tensor:
     """Mix one or a few tokens of every sequence, one after the other.
 
@@ -132,7 +126,6 @@ def decode(
             below zero the rule's output is zero and nothing is written.
         steps: buffers whose last s entries receive the memory after each token: ``[M, s, ...]``
             with the slots and strides of ``memory``, or from :meth:`.memory.Memory.steps`.
-        stands: as in :func:`prefill`.
 
     Returns:
         ``[s, N, H * V]``.
@@ -153,8 +146,7 @@ def decode(
     for token, row in enumerate(proj.split(1)):
         after = None if steps is None else steps.after(token - s, memory.slots)
         if shape.rows_first:
-            had = None if stands is None else [n + token for n in stands]
-            mixed.append(decode_on_grid(row, parts, memory, had))
+            mixed.append(decode_on_grid(row, parts, memory))
             if after is not None:
                 after.write(*memory.gathered())
         else:
