@@ -92,10 +92,9 @@ def headwise_ms(s: float, cp: int, c: Constants) -> float:
 
 
 def exchange_ms(cp: int, nvlink: float) -> float:
-    """Of the maps of one sequence in zigzag, the cheapest way, one direction."""
-    n = min(cp, PER_MACHINE)
-    ways = price.map_exchanges(SIZES.state, cp, SequenceLayout.ZIGZAG, 1, None, n).values()
-    return min(price.wire(x.received, cp, n, nvlink / 1e3) + x.steps * STEP_MS for x in ways)
+    """Of the maps of one sequence in zigzag, one direction."""
+    received, steps = price.exchange_of_maps(SIZES.state, cp, SequenceLayout.ZIGZAG, 1, None)
+    return price.wire(received, cp, min(cp, PER_MACHINE), nvlink / 1e3) + steps * STEP_MS
 
 
 def chunkwise_ms(s: float, cp: int, c: Constants) -> float:

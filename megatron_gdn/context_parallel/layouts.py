@@ -194,12 +194,3 @@ def require_fragments(documents: Documents, length: Tensor, cp_size: int) -> Non
         f"into {2 * cp_size} fragments for context_parallel_size={cp_size}. Pad every document, "
         f"and pass the padded boundaries",
     )
-
-
-def held_positions(
-    documents: Documents | None, tokens: int, group: Any, layout: SequenceLayout
-) -> Tensor:
-    """The sequence positions, of 0 to ``tokens - 1``, that this rank holds: int64 ``[s]``."""
-    device = torch.device("cpu") if documents is None else documents.device
-    cut = cut_by(layout, documents, tokens, device)
-    return positions_of(cut, group.size(), layout)[group.rank()]

@@ -6,9 +6,9 @@ A scheme's price is the milliseconds that it adds to one forward (``docs/context
                 come at the same time; across = (cp - n) / (cp - 1) * b
     headwise    wire((cp - 1) * s * B * (p + h V) * element size)    rows in, mixed rows out
     chunkwise   map * s * B * SUMMARY + FIXED                        computing maps, small launches
-                + the cheaper of                                     sending them, d = map * chains
-        gather  wire((cp - 1) * d) + LATENCY + l * STEP                * nodes of a chain on a rank
-        share   wire((cp - 1) / cp * r * d) + 2 * LATENCY + l * STEP
+                + wire((cp - 1) / cp * r * d) + 2 * LATENCY          sending maps and states
+                + l * STEP                                           folding maps
+                d = map * chains * nodes of a chain on a rank
 
 map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state.
 r = 1 + V / (K + V), or 1 + V / (1 + V), since maps are sent and states come back. A chain is a
@@ -39,7 +39,6 @@ FIXED_ACROSS = 0.22  # ms on several machines; hosts issue launches while GPUs a
 # ms, an estimate: a GPU runs a small collective in 10 to 28 us, which a slow host starts in 300 us.
 LATENCY = 0.0575
 STEP = 0.0054  # ms per product of a chain; each product waits for the one before
-GATHER_UP_TO = 8  # ranks; with more ranks, gathered maps take too much memory
 
 
 class LinearCpMode(StrEnum):
@@ -75,45 +74,25 @@ def wire(received: float, cp_size: int, per_machine: int, within: float = WITHIN
     return max((received - across) / within, across / ACROSS)
 
 
-class MapExchange(NamedTuple):
-    """The cost of one way to exchange maps in one forward."""
-
-    received: float  # bytes that one rank receives
-    collectives: int
-    steps: int  # products in sequence
-    wire: float  # ms
-
-    @property
-    def ms(self) -> float:
-        return self.wire + self.collectives * LATENCY + self.steps * STEP
-
-
 def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> int:
     """Bytes that a rank receives in a headwise forward; ``local`` is its tokens times rows."""
     return (cp_size - 1) * local * (inside.width + inside.mixed_width) * element_size
 
 
-def map_exchanges(
+def exchange_of_maps(
     state: StateShape,
     cp_size: int,
     layout: SequenceLayout,
     rows: int,
     lengths: tuple[int, ...] | None,
-    per_machine: int,
-) -> dict[str, MapExchange]:
-    """The costs of the legal ways of :mod:`.chunkwise.map_exchange`; arguments as :func:`price`."""
+) -> tuple[float, int]:
+    """Bytes that a rank receives in a forward's two collectives, and the products in sequence."""
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
-    nodes, own = per_rank * cp_size, per_rank * chains * state.map_bytes
+    own = per_rank * chains * state.map_bytes
     shared = (1 + state.columns / state.map_columns) * own  # maps are sent, states come back
-    found = {"gather": ((cp_size - 1) * own, 1), "share": ((cp_size - 1) / cp_size * shared, 2)}
-    if cp_size > GATHER_UP_TO:
-        del found["gather"]
-    return {
-        name: MapExchange(received, collectives, nodes, wire(received, cp_size, per_machine))
-        for name, (received, collectives) in found.items()
-    }
+    return (cp_size - 1) / cp_size * shared, per_rank * cp_size
 
 
 def price(
@@ -135,9 +114,10 @@ def price(
     """
     local = tokens // cp_size * rows
     received = row_bytes(inside, cp_size, local, element_size)
-    ways = map_exchanges(state, cp_size, layout, rows, lengths, per_machine).values()
+    of_maps, steps = exchange_of_maps(state, cp_size, layout, rows, lengths)
+    exchange = wire(of_maps, cp_size, per_machine) + 2 * LATENCY + steps * STEP
     fixed = FIXED if per_machine == cp_size else FIXED_ACROSS
     return Price(
         headwise=wire(received, cp_size, per_machine),
-        chunkwise=min(way.ms for way in ways) + state.map_bytes * local * SUMMARY + fixed,
+        chunkwise=exchange + state.map_bytes * local * SUMMARY + fixed,
     )

@@ -10,13 +10,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, ClassVar, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..ops.documents import Documents
 from ..ops.layout import Layout
 from ..ops.parts import Neighbours
+from .layouts import SequenceLayout, cut_by, positions_of
 
 
 class Passage(NamedTuple):
@@ -27,14 +29,19 @@ class Passage(NamedTuple):
     neighbours: Neighbours
 
 
-class Scheme(Protocol):
-    """A way to run a mixer over one context-parallel group."""
+class Scheme:
+    """A way to run a mixer over the ranks of a context-parallel group.
 
-    name: str  # a value of linear_cp_mode, or "whole"
-    size: int  # ranks of the group
-    layout: Layout  # projection columns where the mixer runs
-    moves_rows: bool  # Passage.close moves the mixer's output to other ranks
-    announced: bool  # the log already names this scheme as chosen
+    ``layout`` has the projection columns where the mixer runs.
+    """
+
+    name: ClassVar[str]  # a value of linear_cp_mode, or "whole"
+    moves_rows: ClassVar[bool] = False  # Passage.close moves the mixer's output to other ranks
+    announced = False  # the log already names this scheme as chosen
+
+    def __init__(self, layout: Layout, group: Any, sequence_layout: SequenceLayout) -> None:
+        self.layout, self.group, self.sequence_layout = layout, group, sequence_layout
+        self.size = 1 if group is None else group.size()
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
         """The passage of one micro-batch.
@@ -43,7 +50,7 @@ class Scheme(Protocol):
         over all ranks. ``like`` has the dtype and device of the rows. Raises a ValueError for a
         length that the layout cannot cut.
         """
-        ...
+        raise NotImplementedError
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """The rows of a parameter that this rank's mixer needs.
@@ -51,31 +58,28 @@ class Scheme(Protocol):
         ``param`` has a row per state head; with ``names``, a row per column (or head) of these
         sections.
         """
-        ...
+        return param
 
-    def local_positions(self, documents: Documents | None, tokens: int) -> Tensor | range:
-        """The sequence positions of this rank's tokens, in the rank's order."""
-        ...
+    def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
+        """The sequence positions of this rank's tokens, in the rank's order: int64 ``[s]``."""
+        device = torch.device("cpu") if documents is None else documents.device
+        cut = cut_by(self.sequence_layout, documents, tokens, device)
+        return positions_of(cut, self.size, self.sequence_layout)[self.group.rank()]
 
 
-class Whole:
+class Whole(Scheme):
     """The scheme for whole sequences on every rank."""
 
     name = "whole"
-    size = 1
-    moves_rows = False
 
     def __init__(self, layout: Layout) -> None:
-        self.layout, self.announced = layout, False
+        super().__init__(layout, None, SequenceLayout.ZIGZAG)
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
         return Passage(stay, stay, Neighbours(documents))
 
-    def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
-        return param
-
-    def local_positions(self, documents: Documents | None, tokens: int) -> range:
-        return range(tokens)
+    def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
+        return torch.arange(tokens, device="cpu")
 
 
 def local_parameters(

@@ -57,7 +57,7 @@ class MicroBatch:
         """Whether the front reads in_proj's output without an exchange and without a grid."""
         return not self.scheme.moves_rows and self.rule.bits is not Bits.ON_GRID
 
-    def local_positions(self) -> Tensor | range:
+    def local_positions(self) -> Tensor:
         """Sequence positions of this rank's tokens, in the rank's order."""
         return self.scheme.local_positions(self.documents, self.tokens)
 
@@ -209,13 +209,7 @@ class MicroBatches:
                     raise type(error)(words) from None
         if self._mode is LinearCpMode.HEADWISE:
             return tuple(found)
-        # Bits must not depend on the exchange of maps, so one exchange serves all documents.
-        exchange = "share" if rule.batch_invariant else None
-        chunkwise = Chunkwise(
-            self._layout, self._state, self._taps, group, layout, exchange,
-            cp_ranks_per_machine=self._per_machine,
-        )  # fmt: skip
-        return *found, chunkwise
+        return *found, Chunkwise(self._layout, self._taps, group, layout)
 
     def _choose_scheme(
         self, group: Any, rule: Rule, layout: SequenceLayout, documents: Documents | None, x: Tensor

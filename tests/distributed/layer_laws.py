@@ -16,19 +16,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
-from megatron_gdn.context_parallel import Chunkwise
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.parallel import groups_of_megatron, make_config
-
-
-def by_way_of(exchange: str | None):
-    """``Chunkwise`` whose maps travel that way whatever it is asked for; None lets it be."""
-
-    def make(*args, **options):
-        *args, asked = args
-        return Chunkwise(*args, asked if exchange is None else exchange, **options)
-
-    return make
 
 
 def thd(lengths, device="cpu", real_lengths=None) -> PackedSeqParams:

@@ -2,7 +2,6 @@
 
 import os
 from dataclasses import replace
-from itertools import product
 from unittest.mock import patch
 
 import pytest
@@ -11,18 +10,16 @@ import torch.distributed as dist
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import agreement
-from megatron_gdn.context_parallel.chunkwise.map_exchange import chain_nodes, pack
-from megatron_gdn.context_parallel.chunkwise.scheme import EXCHANGES
+from megatron_gdn.context_parallel.chunkwise.map_exchange import (
+    chain_nodes,
+    pack,
+    share_and_fold,
+)
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.gdn.half import HalfOperands
-from megatron_gdn.mixers import micro_batch
 from megatron_gdn.ops.rules.choice import Choice
 from megatron_gdn.ops.state_maps.state_map import Cuts
-from tests.distributed.layer_laws import (
-    by_way_of,
-    over_ranks,
-    thd,
-)
+from tests.distributed.layer_laws import over_ranks, thd
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN
 from tests.ops.delta_rule.states import InHalf
@@ -30,14 +27,13 @@ from tests.ranks import on_ranks
 
 LAYOUTS = ["zigzag", "zigzag_buffer", "contiguous"]
 TWO_KEY_HEADS = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-exchanges = pytest.mark.parametrize("exchange", ["gather", "share"])
 sizes = pytest.mark.parametrize("size", [2, 4, 8])
 
 
 def chains_equal_their_product(
     layout: str, backwards: bool, dtype: torch.dtype, cuts: tuple[int, ...] = ()
 ) -> None:
-    """Every exchange gives every node the product of the maps before it.
+    """The exchange gives every node the product of the maps before it.
 
     Before the last cut may stand NaN: no bit after it changes.
     """
@@ -56,7 +52,7 @@ def chains_equal_their_product(
     for j in range(n):
         entering.append(state)
         state = through[j].double() @ state + local[j].double()
-    mine = nodes.of(rank)
+    mine = [(j, nodes.slots[j]) for j, host in enumerate(nodes.hosts) if host == rank]
     maps = torch.empty(len(mine), M, K, V + K, dtype=dtype)
     for j, slot in mine:
         maps[slot] = pack(local[j], through[j])
@@ -65,11 +61,11 @@ def chains_equal_their_product(
     for j, slot in mine:
         if j < last:
             ill[slot] = float("nan")
-    for exchange, at in product(EXCHANGES.values(), known):
-        got = exchange(maps, V, nodes, dist.group.WORLD, at)
-        again = exchange(maps, V, nodes, dist.group.WORLD, at)
+    for at in known:
+        got = share_and_fold(maps, V, nodes, dist.group.WORLD, at)
+        again = share_and_fold(maps, V, nodes, dist.group.WORLD, at)
         assert got.dtype == dtype and torch.equal(got, again)
-        beside_nan = exchange(ill, V, nodes, dist.group.WORLD, at)
+        beside_nan = share_and_fold(ill, V, nodes, dist.group.WORLD, at)
         for j, slot in mine:
             assert j <= last or torch.equal(beside_nan[slot], got[slot]), (j, last)
             # Products of up to 16 maps, each a sum of 4: some 8 roundings deep.
@@ -78,18 +74,13 @@ def chains_equal_their_product(
             )
 
 
-def either_exchange_equals_one_rank(exchange: str, *args, **options) -> None:
-    with patch.object(micro_batch, "Chunkwise", by_way_of(exchange)):
-        parallel_equals_one_rank(GDN, *args, mode="chunkwise", **options)
-
-
 def equal(pools, tp, cp, *args, **options):
     pools(tp * cp).run(parallel_equals_one_rank, GDN, tp, cp, *args, mode="chunkwise", **options)
 
 
 @sizes
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
-def test_every_exchange_gives_the_product_of_the_maps_before(pools, size, layout):
+def test_the_exchange_gives_the_product_of_the_maps_before(pools, size, layout):
     for backwards in (False, True):
         for dtype in (torch.float32, torch.float64):
             pools(size).run(chains_equal_their_product, layout, backwards, dtype)
@@ -104,16 +95,13 @@ def test_no_exchange_passes_a_cut(pools, size):
             pools(size).run(chains_equal_their_product, *args)
 
 
-@exchanges
 @pytest.mark.parametrize(
     "lengths",
     [pytest.param(None, marks=pytest.mark.slow), (16, 0, 48, 32)],
     ids=["batch", "packed"],
 )
-def test_eight_ranks_of_two_key_heads_equal_one_rank(pools, lengths, exchange):
-    pools(8).run(
-        either_exchange_equals_one_rank, exchange, 1, 8, lengths=lengths, changes=TWO_KEY_HEADS
-    )
+def test_eight_ranks_of_two_key_heads_equal_one_rank(pools, lengths):
+    equal(pools, 1, 8, lengths=lengths, changes=TWO_KEY_HEADS)
 
 
 @pytest.mark.parametrize(
@@ -135,11 +123,8 @@ def test_chunks_shorter_than_the_taps_equal_one_rank(pools, cp, layout):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@exchanges
-def test_documents_across_many_ranks_equal_one_rank(pools, layout, exchange):
-    pools(4).run(
-        either_exchange_equals_one_rank, exchange, 1, 4, lengths=(128, 0, 64), layout=layout
-    )
+def test_documents_across_many_ranks_equal_one_rank(pools, layout):
+    equal(pools, 1, 4, lengths=(128, 0, 64), layout=layout)
 
 
 def test_a_rank_of_nothing_but_padding_equals_one_rank(pools):

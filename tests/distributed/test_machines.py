@@ -11,10 +11,9 @@ from megatron_gdn.context_parallel import agreement
 from megatron_gdn.context_parallel.agreement import ranks_per_machine
 from megatron_gdn.context_parallel.chunkwise import map_exchange
 from megatron_gdn.context_parallel.chunkwise.map_exchange import chain_nodes
-from megatron_gdn.context_parallel.price import map_exchanges
-from megatron_gdn.ops.delta_rule.plain import PlainRule
+from megatron_gdn.context_parallel.price import exchange_of_maps
 from megatron_gdn.ops.state_maps.state_map import StateShape
-from tests.distributed.layer_laws import over_ranks, thd
+from tests.distributed.layer_laws import over_ranks
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN
 from tests.ranks import on_ranks
@@ -31,8 +30,8 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
     n = ranks_per_machine(dist.group.WORLD, told, CPU)
     layout = SequenceLayout.parse(layout)
     nodes = chain_nodes(size, layout)
-    maps = torch.randn(len(nodes.of(rank)), heads, K, V + K)
-    priced = map_exchanges(StateShape(heads, K, V), size, layout, 1, None, n)["share"]
+    maps = torch.randn(nodes.hosts.count(rank), heads, K, V + K)
+    bytes_priced, steps = exchange_of_maps(StateShape(heads, K, V), size, layout, 1, None)
     received, products = [], []
     exchange, follow = map_exchange.exchange_rows, map_exchange.follow
 
@@ -54,10 +53,10 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
         for giver, count in enumerate(of_collective):
             within += count * (giver // n == rank // n and giver != rank)
             across += count * (giver // n != rank // n)
-    assert len(received) == priced.collectives
-    from_others = priced.received * (size - n) / (size - 1)
-    assert [within, across] == [round(priced.received - from_others), round(from_others)]
-    assert products == [priced.steps - 1]  # nothing follows the last node
+    assert len(received) == 2
+    from_others = bytes_priced * (size - n) / (size - 1)
+    assert [within, across] == [round(bytes_priced - from_others), round(from_others)]
+    assert products == [steps - 1]  # nothing follows the last node
 
 
 def test_sixteen_ranks_equal_one_rank(pools):
@@ -92,23 +91,6 @@ def test_auto_follows_the_option():
         rows = torch.empty(shape, dtype=torch.bfloat16, device="meta")
         taken = "chunkwise" if (tokens, told) == (4096, 8) else "headwise"
         assert layer.micro_batches.of(None, rows).scheme.name == taken, (tokens, told)
-
-
-@pytest.mark.parametrize(
-    ("batch_invariant", "taken"), [(True, "share_and_fold"), (False, "gather_and_fold")]
-)
-@on_ranks(cp=8)
-def test_a_rule_that_knows_no_neighbours_takes_one_exchange_for_all_documents(
-    batch_invariant, taken
-):
-    """And another rule the cheaper: maps this small cost least in one collective."""
-    with patch.object(PlainRule, "batch_invariant", batch_invariant):
-        layer = over_ranks(linear_cp_mode="chunkwise")
-        for rows, lengths in ((1, None), (3, None), (1, (16,)), (1, (16,) * 8)):
-            tokens = 16 if lengths is None else sum(lengths)
-            x = torch.empty(tokens // 8, rows, layer.dims.layout.width)
-            batch = layer.micro_batches.of(None if lengths is None else thd(lengths), x)
-            assert batch.passage.neighbours.states._exchange.__name__ == taken
 
 
 @on_ranks(cp=2)

@@ -17,7 +17,7 @@ from megatron_gdn.context_parallel.price import (
     SUMMARY,
     WITHIN,
     LinearCpMode,
-    map_exchanges,
+    exchange_of_maps,
     price,
 )
 from tests.gdn_mixer import gdn_dims
@@ -29,15 +29,6 @@ MAP = 32 * 128 * 256 * 4  # 4.19 MB: one map of 32 heads
 def priced(cp, tokens, rows=1, lengths=None, layout="zigzag", dims=QWEN, n=None):
     inside, layout = dims.layout.share(cp), SequenceLayout.parse(layout)
     return price(dims.heads.state, inside, cp, layout, tokens, rows, lengths, 2, n or cp)
-
-
-def exchanges(cp, rows=1, lengths=None, layout="zigzag", dims=QWEN, n=None):
-    layout = SequenceLayout.parse(layout)
-    return prices(map_exchanges(dims.heads.state, cp, layout, rows, lengths, n or cp))
-
-
-def prices(ways):
-    return {name: way.ms for name, way in ways.items()}
 
 
 @pytest.mark.parametrize(
@@ -54,28 +45,17 @@ def prices(ways):
     ],
 )
 def test_chunkwise_pays_for_maps_and_for_computing_them(cp, per_rank, nodes, case):
-    b = per_rank * MAP
-    expected = {
-        "gather": (cp - 1) * b / WITHIN + LATENCY + nodes * STEP,
-        "share": 1.5 * (cp - 1) / cp * b / WITHIN + 2 * LATENCY + nodes * STEP,
-    }
-    if cp > 8:
-        del expected["gather"]
-    assert exchanges(cp, **case) == pytest.approx(expected, rel=1e-12)
+    exchange = 1.5 * (cp - 1) / cp * per_rank * MAP / WITHIN + 2 * LATENCY + nodes * STEP
     local = 16384 // cp * case.get("rows", 1)
-    total = min(expected.values()) + MAP * SUMMARY * local + FIXED
+    total = exchange + MAP * SUMMARY * local + FIXED
     assert priced(cp, 16384, **case).chunkwise == pytest.approx(total, rel=1e-12)
 
 
 def test_a_map_of_a_rule_that_mixes_no_rows_has_one_column_beside_the_state():
     decays = QWEN.heads.state._replace(diagonal=True)
     b = 2 * 32 * 128 * (128 + 1) * 4
-    found = prices(map_exchanges(decays, 4, SequenceLayout.ZIGZAG, 1, None, 4))
-    expected = {
-        "gather": 3 * b / WITHIN + LATENCY + 8 * STEP,
-        "share": (1 + 128 / 129) * 3 / 4 * b / WITHIN + 2 * LATENCY + 8 * STEP,
-    }
-    assert found == pytest.approx(expected, rel=1e-12)
+    received, steps = exchange_of_maps(decays, 4, SequenceLayout.ZIGZAG, 1, None)
+    assert received == pytest.approx((1 + 128 / 129) * 3 / 4 * b, rel=1e-12) and steps == 8
 
 
 def test_long_sequences_go_chunkwise_and_many_short_documents_headwise():
@@ -97,11 +77,9 @@ def by_hand(s, cp, n, heads, layout):
     headwise = wire((cp - 1) * s * (row + 128 * value_heads // cp) * 2)
     one_map, per_rank = value_heads * 128 * 256 * 4, 1 if layout == "contiguous" else 2
     own, steps = per_rank * one_map, per_rank * cp
-    ways = [wire(1.5 * own * (cp - 1) / cp) + 2 * LATENCY + steps * STEP]
-    if cp <= 8:
-        ways.append(wire(own * (cp - 1)) + LATENCY + steps * STEP)
+    exchange = wire(1.5 * own * (cp - 1) / cp) + 2 * LATENCY + steps * STEP
     fixed = FIXED if n == cp else FIXED_ACROSS
-    return headwise, min(ways) + one_map * s * SUMMARY + fixed
+    return headwise, exchange + one_map * s * SUMMARY + fixed
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])

@@ -1,14 +1,10 @@
-"""Two ways to compute the states that enter pieces, from maps that lie on different ranks.
+"""The exchange of maps that gives the states that enter pieces.
 
     S_out = through @ S_in + local                 the map of a piece
 
-The state that enters a piece results from a state of zero and the maps of all earlier pieces. Both
-ways compute entering states in fp32 and in a fixed order, and differ by rounding alone:
-
-    gather_and_fold   One all-gather of all maps; every rank folds maps up to its own nodes.
-                      Traffic, memory and work grow with the number of ranks.
-    share_and_fold    One all-to-all gives every rank all maps of a share of the chains. The rank
-                      folds its chains from end to end, and another all-to-all returns the states.
+The state that enters a piece results from a state of zero and the maps of all earlier pieces. One
+all-to-all gives every rank all maps of a share of the chains. The rank folds its chains from end to
+end, in fp32 and in a fixed order, and another all-to-all returns the states.
 
 Legend: h nodes of a chain on this rank; M chains over the same nodes (one per sequence, batch row
 and value head), m chains in this rank's share; X columns of a map (``local`` and ``through``).
@@ -38,14 +34,6 @@ class Nodes(NamedTuple):
     def backwards(self) -> Nodes:
         return Nodes(self.hosts[::-1], self.slots[::-1])
 
-    def of(self, rank: int) -> list[tuple[int, int]]:
-        """The (position in the chain, slot) of every node of ``rank``, in the chain's order."""
-        return [
-            (j, slot)
-            for j, (host, slot) in enumerate(zip(self.hosts, self.slots, strict=True))
-            if host == rank
-        ]
-
 
 def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
     """The nodes of a chain in sequence order."""
@@ -69,7 +57,7 @@ def pack(local: Tensor, through: Tensor) -> Tensor:
     return torch.cat([local, through], dim=-1)
 
 
-def gather_and_fold(
+def share_and_fold(
     maps: Tensor,
     value_dim: int,
     nodes: Nodes,
@@ -78,34 +66,8 @@ def gather_and_fold(
 ) -> Tensor:
     """The states that enter this rank's nodes, ``[h, M, K, V]``; zero for the first node.
 
-    ``maps`` are the maps of this rank's nodes by slot, contiguous ``[h, M, K, X]``.
+    ``maps`` are the maps of this rank's nodes by slot, ``[h, M, K, X]``.
     """
-    h, M, K, _ = maps.shape
-    gathered = maps.new_empty(group.size() * h, *maps.shape[1:])
-    dist.all_gather_into_tensor(gathered, maps, group=group)
-    local, through = gathered[..., :value_dim], gathered[..., value_dim:]
-    steps = _steps_to_rank(nodes, group.rank(), h, maps.device)
-    return follow(local, through, steps, maps.new_empty(h, M, K, value_dim), None, cuts)
-
-
-@cached_by_stream(64)
-def _steps_to_rank(nodes: Nodes, rank: int, h: int, device: torch.device) -> Steps:
-    """Steps up to the last node of ``rank``, whose entering states are written by slot."""
-    wanted = dict(nodes.of(rank))
-    places = [host * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
-    last = max(wanted)
-    passed = [(wanted.get(j, NONE), place) for j, place in enumerate(places[:last])]
-    return Steps.build([[*passed, (wanted[last], NONE)]], device)
-
-
-def share_and_fold(
-    maps: Tensor,
-    value_dim: int,
-    nodes: Nodes,
-    group: dist.ProcessGroup,
-    cuts: Cuts | None = None,
-) -> Tensor:
-    """:func:`gather_and_fold`, but every rank folds a share of the M chains for all ranks."""
     h, M, K, X = maps.shape
     n = group.size()
     shares = [M // n + (r < M % n) for r in range(n)]

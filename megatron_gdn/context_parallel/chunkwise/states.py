@@ -9,7 +9,6 @@ Legend: N pieces on this rank, over all batch rows; h nodes of a chain on this r
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
@@ -25,9 +24,7 @@ from ...ops.rules.base import Rule, RuleBackward, RuleForward, on_tokens
 from ...ops.state_maps.state_map import Cuts, StateMap
 from ..layouts import SequenceLayout
 from .fragments import any_continues, fragments_of, nodes_of, number_of_nodes, pieces_of
-from .map_exchange import Nodes, chain_nodes, pack
-
-Exchange = Callable[[Tensor, int, Nodes, dist.ProcessGroup, Cuts | None], Tensor]
+from .map_exchange import Nodes, chain_nodes, pack, share_and_fold
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,15 +177,15 @@ def _spread(x: Tensor, index: Tensor | None, count: int) -> Tensor:
 class StatesOfPieces:
     """The states that enter this rank's pieces: a :class:`~megatron_gdn.ops.parts.StateLink`."""
 
-    def __init__(self, table: StateTable, exchange: Exchange, group: dist.ProcessGroup) -> None:
+    def __init__(self, table: StateTable, group: dist.ProcessGroup) -> None:
         self.documents, self._count = table.sequences, table.sequences.sequences
-        self._table, self._exchange, self._group = table, exchange, group
+        self._table, self._group = table, group
 
     def _follow_chain(self, maps: StateMap, nodes: Nodes, cuts: Cuts | None) -> Tensor:
         """The states that enter this rank's nodes, ``[h * chains, H, K, V]``."""
         packed = pack(*maps)
         packed = packed.view(self._table.node_count, -1, *packed.shape[2:])
-        entering = self._exchange(packed, maps.local.shape[-1], nodes, self._group, cuts)
+        entering = share_and_fold(packed, maps.local.shape[-1], nodes, self._group, cuts)
         return entering.view(maps.local.shape)
 
     def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:

@@ -13,13 +13,13 @@ from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
 from ...ops.parts import Neighbours
-from ..layouts import SequenceLayout, cut_by, held_positions
-from ..scheme import Passage
+from ..layouts import SequenceLayout, cut_by
+from ..scheme import Passage, Scheme
 from .exchange import Exchange, to_heads, to_sequence
 from .shares import ColumnBlock, HeadShares
 
 
-class Headwise:
+class Headwise(Scheme):
     """Head-exchanging context parallelism: a rank runs on all tokens of its share of the heads.
 
     Every rank gets the same number of state heads, and the key heads that serve its state heads. If
@@ -34,27 +34,24 @@ class Headwise:
     def __init__(
         self, layout: Layout, group: dist.ProcessGroup, sequence_layout: SequenceLayout
     ) -> None:
-        self.size = group.size()
-        self.layout = layout.share(self.size)
+        super().__init__(layout.share(group.size()), group, sequence_layout)
         copies = layout.copies(self.size)
         self._proj = HeadShares(self.size, layout.widths, copies)
         assert self._proj.widths == self.layout.widths
         shares = zip(layout.widths, copies, strict=True)
         self._share_of = dict(zip(layout.names, shares, strict=True))
         self._mixed = HeadShares.even(self.size, (layout.mixed_width,))
-        self._group, self._sequence_layout = group, sequence_layout
         self._rank = group.rank()
         self._of_parameters: dict[tuple, tuple[HeadShares, ColumnBlock | None]] = {}
-        self.announced = False
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
         """The passage of one micro-batch, which opens rows in sequence order."""
-        cut = cut_by(self._sequence_layout, documents, tokens, like.device)
+        cut = cut_by(self.sequence_layout, documents, tokens, like.device)
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
-        place = (cut, self._sequence_layout, local)
+        place = (cut, self.sequence_layout, local)
         return Passage(
-            open=partial(to_heads, exchange=Exchange.of(self._group, self._proj, *place)),
-            close=partial(to_sequence, exchange=Exchange.of(self._group, self._mixed, *place)),
+            open=partial(to_heads, exchange=Exchange.of(self.group, self._proj, *place)),
+            close=partial(to_sequence, exchange=Exchange.of(self.group, self._mixed, *place)),
             neighbours=Neighbours(documents),
         )
 
@@ -82,9 +79,6 @@ class Headwise:
         first, *others = shares.blocks(self._rank)
         self._of_parameters[rows, names] = shares, None if others else first
         return self._of_parameters[rows, names]
-
-    def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        return held_positions(documents, tokens, self._group, self._sequence_layout)
 
 
 @cached_by_stream(16)
