@@ -10,11 +10,8 @@ import torch.distributed as dist
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import agreement
-from megatron_gdn.context_parallel.chunkwise.map_exchange import (
-    chain_nodes,
-    pack,
-    share_and_fold,
-)
+from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
+from megatron_gdn.context_parallel.chunkwise.map_exchange import pack, share_and_fold
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.ops.rules.choice import Choice
@@ -38,7 +35,7 @@ def chains_equal_their_product(
     Before the last cut may stand NaN: no bit after it changes.
     """
     rank, size, M, K, V = dist.get_rank(), dist.get_world_size(), 3, 4, 5
-    nodes = chain_nodes(size, SequenceLayout.parse(layout))
+    nodes = Cutting(size, SequenceLayout.parse(layout), rank).nodes
     cut = tuple(j in cuts for j in range(len(nodes.hosts)))
     nodes, cut = (nodes.backwards(), cut[::-1]) if backwards else (nodes, cut)
     flags = torch.tensor(cut, dtype=torch.int32)

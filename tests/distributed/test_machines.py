@@ -10,7 +10,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import agreement
 from megatron_gdn.context_parallel.agreement import ranks_per_machine
 from megatron_gdn.context_parallel.chunkwise import map_exchange
-from megatron_gdn.context_parallel.chunkwise.map_exchange import chain_nodes
+from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
 from megatron_gdn.context_parallel.price import exchange_of_maps
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.distributed.layer_laws import over_ranks
@@ -29,7 +29,7 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
     rank, heads, K, V = dist.get_rank(), 16, 4, 3
     n = ranks_per_machine(dist.group.WORLD, told, CPU)
     layout = SequenceLayout.parse(layout)
-    nodes = chain_nodes(size, layout)
+    nodes = Cutting(size, layout, rank).nodes
     maps = torch.randn(nodes.hosts.count(rank), heads, K, V + K)
     bytes_priced, steps = exchange_of_maps(StateShape(heads, K, V), size, layout, 1, None)
     received, products = [], []

@@ -3,11 +3,8 @@
 import pytest
 import torch
 
-from megatron_gdn.context_parallel.chunkwise.map_exchange import (
-    Nodes,
-    _steps_of_share,
-    _view_by_place,
-)
+from megatron_gdn.context_parallel.chunkwise.fragments import Nodes
+from megatron_gdn.context_parallel.chunkwise.map_exchange import _steps_of_share, _view_by_place
 from megatron_gdn.ops.state_maps import chains_kernels
 from megatron_gdn.ops.state_maps.state_map import IDENTITY, NONE, Cuts, Steps, follow_in_torch
 from tests.ops.delta_rule.states import parts_at

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel.chunkwise.fragments import pieces_of
+from megatron_gdn.context_parallel.chunkwise.fragments import Cutting, pieces_of
 from megatron_gdn.context_parallel.chunkwise.history import history_route
 from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.mamba2.front import mamba2_table
@@ -63,8 +63,8 @@ def history_of(cut, taps, batch, channels, device, normal):
         whole.fill(offsets)
     else:
         whole = Documents(offsets, device)
-    where = cp, SequenceLayout.parse(layout), rank
-    route, documents = history_route(whole, *where, taps), pieces_of(whole, *where)
+    cutting = Cutting(cp, SequenceLayout.parse(layout), rank)
+    route, documents = history_route(whole, cutting, taps), pieces_of(whole, cutting)
     assert route is not None
     rows = normal(sum(route.receive_counts), batch, channels)
     # Its strides are not always those of a tensor of its own: a cache lies the other way round.

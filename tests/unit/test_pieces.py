@@ -15,8 +15,9 @@ from torch import Tensor
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices, rank_order_of_sequence
+from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
 from megatron_gdn.context_parallel.chunkwise.history import history_route
-from megatron_gdn.context_parallel.chunkwise.map_exchange import chain_nodes, pack
+from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
 from megatron_gdn.context_parallel.chunkwise.states import _select, _spread, state_table
 from megatron_gdn.ops import Documents, StaticDocuments
 
@@ -108,7 +109,7 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
     (sets, cp, layout), past = fill, taps - 1
 
     def make(documents):
-        return [history_route(documents, cp, layout, rank, taps) for rank in range(cp)]
+        return [history_route(documents, Cutting(cp, layout, rank), taps) for rank in range(cp)]
 
     for lengths, known, routes in tables_of(sets, make):
         pieces = pieces_of(lengths, cp, layout)
@@ -168,11 +169,11 @@ def test_every_piece_gets_the_rows_before_it_and_sends_their_gradients_back(fill
 @given(fills(), st.integers(1, 3))
 def test_states_enter_every_piece_as_one_rank_would_have_them(fill, rows):
     """Scalar states: S_out = a S_in + b per piece; the chain by hand against the tables."""
-    (sets, cp, layout), nodes = fill, chain_nodes(fill[1], fill[2])
+    (sets, cp, layout), nodes = fill, Cutting(*fill[1:], 0).nodes
 
     def make(documents):
         count = rows if documents.known else 1
-        return [state_table(documents, cp, layout, rank, count) for rank in range(cp)]
+        return [state_table(documents, Cutting(cp, layout, rank), count) for rank in range(cp)]
 
     for lengths, known, tables in tables_of(sets, make):
         require_states(lengths, cp, layout, nodes, tables, rows if known else 1, known)

@@ -17,15 +17,38 @@ from ...ops.documents import Documents
 from ..layouts import SequenceLayout, require_cut, require_fragments
 
 
-def number_of_nodes(cp_size: int, layout: SequenceLayout) -> int:
-    return cp_size if layout is SequenceLayout.CONTIGUOUS else 2 * cp_size
+class Nodes(NamedTuple):
+    """The nodes of a chain in order: node j is the ``slots[j]``-th node of rank ``hosts[j]``."""
+
+    hosts: tuple[int, ...]
+    slots: tuple[int, ...]
+
+    def backwards(self) -> Nodes:
+        return Nodes(self.hosts[::-1], self.slots[::-1])
 
 
-def nodes_of(rank: int, cp_size: int, layout: SequenceLayout) -> slice:
-    """The nodes of a chain that ``rank`` holds."""
-    if layout is SequenceLayout.CONTIGUOUS:
-        return slice(rank, rank + 1)
-    return slice(rank, 2 * cp_size - rank, 2 * cp_size - 1 - 2 * rank)
+class Cutting(NamedTuple):
+    """How sequences are cut into fragments, and the rank whose fragments are meant."""
+
+    cp_size: int
+    layout: SequenceLayout
+    rank: int
+
+    @property
+    def nodes(self) -> Nodes:
+        """The nodes of a chain in sequence order."""
+        ranks = tuple(range(self.cp_size))
+        if self.layout is SequenceLayout.CONTIGUOUS:
+            return Nodes(ranks, (0,) * self.cp_size)
+        return Nodes(ranks + ranks[::-1], (0,) * self.cp_size + (1,) * self.cp_size)
+
+    @property
+    def own(self) -> slice:
+        """The nodes of a chain that the rank holds."""
+        cp_size, layout, rank = self
+        if layout is SequenceLayout.CONTIGUOUS:
+            return slice(rank, rank + 1)
+        return slice(rank, 2 * cp_size - rank, 2 * cp_size - 1 - 2 * rank)
 
 
 class Fragments(NamedTuple):
@@ -55,21 +78,21 @@ class Fragments(NamedTuple):
         return self.enters & self.leaves & (self.first == self.last)
 
 
-def fragments_of(documents: Documents, cp_size: int, layout: SequenceLayout) -> Fragments:
+def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
     """The fragments of all documents; errors are those of :func:`..layouts.check_lengths`."""
-    require_cut(documents, cp_size, layout)
-    key = (Fragments, cp_size, layout)
-    return documents.table(key, lambda given: _cut_fragments(given, cp_size, layout), move=False)
+    require_cut(documents, cutting.cp_size, cutting.layout)
+    key = (Fragments, cutting)
+    return documents.table(key, lambda given: _cut_fragments(given, cutting), move=False)
 
 
-def _cut_fragments(documents: Documents, cp_size: int, layout: SequenceLayout) -> Fragments:
-    starts = documents.starts.long()
-    if layout is SequenceLayout.ZIGZAG:
+def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
+    starts, cp_size = documents.starts.long(), cutting.cp_size
+    if cutting.layout is SequenceLayout.ZIGZAG:
         ends = starts[: documents.most + 1]
         require_fragments(documents, ends.diff(), cp_size)
     else:
         ends = torch.cat([starts[:1], starts[-1:]])
-    n = number_of_nodes(cp_size, layout)
+    n = len(cutting.nodes.hosts)
     node, length = torch.arange(n, device=starts.device)[:, None], ends.diff() // n
     begin = ends[:-1] + node * length
     end = begin + length
@@ -84,35 +107,29 @@ def _cut_fragments(documents: Documents, cp_size: int, layout: SequenceLayout) -
     )  # fmt: skip
 
 
-def any_continues(documents: Documents, cp_size: int, layout: SequenceLayout) -> bool:
+def any_continues(documents: Documents, cutting: Cutting) -> bool:
     """Whether a document may lie in more than one fragment."""
-    fragments = fragments_of(documents, cp_size, layout)
+    fragments = fragments_of(documents, cutting)
     return not documents.known or bool(fragments.enters.any())
 
 
-def pieces_of(documents: Documents, cp_size: int, layout: SequenceLayout, rank: int) -> Documents:
-    """The pieces of ``rank``, as documents."""
-    fragments_of(documents, cp_size, layout)
+def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
+    """The pieces of the rank, as documents."""
+    fragments_of(documents, cutting)
     # A rank has at most two fragments of the buffer, and at most one document lies in both.
     most = documents.most + 1
-    if layout is SequenceLayout.ZIGZAG:
+    if cutting.layout is SequenceLayout.ZIGZAG:
         most = 2 * documents.most
-    return documents.cut(
-        ("pieces", cp_size, layout, rank),
-        lambda given: _piece_boundaries(given, cp_size, layout, nodes_of(rank, cp_size, layout)),
-        most,
-        documents.total_tokens // cp_size,
-    )
+    tokens = documents.total_tokens // cutting.cp_size
+    return documents.cut(cutting, lambda given: _piece_boundaries(given, cutting), most, tokens)
 
 
-def _piece_boundaries(
-    documents: Documents, cp_size: int, layout: SequenceLayout, own: slice
-) -> tuple[Tensor]:
-    fragments, starts = fragments_of(documents, cp_size, layout), documents.starts
-    begin, end, local = (x[own] for x in fragments[:3])
-    if layout is SequenceLayout.ZIGZAG:
+def _piece_boundaries(documents: Documents, cutting: Cutting) -> tuple[Tensor]:
+    fragments, starts = fragments_of(documents, cutting), documents.starts
+    begin, end, local = (x[cutting.own] for x in fragments[:3])
+    if cutting.layout is SequenceLayout.ZIGZAG:
         begins = local.T
     else:
         begins = local + torch.minimum((starts - begin).clamp(min=0), end - begin)
-    total = starts[-1:] // cp_size
+    total = starts[-1:] // cutting.cp_size
     return (torch.cat([begins.flatten(), total]).int(),)

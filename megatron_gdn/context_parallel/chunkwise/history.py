@@ -24,8 +24,8 @@ from ...ops.documents import Documents
 from ...ops.front.history import History, HistoryTable
 from ...ops.host_tables import to_device
 from ..layouts import SequenceLayout
-from .fragments import any_continues, fragments_of, nodes_of
-from .map_exchange import Nodes, chain_nodes, exchange_rows
+from .fragments import Cutting, any_continues, fragments_of
+from .map_exchange import exchange_rows
 
 
 class HistoryRoute(NamedTuple):
@@ -37,13 +37,10 @@ class HistoryRoute(NamedTuple):
     table: HistoryTable  # the places of received rows and gradients
 
 
-def history_route(
-    documents: Documents, cp_size: int, layout: SequenceLayout, rank: int, taps: int
-) -> HistoryRoute | None:
+def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryRoute | None:
     """The route of a micro-batch; None when no rank needs any row."""
-    where = (cp_size, layout, rank)
-    key = (HistoryRoute, *where, taps)
-    return documents.plan(key, lambda: _route(documents, *where, taps - 1))
+    key = (HistoryRoute, cutting, taps)
+    return documents.plan(key, lambda: _route(documents, cutting, taps - 1))
 
 
 class _Rows(NamedTuple):
@@ -57,43 +54,29 @@ class _Rows(NamedTuple):
     peer: Tensor  # the rank at the other end
 
 
-class _Tables(NamedTuple):
-    """Tensors of :class:`HistoryRoute` and, in the middle, of :class:`HistoryTable`."""
-
-    send_rows: Tensor
-    before: Tensor
-    edge: Tensor
-    place: Tensor
-    additions: Tensor
-    send_counts: Tensor  # [R]
-    receive_counts: Tensor  # [R]
-
-
-def _route(
-    documents: Documents, cp_size: int, layout: SequenceLayout, rank: int, reach: int
-) -> HistoryRoute | None:
-    if not (reach and any_continues(documents, cp_size, layout)):
+def _route(documents: Documents, cutting: Cutting, reach: int) -> HistoryRoute | None:
+    if not (reach and any_continues(documents, cutting)):
         return None
-    nodes = chain_nodes(cp_size, layout)
-    chains = documents.most if layout is SequenceLayout.ZIGZAG else 1
-    listed = [_list_rows(rank, nodes, chains, reach, sending) for sending in (True, False)]
-    counts = [rows.peer.bincount(minlength=cp_size) for rows in listed]
+    chains = documents.most if cutting.layout is SequenceLayout.ZIGZAG else 1
+    listed = [_list_rows(cutting, chains, reach, sending) for sending in (True, False)]
     device = documents.starts.device
     sent, received = (_Rows(*(to_device(x, device) for x in rows)) for rows in listed)
-    tables = documents.table(
-        (_Tables, cp_size, layout, rank, reach),
-        lambda given: _build_tables(given, cp_size, layout, rank, reach, sent, received),
+    *tables, of_sent, of_received = documents.table(
+        (HistoryTable, cutting, reach),
+        lambda given: _build_tables(given, cutting, reach, sent, received),
         move=False,
     )
-    if documents.known:
-        counts = [tables.send_counts, tables.receive_counts]
-    send_rows, *table = (to_device(x, documents.device) for x in tables[:5])
-    send_counts, receive_counts = (tuple(x.tolist()) for x in counts)
-    return HistoryRoute(send_rows, send_counts, receive_counts, HistoryTable(*table))
+    counts = []
+    for rows, travels in zip(listed, (of_sent, of_received), strict=True):
+        peers = rows.peer[travels] if documents.known else rows.peer
+        counts.append(tuple(peers.bincount(minlength=cutting.cp_size).tolist()))
+    send_rows, *table = (to_device(x, documents.device) for x in tables)
+    return HistoryRoute(send_rows, *counts, HistoryTable(*table))
 
 
-def _list_rows(rank: int, nodes: Nodes, chains: int, reach: int, sending: bool) -> _Rows:
-    """The rows that ``rank`` may send if ``sending``, else may receive, sorted by peer."""
+def _list_rows(cutting: Cutting, chains: int, reach: int, sending: bool) -> _Rows:
+    """The rows that the rank may send if ``sending``, else may receive, sorted by peer."""
+    nodes, rank = cutting.nodes, cutting.rank
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
     for receiver in range(len(nodes.hosts)):
         for k in range(min(reach, receiver), 0, -1):
@@ -111,18 +94,16 @@ def _list_rows(rank: int, nodes: Nodes, chains: int, reach: int, sending: bool) 
 
 
 def _build_tables(
-    documents: Documents,
-    cp_size: int,
-    layout: SequenceLayout,
-    rank: int,
-    reach: int,
-    sent: _Rows,
-    received: _Rows,
-) -> _Tables:
-    fragments, own = fragments_of(documents, cp_size, layout), nodes_of(rank, cp_size, layout)
+    documents: Documents, cutting: Cutting, reach: int, sent: _Rows, received: _Rows
+) -> tuple[Tensor, ...]:
+    """``send_rows``, the fields of :class:`HistoryTable`, and which sent and received rows travel.
+
+    If the host knows the documents, the tables have rows that travel only.
+    """
+    fragments, own, rank = fragments_of(documents, cutting), cutting.own, cutting.rank
     seen = torch.where(fragments.enters, fragments.begin - fragments.first, 0).clamp(max=reach)
     length = fragments.end - fragments.begin
-    local, tokens = fragments.local[own], documents.total_tokens // cp_size
+    local, tokens = fragments.local[own], documents.total_tokens // cutting.cp_size
 
     def needed(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
         """For each row: whether the row travels, its number or -1, its distance before a piece."""
@@ -139,11 +120,10 @@ def _build_tables(
         return x[rank == 0 :].T.flatten()
 
     h, C = local.shape
-    travels, number, distance = needed(received)
+    arrives, number, distance = needed(received)
     slots, slot = (h - 1, received.slot - 1) if rank == 0 else (h, received.slot)
     place = (received.chain * slots + slot) * reach + distance - 1
-    before = _scatter(torch.where(travels, place, -1), number, C * slots * reach).view(-1, reach)
-    receive_counts = _count_by_peer(received, travels, cp_size)
+    before = _scatter(torch.where(arrives, place, -1), number, C * slots * reach).view(-1, reach)
 
     ahead = torch.arange(reach, device=local.device)
     end = torch.minimum(fragments.end, fragments.first_end)[own] - fragments.begin[own] + local
@@ -168,10 +148,8 @@ def _build_tables(
         additions = additions[additions[:, 0] >= 0]
         additions = additions[:, : 1 + int((additions[:, 1:] >= 0).any(0).sum())]
     place = _scatter(edge.flatten(), torch.arange(edge.numel(), device=edge.device), tokens)
-    return _Tables(
-        send_rows, before.int(), edge.int(), place.int(), additions.int(),
-        _count_by_peer(sent, travels, cp_size), receive_counts,
-    )  # fmt: skip
+    tables = (x.int() for x in (before, edge, place, additions))
+    return send_rows, *tables, travels, arrives
 
 
 def _scatter(place: Tensor, values: Tensor, size: int) -> Tensor:
@@ -179,12 +157,6 @@ def _scatter(place: Tensor, values: Tensor, size: int) -> Tensor:
     table = torch.full((size + 1,), -1, dtype=torch.int64, device=place.device)
     table[torch.where(place < 0, size, place)] = values
     return table[:size]
-
-
-def _count_by_peer(rows: _Rows, travels: Tensor, cp_size: int) -> Tensor:
-    """The number of travelling rows for each rank, int64 ``[R]``."""
-    counts = torch.zeros(cp_size, dtype=torch.int64, device=travels.device)
-    return counts.index_add(0, rows.peer, travels.long())
 
 
 class HistoryOfPieces:

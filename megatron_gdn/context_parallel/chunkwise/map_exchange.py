@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -22,25 +21,7 @@ from torch import Tensor
 
 from ...ops.host_tables import cached_by_stream
 from ...ops.state_maps.state_map import NONE, Cuts, Steps, follow
-from ..layouts import SequenceLayout
-
-
-class Nodes(NamedTuple):
-    """The nodes of a chain in order: node j is the ``slots[j]``-th node of rank ``hosts[j]``."""
-
-    hosts: tuple[int, ...]
-    slots: tuple[int, ...]
-
-    def backwards(self) -> Nodes:
-        return Nodes(self.hosts[::-1], self.slots[::-1])
-
-
-def chain_nodes(cp_size: int, layout: SequenceLayout) -> Nodes:
-    """The nodes of a chain in sequence order."""
-    ranks = tuple(range(cp_size))
-    if layout is SequenceLayout.CONTIGUOUS:
-        return Nodes(ranks, (0,) * cp_size)
-    return Nodes(ranks + ranks[::-1], (0,) * cp_size + (1,) * cp_size)
+from .fragments import Nodes
 
 
 def pack(local: Tensor, through: Tensor) -> Tensor:

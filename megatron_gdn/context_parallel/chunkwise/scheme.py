@@ -14,7 +14,7 @@ from ...ops.layout import Layout
 from ...ops.parts import Neighbours
 from ..layouts import SequenceLayout
 from ..scheme import Passage, Scheme, stay
-from .fragments import pieces_of
+from .fragments import Cutting, pieces_of
 from .history import HistoryOfPieces, history_route
 from .states import StatesOfPieces, state_table
 
@@ -36,9 +36,9 @@ class Chunkwise(Scheme):
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
         """The passage of one micro-batch, which moves no rows and links this rank's pieces."""
         whole = one_document(tokens, like.device) if documents is None else documents
-        where = (self.size, self.sequence_layout, self.group.rank())
-        pieces, table = pieces_of(whole, *where), state_table(whole, *where, rows)
+        cutting = Cutting(self.size, self.sequence_layout, self.group.rank())
+        pieces, table = pieces_of(whole, cutting), state_table(whole, cutting, rows)
         states = None if table is None else StatesOfPieces(table, self.group)
-        route = history_route(whole, *where, self._taps)
+        route = history_route(whole, cutting, self._taps)
         history = None if route is None else HistoryOfPieces(route, self.group)
         return Passage(stay, stay, Neighbours(pieces, history, states))

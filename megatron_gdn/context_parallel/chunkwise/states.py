@@ -23,8 +23,8 @@ from ...ops.host_tables import to_device
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, on_tokens
 from ...ops.state_maps.state_map import Cuts, StateMap
 from ..layouts import SequenceLayout
-from .fragments import any_continues, fragments_of, nodes_of, number_of_nodes, pieces_of
-from .map_exchange import Nodes, chain_nodes, pack, share_and_fold
+from .fragments import Cutting, Nodes, any_continues, fragments_of, pieces_of
+from .map_exchange import pack, share_and_fold
 
 
 @dataclass(frozen=True, eq=False)
@@ -65,27 +65,22 @@ class _NodeTensors(NamedTuple):
     cuts_back: Tensor
 
 
-def state_table(
-    documents: Documents, cp_size: int, layout: SequenceLayout, rank: int, rows: int
-) -> StateTable | None:
+def state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
     """The table of a micro-batch, or None if no document lies on several nodes."""
-    where = (cp_size, layout, rank, rows)
-    return documents.plan((StateTable, *where), lambda: _state_table(documents, *where))
+    key = (StateTable, cutting, rows)
+    return documents.plan(key, lambda: _state_table(documents, cutting, rows))
 
 
-def _state_table(
-    documents: Documents, cp_size: int, layout: SequenceLayout, rank: int, rows: int
-) -> StateTable | None:
-    if not any_continues(documents, cp_size, layout):
+def _state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
+    if not any_continues(documents, cutting):
         return None
-    pieces, known = pieces_of(documents, cp_size, layout, rank), documents.known
-    where, own = (cp_size, layout, rank, rows), nodes_of(rank, cp_size, layout)
+    pieces, known = pieces_of(documents, cutting), documents.known
     tensors = documents.table(
-        (_NodeTensors, *where),
-        lambda given: _node_tensors(given, pieces, cp_size, layout, own, rows),
+        (_NodeTensors, cutting, rows),
+        lambda given: _node_tensors(given, pieces, cutting, rows),
         move=False,
     )
-    n, N = number_of_nodes(cp_size, layout), pieces.sequences
+    nodes, n, N = cutting.nodes, len(cutting.nodes.hosts), pieces.sequences
 
     def index(x: Tensor) -> Tensor | None:
         if known and torch.equal(x, torch.arange(rows * N, device="cpu")):
@@ -94,14 +89,14 @@ def _state_table(
 
     def mask(x: Tensor, *unused: int) -> Tensor | None:
         """``x`` on the device, or None if ``x`` is true at all nodes but ``unused``."""
-        ignored = torch.tensor([j in unused for j in range(n)], device="cpu")[own]
+        ignored = torch.tensor([j in unused for j in range(n)], device="cpu")[cutting.own]
         if known and (x.view(len(ignored), -1) | ignored[:, None]).all():
             return None
         return to_device(x, documents.device)
 
     cuts, last_pieces = None, None
     # Only a chain of several documents needs cuts.
-    if layout is not SequenceLayout.ZIGZAG and not (known and not tensors.cuts[1:-1].any()):
+    if cutting.layout is not SequenceLayout.ZIGZAG and not (known and not tensors.cuts[1:-1].any()):
         both = tensors.cuts, tensors.cuts_back
         flags = [tuple((x > 0).tolist()) if known else None for x in both]
         forward, backward = (
@@ -113,8 +108,8 @@ def _state_table(
     sequences = pieces if rows == 1 else _repeat_for_rows(pieces, rows)
     return StateTable(
         sequences=sequences,
-        nodes=chain_nodes(cp_size, layout),
-        node_count=len(range(n)[own]),
+        nodes=nodes,
+        node_count=nodes.hosts.count(cutting.rank),
         first=index(tensors.first),
         last=index(tensors.last),
         last_pieces=last_pieces,
@@ -126,14 +121,9 @@ def _state_table(
 
 
 def _node_tensors(
-    documents: Documents,
-    pieces: Documents,
-    cp_size: int,
-    layout: SequenceLayout,
-    own: slice,
-    rows: int,
+    documents: Documents, pieces: Documents, cutting: Cutting, rows: int
 ) -> _NodeTensors:
-    fragments, N = fragments_of(documents, cp_size, layout), pieces.sequences
+    fragments, own, N = fragments_of(documents, cutting), cutting.own, pieces.sequences
     begin, end, local = (x[own] for x in fragments[:3])
     row = torch.arange(rows, device=begin.device).view(1, rows, 1)
     ends = pieces.starts[1:].long()
