@@ -44,10 +44,10 @@ def gated_delta_mixer(
     gate, heads = sizes.layout.gate_columns, sizes.value_heads
     plain = SplitReadout(PassThrough(gate, heads), lambda o, _: o)
     parts = gdn_parts(
-        proj, conv_weight, conv_bias, A_log, dt_bias, sizes,
+        proj, conv_weight, conv_bias, A_log, dt_bias, sizes.layout,
         rule=rule, norm=plain if norm is None else norm,
         normalise_qk=normalise_qk, allow_neg_eigval=allow_neg_eigval, recompute_qkv=recompute_qkv,
-        recompute_rule=recompute_rule, kernels=kernels,
+        run_again=recompute_rule, kernels=kernels,
     )  # fmt: skip
     if documents is not None:
         S, B = proj.shape[:2]

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
-from functools import cache, partial, wraps
+from collections.abc import Callable
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,72 +86,50 @@ def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: A
     return zeros | place if size else place
 
 
-def pad_between_buckets(sharded: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def cut_without_padding(sharded: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
 
     With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers every state
     without the padding between buckets and then cuts the state at offsets that count the padding.
     Parameters behind the first padding get their neighbours' values, without an error (repaired on
-    Megatron's main). This wrapper inserts the padding into each gathered state before the cut.
+    Megatron's main). Here the cut sees buffers without padding, in which both offsets are equal.
     """
-    if not any(map(_has_inner_padding, optimizer.buffers)) or not _offsets_count_padding(sharded):
+    gather, buffers = optimizer.get_parameter_state_dp_zero, optimizer.buffers
+    if not any(b.grad_data.numel() != b.numel_unpadded for x in buffers for b in x.buckets[:-1]):
         return sharded(optimizer, *args, **kwargs)
+
+    def gather_then_leave_padding_out(*given: Any, **named: Any) -> Any:
+        gathered = gather(*given, **named)
+        optimizer.buffers = [_without_padding(buffer) for buffer in buffers]
+        return gathered
+
     log_repair(
         "the places of the optimizer's states in a buffer of several buckets were corrected "
         "for the fully_reshardable checkpoint."
     )
-    gather, buffers = optimizer.get_parameter_state_dp_zero, optimizer.buffers
-    optimizer.get_parameter_state_dp_zero = lambda *a, **k: _pad(buffers, gather(*a, **k))
+    optimizer.get_parameter_state_dp_zero = gather_then_leave_padding_out
     try:
         return sharded(optimizer, *args, **kwargs)
     finally:
         del optimizer.get_parameter_state_dp_zero
+        optimizer.buffers = buffers
 
 
-def _has_inner_padding(buffer: Any) -> bool:
-    return any(b.grad_data.numel() != b.numel_unpadded for b in buffer.buckets[:-1])
-
-
-def _pad(buffers: list[Any], state: dict[Any, Any] | None) -> dict[Any, Any] | None:
-    """Put each bucket of the gathered states ``[numel_unpadded]`` at its offset in the buffer."""
-    if state is None:
-        return None
-    for index, buffer in enumerate(buffers):
-        sizes = [bucket.numel_unpadded for bucket in buffer.buckets]
-        for tensors in state[index].values():
-            for name, tensor in tensors.items():
-                if isinstance(tensor, Tensor):
-                    whole_tensor = tensor.new_zeros(buffer.numel)
-                    for bucket, part in zip(buffer.buckets, tensor.split(sizes), strict=True):
-                        whole_tensor[bucket.offset : bucket.offset + len(part)] = part
-                    tensors[name] = whole_tensor
-    return state
-
-
-@cache
-def _offsets_count_padding(sharded: Callable) -> bool:
-    """Try on two buckets, of 1 and 2 elements, whether Megatron's offsets count the padding."""
-    first, second = (torch.nn.Parameter(torch.zeros(size)) for size in (1, 2))
-    buckets = [
-        SimpleNamespace(grad_data=torch.zeros(2), numel_unpadded=size, offset=offset)
-        for size, offset in ((1, 0), (2, 2))
-    ]
-    places = {first: (0, 1, 0), second: (2, 4, 1)}
-    buffer = SimpleNamespace(buckets=buckets, numel=4, numel_unpadded=3, param_index_map=places)
-    kind = (torch.float32, torch.float32)
-    # The tensor is longer than the buffer: Megatron warns of parameters that end behind a tensor.
-    gathered = {0: {kind: {"param": torch.arange(8.0)}}}
-    probe = SimpleNamespace(
-        buffers=[buffer],
-        gbuf_ranges=[{kind: [{"param_map": {}}, {"param_map": {}}]}],
-        get_parameter_state_dp_zero=lambda **_: gathered,
+def _without_padding(buffer: Any) -> SimpleNamespace:
+    """The sizes and places of a gradient buffer, as if its buckets had no padding."""
+    buckets, start, moves = [], 0, []
+    for bucket in buffer.buckets:
+        size = bucket.numel_unpadded
+        buckets.append(SimpleNamespace(grad_data=bucket.grad_data[:size], numel_unpadded=size))
+        moves.append(start - bucket.offset)
+        start += size
+    places = {
+        parameter: (first + moves[bucket], end + moves[bucket], bucket)
+        for parameter, (first, end, bucket) in buffer.param_index_map.items()
+    }
+    return SimpleNamespace(
+        buckets=buckets, numel_unpadded=buffer.numel_unpadded, param_index_map=places
     )
-    named = {"first": first, "second": second}
-    from megatron.core.dist_checkpointing import ShardedTensor
-
-    model = {name: ShardedTensor.from_rank_offsets(name, p) for name, p in named.items()}
-    state = sharded(probe, model, metadata={})
-    return state[1]["param"].data.tolist() != [1.0, 2.0]
 
 
 def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
@@ -264,29 +242,37 @@ explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 # megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
 # one after another, whose rows load in a wrong order at another tensor-parallel size. So does
 # Megatron-Bridge with a LoRA adapter (``in_proj.adapter.linear_out.weight``). This package stores
-# both tensors section by section. The wrapper below also reads upstream's one tensor: the sizes of
-# the stored shards give the order of its rows.
+# both tensors section by section. Two functions below let the sections also load from upstream's
+# one tensor: the sizes of the stored shards give the order of its rows.
 
 # Key of a section -> (key of the whole tensor, its rows, the section's first row, its rows).
 _place_of: dict[str, tuple[str, int, int, int]] = {}
 
 
-def read_upstream_bias(whole_key: str, sections: Sequence[ShardedTensor]) -> None:
-    """Let ``sections``, the rows of the tensor ``whole_key``, also load from upstream's files."""
-    sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
-    start = 0
-    for section, size in zip(sections, sizes, strict=True):
-        _place_of[section.key] = whole_key, sum(sizes), start, size
-        start += size
-    from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
+def also_from_upstream(build: Callable) -> Callable:
+    """Wrap a function that makes a tensor's sections: `load_from_upstream` knows the sections."""
 
-    load = TorchDistLoadShardedStrategy.load
-    if not hasattr(load, "_reads_upstream_bias"):
-        TorchDistLoadShardedStrategy.load = _with_upstream_bias(load)
-        TorchDistLoadShardedStrategy.load._reads_upstream_bias = True
+    def build_sections(key: str, *given: Any) -> list[ShardedTensor]:
+        sections = build(key, *given)
+        sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
+        start = 0
+        for section, size in zip(sections, sizes, strict=True):
+            _place_of[section.key] = key, sum(sizes), start, size
+            start += size
+        return sections
+
+    return build_sections
 
 
-def _with_upstream_bias(load: Callable) -> Callable:
+def load_from_upstream(
+    load: Callable,
+    strategy: Any,
+    sharded_state_dict: dict[str, Any],
+    checkpoint_dir: str | Path,
+    *args: Any,
+    **kwargs: Any,
+) -> dict[str, Any]:
+    """Wrap ``TorchDistLoadShardedStrategy.load``: sections also load from one whole tensor."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_inplace,
@@ -295,38 +281,32 @@ def _with_upstream_bias(load: Callable) -> Callable:
         nested_values,
     )
 
-    @wraps(load)
-    def load_also_upstream_bias(
-        self, sharded_state_dict: dict[str, Any], checkpoint_dir: str | Path, *args, **kwargs
-    ) -> dict[str, Any]:
-        def is_section(value: Any) -> bool:
-            return isinstance(value, ShardedTensor) and value.key in _place_of
+    def is_section(value: Any) -> bool:
+        return isinstance(value, ShardedTensor) and value.key in _place_of
 
-        if not any(map(is_section, nested_values(sharded_state_dict))):
-            return load(self, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-        saved: dict[str, Any] = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
-        upstream, others = extract_matching_values(
-            sharded_state_dict,
-            lambda v: is_section(v) and v.key not in saved and _place_of[v.key][0] in saved,
-        )
+    if not any(map(is_section, nested_values(sharded_state_dict))):
+        return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
+    saved: dict[str, Any] = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
+    upstream, others = extract_matching_values(
+        sharded_state_dict,
+        lambda v: is_section(v) and v.key not in saved and _place_of[v.key][0] in saved,
+    )
 
-        @cache
-        def whole_tensor(key: str) -> Tensor:
-            stored: Any = saved[key]
-            state = {key: torch.empty(stored.size, dtype=stored.properties.dtype)}
-            load_tensors(state, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True)
-            return state[key]
+    @cache
+    def whole_tensor(key: str) -> Tensor:
+        stored: Any = saved[key]
+        state = {key: torch.empty(stored.size, dtype=stored.properties.dtype)}
+        load_tensors(state, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True)
+        return state[key]
 
-        def read(section: ShardedTensor) -> Tensor:
-            key = _place_of[section.key][0]
-            return _rows_of(section, whole_tensor(key), saved[key])
+    def read(section: ShardedTensor) -> Tensor:
+        key = _place_of[section.key][0]
+        return _rows_of(section, whole_tensor(key), saved[key])
 
-        dict_list_map_inplace(read, upstream)
-        loaded = load(self, others, checkpoint_dir, *args, **kwargs)
-        merge(loaded, upstream)
-        return loaded
-
-    return load_also_upstream_bias
+    dict_list_map_inplace(read, upstream)
+    loaded = load(strategy, others, checkpoint_dir, *args, **kwargs)
+    merge(loaded, upstream)
+    return loaded
 
 
 def _rows_of(section: ShardedTensor, whole_tensor: Tensor, saved: Any) -> Tensor:

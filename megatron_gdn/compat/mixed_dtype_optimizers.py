@@ -16,30 +16,31 @@ Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are
 6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor.
 
 A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. Wrappers change
-nothing in models of one dtype and in a repaired Megatron. A file stores an fp32 parameter as its
-own master, so layers with fp32 and with 16-bit ``A_log`` load each other's files.
+nothing in models of one dtype. A file stores an fp32 parameter as its own master, also with a
+repaired Megatron, so layers with fp32 and with 16-bit ``A_log`` load each other's files.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, wraps
+from functools import wraps
 from itertools import chain
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from .checkpoints import (
+    cut_without_padding,
     explain_bucket_sizes,
     explain_file_sizes,
     leave_strides_out,
+    load_from_upstream,
     log_repair,
     make_states_to_load,
-    pad_between_buckets,
     store_empty_shares,
     warn_on_dp_reshardable,
     warn_on_torch_file,
@@ -76,12 +77,13 @@ def repair_mixed_dtype_optimizers() -> None:
         (DistributedOptimizer, "save_parameter_state", warn_on_torch_file),
         (ChainedOptimizer, "save_parameter_state", warn_on_torch_file),
         (ChainedOptimizer, "state_dict", make_states_to_load),
-        (DistributedOptimizer, "sharded_param_state_fully_reshardable", pad_between_buckets),
+        (DistributedOptimizer, "sharded_param_state_fully_reshardable", cut_without_padding),
         (Float16OptimizerWithFloat16Params, "state_dict", _list_every_master),
         (Float16OptimizerWithFloat16Params, "sharded_state_dict", _store_all_parameters),
         (Float16OptimizerWithFloat16Params, "load_state_dict", _load_fp32_masters),
         (Float16OptimizerWithFloat16Params, "_copy_model_grads_to_main_grads", _lend_main_grads),
         (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype),
+        (TorchDistLoadShardedStrategy, "load", load_from_upstream),
         (TorchDistLoadShardedStrategy, "load", explain_bucket_sizes),
         (TorchDistLoadShardedStrategy, "load_tensors_metadata", leave_strides_out),
     ):
@@ -178,19 +180,12 @@ def _store_all_parameters(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> dict[str, Any]:
-    fp32 = [] if optimizer.is_stub_optimizer else list(_flat(optimizer.fp32_from_fp32_groups))
-    lost = fp32 and _forgets_fp32_parameters(sharded, fp32[0].device)
-    listed = _fp32_parameters_as_their_own_masters(optimizer) if lost else nullcontext()
-    optimizer._in_sharded_state_dict = True
-    try:
-        with listed:
-            state = sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
-    finally:
-        del optimizer._in_sharded_state_dict
-    if not lost:
-        return state
+    if not _mixes_dtypes(optimizer):
+        return sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
+    with _fp32_parameters_as_their_own_masters(optimizer):
+        state = sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
     log_repair("fp32 parameters were added to Float16Optimizer's checkpoint.")
-    fp32_ids = {id(parameter) for parameter in fp32}
+    fp32_ids = {id(parameter) for parameter in _flat(optimizer.fp32_from_fp32_groups)}
     parameters = _flat(group["params"] for group in optimizer.optimizer.param_groups)
     state[_FP32_KEY], others = {}, []
     masters = _flat(state[_HALF_KEY])
@@ -204,6 +199,11 @@ def _store_all_parameters(
     rest = iter(others)
     state[_HALF_KEY] = [[next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups]
     return state
+
+
+def _mixes_dtypes(optimizer: Any) -> bool:
+    """Whether a Float16Optimizer has fp32 parameters; a stub, without parameters, has no groups."""
+    return any(getattr(optimizer, "fp32_from_fp32_groups", ()))
 
 
 @contextmanager
@@ -232,7 +232,7 @@ def _load_fp32_masters(load: Callable, optimizer: Any, state_dict: dict[str, Any
 def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """List an fp32 parameter as its own master, in Adam's order."""
     state = state_dict(optimizer, *args, **kwargs)
-    if not getattr(optimizer, "_in_sharded_state_dict", False) and _HALF_KEY in state:
+    if _mixes_dtypes(optimizer):
         state[_HALF_KEY] = [list(group["params"]) for group in optimizer.param_groups]
     return state
 
@@ -284,29 +284,3 @@ def _broadcast_fp32(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]]
             if parameter.dtype == torch.float32 or not others[0]:
                 dist.broadcast(parameter.data, dist.get_global_rank(group, rank), group)
     return others if others[0] else None
-
-
-@cache
-def _forgets_fp32_parameters(sharded: Callable, device: torch.device) -> bool:
-    """Try on two parameters whether ``sharded_state_dict`` loses the state of the fp32 one."""
-    from megatron.core.dist_checkpointing import ShardedTensor
-    from megatron.core.optimizer import OptimizerConfig
-    from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
-
-    named = {
-        name: torch.nn.Parameter(torch.zeros(1, dtype=dtype, device=device))
-        for name, dtype in (("single", torch.float32), ("half", torch.bfloat16))
-    }
-    adam = torch.optim.Adam(named.values())
-    for parameter in named.values():
-        adam.state[parameter] = {"exp_avg": torch.zeros(1, device=device)}
-    config = OptimizerConfig(lr=0.0, bf16=True, params_dtype=torch.bfloat16)
-    no_scaler = cast(Any, None)  # bf16 needs no gradient scaler
-    probe = Float16OptimizerWithFloat16Params(adam, config, no_scaler, lambda *_: None)
-    cast(Any, probe)._in_sharded_state_dict = True
-    model = {name: ShardedTensor.from_rank_offsets(name, p) for name, p in named.items()}
-    try:
-        state = sharded(probe, model)["optimizer"]["state"]
-    except (AssertionError, ValueError):
-        return True
-    return state[0]["exp_avg"].key != "optimizer.state.exp_avg.single"

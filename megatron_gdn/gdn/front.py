@@ -16,6 +16,7 @@ from ..ops.delta_rule.base import HeadSizes, RuleInputs, require_even_groups
 from ..ops.elementwise import largest_beta
 from ..ops.front.gates import decay, strength
 from ..ops.front.table import FrontTable, Gate, delta_sections
+from ..ops.layout import Layout
 from ..ops.parts import Parts, parts_of
 from ..ops.rules.base import Rule
 
@@ -36,33 +37,31 @@ def gdn_parts(
     conv_bias: Tensor | None,
     A_log: Tensor,
     dt_bias: Tensor,
-    sizes: HeadSizes,
+    layout: Layout,
     *,
     rule: Rule,
     normalise_qk: bool = True,
     allow_neg_eigval: bool = False,
     recompute_qkv: bool = False,
-    recompute_rule: bool = False,
     **others: Any,
 ) -> Parts:
     """The :class:`Parts` of a Gated DeltaNet; ``others`` go to :func:`..ops.parts.parts_of`.
 
     Args:
-        rows: ``[S, B, P]``, query | key | value | z | beta | alpha.
+        rows: ``[S, B, P]``.
         conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
+        layout: rows query | key | value | z | beta | alpha.
         rule: from :func:`.rule.resolve_rule`.
         normalise_qk: scale q and k to unit length.
         allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
         recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
             ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
-        recompute_rule: compute all inputs of the rule, its output and the inverses of its chunks
-            again in the backward. This saves ``2 (G K + 2 H V + 64 H) + 8 H`` bytes per token in
-            bf16 and costs about one more forward of the rule.
 
     Raises:
         ValueError: as :func:`..ops.parts.parts_of`; fp16 operands without ``normalise_qk``.
     """
+    sizes = HeadSizes.of(layout)
     require_even_groups(sizes.key_heads, sizes.value_heads)
     if rule.operand_dtype is not None and not normalise_qk:
         raise ValueError(
@@ -73,5 +72,5 @@ def gdn_parts(
     return parts_of(
         gdn_table(sizes, normalise_qk, allow_neg_eigval), rows,
         (conv_weight, conv_bias, A_log, dt_bias),
-        rule=rule, again=again, run_again=recompute_rule, **others,
+        rule=rule, again=again, **others,
     )  # fmt: skip

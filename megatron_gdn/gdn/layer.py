@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.core import __version__ as megatron_version
 from megatron.core.process_groups_config import ProcessGroupCollection
@@ -13,13 +13,9 @@ from torch import Tensor
 
 from ..compat.observe import warn_of_untested
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import computed_again
 from ..mixers.base import MixerSubmodules
 from ..mixers.loader_layout import AUTO
-from ..mixers.micro_batch import MicroBatch
-from ..mixers.out_norm import norm_of
-from ..ops.delta_rule.base import HeadSizes
 from ..ops.parts import Parts
 from ..ops.readout.base import ACTIVATIONS
 from .front import gdn_parts
@@ -167,20 +163,12 @@ class GatedDeltaNet(UpstreamNames):
             cp_ranks_per_machine=cp_ranks_per_machine, again=again,
         )  # fmt: skip
 
-    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
-        scheme = batch.scheme
-        conv = self.conv_parameters_after_hooks(rows, scheme.layout)
+    def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
         return gdn_parts(
             rows,
-            *local_parameters(scheme, *conv, *self.fp32_parameters()),
-            sizes=HeadSizes.of(scheme.layout),
-            rule=batch.rule,
-            norm=norm_of(
-                self.out_norm, self.norm_group, scheme.layout, self.output_gate_activation
-            ),
+            *parameters,
             normalise_qk=self.use_qk_l2norm,
             allow_neg_eigval=self.allow_neg_eigval,
             recompute_qkv=self.recompute_qkv,
-            recompute_rule=self.recompute_rule and self.training,
-            gates=gates,
+            **given,
         )

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import computed_again
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.loader_layout import AUTO
-from ..mixers.micro_batch import MicroBatch
-from ..mixers.out_norm import norm_of
 from ..mixers.tensor_parallel import ConvModule
 from ..ops.parts import Parts
 from .front import gdn2_parts
@@ -58,6 +55,7 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
 
     recurrence: ClassVar[str] = "GDN-2"
     in_layer_graphs: ClassVar[bool] = True
+    decay_section: ClassVar[str | None] = "f"
     dt_init_range = (0.001, 0.1)
     dt_init_floor = 1e-4
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
@@ -97,17 +95,6 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
             linear_cp_mode=linear_cp_mode, cp_ranks_per_machine=cp_ranks_per_machine, again=again,
         )  # fmt: skip
 
-    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
-        scheme = batch.scheme
-        conv = self.conv_parameters_after_hooks(rows, scheme.layout)
-        return gdn2_parts(
-            rows,
-            *local_parameters(scheme, *conv, *self.fp32_parameters(), of="f"),
-            layout=scheme.layout,
-            rule=batch.rule,
-            norm=norm_of(self.out_norm, self.norm_group, scheme.layout),
-            normalise_qk=self.use_qk_l2norm,
-            recompute_qkv=self.recompute_qkv,
-            run_again=self.recompute_rule and self.training,
-            gates=gates,
-        )
+    def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
+        given |= {"normalise_qk": self.use_qk_l2norm, "recompute_qkv": self.recompute_qkv}
+        return gdn2_parts(rows, *parameters, **given)

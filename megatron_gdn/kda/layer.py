@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -17,12 +17,9 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import computed_again
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.loader_layout import AUTO
-from ..mixers.micro_batch import MicroBatch
-from ..mixers.out_norm import norm_of
 from ..ops.parts import Parts
 from .front import kda_parts
 from .rule import choose_kda
@@ -84,6 +81,7 @@ class KimiDeltaAttention(RecurrentMixer):
     stays_wide: ClassVar[bool] = True
     in_layer_graphs: ClassVar[bool] = True
     dt_init_range = (0.001, 0.1)
+    output_gate_activation = "sigmoid"
     split_by_heads: ClassVar[tuple[str, ...]] = ("f_b_weight", "z_b_weight")
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
@@ -163,17 +161,8 @@ class KimiDeltaAttention(RecurrentMixer):
             sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
         return torch.cat(sections, -1)
 
-    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
-        scheme = batch.scheme
-        return kda_parts(
-            rows,
-            *local_parameters(scheme, *self.conv_parameters, *self.fp32_parameters()),
-            layout=scheme.layout,
-            rule=batch.rule,
-            norm=norm_of(self.out_norm, self.norm_group, scheme.layout, "sigmoid"),
-            lower_bound=self.gate_lower_bound,
-            run_again=self.recompute_rule and self.training,
-        )
+    def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
+        return kda_parts(rows, *parameters, lower_bound=self.gate_lower_bound, **given)
 
     def _add_others(self) -> None:
         for gate, rank in self.global_dims.ranks.items():

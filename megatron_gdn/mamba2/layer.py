@@ -19,12 +19,10 @@ from megatron.core.transformer.utils import (
 from torch import Tensor, nn
 
 from ..context_parallel import LinearCpMode, Scheme, SequenceLayout
-from ..context_parallel.scheme import local_parameters
 from ..mixers.arguments import ConfigFields
 from ..mixers.base import RecurrentMixer
 from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
 from ..mixers.loader_layout import AUTO
-from ..mixers.micro_batch import MicroBatch
 from ..mixers.tensor_parallel import device_for, mark_sharded
 from ..ops.aligned import by_token
 from ..ops.parts import GatedNorm, Parts
@@ -183,17 +181,8 @@ class Mamba2Mixer(RecurrentMixer):
         if self.rmsnorm:
             self.norm.weight.fill_(1)
 
-    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
-        scheme = batch.scheme
-        return mamba2_parts(
-            rows,
-            *local_parameters(scheme, *self.conv_parameters, *self.fp32_parameters()),
-            layout=scheme.layout,
-            rule=batch.rule,
-            norm=self._norm_for(scheme),
-            dt_limit=self.dt_limit,
-            gates=gates,
-        )
+    def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
+        return mamba2_parts(rows, *parameters, dt_limit=self.dt_limit, **given)
 
     @property
     def gates_own_rows(self) -> bool:

@@ -20,11 +20,12 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..compat.observe import log_once, span
-from ..context_parallel import LinearCpMode, SequenceLayout
+from ..context_parallel import LinearCpMode, Scheme, SequenceLayout
+from ..context_parallel.scheme import local_parameters
 from ..ops.autograd import uncompiled
 from ..ops.layout import layout_of_in_proj
 from ..ops.mixer import mix
-from ..ops.parts import Parts
+from ..ops.parts import GatedNorm, Parts
 from ..ops.readout.base import SplitReadout
 from ..ops.recompute import RefilledOutput, saved_tensors_are_hooked
 from ..ops.rules.base import Rule
@@ -50,6 +51,7 @@ from .generation import GeneratingMixer
 from .graphs import in_layer_graph, refuse_packed
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
+from .out_norm import norm_of
 from .precision import ShardedApart
 from .tensor_parallel import FollowsGroups, OwnParameters, mark_packed
 
@@ -74,10 +76,11 @@ class RecurrentMixer(
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A subclass defines :meth:`parts`. Its constructor calls this one, sets its options, and calls
-    :meth:`_build`. ``dims`` are the sizes of the whole mixer: ``hidden_size``, ``conv_kernel_dim``,
-    the ``layout`` of a projection row, the ``state`` of the heads, the ``in_proj_layout`` if
-    in_proj has other columns than the row. ``dims.shard(n)`` are the sizes of one of n ranks.
+    A subclass defines :meth:`make_parts`. Its constructor calls this one, sets its options, and
+    calls :meth:`_build`. ``dims`` are the sizes of the whole mixer: ``hidden_size``,
+    ``conv_kernel_dim``, the ``layout`` of a projection row, the ``state`` of the heads, the
+    ``in_proj_layout`` if in_proj has other columns than the row. ``dims.shard(n)`` are the sizes of
+    one of n ranks.
     """
 
     in_proj: Any
@@ -91,6 +94,8 @@ class RecurrentMixer(
     use_muon: ClassVar[bool] = True  # whether Muon updates in_proj by sections; if not, Adam does
     in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
     stays_wide: ClassVar[bool] = False  # whether FP8 in in_proj is refused, as it makes the gates
+    decay_section: ClassVar[str | None] = None  # whose heads decay; None: the heads of the states
+    output_gate_activation: str = "silu"  # of the section z
     gates_own_rows: bool = False  # whether the readout runs after `close`, on this rank's own rows
     recompute_whole: bool = False  # whether training keeps only the layer's input
     recompute_norm_out: bool = False  # whether the backward computes out_proj's input again
@@ -256,9 +261,30 @@ class RecurrentMixer(
             mixed = readout.call(mixed, rows if own is None else own)
         return mixed, refilled
 
-    def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
+    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
         """The parts of this mixer for rows ``[S, B, p]`` that ``batch.passage`` has opened."""
+        scheme, own = batch.scheme, (*self.conv_parameters, *self.fp32_parameters())
+        return self.make_parts(
+            rows,
+            *local_parameters(scheme, *own, of=self.decay_section),
+            layout=scheme.layout,
+            rule=batch.rule,
+            norm=self._norm_for(scheme),
+            run_again=self.recompute_rule and self.training,
+            gates=gates,
+        )
+
+    def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
+        """Add this mixer's settings to the arguments of :func:`..ops.parts.parts_of`.
+
+        ``parameters`` are the convolution's weight and bias and the fp32 parameters; ``given`` are
+        the other arguments and ``layout``, the columns of ``rows``.
+        """
         raise NotImplementedError
+
+    def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
+        activation = self.output_gate_activation
+        return norm_of(self.out_norm, self.norm_group, scheme.layout, activation)
 
     @property
     def config(self) -> TransformerConfig:

@@ -11,16 +11,13 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Sequence
-from dataclasses import replace
 from functools import wraps
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar
 
 import torch
 from megatron.core.dist_checkpointing import ShardedTensor
-from megatron.core.dist_checkpointing.mapping import ReplicaId, ShardedTensorFactory
+from megatron.core.ssm.mamba_mixer import _split_tensor_factory
 from megatron.core.transformer.utils import (
-    cat_with_oom_fallback,
     ensure_metadata_has_dp_cp_group,
     make_sharded_tensors_for_checkpoint,
     sharded_state_dict_default,
@@ -29,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
-from ..compat.checkpoints import read_upstream_bias
+from ..compat.checkpoints import also_from_upstream
 from ..ops.layout import layout_of_in_proj
 from .precision import NOT_BY_SECTION
 
@@ -39,46 +36,6 @@ _ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
 _PEFT_ROWS = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
 # Tensors with these rows that megatron-core's layer stores without sections.
 _WHOLE_UPSTREAM = ("in_proj.bias", *_ADAPTER_ROWS)
-
-
-def _split_tensor_factory(
-    orig_sh_ten: ShardedTensor,
-    split_sections: Sequence[int],
-    split_names: Sequence[str],
-    split_dim: int,
-) -> ShardedTensorFactory:
-    """Store one rank's shard as one tensor per section; a section's name is appended to its key.
-
-    Source: the contract of the function of this name in ``megatron.core.ssm.utils``.
-    """
-    template = orig_sh_ten.without_data()
-    size = template.local_shape[split_dim]
-    if sum(split_sections) != size or len(split_sections) != len(split_names):
-        raise ValueError(
-            f"{orig_sh_ten.key}: sections {dict(zip(split_names, split_sections, strict=False))} "
-            f"must add up to its dimension {split_dim}, which has {size} rows on this rank."
-        )
-
-    @torch.no_grad()
-    def build(
-        key: str, tensor: Tensor, replica_id: ReplicaId, flattened_range: slice | None
-    ) -> list[ShardedTensor]:
-        given = {"replica_id": replica_id, "flattened_range": flattened_range}
-        whole = replace(template, key=key, data=tensor, dtype=tensor.dtype, **given)
-        parts, start = [], 0
-        for section, name in zip(split_sections, split_names, strict=True):
-            for part in whole.narrow(split_dim, start, section):
-                part.key = f"{key}.{name}"
-                parts.append(part)
-            start += section
-        if key.endswith(_WHOLE_UPSTREAM):
-            read_upstream_bias(key, parts)
-        return parts
-
-    data, builder = cast(Tensor, orig_sh_ten.data), cast(Any, build)  # a list is legal too
-    return ShardedTensorFactory(
-        orig_sh_ten.key, data, builder, cat_with_oom_fallback, orig_sh_ten.replica_id
-    )
 
 
 # Keys in files of the convolution's parameters in a mixer without a conv1d module, such as
@@ -150,7 +107,11 @@ class ShardedBySections(nn.Module):
             else:
                 continue
             if isinstance(tensor, ShardedTensor):
-                result[key] = _split_tensor_factory(tensor, *sections, 0)
+                widths, names = map(list, sections)
+                stored = _split_tensor_factory(tensor, widths, names, 0)
+                if name.endswith(_WHOLE_UPSTREAM):
+                    stored.build_fn = also_from_upstream(stored.build_fn)
+                result[key] = stored
         return result
 
     def _save_to_state_dict(

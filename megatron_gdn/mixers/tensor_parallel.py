@@ -19,9 +19,10 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor, nn
 
 from ..compat.observe import log_once
-from ..ops.layout import Layout, layout_of_in_proj
+from ..ops.layout import layout_of_in_proj
+from ..ops.parts import Parts
 from .hooks import has_hooks, require_plain_conv, run_pre_hooks
-from .micro_batch import MicroBatches
+from .micro_batch import MicroBatch, MicroBatches
 from .precision import mark_keep_in_fp32, shard_apart_in_megatron
 from .tensor_map import take_share
 
@@ -293,14 +294,15 @@ class ConvModule(nn.Module):
         """Weight ``[C, 1, W]`` and bias ``[C]`` or None."""
         return self.conv1d.weight, self.conv1d.bias
 
-    def conv_parameters_after_hooks(self, rows: Tensor, layout: Layout) -> tuple[Any, Any]:
-        """``conv_parameters`` for a forward over ``rows``, after the hooks of ``conv1d``."""
+    def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
+        """The parts of this mixer, after the hooks of ``conv1d``."""
         conv = self.conv1d
         require_plain_conv(conv)
         if has_hooks(conv):  # before any parameter is read
-            columns = layout.conv_columns
+            columns = batch.scheme.layout.conv_columns
             run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
-        return conv.weight, conv.bias
+        mixer: Any = super()
+        return mixer.parts(rows, batch, gates)
 
 
 class FollowsGroups(nn.Module):

@@ -105,7 +105,8 @@ class Kind:
 
 def gdn_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
     def make(rows, parameters, rule, **options):
-        return gdn_rows(rows, *parameters.own, sizes, rule=rule, norm=parameters.norm, **options)
+        layout = sizes.layout
+        return gdn_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm, **options)
 
     draw = partial(_draw, sizes.layout, taps, [sizes.value_heads] * 2, sizes.value_dim, 1e-6)
     return Kind("gdn", sizes.layout, PlainRule(), draw, make)

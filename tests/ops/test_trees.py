@@ -21,7 +21,7 @@ SIZES = HeadSizes(1, 2, 4, 3)
 def run(leaves, rows, documents, recompute=False):
     _, weight, bias, A_log, dt_bias, gamma = leaves
     parts = gdn_parts(
-        rows, weight, bias, A_log, dt_bias, SIZES,
+        rows, weight, bias, A_log, dt_bias, SIZES.layout,
         rule=plain_rule(SIZES), norm=GatedNorm(gamma), recompute_qkv=recompute,
     )  # fmt: skip
     return mix(rows, parts, Neighbours(documents))

@@ -16,7 +16,7 @@ from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShard
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from megatron.core.optimizer.optimizer import Float16OptimizerWithFloat16Params
 
-from megatron_gdn.compat.checkpoints import pad_between_buckets, store_empty_shares
+from megatron_gdn.compat.checkpoints import cut_without_padding, store_empty_shares
 from megatron_gdn.compat.mixed_dtype_optimizers import (
     repair_mixed_dtype_optimizers,
     restore_mixed_dtype_optimizers,
@@ -226,22 +226,6 @@ def test_a_repaired_optimizer_is_left_alone():
     from megatron_gdn.compat import mixed_dtype_optimizers as ours
 
     calls = []
-
-    def repaired(self, model_sharded_state_dict, is_loading=False, metadata=None):
-        calls.append([len(group) for group in self.float16_groups])
-        state = list(model_sharded_state_dict.values())
-        named = {
-            index: {"exp_avg": type("Named", (), {"key": f"optimizer.state.exp_avg.{t.key}"})}
-            for index, t in enumerate(state)
-        }
-        return {"optimizer": {"state": named}, "mine": True}
-
-    with parallel():
-        optimizer = build(FLOAT16).megatron_optimizer
-        assert ours._forgets_fp32_parameters(repaired, torch.device("cpu")) is False
-        state = ours._store_all_parameters(repaired, optimizer, {})
-        assert state["mine"] and ours._FP32_KEY not in state
-        assert calls[-1] == [len(group) for group in optimizer.float16_groups]
     with parallel():
         sharded = build("fully_reshardable").megatron_optimizer
         order = sharded.model_param_group_index_map
@@ -255,7 +239,7 @@ def test_a_repaired_optimizer_is_left_alone():
 
 
 def test_a_repaired_optimizer_gets_states_without_padding():
-    saved = partial(pad_between_buckets, _cut_without_padding)
+    saved = partial(cut_without_padding, _cut_without_padding)
     kind, sizes = (torch.float32, torch.float32), {"a": (0, 3, 0), "b": (128, 130, 1)}
     buckets = [
         SimpleNamespace(grad_data=torch.zeros(128), numel_unpadded=n, offset=at)

@@ -24,8 +24,6 @@ from ...kda.rule import choose_kda
 from ...kda.sizes import KDADims
 from ...mixers.hooks import has_hooks
 from ...mixers.micro_batch import ChooseRule
-from ...ops.delta_rule.base import HeadSizes
-from ...ops.layout import Layout
 from ...ops.parts import Parts
 from ...ops.readout.base import ACTIVATIONS
 
@@ -45,12 +43,8 @@ def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
         choose_rule, options.backend, dims.heads, operands=options.rule_operands, normalise_qk=True
     )
     negative = getattr(module, "allow_neg_eigval", False)
-
-    def parts(rows: Tensor, *parameters: Any, layout: Layout, **how: Any) -> Parts:
-        how |= {"allow_neg_eigval": negative, "recompute_qkv": options.recompute_qkv}
-        return gdn_parts(rows, *parameters, sizes=HeadSizes.of(layout), **how)
-
-    return Mixer(dims, rule, parts, {})
+    how = {"allow_neg_eigval": negative, "recompute_qkv": options.recompute_qkv}
+    return Mixer(dims, rule, partial(gdn_parts, **how), {})
 
 
 def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
