@@ -55,22 +55,10 @@ def main(arguments: list[str]) -> int:
     # Python imports from the script's folder first: a script in a clone gets the clone's Megatron.
     sys.path[0] = str(path.parent)
     import_module("megatron_gdn.enable")
-    _warn_of_a_slow_rule()
     if "megatron.training" in path.read_text(encoding="utf-8", errors="ignore"):
         import_module("megatron_gdn.models.stack").count_in_megatron()
     runpy.run_path(str(path), run_name="__main__")
     return 0
-
-
-def _warn_of_a_slow_rule() -> None:
-    """Choose the rule for bf16 heads of 128 dims; the choice warns if the rule is slow."""
-    import torch
-
-    from .gdn.rule import resolve_rule
-    from .ops.delta_rule.base import HeadSizes
-
-    if torch.cuda.is_available():
-        resolve_rule(device="cuda", dtype=torch.bfloat16, sizes=HeadSizes(2, 4, 128, 128))
 
 
 if __name__ == "__main__":

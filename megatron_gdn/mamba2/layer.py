@@ -23,6 +23,7 @@ from ..mixers.arguments import ConfigFields
 from ..mixers.base import RecurrentMixer
 from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
 from ..mixers.loader_layout import AUTO
+from ..mixers.out_norm import PLAIN_FORWARDS, is_plain
 from ..mixers.tensor_parallel import device_for, mark_sharded
 from ..ops.aligned import by_token
 from ..ops.parts import GatedNorm, Parts
@@ -187,7 +188,10 @@ class Mamba2Mixer(RecurrentMixer):
     @property
     def gates_own_rows(self) -> bool:
         """Whether the norm is called as a module, because the kernels compute another function."""
-        return self.rmsnorm and not is_plain_grouped_norm(self.norm, self.ngroups_local_tp)
+        if not self.rmsnorm:
+            return False
+        plain = is_plain(self.norm) and only_waits_for_parameters(self.norm)
+        return not plain or self.norm.groups != self.ngroups_local_tp
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
         """The norm for rows of this scheme; None without ``rmsnorm``.
@@ -252,19 +256,4 @@ class GroupedRMSNorm(nn.Module):
         )
 
 
-_PLAIN_FORWARD = GroupedRMSNorm.forward
-
-
-def is_plain_grouped_norm(norm: nn.Module, groups: int) -> bool:
-    """Whether the kernels may compute ``norm`` over ``groups`` groups without calling the module.
-
-    A module of another class, with a replaced ``forward`` or with hooks that do more than wait for
-    parameters must be called.
-    """
-    return (
-        type(norm) is GroupedRMSNorm
-        and "forward" not in vars(norm)
-        and GroupedRMSNorm.forward is _PLAIN_FORWARD
-        and norm.groups == groups
-        and only_waits_for_parameters(norm)
-    )
+PLAIN_FORWARDS[GroupedRMSNorm] = GroupedRMSNorm.forward

@@ -20,19 +20,20 @@ from ..ops.readout.base import SplitReadout, readout_by_module
 from .hooks import has_hooks, only_waits_for_parameters, parameters_waited_for, wait_for_parameters
 
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
-_PLAIN_FORWARDS = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
+# Norms that the kernels compute, each with its own forward; a mixer may add its norm.
+PLAIN_FORWARDS: dict[type, Any] = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
 
 
-def _is_plain(module: Any) -> bool:
-    """Whether ``out_norm`` computes what the kernels compute."""
+def is_plain(module: Any) -> bool:
+    """Whether a norm computes what the kernels compute."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
         return False
     cls = type(module)  # a subclass may compute another function
     if "forward" in vars(module):
         return False
-    if cls in _PLAIN_FORWARDS:
-        return cls.forward is _PLAIN_FORWARDS[cls]
+    if cls in PLAIN_FORWARDS:
+        return cls.forward is PLAIN_FORWARDS[cls]
     if cls.__name__ != "RMSNorm":
         return False
     return all(one.__module__.split(".")[0] == "transformer_engine" for one in (cls, cls.forward))
@@ -45,7 +46,7 @@ def norm_of(
 
     The gradients of the norm's parameters are summed over ``group``.
     """
-    plain, hooked = _is_plain(module), has_hooks(module)
+    plain, hooked = is_plain(module), has_hooks(module)
     if plain and hooked and (plain := only_waits_for_parameters(module)):
         wait_for_parameters(module)
     if plain:

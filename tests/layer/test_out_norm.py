@@ -9,7 +9,7 @@ from torch import nn
 
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.hooks import only_waits_for_parameters
-from megatron_gdn.mixers.out_norm import _is_plain
+from megatron_gdn.mixers.out_norm import is_plain
 from tests.distributed.layer_laws import build_layer, randomise_
 from tests.parallel import assert_close, make_config
 
@@ -130,17 +130,17 @@ def test_transformer_engines_norm_is_known_by_its_exact_class():
 
     theirs = cls("RMSNorm")
 
-    def is_plain(norm_class):
+    def computed_by_kernels(norm_class):
         norm = norm_class()
         norm.weight, norm.eps = nn.Parameter(torch.ones(12)), 1e-5
-        return _is_plain(norm) and only_waits_for_parameters(norm)
+        return is_plain(norm) and only_waits_for_parameters(norm)
 
-    assert is_plain(theirs)
-    assert not is_plain(cls("RMSNorm", theirs, "somebody.else"))
-    assert not is_plain(cls("FusedResidualRMSNorm", theirs))
-    assert not is_plain(cls("LayerNorm"))
+    assert computed_by_kernels(theirs)
+    assert not computed_by_kernels(cls("RMSNorm", theirs, "somebody.else"))
+    assert not computed_by_kernels(cls("FusedResidualRMSNorm", theirs))
+    assert not computed_by_kernels(cls("LayerNorm"))
     theirs.forward = lambda self, x: x
-    assert not is_plain(theirs)
+    assert not computed_by_kernels(theirs)
 
 
 @pytest.mark.parametrize("keywords", [False, True])
