@@ -1,4 +1,4 @@
-"""Convert one Gated DeltaNet's tensors from Hugging Face to Megatron, also cut, and back.
+"""The weights of a Gated DeltaNet in Hugging Face's files and in Megatron.
 
 Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugging Face stores the
 projections "interleaved" (Qwen3-Next: for each key head [q | k | v of its value heads | z]), "flat"
@@ -12,20 +12,12 @@ layers with `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import torch
 from torch import Tensor
 
-from ..mixers.tensor_map import (
-    TensorMap,
-    by_group,
-    conv_map,
-    hf_from_ranks,
-    mapped,
-    ranks_from_hf,
-)
+from ..mixers.tensor_map import TensorMap, by_group, conv_map, mapped
 from .sizes import GDNDims
 
 Storage = Literal["interleaved", "flat", "separate", "separate, one conv"]
@@ -100,54 +92,3 @@ def gdn_layer_maps(
         mapped(f"{p}out_norm.weight", gain, shift=-float(zero_centered_gamma)),
         mapped(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, dims.v_dim)}, 1),
     ]
-
-
-def gdn_layer_from_hf(
-    hf_state: Mapping[str, Tensor],
-    dims: GDNDims,
-    storage: Storage,
-    tp_size: int = 1,
-    zero_centered_gamma: bool = True,
-) -> list[dict[str, Tensor]]:
-    """Convert a ``linear_attn`` module's state dict to the layer's, one dict for each rank.
-
-    Args:
-        hf_state: the tensors of ``storage``: projections, convolution, ``A_log``, ``dt_bias``,
-            norm and output projection, in bf16, fp16, fp32 or fp64.
-        dims: the whole layer's sizes.
-        storage: how ``hf_state`` stores the projections.
-        tp_size: number of tensor-parallel ranks.
-        zero_centered_gamma: as in the Megatron config.
-
-    Returns:
-        Megatron parameter names to tensors: ``A_log`` and ``dt_bias`` fp32, a shifted
-        ``out_norm.weight`` fp32, all others in the file's dtype.
-
-    Raises:
-        ValueError: a tensor is missing, unknown or of the wrong shape or dtype, or ``tp_size``
-            does not divide the heads.
-    """
-    dims.shard(tp_size)
-    maps = gdn_layer_maps("", "", dims, storage, zero_centered_gamma)
-    return ranks_from_hf(maps, hf_state, tp_size, f"a {storage} layer")
-
-
-def gdn_layer_to_hf(
-    ranks: Sequence[Mapping[str, Tensor]],
-    dims: GDNDims,
-    storage: Storage,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-    originals: Mapping[str, Tensor] | None = None,
-    zero_centered_gamma: bool = True,
-) -> dict[str, Tensor]:
-    """The inverse of `gdn_layer_from_hf`.
-
-    Args:
-        ranks: one Megatron state dict for each tensor-parallel rank.
-        dims, storage, zero_centered_gamma: as in the import.
-        dtypes: the dtype of each Hugging Face tensor; default the original's, else Megatron's.
-        originals: Hugging Face tensors as imported (see `TensorMap.to_hf`). Only ``norm.weight``
-            needs its original to keep its bits.
-    """
-    maps = gdn_layer_maps("", "", dims, storage, zero_centered_gamma)
-    return hf_from_ranks(maps, ranks, dtypes, originals)

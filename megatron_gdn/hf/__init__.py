@@ -1,7 +1,7 @@
 """Weights to and from Hugging Face: Qwen3-Next, Qwen3.5, 3.6 and 3.8, dense and with experts.
 
 load_hf_weights, save_hf_weights                      a Megatron model of `build_model`
-X_layer_from_hf, X_layer_to_hf                        one layer; X is gdn, kda or mamba2
+layer_from_hf, layer_to_hf                            one layer, at any tensor-parallel size
 import_folder, export_folder                          Megatron's distributed checkpoints
 patch                                                 transformers' models, see `drop_in`
 """
@@ -10,9 +10,6 @@ from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    "..gdn.hf": ("gdn_layer_from_hf", "gdn_layer_to_hf"),
-    "..kda.hf": ("kda_layer_from_hf", "kda_layer_to_hf"),
-    "..mamba2.hf": ("mamba2_layer_from_hf", "mamba2_layer_to_hf"),
     ".build": ("build_model", "megatron_flags", "transformer_config"),
     ".drop_in.batch": ("ModelBatch", "context_parallel_share"),
     ".drop_in.families": ("plain_functions_on_cpu",),
@@ -25,6 +22,7 @@ _NAMES = {
         *("PackingLeak", "assert_no_packing_leak", "packing_reach"),
     ),
     ".folders": ("export_folder", "import_folder"),
+    ".layers": ("layer_from_hf", "layer_to_hf"),
     ".megatron_model": ("load_hf_weights", "save_hf_weights"),
     ".model_map": ("HFModelConfig", "parse_hf_config", "read_hf_config"),
     ".safetensors_files": ("Difference", "compare_folders"),

@@ -123,8 +123,8 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     if architecture is None:
         raise ValueError(
             f"unknown architecture {list(named)}; known: {', '.join(known)}. Linear-"
-            f"attention layers of other models convert one by one, see gdn_layer_from_hf and "
-            f"kda_layer_from_hf of megatron_gdn.hf."
+            f"attention layers of other models convert one by one, see layer_from_hf of "
+            f"megatron_gdn.hf."
         )
     text = config.get("text_config") or config
 

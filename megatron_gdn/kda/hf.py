@@ -1,4 +1,4 @@
-"""Convert one Kimi Delta Attention's tensors from Hugging Face to Megatron, also cut, and back.
+"""The weights of a Kimi Delta Attention in Hugging Face's files and in Megatron.
 
 Megatron's in_proj has the rows of :attr:`.sizes.KDADims.in_proj_layout`. Hugging Face has a tensor
 for each section. The projection of a gate has low rank (Kimi Linear, GLM 5 next: f_a_proj and
@@ -12,13 +12,9 @@ the bound of a bounded gate.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from typing import Literal
 
-import torch
-from torch import Tensor
-
-from ..mixers.tensor_map import TensorMap, conv_map, hf_from_ranks, mapped, ranks_from_hf
+from ..mixers.tensor_map import TensorMap, conv_map, mapped
 from .sizes import KDADims
 
 KDAFamily = Literal["kimi_linear", "glm5_next", "bailing_hybrid"]
@@ -64,38 +60,3 @@ def kda_layer_maps(
         if rank := dims.ranks[name]:
             maps.append(mapped(f"{p}{name}_b_weight", {key: (width, rank)}, 0))
     return maps
-
-
-def kda_layer_from_hf(
-    hf_state: Mapping[str, Tensor],
-    dims: KDADims,
-    family: KDAFamily,
-    tp_size: int = 1,
-    in_files: bool = True,
-    zero_centered_gamma: bool = True,
-) -> list[dict[str, Tensor]]:
-    """Convert a linear-attention module's tensors to the layer's, one dict for each rank.
-
-    ``dims``, ``family`` and ``in_files`` are as in :func:`kda_layer_maps`; the other arguments, the
-    result and the errors are those of :func:`..gdn.hf.gdn_layer_from_hf`.
-    """
-    dims.shard(tp_size)
-    maps = kda_layer_maps("", "", dims, family, in_files, zero_centered_gamma)
-    return ranks_from_hf(maps, hf_state, tp_size, f"a layer of {family}")
-
-
-def kda_layer_to_hf(
-    ranks: Sequence[Mapping[str, Tensor]],
-    dims: KDADims,
-    family: KDAFamily,
-    in_files: bool = True,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-    originals: Mapping[str, Tensor] | None = None,
-    zero_centered_gamma: bool = True,
-) -> dict[str, Tensor]:
-    """The inverse of :func:`kda_layer_from_hf`.
-
-    ``dtypes`` and ``originals`` are as in :func:`..gdn.hf.gdn_layer_to_hf`.
-    """
-    maps = kda_layer_maps("", "", dims, family, in_files, zero_centered_gamma)
-    return hf_from_ranks(maps, ranks, dtypes, originals)

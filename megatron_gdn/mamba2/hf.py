@@ -1,4 +1,4 @@
-"""Convert a Mamba2 mixer's tensors from Hugging Face (Mamba2, NemotronH) to Megatron, and back.
+"""The weights of a Mamba2 mixer in Hugging Face's files (Mamba2, NemotronH) and in Megatron.
 
 Both sides store the projection as rows z | x | B | C | dt and the convolution as x | B | C, with
 equal names except the convolution's. Tensors keep their bits, but ``A_log``, ``dt_bias`` and ``D``
@@ -7,12 +7,7 @@ become fp32. Every section is cut over the tensor-parallel ranks by itself.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-
-import torch
-from torch import Tensor
-
-from ..mixers.tensor_map import TensorMap, conv_map, hf_from_ranks, mapped, ranks_from_hf
+from ..mixers.tensor_map import TensorMap, conv_map, mapped
 from .sizes import Mamba2Dims
 
 
@@ -38,33 +33,3 @@ def mamba2_layer_maps(
         bias = {f"{hf}conv1d.bias": (layout.conv_width,)}
         maps.append(mapped(f"{p}conv1d_bias", bias, 0, sections=layout.conv_widths))
     return maps
-
-
-def mamba2_layer_from_hf(
-    hf_state: Mapping[str, Tensor], dims: Mamba2Dims, tp_size: int = 1
-) -> list[dict[str, Tensor]]:
-    """Convert a Hugging Face ``mixer``'s state dict to `megatron_gdn.Mamba2Mixer`'s, per rank.
-
-    Args:
-        hf_state: the state dict of a ``Mamba2Mixer`` or ``NemotronHMamba2Mixer`` of transformers,
-            with or without ``conv1d.bias``.
-        dims: the whole mixer's sizes.
-        tp_size: number of tensor-parallel ranks.
-
-    Raises:
-        ValueError: a tensor is missing, unknown (such as a bias of a projection) or of the wrong
-            shape or dtype, or ``tp_size`` does not divide the groups.
-    """
-    dims.shard(tp_size)
-    maps = mamba2_layer_maps("", "", dims, "conv1d.bias" in hf_state)
-    return ranks_from_hf(maps, hf_state, tp_size, "a Mamba2 mixer")
-
-
-def mamba2_layer_to_hf(
-    ranks: Sequence[Mapping[str, Tensor]],
-    dims: Mamba2Dims,
-    dtypes: Mapping[str, torch.dtype] | None = None,
-) -> dict[str, Tensor]:
-    """The inverse of `mamba2_layer_from_hf`; arguments as in :func:`..gdn.hf.gdn_layer_to_hf`."""
-    maps = mamba2_layer_maps("", "", dims, "conv1d_bias" in ranks[0])
-    return hf_from_ranks(maps, ranks, dtypes)

@@ -184,47 +184,6 @@ def bits_of(tensor: Tensor) -> Tensor:
     return tensor.contiguous().view(sizes[tensor.element_size()])
 
 
-def ranks_from_hf(
-    maps: Sequence[TensorMap], hf_state: Mapping[str, Tensor], tp_size: int, what: str
-) -> list[dict[str, Tensor]]:
-    """One state dict per rank; ``hf_state`` has exactly the maps' sources, ``what`` is a name."""
-    sources = {source.key: source for entry in maps for source in entry.sources}
-    if hf_state.keys() != sources.keys():
-        raise ValueError(
-            f"{what} has {sorted(sources)}; missing {sorted(sources.keys() - hf_state.keys())}, "
-            f"not known {sorted(hf_state.keys() - sources.keys())}."
-        )
-    for key, source in sources.items():
-        if tuple(hf_state[key].shape) != source.shape:
-            raise ValueError(
-                f"{key} has shape {tuple(hf_state[key].shape)}, but the layer's sizes ask for "
-                f"{source.shape}."
-            )
-    ranks: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
-    for entry in maps:
-        for source in entry.sources:
-            entry.check_dtype(hf_state[source.key].dtype, source.key, may_round=True)
-        full = entry.to_megatron([hf_state[source.key] for source in entry.sources])
-        for state, piece in zip(ranks, entry.shards(full, tp_size), strict=True):
-            state[entry.name] = piece
-    return ranks
-
-
-def hf_from_ranks(
-    maps: Sequence[TensorMap],
-    ranks: Sequence[Mapping[str, Tensor]],
-    dtypes: Mapping[str, torch.dtype] | None = None,
-    originals: Mapping[str, Tensor] | None = None,
-) -> dict[str, Tensor]:
-    """The inverse of `ranks_from_hf`; ``dtypes`` and ``originals`` as in `TensorMap.exported`."""
-    state: dict[str, Tensor] = {}
-    for entry in maps:
-        full = entry.unshard([rank[entry.name] for rank in ranks])
-        pieces = entry.exported(full, dtypes or {}, originals or {})
-        state |= {source.key: piece for source, piece in pieces.items()}
-    return state
-
-
 def conv_map(name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool) -> TensorMap:
     """The map of the convolution's weight, stored whole or by its sections q, k and v."""
     rows = {"": layout.conv_width}

@@ -12,7 +12,7 @@ from megatron.core import dist_checkpointing
 
 from megatron_gdn import Documents, Mamba2MixerSubmodules
 from megatron_gdn.context_parallel import MambaContextParallel, local_indices
-from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
+from megatron_gdn.hf import layer_from_hf, layer_to_hf
 from tests.distributed.mixers import (
     HIDDEN,
     LINEARS,
@@ -166,11 +166,11 @@ def test_weights_of_transformers_give_its_outputs_and_come_back_bit_for_bit(kind
     ours = build_mamba2(config_of(MAMBA_SIZES, **HF_SIZES), alone(), dt_limit=limit)
     state = theirs.state_dict()
     for tp in (1, 2):
-        ranks = mamba2_layer_from_hf(state, ours.global_dims, tp)
-        back = mamba2_layer_to_hf(ranks, ours.global_dims)
+        ranks = layer_from_hf(state, ours.global_dims, tp)
+        back = layer_to_hf(ranks, ours.global_dims)
         assert back.keys() == state.keys()
         assert all(torch.equal(back[key], tensor) for key, tensor in state.items())
-    ours.load_state_dict(mamba2_layer_from_hf(state, ours.global_dims)[0])
+    ours.load_state_dict(layer_from_hf(state, ours.global_dims)[0])
     x, weight = torch.randn(2, 40, 2, HIDDEN)
     one, other = (x.clone().requires_grad_() for _ in range(2))
     expected = theirs(one.transpose(0, 1)).transpose(0, 1)

@@ -16,7 +16,7 @@ from torch import nn
 
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
 from megatron_gdn.frameworks.slime import register_our_names
-from megatron_gdn.hf import gdn_layer_from_hf, read_hf_config
+from megatron_gdn.hf import layer_from_hf, read_hf_config
 from megatron_gdn.specs import gated_delta_net_spec
 from tests.frameworks import tiny_models
 from tests.frameworks.slime_laws import (  # which has SGLang's names
@@ -95,7 +95,7 @@ def test_each_tensor_parallel_rank_holds_its_heads_and_all_are_sent_as_published
         if ".layers.0.linear_attn." in key
     }
     model = read_hf_config(tmp_path)
-    expected = gdn_layer_from_hf(own, model.gdn, model.storage, tp_size=2)
+    expected = layer_from_hf(own, model.gdn, tp_size=2, storage=model.storage)
     found = pools(2).run(loaded_and_sent, name, tmp_path)
     for part, (held, sent) in zip(expected, found, strict=True):
         assert held.keys() == part.keys()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-from megatron_gdn.hf import load_hf_weights, mamba2_layer_from_hf, read_hf_config
+from megatron_gdn.hf import layer_from_hf, load_hf_weights, read_hf_config
 from megatron_gdn.inference.generate import generate
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.hf.model_laws import build_megatron, hf_model
@@ -78,7 +78,7 @@ def _mamba2_model(theirs, theirs_config):
         "decoder.final_norm.weight": body.norm_f.weight,
     }
     for n, layer in enumerate(body.layers):
-        (mixer,) = mamba2_layer_from_hf(
+        (mixer,) = layer_from_hf(
             layer.mixer.state_dict(), model.decoder.layers[n].mixer.global_dims
         )
         state |= {f"decoder.layers.{n}.mixer.{name}": x for name, x in mixer.items()}

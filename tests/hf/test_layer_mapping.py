@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from megatron_gdn.gdn.hf import gdn_layer_from_hf, gdn_layer_maps, gdn_layer_to_hf
-from megatron_gdn.hf import mamba2_layer_from_hf, mamba2_layer_to_hf
+from megatron_gdn.gdn.hf import gdn_layer_maps
+from megatron_gdn.hf import layer_from_hf, layer_to_hf
 from megatron_gdn.mamba2.hf import mamba2_layer_maps
 from megatron_gdn.mamba2.sizes import Mamba2Dims
 from tests.gdn_mixer import gdn_dims
@@ -55,9 +55,9 @@ def assert_same_file(given, expected):
 def test_file_to_shards_to_file_is_equal_in_bits_and_dtype(storage, ratio, tp_size, dtypes):
     dims = dims_of(value_heads_per_key_head=ratio)
     file, before = (random_file(dims, storage, dtypes) for _ in range(2))
-    ranks = gdn_layer_from_hf(file, dims, storage, tp_size)
+    ranks = layer_from_hf(file, dims, tp_size, storage=storage)
     assert_same_file(file, before)
-    back = gdn_layer_to_hf(ranks, dims, storage, dtypes_of(file))
+    back = layer_to_hf(ranks, dims, dtypes_of(file), storage=storage)
     if "norm.weight" in dtypes:
         # An fp32 gain below 1/2 has bits that fp32 cannot keep beside the 1: it needs its original.
         (norm,) = (key for key in file if key.endswith("norm.weight"))
@@ -92,15 +92,15 @@ def test_what_does_not_fit_is_named(change, tp_size, said):
     file = random_file(dims_of(), "flat") | change
     file = {key: tensor for key, tensor in file.items() if tensor is not None}
     with pytest.raises(ValueError, match=said):
-        gdn_layer_from_hf(file, dims_of(), "flat", tp_size)
+        layer_from_hf(file, dims_of(), tp_size, storage="flat")
 
 
 def test_ranks_that_disagree_on_a_replicated_tensor_are_refused():
     dims = dims_of()
-    ranks = gdn_layer_from_hf(random_file(dims, "flat"), dims, "flat", 2)
+    ranks = layer_from_hf(random_file(dims, "flat"), dims, 2, storage="flat")
     ranks[1]["out_norm.weight"] = ranks[1]["out_norm.weight"] + 1
     with pytest.raises(ValueError, match=r"out_norm.weight is replicated.*rank 1 differs"):
-        gdn_layer_to_hf(ranks, dims, "flat")
+        layer_to_hf(ranks, dims, storage="flat")
 
 
 def test_every_bf16_gain_survives_alone():
@@ -136,17 +136,17 @@ def mamba2_file(conv_bias=True, wide=()):
 @pytest.mark.parametrize("wide", [(), ("A_log", "D")], ids=["all bf16", "some fp32"])
 def test_mamba2s_file_to_shards_to_file_is_equal_in_bits_and_dtype(tp_size, conv_bias, wide):
     file = mamba2_file(conv_bias, wide)
-    ranks = mamba2_layer_from_hf(file, MAMBA2, tp_size)
+    ranks = layer_from_hf(file, MAMBA2, tp_size, conv_bias=conv_bias)
     for rank in ranks:
         assert {rank[name].dtype for name in ("A_log", "dt_bias", "D")} == {F32}
         assert rank["in_proj.weight"].shape == (MAMBA2.shard(tp_size).layout.width, 7)
-    assert_same_file(mamba2_layer_to_hf(ranks, MAMBA2, dtypes_of(file)), file)
+    assert_same_file(layer_to_hf(ranks, MAMBA2, dtypes_of(file), conv_bias=conv_bias), file)
 
 
 def test_mamba2s_rows_are_a_ranks_share_of_every_section():
     file = mamba2_file()
     sections = file["in_proj.weight"].split(MAMBA2.layout.widths)
-    for rank, state in enumerate(mamba2_layer_from_hf(file, MAMBA2, 2)):
+    for rank, state in enumerate(layer_from_hf(file, MAMBA2, 2)):
         expected = torch.cat([section.chunk(2)[rank] for section in sections])
         assert torch.equal(state["in_proj.weight"], expected)
 
@@ -160,4 +160,4 @@ def test_mamba2s_rows_are_a_ranks_share_of_every_section():
 )
 def test_what_does_not_fit_mamba2_is_named(change, tp_size, said):
     with pytest.raises(ValueError, match=said):
-        mamba2_layer_from_hf(mamba2_file() | change, MAMBA2, tp_size)
+        layer_from_hf(mamba2_file() | change, MAMBA2, tp_size)

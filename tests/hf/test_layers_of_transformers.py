@@ -8,10 +8,8 @@ from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn.gdn.sizes import GDNDims
 from megatron_gdn.hf import (
-    gdn_layer_from_hf,
-    gdn_layer_to_hf,
-    kda_layer_from_hf,
-    kda_layer_to_hf,
+    layer_from_hf,
+    layer_to_hf,
     parse_hf_config,
 )
 from megatron_gdn.kda.sizes import KDADims
@@ -71,29 +69,25 @@ class Mapping:
     """transformers' model, its first linear attention, and our maps of that."""
 
     def __init__(self, name: str) -> None:
-        family, self.kind, changes, self.options = LAYERS[name]
+        family, kind, changes, self.options = LAYERS[name]
         self.model = build(family, **changes)
         text = getattr(self.model.model, "language_model", self.model.model)
         if self.options is None:
             self.theirs = text.layers[0].linear_attn
             self.dims = GDNDims.from_config(self.model.config)
+            self.stored = {"storage": kind}
         else:
             self.theirs = text.layers[0].self_attn
             ranks = {key: value for key, value in self.options.items() if key.endswith("_rank")}
             self.dims = KDADims.of(make_config(**KDA_SIZES), **ranks)
+            self.stored = {"family": kind, "in_files": False}
         self.norm = next(x for x in ("o_norm", "norm") if hasattr(self.theirs, x))
 
     def read(self, state, tp_size=1, **options):
-        convert, more = gdn_layer_from_hf, {}
-        if self.options is not None:
-            convert, more = kda_layer_from_hf, {"in_files": False}
-        return convert(state, self.dims, self.kind, tp_size, **{**more, **options})
+        return layer_from_hf(state, self.dims, tp_size, **{**self.stored, **options})
 
     def write(self, ranks, **options):
-        convert, more = gdn_layer_to_hf, {}
-        if self.options is not None:
-            convert, more = kda_layer_to_hf, {"in_files": False}
-        return convert(ranks, self.dims, self.kind, **{**more, **options})
+        return layer_to_hf(ranks, self.dims, **{**self.stored, **options})
 
     def build_ours(self):
         """With transformers' weights; the norms of a Gated DeltaNet are zero-centred."""
@@ -195,23 +189,25 @@ def test_olmo_hybrids_files_have_the_layer_of_its_model(tmp_path):
     loaded = type(model).from_pretrained(tmp_path).state_dict()
     assert all(torch.equal(loaded[key], tensor) for key, tensor in model.state_dict().items())
     file = layer_in_the_file(tmp_path, "q_conv1d.weight")
-    ranks = gdn_layer_from_hf(file, dims, "separate", 2)
+    ranks = layer_from_hf(file, dims, 2, storage="separate")
     for rank, theirs in zip(ranks, mapping.read(mapping.theirs.state_dict(), 2), strict=True):
         assert_same_file(rank, theirs)
     originals = {"o_norm.weight": file["o_norm.weight"]}
-    assert_same_file(gdn_layer_to_hf(ranks, dims, "separate", originals=originals), file)
+    assert_same_file(layer_to_hf(ranks, dims, originals=originals, storage="separate"), file)
 
 
 @pytest.mark.parametrize("family", [OLMO, QWEN4])
 def test_a_whole_model_is_refused_with_what_converts_its_layers(family):
-    with pytest.raises(ValueError, match=rf"architecture \['{family}'\].*see gdn_layer_from_hf"):
+    with pytest.raises(ValueError, match=rf"architecture \['{family}'\].*see layer_from_hf"):
         parse_hf_config({"architectures": [family]})
 
 
 def test_what_does_not_fit_is_refused_by_name():
     mapping = Mapping("kimi")
     module = mapping.theirs.state_dict()
-    with pytest.raises(ValueError, match=r"a layer of kimi_linear has .*missing \['A_log'"):
+    with pytest.raises(
+        ValueError, match=r"family=.kimi_linear., in_files=True.* has .*missing \['A_log'"
+    ):
         mapping.read(module, in_files=True)
     with pytest.raises(ValueError, match="cannot split 4 key heads"):
         mapping.read(module, 3)

@@ -1,0 +1,103 @@
+"""Converts one layer's tensors between Hugging Face and Megatron."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..gdn.hf import gdn_layer_maps
+from ..gdn.sizes import GDNDims
+from ..kda.hf import kda_layer_maps
+from ..kda.sizes import KDADims
+from ..mamba2.hf import mamba2_layer_maps
+from ..mamba2.sizes import Mamba2Dims
+from ..mixers.tensor_map import TensorMap
+
+_MAPS: dict[type, Any] = {
+    GDNDims: gdn_layer_maps, KDADims: kda_layer_maps, Mamba2Dims: mamba2_layer_maps,
+}  # fmt: skip
+
+
+def layer_from_hf(
+    hf_state: Mapping[str, Tensor], dims: Any, tp_size: int = 1, **stored: Any
+) -> list[dict[str, Tensor]]:
+    """Convert a Hugging Face module's state dict to a layer's, one dict for each rank.
+
+    Args:
+        hf_state: the tensors of one Gated DeltaNet, Kimi Delta Attention or Mamba2 mixer (of Mamba2
+            or NemotronH), in bf16, fp16, fp32 or fp64.
+        dims: the whole layer's sizes: ``GDNDims``, ``KDADims`` or ``Mamba2Dims``.
+        tp_size: number of tensor-parallel ranks.
+        stored: how ``hf_state`` stores the layer, as keywords of :func:`..gdn.hf.gdn_layer_maps`
+            (``storage``), :func:`..kda.hf.kda_layer_maps` (``family``, ``in_files``) or
+            :func:`..mamba2.hf.mamba2_layer_maps` (``conv_bias``); and ``zero_centered_gamma``, as
+            in the Megatron config (default True; Mamba2 has none).
+
+    Returns:
+        Megatron parameter names to tensors: ``A_log``, ``dt_bias`` and ``D`` fp32, a shifted
+        ``out_norm.weight`` fp32, all others in the file's dtype.
+
+    Raises:
+        ValueError: a tensor is missing, unknown (such as a bias of a projection) or of the wrong
+            shape or dtype, or ``tp_size`` does not divide the heads or groups.
+    """
+    dims.shard(tp_size)
+    maps = _maps_of(dims, stored)
+    sources = {source.key: source for entry in maps for source in entry.sources}
+    if hf_state.keys() != sources.keys():
+        how = ", ".join(f"{name}={value!r}" for name, value in stored.items())
+        raise ValueError(
+            f"a layer of {type(dims).__name__}({how}) has {sorted(sources)}; missing "
+            f"{sorted(sources.keys() - hf_state.keys())}, not known "
+            f"{sorted(hf_state.keys() - sources.keys())}."
+        )
+    for key, source in sources.items():
+        if tuple(hf_state[key].shape) != source.shape:
+            raise ValueError(
+                f"{key} has shape {tuple(hf_state[key].shape)}, but the layer's sizes ask for "
+                f"{source.shape}."
+            )
+    ranks: list[dict[str, Tensor]] = [{} for _ in range(tp_size)]
+    for entry in maps:
+        for source in entry.sources:
+            entry.check_dtype(hf_state[source.key].dtype, source.key, may_round=True)
+        full = entry.to_megatron([hf_state[source.key] for source in entry.sources])
+        for state, piece in zip(ranks, entry.shards(full, tp_size), strict=True):
+            state[entry.name] = piece
+    return ranks
+
+
+def layer_to_hf(
+    ranks: Sequence[Mapping[str, Tensor]],
+    dims: Any,
+    dtypes: Mapping[str, torch.dtype] | None = None,
+    originals: Mapping[str, Tensor] | None = None,
+    **stored: Any,
+) -> dict[str, Tensor]:
+    """The inverse of `layer_from_hf`.
+
+    Args:
+        ranks: one Megatron state dict for each tensor-parallel rank.
+        dims, stored: as in the import.
+        dtypes: the dtype of each Hugging Face tensor; default the original's, else Megatron's.
+        originals: Hugging Face tensors as imported (see `TensorMap.to_hf`). Only the weight of a
+            shifted norm needs its original to keep its bits.
+    """
+    state: dict[str, Tensor] = {}
+    for entry in _maps_of(dims, stored):
+        full = entry.unshard([rank[entry.name] for rank in ranks])
+        pieces = entry.exported(full, dtypes or {}, originals or {})
+        state |= {source.key: piece for source, piece in pieces.items()}
+    return state
+
+
+def _maps_of(dims: Any, stored: dict[str, Any]) -> list[TensorMap]:
+    if type(dims) not in _MAPS:
+        raise TypeError(
+            f"dims is a {type(dims).__name__}; give the sizes of a layer with published weights: "
+            f"{', '.join(cls.__name__ for cls in _MAPS)}."
+        )
+    return _MAPS[type(dims)]("", "", dims, **stored)
