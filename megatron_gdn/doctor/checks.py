@@ -20,7 +20,7 @@ from ..ops.delta_rule.base import HeadSizes, RuleInputs
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
 from ..ops.obstacles import Obstacle, fla_package, flash_qla_package, installed_version
-from ..ops.rules.base import Rule
+from ..ops.rules.base import Bits, Rule
 from ..ops.rules.fla import why_not_callable
 
 # Extras with packages that run in training; the other extras serve development of the project.
@@ -125,7 +125,7 @@ def rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     choose = partial(resolve_rule, device=device, dtype=dtype, sizes=sizes)
-    choices = {"rule": choose(), "deterministic rule": choose(deterministic=True)}
+    choices = {"rule": choose(), "deterministic rule": choose(bits=Bits.DETERMINISTIC)}
     for subject, (rule, reason) in choices.items():
         slow = gpu and rule.name == "reference"
         yield Finding(subject, "note" if slow else "ok", f"{rule.name}: {reason}")

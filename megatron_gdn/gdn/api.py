@@ -12,7 +12,7 @@ from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs, check_rule_i
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
 from ..ops.elementwise import l2norm
-from ..ops.rules.base import Rule, Saved
+from ..ops.rules.base import Bits, Rule, Saved
 from ..ops.rules.token_rule import recurrence
 from .rule import RULES, resolve_rule
 
@@ -55,7 +55,7 @@ def gated_delta_rule(
             every document.
         chunk_size: tokens per chunk; changes only the rounding. Kernels take only 64.
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` or ``"auto"``, see
-            :func:`.rule.resolve_rule`, which gets ``deterministic=True`` under
+            :func:`.rule.resolve_rule`, which gets ``Bits.DETERMINISTIC`` under
             ``torch.use_deterministic_algorithms``; or ``"recurrent"``, the oracle token by token.
 
     Returns:
@@ -82,12 +82,13 @@ def gated_delta_rule(
     inputs = RuleInputs(query, key, value, g, beta)
     if backend == "recurrent":
         return recurrent_gated_delta_rule(*inputs, cu_seqlens=documents, **common)
+    deterministic = torch.are_deterministic_algorithms_enabled()
     rule = resolve_rule(
         backend,
         device=value.device,
         dtype=value.dtype,
         sizes=HeadSizes(key.shape[2], value.shape[2], key.shape[3], value.shape[3]),
-        deterministic=torch.are_deterministic_algorithms_enabled(),
+        bits=Bits.DETERMINISTIC if deterministic else Bits.FREE,
         operands="bf16",
     ).rule
     if rule.name == "reference":

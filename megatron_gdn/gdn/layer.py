@@ -19,7 +19,7 @@ from ..mixers.loader_layout import AUTO
 from ..ops.parts import Parts
 from ..ops.readout.base import ACTIVATIONS
 from .front import gdn_parts
-from .rule import choose_rule
+from .rule import resolve_rule
 from .sizes import GDNDims
 from .upstream_names import UpstreamNames
 
@@ -153,7 +153,7 @@ class GatedDeltaNet(UpstreamNames):
             allow_neg_eigval = getattr(config, "linear_allow_neg_eigval", False)
         self.allow_neg_eigval = bool(allow_neg_eigval)
         rule = partial(
-            choose_rule, backend, self.dims.heads, operands=rule_operands,
+            resolve_rule, backend, sizes=self.dims.heads, operands=rule_operands,
             normalise_qk=use_qk_l2norm,
         )  # fmt: skip
         H = self.dims.num_value_heads

@@ -74,7 +74,7 @@ def resolve_rule(
     device: torch.device | str,
     dtype: torch.dtype,
     sizes: HeadSizes,
-    deterministic: bool = False,
+    bits: Bits = Bits.FREE,
     operands: str = "fp16",
     normalise_qk: bool = True,
 ) -> Choice:
@@ -84,10 +84,11 @@ def resolve_rule(
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or ``"auto"``, the first
             backend of this list that runs here; if it is not flash_qla, the log says why, once. A
             name other than ``"auto"`` is never replaced by another.
-        deterministic: results repeat bit for bit, from run to run and process to process, and a
-            sequence's results do not depend on other sequences. ``"auto"`` takes flash_qla if this
-            combination was tested for repeatability, else the reference. fla is refused, since fla
-            picks its kernels by timing. ``"flash_qla"`` runs untested with a line in the log.
+        bits: with ``Bits.DETERMINISTIC`` results repeat bit for bit, from run to run and process to
+            process, and a sequence's results do not depend on other sequences. ``"auto"`` takes
+            flash_qla if this combination was tested for repeatability, else the reference. fla is
+            refused, since fla picks its kernels by timing. ``"flash_qla"`` runs untested with a
+            line in the log. ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
         operands: the dtype to which flash_qla and fla round operands of products in a bf16 layer:
             ``"fp16"``, or ``"bf16"`` with three bits less and more range (see :mod:`.half`). If
             fp16 would be more exact but cannot be used, ``reason`` says why.
@@ -95,26 +96,9 @@ def resolve_rule(
 
     Raises:
         ValueError: an unknown name, or a backend that these sizes, this dtype, this device or
-            ``deterministic`` rule out.
+            ``bits`` rule out.
         ImportError: the backend's package is missing, too old, or computes wrong results here.
     """
-    bits = Bits.DETERMINISTIC if deterministic else Bits.FREE
-    return choose_rule(
-        backend, sizes, device, dtype, bits, operands=operands, normalise_qk=normalise_qk
-    )
-
-
-def choose_rule(
-    backend: str,
-    sizes: HeadSizes,
-    device: torch.device | str,
-    dtype: torch.dtype,
-    bits: Bits,
-    *,
-    operands: str,
-    normalise_qk: bool,
-) -> Choice:
-    """:func:`resolve_rule` with any promise ``bits``, see :func:`..ops.rules.choice.choose`."""
     if operands not in ("fp16", "bf16"):
         raise ValueError(
             f"unknown rule_operands {operands!r} of the delta rule; use 'fp16' or 'bf16'."
@@ -129,10 +113,7 @@ def choose_rule(
         ),
         "fla": kernels_of_fla(FlaGDN, device, dtype, sizes.state),
     }
-    choice = choose(
-        backend, "Gated DeltaNet", kernels, PlainRule,
-        device=device, bits=bits,
-    )  # fmt: skip
+    choice = choose(backend, "Gated DeltaNet", kernels, PlainRule, device=device, bits=bits)
     rule, reason = choice
     if operands == "bf16" or rule.name == "reference" or dtype != torch.bfloat16:
         return choice  # bf16 was asked for, or the operands are at least as exact as fp16

@@ -81,7 +81,4 @@ def choose_kda(
             by_name=True,
         ),
     }  # fmt: skip
-    return choose(
-        backend, "Kimi Delta Attention", kernels, PlainRule,
-        device=device, bits=bits,
-    )  # fmt: skip
+    return choose(backend, "Kimi Delta Attention", kernels, PlainRule, device=device, bits=bits)

@@ -170,7 +170,7 @@ class MicroBatches:
         """The micro-batch for whole sequences of any length on this rank, as in generation."""
         key = device.type, dtype, self._bits()
         if key not in self._whole:
-            rule, reason = self._choose_rule(device, dtype, key[2])
+            rule, reason = self._choose_rule(device=device, dtype=dtype, bits=key[2])
             log_once(f"{self._mixer}: {self._recurrence} backend {rule.name!r} ({reason})")
             passage = Passage(stay, stay, ALONE)
             self._whole[key] = MicroBatch(None, 0, rule, Whole(self._layout), passage)

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from megatron.core.packed_seq_params import PackedSeqParams
 
 from megatron_gdn.context_parallel import agreement
-from megatron_gdn.gdn.rule import choose_rule
+from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.mixers.loader_layout import LoaderLayout
 from megatron_gdn.mixers.micro_batch import MicroBatches
 from megatron_gdn.ops.delta_rule.base import HeadSizes
@@ -108,7 +108,7 @@ def test_schemes_of_groups_that_went_are_not_kept():
     sizes, config = HeadSizes(2, 4, 4, 4), make_config()
     chooser = MicroBatches(
         config, sizes.layout, sizes.state, 4, None, LoaderLayout("zigzag", config), mode="auto",
-        choose_rule=partial(choose_rule, "reference", sizes, operands="bf16", normalise_qk=True),
+        choose_rule=partial(resolve_rule, "reference", sizes=sizes, operands="bf16"),
     )  # fmt: skip
     made = [dist.new_group(list(range(dist.get_world_size()))) for _ in range(20)]
     seen = []

@@ -158,7 +158,7 @@ def test_fp16_operands_equal_one_rank(lengths, mode):
     To twice 8 tensors' rounding to fp16 by 2^-12: each side has its own.
     """
     choice, rounded = Choice(HalfOperands(InHalf()), ""), replace(GDN, tolerance=2 * 8 * 2**-12)
-    with patch.object(layer_module, "choose_rule", lambda *_, **__: choice):
+    with patch.object(layer_module, "resolve_rule", lambda *_, **__: choice):
         parallel_equals_one_rank(rounded, 1, 2, lengths=lengths, mode=mode)
 
 

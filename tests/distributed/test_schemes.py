@@ -156,7 +156,7 @@ def chosen(
     rule = lambda *_, **__: Choice(FewHeads(), "a test")  # noqa: E731
     config = make_config(context_parallel_size=2, **(sizes or {}))
     config.linear_cp_mode = config_mode
-    patched = patch.object(layer_module, "choose_rule", rule)
+    patched = patch.object(layer_module, "resolve_rule", rule)
     with nullcontext() if most_heads is None else patched:
         layer = build_layer(config, groups_of_megatron(), options)
         return layer.micro_batches.of(None, _projection(layer, tokens // 2, dtype)).scheme.name

@@ -21,18 +21,17 @@ SIZES = HeadSizes(16, 32, 128, 128)
 
 
 def test_deterministic_refuses_fla_and_auto_takes_the_reference():
+    where = {"device": "cpu", "dtype": torch.bfloat16, "bits": Bits.DETERMINISTIC}
     with pytest.raises(ValueError, match="picks its kernels by timing"):
-        resolve_rule("fla", device="cpu", dtype=torch.bfloat16, sizes=SIZES, deterministic=True)
-    choice = resolve_rule(device="cpu", dtype=torch.bfloat16, sizes=SIZES, deterministic=True)
+        resolve_rule("fla", sizes=SIZES, **where)
+    choice = resolve_rule(sizes=SIZES, **where)
     assert choice.rule.name == "reference"
     assert choice.reason == "deterministic mode; not flash_qla: flash_qla runs on a GPU, not on cpu"
 
 
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_the_reference_may_always_be_asked_for(deterministic):
-    choice = resolve_rule(
-        "reference", device="cpu", dtype=torch.float64, sizes=SIZES, deterministic=deterministic
-    )
+@pytest.mark.parametrize("bits", [Bits.FREE, Bits.DETERMINISTIC])
+def test_the_reference_may_always_be_asked_for(bits):
+    choice = resolve_rule("reference", device="cpu", dtype=torch.float64, sizes=SIZES, bits=bits)
     assert choice == (choice.rule, "requested") and choice.rule.name == "reference"
 
 
@@ -54,7 +53,7 @@ def hopper(monkeypatch):
 
 def on_a_gpu(backend="auto", dtype=torch.bfloat16, sizes=SIZES):
     return resolve_rule(
-        backend, device="cuda", dtype=dtype, sizes=sizes, deterministic=True, operands="bf16"
+        backend, device="cuda", dtype=dtype, sizes=sizes, bits=Bits.DETERMINISTIC, operands="bf16"
     )
 
 
@@ -66,15 +65,7 @@ def test_deterministic_auto_takes_what_was_seen_to_repeat_in_its_batch_invariant
 
 def test_an_aligned_rule_is_flash_qla_where_it_was_seen_to_repeat_and_else_plain(hopper):
     def chosen(device="cuda", dtype=torch.bfloat16, sizes=SIZES, backend="auto"):
-        rule, _ = resolve.choose_rule(
-            backend,
-            sizes,
-            torch.device(device),
-            dtype,
-            Bits.ON_GRID,
-            operands="fp16",
-            normalise_qk=True,
-        )
+        rule, _ = resolve_rule(backend, sizes=sizes, device=device, dtype=dtype, bits=Bits.ON_GRID)
         assert rule.bits is Bits.ON_GRID and rule.batch_invariant and rule.operand_dtype is None
         return rule.name
 

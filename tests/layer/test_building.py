@@ -22,13 +22,13 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 @pytest.fixture
 def asked(monkeypatch):
     """What the delta rule was chosen for, in order."""
-    requests, choose = [], layer_module.choose_rule
+    requests, choose = [], layer_module.resolve_rule
 
-    def watched(backend, sizes, device, dtype, deterministic, **options):
-        requests.append((device.type, dtype, deterministic))
-        return choose(backend, sizes, device, dtype, deterministic, **options)
+    def watched(backend, *, device, dtype, bits, **options):
+        requests.append((device.type, dtype, bits))
+        return choose(backend, device=device, dtype=dtype, bits=bits, **options)
 
-    monkeypatch.setattr(layer_module, "choose_rule", watched)
+    monkeypatch.setattr(layer_module, "resolve_rule", watched)
     return requests
 
 

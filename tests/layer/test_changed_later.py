@@ -50,9 +50,9 @@ def test_a_config_in_deterministic_mode_counts():
     layer, modes = whole("gdn"), []
     choose = layer.micro_batches._choose_rule
 
-    def watched(device, dtype, deterministic, **options):
-        modes.append(deterministic)
-        return choose(device, dtype, deterministic, **options)
+    def watched(bits, **options):
+        modes.append(bits)
+        return choose(bits=bits, **options)
 
     layer.micro_batches._choose_rule = watched
     layer.config = copy.copy(layer.config)

@@ -7,9 +7,11 @@ from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops import gated_delta_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainForward
+from megatron_gdn.ops.rules.base import Bits
 from tests.ops.test_mixer import make_inputs, mixed_by
 
 SIZES = HeadSizes(2, 4, 8, 12)
+CHOICE = {"device": "cpu", "dtype": torch.float32, "sizes": SIZES, "bits": Bits.DETERMINISTIC}
 
 
 @pytest.fixture
@@ -22,7 +24,7 @@ def deterministic():
 def run(lengths=None):
     leaves, documents = make_inputs(SIZES, 130, bias=True, lengths=lengths)
     leaves = [x.detach().float().requires_grad_() for x in leaves]
-    rule = resolve_rule(device="cpu", dtype=torch.float32, sizes=SIZES, deterministic=True).rule
+    rule = resolve_rule(**CHOICE).rule
     y = mixed_by(rule, leaves, SIZES, documents)
     return y, *torch.autograd.grad(y.square().sum(), leaves)
 
@@ -42,7 +44,7 @@ def test_the_mixers_own_buffers_are_not_filled_and_the_setting_stays(determinist
     assert seen == [False, False]
     assert settings.fill_uninitialized_memory
     with pytest.raises(ValueError):
-        resolve_rule("fla", device="cpu", dtype=torch.float32, sizes=SIZES, deterministic=True)
+        resolve_rule("fla", **CHOICE)
     assert settings.fill_uninitialized_memory
 
 

@@ -12,12 +12,12 @@ import pytest
 import torch
 from packaging.requirements import Requirement
 
-from megatron_gdn import launch
 from megatron_gdn.doctor import checks
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops import obstacles
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.obstacles import warn_once
+from megatron_gdn.ops.rules.base import Bits
 
 pytestmark = pytest.mark.skipif(find_spec("flash_qla") is not None, reason="is installed")
 SIZES = HeadSizes(2, 4, 128, 128)
@@ -34,7 +34,7 @@ def hopper(monkeypatch):
 def test_it_is_told_once_in_a_process():
     with told() as found:
         assert resolve(dtype=torch.bfloat16).rule.name == "reference"
-        assert "pip install" in resolve(dtype=torch.bfloat16, deterministic=True).reason
+        assert "pip install" in resolve(dtype=torch.bfloat16, bits=Bits.DETERMINISTIC).reason
     assert len(found) == 1
 
 
@@ -50,16 +50,6 @@ def test_doctor_gives_the_line(monkeypatch):
         monkeypatch.setattr(checks, made, lambda *_: None)
     finding = next(checks.rules(SIZES, 100))
     assert finding.state == "note" and obstacles.PLAIN_ON_GPU in finding.text
-
-
-def test_launch_tells_before_the_script_runs(monkeypatch, tmp_path):
-    script = tmp_path / "train.py"
-    script.touch()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(sys, "argv", [])
-    monkeypatch.setattr(sys, "path", ["", *sys.path])
-    with told():
-        launch.main([str(script)])
 
 
 def test_enable_tells_it_without_waking_cuda(monkeypatch):

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ...gdn.front import gdn_parts
 from ...gdn.hf import PROJECTIONS, ba_rows, qkvz_rows
-from ...gdn.rule import choose_rule
+from ...gdn.rule import resolve_rule
 from ...gdn.sizes import GDNDims
 from ...kda.front import kda_parts
 from ...kda.rule import choose_kda
@@ -39,9 +39,7 @@ class Mixer(NamedTuple):
 
 def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
     dims = GDNDims.from_config(config)
-    rule = partial(
-        choose_rule, options.backend, dims.heads, operands=options.rule_operands, normalise_qk=True
-    )
+    rule = partial(resolve_rule, options.backend, sizes=dims.heads, operands=options.rule_operands)
     negative = getattr(module, "allow_neg_eigval", False)
     how = {"allow_neg_eigval": negative, "recompute_qkv": options.recompute_qkv}
     return Mixer(dims, rule, partial(gdn_parts, **how), {})
