@@ -30,27 +30,19 @@ from torch import Tensor, nn
 from ..command_line import Parser, heads
 from ..compat.observe import hide_import_notes
 from ..context_parallel import local_indices
+from ..mixers.padding import params_of
 
 CLIP = 0.2  # PPO and GRPO usually clip the ratio to 1 - 0.2 .. 1 + 0.2
 VOCABULARY, PATTERN = 512, "G-*-G-"
 
 
-class Precision(NamedTuple):
-    """The dtype of weights, inputs and activations, and the layer's ``rule_operands``."""
-
-    name: str
-    dtype: torch.dtype
-    operands: str = "fp16"
-
-
-def precisions() -> list[Precision]:
-    found = [Precision("fp32", torch.float32)]
-    if not torch.cuda.is_available():
-        return [*found, Precision("bf16", torch.bfloat16)]
-    return found + [
-        Precision(f"bf16, {operands} operands", torch.bfloat16, operands)
-        for operands in ("fp16", "bf16")
-    ]
+def precisions() -> dict[str, tuple[torch.dtype, str]]:
+    """Name -> dtype of weights, inputs and activations, and the layer's ``rule_operands``."""
+    half = {"bf16": "fp16"}
+    if torch.cuda.is_available():
+        half = {f"bf16, {operands} operands": operands for operands in ("fp16", "bf16")}
+    of_half = {name: (torch.bfloat16, operands) for name, operands in half.items()}
+    return {"fp32": (torch.float32, "fp16"), **of_half}
 
 
 class Row(NamedTuple):
@@ -117,7 +109,7 @@ def certificate(args: argparse.Namespace) -> list[Row]:
         _make_row(
             name, mode, cp, found[name, mode, cp], found[name, "fp64", 1], found[name, *cases[0]]
         )
-        for name in (precision.name for precision in precisions())
+        for name in precisions()
         for mode, cp in cases
     ]
 
@@ -174,10 +166,11 @@ def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     model_parallel_cuda_manual_seed(1234)
     held = local_indices(args.lengths, cp, rank)
+    packed = params_of("thd", args.lengths, None, max(args.lengths), device)
     modes, made = ["one rank", "fp64"] if cp == 1 else args.modes, {}
-    for precision, mode in product(precisions(), modes):
-        case = _Case(args, precision, mode, cp, held, device)
-        made[precision.name, mode] = _run_layer(case) | _run_policy(case)
+    for (name, precision), mode in product(precisions().items(), modes):
+        case = _Case(args, *precision, mode, cp, held, packed, device)
+        made[name, mode] = _run_layer(case) | _run_policy(case)
     torch.save(made, f"{folder}/{cp} {rank}.pt")
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
@@ -187,16 +180,18 @@ class _Case(NamedTuple):
     """One precision and scheme on one rank; ``held`` are the indices of the rank's tokens."""
 
     args: argparse.Namespace
-    precision: Precision
+    dtype: torch.dtype
+    operands: str
     mode: str
     cp: int
     held: Tensor
+    packed: Any
     device: torch.device
 
     def config(self) -> Any:
         from megatron.core.transformer.transformer_config import TransformerConfig
 
-        args, dtype = self.args, self.precision.dtype
+        args, dtype = self.args, self.dtype
         return TransformerConfig(
             num_layers=len(PATTERN), hidden_size=args.hidden, num_attention_heads=4,
             normalization="RMSNorm", context_parallel_size=self.cp, cp_comm_type="p2p",
@@ -210,7 +205,7 @@ class _Case(NamedTuple):
 
     def options(self) -> dict[str, str]:
         options = {} if self.mode in ("one rank", "fp64") else {"linear_cp_mode": self.mode}
-        return {**options, "rule_operands": self.precision.operands}
+        return {**options, "rule_operands": self.operands}
 
     def prepare(self, module: nn.Module) -> nn.Module:
         """Move ``module`` to the device; in mode "fp64" cast its rounded parameters to fp64."""
@@ -219,16 +214,6 @@ class _Case(NamedTuple):
             for parameter in module.parameters():
                 parameter.data = parameter.data.double()
         return module
-
-    def packed(self) -> Any:
-        from megatron.core.packed_seq_params import PackedSeqParams
-
-        lengths = self.args.lengths
-        offsets = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0).int().to(self.device)
-        return PackedSeqParams(
-            qkv_format="thd", cu_seqlens_q=offsets, cu_seqlens_kv=offsets,
-            max_seqlen_q=max(lengths), max_seqlen_kv=max(lengths),
-        )  # fmt: skip
 
 
 def _run_layer(case: _Case) -> dict[str, Tensor]:
@@ -240,11 +225,10 @@ def _run_layer(case: _Case) -> dict[str, Tensor]:
     torch.manual_seed(1)
     spec = gated_delta_net_spec("local", **case.options())
     built: Any = build_module(spec, case.config(), layer_number=1)
-    layer, rounded = case.prepare(built), case.precision.dtype
-    dtype = torch.float64 if case.mode == "fp64" else rounded
-    x, d_out = torch.randn(2, sum(case.args.lengths), 1, case.args.hidden).to(rounded).to(dtype)
+    layer, dtype = case.prepare(built), torch.float64 if case.mode == "fp64" else case.dtype
+    x, d_out = torch.randn(2, sum(case.args.lengths), 1, case.args.hidden).to(case.dtype).to(dtype)
     x = x[case.held].to(case.device).requires_grad_()
-    out, _ = layer(x, None, packed_seq_params=case.packed())
+    out, _ = layer(x, None, packed_seq_params=case.packed)
     out.backward(d_out[case.held].to(case.device))
     assert x.grad is not None
     made = {"output": out.detach().cpu(), "input gradient": x.grad.cpu()}
@@ -270,7 +254,7 @@ def _run_policy(case: _Case) -> dict[str, Tensor]:
     positions = torch.cat([torch.arange(length) for length in lengths])[None]
     shown, places = (x[:, held].to(case.device) for x in (tokens[:, :-1], positions))
     with torch.no_grad():
-        logits = model(shown, places, None, packed_seq_params=case.packed())
+        logits = model(shown, places, None, packed_seq_params=case.packed)
     return {"logits": logits[0].float().cpu(), "token": tokens[0, 1:][held]}
 
 
