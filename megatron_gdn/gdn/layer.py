@@ -100,7 +100,6 @@ class GatedDeltaNet(UpstreamNames):
 
     in_layer_graphs: ClassVar[bool] = True
     stored_by_section: ClassVar[bool] = True
-    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(
         self,

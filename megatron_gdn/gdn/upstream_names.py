@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
 
 import torch.nn.functional as F
 from torch import Tensor
@@ -27,8 +26,6 @@ class UpstreamNames(ConvModule, RecurrentMixer):
     global_dims: GDNDims
     dims: GDNDims
     use_qk_l2norm: bool
-    out_norm: Any
-    output_gate_activation: str
     allow_neg_eigval: bool
 
     def _name_sizes(self) -> None:

@@ -58,7 +58,6 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
     decay_section: ClassVar[str | None] = "f"
     dt_init_range = (0.001, 0.1)
     dt_init_floor = 1e-4
-    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(
         self,

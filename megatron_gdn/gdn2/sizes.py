@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from ..ops.delta_rule.base import HeadSizes, delta_layout
 from ..ops.delta_rule.sizes import LinearDims
 from ..ops.layout import Layout, Section
 
@@ -21,15 +22,10 @@ class GDN2Dims(LinearDims):
 @lru_cache(maxsize=64)
 def rows_of(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
     """Columns query | key | value | z | f | b | w: f gives the decay, b erases, w writes."""
-    return Layout(
-        (
-            Section("query", "key", key_dim, conv=True),
-            Section("key", "key", key_dim, conv=True),
-            Section("value", "value", value_dim, conv=True),
-            Section("z", "value", value_dim),
-            Section("f", "key", key_dim, gates=True),
-            Section("b", "key", key_dim, gates=True),
-            Section("w", "value", value_dim, gates=True),
-        ),
-        (("value", value_heads), ("key", key_heads)),
+    return delta_layout(
+        HeadSizes(key_heads, value_heads, key_dim, value_dim),
+        Section("z", "value", value_dim),
+        Section("f", "key", key_dim, gates=True),
+        Section("b", "key", key_dim, gates=True),
+        Section("w", "value", value_dim, gates=True),
     )

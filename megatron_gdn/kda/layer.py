@@ -83,7 +83,6 @@ class KimiDeltaAttention(RecurrentMixer):
     dt_init_range = (0.001, 0.1)
     output_gate_activation = "sigmoid"
     split_by_heads: ClassVar[tuple[str, ...]] = ("f_b_weight", "z_b_weight")
-    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
 
     def __init__(
         self,

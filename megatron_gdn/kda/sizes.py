@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any, ClassVar
 
+from ..ops.delta_rule.base import HeadSizes, delta_layout
 from ..ops.delta_rule.sizes import LinearDims
 from ..ops.layout import Layout, Section
 
@@ -58,16 +59,11 @@ class KDADims(LinearDims):
 
 
 @lru_cache(maxsize=64)
-def rows_of(key_heads: int, heads: int, key_dim: int, value_dim: int) -> Layout:
+def rows_of(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
     """Columns query | key | value | f | z | beta: f is the forget gate, z the output gate."""
-    return Layout(
-        (
-            Section("query", "key", key_dim, conv=True),
-            Section("key", "key", key_dim, conv=True),
-            Section("value", "head", value_dim, conv=True),
-            Section("f", "head", key_dim),
-            Section("z", "head", value_dim),
-            Section("beta", "head", 1),
-        ),
-        (("head", heads), ("key", key_heads)),
+    return delta_layout(
+        HeadSizes(key_heads, value_heads, key_dim, value_dim),
+        Section("f", "value", key_dim),
+        Section("z", "value", value_dim),
+        Section("beta", "value", 1),
     )

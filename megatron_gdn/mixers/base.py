@@ -89,6 +89,7 @@ class RecurrentMixer(
     micro_batches: MicroBatches
     config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # the config's fields about this mixer
     recurrence: ClassVar[str] = "delta rule"  # its name in messages
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # Megatron's layer graphs read it
     uses_attention_mask: ClassVar[bool] = False  # so Megatron's graphs need no buffer for a mask
     use_muon: ClassVar[bool] = True  # whether Muon updates in_proj by sections; if not, Adam does

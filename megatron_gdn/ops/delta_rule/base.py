@@ -105,7 +105,7 @@ class HeadSizes(NamedTuple):
     @property
     def layout(self) -> Layout:
         """query | key | value | z | beta | alpha; the convolved columns come first."""
-        return _layout(*self)
+        return _layout(self)
 
 
 def require_even_groups(key_heads: int, value_heads: int) -> None:
@@ -117,16 +117,19 @@ def require_even_groups(key_heads: int, value_heads: int) -> None:
         )
 
 
+def delta_layout(sizes: HeadSizes, *others: Section) -> Layout:
+    """The convolved columns query | key | value, then the sections ``others``."""
+    G, H, K, V = sizes
+    convolved = ("query", "key", K), ("key", "key", K), ("value", "value", V)
+    sections = [Section(*section, conv=True) for section in convolved]
+    return Layout((*sections, *others), (("value", H), ("key", G)))
+
+
 @lru_cache(maxsize=64)
-def _layout(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
-    return Layout(
-        sections=(
-            Section("query", "key", key_dim, conv=True),
-            Section("key", "key", key_dim, conv=True),
-            Section("value", "value", value_dim, conv=True),
-            Section("z", "value", value_dim),
-            Section("beta", "value", 1, gates=True),
-            Section("alpha", "value", 1, gates=True),
-        ),
-        counts=(("value", value_heads), ("key", key_heads)),
+def _layout(sizes: HeadSizes) -> Layout:
+    return delta_layout(
+        sizes,
+        Section("z", "value", sizes.value_dim),
+        Section("beta", "value", 1, gates=True),
+        Section("alpha", "value", 1, gates=True),
     )
