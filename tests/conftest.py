@@ -1,5 +1,7 @@
 import gc
 import os
+from collections import defaultdict
+from itertools import combinations
 
 import pytest
 import torch
@@ -17,6 +19,40 @@ hold_if_asked()
 def pytest_runtest_setup(item):
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
+
+
+@pytest.hookimpl(tryfirst=True)  # before ``-m`` is read
+def pytest_collection_modifyitems(items):
+    """Leave to the nightly run what marks `each_value` and `each_pair` need not run."""
+    for size, mark in ((1, "each_value"), (2, "each_pair")):
+        cases_of = defaultdict(list)
+        for item in items:
+            if item.get_closest_marker(mark) and not _runs_elsewhere(item):
+                cases_of[item.path, item.originalname].append(item)
+        for cases in cases_of.values():
+            _cover(cases, size)
+
+
+def _runs_elsewhere(item):
+    return any(item.get_closest_marker(name) for name in ("gpu", "nightly", "slow"))
+
+
+def _cover(cases, size):
+    """Mark cases nightly, but a few that have every value (or pair of values) of the parameters."""
+
+    def shown(case):
+        values = sorted((name, id(value)) for name, value in case.callspec.params.items())
+        return set(combinations(values, min(size, len(values))))
+
+    seen, rest = set(), list(cases)
+    while rest:
+        case = max(rest, key=lambda case: len(shown(case) - seen))
+        if shown(case) <= seen:
+            break
+        seen |= shown(case)
+        rest.remove(case)
+    for case in rest:
+        case.add_marker("nightly")
 
 
 def pytest_collection_finish():

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 from contextlib import nullcontext
+from functools import cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch._C import DispatchKey
 from torch.utils._python_dispatch import TorchDispatchMode
 
 __all__ = ["GenerationGap", "check_generation"]
@@ -43,9 +45,15 @@ class RowByRow(TorchDispatchMode):
             flat = args[0].reshape(-1, args[0].shape[-1])
             made = _map_rows(lambda row: function(row, *args[1:], **kwargs), flat)
             return made.view(*args[0].shape)
+        if not _is_composite(function):
+            return function(*args, **kwargs)
         with self:  # in inference mode composite functions arrive here
-            made = function.decompose(*args, **kwargs)
-        return function(*args, **kwargs) if made is NotImplemented else made
+            return function.decompose(*args, **kwargs)
+
+
+@cache
+def _is_composite(function) -> bool:
+    return function.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
 def _map_rows(function, x: Tensor) -> Tensor:

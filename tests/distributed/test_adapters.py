@@ -138,6 +138,7 @@ def two_ranks_to_one_and_two(folder: str, mixer: str, kind: str, as_bridge_alone
                 assert torch.equal(loaded[f"layer.in_proj.{name}"], value), (name, tp)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("as_bridge_alone", [False, True], ids=["by sections", "whole"])
 @pytest.mark.parametrize("mixer", MIXERS)
 @on_ranks(2)

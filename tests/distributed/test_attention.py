@@ -174,6 +174,7 @@ def test_without_angles_in_parallel_equals_one_rank(pools, lengths):
     pools(4).run(parallel_equals_one_rank, ATTENTION, 2, 2, True, lengths=lengths, rope=False)
 
 
+@pytest.mark.each_pair
 @layouts
 @ranks
 @pytest.mark.parametrize("of", ["batch", "packed", "tree"])

@@ -75,6 +75,7 @@ def equal(pools, tp, cp, *args, **options):
     pools(tp * cp).run(parallel_equals_one_rank, GDN, tp, cp, *args, mode="chunkwise", **options)
 
 
+@pytest.mark.each_value
 @sizes
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 def test_the_exchange_gives_the_product_of_the_maps_before(pools, size, layout):
@@ -119,6 +120,7 @@ def test_chunks_shorter_than_the_taps_equal_one_rank(pools, cp, layout):
     equal(pools, 1, cp, lengths=(chunks, 0, chunks, 2 * chunks), layout=layout)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_documents_across_many_ranks_equal_one_rank(pools, layout):
     equal(pools, 1, 4, lengths=(128, 0, 64), layout=layout)

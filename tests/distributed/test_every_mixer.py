@@ -18,6 +18,7 @@ each = pytest.mark.parametrize(
 )
 
 
+@pytest.mark.each_pair
 @each
 @pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
 @modes
@@ -27,6 +28,7 @@ def test_every_scheme_and_layout_equals_one_rank(pools, layout, mode, packed, mi
     pools(2).run(parallel_equals_one_rank, mixers, 1, 2, lengths=lengths, layout=layout, mode=mode)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mixers", [GDN, GDN2, MAMBA2], ids=["gdn", "gdn2", "mamba2"])
 @pytest.mark.parametrize("packed", [None, UNEQUAL], ids=["batch", "packed"])
 @modes
@@ -35,12 +37,14 @@ def test_batch_invariant_mode_equals_one_rank(pools, mode, packed, mixers):
     pools(2).run(parallel_equals_one_rank, aligned, 1, 2, lengths=packed, mode=mode)
 
 
+@pytest.mark.each_value
 @each
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel, mixers):
     pools(2).run(parallel_equals_one_rank, mixers, 2, 1, sequence_parallel)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(
     "mixers", [GDN, GDN2, MAMBA2, KDA, TOY], ids=["gdn", "gdn2", "mamba2", "kda", "toy"]
 )
@@ -119,6 +123,7 @@ def gdn_equals_one_rank(pools, tp, cp, sequence_parallel, options, **more):
     pools(tp * cp).run(parallel_equals_one_rank, GDN, tp, cp, sequence_parallel, **options, **more)
 
 
+@pytest.mark.each_value
 @modes
 @pytest.mark.parametrize("case", IN_BOTH_SCHEMES)
 def test_gdn_equals_one_rank_in_both_schemes(pools, case, mode):

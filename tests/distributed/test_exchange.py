@@ -208,6 +208,7 @@ def test_bad_exchanges_are_refused():
             call()
 
 
+@pytest.mark.each_value
 @directly
 @sizes
 @pytest.mark.parametrize("waves", [1, 2])
@@ -217,6 +218,7 @@ def test_open_gives_every_rank_its_heads(pools, size, layout, batch, waves, dire
     pools(size).run(open_gives_every_rank_its_heads, layout, "dense", batch, waves, direct)
 
 
+@pytest.mark.each_value
 @directly
 @sizes
 @pytest.mark.parametrize("waves", [1, 5])  # no rank has a multiple of 5 tokens
@@ -225,6 +227,7 @@ def test_open_gives_every_rank_its_heads_of_unequal_documents(pools, size, layou
     pools(size).run(open_gives_every_rank_its_heads, layout, "unequal", 1, waves, direct)
 
 
+@pytest.mark.each_value
 @directly
 @pytest.mark.parametrize("packed", ["dense", "unequal"])
 @pytest.mark.parametrize("heads", [(1, 4), (2, 4), (2, 8), (4, 4)], ids=str)
@@ -233,6 +236,7 @@ def test_key_heads_fewer_than_ranks_are_replicated(pools, packed, heads, direct)
     pools(4).run(open_gives_every_rank_its_heads, "zigzag", packed, 1, 2, direct, **heads)
 
 
+@pytest.mark.each_value
 @directly
 @pytest.mark.parametrize("lengths", [None, (8, 0, 24, 16)], ids=["batch", "packed"])
 @pytest.mark.parametrize(("tp", "cp"), [(2, 2), (1, 4)])

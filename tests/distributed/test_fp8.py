@@ -198,6 +198,7 @@ def test_megatrons_ddp_gets_both_parts(mixer):
         assert_close(name, gradient, found[1][name], FP32)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("main_grad", [False, True], ids=["grad", "main_grad"])
 @by_tp
 @pytest.mark.parametrize("normed", [False, True], ids=["linear", "norm+linear"])
@@ -299,6 +300,7 @@ def test_a_checkpoint_moves_between_fp8_and_bf16(mixer):
     in_a_shared_folder(lambda one: in_a_shared_folder(lambda two: there_and_back(one, two)))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @each
 @on_ranks(2)

@@ -202,6 +202,7 @@ def test_generation_has_the_log_probabilities_of_training(pools):
     assert abs(found.max_kl) < 1e-6 and not found.equal
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("tp", "dtype", "at_once", "pattern", "greedy"),
     [
@@ -217,18 +218,24 @@ def test_in_batch_invariant_mode_generation_has_the_bits_of_training(
     require_no_gap(gap(tp, True, pattern, at_once, dtype, greedy))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("pattern", ["G-*-", "M-G-"])
+@pytest.mark.parametrize(
+    ("pattern", "tokens"),
+    [
+        pytest.param("G-*-", 700, marks=pytest.mark.slow),
+        pytest.param("G-*-", 4096, marks=pytest.mark.nightly),
+        pytest.param("M-G-", 4096, marks=pytest.mark.nightly),
+    ],
+)
 @on_ranks(cp=1)
-def test_in_batch_invariant_mode_4096_tokens_have_the_bits_of_training(pattern):
+def test_in_batch_invariant_mode_many_tokens_have_the_bits_of_training(pattern, tokens):
     """Of drawn tokens in steps of 397 and, the last 70, of 1; then of greedy ones."""
     model = build_model(pattern, batch_invariant_mode=True)
-    text = torch.randint(VOCAB, (1, 4096), generator=torch.Generator().manual_seed(1))
+    text = torch.randint(VOCAB, (1, tokens), generator=torch.Generator().manual_seed(1))
     with RowByRow():
         greedy = generate(model, text[:, :-70], 70)
     require_no_gap(check_generation(model, text, prompt=61, at_once=397))
-    require_no_gap(check_generation(model, text, prompt=4096 - 70))
-    require_no_gap(check_generation(model, greedy, prompt=4096 - 70))
+    require_no_gap(check_generation(model, text, prompt=tokens - 70))
+    require_no_gap(check_generation(model, greedy, prompt=tokens - 70))
 
 
 @on_ranks(1)

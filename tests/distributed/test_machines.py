@@ -21,6 +21,7 @@ from tests.ranks import on_ranks
 CPU = torch.device("cpu")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("size", "told"), [(8, 2), (8, 4), (16, 8)])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @on_ranks("size")

@@ -55,6 +55,7 @@ def one_rank(pools, weights):
     return step
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("layout", "ranks", "packed"), STEPS)
 def test_loss_and_gradients_of_a_step_equal_one_rank(
     pools, weights, one_rank, layout, ranks, packed

@@ -165,6 +165,7 @@ def test_packed_documents_train_heads_as_documents_alone(one_rank):
     assert_same(one_rank["packed"], one_rank["alone"])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @pytest.mark.parametrize("kind", ["batch", "packed"])
 def test_two_context_parallel_ranks_equal_one(pools, weights, one_rank, kind, mode):

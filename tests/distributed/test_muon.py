@@ -155,6 +155,7 @@ def close(name: str, actual: torch.Tensor, expected: torch.Tensor) -> None:
     parallel.assert_close(name, actual, expected, 1e-5)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("bf16", [False, True], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("tp, tp_mode", [(1, "duplicated"), (2, "duplicated"), (2, "blockwise")])
 @pytest.mark.parametrize("mixer", MIXERS)
@@ -166,6 +167,7 @@ def test_it_does_so_where_ranks_add_up_their_parts_of_the_products(pools):
     pools(2).run(sections_step_as_if_alone, "gdn", 2, "distributed", False)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("layer_wise", ["buffers", "lists"])
 def test_it_does_so_where_data_parallel_ranks_share_the_optimizer(pools, layer_wise, ranks):

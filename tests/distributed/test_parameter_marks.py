@@ -62,6 +62,7 @@ WAYS = {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["", "sp"])
 @pytest.mark.parametrize("called", [False, True], ids=["fused norm", "norm as a module"])
 @on_ranks(tp=2)

@@ -72,6 +72,7 @@ def rebound_and_back(packed: bool, **options) -> None:
         compare(mine)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 @pytest.mark.parametrize("linear_cp_mode", ["headwise", "chunkwise"])
 def test_a_model_over_two_ranks_runs_on_one_and_over_two_again(pools, linear_cp_mode, packed):

@@ -19,6 +19,7 @@ from tests.parallel import groups_of_megatron, make_config
 from tests.ranks import on_ranks
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("called", [False, True], ids=["fused norm", "norm as a module"])
 @pytest.mark.parametrize("options", [{"recompute_norm_out": True}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize(("cp", "mode"), [(1, "auto"), (2, "headwise"), (2, "chunkwise")])

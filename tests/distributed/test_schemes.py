@@ -56,6 +56,7 @@ def test_training_works_after_an_evaluation_in_inference_mode(linear_cp_mode):
     assert all(tensor.isfinite().all() for tensor in found.values())
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("cp", "linear_cp_mode", "layout"),
     [(1, "auto", "zigzag"), *((2, m, y) for m in MODES for y in LAYOUTS)],

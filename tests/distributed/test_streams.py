@@ -51,6 +51,7 @@ def copies_to_device() -> Iterator[list[torch.Tensor]]:
             module.to_device = copy
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize(("cp", "mode"), [(1, "auto"), (2, "headwise"), (2, "chunkwise")])
 @on_ranks(cp="cp")

@@ -105,6 +105,7 @@ def separately(build=build) -> dict[str, torch.Tensor]:
         return of_weighted(model, rows)
 
 
+@pytest.mark.each_pair
 @each
 @pytest.mark.parametrize("seed", [0, 6, 9])
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -119,6 +120,7 @@ def test_headwise_over_four_ranks_equals_one_rank(pools, mixers):
     pools(4).run(parallel_equals_one_rank, mixers, 1, 4, tree=tree, mode="headwise")
 
 
+@pytest.mark.each_value
 @each
 @pytest.mark.parametrize("sequence_parallel", [False, True], ids=["tp", "sp"])
 def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel, mixers):
@@ -132,6 +134,7 @@ def test_recomputing_equals_one_rank(pools, recompute):
     pools(2).run(parallel_equals_one_rank, GDN, 1, 2, tree=tree, recompute=recompute)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("cp, recompute", [(1, False), (1, True), (2, False), (2, True)])
 def test_a_model_on_shared_prompts_equals_separate_sequences(pools, cp, recompute):
     """fp64: losses of every response's token and every parameter's gradient."""
@@ -143,7 +146,9 @@ def test_a_model_on_shared_prompts_equals_separate_sequences(pools, cp, recomput
         assert_close(name, value, apart[name], 1e-11)
 
 
-@pytest.mark.parametrize("most_tokens", [64, 40, 35])
+@pytest.mark.parametrize(
+    "most_tokens", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 35))]
+)
 def test_a_hybrid_of_16_layers_on_groups_equals_separate_sequences(pools, most_tokens):
     """fp64, groups together, one group per micro-batch, and one that is cut in two."""
     pool = pools(1)

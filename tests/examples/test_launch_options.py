@@ -68,6 +68,7 @@ print(of_k(hybrid_stack_spec("local", recompute="none")))
 """
 
 
+@pytest.mark.slow
 def test_the_specs_of_a_launch_take_them_and_calls_go_before_them(monkeypatch):
     monkeypatch.setenv(
         VARIABLE, "linear_cp_mode=chunkwise,recompute=full,gate_lower_bound=-5.0,backend=flash_qla"

@@ -27,6 +27,7 @@ def undone():
     megatron_gdn.patch_megatron(gdn=False)
 
 
+@pytest.mark.slow
 def test_megatrons_own_specs_build_our_layers():
     """Two files of laws, behind a stand-in for Transformer Engine, in a process of its own."""
     plugin = "-p", "tests.frameworks.behind_te_on_cpu"
@@ -177,6 +178,7 @@ print(megatron.core.__file__, *letters, training.num_floating_point_operations._
 """
 
 
+@pytest.mark.slow
 def test_a_launched_script_finds_its_own_megatron_the_letter_of_kda_and_our_flops(tmp_path):
     """Not the installed Megatron, of which a clone's megatron.training may be another version.
     Megatron's scripts read the pattern before they import what ``--spec`` names."""

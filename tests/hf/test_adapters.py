@@ -144,6 +144,7 @@ def fp32_folder(hf_folder, tmp_path):
     return lambda name: in_fp32(hf_folder(name), tmp_path / "fp32")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("first", [False, True], ids=["loaded first", "adapted first"])
 @pytest.mark.parametrize("name", ["dense", "next dense layer"])
 def test_a_merged_export_is_the_model_with_its_adapters(pools, fp32_folder, tmp_path, name, first):

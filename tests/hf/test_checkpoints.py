@@ -54,6 +54,7 @@ def written_by_import(checkpoint) -> tuple[dict, set]:
     return tensors, stored.keys() - tensors.keys()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["hybrid", "gpt"])
 @pytest.mark.parametrize("name", ["next dense layer", "dense tied", "moe packed", "vision"])
 def test_an_import_has_the_keys_and_shapes_that_megatron_saves(pools, imported, name, kind):
@@ -88,6 +89,7 @@ def test_every_rank_loads_its_share_at_any_size(pools, imported, name, kind, siz
         assert all(set(names) < set().union(*held) for names in held)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     ("name", "kind", "sizes"),

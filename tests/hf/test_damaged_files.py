@@ -24,6 +24,7 @@ def damage(file: Path, how: str) -> None:
         file.write_bytes(DAMAGE[how](file.read_bytes()))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("shard", [0, -1], ids=["first shard", "last shard"])
 @pytest.mark.parametrize("how", ["gone", *DAMAGE])
 def test_a_checkpoint_with_a_damaged_shard_is_named(
@@ -33,6 +34,7 @@ def test_a_checkpoint_with_a_damaged_shard_is_named(
     assert_named(imported, hf_folder("dense"), tmp_path, refused)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", ["metadata.json", ".metadata"])
 @pytest.mark.parametrize("how", ["gone", "empty", "cut", "zeros"])
 def test_a_checkpoint_with_a_damaged_table_is_named(

@@ -34,6 +34,7 @@ KINDS = [(name, "hybrid") for name in FOLDERS] + [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 def test_export_gives_the_source_files_back_byte_for_byte(hf_folder, tmp_path, name, kind):
     folder = hf_folder(name)

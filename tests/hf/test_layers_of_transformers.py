@@ -108,6 +108,7 @@ class Mapping:
         return ours
 
 
+@pytest.mark.each_value
 @each
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
 @pytest.mark.parametrize("zero_centered", [False, True], ids=["plain norms", "zero-centred"])

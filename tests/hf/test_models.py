@@ -32,6 +32,7 @@ def test_plain_norms_give_the_same_logits(pools, hf_folder, name):
     assert_logits_agree(found)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", ["hybrid", pytest.param("gpt", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize("name", ["dense", "dense tied", "next", "moe packed", "vision"])
@@ -69,6 +70,7 @@ def test_two_ranks_share_a_model(pools, hf_folder, tmp_path, name, kind):
         assert_logits_agree(found)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("fp32_gates", [False, True], ids=["as in the source", "fp32"])
 @pytest.mark.parametrize(("name", "tp"), [("next", 1), ("next", 2), ("dense", 1)])
 def test_trained_gates_are_saved_in_fp32_or_their_loss_is_said(

@@ -28,6 +28,7 @@ assert all(kind.layout.width % 16 and kind.layout.conv_width % 32 for kind in KI
 pytestmark = pytest.mark.parametrize("kind", KINDS, ids=lambda kind: kind.name)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(
     "parts", [(1, 149), (63, 1, 86), (70, -5, 60, -9, 6), (-3, 61, -2, 84)], ids=str
@@ -86,6 +87,7 @@ WIDE = {
 }
 
 
+@pytest.mark.slow
 def test_any_cut_has_the_bits_of_training_on_two_threads(kind):
     """Tensors of more than 32768 elements, which torch cuts for its threads."""
     threads = torch.get_num_threads()
@@ -114,6 +116,7 @@ class Products(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lanes", [None, 3], ids=["a chunk a call", "three, as on a GPU"])
 def test_training_prefill_and_decode_take_products_of_the_same_shapes(kind, lanes, monkeypatch):
     if lanes is not None:

@@ -64,6 +64,7 @@ def hold_every_cut(kind, length, some_cuts, B=2):
         assert torch.equal(memory.history, end.history), parts
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("length", LENGTHS)
 def test_any_cut_gives_what_the_whole_gives(kind, length):
     hold_every_cut(kind, length, cuts(length))

@@ -122,6 +122,7 @@ def step(run, around, packed, offsets) -> None:
     assert_close("d_x", x.grad, leaf.grad, 1e-5)
 
 
+@pytest.mark.each_value
 @KINDS
 @ALL
 @WRITES
@@ -132,6 +133,7 @@ def test_boundaries_of_the_next_step_are_no_change(kind, around, write):
         step(run, around, packed, offsets)
 
 
+@pytest.mark.each_value
 @LAYERS
 @ALL
 def test_buffers_of_the_next_step_are_no_change(kind, around):

@@ -53,6 +53,7 @@ def test_a_copy_computes_the_same_and_shares_only_its_groups(name):
     require_same_bits(forward_backward(layer, x), expected)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tokens", [7, 0])
 @pytest.mark.parametrize("way", CHECKPOINTS)
 @pytest.mark.parametrize("name", [*KINDS, "with biases"])

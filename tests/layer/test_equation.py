@@ -49,6 +49,7 @@ CASES = {
 }  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [None, (70, 0, 1, 66)], ids=["batch", "packed"])
 @pytest.mark.parametrize("case", CASES)
 def test_the_mixer_is_its_equation(case, lengths):

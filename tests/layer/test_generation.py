@@ -34,6 +34,7 @@ def run(layer, x, context, parts):
     return torch.cat([step(layer, piece, context) for piece in x.split(list(parts))])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", [*BY_NAME, "write strengths up to 2", "olmo_hybrid"])
 @pytest.mark.parametrize("parts", [(80,), (77, 1, 1, 1), (30, 40, 5, 5), (64, 16), (3, 77)])
 def test_prefill_chunks_and_steps_give_the_training_forward(kind, parts):
@@ -75,6 +76,7 @@ def test_a_causal_mask_passes_at_any_offset_and_another_is_refused():
             layer(x[:4], future[..., :4, :4], inference_context=context)
 
 
+@pytest.mark.each_value
 @of_both
 @pytest.mark.parametrize("accepted", [0, 1, 3, 4])
 def test_roll_back_in_a_static_context_is_exact(kind, accepted):
@@ -106,11 +108,12 @@ def test_a_step_in_place_ends_the_time_for_a_roll_back(kind):
         roll_back(context, 1)
 
 
+@pytest.mark.each_value
 @of_both
-@pytest.mark.parametrize("accepted", [0, 1, 2, 4])
+@pytest.mark.parametrize("accepted", [1, 2, 4])
 def test_a_roll_back_over_the_end_of_a_chunk_is_exact(kind, accepted):
     """In batch-invariant mode, where the second token of the step ends a chunk of 64."""
-    layer, x, context = make(kind, tokens=80)
+    layer, x, context = make(kind, rows=1, tokens=70)
     layer.config.batch_invariant_mode = True
     fed = torch.cat([x[: 62 + accepted], x[66:]])
     with RowByRow():
@@ -118,7 +121,7 @@ def test_a_roll_back_over_the_end_of_a_chunk_is_exact(kind, accepted):
         roll_back(context, accepted)
         with torch.no_grad():
             expected, _ = layer(fed)
-        assert torch.equal(run(layer, x[66:], context, [1] * 14), expected[62 + accepted :])
+        assert torch.equal(run(layer, x[66:], context, [1] * 4), expected[62 + accepted :])
 
 
 @of_both
@@ -202,6 +205,7 @@ def test_the_benchmark_of_decode_steps_runs(kind, heads, channels):
     assert line["layer_ms"] > line["floor_ms"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["gdn", "mamba2"])
 def test_the_benchmark_of_the_grid_runs(kind):
     layer, lines = whole(kind).eval(), []

@@ -113,6 +113,7 @@ def compiled(function, x):
 AROUND = [plain, checkpointed, reentrant, by_megatron, compiled]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("name", [name for name in OPERATIONS if name != "no tokens"])
 @pytest.mark.parametrize("around", AROUND)
 def test_a_first_gradient_is_none_of_that(name, around):

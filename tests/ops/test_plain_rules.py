@@ -128,6 +128,7 @@ def close(name, got, exact):
     assert_close(name, got, exact, 1e-11)
 
 
+@pytest.mark.each_value
 def test_output_states_and_maps_are_the_recurrences(case, groups):
     kind, inputs, documents, initial = case
     for start, made in forwards_from(kind.rule, inputs, documents, initial):
@@ -141,6 +142,7 @@ def test_output_states_and_maps_are_the_recurrences(case, groups):
     close("the map written out", kept + maps.local, final)
 
 
+@pytest.mark.each_value
 def test_gradients_flow_through_both_ends(case, groups):
     kind, inputs, documents, initial = case
     forward = kind.rule.begin(inputs, documents)
@@ -168,6 +170,7 @@ def output_and_gradients(rule, inputs, d_o, documents):
 
 
 # In the first a document ends where the first of two rows does, in the second it lies over both.
+@pytest.mark.each_value
 @pytest.mark.parametrize("lengths", [(3, 0, 30, 42, 65, 0, 10), (30, 50, 0, 70)], ids=str)
 @pytest.mark.parametrize(
     ("kind", "gates", "run"),

@@ -124,6 +124,7 @@ MODELS = {
 }
 
 
+@pytest.mark.each_value
 @remedies
 @pytest.mark.parametrize("model", MODELS)
 @on_ranks(2)
@@ -146,6 +147,7 @@ def test_several_buckets_save_the_states_that_one_bucket_saves(tmp_path, model, 
     assert (not different) is remedied, different
 
 
+@pytest.mark.each_value
 @remedies
 @pytest.mark.parametrize("kind", DISTRIBUTED)
 @on_ranks(tp=2)

@@ -143,6 +143,7 @@ def test_a_policy_that_rounds_the_gates_is_refused(dtype):
         layer(torch.randn(9, 1, 24), None)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("ranks", "tp", "sequence_parallel"),
     [(2, 1, False), (4, 2, False), (4, 2, True)],

@@ -66,6 +66,7 @@ def test_with_tensor_parallelism_every_strategy_trains_as_ddp(pools, pattern, st
         laws.require_exact_in_fp32(ddp, fsdp)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
 @pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
 def test_a_model_of_the_meta_device_trains_as_one_built_here(pools, pattern, strategy):
@@ -154,6 +155,7 @@ def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_
     laws.require_as_exact_as_ddp([x[1:] for x in ddp(FP32, "G-")], losses, loaded[::2])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("pattern", "split"),
     [("G-", False), ("M-", True), ("M-", False)],

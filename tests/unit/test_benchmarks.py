@@ -78,6 +78,7 @@ def run(tmp_path):
     return said_and_recorded
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
 def test_every_layer_of_a_cell_is_measured_and_held_to_megatron_core(run):
     said, records = run("--toy", "--cells", "1", "2", "6")
@@ -94,6 +95,7 @@ def test_every_layer_of_a_cell_is_measured_and_held_to_megatron_core(run):
     assert "eager, beside megatron-core: 0." in said or "megatron-core: 1." in said
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the CPU's smoke check")
 def test_a_layer_that_fails_does_not_end_the_run(run):
     """megatron-core's layer refuses packed documents with the stand-ins of a CPU."""

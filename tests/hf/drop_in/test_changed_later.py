@@ -27,6 +27,7 @@ SOURCES = {
 TOKENS = torch.arange(sum(LENGTHS))[None]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("source", SOURCES)
 @pytest.mark.parametrize("family", [NEXT, DENSE])
 @torch.no_grad()

@@ -37,6 +37,7 @@ MORE = [
 ]
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("family", "ranks", "cases"),
     [

@@ -30,6 +30,7 @@ def model(fresh, request):
     return model
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_block_causal_mask_keeps_documents_apart(model, kind):
     mask = KINDS[kind](block_mask(IDS))

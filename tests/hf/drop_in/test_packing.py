@@ -39,6 +39,7 @@ class RowByRow(torch.nn.Linear):
         return (x[..., None, :] * self.weight).sum(-1)
 
 
+@pytest.mark.each_value
 @whole_groups()
 @pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("family", [DENSE, NEXT])
@@ -99,6 +100,7 @@ def test_a_row_of_nothing_but_padding_is_zero(layer):
     assert torch.equal(y, torch.zeros(1, 3, 24))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("source", ["indexed_mask", "packed_seq_ids", "position_ids", "4-D"])
 @pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE])
 def test_a_packed_model_has_the_logits_of_each_document_alone(fresh, family, source):

@@ -34,6 +34,7 @@ def as_on_a_gpu(monkeypatch):
     monkeypatch.setattr(triangular, "_by_substitution", triangular._invert_by_growing_blocks)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("decay", [0.0, 1.0, 16.0])
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
 def test_groups_agree_with_the_recurrence(as_on_a_gpu, packed, decay):

@@ -68,12 +68,14 @@ def assert_recurrence(inputs, offsets=None, tolerance=FP32, **options):
     assert_agree(found, expected, tolerance)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("T", [1, 2, 63, 64, 65, 127, 300])
 @DECAYS
 def test_fp32_chunks_agree_with_the_fp64_recurrence(T, decay):
     assert_recurrence([x.float() for x in make_inputs(2, T, 3, 6, 16, 8, decay)])
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("strength", [1.5, 2.0])
 @DECAYS
 def test_fp32_chunks_agree_with_the_recurrence_at_write_strengths_up_to_2(strength, decay):
