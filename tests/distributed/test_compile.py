@@ -15,7 +15,7 @@ from tests.distributed.layer_laws import (
 from tests.ranks import on_ranks
 
 RECOMPUTE = {"recompute_qkv": True, "recompute_norm_out": True}
-slow = pytest.mark.slow
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 LENGTHS = (8, 24, 16)
 
 
@@ -24,11 +24,13 @@ LENGTHS = (8, 24, 16)
     [
         pytest.param(1, {}, False, id="one rank-batch"),
         pytest.param(1, {}, True, id="one rank-packed", marks=slow),
-        pytest.param(1, RECOMPUTE, False, id="recompute-batch", marks=slow),
+        pytest.param(1, RECOMPUTE, False, id="recompute-batch", marks=nightly),
         pytest.param(1, RECOMPUTE, True, id="recompute-packed", marks=slow),
-        pytest.param(2, {"linear_cp_mode": "headwise"}, False, id="headwise-batch", marks=slow),
+        pytest.param(2, {"linear_cp_mode": "headwise"}, False, id="headwise-batch", marks=nightly),
         pytest.param(2, {"linear_cp_mode": "headwise"}, True, id="headwise-packed", marks=slow),
-        pytest.param(2, {"linear_cp_mode": "chunkwise"}, False, id="chunkwise-batch", marks=slow),
+        pytest.param(
+            2, {"linear_cp_mode": "chunkwise"}, False, id="chunkwise-batch", marks=nightly
+        ),
         pytest.param(2, {"linear_cp_mode": "chunkwise"}, True, id="chunkwise-packed"),
     ],
 )

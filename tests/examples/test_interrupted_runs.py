@@ -111,7 +111,7 @@ def make_demo(*flags: object, cwd: Path) -> subprocess.Popen:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_ctrl_c_on_the_command_of_make_demo_ends_in_the_line_that_says_how_to_go_on(text, tmp_path):
     """torchrun hands the signal on to the ranks, and would add a traceback of its own."""
     process = make_demo("--data", text, "--train-iters=1000", cwd=tmp_path)

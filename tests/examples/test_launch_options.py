@@ -137,7 +137,7 @@ def test_one_node_starts_a_process_for_each_gpu(tmp_path):
     assert launch(tmp_path, "one_node.sh", GPUS="2") == "[1.0, 1.0] ['--lr'] True"
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_slurm_starts_the_processes_of_all_nodes(tmp_path):
     for name, code in (("srun", SRUN), ("scontrol", SCONTROL)):
         (tmp_path / name).write_text(code)

@@ -351,7 +351,7 @@ def test_compare_sees_permuted_rows_and_other_dtypes(copy, tmp_path):
     assert set(found) <= {A_LOG, gate_rows}
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_command_runs_as_a_module(copy, tmp_path):
     def run(*arguments):
         return python("-m", "megatron_gdn.hf", *arguments).stdout

@@ -9,7 +9,7 @@ from tests.precision.training import FLOAT16
 @pytest.mark.parametrize(
     ("kind", "mode", "packed"),
     [
-        pytest.param(FLOAT16, "headwise", True, marks=pytest.mark.slow),
+        pytest.param(FLOAT16, "headwise", True, marks=pytest.mark.nightly),
         pytest.param(FLOAT16, "chunkwise", False, marks=pytest.mark.nightly),
         pytest.param("fully_reshardable", "headwise", False, marks=pytest.mark.nightly),
         pytest.param("fully_reshardable", "chunkwise", True, marks=pytest.mark.slow),

@@ -134,7 +134,8 @@ WEIGHT = "model.module.decoder.layers.0.self_attention.in_proj.weight."
     ("split", "tp"),
     [
         (False, 1),
-        *(pytest.param(*x, marks=slow) for x in ((True, 2), (True, 1), (False, 2))),
+        pytest.param(True, 2, marks=slow),
+        *(pytest.param(*x, marks=pytest.mark.nightly) for x in ((True, 1), (False, 2))),
     ],
 )
 def test_a_run_goes_on_from_an_fsdp_dtensor_checkpoint(pools, saved, split, tp):

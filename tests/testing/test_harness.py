@@ -162,13 +162,18 @@ def test_what_cannot_be_measured_is_refused(capsys, given, told):
     assert told in capsys.readouterr().err
 
 
-@pytest.mark.slow
-def test_both_schemes_stay_within_rounding_of_one_rank():
+@pytest.mark.parametrize(
+    "cp",
+    [pytest.param("2", marks=pytest.mark.slow), pytest.param("2 4", marks=pytest.mark.nightly)],
+)
+def test_both_schemes_stay_within_rounding_of_one_rank(cp):
     """A share of the bits of one rank: errors against fp64 are those of one rank, twice at most."""
-    command = "--heads 2:4 --head-dim 16 --hidden 32 --lengths 160 32 --cp 2 4 --json"
-    done = python("-m", "megatron_gdn.testing.certificate", *command.split(), timeout=600)
+    command = "--heads 2:4 --head-dim 16 --hidden 32 --lengths 160 32 --json --cp"
+    done = python(
+        "-m", "megatron_gdn.testing.certificate", *command.split(), *cp.split(), timeout=600
+    )
     rows = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(rows) == 2 * 5
+    assert len(rows) == 2 * (1 + 2 * len(cp.split()))
     assert done.stderr == ""
     for row in rows:
         (one,) = (x for x in rows if x["ranks"] == 1 and x["precision"] == row["precision"])

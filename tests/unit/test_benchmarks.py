@@ -47,7 +47,7 @@ def test_the_formula_gives_what_the_page_says(script):
             assert f"| {formula:.2f} " in row and f"| {model.median(record):.2f} |" in row
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_rounding_is_simulated():
     assert "fp16" in python("benchmarks/rounding.py").stdout
 
