@@ -26,7 +26,6 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 EXCHANGES = "tests/distributed/test_exchange.py"
 DIFFERENTIABLE = {
     "_MoveRows": EXCHANGES,
-    "TakeRows": "test_moved_rows_are_differentiated_twice",
     "_PutAside": "hands the gradient on to a backward that refuses it",
 }
 
