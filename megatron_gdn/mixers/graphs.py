@@ -141,10 +141,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
 
 def in_layer_graph(config: TransformerConfig) -> bool:
-    """Whether Megatron captures the mixer of a transformer layer in a graph of the layer.
-
-    Refused if micro-batches bring both context-parallel groups and packed documents.
-    """
+    """Whether Megatron captures the mixer in a graph; refused if micro-batches bring groups."""
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
     modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}

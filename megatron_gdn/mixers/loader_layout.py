@@ -40,26 +40,22 @@ class LoaderLayout:
     """Finds the layout of each micro-batch of a layer; ``option`` is the layer's ``cp_layout``."""
 
     def __init__(self, option: str | SequenceLayout, config: TransformerConfig) -> None:
-        self.config, self.option = config, option
+        self.config = config
+        self.set_option(option)
 
-    @property
-    def option(self) -> str | SequenceLayout:
-        return self._option
-
-    @option.setter
-    def option(self, option: str | SequenceLayout) -> None:
+    def set_option(self, option: str | SequenceLayout) -> None:
         if option not in _LEGAL:
             raise ValueError(
                 f"unknown context-parallel layout {option!r}; use one of "
                 f"{', '.join(repr(str(legal)) for legal in _LEGAL)}."
             )
-        self._option = option if option == AUTO else SequenceLayout(option)
+        self.option = option if option == AUTO else SequenceLayout(option)
 
     def of(self, packed: PackedSeqParams | None) -> SequenceLayout:
         """The cut of a micro-batch; sources that contradict each other are refused."""
         if packed is not None:
             return self.of_packed(getattr(packed, "cp_partition_mode", None))
-        return SequenceLayout(SequenceLayout.ZIGZAG if self._option == AUTO else self._option)
+        return SequenceLayout(SequenceLayout.ZIGZAG if self.option == AUTO else self.option)
 
     def of_packed(self, mode: str | None = None) -> SequenceLayout:
         """The cut of packed micro-batches with this ``cp_partition_mode``."""
@@ -67,7 +63,7 @@ class LoaderLayout:
         # The packing scheduler of newer Megatrons cuts by config.cp_partition_mode.
         if given.get("sequence_packing_scheduler") is None:
             flag = next((name for name in _FLAGS if given.get(name)), None)
-        return _resolve(self._option, mode, getattr(self.config, "cp_partition_mode", None), flag)
+        return _resolve(self.option, mode, getattr(self.config, "cp_partition_mode", None), flag)
 
 
 @cache
@@ -118,4 +114,4 @@ class FollowsLoader:
 
     @cp_layout.setter
     def cp_layout(self, option: str | SequenceLayout) -> None:
-        self.loader_layout.option = option
+        self.loader_layout.set_option(option)

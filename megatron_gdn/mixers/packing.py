@@ -248,7 +248,7 @@ class MicroBatchShare(NamedTuple):
         layout = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
         if total != tokens:
             layout = layout_of(None if documents is None else packed)
-        lengths = Documents.lengths_of(documents, total)
+        lengths = (total,) if documents is None else documents.lengths
         return cls(documents, group, size, rank, layout, lengths, device)
 
     @property

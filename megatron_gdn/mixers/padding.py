@@ -75,15 +75,15 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
     Raises:
         ValueError: as in :func:`seqlens_of_mask`; shapes that do not fit; a bad ``multiple_of``.
     """
-    layout = _packed_layout(mask, multiple_of, x.device)
+    lengths, slots, row_T, packed_T = _packed_layout(mask, multiple_of, x.device)
     if x.shape[:2] != mask.shape[::-1]:
         raise ValueError(
             f"x of shape {tuple(x.shape)} does not fit a mask of shape {tuple(mask.shape)}: x must "
             f"be [S, B, ...] (sequence first), the mask [B, S]."
         )
-    packed = _move_rows(x.flatten(0, 1), layout.row_T, layout.packed_T, sum(layout.slots))
-    slots = None if multiple_of == 1 else layout.slots
-    return packed.unsqueeze(1), params_of("thd", layout.lengths, slots, max(layout.slots), x.device)
+    packed = _move_rows(x.flatten(0, 1), row_T, packed_T, sum(slots)).unsqueeze(1)
+    padded = None if multiple_of == 1 else slots
+    return packed, params_of("thd", lengths, padded, max(slots), x.device)
 
 
 def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor:
@@ -99,15 +99,14 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
     Raises:
         ValueError: as in :func:`seqlens_of_mask`; another number of rows than the mask has.
     """
-    layout = _packed_layout(mask, multiple_of, packed.device)
-    rows = sum(layout.slots)
-    if packed.shape[:2] != (rows, 1):
+    _, slots, row_T, packed_T = _packed_layout(mask, multiple_of, packed.device)
+    if packed.shape[:2] != (sum(slots), 1):
         raise ValueError(
             f"packed rows of shape {tuple(packed.shape)} do not fit the mask, whose documents fill "
-            f"[{rows}, 1, ...] with multiple_of={multiple_of}. Give the multiple_of of pack_rows, "
-            f"and with context parallelism the rows of all ranks."
+            f"[{sum(slots)}, 1, ...] with multiple_of={multiple_of}. Give the multiple_of of "
+            f"pack_rows, and with context parallelism the rows of all ranks."
         )
-    x = _move_rows(packed.squeeze(1), layout.packed_T, layout.row_T, mask.numel())
+    x = _move_rows(packed.squeeze(1), packed_T, row_T, mask.numel())
     return x.unflatten(0, mask.shape[::-1])
 
 
@@ -191,16 +190,10 @@ def params_of(
     )
 
 
-class _PackedLayout(NamedTuple):
-    """Where each of the T tokens is in the batch and in the packed rows, int64 on the device."""
-
-    lengths: tuple[int, ...]
-    slots: tuple[int, ...]
-    row_T: Tensor  # among the S * B rows of x
-    packed_T: Tensor  # among the P packed rows
-
-
-def _packed_layout(mask: Tensor, multiple_of: int, device: torch.device) -> _PackedLayout:
+def _packed_layout(
+    mask: Tensor, multiple_of: int, device: torch.device
+) -> tuple[tuple[int, ...], tuple[int, ...], Tensor, Tensor]:
+    """Lengths, slots, and the place of each token among the ``S * B`` and among the P rows."""
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
     slots = slots_of(lengths, multiple_of)
@@ -209,7 +202,7 @@ def _packed_layout(mask: Tensor, multiple_of: int, device: torch.device) -> _Pac
     packed_T = torch.arange(len(token_T), device="cpu") + gap_N[document_T]
     B, S = mask.shape
     row_T = token_T % S * B + token_T // S if S else token_T  # mask is [B, S], x is [S, B]
-    return _PackedLayout(lengths, slots, to_device(row_T, device), to_device(packed_T, device))
+    return lengths, slots, to_device(row_T, device), to_device(packed_T, device)
 
 
 def _move_rows(x: Tensor, here: Tensor, there: Tensor, rows: int) -> Tensor:

@@ -126,10 +126,7 @@ NOT_BY_SECTION = (
 
 
 class Fp32Group(nn.Module):
-    """A module with the fp32 parameters of a mixer, for ``fully_shard``; not in state dicts.
-
-    To set a parameter of this module sets the mixer's parameter too.
-    """
+    """A module with the fp32 parameters of a mixer, for ``fully_shard``; not in state dicts."""
 
     _mixer: Any
 

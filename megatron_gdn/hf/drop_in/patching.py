@@ -65,8 +65,9 @@ def patch(
         cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
             (DualChunkSwap of the whole row), ``"contiguous"``, or ``"zigzag"`` (of every document).
         linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (states travel) or ``"auto"``.
-        backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; Kimi
-            Delta Attentions take `backend` only.
+        backend, rule_operands: as in :class:`megatron_gdn.GatedDeltaNet`.
+        recompute_qkv: whether the backward computes query, key and value again. Kimi Delta
+            Attentions take `backend` only.
         unpacked: what runs a batch that is not packed on one rank: ``"transformers"`` for
             transformers' own forward with its bits, ``"fused"`` for this package's mixer.
         attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
