@@ -112,15 +112,11 @@ def _last_tokens(place: _Place) -> int:
 
 def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> None:
     start, offset = context.batch_size_offset, context.sequence_len_offset
-    if start + B > context.max_batch_size:
+    if start + B > context.max_batch_size or offset + s > context.max_sequence_length:
         raise ValueError(
-            f"{B} rows from batch_size_offset={start} on, but the inference context was made for "
-            f"max_batch_size={context.max_batch_size}."
-        )
-    if offset + s > context.max_sequence_length:
-        raise ValueError(
-            f"{s} more tokens after {offset} are more than the inference context allows: "
-            f"max_sequence_length={context.max_sequence_length}."
+            f"{s} tokens after {offset} of {B} rows from batch_size_offset={start} on do not fit "
+            f"the inference context, which was made for max_batch_size={context.max_batch_size} "
+            f"and max_sequence_length={context.max_sequence_length}."
         )
     if offset and (place is None or (place.rows, place.tokens) != (B, offset)):
         has = "no state" if place is None else f"the state of {place.rows} rows"

@@ -315,15 +315,10 @@ def _offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
     """The values of ``cu_seqlens``. Reading a tensor on a GPU waits for the GPU."""
     if isinstance(source, Tensor):
         integers = not (source.is_floating_point() or source.is_complex())
-        if source.dim() != 1 or not integers or source.dtype == torch.bool:
+        if source.dim() != 1 or not integers or source.dtype == torch.bool or source.is_meta:
             raise ValueError(
-                f"cu_seqlens must be a 1-D integer tensor of cumulative lengths, got "
-                f"shape {tuple(source.shape)} and dtype {source.dtype}."
-            )
-        if source.is_meta:
-            raise ValueError(
-                "cu_seqlens is on the meta device and holds no offsets; give it on the CPU or on "
-                "the device where the layer runs."
+                f"cu_seqlens must be a 1-D integer tensor of cumulative lengths on the CPU or on a "
+                f"GPU, got shape {tuple(source.shape)} and dtype {source.dtype} on {source.device}."
             )
         return tuple(source.tolist())
     try:
