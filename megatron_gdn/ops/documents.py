@@ -148,7 +148,7 @@ class Documents:
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         """Raise a RuntimeError if the boundaries changed between a forward and its backward.
 
-        ``stamp`` is the forward's; autograd ``saved`` that of the latest recomputed forward.
+        ``stamp`` is that of the forward; a recomputed forward ``saved`` a stamp of its own.
         """
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(changed_before_recomputation("those of another micro-batch"))

@@ -142,7 +142,7 @@ class StaticDocuments(Documents):
         return self._stamps["fill"]
 
     def read_by_forward(self, recomputed: bool) -> None:
-        """A forward calls this; a recomputed forward is refused after another :meth:`fill`."""
+        """Every forward calls this method, which refuses a recomputation after another fill."""
         if not recomputed:
             self._stamps["read"] = self.stamp
         elif self._stamps["read"] is not self.stamp:
@@ -155,7 +155,7 @@ class StaticDocuments(Documents):
     def table[Made: tuple[Tensor, ...]](
         self, key: Hashable, make: Callable[[Any], Made], move: bool = True
     ) -> Made:
-        """The tensors of ``make(self)``, which are refused if they are new in a capture."""
+        """The tensors of ``make(self)``; a new table is refused while a graph is captured."""
         found = self._tables.get((self._key, key))
         if found is None:
             require_no_capture("a table of packed documents")
@@ -181,7 +181,7 @@ class StaticDocuments(Documents):
         return self.plan((StaticDocuments, key), made)
 
     def on_host(self) -> Documents:
-        """The documents of the latest fill, which a capture refuses; the host waits for a GPU."""
+        """The documents of the latest fill; the host waits for a GPU, which a capture refuses."""
         require_no_capture("a copy of the documents' boundaries on the host")
         return Documents(tuple(self.boundaries.tolist()), self.device)
 
