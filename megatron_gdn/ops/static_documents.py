@@ -92,8 +92,7 @@ class StaticDocuments(Documents):
             ValueError: more than N documents; offsets on the host that do not fit.
             TypeError: as :meth:`Documents.from_cu_seqlens`.
         """
-        on_gpu = isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda
-        if on_gpu:
+        if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
             offsets = cu_seqlens
             if offsets.dim() != 1 or offsets.is_floating_point() or len(offsets) < 2:
                 raise ValueError(
@@ -118,7 +117,7 @@ class StaticDocuments(Documents):
         with torch.inference_mode(False), torch.no_grad():
             self.boundaries[: given + 1].copy_(to_device(offsets, self.device))
             self.boundaries[given + 1 :].fill_(self.total_tokens)
-        self.refresh(check=on_gpu)
+        self.refresh(check=offsets is cu_seqlens)
 
     def refresh(self, check: bool = True) -> None:
         """Compute every table again from the boundaries; a CUDA graph can capture this call."""
@@ -203,7 +202,7 @@ class StaticDocuments(Documents):
         """
         return self.table("cu_seqlens", _without_empty)[0].view(-1)
 
-    starts = cu_seqlens  # pyright: ignore[reportIncompatibleVariableOverride]
+    starts = cu_seqlens  # pyright: ignore[reportAssignmentType]
 
     @property
     def contents(self) -> tuple[int, int]:
