@@ -165,7 +165,7 @@ def our_layer(
         submodules,
         layer_number=1,
         backend=backend,
-        recompute="light" if recomputing else "none",
+        recompute="light" if recomputing else None,
         **options,
     )
     return layer.to(DEVICE).bfloat16()
