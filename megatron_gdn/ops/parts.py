@@ -64,10 +64,6 @@ class Parts(NamedTuple):
     def of_front(self) -> tuple[Tensor | None, ...]:
         return self.parameters[:-1]
 
-    def read_out(self, o: Tensor, rows: Tensor) -> Tensor:
-        """``o [B, s, H, V]`` to ``[s, B, H * V]``. All heads must be on this rank."""
-        return self.readout.forward(o, rows, self.parameters[-1])
-
     # For generation only.
 
     @property

@@ -23,8 +23,8 @@ import torch
 from torch import Tensor
 
 from ..aligned import front_on_grid, grid_of, readout_on_grid
-from ..documents import Documents
-from ..host_tables import cached_by_stream, to_device
+from ..documents import Documents, one_document
+from ..host_tables import to_device
 from ..readout.base import SplitReadout
 from ..rules.base import on_tokens
 from ..rules.chunk_table import CHUNK, ChunkTable
@@ -120,24 +120,13 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
 def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
     """The rule's inputs ``[N, 64, ...]`` of chunks behind W - 1 rows each."""
     front, past = parts.front, parts.past
-    chunks = rows[:, past:]
     if getattr(front, "triton", False):
-        documents = _chunk_behind_history(past, rows.device)
-        return front.forward(chunks.transpose(0, 1), parts.of_front, documents)
+        path = one_document(rows.shape[1], rows.device)
+        inputs = front.forward(rows.transpose(0, 1), parts.of_front, path)
+        return on_tokens(inputs, lambda x: x[:, past:].contiguous())
+    chunks = rows[:, past:]
     grid = grid_of(chunks, None, parts.state.heads)
     return front_on_grid(front, parts.of_front, chunks, grid, rows[:, :past])
-
-
-@cached_by_stream(32)
-def _chunk_behind_history(past: int, device: torch.device) -> Documents:
-    """The boundaries of a chunk whose history lies before the chunk in memory.
-
-    The chunk's first position is W - 1, so the kernels read the W - 1 rows before the chunk.
-    """
-    documents = Documents((0, CHUNK), device)
-    position = torch.arange(past, past + CHUNK, dtype=torch.int32, device="cpu")
-    vars(documents)["position_T"] = to_device(position, device)  # sets a cached property
-    return documents
 
 
 def _read_out_tokens(

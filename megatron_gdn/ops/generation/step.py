@@ -105,7 +105,7 @@ def _prefill_in_chunks(
     assert final is not None
     if filled is not None:
         final = state.index_copy(0, filled, final.to(state.dtype))
-    return parts.read_out(output.o, proj), final
+    return parts.readout.forward(output.o, proj, parts.parameters[-1]), final
 
 
 @torch.no_grad()

@@ -68,12 +68,6 @@ class StateMap(NamedTuple):
         carried = self.through * state if self.is_diagonal else self.through @ state
         return carried + self.local
 
-    def then(self, later: StateMap) -> StateMap:
-        """This map followed by ``later``."""
-        if self.is_diagonal:
-            return StateMap(later.apply(self.local), later.through * self.through)
-        return StateMap(later.apply(self.local), later.through @ self.through)
-
     def transposed(self, d_local: Tensor) -> StateMap:
         """The map of gradients, ``dS_in = through^T dS_out + d_local``."""
         return StateMap(d_local, self.through if self.is_diagonal else self.through.mT)
