@@ -7,8 +7,7 @@ B batch (1 when packed), H query heads and G key heads of this tensor-parallel r
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from functools import cache, partial
 from typing import Any
 
@@ -64,7 +63,6 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         super().__init__(_config_of_one_rank(config), *args, pg_collection=pg_collection, **kwargs)
         self.config = config
         self.loader_layout = LoaderLayout(cp_layout, config)
-        self._inputs_whole = False  # whether queries and keys are those of whole sequences
         if config.context_parallel_size > 1:
             self._require_plain(f"context_parallel_size={config.context_parallel_size}")
 
@@ -78,15 +76,6 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         if group is not self.pg_collection.cp:
             self.pg_collection = copy.copy(self.pg_collection)  # other modules hold the old object
             self.pg_collection.cp = group
-
-    @contextmanager
-    def on_whole_sequences(self) -> Iterator[None]:
-        """Inside the context, each rank's inputs are whole sequences, as in generation."""
-        self._inputs_whole = True
-        try:
-            yield
-        finally:
-            self._inputs_whole = False
 
     def forward(
         self,
@@ -104,8 +93,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         are those of all tokens so far, and the queries those of the last tokens. Packed inputs may
         lack the dimension B.
         """
-        group = None if self._inputs_whole else self.cp_group
-        how = group, self.loader_layout.of, query.shape[0], query.device
+        how = self.cp_group, self.loader_layout.of, query.shape[0], query.device
         micro_batch = MicroBatchShare.of(packed_seq_params, *how)
         if micro_batch.documents is None and micro_batch.size == 1:
             if self.config.batch_invariant_mode and attention_mask is None:
@@ -321,8 +309,12 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         if rotary_pos_emb is not None:
             q, k = (_gather_angles(x, self.pg_collection.cp) for x in _for_q_and_k(rotary_pos_emb))
             rotary_pos_emb = q, k
-        with self.core_attention.on_whole_sequences():
+        core, groups = self.core_attention, self.core_attention.pg_collection
+        core.cp_group = None  # queries and keys are those of whole sequences
+        try:
             return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
+        finally:
+            core.pg_collection = groups
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple:
         tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)

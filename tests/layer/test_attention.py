@@ -15,7 +15,7 @@ from tests.parallel import alone, make_config
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_on_whole_sequences_megatrons_own_forward_reads_no_context_parallelism(monkeypatch):
+def test_over_one_rank_megatrons_own_forward_reads_no_context_parallelism(monkeypatch):
     """Megatron-LM's dev branch gathers keys and values by the config, and wants a mask for it."""
     sizes, forward = [], DotProductAttention.forward
 
@@ -29,8 +29,7 @@ def test_on_whole_sequences_megatrons_own_forward_reads_no_context_parallelism(m
         pg_collection=alone(),
     )  # fmt: skip
     q, k, v = torch.randn(3, 5, 1, 4, 6)
-    with attention.on_whole_sequences():
-        attention(q, k, v, None)
+    attention(q, k, v, None)
     assert sizes == [1]
     assert attention.config is config and config.context_parallel_size == 2
 
