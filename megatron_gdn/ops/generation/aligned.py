@@ -56,20 +56,16 @@ def prefill_on_grid(
     known = torch.cat([history.flatten(0, 1), new.flatten(0, 1)])
     rows = known.index_select(0, source)[None]
     grid = grid_of(rows, _documents(held, device), parts.state.heads)
-    filled = to_device(
-        torch.tensor([n for n, count in enumerate(held) if count], device="cpu"), device
-    )
-    before = history[:, :past].index_select(0, filled)
+    before = history[:, :past].index_select(0, _filled(held, device))
     inputs = front_on_grid(parts.front, parts.of_front, rows, grid, before)
 
     # Full chunks run first and move the state; each sequence's remaining tokens run second.
     o = None
     whole = [n // CHUNK * CHUNK for n in held]
     for tokens, counts in ((full, whole), (tail, [n % CHUNK for n in held])):
-        filled = [n for n, count in enumerate(counts) if count]
-        if not filled:
+        index = _filled(counts, device)
+        if not len(index):
             continue
-        index = to_device(torch.tensor(filled, device="cpu"), device)
         some = on_tokens(inputs, lambda x, tokens=tokens: x.index_select(1, tokens))
         begun = parts.rule.begin(some, _documents(counts, device))
         made = begun.run(state.index_select(0, index), keep=False, final=tokens is full)
@@ -143,6 +139,12 @@ def _read_out_tokens(
 
 def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
     return Documents((0, *accumulate(lengths)), device)
+
+
+def _filled(counts: Sequence[int], device: torch.device) -> Tensor:
+    """The indices of the sequences with tokens; int64."""
+    index = [n for n, count in enumerate(counts) if count]
+    return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
 
 
 class _PrefillIndices(NamedTuple):
