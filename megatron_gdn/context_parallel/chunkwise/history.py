@@ -70,8 +70,9 @@ def _route(documents: Documents, cutting: Cutting, reach: int) -> HistoryRoute |
     for rows, travels in zip(listed, (of_sent, of_received), strict=True):
         peers = rows.peer[travels] if documents.known else rows.peer
         counts.append(tuple(peers.bincount(minlength=cutting.cp_size).tolist()))
+    send_counts, receive_counts = counts
     send_rows, *table = (to_device(x, documents.device) for x in tables)
-    return HistoryRoute(send_rows, *counts, HistoryTable(*table))
+    return HistoryRoute(send_rows, send_counts, receive_counts, HistoryTable(*table))
 
 
 def _list_rows(cutting: Cutting, chains: int, reach: int, sending: bool) -> _Rows:

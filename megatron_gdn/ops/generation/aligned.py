@@ -78,8 +78,8 @@ def prefill_on_grid(
     mixed = _read_out_tokens(parts, o, rows, grid, fresh, proj)
     next_rows = known.index_select(0, kept).masked_fill_(empty[:, None], 0)
     counted[:, 0, 0] = to_device(torch.tensor(held, device="cpu") % CHUNK, device)
-    history = [counted.to(next_rows.dtype), next_rows.unflatten(0, (len(held), -1))]
-    return mixed, torch.cat(history, dim=1), state
+    in_parts = counted.to(next_rows.dtype), next_rows.unflatten(0, (len(held), -1))
+    return mixed, torch.cat(in_parts, dim=1), state
 
 
 @torch.no_grad()
