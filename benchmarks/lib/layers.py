@@ -165,7 +165,8 @@ def our_layer(
         submodules,
         layer_number=1,
         backend=backend,
-        recompute="light" if recomputing else None,
+        recompute_qkv=recomputing,
+        recompute_norm_out=recomputing,
         **options,
     )
     return layer.to(DEVICE).bfloat16()

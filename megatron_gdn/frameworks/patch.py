@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import inspect
 import logging
+import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
-
-from ..compat.observe import log_single_rank
 
 logger = logging.getLogger(__name__)
 
@@ -60,8 +59,8 @@ def patch_megatron(
         each.check()
     for each in classes:
         each.install()
-    said = "; ".join(each.describe() for each in classes)
-    log_single_rank(logger, logging.WARNING, f"{said}.")
+    if os.environ.get("RANK", "0") == "0":
+        logger.warning("; ".join(each.describe() for each in classes) + ".")
 
 
 def has_gdn2() -> bool:

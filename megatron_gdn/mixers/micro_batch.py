@@ -118,29 +118,38 @@ class MicroBatches:
     def use_group(self, group: Any) -> None:
         """Set the group of micro-batches that bring none; errors are the constructor's."""
         alone = group is None or group.size() == 1
-        layout = _ANY_LAYOUT if alone else self._loader_layout.of_packed()
+        layout = _ANY_LAYOUT if alone else self._loader_layout.default_for_packed()
         rule = self.latest_rule
         first, *others = self._schemes_of(group, rule, layout)
-        self._group = group
+        self.group = group
         if not others:  # only one scheme can run, so its kernels are compiled now
             states = first.name == LinearCpMode.CHUNKWISE
             rule.prepare(first.layout, _dtype_of_rows(self._config), states)
 
-    def of(self, packed: PackedSeqParams | None, proj_sBP: Tensor, group: Any = None) -> MicroBatch:
+    def of(
+        self,
+        packed: PackedSeqParams | None,
+        proj_sBP: Tensor,
+        group: Any = None,
+        documents: Documents | None = None,
+    ) -> MicroBatch:
         """Decide how the micro-batch of these projection rows ``[s, B, P]`` runs.
 
-        Its group is that of ``packed``, else ``group``, else the layer's.
+        Its group is that of ``packed``, else ``group``, else the layer's. Packed documents are
+        those of ``packed``, or ``documents`` if the caller has resolved them.
         """
         s, B, _ = proj_sBP.shape
         device, dtype = proj_sBP.device, proj_sBP.dtype
-        group, documents = self._group if group is None else group, None
+        group = self.group if group is None else group
         if packed is not None:
             group = context_parallel_group_of(packed, group)
         tokens = s if group is None else s * group.size()
-        if packed is not None:
+        if documents is not None:
+            documents = Documents.from_cu_seqlens(documents, tokens).on(device)
+        elif packed is not None:
             documents = resolve_packed_seq_params(packed, tokens, device)
-            if documents is not None and B != 1:
-                require_one_row(B, f"{B} rows of {s} tokens on this rank")
+        if documents is not None and B != 1:
+            require_one_row(B, f"{B} rows of {s} tokens on this rank")
         layout = _ANY_LAYOUT
         if tokens != s:
             layout = self._loader_layout.of(None if documents is None else packed)
@@ -178,12 +187,16 @@ class MicroBatches:
 
     def _schemes_of(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
         """The schemes that can run: whole alone on one rank, else headwise, chunkwise or both."""
-        key = group, rule, layout
-        if key not in self._schemes:
+        found = self._schemes.get((group, rule, layout))
+        if found is None:
             if len(self._schemes) >= _MOST_GROUPS:
-                del self._schemes[next(iter(self._schemes))]
-            self._schemes[key] = self._make_schemes(*key)
-        return self._schemes[key]
+                others = (key for key in self._schemes if key[0] is not self.group)
+                gone = self._schemes.pop(next(others, next(iter(self._schemes))))
+                # Micro-batches that the layer keeps would keep the removed schemes alive.
+                self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
+            found = self._make_schemes(group, rule, layout)
+            self._schemes[group, rule, layout] = found
+        return found
 
     def _make_schemes(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
         if group is None or group.size() == 1:
@@ -216,13 +229,14 @@ class MicroBatches:
             why = documents.why_headwise
             if on_grid and documents.why_not_on_grid:
                 raise NotImplementedError(documents.why_not_on_grid)
-            if documents.continue_others and first.name == LinearCpMode.CHUNKWISE:
+        if documents is not None and documents.continue_others:  # needs all tokens on one rank
+            if first.name == LinearCpMode.CHUNKWISE:
                 raise NotImplementedError(
                     "documents that continue others run on whole sequences, and these layers can "
                     "only run chunkwise here. Use linear_cp_mode='headwise' with heads that the "
                     "context-parallel ranks can share, or pack the sequences separately."
                 )
-        if not others:
+        elif not others:
             why = "the only mode for these heads and this backend"
         elif on_grid and not why:
             why = "the mode that keeps batch_invariant_mode's bits"

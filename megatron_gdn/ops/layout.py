@@ -67,8 +67,12 @@ class Layout:
         gates = [section.gates for section in self.sections]
         assert gates == sorted(gates), "the rule's gates must come last"
 
+    @cached_property
+    def _count_of(self) -> dict[str, int]:
+        return dict(self.counts)
+
     def heads(self, kind: str) -> int:
-        return dict(self.counts)[kind]
+        return self._count_of[kind]
 
     @cached_property
     def names(self) -> tuple[str, ...]:

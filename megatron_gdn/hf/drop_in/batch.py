@@ -8,21 +8,26 @@ Legend: B batch, S tokens of the whole sequence, s this rank's share (S on one r
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
-from types import SimpleNamespace
+from itertools import compress
 from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from ...context_parallel import SequenceLayout, local_indices
+from ...context_parallel.layouts import check_lengths
 from ...context_parallel.layouts import positions as positions_of
+from ...mixers.packing import MicroBatchShare
 from ...mixers.padding import read_mask
 from ...ops.documents import Documents
 from ...ops.host_tables import to_device
-from .sources import Ranks, Sources, document_ids, starts_of
+from ...ops.layout import SizeError
+from .sources import Sources, document_ids, starts_of, text_positions, to_host
 
 if TYPE_CHECKING:
     from torch.distributed import ProcessGroup
@@ -47,53 +52,39 @@ def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
 class ModelBatch:
     """One forward of a model.
 
-    ``packed`` holds the boundaries of the documents of all ranks. ``ids``, int64 ``[B, S]`` on the
-    host, are the documents' numbers at all ranks' tokens in sequence order, 0 at padding. Both are
-    None when every row is one sequence. ``keep``, bool ``[B, s]``, is False at padding, where the
-    output is exactly zero.
+    ``share`` has the documents of all ranks, row after row, or None when every row is one sequence;
+    a run of padding is a document too, so its state reaches no other. ``ids``, int64 ``[B, S]`` on
+    the host, are the documents' numbers at all ranks' tokens in sequence order, 0 at padding.
+    ``keep``, bool ``[B, s]``, is False at padding, where the output is exactly zero.
     """
 
-    packed: Any = None
+    share: MicroBatchShare
     ids: Tensor | None = None
     keep: Tensor | None = None
-    group: Any = None  # process group of the context-parallel ranks
-    layout: SequenceLayout = SequenceLayout.CONTIGUOUS  # how ranks share the sequence
-    own_positions: Tensor | None = None  # int64 [s] on the host: where this rank's tokens lie
 
     @property
     def is_plain(self) -> bool:
         """Whether each row is one sequence on one rank, as transformers' own forward needs."""
-        return self.packed is None and self.group is None
+        return self.share.documents is None and self.share.group is None
 
     @property
     def kind(self) -> str:
         """What transformers' own forward cannot run in this batch, as messages name it."""
-        return "packed documents" if self.group is None else "context parallelism"
-
-    @property
-    def lengths(self) -> tuple[int, ...]:
-        """Tokens of every document over all ranks; if not packed, tokens of a whole row."""
-        if self.packed is not None:
-            return tuple(self.packed.cu_seqlens_q.diff().tolist())
-        assert self.own_positions is not None
-        return (len(self.own_positions) * self.group.size(),)
+        return "packed documents" if self.share.group is None else "context parallelism"
 
     @property
     def positions(self) -> Tensor:
         """int64 ``[B or 1, s]`` on the host: tokens' positions in their documents, 0 at padding."""
-        ids, own = self.ids, self.own_positions
-        if ids is None or self.packed is None:
-            assert own is not None
-            return own[None]
-        column = torch.arange(ids.shape[1], device="cpu").expand_as(ids)
-        start = column.masked_fill(~starts_of(ids), 0).cummax(-1).values
-        found = (column - start).masked_fill(ids == 0, 0)
-        return found if own is None else found[:, own]
+        documents, ids = self.share.documents, self.ids
+        if documents is None or ids is None:
+            return self.share.positions[None]
+        positions = documents.position_T.long().view_as(ids).masked_fill(ids == 0, 0)
+        return positions if self.share.group is None else positions[:, self.share.positions]
 
     def enter(self, x_BsH: Tensor) -> Tensor:
         """Shape hidden states as mixer rows: ``[1, B s, H]`` if packed, else ``[B, s, H]``."""
         x_BsH = self._zero_padding(x_BsH)
-        return x_BsH if self.packed is None else x_BsH.flatten(0, 1).unsqueeze(0)
+        return x_BsH if self.share.documents is None else x_BsH.flatten(0, 1).unsqueeze(0)
 
     def leave(self, y: Tensor, like_BsH: Tensor) -> Tensor:
         """The inverse of :meth:`enter`; padding is exactly zero."""
@@ -104,6 +95,7 @@ class ModelBatch:
         return x_BsH if self.keep is None else x_BsH.masked_fill(~self.keep[..., None], 0)
 
 
+@torch.compiler.disable  # the host reads boundaries
 def resolve_call(
     options: Any, sources: Sources, x_BsH: Tensor, cache: Any, fills_cache: bool = False
 ) -> ModelBatch | None:
@@ -113,25 +105,19 @@ def resolve_call(
     those of this rank's tokens, and all ranks must give the same kinds of sources; offsets are
     those of the whole buffer.
     """
-    (rows, tokens), device, group = x_BsH.shape[:2], x_BsH.device, group_of(options.cp_mesh)
-    if group is not None:
-        layout = SequenceLayout.parse(options.cp_layout)
-        batch = _resolve_over_ranks(sources, Ranks(group, device, rows, tokens), layout)
-    elif cache is not None and cache.get_seq_length() > 0:
-        told = {
-            "_packed_seq_ids": sources.packed_seq_ids,
-            "cu_seqlens or cu_seq_lens_q": sources.cu_seqlens,
-            "indices": sources.indices,
-            "seq_index": sources.seq_index,
-        }
-        if given := [name for name, x in told.items() if x is not None]:
+    (rows, tokens), group = x_BsH.shape[:2], group_of(options.cp_mesh)
+    if group is None and cache is not None and cache.get_seq_length() > 0:
+        told = ("packed_seq_ids", "cu_seqlens", "indices", "seq_index")
+        if given := [name for name in told if getattr(sources, name) is not None]:
             raise ValueError(
                 f"{', '.join(given)} with a batch that goes on from a cache, which holds one "
                 f"sequence per row. Leave these arguments out, or pass no past_key_values."
             )
         return None
-    else:
-        batch = _resolve_on_one_rank(sources, device, rows, tokens)
+    size, rank = (1, 0) if group is None else (group.size(), group.rank())
+    whole, layout = (tokens * size,), options.cp_layout
+    share = MicroBatchShare(None, group, size, rank, layout, whole, x_BsH.device)
+    batch = _resolve(sources, rows, share)
     if (cache is not None or fills_cache) and not batch.is_plain:
         raise ValueError(
             f"a cache cannot be filled with {batch.kind}: it holds one state per row. Pass "
@@ -140,103 +126,82 @@ def resolve_call(
     return batch
 
 
-def _resolve_on_one_rank(
-    sources: Sources, device: torch.device, rows: int, tokens: int
-) -> ModelBatch:
-    index = sources.seq_index
-    if index is not None:
-        in_order = torch.arange(tokens, device="cpu").expand(index.shape[:-1] + (tokens,))
-        if index.dim() not in (1, 2) or not torch.equal(index.cpu().long(), in_order):
-            raise ValueError(
-                f"seq_index of shape {tuple(index.shape)} without context-parallel ranks: one "
-                f"rank holds the whole sequence, so its {tokens} tokens must be in order."
-            )
-    ids = document_ids(sources, rows, tokens)
-    if ids is None:
-        return ModelBatch()
-    read_mask(ids)  # refuses padding inside a document, and documents out of order
-    return ModelBatch(_packed_boundaries(ids), ids, _not_padding(ids, device))
-
-
-def _not_padding(ids: Tensor, device: torch.device) -> Tensor | None:
-    """bool ``[B, S]``, False at padding; None if no token is padding."""
-    return None if bool((ids > 0).all()) else to_device(ids > 0, device)
-
-
-def _packed_boundaries(ids: Tensor, offsets: Tensor | None = None) -> SimpleNamespace:
-    """Boundaries of all documents, under the names of Megatron's PackedSeqParams, on the host.
-
-    A run of padding counts as a document, so its state reaches no other document. Empty documents
-    of ``offsets`` are kept, because the layout may cut document by document.
-    """
-    kept = [0] if offsets is None else offsets.tolist()
-    ends = {*starts_of(ids).flatten().nonzero().flatten().tolist(), ids.numel()}.difference(kept)
-    offsets = torch.tensor(sorted([*kept, *ends]), dtype=torch.int32, device="cpu")
-    return SimpleNamespace(
-        qkv_format="thd",
-        cu_seqlens_q=offsets,
-        cu_seqlens_kv=offsets,
-        cu_seqlens_q_padded=None,
-        cu_seqlens_kv_padded=None,
-        cp_group=None,
-        local_cp_size=None,
-    )
-
-
-def _resolve_over_ranks(sources: Sources, ranks: Ranks, layout: SequenceLayout) -> ModelBatch:
-    mask, offsets, indices = sources.attention_mask, sources.cu_seqlens, sources.indices
-    if offsets is not None:
-        offsets = torch.as_tensor(offsets, device="cpu").detach().long()
-        sources = sources._replace(cu_seqlens=offsets)
-    ranks.require_agreement(sources)
-    if indices is not None:
-        raise ValueError(
-            f"indices of {indices.numel()} tokens with context parallelism: offsets count the "
-            f"tokens of the whole buffer, padding included. Give this rank's ids of documents as "
-            f"attention_mask instead, 0 at padding."
-        )
-    layout, positions = _layout_and_positions(sources, ranks, layout)
-    if mask is not None and mask.dim() != 2:
-        raise ValueError(
-            f"an attention_mask of shape {tuple(mask.shape)} says nothing about the tokens of "
-            f"other context-parallel ranks; name the documents by cu_seq_lens_q (of the whole "
-            f"buffer) or by this rank's _packed_seq_ids."
-        )
-    everywhere = ranks.in_sequence_order(sources, layout, positions)
-    ids, mask = document_ids(everywhere, ranks.rows, ranks.total), everywhere.attention_mask
-    if ids is None and mask is not None and bool((mask == 0).any()):
+def _resolve(sources: Sources, rows: int, share: MicroBatchShare) -> ModelBatch:
+    _require_agreement(sources, rows, share)
+    share = _as_cut(sources, rows, share)
+    sources = _in_sequence_order(sources, rows, share)
+    ids, mask = document_ids(sources, rows, sum(share.lengths)), sources.attention_mask
+    if share.group is not None and ids is None and mask is not None and bool((mask == 0).any()):
         ids = (mask != 0).long()
-    own = positions[ranks.group.rank()]
-    batch = partial(ModelBatch, group=ranks.group, layout=layout, own_positions=own)
     if ids is None:
-        return batch()
-    read_mask(ids)  # raises the same errors as on one rank
-    keep = _not_padding(ids[:, own], ranks.device)
-    one_each = bool((ids.amax(-1) <= 1).all())
-    if one_each and not bool((ids.diff() > 0).any()):  # whole rows, or rows with padding at the end
-        return batch(ids=ids, keep=keep)
-    if ranks.rows > 1:
-        what = "padding before tokens" if one_each else "packed documents"
+        padded = share.group is None and mask is not None and mask.dim() == 2
+        return ModelBatch(share, keep=mask != 0 if padded else None)
+    read_mask(ids)  # refuses padding inside a document, and documents out of order
+    own_Bs = ids if share.group is None else ids[:, share.positions]
+    keep = None if bool((ids > 0).all()) else to_device(own_Bs > 0, share.device)
+    if share.group is not None:
+        one_each = bool((ids.amax(-1) <= 1).all())
+        if one_each and not bool((ids.diff() > 0).any()):  # whole rows, or padding at their ends
+            return ModelBatch(share, ids, keep)
+        if rows > 1:
+            what = "padding before tokens" if one_each else "packed documents"
+            raise ValueError(
+                f"context parallelism takes {what} in one row only, got {rows} rows. Lay the rows "
+                f"end to end (megatron_gdn.hf.PackingCollator does)."
+            )
+    starts = starts_of(ids).flatten().nonzero().flatten().tolist()
+    documents = Documents.from_cu_seqlens([*starts, ids.numel()], ids.numel())
+    return ModelBatch(share._replace(documents=documents, lengths=documents.lengths), ids, keep)
+
+
+def _require_agreement(sources: Sources, rows: int, share: MicroBatchShare) -> None:
+    """Raise on every rank if a data loader gave the ranks different batches."""
+    if share.group is None:
+        return
+    offsets = b"" if sources.cu_seqlens is None else sources.cu_seqlens.long().numpy().tobytes()
+    told = {"rows": rows, "tokens": sum(share.lengths)}
+    for name, x in sources._asdict().items():
+        told[f"kinds of {name}"] = 0 if x is None else x.dim()
+    told |= {"numbers of offsets": len(offsets), "offsets": zlib.crc32(offsets)}
+    all_cT = _gather(torch.tensor([*told.values()], device="cpu"), share)
+    differs = (all_cT != all_cT[0]).any(0).tolist()
+    if any(differs):
         raise ValueError(
-            f"context parallelism takes {what} in one row only, got {ranks.rows} rows. Lay the "
-            f"rows end to end (megatron_gdn.hf.PackingCollator does)."
+            f"the {share.size} context-parallel ranks were given different "
+            f"{', '.join(compress(told, differs))}: they must have shares of one batch. Give all "
+            f"of them the same batches (megatron_gdn.hf.ContextParallelTrainerMixin does in "
+            f"transformers' Trainer) and cut each by context_parallel_share."
         )
-    return batch(_packed_boundaries(ids, offsets), ids, keep)
+    if sources.indices is not None:
+        raise ValueError(
+            f"indices of {sources.indices.numel()} tokens with context parallelism: offsets count "
+            f"the tokens of the whole buffer, padding included. Give this rank's ids of documents "
+            f"as attention_mask instead, 0 at padding."
+        )
 
 
-def _layout_and_positions(
-    sources: Sources, ranks: Ranks, layout: SequenceLayout
-) -> tuple[SequenceLayout, Tensor]:
-    """How ranks share the sequence, and where all ranks' tokens lie: ``[cp, s]`` on the host."""
-    size, tokens, total, index = ranks.group.size(), ranks.tokens, ranks.total, sources.seq_index
-    whole, documents = (total,), None
-    if sources.cu_seqlens is not None and ranks.rows == 1:
-        documents = Documents.from_cu_seqlens(sources.cu_seqlens, total).lengths
+def _gather(own: Tensor, share: MicroBatchShare) -> Tensor:
+    """Gather all ranks' tensors, of one shape and dtype: ``[cp, ...]`` on the host."""
+    if share.group is None:
+        return own[None].cpu()
+    own = own[None].to(share.device).contiguous()
+    given = own.new_empty(share.size, *own.shape[1:])
+    dist.all_gather_into_tensor(given, own, group=share.group)
+    return given.cpu()
+
+
+def _as_cut(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchShare:
+    """The share with the layout of ``seq_index``, and the lengths that this layout cuts."""
+    (total,), index = share.lengths, sources.seq_index
+    tokens = total // share.size
+    cut = {SequenceLayout.ZIGZAG_BUFFER: (total,), SequenceLayout.CONTIGUOUS: (total,)}
+    if sources.cu_seqlens is not None and sources.indices is None and rows == 1:
+        documents = Documents.from_cu_seqlens(sources.cu_seqlens, total)
+        cut[SequenceLayout.ZIGZAG] = documents.lengths
     if index is None:
-        if sources.cu_seqlens is None and layout is SequenceLayout.ZIGZAG:
-            layout = SequenceLayout.ZIGZAG_BUFFER
-        by_document = documents is not None and layout is SequenceLayout.ZIGZAG
-        return layout, positions_of(documents if by_document else whole, size, layout)
+        layout = share.layout if share.layout in cut else SequenceLayout.ZIGZAG_BUFFER
+        check_lengths(cut[layout], share.size, layout)
+        return share._replace(layout=layout, lengths=cut[layout])
     if index.dim() not in (1, 2) or index.shape[-1] != tokens:
         raise ValueError(
             f"seq_index has shape {tuple(index.shape)}; it must be [{tokens}] or "
@@ -248,23 +213,68 @@ def _layout_and_positions(
             "the rows of seq_index differ; all rows of a batch must be cut alike for context "
             "parallelism. Pass one row."
         )
-    positions = ranks.gather(index[0])
-    legal: list[tuple[SequenceLayout, tuple[int, ...], int]] = [
-        (SequenceLayout.ZIGZAG_BUFFER, whole, 2 * size),
-        (SequenceLayout.CONTIGUOUS, whole, size),
-    ]
-    if documents is not None:
-        legal.append((SequenceLayout.ZIGZAG, documents, 2 * size))
-    for one, lengths, multiple in legal:
-        even = not any(length % multiple for length in lengths)
-        if even and torch.equal(positions, positions_of(lengths, size, one)):
-            return one, positions
+    positions = _gather(index[0], share)
+    for layout, lengths in cut.items():
+        with suppress(SizeError):  # this layout cannot cut these lengths
+            if torch.equal(positions, positions_of(lengths, share.size, layout)):
+                return share._replace(layout=layout, lengths=lengths)
     raise ValueError(
-        f"seq_index {positions[ranks.group.rank()].tolist()[:8]} ... is no share of {total} tokens "
-        f"in zigzag of the row (two of {2 * size} pieces), in zigzag of every document of "
-        f"cu_seq_lens_q, or contiguous (one of {size}). Cut the row by "
+        f"seq_index {positions[share.rank].tolist()[:8]} ... is no share of {total} tokens in "
+        f"zigzag of the row (two of {2 * share.size} pieces), in zigzag of every document of "
+        f"cu_seq_lens_q, or contiguous (one of {share.size}). Cut the row by "
         f"megatron_gdn.hf.context_parallel_share."
     )
+
+
+def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> Sources:
+    """Gather sources in sequence order; offsets describe the whole buffer on every rank."""
+    if share.group is None:
+        return sources
+    mask, ids, offsets, given, *_ = sources
+    tokens, of_text = sum(share.lengths) // share.size, text_positions(given)
+    if mask is not None and mask.dim() != 2:
+        raise ValueError(
+            f"an attention_mask of shape {tuple(mask.shape)} says nothing about the tokens of "
+            f"other context-parallel ranks; name the documents by cu_seq_lens_q (of the whole "
+            f"buffer) or by this rank's _packed_seq_ids."
+        )
+    if given is not None and of_text is None:
+        raise ValueError(
+            f"position_ids of shape {tuple(given.shape)} with context parallelism: a "
+            f"vision-language model computes such positions from the tokens that it sees, here "
+            f"only a share. Compute them from the whole sequence and give this rank's columns as "
+            f"[4, {rows}, {tokens}], text positions first."
+        )
+    if offsets is not None:
+        of_text = None
+    elif of_text is not None and of_text.shape[0] == 1:
+        of_text = of_text.expand(rows, -1)
+    tables = {"attention_mask": mask, "_packed_seq_ids": ids, "position_ids": of_text}
+    for name, x_Bs in tables.items():
+        if x_Bs is None:
+            continue
+        if share.layout is SequenceLayout.ZIGZAG:
+            raise ValueError(
+                f"cp_layout={share.layout.value!r} cuts every document by itself, so a rank's "
+                f"{name} cannot be put in order without the documents: give cu_seq_lens_q of the "
+                f"whole buffer, or cut the buffer as 'zigzag_buffer' or 'contiguous'."
+            )
+        own_sB = to_host(name, x_Bs, rows, tokens).long().T
+        tables[name] = share.gather(own_sB.to(share.device)).T.cpu()
+    mask, ids, position_BS = tables.values()
+    if position_BS is not None:
+        before, after = position_BS[:, :-1], position_BS[:, 1:]
+        wrong = ((after != before + 1) & (after != 0)).nonzero()
+        if len(wrong):
+            row, at = wrong[0].tolist()
+            raise ValueError(
+                f"in sequence order position_ids go from {before[row, at]} to {after[row, at]} at "
+                f"token {at + 1} of row {row}: they neither go on nor start again at 0. Either "
+                f"they are not this rank's share of the sequence's positions, or the tokens were "
+                f"not cut as {share.layout.value!r}; give seq_index, or the cp_layout they were "
+                f"cut by."
+            )
+    return Sources(mask, ids, offsets, position_BS)
 
 
 def context_parallel_share(

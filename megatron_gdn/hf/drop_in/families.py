@@ -22,10 +22,8 @@ from ...gdn.sizes import GDNDims
 from ...kda.front import kda_parts
 from ...kda.rule import choose_kda
 from ...kda.sizes import KDADims
-from ...mixers.hooks import has_hooks
 from ...mixers.micro_batch import ChooseRule
 from ...ops.parts import Parts
-from ...ops.readout.base import ACTIVATIONS
 
 
 class Mixer(NamedTuple):
@@ -81,8 +79,7 @@ class Family(NamedTuple):
         in_proj_ba:   per key head [b of its value heads | a of them]
     """
 
-    package: str  # the package in transformers.models that has the class
-    kinds: tuple[str, ...]  # model_type of the text configs that describe it
+    package: str  # of transformers.models; the config's model_type, which may end in _text
     projections: tuple[str, ...] = ()
     norm: str = "norm"
     out: str = "out_proj"
@@ -101,23 +98,16 @@ _LOW_RANK = (
 _FULL_RANK = ("q_proj", "k_proj", "v_proj", "forget_gate.f_proj", "g_proj", "b_proj")
 
 FAMILIES = {  # keys are names of transformers' classes
-    "Qwen3NextGatedDeltaNet": Family("qwen3_next", ("qwen3_next",)),
-    "Qwen3_5GatedDeltaNet": Family("qwen3_5", ("qwen3_5_text", "qwen3_5"), _FLAT),
-    "Qwen3_5MoeGatedDeltaNet": Family("qwen3_5_moe", ("qwen3_5_moe_text", "qwen3_5_moe"), _FLAT),
-    "Qwen4ExpTextGatedDeltaNet": Family("qwen4_exp", ("qwen4_exp_text",), _FLAT),
-    "OlmoHybridGatedDeltaNet": Family(
-        "olmo_hybrid", ("olmo_hybrid",), _SEPARATE, norm="o_norm", out="o_proj"
-    ),
-    "KimiLinearDeltaAttention": Family("kimi_linear", ("kimi_linear",), _LOW_RANK, **_KDA),
-    "Glm5NextTextLinearAttention": Family("glm5_next", ("glm5_next_text",), _LOW_RANK, **_KDA),
-    "BailingHybridDeltaAttention": Family(
-        "bailing_hybrid", ("bailing_hybrid",), _FULL_RANK, **_KDA
-    ),
+    "Qwen3NextGatedDeltaNet": Family("qwen3_next"),
+    "Qwen3_5GatedDeltaNet": Family("qwen3_5", _FLAT),
+    "Qwen3_5MoeGatedDeltaNet": Family("qwen3_5_moe", _FLAT),
+    "Qwen4ExpTextGatedDeltaNet": Family("qwen4_exp", _FLAT),
+    "OlmoHybridGatedDeltaNet": Family("olmo_hybrid", _SEPARATE, norm="o_norm", out="o_proj"),
+    "KimiLinearDeltaAttention": Family("kimi_linear", _LOW_RANK, **_KDA),
+    "Glm5NextTextLinearAttention": Family("glm5_next", _LOW_RANK, **_KDA),
+    "BailingHybridDeltaAttention": Family("bailing_hybrid", _FULL_RANK, **_KDA),
 }
-MODELS = (
-    "Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and Bailing "
-    "Hybrid"
-)
+LEGAL = ", ".join(repr(family.package) for family in FAMILIES.values())
 
 
 def transformers_class(module: nn.Module) -> type | None:
@@ -134,28 +124,20 @@ def family_of(module: nn.Module) -> Family:
     return FAMILIES[cls.__name__]
 
 
-def linear_attention_of(layer: nn.Module) -> Any:
-    """The linear attention of a decoder layer; None in a layer of another kind."""
-    found = (child for child in layer.children() if transformers_class(child) is not None)
-    return next(found, None)
-
-
-def linear_attentions(text: Any) -> Iterator[Any]:
-    return (found for layer in text.layers if (found := linear_attention_of(layer)) is not None)
+def linear_attentions(module: nn.Module) -> Iterator[Any]:
+    return (found for found in module.modules() if transformers_class(found) is not None)
 
 
 def class_for_config(config: Any) -> type:
     """The linear-attention class of transformers for a text config."""
-    kind = getattr(config, "model_type", None)
+    kind = getattr(config, "model_type", "")
     for name, family in FAMILIES.items():
-        if kind in family.kinds:
-            package = family.package
-            module = import_module(f"transformers.models.{package}.modeling_{package}")
-            return getattr(module, name)
-    legal = ", ".join(repr(kind) for family in FAMILIES.values() for kind in family.kinds)
+        if family.package == kind.removesuffix("_text"):
+            package = f"transformers.models.{family.package}"
+            return getattr(import_module(f"{package}.modeling_{family.package}"), name)
     raise ValueError(
         f"a config with model_type={kind!r} has no linear attention that is known here; legal are "
-        f"{legal}."
+        f"{LEGAL}."
     )
 
 
@@ -163,22 +145,6 @@ def class_for_config(config: Any) -> type:
 def subclass(prefix: str, mixin: type, cls: type) -> type[Any]:
     """A subclass of ``cls`` with ``mixin`` before it."""
     return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__})
-
-
-def fusible_activation(norm: nn.Module) -> str | None:
-    """``act`` if ``norm`` runs transformers' own ``RMSNorm(x) * weight * act(z)``, else None.
-
-    A kernel, a subclass, a replaced ``forward`` or hooks give None: the mixer calls such a norm.
-    """
-    cls, activation = type(norm), getattr(norm, "activation", None)
-    plain = (
-        cls.__name__.endswith("RMSNormGated")
-        and cls.__module__.startswith("transformers.")
-        and cls.forward.__module__.startswith("transformers.")
-        and "forward" not in vars(norm)
-        and not has_hooks(norm)
-    )
-    return activation if plain and activation in ACTIVATIONS else None
 
 
 def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
@@ -199,24 +165,23 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
 
 def refuse_modules_that_mix(config: Any, what: str) -> None:
     """Refuse a model whose other modules read across documents or need other ranks' tokens."""
+    indexed, why = "indexed_attention" in config.layer_types, ""
     if getattr(config, "ple_layer_ids", None):
-        raise NotImplementedError(
-            f"{what} in a model with per-layer embeddings (ple_layer_ids={config.ple_layer_ids}): "
-            f"their n-grams and convolution run over the whole row that a rank is given, across "
-            f"documents. Give one document per row, on one rank."
+        why = (
+            f"per-layer embeddings (ple_layer_ids={config.ple_layer_ids}), whose n-grams and "
+            f"convolution run over the whole row that a rank is given, across documents"
         )
-    indexed, alone = "indexed_attention" in config.layer_types, what == "packed documents"
-    if indexed and alone and config.model_type.startswith("glm5_next"):
-        raise NotImplementedError(
-            "packed documents in a model of GLM 5 next: its indexed attention takes a mask of "
-            "padding only, and reads across documents. Give one document per row; a layer of its "
-            "own (CPAwareGatedDeltaNet) takes packed documents."
+    elif indexed and what != "packed documents":
+        why = (
+            "indexed attention: its indexer ranks the keys of the tokens that a rank holds, not "
+            "those of the sequence"
         )
-    if indexed and not alone:
+    elif indexed and config.model_type.startswith("glm5_next"):
+        why = "GLM 5's indexed attention, which takes a mask of padding only"
+    if why:
         raise NotImplementedError(
-            "context parallelism in a model with indexed attention: its indexer ranks the keys of "
-            "the tokens that a rank holds, not those of the sequence. Run it on one rank; a layer "
-            "of its own (CPAwareGatedDeltaNet) takes context parallelism."
+            f"{what} in a model with {why}. Give one document per row, on one rank; a layer of its "
+            f"own (CPAwareGatedDeltaNet) takes {what}."
         )
 
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...mixers.precision import Fp32Parameters
 from ...ops.front.gates import decay_and_write_gates
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES, HOLDER_NAME
-from .families import family_of, subclass
+from .families import family_of
 
 
 class SSMGate(Fp32Parameters, nn.Module):
@@ -95,13 +95,6 @@ def gate_owner(module: Any) -> Any:
     return module._modules[name] if name else module
 
 
-def hold_gates(owner: Any) -> None:
-    """Put ``A_log`` and ``dt_bias`` of ``owner`` into a holder."""
-    if not isinstance(owner, HoldsGates):
-        owner.__class__ = subclass("Holding", HoldsGates, type(owner))
-    install_ssm_gate(owner)
-
-
 def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
     """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder; return the holder.
 
@@ -118,7 +111,7 @@ def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SS
 
 
 def release_gates(owner: Any, dtypes: dict[str, torch.dtype]) -> None:
-    """Undo :func:`hold_gates` and cast the parameters back to ``dtypes``."""
+    """Undo :func:`install_ssm_gate` and cast the parameters back to ``dtypes``."""
     holder = owner._modules.pop(HOLDER_NAME)
     for name, dtype in dtypes.items():
         _cast(holder._parameters[name], dtype)

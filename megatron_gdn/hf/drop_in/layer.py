@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
 
 from ...context_parallel import LinearCpMode, SequenceLayout
 from ...context_parallel.scheme import local_parameters
-from ...mixers.hooks import require_plain_conv, run_pre_hooks
+from ...mixers.hooks import has_hooks, require_plain_conv, run_pre_hooks
 from ...mixers.loader_layout import LoaderLayout
-from ...mixers.micro_batch import MicroBatches
+from ...mixers.micro_batch import MicroBatch, MicroBatches
 from ...ops.layout import Layout
 from ...ops.mixer import mix
 from ...ops.parts import GatedNorm
-from ...ops.readout.base import SplitReadout, readout_by_module
+from ...ops.readout.base import ACTIVATIONS, SplitReadout, readout_by_module
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import families
 from .batch import ModelBatch, group_of, resolve_call
-from .gates import HoldsGates, gate_owner, hold_gates, release_gates
+from .gates import HoldsGates, gate_owner, install_ssm_gate, release_gates
 from .sources import Sources
 
 # Keywords that are not passed to transformers' own forward; the batch holds their content.
@@ -31,9 +31,9 @@ _NOT_PASSED_ON = (
 )
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True, eq=False)
 class DropInOptions:
-    """How replaced modules run; the options of :func:`.patching.patch` and their defaults."""
+    """The options of :func:`.patching.patch` and their defaults; one object for all its layers."""
 
     cp_mesh: Any = None
     cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER
@@ -44,48 +44,39 @@ class DropInOptions:
     recompute_qkv: bool = False
 
     def __post_init__(self) -> None:
-        SequenceLayout.parse(self.cp_layout)
-        LinearCpMode.of(self.linear_cp_mode, None)
+        self.cp_layout = SequenceLayout.parse(self.cp_layout)
         if self.unpacked not in ("transformers", "fused"):
             raise ValueError(
                 f"unpacked={self.unpacked!r} is not known; use 'transformers' (its own code and "
                 f"bits where a batch is not packed and one rank holds it) or 'fused' (the mixer of "
                 f"this package everywhere)."
             )
-        group_of(self.cp_mesh)
+
+    def __deepcopy__(self, memo: dict) -> DropInOptions:
+        """Copy the options with the same mesh, since process groups cannot be copied."""
+        return replace(self)
 
 
 @dataclass(eq=False)
 class _DropInState:
-    """How a replaced module runs, and the MicroBatches of each group and layout so far."""
+    """How a replaced module runs."""
 
     options: DropInOptions
     mixer: families.Mixer
-    config: Any  # the fields of a TransformerConfig that MicroBatches reads
+    micro_batches: MicroBatches
+    loader_layout: LoaderLayout  # of the micro-batches
     stored: dict[str, torch.dtype]  # dtypes of A_log and dt_bias before the holder had them
-    known_micro_batches: dict[tuple[Any, SequenceLayout], MicroBatches] = field(
-        default_factory=dict
-    )
-
-    def __deepcopy__(self, memo: dict) -> _DropInState:
-        """A copied model keeps the same mesh: process groups cannot be copied."""
-        return replace(self, stored=dict(self.stored), known_micro_batches={})
 
     def set_mesh(self, cp_mesh: Any) -> None:
         """Use another context-parallel mesh from the next forward on; None means one rank."""
-        options = replace(self.options, cp_mesh=cp_mesh)
-        self.micro_batches(group_of(cp_mesh), SequenceLayout.parse(options.cp_layout))
-        self.options = options
+        self.micro_batches.use_group(group_of(cp_mesh))
+        self.options.cp_mesh = cp_mesh
 
-    def micro_batches(self, group: Any, layout: SequenceLayout) -> MicroBatches:
-        if (group, layout) not in self.known_micro_batches:
-            mixer, dims = self.mixer, self.mixer.dims
-            self.known_micro_batches[group, layout] = MicroBatches(
-                self.config, dims.layout, dims.state, dims.conv_kernel_dim,
-                group, LoaderLayout(layout, self.config), mode=self.options.linear_cp_mode,
-                choose_rule=mixer.rule, **mixer.names,
-            )  # fmt: skip
-        return self.known_micro_batches[group, layout]
+    def micro_batch(self, batch: ModelBatch, proj_TBP: Tensor) -> MicroBatch:
+        if batch.share.group is not self.micro_batches.group:  # the mesh was set in another layer
+            self.micro_batches.use_group(batch.share.group)
+        self.loader_layout.option = batch.share.layout
+        return self.micro_batches.of(None, proj_TBP, documents=batch.share.documents)
 
 
 class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
@@ -121,7 +112,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
     @property
     def _cp_mesh(self) -> Any:
-        """The mesh of context parallelism; a parallelizer may set it, equally in all layers."""
+        """The mesh of context parallelism; to set it in one layer sets it in the whole model."""
         return self.drop_in.options.cp_mesh
 
     @_cp_mesh.setter
@@ -164,20 +155,18 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
                 or a cache comes with packed documents or context parallelism.
         """
         batch, options = gdn_batch, self.drop_in.options
-        sources = Sources.from_keywords(attention_mask, kwargs)
         if batch is None:
-            batch = resolve_call(options, sources, hidden_states, cache_params)
+            sources = Sources.from_keywords(attention_mask, kwargs)
+            batch = cast(Any, resolve_call)(options, sources, hidden_states, cache_params)
         for name in _NOT_PASSED_ON:
             kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = None  # the batch holds the mask's documents and padding
-        if batch is None or batch.is_plain:
-            if cache_params is not None or options.unpacked == "transformers":
-                return self._run_original(hidden_states, cache_params, attention_mask, kwargs)
-            batch = ModelBatch(keep=None if attention_mask is None else attention_mask != 0)
+        original = cache_params is not None or options.unpacked == "transformers"
+        if batch is None or (batch.is_plain and original):
+            return self._run_original(hidden_states, cache_params, attention_mask, kwargs)
         proj_BTP = families.project(self, batch.enter(hidden_states), self.drop_in.mixer.dims)
-        # torch.compiler.disable has no type annotations.
-        mixed = self._mix(proj_BTP.transpose(0, 1), batch)  # pyright: ignore[reportCallIssue]
+        mixed = cast(Any, self._mix)(proj_BTP.transpose(0, 1), batch)
         out_proj = self._modules[families.family_of(self).out]
         return batch.leave(out_proj(mixed.transpose(0, 1)), hidden_states)
 
@@ -193,13 +182,11 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
     @torch.compiler.disable  # the host computes tables; autograd sees one function
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
-        run = self.drop_in.micro_batches(model_batch.group, model_batch.layout)
-        batch = run.of(model_batch.packed, proj_TBP)
+        batch = self.drop_in.micro_batch(model_batch, proj_TBP)
         scheme, conv = batch.scheme, self.conv1d
         rows, layout = batch.passage.open(proj_TBP), batch.scheme.layout
         A_log, dt_bias = gate_owner(self)._gates()
-        require_plain_conv(conv)
-        _require_silu(self)
+        _require_silu_and_plain_conv(self)
         run_pre_hooks(conv, lambda: rows.detach()[..., layout.conv_columns].permute(1, 2, 0))
         parameters = local_parameters(scheme, conv.weight, conv.bias, A_log.flatten(), dt_bias)
         norm = _gated_norm(self._modules[families.family_of(self).norm], layout)
@@ -209,8 +196,16 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
 
 def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
-    activation = families.fusible_activation(norm)
-    if activation is not None:
+    """The mixer's own norm if ``norm`` is transformers' plain code, else calls of ``norm``."""
+    cls, activation = type(norm), getattr(norm, "activation", None)
+    plain = (
+        cls.__name__.endswith("RMSNormGated")
+        and cls.__module__.startswith("transformers.")
+        and cls.forward.__module__.startswith("transformers.")
+        and "forward" not in vars(norm)
+        and not has_hooks(norm)
+    )
+    if plain and activation in ACTIVATIONS:
         return GatedNorm(norm.weight, norm.variance_epsilon, activation=activation)
 
     def call_norm(o: Tensor, z: Tensor) -> Tensor:
@@ -219,7 +214,8 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
     return readout_by_module(layout.gate_columns, layout.state_heads, call_norm)
 
 
-def _require_silu(module: Any) -> None:
+def _require_silu_and_plain_conv(module: Any) -> None:
+    require_plain_conv(module.conv1d)
     if module.activation not in ("silu", "swish"):
         raise ValueError(
             f"{type(module).__name__} has activation={module.activation!r} (config.hidden_act); "
@@ -230,11 +226,11 @@ def _require_silu(module: Any) -> None:
 
 def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareGatedDeltaNet:
     """Turn a module of transformers into a drop-in, with the same parameters."""
-    _require_silu(module)
-    require_plain_conv(module.conv1d)
+    _require_silu_and_plain_conv(module)
     family, owner = families.family_of(module), gate_owner(module)
     dtype = module._modules[family.out].weight.dtype
-    megatron_config = SimpleNamespace(
+    mixer = family.mixer(module, config, options)
+    megatron_config: Any = SimpleNamespace(  # the fields that MicroBatches reads
         deterministic_mode=False,
         batch_invariant_mode=False,
         bf16=dtype == torch.bfloat16,
@@ -242,19 +238,25 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
         params_dtype=dtype,
     )
     stored = {name: owner._parameters[name].dtype for name in FP32_GDN_PARAM_NAMES}
-    state = _DropInState(options, family.mixer(module, config, options), megatron_config, stored)
-    state.set_mesh(options.cp_mesh)
+    loader_layout = LoaderLayout(options.cp_layout, megatron_config)
+    micro_batches = MicroBatches(
+        megatron_config, mixer.dims.layout, mixer.dims.state, mixer.dims.conv_kernel_dim,
+        group_of(options.cp_mesh), loader_layout, mode=options.linear_cp_mode,
+        choose_rule=mixer.rule, **mixer.names,
+    )  # fmt: skip
     if not isinstance(module, CPAwareGatedDeltaNet):
         theirs: Any = families.transformers_class(module)
         module.__class__ = families.subclass("CPAware", CPAwareGatedDeltaNet, theirs)
     families.plain_functions_on_cpu(module)
-    hold_gates(owner)
-    module.drop_in = state
+    if not isinstance(owner, HoldsGates):
+        owner.__class__ = families.subclass("Holding", HoldsGates, type(owner))
+    install_ssm_gate(owner)
+    module.drop_in = _DropInState(options, mixer, micro_batches, loader_layout, stored)
     return module
 
 
 def stop_being_drop_in(module: CPAwareGatedDeltaNet) -> None:
-    """Undo :func:`become_drop_in`."""
+    """Undo :func:`become_drop_in`, also the dtypes of the parameters."""
     release_gates(gate_owner(module), module.drop_in.stored)
     del module.drop_in
     module.__class__ = type(module).__bases__[1]

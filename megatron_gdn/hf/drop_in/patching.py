@@ -20,16 +20,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...context_parallel.gathered import gather_in_order, spans_of
 from ...ops.host_tables import to_device
 from .batch import ModelBatch, group_of, resolve_call
-from .families import (
-    MODELS,
-    linear_attention_of,
-    linear_attentions,
-    refuse_modules_that_mix,
-    transformers_class,
-)
+from .families import LEGAL, linear_attentions, refuse_modules_that_mix, transformers_class
 from .gates import gate_owner
 from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, stop_being_drop_in
 from .sources import Sources, text_positions
@@ -65,9 +58,8 @@ def patch(
         cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
             (DualChunkSwap of the whole row), ``"contiguous"``, or ``"zigzag"`` (of every document).
         linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (states travel) or ``"auto"``.
-        backend, rule_operands: as in :class:`megatron_gdn.GatedDeltaNet`.
-        recompute_qkv: whether the backward computes query, key and value again. Kimi Delta
-            Attentions take `backend` only.
+        backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; Kimi
+            Delta Attentions take `backend` only.
         unpacked: what runs a batch that is not packed on one rank: ``"transformers"`` for
             transformers' own forward with its bits, ``"fused"`` for this package's mixer.
         attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
@@ -109,7 +101,7 @@ class Patch(AbstractContextManager):
         if not texts:
             raise ValueError(
                 f"{type(model).__name__} has no linear-attention modules that are known here: "
-                f"legal are transformers' {MODELS} models and their text models."
+                f"legal are transformers' models of {LEGAL}, and their text models."
             )
         for name, layer in (one for text in texts.values() for one in text.named_modules()):
             if isinstance(layer, CPAwareGatedDeltaNet):
@@ -165,38 +157,31 @@ class Patch(AbstractContextManager):
         self.undo()
 
     def _replace_modules(self, prefix: str, text: Any, options: DropInOptions) -> None:
-        rounded = []
         for name, module in text.named_modules(prefix=prefix):
-            if transformers_class(module) is None:
-                continue
-            layer = self.layers[name] = become_drop_in(module, text.config, options)
-            self._changes.callback(stop_being_drop_in, layer)
-            if layer.drop_in.stored["A_log"] in (torch.bfloat16, torch.float16):
-                rounded.append(name)
-        if rounded:
+            if transformers_class(module) is not None:
+                layer = self.layers[name] = become_drop_in(module, text.config, options)
+                self._changes.callback(stop_being_drop_in, layer)
+        stored = {name: layer.drop_in.stored["A_log"] for name, layer in self.layers.items()}
+        if rounded := [name for name, dtype in stored.items() if dtype.itemsize == 2]:
             logger.warning(
                 "A_log and dt_bias of %d layers (%s, ...) were loaded in 16 bits and are fp32 from "
                 "here on, with the rounded values. Load within megatron_gdn.hf.gates_in_fp32() to "
                 "keep the file's values.",
-                *(len(rounded), rounded[0]),
+                len(rounded),
+                rounded[0],
             )
 
     def _wrap_forward(self, text: Any, gathers: bool) -> None:
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         before_patch = text.config._attn_implementation
 
-        def current_options(module: Any) -> DropInOptions:
-            options = _shared_options(module)
-            if gathers:
-                alone = group_of(options.cp_mesh) is None
-                old, new = (GATHERED, before_patch) if alone else (before_patch, GATHERED)
-                if module.config._attn_implementation == old:
-                    module.config._attn_implementation = new
-            return options
-
         @torch.compiler.disable  # the host reads boundaries
         def prepare(module: Any, given: dict[str, Any]) -> dict[str, Any]:
-            return prepare_forward(module, current_options(module), given)
+            options, config = next(linear_attentions(module)).drop_in.options, module.config
+            if gathers and config._attn_implementation in (GATHERED, before_patch):
+                alone = group_of(options.cp_mesh) is None
+                config._attn_implementation = before_patch if alone else GATHERED
+            return prepare_forward(module, options, given)
 
         @wraps(type(text).forward)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -206,9 +191,8 @@ class Patch(AbstractContextManager):
 
         if gathers:
             self._changes.callback(setattr, text.config, "_attn_implementation", before_patch)
-        current_options(text)
         for layer in text.layers:
-            if linear_attention_of(layer) is None:
+            if not any(linear_attentions(layer)):
                 hook = layer.register_forward_pre_hook(_drop_resolved_batch, with_kwargs=True)
                 self._changes.callback(hook.remove)
         vars(text)[_FORWARD_BEFORE] = vars(text).get("forward")
@@ -221,19 +205,6 @@ def _restore_forward(text: Any) -> None:
     del vars(text)["forward"]
     if (before := vars(text).pop(_FORWARD_BEFORE)) is not None:
         vars(text)["forward"] = before
-
-
-def _shared_options(text: Any) -> DropInOptions:
-    """The options of a text model's replaced layers; refuse layers with different meshes."""
-    first, *others = (module.drop_in.options for module in linear_attentions(text))
-    for options in others:
-        mine, theirs = first.cp_mesh, options.cp_mesh
-        if theirs is not mine and group_of(theirs) is not group_of(mine):
-            raise ValueError(
-                f"the layers of {type(text).__name__} are set to different context-parallel ranks, "
-                f"{mine} and {theirs}. Set _cp_mesh of all of them to one mesh, or to None."
-            )
-    return first
 
 
 def _drop_resolved_batch(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -253,7 +224,7 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
     x = kwargs.get("inputs_embeds") if x is None else x
     if x is None:  # the model's forward raises and names what is missing
         return kwargs
-    batch = resolve_call(options, sources, x, cache, bool(kwargs.get("use_cache")))
+    batch = cast(Any, resolve_call)(options, sources, x, cache, bool(kwargs.get("use_cache")))
     if batch is None:
         return kwargs
     kwargs["gdn_batch"] = batch
@@ -266,11 +237,13 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
         positions = to_device(batch.positions.contiguous(), x.device)
         kwargs["position_ids"] = positions.expand(len(x), -1)
     refuse_modules_that_mix(text.config, batch.kind)
-    kinds = set(text.config.layer_types) - {"linear_attention"}
-    kind = kinds.pop() if len(kinds) == 1 else "full_attention"
-    if not isinstance(mask, dict) or (batch.group is None and _has_four_dimensions(mask[kind])):
-        mask = {kind: _attention_mask(text, batch, x, kwargs["position_ids"])}
-    kwargs["attention_mask"] = {kind: mask[kind], "linear_attention": None}
+    masks: dict[str, Any] = {"linear_attention": None}
+    for kind in set(text.config.layer_types) - {"linear_attention"}:
+        if isinstance(mask, dict) and (batch.share.group or not _has_four_dimensions(mask[kind])):
+            masks[kind] = mask[kind]
+        else:
+            masks[kind] = _attention_mask(text, batch, x, kwargs["position_ids"])
+    kwargs["attention_mask"] = masks
     return kwargs
 
 
@@ -281,10 +254,8 @@ def _has_four_dimensions(mask: Any) -> bool:
 def _attention_mask(text: Any, batch: ModelBatch, x: Tensor, position_ids: Tensor) -> Any:
     """The attention mask that keeps documents apart, in the form of the model's attention."""
     implementation = text.config._attn_implementation
-    if all(linear_attention_of(layer) is not None for layer in text.layers):
-        return None
-    if batch.group is not None:
-        if batch.packed is not None and implementation != GATHERED:
+    if batch.share.group is not None:
+        if batch.share.documents is not None and implementation != GATHERED:
             raise ValueError(
                 f"documents are packed and the model's attention is {implementation!r}, which does "
                 f"not take them under context parallelism. Patch with attention='gathered', or "
@@ -294,7 +265,7 @@ def _attention_mask(text: Any, batch: ModelBatch, x: Tensor, position_ids: Tenso
         return None
     assert batch.ids is not None
     if "flash" in implementation:  # flash attention finds the documents of one row by positions
-        positions, starts = text_positions(position_ids), (batch.ids.diff(dim=-1) != 0).cpu()
+        positions, starts = text_positions(position_ids), batch.ids.diff(dim=-1) != 0
         told = positions is not None and bool(((positions.cpu().diff(dim=-1) != 1) == starts).all())
         if len(batch.ids) > 1 or batch.keep is not None or not told:
             raise ValueError(
@@ -333,11 +304,9 @@ def gathered_attention(
             f"for context parallelism, and takes no attention_mask."
         )
     q, k, v = (x.transpose(1, 2) for x in (query, key, value))
-    group: Any = gdn_batch.group
-    layout, lengths = gdn_batch.layout, gdn_batch.lengths
-    k, v = (gather_in_order(x.transpose(0, 1), group, lengths, layout) for x in (k, v))
+    k, v = (gdn_batch.share.gather(x.transpose(0, 1)) for x in (k, v))
     attended = []
-    for span in spans_of(lengths, group.size(), group.rank(), layout):
+    for span in gdn_batch.share.spans:
         q_BHsD = q[:, span.first : span.last].transpose(1, 2)
         k_BGSD, v_BGSD = (span.keys(x).permute(1, 2, 0, 3) for x in (k, v))
         mask = span.mask(q.device)

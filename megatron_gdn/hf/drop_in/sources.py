@@ -12,19 +12,16 @@
 Ids count documents from 1 along each row; 0 is padding. The table lies on the host. A 4-D mask is 1
 or True where a token sees another token. A float mask is added to scores: 0 where a token sees.
 
-Legend: B batch, S tokens of a row, s a rank's share of it, N documents, T tokens without padding.
+Legend: B batch, S tokens of a row, N documents, T tokens without padding.
 """
 
 from __future__ import annotations
 
-import zlib
 from typing import Any, NamedTuple, TypeGuard
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from ...context_parallel import SequenceLayout, inverse
 from ...ops.documents import Documents
 
 _BLOCKS = "attention_mask (4-D)"
@@ -53,6 +50,8 @@ class Sources(NamedTuple):
                 f"they are two names of one thing, the offsets. Give one of them."
             )
         offsets = same if offsets is None else offsets
+        if offsets is not None:
+            offsets = torch.as_tensor(offsets, device="cpu").detach()
         return cls(mask, ids, offsets, given.get("position_ids"), indices, seq_index)
 
 
@@ -86,17 +85,14 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
     """
     mask, packed_seq_ids, cu_seqlens, position_ids, indices, _ = sources
     found: dict[str, Tensor] = {}
-    if mask is not None and mask.dim() not in (2, 4):
-        raise ValueError(
-            f"attention_mask has shape {tuple(mask.shape)}; it must be [{rows}, {tokens}] or "
-            f"[{rows}, 1, {tokens}, {tokens}]."
-        )
     if mask is not None and mask.dim() == 4:
-        found[_BLOCKS] = _ids_from_block_mask(mask, rows, tokens)
-    elif is_indexed_packed_mask(mask):
-        found["attention_mask"] = _to_host("attention_mask", mask, rows, tokens).long()
+        found[_BLOCKS], mask = _ids_from_block_mask(mask, rows, tokens), None
+    elif mask is not None:
+        mask = to_host("attention_mask", mask, rows, tokens)
+        if is_indexed_packed_mask(mask):
+            found["attention_mask"] = mask.long()
     if packed_seq_ids is not None:
-        ids = _to_host("_packed_seq_ids", packed_seq_ids, rows, tokens)
+        ids = to_host("_packed_seq_ids", packed_seq_ids, rows, tokens)
         found["_packed_seq_ids"] = ids.long()
     if cu_seqlens is not None:
         found["cu_seq_lens_q"] = _ids_from_offsets(cu_seqlens, indices, rows, tokens)
@@ -121,17 +117,17 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
                 f"{_describe_documents(ids)} and {_describe_documents(theirs)}. Give one of them, "
                 f"or make them agree."
             )
-    if mask is not None and mask.dim() == 2 and "attention_mask" not in found:
-        padding_BS = _to_host("attention_mask", mask, rows, tokens) == 0
+    if mask is not None and "attention_mask" not in found:
+        padding_BS = mask == 0
         if indices is not None and not torch.equal(padding_BS, ids == 0):
             raise ValueError(
                 f"the attention_mask keeps {int((~padding_BS).sum())} tokens, which are not the "
                 f"{int((ids > 0).sum())} of indices. Give one of them, or make them agree."
             )
         ids = ids.masked_fill(padding_BS, 0)
-    if "attention_mask" in found or bool((ids == 0).any()):
-        return ids  # some tokens are padding, or the mask numbers documents
-    return ids if bool((ids.amax(-1) != ids.amin(-1)).any()) else None
+    # The mask numbers documents, or a row has more than one document, or padding.
+    packed = "attention_mask" in found or bool(((ids == 0) | (ids != ids[:, :1])).any())
+    return ids if packed else None
 
 
 def _renumber(ids_BS: Tensor) -> Tensor:
@@ -144,7 +140,7 @@ def _describe_documents(ids_BS: Tensor) -> str:
     return f"row 0 has documents of {lengths[:8]}{' ...' if len(lengths) > 8 else ''} tokens"
 
 
-def _to_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
+def to_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
     if x.shape != (rows, tokens):
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}, the hidden states have {rows} rows of {tokens} "
@@ -166,8 +162,7 @@ def _ids_from_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tok
                 f"flattened rows (megatron_gdn.unpad_data makes them of a mask)."
             )
     documents = Documents.from_cu_seqlens(cu_seqlens, len(token_T), device="cpu")
-    length_N = torch.tensor(documents.lengths, device="cpu")
-    id_T = length_N.gt(0).cumsum(0).repeat_interleave(length_N)
+    id_T = documents.document_T() + 1
     row_T = token_T // tokens if tokens else token_T
     if bool(((id_T[1:] == id_T[:-1]) & (row_T[1:] != row_T[:-1])).any()):
         raise ValueError(
@@ -185,10 +180,8 @@ def _document_ids_from_positions(
     """Start a document at each jump of positions; None if each row is one sequence."""
     if positions.shape[0] == 1:
         positions = positions.expand(rows, -1)
-    position_BS = _to_host("position_ids", positions, rows, tokens).long()
-    keep_BS = torch.ones_like(position_BS, dtype=torch.bool)
-    if keep is not None:
-        keep_BS = _to_host("attention_mask", keep, rows, tokens) != 0
+    position_BS = to_host("position_ids", positions, rows, tokens).long()
+    keep_BS = torch.ones_like(position_BS, dtype=torch.bool) if keep is None else keep != 0
     row_T, column_T = keep_BS.nonzero(as_tuple=True)
     position_T = position_BS[row_T, column_T]
     starts = torch.ones_like(row_T, dtype=torch.bool)
@@ -227,102 +220,10 @@ def _ids_from_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
     wrong = torch.where(keep_BS, (sees != expected).any(-1), sees.any(-2)).nonzero()
     if len(wrong):
         row, token = wrong[0].tolist()
-        what = "does not see exactly the tokens from its document's first up to itself"
-        if not keep_BS[row, token]:
-            what = "does not see itself, but another token sees it (is the mask inverted?)"
         raise ValueError(
-            f"the 4-D attention_mask is not block-causal: token {token} of row {row} {what}. True "
-            f"(0 in a mask that is added to scores) is where a token sees another, and nothing "
-            f"sees padding. Give such a mask, or name the documents by _packed_seq_ids."
+            f"the 4-D attention_mask is not block-causal: token {token} of row {row} does not see "
+            f"exactly the tokens from its document's first up to itself (is the mask inverted?). "
+            f"True (0 in a mask that is added to scores) is where a token sees another, and "
+            f"nothing sees padding. Give such a mask, or name the documents by _packed_seq_ids."
         )
     return ids.cpu()
-
-
-class Ranks(NamedTuple):
-    """The context-parallel ranks of one forward, each with inputs ``[B, s]``."""
-
-    group: Any
-    device: torch.device
-    rows: int
-    tokens: int
-
-    @property
-    def total(self) -> int:
-        return self.tokens * self.group.size()
-
-    def gather(self, own: Tensor) -> Tensor:
-        """Gather all ranks' tensors, of one shape and dtype: ``[cp, ...]`` on the host."""
-        own = own.to(self.device).contiguous()
-        given = [torch.empty_like(own) for _ in range(self.group.size())]
-        dist.all_gather(given, own, group=self.group)
-        return torch.stack(given).cpu()
-
-    def require_agreement(self, sources: Sources) -> None:
-        """Raise on every rank if sizes, kinds of sources or offsets differ between ranks.
-
-        Ranks differ if a data loader gives each process its own batches. The ranks compare ten
-        numbers in one collective.
-        """
-        given = [0 if x is None else x.dim() for x in sources]
-        given[2] = int(sources.cu_seqlens is not None)  # its shape is checked later
-        offsets = b"" if sources.cu_seqlens is None else sources.cu_seqlens.numpy().tobytes()
-        told = [self.rows, self.tokens, *given, len(offsets), zlib.crc32(offsets)]
-        names = ["rows", "tokens", *(f"kinds of {name}" for name in Sources._fields)]
-        names += ["numbers of offsets", "offsets"]
-        all_cT = self.gather(torch.tensor(told, device="cpu"))
-        if differ := [names[i] for i in (all_cT != all_cT[0]).any(0).nonzero().flatten().tolist()]:
-            raise ValueError(
-                f"the {self.group.size()} context-parallel ranks were given different "
-                f"{', '.join(differ)}: they must have shares of one batch. Give all of them the "
-                f"same batches (megatron_gdn.hf.ContextParallelTrainerMixin does in transformers' "
-                f"Trainer) and cut each by context_parallel_share."
-            )
-
-    def in_sequence_order(
-        self, sources: Sources, layout: SequenceLayout, positions: Tensor
-    ) -> Sources:
-        """Gather sources in sequence order; offsets describe the whole buffer on every rank."""
-        mask, ids, offsets, given, *_ = sources
-        shape, of_text = (self.rows, self.tokens), text_positions(given)
-        if given is not None and of_text is None:
-            raise ValueError(
-                f"position_ids of shape {tuple(given.shape)} with context parallelism: a "
-                f"vision-language model computes such positions from the tokens that it sees, here "
-                f"only a share. Compute them from the whole sequence and give this rank's columns "
-                f"as [4, {self.rows}, {self.tokens}], text positions first."
-            )
-        if offsets is not None:
-            of_text = None
-        elif of_text is not None and of_text.shape[0] == 1:
-            of_text = of_text.expand(self.rows, -1)
-        tables = {"attention_mask": mask, "_packed_seq_ids": ids, "position_ids": of_text}
-        for name, x_Bs in tables.items():
-            if x_Bs is None:
-                continue
-            if x_Bs.shape != shape:
-                raise ValueError(
-                    f"{name} has shape {tuple(x_Bs.shape)}; with context parallelism it must be "
-                    f"this rank's: {list(shape)}."
-                )
-            if layout is SequenceLayout.ZIGZAG:
-                raise ValueError(
-                    f"cp_layout={layout.value!r} cuts every document by itself, so a rank's {name} "
-                    f"cannot be put in order without the documents: give cu_seq_lens_q of the "
-                    f"whole buffer, or cut the buffer as 'zigzag_buffer' or 'contiguous'."
-                )
-            all_BS = self.gather(x_Bs.long()).transpose(0, 1).flatten(1)
-            tables[name] = all_BS[:, inverse(positions.flatten())]
-        mask, ids, position_BS = tables.values()
-        if position_BS is not None:
-            before, after = position_BS[:, :-1], position_BS[:, 1:]
-            wrong = ((after != before + 1) & (after != 0)).nonzero()
-            if len(wrong):
-                row, at = wrong[0].tolist()
-                raise ValueError(
-                    f"in sequence order position_ids go from {before[row, at]} to {after[row, at]} "
-                    f"at token {at + 1} of row {row}: they neither go on nor start again at 0. "
-                    f"Either they are not this rank's share of the sequence's positions, or the "
-                    f"tokens were not cut as {layout.value!r}; give seq_index, or the cp_layout "
-                    f"they were cut by."
-                )
-        return Sources(mask, ids, offsets, position_BS)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -64,21 +65,19 @@ class PackingCollator:
             labels.append([IGNORED] * gap)
         labels = [row for row in labels if row]
         lengths = [len(row) for row in rows]
+
+        def one_row(lists: Iterable[Iterable[int]]) -> Tensor:
+            return torch.tensor([*chain.from_iterable(lists)], device="cpu")[None]
+
+        offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
         return {
-            "input_ids": torch.tensor(sum(rows, []))[None],
-            "labels": torch.tensor(sum(([IGNORED, *row[1:]] for row in labels), []))[None],
-            "shift_labels": torch.tensor(sum(([*row[1:], IGNORED] for row in labels), []))[None],
-            "position_ids": torch.cat([torch.arange(length) for length in lengths])[None],
-            **_flash_keywords(lengths, None),
-        }
-
-
-def _flash_keywords(lengths: Sequence[int], device: torch.device | None) -> dict[str, Any]:
-    offsets = torch.tensor([0, *lengths], device=device).cumsum(0).to(torch.int32)
-    return {
-        "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
-        "max_length_q": max(lengths), "max_length_k": max(lengths),
-    }  # fmt: skip
+            "input_ids": one_row(rows),
+            "labels": one_row([IGNORED, *row[1:]] for row in labels),
+            "shift_labels": one_row([*row[1:], IGNORED] for row in labels),
+            "position_ids": one_row(map(range, lengths)),
+            "cu_seq_lens_q": offsets, "cu_seq_lens_k": offsets,
+            "max_length_q": max(lengths), "max_length_k": max(lengths),
+        }  # fmt: skip
 
 
 def _require_packable(number: int, document: Mapping[str, Any]) -> None:
@@ -262,26 +261,25 @@ def packing_reach(
         raise ValueError(
             f"lengths={tuple(lengths)} must name two documents or more, of a token or more each."
         )
-    device, length_N = next(module.parameters()).device, torch.tensor(lengths, device="cpu")
+    device = next(module.parameters()).device
     if device.type == "cpu":
         plain_functions_on_cpu(module)
-    ids = torch.arange(1, len(lengths) + 1, device="cpu").repeat_interleave(length_N)[None]
-    positions = torch.cat([torch.arange(length, device="cpu") for length in lengths])[None]
+    row = PackingCollator()([{"input_ids": [i] * n} for i, n in enumerate(lengths, 1)])
     sources = {
-        "position_ids": {"position_ids": positions.to(device)},
-        "cu_seq_lens_q": _flash_keywords(lengths, device),
-        "packed_seq_ids": {"_packed_seq_ids": ids.to(device)},
-        "indexed_mask": {"attention_mask": ids.to(device)},
+        "position_ids": {"position_ids": row["position_ids"]},
+        "cu_seq_lens_q": {x: row[x] for x in row if x.startswith(("cu_seq_lens", "max_length"))},
+        "packed_seq_ids": {"_packed_seq_ids": row["input_ids"]},
+        "indexed_mask": {"attention_mask": row["input_ids"]},
     }
     if source not in sources:
         raise ValueError(f"source={source!r} is not known; use one of {', '.join(sources)}.")
-    told = {**sources[source], **kwargs}
+    told = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in sources[source].items()}
+    told |= kwargs
     if hasattr(module, "get_input_embeddings"):
         told.setdefault("use_cache", False)
-    ends = length_N.cumsum(0).tolist()
-    spans = [slice(end - length, end) for length, end in zip(lengths, ends, strict=True)]
+    spans = [slice(*ends) for ends in pairwise(row["cu_seq_lens_q"].tolist())]
     generator = torch.Generator("cpu").manual_seed(seed)
-    first, other = (_draw_inputs(module, ends[-1], generator).to(device) for _ in range(2))
+    first, other = (_draw_inputs(module, sum(lengths), generator).to(device) for _ in range(2))
     training = module.training
     module.eval()
     try:

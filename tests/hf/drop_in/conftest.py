@@ -6,7 +6,7 @@ from functools import cache
 import pytest
 
 from megatron_gdn.hf import patch
-from megatron_gdn.hf.drop_in.families import linear_attention_of
+from megatron_gdn.hf.drop_in.families import linear_attentions
 from tests.hf.tiny_models import build
 
 NEXT, DENSE, MOE = "Qwen3NextForCausalLM", "Qwen3_5ForCausalLM", "Qwen3_5MoeForCausalLM"
@@ -20,7 +20,18 @@ VISION, VISION_MOE = "Qwen3_5ForConditionalGeneration", "Qwen3_5MoeForConditiona
 def mixer_of(model):
     """The linear attention of the first layer."""
     text = getattr(model.model, "language_model", model.model)
-    return linear_attention_of(text.layers[0])
+    return next(linear_attentions(text.layers[0]))
+
+
+def results(model, tokens, sources, weight):
+    """Logits and the gradients of every parameter, for each of ``sources``."""
+    made = []
+    for told in sources:
+        model.zero_grad()
+        logits = model(tokens, use_cache=False, **told).logits
+        logits.backward(weight)
+        made += [logits, *(p.grad for p in model.parameters() if p.grad is not None)]
+    return made
 
 
 def in_float64(model):

@@ -5,7 +5,6 @@ import copy
 import pytest
 import torch
 from torch import nn
-from torch.nn.modules.module import register_module_forward_hook
 
 from megatron_gdn.hf import PackingCollator, context_parallel_share, patch
 from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, NEXT, QWEN4, VISION, mixer_of
@@ -112,14 +111,7 @@ def hook_of_the_module(norm, monkeypatch):
     norm.register_forward_hook(lambda module, args, y: 2 * y)
 
 
-def hook_of_all_modules(norm, monkeypatch):
-    hook = register_module_forward_hook(lambda module, args, y: 2 * y if module is norm else None)
-    monkeypatch.setattr(norm, "remove_hook", hook.remove, raising=False)
-
-
-@pytest.mark.parametrize(
-    "change", [forward_of_all_instances, hook_of_the_module, hook_of_all_modules]
-)
+@pytest.mark.parametrize("change", [forward_of_all_instances, hook_of_the_module])
 @pytest.mark.parametrize("family", [NEXT, DENSE])
 @torch.no_grad()
 def test_a_norm_that_was_changed_is_called(patched, family, change, monkeypatch):
@@ -127,30 +119,17 @@ def test_a_norm_that_was_changed_is_called(patched, family, change, monkeypatch)
     layer, x = mixer_of(model), torch.randn(1, sum(LENGTHS), 24)
     expected = 2 * layer(x, cu_seqlens=OFFSETS)
     change(layer.norm, monkeypatch)
-    try:
-        assert_close("output", layer(x, cu_seqlens=OFFSETS), expected, 1e-6)
-    finally:
-        getattr(layer.norm, "remove_hook", lambda: None)()
-
-
-BOUNDARIES = torch.tensor([0, 3, 8])
+    assert_close("output", layer(x, cu_seqlens=OFFSETS), expected, 1e-6)
 
 
 def test_a_mask_of_ones_and_zeros_counts_beside_offsets_and_ids():
     mask = torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
     ids = torch.tensor([[4, 4, 4, 5, 5, 5, 5, 5]])
-    expected = [[1, 1, 1, 2, 2, 2, 0, 0]]
-    assert read(attention_mask=mask, cu_seqlens=BOUNDARIES) == expected
+    offsets = torch.tensor([0, 3, 8])
+    assert read(attention_mask=mask, cu_seqlens=offsets) == [[1, 1, 1, 2, 2, 2, 0, 0]]
     assert read(attention_mask=mask.bool(), packed_seq_ids=ids) == [[4, 4, 4, 5, 5, 5, 0, 0]]
     one = read(attention_mask=mask, cu_seqlens=torch.tensor([0, 8]))
     assert one == [[1, 1, 1, 1, 1, 1, 0, 0]]
-
-
-def test_padding_inside_a_document_is_refused(patched):
-    model = patched()
-    mask = torch.tensor([[1, 1, 1, 1, 0, 1, 1, 1]])
-    with pytest.raises(ValueError, match="padding"):
-        model(torch.randint(67, (1, 8)), attention_mask=mask, cu_seq_lens_q=BOUNDARIES)
 
 
 def test_seq_index_on_one_rank_is_read(patched):
@@ -158,7 +137,7 @@ def test_seq_index_on_one_rank_is_read(patched):
     tokens = torch.randint(67, (1, 4))
     straight = model(tokens, seq_index=torch.arange(4)).logits
     assert torch.equal(straight, model(tokens).logits)
-    with pytest.raises(ValueError, match="one rank holds the whole sequence"):
+    with pytest.raises(ValueError, match="is no share of 4 tokens"):
         model(tokens, seq_index=torch.tensor([0, 2, 1, 3]))
 
 
@@ -204,7 +183,7 @@ def test_documents_that_indexed_attention_would_mix_are_refused(fresh):
 def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(fresh):
     model, before = fresh(DENSE), fresh(DENSE)
     model.model.layers[2].linear_attn.activation = "gelu"
-    with pytest.raises(ValueError, match="gelu"):
+    with pytest.raises(ValueError, match="activation='gelu'.* Set hidden_act='silu'"):
         patch(model)
     for ours, theirs in zip(model.modules(), before.modules(), strict=True):
         assert type(ours) is type(theirs)

@@ -86,25 +86,6 @@ def test_offsets_and_indices_are_the_mask_that_they_were_made_of(patched, family
     assert torch.equal(gradient, wanted)
 
 
-def test_a_row_without_padding_has_the_bits_of_offsets_alone(patched):
-    model = patched()
-    layer, x = model.model.layers[0].linear_attn, torch.randn(1, 9, 24)
-    mask = torch.tensor([[1, 1, 1, 1, 1, 2, 2, 3, 3]])
-    packed = layer(x, cu_seqlens=torch.tensor([0, 5, 7, 9]))
-    assert torch.equal(layer(x, attention_mask=mask, **told(mask)), packed)
-
-
-def test_two_names_of_offsets_must_agree(patched):
-    model = patched()
-    layer, x = model.model.layers[0].linear_attn, torch.randn(1, 4, 24)
-    one, other = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 4])
-    assert torch.equal(layer(x, cu_seqlens=one, cu_seq_lens_q=one), layer(x, cu_seqlens=one))
-    with pytest.raises(ValueError, match="two names of one thing"):
-        layer(x, cu_seqlens=one, cu_seq_lens_q=other)
-    with pytest.raises(ValueError, match="two names of one thing"):
-        model(torch.zeros(1, 4, dtype=torch.long), cu_seqlens=one, cu_seq_lens_q=other)
-
-
 @pytest.mark.parametrize("unpacked", ["transformers", "fused"])
 def test_what_older_callers_pass_is_taken_by_keyword_alone(patched, unpacked):
     """Third by position is a mask for some transformers and cache_position for others."""

@@ -43,6 +43,14 @@ def test_every_source_names_the_same_documents():
     assert read(packed_seq_ids=ids, cu_seqlens=torch.tensor([0, 3, 4, 8]), position_ids=ids) == IDS
 
 
+def test_two_names_of_offsets_must_agree():
+    one, other = torch.tensor([0, 2, 4]), torch.tensor([0, 1, 4])
+    told = Sources.from_keywords(None, {"cu_seqlens": one, "cu_seq_lens_q": one.clone()})
+    assert torch.equal(told.cu_seqlens, one)
+    with pytest.raises(ValueError, match="two names of one thing"):
+        Sources.from_keywords(None, {"cu_seqlens": one, "cu_seq_lens_q": other})
+
+
 def test_one_sequence_per_row_is_not_packed():
     straight = torch.arange(8)[None]
     for source in (
@@ -87,7 +95,7 @@ def test_positions_that_start_again_count_beside_a_mask_of_ones_and_zeros():
             {"attention_mask": block_mask(IDS) & ~block_mask(IDS).tril(-2)},
             "token 2 of row 0 does not see exactly",
         ),
-        ({"attention_mask": ~block_mask(IDS)}, "token 0 of row 0 does not see itself, but another"),
+        ({"attention_mask": ~block_mask(IDS)}, "token 0 of row 0 does not see exactly"),
         ({"attention_mask": block_mask(IDS).float()}, r"is added to scores.* has 1\.0"),
         ({"attention_mask": -block_mask(IDS).float()}, r"is added to scores.* has -1\.0"),
         ({"attention_mask": block_mask(IDS).expand(1, 2, 8, 8)}, r"must be \[1, 1, 8, 8\]"),
@@ -144,8 +152,3 @@ def test_indices_say_which_tokens_offsets_count():
 def test_indices_that_contradict_are_refused(source, message):
     with pytest.raises(ValueError, match=message):
         read(rows=2, **{**KEPT, **source})
-
-
-def test_a_document_over_the_end_of_a_row_is_refused():
-    with pytest.raises(ValueError, match="goes on from one row of 8 tokens into the next"):
-        read(rows=2, cu_seqlens=torch.tensor([0, 5, 16]))

@@ -70,17 +70,11 @@ def plain_loop(model, batches: list[dict], at_once: int):
 def refuse_what_goes_wrong(trainer: CPTrainer, documents: list) -> None:
     """Each would train on something else without a word."""
 
-    def again(**changes) -> CPTrainer:
+    def again(model=trainer.model, loss_only=True, **changes) -> CPTrainer:
         args = copy.copy(trainer.args)
-        args.prediction_loss_only = changes.pop("loss_only", True)
-        return CPTrainer(
-            changes.pop("model", trainer.model),
-            args,
-            train_dataset=changes.pop("dataset", documents),
-            eval_dataset=documents,
-            data_collator=changes.pop("data_collator", trainer.data_collator),
-            **changes,
-        )
+        args.prediction_loss_only = loss_only
+        given = {"train_dataset": documents, "data_collator": trainer.data_collator} | changes
+        return CPTrainer(model, args, eval_dataset=documents, **given)
 
     def train(**changes) -> None:
         again(**changes).train()
@@ -113,7 +107,7 @@ def refuse_what_goes_wrong(trainer: CPTrainer, documents: list) -> None:
         (without_the_mixin, ValueError, "must have shares of one batch"),
         (a_mean_of_what_it_sees, ValueError, "accepts_loss_kwargs = True"),
         (evaluate_first, RuntimeError, "evaluate.. ran before train"),
-        (lambda: train(dataset=Streamed()), ValueError, "__len__ and __getitem__"),
+        (lambda: train(train_dataset=Streamed()), ValueError, "__len__ and __getitem__"),
         (lambda: train(**smooth), ValueError, "compute_loss_func with context parallelism"),
         (lambda: train(**unshifted), ValueError, "no shift_labels"),
         (lambda: again(model=copy.deepcopy(MODEL)).train(), ValueError, "hf.patch"),
