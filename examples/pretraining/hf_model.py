@@ -40,16 +40,8 @@ def take_sizes(args: argparse.Namespace, named: set[str]) -> None:
             f"example's text needs {VOCAB_SIZE}, a byte each and the end of a document."
         )
     args.vocab_size = hf.vocab_size
-    sizes: dict[str, Any] = {
-        "hidden_size": hf.hidden_size,
-        "ffn_hidden_size": hf.ffn_size or hf.expert_ffn_size,
-        "num_attention_heads": hf.num_attention_heads,
-        "linear_num_key_heads": hf.gdn.num_key_heads,
-        "linear_num_value_heads": hf.gdn.num_value_heads,
-        "linear_key_head_dim": hf.gdn.key_head_dim,
-        "linear_value_head_dim": hf.gdn.value_head_dim,
-        "linear_conv_kernel_dim": hf.gdn.conv_kernel_dim,
-    }
+    names = "hidden_size", "ffn_hidden_size", "num_attention_heads", *hf.gdn.config_fields
+    sizes: dict[str, Any] = {name: getattr(hf.sizes, name) for name in names}
     pattern = args.hybrid_layer_pattern
     if pattern.replace("|", "") != hf.hybrid_layer_pattern:
         # One with '|' in it cuts the model's own into pipeline stages.

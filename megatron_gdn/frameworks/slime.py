@@ -158,7 +158,7 @@ def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
 def _translations(folder: str) -> dict[str, TensorMap]:
     """Our name of a parameter -> the map between our parameter and slime's parameters."""
     model = read_hf_config(folder)
-    norm = HFRef("input_layernorm.weight", (model.hidden_size,))
+    norm = HFRef("input_layernorm.weight", (model.sizes.hidden_size,))
     maps = [
         *gdn_layer_maps("", "linear_attn.", model.gdn, model.storage),
         TensorMap(names=("in_proj.layer_norm_weight",), sources=(norm,)),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Literal
 
@@ -67,17 +66,22 @@ def build_model(
     from ..specs.layer import resolve_modules
 
     hf = source if isinstance(source, HFModelConfig) else read_hf_config(source)
-    resolved = resolve_modules(modules)
+    resolved, options = resolve_modules(modules), layer_options or {}
     config = transformer_config(hf, model, modules=resolved, dtype=dtype, **changes)
+    multiple = vocab_divisible_by * config.tensor_model_parallel_size
     stage: dict[str, Any] = {"ignore_virtual": vp_stage is None, "vp_stage": vp_stage}
-    arguments = model_arguments(hf, config, vocab_divisible_by) | {
+    arguments: dict[str, Any] = {
+        "vocab_size": -(-hf.vocab_size // multiple) * multiple,
         "max_sequence_length": max_sequence_length,
+        "share_embeddings_and_output_weights": hf.tied,
+        "position_embedding_type": "rope" if hf.rotary_fraction else "none",
+        "rotary_percent": hf.rotary_fraction,
+        "rotary_base": hf.rope_theta,
         "parallel_output": parallel_output,
         "pre_process": parallel_state.is_pipeline_first_stage(**stage),
         "post_process": parallel_state.is_pipeline_last_stage(**stage),
         "vp_stage": vp_stage,
     }
-    options = layer_options or {}
     if spec is not None and options:
         raise ValueError("layer_options change this package's spec; put them into the spec given.")
     if model == "gpt":
@@ -88,7 +92,7 @@ def build_model(
 
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
-    spec = spec or hybrid_stack_spec(resolved, qk_layernorm=True, **options)
+    spec = spec or hybrid_stack_spec(resolved, qk_layernorm=config.qk_layernorm, **options)
     pattern = layer_pattern or hf.hybrid_layer_pattern
     if pattern.replace("|", "") != hf.hybrid_layer_pattern:
         raise ValueError(
@@ -96,18 +100,6 @@ def build_model(
             f"{hf.hybrid_layer_pattern!r}; only '|' may be added, between pipeline stages."
         )
     return HybridModel(config, spec, hybrid_layer_pattern=pattern, **arguments), config
-
-
-def model_arguments(hf: HFModelConfig, config: Any, vocab_divisible_by: int = 8) -> dict[str, Any]:
-    """The constructor arguments of a HybridModel or GPTModel, from ``config.json``."""
-    multiple = vocab_divisible_by * config.tensor_model_parallel_size
-    return {
-        "vocab_size": -(-hf.vocab_size // multiple) * multiple,
-        "share_embeddings_and_output_weights": hf.tied,
-        "position_embedding_type": "rope",
-        "rotary_percent": hf.rotary_fraction,
-        "rotary_base": hf.rope_theta,
-    }
 
 
 def transformer_config(
@@ -118,35 +110,18 @@ def transformer_config(
     dtype: torch.dtype | None = None,
     **changes: Any,
 ) -> Any:
-    """The ``TransformerConfig`` of `build_model`; see `model_arguments` for other settings."""
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
-    settings = hf.megatron_settings() | current_settings(modules, dtype)
-    settings |= {"hidden_dropout": 0.0, "attention_dropout": 0.0}
-    if hf.num_experts and modules == "te":
-        settings["moe_grouped_gemm"] = True
-    if model == "hybrid":
-        # A pattern gives the kind of each layer; the lists of `hf` describe half as many layers.
-        settings |= {
-            "num_layers": len(hf.hybrid_layer_pattern),
-            "linear_attention_freq": 1,
-            "moe_layer_freq": 1,
-            "is_hybrid_model": True,
-        }
-    return TransformerConfig(**(settings | changes))
-
-
-def current_settings(
-    modules: Literal["te", "local"], dtype: torch.dtype | None = None
-) -> dict[str, Any]:
-    """The ``TransformerConfig`` fields for device, dtype and parallel sizes of this process."""
+    """The ``TransformerConfig`` of `build_model`, for this process's device and parallel sizes."""
     from megatron.core import parallel_state
+    from megatron.core.transformer.transformer_config import TransformerConfig
 
     has_gpu = torch.cuda.is_available()
     if dtype is None:
         dtype = torch.bfloat16 if has_gpu else torch.float32
-    settings: dict[str, Any] = {
+    settings = hf.megatron_settings(model) | {
+        "hidden_dropout": 0.0,
+        "attention_dropout": 0.0,
         "transformer_impl": "transformer_engine" if modules == "te" else "local",
+        "moe_grouped_gemm": "E" in hf.hybrid_layer_pattern and modules == "te",
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": dtype == torch.bfloat16,
@@ -158,23 +133,15 @@ def current_settings(
         for name in ("tensor_model", "pipeline_model", "context", "expert_model", "expert_tensor"):
             size = getattr(parallel_state, f"get_{name}_parallel_world_size")()
             settings[f"{name}_parallel_size"] = size
-    return settings
+    return TransformerConfig(**(settings | changes))
 
 
 # Settings whose flag does not have the setting's name.
 _FLAGS = {
-    "num_moe_experts": "num_experts",
     "layernorm_epsilon": "norm_epsilon",
     "add_bias_linear": "disable_bias_linear",
     "layernorm_zero_centered_gamma": "apply_layernorm_1p",
 }
-# Settings that are not passed as flags; a HybridModel's pattern replaces the second set.
-_NOT_FLAGS = {
-    "add_qkv_bias", "gated_linear_unit", "activation_func", "moe_router_pre_softmax",
-}  # fmt: skip
-_IN_THE_PATTERN = {
-    "num_layers", "experimental_attention_variant", "linear_attention_freq", "moe_layer_freq",
-}  # fmt: skip
 
 
 def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> list[str]:
@@ -182,14 +149,12 @@ def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> lis
 
     The launch adds parallel sizes, data, tokenizer and optimizer. The launch also pads
     the vocabulary; a checkpoint loads with any padding.
+
+    Raises:
+        NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers.
     """
-    return flags_of(_launch_settings(config, model))
-
-
-def flags_of(settings: Mapping[str, Any]) -> list[str]:
-    """Flags of a launch; ``settings`` have the names of Megatron's config or arguments."""
     words = []
-    for name, value in settings.items():
+    for name, value in _launch_settings(config, model).items():
         flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
         words += [flag] if isinstance(value, bool) else [flag, *str(value).split(" ")]
     return words
@@ -198,7 +163,7 @@ def flags_of(settings: Mapping[str, Any]) -> list[str]:
 def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") -> Namespace:
     """The ``args`` of a Megatron run of the model, as far as they describe the model."""
     args = Namespace(
-        num_layers=config.num_layers * (2 if model == "hybrid" else 1),
+        num_layers=config.megatron_settings(model)["num_layers"],
         hybrid_layer_pattern=None,
         untie_embeddings_and_output_weights=not config.tied,
         add_qkv_bias=False,
@@ -215,25 +180,29 @@ def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") ->
 
 def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, Any]:
     """The model's settings under the names of Megatron's arguments, in the order of the flags."""
+    settings = config.megatron_settings(model)
+    activation = "swiglu" if settings.pop("gated_linear_unit") else "squared_relu"
+    del settings["activation_func"]
+    spec = "gpt_block_spec"
     if model == "hybrid":
-        flags: dict[str, Any] = {"spec": "megatron_gdn.specs gdn_qk_norm_hybrid_stack_spec"}
-        flags["hybrid_layer_pattern"] = config.hybrid_layer_pattern
-        left_out = _NOT_FLAGS | _IN_THE_PATTERN
-    else:
-        flags, left_out = {"spec": "megatron_gdn.specs gpt_block_spec"}, _NOT_FLAGS
-    for name, value in config.megatron_settings().items():
-        if name not in left_out:
-            value = f"([{','.join(map(str, value))}])" if isinstance(value, list) else value
-            flags["num_experts" if name == "num_moe_experts" else name] = value
+        spec = f"{'gdn_qk_norm_' if 'qk_layernorm' in settings else ''}hybrid_stack_spec"
+        del settings["num_layers"], settings["is_hybrid_model"]  # they follow from the pattern
+        settings = {"hybrid_layer_pattern": config.hybrid_layer_pattern} | settings
+    flags: dict[str, Any] = {"spec": f"megatron_gdn.specs {spec}"}
+    for name, value in settings.items():
+        value = f"([{','.join(map(str, value))}])" if isinstance(value, list) else value
+        flags["num_experts" if name == "num_moe_experts" else name] = value
     flags |= {
         "group_query_attention": True,
-        "swiglu": True,
+        activation: True,
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
-        "position_embedding_type": "rope",
-        "rotary_percent": config.rotary_fraction,
-        "rotary_base": int(config.rope_theta),
+        "position_embedding_type": "none",
     }
+    if config.rotary_fraction:
+        flags["position_embedding_type"] = "rope"
+        flags["rotary_percent"] = config.rotary_fraction
+        flags["rotary_base"] = int(config.rope_theta)
     if not config.tied:
         flags["untie_embeddings_and_output_weights"] = True
     return flags

@@ -15,7 +15,7 @@ import re
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from megatron.core import parallel_state
@@ -24,13 +24,7 @@ from torch import Tensor, nn
 
 from ..mixers.tensor_map import HFRef, TensorMap, dequantised
 from .model_map import Architecture, HFModelConfig, Plan, and_more, plan_of, read_hf_config
-from .safetensors_files import (
-    SafetensorsFolder,
-    TensorSpec,
-    progress_bar,
-    refuse_existing,
-    write_folder,
-)
+from .safetensors_files import SafetensorsFolder, progress_bar, refuse_existing, write_folder
 from .state_dict_adapter import is_gated_delta_net_fp32_param_key
 
 logger = logging.getLogger(__name__)
@@ -45,25 +39,11 @@ _PUBLISHED_OPTIONS = {
 }
 
 
-class _Ranks(NamedTuple):
-    """This rank's ``(rank, size)`` in each group that cuts weights, and its replica's number."""
-
-    tp: tuple[int, int] = (0, 1)
-    expert_tp: tuple[int, int] = (0, 1)
-    ep: tuple[int, int] = (0, 1)
-    pp: tuple[int, int] = (0, 1)
-    dp: int = 0  # rank over data-parallel replicas
-
-
-def _current_ranks() -> _Ranks:
-    state: Any = parallel_state  # Megatron annotates some of its functions wrongly
-    if not state.model_parallel_is_initialized():
-        return _Ranks()
-    groups: list[Any] = [
-        [getattr(state, f"get_{of}_parallel_{what}")() for what in ("rank", "world_size")]
-        for of in ("tensor_model", "expert_tensor", "expert_model", "pipeline_model")
-    ]
-    return _Ranks(*groups, dp=state.get_data_parallel_rank(with_context_parallel=True))
+def _place(of: str) -> tuple[int, int]:
+    """This rank's number in one of Megatron's parallel groups, and the size of the group."""
+    state: Any = parallel_state  # Megatron annotates some of these functions wrongly
+    rank, size = (getattr(state, f"get_{of}_parallel_{what}") for what in ("rank", "world_size"))
+    return rank(), size()
 
 
 def load_hf_weights(model: nn.Module, folder: str | Path, *, keep_dtypes: bool = False) -> None:
@@ -84,14 +64,14 @@ def load_hf_weights(model: nn.Module, folder: str | Path, *, keep_dtypes: bool =
             partly filled by then.
     """
     weights, config = SafetensorsFolder(folder), read_hf_config(folder)
-    plan, params, ranks = _plan_model(model, config, weights)
+    plan, params = _plan_model(model, config, weights)
     _check_source_tensors(weights, plan)
-    targets = _match_parameters(plan, params, ranks, config)
+    targets = _match_parameters(plan, params, config)
     rounded = []
     for entry, names in progress_bar(targets, "load"):
         pieces = [weights.read_finite(one.key, one.expert) for one in entry.sources]
         for name in names:
-            piece = _local_shard(entry, pieces, params[name], ranks)
+            piece = _local_shard(entry, pieces, params[name])
             if keep_dtypes:
                 params[name].data = piece
             elif not _copy_into(params[name], piece):
@@ -133,21 +113,22 @@ def save_hf_weights(
     Raises:
         NotImplementedError: pipeline or expert parallelism, or an adapter that cannot be merged.
     """
-    ranks = _current_ranks()
-    if ranks.pp[1] > 1 or ranks.ep[1] > 1 or ranks.expert_tp[1] != ranks.tp[1]:
+    groups = "pipeline_model", "expert_model", "expert_tensor"
+    (_, pp), (_, ep), (_, expert_tp) = map(_place, groups)
+    tp_rank, tp = _place("tensor_model")
+    if (pp, ep, expert_tp) != (1, 1, tp):
         raise NotImplementedError(
-            f"pipeline_model_parallel_size={ranks.pp[1]}, "
-            f"expert_model_parallel_size={ranks.ep[1]} and "
-            f"expert_tensor_parallel_size={ranks.expert_tp[1]}: weights are gathered over "
+            f"pipeline_model_parallel_size={pp}, expert_model_parallel_size={ep} and "
+            f"expert_tensor_parallel_size={expert_tp}: weights are gathered over "
             f"tensor-parallel ranks only. Load the checkpoint with pp=1, ep=1 and etp=tp first."
         )
-    if ranks.dp:
+    if parallel_state.get_data_parallel_rank(with_context_parallel=True):
         return
     # Every rank must raise here: a rank that went on would wait in a collective for ever.
     refuse_existing(folder)
     source = SafetensorsFolder(like)
     export = _Export(model, source, fp32_gates)
-    if ranks.tp[0]:
+    if tp_rank:
         # Rank 0 writes; the other ranks enter the same collectives in the same order.
         for key in source.specs:
             export.read(key)
@@ -169,7 +150,7 @@ class _Export:
     """
 
     def __init__(self, model: nn.Module, source: SafetensorsFolder, fp32_gates: bool) -> None:
-        plan, self._params, self._ranks = _plan_model(model, read_hf_config(source.folder), source)
+        plan, self._params = _plan_model(model, read_hf_config(source.folder), source)
         self._merged_weight = _with_adapters_merged(_unwrapped(model))
         self._source, self._fp32_gates = source, fp32_gates
         self.rounded: set[str] = set()
@@ -189,21 +170,19 @@ class _Export:
         if parts[0][1].expert is None:
             ((entry, source),) = parts
             return self._cached_pieces(entry)[source]
-        spec = self._export_spec(key)
-        packed = torch.empty(spec.shape, dtype=spec.torch_dtype, device="cpu")
+        shape = self._source.specs[key].shape
+        packed = torch.empty(shape, dtype=self._dtype_of(key), device="cpu")
         for entry, source in parts:
             packed[source.expert] = self._pieces(entry)[source]
         return packed
 
-    def _export_spec(self, key: str) -> TensorSpec:
-        spec = self._source.specs[key]
-        if self._fp32_gates and is_gated_delta_net_fp32_param_key(key):
-            return TensorSpec("F32", spec.shape)
-        return spec
+    def _dtype_of(self, key: str) -> torch.dtype:
+        widened = self._fp32_gates and is_gated_delta_net_fp32_param_key(key)
+        return torch.float32 if widened else self._source.specs[key].torch_dtype
 
     def _pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
         full = entry.unshard(self._gather_shards(entry))
-        dtypes = {source.key: self._export_spec(source.key).torch_dtype for source in entry.sources}
+        dtypes = {source.key: self._dtype_of(source.key) for source in entry.sources}
         # Megatron may store a norm gain minus 1; if rounded, it does not give the file's bits back.
         gains = [key for key in dtypes if key.endswith("norm.weight")]
         pieces = entry.exported(full, dtypes, {key: self._source.read(key) for key in gains})
@@ -214,7 +193,7 @@ class _Export:
     def _gather_shards(self, entry: TensorMap) -> list[Tensor]:
         """Gather the map's Megatron shards of all tensor-parallel ranks, in rank order."""
         shard = self._merged_weight(next(self._params[n] for n in entry.names if n in self._params))
-        size = self._ranks.tp[1]
+        _, size = _place("tensor_model")
         if size == 1:
             return [shard]
         shards = [torch.empty_like(shard) for _ in range(size)]
@@ -232,9 +211,9 @@ def _unwrapped(model: Any) -> Any:
 
 def _plan_model(
     model: nn.Module, config: HFModelConfig, files: SafetensorsFolder
-) -> tuple[Plan, dict[str, nn.Parameter], _Ranks]:
-    """The plan for ``model``, its parameters by their global names, and this rank's groups."""
-    bare, ranks = _unwrapped(model), _current_ranks()
+) -> tuple[Plan, dict[str, nn.Parameter]]:
+    """The plan for ``model``, and its parameters by their global names."""
+    bare = _unwrapped(model)
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
     plan = plan_of(config, files.specs, kind, bare.config.layernorm_zero_centered_gamma)
     shared = bare.share_embeddings_and_output_weights
@@ -251,13 +230,14 @@ def _plan_model(
                     f"{name} was built with {option}={given!r}, but Hugging Face models with these "
                     f"weights compute with {value!r}. Build the layer with {option}={value!r}."
                 )
-    return plan, _global_parameters(bare, ranks), ranks
+    return plan, _global_parameters(bare)
 
 
-def _global_parameters(model: Any, ranks: _Ranks) -> dict[str, nn.Parameter]:
+def _global_parameters(model: Any) -> dict[str, nn.Parameter]:
     """Parameters outside adapters, named with the layer and expert numbers of the whole model."""
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    first_expert = ranks.ep[0] * ((model.config.num_moe_experts or 0) // ranks.ep[1])
+    ep_rank, ep = _place("expert_model")
+    first_expert = ep_rank * ((model.config.num_moe_experts or 0) // ep)
     found = {}
     for name, parameter in model.named_parameters():
         owner, of_adapter, _ = name.partition(".adapter.")
@@ -286,7 +266,7 @@ def _check_source_tensors(folder: SafetensorsFolder, plan: Plan) -> None:
 
 
 def _match_parameters(
-    plan: Plan, params: dict[str, nn.Parameter], ranks: _Ranks, config: HFModelConfig
+    plan: Plan, params: dict[str, nn.Parameter], config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
     """Pair each map with the parameters that it fills; check shapes on meta tensors."""
     targets, unplaced = [], []
@@ -296,7 +276,7 @@ def _match_parameters(
         here = [name for name in (*entry.names, *of_tied) if name in params]
         pieces = [torch.empty(source.piece_shape, device="meta") for source in entry.sources]
         for name in here:
-            shape = tuple(_local_shard(entry, pieces, params[name], ranks).shape)
+            shape = tuple(_local_shard(entry, pieces, params[name]).shape)
             if shape != tuple(params[name].shape):
                 raise ValueError(
                     f"{name} has shape {tuple(params[name].shape)} in the model, but the files "
@@ -306,7 +286,7 @@ def _match_parameters(
             targets.append((entry, here))
         else:
             unplaced.append(entry.name)
-    if unplaced and ranks.pp[1] == ranks.ep[1] == 1:
+    if unplaced and _place("pipeline_model")[1] == _place("expert_model")[1] == 1:
         raise ValueError(
             f"the model has no {unplaced[0]}{and_more(unplaced)}. Build it with config.json's "
             f"sizes and the layer pattern {config.hybrid_layer_pattern!r}."
@@ -320,11 +300,9 @@ def _match_parameters(
     return targets
 
 
-def _local_shard(
-    entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter, ranks: _Ranks
-) -> Tensor:
+def _local_shard(entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter) -> Tensor:
     """This rank's shard of a map's tensor, with the vocabulary padded to the model's rows."""
-    rank, size = ranks.expert_tp if entry.is_expert else ranks.tp
+    rank, size = _place("expert_tensor" if entry.is_expert else "tensor_model")
     full = entry.to_megatron(pieces)
     if entry.pad_rows:
         rows = param.shape[0] * size

@@ -9,6 +9,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -27,75 +28,117 @@ _EMBEDDING = "embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
 # Weights of multi-token prediction and vision: an export copies them, no import loads them.
 _PASSTHROUGH = ("mtp.", "model.visual.", "visual.")
+_NEMOTRON = "NemotronHForCausalLM"  # a Mamba2 model; it is built, its weights are not mapped
+
+# Fields of a TransformerConfig -> fields of config.json: of every model, and by kind of layer.
+_SIZES = {
+    "hidden_size": "hidden_size",
+    "num_attention_heads": "num_attention_heads",
+    "num_query_groups": "num_key_value_heads",
+}
+_SIZES_OF_LAYERS = {
+    "G": {f"linear_{name}": f"linear_{name}" for name in LINEAR},
+    "M": {
+        "mamba_num_heads": "mamba_num_heads",
+        "mamba_head_dim": "mamba_head_dim",
+        "mamba_state_dim": "ssm_state_size",
+        "mamba_num_groups": "n_groups",
+    },
+    "E": {
+        "ffn_hidden_size": "moe_intermediate_size",  # for Megatron's checks; MLPs replace it
+        "num_moe_experts": "num_experts",
+        "moe_ffn_hidden_size": "moe_intermediate_size",
+        "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
+        "moe_router_topk": "num_experts_per_tok",
+    },
+    "-": {"ffn_hidden_size": "intermediate_size"},
+}
+# Fields of Nemotron's config.json -> the names of these fields in the other models.
+_NAMES_OF_NEMOTRON = {
+    "layer_norm_epsilon": "rms_norm_eps",
+    "n_routed_experts": "num_experts",
+    "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
+}
+# Settings that config.json may leave out, their legal values, and the end of the error's sentence.
+_LEGAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "attention_bias": ((False,), ", as in all published models."),
+    "hidden_act": (("silu",), "."),
+    "output_gate_type": (
+        ("silu", "swish"),
+        " in a whole model. A single megatron_gdn.GatedDeltaNet takes "
+        "output_gate_activation='sigmoid'.",
+    ),
+    "attn_output_gate": ((True,), ": q_proj has the gate."),
+    "rope_type": (
+        ("default",),
+        ": positions are not scaled here. Set it to 'default' to build the model without scaling.",
+    ),
+    "norm_topk_prob": ((True,), ": the weights of a token's experts sum to 1."),
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HFModelConfig:
-    """The sizes and settings of a model that weight mapping needs; an unused size is 0."""
+    """What a ``config.json`` says about the model and its weights."""
 
-    architecture: str  # one of GDN_FP32_CHECKPOINT_ARCHITECTURES
-    storage: Storage  # how the files store the projections of Gated DeltaNet
-    gdn: GDNDims
-    hidden_size: int
+    architecture: str  # the class in transformers
+    hybrid_layer_pattern: str  # of a HybridModel: 'G', 'M', '*', '-' and 'E' as in `models.Model`
+    sizes: SimpleNamespace  # fields of a TransformerConfig
     vocab_size: int
     tied: bool  # the output layer is the embedding
-    num_attention_heads: int
-    num_query_groups: int
-    head_dim: int
-    is_linear: tuple[bool, ...]  # for each layer: Gated DeltaNet (True) or attention (False)
-    is_moe: tuple[bool, ...]  # for each layer: whether its MLP is a mixture of experts
-    ffn_size: int
-    num_experts: int
-    experts_per_token: int
-    expert_ffn_size: int
-    shared_expert_ffn_size: int
-    norm_eps: float
     rope_theta: float
-    rotary_fraction: float
+    rotary_fraction: float  # 0 means no rotary embedding
 
     @property
-    def num_layers(self) -> int:
-        return len(self.is_linear)
+    def storage(self) -> Storage:
+        """How the files store the projections of Gated DeltaNet."""
+        return "interleaved" if self.architecture == "Qwen3NextForCausalLM" else "flat"
 
     @property
-    def hybrid_layer_pattern(self) -> str:
-        """HybridModel's pattern: for each layer one symbol for its mixer, one for its MLP."""
-        pairs = zip(self.is_linear, self.is_moe, strict=True)
-        return "".join(("G" if gdn else "*") + ("E" if moe else "-") for gdn, moe in pairs)
+    def gdn(self) -> GDNDims:
+        return GDNDims.from_config(self.sizes)
 
-    def megatron_settings(self) -> dict[str, Any]:
-        """The ``TransformerConfig`` fields that the weights need; ``num_layers`` is GPTModel's."""
-        settings: dict[str, Any] = {
-            "num_layers": self.num_layers,
-            "hidden_size": self.hidden_size,
-            "num_attention_heads": self.num_attention_heads,
-            "num_query_groups": self.num_query_groups,
-            "kv_channels": self.head_dim,
-            "normalization": "RMSNorm",
-            "layernorm_zero_centered_gamma": True,
-            "layernorm_epsilon": self.norm_eps,
-            "qk_layernorm": True,
-            "attention_output_gate": True,
-            "add_bias_linear": False,
-            "add_qkv_bias": False,
-            "gated_linear_unit": True,
-            "activation_func": F.silu,
-            "experimental_attention_variant": "gated_delta_net",
-            "linear_attention_freq": [int(gdn) for gdn in self.is_linear],
-            **self.gdn.config_fields,
-            "ffn_hidden_size": self.ffn_size or self.expert_ffn_size,
-        }
-        if self.num_experts:
-            settings |= {
-                "num_moe_experts": self.num_experts,
-                "moe_layer_freq": [int(moe) for moe in self.is_moe],
-                "moe_ffn_hidden_size": self.expert_ffn_size,
-                "moe_shared_expert_intermediate_size": self.shared_expert_ffn_size,
-                "moe_shared_expert_gate": True,
-                "moe_router_topk": self.experts_per_token,
-                "moe_router_pre_softmax": False,
+    def megatron_settings(self, model: Architecture = "gpt") -> dict[str, Any]:
+        """The ``TransformerConfig`` fields that the weights need.
+
+        Raises:
+            NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers.
+        """
+        pattern, settings = self.hybrid_layer_pattern, dict(vars(self.sizes))
+        settings |= {"normalization": "RMSNorm", "add_bias_linear": False}
+        if self.architecture == _NEMOTRON:
+            from megatron.core.activations import squared_relu
+
+            settings |= {"gated_linear_unit": False, "activation_func": squared_relu}
+            experts = {
+                "moe_router_score_function": "sigmoid",
+                "moe_router_enable_expert_bias": True,
             }
-        return settings
+        else:
+            settings |= {
+                "gated_linear_unit": True,
+                "activation_func": F.silu,
+                "layernorm_zero_centered_gamma": True,
+                "qk_layernorm": True,
+                "attention_output_gate": True,
+            }
+            experts = {"moe_shared_expert_gate": True}
+        settings |= experts if "E" in pattern else {}
+        if model == "hybrid":
+            return settings | {"num_layers": len(pattern), "is_hybrid_model": True}
+        if "M" in pattern:
+            raise NotImplementedError(
+                f"{self.architecture} has Mamba2 layers, and a GPTModel cannot have any; use "
+                f"model='hybrid' (pretrain_hybrid.py)."
+            )
+        mixers, mlps = pattern[::2], pattern[1::2]
+        if "E" in mlps:
+            settings["moe_layer_freq"] = [int(kind == "E") for kind in mlps]
+        return settings | {
+            "num_layers": len(mixers),
+            "experimental_attention_variant": "gated_delta_net",
+            "linear_attention_freq": [int(kind == "G") for kind in mixers],
+        }
 
 
 def read_hf_config(folder: str | Path) -> HFModelConfig:
@@ -119,7 +162,7 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     """
     known = sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES)
     named = config.get("architectures") or []
-    architecture = next((name for name in named if name in known), None)
+    architecture = next((name for name in named if name in (*known, _NEMOTRON)), None)
     if architecture is None:
         raise ValueError(
             f"unknown architecture {list(named)}; known: {', '.join(known)}. Linear-"
@@ -127,94 +170,64 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
             f"megatron_gdn.hf."
         )
     text = config.get("text_config") or config
+    rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
+    rope = {"rope_type": rope.get("type"), **rope}
+    given = {
+        _NAMES_OF_NEMOTRON.get(name, name): value
+        for name, value in {**text, **rope}.items()
+        if value is not None
+    }
 
-    def field(name: str, *default: Any) -> Any:
-        value = text.get(name)
-        if value is not None:
-            return value
-        if not default:
+    def field(name: str) -> Any:
+        if name not in given:
             raise ValueError(f"config.json of a {architecture} has no {name!r}.")
-        return default[0]
+        return given[name]
 
-    act, gate = field("hidden_act", "silu"), field("output_gate_type", None)
-    if field("attention_bias", False):
-        raise ValueError(
-            "attention_bias=true is not supported; it must be false, as in all published models."
-        )
-    if act != "silu":
-        raise ValueError(f"hidden_act={act!r} is not supported; it must be 'silu'.")
-    if gate not in (None, "silu", "swish"):
-        raise ValueError(
-            f"output_gate_type={gate!r} is not supported in whole models; it must be 'silu'. A "
-            f"single megatron_gdn.GatedDeltaNet takes output_gate_activation='sigmoid'."
-        )
-    if not field("attn_output_gate", True):
-        raise ValueError(
-            "attn_output_gate=false is not supported; it must be true: q_proj has the gate."
-        )
-    rope = field("rope_parameters", None) or field("rope_scaling", None) or {}
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind != "default":
-        raise ValueError(
-            f"rope_type={kind!r} is not supported: positions are not scaled here. Set rope_type to "
-            f"'default' to build the model without scaling."
-        )
-    is_linear = _linear_layers(field)
-    is_moe = _moe_layers(field, len(is_linear))
-    if any(is_moe) and not field("norm_topk_prob", True):
-        raise ValueError(
-            "norm_topk_prob=false is not supported; it must be true: weights sum to 1."
-        )
-    hidden, heads = field("hidden_size"), field("num_attention_heads")
-
-    def expert_field(name: str) -> int:
-        return field(name) if any(is_moe) else 0
-
+    for name, (legal, why) in _LEGAL.items():
+        if (value := given.get(name, legal[0])) not in legal:
+            value, best = (json.dumps(one).replace('"', "'") for one in (value, legal[0]))
+            raise ValueError(f"{name}={value} is not supported; it must be {best}{why}")
+    is_nemotron = architecture == _NEMOTRON
+    pattern = field("hybrid_override_pattern") if is_nemotron else _layer_pattern(field, given)
+    names = dict(_SIZES)
+    for kind, names_of_kind in _SIZES_OF_LAYERS.items():
+        names |= names_of_kind if kind in pattern else {}
+    sizes = SimpleNamespace(**{ours: field(theirs) for ours, theirs in names.items()})
+    head_dim = sizes.hidden_size // sizes.num_attention_heads
+    sizes.kv_channels = given.get("head_dim", head_dim)
+    sizes.layernorm_epsilon = given.get("rms_norm_eps", 1e-6)
+    if "routed_scaling_factor" in given:
+        sizes.moe_router_topk_scaling_factor = given["routed_scaling_factor"]
     return HFModelConfig(
         architecture=architecture,
-        storage="interleaved" if architecture == "Qwen3NextForCausalLM" else "flat",
-        gdn=GDNDims(hidden_size=hidden, **{name: field(f"linear_{name}") for name in LINEAR}),
-        hidden_size=hidden,
+        hybrid_layer_pattern=pattern,
+        sizes=sizes,
         vocab_size=field("vocab_size"),
         tied=bool(config.get("tie_word_embeddings", False)),
-        num_attention_heads=heads,
-        num_query_groups=field("num_key_value_heads"),
-        head_dim=field("head_dim", hidden // heads),
-        is_linear=is_linear,
-        is_moe=is_moe,
-        ffn_size=0 if all(is_moe) else field("intermediate_size"),
-        num_experts=expert_field("num_experts"),
-        experts_per_token=expert_field("num_experts_per_tok"),
-        expert_ffn_size=expert_field("moe_intermediate_size"),
-        shared_expert_ffn_size=expert_field("shared_expert_intermediate_size"),
-        norm_eps=field("rms_norm_eps", 1e-6),
-        rope_theta=rope.get("rope_theta", field("rope_theta", 10_000_000.0)),
-        rotary_fraction=rope.get("partial_rotary_factor", field("partial_rotary_factor", 0.25)),
+        rope_theta=given.get("rope_theta", 10_000_000.0),
+        rotary_fraction=0.0 if is_nemotron else given.get("partial_rotary_factor", 0.25),
     )
 
 
-def _linear_layers(field: Any) -> tuple[bool, ...]:
-    """For each layer, whether it is Gated DeltaNet; without a list every N-th is attention."""
+def _layer_pattern(field: Any, given: Mapping[str, Any]) -> str:
+    """For each layer the symbol of its mixer and of its MLP."""
     count = field("num_hidden_layers")
-    types = field("layer_types", None)
+    types = given.get("layer_types")
     if types is None:
-        interval = field("full_attention_interval", 4)
-        return tuple((layer + 1) % interval != 0 for layer in range(count))
-    unknown = sorted(set(types) - {"linear_attention", "full_attention"})
+        interval = given.get("full_attention_interval", 4)
+        kinds = "linear_attention", "full_attention"
+        types = [kinds[(layer + 1) % interval == 0] for layer in range(count)]
+    symbols = {"linear_attention": "G", "full_attention": "*"}
+    unknown = sorted(set(types) - symbols.keys())
     if unknown or len(types) != count:
         raise ValueError(
             f"layer_types must be {count} times 'linear_attention' or 'full_attention'; it has "
             f"{len(types)} entries{f' and also {unknown}' if unknown else ''}."
         )
-    return tuple(kind == "linear_attention" for kind in types)
-
-
-def _moe_layers(field: Any, count: int) -> tuple[bool, ...]:
-    """For each layer, whether it has experts; ``mlp_only_layers`` have none."""
-    if not field("num_experts", 0):
-        return (False,) * count
-    step, dense = field("decoder_sparse_step", 1), field("mlp_only_layers", [])
-    return tuple((layer + 1) % step == 0 and layer not in dense for layer in range(count))
+    step, dense = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers", [])
+    has_experts = bool(given.get("num_experts"))
+    is_moe = [has_experts and (n + 1) % step == 0 and n not in dense for n in range(count)]
+    return "".join(symbols[kind] + "-E"[moe] for kind, moe in zip(types, is_moe, strict=True))
 
 
 class Plan(NamedTuple):
@@ -237,7 +250,7 @@ def model_maps(
     zero_centered_gamma: bool = True,
 ) -> Iterator[TensorMap]:
     """Yield the maps of a whole model; ``keys`` of the files show the text model's prefix."""
-    root, hidden, vocab = _text_root(keys), config.hidden_size, config.vocab_size
+    root, hidden, vocab = _text_root(keys), config.sizes.hidden_size, config.vocab_size
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
         # The file stores w of the gain 1 + w; a plain Megatron norm stores the whole gain.
@@ -245,12 +258,13 @@ def model_maps(
 
     embedding = {root + _EMBEDDING: (vocab, hidden)}
     yield mapped("embedding.word_embeddings.weight", embedding, 0, pad_rows=True)
-    for layer in range(config.num_layers):
+    pattern = config.hybrid_layer_pattern
+    for layer, (mixer_kind, mlp_kind) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
         mixer = mlp = f"decoder.layers.{layer}."
         if model == "hybrid":
             mixer, mlp = f"decoder.layers.{2 * layer}.", f"decoder.layers.{2 * layer + 1}."
         hf, attention = f"{root}layers.{layer}.", f"{mixer}self_attention."
-        if config.is_linear[layer]:
+        if mixer_kind == "G":
             fused = "in_proj"
             yield from gdn_layer_maps(
                 attention, f"{hf}linear_attn.", config.gdn, config.storage, zero_centered_gamma
@@ -260,15 +274,15 @@ def model_maps(
             yield from _attention_maps(attention, f"{hf}self_attn.", config)
             for one in "qk":
                 names = f"{attention}{one}_layernorm.weight", f"{hf}self_attn.{one}_norm.weight"
-                yield norm(*names, config.head_dim)
+                yield norm(*names, config.sizes.kv_channels)
         in_norms = (f"{attention}{fused}.layer_norm_weight", f"{mixer}input_layernorm.weight")
         yield norm(in_norms, f"{hf}input_layernorm.weight")
         pre_norms = (f"{mlp}pre_mlp_layernorm.weight",)
-        if config.is_moe[layer]:
+        if mlp_kind == "E":
             yield from _moe_maps(f"{mlp}mlp.", f"{hf}mlp.", config, keys)
         else:
             pre_norms = (f"{mlp}mlp.linear_fc1.layer_norm_weight", *pre_norms)
-            yield from _mlp_maps(f"{mlp}mlp.", f"{hf}mlp.", hidden, config.ffn_size)
+            yield from _mlp_maps(f"{mlp}mlp.", f"{hf}mlp.", hidden, config.sizes.ffn_hidden_size)
         yield norm(pre_norms, f"{hf}post_attention_layernorm.weight")
     final = "norm" if model == "hybrid" else "layernorm"
     yield norm(f"decoder.final_{final}.weight", f"{root}norm.weight")
@@ -290,8 +304,9 @@ def _text_root(keys: Collection[str]) -> str:
 
 def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
     """Reorder rows ``[q | gate]`` per head to ``[q | gate | k | v]`` per query group."""
-    hidden, heads, groups = config.hidden_size, config.num_attention_heads, config.num_query_groups
-    q, k = heads * config.head_dim, groups * config.head_dim
+    sizes = config.sizes
+    hidden, heads, groups = sizes.hidden_size, sizes.num_attention_heads, sizes.num_query_groups
+    q, k = heads * sizes.kv_channels, groups * sizes.kv_channels
     counts = {"q": 2 * q, "k": k, "v": k}
     sources = {f"{hf}{name}_proj.weight": (count, hidden) for name, count in counts.items()}
     in_file = torch.arange(2 * (q + k), device="cpu")
@@ -308,7 +323,8 @@ def _mlp_maps(p: str, hf: str, hidden: int, ffn: int) -> Iterator[TensorMap]:
 
 
 def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> Iterator[TensorMap]:
-    hidden, ffn, experts = config.hidden_size, config.expert_ffn_size, config.num_experts
+    sizes = config.sizes
+    hidden, ffn, experts = sizes.hidden_size, sizes.moe_ffn_hidden_size, sizes.num_moe_experts
     yield mapped(f"{p}router.weight", {f"{hf}gate.weight": (experts, hidden)})
     for e in range(experts):
         fc1, fc2 = _mlp_maps("", f"{hf}experts.{e}.", hidden, ffn)
@@ -322,8 +338,9 @@ def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> 
             grouped = f"{p}experts.{linear}.weight{e}"
             sequential = f"{p}experts.local_experts.{e}.{linear}.weight"
             yield replace(entry, names=(grouped, sequential), is_expert=True)
-    shared, gate = config.shared_expert_ffn_size, {f"{hf}shared_expert_gate.weight": (1, hidden)}
+    shared = sizes.moe_shared_expert_intermediate_size
     yield from _mlp_maps(f"{p}shared_experts.", f"{hf}shared_expert.", hidden, shared)
+    gate = {f"{hf}shared_expert_gate.weight": (1, hidden)}
     yield mapped(f"{p}shared_experts.gate_weight", gate)
 
 
@@ -334,6 +351,11 @@ def plan_of(
 
     ``centred`` is the Megatron model's ``layernorm_zero_centered_gamma``.
     """
+    if config.architecture == _NEMOTRON:
+        raise NotImplementedError(
+            f"whole models of {_NEMOTRON} are not converted; megatron_gdn.hf.mamba2_layer_from_hf "
+            f"converts one Mamba2 layer."
+        )
     for key, spec in specs.items():
         if spec.dtype.startswith("F8") or key.endswith("weight_scale_inv"):
             raise NotImplementedError(
@@ -342,7 +364,7 @@ def plan_of(
             )
     maps = list(model_maps(config, specs.keys(), model, centred))
     shapes = {source.key: source.shape for entry in maps for source in entry.sources}
-    whose = f"a {config.architecture} with {config.num_layers} layers"
+    whose = f"a {config.architecture} with {len(config.hybrid_layer_pattern) // 2} layers"
     if missing := [key for key in shapes if key not in specs]:
         raise ValueError(f"missing key {missing[0]!r}{and_more(missing)}: {whose} needs it.")
     for key, shape in shapes.items():

@@ -2,19 +2,16 @@
 
 For example:
 
-    parts = config("Qwen3.5-35B-A3B", tensor_model_parallel_size=2)
-    model = HybridModel(parts.config, parts.spec, max_sequence_length=4096, **parts.arguments)
-
+    build_model(find("Qwen3.5-35B-A3B").hf)  # of megatron_gdn.hf; load_hf_weights fills it
     find("Qwen3.5-35B-A3B").flags()          # for pretrain_hybrid.py
     find("Qwen3.5-35B-A3B").stack            # parameters, FLOPs, bytes of states
-    build_model(find("Qwen3.5-35B-A3B").hf)  # of megatron_gdn.hf; load_hf_weights fills it
 """
 
 from importlib import import_module
 from typing import Any
 
 _NAMES = {
-    ".model": ("ENTRIES", "Entry", "Model", "Parts", "config", "find"),
+    ".model": ("ENTRIES", "Model", "find"),
     ".stack": ("Flops", "Stack", "flops_per_step"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}

@@ -25,13 +25,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     from ..compat.observe import hide_import_notes
 
     hide_import_notes()
-    from .model import ENTRIES, Model
+    from .model import ENTRIES, find
 
     try:
         if options.name is None:
-            lines = _model_lines([Model.named(name) for name in ENTRIES])
+            lines = _model_lines([*ENTRIES.values()])
         else:
-            model = Model.named(options.name)
+            model = find(options.name)
             model.refuse_illegal(options.tp, options.cp, options.ep, options.length)
             lines = _flag_lines(model, options) if options.flags else _figure_lines(model, options)
         print("\n".join(lines))
@@ -71,7 +71,7 @@ def _figure_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
     counts = {symbol: model.pattern.count(symbol) for symbol in _LAYERS}
     parameters, active = _format_count(stack.parameters), _format_count(stack.active_parameters)
     flops = stack.flops([length])
-    yield f"{model.name} ({model.entry.architecture}; from {model.entry.source})"
+    yield f"{model.name} ({model.architecture}; from {model.source})"
     yield "  layers        " + ", ".join(f"{n} {_LAYERS[s]}" for s, n in counts.items() if n)
     yield f"  parameters    {parameters}, {active} of them for a token"
     yield (

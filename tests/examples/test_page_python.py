@@ -33,7 +33,7 @@ BLOCKS = {
     "a mesh": "share = context_parallel_share(",
     "a trainer": "class CPTrainer(",
     "a trainer of one process": "Trainer(model, args, train_dataset=texts",
-    "a published model": 'parts = models.config("tiny")',
+    "a published model": 'build_model(models.find("tiny").hf',
     "FLOPs": "step = models.flops_per_step(",
 }
 

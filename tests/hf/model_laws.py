@@ -4,6 +4,7 @@ import logging
 import re
 from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 
@@ -34,7 +35,7 @@ def build_megatron(config, kind, params_dtype=torch.float32, **changes):
 def megatron_state(model) -> dict[str, torch.Tensor]:
     """Parameters with the layer and expert numbers of the whole model, dequantised."""
     bare = megatron_model._unwrapped(model)
-    named = megatron_model._global_parameters(bare, megatron_model._current_ranks())
+    named = megatron_model._global_parameters(bare)
     return {name: dequantised(parameter.detach()) for name, parameter in named.items()}
 
 
@@ -234,7 +235,9 @@ def loading_fails(
 ) -> str:
     import dataclasses
 
-    built_for = dataclasses.replace(read_hf_config(folder), **(config or {}))
+    published, changes = read_hf_config(folder), dict(config or {})
+    sizes = SimpleNamespace(**vars(published.sizes) | changes.pop("sizes", {}))
+    built_for = dataclasses.replace(published, sizes=sizes, **changes)
     with parallel():
         model = build_megatron(built_for, kind)
         for module in model.modules():

@@ -5,7 +5,8 @@ import dataclasses
 import pytest
 
 from megatron_gdn.hf import parse_hf_config
-from megatron_gdn.hf.model_map import model_maps
+from megatron_gdn.hf.model_map import model_maps, plan_of
+from megatron_gdn.models import find
 
 CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"], "hidden_size": 16, "num_hidden_layers": 8,
@@ -73,6 +74,12 @@ def test_rotary_settings_old_and_new():
 def test_a_setting_that_the_built_model_would_lack_is_refused(setting, message):
     with pytest.raises(ValueError, match=message):
         parse_hf_config(CONFIG | setting)
+
+
+def test_weights_of_nemotron_are_refused_with_what_converts_its_layers():
+    nemotron = find("Nemotron-H-8B").hf
+    with pytest.raises(NotImplementedError, match="mamba2_layer_from_hf converts one"):
+        plan_of(nemotron, {}, "hybrid", True)
 
 
 def test_a_folder_without_one_text_model_is_refused():

@@ -102,11 +102,17 @@ def test_trained_gates_are_saved_in_fp32_or_their_loss_is_said(
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"config": {"is_linear": (True,) * 4}}, r"the model has no decoder.layers.6.self_at"),
+        (
+            {"config": {"hybrid_layer_pattern": "G-" * 4}},
+            r"the model has no decoder.layers.6.self_at",
+        ),
         ({"config": {"tied": True}}, "tie_word_embeddings=False in config.json"),
-        ({"config": {"ffn_size": 28}}, r"linear_fc1.weight has shape \(56, 24\) in the model"),
+        (
+            {"config": {"sizes": {"ffn_hidden_size": 28}}},
+            r"linear_fc1.weight has shape \(56, 24\) in the model",
+        ),
         ({"config": {"vocab_size": 32}}, "vocabulary has 67 rows, the model's embedding only 32"),
-        ({"kind": "gpt", "config": {"is_linear": (True,) * 4}}, "the model has no"),
+        ({"kind": "gpt", "config": {"hybrid_layer_pattern": "G-" * 4}}, "the model has no"),
     ],
 )
 def test_a_model_of_another_shape_is_refused_by_name(pools, hf_folder, changes, message):

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_gdn.hf import parse_hf_config
-from megatron_gdn.models import ENTRIES, Entry, Model, Stack, find, flops_per_step
+from megatron_gdn.models import ENTRIES, Model, Stack, find, flops_per_step
 from megatron_gdn.models.stack import CHUNK
 from megatron_gdn.ops import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.delta_rule.base import RuleInputs
@@ -223,15 +223,15 @@ def tiny(name: str) -> Model:
         "hybrid_override_pattern": "ME*E" if "30B" in name else "M-*-",
     }  # fmt: skip
     fields = entry.fields | {name: small[name] for name in small if name in entry.fields}
-    return Model(f"small {name}", Entry(entry.architecture, fields, "made for the tests"))
+    return Model(f"small {name}", entry.architecture, fields, "made for the tests")
 
 
 @pytest.mark.parametrize("name", ["Qwen3.5-9B", "Qwen3-Next-80B-A3B"])
 def test_the_products_of_transformers_model_are_those_of_the_equations(name):
     model, tokens = tiny(name), 48
-    config = config_of(model.entry.architecture, model.entry.fields)
+    config = config_of(model.architecture, model.fields)
     config._attn_implementation = config._experts_implementation = "eager"
-    built = model_class(model.entry.architecture)(config)
+    built = model_class(model.architecture)(config)
     row = torch.arange(tokens)[None] % 67
     with FlopCounterMode(display=False, depth=None) as counter, torch.no_grad():
         built(row)
@@ -286,8 +286,8 @@ def test_a_model_has_as_many_parameters_as_the_one_that_transformers_builds(name
 def test_the_published_files_hold_as_many(name, published, sees):
     model = find(name)
     pattern = f"{model.pattern}/{model.pattern[-2:]}"
-    vocab = model.entry.fields["vocab_size"]
-    stack = Stack.of(as_config(model.settings), pattern, vocab, model.tied)
+    vocab = model.fields["vocab_size"]
+    stack = Stack.of(as_config(model.settings), pattern, vocab, model.hf.tied)
     vision = vision_parameters(stack.hidden_size) if sees else 0
     assert stack.parameters + vision == published
 
@@ -295,21 +295,21 @@ def test_the_published_files_hold_as_many(name, published, sees):
 @pytest.mark.parametrize("name", QWEN)
 def test_transformers_config_class_translates_to_the_same_settings(name):
     model = find(name)
-    config = config_of(model.entry.architecture, model.entry.fields).to_dict()
-    assert parse_hf_config(config | {"architectures": [model.entry.architecture]}) == model.hf
+    config = config_of(model.architecture, model.fields).to_dict()
+    assert parse_hf_config(config | {"architectures": [model.architecture]}) == model.hf
 
 
 def test_transformers_config_class_of_nemotron_has_the_same_layers_and_sizes():
     names = {"linear_attention": "M", "full_attention": "*", "mlp": "-", "moe": "E"}
     for name in (name for name in ENTRIES if name.startswith("Nemotron")):
         model = find(name)
-        config = config_of(model.entry.architecture, model.entry.fields)
+        config = config_of(model.architecture, model.fields)
         assert "".join(names[kind] for kind in config.layers_block_type) == model.pattern
         assert config.conv_kernel == 4, "Megatron's Mamba2 layers have no other"
         assert {config.use_conv_bias, not config.use_bias, not config.mlp_bias} == {True}
         assert config.n_shared_experts == config.n_group == config.topk_group == 1
-        for field in (name for name in model.entry.fields if name != "hybrid_override_pattern"):
-            assert getattr(config, field) == model.entry.fields[field], field
+        for field in (name for name in model.fields if name != "hybrid_override_pattern"):
+            assert getattr(config, field) == model.fields[field], field
 
 
 def test_a_name_that_is_not_there_is_refused_with_those_that_are():

@@ -9,7 +9,8 @@ from megatron.training import training
 from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
-from megatron_gdn.models import ENTRIES, config, find, stack
+from megatron_gdn.hf import build_model, transformer_config
+from megatron_gdn.models import ENTRIES, find, stack
 from megatron_gdn.models.__main__ import launch_flags, parse
 from tests.models.test_flops import tiny
 from tests.parallel import parallel
@@ -54,7 +55,7 @@ def test_megatron_takes_the_flags_and_counts_the_flops_of_the_catalogue(monkeypa
     model, sizes = find(name), ["--tp", "2", "--cp", "2"]
     sizes += ["--ep", "4"] if "E" in model.pattern else []
     args = arguments_of(monkeypatch, launch_flags(model, parse([name, "--model", kind, *sizes])), 8)
-    args.padded_vocab_size = model.entry.fields["vocab_size"]
+    args.padded_vocab_size = model.hf.vocab_size
     counted = stack.num_floating_point_operations(args, 3)
     assert counted == model.stack.flops([4096] * 3).step
     ratio = training.num_floating_point_operations(args, 3) / counted  # as docs/models.md says
@@ -63,10 +64,8 @@ def test_megatron_takes_the_flags_and_counts_the_flops_of_the_catalogue(monkeypa
     assert packed == model.stack.flops([4096, 100]).step
 
     theirs = core_transformer_config_from_args(args)
-    ours = config(name, kind).config
-    described = {*model.settings, "hidden_dropout", "attention_dropout"} - {"linear_attention_freq"}
-    if kind == "hybrid":  # the pattern says it there
-        described -= {"experimental_attention_variant", "moe_layer_freq"}
+    ours = transformer_config(model.hf, kind)
+    described = {*model.hf.megatron_settings(kind), "hidden_dropout", "attention_dropout"}
     different = {
         field: (getattr(ours, field), getattr(theirs, field))
         for field in described
@@ -90,17 +89,10 @@ def test_megatron_builds_as_many_parameters_and_the_model_computes(pools, name, 
 
 
 def build(name: str, kind: str) -> int:
-    from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.hybrid.hybrid_model import HybridModel
-
     model = tiny(name)
     with parallel(1):
-        parts = model.parts(kind, modules="local")
-        built = {"gpt": GPTModel, "hybrid": HybridModel}[kind](
-            parts.config,
-            parts.spec,
-            max_sequence_length=8,
-            **parts.arguments | {"vocab_size": model.entry.fields["vocab_size"]},
+        built, _ = build_model(
+            model.hf, kind, modules="local", max_sequence_length=8, vocab_divisible_by=1
         )
         tokens = torch.arange(8)[None]
         assert torch.isfinite(built(tokens, tokens, None, labels=tokens)).all()

@@ -27,8 +27,8 @@ import megatron_gdn
 import megatron_gdn.hf.drop_in.patching, megatron_gdn.hf.drop_in.training
 megatron_gdn.GatedDeltaNet
 import megatron_gdn.specs
-import megatron_gdn.models
-megatron_gdn.models.config("tiny")
+import megatron_gdn.hf, megatron_gdn.models
+megatron_gdn.hf.transformer_config(megatron_gdn.models.find("tiny").hf)
 print(torch.cuda.is_initialized())
 """
 
