@@ -30,13 +30,13 @@ _LM_HEAD = "lm_head.weight"
 _PASSTHROUGH = ("mtp.", "model.visual.", "visual.")
 _NEMOTRON = "NemotronHForCausalLM"  # a Mamba2 model; it is built, its weights are not mapped
 
-# Fields of a TransformerConfig -> fields of config.json: of every model, and by kind of layer.
+# For each kind of layer, fields of a TransformerConfig -> fields of config.json. "" is any kind.
 _SIZES = {
-    "hidden_size": "hidden_size",
-    "num_attention_heads": "num_attention_heads",
-    "num_query_groups": "num_key_value_heads",
-}
-_SIZES_OF_LAYERS = {
+    "": {
+        "hidden_size": "hidden_size",
+        "num_attention_heads": "num_attention_heads",
+        "num_query_groups": "num_key_value_heads",
+    },
     "G": {f"linear_{name}": f"linear_{name}" for name in LINEAR},
     "M": {
         "mamba_num_heads": "mamba_num_heads",
@@ -172,27 +172,20 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     rope = {"rope_type": rope.get("type"), **rope}
-    given = {
-        _NAMES_OF_NEMOTRON.get(name, name): value
-        for name, value in {**text, **rope}.items()
+    given = _Fields(
+        (_NAMES_OF_NEMOTRON.get(name, name), value)
+        for name, value in {**text, **rope, "architecture": architecture}.items()
         if value is not None
-    }
-
-    def field(name: str) -> Any:
-        if name not in given:
-            raise ValueError(f"config.json of a {architecture} has no {name!r}.")
-        return given[name]
-
+    )
     for name, (legal, why) in _LEGAL.items():
         if (value := given.get(name, legal[0])) not in legal:
             value, best = (json.dumps(one).replace('"', "'") for one in (value, legal[0]))
             raise ValueError(f"{name}={value} is not supported; it must be {best}{why}")
     is_nemotron = architecture == _NEMOTRON
-    pattern = field("hybrid_override_pattern") if is_nemotron else _layer_pattern(field, given)
-    names = dict(_SIZES)
-    for kind, names_of_kind in _SIZES_OF_LAYERS.items():
-        names |= names_of_kind if kind in pattern else {}
-    sizes = SimpleNamespace(**{ours: field(theirs) for ours, theirs in names.items()})
+    pattern = given["hybrid_override_pattern"] if is_nemotron else _layer_pattern(given)
+    tables = [table for kind, table in _SIZES.items() if kind in pattern]
+    pairs = (pair for table in tables for pair in table.items())
+    sizes = SimpleNamespace(**{ours: given[theirs] for ours, theirs in pairs})
     head_dim = sizes.hidden_size // sizes.num_attention_heads
     sizes.kv_channels = given.get("head_dim", head_dim)
     sizes.layernorm_epsilon = given.get("rms_norm_eps", 1e-6)
@@ -202,16 +195,23 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
         architecture=architecture,
         hybrid_layer_pattern=pattern,
         sizes=sizes,
-        vocab_size=field("vocab_size"),
+        vocab_size=given["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
         rope_theta=given.get("rope_theta", 10_000_000.0),
         rotary_fraction=0.0 if is_nemotron else given.get("partial_rotary_factor", 0.25),
     )
 
 
-def _layer_pattern(field: Any, given: Mapping[str, Any]) -> str:
+class _Fields(dict[str, Any]):
+    """The fields of a ``config.json``; a missing one is named."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(f"config.json of a {self['architecture']} has no {name!r}.")
+
+
+def _layer_pattern(given: _Fields) -> str:
     """For each layer the symbol of its mixer and of its MLP."""
-    count = field("num_hidden_layers")
+    count = given["num_hidden_layers"]
     types = given.get("layer_types")
     if types is None:
         interval = given.get("full_attention_interval", 4)

@@ -38,13 +38,8 @@ class Model:
         return self.hf.hybrid_layer_pattern
 
     @cached_property
-    def settings(self) -> dict[str, Any]:
-        """The ``TransformerConfig`` fields of the HybridModel."""
-        return self.hf.megatron_settings("hybrid")
-
-    @cached_property
     def stack(self) -> Stack:
-        config = SimpleNamespace(**self.settings)
+        config = SimpleNamespace(**self.hf.megatron_settings("hybrid"))
         return Stack.of(config, self.pattern, self.hf.vocab_size, self.hf.tied)
 
     @cached_property
@@ -60,13 +55,13 @@ class Model:
 
     def tensor_parallel_sizes(self) -> list[int]:
         """The sizes that divide all heads and the MLP's width; experts are not split."""
-        heads, groups = self.settings["num_attention_heads"], self.settings["num_query_groups"]
-        key_heads = self.dims.layout.counts[-1][1]  # groups in Mamba2
+        sizes, key_heads = self.hf.sizes, self.dims.layout.counts[-1][1]  # groups in Mamba2
+        heads, groups = sizes.num_attention_heads, sizes.num_query_groups
         cut = [heads, key_heads]
         if "-" in self.pattern:
-            cut.append(self.settings["ffn_hidden_size"])
+            cut.append(sizes.ffn_hidden_size)
         if "E" in self.pattern:
-            cut.append(self.settings["moe_shared_expert_intermediate_size"])
+            cut.append(sizes.moe_shared_expert_intermediate_size)
         return [
             n
             for n in range(1, heads + 1)
@@ -79,7 +74,7 @@ class Model:
         return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
 
     def expert_parallel_sizes(self) -> list[int]:
-        experts = self.settings.get("num_moe_experts") or 1
+        experts = getattr(self.hf.sizes, "num_moe_experts", 1)
         return [n for n in range(1, experts + 1) if experts % n == 0]
 
     def refuse_illegal(self, tp: int, cp: int, ep: int, length: int) -> None:
@@ -120,9 +115,8 @@ class Model:
             # One row of the chunk's triangular inverse in bf16; cumulative g and beta in fp32.
             kept += share.num_value_heads * (2 * CHUNK + 2 * 4)
         if "qkv" not in again:
-            kept += 2 * (
-                share.qk_dim + share.v_dim
-            )  # k and v; the backward always computes q again
+            # k and v; the backward always computes q again.
+            kept += 2 * (share.qk_dim + share.v_dim)
         if "norm_out" not in again:
             kept += 2 * share.v_dim  # out_proj's input
         return kept

@@ -287,7 +287,7 @@ def test_the_published_files_hold_as_many(name, published, sees):
     model = find(name)
     pattern = f"{model.pattern}/{model.pattern[-2:]}"
     vocab = model.fields["vocab_size"]
-    stack = Stack.of(as_config(model.settings), pattern, vocab, model.hf.tied)
+    stack = Stack.of(as_config(model.hf.megatron_settings("hybrid")), pattern, vocab, model.hf.tied)
     vision = vision_parameters(stack.hidden_size) if sees else 0
     assert stack.parameters + vision == published
 
