@@ -25,8 +25,6 @@ from ..ops.rules.fla import why_not_callable
 
 # Extras with packages that run in training; the other extras serve development of the project.
 _EXTRAS = ("fla", "te", "hf")
-# A package that is compiled against one torch version may be installed and fail to import.
-_COMPILED_PACKAGES = {"transformer-engine": "transformer_engine.pytorch"}
 _HOPPER = 9
 _RESULTS = ("o", "dq", "dk", "dv", "dg", "dbeta")
 _REPEATS = 10
@@ -84,8 +82,8 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
         state = "note" if extra == "hf" else "wrong"
         return Finding(name, state, f"{found} is installed, {asked.specifier} works; {install}")
     try:
-        if name in _COMPILED_PACKAGES:
-            import_module(_COMPILED_PACKAGES[name])
+        if name == "transformer-engine":  # it is compiled against one version of torch
+            import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken build may raise any exception
         rebuild = f"build it for torch {torch.__version__}"
         return Finding(name, "wrong", f"{found} cannot be imported: {error}; {rebuild}")

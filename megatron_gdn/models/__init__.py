@@ -2,9 +2,10 @@
 
 For example:
 
-    build_model(find("Qwen3.5-35B-A3B").hf)  # of megatron_gdn.hf; load_hf_weights fills it
-    find("Qwen3.5-35B-A3B").flags()          # for pretrain_hybrid.py
-    find("Qwen3.5-35B-A3B").stack            # parameters, FLOPs, bytes of states
+    model = find("Qwen3.5-35B-A3B")
+    model.stack               # parameters, FLOPs, bytes of states
+    build_model(model.hf)     # of megatron_gdn.hf; load_hf_weights fills the weights
+    megatron_flags(model.hf)  # of megatron_gdn.hf, for pretrain_hybrid.py
 """
 
 from importlib import import_module
@@ -12,7 +13,7 @@ from typing import Any
 
 _NAMES = {
     ".model": ("ENTRIES", "Model", "find"),
-    ".stack": ("Flops", "Stack", "flops_per_step"),
+    ".stack": ("Flops", "Stack"),
 }
 _HOME = {name: module for module, names in _NAMES.items() for name in names}
 

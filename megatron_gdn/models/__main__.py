@@ -42,6 +42,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
     """Flags for model, precision, length and parallel sizes, not for data and optimizer."""
+    from ..hf.build import megatron_flags
+
     flags = "--bf16 --use-distributed-optimizer"
     flags += " --no-gradient-accumulation-fusion"  # machines without APEX need this flag
     flags += f" --seq-length {options.length} --max-position-embeddings {options.length}"
@@ -52,7 +54,7 @@ def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
         # The default of the expert-tensor-parallel size is the tensor-parallel size, not 1.
         flags += f" --expert-model-parallel-size {options.ep} --expert-tensor-parallel-size 1"
         flags += " --moe-token-dispatcher-type alltoall"
-    return [*model.flags(options.model), *flags.split()]
+    return [*megatron_flags(model.hf, options.model), *flags.split()]
 
 
 def _flag_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:

@@ -11,8 +11,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from ..gdn.sizes import GDNDims
-from ..hf.build import megatron_flags
-from ..hf.model_map import Architecture, HFModelConfig, parse_hf_config
+from ..hf.model_map import HFModelConfig, parse_hf_config
 from ..mamba2.sizes import Mamba2Dims
 from ..mixers.arguments import LEVELS
 from .stack import CHUNK, MAMBA_TAPS, Stack
@@ -29,7 +28,7 @@ class Model:
 
     @cached_property
     def hf(self) -> HFModelConfig:
-        """The `HFModelConfig`, for `build_model` and for loading weights."""
+        """The record that `build_model`, `transformer_config` and `megatron_flags` take."""
         return parse_hf_config({"architectures": [self.architecture]} | self.fields)
 
     @property
@@ -48,10 +47,6 @@ class Model:
             return self.hf.gdn
         config = self.hf.sizes
         return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
-
-    def flags(self, model: Architecture = "hybrid") -> list[str]:
-        """The flags with which Megatron's script builds the model; see `megatron_flags`."""
-        return megatron_flags(self.hf, model)
 
     def tensor_parallel_sizes(self) -> list[int]:
         """The sizes that divide all heads and the MLP's width; experts are not split."""

@@ -45,7 +45,7 @@ class Flops(NamedTuple):
 
     @property
     def step(self) -> int:
-        """FLOPs of forward and backward."""
+        """FLOPs of forward and backward; step / (seconds * GPUs * peak) is the MFU."""
         return 3 * self.forward
 
 
@@ -134,7 +134,7 @@ class Stack:
         return sum(getattr(layer, field) for layer in self.layers)
 
     def flops(self, lengths: Sequence[int]) -> Flops:
-        """FLOPs of one forward over documents with ``lengths`` tokens."""
+        """FLOPs of one forward over documents with ``lengths`` tokens, without padding."""
         return self.flops_of_sums(sum(lengths), sum(length * length for length in lengths))
 
     def flops_of_sums(self, tokens: int, squares: int) -> Flops:
@@ -146,17 +146,6 @@ class Stack:
             attention=squares * self._sum("attention"),  # 2 per multiply-add, half of all pairs
             output=2 * tokens * self.outputs * self.hidden_size * self.vocab_size,
         )
-
-
-def flops_per_step(stack: Stack, lengths: Sequence[int]) -> int:
-    """Floating-point operations of the forward and backward over all documents of one step.
-
-    ``flops_per_step(...) / (seconds * GPUs * peak)`` is the model FLOPs utilisation (MFU).
-
-    Args:
-        lengths: tokens without padding of each document, or of each row that is not packed.
-    """
-    return stack.flops(lengths).step
 
 
 def _gdn_layer(dims: GDNDims) -> Layer:

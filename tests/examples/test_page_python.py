@@ -34,7 +34,7 @@ BLOCKS = {
     "a trainer": "class CPTrainer(",
     "a trainer of one process": "Trainer(model, args, train_dataset=texts",
     "a published model": 'build_model(models.find("tiny").hf',
-    "FLOPs": "step = models.flops_per_step(",
+    "FLOPs": "step = stack.flops(",
 }
 
 A_LAYER = """

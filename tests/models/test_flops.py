@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from megatron_gdn.hf import parse_hf_config
-from megatron_gdn.models import ENTRIES, Model, Stack, find, flops_per_step
+from megatron_gdn.models import ENTRIES, Model, Stack, find
 from megatron_gdn.models.stack import CHUNK
 from megatron_gdn.ops import torch_chunk_gated_delta_rule
 from megatron_gdn.ops.delta_rule.base import RuleInputs
@@ -255,7 +255,7 @@ def test_documents_pay_for_the_squares_of_their_lengths():
     whole, packed = stack.flops([8192]), stack.flops([4096, 3096, 1000])
     assert packed.attention * 8192**2 == whole.attention * (4096**2 + 3096**2 + 1000**2)
     assert packed._replace(attention=0) == whole._replace(attention=0)
-    assert flops_per_step(stack, [4096, 3096, 1000]) == 3 * sum(packed)
+    assert packed.step == 3 * sum(packed)
 
 
 def test_a_pattern_with_layers_that_are_not_known_is_refused():

@@ -9,7 +9,7 @@ from megatron.training import training
 from megatron.training.argument_utils import core_transformer_config_from_args
 from megatron.training.arguments import add_megatron_arguments, validate_args
 
-from megatron_gdn.hf import build_model, transformer_config
+from megatron_gdn.hf import build_model, megatron_flags, transformer_config
 from megatron_gdn.models import ENTRIES, find, stack
 from megatron_gdn.models.__main__ import launch_flags, parse
 from tests.models.test_flops import tiny
@@ -42,7 +42,7 @@ def arguments_of(monkeypatch, flags: list[str], world_size: int = 1) -> argparse
 
 def tiny_arguments(monkeypatch, *more: str, flags=None) -> argparse.Namespace:
     """Of the tiny model, for sequences of 64 tokens."""
-    flags = find("tiny").flags() if flags is None else flags
+    flags = megatron_flags(find("tiny").hf) if flags is None else flags
     sizes = ["--seq-length", "64", "--max-position-embeddings", "64", "--micro-batch-size", "1"]
     args = arguments_of(monkeypatch, [*flags, *sizes, *more])
     args.padded_vocab_size = 1024
@@ -124,7 +124,7 @@ def flops_of_built_stacks(args: argparse.Namespace) -> list[float]:
 
 def test_mamba2_layers_in_a_gpt_model_are_refused():
     with pytest.raises(NotImplementedError, match="use model='hybrid'"):
-        find("Nemotron-H-8B").flags("gpt")
+        megatron_flags(find("Nemotron-H-8B").hf, "gpt")
 
 
 def test_megatron_counts_v_squared_for_k_v_and_no_gate(monkeypatch):
@@ -161,7 +161,7 @@ def test_training_counts_with_ours_and_with_its_own_where_layers_are_not_known(m
 def test_heads_of_multi_token_prediction_are_counted_in_both_models(monkeypatch):
     counts = []
     for kind, more in (("gpt", ["--mtp-num-layers", "2"]), ("hybrid", [])):
-        flags = find("tiny").flags(kind)
+        flags = megatron_flags(find("tiny").hf, kind)
         if kind == "hybrid":
             flags[flags.index("--hybrid-layer-pattern") + 1] += "/*-/*-"
         args = tiny_arguments(monkeypatch, *more, flags=flags)
