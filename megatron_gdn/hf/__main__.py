@@ -22,16 +22,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("megatron.core", "torch.utils.cpp_extension"):
         logging.getLogger(name).setLevel(logging.ERROR)
     from safetensors import SafetensorError
-    from torch.distributed.checkpoint.api import CheckpointException
 
-    expected = (ValueError, NotImplementedError, ImportError, OSError, SafetensorError)
     try:
         return _run(**given)
-    except (*expected, CheckpointException) as error:
-        cause: BaseException = error
-        if isinstance(error, CheckpointException):  # has one error per rank
-            cause = next(found for found, _ in error.failures.values())
-        said = (str(cause) or type(cause).__name__).splitlines()[0]
+    except (ValueError, NotImplementedError, ImportError, OSError, SafetensorError) as error:
+        said = (str(error) or type(error).__name__).splitlines()[0]
         folders = [given[name] for name in ("source", "left", "right", "target") if name in given]
         if not any(folder in said for folder in folders):  # for example if the disk is full
             said = f"{' or '.join(folders)} cannot be read or written: {said}"

@@ -65,7 +65,8 @@ def import_folder(source: str | Path, target: str | Path, model: Architecture = 
         load_hf_weights(built, source, keep_dtypes=True)
         (folder / _RELEASE).mkdir()
         state = _with_extra_states_of_te(built.sharded_state_dict()) | common
-        dist_checkpointing.save(state, str(folder / _RELEASE), content_metadata=_CONTENT)
+        with _errors_begin_with(f"{target} cannot be written"):
+            dist_checkpointing.save(state, str(folder / _RELEASE), content_metadata=_CONTENT)
         (folder / _TRACKER).write_text(_RELEASE)
 
 
@@ -128,7 +129,11 @@ def _with_extra_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
 def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     """Build the model of ``like`` with a checkpoint's weights, in the checkpoint's dtypes."""
     folder = find_checkpoint(source)
-    with _errors_name_checkpoint(folder):
+    damaged = (
+        f"{folder} cannot be read; copy the folder again, or take another iteration. One of its "
+        f"files is missing or damaged"
+    )
+    with _errors_begin_with(damaged):
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
         common = dist_checkpointing.load_common_state_dict(folder)
     args = common.get("args")  # the run's arguments; norms are zero-centred if absent
@@ -149,15 +154,15 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
         one.data = torch.empty_like(one.data, dtype=cast(Any, stored[key]).dtype)
         if isinstance(one, mapping.ShardedTensor):
             one.dtype = one.data.dtype
-    with _errors_name_checkpoint(folder):
+    with _errors_begin_with(damaged):
         loaded = dist_checkpointing.load(state, str(folder))
     model.load_state_dict(loaded, strict=False, assign=True)
     return model
 
 
 @contextmanager
-def _errors_name_checkpoint(folder: Path) -> Iterator[None]:
-    """Turn an error of torch or Megatron into one that names the checkpoint."""
+def _errors_begin_with(words: str) -> Iterator[None]:
+    """Turn an error of torch or Megatron into a ValueError of one line."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -165,10 +170,7 @@ def _errors_name_checkpoint(folder: Path) -> Iterator[None]:
         if isinstance(error, CheckpointException):
             cause = next(found for found, _ in error.failures.values())
         said = (str(cause) or type(cause).__name__).splitlines()[0]
-        raise ValueError(
-            f"{folder} cannot be read; one of its files is missing or damaged: {said}. Copy the "
-            f"folder again, or take another iteration."
-        ) from error
+        raise ValueError(f"{words}: {said}") from error
 
 
 def _refuse_another_model(

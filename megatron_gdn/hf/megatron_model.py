@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import logging
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any, cast
@@ -151,7 +151,7 @@ class _Export:
 
     def __init__(self, model: nn.Module, source: SafetensorsFolder, fp32_gates: bool) -> None:
         plan, self._params = _plan_model(model, read_hf_config(source.folder), source)
-        self._merged_weight = _with_adapters_merged(_unwrapped(model))
+        self._wrappers = _adapter_wrappers(_unwrapped(model))
         self._source, self._fp32_gates = source, fp32_gates
         self.rounded: set[str] = set()
         self._maps_of: dict[str, list[tuple[TensorMap, HFRef]]] = {}
@@ -190,9 +190,14 @@ class _Export:
             self.rounded.update(dtypes)
         return pieces
 
+    @torch.no_grad()
     def _gather_shards(self, entry: TensorMap) -> list[Tensor]:
         """Gather the map's Megatron shards of all tensor-parallel ranks, in rank order."""
-        shard = self._merged_weight(next(self._params[n] for n in entry.names if n in self._params))
+        parameter = next(self._params[name] for name in entry.names if name in self._params)
+        wrapper = self._wrappers.get(parameter)
+        # Merging an adapter is a collective.
+        weight = parameter if wrapper is None else cast(Tensor, wrapper.weight)
+        shard = dequantised(weight.detach())
         _, size = _place("tensor_model")
         if size == 1:
             return [shard]
@@ -327,8 +332,8 @@ def _copy_into(param: nn.Parameter, piece: Tensor) -> bool:
     return piece.dtype == cast.dtype or torch.equal(cast.to(piece.dtype), piece)
 
 
-def _with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
-    """A function from a parameter to its exported tensor; merging an adapter is a collective."""
+def _adapter_wrappers(model: nn.Module) -> dict[nn.Parameter, nn.Module]:
+    """A wrapped linear's weight -> its wrapper, whose ``weight`` has the adapter merged."""
     wrappers: dict[nn.Parameter, nn.Module] = {}
     for name, module in model.named_modules():
         if _is_adapter_wrapper(module):
@@ -339,14 +344,7 @@ def _with_adapters_merged(model: nn.Module) -> Callable[[nn.Parameter], Tensor]:
                     f"those of Megatron-Bridge's LoRA. Merge this adapter before the export."
                 )
             wrappers[cast(Any, module.to_wrap).weight] = module
-
-    @torch.no_grad()
-    def merged(parameter: nn.Parameter) -> Tensor:
-        wrapper = wrappers.get(parameter)
-        weight = parameter if wrapper is None else cast(Tensor, wrapper.weight)
-        return dequantised(weight.detach())
-
-    return merged
+    return wrappers
 
 
 def _is_adapter_wrapper(module: nn.Module) -> bool:
