@@ -178,20 +178,17 @@ def _refuse_another_model(
 ) -> None:
     """Refuse a checkpoint whose keys or shapes differ; an export would lose its weights."""
     held = {key for key in stored if key.startswith(_MODEL_PREFIXES)}
-    for keys, what in (
-        (wanted.keys() - held, "the checkpoint has no"),
-        (held - wanted.keys(), "the Hugging Face model has no place for"),
-    ):
-        if not keys:
-            continue
-        first = f"{min(keys)}{and_more([*keys])}"
-        if any(".adapter." in key for key in keys):
-            raise ValueError(
-                f"{folder} has adapters, {first}, but not their scale. Load the checkpoint into a "
-                f"model with these adapters and call megatron_gdn.hf.save_hf_weights, which "
-                f"merges them."
-            )
-        raise ValueError(f"{folder} and {like} are not the same model: {what} {first}.")
+    missing, unknown = wanted.keys() - held, held - wanted.keys()
+    if adapters := sorted(key for key in unknown if ".adapter." in key):
+        raise ValueError(
+            f"{folder} has adapters, {adapters[0]}{and_more(adapters)}, but not their scale. Load "
+            f"the checkpoint into a model with these adapters and call "
+            f"megatron_gdn.hf.save_hf_weights, which merges them."
+        )
+    if keys := sorted(missing or unknown):
+        who = "the checkpoint has no" if missing else "the Hugging Face model has no place for"
+        first = f"{keys[0]}{and_more(keys)}"
+        raise ValueError(f"{folder} and {like} are not the same model: {who} {first}.")
     for key, one in sorted(wanted.items()):
         shape, asked = tuple(stored[key].global_shape), tuple(one.global_shape)
         # Runs may pad the vocabulary differently; rows of padding follow the vocabulary's rows.

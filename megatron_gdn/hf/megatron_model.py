@@ -31,7 +31,6 @@ logger = logging.getLogger(__name__)
 
 _LAYER = re.compile(r"decoder\.layers\.(\d+)\.")
 _EXPERT = re.compile(r"(?<=\.experts\.linear_fc[12]\.weight)\d+|(?<=\.local_experts\.)\d+")
-_OUTPUT_WEIGHT = "output_layer.weight"
 _PUBLISHED_OPTIONS = {
     "output_gate_activation": "silu",
     "allow_neg_eigval": False,
@@ -276,9 +275,7 @@ def _match_parameters(
     """Pair each map with the parameters that it fills; check shapes on meta tensors."""
     targets, unplaced = [], []
     for entry in plan.maps:
-        # The last pipeline stage of a tied model has a copy of the embedding.
-        of_tied = (_OUTPUT_WEIGHT,) if config.tied and entry.pad_rows else ()
-        here = [name for name in (*entry.names, *of_tied) if name in params]
+        here = [name for name in entry.names if name in params]
         pieces = [torch.empty(source.piece_shape, device="meta") for source in entry.sources]
         for name in here:
             shape = tuple(_local_shard(entry, pieces, params[name]).shape)

@@ -256,8 +256,10 @@ def model_maps(
         # The file stores w of the gain 1 + w; a plain Megatron norm stores the whole gain.
         return mapped(names, {key: (size,)}, shift=float(not zero_centered_gamma))
 
-    embedding = {root + _EMBEDDING: (vocab, hidden)}
-    yield mapped("embedding.word_embeddings.weight", embedding, 0, pad_rows=True)
+    embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
+    # The last pipeline stage of a tied model has a copy of the embedding.
+    names = (embedding, output) if config.tied else (embedding,)
+    yield mapped(names, {root + _EMBEDDING: (vocab, hidden)}, 0, pad_rows=True)
     pattern = config.hybrid_layer_pattern
     for layer, (mixer_kind, mlp_kind) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
         mixer = mlp = f"decoder.layers.{layer}."
@@ -287,7 +289,7 @@ def model_maps(
     final = "norm" if model == "hybrid" else "layernorm"
     yield norm(f"decoder.final_{final}.weight", f"{root}norm.weight")
     if not config.tied:
-        yield mapped("output_layer.weight", {_LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
+        yield mapped(output, {_LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
 
 
 def _text_root(keys: Collection[str]) -> str:
