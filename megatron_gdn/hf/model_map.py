@@ -355,7 +355,7 @@ def plan_of(
     """
     if config.architecture == _NEMOTRON:
         raise NotImplementedError(
-            f"whole models of {_NEMOTRON} are not converted; megatron_gdn.hf.mamba2_layer_from_hf "
+            f"whole models of {_NEMOTRON} are not converted; megatron_gdn.hf.layer_from_hf "
             f"converts one Mamba2 layer."
         )
     for key, spec in specs.items():

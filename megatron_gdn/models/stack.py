@@ -17,13 +17,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from math import prod
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from ..compat.observe import log_once
+from ..gdn.hf import gdn_layer_maps
 from ..gdn.sizes import GDNDims
+from ..kda.hf import kda_layer_maps
 from ..kda.sizes import KDADims
+from ..mamba2.hf import mamba2_layer_maps
 from ..mamba2.sizes import Mamba2Dims
+from ..mixers.tensor_map import TensorMap
 
 CHUNK = 64  # tokens of a chunk, in every rule of this package
 _KDA_SIZE_OPTIONS = ("forget_rank", "output_rank")  # options of a 'K' layer that change its size
@@ -150,42 +155,31 @@ class Stack:
 
 def _gdn_layer(dims: GDNDims) -> Layer:
     G, (H, K, V) = dims.num_key_heads, dims.state[:3]
-    return _recurrent_layer(
-        dims,
-        columns=dims.layout.width,
-        vectors=2 * H + V,  # A_log, dt_bias; out_norm
-        rule=H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K,
-    )
+    rule = H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K
+    return _recurrent_layer(dims, gdn_layer_maps("", "", dims, "flat"), rule)
 
 
 def _kda_layer(dims: KDADims) -> Layer:
     H, K, V = dims.state[:3]
-    return _recurrent_layer(
-        dims,
-        columns=dims.in_proj_layout.width,
-        wide=H * (K * dims.forget_rank + V * dims.output_rank),
-        vectors=H + H * K + V,  # A_log, dt_bias; out_norm
-        rule=H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K),
-    )
+    rule = H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K)
+    return _recurrent_layer(dims, kda_layer_maps("", "", dims, "kimi_linear"), rule)
 
 
 def _mamba2_layer(dims: Mamba2Dims) -> Layer:
     G, (H, K, V) = dims.num_groups, dims.state[:3]
-    return _recurrent_layer(
-        dims,
-        columns=dims.layout.width,
-        vectors=dims.layout.conv_width + 3 * H + H * V,  # conv bias; A_log, dt_bias, D; norm
-        rule=H * (2 * K * V + CHUNK * V) + G * CHUNK * K,
-    )
+    rule = H * (2 * K * V + CHUNK * V) + G * CHUNK * K
+    return _recurrent_layer(dims, mamba2_layer_maps("", "", dims), rule)
 
 
-def _recurrent_layer(dims: Any, *, columns: int, vectors: int, rule: int, wide: int = 0) -> Layer:
-    """``columns``: in_proj's. ``wide``: weights of the gates' wide halves. ``vectors``: others."""
+def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
+    """``maps`` list the parameters except the input norm's; matrices multiply a token's row."""
+    shapes = [source.shape for entry in maps for source in entry.sources]
+    matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
     D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width
     H, K, V = dims.state[:3]
     return Layer(
-        weights=D * (columns + H * V) + wide,
-        vectors=D + W * channels + vectors,
+        weights=matrices,
+        vectors=D + sum(map(prod, shapes)) - matrices,
         convolution=W * channels,
         rule=rule,
         state_bytes=4 * H * K * V,

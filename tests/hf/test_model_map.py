@@ -78,7 +78,7 @@ def test_a_setting_that_the_built_model_would_lack_is_refused(setting, message):
 
 def test_weights_of_nemotron_are_refused_with_what_converts_its_layers():
     nemotron = find("Nemotron-H-8B").hf
-    with pytest.raises(NotImplementedError, match="mamba2_layer_from_hf converts one"):
+    with pytest.raises(NotImplementedError, match="layer_from_hf converts one"):
         plan_of(nemotron, {}, "hybrid", True)
 
 
