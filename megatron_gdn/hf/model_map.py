@@ -59,21 +59,14 @@ _NAMES_OF_NEMOTRON = {
     "n_routed_experts": "num_experts",
     "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
 }
-# Settings that config.json may leave out, their legal values, and the end of the error's sentence.
-_LEGAL: dict[str, tuple[tuple[Any, ...], str]] = {
-    "attention_bias": ((False,), ", as in all published models."),
-    "hidden_act": (("silu",), "."),
-    "output_gate_type": (
-        ("silu", "swish"),
-        " in a whole model. A single megatron_gdn.GatedDeltaNet takes "
-        "output_gate_activation='sigmoid'.",
-    ),
-    "attn_output_gate": ((True,), ": q_proj has the gate."),
-    "rope_type": (
-        ("default",),
-        ": positions are not scaled here. Set it to 'default' to build the model without scaling.",
-    ),
-    "norm_topk_prob": ((True,), ": the weights of a token's experts sum to 1."),
+# Legal values of settings that config.json may leave out; the first is the default.
+_LEGAL: dict[str, tuple[Any, ...]] = {
+    "attention_bias": (False,),
+    "hidden_act": ("silu",),
+    "output_gate_type": ("silu", "swish"),
+    "attn_output_gate": (True,),  # q_proj has the gate
+    "rope_type": ("default",),
+    "norm_topk_prob": (True,),
 }
 
 
@@ -177,10 +170,13 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
         for name, value in {**text, **rope, "architecture": architecture}.items()
         if value is not None
     )
-    for name, (legal, why) in _LEGAL.items():
+    for name, legal in _LEGAL.items():
         if (value := given.get(name, legal[0])) not in legal:
             value, best = (json.dumps(one).replace('"', "'") for one in (value, legal[0]))
-            raise ValueError(f"{name}={value} is not supported; it must be {best}{why}")
+            raise ValueError(
+                f"{name}={value} is not supported in whole models; it must be {best}. Layers "
+                f"convert one by one, see layer_from_hf of megatron_gdn.hf."
+            )
     is_nemotron = architecture == _NEMOTRON
     pattern = given["hybrid_override_pattern"] if is_nemotron else _layer_pattern(given)
     tables = [table for kind, table in _SIZES.items() if kind in pattern]
