@@ -107,8 +107,8 @@ class ShardedBySections(nn.Module):
             else:
                 continue
             if isinstance(tensor, ShardedTensor):
-                widths, names = map(list, sections)
-                stored = _split_tensor_factory(tensor, widths, names, 0)
+                widths, names = sections
+                stored = _split_tensor_factory(tensor, list(widths), list(names), 0)
                 if name.endswith(_WHOLE_UPSTREAM):
                     stored.build_fn = also_from_upstream(stored.build_fn)
                 result[key] = stored
