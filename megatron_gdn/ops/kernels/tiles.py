@@ -117,11 +117,20 @@ def within_shared_memory(tile: Walk, row_bytes: int) -> Walk:
     return tile._replace(stages=max(1, min(tile.stages, 1 + _MOST_COPIED // copied)))
 
 
-def norm_forward_tile(value_dim: int) -> Block:
-    return Block(rows=max(1, 4096 // block_dim(value_dim)), repeats=1, warps=4)
+def norm_forward_tile(width: int) -> Block:
+    """For rows of ``width`` columns, the columns of a head or of a group of heads."""
+    block = block_dim(width)
+    return Block(rows=max(1, 4096 // block), repeats=1, warps=_norm_warps(block))
 
 
-def norm_backward_tile(rows: int, value_dim: int) -> Block:
+def norm_backward_tile(rows: int, width: int) -> Block:
     """Each program writes one partial row of d_gamma, and repeats so that partial rows are few."""
-    size = max(1, 2048 // block_dim(value_dim))
-    return Block(rows=size, repeats=8 if rows >= 1 << 17 else 4, warps=4)
+    block = block_dim(width)
+    size = max(1, 2048 // block)
+    repeats = max(8 if rows >= 1 << 17 else 4, 16 // size)
+    return Block(size, repeats, warps=_norm_warps(block))
+
+
+def _norm_warps(block: int) -> int:
+    """More warps for a wide row, whose values would not fit into the registers of four warps."""
+    return min(16, max(4, block // 512))
