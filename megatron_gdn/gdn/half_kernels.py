@@ -97,20 +97,17 @@ def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[
     """Bits of the largest |x| of every tile and key head, ``[N, G]`` int32, and N."""
     tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
     found = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
-    if launch is not None:
-        launch(x, found)
+    launch(x, found)
     return found, tiles
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int, Launch | None]:
-    """N, and the launch (None if there are no rows)."""
+def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int, Launch]:
+    """N, and the launch."""
     block = block_dim(columns)
     rows = max(1, _ELEMENTS // block)
     tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
     tiles = triton.cdiv(T, max(1, tokens))
-    if not T:
-        return tiles, None
     return tiles, Launch(
         _largest_kernel, (tiles, key_heads), T, tokens,
         G=key_heads, C=columns, ROWS=rows, BLOCK_C=block, RUN=run, num_warps=4,

@@ -37,9 +37,8 @@ def lower(
     H = len(up)
     old = up.view(torch.int32)[:: H // key_heads] >> MANTISSA
     new = torch.minimum(old, ceiling)
-    change = (new - old + BIAS).clamp(
-        min=0
-    )  # 0 makes the ratio 0, since every fp16 element would underflow
+    # 0 makes the ratio 0, since every fp16 element would underflow.
+    change = (new - old + BIAS).clamp(min=0)
     ratio, up, down = (_power(e, H) for e in (change, new, 2 * BIAS - new))
     half.mul_(ratio[:, None])
     return ratio, up, down

@@ -21,35 +21,33 @@ from .conv_forward import (
 
 
 @triton.jit
-def _load_grads(
-    at_RD, real_R, real_1D, D: tl.constexpr, GROUP: tl.constexpr, PADDED: tl.constexpr,
-    MASKED: tl.constexpr,
-):  # fmt: skip
-    """The gradients of the GROUP value heads that share this head, as a tuple of rows."""
-    rows = ()
-    for member in tl.static_range(GROUP):
-        rows = rows + (load_row(at_RD + member * D, real_R, real_1D, PADDED, MASKED),)
-    return rows
-
-
-@triton.jit
 def _walk_one_token(
-    x_RD, grads, factor, seen_R, lead_RD, bias_1D, taps, history, pending, eps, real_1D,
-    W: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr, SCALED: tl.constexpr,
-    PADDED: tl.constexpr,
+    x_ptr, grad_ptr, position_ptr, lead_ptr, place_ptr, t_R, real_R, d_1D, real_1D,
+    factor, seen_R, bias_1D, taps, history, pending, stride_s, lead_stride, grad_stride, eps,
+    D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    LOOK_OUT: tl.constexpr, HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr,
+    SCALED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """d(pre-activation) of one token per segment, and dx of the token W - 1 steps back.
 
-    The true gradients are ``grads`` times ``factor`` if SCALED. ``history``: the last W - 1 inputs,
-    newest first. ``pending``: dx of the last W - 1 tokens, without the terms of the tokens after.
+    The true gradients are those of the GROUP value heads that share this head, times ``factor`` if
+    SCALED. ``history``: the last W - 1 inputs, newest first. ``pending``: dx of the last W - 1
+    tokens, without the terms of the tokens after.
     """
+    x_RD = load_row(x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED)
+    grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
+    grads = (load_row(grad_at_RD, real_R, real_1D, PADDED, MASKED),)
+    for member in tl.static_range(1, GROUP):
+        grads = grads + (load_row(grad_at_RD + member * D, real_R, real_1D, PADDED, MASKED),)
     x_RD = x_RD.to(tl.float32)
-    if PACKED:
+    if LOOK_OUT:
+        seen_R = tl.load(position_ptr + t_R, mask=real_R, other=0)
         history = forget(history, seen_R, W)
     pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
+    place_R = seen_R
     if HAS_HISTORY:
-        pre_RD += lead_RD
+        place_R = tl.load(place_ptr + t_R, mask=real_R, other=-1)
+        pre_RD += load_lead_in(lead_ptr + d_1D, place_R, real_1D, lead_stride)
     sig_RD = sigmoid(pre_RD)
     act_RD = pre_RD * sig_RD
 
@@ -70,13 +68,14 @@ def _walk_one_token(
     waiting = (taps[W - 1] * dpre_RD,)
     for delay in tl.static_range(1, W):
         sent_RD = dpre_RD
-        if PACKED:
+        if LOOK_OUT:
             # Masked before the product, so that product and sum can be one fused operation here
             # too, as without a mask: a document's bits must not depend on whether a boundary is
             # near.
             sent_RD = tl.where((seen_R >= delay)[:, None], dpre_RD, 0.0)
         waiting = waiting + (pending[delay - 1] + taps[W - 1 - delay] * sent_RD,)
-    return x_RD, dpre_RD, waiting[W - 1], history, push(waiting[0], waiting[1:W], W - 1)
+    pending = push(waiting[0], waiting[1:W], W - 1)
+    return x_RD, dpre_RD, waiting[W - 1], place_R, seen_R, history, pending
 
 
 @triton.jit(noinline=True)  # compiles faster, see :mod:`.conv_forward`
@@ -111,11 +110,15 @@ def walk_head_backward(
     bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
 
     if LOOK_OUT:
-        seen_R = tl.load(position_ptr + start + first_R, mask=room_R > 0, other=0)
+        position_ptr += start
+        seen_R = tl.load(position_ptr + first_R, mask=room_R > 0, other=0)
     else:
         seen_R = start + first_R
     x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D
     history = load_history(x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, MASKED)
+    if HAS_HISTORY:
+        place_ptr += start
+        lead_ptr += column
     pending = ()
     for _delay in tl.static_range(1, W):
         pending = pending + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
@@ -130,19 +133,11 @@ def walk_head_backward(
         for turn in tl.static_range(UNROLL):
             step = lap + turn
             t_R = first_R + step
-            x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
-            x_now = load_row(x_at_RD, room_R > step, real_1D, PADDED, MASKED)
-            grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
-            grads_now = _load_grads(grad_at_RD, room_R > step, real_1D, D, GROUP, PADDED, MASKED)
-            if LOOK_OUT:
-                seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
-            lead_RD = 0.0
-            if HAS_HISTORY:
-                place_R = tl.load(place_ptr + start + t_R, mask=room_R > step, other=-1)
-                lead_RD = load_lead_in(lead_ptr + column + d_1D, place_R, real_1D, lead_stride)
-            x_RD, dpre_RD, dx_RD, history, pending = _walk_one_token(
-                x_now, grads_now, factor, seen_R, lead_RD, bias_1D, taps, history, pending, eps,
-                real_1D, W, GROUP, HAS_BIAS, LOOK_OUT, HAS_HISTORY, NORMALISE, SCALED, PADDED,
+            x_RD, dpre_RD, dx_RD, place_R, seen_R, history, pending = _walk_one_token(
+                x_ptr, grad_ptr, position_ptr, lead_ptr, place_ptr, t_R, room_R > step, d_1D,
+                real_1D, factor, seen_R, bias_1D, taps, history, pending, stride_s, lead_stride,
+                grad_stride, eps, D, W, GROUP, HAS_BIAS, LOOK_OUT, HAS_HISTORY, NORMALISE, SCALED,
+                PADDED, MASKED,
             )  # fmt: skip
             if HAS_HISTORY:
                 at_RD = d_lead_ptr + tl.cast(place_R, tl.int64)[:, None] * lead_stride
@@ -163,19 +158,11 @@ def walk_head_backward(
     for past in tl.static_range(W - 1):
         step = steps + past
         t_R = first_R + step
-        x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
-        x_now = load_row(x_at_RD, room_R > step, real_1D, PADDED, MASKED)
-        grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
-        grads_now = _load_grads(grad_at_RD, room_R > step, real_1D, D, GROUP, PADDED, MASKED)
-        if LOOK_OUT:
-            seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
-        lead_RD = 0.0
-        if HAS_HISTORY:
-            place_R = tl.load(place_ptr + start + t_R, mask=room_R > step, other=-1)
-            lead_RD = load_lead_in(lead_ptr + column + d_1D, place_R, real_1D, lead_stride)
-        x_RD, dpre_RD, dx_RD, history, pending = _walk_one_token(
-            x_now, grads_now, factor, seen_R, lead_RD, bias_1D, taps, history, pending, eps,
-            real_1D, W, GROUP, HAS_BIAS, LOOK_OUT, HAS_HISTORY, NORMALISE, SCALED, PADDED,
+        x_RD, _, dx_RD, _, seen_R, history, pending = _walk_one_token(
+            x_ptr, grad_ptr, position_ptr, lead_ptr, place_ptr, t_R, room_R > step, d_1D,
+            real_1D, factor, seen_R, bias_1D, taps, history, pending, stride_s, lead_stride,
+            grad_stride, eps, D, W, GROUP, HAS_BIAS, LOOK_OUT, HAS_HISTORY, NORMALISE, SCALED,
+            PADDED, MASKED,
         )  # fmt: skip
         dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
         dx_RD = dx_RD.to(dx_at_RD.dtype.element_ty)

@@ -53,8 +53,13 @@ class HistoryTable:
         flat = edge.flatten()
         place = torch.full((tokens,), -1, dtype=torch.int32, device="cpu")
         place[flat[flat >= 0]] = (flat >= 0).nonzero().flatten().int()
-        rows, sources = _indices_by_token(sent)
-        additions = torch.cat([rows[:, None], sources], dim=1)
+        order = sent.argsort(stable=True)
+        sent_once, returns = sent[order].unique_consecutive(return_counts=True)
+        most = int(returns.max()) if len(returns) else 0
+        sources = sent.new_full((len(returns), most), -1)
+        line = torch.arange(len(returns), device="cpu").repeat_interleave(returns)
+        sources[line, ranges(torch.zeros_like(returns), returns)] = order
+        additions = torch.cat([sent_once[:, None], sources], dim=1)
         return cls(*(to_device(x.int(), device) for x in (before, edge, place, additions)))
 
 
@@ -62,16 +67,6 @@ def ranges(start: Tensor, count: Tensor) -> Tensor:
     """The integers ``start[n] .. start[n] + count[n] - 1`` of all n, one range after another."""
     first = count.cumsum(0) - count
     return torch.arange(int(count.sum()), device="cpu") + (start - first).repeat_interleave(count)
-
-
-def _indices_by_token(sent: Tensor) -> tuple[Tensor, Tensor]:
-    """The distinct tokens of ``sent``, and each token's indices in ``sent``, padded with -1."""
-    order = sent.argsort(stable=True)
-    rows, count = sent[order].unique_consecutive(return_counts=True)
-    table = sent.new_full((len(rows), int(count.max()) if len(rows) else 0), -1)
-    line = torch.arange(len(rows), device="cpu").repeat_interleave(count)
-    table[line, ranges(torch.zeros_like(count), count)] = order
-    return rows, table
 
 
 class History(NamedTuple):
@@ -86,9 +81,6 @@ class History(NamedTuple):
         shape = self.rows.shape  # zeros, since rows of fixed buffers may belong to no piece
         return self._replace(d_rows=torch.zeros(shape, dtype=wide, device=self.rows.device))
 
-    def columns(self, columns: slice) -> History:
-        return self._replace(rows=self.rows[..., columns])
-
     def add_lead_in_to(self, pre_BsC: Tensor, weight_CW: Tensor) -> Tensor:
         """``pre`` plus the lead-in; differentiable."""
         before, edge = self.table.before, self.table.edge.flatten()
@@ -96,9 +88,8 @@ class History(NamedTuple):
         # Absent rows are masked before any product, because 0 * NaN is NaN.
         rows_NABC = self.rows[before.clamp(min=0)].to(pre_BsC.dtype)
         rows_NABC = rows_NABC.masked_fill((before < 0)[..., None, None], 0)
-        taps_WC = weight_CW.to(pre_BsC.dtype).T.flip(
-            0
-        )  # taps_WC[d] is the tap of the row d tokens before
+        # taps_WC[d] is the tap of the row d tokens before.
+        taps_WC = weight_CW.to(pre_BsC.dtype).T.flip(0)
         lead_in = [(rows_NABC[:, : past - p] * taps_WC[p + 1 :, None]).sum(1) for p in range(past)]
         lead_BPC = torch.stack(lead_in, 1).flatten(0, 1).transpose(0, 1)
         lead_BPC = lead_BPC.masked_fill((edge < 0)[:, None], 0)
@@ -131,13 +122,11 @@ def _last_row_indices(
     """For each of the N * past last rows: its token, its older row, and whether it is the token."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
-    place = (
-        length - past + torch.arange(past, device="cpu")
-    )  # in the sequence; an older row if below 0
+    # The place of each last row in its sequence; below 0 it is an older row.
+    place = length - past + torch.arange(past, device="cpu")
     token = (start + place.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
-    old = torch.arange(len(lengths), device="cpu")[:, None] * past + (place + past).clamp(
-        max=past - 1
-    )
+    first_old = torch.arange(len(lengths), device="cpu")[:, None] * past
+    old = first_old + (place + past).clamp(max=past - 1)
     token, old, fresh = (to_device(x.flatten(), device) for x in (token, old, place >= 0))
     return token, old, fresh
 

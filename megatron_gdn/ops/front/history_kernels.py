@@ -121,7 +121,7 @@ def lead_in(history: History | None, weight: Tensor) -> tuple[Tensor | None, Ten
     rows, table = history.rows, history.table
     B, C = rows.shape[1:]
     made = rows.new_empty(*table.before.shape, B, C, dtype=torch.float32)
-    launch = _launch(lead_in_kernel, len(made), B, C, weight.shape[-1], *rows.stride())
+    launch = _launch(lead_in_kernel, len(made), B, C, *rows.stride(), W=weight.shape[-1])
     launch(rows, weight, table.before, made)
     return made, table.place
 
@@ -131,25 +131,19 @@ def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: 
     (rows, table, d_rows), columns = history, partial.shape[1]
     partial.zero_()
     (N, _), (B, C) = table.before.shape, rows.shape[1:]
-    launch = _launch(
-        lead_in_backward_kernel, N, B, C, weight.shape[-1], *rows.stride(), columns
-    )  # fmt: skip
+    numbers, W = (*rows.stride(), columns), weight.shape[-1]
+    launch = _launch(lead_in_backward_kernel, N, B, C, *numbers, W=W)
     launch(rows, weight, table.before, table.edge, d_lead, d_rows, partial)
 
 
 def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
     """Add rows of ``returned`` ``[., B, C]``, fp32 and contiguous, to ``d_rows`` ``[s, B, C]``."""
     (M, columns), (B, C) = additions.shape, returned.shape[1:]
-    _add_launch(M, B, C, columns - 1, *d_rows.stride()[:2])(returned, additions, d_rows)
+    launch = _launch(add_rows_kernel, M, B, C, columns - 1, *d_rows.stride()[:2])
+    launch(returned, additions, d_rows)
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _launch(kernel, N: int, B: int, C: int, W: int, *numbers: int) -> Launch:
+def _launch(kernel, N: int, B: int, C: int, *numbers: int, **taps: int) -> Launch:
     grid = N, triton.cdiv(C, _CHANNELS), B
-    return Launch(kernel, grid, *numbers, CHANNELS=C, W=W, BLOCK=_CHANNELS, num_warps=4)
-
-
-@lru_cache(maxsize=MOST_PLANS)
-def _add_launch(M: int, B: int, C: int, *numbers: int) -> Launch:
-    grid = M, triton.cdiv(C, _CHANNELS), B
-    return Launch(add_rows_kernel, grid, *numbers, CHANNELS=C, BLOCK=_CHANNELS, num_warps=4)
+    return Launch(kernel, grid, *numbers, CHANNELS=C, BLOCK=_CHANNELS, num_warps=4, **taps)

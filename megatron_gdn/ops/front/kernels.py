@@ -127,19 +127,11 @@ def front_forward_kernel(
     lead_stride = tl.num_programs(2) * C
     if HAS_HISTORY:
         lead_ptr += b * C
-    _gate(
-        gates_ptr, A_log_ptr, dt_bias_ptr, g_ptr, h_ptr, slot, b, start, S, tokens,
-        gates_stride_s, GATE, GATES, 0,
-    )  # fmt: skip
-    if SECOND_GATE is not None:
+    gates = (g_ptr, h_ptr, i_ptr)
+    for n in tl.static_range(len(GATES)):
         _gate(
-            gates_ptr, A_log_ptr, dt_bias_ptr, h_ptr, h_ptr, slot, b, start, S, tokens,
-            gates_stride_s, SECOND_GATE, GATES, 1,
-        )  # fmt: skip
-    if THIRD_GATE is not None:
-        _gate(
-            gates_ptr, A_log_ptr, dt_bias_ptr, i_ptr, i_ptr, slot, b, start, S, tokens,
-            gates_stride_s, THIRD_GATE, GATES, 2,
+            gates_ptr, A_log_ptr, dt_bias_ptr, gates[n], h_ptr, slot, b, start, S, tokens,
+            gates_stride_s, (GATE, SECOND_GATE, THIRD_GATE)[n], GATES, n,
         )  # fmt: skip
     outs = (x_ptr, y_ptr, z_ptr)
     for n in tl.static_range(3):
@@ -297,22 +289,12 @@ def front_backward_kernel(
     if HAS_HISTORY:
         lead_ptr += b * C
         d_lead_ptr += b * C
-    _gate_backward(
-        gates_ptr, A_log_ptr, dt_bias_ptr, dg_ptr, dh_ptr, factor_ptr, d_gates_ptr, partial_ptr,
-        slot, b, start, S, tokens, gates_stride_s, d_gates_stride_s,
-        H, SCALED, RATES, GATE, GATES, 0,
-    )  # fmt: skip
-    if SECOND_GATE is not None:
+    gates = (dg_ptr, dh_ptr, di_ptr)
+    for n in tl.static_range(len(GATES)):
         _gate_backward(
-            gates_ptr, A_log_ptr, dt_bias_ptr, dh_ptr, dh_ptr, factor_ptr, d_gates_ptr,
+            gates_ptr, A_log_ptr, dt_bias_ptr, gates[n], dh_ptr, factor_ptr, d_gates_ptr,
             partial_ptr, slot, b, start, S, tokens, gates_stride_s, d_gates_stride_s,
-            H, SCALED, RATES, SECOND_GATE, GATES, 1,
-        )  # fmt: skip
-    if THIRD_GATE is not None:
-        _gate_backward(
-            gates_ptr, A_log_ptr, dt_bias_ptr, di_ptr, di_ptr, factor_ptr, d_gates_ptr,
-            partial_ptr, slot, b, start, S, tokens, gates_stride_s, d_gates_stride_s,
-            H, SCALED, RATES, THIRD_GATE, GATES, 2,
+            H, SCALED, RATES, (GATE, SECOND_GATE, THIRD_GATE)[n], GATES, n,
         )  # fmt: skip
     grads = (dx_ptr, dy_ptr, dz_ptr)
     for n in tl.static_range(3):

@@ -70,18 +70,15 @@ class TritonFront(TableFront):
             given.apart is not None, given.bias is not None, documents is not None,
             lead is not None,
         )  # fmt: skip
-        if launch is not None:
-            # An output that is not wanted gets another tensor's pointer of the same dtype, which
-            # the kernel does not use. So one compilation serves all choices of outputs.
-            outs = list(made.values())
-            some = next((x for x in outs[:3] if x is not None), proj)
-            outs = [some if x is None else x for x in outs[:3]] + [
-                given.A_log if x is None else x for x in _padded(outs[3:], None)
-            ]
-            launch(
-                proj, raw, *given[:4], None if documents is None else documents.position_T, lead,
-                place, *outs,
-            )  # fmt: skip
+        # An output that is not wanted gets another tensor's pointer of the same dtype, which the
+        # kernel does not use. So one compilation serves all choices of outputs.
+        outs = list(made.values())
+        some = next((x for x in outs[:3] if x is not None), proj)
+        launch(
+            proj, raw, *given[:4], None if documents is None else documents.position_T, lead, place,
+            *(some if x is None else x for x in outs[:3]),
+            *(given.A_log if x is None else x for x in _padded(outs[3:], None)),
+        )  # fmt: skip
         return made
 
     def _compute_gradients(
@@ -105,12 +102,11 @@ class TritonFront(TableFront):
         # The lead-in's backward writes one more partial row per piece and batch row.
         rows = B * (tiles + (0 if lead is None else len(lead)))
         partial = torch.empty(rows, columns, dtype=torch.float32, device=proj.device)
-        if launch is not None:
-            launch(
-                proj, raw, weight, bias, A_log, dt_bias,
-                None if documents is None else documents.position_T, lead, place, *d_made[:3],
-                *_padded(d_made[3:], A_log), factor, d_proj, d_raw, partial, d_lead,
-            )  # fmt: skip
+        launch(
+            proj, raw, weight, bias, A_log, dt_bias,
+            None if documents is None else documents.position_T, lead, place, *d_made[:3],
+            *_padded(d_made[3:], A_log), factor, d_proj, d_raw, partial, d_lead,
+        )  # fmt: skip
         if history is not None and d_lead is not None:
             lead_in_backward(history, weight, d_lead, partial[B * tiles :])
         made = [None if x is None else torch.empty_like(x) for x in given[:4]]
@@ -128,8 +124,7 @@ def _forward_launch(
     front: TritonFront, S: int, B: int, W: int, strides: tuple[int, int],
     raw_strides: tuple[int, int], used: tuple[bool, ...], apart: bool, has_bias: bool,
     packed: bool, continued: bool,
-) -> Launch | None:  # fmt: skip
-    """The launch, or None if there are no rows."""
+) -> Launch:  # fmt: skip
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
     tile = within_reach(
         within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_widths(front))
@@ -138,8 +133,6 @@ def _forward_launch(
     slots = [of[1] for of in (*convolved, *gates)]
     first, last = used.index(True), len(used) - used[::-1].index(True)
     assert all(used[first:last]), "wanted sections must be adjacent"
-    if not S * B:
-        return None
     return Launch(
         front_forward_kernel, (sum(slots[first:last]), triton.cdiv(S, tile.tokens), B),
         S, tile.steps, sum(slots[:first]), *strides, *raw_strides, _EPS,
@@ -153,8 +146,8 @@ def _backward_plan(
     front: TritonFront, S: int, B: int, W: int, strides: tuple[int, ...], d_heads: tuple[int, ...],
     sizes: tuple[int, int], apart: bool, has_bias: bool, packed: bool, scaled: bool,
     continued: bool,
-) -> tuple[Launch | None, tuple[int, int]]:  # fmt: skip
-    """The launch (None if there are no rows), and the tiles and columns of the partial sums.
+) -> tuple[Launch, tuple[int, int]]:  # fmt: skip
+    """The launch, and the tiles and columns of the partial sums.
 
     ``d_heads``: heads of each gradient; ``sizes``: bytes per element of the rows and of a gradient.
     """
@@ -173,8 +166,6 @@ def _backward_plan(
     (rated,) = (gate for gate in front.table.gates if gate.rated)
     n, width = layout.shape_of(rated.section)
     columns = rates + n + n * width
-    if not S * B:
-        return None, (tiles, columns)
     launch = Launch(
         front_backward_kernel, (sum(of[1] for of in (*gates, *convolved)), tiles, B),
         S, tile.steps, *strides, _EPS,

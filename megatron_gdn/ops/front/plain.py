@@ -45,7 +45,7 @@ class PlainFront(TableFront):
                 given.weight.flatten(1)[channels].to(wide),
                 None if bias is None else bias[channels].to(wide),
                 documents,
-                None if history is None else history.columns(channels),
+                None if history is None else history._replace(rows=history.rows[..., channels]),
             )
             x = x.unflatten(-1, self.layout.shape_of(part.section))
             made[part.makes] = l2norm(x) if part.unit_length else x
