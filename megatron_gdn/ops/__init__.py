@@ -22,7 +22,6 @@ _HOME = {
     "recurrent_gated_delta_rule": "..gdn.api",
     "resolve_rule": "..gdn.rule",
     "rms_norm": ".elementwise",
-    "rms_norm_gated": ".elementwise",
     "torch_chunk_gated_delta_rule": "..gdn.api",
 }
 

@@ -92,7 +92,7 @@ def readout_on_grid(
 def _fill(buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGroup) -> None:
     """Write the group's tokens to ``buffer`` ``[64, n, D]``, and zeros to its empty slots."""
     out = buffer.transpose(0, 1)[:, None]
-    grid.to_chunks(rows[:, :, None], group, (1,), buffer.dtype, out=out)
+    grid.to_chunks(rows[:, :, None], group, buffer.dtype, out=out)
 
 
 def _fill_history(buffer: Tensor, flat: Tensor, group: ChunkGroup, before: Tensor | None) -> None:

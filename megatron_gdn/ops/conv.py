@@ -15,25 +15,19 @@ from .elementwise import silu
 from .front.history import History, history_of, last_rows
 
 
-def _delayed(x_BTC: Tensor, delay: int, position_T: Tensor | None) -> Tensor:
-    """Move ``x`` by ``delay`` tokens; the first tokens of each sequence become zero."""
-    if delay == 0:
-        return x_BTC
-    moved_BTC = F.pad(x_BTC[:, : max(x_BTC.shape[1] - delay, 0)], (0, 0, delay, 0))
-    moved_BTC = moved_BTC[:, : x_BTC.shape[1]]
-    if position_T is None:
-        return moved_BTC
-    return moved_BTC.masked_fill((position_T < delay)[:, None], 0)
-
-
 def _pre_activation(
     x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, position_T: Tensor | None
 ) -> Tensor:
-    wide, taps = torch.promote_types(x_BTC.dtype, torch.float32), weight_CW.shape[1]
+    """Sum the taps in fp32 or wider; before the first token of a sequence x is zero."""
+    wide = torch.promote_types(x_BTC.dtype, torch.float32)
+    tokens, past = x_BTC.shape[1], weight_CW.shape[1] - 1
+    padded_BTC = F.pad(x_BTC.to(wide), (0, 0, past, 0))
     pre_BTC: Any = 0
-    for tap in range(taps):
-        delayed_BTC = _delayed(x_BTC.to(wide), taps - 1 - tap, position_T)
-        pre_BTC = pre_BTC + delayed_BTC * weight_CW[:, tap].to(wide)
+    for tap in range(past + 1):
+        x_BTC = padded_BTC[:, tap : tap + tokens]
+        if position_T is not None and tap < past:
+            x_BTC = x_BTC.masked_fill((position_T < past - tap)[:, None], 0)
+        pre_BTC = pre_BTC + x_BTC * weight_CW[:, tap].to(wide)
     return pre_BTC if bias_C is None else pre_BTC + bias_C.to(wide)
 
 

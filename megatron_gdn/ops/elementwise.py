@@ -76,23 +76,6 @@ def rms_norm(
     return y.to(x.dtype)
 
 
-def rms_norm_gated(
-    x: Tensor, z: Tensor, weight: Tensor | None, eps: float = 1e-6, zero_centered: bool = False
-) -> Tensor:
-    """The layer's output norm: ``RMSNorm(x) * SiLU(z)``, computed in fp32 and rounded once.
-
-    Args:
-        x: output of the delta rule, ``[..., V]``.
-        z: the gate, same shape.
-        weight, eps, zero_centered: as in :func:`rms_norm`.
-
-    Returns:
-        ``[..., V]`` in ``x.dtype``.
-    """
-    wide = torch.promote_types(x.dtype, torch.float32)
-    return (rms_norm(x.to(wide), weight, eps, zero_centered) * silu(z.to(wide))).to(x.dtype)
-
-
 def least_log_decay(dtype: torch.dtype) -> float:
     """A bound for clamping log-decays: -104 in fp32, -746 in fp64. Below the bound exp gives 0.
 

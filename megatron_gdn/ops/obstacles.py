@@ -104,33 +104,28 @@ def fla_needs_tilelang(device: torch.device) -> bool:
 
 @cache
 def fla_package(major: int) -> Obstacle | None:
-    why = _why_not_fla_package(major)
-    return None if why is None else Obstacle(why, ImportError)
-
-
-def _why_not_fla_package(major: int) -> str | None:
+    """Why fla's kernels cannot run on GPUs of capability ``major``, and the fix."""
+    known, triton = ".".join(map(str, _FLA_KNOWN)), installed_version("triton")
+    versions = {name: installed_version(name) for name in _FLA_PACKAGES}
+    found = [(name, version) for name, version in versions.items() if version is not None]
+    other = [f"{name} {v}" for name, v in found if version_tuple(v)[:2] != _FLA_KNOWN]
     if find_spec("fla") is None:
-        return f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"
-    known = ".".join(map(str, _FLA_KNOWN))
-    found = {name: installed_version(name) for name in _FLA_PACKAGES}
-    found = {name: version for name, version in found.items() if version is not None}
-    if not found:
-        return (
-            f"fla carries no version; install flash-linear-attention {known} ({FLA_INSTALL_HINT})"
-        )
-    for name, installed in found.items():
-        if version_tuple(installed)[:2] != _FLA_KNOWN:
-            return f"{name} {installed} is not supported, {known} is ({FLA_INSTALL_HINT})"
-    triton = installed_version("triton")
-    if triton is None:
-        return "flash-linear-attention needs triton, which is not installed"
-    if _needs_tilelang(major) and find_spec("tilelang") is None:
+        why = f"flash-linear-attention is not installed ({FLA_INSTALL_HINT})"
+    elif not found:
+        why = f"fla carries no version; install flash-linear-attention {known} ({FLA_INSTALL_HINT})"
+    elif other:
+        why = f"{other[0]} is not supported, {known} is ({FLA_INSTALL_HINT})"
+    elif triton is None:
+        why = "flash-linear-attention needs triton, which is not installed"
+    elif _needs_tilelang(major) and find_spec("tilelang") is None:
         # fla issue 640: the Triton backward computes wrong dg and db there; fla itself raises.
-        return (
+        why = (
             f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "
             f"3.7.1 or newer"
         )
-    return None
+    else:
+        return None
+    return Obstacle(why, ImportError)
 
 
 @cache

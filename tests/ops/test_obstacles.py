@@ -17,7 +17,7 @@ SIZES = HeadSizes(2, 4, 64, 64)
 def ampere(monkeypatch):
     """An A100, and nothing remembered of earlier looks at the packages."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    caches = (obstacles.fla_package, fla.why_not_callable, say_once)
+    caches = (obstacles.fla_package, fla._functions_of, say_once)
     for cached in caches:
         cached.cache_clear()
     yield monkeypatch

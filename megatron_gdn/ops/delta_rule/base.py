@@ -56,30 +56,25 @@ def check_rule_inputs(
         )
     B, T, key_heads, K = key.shape
     value_heads, V = value.shape[2:]
-    shapes = {
-        "query": (query, (B, T, key_heads, K)),
-        "value": (value, (B, T, value_heads, V)),
-        "g": (g, (B, T, value_heads)),
-        "beta": (beta, (B, T, value_heads)),
-    }
-    for name, (tensor, shape) in shapes.items():
-        if tuple(tensor.shape) != shape:
-            raise ValueError(
-                f"{name} must have shape {shape} to fit key {tuple(key.shape)} and value "
-                f"{tuple(value.shape)}, got {tuple(tensor.shape)}."
-            )
     require_even_groups(key_heads, value_heads)
     documents = None
     if cu_seqlens is not None:
         require_one_row(B, f"key of shape {tuple(key.shape)}")
         documents = Documents.from_cu_seqlens(cu_seqlens, T, device=key.device)
     sequences = B if documents is None else len(documents.lengths)
-    state_shape = (sequences, value_heads, K, V)
-    if initial_state is not None and tuple(initial_state.shape) != state_shape:
-        raise ValueError(
-            f"initial_state must be [N, value heads, K, V] = {state_shape}, got "
-            f"{tuple(initial_state.shape)}."
-        )
+    shapes = {
+        "query": (query, (B, T, key_heads, K)),
+        "value": (value, (B, T, value_heads, V)),
+        "g": (g, (B, T, value_heads)),
+        "beta": (beta, (B, T, value_heads)),
+        "initial_state": (initial_state, (sequences, value_heads, K, V)),
+    }
+    for name, (tensor, shape) in shapes.items():
+        if tensor is not None and tuple(tensor.shape) != shape:
+            raise ValueError(
+                f"{name} must have shape {shape} to fit key {tuple(key.shape)}, value "
+                f"{tuple(value.shape)} and {sequences} sequences, got {tuple(tensor.shape)}."
+            )
     return documents
 
 

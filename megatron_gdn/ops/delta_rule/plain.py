@@ -45,8 +45,7 @@ class _Chunks:
 
     def of(self, group: ChunkGroup, *tensors: Tensor) -> list[Tensor]:
         """The group's chunks ``[n heads, C, ...]`` of each tensor ``[B, T, heads, ...]``."""
-        to = partial(self.table.to_chunks, group=group, dtype=self.wide)
-        return [to(x, heads=(x.shape[2],)).flatten(0, 1) for x in tensors]
+        return [self.table.to_chunks(x, group, self.wide).flatten(0, 1) for x in tensors]
 
     def state(self, given: Tensor | None) -> Tensor:
         """States as a contiguous tensor ``[N, H, K, V]``; None is zero."""

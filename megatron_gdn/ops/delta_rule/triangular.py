@@ -1,7 +1,7 @@
-"""The inverse of many small unit lower triangular matrices, from matrix products.
+"""The inverse of many small unit lower triangular matrices.
 
-A batched triangular solve uses little of a GPU. So both halves of a matrix are inverted first, and
-two products give the corner (Higham, "Accuracy and Stability of Numerical Algorithms", 14.2):
+A batched triangular solve uses little of a GPU, so there matrix products invert both halves of a
+block at once and then its corner (Higham, "Accuracy and Stability of Numerical Algorithms", 14.2):
 
     [ A    ]^-1   [  A^-1                ]
     [ B  D ]    = [ -D^-1 B A^-1    D^-1 ]
@@ -17,35 +17,10 @@ from torch import Tensor
 
 from ..host_tables import cached_by_stream
 
-_SMALL = 16
-
 
 def unit_lower_inverse(L: Tensor) -> Tensor:
     """``(I + L)^-1``, contiguous, for strictly lower triangular ``L [..., C, C]``."""
-    C = rows = L.shape[-1]
-    while rows > _SMALL and rows % 2 == 0:
-        rows //= 2
-    small = _invert_by_growing_blocks if L.is_cuda else _by_substitution
-    if rows == C:
-        return small(L)
-    matrices = L.flatten(0, -3)
-    inverse = torch.zeros(matrices.shape, dtype=L.dtype, device=L.device)
-    _diagonal_blocks(inverse, rows).copy_(small(_diagonal_blocks(matrices, rows)))
-    while rows < C:
-        for start in range(0, C, 2 * rows):
-            upper, lower = slice(start, start + rows), slice(start + rows, start + 2 * rows)
-            left = torch.bmm(inverse[:, lower, lower], matrices[:, lower, upper])
-            corner = inverse[:, lower, upper]
-            corner.baddbmm_(left, inverse[:, upper, upper], beta=0, alpha=-1)
-        rows *= 2
-    return inverse.view(L.shape)
-
-
-def _diagonal_blocks(matrices: Tensor, rows: int) -> Tensor:
-    """``[b, C, C]`` -> ``[b, C / rows, rows, rows]``, a view."""
-    b, C, _ = matrices.shape
-    blocks = matrices.view(b, C // rows, rows, C // rows, rows)
-    return blocks.diagonal(dim1=1, dim2=3).movedim(-1, 1)
+    return _invert_by_growing_blocks(L) if L.is_cuda else _by_substitution(L)
 
 
 def _by_substitution(L: Tensor) -> Tensor:
@@ -64,11 +39,10 @@ def _invert_by_growing_blocks(L: Tensor) -> Tensor:
     """
     C = L.shape[-1]
     identity, corners = _identity_and_corners(C, L.dtype, L.device)
-    corners = corners.view(-1, *(1,) * (L.dim() - 2), C, C)
-    first, *later = (L * corners).flatten(1, -3).unbind(0)
-    inverse = identity - first
-    for B in later:
-        inverse = torch.baddbmm(inverse, torch.bmm(inverse, B), inverse, alpha=-1)
+    matrices = L.flatten(0, -3)
+    inverse = torch.addcmul(identity, matrices, corners[0], value=-1)
+    for corner in corners[1:]:
+        inverse = torch.baddbmm(inverse, torch.bmm(inverse, matrices * corner), inverse, alpha=-1)
     return inverse.view(L.shape)
 
 

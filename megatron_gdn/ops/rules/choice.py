@@ -70,39 +70,30 @@ def choose(
     if backend == "reference":
         return Choice(plain(bits), "requested")
     if backend != "auto":
-        return _choose_by_name(backend, mixer, kernels, device, bits)
+        return _choose_by_name(backend, mixer, kernels[backend], device, bits)
     passed: dict[str, Obstacle] = {}
-    said = list(_MODES[bits])
+    taken, words = "reference", []
     for name, each in kernels.items():
         if each.by_name or (bits and each.tested is None):
             continue
         tested = each.tested() if bits and each.tested else Tested(True, each.fits)
         obstacle = each.why_not() or (None if tested.repeats else Obstacle(tested.words))
         if obstacle is None:
-            said += _log_passed_over(mixer, name, passed, device, bits) or [tested.words]
-            return Choice(_made(each, bits), "; ".join(said))
+            taken, words = name, [tested.words]
+            break
         passed[name] = obstacle
-    said += _log_passed_over(mixer, "reference", passed, device, bits)
-    return Choice(plain(bits), "; ".join(said) + words_about_plain_rule(device, *passed.values()))
-
-
-def _log_passed_over(
-    mixer: str, taken: str, passed: dict[str, Obstacle], device: torch.device, bits: Bits
-) -> list[str]:
-    """Log and return the reasons why the kernels before ``taken`` do not run."""
     whys = [f"not {name}: {obstacle.why}" for name, obstacle in passed.items()]
     if whys:
-        mixer = f"Deterministic {mixer}" if bits else mixer
-        say_once(f"{mixer} takes a slower rule, {taken!r} ({'; '.join(whys)}).", device.type)
-    return whys
+        named = f"Deterministic {mixer}" if bits else mixer
+        say_once(f"{named} takes a slower rule, {taken!r} ({'; '.join(whys)}).", device.type)
+    reason = "; ".join([*_MODES[bits], *(whys or words)])
+    if taken == "reference":
+        return Choice(plain(bits), reason + words_about_plain_rule(device, *passed.values()))
+    return Choice(_made(kernels[taken], bits), reason)
 
 
 def _choose_by_name(
-    backend: str,
-    mixer: str,
-    kernels: Mapping[str, Kernels],
-    device: torch.device,
-    bits: Bits,
+    backend: str, mixer: str, asked: Kernels, device: torch.device, bits: Bits
 ) -> Choice:
     if bits is Bits.ON_GRID:
         raise ValueError(
@@ -110,12 +101,10 @@ def _choose_by_name(
             f"bits were tested. Use 'auto' or 'reference' (plain torch, slower), or leave the mode "
             f"off."
         )
-    asked = kernels[backend]
     if bits and asked.tested is None:
-        *others, last = "auto", *(name for name in kernels if kernels[name].tested), "reference"
-        legal = f"{', '.join(map(repr, others))} or {last!r}"
         raise ValueError(
-            f"backend={backend!r}: {asked.unsteady}; in deterministic mode use {legal}."
+            f"backend={backend!r}: {asked.unsteady}; in deterministic mode use 'auto' or "
+            f"'reference'."
         )
     obstacle = asked.why_not()
     if obstacle is not None:

@@ -178,21 +178,16 @@ class ChunkTable:
         return (group.slots.stop - group.slots.start) // self.chunk_size
 
     def to_chunks(
-        self,
-        x: Tensor,
-        group: ChunkGroup,
-        heads: tuple[int, ...],
-        dtype: torch.dtype,
-        out: Tensor | None = None,
+        self, x: Tensor, group: ChunkGroup, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """``[B, T, H]`` or ``[B, T, H, D]`` -> ``[n, *heads, C]`` or ``[n, *heads, C, D]``.
+        """``[B, T, H]`` or ``[B, T, H, D]`` -> ``[n, H, C]`` or ``[n, H, C, D]``.
 
         Empty slots are zero: a token of zeros writes nothing, and the state does not decay.
         """
         rows = x.flatten(0, 1)[group.token]
         if group.empty is not None:
             rows.masked_fill_(group.empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
-        chunks = rows.view(-1, self.chunk_size, *heads, *rows.shape[2:]).movedim(1, 1 + len(heads))
+        chunks = rows.view(-1, self.chunk_size, *rows.shape[1:]).movedim(1, 2)
         if out is None:
             out = torch.empty(chunks.shape, dtype=dtype, device=x.device)
         return out.copy_(chunks)

@@ -28,7 +28,6 @@ SEQUENCES = "cu_seqlens chunk_indices"
 FLA_IS_TIMED = (
     "fla picks its kernels by timing them, so another run or rank may add in another order"
 )
-_EVERY_RULE = {"fla.ops.utils.constant RCP_LN2": ""}
 
 Boundaries = dict[str, Tensor | None]  # fla's arguments of these names
 
@@ -131,7 +130,7 @@ class FlaRule(Rule):
     @cached_property
     def fla(self) -> Any:
         """The functions of :attr:`called`, by name."""
-        return functions_of(type(self))
+        return _functions_of(type(self))
 
     @classmethod
     def why_not_sizes(cls, state: StateShape) -> str | None:
@@ -143,35 +142,33 @@ class FlaRule(Rule):
         return x.saved.tensors
 
 
-@cache
-def functions_of(rule: type[FlaRule]) -> SimpleNamespace:
-    found = SimpleNamespace()
-    for place in {**rule.called, **_EVERY_RULE}:
-        home, name = place.split()
-        setattr(found, name, getattr(import_module(home), name))
-    return found
-
-
-@cache
 def why_not_callable(rule: type[FlaRule]) -> str | None:
     """Why the installed fla's functions cannot be called with the rule's arguments, or None."""
-    for place, wanted in {**rule.called, **_EVERY_RULE}.items():
+    found = _functions_of(rule)
+    return f"flash-linear-attention: {found}" if isinstance(found, str) else None
+
+
+@cache
+def _functions_of(rule: type[FlaRule]) -> SimpleNamespace | str:
+    """The functions that the rule calls, by name; or why the installed fla lacks one of them."""
+    functions = SimpleNamespace()
+    for place, wanted in {**rule.called, "fla.ops.utils.constant RCP_LN2": ""}.items():
         home, name = place.split()
         try:
             module = import_module(home)
         except Exception as error:  # packages that fla imports may be missing or broken
-            why = f"{home} cannot be imported ({type(error).__name__}: {error})"
-            return f"flash-linear-attention: {why}"
+            return f"{home} cannot be imported ({type(error).__name__}: {error})"
         if not hasattr(module, name):
-            return f"flash-linear-attention: {home} has no {name}"
+            return f"{home} has no {name}"
         function = getattr(module, name)
         arguments = getattr(function, "arg_names", None)  # of a Triton kernel
         if arguments is None and wanted:
             arguments = inspect.signature(function).parameters
         missing = ", ".join(sorted(set(wanted.split()).difference(arguments or ())))
         if missing:
-            return f"flash-linear-attention: {name} of {home} has no argument {missing}"
-    return None
+            return f"{name} of {home} has no argument {missing}"
+        setattr(functions, name, function)
+    return functions
 
 
 def why_not_fla(
