@@ -192,9 +192,9 @@ def _gather(own: Tensor, share: MicroBatchShare) -> Tensor:
 
 def _as_cut(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchShare:
     """The share with the layout of ``seq_index``, and the lengths that this layout cuts."""
-    (total,), index = share.lengths, sources.seq_index
+    whole, total, index = share.lengths, sum(share.lengths), sources.seq_index
     tokens = total // share.size
-    cut = {SequenceLayout.ZIGZAG_BUFFER: (total,), SequenceLayout.CONTIGUOUS: (total,)}
+    cut = {SequenceLayout.ZIGZAG_BUFFER: whole, SequenceLayout.CONTIGUOUS: whole}
     if sources.cu_seqlens is not None and sources.indices is None and rows == 1:
         documents = Documents.from_cu_seqlens(sources.cu_seqlens, total)
         cut[SequenceLayout.ZIGZAG] = documents.lengths

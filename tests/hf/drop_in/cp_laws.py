@@ -40,20 +40,18 @@ def told_by(order: str) -> tuple[str, str, bool]:
     return real, "zigzag_buffer" if real == "contiguous" else "contiguous", True
 
 
-def sum_gradients(module) -> dict[str, torch.Tensor]:
-    found = {}
-    for name, param in module.named_parameters():
-        grad = torch.zeros_like(param) if param.grad is None else param.grad.clone()
-        dist.all_reduce(grad)
-        found[name] = grad
-    return found
-
-
 def gradients(module) -> dict[str, torch.Tensor]:
     return {
         name: torch.zeros_like(param) if param.grad is None else param.grad
         for name, param in module.named_parameters()
     }
+
+
+def sum_gradients(module) -> dict[str, torch.Tensor]:
+    found = {name: grad.clone() for name, grad in gradients(module).items()}
+    for grad in found.values():
+        dist.all_reduce(grad)
+    return found
 
 
 def compare(ours, truth, mine, ours_grads, truth_grads, what, tolerance) -> None:
