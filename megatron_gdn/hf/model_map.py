@@ -246,7 +246,9 @@ def model_maps(
     zero_centered_gamma: bool = True,
 ) -> Iterator[TensorMap]:
     """Yield the maps of a whole model; ``keys`` of the files show the text model's prefix."""
-    root, hidden, vocab = _text_root(keys), config.sizes.hidden_size, config.vocab_size
+    hidden, vocab = config.sizes.hidden_size, config.vocab_size
+    roots = (key.removesuffix(_EMBEDDING) for key in keys if key.endswith(f".{_EMBEDDING}"))
+    root = next((root for root in roots if root.startswith("model.")), "model.")
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
         # The file stores w of the gain 1 + w; a plain Megatron norm stores the whole gain.
@@ -286,18 +288,6 @@ def model_maps(
     yield norm(f"decoder.final_{final}.weight", f"{root}norm.weight")
     if not config.tied:
         yield mapped(output, {_LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
-
-
-def _text_root(keys: Collection[str]) -> str:
-    """Find the prefix of the text model: ``model.`` or ``model.language_model.``."""
-    roots = {key.removesuffix(_EMBEDDING) for key in keys if key.endswith(f".{_EMBEDDING}")}
-    roots = {root for root in roots if root.split(".")[0] == "model"}
-    if len(roots) != 1:
-        raise ValueError(
-            f"missing key: the files must have one model.*{_EMBEDDING}, whose prefix is the text "
-            f"model's; found the prefixes {sorted(roots)}."
-        )
-    return roots.pop()
 
 
 def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:

@@ -6,6 +6,7 @@ import pytest
 
 from megatron_gdn.hf import parse_hf_config
 from megatron_gdn.hf.model_map import model_maps, plan_of
+from megatron_gdn.hf.safetensors_files import TensorSpec
 from megatron_gdn.models import find
 
 CONFIG = {
@@ -83,7 +84,11 @@ def test_weights_of_nemotron_are_refused_with_what_converts_its_layers():
 
 
 def test_a_folder_without_one_text_model_is_refused():
-    config = parse_hf_config(CONFIG)
-    for keys in ([], ["model.embed_tokens.weight", "model.language_model.embed_tokens.weight"]):
-        with pytest.raises(ValueError, match="missing key.*embed_tokens.weight"):
-            list(model_maps(config, keys))
+    config, second = parse_hf_config(CONFIG), "model.language_model.embed_tokens.weight"
+    with pytest.raises(ValueError, match=r"missing key 'model\.embed_tokens\.weight'"):
+        plan_of(config, {}, "hybrid", True)
+    sources = (source for entry in model_maps(config, []) for source in entry.sources)
+    files = {source.key: TensorSpec("BF16", source.shape) for source in sources}
+    assert plan_of(config, files, "hybrid", True).passthrough == []
+    with pytest.raises(ValueError, match=f"unknown key '{second}'"):
+        plan_of(config, files | {second: files["model.embed_tokens.weight"]}, "hybrid", True)
