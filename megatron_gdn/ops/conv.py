@@ -76,23 +76,20 @@ def causal_conv1d(
     if cu_seqlens is not None:
         require_one_row(x.shape[0], f"x of shape {tuple(x.shape)}")
         documents = Documents.from_cu_seqlens(cu_seqlens, x.shape[1], device=x.device)
-    channels, taps = weight.shape
     sequences = x.shape[0] if documents is None else len(documents.lengths)
-    history = None
+    shape, taps = (sequences, *weight.shape), weight.shape[1]
     if initial_state is None:
-        before = x.new_zeros(sequences, channels, taps) if output_final_state else None
+        before, history = x.new_zeros(shape), None
+    elif tuple(initial_state.shape) != shape:
+        raise ValueError(
+            f"initial_state must be [N, C, W] = {shape}, got {tuple(initial_state.shape)}."
+        )
     else:
-        if tuple(initial_state.shape) != (sequences, channels, taps):
-            raise ValueError(
-                f"initial_state must be [N, C, W] = {(sequences, channels, taps)}, got "
-                f"{tuple(initial_state.shape)}."
-            )
         before = initial_state.to(x.dtype)
         history = history_of(before[..., 1:], documents, x.shape[1]) if taps > 1 else None
     y = convolve_rows(x, weight, bias, documents, history, activation=activation)
-    if not output_final_state or before is None:
-        return y, None
-    return y, last_rows(x.transpose(0, 1), before, documents)
+    final = last_rows(x.transpose(0, 1), before, documents) if output_final_state else None
+    return y, final
 
 
 @uncompiled  # Dynamo would replace the backward by one that gives x no gradient

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -171,19 +170,14 @@ def _forward(
     if refilled is not None:
         output = o.detach  # or, with a second run, a function that computes o again
         if second_run is not None:
-            output = partial(
-                _output_of_second_run, second_run, rows, of_front, history, linked, of_rule
-            )
+            given = rows, of_front, history, linked, of_rule
+            output = lambda: second_run.made(*given)[1]  # noqa: E731
 
         def refill(out: Tensor) -> None:
             readout.forward(output(), rows, gamma, out=out)
 
         refilled.remember(mixed, refill)
     return mixed, saved, kept
-
-
-def _output_of_second_run(second_run: SecondRun, *kept: Any) -> Tensor:
-    return second_run.made(*kept)[1]
 
 
 def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:

@@ -104,11 +104,7 @@ class HandOver:
 
     def take(self, gradient: Tensor) -> Tensor:
         """The gradient that the step stored in this backward, or ``gradient`` without a step."""
-        return self.aside.pop(_run(), gradient)
-
-
-def _run() -> int:
-    return torch._C._current_graph_task_id()
+        return self.aside.pop(torch._C._current_graph_task_id(), gradient)
 
 
 class _PutAside(torch.autograd.Function):
@@ -121,7 +117,7 @@ class _PutAside(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         if torch.is_grad_enabled():  # create_graph=True, which the function's backward refuses
             return gradient, None
-        ctx.hand_over.aside[_run()] = gradient
+        ctx.hand_over.aside[torch._C._current_graph_task_id()] = gradient
         return gradient.new_empty(()).expand(gradient.shape), None
 
 
