@@ -51,9 +51,7 @@ def test_what_tilelang_wraps_is_called_itself():
 def test_what_a_kernel_writes_is_no_state_that_entered(final):
     """FlashQLA's kernel of states writes ``through`` also where nobody asks for it."""
     calls = []
-    stages = flash_qla_hopper.HopperStages(
-        SimpleNamespace(build_cp_context=None, FlashQLACPContext=None), {}
-    )
+    stages = flash_qla_hopper.HopperStages(SimpleNamespace(build_cp_context=None), {})
     stages._index = SimpleNamespace(
         prepare_chunk_offsets=lambda cu, size: (torch.tensor([0, 2]), 3)
     )

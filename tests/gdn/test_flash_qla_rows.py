@@ -34,20 +34,18 @@ class OneWave(FlashQlaStandIn):
         super().__init__()
         self.multiprocessors = multiprocessors
 
-    def build_cp_context(self, cu_seqlens=None, num_v_heads=0, **_):
-        if cu_seqlens is None:
-            return StandInContext()
+    def build_cp_context(self, cu_seqlens, num_v_heads=0, **_):
         chunks = [-(-n // CHUNK) for n in cu_seqlens.diff().tolist()]
         step = max(FEWEST, -(-sum(chunks) * num_v_heads // self.multiprocessors))
         if step >= max(chunks):
-            return StandInContext(cu_seqlens)
+            return StandInContext()
         offsets = [
             at
             for start, end in pairwise(cu_seqlens.tolist())
             for at in range(start, end, step * CHUNK)
         ]
         offsets = torch.tensor([*offsets, int(cu_seqlens[-1])], dtype=torch.int32)
-        return StandInContext(cu_seqlens, True, offsets)
+        return StandInContext(True, offsets)
 
 
 def empty(rows, tokens, heads):
@@ -102,11 +100,11 @@ def test_rows_are_cut_to_one_wave_where_they_leave_multiprocessors_idle(planned)
         step = max(FEWEST, -(-rows * chunks * heads // multiprocessors))
         if rows * heads >= multiprocessors or step >= chunks:
             # A single row is a sequence of its own kernels; several lie side by side.
-            assert not plan.context.is_intra
+            assert not plan.in_parts
             assert (plan.parts is None) == (rows > 1)
             continue
         cut += 1
-        assert plan.part(states=False) == "cut"
+        assert plan.part == "cut"
         assert len(plan.parts.owner) == rows * -(-chunks // step)
         assert len(plan.parts.first) == rows + 1
     assert cut > len(GRID) / 6  # the grid is worth its name
@@ -161,7 +159,7 @@ def test_the_plan_of_a_sequence_is_the_sequence_whatever_lies_beside_it(rule):
                 plan = rule.plan(empty(1, sum(lengths), heads), documents_of(lengths), states)
                 expected = [0, *torch.tensor([n for n in lengths if n]).cumsum(0).tolist()]
                 assert plan.cut.offsets.tolist() == plan.cut.sequences.tolist() == expected
-                assert plan.cut.are_sequences and not plan.context.is_intra
+                assert plan.cut.are_sequences and not plan.in_parts
 
 
 CUTS = {(300,): (0, 64, 192, 300), (64, 1, 130): (0, 64, 65, 129, 195), (50,): (0, 50)}

@@ -113,8 +113,8 @@ def test_fp16_operands_leave_no_trace(rule):
 @of({"cut": ROWS["cut"]})
 def test_few_rows_and_heads_run_as_one_cut_row(rule):
     inputs, _ = random_inputs(100, B=2)
-    plan = rule.begin(inputs, None).run().saved.plan.plan
-    assert plan.context.is_intra and plan.parts.offsets.tolist() == CUT_ROWS
+    plan = rule.begin(inputs, None).run().saved.plan
+    assert plan.in_parts and plan.parts.offsets.tolist() == CUT_ROWS
 
 
 @of_rows

@@ -2,8 +2,8 @@
 
 FlashQLA's own functions look a kernel up by some twenty arguments in each call and allocate memory
 for every argument; tilelang then checks and repacks all arguments. This module calls the compiled
-functions directly. Names and order of calls are those of flash-qla 0.1.3, in
-``flash_qla/ops/gated_delta_rule/chunk/{__init__,cp/preprocess}.py``. P is the number of parts.
+functions directly. Names of stages and arguments are those of flash-qla 0.1.3, in
+``flash_qla/ops/gated_delta_rule/chunk``. P is the number of parts.
 """
 
 from __future__ import annotations
@@ -16,18 +16,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ...ops.state_maps.parts import CHUNK
+
 _F32 = torch.float32
 
 
 class HopperStages:
     """FlashQLA's stages; ``modules`` are FlashQLA's own for Hopper, by the stage's name."""
 
-    CHUNK_SIZE = 64
-
     def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
-        self._library, self._modules = library, modules
-        self.build_cp_context = library.build_cp_context
-        self.FlashQLACPContext = library.FlashQLACPContext
+        self._modules, self.build_cp_context = modules, library.build_cp_context
         # Each object has its own caches, so kernels and tensors are freed with the object.
         self._kernel = lru_cache(maxsize=256)(self._find_kernel)
         self._unread = lru_cache(maxsize=64)(_unread)
@@ -43,14 +41,14 @@ class HopperStages:
         return index
 
     def _sequences_and_chunks(
-        self, like: Tensor, cu_seqlens: Tensor | None, count: int
+        self, like: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[int, Tensor, Tensor, int]:
         """Sequences, their boundaries, each one's first chunk, and the chunks of a row."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
             unread = self._unread((rows + 1,), torch.int32, like.device)
-            return rows, unread, unread, -(-tokens // count)
-        offsets, chunks = self._index.prepare_chunk_offsets(cu_seqlens, count)
+            return rows, unread, unread, -(-tokens // CHUNK)
+        offsets, chunks = self._index.prepare_chunk_offsets(cu_seqlens, CHUNK)
         return cu_seqlens.shape[0] - 1, cu_seqlens, offsets.to(cu_seqlens.dtype), chunks
 
     def _chunk_states(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
@@ -63,41 +61,36 @@ class HopperStages:
     def chunk_local_cumsum(
         self,
         g: Tensor,
-        chunk_size: int = CHUNK_SIZE,
         cu_seqlens: Tensor | None = None,
         reverse: bool = False,
         zero_last_chunk: bool = False,
     ) -> Tensor:
         """Sums of ``g`` within chunks, fp32 ``[B, S, H]``; the sequences must cover all S."""
-        B, S, H = g.shape
-        out = torch.empty_like(g)
-        varlen = cu_seqlens is not None
+        (B, S, H), out = g.shape, torch.empty_like(g)
         lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
         run = self._kernel(
             "chunk_local_cumsum", "tilelang_chunk_local_cumsum",
-            H, chunk_size, "float32", g.dtype, lengths, varlen, reverse, zero_last_chunk,
+            H, CHUNK, "float32", g.dtype, lengths, cu_seqlens is not None, reverse,
+            zero_last_chunk,
         )  # fmt: skip
         if cu_seqlens is None:
-            run(g, out, B * -(-S // chunk_size))
+            run(g, out, B * -(-S // CHUNK))
         else:
-            run(g, cu_seqlens, self._index.prepare_chunk_indices(cu_seqlens, chunk_size), out)
+            run(g, cu_seqlens, self._index.prepare_chunk_indices(cu_seqlens, CHUNK), out)
         return out
 
-    def kkt_solve(
-        self, k: Tensor, b: Tensor, chunk_size: int = CHUNK_SIZE, cu_seqlens: Tensor | None = None
-    ) -> Tensor:
-        B, S, G, K = k.shape
-        H = b.shape[2]
-        a = k.new_empty(B, S, H, chunk_size)
+    def kkt_solve(self, k: Tensor, b: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        (B, S, G, K), H = k.shape, b.shape[2]
+        a = k.new_empty(B, S, H, CHUNK)
         lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
         run = self._kernel(
             "kkt_solve", "tilelang_kkt_solve",
-            H, G, K, chunk_size, "float32", k.dtype, b.dtype, lengths, cu_seqlens is not None,
+            H, G, K, CHUNK, "float32", k.dtype, b.dtype, lengths, cu_seqlens is not None,
         )  # fmt: skip
         if cu_seqlens is None:
-            run(k, b, a, B * -(-S // chunk_size))
+            run(k, b, a, B * -(-S // CHUNK))
         else:
-            run(k, b, cu_seqlens, self._index.prepare_chunk_indices(cu_seqlens, chunk_size), a)
+            run(k, b, cu_seqlens, self._index.prepare_chunk_indices(cu_seqlens, CHUNK), a)
         return a
 
     def get_warmup_chunks_bidi(
@@ -106,23 +99,21 @@ class HopperStages:
         cu_seqlens: Tensor,
         ht_mask_fwd: Tensor,
         ht_mask_bwd: Tensor,
-        chunk_size: int = CHUNK_SIZE,
-        threshold: float = -10.0,
-        seq_map_r2c: Tensor | None = None,
+        threshold: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         P, H = ht_mask_fwd.shape[0], g.shape[2]
         run = self._kernel(
             "get_warmup_chunks_bidi", "tilelang_get_warmup_chunks_bidi",
-            H, chunk_size, threshold, "float32", g.dtype, ht_mask_fwd.dtype, cu_seqlens.dtype,
+            H, CHUNK, threshold, "float32", g.dtype, ht_mask_fwd.dtype, cu_seqlens.dtype,
             False,
         )  # fmt: skip
-        # The kernel reads the map only at boundaries between ranks, and this batch has none.
-        seq_map = cu_seqlens if seq_map_r2c is None else seq_map_r2c
         results = (
             cu_seqlens.new_empty(P, H), cu_seqlens.new_empty(P, H),
             ht_mask_fwd.new_empty(P, H), ht_mask_fwd.new_empty(P, H),
         )  # fmt: skip
-        run(g, ht_mask_fwd, ht_mask_bwd, cu_seqlens, seq_map, *results)
+        # The second ``cu_seqlens`` stands for a table of parts, which the kernel reads only at
+        # boundaries between ranks. This batch has no such boundaries.
+        run(g, ht_mask_fwd, ht_mask_bwd, cu_seqlens, cu_seqlens, *results)
         return results
 
     def fused_gdr_h(
@@ -141,8 +132,8 @@ class HopperStages:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """States at chunks, and the parts' ``local`` and ``through`` in ``final_dtype``."""
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
-        chunk_size, warm = a.shape[-1], num_warmup_chunks is not None
-        N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens, chunk_size)
+        warm = num_warmup_chunks is not None
+        N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
         if final_dtype is None:
             final_dtype = k.dtype if warm else _F32
         upto = num_warmup_chunks
@@ -159,7 +150,7 @@ class HopperStages:
             start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         run = self._kernel(
             "fused_gdr_h", "tilelang_prepare_h",
-            H, G, K, V, chunk_size, "float32", k.dtype, g.dtype, b.dtype, start.dtype, final_dtype,
+            H, G, K, V, CHUNK, "float32", k.dtype, g.dtype, b.dtype, start.dtype, final_dtype,
             k.dtype, boundaries.dtype, initial_state is not None, output_final_state, output_h,
             cu_seqlens is not None, warm, False,
         )  # fmt: skip
@@ -170,20 +161,31 @@ class HopperStages:
         )  # fmt: skip
         return h if output_h else None, final, through if output_final_state else None
 
-    def correct_states(
-        self, local: Tensor, through: Tensor, fallback: Tensor, first: Tensor,
-        given: Tensor | None, backward: bool,
+    def correct_initial_states(
+        self, raw_h0: Tensor | None, local: Tensor, through: Tensor, passes: Tensor, first: Tensor
+    ) -> Tensor:
+        """The states that enter parts, ``[P, H, K, V]``, from those that enter sequences."""
+        return self._correct_states(raw_h0, local, through, passes, first, backward=False)
+
+    def correct_terminal_states(
+        self, raw_dht: Tensor | None, local: Tensor, through: Tensor, passes: Tensor, first: Tensor
+    ) -> Tensor:
+        """The gradients of states that leave parts, from those of states that leave sequences."""
+        return self._correct_states(raw_dht, local, through, passes, first, backward=True)
+
+    def _correct_states(
+        self, given: Tensor | None, local: Tensor, through: Tensor, passes: Tensor, first: Tensor,
+        backward: bool,
     ) -> Tensor:  # fmt: skip
-        """``[P, H, K, V]``: states that enter parts, or gradients of states that leave parts."""
         P, H, K, V = local.shape
         dtype = _F32 if given is None else given.dtype
         run = self._kernel(
             "correct_initial_states", "tilelang_correct_h0",
-            H, K, V, dtype, "float32", local.dtype, through.dtype, first.dtype, fallback.dtype,
+            H, K, V, dtype, "float32", local.dtype, through.dtype, first.dtype, passes.dtype,
             given is not None, False, backward, backward,
         )  # fmt: skip
         out = local.new_empty(P, H, K, V, dtype=dtype)
-        run(*(() if given is None else (given,)), local, through, fallback, first, out)
+        run(*(() if given is None else (given,)), local, through, passes, first, out)
         return out
 
     def fused_gdr_fwd(
@@ -204,7 +206,7 @@ class HopperStages:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The output, the states at chunks and the final states; states not asked for are None."""
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
-        N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens, a.shape[-1])
+        N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
         whole = N if raw_cu_seqlens is None else raw_cu_seqlens.shape[0] - 1
         if raw_cu_seqlens is None:
             raw_cu_seqlens = self._unread((N + 1,), boundaries.dtype, k.device)
@@ -222,7 +224,7 @@ class HopperStages:
         o = torch.empty_like(v)
         run = self._kernel(
             "fused_gdr_fwd", "tilelang_fused_chunk_gdr_fwd",
-            H, G, K, V, a.shape[-1], scale, "float32", q.dtype, g.dtype, b.dtype, start.dtype, _F32,
+            H, G, K, V, CHUNK, scale, "float32", q.dtype, g.dtype, b.dtype, start.dtype, _F32,
             k.dtype, o.dtype, boundaries.dtype, initial_state is not None, output_final_state,
             output_h, True, cu_seqlens is not None, cp_seq_map is not None, False, block,
         )  # fmt: skip
@@ -241,24 +243,20 @@ class HopperStages:
         scale: float,
         cu_seqlens: Tensor,
         num_warmup_chunks: Tensor,
-        dht: None = None,
-        output_dh0: bool = True,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
         """Gradient of the states that enter parts, if the states that leave parts have none."""
-        assert dht is None and output_dh0 and not output_dh
+        assert not output_dh
         (G, K), (H, V) = k.shape[2:], do.shape[2:]
-        N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens, a.shape[-1])
+        N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
         run = self._kernel(
             "fused_gdr_dh", "tilelang_prepare_dh_ws",
-            H, G, K, V, a.shape[-1], scale, "float32", k.dtype, g.dtype, b.dtype, _F32, k.dtype,
+            H, G, K, V, CHUNK, scale, "float32", k.dtype, g.dtype, b.dtype, _F32, k.dtype,
             do.dtype, boundaries.dtype, False, True, False, True, True, False,
         )  # fmt: skip
         d_first = k.new_empty(N, H, K, V, dtype=_F32)
         d_states = self._chunk_states(False, k, do, 0)
-        run(
-            q, k, a, g, b, do, d_first, boundaries, first, num_warmup_chunks, d_states, d_first
-        )  # fmt: skip
+        run(q, k, a, g, b, do, d_first, boundaries, first, num_warmup_chunks, d_states, d_first)
         return None, d_first
 
     def fused_gdr_bwd(
@@ -282,7 +280,7 @@ class HopperStages:
         of the kernel reads its part of ``dht`` first.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
-        N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens, a.shape[-1])
+        N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
         dq, dk, dv = torch.empty_like(v), torch.empty_like(v), torch.empty_like(v)
         dg, db = torch.empty_like(g), torch.empty_like(b)
         if overwrite_dht and dht is not None:
@@ -291,73 +289,12 @@ class HopperStages:
             d_first = k.new_empty(N, H, K, V, dtype=_F32 if dht is None else dht.dtype)
         run = self._kernel(
             "fused_gdr_bwd", "tilelang_fused_chunk_gdr_bwd",
-            H, G, K, V, a.shape[-1], scale, "float32", q.dtype, g.dtype, b.dtype, h.dtype, do.dtype,
+            H, G, K, V, CHUNK, scale, "float32", q.dtype, g.dtype, b.dtype, h.dtype, do.dtype,
             boundaries.dtype, cu_seqlens is not None, dht is not None, False,
         )  # fmt: skip
         d_last = d_first if dht is None else dht
         run(do, d_last, q, k, v, a, g, b, h, boundaries, first, dq, dk, dv, dg, db, d_first)
         return dq, dk, dv, dg, db, d_first
-
-    def chunk_gated_delta_rule_fwd(
-        self, q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float,
-        cu_seqlens: Tensor | None, output_final_state: bool, enable_fwd_cp_cache: bool,
-        cp_context: Any, is_train: bool,
-    ) -> tuple[Any, ...]:  # fmt: skip
-        """FlashQLA's driver of the forward, from initial states of zero."""
-        context, size = cp_context, self.CHUNK_SIZE
-        g_sum = self.chunk_local_cumsum(g, size, context.cu_seqlens)
-        A = self.kkt_solve(k, beta, size, context.cu_seqlens)
-        entering = kept = None
-        if context.is_intra:
-            parts = context.intra_cp_cu_seqlens
-            if enable_fwd_cp_cache:
-                chunks, chunks_back, mask, mask_back = self.get_warmup_chunks_bidi(
-                    g_sum, parts, context.ht_mask, context.ht_mask_bwd, size,
-                    seq_map_r2c=context.seq_map_r2c,
-                )  # fmt: skip
-            else:
-                chunks, mask = self._library.get_warmup_chunks(
-                    g=g_sum, cu_seqlens=parts, ht_mask=context.ht_mask, chunk_size=size
-                )
-                chunks_back = mask_back = None
-            _, local, through = self.fused_gdr_h(
-                k, v, A, g_sum, beta, output_h=False, cu_seqlens=parts, num_warmup_chunks=chunks
-            )
-            assert local is not None and through is not None
-            first = context.seq_map_r2c
-            entering = self.correct_states(local, through, mask, first, None, backward=False)
-            if enable_fwd_cp_cache:
-                from flash_qla.ops.gated_delta_rule.chunk.cp import CPCache  # pyright: ignore[reportMissingImports]
-
-                kept = CPCache(
-                    h0=entering, mt=through, fallback_bwd=mask_back, num_warmup_bwd=chunks_back
-                )
-        o, _, final = self.fused_gdr_fwd(
-            q, k, v, A, g_sum, beta, scale, entering, output_final_state,
-            context.intra_cp_cu_seqlens if context.is_intra else context.cu_seqlens,
-            context.seq_map_c2r, context.cu_seqlens,
-        )  # fmt: skip
-        return g_sum, A, o, None, final, kept
-
-    def cp_preprocess_bwd(
-        self, context: Any, q: Tensor, k: Tensor, v: Tensor, a: Tensor, g: Tensor, beta: Tensor,
-        do: Tensor, dht: Tensor | None, scale: float, initial_state: Tensor | None,
-        state_v_first: bool, cp_cache: Any,
-    ) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-        """The states that enter parts, and the gradients of the states that leave parts."""
-        if not context.is_intra:
-            return initial_state, dht
-        parts = context.intra_cp_cu_seqlens
-        if cp_cache is None or cp_cache.h0.shape[0] != parts.shape[0] - 1:
-            return self._library.cp_preprocess_bwd(
-                context, q=q, k=k, v=v, a=a, g=g, beta=beta, do=do, dht=dht, scale=scale,
-                initial_state=initial_state, state_v_first=state_v_first, cp_cache=cp_cache,
-            )  # fmt: skip
-        _, d_local = self.fused_gdr_dh(q, k, a, g, beta, do, scale, parts, cp_cache.num_warmup_bwd)
-        leaving = self.correct_states(
-            d_local, cp_cache.mt, cp_cache.fallback_bwd, context.seq_map_r2c, dht, backward=True
-        )
-        return cp_cache.h0, leaving
 
 
 def _unread(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -18,15 +18,15 @@ from torch import Tensor
 
 from ...ops.documents import Documents, documents_of_rows
 from ...ops.host_tables import cached_by_stream
-from ...ops.state_maps.parts import Parts, cut_at, cut_by_length, most_cuts
+from ...ops.state_maps.parts import CHUNK, Parts, cut_at, cut_by_length, most_cuts
 from .builds import multiprocessors, watch_builds
 from .fences import fence_bulk_stores
 from .hopper import HopperStages
 
 _STAGES = (
-    "chunk_gated_delta_rule_fwd", "build_cp_context", "FlashQLACPContext", "cp_preprocess_bwd",
-    "kkt_solve", "fused_gdr_h", "fused_gdr_dh", "fused_gdr_fwd", "fused_gdr_bwd",
-    "get_warmup_chunks_bidi", "chunk_local_cumsum", "correct_initial_states", "CHUNK_SIZE",
+    "build_cp_context", "chunk_local_cumsum", "kkt_solve", "get_warmup_chunks_bidi", "fused_gdr_h",
+    "correct_initial_states", "correct_terminal_states", "fused_gdr_fwd", "fused_gdr_dh",
+    "fused_gdr_bwd",
 )  # fmt: skip
 # The stages whose kernels lack fences, and the function that tilelang compiles for each stage.
 UNFENCED = {
@@ -40,15 +40,16 @@ UNFENCED = {
 def stages() -> Any:
     """FlashQLA's stages: :class:`HopperStages` on Hopper, elsewhere FlashQLA's own module."""
     chunk = own_stages()
-    modules = _modules_of_stages(chunk)
-    on_hopper = ".hopper." in modules["fused_gdr_fwd"].__name__
-    return HopperStages(chunk, modules) if on_hopper else chunk
+    return HopperStages(chunk, _modules_of_stages(chunk)) if _for_hopper(chunk) else chunk
+
+
+def _for_hopper(chunk: ModuleType) -> bool:
+    return ".hopper." in chunk.fused_gdr_fwd.__module__
 
 
 def _modules_of_stages(chunk: ModuleType) -> dict[str, ModuleType]:
-    """The module that defines each stage; CHUNK_SIZE, a number, has none."""
-    found = {name: getattr(getattr(chunk, name), "__module__", None) for name in _STAGES}
-    return {name: sys.modules[module] for name, module in found.items() if module is not None}
+    """The module that defines each stage."""
+    return {name: sys.modules[getattr(chunk, name).__module__] for name in _STAGES}
 
 
 @cache
@@ -56,22 +57,15 @@ def own_stages() -> ModuleType:
     """FlashQLA's own module, which holds the stages for this GPU's architecture."""
     from flash_qla.ops.gated_delta_rule import chunk  # pyright: ignore[reportMissingImports]
 
-    missing = [name for name in _STAGES if not hasattr(chunk, name)]
-    if missing:
-        raise ImportError(
-            f"this flash_qla has no {', '.join(missing)}; the fused mixer knows flash-qla 0.1.3. "
-            f"Install flash-qla 0.1.3, or choose backend='fla'."
-        )
-    modules = _modules_of_stages(chunk)
-    if all(".hopper." in modules[name].__name__ for name in UNFENCED):
-        try:
+    try:
+        modules = _modules_of_stages(chunk)
+        if _for_hopper(chunk):
             fence_bulk_stores(*((modules[name], kernel) for name, kernel in UNFENCED.items()))
-        except (AttributeError, TypeError, ImportError) as error:
-            raise ImportError(
-                f"this flash_qla or tilelang compiles its kernels in a way that is not known here "
-                f"({error}); the fused mixer knows flash-qla 0.1.3 and tilelang 0.1.15. Install "
-                f"these versions, or choose backend='fla'."
-            ) from error
+    except (AttributeError, TypeError, ImportError) as error:
+        raise ImportError(
+            f"this flash_qla or tilelang is not known here ({error}); the fused mixer knows "
+            f"flash-qla 0.1.3 and tilelang 0.1.15. Install these versions, or choose backend='fla'."
+        ) from error
     from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
 
     values = [value for module in modules.values() for value in vars(module).values()]
@@ -83,22 +77,8 @@ def own_stages() -> ModuleType:
 class Plan:
     """Where the sequences of one batch are cut, on one device."""
 
-    context: Any  # FlashQLA's own description of the cut
-    parts: Parts | None  # the same cut; None for uncut rows that run side by side
-
-    @staticmethod
-    def whole(parts: Parts) -> Plan:
-        """The plan of sequences that are not cut."""
-        return Plan(stages().FlashQLACPContext(cu_seqlens=parts.sequences), parts)
-
-    @staticmethod
-    def in_parts(parts: Parts) -> Plan:
-        context = stages().FlashQLACPContext(
-            is_intra=True, cu_seqlens=parts.sequences, intra_cp_cu_seqlens=parts.offsets,
-            seq_map_r2c=parts.first, seq_map_c2r=parts.owner, ht_mask=parts.closes,
-            ht_mask_bwd=parts.opens,
-        )  # fmt: skip
-        return Plan(context, parts)
+    parts: Parts | None  # None for uncut rows that run side by side
+    in_parts: bool = False  # whether states of zero are carried from part to part
 
     @property
     def cut(self) -> Parts:
@@ -107,22 +87,18 @@ class Plan:
         return self.parts
 
     @property
-    def carrying(self) -> tuple[Tensor, Tensor, Tensor]:
-        """``cu_seqlens``, ``cp_seq_map`` and ``raw_cu_seqlens`` for a forward with states."""
-        return self.cut.offsets, self.cut.owner, self.cut.sequences
-
-    def part(self, states: bool) -> str:
-        """The name of the plan's group of kernels, one of :data:`.builds.PARTS`."""
-        if states:
-            return "states"
+    def part(self) -> str:
+        """The plan's group of kernels, one of :data:`.builds.PARTS`."""
         if self.parts is None:
             return "rows"
-        return "cut" if self.context.is_intra else "uncut"
+        return "cut" if self.in_parts else "uncut"
 
     @property
-    def part_offsets(self) -> Tensor | None:
-        """``cu_seqlens`` for kernels that take each part as a sequence."""
-        return None if self.parts is None else self.parts.offsets
+    def boundaries(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """FlashQLA's ``cu_seqlens`` of sequences, ``cu_seqlens`` of parts, and owners of parts."""
+        if self.parts is None:
+            return None, None, None
+        return self.parts.sequences, self.parts.offsets, self.parts.owner
 
 
 def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
@@ -130,7 +106,7 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
     with torch.device("cpu"):
         context = stages().build_cp_context(
             documents.cu_seqlens_cpu, enable_intra=True, num_v_heads=value_heads,
-            chunk_size=stages().CHUNK_SIZE, is_train=True,
+            chunk_size=CHUNK, is_train=True,
         )  # fmt: skip
     return context.intra_cp_cu_seqlens.tolist() if context.is_intra else None
 
@@ -145,7 +121,7 @@ def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device)
     documents = documents_of_rows((rows, tokens), device)
     full = rows * value_heads >= multiprocessors()
     if rows > 1 and (full or _cut_by_cost(documents, value_heads) is None):
-        return Plan(stages().build_cp_context(None), None)
+        return Plan(None)
     return plan_of(documents, value_heads, False, False)
 
 
@@ -173,29 +149,28 @@ def _plan_of(documents: Documents, value_heads: int, batch_invariant: bool, stat
     # With batch_invariant, short sequences alone also take this path. Next to a long sequence they
     # would run in the kernels that carry states between parts, so they always run there.
     parts = Parts.of(documents, key, lambda these: cut(these, value_heads))
-    return Plan.in_parts(_with_chunks(parts, documents))
+    return Plan(_with_chunks(parts, documents), in_parts=True)
 
 
 def plan_of_whole(documents: Documents) -> Plan:
     """The plan of sequences that are not cut."""
     return documents.plan(
-        (Plan, "whole"), lambda: Plan.whole(_with_chunks(Parts.of(documents, "whole"), documents))
+        (Plan, "whole"), lambda: Plan(_with_chunks(Parts.of(documents, "whole"), documents))
     )
 
 
 def _with_chunks(parts: Parts, documents: Documents) -> Parts:
     """Store chunk tables on the offsets, so that FlashQLA does not read offsets from the GPU."""
-    size = stages().CHUNK_SIZE
-    if not documents.known and documents.total_tokens < size:
+    if not documents.known and documents.total_tokens < CHUNK:
         # A block without tokens looks at the 64 tokens before the end.
         raise NotImplementedError(
-            f"flash_qla takes documents in fixed buffers of at least {size} tokens per rank, not "
+            f"flash_qla takes documents in fixed buffers of at least {CHUNK} tokens per rank, not "
             f"{documents.total_tokens}; use backend='fla' or larger buffers."
         )
     for offsets, places in (
-        (parts.sequences, documents.chunks(size)), (parts.offsets, parts.places)
+        (parts.sequences, documents.chunks(CHUNK)), (parts.offsets, parts.places)
     ):  # fmt: skip
         # FlashQLA's ``prepare_varlen_metadata`` stores its table in the same attribute.
-        made = size, places.offsets, len(places.indices), places.indices
+        made = CHUNK, places.offsets, len(places.indices), places.indices
         offsets._flash_qla_prepared_varlen = made  # pyright: ignore[reportAttributeAccessIssue]
     return parts

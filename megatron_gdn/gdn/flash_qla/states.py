@@ -5,106 +5,135 @@ Context parallelism sends these maps, and the forward applies them to the enteri
 
 If a head's log-decay sums to less than -20 within a part, ``through`` is zero. ``local`` is then
 computed from the last chunks alone, whose log-decay sums to -20: e^-20 = 2e-9 is below the
-precision of an fp32 sum. FlashQLA's own driver uses -10.
+precision of an fp32 sum. If states of zero enter the sequences, the bound is -10, as in FlashQLA.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ...ops.delta_rule.base import RuleInputs
+from ...ops.state_maps.parts import entering_states, leaving_gradients
 from .hopper import HopperStages
 from .plan import Plan, stages
 
-_FORGOTTEN = -20.0
+_FORGOTTEN, _FORGOTTEN_FROM_ZERO = -20.0, -10.0
+
+
+class Kept(NamedTuple):
+    """The tensors of a forward that the backward reads; None if no states pass between parts."""
+
+    g_sum: Tensor  # [B, S, H] fp32, log-decay summed within chunks
+    A: Tensor  # [B, S, H, 64], inverse of the chunk's triangular system
+    entering: Tensor | None = None  # [P, H, K, V], the states that enter parts
+    through: Tensor | None = None  # [P, H, K, K]
+    chunks_back: Tensor | None = None  # [P, H] int32, number of first chunks that S_in reaches
+    passes_back: Tensor | None = None  # bool [P, H], whether dS_out reaches dS_in; from zero alone
+
+    def leaving(self, d_entering: Tensor, plan: Plan, d_final: Tensor | None) -> Tensor | None:
+        """The gradients of the states that leave parts."""
+        if self.passes_back is None:
+            return leaving_gradients(d_entering, self.through, plan.cut, d_final)
+        return stages().correct_terminal_states(
+            d_final, d_entering, self.through, self.passes_back, plan.cut.first
+        )
 
 
 class PartMaps(NamedTuple):
-    """The state maps of parts, and tensors that the forward and the backward share."""
+    """The state maps of parts, and the tensors that the backward reads."""
 
     plan: Plan
-    g_sum: Tensor  # [1, S, H] fp32, log-decay summed within chunks
-    A: Tensor  # [1, S, H, 64], inverse of the chunk's sums_and_inverses system
-    local: Tensor  # [P, H, K, V] fp32
-    through: Tensor  # [P, H, K, K] fp32
-    chunks_back: Tensor  # [P, H] int32, the number of a part's first chunks that S_in reaches
+    local: Tensor  # [P, H, K, V]
+    through: Tensor  # [P, H, K, K]
+    passes: Tensor | None  # bool [P, H], whether S_in reaches S_out; from zero alone
+    kept: Kept  # without entering states and ``through``
 
-    def saved(self, entering: Tensor | None) -> tuple[Any, ...]:
-        """The tensors that :class:`.rule.CarriedBackward` needs, in its order."""
-        kept = self.g_sum, self.A, self.chunks_back
-        return kept if self.plan.cut.are_sequences else (*kept, self.through, entering)
+    def entering(self, initial: Tensor | None) -> Tensor | None:
+        """The states that enter parts; None: all are zero."""
+        if self.passes is None:
+            return entering_states(self.local, self.through, self.plan.cut, initial)
+        return stages().correct_initial_states(
+            initial, self.local, self.through, self.passes, self.plan.cut.first
+        )
+
+    def saved(self, entering: Tensor | None) -> Kept:
+        if self.plan.cut.are_sequences and self.passes is None:
+            return self.kept
+        return self.kept._replace(entering=entering, through=self.through)
 
 
 def part_maps(
-    inputs: RuleInputs, plan: Plan, known: tuple[Tensor, Tensor] | None = None
+    inputs: RuleInputs,
+    plan: Plan,
+    known: tuple[Tensor, Tensor] | None = None,
+    *,
+    from_zero: bool = False,
 ) -> PartMaps:
-    """The state maps of parts; ``known`` are ``g_sum`` and ``A`` from an earlier forward."""
+    """The state maps of parts; ``known`` are ``g_sum`` and ``A`` from an earlier forward.
+
+    With ``from_zero``, states of zero enter the sequences, and the maps serve that forward and its
+    backward alone: as in FlashQLA they have k's dtype, and those of last parts are not computed.
+    """
     parts, run = plan.cut, stages()
     g_sum, A = sums_and_inverses(inputs, plan) if known is None else known
-    chunks, chunks_back, *_ = run.get_warmup_chunks_bidi(
-        g=g_sum, cu_seqlens=parts.offsets, ht_mask_fwd=parts.nowhere, ht_mask_bwd=parts.nowhere,
-        chunk_size=run.CHUNK_SIZE, threshold=_FORGOTTEN,
+    chunks, chunks_back, passes, passes_back = run.get_warmup_chunks_bidi(
+        g=g_sum, cu_seqlens=parts.offsets,
+        ht_mask_fwd=parts.closes if from_zero else parts.nowhere,
+        ht_mask_bwd=parts.opens if from_zero else parts.nowhere,
+        threshold=_FORGOTTEN_FROM_ZERO if from_zero else _FORGOTTEN,
     )  # fmt: skip
-    # The kernel counts chunks back from a part's end. A part that ends inside a chunk takes all of
-    # its chunks, because counting back from its end would miss the chunk grid.
-    if parts.ragged is not None:
-        chunks = torch.where(parts.ragged, parts.chunks, chunks)
-    # FlashQLA's own function rounds the maps to bf16.
-    wide = {"final_dtype": torch.float32} if isinstance(stages(), HopperStages) else {}
+    options = {}
+    if not from_zero:
+        passes = passes_back = None
+        # The kernel counts chunks back from a part's end. A part that ends inside a chunk takes all
+        # of its chunks, because counting back from its end would miss the chunk grid.
+        if parts.ragged is not None:
+            chunks = torch.where(parts.ragged, parts.chunks, chunks)
+        # FlashQLA's own function rounds the maps to k's dtype.
+        if isinstance(run, HopperStages):
+            options["final_dtype"] = torch.float32
     _, local, through = run.fused_gdr_h(
         k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, output_final_state=True,
-        output_h=False, cu_seqlens=parts.offsets, num_warmup_chunks=chunks, **wide,
+        output_h=False, cu_seqlens=parts.offsets, num_warmup_chunks=chunks, **options,
     )  # fmt: skip
-    return PartMaps(plan, g_sum, A, local.float(), through.float(), chunks_back)
+    if not from_zero:
+        local, through = local.float(), through.float()
+    kept = Kept(g_sum, A, chunks_back=chunks_back, passes_back=passes_back)
+    return PartMaps(plan, local, through, passes, kept)
 
 
 def sums_and_inverses(inputs: RuleInputs, plan: Plan) -> tuple[Tensor, Tensor]:
-    """``g_sum`` and ``A`` (see :class:`PartMaps`) of the sequences or batch rows."""
-    chunks = {"cu_seqlens": plan.context.cu_seqlens, "chunk_size": stages().CHUNK_SIZE}
-    g_sum = stages().chunk_local_cumsum(g=inputs.g, **chunks)
-    return g_sum, stages().kkt_solve(k=inputs.k, b=inputs.beta, **chunks)
+    """``g_sum`` and ``A`` (see :class:`Kept`) of the sequences or batch rows."""
+    sequences, _, _ = plan.boundaries
+    g_sum = stages().chunk_local_cumsum(g=inputs.g, cu_seqlens=sequences)
+    return g_sum, stages().kkt_solve(k=inputs.k, b=inputs.beta, cu_seqlens=sequences)
 
 
 def output(
-    inputs: RuleInputs,
-    g_sum: Tensor,
-    A: Tensor,
-    entering: Tensor | None,
-    offsets: Tensor | None,
-    owner: Tensor | None,
-    sequences: Tensor | None,
-    **wanted: bool,
+    inputs: RuleInputs, kept: Kept, entering: Tensor | None, plan: Plan, **wanted: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``o``, the states at chunks, and the states that leave sequences.
 
     ``entering`` are states of parts; None means zero. ``wanted`` are ``output_h`` and
     ``output_final_state``.
     """
+    sequences, parts, owners = plan.boundaries
     return stages().fused_gdr_fwd(
-        q=inputs.q, k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta,
-        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, cu_seqlens=offsets,
-        cp_seq_map=owner, raw_cu_seqlens=sequences, **wanted,
+        q=inputs.q, k=inputs.k, v=inputs.v, a=kept.A, g=kept.g_sum, b=inputs.beta,
+        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, cu_seqlens=parts,
+        cp_seq_map=owners, raw_cu_seqlens=sequences, **wanted,
     )  # fmt: skip
 
 
-def run_uncut(
-    inputs: RuleInputs, initial: Tensor | None, plan: Plan
-) -> tuple[Tensor, Tensor | None, tuple[Tensor, ...]]:
-    """``o`` and final states of sequences that are not cut, and the tensors to save."""
-    given = () if initial is None else (initial,)
-    # Training passes states of zero, so training and generation run the same compiled kernel.
-    if initial is None:
-        (H, V), K, device = inputs.v.shape[2:], inputs.k.shape[3], inputs.v.device
-        initial = torch.zeros(len(plan.cut.owner), H, K, V, dtype=torch.float32, device=device)
-    g_sum, A = sums_and_inverses(inputs, plan)
-    o, _, last = output(
-        inputs, g_sum, A, initial.contiguous(), *plan.carrying,
-        output_h=False, output_final_state=True,
-    )  # fmt: skip
-    return o, last, (g_sum, A, *given)
+def given_or_zero(initial: Tensor | None, inputs: RuleInputs, plan: Plan) -> Tensor:
+    """Initial states of all sequences, so that training and generation run one compiled kernel."""
+    if initial is not None:
+        return initial.contiguous()
+    (H, V), K, device = inputs.v.shape[2:], inputs.k.shape[3], inputs.v.device
+    return torch.zeros(len(plan.cut.owner), H, K, V, dtype=torch.float32, device=device)
 
 
 def gradients(
@@ -116,7 +145,7 @@ def gradients(
     first: Tensor | None,
     last_grad: Tensor | None,
     states: Tensor | None,
-    overwrite_last: bool = False,
+    overwrite_last: bool,
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, in the order of :class:`RuleInputs`.
 
@@ -125,9 +154,10 @@ def gradients(
     ``overwrite_last`` allows the kernel to write over ``last_grad``.
     """
     run = stages()
-    sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
+    sequences, parts, _ = plan.boundaries
+    sparing = {"overwrite_dht": overwrite_last} if isinstance(run, HopperStages) else {}
     common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
-              "cu_seqlens": plan.part_offsets}  # fmt: skip
+              "cu_seqlens": parts}  # fmt: skip
     if states is None:
         states, *_ = run.fused_gdr_h(
             initial_state=first, output_final_state=False, output_h=True, **common
@@ -136,8 +166,5 @@ def gradients(
         q=inputs.q, do=d_o, dht=last_grad, h=states, scale=inputs.k.shape[-1] ** -0.5,
         **common, **sparing,
     )  # fmt: skip
-    dg = run.chunk_local_cumsum(
-        dg, chunk_size=A.shape[-1], reverse=True, cu_seqlens=plan.context.cu_seqlens,
-        zero_last_chunk=True,
-    )  # fmt: skip
+    dg = run.chunk_local_cumsum(dg, reverse=True, cu_seqlens=sequences, zero_last_chunk=True)
     return dq, dk, dv, dg, dbeta
