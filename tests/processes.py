@@ -1,5 +1,6 @@
 """Processes of their own: this Python with other arguments, forks, and waiting for what they do."""
 
+import fcntl
 import multiprocessing
 import os
 import runpy
@@ -64,3 +65,13 @@ def until(condition) -> None:
     while not condition():
         assert time.monotonic() < end, "waited in vain"
         time.sleep(0.01)
+
+
+def is_free(lock: Path) -> bool:
+    """Whether no process holds the lock of this file."""
+    with open(lock) as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+    return True

@@ -28,7 +28,6 @@ from torch import Tensor
 
 from ..ops.delta_rule.base import RuleGrads, RuleInputs
 from ..ops.documents import Documents
-from ..ops.layout import Layout
 from ..ops.rules.base import Rule, RuleBackward, Saved
 from . import half_torch
 
@@ -78,9 +77,6 @@ class HalfOperands(Rule):
 
     def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
         return HalfOperands(wrapper(self.rule))
-
-    def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
-        self.rule.prepare(layout, torch.float16, states)
 
 
 def _kernels(x: Tensor) -> ModuleType:

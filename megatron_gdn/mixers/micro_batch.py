@@ -119,12 +119,8 @@ class MicroBatches:
         """Set the group of micro-batches that bring none; errors are the constructor's."""
         alone = group is None or group.size() == 1
         layout = _ANY_LAYOUT if alone else self._loader_layout.default_for_packed()
-        rule = self.latest_rule
-        first, *others = self._schemes_of(group, rule, layout)
+        self._schemes_of(group, self.latest_rule, layout)
         self.group = group
-        if not others:  # only one scheme can run, so its kernels are compiled now
-            states = first.name == LinearCpMode.CHUNKWISE
-            rule.prepare(first.layout, _dtype_of_rows(self._config), states)
 
     def of(
         self,

@@ -24,7 +24,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if arguments.for_a_run:
         _end_with_the_run()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    os.environ["MEGATRON_GDN_COMPILE_AHEAD"] = "0"  # layers built here start no other warm-up
     try:
         return _compile(arguments)
     except (ValueError, ImportError, OSError) as error:
@@ -58,12 +57,11 @@ def _compile(arguments: argparse.Namespace) -> int:
 
     model = model_of(arguments)
     with absent_hopper(arguments.multiprocessors), ExitStack() as locks:
-        tasks, parts = tasks_of(model, arguments)
+        tasks, heads = tasks_of(model, arguments)
         if not arguments.for_a_run:  # the run that started this command holds the locks
             # A run that starts meanwhile waits for the locks instead of compiling the same kernels.
-            for compiled_for in sorted(parts, key=str):
-                what = f"FlashQLA for {compiled_for}"
-                locks.enter_context(build_lock(compiled_for.lock, what))
+            for each in sorted(heads, key=str):
+                locks.enter_context(build_lock(each.lock, f"FlashQLA for {each}"))
         count = len(tasks)
         print(f"{count} kernels are looked up, and compiled where they are missing", flush=True)
         compiled, failures = run_tasks(tasks, arguments.processes)
@@ -73,9 +71,6 @@ def _compile(arguments: argparse.Namespace) -> int:
     if failures:
         print(f"{len(failures)} of {count} failed {took}: {', '.join(failures)}", flush=True)
         return 1
-    for compiled_for, finished in parts.items():
-        for part in finished:
-            compiled_for.done_file(part, arguments.multiprocessors).touch()
     done = f"{compiled} were compiled" if compiled else "all were there"
     print(f"{count} of {count} are ready {took}; {done}", flush=True)
     return 0

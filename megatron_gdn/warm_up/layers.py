@@ -153,25 +153,23 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
     return found
 
 
-def tasks_of(
-    model: Model, arguments: argparse.Namespace
-) -> tuple[list[Task], dict[Heads, set[str]]]:
-    """Return one task for each variant of a kernel, and the parts of FlashQLA by heads.
+def tasks_of(model: Model, arguments: argparse.Namespace) -> tuple[list[Task], set[Heads]]:
+    """Return one task for each variant of a kernel, and the heads that FlashQLA's variants are for.
 
     FlashQLA's kernels take longest to compile, so their tasks come first.
     """
     torch.set_num_threads(1)  # a fork has no copies of torch's threads
     backend = "flash_qla" if "flash_qla" in arguments.kernels else "auto"
     calls = calls_of(model, arguments.linear_cp_mode, arguments.parts, arguments.multiprocessors)
-    parts: dict[Heads, set[str]] = {}
+    found: set[Heads] = set()
     with kernels_noted() as noted, nothing_computed():
         for call in calls:
             run_layer(model, call, rule_operands=arguments.operands, backend=backend)
             if backend == "flash_qla":
-                parts.setdefault(expected_heads(), set()).add(call.part)
+                found.add(expected_heads())
 
     tasks = [task for task in noted.values() if task.kind in arguments.kernels]
-    return sorted(tasks, key=lambda task: task.kind != "flash_qla"), parts
+    return sorted(tasks, key=lambda task: task.kind != "flash_qla"), found
 
 
 def run_layer(model: Model, call: Call, **options: Any) -> None:
@@ -214,8 +212,6 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
             )  # fmt: skip
         out: Tensor = layer(x, None, packed_seq_params=packed)[0]
         out.backward(torch.zeros_like(out))
-        with torch.no_grad():
-            layer(x, None, packed_seq_params=packed)
 
 
 @contextmanager

@@ -197,6 +197,17 @@ def test_all_kernels_for_the_heads_are_compiled_ahead_once(cache, monkeypatch, c
     assert "`python -m megatron_gdn.warm_up --heads 16:32 --operands fp16`" in text
 
 
+@pytest.mark.parametrize("why", ["switched off", "Blackwell"])
+def test_no_command_is_started_without_need(cache, monkeypatch, why):
+    if why == "Blackwell":
+        monkeypatch.delenv("MEGATRON_GDN_COMPILE_AHEAD")
+        monkeypatch.setattr(flash_qla_builds, "_capability", lambda: (10, 0))
+    monkeypatch.setattr(flash_qla_builds.subprocess, "Popen", None)
+    kernel = watched(cache)
+    kernel.compile(32)
+    assert kernel.made == [(32,)]
+
+
 def test_a_kernel_that_tilelang_has_not_kept_is_not_there(cache):
     kernel = Kernel(cache)
     entry = CacheEntry.of(kernel, (32,), {}, "9.0")

@@ -108,7 +108,7 @@ from megatron_gdn.warm_up.layers import model_of, tasks_of
 from megatron_gdn.warm_up.tasks import run_tasks
 arguments = parse(["--heads", "2:4", "--parts", "uncut", "--kernels", "flash_qla"])
 with absent_hopper():
-    tasks, parts = tasks_of(model_of(arguments), arguments)
+    tasks, _ = tasks_of(model_of(arguments), arguments)
     quick = [task for task in tasks if "cumsum" in task.name]
     print(len(tasks), len(quick), *run_tasks(quick, 2))
 """

@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from functools import partial, wraps
 from hashlib import sha256
 from pathlib import Path
@@ -32,11 +31,10 @@ logger = logging.getLogger(__name__)
 HOPPER = (9, 0)
 # With this variable set to 0, a process compiles missing kernels itself, one after the other.
 _SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
-# Groups of kernels. "cut" is for a long sequence in parts, "rows" for a batch, "uncut" for short
+# Groups of kernels: "cut" is for a long sequence in parts, "rows" for a batch, "uncut" for short
 # documents. Some runs also need "states" (chunkwise context parallelism), "whole" (batch-invariant
 # mode) and "again" (a second run of the forward).
 USUAL_PARTS = ("cut", "rows", "uncut")
-PARTS = (*USUAL_PARTS, "states", "whole", "again")
 
 
 class Heads(NamedTuple):
@@ -60,16 +58,11 @@ class Heads(NamedTuple):
         """The file that a process locks while it compiles for these heads."""
         return cache_folder() / f"flash_qla-{self.key}-{self.value}-{self.operands}.lock"
 
-    def done_file(self, part: str, multiprocessors: int) -> Path:
-        """A file that exists once all kernels of ``part`` are compiled."""
-        key = self.key, self.value, self.operands, part, multiprocessors
-        return cache_folder() / "-".join(map(str, ("ready", *key)))
-
     def __str__(self) -> str:
         return f"{self.key}:{self.value} heads in {self.operands}"
 
 
-_heads, _part = Heads(0, 0, torch.bfloat16), PARTS[0]  # set_next_calls sets both
+_heads, _part = Heads(0, 0, torch.bfloat16), "cut"  # set_next_calls sets both
 # Warm-up commands that this process has started. Dropping a Popen object would close the command's
 # standard input, and the command would end.
 _started: dict[Heads, subprocess.Popen] = {}
@@ -84,19 +77,6 @@ def set_next_calls(heads: Heads, part: str) -> None:
 def expected_heads() -> Heads:
     """The heads of FlashQLA's next call."""
     return _heads
-
-
-def compile_early(heads: Heads, part: str) -> None:
-    """Start compiling the kernels of a new layer, those of ``part`` first, without waiting."""
-    wanted = torch.cuda.is_available() and cache_is_used() and _may_start(heads)
-    if not wanted or heads.done_file(part, multiprocessors()).exists():
-        return
-    with (
-        suppress(OSError),  # if the folder is read-only, the first kernel call reports it
-        build_lock(heads.lock, f"FlashQLA for {heads}", wait=False) as lock,
-    ):
-        if lock is not None:
-            _start_command(heads, part, lock)
 
 
 def watch_builds(kernels: list[Any]) -> None:
@@ -154,8 +134,8 @@ def command(heads: Heads, part: str) -> list[str]:
 
 def _may_start(heads: Heads) -> bool:
     """Whether this process may start the warm-up command for ``heads`` on its GPU."""
-    wanted = heads.key > 0 and heads not in _started and os.environ.get(_SWITCH, "1") != "0"
-    return wanted and _capability() == HOPPER
+    switched_on = os.environ.get(_SWITCH, "1") != "0"
+    return heads.key > 0 and heads not in _started and switched_on and _capability() == HOPPER
 
 
 def _capability() -> tuple[int, int]:

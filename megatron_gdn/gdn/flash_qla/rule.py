@@ -7,12 +7,10 @@ sums the heads.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ...ops.delta_rule.base import RuleGrads, RuleInputs
 from ...ops.documents import Documents, documents_of_rows
-from ...ops.layout import Layout
 from ...ops.rules.base import (
     Bits,
     Rule,
@@ -25,7 +23,7 @@ from ...ops.rules.base import (
 )
 from ...ops.state_maps.parts import compose, initial_gradients
 from ...ops.state_maps.state_map import StateMap
-from .builds import Heads, compile_early, set_next_calls
+from .builds import Heads, set_next_calls
 from .plan import Plan, plan_of, plan_of_rows, plan_of_whole, stages
 from .states import Kept, PartMaps, given_or_zero, gradients, output, part_maps, sums_and_inverses
 
@@ -169,12 +167,6 @@ class FlashQlaRule(Rule):
         part = "whole" if self.bits is Bits.ON_GRID else "states" if states else plan.part
         set_next_calls(Heads(inputs.k.shape[2], heads, inputs.k.dtype), part)
         return plan
-
-    def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
-        heads = Heads(layout.heads("key"), layout.heads("value"), dtype)
-        # Rows of usual lengths are cut into parts, so these kernels are compiled first.
-        part = "whole" if self.bits is Bits.ON_GRID else "cut"
-        compile_early(heads, "states" if states else part)
 
     def why_not_heads(self, heads: int) -> str | None:
         if heads % 2 == 0:

@@ -57,11 +57,7 @@ def compiled_under_lock(name: str, compile: Callable) -> Callable:
 
 @contextmanager
 def build_lock(
-    path: Path,
-    what: str,
-    found: Callable[[], bool] = lambda: False,
-    patience: float = 0.0,
-    wait: bool = True,
+    path: Path, what: str, found: Callable[[], bool] = lambda: False, patience: float = 0.0
 ) -> Iterator[int | None]:
     """Hold the lock of the file ``path`` while building ``what``; the file is never removed.
 
@@ -73,7 +69,7 @@ def build_lock(
     file, began = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic()
     taken = said = False
     try:
-        while not (there := found()) and not (taken := _try_to_lock(file)) and wait:
+        while not (there := found()) and not (taken := _try_to_lock(file)):
             if not said and time.monotonic() - began >= patience:
                 said = True
                 holder = os.pread(file, 100, 0).decode(errors="replace") or "another process"

@@ -20,7 +20,6 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..layout import Layout
 from ..state_maps.state_map import StateMap
 
 
@@ -146,13 +145,6 @@ class Rule:
     ) -> RuleBackward:
         """Begin a backward. The rule owns ``d_o`` and may free it."""
         return self.backward(self, d_o, inputs, saved, documents)
-
-    def prepare(self, layout: Layout, dtype: torch.dtype, states: bool) -> None:
-        """Start to compile the rule's kernels; a layer calls this method when it is built.
-
-        ``layout`` is the layout on this rank. ``dtype`` is the inputs' dtype if ``operand_dtype``
-        is None. ``states``: whether the rule gets initial states and returns final states.
-        """
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
         """The part of a forward's ``saved`` that its second run reads: few bytes per token."""
