@@ -42,14 +42,11 @@ def absent_hopper(multiprocessors: int = 132) -> Iterator[None]:
         "get_device_properties": lambda device=None: properties,
         "synchronize": lambda device=None: None,
     }
-    with ExitStack() as patches:
+    import triton
+
+    with patch.object(triton.runtime.driver, "_active", HopperDriver()), ExitStack() as patches:
         for name, answer in answers.items():
             patches.enter_context(patch.object(torch.cuda, name, answer))
-        if find_spec("triton") is not None:
-            import triton
-
-            driver = triton.runtime.driver
-            patches.enter_context(patch.object(driver, "_active", HopperDriver()))
         if find_spec("tilelang") is not None:
             from tilelang.contrib import nvcc  # pyright: ignore[reportMissingImports]
 

@@ -17,11 +17,12 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from importlib.util import find_spec
 from multiprocessing.connection import wait
+from pathlib import Path
 from tempfile import TemporaryFile
 from typing import Any, NamedTuple, TextIO
 from unittest.mock import patch
 
-from ..gdn.flash_qla.builds import CacheEntry, expected_heads
+from ..gdn.flash_qla.builds import cache_entry, expected_heads, kernel_of, remember
 from .absent_gpu import ARCH
 
 _FORK = multiprocessing.get_context("fork")
@@ -90,31 +91,30 @@ def _run_in_fork(task: Task, output: TextIO) -> None:
 def kernels_noted() -> Iterator[dict[Any, Task]]:
     """Inside, FlashQLA and Triton run no kernels; each variant is recorded once, as a task."""
     recorded: dict[Any, Task] = {}
-    with ExitStack() as patches:
+    with _triton_recorded(recorded), ExitStack() as patches:
         if find_spec("tilelang") is not None:
             from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
 
             patches.enter_context(patch.object(JITImpl, "__call__", _record_tilelang(recorded)))
-        if find_spec("triton") is not None:
-            patches.enter_context(_triton_recorded(recorded))
         yield recorded
 
 
 def _record_tilelang(recorded: dict[Any, Task]) -> Callable:
     def record(kernel: Any, *args: Any, **kwargs: Any) -> Callable:
         kernel.target = _TARGET
-        entry = CacheEntry.of(kernel, args, kwargs, ARCH)
+        entry = cache_entry(kernel, args, kwargs, ARCH)
         compile = partial(_compile_tilelang, entry, kernel, args, kwargs)
-        recorded.setdefault(entry, Task(f"{entry.name}, {expected_heads()}", compile, "flash_qla"))
+        name = f"{kernel_of(entry)}, {expected_heads()}"
+        recorded.setdefault(entry, Task(name, compile, "flash_qla"))
         return lambda *tensors, **named: None
 
     return record
 
 
-def _compile_tilelang(entry: CacheEntry, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    if entry.is_there():
+def _compile_tilelang(entry: Path, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    if entry.exists():
         return False
-    entry.remember(kernel.compile.__wrapped__(*args, **kwargs))
+    remember(entry, kernel.compile.__wrapped__(*args, **kwargs))
     return True
 
 

@@ -2,10 +2,12 @@
 
 from collections import Counter
 from itertools import pairwise
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import torch
 
+from megatron_gdn.gdn.flash_qla import builds
 from megatron_gdn.gdn.flash_qla import plan as flash_qla_plan
 from megatron_gdn.gdn.flash_qla import rule as flash_qla
 from megatron_gdn.gdn.flash_qla import states as flash_qla_states
@@ -15,6 +17,12 @@ from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps import parts
 from megatron_gdn.ops.state_maps.parts import CHUNK
 from tests.ops.delta_rule.states import Oracle
+
+
+def keep_cache_in(folder, monkeypatch, enabled=True) -> None:
+    """As if tilelang kept its kernels in ``folder``."""
+    env = SimpleNamespace(TILELANG_CACHE_DIR=str(folder), is_cache_enabled=lambda: enabled)
+    monkeypatch.setattr(builds, "tilelang_env", lambda: env)
 
 
 class StandInContext(NamedTuple):

@@ -6,14 +6,15 @@ import signal
 import sys
 import time
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_gdn.gdn.flash_qla import builds
-from megatron_gdn.gdn.flash_qla.builds import Heads, tilelang_cache
+from megatron_gdn.gdn.flash_qla.builds import Heads
 from tests.processes import fork, is_free, until
+
+from .stand_ins import keep_cache_in
 
 # As `python -m megatron_gdn.warm_up --for-a-run`: a fork compiles, the process ends with its input.
 COMPILES = """
@@ -26,10 +27,10 @@ if os.fork() == 0:
     (folder / "written").rename(folder / "fork")  # who finds it reads all of it
     time.sleep(1000)
 time.sleep(quick)
-(folder / "quick").touch()
+(folder / "quick-digest").touch()
 print("1 of 2 kernels", flush=True)
 time.sleep(slow)
-(folder / "slow").touch()
+(folder / "slow-digest").touch()
 print("2 of 2 kernels", flush=True)
 os.kill(int((folder / "fork").read_text()), 9)
 """
@@ -58,11 +59,9 @@ class Kernel:
 
 
 def call(folder: Path, wanted: str) -> Kernel:
-    kernel = Kernel(folder / wanted)
-    entry = SimpleNamespace(name=wanted, is_there=kernel.entry.exists, remember=lambda made: None)
+    kernel = Kernel(folder / f"{wanted}-digest")
     builds._capability = lambda: builds.HOPPER
-    builds.cache_is_used = lambda: True
-    builds.CacheEntry = SimpleNamespace(of=lambda *call: entry)
+    builds.cache_entry = lambda *call: kernel.entry
     builds.set_next_calls(HEADS, "cut")
     builds.watch_builds([kernel])
     kernel.compile()
@@ -81,7 +80,7 @@ def want(folder: Path, quick: float, slow: float, wanted: str) -> None:
 
 @pytest.fixture
 def rank(tmp_path, monkeypatch):
-    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
+    keep_cache_in(tmp_path, monkeypatch)
     monkeypatch.delenv("MEGATRON_GDN_COMPILE_AHEAD", raising=False)
     monkeypatch.setattr(builds, "_started", {})
     started = []
@@ -99,13 +98,13 @@ def test_ranks_go_on_with_their_kernel_while_one_command_compiles_the_rest(tmp_p
     for _ in range(3):
         rank(0.2, 3, "quick")
     until(lambda: len(list(tmp_path.glob("goes on *"))) == 3)
-    assert not (tmp_path / "slow").exists()
+    assert not (tmp_path / "slow-digest").exists()
     assert not is_free(HEADS.lock), "the processes that compile hold the lock"
-    until((tmp_path / "slow").exists)
+    until((tmp_path / "slow-digest").exists)
     until(lambda: is_free(HEADS.lock))
     said = (tmp_path / "log").read_text()
     assert said.count("for 2:4 heads in bf16 are compiled from here on") == 1
-    assert str(tilelang_cache()) in said
+    assert f"into {tmp_path}" in said
     assert "`python -m megatron_gdn.warm_up --heads 2:4 --operands bf16`" in said
     assert "1 of 2 kernels" in said and "2 of 2 kernels" in said
 
@@ -124,29 +123,11 @@ def test_compilers_that_fail_are_quoted_and_nobody_waits_for_them(
     tmp_path, rank, monkeypatch, caplog, capfd
 ):
     fails = [sys.executable, "-c", "raise SystemExit('nvcc is not there')"]
-    for name, stand_in in {
-        "command": lambda heads, part: fails, "_capability": None, "cache_is_used": None,
-        "CacheEntry": None,
-    }.items():  # fmt: skip
-        monkeypatch.setattr(builds, name, stand_in)  # and puts back what call() sets
+    monkeypatch.setattr(builds, "command", lambda heads, part: fails)
+    for name in ("_capability", "cache_entry"):
+        monkeypatch.setattr(builds, name, None)  # and puts back what call() sets
     assert call(tmp_path, "quick").made_here == 1
     assert call(tmp_path, "slow").made_here == 1, "by this process, which starts no others again"
     assert capfd.readouterr().err.count("nvcc is not there") == 1
     assert caplog.text.count("compiled from here on") == 1
     assert "compiles FlashQLA's quick for 2:4 heads in bf16 in this process" in caplog.text
-
-
-def test_the_cache_is_found_without_tilelang_where_tilelang_has_it(tmp_path, monkeypatch):
-    pytest.importorskip("tilelang")
-    from tilelang import env
-
-    for folder in (None, str(tmp_path)):
-        if folder is None:
-            monkeypatch.delenv("TILELANG_CACHE_DIR", raising=False)
-        else:
-            monkeypatch.setenv("TILELANG_CACHE_DIR", folder)
-        with monkeypatch.context() as without:
-            without.delitem(sys.modules, "tilelang")
-            found = tilelang_cache()
-        assert found == Path(env.TILELANG_CACHE_DIR) == tilelang_cache()
-    assert os.environ["TILELANG_CACHE_DIR"] == str(tmp_path)

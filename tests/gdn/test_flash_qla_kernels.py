@@ -9,8 +9,16 @@ import torch
 
 from megatron_gdn.gdn.flash_qla import builds as flash_qla_builds
 from megatron_gdn.gdn.flash_qla import fences
-from megatron_gdn.gdn.flash_qla.builds import CacheEntry, Heads, set_next_calls, watch_builds
+from megatron_gdn.gdn.flash_qla.builds import (
+    Heads,
+    cache_entry,
+    remember,
+    set_next_calls,
+    watch_builds,
+)
 from megatron_gdn.ops.obstacles import say_once
+
+from .stand_ins import keep_cache_in
 
 HEAD = 'extern "C" __global__ void __launch_bounds__(512, 1) tilelang_fused_chunk_gdr_bwd_kernel('
 # Warps that compute fill `sent` and signal; another warp sends it out. `kept` never leaves.
@@ -142,8 +150,7 @@ class Kernel:
 
 @pytest.fixture
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(flash_qla_builds, "cache_is_used", lambda: True)
+    keep_cache_in(tmp_path, monkeypatch)
     monkeypatch.setattr(flash_qla_builds, "_capability", lambda: (9, 0))
     monkeypatch.setenv("MEGATRON_GDN_COMPILE_AHEAD", "0")
     monkeypatch.setattr(flash_qla_builds, "_started", {})
@@ -210,25 +217,25 @@ def test_no_command_is_started_without_need(cache, monkeypatch, why):
 
 def test_a_kernel_that_tilelang_has_not_kept_is_not_there(cache):
     kernel = Kernel(cache)
-    entry = CacheEntry.of(kernel, (32,), {}, "9.0")
+    entry = cache_entry(kernel, (32,), {}, "9.0")
     for unkept in (SimpleNamespace(), SimpleNamespace(_tilelang_cache_path=str(cache / "lost"))):
-        entry.remember(unkept)
-        assert not entry.is_there()
-    entry.remember(kernel.compile(32))
-    assert entry.is_there()
+        remember(entry, unkept)
+        assert not entry.exists()
+    remember(entry, kernel.compile(32))
+    assert entry.exists()
 
 
 def test_a_copy_of_the_cache_elsewhere_has_its_kernels(tmp_path, monkeypatch):
     (tmp_path / "here").mkdir()
     kernel = Kernel(tmp_path / "here")
-    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "here"))
-    CacheEntry.of(kernel, (32,), {}, "9.0").remember(kernel.compile(32))
+    keep_cache_in(tmp_path / "here", monkeypatch)
+    remember(cache_entry(kernel, (32,), {}, "9.0"), kernel.compile(32))
     (tmp_path / "here").rename(tmp_path / "there")
-    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path / "there"))
-    assert CacheEntry.of(kernel, (32,), {}, "9.0").is_there()
+    keep_cache_in(tmp_path / "there", monkeypatch)
+    assert cache_entry(kernel, (32,), {}, "9.0").exists()
 
 
 def test_a_cache_that_is_switched_off_is_left_alone(cache, monkeypatch):
-    monkeypatch.setattr(flash_qla_builds, "cache_is_used", lambda: False)
+    keep_cache_in(cache, monkeypatch, enabled=False)
     watched(cache).compile(32)
     assert [path.name for path in cache.iterdir()] == ["entry-(32,)-[]"]

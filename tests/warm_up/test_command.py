@@ -20,6 +20,7 @@ from megatron_gdn.warm_up.__main__ import main, parse
 from megatron_gdn.warm_up.layers import Model, calls_of, model_of, read_model
 from megatron_gdn.warm_up.tasks import Task, run_tasks
 from tests.examples.commands import commands_of, pages
+from tests.gdn.stand_ins import keep_cache_in
 from tests.processes import FORK, fork
 
 DIMS = GDNDims(
@@ -251,8 +252,7 @@ def test_what_cannot_be_compiled_is_said_on_one_line(tmp_path, capfd, monkeypatc
 
 
 def test_a_run_is_told_once_all_is_there(tmp_path, monkeypatch, capfd):
-    monkeypatch.setenv("TILELANG_CACHE_DIR", str(tmp_path))
-    monkeypatch.delitem(sys.modules, "tilelang", raising=False)
+    keep_cache_in(tmp_path, monkeypatch)
     heads = Heads(16, 32, torch.float16)
 
     def compile() -> bool:

@@ -89,38 +89,43 @@ def watch_builds(kernels: list[Any]) -> None:
 
 def _compile_once(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any) -> Any:
     """Load a kernel from disk once some process has compiled it, or compile it here."""
-    if not cache_is_used():
+    if not tilelang_env().is_cache_enabled():
         return compile_here(*args, **kwargs)
-    entry = CacheEntry.of(kernel, args, kwargs, ".".join(map(str, _capability())))
-    if not entry.is_there():
-        what = f"FlashQLA's {entry.name} for {_heads}"
-        with build_lock(_heads.lock, what, entry.is_there) as lock:
-            if lock is not None and _may_start(_heads):
-                process = _start_command(_heads, _part, lock)
-                while not entry.is_there() and process.poll() is None:
+    entry = cache_entry(kernel, args, kwargs, ".".join(map(str, _capability())))
+    if not entry.exists():
+        what = f"FlashQLA's {kernel_of(entry)} for {_heads}"
+        with build_lock(_heads.lock, what, entry.exists) as lock:
+            if lock is not None and _may_start():
+                process = _start_command(lock)
+                while not entry.exists() and process.poll() is None:
                     time.sleep(0.1)
-            if lock is not None and not entry.is_there():
+            if lock is not None and not entry.exists():
                 logger.warning("compiles %s in this process; takes up to a minute", what)
                 compiled = compile_here(*args, **kwargs)
-                entry.remember(compiled)
+                remember(entry, compiled)
                 return compiled
     return compile_here(*args, **kwargs)  # tilelang finds the kernel on disk
 
 
-def _start_command(heads: Heads, part: str, lock: int) -> subprocess.Popen:
+def _may_start() -> bool:
+    switched_on = os.environ.get(_SWITCH, "1") != "0"
+    return _heads.key > 0 and _heads not in _started and switched_on and _capability() == HOPPER
+
+
+def _start_command(lock: int) -> subprocess.Popen:
     """Start the warm-up command, which inherits ``lock`` and ends with this process."""
     logger.warning(
         "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d cores, into %s. "
         "`python -m megatron_gdn.warm_up %s` does this before a run.",
-        heads, len(os.sched_getaffinity(0)), tilelang_cache(), heads.flags,
+        _heads, len(os.sched_getaffinity(0)), tilelang_env().TILELANG_CACHE_DIR, _heads.flags,
     )  # fmt: skip
-    _started[heads] = subprocess.Popen(
+    _started[_heads] = subprocess.Popen(
         # When this process ends, the system closes the pipe, and the command ends too.
-        command(heads, part), stdin=subprocess.PIPE, stdout=2, pass_fds=[lock],
+        command(_heads, _part), stdin=subprocess.PIPE, stdout=2, pass_fds=[lock],
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
     )  # fmt: skip
-    return _started[heads]
+    return _started[_heads]
 
 
 def command(heads: Heads, part: str) -> list[str]:
@@ -132,12 +137,6 @@ def command(heads: Heads, part: str) -> list[str]:
     ]  # fmt: skip
 
 
-def _may_start(heads: Heads) -> bool:
-    """Whether this process may start the warm-up command for ``heads`` on its GPU."""
-    switched_on = os.environ.get(_SWITCH, "1") != "0"
-    return heads.key > 0 and heads not in _started and switched_on and _capability() == HOPPER
-
-
 def _capability() -> tuple[int, int]:
     return torch.cuda.get_device_capability()
 
@@ -147,47 +146,34 @@ def multiprocessors() -> int:
     return torch.cuda.get_device_properties().multi_processor_count
 
 
-def tilelang_cache() -> Path:
-    """The folder of tilelang's cache, found without importing tilelang."""
-    if "tilelang" in sys.modules:  # a program may have set another folder in tilelang.env
-        return Path(sys.modules["tilelang"].env.TILELANG_CACHE_DIR)
-    return Path(os.environ.get("TILELANG_CACHE_DIR", os.path.expanduser("~/.tilelang/cache")))
+def tilelang_env() -> Any:
+    """tilelang's settings, which a program may have changed."""
+    from tilelang import env  # pyright: ignore[reportMissingImports]
+
+    return env
 
 
 def cache_folder() -> Path:
     """This package's folder in tilelang's cache, one for each pair of versions."""
     packages = ("tilelang", "flash-qla")
     versions = (f"{name}-{installed_version(name) or 'unknown'}" for name in packages)
-    return tilelang_cache() / "megatron_gdn" / "-".join(versions)
+    return Path(tilelang_env().TILELANG_CACHE_DIR, "megatron_gdn", "-".join(versions))
 
 
-def cache_is_used() -> bool:
-    """Whether tilelang keeps its kernels on disk, found without importing tilelang."""
-    if "tilelang" in sys.modules:
-        return sys.modules["tilelang"].env.is_cache_enabled()
-    return os.environ.get("TILELANG_DISABLE_CACHE", "0").lower() not in ("1", "true", "yes", "on")
+def cache_entry(kernel: Any, args: tuple, kwargs: dict[str, Any], arch: str) -> Path:
+    """A file that exists once tilelang's cache has ``kernel`` for these arguments."""
+    configs = sorted((kernel.pass_configs or {}).items())
+    described = kernel.func_source, args, sorted(kwargs.items()), configs, arch
+    digest = sha256(repr(described).encode()).hexdigest()[:32]
+    return cache_folder() / f"{kernel.func.orig_func.__name__.removeprefix('tilelang_')}-{digest}"
 
 
-class CacheEntry(NamedTuple):
-    """A kernel's name, and a file that exists once tilelang's cache has the kernel."""
+def kernel_of(entry: Path) -> str:
+    return entry.name.rpartition("-")[0]
 
-    name: str
-    file: Path
 
-    @classmethod
-    def of(cls, kernel: Any, args: tuple, kwargs: dict[str, Any], arch: str) -> CacheEntry:
-        """The entry of ``kernel``, an object of tilelang's decorator, for these arguments."""
-        name = kernel.func.orig_func.__name__.removeprefix("tilelang_")
-        configs = sorted((kernel.pass_configs or {}).items())
-        described = kernel.func_source, args, sorted(kwargs.items()), configs, arch
-        digest = sha256(repr(described).encode()).hexdigest()[:32]
-        return cls(name, cache_folder() / f"{name}-{digest}")
-
-    def is_there(self) -> bool:
-        return self.file.exists()
-
-    def remember(self, compiled: Any) -> None:
-        """Create the file if tilelang has stored the ``compiled`` kernel on disk."""
-        if os.path.isdir(getattr(compiled, "_tilelang_cache_path", None) or ""):
-            self.file.parent.mkdir(parents=True, exist_ok=True)
-            self.file.touch()
+def remember(entry: Path, compiled: Any) -> None:
+    """Create the file ``entry`` if tilelang has stored the ``compiled`` kernel on disk."""
+    if os.path.isdir(getattr(compiled, "_tilelang_cache_path", None) or ""):
+        entry.parent.mkdir(parents=True, exist_ok=True)
+        entry.touch()
