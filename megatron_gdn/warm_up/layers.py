@@ -104,11 +104,6 @@ class Call(NamedTuple):
     documents: int | None  # documents of equal length in the one row; None: not packed
     layout: str
 
-    @property
-    def mode(self) -> str:
-        """The value of ``linear_cp_mode``."""
-        return "chunkwise" if self.part == "states" else "headwise"
-
 
 def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: int) -> list[Call]:
     """List the calls that a rank of the run may make; ``mode`` is ``linear_cp_mode``.
@@ -195,7 +190,8 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
     if call.part == "again":
         options["recompute"] = "full"
     if cp > 1:
-        options |= {"linear_cp_mode": call.mode, "cp_layout": call.layout}
+        mode = "chunkwise" if call.part == "states" else "headwise"
+        options |= {"linear_cp_mode": mode, "cp_layout": call.layout}
     with _fake_groups(tp, cp) as groups:
         spec = gated_delta_net_spec("local", **options)
         layer: Any = build_module(spec, config, layer_number=1, pg_collection=groups)

@@ -90,17 +90,15 @@ def _run_in_fork(task: Task, output: TextIO) -> None:
 @contextmanager
 def kernels_noted() -> Iterator[dict[Any, Task]]:
     """Inside, FlashQLA and Triton run no kernels; each variant is recorded once, as a task."""
+    from triton.runtime.autotuner import Autotuner
+    from triton.runtime.jit import JITFunction
+
+    from ..ops.kernels import launch
+
     recorded: dict[Any, Task] = {}
-    with _triton_recorded(recorded), ExitStack() as patches:
-        if find_spec("tilelang") is not None:
-            from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
+    run = JITFunction.run
 
-            patches.enter_context(patch.object(JITImpl, "__call__", _record_tilelang(recorded)))
-        yield recorded
-
-
-def _record_tilelang(recorded: dict[Any, Task]) -> Callable:
-    def record(kernel: Any, *args: Any, **kwargs: Any) -> Callable:
+    def record_tilelang(kernel: Any, *args: Any, **kwargs: Any) -> Callable:
         kernel.target = _TARGET
         entry = cache_entry(kernel, args, kwargs, ARCH)
         compile = partial(_compile_tilelang, entry, kernel, args, kwargs)
@@ -108,43 +106,39 @@ def _record_tilelang(recorded: dict[Any, Task]) -> Callable:
         recorded.setdefault(entry, Task(name, compile, "flash_qla"))
         return lambda *tensors, **named: None
 
-    return record
-
-
-def _compile_tilelang(entry: Path, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    if entry.exists():
-        return False
-    remember(entry, kernel.compile.__wrapped__(*args, **kwargs))
-    return True
-
-
-@contextmanager
-def _triton_recorded(recorded: dict[Any, Task]) -> Iterator[None]:
-    from triton.runtime.autotuner import Autotuner
-    from triton.runtime.jit import JITFunction
-
-    from ..ops.kernels import launch
-
-    run = JITFunction.run
-
-    def record(self: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any) -> None:
-        compile = self._do_compile
+    def record_triton(
+        kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any
+    ) -> None:
+        compile = kernel._do_compile
 
         def record_variant(key: Any, *more: Any) -> None:
-            task = Task(self.__name__, partial(_compile_triton, compile, key, *more))
-            recorded.setdefault((self, repr(key)), task)
+            task = Task(kernel.__name__, partial(_compile_triton, compile, key, *more))
+            recorded.setdefault((kernel, repr(key)), task)
 
-        with patch.object(self, "_do_compile", record_variant):
-            run(self, *args, grid=grid, warmup=True, **kwargs)
+        with patch.object(kernel, "_do_compile", record_variant):
+            run(kernel, *args, grid=grid, warmup=True, **kwargs)
 
     with (
-        patch.object(JITFunction, "run", record),
+        patch.object(JITFunction, "run", record_triton),
         # fla's autotuned kernels are not compiled: the first step of a run times them on its GPU.
         patch.object(Autotuner, "run", lambda *_, **__: None),
         # Every launch goes through Triton's own run, which is patched above.
         patch.object(launch, "_has_launch_hooks", lambda kernel: True),
+        ExitStack() as patches,
     ):
-        yield
+        if find_spec("tilelang") is not None:
+            from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
+
+            patches.enter_context(patch.object(JITImpl, "__call__", record_tilelang))
+        yield recorded
+
+
+def _compile_tilelang(entry: Path, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Compile the kernel; return False if it was in tilelang's cache on disk."""
+    if entry.exists():
+        return False
+    remember(entry, kernel.compile.__wrapped__(*args, **kwargs))
+    return True
 
 
 def _compile_triton(compile: Callable, *variant: Any) -> bool:

@@ -120,20 +120,25 @@ def test_the_same_bits(case, monkeypatch):
     own = flash_qla_plan.own_stages()
 
     class Own:
-        """FlashQLA's functions, and its kernel of states as the layer wants it, in fp32."""
+        """FlashQLA's functions, and its kernel of states as context parallelism has it, in fp32."""
 
         def __getattr__(self, name):
             return getattr(own, name)
 
-        def fused_gdr_h(self, *args, num_warmup_chunks=None, **kwargs):
-            if num_warmup_chunks is None:
-                return own.fused_gdr_h(*args, **kwargs)
+        def get_warmup_chunks_bidi(self, **kwargs):
+            self.from_zero = bool(kwargs["ht_mask_fwd"].any())
+            return own.get_warmup_chunks_bidi(**kwargs)
+
+        def fused_gdr_h(self, num_warmup_chunks=None, **kwargs):
+            if num_warmup_chunks is None or self.from_zero:
+                return own.fused_gdr_h(num_warmup_chunks=num_warmup_chunks, **kwargs)
             return held.fused_gdr_h(
-                *args, num_warmup_chunks=num_warmup_chunks, final_dtype=torch.float32, **kwargs
+                num_warmup_chunks=num_warmup_chunks, final_dtype=torch.float32, **kwargs
             )
 
+    functions = Own()
     for module in (flash_qla, flash_qla_plan, flash_qla_states):
-        monkeypatch.setattr(module, "stages", Own)
+        monkeypatch.setattr(module, "stages", lambda: functions)
     forget_plans()
     runs.append(list(all_of(rule, inputs, d_o, documents)))
     forget_plans()

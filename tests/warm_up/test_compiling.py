@@ -8,12 +8,19 @@ import sys
 import threading
 import time
 from importlib.util import find_spec
+from types import SimpleNamespace
 
 import pytest
 
 pytest.importorskip("triton", minversion="3.6")
 
-from megatron_gdn.ops.kernels.builds import compiled_under_lock
+from megatron_gdn.ops.kernels.builds import compile_in_one_process
+
+
+def under_lock(compile):
+    kernel = SimpleNamespace(__name__="mix_kernel", _do_compile=compile)
+    compile_in_one_process(kernel)
+    return kernel._do_compile
 
 
 def run(folder, *arguments: str) -> str:
@@ -39,9 +46,9 @@ def test_a_slow_compilation_says_so_while_it_runs(tmp_path, monkeypatch, caplog)
         assert "compiles Triton's mix_kernel" in caplog.text and "warm_up" in caplog.text
         return of.upper()
 
-    assert compiled_under_lock("mix_kernel", slow)("made") == "MADE"
+    assert under_lock(slow)("made") == "MADE"
     caplog.clear()
-    assert compiled_under_lock("mix_kernel", str.upper)("made") == "MADE" and not caplog.text
+    assert under_lock(str.upper)("made") == "MADE" and not caplog.text
 
 
 def test_variants_of_a_kernel_do_not_wait_for_each_other(tmp_path, monkeypatch, caplog):
@@ -49,17 +56,15 @@ def test_variants_of_a_kernel_do_not_wait_for_each_other(tmp_path, monkeypatch, 
     import triton
 
     monkeypatch.setattr(triton.knobs.cache, "dir", str(tmp_path))
-    compiled_under_lock("mix_kernel", str.upper)("first")
+    under_lock(str.upper)("first")
     (lock,) = (tmp_path / "megatron_gdn").iterdir()
     code = "import fcntl, sys, time; f = open(sys.argv[1]); fcntl.flock(f, 2); print(1, flush=True)"
     command = [sys.executable, "-c", f"{code}; time.sleep(60)", str(lock)]
     with subprocess.Popen(command, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline()
-        assert (
-            compiled_under_lock("mix_kernel", str.upper)("second") == "SECOND" and not caplog.text
-        )
+        assert under_lock(str.upper)("second") == "SECOND" and not caplog.text
         threading.Timer(1.5, other.kill).start()
-        assert compiled_under_lock("mix_kernel", str.upper)("first") == "FIRST"
+        assert under_lock(str.upper)("first") == "FIRST"
     assert "waits for" in caplog.text
 
 

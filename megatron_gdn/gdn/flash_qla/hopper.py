@@ -28,7 +28,10 @@ class HopperStages:
         self._modules, self.build_cp_context = modules, library.build_cp_context
         # Each object has its own caches, so kernels and tensors are freed with the object.
         self._kernel = lru_cache(maxsize=256)(self._find_kernel)
-        self._unread = lru_cache(maxsize=64)(_unread)
+        # Tensors for arguments that a kernel neither reads nor writes, by shape, dtype and device.
+        self._unread = lru_cache(maxsize=64)(
+            lambda shape, dtype, device: torch.zeros(shape, dtype=dtype, device=device)
+        )
 
     def _find_kernel(self, stage: str, factory: str, *args: Any) -> Callable[..., None]:
         """The compiled function that FlashQLA's ``factory`` returns for ``args``."""
@@ -295,11 +298,6 @@ class HopperStages:
         d_last = d_first if dht is None else dht
         run(do, d_last, q, k, v, a, g, b, h, boundaries, first, dq, dk, dv, dg, db, d_first)
         return dq, dk, dv, dg, db, d_first
-
-
-def _unread(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A tensor for an argument that a kernel neither reads nor writes."""
-    return torch.zeros(shape, dtype=dtype, device=device)
 
 
 def compiled_function(kernel: Any) -> Callable[..., Any]:

@@ -78,7 +78,7 @@ class Plan:
     """Where the sequences of one batch are cut, on one device."""
 
     parts: Parts | None  # None for uncut rows that run side by side
-    in_parts: bool = False  # whether states of zero are carried from part to part
+    in_parts: bool = False  # whether states pass between parts, even if each sequence is one part
 
     @property
     def cut(self) -> Parts:

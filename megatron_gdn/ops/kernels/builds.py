@@ -27,17 +27,14 @@ def compile_in_one_process(kernel: Any) -> None:
     """Let only one process of a machine at a time compile a variant of this Triton kernel."""
     # Triton calls this method for a variant that the process has not loaded yet.
     compile = getattr(kernel, "_do_compile", None)
-    if compile is not None and not hasattr(compile, "__wrapped__"):
-        kernel._do_compile = compiled_under_lock(kernel.__name__, compile)
-
-
-def compiled_under_lock(name: str, compile: Callable) -> Callable:
+    if compile is None or hasattr(compile, "__wrapped__"):
+        return
 
     @wraps(compile)
     def compile_under_lock(key: Any, *args: Any, **kwargs: Any) -> Any:
         import triton
 
-        variant = hashlib.sha256(repr(key).encode()).hexdigest()[:16]
+        name, variant = kernel.__name__, hashlib.sha256(repr(key).encode()).hexdigest()[:16]
         path = Path(triton.knobs.cache.dir) / "megatron_gdn" / f"{name}-{variant}.lock"
         with build_lock(path, f"Triton's {name}", patience=_QUICK):
             say = threading.Timer(
@@ -52,7 +49,7 @@ def compiled_under_lock(name: str, compile: Callable) -> Callable:
             finally:
                 say.cancel()
 
-    return compile_under_lock
+    kernel._do_compile = compile_under_lock
 
 
 @contextmanager

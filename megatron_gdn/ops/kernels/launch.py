@@ -8,8 +8,8 @@ each of these.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -59,7 +59,7 @@ class Launch:
         self._kernel, self._grid = kernel, grid
         self._axes = (*grid, 1, 1)[:3]
         self._numbers, self._constants = numbers, constants
-        self._prepared: dict[tuple, _Prepared] = {}
+        self._prepared: dict[tuple, tuple[Any, tuple, tuple, Any]] = {}
         self._ordinary = not isinstance(kernel, JITFunction)
         if not self._ordinary:
             compile_in_one_process(kernel)
@@ -83,33 +83,27 @@ class Launch:
                 self._prepared[device, key] = prepared
             return
         stream = torch._C._cuda_getCurrentRawStream(device)
-        prepared.launch(*self._axes, stream, *prepared.before, *pointers, *prepared.after)
+        launch, before, after, _ = prepared
+        launch(*self._axes, stream, *before, *pointers, *after)
 
-    def _prepare(self, compiled: Any, tensors: int) -> _Prepared | None:
-        """The launcher in Triton's result; None if this Triton stores launchers in another way."""
+    def _prepare(self, compiled: Any, tensors: int) -> tuple[Any, tuple, tuple, Any] | None:
+        """Triton's launcher in C, its arguments before and after the pointers, and ``compiled``,
+        which keeps the function loaded; None if this Triton stores launchers in another way.
+        """
         try:
             launcher = compiled.run
             if launcher.global_scratch_size or launcher.profile_scratch_size:
                 return None
-            before = (
+            before = (  # function, flags, no scratch memory, metadata, no hooks
                 compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None,
                 None, compiled.packed_metadata, None, None, None,
             )  # fmt: skip
             after = [*self._numbers]
             for parameter in self._kernel.params[tensors + len(after) :]:
                 after.append(self._constants[parameter.name])
-            return _Prepared(launcher.launch, before, tuple(after), compiled)
+            return launcher.launch, before, tuple(after), compiled
         except (AttributeError, KeyError):
             return None
-
-
-class _Prepared(NamedTuple):
-    """The arguments of Triton's launcher in C."""
-
-    launch: Callable[..., None]
-    before: tuple  # before the pointers: function, flags, no scratch memory, metadata, no hooks
-    after: tuple  # after the pointers: numbers and constants
-    compiled: Any  # keeps the function loaded
 
 
 def _has_launch_hooks(kernel: JITFunction) -> bool:
