@@ -81,15 +81,15 @@ GRID = [
 def test_every_token_lies_in_one_part_and_every_row_begins_one(planned):
     for rows, tokens, heads, multiprocessors in GRID:
         plan = planned(rows, tokens, heads, multiprocessors)
-        if plan.parts is None:
+        if plan is None:
             continue
-        offsets = plan.parts.offsets.tolist()
+        offsets = plan.offsets.tolist()
         assert offsets[0] == 0 and offsets[-1] == rows * tokens
         assert all(a < b for a, b in pairwise(offsets))  # so every token is in exactly one part
         starts = [row * tokens for row in range(rows + 1)]
-        assert plan.parts.sequences.tolist() == starts
+        assert plan.sequences.tolist() == starts
         assert set(starts) <= set(offsets)
-        assert plan.parts.owner.tolist() == [at // tokens for at in offsets[:-1]]
+        assert plan.owner.tolist() == [at // tokens for at in offsets[:-1]]
 
 
 def test_rows_are_cut_to_one_wave_where_they_leave_multiprocessors_idle(planned):
@@ -100,21 +100,20 @@ def test_rows_are_cut_to_one_wave_where_they_leave_multiprocessors_idle(planned)
         step = max(FEWEST, -(-rows * chunks * heads // multiprocessors))
         if rows * heads >= multiprocessors or step >= chunks:
             # A single row is a sequence of its own kernels; several lie side by side.
-            assert not plan.in_parts
-            assert (plan.parts is None) == (rows > 1)
+            assert plan is None if rows > 1 else plan.are_sequences
             continue
         cut += 1
-        assert plan.part == "cut"
-        assert len(plan.parts.owner) == rows * -(-chunks // step)
-        assert len(plan.parts.first) == rows + 1
+        assert not plan.are_sequences
+        assert len(plan.owner) == rows * -(-chunks // step)
+        assert len(plan.first) == rows + 1
     assert cut > len(GRID) / 6  # the grid is worth its name
 
 
 def test_four_rows_of_4096_tokens_with_eight_heads_fill_the_gpu(planned):
     plan = planned(4, 4096, 8, 132)
-    assert len(plan.parts.owner) * 8 == 128
-    assert planned(4, 4096, 8, 32).parts is None  # 32 blocks fill a GPU of 32
-    assert planned(4, 4096, 8, 33).parts is not None
+    assert len(plan.owner) * 8 == 128
+    assert planned(4, 4096, 8, 32) is None  # 32 blocks fill a GPU of 32
+    assert planned(4, 4096, 8, 33) is not None
 
 
 def test_deterministic_mode_and_states_keep_their_own_cut(planned):
@@ -122,11 +121,11 @@ def test_deterministic_mode_and_states_keep_their_own_cut(planned):
         sequences = tuple(row * tokens for row in range(rows + 1))
         plan = planned(rows, tokens, heads, multiprocessors, invariant=True)
         assert (
-            plan.parts.offsets.tolist()
+            plan.offsets.tolist()
             == cut_by_length(Documents(sequences, torch.device("cpu")), heads).offsets.tolist()
         )
         plan = planned(rows, tokens, heads, multiprocessors, states=True)
-        assert plan.parts.sequences.tolist() == list(sequences)
+        assert plan.sequences.tolist() == list(sequences)
 
 
 def test_one_plan_serves_every_layer_and_the_backward(planned):
@@ -158,8 +157,8 @@ def test_the_plan_of_a_sequence_is_the_sequence_whatever_lies_beside_it(rule):
             for states in (False, True):
                 plan = rule.plan(empty(1, sum(lengths), heads), documents_of(lengths), states)
                 expected = [0, *torch.tensor([n for n in lengths if n]).cumsum(0).tolist()]
-                assert plan.cut.offsets.tolist() == plan.cut.sequences.tolist() == expected
-                assert plan.cut.are_sequences and not plan.in_parts
+                assert plan.offsets.tolist() == plan.sequences.tolist() == expected
+                assert plan.are_sequences
 
 
 CUTS = {(300,): (0, 64, 192, 300), (64, 1, 130): (0, 64, 65, 129, 195), (50,): (0, 50)}

@@ -9,7 +9,7 @@ functions directly. Names of stages and arguments are those of flash-qla 0.1.3, 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +26,8 @@ class HopperStages:
 
     def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
         self._modules, self.build_cp_context = modules, library.build_cp_context
+        self.correct_initial_states = partial(self._correct_states, False)
+        self.correct_terminal_states = partial(self._correct_states, True)
         # Each object has its own caches, so kernels and tensors are freed with the object.
         self._kernel = lru_cache(maxsize=256)(self._find_kernel)
         # Tensors for arguments that a kernel neither reads nor writes, by shape, dtype and device.
@@ -164,22 +166,14 @@ class HopperStages:
         )  # fmt: skip
         return h if output_h else None, final, through if output_final_state else None
 
-    def correct_initial_states(
-        self, raw_h0: Tensor | None, local: Tensor, through: Tensor, passes: Tensor, first: Tensor
-    ) -> Tensor:
-        """The states that enter parts, ``[P, H, K, V]``, from those that enter sequences."""
-        return self._correct_states(raw_h0, local, through, passes, first, backward=False)
-
-    def correct_terminal_states(
-        self, raw_dht: Tensor | None, local: Tensor, through: Tensor, passes: Tensor, first: Tensor
-    ) -> Tensor:
-        """The gradients of states that leave parts, from those of states that leave sequences."""
-        return self._correct_states(raw_dht, local, through, passes, first, backward=True)
-
     def _correct_states(
-        self, given: Tensor | None, local: Tensor, through: Tensor, passes: Tensor, first: Tensor,
-        backward: bool,
+        self, backward: bool, given: Tensor | None, local: Tensor, through: Tensor, passes: Tensor,
+        first: Tensor,
     ) -> Tensor:  # fmt: skip
+        """The states that enter parts, ``[P, H, K, V]``, or gradients of states that leave parts.
+
+        ``given`` are states that enter sequences, or gradients of states that leave sequences.
+        """
         P, H, K, V = local.shape
         dtype = _F32 if given is None else given.dtype
         run = self._kernel(
@@ -210,9 +204,8 @@ class HopperStages:
         """The output, the states at chunks and the final states; states not asked for are None."""
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
-        whole = N if raw_cu_seqlens is None else raw_cu_seqlens.shape[0] - 1
-        if raw_cu_seqlens is None:
-            raw_cu_seqlens = self._unread((N + 1,), boundaries.dtype, k.device)
+        sequences = boundaries if raw_cu_seqlens is None else raw_cu_seqlens
+        whole = sequences.shape[0] - 1
         owner = self._unread((N,), boundaries.dtype, k.device) if cp_seq_map is None else cp_seq_map
         final = None
         if output_final_state or initial_state is None:
@@ -232,7 +225,7 @@ class HopperStages:
             output_h, True, cu_seqlens is not None, cp_seq_map is not None, False, block,
         )  # fmt: skip
         h = self._chunk_states(output_h, k, v, chunks)
-        run(q, k, v, a, g, b, start, boundaries, first, owner, raw_cu_seqlens, o, h, ending)
+        run(q, k, v, a, g, b, start, boundaries, first, owner, sequences, o, h, ending)
         return o, h if output_h else None, final if output_final_state else None
 
     def fused_gdr_dh(

@@ -8,13 +8,11 @@ nothing.
 from __future__ import annotations
 
 import sys
-from dataclasses import dataclass
 from functools import cache
 from types import ModuleType
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from ...ops.documents import Documents, documents_of_rows
 from ...ops.host_tables import cached_by_stream
@@ -73,34 +71,6 @@ def own_stages() -> ModuleType:
     return chunk
 
 
-@dataclass(frozen=True, eq=False)
-class Plan:
-    """Where the sequences of one batch are cut, on one device."""
-
-    parts: Parts | None  # None for uncut rows that run side by side
-    in_parts: bool = False  # whether states pass between parts, even if each sequence is one part
-
-    @property
-    def cut(self) -> Parts:
-        """:attr:`parts` of a plan that is known to have parts."""
-        assert self.parts is not None
-        return self.parts
-
-    @property
-    def part(self) -> str:
-        """The plan's group of kernels, one of :data:`.builds.PARTS`."""
-        if self.parts is None:
-            return "rows"
-        return "cut" if self.in_parts else "uncut"
-
-    @property
-    def boundaries(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """FlashQLA's ``cu_seqlens`` of sequences, ``cu_seqlens`` of parts, and owners of parts."""
-        if self.parts is None:
-            return None, None, None
-        return self.parts.sequences, self.parts.offsets, self.parts.owner
-
-
 def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
     """Offsets of the parts by FlashQLA's cost model, or None if no sequence is cut."""
     with torch.device("cpu"):
@@ -112,30 +82,29 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
 
 
 @cached_by_stream(64)
-def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device) -> Plan:
-    """The plan of batch rows without initial states.
+def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device) -> Parts | None:
+    """The parts of batch rows without initial states; None if the rows run side by side.
 
-    FlashQLA's cost model cuts the rows if rows times heads are fewer than multiprocessors. Rows
-    that are not cut run side by side.
+    FlashQLA's cost model cuts the rows if rows times heads are fewer than multiprocessors.
     """
     documents = documents_of_rows((rows, tokens), device)
     full = rows * value_heads >= multiprocessors()
     if rows > 1 and (full or _cut_by_cost(documents, value_heads) is None):
-        return Plan(None)
+        return None
     return plan_of(documents, value_heads, False, False)
 
 
-def plan_of(documents: Documents, value_heads: int, batch_invariant: bool, states: bool) -> Plan:
-    """The plan of ``documents``, shared by all layers and their backward.
+def plan_of(documents: Documents, value_heads: int, batch_invariant: bool, states: bool) -> Parts:
+    """The parts of ``documents``, shared by all layers and their backward.
 
     With ``batch_invariant`` a sequence is cut by its own length alone. ``states`` says whether
     states enter the documents.
     """
-    key = Plan, value_heads, batch_invariant, states
+    key = plan_of, value_heads, batch_invariant, states
     return documents.plan(key, lambda: _plan_of(documents, *key[1:]))
 
 
-def _plan_of(documents: Documents, value_heads: int, batch_invariant: bool, states: bool) -> Plan:
+def _plan_of(documents: Documents, value_heads: int, batch_invariant: bool, states: bool) -> Parts:
     if not documents.known and (
         states or not (batch_invariant or most_cuts(documents, value_heads))
     ):
@@ -146,16 +115,14 @@ def _plan_of(documents: Documents, value_heads: int, batch_invariant: bool, stat
         if offsets is None:
             return plan_of_whole(documents)
         key, cut = ("by cost", value_heads), lambda these, _: cut_at(these, offsets)
-    # With batch_invariant, short sequences alone also take this path. Next to a long sequence they
-    # would run in the kernels that carry states between parts, so they always run there.
     parts = Parts.of(documents, key, lambda these: cut(these, value_heads))
-    return Plan(_with_chunks(parts, documents), in_parts=True)
+    return _with_chunks(parts, documents)
 
 
-def plan_of_whole(documents: Documents) -> Plan:
-    """The plan of sequences that are not cut."""
+def plan_of_whole(documents: Documents) -> Parts:
+    """Sequences that are not cut: each is one part."""
     return documents.plan(
-        (Plan, "whole"), lambda: Plan(_with_chunks(Parts.of(documents, "whole"), documents))
+        plan_of_whole, lambda: _with_chunks(Parts.of(documents, "whole"), documents)
     )
 
 

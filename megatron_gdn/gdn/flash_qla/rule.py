@@ -21,10 +21,10 @@ from ...ops.rules.base import (
     in_one_row,
     in_rows,
 )
-from ...ops.state_maps.parts import compose, initial_gradients
+from ...ops.state_maps.parts import Parts, compose, initial_gradients
 from ...ops.state_maps.state_map import StateMap
 from .builds import Heads, set_next_calls
-from .plan import Plan, plan_of, plan_of_rows, plan_of_whole, stages
+from .plan import plan_of, plan_of_rows, plan_of_whole, stages
 from .states import Kept, PartMaps, given_or_zero, gradients, output, part_maps, sums_and_inverses
 
 
@@ -33,38 +33,40 @@ class FlashQlaForward(RuleForward):
 
     def _part_maps(self) -> PartMaps:
         if self._maps is None:
-            plan = self.rule.plan(self.inputs, self.documents, states=True)
-            self._maps = part_maps(in_one_row(self.inputs), plan)
+            parts = self.rule.plan(self.inputs, self.documents, states=True)
+            self._maps = part_maps(in_one_row(self.inputs), parts)
         return self._maps
 
     def state_map(self) -> StateMap:
         maps = self._part_maps()
-        return StateMap(*compose(maps.local, maps.through, maps.plan.cut))
+        return StateMap(*compose(maps.local, maps.through, maps.parts))
 
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         on_grid, maps = self.rule.bits is Bits.ON_GRID, self._maps
         if on_grid:
-            plan, maps = self.rule.plan(self.inputs, self.documents, states=False), None
-            initial = given_or_zero(initial, self.inputs, plan)
+            parts, maps = self.rule.plan(self.inputs, self.documents, states=False), None
+            initial = given_or_zero(initial, self.inputs, parts)
         elif initial is not None or maps is not None:
             maps = self._part_maps()
-            plan = maps.plan
+            parts = maps.parts
         else:
-            plan = self.rule.plan(self.inputs, self.documents, states=False)
-            if plan.in_parts:
-                maps = part_maps(in_one_row(self.inputs), plan, from_zero=True)
-        inputs = self.inputs if plan.parts is None else in_one_row(self.inputs)
+            parts = self.rule.plan(self.inputs, self.documents, states=False)
+            # With batch_invariant, short sequences alone also take this path. Next to a long
+            # sequence they would run in the kernels that carry states between parts.
+            if parts is not None and (self.rule.batch_invariant or not parts.are_sequences):
+                maps = part_maps(in_one_row(self.inputs), parts, from_zero=True)
+        inputs = self.inputs if parts is None else in_one_row(self.inputs)
         if maps is None:
-            entering, kept = initial, Kept(*sums_and_inverses(inputs, plan))
+            entering, kept = initial, Kept(*sums_and_inverses(inputs, parts))
         else:
             entering = maps.entering(initial)
             kept = maps.saved(entering)
         o, _, last = output(
-            inputs, kept, entering, plan, output_h=False, output_final_state=final or on_grid
+            inputs, kept, entering, parts, output_h=False, output_final_state=final or on_grid
         )
-        saved = Saved(tuple(kept) if keep else (), plan)
+        saved = Saved(tuple(kept) if keep else (), parts)
         return RuleOutput(in_rows(o, self.rows), last if final else None, saved)
 
 
@@ -76,9 +78,9 @@ class FlashQlaBackward(RuleBackward):
         self, rule: Rule, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> None:
         super().__init__(rule, d_o, inputs, saved, documents)
-        self._plan, self._kept, self._at_chunks = saved.plan, Kept(*saved.tensors), saved.made
+        self._parts, self._kept, self._at_chunks = saved.plan, Kept(*saved.tensors), saved.made
         del self.saved  # each saved tensor is freed after its last use
-        if self._plan.parts is not None:
+        if self._parts is not None:
             self.d_o, self.inputs = in_one_row(self.d_o), in_one_row(self.inputs)
         if rule.bits is Bits.ON_GRID:
             self._cut_again()
@@ -90,8 +92,8 @@ class FlashQlaBackward(RuleBackward):
             documents = documents_of_rows(self.rows, self.d_o.device)
         self.d_o, self.inputs, self._at_chunks = in_one_row(self.d_o), in_one_row(self.inputs), None
         heads, g_sum, A = self.inputs.v.shape[2], in_one_row(self._kept.g_sum), self._kept.A
-        self._plan = plan_of(documents, heads, self.rule.batch_invariant, states=True)
-        self._maps = part_maps(self.inputs, self._plan, (g_sum, in_one_row(A)))
+        self._parts = plan_of(documents, heads, self.rule.batch_invariant, states=True)
+        self._maps = part_maps(self.inputs, self._parts, (g_sum, in_one_row(A)))
         self._kept = self._maps.saved(entering=None)
 
     def _d_entering_states(self) -> Tensor:
@@ -100,7 +102,7 @@ class FlashQlaBackward(RuleBackward):
             q, k, *_, beta = self.inputs
             _, self._d_entering = stages().fused_gdr_dh(
                 q=q, k=k, a=self._kept.A, g=self._kept.g_sum, b=beta, do=self.d_o,
-                output_dh=False, scale=k.shape[-1] ** -0.5, cu_seqlens=self._plan.cut.offsets,
+                output_dh=False, scale=k.shape[-1] ** -0.5, cu_seqlens=self._parts.offsets,
                 num_warmup_chunks=self._kept.chunks_back,
             )  # fmt: skip
         return self._d_entering
@@ -108,8 +110,7 @@ class FlashQlaBackward(RuleBackward):
     def d_initial(self) -> Tensor:
         if self._kept.chunks_back is None or self._kept.passes_back is not None:
             self._cut_again()  # a forward from zero keeps no maps of whole sequences
-        parts = self._plan.cut
-        return initial_gradients(self._d_entering_states(), self._kept.through, parts)
+        return initial_gradients(self._d_entering_states(), self._kept.through, self._parts)
 
     def d_o_was_scaled(self, by: Tensor) -> None:
         if self._d_entering is not None:
@@ -119,13 +120,13 @@ class FlashQlaBackward(RuleBackward):
         kept, first, last_grad = self._kept, initial, d_final
         if kept.through is not None:
             first = kept.entering if self._maps is None else self._maps.entering(initial)
-            last_grad = kept.leaving(self._d_entering_states(), self._plan, d_final)
+            last_grad = kept.leaving(self._d_entering_states(), self._parts, d_final)
         g_sum, A, *_ = kept
         del kept, self._kept
         self._maps = self._d_entering = None
         states, self._at_chunks = self._at_chunks, None
         grads = gradients(
-            self.d_o, self.inputs, g_sum, A, self._plan, first, last_grad, states,
+            self.d_o, self.inputs, g_sum, A, self._parts, first, last_grad, states,
             overwrite_last=last_grad is not d_final,
         )  # fmt: skip
         return RuleGrads(*(in_rows(x, self.rows) for x in grads))
@@ -154,19 +155,26 @@ class FlashQlaRule(Rule):
     def __init__(self, bits: Bits = Bits.FREE) -> None:
         self.bits = bits
 
-    def plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Plan:
+    def plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Parts | None:
         (rows, tokens), heads, device = inputs.k.shape[:2], inputs.v.shape[2], inputs.k.device
         if documents is None and (states or self.batch_invariant):
             documents = documents_of_rows((rows, tokens), device)
         if documents is None:
-            plan = plan_of_rows(rows, tokens, heads, device)
+            parts = plan_of_rows(rows, tokens, heads, device)
         elif self.bits is Bits.ON_GRID:
-            plan = plan_of_whole(documents)
+            parts = plan_of_whole(documents)
         else:
-            plan = plan_of(documents, heads, self.batch_invariant, states)
-        part = "whole" if self.bits is Bits.ON_GRID else "states" if states else plan.part
+            parts = plan_of(documents, heads, self.batch_invariant, states)
+        if self.bits is Bits.ON_GRID:
+            part = "whole"
+        elif states:
+            part = "states"
+        elif parts is None:
+            part = "rows"
+        else:
+            part = "uncut" if parts.are_sequences else "cut"
         set_next_calls(Heads(inputs.k.shape[2], heads, inputs.k.dtype), part)
-        return plan
+        return parts
 
     def why_not_heads(self, heads: int) -> str | None:
         if heads % 2 == 0:
@@ -185,15 +193,15 @@ class FlashQlaRule(Rule):
 
         Without a second run, another kernel computes the states at chunks with other roundings.
         """
-        plan: Plan = kept.plan
+        parts: Parts | None = kept.plan
         set_next_calls(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again")
         rows, on_grid = inputs.v.shape[:2], self.bits is Bits.ON_GRID
-        inputs = inputs if plan.parts is None else in_one_row(inputs)
-        again = Kept(*sums_and_inverses(inputs, plan), *kept.tensors)
+        inputs = inputs if parts is None else in_one_row(inputs)
+        again = Kept(*sums_and_inverses(inputs, parts), *kept.tensors)
         entering = initial if again.entering is None else again.entering
         if on_grid:
-            entering = given_or_zero(initial, inputs, plan)
+            entering = given_or_zero(initial, inputs, parts)
         o, at_chunks, _ = output(
-            inputs, again, entering, plan, output_h=not on_grid, output_final_state=on_grid
+            inputs, again, entering, parts, output_h=not on_grid, output_final_state=on_grid
         )
-        return RuleOutput(in_rows(o, rows), None, Saved(tuple(again), plan, at_chunks))
+        return RuleOutput(in_rows(o, rows), None, Saved(tuple(again), parts, at_chunks))

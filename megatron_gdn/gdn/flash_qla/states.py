@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from ...ops.delta_rule.base import RuleInputs
-from ...ops.state_maps.parts import entering_states, leaving_gradients
+from ...ops.state_maps.parts import Parts, entering_states, leaving_gradients
 from .hopper import HopperStages
-from .plan import Plan, stages
+from .plan import stages
 
 _FORGOTTEN, _FORGOTTEN_FROM_ZERO = -20.0, -10.0
 
@@ -33,19 +33,19 @@ class Kept(NamedTuple):
     chunks_back: Tensor | None = None  # [P, H] int32, number of first chunks that S_in reaches
     passes_back: Tensor | None = None  # bool [P, H], whether dS_out reaches dS_in; from zero alone
 
-    def leaving(self, d_entering: Tensor, plan: Plan, d_final: Tensor | None) -> Tensor | None:
+    def leaving(self, d_entering: Tensor, parts: Parts, d_final: Tensor | None) -> Tensor | None:
         """The gradients of the states that leave parts."""
         if self.passes_back is None:
-            return leaving_gradients(d_entering, self.through, plan.cut, d_final)
+            return leaving_gradients(d_entering, self.through, parts, d_final)
         return stages().correct_terminal_states(
-            d_final, d_entering, self.through, self.passes_back, plan.cut.first
+            d_final, d_entering, self.through, self.passes_back, parts.first
         )
 
 
 class PartMaps(NamedTuple):
     """The state maps of parts, and the tensors that the backward reads."""
 
-    plan: Plan
+    parts: Parts
     local: Tensor  # [P, H, K, V]
     through: Tensor  # [P, H, K, K]
     passes: Tensor | None  # bool [P, H], whether S_in reaches S_out; from zero alone
@@ -54,20 +54,20 @@ class PartMaps(NamedTuple):
     def entering(self, initial: Tensor | None) -> Tensor | None:
         """The states that enter parts; None: all are zero."""
         if self.passes is None:
-            return entering_states(self.local, self.through, self.plan.cut, initial)
+            return entering_states(self.local, self.through, self.parts, initial)
         return stages().correct_initial_states(
-            initial, self.local, self.through, self.passes, self.plan.cut.first
+            initial, self.local, self.through, self.passes, self.parts.first
         )
 
     def saved(self, entering: Tensor | None) -> Kept:
-        if self.plan.cut.are_sequences and self.passes is None:
+        if self.parts.are_sequences and self.passes is None:
             return self.kept
         return self.kept._replace(entering=entering, through=self.through)
 
 
 def part_maps(
     inputs: RuleInputs,
-    plan: Plan,
+    parts: Parts,
     known: tuple[Tensor, Tensor] | None = None,
     *,
     from_zero: bool = False,
@@ -77,8 +77,8 @@ def part_maps(
     With ``from_zero``, states of zero enter the sequences, and the maps serve that forward and its
     backward alone: as in FlashQLA they have k's dtype, and those of last parts are not computed.
     """
-    parts, run = plan.cut, stages()
-    g_sum, A = sums_and_inverses(inputs, plan) if known is None else known
+    run = stages()
+    g_sum, A = sums_and_inverses(inputs, parts) if known is None else known
     chunks, chunks_back, passes, passes_back = run.get_warmup_chunks_bidi(
         g=g_sum, cu_seqlens=parts.offsets,
         ht_mask_fwd=parts.closes if from_zero else parts.nowhere,
@@ -102,38 +102,44 @@ def part_maps(
     if not from_zero:
         local, through = local.float(), through.float()
     kept = Kept(g_sum, A, chunks_back=chunks_back, passes_back=passes_back)
-    return PartMaps(plan, local, through, passes, kept)
+    return PartMaps(parts, local, through, passes, kept)
 
 
-def sums_and_inverses(inputs: RuleInputs, plan: Plan) -> tuple[Tensor, Tensor]:
+def _boundaries(parts: Parts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """FlashQLA's ``cu_seqlens`` of sequences, ``cu_seqlens`` of parts, and owners of parts."""
+    return (None,) * 3 if parts is None else (parts.sequences, parts.offsets, parts.owner)
+
+
+def sums_and_inverses(inputs: RuleInputs, parts: Parts | None) -> tuple[Tensor, Tensor]:
     """``g_sum`` and ``A`` (see :class:`Kept`) of the sequences or batch rows."""
-    sequences, _, _ = plan.boundaries
+    sequences, _, _ = _boundaries(parts)
     g_sum = stages().chunk_local_cumsum(g=inputs.g, cu_seqlens=sequences)
     return g_sum, stages().kkt_solve(k=inputs.k, b=inputs.beta, cu_seqlens=sequences)
 
 
 def output(
-    inputs: RuleInputs, kept: Kept, entering: Tensor | None, plan: Plan, **wanted: bool
+    inputs: RuleInputs, kept: Kept, entering: Tensor | None, parts: Parts | None, **wanted: bool
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``o``, the states at chunks, and the states that leave sequences.
 
     ``entering`` are states of parts; None means zero. ``wanted`` are ``output_h`` and
     ``output_final_state``.
     """
-    sequences, parts, owners = plan.boundaries
+    sequences, offsets, owners = _boundaries(parts)
     return stages().fused_gdr_fwd(
         q=inputs.q, k=inputs.k, v=inputs.v, a=kept.A, g=kept.g_sum, b=inputs.beta,
-        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, cu_seqlens=parts,
+        scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, cu_seqlens=offsets,
         cp_seq_map=owners, raw_cu_seqlens=sequences, **wanted,
     )  # fmt: skip
 
 
-def given_or_zero(initial: Tensor | None, inputs: RuleInputs, plan: Plan) -> Tensor:
+def given_or_zero(initial: Tensor | None, inputs: RuleInputs, parts: Parts | None) -> Tensor:
     """Initial states of all sequences, so that training and generation run one compiled kernel."""
     if initial is not None:
         return initial.contiguous()
+    assert parts is not None
     (H, V), K, device = inputs.v.shape[2:], inputs.k.shape[3], inputs.v.device
-    return torch.zeros(len(plan.cut.owner), H, K, V, dtype=torch.float32, device=device)
+    return torch.zeros(len(parts.owner), H, K, V, dtype=torch.float32, device=device)
 
 
 def gradients(
@@ -141,7 +147,7 @@ def gradients(
     inputs: RuleInputs,
     g_sum: Tensor,
     A: Tensor,
-    plan: Plan,
+    parts: Parts | None,
     first: Tensor | None,
     last_grad: Tensor | None,
     states: Tensor | None,
@@ -154,10 +160,10 @@ def gradients(
     ``overwrite_last`` allows the kernel to write over ``last_grad``.
     """
     run = stages()
-    sequences, parts, _ = plan.boundaries
+    sequences, offsets, _ = _boundaries(parts)
     sparing = {"overwrite_dht": overwrite_last} if isinstance(run, HopperStages) else {}
     common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
-              "cu_seqlens": parts}  # fmt: skip
+              "cu_seqlens": offsets}  # fmt: skip
     if states is None:
         states, *_ = run.fused_gdr_h(
             initial_state=first, output_final_state=False, output_h=True, **common
