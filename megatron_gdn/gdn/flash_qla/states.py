@@ -24,14 +24,17 @@ _FORGOTTEN, _FORGOTTEN_FROM_ZERO = -20.0, -10.0
 
 
 class Kept(NamedTuple):
-    """The tensors of a forward that the backward reads; None if no states pass between parts."""
+    """The tensors of a forward that the backward reads."""
 
     g_sum: Tensor  # [B, S, H] fp32, log-decay summed within chunks
     A: Tensor  # [B, S, H, 64], inverse of the chunk's triangular system
+    # None if the sequences are not cut:
     entering: Tensor | None = None  # [P, H, K, V], the states that enter parts
     through: Tensor | None = None  # [P, H, K, K]
+    # None if the forward needed no state maps:
     chunks_back: Tensor | None = None  # [P, H] int32, number of first chunks that S_in reaches
-    passes_back: Tensor | None = None  # bool [P, H], whether dS_out reaches dS_in; from zero alone
+    # None if states entered the sequences:
+    passes_back: Tensor | None = None  # bool [P, H], whether dS_in depends on dS_out
 
     def leaving(self, d_entering: Tensor, parts: Parts, d_final: Tensor | None) -> Tensor | None:
         """The gradients of the states that leave parts."""
@@ -48,7 +51,7 @@ class PartMaps(NamedTuple):
     parts: Parts
     local: Tensor  # [P, H, K, V]
     through: Tensor  # [P, H, K, K]
-    passes: Tensor | None  # bool [P, H], whether S_in reaches S_out; from zero alone
+    passes: Tensor | None  # bool [P, H], whether S_out depends on S_in; None: ``through`` tells
     kept: Kept  # without entering states and ``through``
 
     def entering(self, initial: Tensor | None) -> Tensor | None:
@@ -60,6 +63,7 @@ class PartMaps(NamedTuple):
         )
 
     def saved(self, entering: Tensor | None) -> Kept:
+        """The tensors for the backward, whose caller has the states of uncut sequences."""
         if self.parts.are_sequences and self.passes is None:
             return self.kept
         return self.kept._replace(entering=entering, through=self.through)
@@ -74,8 +78,8 @@ def part_maps(
 ) -> PartMaps:
     """The state maps of parts; ``known`` are ``g_sum`` and ``A`` from an earlier forward.
 
-    With ``from_zero``, states of zero enter the sequences, and the maps serve that forward and its
-    backward alone: as in FlashQLA they have k's dtype, and those of last parts are not computed.
+    With ``from_zero`` states of zero enter the sequences. As in FlashQLA, the maps then have k's
+    dtype, and the map of a sequence's last part is not computed.
     """
     run = stages()
     g_sum, A = sums_and_inverses(inputs, parts) if known is None else known
