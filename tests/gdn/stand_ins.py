@@ -119,6 +119,8 @@ class FlashQlaStandIn:
             return o, Entered(initial_state), None
         if not output_final_state:
             return o, None, None
+        if cp_seq_map is None:  # batch rows
+            return o, None, leaving.float()
         # The last part of a sequence writes the state that leaves the sequence.
         last = leaving.new_full((len(raw_cu_seqlens) - 1, *leaving.shape[1:]), float("nan"))
         for part, owner in enumerate(cp_seq_map.tolist()):
