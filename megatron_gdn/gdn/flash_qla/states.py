@@ -97,7 +97,7 @@ def part_maps(
         if parts.ragged is not None:
             chunks = torch.where(parts.ragged, parts.chunks, chunks)
         # FlashQLA's own function rounds the maps to k's dtype.
-        if isinstance(run, HopperStages):
+        if isinstance(stages(), HopperStages):
             options["final_dtype"] = torch.float32
     _, local, through = run.fused_gdr_h(
         k=inputs.k, v=inputs.v, a=A, g=g_sum, b=inputs.beta, output_final_state=True,
@@ -165,7 +165,7 @@ def gradients(
     """
     run = stages()
     sequences, offsets, _ = _boundaries(parts)
-    sparing = {"overwrite_dht": overwrite_last} if isinstance(run, HopperStages) else {}
+    sparing = {"overwrite_dht": overwrite_last} if isinstance(stages(), HopperStages) else {}
     common = {"k": inputs.k, "v": inputs.v, "a": A, "g": g_sum, "b": inputs.beta,
               "cu_seqlens": offsets}  # fmt: skip
     if states is None:
