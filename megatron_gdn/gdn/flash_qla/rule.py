@@ -7,6 +7,8 @@ sums the heads.
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import Tensor
 
 from ...ops.delta_rule.base import RuleGrads, RuleInputs
@@ -72,7 +74,7 @@ class FlashQlaForward(RuleForward):
 
 class FlashQlaBackward(RuleBackward):
     _maps: PartMaps | None = None  # computed here if the forward had none
-    _d_entering: Tensor | None = None  # [P, H, K, V], the result of _d_entering_states
+    _d_entering: Any = None  # [P, H, K, V], the result of _d_entering_states
 
     def __init__(
         self, rule: Rule, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None

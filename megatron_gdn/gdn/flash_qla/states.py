@@ -111,7 +111,9 @@ def part_maps(
 
 def _boundaries(parts: Parts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """FlashQLA's ``cu_seqlens`` of sequences, ``cu_seqlens`` of parts, and owners of parts."""
-    return (None,) * 3 if parts is None else (parts.sequences, parts.offsets, parts.owner)
+    if parts is None:
+        return None, None, None
+    return parts.sequences, parts.offsets, parts.owner
 
 
 def sums_and_inverses(inputs: RuleInputs, parts: Parts | None) -> tuple[Tensor, Tensor]:
