@@ -75,9 +75,9 @@ class FlashQlaStandIn:
         assert ht_mask_fwd.any() == ht_mask_bwd.any() == from_zero
         every = chunks_of(cu_seqlens, g.shape[-1])
         short = torch.where(cu_seqlens.diff()[:, None] % CHUNK > 0, 1, every)
-        masks = [mask[:, None].expand_as(every) for mask in (ht_mask_fwd, ht_mask_bwd)]
-        counts = (x.masked_fill(mask, -1) for x, mask in zip((short, every), masks, strict=True))
-        return *counts, *(~mask for mask in masks)
+        last, first = (mask[:, None].expand_as(every) for mask in (ht_mask_fwd, ht_mask_bwd))
+        back = every.masked_fill(first, -1)
+        return torch.where(last, back, short), back, ~last, ~first
 
     def fused_gdr_h(self, k, v, a, g, b, initial_state=None, num_warmup_chunks=None,
                     cu_seqlens=None, **_):  # fmt: skip

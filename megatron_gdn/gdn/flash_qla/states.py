@@ -79,7 +79,7 @@ def part_maps(
     """The state maps of parts; ``known`` are ``g_sum`` and ``A`` from an earlier forward.
 
     With ``from_zero`` states of zero enter the sequences. As in FlashQLA, the maps then have k's
-    dtype, and the map of a sequence's last part is not computed.
+    dtype, and the map of a sequence that is one part is not computed.
     """
     run = stages()
     g_sum, A = sums_and_inverses(inputs, parts) if known is None else known
