@@ -74,7 +74,8 @@ class FlashQlaStandIn:
         from_zero = threshold == -10
         assert ht_mask_fwd.any() == ht_mask_bwd.any() == from_zero
         every = chunks_of(cu_seqlens, g.shape[-1])
-        short = torch.where(cu_seqlens.diff()[:, None] % CHUNK > 0, 1, every)
+        ragged = cu_seqlens.diff()[:, None] % CHUNK > 0
+        short = every if from_zero else torch.where(ragged, 1, every)
         last, first = (mask[:, None].expand_as(every) for mask in (ht_mask_fwd, ht_mask_bwd))
         back = every.masked_fill(first, -1)
         return torch.where(last, back, short), back, ~last, ~first
