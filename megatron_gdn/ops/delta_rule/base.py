@@ -107,8 +107,9 @@ def require_even_groups(key_heads: int, value_heads: int) -> None:
     """Raise a ValueError for value heads that are not a multiple of the key heads."""
     if value_heads % key_heads:
         raise SizeError(
-            f"{value_heads} value heads cannot share {key_heads} key heads evenly; the value heads "
-            f"must be a multiple of the key heads."
+            f"num_value_heads={value_heads} is not a multiple of num_key_heads={key_heads}; every "
+            f"key head must serve the same number of value heads. Set linear_num_value_heads to a "
+            f"multiple of linear_num_key_heads."
         )
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
-from ..layout import Layout, SizeError, require_shares, require_sizes
+from ..layout import Layout, require_shares, require_sizes
 from ..state_maps.state_map import StateShape
-from .base import HeadSizes
+from .base import HeadSizes, require_even_groups
 
 # Names of sizes; the fields of a TransformerConfig and a ``config.json`` are ``linear_`` + name.
 LINEAR = (
@@ -31,13 +31,7 @@ class LinearDims:
 
     def __post_init__(self) -> None:
         require_sizes(self, self.may_be_zero)
-        if self.num_value_heads % self.num_key_heads:
-            raise SizeError(
-                f"num_value_heads={self.num_value_heads} is not a multiple of "
-                f"num_key_heads={self.num_key_heads}; every key head must serve the same number "
-                f"of value heads. Set linear_num_value_heads to a multiple of "
-                f"linear_num_key_heads."
-            )
+        require_even_groups(self.num_key_heads, self.num_value_heads)
 
     @classmethod
     def from_config(cls, config: Any, **others: int) -> Self:

@@ -142,7 +142,7 @@ def test_the_reference_backend_is_what_auto_takes_on_the_cpu():
         ({"query": torch.zeros(1, 4, 2, 5)}, "query must have shape"),
         ({"g": torch.zeros(1, 4, 2)}, "g must have shape"),
         ({"value": torch.zeros(1, 4, 3, 8), "g": torch.zeros(1, 4, 3),
-          "beta": torch.zeros(1, 4, 3)}, "3 value heads cannot share 2 key heads"),
+          "beta": torch.zeros(1, 4, 3)}, "num_value_heads=3 is not a multiple of num_key_heads=2"),
         ({"initial_state": torch.zeros(2, 4, 8, 8)}, "initial_state must have shape"),
         ({"cu_seqlens": [0, 2]}, "ends at 2, which does not match the 4 tokens"),
         ({"cu_seqlens": [0, 3, 2, 4]}, "runs backwards at document 1"),
