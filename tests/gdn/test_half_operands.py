@@ -16,6 +16,7 @@ from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.parts import GatedNorm
 from megatron_gdn.ops.readout.base import PlainReadout
 from megatron_gdn.ops.rules import fla
+from megatron_gdn.ops.rules.base import Bits
 from tests.gdn_mixer import gated_delta_mixer
 from tests.ops.delta_rule import states
 from tests.trees import Tree
@@ -265,7 +266,7 @@ def test_the_choice_of_fp16_operands(choose, backend):
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"backend": "flash_qla", "deterministic": True}, "deterministic mode"),
+        ({"backend": "flash_qla", "bits": Bits.DETERMINISTIC}, "deterministic mode"),
         ({"normalise_qk": False}, "unit length"),
         *(({key: value}, "") for key, value in (
             ("backend", "reference"), ("dtype", torch.float16), ("dtype", torch.float32)
