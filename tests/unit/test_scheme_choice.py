@@ -100,21 +100,11 @@ def test_auto_takes_the_cheaper_over_machines_of_eight(cp, layout):
     assert taken == {"headwise", "chunkwise"}
 
 
-@pytest.mark.parametrize(
-    ("s", "cp", "headwise", "chunkwise"),
-    [  # forward + backward of one layer, ms
-        (2048, 16, 2.37, 1.70),
-        (4096, 16, 4.73, 2.58),
-        (6144, 16, 7.10, 3.46),
-        (16384, 16, 18.9, 7.83),
-        (2048, 32, 3.71, 2.21),
-        (4096, 32, 7.41, 3.09),
-        (6144, 32, 11.12, 3.97),
-    ],
-)
-def test_headwise_is_not_taken_where_a_layer_is_faster_chunkwise(s, cp, headwise, chunkwise):
-    """By the formula of a whole layer in ``docs/context_parallel.md``, over machines of 8."""
-    assert headwise / chunkwise > 1.39
+@pytest.mark.parametrize("s", [2048, 4096, 6144, 16384])
+@pytest.mark.parametrize("cp", [16, 32])
+def test_headwise_is_not_taken_where_a_layer_is_faster_chunkwise(s, cp):
+    """By the formula of a whole layer in ``docs/context_parallel.md`` 1.39 times at least, over
+    machines of 8."""
     assert priced(cp, cp * s, n=8).cheaper is LinearCpMode.CHUNKWISE
 
 

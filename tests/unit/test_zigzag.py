@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import inverse, local_indices, rank_order_of_sequence
+from megatron_gdn.ops.layout import SizeError
 
 cp_sizes = st.integers(1, 5) | st.just(8)
 units = st.lists(st.integers(0, 4), min_size=1, max_size=6)
@@ -81,7 +82,7 @@ def test_transformer_engine_cuts_documents_likewise(cp):
 def test_lengths_that_divide_by_cp_but_not_by_twice_cp_are_refused(lengths):
     other_layouts = "name that layout as cp_layout: 'zigzag_buffer', 'contiguous'"
     said = rf"not a multiple of 4.* Pad the .* to \d+ tokens.*{other_layouts}"
-    with pytest.raises(ValueError, match=said):
+    with pytest.raises(SizeError, match=said):
         rank_order_of_sequence(lengths, 2)
 
 
@@ -90,11 +91,6 @@ def test_whole_buffers_that_do_not_divide_are_refused():
         rank_order_of_sequence([1, 5], 2, SequenceLayout.ZIGZAG_BUFFER)
     with pytest.raises(ValueError, match="multiple of 4"):
         rank_order_of_sequence([1, 5], 4, SequenceLayout.CONTIGUOUS)
-
-
-def test_an_unknown_layout_is_refused_with_the_known_ones():
-    with pytest.raises(ValueError, match="'zigzag', 'zigzag_buffer', 'contiguous'"):
-        SequenceLayout.parse("zig-zag")
 
 
 def test_a_rank_outside_the_group_is_refused():
@@ -107,5 +103,6 @@ def test_a_layout_by_its_name_is_the_layout(layout):
     """A name that is no member of the enum would be cut as zigzag, whatever it says."""
     by_name = local_indices([12, 20], 2, 1, layout.value)
     assert torch.equal(by_name, local_indices([12, 20], 2, 1, layout))
-    with pytest.raises(ValueError, match="unknown context-parallel layout 'zigzig'"):
+    said = "unknown context-parallel layout 'zigzig'.*'zigzag', 'zigzag_buffer', 'contiguous'"
+    with pytest.raises(ValueError, match=said):
         local_indices([12, 20], 2, 1, "zigzig")
