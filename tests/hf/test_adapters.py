@@ -139,17 +139,13 @@ def save_adapted_checkpoint(source: Path, target: Path) -> None:
         dist_checkpointing.save({"model": state}, str(target))
 
 
-@pytest.fixture
-def fp32_folder(hf_folder, tmp_path):
-    return lambda name: in_fp32(hf_folder(name), tmp_path / "fp32")
-
-
 @pytest.mark.each_value
 @pytest.mark.parametrize("first", [False, True], ids=["loaded first", "adapted first"])
 @pytest.mark.parametrize("name", ["dense", "next dense layer"])
-def test_a_merged_export_is_the_model_with_its_adapters(pools, fp32_folder, tmp_path, name, first):
+def test_a_merged_export_is_the_model_with_its_adapters(pools, hf_folder, tmp_path, name, first):
     """fp32; W x + B (A x) is another order: tokens that one rounding moves further are excepted."""
-    (found,) = pools(1).run(merged_export_agrees, fp32_folder(name), tmp_path / "saved", first)
+    source = in_fp32(hf_folder(name), tmp_path / "fp32")
+    (found,) = pools(1).run(merged_export_agrees, source, tmp_path / "saved", first)
     assert_logits_agree(found, noisy=True)
 
 

@@ -44,11 +44,8 @@ def test_a_checkpoint_with_a_damaged_table_is_named(
     assert_named(imported, hf_folder("dense"), tmp_path, refused)
 
 
-def test_other_faults_keep_their_words_and_their_tracebacks(
-    imported, hf_folder, tmp_path, refused, monkeypatch
-):
+def test_a_fault_of_ours_keeps_its_traceback(imported, hf_folder, tmp_path, monkeypatch):
     command = ["export", str(imported), str(tmp_path), "--like", str(hf_folder("dense"))]
-    assert f"{tmp_path} exists; remove it" in refused(*command)
     monkeypatch.setattr("megatron_gdn.hf.folders.export_folder", lambda *a, **k: {}["a bug"])
     with pytest.raises(KeyError):
         main(command)

@@ -1,13 +1,12 @@
 """The fp32 checkpoint contract: the published behaviour, and the stricter name test."""
 
-import subprocess
-import sys
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from megatron_gdn.hf import state_dict_adapter as adapter
+from tests.processes import python
 
 A_LOG = "model.layers.0.linear_attn.A_log"
 HELD = "model.layers.0.linear_attn._fp32_params.A_log"
@@ -34,24 +33,6 @@ def test_other_configs_have_no_contract(config):
     assert not adapter.has_gated_delta_net_fp32_checkpoint_contract(config)
 
 
-@pytest.mark.parametrize(
-    ("key", "expected"),
-    [
-        (A_LOG, True),
-        (HELD, True),
-        ("model.layers.0.linear_attn.dt_bias", True),
-        ("model.layers.0.linear_attn._checkpoint_wrapped_module.dt_bias", True),
-        ("model.layers.0.linear_attn.my_A_log", False),
-        ("model.layers.0.linear_attn.A_log_extra", False),
-        ("model.layers.0.linear_attn.norm.weight", False),
-        ("model.layers.0.self_attn.A_log", False),
-        ("A_log", False),
-    ],
-)
-def test_key_recognition(key, expected):
-    assert adapter.is_gated_delta_net_fp32_param_key(key) is expected
-
-
 def test_param_names_can_be_chosen():
     key = "model.layers.0.linear_attn.D"
     assert adapter.is_gated_delta_net_fp32_param_key(key, ("D",))
@@ -65,24 +46,29 @@ def test_param_names_can_be_chosen():
 
 
 @pytest.mark.parametrize(
-    ("key", "routed"),
+    ("key", "named", "routed"),
     [
-        (A_LOG, HELD),
+        (A_LOG, True, HELD),
         (
             "outer.linear_attn.inner.linear_attn.dt_bias",
+            True,
             "outer.linear_attn.inner.linear_attn._fp32_params.dt_bias",
         ),
-        ("model.layers.0.linear_attn.conv1d.weight", None),
-        ("model.layers.0.linear_attn.my_A_log", None),
-        ("model.layers.0.self_attn.A_log", None),
-        ("model.layers.0.self_attn._fp32_params.A_log", None),
-        ("A_log", None),
-        ("x", None),
+        ("model.layers.0.linear_attn._checkpoint_wrapped_module.dt_bias", True, None),
+        ("model.layers.0.linear_attn.conv1d.weight", False, None),
+        ("model.layers.0.linear_attn.my_A_log", False, None),
+        ("model.layers.0.linear_attn.A_log_extra", False, None),
+        ("model.layers.0.self_attn.A_log", False, None),
+        ("model.layers.0.self_attn._fp32_params.A_log", False, None),
+        ("A_log", False, None),
+        ("x", False, None),
     ],
 )
-def test_routing_uses_the_last_layer_of_a_key_and_strip_undoes_it(key, routed):
-    """Both leave other keys alone (None)."""
+def test_routing_uses_the_last_layer_of_a_key_and_strip_undoes_it(key, named, routed):
+    """Both leave other keys alone (None); a key that names a gate does so in its holder, too."""
     routed = routed or key
+    assert adapter.is_gated_delta_net_fp32_param_key(key) is named
+    assert adapter.is_gated_delta_net_fp32_param_key(routed) is named
     assert adapter.route_fp32_holder_key(key) == adapter.route_fp32_holder_key(routed) == routed
     assert adapter.strip_fp32_holder_key(routed) == adapter.strip_fp32_holder_key(key) == key
 
@@ -128,4 +114,4 @@ def test_the_contract_imports_with_torch_alone():
         "sys.modules.update(dict.fromkeys(['megatron', 'safetensors', 'transformers', 'tqdm']))\n"
         "import megatron_gdn.hf.state_dict_adapter, megatron_gdn.gdn.hf\n"
     )
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+    python("-c", code)

@@ -52,7 +52,6 @@ def test_shares_hold_every_token_once(layout):
         ([{"input_ids": []}, {"input_ids": []}], "no tokens"),
         ([{"labels": [1, 1]}], "document 1 has 3 input_ids and 2 labels"),
         ([{"attention_mask": [1, 1, 0]}], "document 1 has padding"),
-        ([{"attention_mask": [1, 1]}], "3 input_ids and 2 attention_mask"),
         ([{"loss_mask": [1, 1, 0]}], "document 1 has 'loss_mask'"),
     ],
 )

@@ -147,6 +147,7 @@ def test_indices_say_which_tokens_offsets_count():
         ({"indices": KEPT["indices"].flip(0)}, r"indices of shape \(11,\) must be \[T\]"),
         ({"indices": KEPT["indices"] + 1}, "to at most 15"),
         ({"indices": KEPT["indices"] - 1}, "increase from 0"),
+        ({"cu_seqlens": torch.tensor([0, 5, 16]), "indices": None}, "goes on from one row of 8"),
     ],
 )
 def test_indices_that_contradict_are_refused(source, message):
