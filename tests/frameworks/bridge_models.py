@@ -6,11 +6,9 @@ from megatron.bridge import AutoBridge
 from tests.frameworks import tiny_models
 from tests.frameworks.tiny_models import TOKENS
 
-WITHOUT_GPU = {
-    "moe_permute_fusion": False, "moe_grouped_gemm": False, "moe_router_fusion": False,
-    "moe_token_dispatcher_type": "allgather", "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False, "persist_layer_norm": False,
-    "use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+MORE = {
+    "moe_grouped_gemm": False, "moe_router_fusion": False,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
 }  # fmt: skip
 
 
@@ -28,7 +26,8 @@ def bridged(folder, dtype: torch.dtype, **changes):
         "params_dtype": dtype,
         "pipeline_dtype": dtype,
         "bf16": half,
-        **WITHOUT_GPU,
+        **tiny_models.WITHOUT_GPU,
+        **MORE,
         **changes,
     }
     for field, value in settings.items():

@@ -18,6 +18,7 @@ from megatron.bridge.training.gpt_step import forward_step
 
 import megatron_gdn
 from megatron_gdn.compat.one_process import end_one_process, start_one_process
+from megatron_gdn.context_parallel import local_indices
 from tests.frameworks.bridge_models import bridged, published
 from tests.frameworks.tiny_models import SIZES
 from tests.parallel import parallel
@@ -72,15 +73,8 @@ def packed_in_the_batch(folder, multiple: int) -> dict:
 
 
 def thd_get_partitioned_indices(cu_seqlens, tokens, cp_size, cp_rank):
-    """The zigzag places of one rank: of each document pieces r and 2 cp - 1 - r of 2 cp."""
-    ends = cu_seqlens.tolist()
-    pieces = [
-        torch.arange(begin, end).chunk(2 * cp_size)
-        for begin, end in zip(ends, ends[1:], strict=False)
-        if end > begin
-    ]
-    assert ends[-1] == tokens
-    return torch.cat([p[r] for p in pieces for r in (cp_rank, 2 * cp_size - 1 - cp_rank)])
+    """The zigzag places of one rank, as Transformer Engine tells them."""
+    return local_indices(cu_seqlens.diff().tolist(), cp_size, cp_rank)
 
 
 def bridges_loss(model, batch: dict) -> tuple[torch.Tensor, int]:

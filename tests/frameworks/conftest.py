@@ -22,13 +22,19 @@ def forked_with_the_stand_in(monkeypatch):
 
 
 @pytest.fixture
-def one_process():
+def undone():
     import megatron_gdn
+
+    yield
+    megatron_gdn.patch_megatron(gdn=False)
+
+
+@pytest.fixture
+def one_process(undone):
     from megatron_gdn.compat.one_process import end_one_process, start_one_process
 
     start_one_process()
     yield
-    megatron_gdn.patch_megatron(gdn=False)
     end_one_process()
 
 

@@ -22,11 +22,9 @@ TEXT = {
         "mrope_section": [4, 2, 2], "mrope_interleaved": True,
     },
 }  # fmt: skip
-WITHOUT_GPU = {
-    "moe_permute_fusion": False, "moe_shared_expert_overlap": False,
-    "moe_token_dispatcher_type": "allgather", "variable_seq_lengths": False,
-    "apply_rope_fusion": False, "gradient_accumulation_fusion": False, "persist_layer_norm": False,
-    "use_cpu_initialization": True, "attention_dropout": 0.0, "hidden_dropout": 0.0,
+MORE = {
+    "moe_shared_expert_overlap": False, "variable_seq_lengths": False,
+    "attention_dropout": 0.0, "hidden_dropout": 0.0,
 }  # fmt: skip
 MODELS = "Qwen3.5", "Qwen3.5 MoE"
 
@@ -46,7 +44,7 @@ def bridge_of(folder, dtype: torch.dtype = torch.float32):
              "fused_sort_chunks_by_index_with_probs", "fused_unpermute")  # fmt: skip
     with patch.multiple(moe_utils, **dict.fromkeys(names, print)):
         bridge = AutoBridge.from_pretrained(folder, dtype=dtype)
-    bridge.set_extra_args(**WITHOUT_GPU)
+    bridge.set_extra_args(**tiny_models.WITHOUT_GPU, **MORE)
     return bridge
 
 

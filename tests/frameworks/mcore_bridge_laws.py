@@ -5,22 +5,21 @@ import sys
 import pytest
 import torch
 import transformers
-from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config, split_cp_inputs
+from mcore_bridge import ModelConfig, get_mcore_model, hf_to_mcore_config
 from mcore_bridge.bridge import GPTBridge
 from mcore_bridge.model.modules import GatedDeltaNet as Theirs
-from megatron.core import parallel_state as mpu
 from megatron.core.dist_checkpointing.mapping import ShardedTensorFactory
 from megatron.core.packed_seq_params import PackedSeqParams
 from peft import LoraConfig, PeftModel, get_peft_model
 from torch.overrides import TorchFunctionMode
 
 import megatron_gdn
-from megatron_gdn.context_parallel.layouts import local_indices
 from megatron_gdn.frameworks.mcore_bridge import _reorder_in_the_bridge, by_key_head
 from tests.frameworks.conftest import page_lines
 from tests.frameworks.tiny_models import (
     MODELS,
     TOKENS,
+    WITHOUT_GPU,
     published,
     require_exported,
     require_falling,
@@ -29,12 +28,7 @@ from tests.frameworks.tiny_models import (
 )
 
 RANK, ALPHA = 4, 8
-WITHOUT_GPU = {
-    "moe_permute_fusion": False, "moe_router_fusion": False,
-    "moe_token_dispatcher_type": "allgather", "apply_rope_fusion": False,
-    "gradient_accumulation_fusion": False, "persist_layer_norm": False,
-    "use_cpu_initialization": True, "variable_seq_lengths": False,
-}  # fmt: skip
+MORE = {"moe_router_fusion": False, "variable_seq_lengths": False}
 
 
 class CudaIsTheCPU(TorchFunctionMode):
@@ -53,7 +47,7 @@ def megatron(one_process):
 
 def config_of(folder, dtype: torch.dtype = torch.float32, **settings) -> ModelConfig:
     hf_config = transformers.AutoConfig.from_pretrained(folder)
-    given = {**hf_to_mcore_config(hf_config), **WITHOUT_GPU, **settings}
+    given = {**hf_to_mcore_config(hf_config), **WITHOUT_GPU, **MORE, **settings}
     return ModelConfig(params_dtype=dtype, bf16=dtype == torch.bfloat16, **given)
 
 
@@ -203,16 +197,6 @@ def test_a_checkpoint_has_adapters_by_sections(tmp_path):
         assert [each.key for each in stored.build()] == [
             f"in_proj.{name}.{x}" for x in ("query", "key", "value", "z", "beta", "alpha")
         ]
-
-
-@pytest.mark.parametrize("rank", range(2))
-def test_their_loader_cuts_packed_documents_as_our_zigzag(rank, monkeypatch):
-    monkeypatch.setattr(mpu, "get_context_parallel_world_size", lambda: 2)
-    monkeypatch.setattr(mpu, "get_context_parallel_rank", lambda: rank)
-    lengths = [8, 4, 12]
-    ends = torch.tensor([0, *lengths]).cumsum(0)
-    found = split_cp_inputs(torch.arange(24), ends, 0)
-    assert torch.equal(found, local_indices(lengths, 2, rank, "zigzag"))
 
 
 def test_the_lines_of_the_page_build_ours(tmp_path):

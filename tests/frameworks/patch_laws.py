@@ -12,7 +12,6 @@ from megatron.core.models.gpt.experimental_attention_variant_module_specs import
 from megatron.core.models.gpt.gpt_model import GPTModel
 from megatron.core.models.hybrid.hybrid_layer_specs import hybrid_stack_spec
 from megatron.core.models.hybrid.hybrid_model import HybridModel
-from megatron.core.post_training.modelopt.hybrid.model_specs import get_hybrid_stack_modelopt_spec
 from megatron.core.ssm.mamba_mixer import MambaMixer
 
 import megatron_gdn
@@ -82,13 +81,6 @@ def test_a_spec_of_megatrons_builds_our_layer_and_the_same_model(build):
 def test_a_copied_or_pickled_spec_builds_our_layer(way):
     megatron_gdn.patch_megatron()
     assert isinstance(mixer(hybrid(way(hybrid_stack_spec))), megatron_gdn.GatedDeltaNet)
-
-
-def test_modelopts_spec_of_megatron_builds_our_layer():
-    megatron_gdn.patch_megatron()
-    layer = get_hybrid_stack_modelopt_spec().submodules.gdn_layer.submodules.self_attention
-    assert layer.module is Theirs
-    assert isinstance(mixer(hybrid()), megatron_gdn.GatedDeltaNet)
 
 
 def test_a_layer_that_was_built_before_stays_and_can_be_copied():

@@ -7,7 +7,6 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet as Theirs
 
-import megatron_gdn
 from megatron_gdn.frameworks.mcore_bridge import by_key_head
 from megatron_gdn.frameworks.miles import enable
 from megatron_gdn.frameworks.slime import _concatenate_shards, _join_shards
@@ -15,6 +14,8 @@ from megatron_gdn.gdn.hf import gdn_layer_maps
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from tests.frameworks.test_patch import is_ours
 from tests.gdn_mixer import gdn_dims
+
+pytestmark = pytest.mark.usefixtures("undone")
 
 DIMS = gdn_dims(6, 4, 8, 2, 3)
 MAPS = gdn_layer_maps("", "linear_attn.", DIMS, "flat")
@@ -55,12 +56,6 @@ def test_the_rows_of_a_key_head_lie_together():
 
 
 QWEN = ["miles_plugins.models.qwen3_5", "get_qwen3_5_spec"]
-
-
-@pytest.fixture(autouse=True)
-def undone():
-    yield
-    megatron_gdn.patch_megatron(gdn=False)
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,11 @@ VISION = {
     "depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16, "out_hidden_size": 32,
     "num_position_embeddings": 16,
 }  # fmt: skip
+WITHOUT_GPU = {
+    "moe_permute_fusion": False, "moe_token_dispatcher_type": "allgather",
+    "apply_rope_fusion": False, "gradient_accumulation_fusion": False,
+    "persist_layer_norm": False, "use_cpu_initialization": True,
+}  # fmt: skip
 MARKS = {"image_token_id": 60, "video_token_id": 61, "vision_start_token_id": 62}
 MODELS = {
     "Qwen3-Next": ("Qwen3Next", EXPERTS),

@@ -1,13 +1,9 @@
 """verl finds the plugin in a process of its own, and Megatron's spec builds our model there."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
 
-ROOT = Path(__file__).parents[2]
+from tests.processes import python
+
 BUILD = """
 import tests.frameworks.behind_te_on_cpu
 import verl
@@ -20,12 +16,7 @@ print(verl.__version__, type(mixer(gpt())).__module__.partition(".")[0])
 
 def built(**environment: str) -> str:
     """verl's version, and the package of the class that a spec of Megatron builds."""
-    run = subprocess.run(
-        [sys.executable, "-c", BUILD], cwd=ROOT, capture_output=True, text=True,
-        env={"PATH": os.environ["PATH"], "PYTHONPATH": str(ROOT), **environment},
-    )  # fmt: skip
-    assert run.returncode == 0, run.stderr[-3000:]
-    return run.stdout.splitlines()[-1]
+    return python("-c", BUILD, **environment).stdout.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
