@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from megatron_gdn.specs.layer import VARIABLE
 from tests.examples.launching import ROOT
 from tests.launches.on_cpu import WITHOUT_GPU
 
@@ -59,10 +58,10 @@ def _server() -> subprocess.Popen[str]:
 
 
 def launched(
-    script, processes, *flags, options="", connections="1", launcher=False, torchrun=False
+    script, processes, *flags, connections="1", launcher=False, torchrun=False
 ) -> subprocess.CompletedProcess[str]:
-    """``script`` with these flags, ``options`` of our layers in the environment, behind ``-m
-    megatron_gdn.launch`` where ``launcher``; torch's FSDP2 wants no ``connections`` of CUDA.
+    """``script`` with these flags, behind ``-m megatron_gdn.launch`` where ``launcher``; torch's
+    FSDP2 wants no ``connections`` of CUDA.
 
     The ranks have the environment that torchrun gives them; if ``torchrun``, it starts them.
     """
@@ -70,7 +69,7 @@ def launched(
     arguments = [
         *["megatron_gdn.launch"] * launcher, str(Path(CLONE) / script), *flags, *WITHOUT_GPU.split()
     ]  # fmt: skip
-    given = {VARIABLE: options, "CUDA_DEVICE_MAX_CONNECTIONS": connections}
+    given = {"CUDA_DEVICE_MAX_CONNECTIONS": connections}
     if torchrun:
         given |= {"PYTHONPATH": str(ROOT), "TORCHDYNAMO_DISABLE": "1"}
         # As a module: a clone has a package `tests` of its own, which would be found first.

@@ -9,8 +9,7 @@ from tests.launches.record import branch, recorded
 
 pytestmark = in_a_clone
 
-SCRIPT, FSDP2 = "pretrain_hybrid.py", "--bf16 --use-torch-fsdp2"
-DCP = f"{FSDP2} --ckpt-format torch_dcp"
+SCRIPT, DCP = "pretrain_hybrid.py", "--bf16 --use-torch-fsdp2 --ckpt-format torch_dcp"
 # gloo has no sum with a factor, by which the gradients are averaged without the loss per token.
 MEGATRONS = """--hybrid-layer-pattern GM*- --bf16 --use-megatron-fsdp --use-distributed-optimizer
     --data-parallel-sharding-strategy optim_grads --ckpt-format fsdp_dtensor
@@ -47,13 +46,6 @@ def test_megatrons_own_layer_does_not_go_on_from_its_torch_dcp_file(tmp_path):
     refused = trained("upstream", f"{DCP} --load {tmp_path}")
     assert refused.returncode != 0
     assert "unexpected keyword argument 'is_loading'" in refused.stderr
-
-
-def test_a_launch_that_would_save_torch_dist_is_refused_before_its_first_step(tmp_path):
-    """torch_dist is Megatron's default."""
-    refused = trained("ours", f"{FSDP2} --save {tmp_path}")
-    assert refused.returncode != 0 and "lm loss" not in refused.stdout
-    assert "Give --ckpt-format torch_dcp" in refused.stderr
 
 
 def test_a_fsdp_dtensor_file_of_another_tensor_parallel_size_is_refused(tmp_path):

@@ -1,14 +1,12 @@
 """Gated DeltaNet-2 beside Megatron main's own layer and its rule in torch, from one checkpoint."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from tests.examples.launching import ROOT
 from tests.launches.launching import CLONE, PATIENCE_S
+from tests.processes import ROOT, python
 from tests.ranks import on_ranks
 
 BEHIND = "GDN2_BEHIND_MEGATRON_LM"  # set in a process whose Megatron is the clone's
@@ -23,12 +21,9 @@ def test_checkpoints_and_outputs_are_those_of_megatrons_layer():
     assert CLONE is not None
     if not os.path.exists(f"{CLONE}/megatron/core/ssm/gated_delta_net/gdn2.py"):
         pytest.skip("this branch has no Gated DeltaNet-2")
-    done = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", "loads or builds"],
-        env=os.environ | {"PYTHONPATH": f"{ROOT}:{CLONE}", BEHIND: "1", "TORCHDYNAMO_DISABLE": "1"},
-        cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0 and "......." in done.stdout, done.stdout[-6000:]
+    environment = {"PYTHONPATH": f"{ROOT}:{CLONE}", BEHIND: "1", "TORCHDYNAMO_DISABLE": "1"}
+    command = "-m", "pytest", "-q", "-x", __file__, "-k", "loads or builds"
+    assert "......." in python(*command, timeout=PATIENCE_S, **environment).stdout
 
 
 behind = pytest.mark.skipif(BEHIND not in os.environ, reason="in a process of its own")

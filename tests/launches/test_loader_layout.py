@@ -37,12 +37,12 @@ def documents(tmp_path_factory) -> str:
     return prefix
 
 
-def trained(documents: str, ranks: int, options: str = "") -> subprocess.CompletedProcess[str]:
+def trained(documents: str, ranks: int) -> subprocess.CompletedProcess[str]:
     """Ranks have as many tokens of a micro-batch: Megatron draws numbers for them."""
     return launched(
         "pretrain_hybrid.py", ranks, *FLAGS.split(), f"--context-parallel-size={ranks}",
         f"--micro-batch-size={ranks}", f"--data-path={documents}",
-        f"--data-cache-path={documents}-cache", options=options,
+        f"--data-cache-path={documents}-cache",
     )  # fmt: skip
 
 
@@ -55,9 +55,3 @@ def test_two_ranks_take_the_steps_of_one_where_the_whole_buffer_is_cut(documents
     )
     with recorded("pretrain_hybrid.py", 2, told_by, "one process") as two:
         two.equals(losses(trained(documents, 2)), one, rel=1e-5)
-
-
-def test_an_option_that_contradicts_the_launch_ends_it_with_both_names(documents):
-    done = trained(documents, 2, "cp_layout=zigzag")
-    assert done.returncode != 0
-    assert "cp_layout='zigzag' and --dataloader-inter-document-masking" in done.stderr
