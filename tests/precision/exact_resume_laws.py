@@ -12,7 +12,7 @@ from megatron_gdn.compat.one_process import (
 from megatron_gdn.context_parallel import local_indices
 from tests.distributed.layer_laws import thd
 from tests.parallel import VOCABULARY, parallel, run_schedule
-from tests.precision.training import Training, build_model, load, save, wrap
+from tests.precision.training import Training, build_model, load, save, summed, wrap
 
 LENGTHS = (8, 24, 16)
 STEPS, MIDDLE = 10, 5
@@ -38,13 +38,7 @@ def train_step(training: Training, step: int, lengths: tuple[int, ...], packed: 
             labels=batch[:, 1:][:, held],
             packed_seq_params=thd(lengths, device) if packed else None,
         )
-
-        def loss_function(losses):
-            total = losses.float().sum()
-            count = torch.tensor(losses.numel(), dtype=torch.int, device=device)
-            return total, count, total.detach()
-
-        return losses, loss_function
+        return losses, summed
 
     training.ddp.zero_grad_buffer()
     training.optimizer.zero_grad()

@@ -127,24 +127,15 @@ def optimizer_by_name(training) -> dict[str, torch.Tensor]:
 def whole(training, kind: str, folder: str) -> dict[str, torch.Tensor]:
     replicas = replicas_of(training.A_log)
     assert all(torch.equal(replica, replicas[0]) for replica in replicas), replicas
-    made_up_state(training)
+    adam = training.megatron_optimizer.optimizer
+    if not adam.state:  # not loaded: its checkpoint asks for states
+        for parameter in (p for group in adam.param_groups for p in group["params"]):
+            averages = {name: torch.zeros_like(parameter) for name in ("exp_avg", "exp_avg_sq")}
+            adam.state[parameter] = {"step": torch.zeros(()), **averages}
     save(training, folder)
     held = tensors_in(folder)
     assert torch.equal(held[A_LOG], over_tp(training.A_log))
     return {"model": held[A_LOG], "master": held[master_key(kind)]}
-
-
-def made_up_state(training) -> None:
-    """Give an optimizer that was not loaded the state that its checkpoint format asks for."""
-    adam = training.megatron_optimizer.optimizer
-    if not adam.state:
-        for group in adam.param_groups:
-            for parameter in group["params"]:
-                adam.state[parameter] = {
-                    "step": torch.zeros(()),
-                    "exp_avg": torch.zeros_like(parameter),
-                    "exp_avg_sq": torch.zeros_like(parameter),
-                }
 
 
 @pytest.fixture(scope="module")

@@ -40,42 +40,23 @@ def _layer():
     return GDN.whole(make_config())
 
 
-def _shard(layer, **policy) -> None:
-    mesh = DeviceMesh.from_group(dist.group.WORLD, "cpu")
-    fully_shard(layer, mesh=mesh, mp_policy=MixedPrecisionPolicy(**policy))
-
-
-def _bf16(mixer: str):
-    """The same random bf16 layer with fp32 gates on every rank."""
-    return BY_NAME[mixer].whole(BY_NAME[mixer].config(bf16=True, params_dtype=torch.bfloat16))
-
-
-def _model(dtype: torch.dtype):
-    kind = {"transformer_impl": "local", "use_cpu_initialization": True}
-    model = fsdp_laws.build(dtype, "G-M-", **kind)
-    return Float16Module(model.config, model) if dtype == torch.bfloat16 else model
-
-
-def _adam(model, dtype: torch.dtype):
-    """Megatron's."""
-    kind = {"bf16": dtype == torch.bfloat16, "params_dtype": dtype}
-    adam = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, **kind)
-    return get_megatron_optimizer(adam, [model])
-
-
 def _under_megatrons_wrapper(dtype: torch.dtype, offset: float = 0.0):
     """A hybrid model under ``--use-torch-fsdp2``, and Megatron's optimizer of it.
 
     The group is that of the other laws: DTensor takes meshes of the same ranks for one another, and
     Megatron refuses gradients of two groups.
     """
-    model = _model(dtype)
+    bf16 = dtype == torch.bfloat16
+    kind = {"transformer_impl": "local", "use_cpu_initialization": True}
+    model = fsdp_laws.build(dtype, "G-M-", **kind)
+    model = Float16Module(model.config, model) if bf16 else model
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.add_(offset)
     settings, world = DistributedDataParallelConfig(), dist.group.WORLD
     wrapped = TorchFullyShardedDataParallel(model.config, settings, model, process_group=world)
-    return wrapped, _adam(wrapped, dtype)
+    adam = OptimizerConfig(optimizer="adam", lr=1e-2, clip_grad=0.0, bf16=bf16, params_dtype=dtype)
+    return wrapped, get_megatron_optimizer(adam, [wrapped])
 
 
 def _losses(model, optimizer, steps: range):
@@ -137,7 +118,8 @@ def test_with_tensor_parallelism_a_norm_sharded_by_itself_is_refused():
 @on_ranks(2, cp=1)
 def test_a_policy_that_rounds_the_gates_is_refused(dtype):
     layer = _layer()
-    _shard(layer, param_dtype=dtype, reduce_dtype=torch.float32)
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    fully_shard(layer, mesh=DeviceMesh.from_group(dist.group.WORLD, "cpu"), mp_policy=policy)
     said = f"(?s)A_log reached the layer in {dtype}.*MixedPrecisionPolicy without param_dtype"
     with pytest.raises(ValueError, match=said):
         layer(torch.randn(9, 1, 24), None)
@@ -159,9 +141,10 @@ def test_a_bf16_layer_with_fp32_gates_equals_the_unsharded_layer_to_the_bit(
     with parallel(tp=tp):
         groups, replicas = groups_of_megatron(), parallel_state.get_data_parallel_group()
         replicas = dist.group.WORLD if tp == 1 else replicas  # see _under_megatrons_wrapper
-        mixers, whole = BY_NAME[mixer], _bf16(mixer)
+        mixers, bf16 = BY_NAME[mixer], {"bf16": True, "params_dtype": torch.bfloat16}
+        whole = mixers.whole(mixers.config(**bf16))
         sizes = {"tensor_model_parallel_size": tp, "sequence_parallel": sequence_parallel}
-        config = mixers.config(bf16=True, params_dtype=torch.bfloat16, **sizes)
+        config = mixers.config(**bf16, **sizes)
         one, layer = (mixers.build(config, groups) for _ in range(2))
         for each in (one, layer):
             mixers.copy_shares(each, whole)

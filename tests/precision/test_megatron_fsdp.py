@@ -42,10 +42,6 @@ def saved(pools, tmp_path_factory):
     return save
 
 
-def test_an_fp32_model_trains_as_under_ddp(pools, ddp):
-    laws.require_exact_in_fp32(ddp(FP32), pools(2).run(laws.losses, "fsdp", FP32))
-
-
 @pytest.mark.parametrize(
     ("pattern", "strategies"),
     [

@@ -135,15 +135,15 @@ def stack_of(upstream_layer: bool, spec_options: dict | None = None):
     return stack
 
 
+def summed(losses: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """A loss as Megatron's schedule takes it: the sum, of how many tokens, and what is logged."""
+    total = losses.float().sum()
+    count = torch.tensor(losses.numel(), dtype=torch.int, device=losses.device)
+    return total, count, total.detach()
+
+
 def train_step(training: Training, step: int) -> float:
     """One step on batch number ``step``, shared by the data-parallel ranks; its mean loss."""
-    loss = accumulate_gradients(training, step)
-    training.optimizer.step()
-    return loss
-
-
-def accumulate_gradients(training: Training, step: int) -> float:
-    """Forward and backward of `train_step`."""
     group = parallel_state.get_data_parallel_group()
     torch.manual_seed(100 + step)
     batch = torch.randint(0, VOCABULARY, (BATCH, TOKENS)).chunk(group.size())[group.rank()]
@@ -151,18 +151,13 @@ def accumulate_gradients(training: Training, step: int) -> float:
     def forward_step(batches, model):
         rows = next(batches)
         positions = torch.arange(TOKENS - 1).expand(len(rows), -1)
-        losses = model(rows[:, :-1], positions, None, labels=rows[:, 1:])
-
-        def loss_function(losses):
-            total = losses.float().sum()
-            return total, torch.tensor(losses.numel(), dtype=torch.int), total.detach()
-
-        return losses, loss_function
+        return model(rows[:, :-1], positions, None, labels=rows[:, 1:]), summed
 
     training.ddp.zero_grad_buffer()
     training.optimizer.zero_grad()
     (total,) = run_schedule(training.ddp, [batch], forward_step, TOKENS - 1, len(batch))
     dist.all_reduce(total, group=group)
+    training.optimizer.step()
     return (total / (BATCH * (TOKENS - 1))).item()
 
 
@@ -231,15 +226,15 @@ def tensors_in(folder: str) -> dict[str, torch.Tensor]:
 
 def over_tp(local: torch.Tensor) -> torch.Tensor:
     """A parameter that is split along its first dimension, whole."""
-    group = parallel_state.get_tensor_model_parallel_group()
-    parts = [torch.empty_like(local) for _ in range(group.size())]
-    dist.all_gather(parts, local.detach().contiguous(), group=group)
-    return torch.cat(parts)
+    return torch.cat(_gathered(local, parallel_state.get_tensor_model_parallel_group()))
 
 
 def replicas_of(local: torch.Tensor) -> list[torch.Tensor]:
     """What each data-parallel rank holds of a parameter."""
-    group = parallel_state.get_data_parallel_group()
+    return _gathered(local, parallel_state.get_data_parallel_group())
+
+
+def _gathered(local: torch.Tensor, group: dist.ProcessGroup) -> list[torch.Tensor]:
     parts = [torch.empty_like(local) for _ in range(group.size())]
     dist.all_gather(parts, local.detach().contiguous(), group=group)
     return parts
