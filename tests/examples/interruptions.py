@@ -2,7 +2,6 @@
 
 import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -76,16 +75,6 @@ def assert_one_line(printed: str, pattern: str) -> None:
     assert len(said) == 1, printed
     assert re.search(pattern, said[0]), printed
     assert "Traceback" not in printed
-
-
-def mount_small_disk(folder: Path, megabytes: int) -> bool:
-    """A real small file system on ``folder``; False where this user may not mount one."""
-    folder.mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", f"size={megabytes}m", "tmpfs", str(folder)]
-    try:
-        return subprocess.run(command, capture_output=True, check=False).returncode == 0
-    except FileNotFoundError:
-        return False
 
 
 def newest_output(cwd: Path) -> Path:

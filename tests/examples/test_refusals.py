@@ -30,7 +30,6 @@ def test_the_folder_that_a_run_gets_by_itself_is_tried_too(refused, tmp_path):
     [
         (["--tokens", "999"], "unrecognized arguments: --tokens 999"),
         (["--train-it=5"], "unrecognized arguments: --train-it=5"),
-        (["--linear-num-key=2"], "unrecognized arguments: --linear-num-key=2"),
         (["--train-iters=many"], "argument --train-iters: invalid int value: 'many'"),
         (["--transformer-impl=te"], "invalid choice: 'te'"),
         (["--lr=nan"], "--lr nan: use a number of 0 or more"),

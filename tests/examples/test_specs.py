@@ -2,7 +2,7 @@
 
 import importlib
 import warnings
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import megatron.core
 import pytest
@@ -37,6 +37,7 @@ from tests.distributed.model_laws import leaves
 from tests.parallel import make_config
 from tests.ranks import on_ranks
 
+EXPERTS = {"num_moe_experts": 3, "add_bias_linear": False, "moe_ffn_hidden_size": 16}
 without_te = pytest.mark.skipif(HAVE_TE, reason="says what happens without Transformer Engine")
 
 
@@ -63,18 +64,6 @@ def gpt_config(freq, num_layers=4, **changes):
         linear_attention_freq=freq, transformer_impl="local", pipeline_dtype=torch.float32,
         **changes,
     )  # fmt: skip
-
-
-def mixers_of_a_gpt_that_trains(freq, **changes) -> list[type]:
-    config = gpt_config(freq, **changes)
-    block = gpt_block_spec(config)
-    assert isinstance(block, TransformerBlockSubmodules)
-    model = GPTModel(config, block, 16, 8, position_embedding_type="rope")
-    tokens, mask = torch.arange(8)[None], torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
-    losses = model(tokens, tokens, mask, labels=(tokens + 1) % 16)
-    losses.sum().backward()
-    assert losses.isfinite().all() and losses.shape == (1, 8)
-    return [type(layer.self_attention) for layer in model.decoder.layers]
 
 
 @on_ranks(tp=1)
@@ -197,31 +186,31 @@ def test_a_layer_the_local_spec_lacks_is_refused_and_not_an_identity(symbol):
 @on_ranks(tp=1)
 def test_local_experts_are_as_many_as_the_config_has():
     """The spec that ``--spec`` names is made before there is a config."""
-    experts = {"num_moe_experts": 3, "add_bias_linear": False, "moe_ffn_hidden_size": 16}
-    model = hybrid("GE", make_config(num_layers=2, **experts), specs.gdn_hybrid_stack_spec_local)
+    model = hybrid("GE", make_config(num_layers=2, **EXPERTS), specs.gdn_hybrid_stack_spec_local)
     names = [[name for name, _ in layer.named_parameters()] for layer in model.decoder.layers]
     assert [sum(name.endswith("linear_fc1.weight") for name in of) for of in names] == [0, 3]
 
 
 @pytest.mark.parametrize(
-    "freq, mixers",
+    "freq, mixers, changes",
     [
-        (4, [GatedDeltaNet] * 3 + [TorchSelfAttention]),
-        (2, [GatedDeltaNet, TorchSelfAttention] * 2),
-        ([1, 1, 0, 1], [GatedDeltaNet] * 2 + [TorchSelfAttention, GatedDeltaNet]),
-        ([1, 1, 1, 1], [GatedDeltaNet] * 4),
+        (4, [GatedDeltaNet] * 3 + [TorchSelfAttention], EXPERTS | {"moe_layer_freq": 2}),
+        (2, [GatedDeltaNet, TorchSelfAttention] * 2, {}),
+        ([1, 1, 0, 1], [GatedDeltaNet] * 2 + [TorchSelfAttention, GatedDeltaNet], {}),
+        ([1, 1, 1, 1], [GatedDeltaNet] * 4, {}),
     ],
 )
 @on_ranks(tp=1)
-def test_gpt_blocks_mix_layers_by_linear_attention_freq(freq, mixers):
-    assert mixers_of_a_gpt_that_trains(freq) == mixers
-
-
-@on_ranks(tp=1)
-def test_gpt_blocks_may_hold_experts():
-    experts = {"num_moe_experts": 4, "moe_layer_freq": 2, "moe_ffn_hidden_size": 16}
-    mixers = mixers_of_a_gpt_that_trains(4, add_bias_linear=False, **experts)
-    assert mixers.count(GatedDeltaNet) == 3
+def test_gpt_blocks_mix_layers_by_linear_attention_freq_and_may_hold_experts(freq, mixers, changes):
+    config = gpt_config(freq, **changes)
+    block = gpt_block_spec(config)
+    assert isinstance(block, TransformerBlockSubmodules)
+    model = GPTModel(config, block, 16, 8, position_embedding_type="rope")
+    tokens, mask = torch.arange(8)[None], torch.ones(1, 1, 8, 8, dtype=torch.bool).triu(1)
+    losses = model(tokens, tokens, mask, labels=(tokens + 1) % 16)
+    losses.sum().backward()
+    assert losses.isfinite().all() and losses.shape == (1, 8)
+    assert [type(layer.self_attention) for layer in model.decoder.layers] == mixers
 
 
 @on_ranks(tp=1)
@@ -298,6 +287,7 @@ def test_stacks_with_other_places_are_filled_and_no_place_is_an_identity(monkeyp
     assert layers.moe_layer.module is LocalMoELayer
     with pytest.raises(NotImplementedError, match="no layer for 'csa_layer'"):
         build_module(layers.csa_layer)
+    assert IdentityOp not in vars(layers).values()
     assert layers.mtp_block_spec.module is MultiTokenPredictionBlock
 
 
@@ -311,12 +301,6 @@ def test_transformer_engines_prediction_heads_keep_their_parts_and_are_checked()
         assert layer.module is HybridMTPLayer and layer.params == {"cp_layout": "contiguous"}
         assert layer.submodules is original.submodules
         assert original.module is not HybridMTPLayer  # Megatron's own spec stays as it was
-
-
-def test_the_installed_stack_has_every_place_filled():
-    layers = hybrid_stack_spec("local").submodules
-    empty = [f.name for f in fields(layers) if getattr(layers, f.name) is IdentityOp]
-    assert not empty
 
 
 @pytest.mark.parametrize(

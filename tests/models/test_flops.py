@@ -13,11 +13,9 @@ from torch.utils.flop_counter import FlopCounterMode
 from megatron_gdn.hf import parse_hf_config
 from megatron_gdn.models import ENTRIES, Model, Stack, find
 from megatron_gdn.models.stack import CHUNK
-from megatron_gdn.ops import torch_chunk_gated_delta_rule
-from megatron_gdn.ops.delta_rule.base import RuleInputs
+from megatron_gdn.ops.rules.token_rule import recurrence
 from tests.distributed.mixers import whole
 from tests.hf.tiny_models import model_class
-from tests.kda.oracle import recurrent_kda
 from tests.ranks import on_ranks
 
 CONFIG_OF = {
@@ -34,22 +32,11 @@ def config_of(architecture: str, fields: dict[str, Any]) -> Any:
     return getattr(transformers, CONFIG_OF[architecture])(**fields)
 
 
-def parameters_of(name: str) -> int:
-    entry = ENTRIES[name]
-    with torch.device("meta"):
-        model = model_class(entry.architecture)(config_of(entry.architecture, entry.fields))
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
 def vision_parameters(hidden_size: int) -> int:
     config = transformers.Qwen3_5Config(vision_config=VISION | {"out_hidden_size": hidden_size})
     with torch.device("meta"):
         model = model_class("Qwen3_5VisionModel")(config.vision_config)
     return sum(parameter.numel() for parameter in model.parameters())
-
-
-def as_config(settings: dict[str, Any]) -> Any:
-    return SimpleNamespace(**settings)
 
 
 def _decays(g: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -157,33 +144,20 @@ def drawn_delta_rule(g: torch.Tensor) -> tuple:
     return q, k, draw(TOKENS, 6, 14), g, draw(TOKENS, 6).sigmoid(), draw(6, 10, 14)
 
 
-def chunked_delta_rule(q, k, v, g, beta, S):
-    batch = [x[None] for x in (q, k, v, g, beta)]
-    options = {"initial_state": S[None], "output_final_state": True, "scale": 1.0}
-    return [x[0] for x in torch_chunk_gated_delta_rule(*batch, **options)]
-
-
-def recurrence_of_kda(q, k, v, g, beta, S):
-    o, state = recurrent_kda(RuleInputs(*(x[None] for x in (q, k, v, g, beta))), None, S[None])
-    return o[0] * 10**0.5, state[0]
-
-
-def recurrence_of_mamba2(x, B, C, g, S):
-    outputs = []
-    for t in range(TOKENS):
-        b, c = (row[t].repeat_interleave(3, 0) for row in (B, C))
-        S = g[t].exp()[:, None, None] * S + b[:, :, None] * x[t][:, None, :]
-        outputs.append((c[:, :, None] * S).sum(1))
-    return torch.stack(outputs), S
+def token_by_token(q, k, v, g, *beta_and_state):
+    """Of a delta rule; of Mamba2, which erases nothing, without beta."""
+    *beta, state = (x[None] for x in beta_and_state)
+    o, state = recurrence(*(x[None] for x in (q, k, v, g)), *beta or [None], state)
+    return o[0], state[0]
 
 
 RULES = {
-    "G": (delta_rule, chunked_delta_rule, lambda: drawn_delta_rule(-draw(TOKENS, 6).exp())),
+    "G": (delta_rule, token_by_token, lambda: drawn_delta_rule(-draw(TOKENS, 6).exp())),
     "K": (
-        kda_rule, recurrence_of_kda, lambda: drawn_delta_rule(-0.1 * draw(TOKENS, 6, 10).exp())
+        kda_rule, token_by_token, lambda: drawn_delta_rule(-0.1 * draw(TOKENS, 6, 10).exp())
     ),
     "M": (
-        mamba2_rule, recurrence_of_mamba2,
+        mamba2_rule, lambda x, B, C, g, S: token_by_token(C, B, x, g, S),
         lambda: (draw(TOKENS, 6, 14), draw(TOKENS, 2, 10), draw(TOKENS, 2, 10),
                  -draw(TOKENS, 6).exp(), draw(6, 10, 14)),
     ),
@@ -197,13 +171,13 @@ def test_a_rule_in_chunks_takes_its_equation_forward_and_twice_that_back(letter)
     inputs = [x.detach().requires_grad_() for x in drawn()]
     torch.testing.assert_close(tuple(twin(*inputs)), tuple(exact(*inputs)), rtol=1e-4, atol=1e-4)
     sizes = MAMBA if letter == "M" else GDN
-    rule = Stack.of(as_config(sizes), letter, 1, True).flops([TOKENS]).rule
+    rule = Stack.of(SimpleNamespace(**sizes), letter, 1, True).flops([TOKENS]).rule
     assert forward_and_step(twin, inputs) == (rule, 3 * rule)
 
 
 @on_ranks(tp=1)
 def test_the_parameters_of_kda_are_the_layers():
-    (layer,) = Stack.of(as_config(GDN), "K", 1, True).layers
+    (layer,) = Stack.of(SimpleNamespace(**GDN), "K", 1, True).layers
     norm_before = 24
     numbers = sum(parameter.numel() for parameter in whole("kda", GDN).parameters())
     assert numbers == layer.weights + layer.vectors - norm_before
@@ -260,7 +234,7 @@ def test_documents_pay_for_the_squares_of_their_lengths():
 
 def test_a_pattern_with_layers_that_are_not_known_is_refused():
     with pytest.raises(ValueError, match=r"has \['D'\]; FLOPs are known for 'G', 'K', 'M'"):
-        Stack.of(as_config(GDN), "GD", 1, True)
+        Stack.of(SimpleNamespace(**GDN), "GD", 1, True)
 
 
 QWEN = [name for name, entry in ENTRIES.items() if entry.architecture.startswith("Qwen")]
@@ -268,7 +242,10 @@ QWEN = [name for name, entry in ENTRIES.items() if entry.architecture.startswith
 
 @pytest.mark.parametrize("name", ENTRIES)
 def test_a_model_has_as_many_parameters_as_the_one_that_transformers_builds(name):
-    assert find(name).stack.parameters == parameters_of(name)
+    entry = ENTRIES[name]
+    with torch.device("meta"):
+        model = model_class(entry.architecture)(config_of(entry.architecture, entry.fields))
+    assert find(name).stack.parameters == sum(p.numel() for p in model.parameters())
 
 
 # The numbers of parameters in the index of the published files. They hold the language model, one
@@ -286,8 +263,8 @@ def test_a_model_has_as_many_parameters_as_the_one_that_transformers_builds(name
 def test_the_published_files_hold_as_many(name, published, sees):
     model = find(name)
     pattern = f"{model.pattern}/{model.pattern[-2:]}"
-    vocab = model.fields["vocab_size"]
-    stack = Stack.of(as_config(model.hf.megatron_settings("hybrid")), pattern, vocab, model.hf.tied)
+    vocab, settings = model.fields["vocab_size"], model.hf.megatron_settings("hybrid")
+    stack = Stack.of(SimpleNamespace(**settings), pattern, vocab, model.hf.tied)
     vision = vision_parameters(stack.hidden_size) if sees else 0
     assert stack.parameters + vision == published
 

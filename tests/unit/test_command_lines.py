@@ -59,8 +59,10 @@ def test_a_wrong_option_is_answered_with_the_nearest_in_one_line(given, near):
 
 
 def test_launch_names_a_script_that_is_not_there_in_one_sentence(tmp_path):
-    done = command("megatron_gdn.launch", "nofile.py", ends=2)
-    assert done.stderr.startswith(f"error: no script 'nofile.py' in {ROOT}; give the path")
+    launch = "-c", WITHOUT_TORCH, "megatron_gdn.launch", "nofile.py"
+    done = python(*launch, ends=2, MEGATRON_LM=str(tmp_path))
+    said = f"error: no script 'nofile.py' in {ROOT} or {tmp_path}; give the path of a file, or `git"
+    assert done.stderr.startswith(said)
     assert done.stderr.count("\n") == 1 and ". " not in done.stderr and not done.stdout
 
 

@@ -15,8 +15,6 @@ MASK = torch.tensor([[1, 1, 1, 0], [1, 1, 2, 2]])
     ("mask", "lengths"),
     [
         ([[1, 1, 2, 2, 2, 0], [1, 2, 2, 3, 3, 3]], (2, 3, 1, 2, 3)),
-        ([[1, 1, 1, 0, 0]], (3,)),
-        ([[1, 1, 1, 0], [1, 1, 2, 2]], (3, 2, 2)),
         ([[1, 1], [1, 1], [2, 2]], (2, 2, 2)),  # documents end with their row, whatever the next id
         ([[0, 1, 1, 0, 3]], (2, 1)),  # padding in front and between, an id left out
         ([[0, 0], [0, 1]], (1,)),
@@ -36,9 +34,6 @@ def test_tokens_boundaries_and_longest_document():
     assert indices.tolist() == [0, 1, 2, 3, 4, 6, 7, 8, 9] and indices.dtype == torch.int64
     assert cu_seqlens.tolist() == [0, 2, 5, 9] and cu_seqlens.dtype == torch.int32
     assert longest == 4 and type(longest) is int
-
-
-def test_a_mask_without_tokens_has_no_indices():
     indices, cu_seqlens, longest = unpad_data(torch.zeros(2, 3, dtype=torch.int64))
     assert (indices.tolist(), cu_seqlens.tolist(), longest) == ([], [0], 0)
 

@@ -7,13 +7,11 @@ import signal
 import sys
 import time
 from functools import partial
-from pathlib import Path
 
 import pytest
 import torch
 
 from megatron_gdn.gdn.flash_qla.builds import Heads
-from megatron_gdn.gdn.sizes import GDNDims
 from megatron_gdn.ops import obstacles
 from megatron_gdn.warm_up import layers
 from megatron_gdn.warm_up.__main__ import main, parse
@@ -21,12 +19,10 @@ from megatron_gdn.warm_up.layers import Model, calls_of, model_of, read_model
 from megatron_gdn.warm_up.tasks import Task, run_tasks
 from tests.examples.commands import commands_of, pages
 from tests.gdn.stand_ins import keep_cache_in
-from tests.processes import FORK, fork
+from tests.gdn_mixer import gdn_dims
+from tests.processes import FORK, ROOT, fork
 
-DIMS = GDNDims(
-    hidden_size=64, num_key_heads=16, num_value_heads=32, key_head_dim=128, value_head_dim=128,
-    conv_kernel_dim=4,
-)  # fmt: skip
+DIMS = gdn_dims(64, 16, 32, 128, 128)
 CONFIG = {
     "hidden_size": 2048, "linear_num_key_heads": 16, "linear_num_value_heads": 32,
     "linear_key_head_dim": 128, "linear_value_head_dim": 128, "linear_conv_kernel_dim": 4,
@@ -173,7 +169,6 @@ def test_every_task_has_a_process_of_its_own_and_a_crash_stops_no_other(tmp_path
     assert len(list(tmp_path.iterdir())) == 3
 
 
-ROOT = Path(__file__).parents[2]
 COMMAND = "-m megatron_gdn.warm_up "
 
 

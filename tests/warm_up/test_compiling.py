@@ -1,7 +1,6 @@
 """Kernels are compiled for Hopper here, without a GPU, and found again."""
 
 import json
-import os
 import re
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 pytest.importorskip("triton", minversion="3.6")
 
 from megatron_gdn.ops.kernels.builds import compile_in_one_process
+from tests.processes import python
 
 
 def under_lock(compile):
@@ -24,16 +24,8 @@ def under_lock(compile):
 
 
 def run(folder, *arguments: str) -> str:
-    environment = {
-        **os.environ,
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "TILELANG_CACHE_DIR": str(folder / "tilelang"),
-    }
-    environment.pop("TRITON_INTERPRET", None)
-    command = [sys.executable, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900)
-    assert done.returncode == 0, done.stderr + done.stdout
-    return done.stdout
+    caches = {f"{name}_CACHE_DIR": str(folder / name) for name in ("TRITON", "TILELANG")}
+    return python(*arguments, timeout=900, TRITON_INTERPRET="0", **caches).stdout
 
 
 def test_a_slow_compilation_says_so_while_it_runs(tmp_path, monkeypatch, caplog):
