@@ -211,6 +211,9 @@ def test_gpt_blocks_mix_layers_by_linear_attention_freq_and_may_hold_experts(fre
     losses.sum().backward()
     assert losses.isfinite().all() and losses.shape == (1, 8)
     assert [type(layer.self_attention) for layer in model.decoder.layers] == mixers
+    config.experimental_attention_variant = "gdn"  # its name in Megatron-Core after 0.19
+    again = gpt_block_spec(config).layer_specs
+    assert [layer.submodules.self_attention.module for layer in again] == mixers
 
 
 @on_ranks(tp=1)
@@ -254,16 +257,6 @@ def test_transformer_engine_is_never_replaced_in_silence():
     config = make_config(experimental_attention_variant="gated_delta_net", linear_attention_freq=4)
     with pytest.raises(ImportError, match="needs Transformer Engine"):
         gpt_block_spec(config)
-
-
-@pytest.mark.parametrize("variant", ["gated_delta_net", "gdn"])
-@on_ranks(tp=1)
-def test_gpt_blocks_know_both_names_of_the_variant(variant):
-    """Megatron-Core after 0.19 turns the first into the second."""
-    config = gpt_config(4)
-    config.experimental_attention_variant = variant
-    mixers = [x.submodules.self_attention.module for x in gpt_block_spec(config).layer_specs]
-    assert mixers == [GatedDeltaNet] * 3 + [TorchSelfAttention]
 
 
 @dataclass

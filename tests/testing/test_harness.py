@@ -31,14 +31,10 @@ def test_a_shuffled_sum_is_found_and_is_the_only_one():
     assert "weight differs in repeat" in str(report)
 
 
-def in_a_fresh_process(function):
-    """What ``function()`` returns in a new process, whose heap has the same history every time."""
-    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        return pool.submit(function).result()
-
-
 def test_a_read_of_memory_never_written_is_found():
-    report = in_a_fresh_process(planted.check_unwritten)
+    """In a new process, whose heap has the same history every time."""
+    with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
+        report = pool.submit(planted.check_unwritten).result()
     assert report.difference.name == "buffer" and report.difference.elements <= 2048
 
 
