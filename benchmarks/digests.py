@@ -53,7 +53,7 @@ DIVISIBLE = (16, 0, 136, 8, 32)
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "biases": {"bias": True, "conv_bias": True},
-    "recompute": {"recompute_qkv": True, "recompute_norm_out": True},
+    "recompute": {"recompute": "light"},
 }
 MORE = {**OPTIONS, "full": {"recompute": "full"}}
 SPECS = {"gdn": "gated_delta_net", "kda": "kimi_delta_attention", "mamba2": "mamba2"}

@@ -288,7 +288,7 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     ) -> None:
         loader_layout = LoaderLayout(cp_layout, config)
         if pg_collection.cp.size() > 1:
-            _require_zigzag(loader_layout.default_for_packed(), pg_collection.cp)
+            _require_zigzag(loader_layout.of_packed(), pg_collection.cp)
         hybrid_submodules, letters = _with_kda_and_gdn2(
             hybrid_submodules, layers, config, mtp_layer_pattern, 0
         )

@@ -2,7 +2,7 @@
 
 ``--spec`` names a spec and takes no options, so a launch gives them in the environment:
 
-    MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute_qkv=True" torchrun ... \
+    MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute=light" torchrun ... \
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
 
 An option reaches every 'G' and 'K' layer whose mixer has this option, unless a call in Python gives

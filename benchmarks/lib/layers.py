@@ -165,8 +165,7 @@ def our_layer(
         submodules,
         layer_number=1,
         backend=backend,
-        recompute_qkv=recomputing,
-        recompute_norm_out=recomputing,
+        recompute="light" if recomputing else None,
         **options,
     )
     return layer.to(DEVICE).bfloat16()

@@ -188,17 +188,7 @@ _FILE_SIZE_NOTE = (
     "the new file loads here. --no-load-optim loads the parameters alone."
 )
 
-_SAVING_WARNING = (
-    "Megatron's own layer does not load this checkpoint's optimizer state ({format}, with fp32 "
-    "parameters). To go on with Megatron's layer, load the checkpoint with this layer and save it "
-    "again with {flags}."
-)
 _RESHARDABLE_FLAG = "--dist-ckpt-optim-fully-reshardable"
-_DP_RESHARDABLE_WARNING = _SAVING_WARNING.format(format="dp_reshardable", flags=_RESHARDABLE_FLAG)
-_TORCH_FILE_WARNING = _SAVING_WARNING.format(
-    format="--ckpt-format torch",
-    flags=f"--ckpt-format torch_dist --auto-detect-ckpt-format {_RESHARDABLE_FLAG}",
-)
 
 
 def warn_on_dp_reshardable(
@@ -209,21 +199,28 @@ def warn_on_dp_reshardable(
     metadata: Any = None,
 ) -> Any:
     """Wrap ``sharded_param_state_dp_reshardable``: a save logs how to make a portable file."""
-    if not is_loading and _has_fp32_parameters(optimizer):
-        log_once(_DP_RESHARDABLE_WARNING, logging.WARNING)
+    if not is_loading:
+        _warn_of_fp32_parameters(optimizer, "dp_reshardable", _RESHARDABLE_FLAG)
     return sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
 
 
 def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
     """Wrap ``save_parameter_state``: a save logs how to make a portable file."""
-    if any(map(_has_fp32_parameters, getattr(optimizer, "chained_optimizers", [optimizer]))):
-        log_once(_TORCH_FILE_WARNING, logging.WARNING)
+    flags = f"--ckpt-format torch_dist --auto-detect-ckpt-format {_RESHARDABLE_FLAG}"
+    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _warn_of_fp32_parameters(one, "--ckpt-format torch", flags)
     save(optimizer, filename)
 
 
-def _has_fp32_parameters(optimizer: Any) -> bool:
-    """Whether this optimizer has a buffer of fp32 parameters; Megatron's own layer makes none."""
-    return any(buffer.param_dtype == torch.float32 for buffer in getattr(optimizer, "buffers", ()))
+def _warn_of_fp32_parameters(optimizer: Any, file_format: str, flags: str) -> None:
+    """Warn if a buffer of ``optimizer`` has fp32 parameters; Megatron's own layer makes none."""
+    if any(buffer.param_dtype == torch.float32 for buffer in getattr(optimizer, "buffers", ())):
+        log_once(
+            f"Megatron's own layer does not load this checkpoint's optimizer state ({file_format}, "
+            f"with fp32 parameters). To go on with Megatron's layer, load the checkpoint with this "
+            f"layer and save it again with {flags}.",
+            logging.WARNING,
+        )
 
 
 def _add_note(pattern: re.Pattern, note: str, load: Callable, /, *args: Any, **kwargs: Any) -> Any:

@@ -70,7 +70,7 @@ def repair_mixed_dtype_optimizers() -> None:
     for owner, name, wrapper in (
         (DistributedOptimizer, "__init__", _order_as_adam),
         (DistributedOptimizer, "load_state_dict", _load_equal_replicas),
-        (DistributedOptimizer, "load_parameter_state_from_dp_zero", _load_equal_replicas_of_a_file),
+        (DistributedOptimizer, "load_parameter_state_from_dp_zero", _load_equal_replicas),
         (DistributedOptimizer, "load_parameter_state_from_dp_zero", explain_file_sizes),
         (DistributedOptimizer, "sharded_param_state_dp_reshardable", store_empty_shares),
         (DistributedOptimizer, "sharded_param_state_dp_reshardable", warn_on_dp_reshardable),
@@ -137,24 +137,11 @@ def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
 
 
 @torch.no_grad()
-def _load_equal_replicas(load: Callable, optimizer: Any, state_dict: dict[str, Any]) -> None:
-    load(optimizer, state_dict)
-    if "param_state" in state_dict:
-        _gather_fp32_parameters(optimizer)
-
-
-@torch.no_grad()
-def _load_equal_replicas_of_a_file(
-    load: Callable, optimizer: Any, /, *args: Any, **kwargs: Any
-) -> None:
+def _load_equal_replicas(load: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Load, then all-gather the fp32 parameters of a 16-bit model over the replicas."""
     load(optimizer, *args, **kwargs)
-    _gather_fp32_parameters(optimizer)
-
-
-def _gather_fp32_parameters(optimizer: Any) -> None:
-    """All-gather the fp32 parameters of a 16-bit model over the data-parallel replicas."""
     buffers = getattr(optimizer, "buffers", ())
-    if len({buffer.param_dtype for buffer in buffers}) == 1:
+    if len({buffer.param_dtype for buffer in buffers}) < 2:
         return
     group = optimizer.data_parallel_group
     for bucket in _flat(b.buckets for b in buffers if b.param_dtype == torch.float32):

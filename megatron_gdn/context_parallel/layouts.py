@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..ops.documents import Documents, one_document
 from ..ops.layout import SizeError
+from ..ops.static_documents import require_on_device
 
 
 class SequenceLayout(StrEnum):
@@ -188,9 +189,10 @@ def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
 
 def require_fragments(documents: Documents, length: Tensor, cp_size: int) -> None:
     """Stop on the device if zigzag cannot cut a document's length."""
-    documents.require(
-        (length % (2 * cp_size) == 0).all(),
-        f"every document must be a multiple of {2 * cp_size} tokens: the 'zigzag' layout cuts it "
-        f"into {2 * cp_size} fragments for context_parallel_size={cp_size}. Pad every document, "
-        f"and pass the padded boundaries",
-    )
+    if not documents.known:
+        require_on_device(
+            (length % (2 * cp_size) == 0).all(),
+            f"every document must be a multiple of {2 * cp_size} tokens: the 'zigzag' layout cuts "
+            f"it into {2 * cp_size} fragments for context_parallel_size={cp_size}. Pad every "
+            f"document, and pass the padded boundaries",
+        )

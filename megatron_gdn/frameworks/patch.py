@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 from collections.abc import Callable, Mapping
 from functools import cache
 from importlib.util import find_spec
 from pkgutil import resolve_name
 from typing import Any
+
+from ..compat.observe import log_single_rank
 
 logger = logging.getLogger(__name__)
 
@@ -59,8 +60,8 @@ def patch_megatron(
         each.check()
     for each in classes:
         each.install()
-    if os.environ.get("RANK", "0") == "0":
-        logger.warning("; ".join(each.describe() for each in classes) + ".")
+    said = "; ".join(each.describe() for each in classes)
+    log_single_rank(logger, logging.WARNING, f"{said}.")
 
 
 def has_gdn2() -> bool:

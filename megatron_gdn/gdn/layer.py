@@ -79,10 +79,9 @@ class GatedDeltaNet(UpstreamNames):
             (default): the ranks exchange the names of their hosts once.
         recompute: what the backward computes again instead of saving: ``"none"``, ``"light"``
             (query, key, value, and the normed output that out_proj reads) or ``"full"`` (also the
-            output of the delta rule and the inverses of its chunks).
-        recompute_qkv, recompute_norm_out: switch on one of the two parts of ``"light"``. Megatron's
-            ``--recompute-modules gdn_norm_out`` is ``recompute_norm_out``; ``gdn`` of newer
-            Megatrons computes the whole layer again.
+            output of the delta rule and the inverses of its chunks). Megatron's
+            ``--recompute-modules gdn_norm_out`` adds the normed output; ``gdn`` of newer Megatrons
+            computes the whole layer again.
         output_gate_activation: the activation of z, ``"silu"`` or ``"sigmoid"``
             (Qwen3.8-Flash-Next); default ``config.gdn_output_gate_activation`` or ``"silu"``.
         allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a token may reverse a direction
@@ -123,8 +122,6 @@ class GatedDeltaNet(UpstreamNames):
         linear_cp_mode: str | LinearCpMode | None = None,
         cp_ranks_per_machine: int | None = None,
         recompute: str | None = None,
-        recompute_qkv: bool | None = None,
-        recompute_norm_out: bool | None = None,
         output_gate_activation: str | None = None,
         allow_neg_eigval: bool | None = None,
     ) -> None:
@@ -134,7 +131,7 @@ class GatedDeltaNet(UpstreamNames):
                 "is Gated DeltaNet ('gdn', 'gated_delta_net' in older Megatrons), which has other "
                 "gates and parameters. Change the variant, or build megatron_gdn.GatedDeltaNet2."
             )
-        again = computed_again(config, recompute, qkv=recompute_qkv, norm_out=recompute_norm_out)
+        again = computed_again(config, recompute)
         super().__init__(
             config, GDNDims.from_config(config), layer_number, pg_collection, pp_layer_offset,
             cp_layout, A_init_range, conv_init,

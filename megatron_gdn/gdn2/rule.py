@@ -19,7 +19,7 @@ from ..ops.delta_rule.fla import OF_CHANNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
 from ..ops.rules.base import Saved
-from ..ops.rules.fla import SEQUENCES, FlaBackward, FlaForward, choose_fla_or_plain
+from ..ops.rules.fla import SEQUENCES, choose_fla_or_plain
 
 
 class GDN2Inputs(NamedTuple):
@@ -56,6 +56,10 @@ class FlaGDN2(FlaChannelRule):
             f"q k v b w_gate Aqk Akk scale initial_state do dht g {SEQUENCES}",
     }  # fmt: skip
 
+    within, within_again = "chunk_gdn2_fwd_intra", "recompute_w_u_fwd_gdn2"
+    backward_within, gates = "chunk_gdn2_bwd", ("b", "w_gate")
+    grads = GDN2Inputs
+
     def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> Any:
         return super().begin(_repeat_key_heads(inputs), documents)
 
@@ -63,26 +67,6 @@ class FlaGDN2(FlaChannelRule):
         self, d_o: Tensor, inputs: GDN2Inputs, saved: Saved, documents: Documents | None
     ) -> Any:
         return super().begin_backward(d_o, _repeat_key_heads(inputs), saved, documents)
-
-    def within(self, x: FlaForward, g_sum: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, _, b, w = x.inputs
-        return self.fla.chunk_gdn2_fwd_intra(
-            q=q, k=k, v=v, gk=g_sum, b=b, w_gate=w, scale=k.shape[-1] ** -0.5, **x.at
-        )
-
-    def within_again(self, x: FlaBackward, g_sum: Tensor, A: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, _, b, w = x.inputs
-        return self.fla.recompute_w_u_fwd_gdn2(q=q, k=k, v=v, b=b, w_gate=w, A=A, gk=g_sum, **x.at)
-
-    def gradients(
-        self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
-    ) -> GDN2Inputs:
-        (q, k, v, _, b, w), (g_sum, Aqk, Akk) = x.inputs, x.kept
-        dq, dk, dv, db, dw, dg, *_ = self.fla.chunk_gdn2_bwd(
-            q=q, k=k, v=v, b=b, w_gate=w, Aqk=Aqk, Akk=Akk, scale=k.shape[-1] ** -0.5,
-            initial_state=initial, do=x.d_o, dht=d_final, g=g_sum, **x.at,
-        )  # fmt: skip
-        return GDN2Inputs(dq, dk, dv, dg, db, dw)
 
 
 def _repeat_key_heads(inputs: GDN2Inputs) -> GDN2Inputs:

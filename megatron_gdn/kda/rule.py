@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import torch
-from torch import Tensor
 
-from ..ops.delta_rule.base import RuleGrads, RuleInputs
+from ..ops.delta_rule.base import RuleInputs
 from ..ops.delta_rule.fla import OF_CHANNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.rules.base import Bits
 from ..ops.rules.choice import Choice, Kernels, choose
-from ..ops.rules.fla import SEQUENCES, FlaBackward, FlaForward, kernels_of_fla
+from ..ops.rules.fla import SEQUENCES, kernels_of_fla
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA, why_not_cudnn
 
@@ -29,29 +28,12 @@ class FlaKDA(FlaChannelRule):
             f"q k v beta Aqk Akk scale initial_state do dht g safe_gate {SEQUENCES}",
     }  # fmt: skip
 
+    within, within_again = "chunk_kda_fwd_intra", "recompute_w_u_fwd"
+    backward_within, gates = "chunk_kda_bwd", ("beta",)
+
     def __init__(self, lower_bound: float | None = None) -> None:
-        self.safe_gate = lower_bound is not None and lower_bound >= _SAFE_FROM
-
-    def within(self, x: FlaForward, g_sum: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, _, beta = x.inputs
-        return self.fla.chunk_kda_fwd_intra(
-            q=q, k=k, v=v, gk=g_sum, beta=beta, scale=k.shape[-1] ** -0.5,
-            safe_gate=self.safe_gate, **x.at,
-        )  # fmt: skip
-
-    def within_again(self, x: FlaBackward, g_sum: Tensor, A: Tensor) -> tuple[Tensor, ...]:
-        q, k, v, _, beta = x.inputs
-        return self.fla.recompute_w_u_fwd(q=q, k=k, v=v, beta=beta, A=A, gk=g_sum, **x.at)
-
-    def gradients(
-        self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None
-    ) -> RuleGrads:
-        (q, k, v, _, beta), (g_sum, Aqk, Akk) = x.inputs, x.kept
-        dq, dk, dv, dbeta, dg, *_ = self.fla.chunk_kda_bwd(
-            q=q, k=k, v=v, beta=beta, Aqk=Aqk, Akk=Akk, scale=k.shape[-1] ** -0.5,
-            initial_state=initial, do=x.d_o, dht=d_final, g=g_sum, safe_gate=self.safe_gate, **x.at,
-        )  # fmt: skip
-        return RuleGrads(dq, dk, dv, dg, dbeta)
+        safe = lower_bound is not None and lower_bound >= _SAFE_FROM
+        self.settings = {"safe_gate": safe}
 
 
 def choose_kda(

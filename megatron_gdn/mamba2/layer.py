@@ -12,10 +12,6 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
-from megatron.core.transformer.utils import (
-    ensure_metadata_has_dp_cp_group,
-    make_sharded_tensors_for_checkpoint,
-)
 from torch import Tensor, nn
 
 from ..context_parallel import LinearCpMode, Scheme, SequenceLayout
@@ -102,6 +98,8 @@ class Mamba2Mixer(RecurrentMixer):
     use_muon = False  # as in Megatron's mixer
     state_transposed = True
     conv_init_of_bias = False
+    split_module = "norm"
+    split_by_heads = ("norm.weight",)
     D: Tensor
     norm: Any
 
@@ -172,9 +170,7 @@ class Mamba2Mixer(RecurrentMixer):
     def _build_out_norm(self, submodules: Any) -> None:
         if self.rmsnorm:
             sizes, kind = self.dims, (device_for(self.config), self.config.params_dtype)
-            self.norm = GroupedRMSNorm(
-                sizes.d_inner, sizes.num_groups, self.norm_eps, self.tp_group, *kind
-            )
+            self.norm = GroupedRMSNorm(sizes.d_inner, sizes.num_groups, self.norm_eps, *kind)
 
     @torch.no_grad()
     def _init_others(self) -> None:
@@ -227,10 +223,10 @@ class GroupedRMSNorm(nn.Module):
     """
 
     def __init__(
-        self, channels: int, groups: int, eps: float, tp_group: Any, device: Any, dtype: torch.dtype
+        self, channels: int, groups: int, eps: float, device: Any, dtype: torch.dtype
     ) -> None:
         super().__init__()
-        self.groups, self.eps, self.tp_group = groups, eps, tp_group
+        self.groups, self.eps = groups, eps
         self.weight = nn.Parameter(torch.ones(channels, device=device, dtype=dtype))
         mark_sharded(self.weight, (channels,))
 
@@ -241,19 +237,6 @@ class GroupedRMSNorm(nn.Module):
         wide = torch.promote_types(x.dtype, torch.float32)
         u = x.to(wide) * F.silu(gate.to(wide))
         return grouped_rms_norm(u, self.weight, self.groups, self.eps).to(x.dtype)
-
-    def sharded_state_dict(
-        self, prefix: str = "", sharded_offsets: tuple = (), metadata: dict | None = None
-    ) -> dict[str, Any]:
-        """The weight for distributed checkpoints, split over tensor-parallel ranks."""
-        return make_sharded_tensors_for_checkpoint(
-            self.state_dict(prefix="", keep_vars=True),
-            prefix,
-            {"weight": 0},
-            sharded_offsets,
-            tp_group=self.tp_group,
-            dp_cp_group=ensure_metadata_has_dp_cp_group(metadata)["dp_cp_group"],
-        )
 
 
 PLAIN_FORWARDS[GroupedRMSNorm] = GroupedRMSNorm.forward

@@ -55,13 +55,10 @@ def require_causal(
     checked_for = None if mask.is_inference() else (mask._version, rows, tokens)
     if checked_for is not None and getattr(mask, _CHECKED, None) == checked_for:
         return
-    if mask.is_meta:
+    if mask.is_meta or mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
-            f"attention_mask is on the meta device and has no values. {_MASK_HELP}"
-        )
-    if mask.is_cuda and torch.cuda.is_current_stream_capturing():
-        raise NotImplementedError(
-            f"an attention mask cannot be checked while a CUDA graph is captured. {_MASK_HELP}"
+            f"the values of attention_mask cannot be checked on the meta device, nor while a CUDA "
+            f"graph is captured. {_MASK_HELP}"
         )
     positions = torch.as_tensor(local_positions(), device=mask.device)
     local, shape = len(positions), tuple(mask.shape)
@@ -141,33 +138,16 @@ LEVELS = {
     "light": frozenset({"qkv", "norm_out"}),
     "full": frozenset({"qkv", "norm_out", "rule"}),
 }
-_DESCRIPTIONS = {"qkv": "query, key and value", "norm_out": "the normed output"}
 # Names of `--offload-modules` for parts of attention.
 _ATTENTION_OFFLOADS = ("qkv_linear", "core_attn", "attn_proj")
 
 
-def computed_again(
-    config: TransformerConfig, recompute: str | None, **options: bool | None
-) -> frozenset[str]:
-    """The parts of :data:`LEVELS` that any setting computes again, or only ``whole``.
-
-    ``options`` are the layer's ``recompute_qkv`` and ``recompute_norm_out``, as ``qkv`` and
-    ``norm_out``.
-    """
+def computed_again(config: TransformerConfig, recompute: str | None) -> frozenset[str]:
+    """The parts of :data:`LEVELS` that any setting computes again, or only ``whole``."""
     if recompute is not None and recompute not in LEVELS:
         legal = ", ".join(repr(level) for level in LEVELS)
         raise ValueError(f"recompute={recompute!r} is not known; use one of {legal}.")
-    asked = set() if recompute is None else set(LEVELS[recompute])
-    for part, given in options.items():
-        if given not in (None, True, False):
-            raise ValueError(f"recompute_{part}={given!r} must be True or False.")
-        if recompute is not None and given is not None and given != (part in asked):
-            does = "computes" if part in asked else "does not compute"
-            raise ValueError(
-                f"recompute={recompute!r} and recompute_{part}={given} contradict: {recompute!r} "
-                f"{does} {_DESCRIPTIONS[part]} again. Give only one of these two options."
-            )
-    asked |= {part for part, given in options.items() if given}
+    asked = set(LEVELS[recompute or "none"])
     selective = config.recompute_granularity == "selective"
     for name in config.recompute_modules or () if selective else ():
         if name in _RECOMPUTED and recompute == "none":
@@ -182,7 +162,15 @@ def computed_again(
                 f"GatedDeltaNet: --recompute-modules {name} has no effect here. 'gdn' computes the "
                 f"whole layer again, the layer's option recompute parts of it."
             )
-    return frozenset({"whole"} if "whole" in asked else asked)
+    if "whole" not in asked:
+        return frozenset(asked)
+    if config.fp8:
+        raise NotImplementedError(
+            "--recompute-modules gdn with fp8: Megatron's checkpoint runs the layer again without "
+            "FP8, so the gradients would be those of another function. Take 'gdn' out of the "
+            "modules; recompute='full' saves most of that memory."
+        )
+    return frozenset({"whole"})
 
 
 def follow_config(mixer: str, config_fields: ConfigFields, config: TransformerConfig) -> None:

@@ -45,7 +45,6 @@ from .fp8 import (
     keep_unquantised_input,
     quantises,
     refuse_fp8_product,
-    refuse_recompute_of_layer,
 )
 from .generation import GeneratingMixer
 from .graphs import in_layer_graph, refuse_packed
@@ -371,8 +370,6 @@ class RecurrentMixer(
         )
         self.remember_marks()
         self.recompute_whole, self.recompute_rule = "whole" in again, "rule" in again
-        if self.recompute_whole:
-            refuse_recompute_of_layer(config)
         if "norm_out" in again:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
         self.reset_parameters()

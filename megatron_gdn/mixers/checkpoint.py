@@ -61,6 +61,7 @@ class ShardedBySections(nn.Module):
     stored_by_section: ClassVar[bool] = False  # whether the scripts know this mixer's sections
     # Parameters with rows per head that are not in fp32.
     split_by_heads: ClassVar[tuple[str, ...]] = ()
+    split_module: ClassVar[str] = ""  # a module whose parameters have rows per head
 
     def sharded_state_dict(
         self: Any,
@@ -78,8 +79,10 @@ class ShardedBySections(nn.Module):
 
         own: dict[str, Any] = {}
         self._save_to_state_dict(own, "", keep_vars=True)
-        if (conv := getattr(self, "conv1d", None)) is not None:
-            own |= conv.state_dict(prefix="conv1d.", keep_vars=True)
+        children = dict(self.named_children())
+        if self.split_module in children:
+            module = children.pop(self.split_module)
+            own |= module.state_dict(prefix=f"{self.split_module}.", keep_vars=True)
         split = (*self._keep_in_float32_parameter_names, *_CONV, *self.split_by_heads)
         groups = {"tp_group": tp_group, "dp_cp_group": metadata["dp_cp_group"]}
         result = make_sharded_tensors_for_checkpoint(
@@ -88,11 +91,10 @@ class ShardedBySections(nn.Module):
         for name, stored in _CONV_PARAMETERS.items():
             if name in own:
                 result[f"{prefix}{name}"].key = f"{prefix}{stored}"
-        for name, child in self.named_children():
-            if name != "conv1d":
-                result |= sharded_state_dict_default(
-                    child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=tp_group
-                )
+        for name, child in children.items():
+            result |= sharded_state_dict_default(
+                child, f"{prefix}{name}.", sharded_offsets, metadata, tp_group=tp_group
+            )
 
         for key, tensor in result.items():
             name = key.removeprefix(prefix)

@@ -76,16 +76,6 @@ def require_fp8_widths(layout: Layout, multiple: int) -> None:
             )
 
 
-def refuse_recompute_of_layer(config: Any) -> None:
-    """Refuse a checkpoint of the whole layer under FP8."""
-    if config.fp8:
-        raise NotImplementedError(
-            "--recompute-modules gdn with fp8: Megatron's checkpoint runs the layer again without "
-            "FP8, so the gradients would be those of another function. Take 'gdn' out of the "
-            "modules; recompute='full' saves most of that memory."
-        )
-
-
 def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
     """Make ``in_proj``, whose columns are ``layout``, compute the gates outside of FP8."""
     if not hasattr(in_proj, "fp8_meta"):

@@ -55,9 +55,11 @@ class StaticPackedSeqParams(PackedSeqParams):
         # During a capture Megatron replaces the tensors by descriptions and by the graph's tensors.
         if buffers is not None and not is_graph_capturing():
             boundaries = buffers.documents.boundaries
-            for slot in _boundary_fields(fields):
-                given = fields[slot]
-                if given is not boundaries and (given is None or isinstance(given, Tensor)):
+            for side in ("q", "kv"):
+                padded = fields[f"cu_seqlens_{side}_padded"] is not None
+                slot = f"cu_seqlens_{side}_padded" if padded else f"cu_seqlens_{side}"
+                given, missing = fields[slot], fields[slot] is None and side == "q"
+                if missing or (isinstance(given, Tensor) and given is not boundaries):
                     raise ValueError(
                         f"packed_seq_params.{slot} must stay the fixed buffer that these "
                         f"packed_seq_params were made with: a graph would replay that buffer. "
@@ -65,16 +67,6 @@ class StaticPackedSeqParams(PackedSeqParams):
                         f"PackedSeqParams."
                     )
         super().__setattr__(name, value)
-
-
-def _boundary_fields(fields: dict[str, Any]) -> tuple[str, ...]:
-    """The names of the fields with the documents' boundaries in the packed buffer."""
-    if fields["cu_seqlens_q_padded"] is not None:
-        queries, keys = "cu_seqlens_q_padded", "cu_seqlens_kv_padded"
-    else:
-        queries = "cu_seqlens_q"
-        keys = "cu_seqlens_kv" if fields["cu_seqlens_kv_padded"] is None else "cu_seqlens_kv_padded"
-    return (queries,) if fields[keys] is None else (queries, keys)
 
 
 def static_packed_seq_params(
@@ -141,10 +133,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
 
 def in_layer_graph(config: TransformerConfig) -> bool:
-    """Whether Megatron captures the mixer of a transformer layer in a graph of the layer.
-
-    Refused if micro-batches bring both context-parallel groups and packed documents.
-    """
+    """Whether Megatron captures the mixer in a graph; refused if micro-batches bring ranks."""
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
     modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}

@@ -10,6 +10,7 @@ Batches that are not packed are cut by ``cp_layout``, in zigzag if it is ``"auto
 from __future__ import annotations
 
 import sys
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from ..compat.observe import log_once
@@ -40,76 +41,65 @@ class LoaderLayout:
 
     def __init__(self, option: str | SequenceLayout, config: TransformerConfig) -> None:
         self.config = config
-        self._found: dict[tuple, SequenceLayout] = {}
-        self.option = option
+        self.set_option(option)
 
-    @property
-    def option(self) -> str | SequenceLayout:
-        return self._option
-
-    @option.setter
-    def option(self, option: str | SequenceLayout) -> None:
+    def set_option(self, option: str | SequenceLayout) -> None:
         if option not in _LEGAL:
             raise ValueError(
                 f"unknown context-parallel layout {option!r}; use one of "
                 f"{', '.join(repr(str(legal)) for legal in _LEGAL)}."
             )
-        self._option = option if option == AUTO else SequenceLayout(option)
-        self._of_batches = SequenceLayout(SequenceLayout.ZIGZAG if option == AUTO else option)
-        self._found.clear()
+        self.option = option if option == AUTO else SequenceLayout(option)
 
     def of(self, packed: PackedSeqParams | None) -> SequenceLayout:
         """The cut of a micro-batch; sources that contradict each other are refused."""
-        if packed is None:
-            return self._of_batches
-        return self._of_mode(getattr(packed, "cp_partition_mode", None))
+        if packed is not None:
+            return self.of_packed(getattr(packed, "cp_partition_mode", None))
+        return SequenceLayout(SequenceLayout.ZIGZAG if self.option == AUTO else self.option)
 
-    def default_for_packed(self) -> SequenceLayout:
-        """The cut of packed micro-batches without ``cp_partition_mode``."""
-        return self._of_mode(None)
-
-    def _of_mode(self, mode: str | None) -> SequenceLayout:
+    def of_packed(self, mode: str | None = None) -> SequenceLayout:
+        """The cut of packed micro-batches with this ``cp_partition_mode``."""
         given, flag = launch_arguments(), None
         # The packing scheduler of newer Megatrons cuts by config.cp_partition_mode.
         if given.get("sequence_packing_scheduler") is None:
             flag = next((name for name in _FLAGS if given.get(name)), None)
-        key = mode, getattr(self.config, "cp_partition_mode", None), flag
-        if key not in self._found:
-            self._found[key] = self._resolve(*key)
-        return self._found[key]
+        return _resolve(self.option, mode, getattr(self.config, "cp_partition_mode", None), flag)
 
-    def _resolve(self, mode: str | None, by_config: str | None, flag: str | None) -> SequenceLayout:
-        said: dict[str, SequenceLayout] = {}  # the layout that each source names
-        if self.option != AUTO:
-            said[f"cp_layout={str(self.option)!r}"] = SequenceLayout(self.option)
-        contiguous = by_config == SequenceLayout.CONTIGUOUS
-        if contiguous:
-            said["config.cp_partition_mode='contiguous'"] = SequenceLayout.CONTIGUOUS
-        if mode is not None and (mode != SequenceLayout.ZIGZAG or contiguous):
-            if mode not in tuple(SequenceLayout):
-                raise ValueError(
-                    f"packed_seq_params has cp_partition_mode={mode!r}; legal are "
-                    f"{', '.join(repr(str(layout)) for layout in SequenceLayout)}."
-                )
-            said[f"packed_seq_params.cp_partition_mode={mode!r}"] = SequenceLayout(mode)
-        elif flag is not None:
-            layout = _FLAGS[flag]
-            source = f"--{flag.replace('_', '-')}"
-            said[f"{source} (with which Megatron's loader cuts {str(layout)!r})"] = layout
-        if len(set(said.values())) > 1:
+
+@cache
+def _resolve(
+    option: str | SequenceLayout, mode: str | None, by_config: str | None, flag: str | None
+) -> SequenceLayout:
+    said: dict[str, SequenceLayout] = {}  # the layout that each source names
+    if option != AUTO:
+        said[f"cp_layout={str(option)!r}"] = SequenceLayout(option)
+    contiguous = by_config == SequenceLayout.CONTIGUOUS
+    if contiguous:
+        said["config.cp_partition_mode='contiguous'"] = SequenceLayout.CONTIGUOUS
+    if mode is not None and (mode != SequenceLayout.ZIGZAG or contiguous):
+        if mode not in tuple(SequenceLayout):
             raise ValueError(
-                f"{' and '.join(said)} contradict each other about how packed documents were cut "
-                f"over context-parallel ranks, so tokens would be in wrong places. Leave the "
-                f"layer's option cp_layout at 'auto', and let config and packed_seq_params name "
-                f"the loader's cut."
+                f"packed_seq_params has cp_partition_mode={mode!r}; legal are "
+                f"{', '.join(repr(str(layout)) for layout in SequenceLayout)}."
             )
-        layout = next(iter(said.values()), SequenceLayout.ZIGZAG)
-        why = ", ".join(said) or "no setting names a layout"
-        log_once(
-            f"cp_layout {str(self.option)!r}: packed documents are taken as cut {str(layout)!r} "
-            f"over context-parallel ranks ({why})"
+        said[f"packed_seq_params.cp_partition_mode={mode!r}"] = SequenceLayout(mode)
+    elif flag is not None:
+        layout = _FLAGS[flag]
+        source = f"--{flag.replace('_', '-')}"
+        said[f"{source} (with which Megatron's loader cuts {str(layout)!r})"] = layout
+    if len(set(said.values())) > 1:
+        raise ValueError(
+            f"{' and '.join(said)} contradict each other about how packed documents were cut over "
+            f"context-parallel ranks, so tokens would be in wrong places. Leave the layer's option "
+            f"cp_layout at 'auto', and let config and packed_seq_params name the loader's cut."
         )
-        return layout
+    layout = next(iter(said.values()), SequenceLayout.ZIGZAG)
+    why = ", ".join(said) or "no setting names a layout"
+    log_once(
+        f"cp_layout {str(option)!r}: packed documents are taken as cut {str(layout)!r} over "
+        f"context-parallel ranks ({why})"
+    )
+    return layout
 
 
 class FollowsLoader:
@@ -124,4 +114,4 @@ class FollowsLoader:
 
     @cp_layout.setter
     def cp_layout(self, option: str | SequenceLayout) -> None:
-        self.loader_layout.option = option
+        self.loader_layout.set_option(option)

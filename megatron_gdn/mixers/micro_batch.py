@@ -118,7 +118,7 @@ class MicroBatches:
     def use_group(self, group: Any) -> None:
         """Set the group of micro-batches that bring none; errors are the constructor's."""
         alone = group is None or group.size() == 1
-        layout = _ANY_LAYOUT if alone else self._loader_layout.default_for_packed()
+        layout = _ANY_LAYOUT if alone else self._loader_layout.of_packed()
         self._schemes_of(group, self.latest_rule, layout)
         self.group = group
 
@@ -183,16 +183,12 @@ class MicroBatches:
 
     def _schemes_of(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
         """The schemes that can run: whole alone on one rank, else headwise, chunkwise or both."""
-        found = self._schemes.get((group, rule, layout))
-        if found is None:
+        key = group, rule, layout
+        if key not in self._schemes:
             if len(self._schemes) >= _MOST_GROUPS:
-                others = (key for key in self._schemes if key[0] is not self.group)
-                gone = self._schemes.pop(next(others, next(iter(self._schemes))))
-                # Micro-batches that the layer keeps would keep the removed schemes alive.
-                self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
-            found = self._make_schemes(group, rule, layout)
-            self._schemes[group, rule, layout] = found
-        return found
+                del self._schemes[next(iter(self._schemes))]
+            self._schemes[key] = self._make_schemes(*key)
+        return self._schemes[key]
 
     def _make_schemes(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
         if group is None or group.size() == 1:
@@ -225,14 +221,13 @@ class MicroBatches:
             why = documents.why_headwise
             if on_grid and documents.why_not_on_grid:
                 raise NotImplementedError(documents.why_not_on_grid)
-        if documents is not None and documents.continue_others:  # needs all tokens on one rank
-            if first.name == LinearCpMode.CHUNKWISE:
+            if documents.continue_others and first.name == LinearCpMode.CHUNKWISE:
                 raise NotImplementedError(
                     "documents that continue others run on whole sequences, and these layers can "
                     "only run chunkwise here. Use linear_cp_mode='headwise' with heads that the "
                     "context-parallel ranks can share, or pack the sequences separately."
                 )
-        elif not others:
+        if not others:
             why = "the only mode for these heads and this backend"
         elif on_grid and not why:
             why = "the mode that keeps batch_invariant_mode's bits"

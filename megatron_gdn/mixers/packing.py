@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -28,44 +27,19 @@ _BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv_padded", "c
 _UNPACKED = ("sbhd", "bshd")
 
 
-class _OffsetsRead(NamedTuple):
-    """A tensor of offsets, and its version and values when a layer read it."""
-
-    tensor: Tensor | None
-    version: int
-    values: Tensor | None  # None on a GPU, where a comparison would wait for the device
-
-
-def _copy_offsets(tensor: Tensor | None) -> _OffsetsRead:
-    if tensor is None:
-        return _OffsetsRead(None, 0, None)
-    return _OffsetsRead(tensor, tensor._version, None if tensor.is_cuda else tensor.clone())
-
-
 class _Resolved(NamedTuple):
     """The boundaries that a micro-batch's first layer read, for the later layers."""
 
-    layout: str | None  # qkv_format
-    parents: tuple[int, ...] | None  # None: the documents are no tree
-    read: tuple[_OffsetsRead, ...]  # one for each name in _BOUNDARIES
+    given: tuple  # the format, the parents, the rows, and the identities of the offsets' tensors
+    sources: tuple[Tensor | None, ...]  # one for each name in _BOUNDARIES
+    read: list[Any]  # :func:`_state_of` the sources
     documents: Documents
     by_stream: dict[int, Documents]  # a copy of documents for each CUDA stream that uses them
 
-    def is_valid_for(self, params: PackedSeqParams, tokens: int, device: torch.device) -> bool:
-        """Whether ``params`` has the same tensors with the same offsets, for the same rows."""
-        documents, given = self.documents, params.__dict__.get(PARENTS)
-        if (params.qkv_format, given) != (self.layout, self.parents):
-            return False
-        if (tokens, device) != (documents.total_tokens, documents.device):
-            return False
-        for name, (tensor, version, values) in zip(_BOUNDARIES, self.read, strict=True):
-            if getattr(params, name) is not tensor:
-                return False
-            if tensor is not None and tensor._version != version:
-                return False
-            if tensor is not None and values is not None and not torch.equal(tensor, values):
-                return False
-        return True
+
+def _state_of(sources: Sequence[Tensor | None]) -> list[Any]:
+    """The values of offsets; on a GPU, where reading would wait for the device, the versions."""
+    return [x if x is None else x._version if x.is_cuda else x.tolist() for x in sources]
 
 
 def resolve_packed_seq_params(
@@ -91,11 +65,14 @@ def resolve_packed_seq_params(
     """
     if params is None:
         return None
-    if params.__dict__.get("buffers") is not None:
-        return _from_buffers(params, total_tokens, device) if _is_packed(params) else None
+    if (fixed := static_documents_of(params)) is not None:
+        return _from_buffers(fixed, total_tokens, device) if _is_packed(params) else None
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+    sources = tuple(getattr(params, name) for name in _BOUNDARIES)
+    parents = params.__dict__.get(PARENTS)
+    given = params.qkv_format, parents, total_tokens, device, *map(id, sources)
     known: _Resolved | None = None if captured else params.__dict__.get(_RESOLVED)
-    if known is not None and known.is_valid_for(params, total_tokens, device):
+    if known is not None and known.given == given and known.read == _state_of(sources):
         stream = stream_of_tables()
         if stream not in known.by_stream:
             known.by_stream[stream] = replace(known.documents)
@@ -109,24 +86,21 @@ def resolve_packed_seq_params(
             "megatron_gdn.static_packed_seq_params(...), whose boundaries lie in fixed buffers; or "
             "leave this layer out of the graphs, or train on unpacked sequences."
         )
-    for name in _BOUNDARIES:
-        offsets = getattr(params, name)
+    for name, offsets in zip(_BOUNDARIES, sources, strict=True):
         if offsets is not None and not isinstance(offsets, Tensor):
             raise TypeError(
                 f"packed_seq_params.{name} is a {type(offsets).__name__}; it must be a 1-D int32 "
                 f"tensor of global cumulative lengths: torch.tensor({name}, dtype=torch.int32)."
             )
-    sources = tuple(getattr(params, name) for name in _BOUNDARIES)
-    documents = _with_parents(_read_documents(sources, total_tokens, device), params)
+    documents = _read_documents(params.qkv_format, parents, sources, total_tokens, device)
     if any(source is not None and source.is_inference() for source in sources):
         return documents  # not stored, since torch counts no writes to an inference tensor
     before = known.documents if known is not None and _is_recomputed() else documents
     if not torch.equal(documents.stamp, before.stamp):
         found = f"{list(documents.offsets)} after {list(before.offsets)}"
         raise RuntimeError(changed_before_recomputation(found))
-    read, parents = tuple(map(_copy_offsets, sources)), params.__dict__.get(PARENTS)
-    known = _Resolved(params.qkv_format, parents, read, documents, {stream_of_tables(): documents})
-    params.__dict__[_RESOLVED] = known
+    by_stream = {stream_of_tables(): documents}
+    params.__dict__[_RESOLVED] = _Resolved(given, sources, _state_of(sources), documents, by_stream)
     return documents
 
 
@@ -141,27 +115,9 @@ def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
     return None if buffers is None else buffers.documents
 
 
-def _with_parents(documents: Documents, params: PackedSeqParams) -> Documents:
-    parents = params.__dict__.get(PARENTS)
-    if (parents is not None) != (params.qkv_format == TREE):
-        had = "no parents" if parents is None else "parents of its documents"
-        raise ValueError(
-            f"packed_seq_params has qkv_format={params.qkv_format!r} and {had}. Documents that "
-            f"continue others have qkv_format={TREE!r} and come from "
-            f"megatron_gdn.tree_packed_seq_params; copies made with dataclasses.replace lose the "
-            f"parents."
-        )
-    if parents is None:
-        return documents
-    lengths = documents.lengths
-    if params.cu_seqlens_q_padded is not None and params.cu_seqlens_q is not None:
-        lengths = params.cu_seqlens_q.diff().tolist()
-    return TreeDocuments(documents.offsets, documents.device, parents, tuple(lengths))
-
-
-def _from_buffers(params: PackedSeqParams, total_tokens: int, device: torch.device) -> Documents:
-    documents = static_documents_of(params)
-    assert documents is not None
+def _from_buffers(
+    documents: StaticDocuments, total_tokens: int, device: torch.device
+) -> StaticDocuments:
     if documents.total_tokens != total_tokens or documents.device != device:
         raise ValueError(
             f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens on "
@@ -200,7 +156,11 @@ def _is_packed(params: PackedSeqParams) -> bool:
 
 
 def _read_documents(
-    sources: Sequence[Tensor | None], total_tokens: int, device: torch.device
+    qkv_format: str | None,
+    parents: tuple[int, ...] | None,
+    sources: Sequence[Tensor | None],
+    total_tokens: int,
+    device: torch.device,
 ) -> Documents:
     q_padded, q, kv_padded, kv = sources
     boundaries = q if q_padded is None else q_padded
@@ -210,6 +170,7 @@ def _read_documents(
             "boundaries are unknown."
         )
     documents = Documents.from_cu_seqlens(boundaries, total_tokens, device=device)
+    slots = lengths = documents.lengths
 
     if kv_padded is not None and q_padded is None:
         q_padded = q  # the slots of keys must equal those of queries
@@ -223,16 +184,25 @@ def _read_documents(
                 f"so the two must be equal."
             )
     if q_padded is not None and q is not None and q is not q_padded:
-        lengths = [end - start for start, end in pairwise(q.tolist())]
-        if len(lengths) != len(documents.lengths) or any(
-            not 0 <= length <= slot for length, slot in zip(lengths, documents.lengths, strict=True)
+        lengths = tuple(q.diff().tolist())
+        if len(lengths) != len(slots) or not all(
+            0 <= length <= slot for length, slot in zip(lengths, slots, strict=True)
         ):
             raise ValueError(
-                f"cu_seqlens_q gives documents of {lengths} tokens, cu_seqlens_q_padded slots of "
-                f"{list(documents.lengths)}; there must be one slot per document, at least as "
-                f"long as the document."
+                f"cu_seqlens_q gives documents of {list(lengths)} tokens, cu_seqlens_q_padded "
+                f"slots of {list(slots)}; there must be one slot per document, at least as long "
+                f"as the document."
             )
-    return documents
+    if (parents is not None) != (qkv_format == TREE):
+        had = "no parents" if parents is None else "parents of its documents"
+        raise ValueError(
+            f"packed_seq_params has qkv_format={qkv_format!r} and {had}. Documents that continue "
+            f"others have qkv_format={TREE!r} and come from megatron_gdn.tree_packed_seq_params; "
+            f"copies made with dataclasses.replace lose the parents."
+        )
+    if parents is None:
+        return documents
+    return TreeDocuments(documents.offsets, documents.device, parents, lengths)
 
 
 def context_parallel_group_of(packed: PackedSeqParams | None, group: Any) -> Any:
@@ -278,7 +248,7 @@ class MicroBatchShare(NamedTuple):
         layout = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
         if total != tokens:
             layout = layout_of(None if documents is None else packed)
-        lengths = Documents.lengths_of(documents, total)
+        lengths = (total,) if documents is None else documents.lengths
         return cls(documents, group, size, rank, layout, lengths, device)
 
     @property

@@ -52,8 +52,7 @@ def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
 def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor, PackedSeqParams]:
     """Lay the documents of a padded batch end to end, in the order of the rows.
 
-    Padding is never read, so padding may hold NaN; its gradient is 0. The host reads the mask once,
-    and one gather moves the rows.
+    Padding is never read, so padding may hold NaN; its gradient is 0. The host reads the mask once.
 
     With context parallelism, pack the rows of all ranks, with slots of a multiple of
     ``2 * context_parallel_size`` rows. Each rank takes its own rows from the result:
@@ -76,21 +75,19 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
     Raises:
         ValueError: as in :func:`seqlens_of_mask`; shapes that do not fit; a bad ``multiple_of``.
     """
-    layout = _packed_layout(mask, multiple_of, x.device)
+    lengths, slots, row_T, packed_T = _packed_layout(mask, multiple_of, x.device)
     if x.shape[:2] != mask.shape[::-1]:
         raise ValueError(
             f"x of shape {tuple(x.shape)} does not fit a mask of shape {tuple(mask.shape)}: x must "
             f"be [S, B, ...] (sequence first), the mask [B, S]."
         )
-    packed = TakeRows.apply(x.flatten(0, 1), layout.pack, layout.unpack).unsqueeze(1)
-    slots = None if multiple_of == 1 else layout.slots
-    return packed, params_of("thd", layout.lengths, slots, max(layout.slots), x.device)
+    packed = _move_rows(x.flatten(0, 1), row_T, packed_T, sum(slots)).unsqueeze(1)
+    padded = None if multiple_of == 1 else slots
+    return packed, params_of("thd", lengths, padded, max(slots), x.device)
 
 
 def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor:
-    """The inverse of :func:`pack_rows`, with zeros at padding.
-
-    The host reads the mask once, and one gather moves the rows.
+    """The inverse of :func:`pack_rows`, with zeros at padding; the host reads the mask once.
 
     Args:
         packed: ``[P, 1, ...]``, the rows of all context-parallel ranks in sequence order.
@@ -102,15 +99,14 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
     Raises:
         ValueError: as in :func:`seqlens_of_mask`; another number of rows than the mask has.
     """
-    layout = _packed_layout(mask, multiple_of, packed.device)
-    rows = sum(layout.slots)
-    if packed.shape[:2] != (rows, 1):
+    _, slots, row_T, packed_T = _packed_layout(mask, multiple_of, packed.device)
+    if packed.shape[:2] != (sum(slots), 1):
         raise ValueError(
             f"packed rows of shape {tuple(packed.shape)} do not fit the mask, whose documents fill "
-            f"[{rows}, 1, ...] with multiple_of={multiple_of}. Give the multiple_of of pack_rows, "
-            f"and with context parallelism the rows of all ranks."
+            f"[{sum(slots)}, 1, ...] with multiple_of={multiple_of}. Give the multiple_of of "
+            f"pack_rows, and with context parallelism the rows of all ranks."
         )
-    x = TakeRows.apply(packed.squeeze(1), layout.unpack, layout.pack)
+    x = _move_rows(packed.squeeze(1), packed_T, row_T, mask.numel())
     return x.unflatten(0, mask.shape[::-1])
 
 
@@ -194,56 +190,21 @@ def params_of(
     )
 
 
-class Take(NamedTuple):
-    """A gather ``y[i] = x[source[i]]``; y is 0 at the indices ``holes``."""
-
-    source: Tensor
-    holes: Tensor
-
-    @classmethod
-    def along(cls, source: Tensor, device: torch.device) -> Take:
-        holes = (source < 0).nonzero().flatten()
-        return cls(to_device(source.clamp(min=0), device), to_device(holes, device))
-
-    def of(self, x: Tensor) -> Tensor:
-        if not len(x):  # y is zero, and index_select would have no row to read
-            return x.new_zeros(len(self.source), *x.shape[1:])
-        y = x.index_select(0, self.source)
-        return y.index_fill_(0, self.holes, 0) if len(self.holes) else y
-
-
-class _PackedLayout(NamedTuple):
-    lengths: tuple[int, ...]
-    slots: tuple[int, ...]
-    pack: Take  # S * B rows of x to P packed rows
-    unpack: Take  # P packed rows to S * B rows of x
-
-
-def _packed_layout(mask: Tensor, multiple_of: int, device: torch.device) -> _PackedLayout:
+def _packed_layout(
+    mask: Tensor, multiple_of: int, device: torch.device
+) -> tuple[tuple[int, ...], tuple[int, ...], Tensor, Tensor]:
+    """Lengths, slots, and the place of each token among the ``S * B`` and among the P rows."""
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
     slots = slots_of(lengths, multiple_of)
     length_N, slot_N = (torch.tensor(n, device="cpu") for n in (lengths, slots))
     gap_N = (slot_N - length_N).cumsum(0) - (slot_N - length_N)  # padding rows before each document
     packed_T = torch.arange(len(token_T), device="cpu") + gap_N[document_T]
-
     B, S = mask.shape
     row_T = token_T % S * B + token_T // S if S else token_T  # mask is [B, S], x is [S, B]
-    row_of_packed_P = torch.full((sum(slots),), -1, device="cpu")
-    packed_of_row_R = torch.full((S * B,), -1, device="cpu")
-    row_of_packed_P[packed_T], packed_of_row_R[row_T] = row_T, packed_T
-    pack, unpack = (Take.along(table, device) for table in (row_of_packed_P, packed_of_row_R))
-    return _PackedLayout(lengths, slots, pack, unpack)
+    return lengths, slots, to_device(row_T, device), to_device(packed_T, device)
 
 
-class TakeRows(torch.autograd.Function):
-    """The gather ``there``, which reads each row at most once; its gradient is ``back``."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, there: Take, back: Take) -> Tensor:
-        ctx.there, ctx.back = there, back
-        return there.of(x)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor) -> tuple[Tensor, None, None]:
-        return TakeRows.apply(grad, ctx.back, ctx.there), None, None
+def _move_rows(x: Tensor, here: Tensor, there: Tensor, rows: int) -> Tensor:
+    """``y[there] = x[here]``; all other rows of y, which has ``rows``, are 0."""
+    return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, there, x.index_select(0, here))

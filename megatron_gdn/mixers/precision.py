@@ -126,10 +126,7 @@ NOT_BY_SECTION = (
 
 
 class Fp32Group(nn.Module):
-    """A module with the fp32 parameters of a mixer, for ``fully_shard``; not in state dicts.
-
-    To set a parameter of this module sets the mixer's parameter too.
-    """
+    """A module with the fp32 parameters of a mixer, for ``fully_shard``; not in state dicts."""
 
     _mixer: Any
 
@@ -162,10 +159,10 @@ class ShardedApart(Fp32Parameters):
 
     def fp32_parameters(self) -> tuple[Tensor, ...]:
         """The gathered fp32 parameters for one forward; rounded parameters are refused."""
-        own = tuple([getattr(self, name) for name in self._keep_in_float32_parameter_names])
-        if {parameter.dtype for parameter in own} != {torch.float32}:
-            self.require_fp32_parameters()
-        return own if self.gathered is None else self.gathered()
+        self.require_fp32_parameters()
+        if self.gathered is not None:
+            return self.gathered()
+        return tuple([getattr(self, name) for name in self._keep_in_float32_parameter_names])
 
 
 def fully_shard(

@@ -92,8 +92,7 @@ def roll_back(context: Any, accepted: int) -> None:
                 "the batch was reordered (swap_key_value_dict) since its last step; roll back "
                 "before reordering."
             )
-        most = _last_tokens(place)
-        if not 0 <= accepted <= most:
+        if not 0 <= accepted <= (most := _last_tokens(place)):
             raise ValueError(
                 f"accepted={accepted} must be 0 to {most}, the tokens of the last step."
             )
@@ -113,31 +112,18 @@ def _last_tokens(place: _Place) -> int:
 
 def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> None:
     start, offset = context.batch_size_offset, context.sequence_len_offset
-    if start + B > context.max_batch_size:
+    if start + B > context.max_batch_size or offset + s > context.max_sequence_length:
         raise ValueError(
-            f"{B} rows from batch_size_offset={start} on, but the inference context was made for "
-            f"max_batch_size={context.max_batch_size}."
+            f"{s} tokens after {offset} of {B} rows from batch_size_offset={start} on do not fit "
+            f"the inference context, which was made for max_batch_size={context.max_batch_size} "
+            f"and max_sequence_length={context.max_sequence_length}."
         )
-    if offset + s > context.max_sequence_length:
+    if offset and (place is None or (place.rows, place.tokens) != (B, offset)):
+        has = "no state" if place is None else f"the state of {place.rows} rows"
+        after = "" if place is None else f", after {place.tokens} tokens"
         raise ValueError(
-            f"{s} more tokens after {offset} are more than the inference context allows: "
-            f"max_sequence_length={context.max_sequence_length}."
-        )
-    if offset == 0:
-        return
-    if place is None:
-        raise ValueError(
-            f"layer {layer} has no state of the rows from batch_size_offset={start} on, but "
-            f"sequence_len_offset={offset} means {offset} earlier tokens. Begin at offset 0."
-        )
-    if place.rows != B:
-        raise ValueError(
-            f"layer {layer} carries {place.rows} rows from batch_size_offset={start} on, got {B} "
-            f"rows; continue with the batch that was prefilled."
-        )
-    if place.tokens != offset:
-        raise ValueError(
-            f"layer {layer} stands after {place.tokens} tokens, sequence_len_offset is {offset}. "
-            f"To set the offset does not move a recurrent state; to drop tokens of the last step "
-            f"use megatron_gdn.inference.roll_back(context, accepted)."
+            f"layer {layer} has {has} from batch_size_offset={start} on{after}, and got {B} rows "
+            f"at sequence_len_offset={offset}. Begin at offset 0, and continue with the batch that "
+            f"was prefilled. To set the offset does not move a recurrent state; to drop tokens of "
+            f"the last step use megatron_gdn.inference.roll_back(context, accepted)."
         )

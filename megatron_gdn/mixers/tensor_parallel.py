@@ -267,6 +267,7 @@ class OwnParameters(MarkedParameters):
 class ConvModule(nn.Module):
     """Mixin of a mixer whose convolution is a module, as in Megatron's layers."""
 
+    split_module: ClassVar[str] = "conv1d"
     conv1d: Any
     config: Any
     dims: Any

@@ -45,11 +45,7 @@ class Documents:
     why_headwise: ClassVar[str] = ""  # a subclass says why only the headwise scheme runs its kind
     why_not_on_grid: ClassVar[str] = ""  # a subclass says why batch_invariant_mode refuses its kind
     continue_others: ClassVar[bool] = False  # see .trees
-
-    @property
-    def known(self) -> bool:
-        """Whether the host knows the boundaries; False in fixed buffers."""
-        return True
+    known: ClassVar[bool] = True  # whether the host knows the boundaries; False in fixed buffers
 
     def __post_init__(self) -> None:
         offsets = self.offsets
@@ -77,12 +73,11 @@ class Documents:
         total_tokens: int,
         *,
         device: torch.device | str | None = None,
-        cu_seqlens_cpu: Tensor | Sequence[int] | None = None,
     ) -> Documents:
         """Resolve ``cu_seqlens`` (int ``[N + 1]``) against a buffer of ``total_tokens``.
 
-        Reading a ``cu_seqlens`` that lives on a GPU waits for the GPU; pass ``cu_seqlens_cpu``
-        (the same offsets on the host) or an already resolved ``Documents`` to avoid that.
+        Reading a ``cu_seqlens`` that lives on a GPU waits for the GPU; pass an already resolved
+        ``Documents`` to avoid that.
 
         Raises:
             TypeError: something else than a tensor, a sequence of integers or ``Documents``.
@@ -91,10 +86,9 @@ class Documents:
         if isinstance(cu_seqlens, Documents):
             documents = cu_seqlens
         else:
-            source = cu_seqlens if cu_seqlens_cpu is None else cu_seqlens_cpu
             if device is None:
                 device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
-            documents = _same_for_all(_offsets_of(source), torch.device(device))
+            documents = _same_for_all(_offsets_of(cu_seqlens), torch.device(device))
         if documents.total_tokens != total_tokens:
             raise ValueError(
                 f"cu_seqlens ends at {documents.total_tokens}, which does not match the "
@@ -127,15 +121,15 @@ class Documents:
             return None
         return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), self.device)
 
-    @property
-    def sequences(self) -> int:
-        """M of the legend: the number of non-empty documents."""
+    @cached_property
+    def most(self) -> int:
+        """The largest number of sequences that have tokens."""
         return len(self.filled_offsets) - 1
 
     @property
-    def most(self) -> int:
-        """The largest number of sequences that have tokens."""
-        return self.sequences
+    def sequences(self) -> int:
+        """M of the legend."""
+        return self.most if self.known else self.most + 1
 
     def on_host(self) -> Documents:
         """The same documents, with boundaries that the host knows."""
@@ -145,12 +139,7 @@ class Documents:
         """The same documents, with tables on ``device``."""
         return self if device == self.device else _same_for_all(self.offsets, device)
 
-    @staticmethod
-    def lengths_of(documents: Documents | None, tokens: int) -> tuple[int, ...]:
-        """The documents' lengths; ``(tokens,)`` if ``documents`` is None."""
-        return (tokens,) if documents is None else documents.lengths
-
-    @property
+    @cached_property
     def total_tokens(self) -> int:
         return self.offsets[-1]
 
@@ -163,9 +152,7 @@ class Documents:
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         """Raise a RuntimeError if the boundaries changed between a forward and its backward.
 
-        Args:
-            stamp: :attr:`stamp` at the time of the forward.
-            saved: the stamp that autograd saved; a recomputed forward saves its own stamp.
+        ``stamp`` is that of the forward; a recomputed forward ``saved`` a stamp of its own.
         """
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(changed_before_recomputation("those of another micro-batch"))
@@ -177,19 +164,14 @@ class Documents:
         return (0, *(end for start, end in pairs if end > start))
 
     @cached_property
-    def cu_seqlens_cpu(self) -> Tensor:
-        """int32 ``[M + 1]`` on the host: the offsets without empty documents."""
-        return torch.tensor(self.filled_offsets, dtype=torch.int32, device="cpu")
-
-    @property
     def starts(self) -> Tensor:
-        """int32 ``[M + 1]``: :attr:`cu_seqlens`, on the host if the boundaries are ``known``."""
-        return self.cu_seqlens_cpu
+        """int32 ``[M + 1]``: offsets without empty documents, on the host if it knows them."""
+        return torch.tensor(self.filled_offsets, dtype=torch.int32, device="cpu")
 
     @cached_property
     def cu_seqlens(self) -> Tensor:
-        """:attr:`cu_seqlens_cpu` on the device, for kernels."""
-        return to_device(self.cu_seqlens_cpu, self.device)
+        """:attr:`starts` on the device, for kernels."""
+        return to_device(self.starts, self.device)
 
     @cached_property
     def plans(self) -> dict[Hashable, Any]:
@@ -222,9 +204,6 @@ class Documents:
             self.plans[key, move] = found
         return found
 
-    def require(self, holds: Tensor, otherwise: str) -> None:
-        """In fixed buffers: fail with ``otherwise`` if ``holds``, on the device, is false."""
-
     def cut(
         self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
     ) -> Documents:
@@ -243,7 +222,9 @@ class Documents:
     @cached_property
     def position_T(self) -> Tensor:
         """int32 ``[T]``: how many tokens of the same document come before each token."""
-        return self.table("position_T", _positions)[0]
+        return self.table(
+            "position_T", lambda these: (_tokens_of(these) - these.starts[these.document_T()],)
+        )[0]
 
     def most_chunks(self, size: int) -> int:
         """An upper bound of the number of chunks of ``size`` tokens."""
@@ -298,10 +279,6 @@ def _tokens_of(documents: Documents) -> Tensor:
     return torch.arange(documents.total_tokens, device=starts.device, dtype=torch.int32)
 
 
-def _positions(documents: Documents) -> tuple[Tensor]:
-    return (_tokens_of(documents) - documents.starts[documents.document_T()],)
-
-
 def chunks_where_known(documents: Documents, size: int) -> ChunkPlaces:
     """:meth:`Documents.chunks`, on the device of :attr:`Documents.starts`."""
     return chunk_places(ceil_div(documents.starts.diff(), size), documents.most_chunks(size))
@@ -342,15 +319,10 @@ def _offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
     """The values of ``cu_seqlens``. Reading a tensor on a GPU waits for the GPU."""
     if isinstance(source, Tensor):
         integers = not (source.is_floating_point() or source.is_complex())
-        if source.dim() != 1 or not integers or source.dtype == torch.bool:
+        if source.dim() != 1 or not integers or source.dtype == torch.bool or source.is_meta:
             raise ValueError(
-                f"cu_seqlens must be a 1-D integer tensor of cumulative lengths, got "
-                f"shape {tuple(source.shape)} and dtype {source.dtype}."
-            )
-        if source.is_meta:
-            raise ValueError(
-                "cu_seqlens is on the meta device and holds no offsets; give it on the CPU or on "
-                "the device where the layer runs."
+                f"cu_seqlens must be a 1-D integer tensor of cumulative lengths on the CPU or on a "
+                f"GPU, got shape {tuple(source.shape)} and dtype {source.dtype} on {source.device}."
             )
         return tuple(source.tolist())
     try:

@@ -67,12 +67,8 @@ class Layout:
         gates = [section.gates for section in self.sections]
         assert gates == sorted(gates), "the rule's gates must come last"
 
-    @cached_property
-    def _count_of(self) -> dict[str, int]:
-        return dict(self.counts)
-
     def heads(self, kind: str) -> int:
-        return self._count_of[kind]
+        return dict(self.counts)[kind]
 
     @cached_property
     def names(self) -> tuple[str, ...]:

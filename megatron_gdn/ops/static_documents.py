@@ -10,7 +10,6 @@ Legend: N documents at most, T tokens of the buffer, M = N + 1 sequences (the la
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from itertools import count
 from typing import Any
 
 import torch
@@ -19,7 +18,6 @@ from torch import Tensor
 from .documents import Documents
 from .host_tables import require_no_capture, to_device
 
-_fills = count()
 _FILLED_AGAIN = (
     "set_documents was called between a forward and its backward, which reads the boundaries too. "
     "Make one set of buffers (static_packed_seq_params) for every micro-batch in flight, and fill "
@@ -41,14 +39,12 @@ class StaticDocuments(Documents):
         "lie where the documents of one micro-batch begin. Switch it off, or give "
         "ordinary packed documents outside of graphs."
     )
+    known = False
     boundaries: Tensor  # int32 [N + 1], the offsets of the last :meth:`fill`; unused entries are T
-    plans: dict[Hashable, Any]
-    max_documents: int
     longest: int
-    _tokens: int
     _key: Hashable  # None, or the key of a :meth:`cut`; a cut shares _tables and _stamps
     _tables: dict[Any, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
-    _stamps: dict[str, Tensor]  # numbers of the latest "fill" and of the fill that a forward "read"
+    _stamps: dict[str, Tensor]  # of the latest "fill", and of the fill that a forward "read"
 
     def __init__(
         self,
@@ -74,10 +70,10 @@ class StaticDocuments(Documents):
             boundaries = to_device(boundaries, device)
         # Frozen like its base class: caches use the object as a key, by identity.
         vars(self).update(
-            device=boundaries.device, max_documents=max_documents, boundaries=boundaries, plans={},
-            longest=longest, _tokens=total_tokens, _key=None, _tables={}, _stamps={},
+            device=boundaries.device, most=max_documents, boundaries=boundaries, longest=longest,
+            total_tokens=total_tokens, _key=None, _tables={}, _stamps={},
         )  # fmt: skip
-        self._renew_stamp()
+        self.refresh(check=False)
         self.read_by_forward(recomputed=False)
 
     def fill(self, cu_seqlens: Tensor | Sequence[int]) -> None:
@@ -97,7 +93,7 @@ class StaticDocuments(Documents):
             TypeError: as :meth:`Documents.from_cu_seqlens`.
         """
         if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
-            offsets, on_host = cu_seqlens, False
+            offsets = cu_seqlens
             if offsets.dim() != 1 or offsets.is_floating_point() or len(offsets) < 2:
                 raise ValueError(
                     f"cu_seqlens must be a 1-D integer tensor of at least 2 cumulative lengths, "
@@ -111,28 +107,26 @@ class StaticDocuments(Documents):
                     f"buffers were made for {self.longest} at most (max_seqlen)."
                 )
             offsets = torch.tensor(documents.offsets, dtype=torch.int32, device="cpu")
-            on_host = True
         given = len(offsets) - 1
-        if given > self.max_documents:
+        if given > self.most:
             raise ValueError(
                 f"cu_seqlens has {given} documents, and these buffers hold up to "
-                f"max_documents={self.max_documents}. Make larger buffers and capture again, or "
+                f"max_documents={self.most}. Make larger buffers and capture again, or "
                 f"pack fewer documents."
             )
         with torch.inference_mode(False), torch.no_grad():
-            offsets = to_device(offsets, self.device) if on_host else offsets
-            self.boundaries[: given + 1].copy_(offsets)
+            self.boundaries[: given + 1].copy_(to_device(offsets, self.device))
             self.boundaries[given + 1 :].fill_(self.total_tokens)
-        self.refresh(check=not on_host)
+        self.refresh(check=offsets is cu_seqlens)
 
     def refresh(self, check: bool = True) -> None:
         """Compute every table again from the boundaries; a CUDA graph can capture this call."""
-        self._renew_stamp()
         with torch.inference_mode(False), torch.no_grad():
+            self._stamps["fill"] = torch.empty(0, device="cpu")
             if check:
                 length = self.boundaries.diff()
                 fits = ((length >= 0) & (length <= self.longest)).all()
-                self.require(
+                require_on_device(
                     fits & (self.boundaries[0] == 0) & (self.boundaries[-1] == self.total_tokens),
                     "cu_seqlens must start at 0, never decrease, end at the buffer's tokens, and "
                     "have no document longer than max_seqlen",
@@ -141,45 +135,26 @@ class StaticDocuments(Documents):
                 for table, now in zip(tables, make(), strict=True):
                     table.copy_(now)
 
-    def _renew_stamp(self) -> None:
-        with torch.inference_mode(False):
-            self._stamps["fill"] = torch.tensor(next(_fills), device="cpu")
-
     @property
     def stamp(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """A tensor that every :meth:`fill` replaces by another one."""
         return self._stamps["fill"]
 
     def read_by_forward(self, recomputed: bool) -> None:
-        """A forward reports that it reads the boundaries, and whether it is a recomputation.
-
-        Raises:
-            RuntimeError: :meth:`fill` was called between a forward and its recomputation.
-        """
+        """Every forward calls this method, which refuses a recomputation after another fill."""
         if not recomputed:
             self._stamps["read"] = self.stamp
         elif self._stamps["read"] is not self.stamp:
             raise RuntimeError(_FILLED_AGAIN)
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
-        if stamp is not self.stamp or (saved is not stamp and not torch.equal(saved, stamp)):
+        if stamp is not self.stamp:
             raise RuntimeError(_FILLED_AGAIN)
-
-    def require(self, holds: Tensor, otherwise: str) -> None:
-        """Fail with ``otherwise`` if ``holds``, on the device, is false. The host does not wait."""
-        torch._assert_async(holds, otherwise)  # pyright: ignore[reportPrivateImportUsage]
-
-    @property
-    def known(self) -> bool:
-        return False
 
     def table[Made: tuple[Tensor, ...]](
         self, key: Hashable, make: Callable[[Any], Made], move: bool = True
     ) -> Made:
-        """The tensors of ``make(self)``; every :meth:`fill` overwrites them.
-
-        Raises:
-            RuntimeError: the table is new while a CUDA graph is captured.
-        """
+        """The tensors of ``make(self)``; a new table is refused while a graph is captured."""
         found = self._tables.get((self._key, key))
         if found is None:
             require_no_capture("a table of packed documents")
@@ -199,8 +174,8 @@ class StaticDocuments(Documents):
             (boundaries,) = self.table(key, make)
             cut = object.__new__(StaticDocuments)
             vars(cut).update(
-                device=self.device, boundaries=boundaries, max_documents=most, plans={},
-                longest=tokens, _tokens=tokens, _key=(self._key, key), _tables=self._tables,
+                device=self.device, boundaries=boundaries, most=most, longest=tokens,
+                total_tokens=tokens, _key=(self._key, key), _tables=self._tables,
                 _stamps=self._stamps,
             )  # fmt: skip
             return cut
@@ -208,11 +183,7 @@ class StaticDocuments(Documents):
         return self.plan((StaticDocuments, key), made)
 
     def on_host(self) -> Documents:
-        """The documents of the latest fill, for layers outside of graphs; the host waits for a GPU.
-
-        Raises:
-            RuntimeError: a CUDA graph is being captured.
-        """
+        """The documents of the latest fill; the host waits for a GPU, which a capture refuses."""
         require_no_capture("a copy of the documents' boundaries on the host")
         return Documents(tuple(self.boundaries.tolist()), self.device)
 
@@ -226,18 +197,6 @@ class StaticDocuments(Documents):
         )
 
     @property
-    def total_tokens(self) -> int:
-        return self._tokens
-
-    @property
-    def sequences(self) -> int:
-        return self.max_documents + 1
-
-    @property
-    def most(self) -> int:
-        return self.max_documents
-
-    @property
     def cu_seqlens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """int32 ``[M + 1]``: the boundaries without empty documents, then T.
 
@@ -246,22 +205,25 @@ class StaticDocuments(Documents):
         """
         return self.table("cu_seqlens", _without_empty)[0].view(-1)
 
-    @property
-    def starts(self) -> Tensor:
-        return self.cu_seqlens
+    starts = cu_seqlens  # pyright: ignore[reportAssignmentType]
 
     @property
     def contents(self) -> tuple[int, int]:
         """The pair (-2, N); -2 is never a number of documents."""
-        return -2, self.max_documents
+        return -2, self.most
 
     def most_chunks(self, size: int) -> int:
-        return (self.total_tokens + (size - 1) * min(self.max_documents, self.total_tokens)) // size
+        return (self.total_tokens + (size - 1) * min(self.most, self.total_tokens)) // size
+
+
+def require_on_device(holds: Tensor, otherwise: str) -> None:
+    """Fail with ``otherwise`` if ``holds``, on the device, is false. The host does not wait."""
+    torch._assert_async(holds, otherwise)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:
     """Set the end of each empty document to T; sorting then puts the non-empty documents first."""
     start, end = documents.boundaries[:-1], documents.boundaries[1:]
     ends = torch.where(end > start, end, documents.total_tokens).sort().values
-    ends = ends[: documents.max_documents]
+    ends = ends[: documents.most]
     return (torch.cat([end.new_zeros(1), ends, end.new_full((1,), documents.total_tokens)]),)

@@ -14,7 +14,7 @@ from tests.distributed.layer_laws import (
 )
 from tests.ranks import on_ranks
 
-RECOMPUTE = {"recompute_qkv": True, "recompute_norm_out": True}
+RECOMPUTE = {"recompute": "light"}
 slow, nightly = pytest.mark.slow, pytest.mark.nightly
 LENGTHS = (8, 24, 16)
 

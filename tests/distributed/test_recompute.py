@@ -21,7 +21,7 @@ from tests.ranks import on_ranks
 
 @pytest.mark.each_value
 @pytest.mark.parametrize("called", [False, True], ids=["fused norm", "norm as a module"])
-@pytest.mark.parametrize("options", [{"recompute_norm_out": True}, {"recompute": "full"}], ids=str)
+@pytest.mark.parametrize("options", [{"recompute": "light"}, {"recompute": "full"}], ids=str)
 @pytest.mark.parametrize(("cp", "mode"), [(1, "auto"), (2, "headwise"), (2, "chunkwise")])
 @on_ranks(cp="cp")
 def test_the_norm_is_recomputed_without_megatrons_extension(cp, mode, options, called):

@@ -28,7 +28,7 @@ from tests.distributed.mixers import GDN
 from tests.parallel import groups_of_megatron, make_config
 from tests.ranks import on_ranks
 
-RECOMPUTE = {"recompute_norm_out": True, "recompute_qkv": True}
+RECOMPUTE = {"recompute": "light"}
 ONE_KEY_HEAD = {"linear_num_key_heads": 1, "linear_num_value_heads": 3}
 MODES, LAYOUTS = ("headwise", "chunkwise"), ("zigzag", "zigzag_buffer", "contiguous")
 modes = pytest.mark.parametrize("linear_cp_mode", MODES)
@@ -101,7 +101,7 @@ def test_no_tokens_give_gradients_of_zero(cp, options):
 @on_ranks(cp=2)
 def test_recomputing_the_norm_works_inside_checkpoints(linear_cp_mode):
     """In a block that a checkpoint of either kind computes again."""
-    layer = over_ranks(linear_cp_mode=linear_cp_mode, recompute_norm_out=True)
+    layer = over_ranks(linear_cp_mode=linear_cp_mode, recompute="light")
     randomise_(layer)
     x, packed = torch.randn(24, 1, layer.hidden_size), thd((16, 32))
 

@@ -18,7 +18,7 @@ from tests.processes import python
         ("", {}),
         ("linear_cp_mode=chunkwise", {"linear_cp_mode": "chunkwise"}),
         ("cp_ranks_per_machine=4", {"cp_ranks_per_machine": 4}),
-        ("backend=fla, recompute_qkv=True,", {"backend": "fla", "recompute_qkv": True}),
+        ("backend=fla, allow_neg_eigval=True,", {"backend": "fla", "allow_neg_eigval": True}),
         (" A_init_range=(1, 16) conv_init=0.1", {"A_init_range": (1, 16), "conv_init": 0.1}),
     ],
 )
@@ -32,7 +32,7 @@ def test_names_and_values_are_read(text, options):
         ("cp_layuot=zigzag", "cp_layout"),
         ("layer_number=3", "the names A_init_range, allow_neg_eigval"),
         ("chunkwise", "it must be name=value"),
-        ("recompute_qkv=true", "recompute_qkv='true'; it must be True or False"),
+        ("allow_neg_eigval=true", "allow_neg_eigval='true'; it must be True or False"),
     ],
 )
 def test_what_is_no_option_is_refused_and_the_legal_names_are_said(text, said):

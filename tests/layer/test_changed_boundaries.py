@@ -18,7 +18,7 @@ RECOMPUTED = "boundaries of the documents changed"
 
 
 def build(kind):
-    options = {"recompute_norm_out": True, "recompute_qkv": True}
+    options = {"recompute": "light"}
     layer = (
         whole("mamba2")
         if kind == "Mamba2"

@@ -33,13 +33,11 @@ def test_without_either_nothing_is_said_of_it(log):
     assert "deterministic" not in log.text
 
 
-@pytest.mark.parametrize("recompute", [False, True], ids=["", "recompute"])
+@pytest.mark.parametrize("recompute", ["none", "light"])
 @pytest.mark.parametrize("lengths", [None, (63, 2, 65)], ids=["batch", "packed"])
 def test_the_layer_repeats_under_torchs_switch(torchs_switch, lengths, recompute):
     torch.manual_seed(0)
-    layer = build(
-        make_config(deterministic_mode=True), recompute_qkv=recompute, recompute_norm_out=recompute
-    )
+    layer = build(make_config(deterministic_mode=True), recompute=recompute)
     randomise_(layer)
     params = thd(lengths) if lengths else None
     run = forward_backward(

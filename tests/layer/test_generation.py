@@ -159,8 +159,8 @@ def states_of(context):
 @pytest.mark.parametrize(
     ("change", "call", "words"),
     [
-        ({}, lambda layer, x, c: step(layer, x[:, :1], c), "carries 2 rows .* got 1"),
-        ({"sequence_len_offset": 7}, None, "stands after 12 tokens, sequence_len_offset is 7"),
+        ({}, lambda layer, x, c: step(layer, x[:, :1], c), "the state of 2 rows .* got 1 rows"),
+        ({"sequence_len_offset": 7}, None, "after 12 tokens, .* sequence_len_offset=7"),
         ({"max_sequence_length": 13}, None, "max_sequence_length=13"),
         ({"batch_size_offset": 1}, None, "made for max_batch_size=2"),
         ({}, lambda layer, x, c: step(layer.double(), x.double(), c), "torch.float64"),

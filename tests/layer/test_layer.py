@@ -63,7 +63,7 @@ def test_the_steps_under_upstreams_names_add_up_to_the_forward(allow_neg_eigval)
 
 
 def test_what_the_backward_read_is_freed_though_the_loss_is_kept():
-    layer = build(recompute_norm_out=True)
+    layer = build(recompute="light")
     rows = []
     layer.in_proj.register_forward_hook(lambda module, args, out: rows.append(weakref.ref(out[0])))
     out, _ = layer(torch.randn(9, 1, 24), None)
@@ -74,7 +74,7 @@ def test_what_the_backward_read_is_freed_though_the_loss_is_kept():
 
 @pytest.mark.parametrize("fused", [True, False], ids=["fused norm", "norm as a module"])
 def test_the_norm_is_not_recomputed_where_a_checkpoint_keeps_what_is_saved(fused, log):
-    layer = build(recompute_norm_out=True)
+    layer = build(recompute="light")
     if not fused:
         layer.out_norm.register_forward_hook(lambda *_: None)
     x, again = torch.randn(9, 2, 24), partial(checkpoint, layer, use_reentrant=False)

@@ -1,4 +1,4 @@
-"""One option says what a backward computes again; the older names and Megatron's map onto it."""
+"""One option says what a backward computes again; Megatron's setting maps onto its parts."""
 
 from __future__ import annotations
 
@@ -31,13 +31,9 @@ ASKED = {
     "none": ({"recompute": "none"}, (), set()),
     "light": ({"recompute": "light"}, (), LIGHT),
     "full": ({"recompute": "full"}, (), FULL),
-    "the older names": ({"recompute_qkv": True, "recompute_norm_out": True}, (), LIGHT),
-    "one of them": ({"recompute_norm_out": True}, (), {"norm_out"}),
-    "both ways": ({"recompute": "light", "recompute_qkv": True}, (), LIGHT),
-    "no twice": ({"recompute": "none", "recompute_qkv": False}, (), set()),
     "core_attn": ({"recompute": "none"}, ("core_attn",), set()),
     "gdn_norm_out": ({}, ("gdn_norm_out",), {"norm_out"}),
-    "gdn_norm_out and an option": ({"recompute_qkv": True}, ("gdn_norm_out",), LIGHT),
+    "gdn_norm_out and light": ({"recompute": "light"}, ("gdn_norm_out",), LIGHT),
     "gdn_norm_out and full": ({"recompute": "full"}, ("gdn_norm_out",), FULL),
     "gdn": ({}, ("gdn",), {"whole"}),
     "gdn and full": ({"recompute": "full"}, ("gdn",), {"whole"}),
@@ -52,16 +48,6 @@ def test_every_way_to_ask_maps_onto_the_same_parts(case):
 
 REFUSED = {
     "level": ({"recompute": "some"}, (), "recompute='some' is not known; use one of 'none', 'li"),
-    "no bool": ({"recompute_qkv": "yes"}, (), "recompute_qkv='yes' must be True or False"),
-    "none": (
-        {"recompute": "none", "recompute_qkv": True}, (),
-        "recompute='none' and recompute_qkv=True contradict: 'none' does not compute query, key",
-    ),
-    "light": (
-        {"recompute": "light", "recompute_norm_out": False}, (),
-        "recompute='light' and recompute_norm_out=False contradict: 'light' computes the normed",
-    ),
-    "full": ({"recompute": "full", "recompute_qkv": False}, (), "recompute_qkv=False contradict"),
     "modules": (
         {"recompute": "none"}, ("gdn_norm_out",),
         "recompute='none' and --recompute-modules gdn_norm_out contradict",

@@ -302,19 +302,19 @@ class MambaContextParallel:
                     f"cu_seqlens describes one row of packed documents, got {rows.shape[1]} batch "
                     f"rows. Lay the rows end to end and extend cu_seqlens, or leave cu_seqlens out."
                 )
-            documents = _documents_of(cu_seqlens, tokens).on(x.device)
+            documents = _documents_of(cu_seqlens, tokens, x.device)
         passage = self._scheme.passage(documents, tokens, rows.shape[1], rows)
         moved = passage.open(rows) if to_heads else passage.close(rows)
         return moved.squeeze(1) if x.dim() == 2 else moved.transpose(0, 1).contiguous()
 
 
-def _documents_of(cu_seqlens: Any, tokens: int) -> Documents:
+def _documents_of(cu_seqlens: Any, tokens: int, device: torch.device) -> Documents:
     """The documents of ``cu_seqlens``, kept on the tensor until somebody writes to the tensor."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
-        return Documents.from_cu_seqlens(cu_seqlens, tokens)
-    version, kept = getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))
-    if version == cu_seqlens._version:
-        return Documents.from_cu_seqlens(kept, tokens)
-    documents = Documents.from_cu_seqlens(cu_seqlens, tokens)
-    setattr(cu_seqlens, _RESOLVED, (cu_seqlens._version, documents))
+        return Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
+    key, kept = (cu_seqlens._version, device), getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))
+    if key == kept[0]:
+        return Documents.from_cu_seqlens(kept[1], tokens)
+    documents = Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
+    setattr(cu_seqlens, _RESOLVED, (key, documents))
     return documents

@@ -75,7 +75,7 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
     """Offsets of the parts by FlashQLA's cost model, or None if no sequence is cut."""
     with torch.device("cpu"):
         context = stages().build_cp_context(
-            documents.cu_seqlens_cpu, enable_intra=True, num_v_heads=value_heads,
+            documents.starts, enable_intra=True, num_v_heads=value_heads,
             chunk_size=CHUNK, is_train=True,
         )  # fmt: skip
     return context.intra_cp_cu_seqlens.tolist() if context.is_intra else None

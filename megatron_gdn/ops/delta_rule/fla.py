@@ -7,7 +7,7 @@ to the chunk's end. Each rule computes w and u by its own kernels.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -16,6 +16,7 @@ from ..documents import Documents, documents_of_rows
 from ..rules.fla import SEQUENCES, FlaBackward, FlaForward, FlaRule, Inside
 from ..state_maps.parts import CHUNK, Parts, compose, cut_by_length
 from ..state_maps.state_map import StateMap
+from .base import RuleGrads
 
 OF_STATES = {
     "fla.ops.utils chunk_local_cumsum": f"g chunk_size scale {SEQUENCES}",
@@ -74,17 +75,25 @@ class FlaChannelRule(FlaDeltaRule):
     """A delta rule with a decay per channel. A forward saves Aqk, the chunks' products of q and k,
     and Akk, the inverses of the chunks' systems.
 
-    The sums of g, as large as q, k and v together, are computed again in the backward.
+    The sums of g, as large as q, k and v together, are computed again in the backward. A subclass
+    names three functions of fla.
     """
 
-    # within(x, g_sum) of a forward x: w, u, _, k, Aqk, Akk.
-    within: Callable[..., tuple[Tensor, ...]]
-    # within_again(x, g_sum, Akk) of a backward x: w, u, and decayed q and k.
-    within_again: Callable[..., tuple[Tensor, ...]]
+    within: ClassVar[str]  # gives w, u, _, decayed k, Aqk and Akk
+    within_again: ClassVar[str]  # gives w, u, and decayed q and k
+    backward_within: ClassVar[str]  # gives the gradients
+    gates: ClassVar[tuple[str, ...]]  # fla's names of the inputs after g
+    grads: ClassVar[Any] = RuleGrads
+    settings: dict[str, Any] = {}  # noqa: RUF012  further arguments, which a subclass sets
+
+    def call(self, function: str, x: FlaForward | FlaBackward, **others: Any) -> tuple[Any, ...]:
+        q, k, v, _, *gates = x.inputs
+        named = dict(zip(self.gates, gates, strict=True))
+        return getattr(self.fla, function)(q=q, k=k, v=v, **named, **others, **x.at)
 
     def inside(self, x: FlaForward) -> Inside:
-        g_sum = self.sums(x)
-        w, u, _, k, Aqk, Akk = self.within(x, g_sum)
+        g_sum, scale = self.sums(x), x.inputs.k.shape[-1] ** -0.5
+        w, u, _, k, Aqk, Akk = self.call(self.within, x, gk=g_sum, scale=scale, **self.settings)
         return Inside({"k": k, "w": w, "u": u, "gk": g_sum}, (Aqk, Akk), Aqk)
 
     def output(self, x: FlaForward, made: Inside, states: Any, written: Tensor) -> Tensor:
@@ -98,12 +107,21 @@ class FlaChannelRule(FlaDeltaRule):
 
     def readers(self, x: FlaBackward) -> dict[str, Tensor]:
         g_sum, Aqk, Akk = x.kept
-        w, u, q, k = self.within_again(x, g_sum, Akk)
+        w, u, q, k = self.call(self.within_again, x, gk=g_sum, A=Akk)
         _, dv = self.fla.chunk_kda_bwd_dAv(
             q=x.inputs.q, k=x.inputs.k, v=u, A=Aqk, do=x.d_o,
             scale=x.inputs.k.shape[-1] ** -0.5, **x.at,
         )  # fmt: skip
         return {"q": q, "k": k, "w": w, "gk": g_sum, "dv": dv}
+
+    def gradients(self, x: FlaBackward, initial: Tensor | None, d_final: Tensor | None) -> Any:
+        g_sum, Aqk, Akk = x.kept
+        dq, dk, dv, *others = self.call(
+            self.backward_within, x, Aqk=Aqk, Akk=Akk, scale=x.inputs.k.shape[-1] ** -0.5,
+            initial_state=initial, do=x.d_o, dht=d_final, g=g_sum, **self.settings,
+        )  # fmt: skip
+        d_gates, dg = others[: len(self.gates)], others[len(self.gates)]
+        return self.grads(dq, dk, dv, dg, *d_gates)
 
 
 def parts_of(inputs: Any, documents: Documents | None) -> Parts:

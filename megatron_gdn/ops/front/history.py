@@ -102,7 +102,7 @@ def history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) ->
     rows = history_NCW.permute(2, 0, 1)
     if packed:
         rows = history_NCW.transpose(1, 2).flatten(0, 1)[:, None]
-    lengths = Documents.lengths_of(documents, tokens)
+    lengths = (tokens,) if documents is None else documents.lengths
     return History(rows, _history_table(lengths, history_NCW.shape[2], device))
 
 
