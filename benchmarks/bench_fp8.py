@@ -24,7 +24,7 @@ from lib import layers as lib
 from lib.layers import DEVICE, accumulate, our_layer, slow_gates, upstream_layer
 from lib.measure import environment, host_ms, memory_mib, table, time_ms, write_lines
 
-from megatron_gdn.mixers.fp8 import GatesApart
+from megatron_gdn.mixers.fp8 import GatesOutsideFP8
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 
 RECIPES = ("delayed", "tensorwise", "blockwise")
@@ -84,7 +84,7 @@ def build(name: str, hidden: int, sizes: HeadSizes, recipe: str | None) -> tuple
         else:
             backend = "flash_qla" if DEVICE == "cuda" else "auto"
             layer = our_layer(hidden, sizes, backend, linears=linears)
-    if name == "gates too" and isinstance(layer.in_proj, GatesApart):
+    if name == "gates too" and isinstance(layer.in_proj, GatesOutsideFP8):
         layer.in_proj.__class__ = type(layer.in_proj).__mro__[2]
     if linears == "te":
         accumulate(layer)

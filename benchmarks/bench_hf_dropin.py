@@ -32,7 +32,7 @@ from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5GatedDeltaNet  #
 from megatron_gdn.hf.drop_in.layer import (  # noqa: E402
     DropInOptions,
     become_drop_in,
-    resolve_call,
+    resolve_batch,
 )
 from megatron_gdn.hf.drop_in.sources import Sources  # noqa: E402
 
@@ -103,7 +103,7 @@ def resolved(layer: torch.nn.Module, x: torch.Tensor, told: dict) -> dict:
     if "cu_seq_lens_q" not in told:
         return told
     sources = Sources(None, None, told["cu_seq_lens_q"], None)
-    return {"gdn_batch": resolve_call(layer.drop_in.options, sources, x, None)}
+    return {"gdn_batch": resolve_batch(layer.drop_in.options, sources, x, None)}
 
 
 def results_of(layer: torch.nn.Module, x: torch.Tensor, told: dict) -> dict[str, torch.Tensor]:

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from lib.compiling import Problem
 from lib.measure import copy_bandwidth, environment, table, time_ms, write_lines
 
-from megatron_gdn.ops.kernels.tiles import Block, Walk
+from megatron_gdn.ops.kernels.tiles import RowTile, SegmentTile
 from megatron_gdn.ops.readout import kernels as norm
 
 
@@ -42,14 +42,14 @@ def runs_of(problem: Problem) -> dict[str, Callable[..., object]]:
 
 SWEEP = {
     "prepare forward": [
-        Walk(4, steps, 4, stages=stages) for steps in (32, 64) for stages in (1, 2, 3)
+        SegmentTile(4, steps, 4, stages=stages) for steps in (32, 64) for stages in (1, 2, 3)
     ],
     "prepare backward": [
-        Walk(4, steps, 4, 96, stages) for steps in (32, 64, 128) for stages in (2, 3, 4)
+        SegmentTile(4, steps, 4, 96, stages) for steps in (32, 64, 128) for stages in (2, 3, 4)
     ],
-    "norm forward": [Block(rows, 1, 4) for rows in (16, 32)],
+    "norm forward": [RowTile(rows, 1, 4) for rows in (16, 32)],
     "norm backward": [
-        Block(rows, repeats, 4) for rows in (8, 16) for repeats in (4, 8, 16)
+        RowTile(rows, repeats, 4) for rows in (8, 16) for repeats in (4, 8, 16)
     ],
 }  # fmt: skip
 

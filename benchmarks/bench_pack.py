@@ -17,7 +17,7 @@ from lib.measure import copy_bandwidth, dims_of, table, time_ms
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel.headwise import pack
-from megatron_gdn.context_parallel.headwise.shares import HeadShares, route
+from megatron_gdn.context_parallel.headwise.shares import HeadShares, waves_of
 from megatron_gdn.ops.documents import one_document
 
 
@@ -37,7 +37,7 @@ class Kernels:
     def __init__(self, shares: HeadShares, tokens: int, repeats: int, bandwidth: float) -> None:
         share = tokens // shares.ranks
         device = torch.device("cuda")
-        (wave,) = route(one_document(tokens, device), shares.ranks, 1, SequenceLayout.ZIGZAG)
+        (wave,) = waves_of(one_document(tokens, device), shares.ranks, 1, SequenceLayout.ZIGZAG)
 
         def rows(*shape: int) -> torch.Tensor:
             return torch.randn(*shape, device=device, dtype=torch.bfloat16)
@@ -49,8 +49,8 @@ class Kernels:
         self._repeats, self._bandwidth = repeats, bandwidth
         self.runs = {
             "pack_peers": partial(pack.pack_peers, whole, messages, shares, 1),
-            "pack_own": partial(pack.move_own, whole, full, shares, 1, own, to_full=True),
-            "unpack_own": partial(pack.move_own, whole, full, shares, 1, own, to_full=False),
+            "pack_own": partial(pack.copy_kept_rows, whole, full, shares, 1, own, to_full=True),
+            "unpack_own": partial(pack.copy_kept_rows, whole, full, shares, 1, own, to_full=False),
             "unpack_peers": partial(pack.unpack_peers, messages, full, whole, shares, 1, own),
             "place_rows": partial(pack.move_rows, messages, full, peers, to_full=True),
             "take_rows": partial(pack.move_rows, messages, full, peers, to_full=False),

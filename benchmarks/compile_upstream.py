@@ -19,8 +19,8 @@ os.environ["CUDA_VISIBLE_DEVICES"] = ""
 import torch
 
 from megatron_gdn.gdn.flash_qla.plan import own_stages
-from megatron_gdn.warm_up.absent_gpu import absent_hopper
-from megatron_gdn.warm_up.tasks import Task, kernels_noted, run_tasks
+from megatron_gdn.warm_up.absent_gpu import simulated_hopper
+from megatron_gdn.warm_up.tasks import Task, recorded_kernels, run_tasks
 
 TOKENS = 9000
 ROWS = 4
@@ -54,7 +54,7 @@ def call(heads: int, offsets: list[int]) -> None:
 
 
 def tasks_of(heads: int) -> list[Task]:
-    with kernels_noted() as noted:
+    with recorded_kernels() as noted:
         for offsets in (*PACKED, []):
             call(heads, offsets)
     kernels = [task for task in noted.values() if task.kind == "flash_qla"]
@@ -63,7 +63,7 @@ def tasks_of(heads: int) -> list[Task]:
 
 def main() -> None:
     args = arguments()
-    with absent_hopper():
+    with simulated_hopper():
         own_stages()  # puts the fences in, before the kernels are noted
         tasks = [task for heads in args.heads for task in tasks_of(heads)]
         _, failures = run_tasks(tasks, args.processes)

@@ -87,14 +87,14 @@ def row_bytes(s: float, cp: int) -> float:
 
 
 def headwise_ms(s: float, cp: int, c: Constants) -> float:
-    ms = price.wire(row_bytes(s, cp), cp, min(cp, PER_MACHINE), c.nvlink / 1e3)
+    ms = price.transfer_time(row_bytes(s, cp), cp, min(cp, PER_MACHINE), c.nvlink / 1e3)
     return s * c.token_ms + 2 * ms * c.passes
 
 
 def exchange_ms(cp: int, nvlink: float) -> float:
     """Of the maps of one sequence in zigzag, one direction."""
-    received, steps = price.exchange_of_maps(SIZES.state, cp, SequenceLayout.ZIGZAG, 1, None)
-    return price.wire(received, cp, min(cp, PER_MACHINE), nvlink / 1e3) + steps * STEP_MS
+    received, steps = price.map_exchange_traffic(SIZES.state, cp, SequenceLayout.ZIGZAG, 1, None)
+    return price.transfer_time(received, cp, min(cp, PER_MACHINE), nvlink / 1e3) + steps * STEP_MS
 
 
 def chunkwise_ms(s: float, cp: int, c: Constants) -> float:

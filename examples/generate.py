@@ -9,7 +9,7 @@ import sys
 import time
 from pathlib import Path
 
-from megatron_gdn.command_line import Parser, refuse
+from megatron_gdn.command_line import Parser, print_error
 
 _WARM_UP = 3  # tokens, before the others are timed
 
@@ -49,7 +49,7 @@ def arguments(argv: list[str] | None = None) -> argparse.Namespace:
             args.tokens = args.tokenizer(args.prompt)["input_ids"]
         _check(args)
     except (ValueError, NotImplementedError, OSError) as error:
-        sys.exit(refuse(error))
+        sys.exit(print_error(error))
     return args
 
 

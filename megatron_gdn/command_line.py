@@ -58,7 +58,7 @@ def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
     return f"; did you mean {', '.join(near)}?" if near else ""
 
 
-def refuse(error: BaseException | str) -> int:
+def print_error(error: BaseException | str) -> int:
     """Print the error as one line on standard error, and return the exit status 2."""
     print(f"error: {error}", file=sys.stderr)
     return 2

@@ -6,7 +6,7 @@ import sys
 from importlib import import_module
 from pathlib import Path
 
-from .command_line import Parser, refuse
+from .command_line import Parser, print_error
 
 _DESCRIPTION = """\
 Run SCRIPT with its arguments as python does, with the Gated DeltaNet layers of this package.
@@ -50,7 +50,7 @@ def main(arguments: list[str]) -> int:
     try:
         path = script_file(arguments[0])
     except FileNotFoundError as error:
-        return refuse(error)
+        return print_error(error)
     sys.argv = [str(path), *arguments[1:]]
     # Python imports from the script's folder first: a script in a clone gets the clone's Megatron.
     sys.path[0] = str(path.parent)

@@ -125,7 +125,7 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
         _mixer_spec(config, "local", **options),
     )
     layer_specs = []
-    for is_gdn, has_experts in kinds_of_layers(config):
+    for is_gdn, has_experts in layer_kinds(config):
         before = {"input_layernorm": f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}"}
         if has_experts:  # experts have no fused norm in Transformer Engine either
             mlp = get_moe_module_spec(
@@ -146,7 +146,7 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
     return layer_specs
 
 
-def kinds_of_layers(config: Any) -> list[tuple[int, int]]:
+def layer_kinds(config: Any) -> list[tuple[int, int]]:
     """For each layer, whether it is a Gated DeltaNet and whether it has experts."""
     dense, variant = [0] * config.num_layers, config.experimental_attention_variant
     is_gdn = dense if variant is None else variants.get_linear_attention_pattern(config)

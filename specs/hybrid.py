@@ -37,7 +37,7 @@ from megatron_gdn.context_parallel import SequenceLayout
 from megatron_gdn.gdn.layer import GatedDeltaNet
 from megatron_gdn.gdn2.layer import GatedDeltaNet2
 from megatron_gdn.kda.layer import KimiDeltaAttention
-from megatron_gdn.mixers.attention import TorchSelfAttention, beside_torch_attention
+from megatron_gdn.mixers.attention import TorchSelfAttention, class_with_tree_attention
 from megatron_gdn.mixers.loader_layout import AUTO, FollowsLoader, LoaderLayout
 from megatron_gdn.mixers.packing import TREE
 
@@ -143,7 +143,7 @@ def _te_submodules(
     """Megatron's hybrid stack with our mixers, and with torch's attention for trees."""
     layer = cast(Any, _upstream().attention_layer)
     theirs = layer.submodules.self_attention
-    core = partial(beside_torch_attention(theirs.submodules.core_attention), cp_layout=cp_layout)
+    core = partial(class_with_tree_attention(theirs.submodules.core_attention), cp_layout=cp_layout)
     # Megatron's stack has no norms of query and key, even if the config asks for them.
     norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm} if qk_layernorm else {}
     attention = replace(

@@ -45,7 +45,7 @@ from megatron_gdn.mixers.loader_layout import AUTO
 MODULES = ("auto", "local", "te")
 VARIABLE = "MEGATRON_GDN_OPTIONS"
 # Arguments that Megatron passes; every other keyword of a mixer's constructor is an option.
-_OF_MEGATRON = {
+_MEGATRON_ARGUMENTS = {
     "self", "config", "submodules", "layer_number", "pg_collection", "name", "cp_comm_type",
     "pp_layer_offset", "is_mtp_layer",
 }  # fmt: skip
@@ -122,7 +122,7 @@ def _spec(mixer: type, parts: Any, modules: str, options: dict[str, Any]) -> Mod
 def norms_before(**linears: str) -> dict[str, Any]:
     """A layer's norms, with the checkpoint keys of the fused norms in Transformer Engine's linears.
 
-    ``linears`` maps the place of each norm to the linear behind it.
+    ``linears`` maps the place of each norm to the linear after the norm.
     """
     keys = {f"{place}.": f"{linear}.layer_norm_" for place, linear in linears.items()}
     return {**dict.fromkeys(linears, TorchRMSNorm), "sharded_state_dict_keys_map": keys}
@@ -214,4 +214,6 @@ def parse_options(text: str) -> dict[str, Any]:
 def _options_of(mixer: type) -> dict[str, str]:
     """The options of a mixer, each with its annotation."""
     arguments = inspect.signature(mixer).parameters.items()
-    return {name: str(given.annotation) for name, given in arguments if name not in _OF_MEGATRON}
+    return {
+        name: str(given.annotation) for name, given in arguments if name not in _MEGATRON_ARGUMENTS
+    }

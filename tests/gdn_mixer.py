@@ -7,7 +7,7 @@ from megatron_gdn.gdn.sizes import GDNDims
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.documents import Documents, require_one_row
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.parts import ALONE, GatedNorm, Neighbours
+from megatron_gdn.ops.parts import WHOLE_SEQUENCES, GatedNorm, SequenceContext
 from megatron_gdn.ops.readout.base import PassThrough, SplitReadout, heads_of
 from megatron_gdn.ops.recompute import RefilledOutput
 from megatron_gdn.ops.rules.base import Rule
@@ -30,7 +30,7 @@ def gated_delta_mixer(
     rule: Rule,
     norm: GatedNorm | None,
     documents: Documents | None = None,
-    neighbours: Neighbours | None = None,
+    neighbours: SequenceContext | None = None,
     normalise_qk: bool = True,
     allow_neg_eigval: bool = False,
     recompute_qkv: bool = False,
@@ -54,8 +54,8 @@ def gated_delta_mixer(
         require_one_row(B, f"a projection of shape {tuple(proj.shape)}")
         Documents.from_cu_seqlens(documents, S)
         assert neighbours is None
-        neighbours = Neighbours(documents)
-    mixed = mix(proj, parts, ALONE if neighbours is None else neighbours, refilled)
+        neighbours = SequenceContext(documents)
+    mixed = mix(proj, parts, WHOLE_SEQUENCES if neighbours is None else neighbours, refilled)
     if norm is None:
         return heads_of(mixed, heads), heads_of(proj[..., gate], heads)
     return mixed

@@ -12,7 +12,7 @@ from torch import Tensor
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel.scheme import local_parameters
 from megatron_gdn.mixers.base import MixerSubmodules, RecurrentMixer
-from megatron_gdn.mixers.out_norm import norm_of
+from megatron_gdn.mixers.out_norm import readout_norm
 from megatron_gdn.mixers.tensor_map import take_share
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
@@ -123,7 +123,7 @@ class ToyMixer(RecurrentMixer):
         layout = batch.scheme.layout
         own = (*self.conv_parameters, *self.fp32_parameters())
         parameters = local_parameters(batch.scheme, *own)
-        gamma, eps, zero_centered, _ = norm_of(self.out_norm, self.norm_group, layout)
+        gamma, eps, zero_centered, _ = readout_norm(self.out_norm, self.norm_group, layout)
         return Parts(
             AutogradFront(layout, partial(front, layout), Inputs, ("q", "k", "v")),
             batch.rule,

@@ -11,7 +11,7 @@ from megatron_gdn.ops.rules import chunk_table
 def whole_groups(chunk_heads: int = 256) -> Iterator[None]:
     """Every group of chunks is filled up: libraries take kernels by shape."""
     with (
-        patch.object(chunk_table, "fills_up", lambda device: True),
-        patch.object(chunk_table, "_AT_ONCE", chunk_heads),
+        patch.object(chunk_table, "fills_last_group", lambda device: True),
+        patch.object(chunk_table, "_PRODUCTS_PER_GROUP", chunk_heads),
     ):
         yield

@@ -32,7 +32,7 @@ def log_repair(message: str) -> None:
     log_once(f"megatron-core {__version__}: {message}")
 
 
-def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def store_empty_shares(original: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``.
 
     A rank's share of the small fp32 bucket may hold no parameter, which Megatron refuses ("empty
@@ -40,7 +40,7 @@ def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwarg
     empty share gets one entry that is marked as padding, which a load skips.
     """
     try:
-        return sharded(optimizer, *args, **kwargs)
+        return original(optimizer, *args, **kwargs)
     except (AssertionError, IndexError):  # python -O skips the assertion: IndexError
         of_buffers = (buckets for ranges in optimizer.gbuf_ranges for buckets in ranges.values())
         if all(bucket["param_map"] for bucket in chain.from_iterable(of_buffers)):
@@ -48,7 +48,7 @@ def store_empty_shares(sharded: Callable, optimizer: Any, /, *args: Any, **kwarg
     get_state = optimizer.get_parameter_state_dp_reshardable
     optimizer.get_parameter_state_dp_reshardable = lambda: _with_padding(optimizer, get_state())
     try:
-        state = sharded(optimizer, *args, **kwargs)
+        state = original(optimizer, *args, **kwargs)
     finally:
         del optimizer.get_parameter_state_dp_reshardable
     log_repair(
@@ -86,7 +86,7 @@ def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: A
     return zeros | place if size else place
 
 
-def cut_without_padding(sharded: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def cut_without_padding(shard_state: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
 
     With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers every state
@@ -96,7 +96,7 @@ def cut_without_padding(sharded: Callable, optimizer: Any, /, *args: Any, **kwar
     """
     gather, buffers = optimizer.get_parameter_state_dp_zero, optimizer.buffers
     if not any(b.grad_data.numel() != b.numel_unpadded for x in buffers for b in x.buckets[:-1]):
-        return sharded(optimizer, *args, **kwargs)
+        return shard_state(optimizer, *args, **kwargs)
 
     def gather_then_leave_padding_out(*given: Any, **named: Any) -> Any:
         gathered = gather(*given, **named)
@@ -109,14 +109,14 @@ def cut_without_padding(sharded: Callable, optimizer: Any, /, *args: Any, **kwar
     )
     optimizer.get_parameter_state_dp_zero = gather_then_leave_padding_out
     try:
-        return sharded(optimizer, *args, **kwargs)
+        return shard_state(optimizer, *args, **kwargs)
     finally:
         del optimizer.get_parameter_state_dp_zero
         optimizer.buffers = buffers
 
 
 def _without_padding(buffer: Any) -> SimpleNamespace:
-    """The sizes and places of a gradient buffer, as if its buckets had no padding."""
+    """A gradient buffer's sizes and parameter offsets as they are without padding in buckets."""
     buckets, start, moves = [], 0, []
     for bucket in buffer.buckets:
         size = bucket.numel_unpadded
@@ -192,7 +192,7 @@ _RESHARDABLE_FLAG = "--dist-ckpt-optim-fully-reshardable"
 
 
 def warn_on_dp_reshardable(
-    sharded: Callable,
+    original: Callable,
     optimizer: Any,
     model_sharded_state_dict: Any,
     is_loading: bool = False,
@@ -201,7 +201,7 @@ def warn_on_dp_reshardable(
     """Wrap ``sharded_param_state_dp_reshardable``: a save logs how to make a portable file."""
     if not is_loading:
         _warn_of_fp32_parameters(optimizer, "dp_reshardable", _RESHARDABLE_FLAG)
-    return sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
+    return original(optimizer, model_sharded_state_dict, is_loading, metadata)
 
 
 def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
@@ -246,8 +246,8 @@ explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 _place_of: dict[str, tuple[str, int, int, int]] = {}
 
 
-def also_from_upstream(build: Callable) -> Callable:
-    """Wrap a function that makes a tensor's sections: `load_from_upstream` knows the sections."""
+def register_sections_of_upstream(build: Callable) -> Callable:
+    """Wrap a function that cuts a tensor, so `load_sections_from_whole_tensor` finds its cuts."""
 
     def build_sections(key: str, *given: Any) -> list[ShardedTensor]:
         sections = build(key, *given)
@@ -261,7 +261,7 @@ def also_from_upstream(build: Callable) -> Callable:
     return build_sections
 
 
-def load_from_upstream(
+def load_sections_from_whole_tensor(
     load: Callable,
     strategy: Any,
     sharded_state_dict: dict[str, Any],
@@ -269,7 +269,7 @@ def load_from_upstream(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Wrap ``TorchDistLoadShardedStrategy.load``: sections also load from one whole tensor."""
+    """Wrap ``TorchDistLoadShardedStrategy.load``: sections also load from upstream's one tensor."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_inplace,

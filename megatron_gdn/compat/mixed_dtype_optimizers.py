@@ -38,7 +38,7 @@ from .checkpoints import (
     explain_bucket_sizes,
     explain_file_sizes,
     leave_strides_out,
-    load_from_upstream,
+    load_sections_from_whole_tensor,
     log_repair,
     make_states_to_load,
     store_empty_shares,
@@ -83,7 +83,7 @@ def repair_mixed_dtype_optimizers() -> None:
         (Float16OptimizerWithFloat16Params, "load_state_dict", _load_fp32_masters),
         (Float16OptimizerWithFloat16Params, "_copy_model_grads_to_main_grads", _lend_main_grads),
         (LayerWiseDistributedOptimizer, "allgather_params", _gather_by_dtype),
-        (TorchDistLoadShardedStrategy, "load", load_from_upstream),
+        (TorchDistLoadShardedStrategy, "load", load_sections_from_whole_tensor),
         (TorchDistLoadShardedStrategy, "load", explain_bucket_sizes),
         (TorchDistLoadShardedStrategy, "load_tensors_metadata", leave_strides_out),
     ):
@@ -116,7 +116,7 @@ def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any)
 
 
 def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
-    """Model parameter -> (group, index in group) of its shard in Adam; None if one is missing."""
+    """Model parameter -> (group, index in group) of its shard in Adam; None if any is missing."""
     if not hasattr(optimizer, "model_param_group_index_map"):
         return None
     place_in_adam = {
@@ -161,16 +161,16 @@ def _lend_main_grads(copy: Callable, optimizer: Any) -> None:
 
 
 def _store_all_parameters(
-    sharded: Callable,
+    original: Callable,
     optimizer: Any,
     model_sharded_state_dict: dict[str, Any],
     is_loading: bool = False,
     metadata: Any = None,
 ) -> dict[str, Any]:
     if not _mixes_dtypes(optimizer):
-        return sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
+        return original(optimizer, model_sharded_state_dict, is_loading, metadata)
     with _fp32_parameters_as_their_own_masters(optimizer):
-        state = sharded(optimizer, model_sharded_state_dict, is_loading, metadata)
+        state = original(optimizer, model_sharded_state_dict, is_loading, metadata)
     log_repair("fp32 parameters were added to Float16Optimizer's checkpoint.")
     fp32_ids = {id(parameter) for parameter in _flat(optimizer.fp32_from_fp32_groups)}
     parameters = _flat(group["params"] for group in optimizer.optimizer.param_groups)
@@ -195,7 +195,7 @@ def _mixes_dtypes(optimizer: Any) -> bool:
 
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
-    """Inside, the optimizer's lists of 16-bit parameters and of masters hold all parameters."""
+    """In this context the lists of 16-bit parameters and of masters hold all parameters."""
     half_parameters, masters = optimizer.float16_groups, optimizer.fp32_from_float16_groups
     model_of = {id(m): p for p, m in zip(_flat(half_parameters), _flat(masters), strict=True)}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]

@@ -18,7 +18,7 @@ OLDEST, UNTESTED_FROM = (0, 18), (0, 20)  # pyproject.toml also allows 0.20
 _NO_RANGE = nullcontext()
 
 
-def span(mixer: object, name: str) -> AbstractContextManager[None]:
+def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
     """An NVTX range ``<class of mixer>.<name>`` if Megatron's profiling is on, else no range."""
     utils = sys.modules.get("megatron.core.utils")
     if utils is None or not getattr(utils, "_nvtx_enabled", True):

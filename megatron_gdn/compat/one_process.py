@@ -315,6 +315,6 @@ def gather_tensors_of_different_sizes() -> None:
             if rank == dist.get_rank(group):
                 received.copy_(tensor)
             dist.broadcast(received, dist.get_global_rank(members, rank), group)
-        return _FinishedStream() if async_op else None  # the caller calls its wait()
+        return _FinishedStream() if async_op else None  # the caller calls .wait()
 
     dist.all_gather = all_gather

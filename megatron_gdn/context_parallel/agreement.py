@@ -76,8 +76,8 @@ def require_agreement(
     """Raise a ValueError if the ranks of ``group`` were given different micro-batches.
 
     Nothing is compared on one rank, on the meta device, while a CUDA graph is captured, or with
-    ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. Of documents in fixed buffers only
-    the number that fits is compared. ``layer`` is a :func:`number_of_new_layer`, ``tokens`` counts
+    ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. Of fixed buffers only the number of
+    documents that fit is compared. ``layer`` is from :func:`number_of_new_layer`, ``tokens`` counts
     the tokens of all ranks, and the group's backend communicates on ``device``.
     """
     if group is None or group.size() == 1 or _cannot_send(device):
@@ -94,7 +94,7 @@ def require_agreement(
         return
     given = [tuple(theirs) for theirs in gathered.tolist()]
     if given.count(mine) != len(given):
-        raise ValueError(_disagreement(given, documents))
+        raise ValueError(_disagreement_message(given, documents))
     if len(known.agreed) == _REMEMBERED:
         known.agreed.clear()
     known.agreed.add(mine)
@@ -115,7 +115,7 @@ def _gather(mine: Sequence[int], group: Any, device: torch.device) -> Tensor:
     return given.view(-1, len(mine))
 
 
-def _disagreement(given: list[tuple[int, ...]], documents: Documents | None) -> str:
+def _disagreement_message(given: list[tuple[int, ...]], documents: Documents | None) -> str:
     """The error message for ranks that were given different micro-batches."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, theirs in enumerate(given):
@@ -146,13 +146,13 @@ def _description(tokens: int, rows: int, count: int, fingerprint: int, layout: i
     return f"{tokens} tokens over all ranks in {rows} row{'s' * (rows != 1)}, {packed}, {cut}"
 
 
-def check_ranks_per_machine(told: Any) -> int | None:
-    """Return ``told`` if it is None or an integer of at least 1; else raise a ValueError."""
-    if told is None or (type(told) is int and told >= 1):
-        return told
+def check_ranks_per_machine(ranks: Any) -> int | None:
+    """Return ``ranks`` if it is None or an integer of at least 1; else raise a ValueError."""
+    if ranks is None or (type(ranks) is int and ranks >= 1):
+        return ranks
     raise ValueError(
-        f"cp_ranks_per_machine={told!r} must be an integer of at least 1, the number of ranks of a "
-        f"context-parallel group that NVLink joins (GPUs of a machine divided by "
+        f"cp_ranks_per_machine={ranks!r} must be an integer of at least 1, the number of ranks of "
+        f"a context-parallel group that NVLink joins (GPUs of a machine divided by "
         f"tensor_model_parallel_size), or None, with which the ranks compare their hosts."
     )
 
@@ -160,8 +160,8 @@ def check_ranks_per_machine(told: Any) -> int | None:
 def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int:
     """How many successive ranks of ``group`` share a machine; the number divides the group's size.
 
-    ``told`` is the number of ranks on each machine but the last, which may have fewer; None asks
-    the hosts. All ranks must call together: the first call with ``told`` is a collective on
+    ``told`` is the number of ranks on each machine but the last, which may have fewer; None
+    compares hosts. All ranks must call together: the first call with ``told`` is a collective on
     ``device``, and raises a ValueError on all ranks if their ``told`` differ. On the meta device
     and while a CUDA graph is captured, None means one machine.
     """
@@ -173,11 +173,11 @@ def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int
     if told is not None:
         machines = [rank // told for rank in range(group.size())]
     if not silent:
-        known[told] = stretch(machines)
-    return stretch(machines)
+        known[told] = largest_shared_run(machines)
+    return largest_shared_run(machines)
 
 
-def stretch(machines: Sequence[Hashable]) -> int:
+def largest_shared_run(machines: Sequence[Hashable]) -> int:
     """The largest n for which each n successive ranks share one of ``machines``, listed by rank."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 

@@ -42,10 +42,10 @@ class SequenceLayout(StrEnum):
 
     @classmethod
     def parse(cls, value: str | SequenceLayout) -> SequenceLayout:
-        return member(cls, value, "context-parallel layout")
+        return parse_member(cls, value, "context-parallel layout")
 
 
-def member[Kind: StrEnum](kind: type[Kind], value: Any, what: str) -> Kind:
+def parse_member[Kind: StrEnum](kind: type[Kind], value: Any, what: str) -> Kind:
     """``kind(value)``; raises a ValueError that lists the legal values of ``what``."""
     try:
         return kind(value)
@@ -156,7 +156,7 @@ def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
     return inverse(rank_order_of_sequence(lengths, cp_size, layout)).view(cp_size, -1)
 
 
-def cut_by(
+def documents_cut_by(
     layout: SequenceLayout, documents: Documents | None, tokens: int, device: torch.device
 ) -> Documents:
     """The documents that ``layout`` cuts, or all ``tokens`` of the buffer as one document."""

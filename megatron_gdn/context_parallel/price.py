@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 from ..ops.layout import Layout
 from ..ops.state_maps.state_map import StateShape
-from .layouts import SequenceLayout, member
+from .layouts import SequenceLayout, parse_member
 
 # Bytes that a rank receives per millisecond.
 WITHIN = 128 * 2**20 / 0.46  # 292 GB/s over NVLink: 128 MiB in 0.46 ms, on four H200
@@ -53,7 +53,7 @@ class LinearCpMode(StrEnum):
         """``value``, or if None the config's ``linear_cp_mode`` (of newer Megatrons), or auto."""
         if value is None:
             value = getattr(config, "linear_cp_mode", None) or cls.AUTO
-        return member(cls, value, "linear_cp_mode")
+        return parse_member(cls, value, "linear_cp_mode")
 
 
 class Price(NamedTuple):
@@ -68,25 +68,25 @@ class Price(NamedTuple):
         return LinearCpMode.CHUNKWISE if chunkwise else LinearCpMode.HEADWISE
 
 
-def wire(received: float, cp_size: int, per_machine: int, within: float = WITHIN) -> float:
+def transfer_time(received: float, cp_size: int, per_machine: int, within: float = WITHIN) -> float:
     """Milliseconds in which a rank receives ``received`` bytes, equal parts from every other."""
     across = received * (cp_size - per_machine) / (cp_size - 1)
     return max((received - across) / within, across / ACROSS)
 
 
-def row_bytes(inside: Layout, cp_size: int, local: int, element_size: int) -> int:
-    """Bytes that a rank receives in a headwise forward; ``local`` is its tokens times rows."""
-    return (cp_size - 1) * local * (inside.width + inside.mixed_width) * element_size
+def row_bytes(inside: Layout, cp_size: int, local_rows: int, element_size: int) -> int:
+    """Bytes that a rank receives in a headwise forward; ``local_rows``: tokens times batch rows."""
+    return (cp_size - 1) * local_rows * (inside.width + inside.mixed_width) * element_size
 
 
-def exchange_of_maps(
+def map_exchange_traffic(
     state: StateShape,
     cp_size: int,
     layout: SequenceLayout,
     rows: int,
     lengths: tuple[int, ...] | None,
 ) -> tuple[float, int]:
-    """Bytes that a rank receives in a forward's two collectives, and the products in sequence."""
+    """A rank's received bytes in a forward's two collectives, and the serial products."""
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
@@ -114,10 +114,10 @@ def price(
     """
     local = tokens // cp_size * rows
     received = row_bytes(inside, cp_size, local, element_size)
-    of_maps, steps = exchange_of_maps(state, cp_size, layout, rows, lengths)
-    exchange = wire(of_maps, cp_size, per_machine) + 2 * LATENCY + steps * STEP
+    of_maps, steps = map_exchange_traffic(state, cp_size, layout, rows, lengths)
+    exchange = transfer_time(of_maps, cp_size, per_machine) + 2 * LATENCY + steps * STEP
     fixed = FIXED if per_machine == cp_size else FIXED_ACROSS
     return Price(
-        headwise=wire(received, cp_size, per_machine),
+        headwise=transfer_time(received, cp_size, per_machine),
         chunkwise=exchange + state.map_bytes * local * SUMMARY + fixed,
     )

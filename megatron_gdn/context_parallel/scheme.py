@@ -17,8 +17,8 @@ from torch import Tensor
 
 from ..ops.documents import Documents
 from ..ops.layout import Layout
-from ..ops.parts import Neighbours
-from .layouts import SequenceLayout, cut_by, positions_of
+from ..ops.parts import SequenceContext
+from .layouts import SequenceLayout, documents_cut_by, positions_of
 
 
 class Passage(NamedTuple):
@@ -26,7 +26,7 @@ class Passage(NamedTuple):
 
     open: Callable[[Tensor], Tensor]  # [s, B, P] -> [S, B, p]
     close: Callable[[Tensor], Tensor]  # [S, B, v] -> [s, B, V]
-    neighbours: Neighbours
+    neighbours: SequenceContext
 
 
 class Scheme:
@@ -61,9 +61,9 @@ class Scheme:
         return param
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        """The sequence positions of this rank's tokens, in the rank's order: int64 ``[s]``."""
+        """The positions in the sequence of this rank's tokens, in local order: int64 ``[s]``."""
         device = torch.device("cpu") if documents is None else documents.device
-        cut = cut_by(self.sequence_layout, documents, tokens, device)
+        cut = documents_cut_by(self.sequence_layout, documents, tokens, device)
         return positions_of(cut, self.size, self.sequence_layout)[self.group.rank()]
 
 
@@ -76,7 +76,7 @@ class Whole(Scheme):
         super().__init__(layout, None, SequenceLayout.ZIGZAG)
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        return Passage(stay, stay, Neighbours(documents))
+        return Passage(keep_in_place, keep_in_place, SequenceContext(documents))
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
         return torch.arange(tokens, device="cpu")
@@ -85,7 +85,7 @@ class Whole(Scheme):
 def local_parameters(
     scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor, of: str | None = None
 ) -> list[Any]:
-    """This rank's rows of the convolution's parameters and of ``per_head``, for heads ``of``."""
+    """This rank's rows of the convolution's parameters and of ``per_head``; ``of``: its section."""
     if not scheme.moves_rows:
         return [weight, bias, *per_head]
     convolved = scheme.layout.conv_names
@@ -94,6 +94,6 @@ def local_parameters(
     return [*of_conv, *[scheme.local(x, heads) for x in per_head]]
 
 
-def stay(rows: Tensor) -> Tensor:
+def keep_in_place(rows: Tensor) -> Tensor:
     """Return ``rows`` themselves: ``open`` and ``close`` of schemes that move no rows."""
     return rows

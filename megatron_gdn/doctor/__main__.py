@@ -31,11 +31,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     warnings.simplefilter("ignore")  # imported packages warn; problems that matter become findings
     from ..ops.delta_rule.base import HeadSizes
-    from .checks import kernels, machine, packages, rules
+    from .checks import check_kernel_versions, check_machine, check_packages, check_rules
 
     (key, value), findings = options.heads, []
     sizes = HeadSizes(key, value, options.head_dim, options.head_dim)
-    for finding in chain(machine(), packages(), kernels(), rules(sizes, options.tokens)):
+    for finding in chain(
+        check_machine(),
+        check_packages(),
+        check_kernel_versions(),
+        check_rules(sizes, options.tokens),
+    ):
         findings.append(finding)
         if not options.json:
             print(f"{finding.state:5}  {finding.subject:26}  {finding.text}", flush=True)

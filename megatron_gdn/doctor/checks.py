@@ -19,7 +19,12 @@ from ..gdn.rule import FlaGDN, resolve_rule
 from ..ops.delta_rule.base import HeadSizes, RuleInputs
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
-from ..ops.obstacles import Obstacle, fla_package, flash_qla_package, installed_version
+from ..ops.obstacles import (
+    Obstacle,
+    installed_version,
+    why_not_fla_package,
+    why_not_flash_qla_package,
+)
 from ..ops.rules.base import Bits, Rule
 from ..ops.rules.fla import why_not_callable
 
@@ -38,7 +43,7 @@ class Finding(NamedTuple):
     text: str  # the result, and what to change if the state is not ok
 
 
-def machine() -> Iterator[Finding]:
+def check_machine() -> Iterator[Finding]:
     torch_is = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
@@ -55,7 +60,7 @@ def machine() -> Iterator[Finding]:
     yield Finding("cuda", "ok", f"{torch.version.cuda or 'none'}, of torch {torch.__version__}")
 
 
-def packages() -> Iterator[Finding]:
+def check_packages() -> Iterator[Finding]:
     """Compare installed versions with the requirements of this package, and try the imports."""
     try:
         asked = [Requirement(text) for text in requires("megatron-gdn") or ()]
@@ -90,7 +95,7 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
     return Finding(name, "ok", found)
 
 
-def kernels() -> Iterator[Finding]:
+def check_kernel_versions() -> Iterator[Finding]:
     """Look for faulty versions of the rule's packages; without a GPU a fault is only a note."""
     gpu = torch.cuda.is_available()
     major = torch.cuda.get_device_capability()[0] if gpu else _HOPPER
@@ -98,11 +103,11 @@ def kernels() -> Iterator[Finding]:
         yield Finding("triton", "ok", triton)
     else:
         yield Finding("triton", "note", "not installed: conv, gates and norm run in plain torch")
-    qla, tilelang = flash_qla_package(), installed_version("tilelang")
+    qla, tilelang = why_not_flash_qla_package(), installed_version("tilelang")
     if qla is None and tilelang is None:
         why = "compiles by tilelang, which is not installed; pip install flash-qla brings it"
         qla = Obstacle(f"flash-qla {why}")
-    fla = fla_package(major)
+    fla = why_not_fla_package(major)
     if fla is None and (why := why_not_callable(FlaGDN)) is not None:
         fla = Obstacle(why)
     for package, module, obstacle in (
@@ -118,7 +123,7 @@ def kernels() -> Iterator[Finding]:
             yield Finding(f"rule of {package}", state, f"{where}{obstacle.why}")
 
 
-def rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
+def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
     """Run the rules of training and of deterministic mode on two packed documents."""
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)

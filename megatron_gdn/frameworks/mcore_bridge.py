@@ -23,7 +23,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..gdn.layer import GatedDeltaNet, GatedDeltaNetSubmodules
-from ..mixers.tensor_map import by_group
+from ..mixers.tensor_map import rows_by_group
 from ..ops.layout import Layout
 
 logger = logging.getLogger(__name__)
@@ -52,21 +52,21 @@ def build(
     return GatedDeltaNet(config, submodules, *args, **kwargs)
 
 
-def by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
+def row_order_by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
     """``[P]``: our row of ``in_proj`` (channel of ``conv1d``) for each row of mcore-bridge."""
-    return by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
+    return rows_by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
 
 
 @contextmanager
 @torch.no_grad()
-def rows_by_key_head(layer: GatedDeltaNet) -> Iterator[None]:
-    """Inside, ``in_proj``, its adapters and ``conv1d`` have mcore-bridge's order of rows."""
+def in_order_of_bridge(layer: GatedDeltaNet) -> Iterator[None]:
+    """A context in which ``in_proj``, its adapters and ``conv1d`` have mcore-bridge's rows."""
     layout = layer.dims.layout
-    channels = by_key_head(layout, conv=True)
+    channels = row_order_by_key_head(layout, conv=True)
     moved = [(parameter, channels) for parameter in layer.conv1d.parameters()]
     for name, parameter in layer.in_proj.named_parameters():
-        if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # no rows of in_proj
-            moved.append((parameter, by_key_head(layout)))
+        if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # not rows of in_proj
+            moved.append((parameter, row_order_by_key_head(layout)))
     assert all(len(parameter) == len(rows) for parameter, rows in moved)
     for parameter, rows in moved:
         parameter.copy_(parameter[rows.to(parameter.device)])
@@ -93,7 +93,7 @@ def _reorder_in_the_bridge() -> None:
     def _set_linear_attn_state(self: Any, mg_attn: Any, *args: Any, **kwargs: Any) -> Any:
         if not isinstance(mg_attn, GatedDeltaNet):  # mg_attn is None if another stage has the layer
             return convert(self, mg_attn, *args, **kwargs)
-        with rows_by_key_head(mg_attn):
+        with in_order_of_bridge(mg_attn):
             return convert(self, mg_attn, *args, **kwargs)
 
     GPTBridge._set_linear_attn_state = _set_linear_attn_state

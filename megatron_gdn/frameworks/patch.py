@@ -72,9 +72,9 @@ def has_gdn2() -> bool:
 class _PatchedClass:
     """A class of Megatron and the class of this package that replaces it."""
 
-    def __init__(self, theirs: str, ours: str, options: Options) -> None:
-        self.theirs, self.ours = resolve_name(theirs), resolve_name(ours)
-        self.public, self.replaced = ours.replace(":", "."), options is not False
+    def __init__(self, theirs: str, our_class: str, options: Options) -> None:
+        self.theirs, self.ours = resolve_name(theirs), resolve_name(our_class)
+        self.public, self.replaced = our_class.replace(":", "."), options is not False
         self.options = dict(options) if isinstance(options, Mapping) else {}
 
     def check(self) -> None:
@@ -137,12 +137,12 @@ class _PatchedClass:
         return f"{theirs} is built as {self.public}({given}){also}"
 
 
-def _make_new(theirs: type, ours: type | None, options: dict[str, Any]) -> Callable:
+def _make_new(theirs: type, our_class: type | None, options: dict[str, Any]) -> Callable:
     def __new__(cls, *args, **kwargs):
         built = bool(args or kwargs)  # copy and pickle call __new__ alone, then fill the layer
-        if ours is not None and built:
+        if our_class is not None and built:
             if cls is theirs:
-                return ours(*args, **{**options, **kwargs})
+                return our_class(*args, **{**options, **kwargs})
             if _full_name(cls) == _MCORE_BRIDGE_CLASS:
                 from .mcore_bridge import build
 

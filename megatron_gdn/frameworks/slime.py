@@ -96,15 +96,15 @@ def register_our_names() -> None:
     megatron_to_hf.quantize_params = _wrap_quantizer(megatron_to_hf.quantize_params)
 
 
-def _wrap_loader(theirs: Callable) -> Callable:
+def _wrap_loader(slime_loader: Callable) -> Callable:
     """Wrap slime's loader: parameter's name -> whole tensor, with the rows of rank 0 first."""
 
-    @wraps(theirs)
+    @wraps(slime_loader)
     def tensor(name: str, reader: Any, hf_config: Any) -> Tensor:
         prefix, entry = _translation(name, reader.path)
         if entry is None:
-            return theirs(name, reader, hf_config)
-        pieces = [theirs(prefix + source.key, reader, hf_config) for source in entry.sources]
+            return slime_loader(name, reader, hf_config)
+        pieces = [slime_loader(prefix + source.key, reader, hf_config) for source in entry.sources]
         return _concatenate_shards(entry, entry.to_megatron(pieces))
 
     return tensor

@@ -1,4 +1,4 @@
-"""The gated delta rule as a function of tensors, by the rules that layers run."""
+"""The gated delta rule as a function of tensors, computed by the rules that layers run."""
 
 from __future__ import annotations
 
@@ -103,7 +103,7 @@ def gated_delta_rule(
     return run_rule(rule, inputs, documents, **common)
 
 
-@uncompiled  # torch.compile leaves out run_rule, and with it the checks here
+@uncompiled  # torch.compile does not trace run_rule, nor these checks
 def torch_chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -164,7 +164,7 @@ def recurrent_gated_delta_rule(
     return o.to(value.dtype), final if output_final_state else None
 
 
-@uncompiled  # Dynamo fails on its guards, and the tables of plain rules are cached by value
+@uncompiled  # Dynamo's guards fail here, and the tables of plain rules are cached by value
 def run_rule(
     rule: Rule,
     inputs: RuleInputs,
@@ -221,12 +221,12 @@ class _RunRule(torch.autograd.Function):
             grads, d_initial = begun.run_to_states(initial, d_final, maps)
         else:
             grads, d_initial = begun.run(initial, d_final), None
-        grads = of_key_heads(grads, inputs.k.shape[2])
+        grads = gradients_of_key_heads(grads, inputs.k.shape[2])
         grads = (x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True))
         return None, None, None, *grads, d_initial
 
 
-def of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
+def gradients_of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
     """Apply ``factor`` to the gradients, and sum dq and dk over the value heads of a key head."""
     dq, dk, dv, dg, dbeta, factor = grads
     if factor is not None:

@@ -47,15 +47,15 @@ class HalfBackward(RuleBackward):
         self._backward = rule.rule.begin_backward(self._half, inputs, saved, documents)
 
     def d_initial(self) -> Tensor:
-        return self._backward.d_initial() * _of_states(self._down)
+        return self._backward.d_initial() * _as_state_factor(self._down)
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         if d_final is not None:
             ratio, self._up, self._down = _kernels(self._half).lower(
                 self._half, self._up, d_final, self._key_heads, LARGEST_D_FINAL
             )
-            self._backward.d_o_was_scaled(_of_states(ratio))
-            d_final = d_final * _of_states(self._up)
+            self._backward.d_o_was_scaled(_as_state_factor(ratio))
+            d_final = d_final * _as_state_factor(self._up)
         grads = self._backward.run(initial, d_final)
         return RuleGrads(grads.q, grads.k, grads.v, grads.g, grads.beta, self._down)
 
@@ -87,5 +87,5 @@ def _kernels(x: Tensor) -> ModuleType:
     return half_kernels
 
 
-def _of_states(x_H: Tensor) -> Tensor:
+def _as_state_factor(x_H: Tensor) -> Tensor:
     return x_H.view(-1, 1, 1)

@@ -20,8 +20,8 @@ from ..ops.kernels.launch import MOST_PLANS, Launch
 from ..ops.kernels.tiles import block_dim
 from .half_torch import BIAS, MANTISSA
 
-_TILES = 64  # of rows, at most; each program of the second launch reads the maxima of all tiles
-_ELEMENTS = 4096  # that a program loads at a time
+_TILES = 64  # at most; each program of the second launch reads the maxima of all tiles
+_ELEMENTS = 4096  # a program loads this many at a time
 
 
 @triton.jit
@@ -59,7 +59,7 @@ def _scale_kernel(
     G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """grid (tiles of ROWS tokens, G). The power's exponent is EXPONENT minus the largest's.
+    """grid (tiles of ROWS tokens, G). The power's exponent is EXPONENT minus that of max |x|.
 
     With LOWER the exponent is at most the old one, and x is multiplied by the new power over the
     old; the x of a head whose power does not change is not read.
@@ -94,7 +94,7 @@ def _scale_kernel(
 
 
 def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
-    """Bits of the largest |x| of every tile and key head, ``[N, G]`` int32, and N."""
+    """The bit pattern of the largest |x| of every tile and key head, ``[N, G]`` int32, and N."""
     tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
     found = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
     launch(x, found)
@@ -116,40 +116,40 @@ def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int
 
 @lru_cache(maxsize=MOST_PLANS)
 def _scale_launch(
-    T: int, tiles: int, largest: int, key_heads: int, ratio: int, columns: int, lower: bool
+    T: int, tiles: int, log2_bound: int, key_heads: int, ratio: int, columns: int, lower: bool
 ) -> Launch:
     """The launch. With ``lower`` most programs read nothing, so programs are fewer and larger."""
     block = block_dim(columns)
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     return Launch(
         _scale_kernel, (max(1, triton.cdiv(T, rows)), key_heads), T, tiles,
-        EXPONENT=2 * BIAS - 1 + largest, BIAS=BIAS, MANTISSA=MANTISSA, LOWER=lower, G=key_heads,
+        EXPONENT=2 * BIAS - 1 + log2_bound, BIAS=BIAS, MANTISSA=MANTISSA, LOWER=lower, G=key_heads,
         RATIO=ratio, C=columns, ROWS=rows, BLOCK_C=block, TILES=_TILES, num_warps=4,
     )  # fmt: skip
 
 
 def lower(
-    half: Tensor, up: Tensor, states: Tensor, key_heads: int, largest: int
+    half: Tensor, powers: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`.half_torch.lower`."""
+    """Does what :func:`.half_torch.lower` does."""
     B, S, H, V = half.shape
     assert half.is_contiguous()
     ratio, K = H // key_heads, states.shape[2]
     found, tiles = _largest_of(states.contiguous(), key_heads, states.shape[3], ratio * K)
     ratio_H, up_H, down_H = torch.empty(3, H, dtype=torch.float32, device=half.device).unbind()
-    launch = _scale_launch(B * S, tiles, largest, key_heads, ratio, ratio * V, True)
-    launch(half, half, found, up, ratio_H, up_H, down_H)
+    launch = _scale_launch(B * S, tiles, log2_bound, key_heads, ratio, ratio * V, True)
+    launch(half, half, found, powers, ratio_H, up_H, down_H)
     return ratio_H, up_H, down_H
 
 
-def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
-    """As :func:`.half_torch.to_half`, for any dtype but fp64."""
+def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Does what :func:`.half_torch.to_half` does, for any dtype but fp64."""
     x = x.contiguous()
     B, S, H, V = x.shape
     ratio = H // key_heads
     found, tiles = _largest_of(x, key_heads, ratio * V)
     half = torch.empty_like(x, dtype=torch.float16)
     up, down = torch.empty(2, H, dtype=torch.float32, device=x.device).unbind()
-    launch = _scale_launch(B * S, tiles, largest, key_heads, ratio, ratio * V, False)
+    launch = _scale_launch(B * S, tiles, log2_bound, key_heads, ratio, ratio * V, False)
     launch(x, half, found, None, None, up, down)  # no old powers, no ratios
     return half, up, down

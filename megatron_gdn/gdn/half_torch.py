@@ -8,19 +8,19 @@ from torch import Tensor
 BIAS, MANTISSA = 127, 23  # of fp32: the exponent's bias, and the bits of the mantissa
 
 
-def to_half(x: Tensor, key_heads: int, largest: int) -> tuple[Tensor, Tensor, Tensor]:
+def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor, Tensor]:
     """``x [B, S, H, V]`` times powers of two that bring |x| of every key head below ``2^largest``.
 
     Returns:
         The product, rounded once to fp16; the power of every value head, ``[H]`` fp32; its inverse.
     """
-    exponent = power_exponent(x, key_heads, largest, (0, 1, 3))
+    exponent = power_exponent(x, key_heads, log2_bound, (0, 1, 3))
     up, down = (_power(e, x.shape[2]) for e in (exponent, 2 * BIAS - exponent))
     half = torch.empty(x.shape, dtype=torch.float16, device=x.device)
     return torch.mul(x, up[:, None], out=half), up, down
 
 
-def lower(
+def lower_powers(
     half: Tensor, up: Tensor, states: Tensor, key_heads: int, largest: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Lower the powers of :func:`to_half` so that powers times ``states`` stay below ``2^largest``.
@@ -44,7 +44,7 @@ def lower(
     return ratio, up, down
 
 
-def power_exponent(x: Tensor, key_heads: int, largest: int, dims: tuple[int, ...]) -> Tensor:
+def power_exponent(x: Tensor, key_heads: int, log2_bound: int, dims: tuple[int, ...]) -> Tensor:
     """Biased exponents ``[G]`` int32 of the powers of two that bring |x| below ``2^largest``.
 
     After scaling, the largest |x| of a key head lies in ``[2^(largest - 1), 2^largest)``, or near
@@ -59,7 +59,7 @@ def power_exponent(x: Tensor, key_heads: int, largest: int, dims: tuple[int, ...
         most_H = torch.linalg.vector_norm(finite, float("inf"), dim=dims)
         most_G = most_H.float().view(key_heads, -1).amax(1)
     exponent = most_G.view(torch.int32) >> MANTISSA & 0xFF
-    return (2 * BIAS - 1 + largest - exponent).clamp(1, 2 * BIAS - 1)
+    return (2 * BIAS - 1 + log2_bound - exponent).clamp(1, 2 * BIAS - 1)
 
 
 def _power(exponent: Tensor, value_heads: int) -> Tensor:

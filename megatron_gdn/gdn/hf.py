@@ -17,7 +17,7 @@ from typing import Literal
 import torch
 from torch import Tensor
 
-from ..mixers.tensor_map import TensorMap, by_group, conv_map, mapped
+from ..mixers.tensor_map import TensorMap, conv_map, rows_by_group, tensor_map
 from .sizes import GDNDims
 
 Storage = Literal["interleaved", "flat", "separate", "separate, one conv"]
@@ -54,7 +54,7 @@ def ba_rows(dims: GDNDims) -> list[int]:
 def interleaved_rows(dims: GDNDims) -> Tensor:
     """For each row of the fused projection, its row in ``cat(in_proj_qkvz, in_proj_ba)``."""
     G, widths = dims.num_key_heads, dims.layout.widths
-    qkvz, ba = (by_group(part, G).argsort() for part in (widths[:4], widths[4:]))
+    qkvz, ba = (rows_by_group(part, G).argsort() for part in (widths[:4], widths[4:]))
     return torch.cat([qkvz, len(qkvz) + ba])
 
 
@@ -85,10 +85,10 @@ def gdn_layer_maps(
     taps, in_three = dims.conv_kernel_dim, storage == "separate"
     gain = {f"{hf}{norm}.weight": (dims.value_head_dim,)}
     return [
-        mapped(f"{p}in_proj.weight", projections, 0, rows=rows, sections=dims.layout.widths),
+        tensor_map(f"{p}in_proj.weight", projections, 0, rows=rows, sections=dims.layout.widths),
         conv_map(f"{p}conv1d.weight", hf, dims.layout, taps, in_three),
-        mapped(f"{p}A_log", {f"{hf}A_log": (H,)}, 0, fp32=True),
-        mapped(f"{p}dt_bias", {f"{hf}dt_bias": (H,)}, 0, fp32=True),
-        mapped(f"{p}out_norm.weight", gain, shift=-float(zero_centered_gamma)),
-        mapped(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, dims.v_dim)}, 1),
+        tensor_map(f"{p}A_log", {f"{hf}A_log": (H,)}, 0, fp32=True),
+        tensor_map(f"{p}dt_bias", {f"{hf}dt_bias": (H,)}, 0, fp32=True),
+        tensor_map(f"{p}out_norm.weight", gain, shift=-float(zero_centered_gamma)),
+        tensor_map(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, dims.v_dim)}, 1),
     ]

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..compat.observe import warn_of_untested
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..mixers.arguments import computed_again
+from ..mixers.arguments import recomputed_parts
 from ..mixers.base import MixerSubmodules
 from ..mixers.loader_layout import AUTO
 from ..ops.parts import Parts
@@ -131,7 +131,7 @@ class GatedDeltaNet(UpstreamNames):
                 "is Gated DeltaNet ('gdn', 'gated_delta_net' in older Megatrons), which has other "
                 "gates and parameters. Change the variant, or build megatron_gdn.GatedDeltaNet2."
             )
-        again = computed_again(config, recompute)
+        again = recomputed_parts(config, recompute)
         super().__init__(
             config, GDNDims.from_config(config), layer_number, pg_collection, pp_layer_offset,
             cp_layout, A_init_range, conv_init,
@@ -156,7 +156,7 @@ class GatedDeltaNet(UpstreamNames):
         self._build(
             submodules, rule, fp32={"dt_bias": H, "A_log": H}, name=name, bias=bias,
             conv_bias=conv_bias, linear_cp_mode=linear_cp_mode,
-            cp_ranks_per_machine=cp_ranks_per_machine, again=again,
+            cp_ranks_per_machine=cp_ranks_per_machine, recomputed=again,
         )  # fmt: skip
 
     def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor
 
 from ..ops.delta_rule.base import HeadSizes, RuleGrads, RuleInputs
-from ..ops.delta_rule.fla import OF_STATES, FlaDeltaRule
+from ..ops.delta_rule.fla import STATE_KERNELS, FlaDeltaRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.obstacles import Obstacle, installed_version, why_not_flash_qla
 from ..ops.rules.base import Bits, Rule
-from ..ops.rules.choice import Choice, Kernels, Tested, choose
-from ..ops.rules.fla import SEQUENCES, FlaBackward, FlaForward, Inside, kernels_of_fla
+from ..ops.rules.choice import Choice, Kernels, RepeatabilityTest, choose
+from ..ops.rules.fla import SEQUENCES, ChunkProducts, FlaBackward, FlaForward, kernels_of_fla
 from .flash_qla.rule import FlashQlaRule
 from .half import HalfOperands
 
@@ -28,7 +28,7 @@ class FlaGDN(FlaDeltaRule):
 
     reads_again = frozenset({"q", "k", "v", "beta"})
     called = {
-        **OF_STATES,
+        **STATE_KERNELS,
         f"{_HOME} chunk_gated_delta_rule_fwd_intra": f"k v g beta {SEQUENCES}",
         f"{_HOME} chunk_fwd_o": f"q k v h g scale {SEQUENCES}",
         f"{_HOME} recompute_w_u_fwd": f"k v beta A g {SEQUENCES}",
@@ -37,16 +37,18 @@ class FlaGDN(FlaDeltaRule):
             f"q k v g beta A scale initial_state do dht {SEQUENCES}",
     }  # fmt: skip
 
-    def inside(self, x: FlaForward) -> Inside:
+    def inside(self, x: FlaForward) -> ChunkProducts:
         _, k, v, _, beta = x.inputs
         g_sum = self.sums(x)
         w, u, A = self.fla.chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=g_sum, beta=beta, **x.at)
-        return Inside({"k": k, "w": w, "u": u, "g": g_sum}, (g_sum, A))
+        return ChunkProducts({"k": k, "w": w, "u": u, "g": g_sum}, (g_sum, A))
 
-    def output(self, x: FlaForward, made: Inside, states: Any, written: Tensor) -> Tensor:
+    def output(
+        self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
+    ) -> Tensor:
         q, k, *_ = x.inputs
         return self.fla.chunk_fwd_o(
-            q=q, k=k, v=written, h=states, g=made.chunks["g"], scale=k.shape[-1] ** -0.5, **x.at
+            q=q, k=k, v=written, h=states, g=products.chunks["g"], scale=k.shape[-1] ** -0.5, **x.at
         )
 
     def readers(self, x: FlaBackward) -> dict[str, Tensor]:
@@ -109,7 +111,7 @@ def resolve_rule(
             lambda: _why_not_flash_qla(device, dtype, sizes),
             FlashQlaRule,
             f"{dtype} heads of 128 on this GPU",
-            tested=lambda: _tested(device, dtype, sizes),
+            tested=lambda: _repeatability_test(device, dtype, sizes),
         ),
         "fla": kernels_of_fla(FlaGDN, device, dtype, sizes.state),
     }
@@ -157,7 +159,9 @@ REPEATABLE: tuple[Repeatable, ...] = (
 )  # fmt: skip
 
 
-def _tested(device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Tested:
+def _repeatability_test(
+    device: torch.device, dtype: torch.dtype, sizes: HeadSizes
+) -> RepeatabilityTest:
     """Whether ``REPEATABLE`` has an entry for this GPU, dtype, these heads and versions."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
@@ -169,8 +173,8 @@ def _tested(device: torch.device, dtype: torch.dtype, sizes: HeadSizes) -> Teste
                 and dtype in known.dtypes
                 and ratio in known.value_heads_per_key_head
             ):
-                return Tested(True, known.evidence)
-    return Tested(
+                return RepeatabilityTest(True, known.evidence)
+    return RepeatabilityTest(
         False,
         f"flash_qla was not tested for repeatability with {dtype}, {sizes.key_heads} key and "
         f"{sizes.value_heads} value heads on this GPU with the installed versions",

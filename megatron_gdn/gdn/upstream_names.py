@@ -55,7 +55,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
         return "silu"
 
     def _setup_variant_attrs(self) -> None:
-        """Name the sizes again: Megatron-Bridge calls this after it has set other groups."""
+        """Set the sizes again: Megatron-Bridge calls this method after it has set other groups."""
         self._name_sizes()
 
     @property
@@ -90,7 +90,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
     def _prepare_qkv_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int
     ) -> tuple[Tensor, ...]:
-        """The former method by its name and arguments in megatron-core before 0.19."""
+        """The method above, with its name and arguments in megatron-core before 0.19."""
         gate = gate.reshape(batch, seq_len, -1, self.value_head_dim)
         return self._prepare_input_for_gated_delta_rule(qkv, gate, batch, seq_len, beta, alpha)
 

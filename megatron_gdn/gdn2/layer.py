@@ -11,7 +11,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..mixers.arguments import computed_again
+from ..mixers.arguments import recomputed_parts
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.loader_layout import AUTO
 from ..mixers.tensor_parallel import ConvModule
@@ -81,7 +81,7 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
         cp_ranks_per_machine: int | None = None,
         recompute: str | None = None,
     ) -> None:
-        again = computed_again(config, recompute)
+        again = recomputed_parts(config, recompute)
         super().__init__(
             config, GDN2Dims.from_config(config), layer_number, pg_collection, pp_layer_offset,
             cp_layout, A_init_range, conv_init,
@@ -91,7 +91,8 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
         self._build(
             submodules, partial(choose_gdn2, backend, self.dims.state),
             fp32={"dt_bias": G * K, "A_log": G}, name=name, bias=bias, conv_bias=conv_bias,
-            linear_cp_mode=linear_cp_mode, cp_ranks_per_machine=cp_ranks_per_machine, again=again,
+            linear_cp_mode=linear_cp_mode, cp_ranks_per_machine=cp_ranks_per_machine,
+            recomputed=again,
         )  # fmt: skip
 
     def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:

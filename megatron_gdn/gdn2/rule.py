@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from ..ops.delta_rule.chunk_math import Values
-from ..ops.delta_rule.fla import OF_CHANNELS, FlaChannelRule
+from ..ops.delta_rule.fla import CHANNEL_RULE_KERNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.documents import Documents
 from ..ops.rules.base import Saved
@@ -49,7 +49,7 @@ class FlaGDN2(FlaChannelRule):
 
     reads_again = frozenset(GDN2Inputs._fields)
     called = {
-        **OF_CHANNELS,
+        **CHANNEL_RULE_KERNELS,
         "fla.ops.gdn2.chunk_fwd chunk_gdn2_fwd_intra": f"q k v gk b w_gate scale {SEQUENCES}",
         "fla.ops.gdn2.chunk_bwd recompute_w_u_fwd_gdn2": f"q k v b w_gate A gk {SEQUENCES}",
         "fla.ops.gdn2.chunk_bwd chunk_gdn2_bwd":

@@ -16,11 +16,11 @@ class GDN2Dims(LinearDims):
 
     @property
     def layout(self) -> Layout:
-        return rows_of(*self.heads)
+        return gdn2_layout(*self.heads)
 
 
 @lru_cache(maxsize=64)
-def rows_of(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
+def gdn2_layout(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
     """Columns query | key | value | z | f | b | w: f gives the decay, b erases, w writes."""
     return delta_layout(
         HeadSizes(key_heads, value_heads, key_dim, value_dim),

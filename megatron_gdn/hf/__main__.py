@@ -9,7 +9,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from ..command_line import Parser, refuse
+from ..command_line import Parser, print_error
 
 _DESCRIPTION = "Weights between Hugging Face folders and Megatron checkpoints."
 
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         folders = [given[name] for name in ("source", "left", "right", "target") if name in given]
         if not any(folder in said for folder in folders):  # for example if the disk is full
             said = f"{' or '.join(folders)} cannot be read or written: {said}"
-        return refuse(said)
+        return print_error(said)
 
 
 def _parser() -> Parser:

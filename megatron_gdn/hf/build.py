@@ -34,9 +34,9 @@ def build_model(
     gates, rotary settings, experts, tied embeddings and dropout 0 come from ``config.json``.
 
     Args:
-        source: a folder with ``config.json``, or what `read_hf_config` returned for it.
+        source: a folder with ``config.json``, or the result of `read_hf_config`.
         model: "hybrid" for a HybridModel, two Megatron layers for each layer of the config; "gpt"
-            for a GPTModel, one for each.
+            for a GPTModel, one layer for each.
         modules: "te" for Transformer Engine's linears and norms, "local" for Megatron's own;
             "auto" takes Transformer Engine where it is installed.
         dtype: dtype of the parameters; ``A_log`` and ``dt_bias`` are always fp32. None means bf16

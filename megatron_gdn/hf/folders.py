@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..compat.one_process import in_one_process
 from .build import build_model, megatron_arguments
 from .megatron_model import load_hf_weights, save_hf_weights
-from .model_map import Architecture, HFModelConfig, and_more, read_hf_config
+from .model_map import Architecture, HFModelConfig, count_of_others, read_hf_config
 from .safetensors_files import new_folder, refuse_existing
 
 _TRACKER, _RELEASE, _FORMAT = "latest_checkpointed_iteration.txt", "release", "metadata.json"
@@ -181,13 +181,13 @@ def _refuse_another_model(
     missing, unknown = wanted.keys() - held, held - wanted.keys()
     if adapters := sorted(key for key in unknown if ".adapter." in key):
         raise ValueError(
-            f"{folder} has adapters, {adapters[0]}{and_more(adapters)}, but not their scale. Load "
-            f"the checkpoint into a model with these adapters and call "
+            f"{folder} has adapters, {adapters[0]}{count_of_others(adapters)}, but not their "
+            f"scale. Load the checkpoint into a model with these adapters and call "
             f"megatron_gdn.hf.save_hf_weights, which merges them."
         )
     if keys := sorted(missing or unknown):
         who = "the checkpoint has no" if missing else "the Hugging Face model has no place for"
-        first = f"{keys[0]}{and_more(keys)}"
+        first = f"{keys[0]}{count_of_others(keys)}"
         raise ValueError(f"{folder} and {like} are not the same model: {who} {first}.")
     for key, one in sorted(wanted.items()):
         shape, asked = tuple(stored[key].global_shape), tuple(one.global_shape)

@@ -81,10 +81,10 @@ def layer_to_hf(
 
     Args:
         ranks: one Megatron state dict for each tensor-parallel rank.
-        dims, stored: as in the import.
+        dims, stored: as for `layer_from_hf`.
         dtypes: the dtype of each Hugging Face tensor; default the original's, else Megatron's.
         originals: Hugging Face tensors as imported (see `TensorMap.to_hf`). Only the weight of a
-            shifted norm needs its original to keep its bits.
+            Only the weight of a shifted norm needs its original to keep its bits.
     """
     state: dict[str, Tensor] = {}
     for entry in _maps_of(dims, stored):

@@ -1,4 +1,4 @@
-"""Fill a built Megatron model from a Hugging Face folder, and write one back.
+"""Fill a built Megatron model from a Hugging Face folder, and write the model to a folder.
 
 Each rank reads its tensor-parallel shard of the layers of its pipeline stage, and its experts. The
 names of parameters show whether a norm is fused into a projection (Transformer Engine) or separate
@@ -23,7 +23,14 @@ from megatron.core.models.hybrid.hybrid_block import HybridStack
 from torch import Tensor, nn
 
 from ..mixers.tensor_map import HFRef, TensorMap, dequantised
-from .model_map import Architecture, HFModelConfig, Plan, and_more, plan_of, read_hf_config
+from .model_map import (
+    Architecture,
+    HFModelConfig,
+    TensorPlan,
+    count_of_others,
+    plan_of,
+    read_hf_config,
+)
 from .safetensors_files import SafetensorsFolder, progress_bar, refuse_existing, write_folder
 from .state_dict_adapter import is_gated_delta_net_fp32_param_key
 
@@ -215,7 +222,7 @@ def _unwrapped(model: Any) -> Any:
 
 def _plan_model(
     model: nn.Module, config: HFModelConfig, files: SafetensorsFolder
-) -> tuple[Plan, dict[str, nn.Parameter]]:
+) -> tuple[TensorPlan, dict[str, nn.Parameter]]:
     """The plan for ``model``, and its parameters by their global names."""
     bare = _unwrapped(model)
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
@@ -253,7 +260,7 @@ def _global_parameters(model: Any) -> dict[str, nn.Parameter]:
     return found
 
 
-def _check_source_tensors(folder: SafetensorsFolder, plan: Plan) -> None:
+def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
     """Check the dtype of every imported tensor, and that each alias equals its tensor."""
     for key, same_as in plan.aliases.items():
         if folder.specs[key] != folder.specs[same_as] or not torch.equal(
@@ -270,7 +277,7 @@ def _check_source_tensors(folder: SafetensorsFolder, plan: Plan) -> None:
 
 
 def _match_parameters(
-    plan: Plan, params: dict[str, nn.Parameter], config: HFModelConfig
+    plan: TensorPlan, params: dict[str, nn.Parameter], config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
     """Pair each map with the parameters that it fills; check shapes on meta tensors."""
     targets, unplaced = [], []
@@ -290,14 +297,14 @@ def _match_parameters(
             unplaced.append(entry.name)
     if unplaced and _place("pipeline_model")[1] == _place("expert_model")[1] == 1:
         raise ValueError(
-            f"the model has no {unplaced[0]}{and_more(unplaced)}. Build it with config.json's "
-            f"sizes and the layer pattern {config.hybrid_layer_pattern!r}."
+            f"the model has no {unplaced[0]}{count_of_others(unplaced)}. Build it with "
+            f"config.json's sizes and the layer pattern {config.hybrid_layer_pattern!r}."
         )
     filled = {name for _, here in targets for name in here}
     if rest := [name for name in params if name not in filled]:
         raise ValueError(
-            f"the files have no tensor for {rest[0]}{and_more(rest)} of the model; build the model "
-            f"with config.json's sizes."
+            f"the files have no tensor for {rest[0]}{count_of_others(rest)} of the model; build "
+            f"the model with config.json's sizes."
         )
     return targets
 

@@ -17,8 +17,8 @@ import torch.nn.functional as F
 
 from ..gdn.hf import Storage, gdn_layer_maps
 from ..gdn.sizes import GDNDims
-from ..mixers.tensor_map import HFRef, TensorMap, by_group, mapped
-from ..ops.delta_rule.sizes import LINEAR
+from ..mixers.tensor_map import HFRef, TensorMap, rows_by_group, tensor_map
+from ..ops.delta_rule.sizes import LINEAR_SIZES
 from .safetensors_files import TensorSpec
 from .state_dict_adapter import GDN_FP32_CHECKPOINT_ARCHITECTURES
 
@@ -37,7 +37,7 @@ _SIZES = {
         "num_attention_heads": "num_attention_heads",
         "num_query_groups": "num_key_value_heads",
     },
-    "G": {f"linear_{name}": f"linear_{name}" for name in LINEAR},
+    "G": {f"linear_{name}": f"linear_{name}" for name in LINEAR_SIZES},
     "M": {
         "mamba_num_heads": "mamba_num_heads",
         "mamba_head_dim": "mamba_head_dim",
@@ -165,9 +165,10 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     rope = {"rope_type": rope.get("type"), **rope}
+    fields: dict[str, Any] = {**text, **rope, "architecture": architecture}
     given = _Fields(
         (_NAMES_OF_NEMOTRON.get(name, name), value)
-        for name, value in {**text, **rope, "architecture": architecture}.items()
+        for name, value in fields.items()
         if value is not None
     )
     for name, legal in _LEGAL.items():
@@ -226,7 +227,7 @@ def _layer_pattern(given: _Fields) -> str:
     return "".join(symbols[kind] + "-E"[moe] for kind, moe in zip(types, is_moe, strict=True))
 
 
-class Plan(NamedTuple):
+class TensorPlan(NamedTuple):
     """What an import and an export do with every tensor of a folder."""
 
     maps: list[TensorMap]
@@ -234,8 +235,8 @@ class Plan(NamedTuple):
     aliases: dict[str, str]  # keys that repeat another's tensor (a tied model's output layer)
 
 
-def and_more(names: list[str]) -> str:
-    """The words after the first of ``names`` in a message: how many others there are."""
+def count_of_others(names: list[str]) -> str:
+    """The words that follow the first of ``names`` in a message: the number of other names."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
@@ -252,12 +253,12 @@ def model_maps(
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
         # The file stores w of the gain 1 + w; a plain Megatron norm stores the whole gain.
-        return mapped(names, {key: (size,)}, shift=float(not zero_centered_gamma))
+        return tensor_map(names, {key: (size,)}, shift=float(not zero_centered_gamma))
 
     embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
     # The last pipeline stage of a tied model has a copy of the embedding.
     names = (embedding, output) if config.tied else (embedding,)
-    yield mapped(names, {root + _EMBEDDING: (vocab, hidden)}, 0, pad_rows=True)
+    yield tensor_map(names, {root + _EMBEDDING: (vocab, hidden)}, 0, pad_rows=True)
     pattern = config.hybrid_layer_pattern
     for layer, (mixer_kind, mlp_kind) in enumerate(zip(pattern[::2], pattern[1::2], strict=True)):
         mixer = mlp = f"decoder.layers.{layer}."
@@ -287,7 +288,7 @@ def model_maps(
     final = "norm" if model == "hybrid" else "layernorm"
     yield norm(f"decoder.final_{final}.weight", f"{root}norm.weight")
     if not config.tied:
-        yield mapped(output, {_LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
+        yield tensor_map(output, {_LM_HEAD: (vocab, hidden)}, 0, pad_rows=True)
 
 
 def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
@@ -299,21 +300,21 @@ def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMa
     sources = {f"{hf}{name}_proj.weight": (count, hidden) for name, count in counts.items()}
     in_file = torch.arange(2 * (q + k), device="cpu")
     q_then_gate = in_file[: 2 * q].view(heads, 2, -1).transpose(0, 1).flatten()
-    rows = torch.cat([q_then_gate, in_file[2 * q :]])[by_group((q, q, k, k), groups)]
-    yield mapped(f"{p}linear_qkv.weight", sources, 0, rows=rows)
-    yield mapped(f"{p}linear_proj.weight", {f"{hf}o_proj.weight": (hidden, q)}, 1)
+    rows = torch.cat([q_then_gate, in_file[2 * q :]])[rows_by_group((q, q, k, k), groups)]
+    yield tensor_map(f"{p}linear_qkv.weight", sources, 0, rows=rows)
+    yield tensor_map(f"{p}linear_proj.weight", {f"{hf}o_proj.weight": (hidden, q)}, 1)
 
 
 def _mlp_maps(p: str, hf: str, hidden: int, ffn: int) -> Iterator[TensorMap]:
     up = {f"{hf}{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
-    yield mapped(f"{p}linear_fc1.weight", up, 0, sections=(ffn, ffn))
-    yield mapped(f"{p}linear_fc2.weight", {f"{hf}down_proj.weight": (hidden, ffn)}, 1)
+    yield tensor_map(f"{p}linear_fc1.weight", up, 0, sections=(ffn, ffn))
+    yield tensor_map(f"{p}linear_fc2.weight", {f"{hf}down_proj.weight": (hidden, ffn)}, 1)
 
 
 def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> Iterator[TensorMap]:
     sizes = config.sizes
     hidden, ffn, experts = sizes.hidden_size, sizes.moe_ffn_hidden_size, sizes.num_moe_experts
-    yield mapped(f"{p}router.weight", {f"{hf}gate.weight": (experts, hidden)})
+    yield tensor_map(f"{p}router.weight", {f"{hf}gate.weight": (experts, hidden)})
     for e in range(experts):
         fc1, fc2 = _mlp_maps("", f"{hf}experts.{e}.", hidden, ffn)
         if f"{hf}experts.gate_up_proj" in keys:
@@ -329,12 +330,12 @@ def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> 
     shared = sizes.moe_shared_expert_intermediate_size
     yield from _mlp_maps(f"{p}shared_experts.", f"{hf}shared_expert.", hidden, shared)
     gate = {f"{hf}shared_expert_gate.weight": (1, hidden)}
-    yield mapped(f"{p}shared_experts.gate_weight", gate)
+    yield tensor_map(f"{p}shared_experts.gate_weight", gate)
 
 
 def plan_of(
     config: HFModelConfig, specs: Mapping[str, TensorSpec], model: Architecture, centred: bool
-) -> Plan:
+) -> TensorPlan:
     """Assign every tensor of the files to a map, to passthrough or to an alias, or refuse it.
 
     ``centred`` is the Megatron model's ``layernorm_zero_centered_gamma``.
@@ -354,7 +355,7 @@ def plan_of(
     shapes = {source.key: source.shape for entry in maps for source in entry.sources}
     whose = f"a {config.architecture} with {len(config.hybrid_layer_pattern) // 2} layers"
     if missing := [key for key in shapes if key not in specs]:
-        raise ValueError(f"missing key {missing[0]!r}{and_more(missing)}: {whose} needs it.")
+        raise ValueError(f"missing key {missing[0]!r}{count_of_others(missing)}: {whose} needs it.")
     for key, shape in shapes.items():
         if specs[key].shape != shape:
             raise ValueError(
@@ -364,8 +365,8 @@ def plan_of(
     rest = [key for key in specs if key not in shapes and key not in aliases]
     if unknown := [key for key in rest if not key.startswith(_PASSTHROUGH)]:
         raise ValueError(
-            f"unknown key {unknown[0]!r}{and_more(unknown)}: it is no weight of {whose}, and "
-            f"starts with none of {', '.join(_PASSTHROUGH)}, which an export copies "
+            f"unknown key {unknown[0]!r}{count_of_others(unknown)}: it is no weight of {whose}, "
+            f"and starts with none of {', '.join(_PASSTHROUGH)}, which an export copies "
             f"unchanged."
         )
-    return Plan(maps, rest, aliases)
+    return TensorPlan(maps, rest, aliases)

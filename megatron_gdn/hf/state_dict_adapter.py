@@ -2,10 +2,10 @@
 
 ``A_log`` and ``dt_bias`` stay fp32 even if a file has another dtype: rounding them changes the
 decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``, and the recurrence compounds the change. Some
-models keep both in a child module, the *holder* ``_fp32_params``; keys in files never name it.
+models keep the two in a child module, the *holder* ``_fp32_params``; keys in files never name it.
 
-Names and signatures are those of nemo_automodel's gated_delta_net_fp32. Unlike there, a parameter
-name must be the whole last component of the key (``my_A_log`` is not ``A_log``).
+Names and signatures are those of nemo_automodel's gated_delta_net_fp32. Unlike in nemo_automodel, a
+parameter name must be the key's whole last component (``my_A_log`` is not ``A_log``).
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def from_file_state(
 
 
 def loaded_dtype(
-    hf_config: object, key: str, file_dtype: torch.dtype, requested: torch.dtype
+    hf_config: object, key: str, file_dtype: torch.dtype, requested_dtype: torch.dtype
 ) -> tuple[torch.dtype, torch.dtype]:
     """``(storage, compute)`` dtype of a parameter loaded from a file.
 
@@ -72,7 +72,7 @@ def loaded_dtype(
     bound = has_gated_delta_net_fp32_checkpoint_contract(hf_config)
     if bound and is_gated_delta_net_fp32_param_key(key):
         file_dtype = torch.float32
-    return torch.promote_types(file_dtype, requested), file_dtype
+    return torch.promote_types(file_dtype, requested_dtype), file_dtype
 
 
 def restore_loaded_dtypes(

@@ -133,11 +133,11 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Inside, the model is in evaluation mode, without sequence parallelism and FP8."""
+    """In this context the model is in evaluation mode, without sequence parallelism and FP8."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
-        with single_tokens(model):
+        with ready_for_single_tokens(model):
             yield
     finally:
         for module in training:
@@ -145,8 +145,8 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def single_tokens(model: nn.Module) -> Iterator[None]:
-    """Inside, sequence parallelism and FP8 are off in modules and configurations."""
+def ready_for_single_tokens(model: nn.Module) -> Iterator[None]:
+    """In this context sequence parallelism and FP8 are off in modules and configurations."""
     owners: list[Any] = list(model.modules())
     owners += {id(m.config): m.config for m in owners if hasattr(m, "config")}.values()
     before: list[tuple[Any, str, Any]] = []

@@ -4,9 +4,9 @@
     g, beta and their gradients       fp32
     states                            fp32, ``[N, H, V, K]``, transposed at each call
 
-The kernels cut a sequence into pieces. Each piece starts with a zero state so many tokens earlier
-that the decay leaves at most 2^-20 of the dropped state, for keys of length 1 and beta up to 1.
-With slow gates a piece starts at the sequence's start.
+The kernels cut a sequence into pieces. Each piece starts from a zero state, and so many tokens
+early that the decay leaves at most 2^-20 of the state that it drops, for keys of length 1 and beta
+up to 1. With slow gates a piece starts at the sequence's start.
 
 cuDNN builds and keeps a graph for each number of tokens and of sequences. In version 1.32.0 a graph
 keeps a buffer for every state that a call leaves out, so each call passes all states.
@@ -32,7 +32,7 @@ from ..ops.state_maps.state_map import StateMap
 
 HEAD_DIM = 128
 LEAST_LOG_DECAY = -5.0
-_KNOWN = (1, 32)
+_SUPPORTED_VERSION = (1, 32)
 _PLAN = "kda_hopper_cuda"
 
 
@@ -58,28 +58,28 @@ def why_not_cudnn(
         )
     if torch.cuda.get_device_capability(device) != (9, 0):
         return Obstacle("cuDNN's KDA runs on compute capability 9.0 only")
-    return _package()
+    return _why_not_package()
 
 
 @cache
-def _package() -> Obstacle | None:
+def _why_not_package() -> Obstacle | None:
     hint = "pip install 'nvidia-cudnn-frontend==1.32.*'"
     installed = installed_version("nvidia-cudnn-frontend")
     if find_spec("cudnn") is None or installed is None:
         return Obstacle(f"cudnn-frontend is not installed ({hint})", ImportError)
-    if version_tuple(installed)[:2] != _KNOWN:
+    if version_tuple(installed)[:2] != _SUPPORTED_VERSION:
         return Obstacle(f"cudnn-frontend {installed} is not supported ({hint})", ImportError)
     return None
 
 
 @cache
-def _calls() -> Any:
+def _cudnn_functions() -> Any:
     from cudnn.linear_attention.ops import kda  # pyright: ignore[reportMissingImports]
 
     return kda
 
 
-class _Call:
+class _CudnnArguments:
     """cuDNN's arguments: the inputs as ``[T, H, ...]``, and the offsets of sequences."""
 
     def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
@@ -103,7 +103,7 @@ class _Call:
         self.tokens = tuple(x[0].contiguous() for x in in_one_row(inputs))
 
     def states(self, rows: Tensor | None = None) -> Tensor:
-        """Transpose states ``rows`` ``[.., K, V]``, for all sequences and heads; None is zero."""
+        """Transpose states ``[.., K, V]`` of all sequences and heads; None means zeros."""
         shape = len(self.offsets) - 1, self.heads, HEAD_DIM, HEAD_DIM
         if rows is None:
             return self.tokens[3].new_zeros(shape)
@@ -112,12 +112,12 @@ class _Call:
 
 class CudnnForward(RuleForward):
     def __init__(self, rule: Rule, inputs: RuleInputs, documents: Documents | None) -> None:
-        self._call = _Call(inputs, documents)
+        self._call = _CudnnArguments(inputs, documents)
 
     def _run(self, v: Tensor, initial: Tensor) -> tuple[Tensor, Tensor]:
         call = self._call
         q, k, _, g, beta = call.tokens
-        o, last, _ = _calls().kda_fwd(
+        o, last, _ = _cudnn_functions().kda_fwd(
             q, k, v, g, beta, call.offsets, call.scale, initial_state=initial,
             output_final_state=True, plan_name=_PLAN,
         )  # fmt: skip
@@ -143,11 +143,11 @@ class CudnnBackward(RuleBackward):
     def __init__(
         self, rule: Rule, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> None:
-        self._call, self._d_o = _Call(inputs, documents), in_one_row(d_o)[0].contiguous()
+        self._call, self._d_o = _CudnnArguments(inputs, documents), in_one_row(d_o)[0].contiguous()
 
     def _run(self, initial: Tensor | None, d_final: Tensor | None) -> tuple[Tensor, ...]:
         call = self._call
-        return _calls().kda_bwd(
+        return _cudnn_functions().kda_bwd(
             self._d_o, *call.tokens, call.offsets, call.scale,
             initial_state=call.states(initial), d_final_state=call.states(d_final),
             plan_name=_PLAN,
@@ -155,7 +155,7 @@ class CudnnBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        return self._run(None, None)[5].mT.contiguous()  # does not depend on initial states
+        return self._run(None, None)[5].mT.contiguous()  # initial states do not change this
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:

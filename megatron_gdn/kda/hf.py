@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from ..mixers.tensor_map import TensorMap, conv_map, mapped
+from ..mixers.tensor_map import TensorMap, conv_map, tensor_map
 from .sizes import KDADims
 
 KDAFamily = Literal["kimi_linear", "glm5_next", "bailing_hybrid"]
@@ -48,15 +48,15 @@ def kda_layer_maps(
     rates = (1, 1, H, 1) if family == "kimi_linear" else (H,)
     shift = -float(zero_centered_gamma)
     maps = [
-        mapped(f"{p}in_proj.weight", projections, 0, sections=layout.widths),
+        tensor_map(f"{p}in_proj.weight", projections, 0, sections=layout.widths),
         conv_map(f"{p}conv1d_weight", hf, dims.layout, dims.conv_kernel_dim, in_files),
-        mapped(f"{p}A_log", {f"{gate}A_log": rates}, 0, fp32=True),
-        mapped(f"{p}dt_bias", {f"{gate}dt_bias": (H * K,)}, 0, fp32=True),
-        mapped(f"{p}out_norm.weight", {f"{hf}o_norm.weight": (V,)}, shift=shift),
-        mapped(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, H * V)}, 1),
+        tensor_map(f"{p}A_log", {f"{gate}A_log": rates}, 0, fp32=True),
+        tensor_map(f"{p}dt_bias", {f"{gate}dt_bias": (H * K,)}, 0, fp32=True),
+        tensor_map(f"{p}out_norm.weight", {f"{hf}o_norm.weight": (V,)}, shift=shift),
+        tensor_map(f"{p}out_proj.weight", {f"{hf}{out}.weight": (D, H * V)}, 1),
     ]
     wide = {"f": (f"{gate}f_b_proj.weight", H * K), "z": (f"{hf}g_b_proj.weight", H * V)}
     for name, (key, width) in wide.items():
         if rank := dims.ranks[name]:
-            maps.append(mapped(f"{p}{name}_b_weight", {key: (width, rank)}, 0))
+            maps.append(tensor_map(f"{p}{name}_b_weight", {key: (width, rank)}, 0))
     return maps

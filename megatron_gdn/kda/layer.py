@@ -17,7 +17,7 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from ..context_parallel import LinearCpMode, SequenceLayout
-from ..mixers.arguments import computed_again
+from ..mixers.arguments import recomputed_parts
 from ..mixers.base import MixerSubmodules, RecurrentMixer
 from ..mixers.loader_layout import AUTO
 from ..ops.parts import Parts
@@ -124,7 +124,7 @@ class KimiDeltaAttention(RecurrentMixer):
                 "delay_wgrad_compute: KimiDeltaAttention computes the gradients of its gates' "
                 "weights at once. Switch it off."
             )
-        again = computed_again(config, recompute)
+        again = recomputed_parts(config, recompute)
         super().__init__(
             config, KDADims.of(config, forget_rank, output_rank), layer_number,
             pg_collection, pp_layer_offset, cp_layout, A_init_range, conv_init,
@@ -134,7 +134,8 @@ class KimiDeltaAttention(RecurrentMixer):
         self._build(
             submodules, partial(choose_kda, backend, state, gate_lower_bound),
             fp32={"dt_bias": H * K, "A_log": H}, name=name, conv_bias=conv_bias,
-            linear_cp_mode=linear_cp_mode, cp_ranks_per_machine=cp_ranks_per_machine, again=again,
+            linear_cp_mode=linear_cp_mode, cp_ranks_per_machine=cp_ranks_per_machine,
+            recomputed=again,
         )  # fmt: skip
 
     def project(self, hidden_states: Tensor) -> Tensor:

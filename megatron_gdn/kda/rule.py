@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from ..ops.delta_rule.base import RuleInputs
-from ..ops.delta_rule.fla import OF_CHANNELS, FlaChannelRule
+from ..ops.delta_rule.fla import CHANNEL_RULE_KERNELS, FlaChannelRule
 from ..ops.delta_rule.plain import PlainRule
 from ..ops.rules.base import Bits
 from ..ops.rules.choice import Choice, Kernels, choose
@@ -13,7 +13,7 @@ from ..ops.rules.fla import SEQUENCES, kernels_of_fla
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA, why_not_cudnn
 
-_SAFE_FROM = -5.0  # fla's kernels for bounded gates take exp of the sum of 16 log-decays
+_SAFE_LOWER_BOUND = -5.0  # fla's kernels for bounded gates take exp of the sum of 16 log-decays
 
 
 class FlaKDA(FlaChannelRule):
@@ -21,7 +21,7 @@ class FlaKDA(FlaChannelRule):
 
     reads_again = frozenset(RuleInputs._fields)
     called = {
-        **OF_CHANNELS,
+        **CHANNEL_RULE_KERNELS,
         "fla.ops.kda.chunk_fwd chunk_kda_fwd_intra": f"q k v gk beta scale safe_gate {SEQUENCES}",
         "fla.ops.kda.chunk_bwd recompute_w_u_fwd": f"q k v beta A gk {SEQUENCES}",
         "fla.ops.kda.chunk_bwd chunk_kda_bwd":
@@ -32,7 +32,7 @@ class FlaKDA(FlaChannelRule):
     backward_within, gates = "chunk_kda_bwd", ("beta",)
 
     def __init__(self, lower_bound: float | None = None) -> None:
-        safe = lower_bound is not None and lower_bound >= _SAFE_FROM
+        safe = lower_bound is not None and lower_bound >= _SAFE_LOWER_BOUND
         self.settings = {"safe_gate": safe}
 
 
@@ -52,7 +52,7 @@ def choose_kda(
             the reference.
         lower_bound: the lower bound of the log-decay. With a bound of -5 or more fla runs faster
             kernels; cuDNN needs such a bound.
-        bits: the promise about bits; also for errors see :func:`..ops.rules.choice.choose`.
+        bits: the promise about bits; :func:`..ops.rules.choice.choose` has the errors too.
     """
     K, V = state.rows, state.columns
     kernels = {

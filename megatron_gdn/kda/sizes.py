@@ -36,14 +36,14 @@ class KDADims(LinearDims):
     @property
     def layout(self) -> Layout:
         """The columns of a row, with both gates in full width."""
-        return rows_of(*self.heads)
+        return kda_layout(*self.heads)
 
     @property
     def in_proj_layout(self) -> Layout:
         """The columns of in_proj: :attr:`layout` with the narrow halves in the gates' places.
 
-        Tensor-parallel ranks split the columns of a narrow half, so no copies have gradients to
-        sum.
+        Tensor-parallel ranks split the columns of a narrow half, so no rank sums gradients of
+        copies.
         """
         sections = [
             Section(f"{x.name}_a", f"{x.name}_rank", 1) if self.ranks.get(x.name) else x
@@ -59,7 +59,7 @@ class KDADims(LinearDims):
 
 
 @lru_cache(maxsize=64)
-def rows_of(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
+def kda_layout(key_heads: int, value_heads: int, key_dim: int, value_dim: int) -> Layout:
     """Columns query | key | value | f | z | beta: f is the forget gate, z the output gate."""
     return delta_layout(
         HeadSizes(key_heads, value_heads, key_dim, value_dim),

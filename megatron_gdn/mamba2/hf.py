@@ -7,7 +7,7 @@ become fp32. Every section is cut over the tensor-parallel ranks by itself.
 
 from __future__ import annotations
 
-from ..mixers.tensor_map import TensorMap, conv_map, mapped
+from ..mixers.tensor_map import TensorMap, conv_map, tensor_map
 from .sizes import Mamba2Dims
 
 
@@ -22,14 +22,14 @@ def mamba2_layer_maps(
     p, hf, layout, D = prefix, hf_prefix, dims.layout, dims.hidden_size
     in_proj = {f"{hf}in_proj.weight": (layout.width, D)}
     maps = [
-        mapped(f"{p}in_proj.weight", in_proj, 0, sections=layout.widths),
+        tensor_map(f"{p}in_proj.weight", in_proj, 0, sections=layout.widths),
         conv_map(f"{p}conv1d_weight", hf, layout, dims.conv_kernel_dim, in_three=False),
-        mapped(f"{p}norm.weight", {f"{hf}norm.weight": (dims.d_inner,)}, 0),
-        mapped(f"{p}out_proj.weight", {f"{hf}out_proj.weight": (D, dims.d_inner)}, 1),
+        tensor_map(f"{p}norm.weight", {f"{hf}norm.weight": (dims.d_inner,)}, 0),
+        tensor_map(f"{p}out_proj.weight", {f"{hf}out_proj.weight": (D, dims.d_inner)}, 1),
     ]
     for name in ("A_log", "dt_bias", "D"):
-        maps.append(mapped(p + name, {hf + name: (dims.num_heads,)}, 0, fp32=True))
+        maps.append(tensor_map(p + name, {hf + name: (dims.num_heads,)}, 0, fp32=True))
     if conv_bias:
         bias = {f"{hf}conv1d.bias": (layout.conv_width,)}
-        maps.append(mapped(f"{p}conv1d_bias", bias, 0, sections=layout.conv_widths))
+        maps.append(tensor_map(f"{p}conv1d_bias", bias, 0, sections=layout.conv_widths))
     return maps

@@ -21,7 +21,7 @@ from ..mixers.hooks import only_waits_for_parameters, wait_for_parameters
 from ..mixers.loader_layout import AUTO
 from ..mixers.out_norm import PLAIN_FORWARDS, is_plain
 from ..mixers.tensor_parallel import device_for, mark_sharded
-from ..ops.aligned import by_token
+from ..ops.aligned import apply_token_by_token
 from ..ops.parts import GatedNorm, Parts
 from ..ops.readout.base import PassThrough, PlainReadout, SplitReadout, grouped_rms_norm
 from .front import mamba2_parts
@@ -212,7 +212,7 @@ class Mamba2Mixer(RecurrentMixer):
         if layout.heads("group") * scheme.size == groups:
             return GatedNorm(scheme.local(weight), eps)
         norm = partial(grouped_rms_norm, gamma=weight, groups=groups, eps=eps)
-        norm = partial(by_token, norm) if self.config.batch_invariant_mode else norm
+        norm = partial(apply_token_by_token, norm) if self.config.batch_invariant_mode else norm
         return SplitReadout(PlainReadout(layout.gate_columns), lambda u, _: norm(u), closed=True)
 
 

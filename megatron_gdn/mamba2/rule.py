@@ -24,10 +24,10 @@ from ..ops.obstacles import fla_needs_tilelang
 from ..ops.rules.chunk_table import CHUNK
 from ..ops.rules.fla import (
     Boundaries,
+    ChunkProducts,
     FlaBackward,
     FlaForward,
     FlaRule,
-    Inside,
     choose_fla_or_plain,
 )
 from ..ops.state_maps.state_map import StateMap, StateShape
@@ -76,7 +76,7 @@ def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
     return q.contiguous(), k.contiguous(), v
 
 
-def _sequences(at: Boundaries) -> dict[str, Any]:
+def _chunk_arguments(at: Boundaries) -> dict[str, Any]:
     return {"cu_seqlens": at["cu_seqlens"], "chunk_size": CHUNK}
 
 
@@ -105,16 +105,16 @@ class FlaSSD(FlaRule):
                 return f"fla's backward takes an even {name} dim, not {size}"
         return None
 
-    def inside(self, x: FlaForward) -> Inside:
+    def inside(self, x: FlaForward) -> ChunkProducts:
         g_sum = self.fla.chunk_local_cumsum(
             x.inputs.g.contiguous(), chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
         )
         q, k, v = _operands(x.inputs)
-        return Inside({"k": k, "v": v, "g": g_sum}, (g_sum,), q)
+        return ChunkProducts({"k": k, "v": v, "g": g_sum}, (g_sum,), q)
 
-    def state_map(self, x: FlaForward, made: Inside) -> StateMap:
+    def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
         _, local = self.fla.chunk_fwd_h(
-            **made.chunks, h0=None, output_final_state=True, **_sequences(x.at)
+            **products.chunks, h0=None, output_final_state=True, **_chunk_arguments(x.at)
         )
         g, K = x.inputs.g, local.shape[2]
         if x.documents is None:
@@ -124,32 +124,44 @@ class FlaSSD(FlaRule):
             decays = torch.segment_reduce(g[0], "sum", lengths=lengths, axis=0, unsafe=True).exp()
         return StateMap(local, decays[..., None, None].expand(-1, -1, K, 1))
 
-    def walk(self, x: FlaForward, made: Inside, initial: Tensor | None, final: bool) -> Any:
+    def walk(
+        self, x: FlaForward, products: ChunkProducts, initial: Tensor | None, final: bool
+    ) -> Any:
         states, last = self.fla.chunk_fwd_h(
-            **made.chunks, h0=initial, output_final_state=final, states_in_fp32=False,
-            **_sequences(x.at),
+            **products.chunks, h0=initial, output_final_state=final, states_in_fp32=False,
+            **_chunk_arguments(x.at),
         )  # fmt: skip
-        return states, made.chunks["v"], last
+        return states, products.chunks["v"], last
 
-    def output(self, x: FlaForward, made: Inside, states: Any, written: Tensor) -> Tensor:
+    def output(
+        self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
+    ) -> Tensor:
         """Call fla's kernel, since fla's function would round o before the skip is added."""
-        k, v, g_sum = made.chunks.values()
+        k, v, g_sum = products.chunks.values()
         B, S, H, V = v.shape
         o, indices = v.new_empty(B, S, H, V, dtype=torch.float32), x.at["chunk_indices"]
         chunks = -(-S // CHUNK) if indices is None else len(indices)
         self.fla.chunk_fwd_kernel_o[lambda meta: (-(-V // meta["BV"]) * chunks, B * H)](
-            q=made.scores, k=k, v=v, h=states, g=g_sum, g_gamma=None, o=o, **x.at, scale=1.0, T=S,
-            H=H, HV=H, K=k.shape[-1], V=V, BT=CHUNK, STATE_V_FIRST=False,
+            q=products.scores, k=k, v=v, h=states, g=g_sum, g_gamma=None, o=o, **x.at, scale=1.0,
+            T=S, H=H, HV=H, K=k.shape[-1], V=V, BT=CHUNK, STATE_V_FIRST=False,
         )  # fmt: skip
         return o.addcmul_(x.inputs.x, x.inputs.D).to(x.inputs.x.dtype)
 
     def again(self, x: FlaBackward) -> tuple[Tensor, ...]:
         return *x.saved.tensors, *_operands(x.inputs)
 
-    def d_states(self, x: FlaBackward, some: Tensor) -> Tensor:
+    def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
         g_sum, q, k, v = x.kept
         _, d_local = self.fla.chunk_bwd_dh(
-            q=q, k=k, v=v, do=x.d_o, h0=some, dht=None, scale=1.0, g=g_sum, **_sequences(x.at)
+            q=q,
+            k=k,
+            v=v,
+            do=x.d_o,
+            h0=any_states,
+            dht=None,
+            scale=1.0,
+            g=g_sum,
+            **_chunk_arguments(x.at),
         )
         return d_local
 
@@ -158,12 +170,12 @@ class FlaSSD(FlaRule):
     ) -> SSDInputs:
         inputs, (g_sum, q, k, v), fla = x.inputs, x.kept, self.fla
         # TileLang's kernel for the gradient of g reads states in the operands' dtype, as fla's
-        # forward writes states. fla's chunk_simple_gla_bwd has fp32 states, and TileLang raises.
-        states = {"states_in_fp32": not fla_needs_tilelang(q.device), **_sequences(x.at)}
+        # forward writes them. TileLang raises for the fp32 states of fla's chunk_simple_gla_bwd.
+        states = {"states_in_fp32": not fla_needs_tilelang(q.device), **_chunk_arguments(x.at)}
         h, _ = fla.chunk_fwd_h(k=k, v=v, g=g_sum, h0=initial, output_final_state=False, **states)
         both = {"q": q, "k": k, "do": x.d_o, "g": g_sum, "scale": 1.0}
         d_h, _ = fla.chunk_bwd_dh(v=v, h0=initial, dht=d_final, **both, **states)
-        places = {"chunk_indices": x.at["chunk_indices"], **_sequences(x.at)}
+        places = {"chunk_indices": x.at["chunk_indices"], **_chunk_arguments(x.at)}
         d_q, d_k, _, d_g = fla.chunk_bwd_dqkwg(v=v, h=h, dh=d_h, **both, **places)
         d_v = fla.chunk_bwd_dv(dh=d_h, **both, **places)
         d_g = fla.chunk_local_cumsum(d_g, chunk_size=CHUNK, reverse=True, **x.at)

@@ -24,7 +24,7 @@ _ATTENTION_ONLY = (
     "rotary_pos_emb",
     "rotary_pos_sin",
 )
-_CHECKED = "_megatron_gdn_causal"
+_CHECKED_MARK = "_megatron_gdn_causal"
 _MASK_HELP = (
     "This layer is causal and reads document boundaries from packed_seq_params "
     "(qkv_format='thd', cu_seqlens_q) only. Pass attention_mask=None or a causal mask; put padding "
@@ -45,7 +45,7 @@ def require_causal(
     sequence positions of this rank's s tokens.
 
     The first layer that gets a mask checks its values, which waits for the device, and marks the
-    tensor for later layers. In inference mode every layer checks, since torch counts no writes.
+    tensor for later layers. In inference mode torch counts no writes, so every layer checks.
     """
     # While Megatron captures layers it passes zeros, or the first s rows of a causal mask.
     if mask is None or is_graph_capturing():
@@ -53,7 +53,7 @@ def require_causal(
     if not isinstance(mask, Tensor):
         raise TypeError(f"attention_mask is a {type(mask).__name__}, not a tensor. {_MASK_HELP}")
     checked_for = None if mask.is_inference() else (mask._version, rows, tokens)
-    if checked_for is not None and getattr(mask, _CHECKED, None) == checked_for:
+    if checked_for is not None and getattr(mask, _CHECKED_MARK, None) == checked_for:
         return
     if mask.is_meta or mask.is_cuda and torch.cuda.is_current_stream_capturing():
         raise NotImplementedError(
@@ -85,7 +85,7 @@ def require_causal(
             f"attention_mask of shape {shape} and dtype {mask.dtype} {why}. {_MASK_HELP}"
         )
     if checked_for is not None:
-        setattr(mask, _CHECKED, checked_for)
+        setattr(mask, _CHECKED_MARK, checked_for)
 
 
 def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> None:
@@ -133,7 +133,7 @@ _RECOMPUTED = {"gdn": "whole", "gdn_norm_out": "norm_out"}
 # What the backward computes again at each level of the option `recompute`. "qkv" is k and v (q is
 # always computed again), "norm_out" is out_proj's input, "rule" is the rule's output, its gates and
 # the inverses of its chunks.
-LEVELS = {
+RECOMPUTE_LEVELS = {
     "none": frozenset(),
     "light": frozenset({"qkv", "norm_out"}),
     "full": frozenset({"qkv", "norm_out", "rule"}),
@@ -142,12 +142,12 @@ LEVELS = {
 _ATTENTION_OFFLOADS = ("qkv_linear", "core_attn", "attn_proj")
 
 
-def computed_again(config: TransformerConfig, recompute: str | None) -> frozenset[str]:
-    """The parts of :data:`LEVELS` that any setting computes again, or only ``whole``."""
-    if recompute is not None and recompute not in LEVELS:
-        legal = ", ".join(repr(level) for level in LEVELS)
+def recomputed_parts(config: TransformerConfig, recompute: str | None) -> frozenset[str]:
+    """The parts of :data:`LEVELS` that some setting recomputes; ``{"whole"}`` is the layer."""
+    if recompute is not None and recompute not in RECOMPUTE_LEVELS:
+        legal = ", ".join(repr(level) for level in RECOMPUTE_LEVELS)
         raise ValueError(f"recompute={recompute!r} is not known; use one of {legal}.")
-    asked = set(LEVELS[recompute or "none"])
+    asked = set(RECOMPUTE_LEVELS[recompute or "none"])
     selective = config.recompute_granularity == "selective"
     for name in config.recompute_modules or () if selective else ():
         if name in _RECOMPUTED and recompute == "none":
@@ -173,7 +173,7 @@ def computed_again(config: TransformerConfig, recompute: str | None) -> frozense
     return frozenset({"whole"})
 
 
-def follow_config(mixer: str, config_fields: ConfigFields, config: TransformerConfig) -> None:
+def check_config_fields(mixer: str, config_fields: ConfigFields, config: TransformerConfig) -> None:
     """Refuse weight shards beyond tensor parallelism; log config fields without effect."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(

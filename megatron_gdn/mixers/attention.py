@@ -43,8 +43,8 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     A batch that is not packed, on one context-parallel rank, goes to Megatron's DotProductAttention
     with all its options. With packed documents or context parallelism, every rank gathers the keys
     and values of all ranks and attends with its own queries, so the number of heads does not limit
-    the number of ranks. A GPU runs ``flex_attention``. Plain torch runs each document by itself on
-    a CPU, in fp64, with dropout, with head sizes below 16 and in ``batch_invariant_mode``.
+    the number of ranks. A GPU runs ``flex_attention``. On a CPU, in fp64, with dropout, with head
+    sizes below 16 and in ``batch_invariant_mode``, plain torch runs each document by itself.
 
     Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in `GatedDeltaNet`.
     """
@@ -184,7 +184,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 rows.append((scores.softmax(1) * v.contiguous()).sum(1).flatten())
         return torch.stack(rows).view(*query.shape[:2], -1)
 
-    def _require_plain(self, what: str, mask_type: AttnMaskType | None = None) -> None:
+    def _require_plain(self, feature: str, mask_type: AttnMaskType | None = None) -> None:
         mask_type = self.attn_mask_type if mask_type is None else mask_type
         refused = {
             f"window_size={self.config.window_size}": self.scale_mask_softmax.window_size,
@@ -195,14 +195,14 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         for setting, is_set in refused.items():
             if is_set:
                 raise NotImplementedError(
-                    f"TorchAttention cannot combine {what} with {setting}: with {what} it computes "
-                    "causal self-attention with a plain softmax and no window. Change the setting, "
-                    "or use Transformer Engine's attention."
+                    f"TorchAttention cannot combine {feature} with {setting}: with {feature} it "
+                    "computes causal self-attention with a plain softmax and no window. Change "
+                    "the setting, or use Transformer Engine's attention."
                 )
 
 
 def _shared_mask(share: MicroBatchShare) -> Mask:
-    """The mask of this rank's queries over all ranks' keys; the first layer makes the mask."""
+    """The mask of this rank's queries over all ranks' keys; made once for all layers."""
     documents = share.documents or one_document(sum(share.lengths), share.device)
     how = Mask, share.size, share.rank, share.layout
     return documents.plan(how, lambda: Mask.of(documents, share.positions))
@@ -219,13 +219,13 @@ def _is_tree(packed: PackedSeqParams | None) -> bool:
 
 
 @cache
-def beside_torch_attention(theirs: type) -> type:
+def class_with_tree_attention(theirs: type) -> type:
     """A subclass of ``theirs`` that passes trees of documents to a `TorchAttention`."""
 
     class BesideTorchAttention(theirs):
         def __init__(self, *args: Any, cp_layout: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # The first tree makes the TorchAttention, which refuses configs that `theirs` takes.
+            # The first batch of trees builds the TorchAttention, which refuses some configs.
             self._make_attention = partial(TorchAttention, *args, cp_layout=cp_layout, **kwargs)
             # A list, since a submodule would add keys to checkpoints.
             self._attention_made: list[TorchAttention] = []
@@ -353,7 +353,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         """
         positions = share.positions.to(angles.device)
         if share.documents is not None:
-            if share.documents.continue_others:  # the model does not know trees as packed
+            if share.documents.continue_others:  # for the model, a batch of trees is not packed
                 angles = _gather_angles(angles, share.group)
             longest = share.documents.longest_sequence
             if longest > angles.shape[0]:

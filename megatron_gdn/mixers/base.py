@@ -19,7 +19,7 @@ from megatron.core.transformer.spec_utils import ModuleSpec, build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from ..compat.observe import log_once, span
+from ..compat.observe import log_once, nvtx_range_of
 from ..context_parallel import LinearCpMode, Scheme, SequenceLayout
 from ..context_parallel.scheme import local_parameters
 from ..ops.autograd import uncompiled
@@ -32,26 +32,26 @@ from ..ops.rules.base import Rule
 from .arguments import (
     GDN_FIELDS,
     ConfigFields,
-    follow_config,
+    check_config_fields,
     refuse_unsupported,
     require_causal,
 )
 from .checkpoint import ShardedBySections
 from .fp8 import (
-    GatesApart,
+    GatesOutsideFP8,
     build_linear,
-    check_settings,
-    keep_gates_apart,
+    check_fp8_settings,
+    compute_gates_outside_fp8,
     keep_unquantised_input,
-    quantises,
+    may_use_fp8,
     refuse_fp8_product,
 )
 from .generation import GeneratingMixer
 from .graphs import in_layer_graph, refuse_packed
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
-from .out_norm import norm_of
-from .precision import ShardedApart
+from .out_norm import readout_norm
+from .precision import SeparatelyShardedFp32
 from .tensor_parallel import FollowsGroups, OwnParameters, mark_packed
 
 
@@ -70,12 +70,12 @@ class RecurrentMixer(
     FollowsLoader,
     GeneratingMixer,
     ShardedBySections,
-    ShardedApart,
+    SeparatelyShardedFp32,
     MegatronModule,
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A subclass defines :meth:`make_parts`. Its constructor calls this one, sets its options, and
+    A subclass defines :meth:`make_parts`. Its constructor calls this class's, sets options, and
     calls :meth:`_build`. ``dims`` are the sizes of the whole mixer: ``hidden_size``,
     ``conv_kernel_dim``, the ``layout`` of a projection row, the ``state`` of the heads, the
     ``in_proj_layout`` if in_proj has other columns than the row. ``dims.shard(n)`` are the sizes of
@@ -87,20 +87,20 @@ class RecurrentMixer(
     out_norm: Any
     micro_batches: MicroBatches
     config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # the config's fields about this mixer
-    recurrence: ClassVar[str] = "delta rule"  # its name in messages
+    recurrence: ClassVar[str] = "delta rule"  # the rule's name in messages
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # Megatron's layer graphs read it
     uses_attention_mask: ClassVar[bool] = False  # so Megatron's graphs need no buffer for a mask
     use_muon: ClassVar[bool] = True  # whether Muon updates in_proj by sections; if not, Adam does
     in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
-    stays_wide: ClassVar[bool] = False  # whether FP8 in in_proj is refused, as it makes the gates
-    decay_section: ClassVar[str | None] = None  # whose heads decay; None: the heads of the states
+    stays_wide: ClassVar[bool] = False  # whether in_proj refuses FP8, because it makes the gates
+    decay_section: ClassVar[str | None] = None  # the section with A_log; None: the states' heads
     output_gate_activation: str = "silu"  # of the section z
     gates_own_rows: bool = False  # whether the readout runs after `close`, on this rank's own rows
     recompute_whole: bool = False  # whether training keeps only the layer's input
     recompute_norm_out: bool = False  # whether the backward computes out_proj's input again
     recompute_rule: bool = False  # whether front and rule run again in the backward
-    # The last forward's object that computes out_proj's input again; the name is Megatron's.
+    # The object of the last forward that recomputes out_proj's input; the name is Megatron's.
     norm_out_checkpoint: RefilledOutput | None = None
 
     def __init__(
@@ -121,7 +121,7 @@ class RecurrentMixer(
                 f"A_init_range={tuple(A_init_range)} must be (low, high) with 0 < low <= high: "
                 f"A_log starts as the logarithm of a number drawn from it."
             )
-        follow_config(mixer, self.config_fields, config)
+        check_config_fields(mixer, self.config_fields, config)
         if self.in_layer_graphs:
             in_layer_graph(config)  # refuses configs that a graph of the layer cannot replay
         if pg_collection is None:
@@ -132,7 +132,7 @@ class RecurrentMixer(
         self.loader_layout = LoaderLayout(cp_layout, config)
         self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # of all ranks, of this rank
         self.A_init_range, self.conv_init = tuple(A_init_range), conv_init
-        check_settings(config, mixer, self.dims.layout, self.stays_wide)
+        check_fp8_settings(config, mixer, self.dims.layout, self.stays_wide)
         self._name_sizes()
 
     def forward(
@@ -189,8 +189,8 @@ class RecurrentMixer(
             again = partial(self.forward, attention_mask=attention_mask, **given)
             return checkpoint(again, False, hidden_states)
         gates = None
-        with span(self, "in_proj"):
-            if context is None and isinstance(self.in_proj, GatesApart):
+        with nvtx_range_of(self, "in_proj"):
+            if context is None and isinstance(self.in_proj, GatesOutsideFP8):
                 rows, gates = self.in_proj(hidden_states, together=False)
                 # Megatron's padding for FP8 inference crops only the first output of a linear.
                 gates = None if gates is None else gates[: len(rows)]
@@ -206,11 +206,11 @@ class RecurrentMixer(
         own = rows
         if batch.scheme.moves_rows:
             own = rows if self.gates_own_rows else None
-            with span(self, "to_heads"):
+            with nvtx_range_of(self, "to_heads"):
                 rows = batch.passage.open(rows)
-        with span(self, "mixer"):
+        with nvtx_range_of(self, "mixer"):
             mixed_sBV, refilled = self._mix(rows, batch, own, gates)
-        with span(self, "out_proj"):
+        with nvtx_range_of(self, "out_proj"):
             out_sBD, out_bias = self.out_proj(mixed_sBV)
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
@@ -232,12 +232,12 @@ class RecurrentMixer(
 
     @uncompiled  # kernels and tables that are cached by value gain nothing from tracing
     def _mix(
-        self, rows: Tensor, batch: MicroBatch, own: Tensor | None, gates: Tensor | None = None
+        self, rows: Tensor, batch: MicroBatch, own_rows: Tensor | None, gates: Tensor | None = None
     ) -> tuple[Tensor, RefilledOutput | None]:
-        """Opened rows ``[S, B, p]`` to rows ``[s, B, H * V]`` for out_proj.
+        """Rows ``[S, B, p]``, opened by the passage, to rows ``[s, B, H * V]`` for out_proj.
 
-        ``own`` are this rank's rows before the passage opened them, if :attr:`gates_own_rows`. The
-        second result computes the rows for out_proj again in the backward, or is None.
+        ``own_rows`` are this rank's rows before the passage opened them, if
+        :attr:`gates_own_rows`. The second result computes the rows for out_proj again in the backward, or is None.
         """
         recompute = self.recompute_norm_out and self.training and torch.is_grad_enabled()
         if recompute and saved_tensors_are_hooked():
@@ -258,7 +258,7 @@ class RecurrentMixer(
                 refilled.remember_sent(mixed, batch.passage.close)  # out_proj saves these rows
         readout = parts.readout
         if isinstance(readout, SplitReadout) and readout.closed:
-            mixed = readout.call(mixed, rows if own is None else own)
+            mixed = readout.call(mixed, rows if own_rows is None else own_rows)
         return mixed, refilled
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
@@ -284,12 +284,12 @@ class RecurrentMixer(
 
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
         activation = self.output_gate_activation
-        return norm_of(self.out_norm, self.norm_group, scheme.layout, activation)
+        return readout_norm(self.out_norm, self.norm_group, scheme.layout, activation)
 
     @property
     def config(self) -> TransformerConfig:
         """Megatron's config. The next forward uses its present ``deterministic_mode``,
-        ``batch_invariant_mode`` and ``cp_partition_mode``; other fields count when the mixer is
+        ``batch_invariant_mode`` and ``cp_partition_mode``; other fields are read when the mixer is
         built.
         """
         return self._config
@@ -320,12 +320,12 @@ class RecurrentMixer(
         conv_bias: bool = False,
         linear_cp_mode: str | LinearCpMode | None = None,
         cp_ranks_per_machine: int | None = None,
-        again: frozenset[str] = frozenset(),
+        recomputed: frozenset[str] = frozenset(),
     ) -> None:
         """Make ``micro_batches`` and all parameters, in the order in which files list them.
 
-        ``fp32`` maps names of fp32 parameters to their rows on this rank; ``again`` is from
-        :func:`.arguments.computed_again`.
+        ``fp32`` maps names of fp32 parameters to their rows on this rank; ``recomputed`` is from
+        :func:`.arguments.recomputed_parts`.
         """
         config, dims = self.config, self.dims
         self.micro_batches = MicroBatches(
@@ -350,8 +350,8 @@ class RecurrentMixer(
             **of_both,
         )
         mark_packed(self.in_proj, layout.widths, self.use_muon)
-        if quantises(config):
-            keep_gates_apart(self.in_proj, layout, self.tp_group)
+        if may_use_fp8(config):
+            compute_gates_outside_fp8(self.in_proj, layout, self.tp_group)
         self._add_conv(conv_bias)
         self._add_others()
         self._add_fp32(**fp32)
@@ -363,14 +363,14 @@ class RecurrentMixer(
             whole.hidden_size,
             init_method=config.output_layer_init_method,
             input_is_parallel=True,
-            skip_bias_add=True,  # the forward returns it, and Megatron adds it
+            skip_bias_add=True,  # the forward returns the bias; Megatron adds it
             tp_comm_buffer_name="fc2",
             name=f"{path}out_proj" if path else None,
             **of_both,
         )
         self.remember_marks()
-        self.recompute_whole, self.recompute_rule = "whole" in again, "rule" in again
-        if "norm_out" in again:
+        self.recompute_whole, self.recompute_rule = "whole" in recomputed, "rule" in recomputed
+        if "norm_out" in recomputed:
             self.recompute_norm_out = keep_unquantised_input(self.out_proj, config)
         self.reset_parameters()
 
@@ -383,7 +383,7 @@ class RecurrentMixer(
             parameter.sequence_parallel = config.sequence_parallel
 
     def set_for_recompute_input_layernorm(self) -> None:
-        """Let in_proj save its input unquantised, as recomputation of the norm before it needs."""
+        """Let in_proj save its input unquantised, since the norm before in_proj is recomputed."""
         from megatron.core.extensions.transformer_engine import set_save_original_input
 
         set_save_original_input(self.in_proj)

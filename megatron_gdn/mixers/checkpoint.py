@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.tensor import DTensor
 
-from ..compat.checkpoints import also_from_upstream
+from ..compat.checkpoints import register_sections_of_upstream
 from ..ops.layout import layout_of_in_proj
 from .precision import NOT_BY_SECTION
 
@@ -43,18 +43,18 @@ _WHOLE_UPSTREAM = ("in_proj.bias", *_ADAPTER_ROWS)
 _CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
 _CONV = {*_CONV_PARAMETERS, *_CONV_PARAMETERS.values()}
 
-_KEY = "in_proj_stored_by"
+_ENTRY_KEY = "in_proj_stored_by"
 _SECTIONS = 0
 # In Megatron-LM's branch dev and in Megatron-Bridge these modules store in_proj section by section.
 _SCRIPTS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpointing")
 
 
 class ShardedBySections(nn.Module):
-    """Mixin of a mixer: its parameters as Megatron's sharded tensors.
+    """Mixin: a mixer's parameters as Megatron's sharded tensors.
 
     Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the rows of
     ``in_proj``, are stored section by section. Megatron's layer stores biases and adapters whole,
-    and its files load too. Megatron-FSDP's files without the entry load unchecked.
+    and its files load too. Megatron-FSDP's files that lack the entry load unchecked.
     """
 
     tp_size: int
@@ -112,7 +112,7 @@ class ShardedBySections(nn.Module):
                 widths, names = sections
                 stored = _split_tensor_factory(tensor, list(widths), list(names), 0)
                 if name.endswith(_WHOLE_UPSTREAM):
-                    stored.build_fn = also_from_upstream(stored.build_fn)
+                    stored.build_fn = register_sections_of_upstream(stored.build_fn)
                 result[key] = stored
         return result
 
@@ -123,12 +123,14 @@ class ShardedBySections(nn.Module):
         weight = self.get_submodule("in_proj")._parameters.get("weight")
         if weight is not None and hasattr(weight, "megatron_fsdp_dist_index"):
             _load_files_without_entry()
-            destination[f"{prefix}{_KEY}"] = torch.tensor([self._stored_by()], device=weight.device)
+            destination[f"{prefix}{_ENTRY_KEY}"] = torch.tensor(
+                [self._row_order()], device=weight.device
+            )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
         """Load as torch does; refuse a file that stores the rows of in_proj in another way."""
-        entry: Tensor | None = state_dict.pop(f"{prefix}{_KEY}", None)
-        if entry is not None and (found := int(entry.item())) != self._stored_by():
+        entry: Tensor | None = state_dict.pop(f"{prefix}{_ENTRY_KEY}", None)
+        if entry is not None and (found := int(entry.item())) != self._row_order():
             how = (
                 f"Load it with --tensor-model-parallel-size {found}, and with scripts that store "
                 f"in_proj as a whole."
@@ -136,12 +138,13 @@ class ShardedBySections(nn.Module):
             if found == _SECTIONS:
                 how = "Load it with the scripts that wrote it (Megatron-LM's dev, Megatron-Bridge)."
             raise ValueError(
-                f"{prefix}in_proj.weight: the fsdp_dtensor checkpoint holds {_describe(found)}, "
-                f"this launch reads {_describe(self._stored_by())}: weights would be wrong. {how}"
+                f"{prefix}in_proj.weight: the fsdp_dtensor checkpoint holds "
+                f"{_order_in_words(found)}, this launch reads "
+                f"{_order_in_words(self._row_order())}: weights would be wrong. {how}"
             )
         super()._load_from_state_dict(state_dict, prefix, *args)
 
-    def _stored_by(self) -> int:
+    def _row_order(self) -> int:
         scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
         cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
         return _SECTIONS if self.stored_by_section and cut else self.tp_size
@@ -157,7 +160,7 @@ def _load_files_without_entry() -> None:
     def set_up_planner(self: Any, state_dict: Any, metadata: Any = None, *args: Any, **kwargs: Any):
         set_up(self, state_dict, metadata, *args, **kwargs)
         stored = metadata.state_dict_metadata if metadata is not None else {}
-        for key in [key for key in self.state_dict if key.endswith(f".{_KEY}")]:
+        for key in [key for key in self.state_dict if key.endswith(f".{_ENTRY_KEY}")]:
             if key not in stored:
                 del self.state_dict[key]
 
@@ -165,7 +168,7 @@ def _load_files_without_entry() -> None:
     planner.set_up_planner, planner._asks_for_stored_rows = set_up_planner, True
 
 
-def _describe(stored_by: int) -> str:
+def _order_in_words(stored_by: int) -> str:
     if stored_by == _SECTIONS:
         return "each section by itself"
     return f"all rows in one tensor, in the order of tensor_model_parallel_size={stored_by}"

@@ -1,7 +1,7 @@
 """Attention over packed documents on a GPU: torch's ``flex_attention`` with a mask of blocks.
 
-Each document has places in an order where its continuations follow it directly. The end of a key is
-the place behind the last continuation of the key's document. A query sees a key if
+Documents are placed in an order where a document's continuations come directly after the document.
+A key's end is the place after the last continuation of the key's document. A query sees a key if
 
     place of the key  <=  place of the query  <  end of the key
 
@@ -37,12 +37,14 @@ class Mask(NamedTuple):
     @torch.inference_mode(False)  # a later backward reads the mask
     def of(cls, documents: Documents, rows_s: Tensor) -> Mask:
         """The mask of the queries in rows ``rows_s`` (int64, on the host) over all keys."""
-        on_host = _places(documents)
+        on_host = _key_places(documents)
         query, key, end = (to_device(x, documents.device) for x in (on_host[0][rows_s], *on_host))
-        (first_I, last_I), (first_J, last_J), (least_J, most_J) = map(_min_max, (query, key, end))
+        (first_I, last_I), (first_J, last_J), (least_J, most_J) = map(
+            _block_min_max, (query, key, end)
+        )
         some_IJ = (first_J <= last_I[:, None]) & (first_I[:, None] < most_J)
         all_IJ = (last_J <= first_I[:, None]) & (last_I[:, None] < least_J)
-        # The kernels check the sequence's end only in blocks that are not marked as seen whole.
+        # The kernels check the sequence's end only in blocks that are not marked as fully seen.
         all_IJ[-1] &= len(query) % BLOCK == 0
         all_IJ[:, -1] &= len(key) % BLOCK == 0
         made = BlockMask.from_kv_blocks(*_list_blocks(some_IJ & ~all_IJ), *_list_blocks(all_IJ))
@@ -77,7 +79,7 @@ def _compiled_attention() -> Callable[..., Tensor]:
     return torch.compile(masked, dynamic=True, fullgraph=True)
 
 
-def _places(documents: Documents) -> tuple[Tensor, Tensor]:
+def _key_places(documents: Documents) -> tuple[Tensor, Tensor]:
     """Place and end of every key, int32 ``[S]`` on the host."""
     slots, lengths, parents = documents.lengths, documents.lengths, (-1,) * len(documents.lengths)
     if isinstance(documents, TreeDocuments):
@@ -98,7 +100,7 @@ def _places(documents: Documents) -> tuple[Tensor, Tensor]:
     return (start + position).int(), end.int()
 
 
-def _min_max(x: Tensor) -> tuple[Tensor, Tensor]:
+def _block_min_max(x: Tensor) -> tuple[Tensor, Tensor]:
     """The least and the greatest value in every block of tokens."""
     token = torch.arange(-(-len(x) // BLOCK) * BLOCK, device=x.device).clamp(max=len(x) - 1)
     return x[token].view(-1, BLOCK).aminmax(dim=1)

@@ -43,7 +43,7 @@ _STAYS_WIDE = (
 )
 
 
-def check_settings(config: Any, mixer: str, layout: Layout, stays_wide: bool) -> None:
+def check_fp8_settings(config: Any, mixer: str, layout: Layout, refuses_fp8: bool) -> None:
     """Refuse FP4, and refuse FP8 if the mixer or the widths of ``layout`` do not allow FP8."""
     if getattr(config, "fp4", None):
         raise NotImplementedError(
@@ -53,7 +53,7 @@ def check_settings(config: Any, mixer: str, layout: Layout, stays_wide: bool) ->
         )
     # A quantization recipe may keep this mixer's linears out of FP8.
     if config.fp8 and config.quant_recipe is None:
-        if stays_wide:
+        if refuses_fp8:
             raise NotImplementedError(_STAYS_WIDE)
         require_fp8_widths(layout, fp8_utils.get_fp8_align_size(config.fp8_recipe))
 
@@ -76,7 +76,7 @@ def require_fp8_widths(layout: Layout, multiple: int) -> None:
             )
 
 
-def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
+def compute_gates_outside_fp8(in_proj: Any, layout: Layout, group: Any) -> None:
     """Make ``in_proj``, whose columns are ``layout``, compute the gates outside of FP8."""
     if not hasattr(in_proj, "fp8_meta"):
         log_once(
@@ -88,26 +88,26 @@ def keep_gates_apart(in_proj: Any, layout: Layout, group: Any) -> None:
         return
     if layout.main_width == layout.width:
         return
-    in_proj.__class__ = _with_gates_apart(type(in_proj))
+    in_proj.__class__ = _with_gates_outside_fp8(type(in_proj))
     vars(in_proj).update(_main_rows=layout.main_width, _gates_group=group)
     in_proj.refuse_fp4_and_delayed_gradients()
 
 
-def quantises(config: Any) -> bool:
+def may_use_fp8(config: Any) -> bool:
     """Whether a linear of a model with this config may run in FP8."""
     return bool(config.fp8) or config.quant_recipe is not None
 
 
-def build_linear(spec: ModuleSpec | type, config: Any, *sizes: int, **how: Any) -> Any:
+def build_linear(spec: ModuleSpec | type, config: Any, *sizes: int, **options: Any) -> Any:
     """A linear whose weight is in ``params_dtype``, also under ``fp8_param``."""
     # The rows of an FP8 weight share a scale, so it cannot hold the rows of the gates.
     wide = nullcontext()
     if getattr(config, "fp8_param", False):
         wide = import_module("transformer_engine.pytorch").fp8_model_init(enabled=False)
     with wide:
-        linear: Any = build_module(spec, *sizes, config=config, **how)
+        linear: Any = build_module(spec, *sizes, config=config, **options)
     weight = getattr(linear, "weight", None)
-    if quantises(config) and weight is not None and stored_quantised(weight):
+    if may_use_fp8(config) and weight is not None and stored_quantised(weight):
         raise NotImplementedError(
             "the quantization recipe stores a projection of this layer in FP8 (fp8_param: true). "
             "Rows of such a weight have no bf16 values for the rule's gates, and its first values "
@@ -126,7 +126,7 @@ def runs_in_fp8(linear: Any) -> bool:
 
 def keep_unquantised_input(linear: Any, config: Any) -> bool:
     """Let ``linear`` save its input unquantised; return whether ``linear`` can do so."""
-    if not quantises(config) or not hasattr(linear, "fp8_meta"):
+    if not may_use_fp8(config) or not hasattr(linear, "fp8_meta"):
         return True
     if config.fp8 and config.fp8_recipe == "delayed" or not hasattr(linear, "save_original_input"):
         log_once(
@@ -138,7 +138,7 @@ def keep_unquantised_input(linear: Any, config: Any) -> bool:
     return True
 
 
-class GatesApart(nn.Module):
+class GatesOutsideFP8(nn.Module):
     """Mixin of a column-parallel linear that computes the gates outside of FP8."""
 
     _main_rows: int
@@ -147,7 +147,7 @@ class GatesApart(nn.Module):
     fuse_wgrad_accumulation: bool
 
     def finish_init(self, quantization_config: Any) -> None:
-        """Take the quantization recipe for the linear's name; Megatron's model calls this."""
+        """Take the quantization recipe for the linear's name; called by Megatron's model."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
         self.refuse_fp4_and_delayed_gradients()
 
@@ -236,9 +236,9 @@ class GatesApart(nn.Module):
 
 
 @cache
-def _with_gates_apart(kind: type[nn.Module]) -> type[nn.Module]:
-    """``kind`` with the mixin and its old name, by which frameworks look linears up."""
-    return type(kind.__name__, (GatesApart, kind), {"__module__": kind.__module__})
+def _with_gates_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
+    """``kind`` with the mixin; frameworks look linears up by name, so the class name is kept."""
+    return type(kind.__name__, (GatesOutsideFP8, kind), {"__module__": kind.__module__})
 
 
 # One function makes both views, so the weight's hooks run once, after both gradients.
@@ -283,7 +283,7 @@ class GateProduct(torch.autograd.Function):
 
     ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` is ``[p, D]``,
     ``gamma`` is ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``, which only the linear
-    of the other columns may use: the backward adds the gates' part in place to its gradient,
+    of the other columns may use: the backward adds the gates' part to the linear's d_x in place,
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
     """
@@ -299,7 +299,9 @@ class GateProduct(torch.autograd.Function):
         r_T1 = None
         if gamma is not None:
             factor = (whole * gamma).to(whole.dtype)
-            squares = torch.linalg.vector_norm(x_TD, dim=-1, keepdim=True, dtype=_wide(x)).square()
+            squares = torch.linalg.vector_norm(
+                x_TD, dim=-1, keepdim=True, dtype=_wide_dtype(x)
+            ).square()
             r_T1 = (squares / x.shape[-1] + eps).rsqrt()
         y = _wide_product(x_TD, factor.t())
         y = (y if r_T1 is None else y * r_T1).to(weight.dtype).unflatten(0, x.shape[:2])
@@ -352,7 +354,7 @@ class GateProduct(torch.autograd.Function):
         return d_x, d_weight, d_gamma, None, None, None
 
 
-def _wide(x: Tensor) -> torch.dtype:
+def _wide_dtype(x: Tensor) -> torch.dtype:
     return torch.promote_types(x.dtype, torch.float32)
 
 
@@ -360,4 +362,4 @@ def _wide_product(a: Tensor, b: Tensor) -> Tensor:
     """``a @ b``, not rounded to 16 bits."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
-    return a.to(_wide(a)) @ b.to(_wide(b))
+    return a.to(_wide_dtype(a)) @ b.to(_wide_dtype(b))

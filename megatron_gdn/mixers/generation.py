@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import Tensor
 
-from ..compat.observe import span
+from ..compat.observe import nvtx_range_of
 from ..ops.autograd import uncompiled
 from ..ops.documents import Documents
 from ..ops.generation.memory import Memory, MemoryShape
@@ -37,7 +37,7 @@ class GeneratingMixer:
     tp_group: Any
     backend: str
     layer_number: int | None
-    pp_layer_offset: int = 0  # layers on the pipeline stages before
+    pp_layer_offset: int = 0  # the number of layers on earlier pipeline stages
     # Megatron's dynamic context may cut prompts at multiples of this number, which must be equal
     # in all recurrent layers of a model.
     chunk_size: int = 128
@@ -75,10 +75,10 @@ class GeneratingMixer:
                     "a dynamic context holds the request of each token; pass neither an "
                     "attention_mask nor packed_seq_params."
                 )
-            with span(self, "mixer"):
+            with nvtx_range_of(self, "mixer"):
                 return self._dynamic_step(rows, context)
         s, B = rows.shape[:2]
-        with span(self, "mixer"):
+        with nvtx_range_of(self, "mixer"):
             if packed is not None and resolve_packed_seq_params(packed, s, rows.device) is not None:
                 raise NotImplementedError(
                     "a StaticInferenceContext holds one batch of equal lengths; for requests of "

@@ -22,7 +22,7 @@ from torch import Tensor
 from ..ops.static_documents import StaticDocuments
 from .packing import static_documents_of
 
-# The names of one config field: up to Megatron 0.20, and in Megatron-LM's branch dev.
+# One config field has the first name up to Megatron 0.20, the second in Megatron-LM's dev.
 _OWN_RANKS = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _LEAVE_OUT = (
@@ -78,8 +78,8 @@ def static_packed_seq_params(
 ) -> PackedSeqParams:
     """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
 
-    Every replay uses the boundaries that :func:`set_documents` wrote last. Until the first call
-    there is one document, or as few as ``max_seqlen`` allows. ``docs/cuda_graphs.md`` has an
+    Every replay uses the boundaries that :func:`set_documents` wrote last. Until the first call the
+    buffers hold documents of ``max_seqlen`` tokens. ``docs/cuda_graphs.md`` has an
     example.
 
     Args:

@@ -20,7 +20,7 @@ _HOOKS_OF_ALL = (  # torch never replaces these dictionaries
     of_all_modules._global_backward_hooks,
 )
 _MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
-_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # the end of a name: megatron-core has a copy
+_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # a module's name ends so; megatron-core has a copy
 
 
 def _waits_for_parameters(hook: Callable) -> bool:
@@ -31,7 +31,7 @@ def _waits_for_parameters(hook: Callable) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of ``module`` would run a hook, also one that torch has for all modules."""
+    """Whether a call of ``module`` runs a hook, its own or torch's for all modules."""
     return bool(module._forward_pre_hooks) or _has_other_hooks(module)
 
 
@@ -58,7 +58,7 @@ def wait_for_parameters(module: nn.Module) -> None:
 
 
 @contextmanager
-def parameters_waited_for(module: nn.Module) -> Iterator[None]:
+def gathered_parameters(module: nn.Module) -> Iterator[None]:
     """Inside the context, the parameters of ``module`` are gathered, and calls do not wait."""
     parts = [part for part in module.modules() if part._forward_pre_hooks]
     hooks = [part._forward_pre_hooks for part in parts]
@@ -92,10 +92,10 @@ def require_plain_conv(conv: nn.Module) -> None:
         )
 
 
-def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
+def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
     """Run all pre-hooks of a module that is never called, with the input that a call would have.
 
-    ``rows`` makes this input. A hook that returns another input is refused.
+    ``make_input`` makes this input. A hook that returns another input is refused.
     """
     name = type(module).__name__
     if _has_other_hooks(module):
@@ -106,7 +106,7 @@ def run_pre_hooks(module: nn.Module, rows: Callable[[], Tensor]) -> None:
         )
     if not module._forward_pre_hooks:
         return
-    given = (rows(),)
+    given = (make_input(),)
     for key, hook in list(module._forward_pre_hooks.items()):  # a hook may remove itself
         returned: Any
         added: dict[str, Any] = {}

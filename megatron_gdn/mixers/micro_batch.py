@@ -23,11 +23,11 @@ from ..context_parallel.agreement import (
     require_agreement,
 )
 from ..context_parallel.price import price
-from ..context_parallel.scheme import Passage, stay
+from ..context_parallel.scheme import Passage, keep_in_place
 from ..ops.documents import Documents, require_one_row
 from ..ops.host_tables import keep_if_captured, stream_of_tables
 from ..ops.layout import Layout
-from ..ops.parts import ALONE
+from ..ops.parts import WHOLE_SEQUENCES
 from ..ops.rules.base import Bits, Rule
 from ..ops.state_maps.state_map import StateShape
 from .loader_layout import LoaderLayout
@@ -116,7 +116,7 @@ class MicroBatches:
         self._config = self._loader_layout.config = config
 
     def use_group(self, group: Any) -> None:
-        """Set the group of micro-batches that bring none; errors are the constructor's."""
+        """Set the group of micro-batches that bring no group; raises as the constructor does."""
         alone = group is None or group.size() == 1
         layout = _ANY_LAYOUT if alone else self._loader_layout.of_packed()
         self._schemes_of(group, self.latest_rule, layout)
@@ -177,7 +177,7 @@ class MicroBatches:
         if key not in self._whole:
             rule, reason = self._choose_rule(device=device, dtype=dtype, bits=key[2])
             log_once(f"{self._mixer}: {self._recurrence} backend {rule.name!r} ({reason})")
-            passage = Passage(stay, stay, ALONE)
+            passage = Passage(keep_in_place, keep_in_place, WHOLE_SEQUENCES)
             self._whole[key] = MicroBatch(None, 0, rule, Whole(self._layout), passage)
         return self._whole[key]
 

@@ -17,7 +17,7 @@ from ..ops.autograd import first_derivative_only
 from ..ops.layout import Layout
 from ..ops.parts import GatedNorm
 from ..ops.readout.base import SplitReadout, readout_by_module
-from .hooks import has_hooks, only_waits_for_parameters, parameters_waited_for, wait_for_parameters
+from .hooks import gathered_parameters, has_hooks, only_waits_for_parameters, wait_for_parameters
 
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
 # Norms that the kernels compute, each with its own forward; a mixer may add its norm.
@@ -39,7 +39,7 @@ def is_plain(module: Any) -> bool:
     return all(one.__module__.split(".")[0] == "transformer_engine" for one in (cls, cls.forward))
 
 
-def norm_of(
+def readout_norm(
     module: Any, group: dist.ProcessGroup | None, layout: Layout, activation: str = "silu"
 ) -> GatedNorm | SplitReadout:
     """A plain norm's parameters for the readout kernels, or a readout that calls the module.
@@ -50,7 +50,7 @@ def norm_of(
     if plain and hooked and (plain := only_waits_for_parameters(module)):
         wait_for_parameters(module)
     if plain:
-        gamma = module.weight if group is None else sum_gradient(module.weight, group)
+        gamma = module.weight if group is None else with_summed_gradient(module.weight, group)
         zero_centered = bool(getattr(module, "zero_centered_gamma", False))
         return GatedNorm(gamma, module.eps, zero_centered, activation)
     call = partial(apply_gated_norm, module, group=group, activation=activation)
@@ -62,7 +62,7 @@ def apply_gated_norm(
     activation: str = "silu",
 ) -> Tensor:  # fmt: skip
     """``norm(x) * act(gate)`` of ``[..., H, V]`` in ``x.dtype``, the product in fp32 or fp64."""
-    with parameters_waited_for(norm), gradients_summed(norm, group):
+    with gathered_parameters(norm), gradients_summed(norm, group):
         normed = norm(x)
     wide = torch.promote_types(x.dtype, torch.float32)
     return (normed * _ACTIVATIONS[activation](gate.to(wide))).to(x.dtype)
@@ -84,7 +84,7 @@ class _SumGradient(torch.autograd.Function):
         return total.to(gradient.dtype), None
 
 
-def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+def with_summed_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     """A view of a replicated parameter whose gradient is summed over the ranks of ``group``."""
     if group is None or not (torch.is_grad_enabled() and parameter.requires_grad):
         return parameter
@@ -93,7 +93,7 @@ def sum_gradient(parameter: Tensor, group: dist.ProcessGroup | None) -> Tensor:
 
 @contextmanager
 def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iterator[None]:
-    """Inside the context, ``module`` reads its parameters through :func:`sum_gradient`."""
+    """Inside the context, ``module`` reads its parameters through :func:`with_summed_gradient`."""
     if group is None or not torch.is_grad_enabled():
         yield
         return
@@ -103,7 +103,7 @@ def gradients_summed(module: nn.Module, group: dist.ProcessGroup | None) -> Iter
         for name, parameter in part._parameters.items()
         if parameter is not None and parameter.requires_grad
     ]
-    summed = {parameter: sum_gradient(parameter, group) for _, _, parameter in slots}
+    summed = {parameter: with_summed_gradient(parameter, group) for _, _, parameter in slots}
     for parameters, name, parameter in slots:
         parameters[name] = summed[parameter]
     replaced = []

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..context_parallel.gathered import Span, gather_in_order, spans_of
 from ..context_parallel.layouts import SequenceLayout, positions
-from ..ops.documents import Documents, changed_before_recomputation
+from ..ops.documents import Documents, changed_boundaries_message
 from ..ops.host_tables import stream_of_tables
 from ..ops.static_documents import StaticDocuments
 from ..ops.trees import TreeDocuments
@@ -27,7 +27,7 @@ _BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv_padded", "c
 _UNPACKED = ("sbhd", "bshd")
 
 
-class _Resolved(NamedTuple):
+class _ResolvedDocuments(NamedTuple):
     """The boundaries that a micro-batch's first layer read, for the later layers."""
 
     given: tuple  # the format, the parents, the rows, and the identities of the offsets' tensors
@@ -58,7 +58,7 @@ def resolve_packed_seq_params(
     since weights get gradients from all rows and 0 * NaN is NaN; mask their outputs in the loss.
 
     Raises:
-        RuntimeError: a recomputed forward finds other boundaries than the first.
+        RuntimeError: a recomputed forward finds other boundaries than the first forward.
         TypeError, ValueError: boundaries or a ``qkv_format`` that do not fit.
         NotImplementedError: a CUDA graph is being captured, and the boundaries are not those of
             :func:`.graphs.static_packed_seq_params`.
@@ -71,7 +71,7 @@ def resolve_packed_seq_params(
     sources = tuple(getattr(params, name) for name in _BOUNDARIES)
     parents = params.__dict__.get(PARENTS)
     given = params.qkv_format, parents, total_tokens, device, *map(id, sources)
-    known: _Resolved | None = None if captured else params.__dict__.get(_RESOLVED)
+    known: _ResolvedDocuments | None = None if captured else params.__dict__.get(_RESOLVED)
     if known is not None and known.given == given and known.read == _state_of(sources):
         stream = stream_of_tables()
         if stream not in known.by_stream:
@@ -98,9 +98,11 @@ def resolve_packed_seq_params(
     before = known.documents if known is not None and _is_recomputed() else documents
     if not torch.equal(documents.stamp, before.stamp):
         found = f"{list(documents.offsets)} after {list(before.offsets)}"
-        raise RuntimeError(changed_before_recomputation(found))
+        raise RuntimeError(changed_boundaries_message(found))
     by_stream = {stream_of_tables(): documents}
-    params.__dict__[_RESOLVED] = _Resolved(given, sources, _state_of(sources), documents, by_stream)
+    params.__dict__[_RESOLVED] = _ResolvedDocuments(
+        given, sources, _state_of(sources), documents, by_stream
+    )
     return documents
 
 
@@ -125,7 +127,7 @@ def _from_buffers(
             f"context-parallel ranks) on {device}; make buffers of this size on this device with "
             f"megatron_gdn.static_packed_seq_params."
         )
-    documents.read_by_forward(_is_recomputed())
+    documents.record_forward(_is_recomputed())
     return documents
 
 
@@ -258,7 +260,7 @@ class MicroBatchShare(NamedTuple):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """The runs of this rank's rows, each of one document; empty documents have none."""
+        """Stretches of this rank's rows, each within one document; an empty document has none."""
         spans = spans_of(self.lengths, self.size, self.rank, self.layout)
         if self.documents is None:
             return spans

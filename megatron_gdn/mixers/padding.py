@@ -83,7 +83,7 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
         )
     packed = _move_rows(x.flatten(0, 1), row_T, packed_T, sum(slots)).unsqueeze(1)
     padded = None if multiple_of == 1 else slots
-    return packed, params_of("thd", lengths, padded, max(slots), x.device)
+    return packed, packed_seq_params_of("thd", lengths, padded, max(slots), x.device)
 
 
 def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor:
@@ -160,14 +160,14 @@ def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
     return to_device(torch.tensor(offsets, dtype=torch.int32, device="cpu"), device)
 
 
-def slots_of(lengths: Sequence[int], multiple_of: int) -> tuple[int, ...]:
+def slot_lengths(lengths: Sequence[int], multiple_of: int) -> tuple[int, ...]:
     """The lengths, each rounded up to a multiple."""
     if multiple_of < 1:
         raise ValueError(f"multiple_of={multiple_of} must be at least 1 (1 leaves no padding).")
     return tuple(-(-length // multiple_of) * multiple_of for length in lengths)
 
 
-def params_of(
+def packed_seq_params_of(
     qkv_format: str,
     lengths: Sequence[int],
     slots: Sequence[int] | None,
@@ -196,7 +196,7 @@ def _packed_layout(
     """Lengths, slots, and the place of each token among the ``S * B`` and among the P rows."""
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
-    slots = slots_of(lengths, multiple_of)
+    slots = slot_lengths(lengths, multiple_of)
     length_N, slot_N = (torch.tensor(n, device="cpu") for n in (lengths, slots))
     gap_N = (slot_N - length_N).cumsum(0) - (slot_N - length_N)  # padding rows before each document
     packed_T = torch.arange(len(token_T), device="cpu") + gap_N[document_T]

@@ -42,7 +42,7 @@ class Fp32Parameters(nn.Module):
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register a parameter, or the tensor by which a wrapper replaces a parameter."""
         if name in self._keep_in_float32_parameter_names:
-            require_gathered_alone(name, param)
+            refuse_mixed_dtype_gather(name, param)
         super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
@@ -93,7 +93,7 @@ class Fp32Parameters(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 
-def require_gathered_alone(name: str, parameter: nn.Parameter | None) -> None:
+def refuse_mixed_dtype_gather(name: str, parameter: nn.Parameter | None) -> None:
     """Refuse Megatron-FSDP if gloo would gather ``parameter`` together with other dtypes.
 
     Megatron-FSDP gathers a layer's parameters in one collective. For outputs of several dtypes gloo
@@ -151,7 +151,7 @@ class Fp32Group(nn.Module):
     def _load_from_state_dict(self, *args: Any) -> None: ...
 
 
-class ShardedApart(Fp32Parameters):
+class SeparatelyShardedFp32(Fp32Parameters):
     """Mixin of a mixer whose fp32 parameters may be a sharding group of their own."""
 
     # Gathers the fp32 parameters, once a forward; None if the parameters are not sharded.
@@ -186,7 +186,7 @@ def fully_shard(
     """
     ignored = set(ignored_params or ())
     for root in module if isinstance(module, list) else [module]:
-        for mixer in [m for m in root.modules() if isinstance(m, ShardedApart)]:
+        for mixer in [m for m in root.modules() if isinstance(m, SeparatelyShardedFp32)]:
             if mixer.gathered is None and not isinstance(mixer, fsdp.FSDPModule):
                 group = Fp32Group(mixer)
                 fsdp.fully_shard(group, **options)
@@ -205,7 +205,7 @@ def _fully_shard_for_a_launch(module: Any, **options: Any) -> Any:
     return fully_shard(module, **options)
 
 
-def shard_apart_in_megatron() -> None:
+def replace_fully_shard_in_megatron() -> None:
     """Let Megatron's ``--use-torch-fsdp2`` call :func:`fully_shard` in place of torch's."""
     from megatron.core.distributed import torch_fully_sharded_data_parallel
 

@@ -19,15 +19,15 @@ from ..ops.parts import Parts
 # The most tokens of one forward that the recurrence runs and that `roll_back` can take back.
 MOST_DECODED = 16
 
-_PLACES = "megatron_gdn_places"
+_PROGRESS = "megatron_gdn_places"
 
 
 @dataclass
-class _Place:
+class _RowProgress:
     """The progress of some rows of the batch in one layer."""
 
     rows: int
-    tokens: int  # that each row has had
+    tokens: int  # the number of tokens that each row has had
     states: Tensor  # the states of the whole batch when the last step ran
     steps: Memory | None = None  # the rows' memory before the last forward and after each token
 
@@ -40,9 +40,9 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     """
     s, B = rows.shape[:2]
     start, offset = context.batch_size_offset, context.sequence_len_offset
-    places: dict[tuple[int, int], _Place] = vars(context).setdefault(_PLACES, {})
+    places: dict[tuple[int, int], _RowProgress] = vars(context).setdefault(_PROGRESS, {})
     place = places.get((layer, start))
-    _check(context, layer, place, s, B)
+    _check_progress(context, layer, place, s, B)
     memories = context.key_value_memory_dict
     if layer not in memories:  # memory of the whole batch, with a dimension of 1 before the batch
         made = parts.shape.zeros(context.max_batch_size, rows.dtype, rows.device)
@@ -59,7 +59,7 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
         for key, other in list(places.items()):
             if key[0] == layer and key[1] < start + B and start < key[1] + other.rows:
                 del places[key]
-    places[layer, start] = _Place(B, offset + s, buffers[1], steps)
+    places[layer, start] = _RowProgress(B, offset + s, buffers[1], steps)
     return mixed
 
 
@@ -80,8 +80,8 @@ def roll_back(context: Any, accepted: int) -> None:
         ValueError: the last forward cannot be rolled back, or ``accepted`` is out of range. The
             context is unchanged.
     """
-    places: dict[tuple[int, int], _Place] = getattr(context, _PLACES, {})
-    if not places or not all(map(_last_tokens, places.values())):
+    places: dict[tuple[int, int], _RowProgress] = getattr(context, _PROGRESS, {})
+    if not places or not all(map(_tokens_of_last_step, places.values())):
         raise ValueError(
             f"there is no step to roll back: the last forward must have had 2 to {MOST_DECODED} "
             f"tokens at a sequence_len_offset above 0, in every recurrent layer."
@@ -92,7 +92,7 @@ def roll_back(context: Any, accepted: int) -> None:
                 "the batch was reordered (swap_key_value_dict) since its last step; roll back "
                 "before reordering."
             )
-        if not 0 <= accepted <= (most := _last_tokens(place)):
+        if not 0 <= accepted <= (most := _tokens_of_last_step(place)):
             raise ValueError(
                 f"accepted={accepted} must be 0 to {most}, the tokens of the last step."
             )
@@ -101,16 +101,18 @@ def roll_back(context: Any, accepted: int) -> None:
         memory = Memory(*(tensor[0, rows] for tensor in context.key_value_memory_dict[layer]))
         assert place.steps is not None
         choose(memory, place.steps, states.new_full((place.rows,), accepted, dtype=torch.int64))
-        place.tokens += accepted - _last_tokens(place)
+        place.tokens += accepted - _tokens_of_last_step(place)
         context.sequence_len_offset = place.tokens
         place.steps = None
 
 
-def _last_tokens(place: _Place) -> int:
-    return 0 if place.steps is None else place.steps.history.shape[1] - 1
+def _tokens_of_last_step(progress: _RowProgress) -> int:
+    return 0 if progress.steps is None else progress.steps.history.shape[1] - 1
 
 
-def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> None:
+def _check_progress(
+    context: Any, layer: int, progress: _RowProgress | None, s: int, B: int
+) -> None:
     start, offset = context.batch_size_offset, context.sequence_len_offset
     if start + B > context.max_batch_size or offset + s > context.max_sequence_length:
         raise ValueError(
@@ -118,9 +120,9 @@ def _check(context: Any, layer: int, place: _Place | None, s: int, B: int) -> No
             f"the inference context, which was made for max_batch_size={context.max_batch_size} "
             f"and max_sequence_length={context.max_sequence_length}."
         )
-    if offset and (place is None or (place.rows, place.tokens) != (B, offset)):
-        has = "no state" if place is None else f"the state of {place.rows} rows"
-        after = "" if place is None else f", after {place.tokens} tokens"
+    if offset and (progress is None or (progress.rows, progress.tokens) != (B, offset)):
+        has = "no state" if progress is None else f"the state of {progress.rows} rows"
+        after = "" if progress is None else f", after {progress.tokens} tokens"
         raise ValueError(
             f"layer {layer} has {has} from batch_size_offset={start} on{after}, and got {B} rows "
             f"at sequence_len_offset={offset}. Begin at offset 0, and continue with the batch that "

@@ -27,7 +27,7 @@ class HFRef:
         return self.shape if self.expert is None else self.shape[1:]
 
 
-def by_group(widths: Sequence[int], groups: int) -> Tensor:
+def rows_by_group(widths: Sequence[int], groups: int) -> Tensor:
     """Indices ``[R]`` that reorder rows from section by section to group by group.
 
     Each section of ``widths`` rows is cut in ``groups`` equal parts.
@@ -47,7 +47,7 @@ class TensorMap:
     sources: tuple[HFRef, ...]
     rows: Tensor | None = None  # for each Megatron row its row in the sources; None: in order
     shard_dim: int | None = None  # dimension that ranks split; None: every rank has the whole
-    sections: tuple[int, ...] = ()  # sizes along shard_dim, each split by itself; empty: one
+    sections: tuple[int, ...] = ()  # sizes along shard_dim, each split alone; empty: one size
     shift: float = 0.0  # +1 or -1 if only one of the two sides stores a norm gain minus 1
     fp32: bool = False  # whether Megatron holds fp32, even if the file has another dtype
     is_expert: bool = False  # whether the expert-tensor-parallel group splits the tensor
@@ -149,7 +149,7 @@ class TensorMap:
         return shards[0]
 
 
-def mapped(
+def tensor_map(
     names: str | tuple[str, ...],
     sources: Mapping[str, tuple[int, ...]],
     shard_dim: int | None = None,
@@ -185,9 +185,9 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def conv_map(name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool) -> TensorMap:
-    """The map of the convolution's weight, stored whole or by its sections q, k and v."""
+    """The map of the convolution's weight, stored as one tensor or as three for q, k and v."""
     rows = {"": layout.conv_width}
     if in_three:
         rows = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))
     sources = {f"{hf_prefix}{n}conv1d.weight": (r, 1, taps) for n, r in rows.items()}
-    return mapped(name, sources, 0, sections=layout.conv_widths)
+    return tensor_map(name, sources, 0, sections=layout.conv_widths)

@@ -23,7 +23,7 @@ from ..ops.layout import layout_of_in_proj
 from ..ops.parts import Parts
 from .hooks import has_hooks, require_plain_conv, run_pre_hooks
 from .micro_batch import MicroBatch, MicroBatches
-from .precision import mark_keep_in_fp32, shard_apart_in_megatron
+from .precision import mark_keep_in_fp32, replace_fully_shard_in_megatron
 from .tensor_map import take_share
 
 
@@ -67,7 +67,7 @@ def muon_reads_sections() -> bool:
     return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
 
 
-_MARKED = "marked_by_gdn"  # every marked parameter has this attribute, a new one does not
+_MARK_OF_MARKED = "marked_by_gdn"  # every marked parameter has this attribute, a new one does not
 
 
 def _is_plain_value(value: Any) -> bool:
@@ -94,15 +94,15 @@ class MarkedParameters(nn.Module):
         self._marks = {}
         for name, parameter in self._parameters_by_name():
             marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain_value(v)}
-            self._marks[name] = {**marks, _MARKED: True}
-            setattr(parameter, _MARKED, True)
+            self._marks[name] = {**marks, _MARK_OF_MARKED: True}
+            setattr(parameter, _MARK_OF_MARKED, True)
         # A function, since a bound method would mark this module when a copy loads.
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     def mark_parameters(self) -> None:
         """Put the stored marks on new parameters."""
         for name, parameter in self._parameters_by_name():
-            if name in self._marks and not hasattr(parameter, _MARKED):
+            if name in self._marks and not hasattr(parameter, _MARK_OF_MARKED):
                 vars(parameter).update(self._marks[name])
 
     def _parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -163,7 +163,7 @@ class OwnParameters(MarkedParameters):
         self.register_parameter(name, parameter)
 
     def _add_others(self) -> None:
-        """Add the parameters that only this mixer has, by :meth:`_add`."""
+        """Add the parameters that only this mixer has, by :meth:`_add_parameter`."""
 
     def _add_conv(self, bias: bool) -> None:
         widths = self.dims.layout.conv_widths
@@ -175,7 +175,7 @@ class OwnParameters(MarkedParameters):
 
     def _add_fp32(self, **rows: int) -> None:
         """Add fp32 parameters, each with this number of rows on this rank."""
-        shard_apart_in_megatron()
+        replace_fully_shard_in_megatron()
         for name, count in rows.items():
             self._add_parameter(name, (count,), dtype=torch.float32)
             mark_keep_in_fp32(self.get_parameter(name))
@@ -227,14 +227,14 @@ class OwnParameters(MarkedParameters):
         dim: int,
         sections: Sequence[int],
     ) -> None:
-        """Draw the whole parameter and keep this rank's share; None has no share.
+        """Draw the whole parameter and keep this rank's share; do nothing for None.
 
         ``method`` fills the whole tensor in place, in fp32, from torch's default generators.
         ``sections`` are the tensor's global sizes along ``dim``, each split by itself.
         """
         if parameter is None:
             return
-        # From the CPU's generator, which Megatron keeps equal on all tensor-parallel ranks.
+        # The seed is from the CPU's generator, which Megatron keeps equal on tensor-parallel ranks.
         seed = int(torch.randint(2**62, (), device="cpu"))
         if parameter.is_meta:
             return

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..ops.host_tables import to_device
 from ..ops.trees import TreeDocuments
 from .packing import PARENTS, TREE
-from .padding import params_of, slots_of
+from .padding import packed_seq_params_of, slot_lengths
 
 Tokens = Tensor | Sequence[int]
 
@@ -30,8 +30,8 @@ def tree_packed_seq_params(
     """Boundaries of packed documents, each of which may continue an earlier one.
 
     A document continues its parent: it starts from the parent's last state and last convolution
-    rows, at the next position, and attends to all its ancestors. Its result is that of the whole
-    sequence from its first ancestor on.
+    rows, at the next position, and attends to all its ancestors. Its result equals that of the
+    whole sequence from its first ancestor on.
 
     The mixers take these parameters, under context parallelism headwise, and so does the attention
     of `hybrid_stack_spec` and of local specs. Transformer Engine's attention refuses the
@@ -51,11 +51,11 @@ def tree_packed_seq_params(
     Raises:
         ValueError: lengths or parents that do not fit each other, ``multiple_of`` less than 1.
     """
-    slots = slots_of(lengths, multiple_of)
+    slots = slot_lengths(lengths, multiple_of)
     given = tuple(parents), tuple(lengths)
     documents = TreeDocuments((0, *accumulate(slots)), torch.device("cpu"), *given)
-    (longest,) = slots_of((documents.longest_sequence,), multiple_of)
-    params = params_of(TREE, lengths, slots, longest, device)
+    (longest,) = slot_lengths((documents.longest_sequence,), multiple_of)
+    params = packed_seq_params_of(TREE, lengths, slots, longest, device)
     params.__dict__[PARENTS] = documents.parents
     return params
 
@@ -63,8 +63,8 @@ def tree_packed_seq_params(
 class PackedTree(NamedTuple):
     """Prompts and their responses in one buffer, as :func:`pack_tree` lays them out.
 
-    The prompt's last token is the first token of each response's document, since its label is
-    another one for each response. A prompt's document has the prompt's other tokens.
+    The prompt's last token is the first token of each response's document, since the token's label
+    differs between responses. A prompt's document has the prompt's other tokens.
 
     Attributes:
         tokens, position_ids, labels: int64 ``[1, T]``. A label is the next token of the prompt or
@@ -81,19 +81,19 @@ class PackedTree(NamedTuple):
     packed_seq_params: PackedSeqParams
     responses: tuple[tuple[slice, ...], ...]
 
-    def unpack(self, of_tokens: Tensor) -> list[list[Tensor]]:
+    def unpack(self, token_values: Tensor) -> list[list[Tensor]]:
         """For every prompt, a list with the rows ``[n, ...]`` of each response.
 
-        ``of_tokens`` is ``[1, T, ...]``, for example the log-probabilities of the labels. Row j of
+        ``token_values`` is ``[1, T, ...]``, for example log-probabilities of the labels. Row j of
         a response belongs to the output that predicts the response's j-th token.
         """
-        if of_tokens.shape[:2] != self.tokens.shape:
+        if token_values.shape[:2] != self.tokens.shape:
             raise ValueError(
-                f"rows of shape {tuple(of_tokens.shape)} do not fit a buffer of "
+                f"rows of shape {tuple(token_values.shape)} do not fit a buffer of "
                 f"{tuple(self.tokens.shape)} tokens; with context parallelism give those of all "
                 f"ranks, in the order of the sequence."
             )
-        return [[of_tokens[0, rows] for rows in each] for each in self.responses]
+        return [[token_values[0, rows] for rows in each] for each in self.responses]
 
 
 def pack_tree(
@@ -150,10 +150,10 @@ class PackedGroups(NamedTuple):
     micro_batches: tuple[PackedTree, ...]
     counts: tuple[int, ...]  # number of responses of every group
 
-    def unpack(self, of_tokens: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Like :meth:`PackedTree.unpack`, from one ``[1, T, ...]`` for each micro-batch, for every
-        group a list; groups and responses keep their order."""
-        both = zip(self.micro_batches, of_tokens, strict=True)
+    def unpack(self, token_values: Sequence[Tensor]) -> list[list[Tensor]]:
+        """Like :meth:`PackedTree.unpack`, from one tensor ``[1, T, ...]`` per micro-batch: a list
+        for every group; groups and responses keep their order."""
+        both = zip(self.micro_batches, token_values, strict=True)
         rows = (row for packed, x in both for each in packed.unpack(x) for row in each)
         return [list(islice(rows, count)) for count in self.counts]
 
@@ -180,7 +180,7 @@ def pack_groups(
     cut: list[list[tuple[Tokens, list[Tokens]]]] = []
     room = 0
     for index, (prompt, answers) in enumerate(groups):
-        head, *costs = slots_of((len(prompt) - 1, *map(len, answers)), multiple_of)
+        head, *costs = slot_lengths((len(prompt) - 1, *map(len, answers)), multiple_of)
         least = head + max(costs, default=0)
         if least > most_tokens:
             raise ValueError(

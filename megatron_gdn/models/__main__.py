@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from ..command_line import Parser, refuse
+from ..command_line import Parser, print_error
 
 if TYPE_CHECKING:
     from .model import Model
@@ -32,11 +32,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             lines = _model_lines([*ENTRIES.values()])
         else:
             model = find(options.name)
-            model.refuse_illegal(options.tp, options.cp, options.ep, options.length)
+            model.refuse_illegal_sizes(options.tp, options.cp, options.ep, options.length)
             lines = _flag_lines(model, options) if options.flags else _figure_lines(model, options)
         print("\n".join(lines))
     except (ValueError, NotImplementedError) as error:
-        return refuse(error)
+        return print_error(error)
     return 0
 
 

@@ -13,7 +13,7 @@ from typing import Any
 from ..gdn.sizes import GDNDims
 from ..hf.model_map import HFModelConfig, parse_hf_config
 from ..mamba2.sizes import Mamba2Dims
-from ..mixers.arguments import LEVELS
+from ..mixers.arguments import RECOMPUTE_LEVELS
 from .stack import CHUNK, MAMBA_TAPS, Stack
 
 
@@ -72,7 +72,7 @@ class Model:
         experts = getattr(self.hf.sizes, "num_moe_experts", 1)
         return [n for n in range(1, experts + 1) if experts % n == 0]
 
-    def refuse_illegal(self, tp: int, cp: int, ep: int, length: int) -> None:
+    def refuse_illegal_sizes(self, tp: int, cp: int, ep: int, length: int) -> None:
         """Raise a ValueError, with the legal sizes, for sizes that a launch would refuse."""
         for name, value, legal in (
             ("tensor-parallel size tp", tp, self.tensor_parallel_sizes()),
@@ -103,7 +103,7 @@ class Model:
         kept = 2 * share.hidden_size // tp  # in_proj's input, split over the sequence
         if recompute == "layer":
             return kept
-        again = LEVELS[recompute]
+        again = RECOMPUTE_LEVELS[recompute]
         kept += 2 * share.layout.width  # in_proj's output
         if "rule" not in again:
             kept += 2 * share.v_dim  # the rule's output

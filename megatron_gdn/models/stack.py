@@ -8,7 +8,7 @@ tokens, where S is the state before the chunk and A the chunk's triangular inver
     x = A (v - k S),  (q k^T) x                           C C V each, for every value head
 
 Kimi Delta Attention computes the first line for every value head. Mamba2 has no k k^T, k S and A.
-Only matrix products are counted. A backward counts twice its forward, and recomputation is zero.
+Only matrix products are counted. A backward counts as two forwards; recomputation is not counted.
 
 Legend: G key heads (groups in Mamba2), n attention heads, d dims of an attention head.
 """
@@ -60,7 +60,7 @@ class Layer:
 
     weights: int  # parameters that multiply every token's row
     vectors: int  # other parameters: norms, convolutions, gates
-    idle: int = 0  # weights of the experts that a token is not routed to
+    idle_experts: int = 0  # weights of the experts that a token is not routed to
     convolution: int = 0  # multiply-adds per token
     rule: int = 0  # multiply-adds per token
     attention: int = 0  # multiply-adds per pair of a query and a key
@@ -117,7 +117,7 @@ class Stack:
 
     @property
     def parameters(self) -> int:
-        return self.active_parameters + self._sum("idle")
+        return self.active_parameters + self._sum("idle_experts")
 
     @property
     def active_parameters(self) -> int:
@@ -207,7 +207,9 @@ def _expert_layer(config: Any) -> Layer:
     shared = _mlp_matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)
     gate = D if getattr(config, "moe_shared_expert_gate", False) else 0
     return Layer(
-        weights=D * experts + used * one + shared + gate, vectors=D, idle=(experts - used) * one
+        weights=D * experts + used * one + shared + gate,
+        vectors=D,
+        idle_experts=(experts - used) * one,
     )
 
 
@@ -221,7 +223,7 @@ def stack_of_arguments(args: Any) -> Stack:
     Megatron's arguments have no options of 'K' layers, so the options of the last built stack are
     taken. A layer that :class:`Stack` does not know is a ValueError.
     """
-    from ..specs.gpt import GDN_VARIANTS, kinds_of_layers
+    from ..specs.gpt import GDN_VARIANTS, layer_kinds
     from ..specs.hybrid import KDAHybridStack
 
     for name in ("multi_latent_attention", "moe_latent_size"):
@@ -237,7 +239,7 @@ def stack_of_arguments(args: Any) -> Stack:
         config.num_query_groups = args.num_attention_heads
     pattern = getattr(args, "hybrid_layer_pattern", None)
     if not pattern:  # a GPTModel: two symbols for each layer
-        pairs = ["*G"[is_gdn] + "-E"[is_moe] for is_gdn, is_moe in kinds_of_layers(config)]
+        pairs = ["*G"[is_gdn] + "-E"[is_moe] for is_gdn, is_moe in layer_kinds(config)]
         pattern = "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
     return Stack.of(
         config, pattern, args.padded_vocab_size, not args.untie_embeddings_and_output_weights,
@@ -260,7 +262,7 @@ def num_floating_point_operations(
     return stack_of_arguments(args).flops_of_sums(round(tokens), round(squares)).step
 
 
-def count_in_megatron() -> None:
+def count_flops_in_megatron() -> None:
     """Let Megatron's throughput line count FLOPs by this module, if all layers are known."""
     from megatron.training import training
 

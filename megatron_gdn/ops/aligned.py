@@ -11,7 +11,7 @@ Each stage runs over groups of a fixed number of chunks; empty chunks fill up th
 every matrix product has one shape in training, prefill and decode, and a library computes the
 product by one kernel. On a CPU a group is one chunk in memory of its own, because MKL's rounding of
 one matrix in a batched product depends on the matrix's address. Our Triton kernels and FlashQLA's
-take any number of chunks. Of the backward, only the rule's is on the grid.
+take any number of chunks. In the backward, only the rule runs on the grid.
 
 Legend: n chunks of a group; other letters as in ``ops/__init__.py``.
 """
@@ -28,7 +28,7 @@ from .documents import Documents, documents_of_rows, one_document
 from .front.history import History
 from .front.table import Parameters, TableFront
 from .readout.base import Readout
-from .rules.base import on_tokens
+from .rules.base import map_inputs
 from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 
 
@@ -46,25 +46,25 @@ def front_on_grid(
     parameters: Parameters,
     rows: Tensor,
     grid: ChunkTable,
-    before: Tensor | None = None,
+    rows_before: Tensor | None = None,
     only: tuple[str, ...] | None = None,
 ) -> Any:
     """The rule's inputs ``[B, S, ...]`` of ``rows`` ``[B, S, P]``.
 
-    ``before`` ``[N, W - 1, P]`` are the rows before each non-empty sequence; None means zeros.
+    ``rows_before`` ``[N, W - 1, P]`` are the rows before each non-empty sequence; None means zeros.
     """
     past, flat = parameters[0].shape[-1] - 1, rows.flatten(0, 1)
-    made: list[_Gathered | None] = []
+    made: list[_GroupResults | None] = []
     kind: Any = tuple
-    triton = getattr(front, "triton", False)  # its kernels for packed rows compute all tokens alike
+    triton = getattr(front, "triton", False)  # Triton's packed kernels compute all tokens alike
     for group in grid.groups:
         buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
-        _fill(buffer[past:], rows, grid, group)
-        _fill_history(buffer[:past], flat, group, before)
+        _fill_chunks(buffer[past:], rows, grid, group)
+        _fill_history(buffer[:past], flat, group, rows_before)
         path = one_document(len(buffer), buffer.device) if triton else None
         inputs = front.forward(buffer, parameters, path, only)
-        kind, inputs = type(inputs), on_tokens(inputs, lambda x: x[:, past:])
-        made = made or [None if x is None else _Gathered(grid, x) for x in inputs]
+        kind, inputs = type(inputs), map_inputs(inputs, lambda x: x[:, past:])
+        made = made or [None if x is None else _GroupResults(grid, x) for x in inputs]
         for to, x in zip(made, inputs, strict=True):
             if to is not None:
                 to.put(group, x)
@@ -79,40 +79,42 @@ def readout_on_grid(
     for group in grid.groups:
         n = grid.chunks_in(group)
         of_o = o.new_empty(n, CHUNK, *o.shape[2:])
-        _fill(of_o.flatten(2).transpose(0, 1), o.flatten(2), grid, group)
+        _fill_chunks(of_o.flatten(2).transpose(0, 1), o.flatten(2), grid, group)
         of_rows = rows.new_empty(CHUNK, n, rows.shape[-1])
-        _fill(of_rows[..., gate], rows[..., gate], grid, group)
+        _fill_chunks(of_rows[..., gate], rows[..., gate], grid, group)
         mixed = readout.forward(of_o, of_rows, gamma).transpose(0, 1)
-        made = _Gathered(grid, mixed) if made is None else made
+        made = _GroupResults(grid, mixed) if made is None else made
         made.put(group, mixed)
     assert made is not None, "the caller gives at least one token"
     return made.tokens(rows.shape[:2])
 
 
-def _fill(buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGroup) -> None:
+def _fill_chunks(buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGroup) -> None:
     """Write the group's tokens to ``buffer`` ``[64, n, D]``, and zeros to its empty slots."""
     out = buffer.transpose(0, 1)[:, None]
     grid.to_chunks(rows[:, :, None], group, buffer.dtype, out=out)
 
 
-def _fill_history(buffer: Tensor, flat: Tensor, group: ChunkGroup, before: Tensor | None) -> None:
+def _fill_history(
+    buffer: Tensor, token_rows: Tensor, group: ChunkGroup, rows_before: Tensor | None
+) -> None:
     """Write the W - 1 rows before each chunk of the group to ``buffer`` ``[W - 1, n, P]``."""
     past = len(buffer)
     if isinstance(group.token, slice):
-        first = torch.arange(group.token.start, group.token.stop, CHUNK, device=flat.device)
+        first = torch.arange(group.token.start, group.token.stop, CHUNK, device=token_rows.device)
     else:
         first = group.token[::CHUNK]
-    place = first - torch.arange(past, 0, -1, device=flat.device)[:, None]
-    torch.index_select(flat, 0, place.clamp(min=0).flatten(), out=buffer.flatten(0, 1))
+    place = first - torch.arange(past, 0, -1, device=token_rows.device)[:, None]
+    torch.index_select(token_rows, 0, place.clamp(min=0).flatten(), out=buffer.flatten(0, 1))
     if group.begin_index is not None:
         chunks, sequences = group.begin_index
-        if before is None:
+        if rows_before is None:
             buffer.index_fill_(1, chunks, 0)
         else:
-            buffer.index_copy_(1, chunks, before.index_select(0, sequences).transpose(0, 1))
+            buffer.index_copy_(1, chunks, rows_before.index_select(0, sequences).transpose(0, 1))
 
 
-class _Gathered:
+class _GroupResults:
     """Collects one stage's results ``[n, 64, ...]`` of all groups, and returns all tokens."""
 
     def __init__(self, grid: ChunkTable, like: Tensor) -> None:
@@ -147,7 +149,7 @@ class AlignedFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        # A piece may begin anywhere in its sequence, so it cannot be cut by the grid.
+        # A piece may begin anywhere in its sequence, so the grid cannot cut the piece.
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)
         if getattr(self._front, "triton", False):
@@ -179,7 +181,7 @@ class AlignedReadout:
         return made.contiguous() if out is None else out.copy_(made)
 
 
-def by_token(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+def apply_token_by_token(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
     """Apply ``function`` to one token of ``x`` ``[S, B, C]`` at a time; differentiable."""
     tokens = x.flatten(0, 1).split(1)
     return torch.cat([function(token[None]) for token in tokens], 1).view(x.shape)

@@ -1,4 +1,4 @@
-"""Helpers of autograd functions: gradients by a second run, and what autograd must not do."""
+"""Helpers for autograd functions: gradients by a second run, and no second derivatives."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def gradients(
-    function: Callable[..., Any], given: Sequence[Tensor | None], d_made: Any
+    function: Callable[..., Any], inputs: Sequence[Tensor | None], d_outputs: Any
 ) -> tuple[Any, ...]:
-    """Run ``function`` again; return the gradient of each tensor of ``given``, or None for None."""
-    leaves = [None if x is None else x.detach().requires_grad_() for x in given]
+    """Run ``function`` again; return the gradient of each of ``inputs``, or None for None."""
+    leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         made = function(*leaves)
-    found = iter(torch.autograd.grad(made, [x for x in leaves if x is not None], d_made))
+    found = iter(torch.autograd.grad(made, [x for x in leaves if x is not None], d_outputs))
     return tuple(None if x is None else next(found) for x in leaves)
 
 
@@ -59,20 +59,20 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
 
 class _SavingInputs(torch.autograd.Function):
     @staticmethod
-    def forward(ctx, function: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
+    def forward(ctx, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
         ctx.function = function
-        ctx.save_for_backward(*given)
-        return function(*given)
+        ctx.save_for_backward(*inputs)
+        return function(*inputs)
 
     @staticmethod
     @first_derivative_only
-    def backward(ctx, d_made: Tensor):
-        return None, *gradients(ctx.function, ctx.saved_tensors, d_made)
+    def backward(ctx, d_output: Tensor):
+        return None, *gradients(ctx.function, ctx.saved_tensors, d_output)
 
 
-def saving_inputs(function: Callable[..., Tensor], *given: Tensor | None) -> Tensor:
-    """Return ``function(*given)``; autograd saves only ``given``, and the backward runs again."""
-    return _SavingInputs.apply(function, *given)
+def run_saving_inputs(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
+    """Return ``function(*given)``; autograd saves only ``inputs``; the backward reruns it."""
+    return _SavingInputs.apply(function, *inputs)
 
 
 def output_without_tokens(rows: Tensor, *parameters: Tensor | None, width: int) -> Tensor:
@@ -85,4 +85,4 @@ def output_without_tokens(rows: Tensor, *parameters: Tensor | None, width: int) 
         sums = [x.sum().to(rows.dtype) for x in given if x is not None]
         return torch.stack(sums).sum().expand(*rows.shape[:2], width)
 
-    return saving_inputs(mixed, rows, *parameters)
+    return run_saving_inputs(mixed, rows, *parameters)

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import saving_inputs, uncompiled
+from .autograd import run_saving_inputs, uncompiled
 from .documents import Documents, require_one_row
 from .elementwise import silu
 from .front.history import History, history_of, last_rows
@@ -111,4 +111,4 @@ def convolve_rows(
             pre = History(before, table).add_lead_in_to(pre, weight)
         return (silu(pre) if activation else pre).to(x.dtype)
 
-    return saving_inputs(convolved, x_BSC, weight_CW, bias_C, before)
+    return run_saving_inputs(convolved, x_BSC, weight_CW, bias_C, before)

@@ -2,7 +2,7 @@
 
 Torch operations on :attr:`Documents.starts` make a table. They run on the host, and the table is
 moved to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) they run on the
-device, and the table has room for the most documents. Both kinds of table are read in the same way.
+device, and the table has room for the largest number of documents. Code reads both in the same way.
 
 Legend: N documents, M non-empty documents (in fixed buffers M = N + 1, the last always empty), T
 tokens of the buffer, n chunks.
@@ -42,8 +42,8 @@ class Documents:
     offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
     device: torch.device  # where the per-token tensors live
 
-    why_headwise: ClassVar[str] = ""  # a subclass says why only the headwise scheme runs its kind
-    why_not_on_grid: ClassVar[str] = ""  # a subclass says why batch_invariant_mode refuses its kind
+    why_headwise: ClassVar[str] = ""  # a subclass says why only the headwise scheme runs it
+    why_not_on_grid: ClassVar[str] = ""  # a subclass says why batch_invariant_mode refuses it
     continue_others: ClassVar[bool] = False  # see .trees
     known: ClassVar[bool] = True  # whether the host knows the boundaries; False in fixed buffers
 
@@ -81,14 +81,14 @@ class Documents:
 
         Raises:
             TypeError: something else than a tensor, a sequence of integers or ``Documents``.
-            ValueError: another tensor; offsets that do not start at 0, decrease, or end elsewhere.
+            ValueError: a bad tensor; offsets that do not start at 0, decrease, or end elsewhere.
         """
         if isinstance(cu_seqlens, Documents):
             documents = cu_seqlens
         else:
             if device is None:
                 device = cu_seqlens.device if isinstance(cu_seqlens, Tensor) else "cpu"
-            documents = _same_for_all(_offsets_of(cu_seqlens), torch.device(device))
+            documents = _shared_documents(_offsets_of(cu_seqlens), torch.device(device))
         if documents.total_tokens != total_tokens:
             raise ValueError(
                 f"cu_seqlens ends at {documents.total_tokens}, which does not match the "
@@ -99,7 +99,7 @@ class Documents:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Everything that distinguishes these documents from others in a buffer of this size."""
+        """The integers that distinguish these documents from others in a buffer of this size."""
         return self.offsets
 
     @cached_property
@@ -115,7 +115,7 @@ class Documents:
 
     @cached_property
     def filled(self) -> Tensor | None:
-        """int64 on the device: the documents with tokens; None if all have some."""
+        """int64 on the device: indices of the documents with tokens; None if all have tokens."""
         index = [n for n, length in enumerate(self.lengths) if length]
         if len(index) == len(self.lengths):
             return None
@@ -137,7 +137,7 @@ class Documents:
 
     def on(self, device: torch.device) -> Documents:
         """The same documents, with tables on ``device``."""
-        return self if device == self.device else _same_for_all(self.offsets, device)
+        return self if device == self.device else _shared_documents(self.offsets, device)
 
     @cached_property
     def total_tokens(self) -> int:
@@ -155,7 +155,7 @@ class Documents:
         ``stamp`` is that of the forward; a recomputed forward ``saved`` a stamp of its own.
         """
         if saved is not stamp and not torch.equal(saved, stamp):
-            raise RuntimeError(changed_before_recomputation("those of another micro-batch"))
+            raise RuntimeError(changed_boundaries_message("those of another micro-batch"))
 
     @cached_property
     def filled_offsets(self) -> tuple[int, ...]:
@@ -232,7 +232,7 @@ class Documents:
 
     def chunks(self, size: int) -> ChunkPlaces:
         """The places of chunks of ``size`` tokens, counted from each sequence's start."""
-        return self.table(("chunks", size), lambda documents: chunks_where_known(documents, size))
+        return self.table(("chunks", size), lambda documents: chunk_places_of(documents, size))
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
         """Slices of the tokens of the documents that the document at ``start`` continues."""
@@ -250,14 +250,14 @@ class Documents:
 
 
 @cached_by_stream(32)
-def _same_for_all(offsets: tuple[int, ...], device: torch.device) -> Documents:
-    """One object for equal boundaries, so that micro-batches share its tables."""
+def _shared_documents(offsets: tuple[int, ...], device: torch.device) -> Documents:
+    """Return one object for equal boundaries, so that micro-batches share its tables."""
     return Documents(offsets, device)
 
 
 def one_document(tokens: int, device: torch.device) -> Documents:
     """A sequence that fills the buffer."""
-    return _same_for_all((0, tokens), device)
+    return _shared_documents((0, tokens), device)
 
 
 def documents_of_rows(
@@ -271,7 +271,7 @@ def documents_of_rows(
         return documents
     ends = (rows[1],) if documents is None else documents.offsets[1:]
     all_ends = [row * rows[1] + end for row in range(rows[0]) for end in ends]
-    return _same_for_all((0, *all_ends), device)
+    return _shared_documents((0, *all_ends), device)
 
 
 def _tokens_of(documents: Documents) -> Tensor:
@@ -279,15 +279,15 @@ def _tokens_of(documents: Documents) -> Tensor:
     return torch.arange(documents.total_tokens, device=starts.device, dtype=torch.int32)
 
 
-def chunks_where_known(documents: Documents, size: int) -> ChunkPlaces:
+def chunk_places_of(documents: Documents, size: int) -> ChunkPlaces:
     """:meth:`Documents.chunks`, on the device of :attr:`Documents.starts`."""
     return chunk_places(ceil_div(documents.starts.diff(), size), documents.most_chunks(size))
 
 
-def chunk_places(count: Tensor, most: int) -> ChunkPlaces:
-    """Places of ``most`` chunks; ``count``, int32 ``[M]``, is the number of chunks per sequence."""
+def chunk_places(count: Tensor, chunks: int) -> ChunkPlaces:
+    """Places of ``chunks`` chunks; ``count``, int32 ``[M]``: chunks of each sequence."""
     offsets = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
-    number = torch.arange(most, device=count.device, dtype=torch.int32)
+    number = torch.arange(chunks, device=count.device, dtype=torch.int32)
     sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(max=len(count) - 1)
     place = torch.where(number < offsets[-1], number - offsets[sequence], 0)
     return ChunkPlaces(offsets, torch.stack([sequence.to(torch.int32), place], 1))
@@ -297,7 +297,7 @@ def ceil_div(count: Tensor, by: Tensor | int) -> Tensor:
     return (count + (by - 1)).div(by, rounding_mode="floor")
 
 
-def changed_before_recomputation(found: str) -> str:
+def changed_boundaries_message(found: str) -> str:
     """The error message if a recomputed forward has other boundaries than the first forward."""
     return (
         f"the boundaries of the documents changed between a forward and its recomputation in the "
@@ -306,12 +306,12 @@ def changed_before_recomputation(found: str) -> str:
     )
 
 
-def require_one_row(rows: int, given: str) -> None:
-    """Refuse packed documents in a batch of several rows; ``given`` is the tensor in words."""
+def require_one_row(rows: int, description: str) -> None:
+    """Refuse packed documents in a batch of several rows; ``description`` names the tensor."""
     if rows != 1:
         raise ValueError(
-            f"packed documents need a batch of 1, got {given}. Lay the rows end to end and extend "
-            f"cu_seqlens."
+            f"packed documents need a batch of 1, got {description}. Lay the rows end to end and "
+            f"extend cu_seqlens."
         )
 
 

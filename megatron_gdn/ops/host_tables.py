@@ -33,15 +33,15 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
         return table.pin_memory().to(device, non_blocking=True)
 
 
-def require_no_capture(made: str) -> None:
-    """Refuse to make a table (``made`` in words) while a CUDA graph is captured.
+def require_no_capture(table_name: str) -> None:
+    """Refuse to make a table while a CUDA graph is captured; ``table_name`` names the table.
 
     A replay would copy the table from freed host memory, or only replays would write the table.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
-            f"{made} is needed for the first time while a CUDA graph is being captured. Run the "
-            f"forward and the backward once before, eagerly, with the same shapes, dtypes and "
+            f"{table_name} is needed for the first time while a CUDA graph is being captured. Run "
+            f"the forward and the backward once before, eagerly, with the same shapes, dtypes and "
             f"packed_seq_params (torch.cuda.make_graphed_callables and Megatron do: "
             f"num_warmup_iters and cuda_graph_warmup_steps must be at least 1)."
         )
@@ -50,7 +50,7 @@ def require_no_capture(made: str) -> None:
 def stream_of_tables() -> int:
     """The number of the CUDA stream whose tables are read; 0 on the CPU.
 
-    The stream is the current one, or during a capture the stream of the last call before it.
+    The stream is the current one; during a capture, the stream of the last call before the capture.
     """
     global _latest_stream
     if not torch.cuda.is_initialized():
@@ -68,12 +68,12 @@ def keep_if_captured[Made](tables: Made) -> Made:
 
 
 def cached_by_stream[**Arguments, Made](
-    most: int,
+    maxsize: int,
 ) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
     """``lru_cache(most)`` for a function whose results hold tables on a device."""
 
     def decorate(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-        @lru_cache(maxsize=most)
+        @lru_cache(maxsize=maxsize)
         def made(stream: int, *args: Any, **kwargs: Any) -> Made:
             return make(*args, **kwargs)
 

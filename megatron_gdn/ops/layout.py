@@ -28,7 +28,7 @@ def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
 
 
 def require_shares(ranks: int, counts: Sequence[int], held: str) -> None:
-    """Refuse tensor-parallel ranks that do not divide all ``counts``; ``held``: counts in words."""
+    """Refuse a tensor-parallel size that does not divide all ``counts`` (in words: ``held``)."""
     if ranks < 1 or any(count % ranks for count in counts):
         most = max(counts)
         legal = [n for n in range(1, most + 1) if not any(count % n for count in counts)]

@@ -5,8 +5,8 @@
     mixed  = readout(o, rows)       norm and gate: one kernel, written as [S, B, H V]
 
 The autograd function saves only tensors that the backward reads. The backward writes the gradients
-of all projection columns to one buffer. :class:`.parts.Neighbours` gives the front its history and
-the rule its initial state.
+of all projection columns to one buffer. :class:`.parts.SequenceContext` gives the front its history
+and the rule its initial state.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .autograd import first_derivative_only, output_without_tokens
 from .front.history import History, HistoryTable
 from .front.table import TableFront
 from .obstacles import why_not_triton
-from .parts import ALONE, Neighbours, Parts
+from .parts import WHOLE_SEQUENCES, Parts, SequenceContext
 from .readout.base import Readout, SplitReadout
 from .recompute import HandOver, RefilledOutput, SecondRun
 from .rules.base import Rule, Saved
@@ -35,13 +35,13 @@ from .trees import RuleByLevel, TreeDocuments
 def mix(
     rows: Tensor,
     parts: Parts,
-    neighbours: Neighbours = ALONE,
+    neighbours: SequenceContext = WHOLE_SEQUENCES,
     refilled: RefilledOutput | None = None,
 ) -> Tensor:
     """The computation between in_proj and out_proj, for the heads of one rank: ``[S, B, H * V]``.
 
     If the readout is a :class:`SplitReadout` with ``closed``, the caller runs ``call`` when
-    all heads are together. With ``refilled`` out_proj can free its input until the backward.
+    all heads are together. With ``refilled``, out_proj can free its input until its backward.
     """
     rule, parameters, front, inside = parts.rule, parts.parameters, parts.front, parts.readout
     apart = None
@@ -60,7 +60,9 @@ def mix(
         hand_over = HandOver() if keep else None
         of_function = refilled if apart is None else None
         second_run = SecondRun(front, rule, neighbours) if keep and parts.run_again else None
-        call = Call(front, rule, inside, neighbours, keep, of_function, hand_over, second_run)
+        call = MixerArguments(
+            front, rule, inside, neighbours, keep, of_function, hand_over, second_run
+        )
         mixed = MixerFunction.apply(call, rows, *parameters)
         mixed = mixed if hand_over is None else hand_over.behind(mixed)
     else:  # ranks that share sequences have equal numbers of rows, so no rank waits for another
@@ -70,10 +72,10 @@ def mix(
         return mixed
     if refilled is None:
         return apart.call(mixed, rows)
-    return _called_again(apart, mixed, rows, refilled)
+    return _checkpoint_readout(apart, mixed, rows, refilled)
 
 
-def _called_again(
+def _checkpoint_readout(
     apart: SplitReadout, mixed: Tensor, rows: Tensor, refilled: RefilledOutput
 ) -> Tensor:
     """Run ``apart.call`` and drop its output and intermediates; the call runs three times in all.
@@ -91,27 +93,27 @@ def _called_again(
     return made
 
 
-class Call(NamedTuple):
+class MixerArguments(NamedTuple):
     """The arguments of one run of a mixer that are not tensors."""
 
     front: TableFront
     rule: Rule
     readout: Readout
-    neighbours: Neighbours
+    neighbours: SequenceContext
     keep: bool  # whether tensors are kept for a backward
     refilled: RefilledOutput | None
     hand_over: HandOver | None  # of the gradient of the output
     second_run: SecondRun | None  # None if front and rule run only once
 
 
-class _Kept(NamedTuple):
+class _BackwardValues(NamedTuple):
     """The values for the backward that are not saved tensors."""
 
-    call: Call
+    call: MixerArguments
     rule_plan: Any
     stamp: Tensor | None  # of the documents
-    parameters: int  # how many of the saved tensors
-    linked: int  # how many of the saved tensors a state link kept
+    parameters: int  # the number of saved tensors that are parameters
+    linked: int  # the number of saved tensors that a state link kept
     history: History | None
 
 
@@ -120,7 +122,7 @@ class MixerFunction(torch.autograd.Function):
 
     @staticmethod
     @leaves_memory_unfilled
-    def forward(ctx, call: Call, rows: Tensor, *parameters: Tensor | None):
+    def forward(ctx, call: MixerArguments, rows: Tensor, *parameters: Tensor | None):
         out, saved, ctx.kept = _forward(call, rows, parameters)
         if call.keep:
             ctx.save_for_backward(*saved)
@@ -139,8 +141,8 @@ class MixerFunction(torch.autograd.Function):
 
 
 def _forward(
-    call: Call, rows: Tensor, parameters: Sequence[Tensor | None]
-) -> tuple[Tensor, Sequence[Tensor | None], _Kept | None]:
+    call: MixerArguments, rows: Tensor, parameters: Sequence[Tensor | None]
+) -> tuple[Tensor, Sequence[Tensor | None], _BackwardValues | None]:
     """The mixer's output, the tensors to save, and the other values for the backward."""
     front, rule, readout, neighbours, keep, refilled, _, second_run = call
     *of_front, gamma = parameters
@@ -163,7 +165,7 @@ def _forward(
         read = [x if name in wanted and name not in again else None for name, x in named]
         stamp = None if neighbours.documents is None else neighbours.documents.stamp
         saved = (stamp, rows, of_readout, *parameters, *read, *linked, *of_rule.tensors)
-        kept = _Kept(call, of_rule.plan, stamp, len(parameters), len(linked), history)
+        kept = _BackwardValues(call, of_rule.plan, stamp, len(parameters), len(linked), history)
         del read
     del inputs  # without a backward the rule was the last reader of the inputs
     mixed = readout.forward(o, rows, gamma)
@@ -180,24 +182,24 @@ def _forward(
     return mixed, saved, kept
 
 
-def _backward(kept: _Kept, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
+def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
     """The gradients of the rows and of the parameters.
 
     The function empties the lists ``saved`` and ``gradient``, so each tensor can be freed early.
     """
-    (front, rule, readout, neighbours, *_), history = kept.call, kept.history
+    (front, rule, readout, neighbours, *_), history = values.call, values.history
     stamp, rows, o = saved[:3]
-    if neighbours.documents is not None and kept.stamp is not None:
-        neighbours.documents.require_unchanged(kept.stamp, stamp)
-    a = 3 + kept.parameters
+    if neighbours.documents is not None and values.stamp is not None:
+        neighbours.documents.require_unchanged(values.stamp, stamp)
+    a = 3 + values.parameters
     b = a + len(front.names)
-    c = b + kept.linked
+    c = b + values.linked
     *of_front, gamma = saved[3:a]
     read, linked = saved[a:b], tuple(saved[b:c])
-    of_rule = Saved(tuple(saved[c:]), kept.rule_plan)
+    of_rule = Saved(tuple(saved[c:]), values.rule_plan)
     saved.clear()
     d_rows = rows.new_empty(rows.shape)
-    inputs, second_run = None, kept.call.second_run
+    inputs, second_run = None, values.call.second_run
     if second_run is not None:
         inputs, o, of_rule = second_run.take(rows, of_front, history, linked, of_rule)
     d_o, d_gamma = readout.backward(gradient.pop(), o, rows, gamma, d_rows)

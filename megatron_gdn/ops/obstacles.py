@@ -32,8 +32,8 @@ class Obstacle(NamedTuple):
     error: type[Exception] = ValueError  # ImportError where another installation would help
 
 
-def words_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | None) -> str:
-    """The end of the reason for a plain rule; warns if installing a package would give kernels."""
+def advice_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | None) -> str:
+    """Words after the reason for a plain rule; warns if installing a package would give kernels."""
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""
@@ -74,11 +74,11 @@ def why_not_flash_qla(
         )
     if torch.cuda.get_device_capability(device) not in _FLASH_QLA_CAPABILITIES:
         return Obstacle("flash_qla trains on compute capability 9.0, 10.0 and 10.3 only")
-    return flash_qla_package()
+    return why_not_flash_qla_package()
 
 
 @cache
-def flash_qla_package() -> Obstacle | None:
+def why_not_flash_qla_package() -> Obstacle | None:
     installed = installed_version("flash-qla")
     if find_spec("flash_qla") is None:
         why = "flash-qla is not installed (pip install 'flash-qla>=0.1.3')"
@@ -103,7 +103,7 @@ def fla_needs_tilelang(device: torch.device) -> bool:
 
 
 @cache
-def fla_package(major: int) -> Obstacle | None:
+def why_not_fla_package(major: int) -> Obstacle | None:
     """Why fla's kernels cannot run on GPUs of capability ``major``, and the fix."""
     known, triton = ".".join(map(str, _FLA_KNOWN)), installed_version("triton")
     versions = {name: installed_version(name) for name in _FLA_PACKAGES}
@@ -143,7 +143,7 @@ def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
 
 
 @cache
-def say_once(message: str, device_type: str) -> None:
+def log_obstacle_once(message: str, device_type: str) -> None:
     """Log ``message`` once, on rank 0: as a warning on a GPU, as info elsewhere."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return

@@ -82,11 +82,11 @@ class Parts(NamedTuple):
     @property
     def shape(self) -> MemoryShape:
         """Sizes of the memory of one sequence."""
-        return _shape(self.table, self.past + 1, self.on_grid)
+        return _memory_shape(self.table, self.past + 1, self.on_grid)
 
 
 @lru_cache(maxsize=64)
-def _shape(table: FrontTable, taps: int, on_grid: bool) -> MemoryShape:
+def _memory_shape(table: FrontTable, taps: int, on_grid: bool) -> MemoryShape:
     return MemoryShape.of(table.layout, table.state, taps, on_grid)
 
 
@@ -118,8 +118,8 @@ def parts_of(
             columns; not for generation.
 
     Raises:
-        ValueError: rows or gates of other heads or strides; a convolution of other channels, or one
-            that is not contiguous; unknown ``kernels``.
+        ValueError: rows or gates of other heads or strides; a conv weight of other channels, or a
+            conv weight that is not contiguous; unknown ``kernels``.
     """
     layout, weight = table.layout, cast(Tensor, parameters[0])
     width = layout.width if gates is None else layout.main_width
@@ -178,7 +178,7 @@ class StateLink(Protocol):
 
 
 @dataclass(frozen=True, eq=False)
-class Neighbours:
+class SequenceContext:
     """Boundaries, history and initial states of one batch's rows; None for zero history or states.
 
     The boundaries, of documents or of pieces of documents, are the same in every batch row.
@@ -194,4 +194,4 @@ class Neighbours:
         return self.documents if self.states is None else self.states.documents
 
 
-ALONE = Neighbours()  # every batch row is one whole sequence
+WHOLE_SEQUENCES = SequenceContext()  # every batch row is one whole sequence

@@ -1,7 +1,7 @@
 """Tensors that a mixer frees between forward and backward, and gradients that it frees early.
 
 With a second run of front and rule the mixer keeps only the projection rows. The second run starts
-when the mixer's output is computed again for out_proj's backward, or with the mixer's backward.
+when out_proj's backward needs the mixer's output, or else in the mixer's backward.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 from .autograd import uncompiled
 from .front.history import History
 from .front.table import TableFront
-from .parts import Neighbours
+from .parts import SequenceContext
 from .rules.base import Rule, Saved
 
 
@@ -75,7 +75,7 @@ class RefilledOutput:
                 storage.resize_(size)
                 with torch.no_grad():  # .data: autograd must not count the write as a change
                     refill(output.data)
-            hook.remove()  # else a reference to ``out`` keeps the refill's inputs alive
+            hook.remove()  # otherwise ``out`` would keep the refill's inputs alive
 
         storage.resize_(0)
         hook = out.register_hook(fill_again)
@@ -83,31 +83,31 @@ class RefilledOutput:
 
 # Bytes of the smallest gradient that is handed over. The autograd step takes the host about 50
 # microseconds. With fewer rows the GPU would wait, and the gradient is small in the memory peak.
-LEAST = 128 << 20
+LEAST_BYTES = 128 << 20
 
 
 class HandOver:
-    """Lets a backward free the gradient of its output, which autograd holds until its return.
+    """Lets a backward free its output's gradient, which autograd holds until the backward returns.
 
     An autograd step ``behind`` the function stores the gradient here and passes on a stub without
     memory; the function's backward ``take``s the gradient. One object per forward.
     """
 
     def __init__(self) -> None:
-        self.aside: dict[int, Tensor] = {}  # key: the number of the backward's run
+        self.stored_gradients: dict[int, Tensor] = {}  # key: the number of the backward's run
 
     def behind(self, out: Tensor) -> Tensor:
         """Add the autograd step to ``out``, unless its gradient is small or not needed."""
-        if not out.requires_grad or out.nbytes < LEAST:
+        if not out.requires_grad or out.nbytes < LEAST_BYTES:
             return out
-        return _PutAside.apply(out, self)
+        return _StoreGradient.apply(out, self)
 
     def take(self, gradient: Tensor) -> Tensor:
         """The gradient that the step stored in this backward, or ``gradient`` without a step."""
-        return self.aside.pop(torch._C._current_graph_task_id(), gradient)
+        return self.stored_gradients.pop(torch._C._current_graph_task_id(), gradient)
 
 
-class _PutAside(torch.autograd.Function):
+class _StoreGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx, out: Tensor, hand_over: HandOver) -> Tensor:
         ctx.hand_over = hand_over
@@ -117,14 +117,14 @@ class _PutAside(torch.autograd.Function):
     def backward(ctx, gradient: Tensor):
         if torch.is_grad_enabled():  # create_graph=True, which the function's backward refuses
             return gradient, None
-        ctx.hand_over.aside[torch._C._current_graph_task_id()] = gradient
+        ctx.hand_over.stored_gradients[torch._C._current_graph_task_id()] = gradient
         return gradient.new_empty(()).expand(gradient.shape), None
 
 
 class SecondRun:
     """Runs the front and the rule again in the backward. One object per forward."""
 
-    def __init__(self, front: TableFront, rule: Rule, neighbours: Neighbours) -> None:
+    def __init__(self, front: TableFront, rule: Rule, neighbours: SequenceContext) -> None:
         self._front, self._rule, self._neighbours = front, rule, neighbours
         self._made: tuple[Any, Tensor, Saved] | None = None
 
@@ -149,9 +149,9 @@ class SecondRun:
             self._made = inputs, o, saved
         return self._made
 
-    def take(self, *given: Any) -> tuple[Any, Tensor, Saved]:
+    def take(self, *arguments: Any) -> tuple[Any, Tensor, Saved]:
         """Return the result of :meth:`made` and free it here; inputs not read again are None."""
-        inputs, o, saved = self.made(*given)
+        inputs, o, saved = self.made(*arguments)
         self._made = None
         wanted = self._rule.reads_again
         named = zip(self._front.names, inputs, strict=True)

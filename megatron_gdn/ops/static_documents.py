@@ -30,7 +30,7 @@ class StaticDocuments(Documents):
 
     Kernels read a StaticDocuments as they read :class:`Documents`. The host may not read
     ``offsets`` and ``lengths``. The documents of every micro-batch fill the buffer. Before the
-    first :meth:`fill` the buffer has as few documents as ``longest``, by default T, allows.
+    first :meth:`fill` the buffer holds documents of ``longest`` tokens, by default T.
     """
 
     why_headwise = "the one that runs documents in fixed buffers"
@@ -74,7 +74,7 @@ class StaticDocuments(Documents):
             total_tokens=total_tokens, _key=None, _tables={}, _stamps={},
         )  # fmt: skip
         self.refresh(check=False)
-        self.read_by_forward(recomputed=False)
+        self.record_forward(recomputed=False)
 
     def fill(self, cu_seqlens: Tensor | Sequence[int]) -> None:
         """Overwrite the boundaries and all tables that were made from the boundaries.
@@ -90,7 +90,7 @@ class StaticDocuments(Documents):
 
         Raises:
             ValueError: more than N documents; offsets on the host that do not fit.
-            TypeError: as :meth:`Documents.from_cu_seqlens`.
+            TypeError: see :meth:`Documents.from_cu_seqlens`.
         """
         if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
             offsets = cu_seqlens
@@ -140,7 +140,7 @@ class StaticDocuments(Documents):
         """A tensor that every :meth:`fill` replaces by another one."""
         return self._stamps["fill"]
 
-    def read_by_forward(self, recomputed: bool) -> None:
+    def record_forward(self, recomputed: bool) -> None:
         """Every forward calls this method, which refuses a recomputation after another fill."""
         if not recomputed:
             self._stamps["read"] = self.stamp

@@ -11,7 +11,7 @@ from typing import Any, cast
 import torch
 import torch.utils.deterministic
 
-_REDUCED = ("tf32", "bf16")
+_REDUCED_PRECISIONS = ("tf32", "bf16")
 
 
 class _Switch:
@@ -19,8 +19,8 @@ class _Switch:
     thread that leaves calls the function that ``turn`` returned.
     """
 
-    def __init__(self, turn: Callable[[], Callable[[], None] | None]) -> None:
-        self._turn, self._turn_back = turn, None
+    def __init__(self, change: Callable[[], Callable[[], None] | None]) -> None:
+        self._turn, self._turn_back = change, None
         self._inside, self._lock = 0, threading.Lock()
 
     def __enter__(self) -> None:
@@ -42,7 +42,7 @@ def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
     The rule sums over thousands of tokens, for which TF32's 11-bit factors are too coarse.
     """
     switch = _full_fp32[device_type == "cuda"]
-    # Entering torch.autocast takes longer than a small product, so do not if autocast is off.
+    # Entering torch.autocast takes longer than a small product, so it is entered only if needed.
     return (
         _outside_autocast(device_type, switch) if torch.is_autocast_enabled(device_type) else switch
     )
@@ -65,10 +65,10 @@ def _turn(cuda: bool) -> Callable[[], None] | None:
         torch.set_float32_matmul_precision("highest")
         return lambda: torch.set_float32_matmul_precision(precision)
     kept = matmul.fp32_precision
-    if kept not in _REDUCED:
+    if kept not in _REDUCED_PRECISIONS:
         return None
     if cuda and (old := _old_switch()) is not None:
-        # Turn the old switch: if a new switch contradicts it, torch refuses to read the old one.
+        # Set the old switch: torch refuses to read the old switch if a new switch contradicts it.
         matmul.allow_tf32 = False
         return lambda: _restore_old_switch(old)
     matmul.fp32_precision = "ieee"
@@ -91,11 +91,11 @@ def _restore_old_switch(precision: str) -> None:
     _restore_switch(host, kept_host)
 
 
-def _restore_switch(switch: Any, kept: str) -> None:
-    """Restore the value ``kept``: inherit the general switch if it has this value, else set it."""
+def _restore_switch(switch: Any, value: str) -> None:
+    """Restore the value ``value``: inherit the general switch if it has this value, else set it."""
     switch.fp32_precision = "none"
-    if switch.fp32_precision != kept:
-        switch.fp32_precision = kept
+    if switch.fp32_precision != value:
+        switch.fp32_precision = value
 
 
 _full_fp32 = [_Switch(partial(_turn, False)), _Switch(partial(_turn, True))]

@@ -27,11 +27,11 @@ from torch import Tensor
 from .documents import Documents
 from .front.history import History, HistoryTable, ranges
 from .host_tables import to_device
-from .rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, on_tokens
+from .rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, map_inputs
 from .state_maps.state_map import StateMap
 from .switches import full_fp32_matmul
 
-ALIGNMENT = 16  # bytes: kernels need tensors that begin at a multiple of this address
+ALIGNMENT = 16  # bytes: kernels need tensors whose address is a multiple of this number
 
 
 class Level(NamedTuple):
@@ -136,7 +136,7 @@ class TreeDocuments(Documents):
             levels.append(Level(tokens, documents, parents, tuple(map(len, families))))
         return tuple(levels)
 
-    def in_buffer(self, pieces: Sequence[Any]) -> Any:
+    def to_buffer(self, pieces: Sequence[Any]) -> Any:
         """``[1, T, ...]`` from the rows of each level, with zeros at padding; None for None."""
         if pieces[0] is None or pieces[0].shape[1] == self.total_tokens:
             return pieces[0]
@@ -192,7 +192,7 @@ class ForwardByLevel(RuleForward):
         assert initial is None and not final
         outputs, tensors, plans, ended = [], [], [], None
         for level in self.documents.levels:
-            begun = self.rule.rule.begin(on_tokens(self.inputs, level.rows), level.documents)
+            begun = self.rule.rule.begin(map_inputs(self.inputs, level.rows), level.documents)
             entering, through, continued = None, None, any(level.children)
             if ended is not None:
                 entering = ended.index_select(0, level.parents)
@@ -202,7 +202,7 @@ class ForwardByLevel(RuleForward):
             outputs.append(o)
             tensors += [entering, through, *saved.tensors]
             plans.append((saved.plan, len(saved.tensors)))
-        o = self.documents.in_buffer(outputs)
+        o = self.documents.to_buffer(outputs)
         return RuleOutput(o, None, Saved(tuple(tensors) if keep else (), tuple(plans)))
 
 
@@ -216,7 +216,7 @@ class BackwardByLevel(RuleBackward):
             plan, count = self.saved.plan[number]
             entered, through, *mine = tensors[-count - 2 :]
             del tensors[-count - 2 :]
-            inputs, saved = on_tokens(self.inputs, level.rows), Saved(tuple(mine), plan)
+            inputs, saved = map_inputs(self.inputs, level.rows), Saved(tuple(mine), plan)
             begun = self.rule.rule.begin_backward(
                 level.rows(self.d_o), inputs, saved, level.documents
             )
@@ -231,7 +231,7 @@ class BackwardByLevel(RuleBackward):
             if d_entered is not None:
                 families = d_entered.split(levels[number - 1].children)
                 d_final = torch.stack([family.sum(0) for family in families])
-        return type(grads[0])(*map(self.documents.in_buffer, zip(*grads, strict=True)))
+        return type(grads[0])(*map(self.documents.to_buffer, zip(*grads, strict=True)))
 
 
 class RuleByLevel(Rule):

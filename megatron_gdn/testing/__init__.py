@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["GenerationGap", "check_generation"]
 
 _aten = torch.ops.aten
-# Functions that act on each row of the first argument alone. torch computes the last elements of a
-# buffer with other bits than the middle, so RowByRow runs these functions on single rows.
+# Functions that act on each row of the first argument alone. torch rounds the last elements of a
+# buffer in another way than the middle, so RowByRow runs these functions on single rows.
 _ROWWISE_FUNCTIONS = {
     _aten.silu.default, _aten.sigmoid.default, _aten.exp.default, _aten.cos.default,
     _aten.sin.default, _aten.gelu.default, _aten.tanh.default, _aten.softplus.default,

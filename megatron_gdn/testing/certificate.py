@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from ..command_line import Parser, heads
 from ..compat.observe import hide_import_notes
 from ..context_parallel import local_indices
-from ..mixers.padding import params_of
+from ..mixers.padding import packed_seq_params_of
 
 CLIP = 0.2  # PPO and GRPO usually clip the ratio to 1 - 0.2 .. 1 + 0.2
 VOCABULARY, PATTERN = 512, "G-*-G-"
@@ -71,7 +71,7 @@ HEADINGS = (
 )  # fmt: skip
 
 
-def arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
     parser = Parser(
         "python -m megatron_gdn.testing.certificate",
         description="What context parallelism changes in a layer and in a policy step.",
@@ -114,12 +114,12 @@ def certificate(args: argparse.Namespace) -> list[Row]:
     ]
 
 
-def _make_row(name: str, mode: str, cp: int, found: Any, exact: Any, one: Any) -> Row:
+def _make_row(name: str, mode: str, cp: int, found: Any, exact: Any, one_rank: Any) -> Row:
     gradients = [
         _relative_error(found[x], exact[x]) for x in exact if x not in ("output", "logits", "token")
     ]
-    p, q = (x["logits"].double().log_softmax(-1) for x in (one, found))
-    token = one["token"][:, None]
+    p, q = (x["logits"].double().log_softmax(-1) for x in (one_rank, found))
+    token = one_rank["token"][:, None]
     ratio = (q - p).gather(1, token).exp()
     return Row(
         name, mode, cp, _relative_error(found["output"], exact["output"]), max(gradients),
@@ -166,7 +166,7 @@ def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None
     parallel_state.initialize_model_parallel(context_parallel_size=cp)
     model_parallel_cuda_manual_seed(1234)
     held = local_indices(args.lengths, cp, rank)
-    packed = params_of("thd", args.lengths, None, max(args.lengths), device)
+    packed = packed_seq_params_of("thd", args.lengths, None, max(args.lengths), device)
     modes, made = ["one rank", "fp64"] if cp == 1 else args.modes, {}
     for (name, precision), mode in product(precisions().items(), modes):
         case = _Case(args, *precision, mode, cp, held, packed, device)
@@ -258,8 +258,8 @@ def _run_policy(case: _Case) -> dict[str, Tensor]:
     return {"logits": logits[0].float().cpu(), "token": tokens[0, 1:][held]}
 
 
-def main(given: Sequence[str] | None = None) -> None:
-    args = arguments(given)
+def main(argv: Sequence[str] | None = None) -> None:
+    args = parse_arguments(argv)
     rows = certificate(args)
     if args.json:
         for row in rows:

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from functools import partial
 
-from ..command_line import Parser, heads, refuse
+from ..command_line import Parser, heads, print_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -27,7 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return _compile(arguments)
     except (ValueError, ImportError, OSError) as error:
-        return refuse(error)
+        return print_error(error)
     except KeyboardInterrupt:
         print("stopped; kernels compiled so far are kept", file=sys.stderr)
         return 130
@@ -51,12 +51,12 @@ def _compile(arguments: argparse.Namespace) -> int:
 
     hide_import_notes()
     from ..ops.kernels.builds import build_lock
-    from .absent_gpu import absent_hopper
+    from .absent_gpu import simulated_hopper
     from .layers import model_of, tasks_of
     from .tasks import run_tasks
 
     model = model_of(arguments)
-    with absent_hopper(arguments.multiprocessors), ExitStack() as locks:
+    with simulated_hopper(arguments.multiprocessors), ExitStack() as locks:
         tasks, heads = tasks_of(model, arguments)
         if not arguments.for_a_run:  # the run that started this command holds the locks
             # A run that starts meanwhile waits for the locks instead of compiling the same kernels.

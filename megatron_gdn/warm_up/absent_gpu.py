@@ -23,8 +23,8 @@ ARCH = "9.0"
 
 
 @contextmanager
-def absent_hopper(multiprocessors: int = 132) -> Iterator[None]:
-    """Inside, torch reports a Hopper GPU, and Triton and tilelang compile for Hopper."""
+def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
+    """In this context torch reports a Hopper GPU, and Triton and tilelang compile for Hopper."""
     properties = SimpleNamespace(
         major=9, minor=0, multi_processor_count=multiprocessors, name="Hopper", gcnArchName=""
     )
@@ -71,8 +71,8 @@ class HopperDriver:
 
 
 @contextmanager
-def nothing_computed() -> Iterator[None]:
-    """Inside, tensors on the GPU have no memory; layers and their backward run without values."""
+def without_computing() -> Iterator[None]:
+    """In this context GPU tensors have no memory; layers and their backward run without values."""
 
     def address(tensor: Tensor) -> int:
         return int(tensor.storage_offset()) * tensor.element_size()
@@ -86,7 +86,7 @@ def nothing_computed() -> Iterator[None]:
 
 
 class _FakeModeWithoutDevice(FakeTensorMode):
-    avoid_device_init = property(lambda self: True)  # torch reports a GPU, but has none
+    avoid_device_init = property(lambda self: True)  # torch reports a GPU that does not exist
 
 
 class _FakeGpuTensors(TorchDispatchMode):

@@ -30,8 +30,8 @@ from torch import Tensor
 from ..context_parallel import agreement
 from ..gdn.flash_qla.builds import USUAL_PARTS, Heads, expected_heads
 from ..gdn.sizes import GDNDims
-from .absent_gpu import nothing_computed
-from .tasks import Task, kernels_noted
+from .absent_gpu import without_computing
+from .tasks import Task, recorded_kernels
 
 _SHORT, _LONG = 208, 9216  # tokens; FlashQLA cuts a sequence of _LONG, not of _SHORT
 # FlashQLA chooses one of three forward kernels by the number sequences * heads: at least this share
@@ -157,7 +157,7 @@ def tasks_of(model: Model, arguments: argparse.Namespace) -> tuple[list[Task], s
     backend = "flash_qla" if "flash_qla" in arguments.kernels else "auto"
     calls = calls_of(model, arguments.linear_cp_mode, arguments.parts, arguments.multiprocessors)
     found: set[Heads] = set()
-    with kernels_noted() as noted, nothing_computed():
+    with recorded_kernels() as noted, without_computing():
         for call in calls:
             run_layer(model, call, rule_operands=arguments.operands, backend=backend)
             if backend == "flash_qla":

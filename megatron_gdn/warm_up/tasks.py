@@ -1,4 +1,4 @@
-"""Records the kernels of calls that compute nothing as tasks, and compiles them in parallel forks.
+"""Records the kernels that calls would launch as tasks, and compiles the tasks in parallel forks.
 
 The keys of tilelang's and Triton's caches on disk are the kernel, the target and the versions, so a
 cache that was filled without a GPU serves a machine with a GPU.
@@ -88,8 +88,8 @@ def _run_in_fork(task: Task, output: TextIO) -> None:
 
 
 @contextmanager
-def kernels_noted() -> Iterator[dict[Any, Task]]:
-    """Inside, FlashQLA and Triton run no kernels; each variant is recorded once, as a task."""
+def recorded_kernels() -> Iterator[dict[Any, Task]]:
+    """In this context FlashQLA and Triton run no kernels; each variant is recorded as one task."""
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 

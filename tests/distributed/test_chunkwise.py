@@ -11,7 +11,7 @@ import torch.distributed as dist
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import agreement
 from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
-from megatron_gdn.context_parallel.chunkwise.map_exchange import pack, share_and_fold
+from megatron_gdn.context_parallel.chunkwise.map_exchange import join_maps, states_entering_nodes
 from megatron_gdn.gdn import layer as layer_module
 from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.ops.rules.choice import Choice
@@ -52,17 +52,17 @@ def chains_equal_their_product(
     mine = [(j, nodes.slots[j]) for j, host in enumerate(nodes.hosts) if host == rank]
     maps = torch.empty(len(mine), M, K, V + K, dtype=dtype)
     for j, slot in mine:
-        maps[slot] = pack(local[j], through[j])
+        maps[slot] = join_maps(local[j], through[j])
     last = max((j for j in range(n) if cut[j]), default=-1)
     ill = maps.clone()
     for j, slot in mine:
         if j < last:
             ill[slot] = float("nan")
     for at in known:
-        got = share_and_fold(maps, V, nodes, dist.group.WORLD, at)
-        again = share_and_fold(maps, V, nodes, dist.group.WORLD, at)
+        got = states_entering_nodes(maps, V, nodes, dist.group.WORLD, at)
+        again = states_entering_nodes(maps, V, nodes, dist.group.WORLD, at)
         assert got.dtype == dtype and torch.equal(got, again)
-        beside_nan = share_and_fold(ill, V, nodes, dist.group.WORLD, at)
+        beside_nan = states_entering_nodes(ill, V, nodes, dist.group.WORLD, at)
         for j, slot in mine:
             assert j <= last or torch.equal(beside_nan[slot], got[slot]), (j, last)
             # Products of up to 16 maps, each a sum of 4: some 8 roundings deep.

@@ -18,7 +18,7 @@ from megatron_gdn import (
 from megatron_gdn.context_parallel import Headwise, local_indices
 from megatron_gdn.context_parallel.headwise import exchange
 from megatron_gdn.context_parallel.headwise.exchange import Exchange
-from megatron_gdn.context_parallel.layouts import cut_by
+from megatron_gdn.context_parallel.layouts import documents_cut_by
 from megatron_gdn.mixers.tensor_map import take_share
 from tests.distributed.mixer_laws import parallel_equals_one_rank
 from tests.distributed.mixers import GDN
@@ -96,7 +96,7 @@ def _open_gives_every_rank_its_heads(
     whole = torch.randn(tokens, batch, dims.layout.width, device=device)
     gradients = torch.randn(size, tokens, batch, scheme.layout.width, device=device)
     with travelling(waves, direct, own):
-        cut = cut_by(SequenceLayout(layout), documents, tokens, device)
+        cut = documents_cut_by(SequenceLayout(layout), documents, tokens, device)
         made = Exchange.of(dist.group.WORLD, scheme._proj, cut, SequenceLayout(layout), whole[held])
         passage = scheme.passage(documents, tokens, batch, whole)
         assert len(made.waves) == waves

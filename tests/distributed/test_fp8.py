@@ -12,7 +12,7 @@ from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParall
 from megatron.core.transformer.spec_utils import build_module
 
 from megatron_gdn import Mamba2Mixer, Mamba2MixerSubmodules, tree_packed_seq_params
-from megatron_gdn.mixers.fp8 import GatesApart
+from megatron_gdn.mixers.fp8 import GatesOutsideFP8
 from megatron_gdn.specs import gated_delta_net2_spec, gated_delta_net_spec
 from tests import fp8_twin, parallel
 from tests.distributed.layer_laws import randomise_, thd
@@ -249,7 +249,9 @@ def test_files_and_marks_are_those_of_a_launch_without_fp8(mixer):
     """Keys, bits and initial values; what optimizers and Muon read on the parameter."""
     plain, fp8 = whole(mixer, fp8=False), whole(mixer)
     assert type(fp8.in_proj).__name__ == type(plain.in_proj).__name__
-    assert isinstance(fp8.in_proj, GatesApart) and not isinstance(plain.in_proj, GatesApart)
+    assert isinstance(fp8.in_proj, GatesOutsideFP8) and not isinstance(
+        plain.in_proj, GatesOutsideFP8
+    )
     assert isinstance(fp8.in_proj, ColumnParallelLinear)
     ours, theirs = fp8.state_dict(), plain.state_dict()
     assert ours.keys() == theirs.keys()
@@ -287,7 +289,7 @@ def test_a_checkpoint_moves_between_fp8_and_bf16(mixer):
         with parallel.parallel(tp=1):
             plain = whole(mixer, fp8=False)
             load(plain, folder)
-            assert not isinstance(plain.in_proj, GatesApart)
+            assert not isinstance(plain.in_proj, GatesOutsideFP8)
             for name, parameter in plain.named_parameters():
                 assert torch.equal(parameter, of.get_parameter(name)), name
             dist_checkpointing.save(plain.sharded_state_dict(), other)

@@ -25,7 +25,7 @@ from megatron_gdn.inference import roll_back
 from megatron_gdn.inference.generate import (
     generate,
     next_logits,
-    single_tokens,
+    ready_for_single_tokens,
     static_context,
 )
 from megatron_gdn.specs import gated_delta_net_spec, mamba2_spec
@@ -86,7 +86,7 @@ def generates(tp=1, cp=1, sp=False, pattern="M-*-G-") -> tuple[torch.Tensor, tor
         model.eval()
         context = static_context(model, 2, 40)
         found, at = [], 0
-        with torch.inference_mode(), single_tokens(model):
+        with torch.inference_mode(), ready_for_single_tokens(model):
             for count in (9, 1, 5, 2, 6):
                 if at == 15:  # tokens that are not accepted
                     next_logits(model, text[:, 3:7], context)
@@ -173,7 +173,7 @@ def test_sequence_parallel_prefill_leaves_the_same_states():
     with torch.inference_mode():
         logits = next_logits(model, text, cut)
         steps = next_logits(model, text[:, :2], cut)  # two tokens, one on each rank
-        with single_tokens(model):
+        with ready_for_single_tokens(model):
             torch.testing.assert_close(logits, next_logits(model, text, whole))
             torch.testing.assert_close(steps, next_logits(model, text[:, :2], whole))
 

@@ -11,7 +11,7 @@ from megatron_gdn.context_parallel import agreement
 from megatron_gdn.context_parallel.agreement import ranks_per_machine
 from megatron_gdn.context_parallel.chunkwise import map_exchange
 from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
-from megatron_gdn.context_parallel.price import exchange_of_maps
+from megatron_gdn.context_parallel.price import map_exchange_traffic
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.distributed.layer_laws import over_ranks
 from tests.distributed.mixer_laws import parallel_equals_one_rank
@@ -32,7 +32,7 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
     layout = SequenceLayout.parse(layout)
     nodes = Cutting(size, layout, rank).nodes
     maps = torch.randn(nodes.hosts.count(rank), heads, K, V + K)
-    bytes_priced, steps = exchange_of_maps(StateShape(heads, K, V), size, layout, 1, None)
+    bytes_priced, steps = map_exchange_traffic(StateShape(heads, K, V), size, layout, 1, None)
     received, products = [], []
     exchange, follow = map_exchange.exchange_rows, map_exchange.follow
 
@@ -48,7 +48,7 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
         patch.object(map_exchange, "exchange_rows", count_bytes),
         patch.object(map_exchange, "follow", count_products),
     ):
-        map_exchange.share_and_fold(maps, V, nodes, dist.group.WORLD)
+        map_exchange.states_entering_nodes(maps, V, nodes, dist.group.WORLD)
     within = across = 0
     for of_collective in received:
         for giver, count in enumerate(of_collective):

@@ -11,7 +11,7 @@ import torch
 
 from megatron_gdn.doctor import checks
 from megatron_gdn.doctor.__main__ import main
-from megatron_gdn.doctor.checks import _EXTRAS, kernels, machine, packages
+from megatron_gdn.doctor.checks import _EXTRAS, check_kernel_versions, check_machine, check_packages
 from megatron_gdn.ops import obstacles
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
@@ -20,7 +20,7 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 @pytest.fixture
 def environment(tmp_path, monkeypatch) -> Iterator[Callable[..., None]]:
     """Installs packages that hide the true ones: ``name="version"``, and modules with this code."""
-    caches = (obstacles.fla_package, obstacles.flash_qla_package)
+    caches = (obstacles.why_not_fla_package, obstacles.why_not_flash_qla_package)
 
     def install(modules: dict[str, str] | None = None, **versions: str) -> None:
         for name, version in versions.items():
@@ -63,20 +63,20 @@ def said(findings, subject: str) -> tuple[str, str]:
 )
 def test_a_version_that_does_not_work_is_named(environment, name, version, told):
     environment(**{name: version})
-    state, text = said(packages(), name.replace("_", "-"))
+    state, text = said(check_packages(), name.replace("_", "-"))
     assert state == "wrong" and text.startswith(told)
 
 
 def test_of_transformers_it_is_a_note_for_no_layer_needs_it(environment):
     environment(transformers="5.12.1")
-    state, text = said(packages(), "transformers")
+    state, text = said(check_packages(), "transformers")
     assert state == "note" and text.startswith("5.12.1 is installed, >=5.16")
 
 
 def test_a_package_that_was_built_for_another_torch_is_named(environment):
     broken = "raise ImportError('undefined symbol: _ZN3c10')"
     environment({"transformer_engine": broken}, transformer_engine="2.8.0")
-    state, text = said(packages(), "transformer-engine")
+    state, text = said(check_packages(), "transformer-engine")
     assert state == "wrong" and "undefined symbol: _ZN3c10; build it for torch" in text
 
 
@@ -94,26 +94,26 @@ def test_a_package_that_was_built_for_another_torch_is_named(environment):
 )  # fmt: skip
 def test_a_bad_pair_is_named(environment, hopper, modules, versions, subject, told):
     environment(dict.fromkeys(modules, ""), **versions)
-    state, text = said(kernels(), f"rule of {subject}")
+    state, text = said(check_kernel_versions(), f"rule of {subject}")
     assert state == "wrong" and told in text
 
 
 def test_without_a_gpu_it_is_a_note_about_hopper(environment):
     environment({"flash_qla": ""}, flash_qla="0.1.2")
-    state, text = said(kernels(), "rule of flash-qla")
+    state, text = said(check_kernel_versions(), "rule of flash-qla")
     assert state == "note" and text.startswith("on a Hopper GPU: flash-qla 0.1.2 computes wrong")
 
 
 def test_a_gpu_that_torch_does_not_see_is_named(tmp_path, monkeypatch):
-    assert said(machine(), "gpu")[0] == "note"
+    assert said(check_machine(), "gpu")[0] == "note"
     (tmp_path / "nvidia-smi").touch(mode=0o755)
     monkeypatch.setenv("PATH", str(tmp_path))
-    state, text = said(machine(), "gpu")
+    state, text = said(check_machine(), "gpu")
     assert state == "wrong" and "sees no GPU: the driver may be too old" in text
 
 
 def test_what_is_absent_and_optional_is_a_note_and_the_rest_is_well():
-    found = list(packages())
+    found = list(check_packages())
     assert {each.subject for each in found} >= {"torch", "megatron-core", "psutil", "transformers"}
     assert all(each.state == "ok" or "not installed" in each.text for each in found)
 
@@ -136,7 +136,7 @@ def states(found) -> dict[str, str]:
 
 
 def test_on_a_cpu_the_plain_rule_runs_exact_and_repeats():
-    found = list(checks.rules(SMALL, 131))
+    found = list(checks.check_rules(SMALL, 131))
     assert set(states(found).values()) == {"ok"}
     assert found[0].text.startswith("reference: not flash_qla") and "not fla" in found[0].text
     assert "10 repeats equal in 6 tensors" in found[-1].text
@@ -157,7 +157,7 @@ def test_a_rule_that_is_less_exact_than_plain_torch_is_wrong(monkeypatch):
     choice = checks.resolve_rule(device="cpu", dtype=torch.float32, sizes=SMALL)
     monkeypatch.setattr(checks, "run_rule", rounded)
     monkeypatch.setattr(checks, "resolve_rule", lambda **_: choice._replace(rule=Worse()))
-    found = {each.subject: each for each in checks.rules(SMALL, 70)}
+    found = {each.subject: each for each in checks.check_rules(SMALL, 70)}
     assert found["rule, errors"].state == "wrong"
     assert "of plain torch's error against fp64: choose another" in found["rule, errors"].text
 
@@ -171,7 +171,7 @@ def test_a_rule_that_does_not_repeat_is_wrong(monkeypatch):
         return out * (1 + torch.finfo(out.dtype).eps * (len(calls) % 2)), state
 
     monkeypatch.setattr(checks, "run_rule", drifting)
-    assert states(checks.rules(SMALL, 70))["repeats"] == "wrong"
+    assert states(checks.check_rules(SMALL, 70))["repeats"] == "wrong"
 
 
 def test_the_command_prints_lines_or_json_and_its_status_says_whether_anything_is_wrong(

@@ -14,7 +14,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from torch.overrides import TorchFunctionMode
 
 import megatron_gdn
-from megatron_gdn.frameworks.mcore_bridge import _reorder_in_the_bridge, by_key_head
+from megatron_gdn.frameworks.mcore_bridge import _reorder_in_the_bridge, row_order_by_key_head
 from tests.frameworks.conftest import page_lines
 from tests.frameworks.tiny_models import (
     MODELS,
@@ -98,7 +98,10 @@ def test_our_rows_are_theirs_in_another_order_and_undo_gives_theirs_back(tmp_pat
     assert type(mixer(theirs)) is Theirs
     expected = dict(mixer(theirs).named_parameters())
     layout = mixer(ours).dims.layout
-    rows = {"in_proj.weight": by_key_head(layout), "conv1d.weight": by_key_head(layout, conv=True)}
+    rows = {
+        "in_proj.weight": row_order_by_key_head(layout),
+        "conv1d.weight": row_order_by_key_head(layout, conv=True),
+    }
     for name, parameter in mixer(ours).named_parameters():
         reordered = parameter[rows[name]] if name in rows else parameter
         assert torch.equal(reordered, expected.pop(name)), name

@@ -156,4 +156,4 @@ def flash_qla_rule(monkeypatch, bits=Bits.FREE, cut=None):
 
 def forget_plans() -> None:
     flash_qla_plan.plan_of_rows.cache_clear()
-    documents._same_for_all.cache_clear()
+    documents._shared_documents.cache_clear()

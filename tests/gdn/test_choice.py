@@ -10,7 +10,7 @@ from megatron_gdn.gdn.rule import Repeatable, resolve_rule
 from megatron_gdn.ops.delta_rule.base import HeadSizes, RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
-from megatron_gdn.ops.obstacles import say_once, why_not_flash_qla
+from megatron_gdn.ops.obstacles import log_obstacle_once, why_not_flash_qla
 from megatron_gdn.ops.rules import fla
 from megatron_gdn.ops.rules.base import Bits
 from tests.gdn_mixer import gated_delta_mixer
@@ -47,7 +47,7 @@ def hopper(monkeypatch):
     monkeypatch.setattr(resolve, "REPEATABLE", (KNOWN,))
     monkeypatch.setattr(resolve, "why_not_flash_qla", lambda *_: None)
     monkeypatch.setattr(fla, "why_not_fla", lambda *_: None)
-    say_once.cache_clear()
+    log_obstacle_once.cache_clear()
     return monkeypatch
 
 
@@ -116,7 +116,7 @@ def test_flash_qla_is_not_asked_for_an_odd_number_of_heads(hopper):
 
 
 def test_a_slower_rule_and_slower_kernels_are_announced_once(caplog):
-    say_once.cache_clear()
+    log_obstacle_once.cache_clear()
     sizes = HeadSizes(1, 1, 4, 4)
     proj, weight = torch.zeros(3, 1, sizes.layout.width), torch.zeros(12, 1, 9)
     with caplog.at_level("INFO", logger="megatron_gdn.ops"):

@@ -63,7 +63,7 @@ def call(folder: Path, wanted: str) -> Kernel:
     builds._capability = lambda: builds.HOPPER
     builds.cache_entry = lambda *call: kernel.entry
     builds.set_next_calls(HEADS, "cut")
-    builds.watch_builds([kernel])
+    builds.compile_once_per_machine([kernel])
     kernel.compile()
     return kernel
 
@@ -72,7 +72,7 @@ def want(folder: Path, quick: float, slow: float, wanted: str) -> None:
     logging.basicConfig(filename=folder / "log", format="%(message)s", force=True)
     output = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 2)
-    builds.command = lambda heads, part: command(folder, quick, slow)
+    builds.warm_up_command = lambda heads, part: command(folder, quick, slow)
     call(folder, wanted)
     (folder / f"goes on {os.getpid()}").touch()
     time.sleep(1000)
@@ -123,7 +123,7 @@ def test_compilers_that_fail_are_quoted_and_nobody_waits_for_them(
     tmp_path, rank, monkeypatch, caplog, capfd
 ):
     fails = [sys.executable, "-c", "raise SystemExit('nvcc is not there')"]
-    monkeypatch.setattr(builds, "command", lambda heads, part: fails)
+    monkeypatch.setattr(builds, "warm_up_command", lambda heads, part: fails)
     for name in ("_capability", "cache_entry"):
         monkeypatch.setattr(builds, name, None)  # and puts back what call() sets
     assert call(tmp_path, "quick").made_here == 1

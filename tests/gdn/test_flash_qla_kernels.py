@@ -12,11 +12,11 @@ from megatron_gdn.gdn.flash_qla import fences
 from megatron_gdn.gdn.flash_qla.builds import (
     Heads,
     cache_entry,
+    compile_once_per_machine,
     remember,
     set_next_calls,
-    watch_builds,
 )
-from megatron_gdn.ops.obstacles import say_once
+from megatron_gdn.ops.obstacles import log_obstacle_once
 
 from .stand_ins import keep_cache_in
 
@@ -117,7 +117,7 @@ def test_a_kernel_that_comes_without_fences_is_refused(tilelang):
 
 
 def test_stores_that_nobody_can_read_are_announced(tilelang, caplog):
-    say_once.cache_clear()
+    log_obstacle_once.cache_clear()
     compile_one(source(FENCE, FENCE) + "\n    tl::tma_store(desc, sent, 0);")
     assert "not known here; whether the stores have fences was not checked" in caplog.text
 
@@ -160,7 +160,7 @@ def cache(tmp_path, monkeypatch):
 
 def watched(folder) -> Kernel:
     kernel = Kernel(folder)
-    watch_builds([kernel])
+    compile_once_per_machine([kernel])
     return kernel
 
 

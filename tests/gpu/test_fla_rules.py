@@ -9,16 +9,16 @@ import torch
 
 from megatron_gdn.gdn2.front import gdn2_parts
 from megatron_gdn.gdn2.rule import GDN2Inputs, PlainGDN2, choose_gdn2
-from megatron_gdn.gdn2.sizes import rows_of as rows_of_gdn2
+from megatron_gdn.gdn2.sizes import gdn2_layout as rows_of_gdn2
 from megatron_gdn.kda.front import kda_parts
 from megatron_gdn.kda.rule import choose_kda
-from megatron_gdn.kda.sizes import rows_of as rows_of_kda
+from megatron_gdn.kda.sizes import kda_layout as rows_of_kda
 from megatron_gdn.mamba2.rule import PlainSSD, SSDInputs, choose_ssd
 from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.elementwise import l2norm
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.parts import GatedNorm, Neighbours
+from megatron_gdn.ops.parts import GatedNorm, SequenceContext
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.mamba2.oracle import random_inputs
 from tests.ops.delta_rule.states import beside_fp64, documents_of, root_mean_square_errors
@@ -148,7 +148,7 @@ def test_the_layer_in_bf16_is_as_close_to_fp64_as_plain_torch(mixer, kernels):
             rows, conv, None, A_log, dt_bias, layout, rule=rule, kernels=kernels,
             norm=GatedNorm(gamma, *norm),
         )  # fmt: skip
-        out = mix(rows, parts, Neighbours(documents))
+        out = mix(rows, parts, SequenceContext(documents))
         (out * weight.to(dtype)).sum().backward()
         return {"out": out, **{name: x.grad for name, x in leaves.items()}}
 

@@ -12,7 +12,7 @@ from megatron.core.process_groups_config import ProcessGroupCollection
 from megatron.core.transformer.spec_utils import build_module
 from torch import nn
 
-from megatron_gdn.mixers.fp8 import GatesApart
+from megatron_gdn.mixers.fp8 import GatesOutsideFP8
 from megatron_gdn.specs import gated_delta_net_spec, mamba2_spec
 from tests.parallel import in_ddp, make_config
 
@@ -69,7 +69,7 @@ def test_gates_and_their_gradients_are_bf16s_and_the_rest_is_fp8s(mixer, recipe)
     """Of three micro-batches: from the second on the linear adds with a weight that it kept."""
     layer = layer_of(mixer, recipe)
     ddp, linear, first = wrapped(layer), layer.in_proj, layer.dims.layout.main_width
-    assert isinstance(linear, GatesApart)
+    assert isinstance(linear, GatesOutsideFP8)
     x = bf16(TOKENS, 1, HIDDEN).requires_grad_()
     d_rows = bf16(TOKENS, 1, layer.dims.layout.width)
     d_rows[..., :first] = 0

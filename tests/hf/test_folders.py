@@ -337,5 +337,5 @@ def test_the_command_runs_as_a_module(copy, tmp_path):
     run("export", tmp_path / "imported", tmp_path / "back", "--like", copy)
     assert run("compare", copy, tmp_path / "back") == "every tensor is equal\n"
     assert "--hidden-dropout 0.0 " in run("flags", copy)
-    broken = python("-m", "megatron_gdn.hf", "import", "nowhere", tmp_path / "x", ends=2)
+    broken = python("-m", "megatron_gdn.hf", "import", "no_part", tmp_path / "x", ends=2)
     assert "Traceback" not in broken.stderr

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from megatron_gdn.gdn2.rule import PlainGDN2
-from megatron_gdn.gdn2.sizes import rows_of as rows_of_gdn2
+from megatron_gdn.gdn2.sizes import gdn2_layout as rows_of_gdn2
 from megatron_gdn.inference import (
     Memory,
     RowMixer,
@@ -23,7 +23,7 @@ from megatron_gdn.inference import (
     mamba2_rows,
     prefill,
 )
-from megatron_gdn.kda.sizes import rows_of
+from megatron_gdn.kda.sizes import kda_layout
 from megatron_gdn.mamba2.rule import PlainSSD
 from megatron_gdn.mamba2.sizes import Mamba2Dims
 from megatron_gdn.ops.delta_rule.base import HeadSizes
@@ -31,7 +31,7 @@ from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.layout import Layout
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.parts import GatedNorm, Neighbours
+from megatron_gdn.ops.parts import GatedNorm, SequenceContext
 from megatron_gdn.ops.rules.base import Bits, Rule
 
 DT_LIMIT = (0.05, 1.5)
@@ -95,7 +95,7 @@ class Kind:
         return self.make(self.rows(1, 1, dtype), self.draw(dtype), self._rule(aligned))
 
     def train(self, rows: Tensor, parameters: Parameters, rule: Rule, documents) -> Tensor:
-        return mix(rows, self.make(rows, parameters, rule), Neighbours(documents))
+        return mix(rows, self.make(rows, parameters, rule), SequenceContext(documents))
 
     def trained(self, rows: Tensor, lengths=None, aligned=False) -> Tensor:
         """What the training path gives for whole sequences."""
@@ -132,7 +132,7 @@ def mamba2_kind(
 
 
 def kda_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
-    layout = rows_of(*sizes)
+    layout = kda_layout(*sizes)
 
     def make(rows, parameters, rule, **options):
         return kda_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm, **options)

@@ -122,8 +122,8 @@ def test_training_prefill_and_decode_take_products_of_the_same_shapes(kind, lane
     if lanes is not None:
         from megatron_gdn.ops.rules import chunk_table
 
-        monkeypatch.setattr(chunk_table, "fills_up", lambda device: True)
-        monkeypatch.setattr(chunk_table, "_AT_ONCE", lanes * kind.layout.state_heads)
+        monkeypatch.setattr(chunk_table, "fills_last_group", lambda device: True)
+        monkeypatch.setattr(chunk_table, "_PRODUCTS_PER_GROUP", lanes * kind.layout.state_heads)
     mixer = kind.mixer(aligned=True)
 
     def shapes(run) -> set:

@@ -77,12 +77,12 @@ def test_another_cudnn_frontend_is_refused_with_what_to_install(monkeypatch, ins
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda *_: (9, 0))
     monkeypatch.setattr(cudnn, "find_spec", lambda *_: object())
     monkeypatch.setattr(cudnn, "installed_version", lambda *_: installed)
-    cudnn._package.cache_clear()
+    cudnn._why_not_package.cache_clear()
     try:
         with pytest.raises(ImportError, match=said):
             choose_kda("cudnn", **BOUNDED)
     finally:
-        cudnn._package.cache_clear()
+        cudnn._why_not_package.cache_clear()
 
 
 H, K = 2, cudnn.HEAD_DIM
@@ -117,7 +117,9 @@ def kda_bwd(
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch):
-    monkeypatch.setattr(cudnn, "_calls", lambda: SimpleNamespace(kda_fwd=kda_fwd, kda_bwd=kda_bwd))
+    monkeypatch.setattr(
+        cudnn, "_cudnn_functions", lambda: SimpleNamespace(kda_fwd=kda_fwd, kda_bwd=kda_bwd)
+    )
 
 
 def inputs_of(rows, tokens):

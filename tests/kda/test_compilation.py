@@ -7,7 +7,7 @@ pytest.importorskip("triton", minversion="3.6")
 
 from benchmarks.lib.compiling import compile_for_hopper
 from megatron_gdn.kda.front import kda_table
-from megatron_gdn.kda.sizes import rows_of
+from megatron_gdn.kda.sizes import kda_layout
 from megatron_gdn.ops.delta_rule.base import RuleGrads
 from megatron_gdn.ops.front.plain import front_of
 
@@ -17,7 +17,7 @@ S, H, K = 256, 4, 128
 @pytest.mark.nightly
 @pytest.mark.parametrize("bound", [None, -5.0], ids=["unbounded", "bounded"])
 def test_the_front_compiles_and_nearly_all_of_it_stays_in_registers(bound):
-    layout, kind = rows_of(H, H, K, K), torch.bfloat16
+    layout, kind = kda_layout(H, H, K, K), torch.bfloat16
     front = front_of(kda_table(layout, bound), "cpu", kind, 4, "triton")
     rows = torch.empty(S, 1, layout.width, dtype=kind)
     weight = torch.empty(layout.conv_width, 1, 4, dtype=kind)

@@ -6,7 +6,13 @@ import torch
 from megatron_gdn.context_parallel.chunkwise.fragments import Nodes
 from megatron_gdn.context_parallel.chunkwise.map_exchange import _steps_of_share, _view_by_place
 from megatron_gdn.ops.state_maps import chains_kernels
-from megatron_gdn.ops.state_maps.state_map import IDENTITY, NONE, Cuts, Steps, follow_in_torch
+from megatron_gdn.ops.state_maps.state_map import (
+    IDENTITY,
+    NONE,
+    Cuts,
+    Steps,
+    follow_chains_in_torch,
+)
 from tests.ops.delta_rule.states import parts_at
 
 CHAINS = {
@@ -44,7 +50,7 @@ def both(steps, local, through, Q, start, cuts=None):
     in_one_launch(local, through, steps, out, start, cuts)
     exact = torch.full_like(out, float("nan"), dtype=torch.float64)
     wide = start.double() if isinstance(start, torch.Tensor) else start
-    follow_in_torch(local.double(), through.double(), steps, exact, wide, cuts)
+    follow_chains_in_torch(local.double(), through.double(), steps, exact, wide, cuts)
     return out, exact
 
 
@@ -102,7 +108,7 @@ def test_nothing_of_the_maps_before_a_cut_comes_after_it(cut, device):
     maps = torch.randn(4, H, K, V + K, generator=torch.Generator().manual_seed(0)).to(device)
     local, through = maps.split([V, K], dim=-1)
     through[places[cut]] = 0
-    runs = [(in_one_launch, cuts[0])] + [(follow_in_torch, x) for x in cuts]
+    runs = [(in_one_launch, cuts[0])] + [(follow_chains_in_torch, x) for x in cuts]
     uncut = [chain_of(follow, nodes, local, through, None) for follow, _ in runs]
     clean = [chain_of(follow, nodes, local, through, x) for follow, x in runs]
     for x, y in zip(clean, uncut, strict=True):
@@ -173,7 +179,7 @@ def test_heads_of_128_are_followed_in_fp32(device):
     through /= K**0.5
     got, exact = both(steps, local, through, n, None)
     plain = torch.empty_like(got)
-    follow_in_torch(local, through, steps, plain, None)
+    follow_chains_in_torch(local, through, steps, plain, None)
     off, plain_off = ((x.double() - exact).norm() / exact.norm() for x in (got, plain))
     print(f"kernel {off:.1e}, fp32 products {plain_off:.1e}")
     assert off < 2 * n * 2.0**-20  # one TF32 factor would be off by 2^-11

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.kernels.tiles import Block
+from megatron_gdn.ops.kernels.tiles import RowTile
 from megatron_gdn.ops.readout.base import PlainReadout
 from megatron_gdn.ops.readout.kernels import TritonReadout
 
@@ -58,7 +58,7 @@ def assert_twins(ours, plain, o, proj, gamma, d_out, **options):
 
 
 @of_every_kind
-@pytest.mark.parametrize("tile", [None, Block(16, 3, 4)], ids=["table", "small"])
+@pytest.mark.parametrize("tile", [None, RowTile(16, 3, 4)], ids=["table", "small"])
 def test_output_and_every_gradient_equal_the_twin(case, options, tile):
     tensors = case.o, case.proj, case.gamma, case.d_out
     assert_twins(*readouts(case, **options), *tensors, tile=tile)

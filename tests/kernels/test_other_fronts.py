@@ -5,9 +5,9 @@ import torch
 
 from megatron_gdn.gdn2.front import gdn2_table
 from megatron_gdn.gdn2.rule import GDN2Inputs
-from megatron_gdn.gdn2.sizes import rows_of as gdn2_rows
+from megatron_gdn.gdn2.sizes import gdn2_layout as gdn2_rows
 from megatron_gdn.kda.front import kda_table
-from megatron_gdn.kda.sizes import rows_of
+from megatron_gdn.kda.sizes import kda_layout
 from megatron_gdn.mamba2.front import mamba2_table
 from megatron_gdn.mamba2.rule import SSDInputs
 from megatron_gdn.ops.delta_rule.base import RuleGrads
@@ -48,7 +48,7 @@ def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
     def normal(*shape):
         return torch.randn(*shape, generator=make).to(device)
 
-    layout, (G, H, K, V) = rows_of(*heads), heads
+    layout, (G, H, K, V) = kda_layout(*heads), heads
     proj, C = normal(S, B + 1, layout.width + 8)[:, :B, : layout.width], layout.conv_width
     given = [normal(C, 1, 4) * 0.5, normal(C) if bias else None, normal(H) + A_log, normal(H * K)]
     shapes = [(G, K), (G, K), (H, V), (H, K), (H,)]

@@ -64,9 +64,9 @@ def test_packing_and_unpacking_equal_the_twin(shares, device, s, B, dtype):
     rows = Rows(shares, device, s=s, B=B, dtype=dtype)
     rows.both("pack_peers", "messages", "whole", "messages", "shares", "rank")
     own = "whole", "full", "shares", "rank", "own_place"
-    rows.both("move_own", "full", *own, to_full=True)
+    rows.both("copy_kept_rows", "full", *own, to_full=True)
     if min(shares.copies) == 1:
-        rows.both("move_own", "whole", *own, to_full=False)
+        rows.both("copy_kept_rows", "whole", *own, to_full=False)
     rows.both("unpack_peers", "whole", "messages", "full", "whole", "shares", "rank", "own_place")
 
 
@@ -81,7 +81,7 @@ def test_own_rows_go_along_with_the_peers(shares, device, s, B):
         own = None if way else (full, rows.own_place)
         module.pack_peers(*given, own=own)
         if way:
-            module.move_own(rows.whole, full, shares, rows.rank, rows.own_place, to_full=True)
+            module.copy_kept_rows(rows.whole, full, shares, rows.rank, rows.own_place, to_full=True)
         fulls.append(full)
     assert torch.equal(fulls[0], fulls[2]) and torch.equal(fulls[1], fulls[2])
     rows.both(

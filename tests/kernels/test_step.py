@@ -7,9 +7,9 @@ from megatron_gdn.gdn.half import HalfOperands
 from megatron_gdn.inference import Memory, decode
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.delta_rule.plain import PlainRule
-from megatron_gdn.ops.generation.step_kernels import put_in_slots
+from megatron_gdn.ops.generation.step_kernels import write_slots_on_gpu
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.parts import GatedNorm, Neighbours
+from megatron_gdn.ops.parts import GatedNorm, SequenceContext
 from megatron_gdn.ops.rules.base import Bits
 from tests.gdn_mixer import gated_delta_mixer
 from tests.inference.row_mixers import (
@@ -143,7 +143,7 @@ def buffers(x, count):
 def test_values_are_put_in_their_slots_alone(device):
     buffer = torch.zeros(5, 3, 1700, device=device)
     slots, values = torch.tensor([3, -1, 0], device=device), torch.randn(3, 3, 1700, device=device)
-    put_in_slots(buffer, slots, values)
+    write_slots_on_gpu(buffer, slots, values)
     assert torch.equal(buffer[3], values[0]) and torch.equal(buffer[0], values[2])
     assert not buffer[[1, 2, 4]].any()
 
@@ -201,7 +201,7 @@ def test_prefill_and_steps_have_the_bits_of_training(kind, device):
     parts = on_the_grid(kind, rows)
     assert parts.front.triton
     with torch.no_grad():
-        whole = mix(rows, parts, Neighbours(None))
+        whole = mix(rows, parts, SequenceContext(None))
     mixed, memory = prefilled(parts, rows[:61])
     assert torch.equal(mixed, whole[:61])
     steps = memory.steps(6)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from megatron.core import utils
 
-from megatron_gdn.compat.observe import span
+from megatron_gdn.compat.observe import nvtx_range_of
 from tests.distributed.layer_laws import (
     by_megatron,
     checkpointed,
@@ -90,10 +90,16 @@ def test_nvtx_ranges_are_called_by_the_mixer(name, opened):
 
 
 def test_a_range_is_closed_when_its_body_raises(opened):
-    with pytest.raises(KeyError, match="inner"), span("", "mixer"), span("", "in_proj"):
+    with (
+        pytest.raises(KeyError, match="inner"),
+        nvtx_range_of("", "mixer"),
+        nvtx_range_of("", "in_proj"),
+    ):
         assert utils._nvtx_range_messages == ["str.mixer", "str.in_proj"]
         raise KeyError("inner")
     assert utils._nvtx_range_messages == []
-    with span("", "out_proj"):  # Megatron refuses to close a range that is not the last opened
+    with nvtx_range_of(
+        "", "out_proj"
+    ):  # Megatron refuses to close a range that is not the last opened
         assert utils._nvtx_range_messages == ["str.out_proj"]
     assert utils._nvtx_range_messages == [] and len(opened) == 3

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from megatron_gdn.mixers.arguments import LEVELS
+from megatron_gdn.mixers.arguments import RECOMPUTE_LEVELS
 from tests.distributed.layer_laws import build, forward_backward, require_same_bits
 from tests.ops.test_second_run import saved_bytes
 from tests.parallel import make_config
@@ -66,7 +66,7 @@ def test_no_level_changes_a_bit_of_the_plain_rule_and_each_keeps_less():
     x = torch.randn(64, 2, 24)
     one, kept = build(), {}
     expected = forward_backward(one, x)
-    for level in LEVELS:
+    for level in RECOMPUTE_LEVELS:
         layer = build(recompute=level)
         layer.load_state_dict(one.state_dict())
         require_same_bits(forward_backward(layer, x), expected, level)
@@ -90,7 +90,7 @@ def test_the_normed_output_is_gone_between_forward_and_backward(level):
     assert read[0].untyped_storage().nbytes() > 0
 
 
-@pytest.mark.parametrize("level", LEVELS)
+@pytest.mark.parametrize("level", RECOMPUTE_LEVELS)
 def test_evaluation_and_no_tokens_work_at_every_level(level):
     layer = build(recompute=level)
     x = torch.randn(0, 2, 24, requires_grad=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 import megatron_gdn
 from megatron_gdn import ops
 from megatron_gdn.gdn import api
-from megatron_gdn.mixers.out_norm import sum_gradient
+from megatron_gdn.mixers.out_norm import with_summed_gradient
 from megatron_gdn.ops.autograd import output_without_tokens
 from megatron_gdn.ops.conv import causal_conv1d
 from megatron_gdn.ops.delta_rule.plain import PlainRule
@@ -26,7 +26,7 @@ pytestmark = pytest.mark.usefixtures("one_rank")
 EXCHANGES = "tests/distributed/test_exchange.py"
 DIFFERENTIABLE = {
     "_MoveRows": EXCHANGES,
-    "_PutAside": "hands the gradient on to a backward that refuses it",
+    "_StoreGradient": "hands the gradient on to a backward that refuses it",
 }
 
 
@@ -61,7 +61,7 @@ def operation(name):
             q, *rest = rule_inputs()
             return lambda x: api.run_rule(PlainRule(), api.RuleInputs(x, *rest), None)[0], q
         case "sum over ranks":
-            return lambda x: 3 * sum_gradient(x, dist.group.WORLD), torch.randn(5)
+            return lambda x: 3 * with_summed_gradient(x, dist.group.WORLD), torch.randn(5)
         case "no tokens":
             return lambda x: output_without_tokens(x, width=4), torch.randn(0, 1, 8)
     raise AssertionError(name)

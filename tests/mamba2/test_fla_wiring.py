@@ -32,7 +32,7 @@ def test_fla_is_chosen_on_gpus_only_and_never_deterministic():
 def test_odd_sizes_go_to_the_reference(monkeypatch, rows, columns, said):
     """fla's kernel of dv refuses them in the backward, in 16 bits."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    monkeypatch.setattr(fla, "fla_package", lambda major: None)
+    monkeypatch.setattr(fla, "why_not_fla_package", lambda major: None)
     where = {"device": torch.device("cuda"), "dtype": torch.bfloat16}
     assert choose_ssd("auto", StateShape(2, 64, 32), **where).rule.name == "fla"
     odd = StateShape(2, rows, columns)

@@ -144,7 +144,7 @@ def test_megatron_counts_v_squared_for_k_v_and_no_gate(monkeypatch):
 
 def test_training_counts_with_ours_and_with_its_own_where_layers_are_not_known(monkeypatch):
     monkeypatch.setattr(training, "num_floating_point_operations", lambda *_: "theirs")
-    stack.count_in_megatron()
+    stack.count_flops_in_megatron()
     args = tiny_arguments(monkeypatch)
     assert training.num_floating_point_operations(args, 1) == find("tiny").stack.flops([64]).step
     for name, value in (

@@ -72,7 +72,7 @@ def test_a_killed_process_is_followed_by_one_that_waits(tmp_path):
 
 
 def test_what_is_there_takes_no_lock(tmp_path):
-    with build_lock(tmp_path / "kernel.lock", "k", found=lambda: True) as lock:
+    with build_lock(tmp_path / "kernel.lock", "k", is_built=lambda: True) as lock:
         assert lock is None
 
 

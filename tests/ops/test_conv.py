@@ -8,7 +8,7 @@ from megatron_gdn.gdn.front import gdn_table
 from megatron_gdn.ops import causal_conv1d
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.front import plain
-from megatron_gdn.ops.obstacles import say_once
+from megatron_gdn.ops.obstacles import log_obstacle_once
 
 
 def make(B=2, T=13, C=5, W=4, seed=0):
@@ -132,7 +132,7 @@ def test_bad_input_is_refused(arguments, message):
 
 def test_a_front_on_a_gpu_without_triton_is_plain_torch_and_the_log_says_so(monkeypatch, caplog):
     monkeypatch.setattr(plain, "why_not_triton", lambda *_: "triton is not installed")
-    say_once.cache_clear()
+    log_obstacle_once.cache_clear()
     table = gdn_table(HeadSizes(2, 4, 64, 64))
     with caplog.at_level("INFO"):
         front = plain.front_of.__wrapped__(table, "cuda", torch.bfloat16, 4)

@@ -6,7 +6,7 @@ import torch
 from megatron_gdn.gdn.rule import resolve_rule
 from megatron_gdn.ops import obstacles
 from megatron_gdn.ops.delta_rule.base import HeadSizes
-from megatron_gdn.ops.obstacles import say_once
+from megatron_gdn.ops.obstacles import log_obstacle_once
 from megatron_gdn.ops.rules import fla
 
 fla_chunk = pytest.importorskip("fla.ops.gated_delta_rule.chunk")
@@ -17,7 +17,7 @@ SIZES = HeadSizes(2, 4, 64, 64)
 def ampere(monkeypatch):
     """An A100, and nothing remembered of earlier looks at the packages."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (8, 0))
-    caches = (obstacles.fla_package, fla._functions_of, say_once)
+    caches = (obstacles.why_not_fla_package, fla._functions_of, log_obstacle_once)
     for cached in caches:
         cached.cache_clear()
     yield monkeypatch
@@ -74,7 +74,7 @@ def test_hopper_with_a_triton_that_miscompiles_needs_tilelang(ampere):
     ampere.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     ampere.setattr(obstacles, "find_spec", lambda name: None if name == "tilelang" else object())
     installed(ampere, {"triton": "3.6.0"})
-    ampere.setattr(obstacles, "flash_qla_package", lambda: obstacles.Obstacle("not here"))
+    ampere.setattr(obstacles, "why_not_flash_qla_package", lambda: obstacles.Obstacle("not here"))
     refused("install tilelang")
 
 

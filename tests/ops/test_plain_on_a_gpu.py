@@ -48,7 +48,7 @@ def test_doctor_gives_the_line(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     for made in ("_inputs", "Documents"):
         monkeypatch.setattr(checks, made, lambda *_: None)
-    finding = next(checks.rules(SIZES, 100))
+    finding = next(checks.check_rules(SIZES, 100))
     assert finding.state == "note" and obstacles.PLAIN_ON_GPU in finding.text
 
 

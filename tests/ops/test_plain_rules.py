@@ -120,7 +120,7 @@ def case(request):
 def groups(request, monkeypatch):
     """Many: of two chunks, so that states are carried from group to group."""
     if request.param:
-        monkeypatch.setattr(chunk_table, "_AT_ONCE", 2 * max(H, ssd.H))
+        monkeypatch.setattr(chunk_table, "_PRODUCTS_PER_GROUP", 2 * max(H, ssd.H))
 
 
 def close(name, got, exact):

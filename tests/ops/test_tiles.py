@@ -3,11 +3,11 @@
 import pytest
 
 from megatron_gdn.ops.kernels.tiles import (
-    Walk,
+    SegmentTile,
     front_backward_tile,
     front_forward_tile,
+    within_32_bit_offsets,
     within_grid,
-    within_reach,
     within_shared_memory,
 )
 
@@ -15,7 +15,7 @@ WIDTH = 12352  # of a projection row with 16 key and 32 value heads of 128
 TABLE = [front_forward_tile, front_backward_tile]
 
 
-def reach(tile: Walk, tokens: int, taps: int) -> int:
+def reach(tile: SegmentTile, tokens: int, taps: int) -> int:
     return min(tile.tokens + taps - 1, tokens) - 1
 
 
@@ -24,7 +24,7 @@ def reach(tile: Walk, tokens: int, taps: int) -> int:
 @pytest.mark.parametrize(("tokens", "batch"), [(1, 1), (8192, 4), (512, 339), (1 << 20, 1)])
 def test_rows_within_reach_keep_the_tile_of_the_table(tokens, batch, widest_head, table):
     tile = table(tokens * batch, widest_head)
-    assert within_reach(tile, tokens, 4, (batch * WIDTH, 4096)) == tile
+    assert within_32_bit_offsets(tile, tokens, 4, (batch * WIDTH, 4096)) == tile
 
 
 @pytest.mark.parametrize("table", TABLE)
@@ -33,7 +33,7 @@ def test_rows_within_reach_keep_the_tile_of_the_table(tokens, batch, widest_head
 @pytest.mark.parametrize("stride", [2**22, 340 * WIDTH, 2**24 + 1, 2**27, 2**31 // 14])
 def test_no_offset_of_a_tile_leaves_32_bits(stride, tokens, taps, table):
     usual = table(tokens * (stride // WIDTH), 128)
-    tile = within_reach(usual, tokens, taps, (4096, stride))
+    tile = within_32_bit_offsets(usual, tokens, taps, (4096, stride))
     assert reach(tile, tokens, taps) * stride < 2**31
     assert tile.steps % 4 == 0 and tile.steps >= taps - 1
     assert tile[2:] == usual[2:] and tile.rows <= usual.rows and tile.steps <= usual.steps
@@ -44,12 +44,12 @@ def test_no_offset_of_a_tile_leaves_32_bits(stride, tokens, taps, table):
 
 def test_a_stride_that_is_64_bits_wide_itself_needs_no_smaller_tile():
     tile = front_forward_tile(10_000, 128)
-    assert within_reach(tile, 10_000, 4, (2**31,)) == tile
+    assert within_32_bit_offsets(tile, 10_000, 4, (2**31,)) == tile
 
 
 def test_rows_too_far_apart_for_any_tile_are_refused_in_words():
     with pytest.raises(ValueError, match="1000000000 elements apart.*at most 214748364 .*torch"):
-        within_reach(Walk(4, 32, 4), 10_000, 4, (1_000_000_000,))
+        within_32_bit_offsets(SegmentTile(4, 32, 4), 10_000, 4, (1_000_000_000,))
 
 
 @pytest.mark.parametrize(("group", "stages"), [(1, 3), (2, 3), (8, 3), (16, 2), (32, 1), (64, 1)])

@@ -9,7 +9,7 @@ import torch
 from megatron_gdn.gdn.front import gdn_parts
 from megatron_gdn.ops.delta_rule.base import HeadSizes
 from megatron_gdn.ops.mixer import mix
-from megatron_gdn.ops.parts import GatedNorm, Neighbours
+from megatron_gdn.ops.parts import GatedNorm, SequenceContext
 from megatron_gdn.ops.trees import ALIGNMENT
 from tests.ops.test_mixer import make_inputs, plain_rule
 from tests.parallel import assert_close
@@ -24,7 +24,7 @@ def run(leaves, rows, documents, recompute=False):
         rows, weight, bias, A_log, dt_bias, SIZES.layout,
         rule=plain_rule(SIZES), norm=GatedNorm(gamma), recompute_qkv=recompute,
     )  # fmt: skip
-    return mix(rows, parts, Neighbours(documents))
+    return mix(rows, parts, SequenceContext(documents))
 
 
 def both(tree, dtype=torch.float64, recompute=False):

@@ -143,7 +143,7 @@ def test_a_row_is_what_its_tensors_say():
 
 def test_documents_that_the_ranks_cannot_share_are_refused(capsys):
     with pytest.raises(SystemExit):
-        certificate.arguments(["--cp", "2", "--lengths", "6"])
+        certificate.parse_arguments(["--cp", "2", "--lengths", "6"])
     assert "every document must be a multiple of 4" in capsys.readouterr().err
 
 

@@ -8,13 +8,13 @@ from torch import nn
 
 from megatron_gdn import Documents
 from megatron_gdn.context_parallel import MambaContextParallel, SequenceLayout
-from megatron_gdn.context_parallel.headwise.shares import route
+from megatron_gdn.context_parallel.headwise.shares import waves_of
 from megatron_gdn.ops.layout import SizeError
 
 
 def route_of(lengths, *where):
     offsets = torch.tensor([0, *lengths]).cumsum(0)
-    return route(Documents.from_cu_seqlens(offsets, sum(lengths)), *where)
+    return waves_of(Documents.from_cu_seqlens(offsets, sum(lengths)), *where)
 
 
 def test_a_long_sequence_needs_two_messages_per_peer_and_documents_two_each():

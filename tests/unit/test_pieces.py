@@ -17,8 +17,12 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices, rank_order_of_sequence
 from megatron_gdn.context_parallel.chunkwise.fragments import Cutting
 from megatron_gdn.context_parallel.chunkwise.history import history_route
-from megatron_gdn.context_parallel.chunkwise.map_exchange import pack
-from megatron_gdn.context_parallel.chunkwise.states import _select, _spread, state_table
+from megatron_gdn.context_parallel.chunkwise.map_exchange import join_maps
+from megatron_gdn.context_parallel.chunkwise.states import (
+    _scatter_to_pieces,
+    _select_pieces,
+    state_table,
+)
 from megatron_gdn.ops import Documents, StaticDocuments
 
 CPU = torch.device("cpu")
@@ -210,9 +214,9 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
         x[:, : len(h)] = maps[:, h]
     mine = [x.flatten(0, 1)[..., None, None, None] for x in mine]  # [N, 2, 1, 1, 1]
     both = list(zip(mine, tables, strict=True))
-    a = [_select(m[:, 0], t.last, t.passes).view(t.node_count, -1) for m, t in both]
-    b = [_select(m[:, 1], t.last, t.leaves).view(t.node_count, -1) for m, t in both]
-    d = [_select(m[:, 1], t.first, t.enters).view(t.node_count, -1) for m, t in both]
+    a = [_select_pieces(m[:, 0], t.last, t.passes).view(t.node_count, -1) for m, t in both]
+    b = [_select_pieces(m[:, 1], t.last, t.leaves).view(t.node_count, -1) for m, t in both]
+    d = [_select_pieces(m[:, 1], t.first, t.enters).view(t.node_count, -1) for m, t in both]
     forward, backward = chain(nodes, a, b), chain(nodes.backwards(), a, d)
     for j in range(1, n - 1):  # the maps of the ends are not followed
         cut_at = [False, False]
@@ -237,7 +241,7 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
         for states, index, right in (
             (forward, table.first, entering), (backward, table.last, leaving)
         ):  # fmt: skip
-            got = _spread(states[rank].flatten(), index, rows * count).view(rows, count)
+            got = _scatter_to_pieces(states[rank].flatten(), index, rows * count).view(rows, count)
             torch.testing.assert_close(got[:, :here], right[:, held[rank]])
             assert not got[:, here:].any()
 
@@ -245,7 +249,7 @@ def require_states(lengths, cp, layout, nodes, tables, rows, known):
 def test_the_two_parts_of_one_tensor_are_not_copied():
     whole = torch.randn(2, 3, 4, 9)
     local, through = whole.split([5, 4], dim=-1)
-    packed = pack(local, through)
+    packed = join_maps(local, through)
     assert torch.equal(packed, whole) and packed.data_ptr() == whole.data_ptr()
     assert packed.is_contiguous()
 
@@ -265,5 +269,5 @@ def test_the_two_parts_of_one_tensor_are_not_copied():
 )
 def test_whatever_else_they_are_the_result_is_theirs(split):
     local, through = split(torch.randn(2, 3, 4, 9))
-    packed = pack(local, through)
+    packed = join_maps(local, through)
     assert torch.equal(packed, torch.cat([local, through], dim=-1)) and packed.is_contiguous()

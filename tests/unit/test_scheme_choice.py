@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megatron_gdn import SequenceLayout
-from megatron_gdn.context_parallel.agreement import ranks_per_machine, stretch
+from megatron_gdn.context_parallel.agreement import largest_shared_run, ranks_per_machine
 from megatron_gdn.context_parallel.price import (
     ACROSS,
     FIXED,
@@ -17,7 +17,7 @@ from megatron_gdn.context_parallel.price import (
     SUMMARY,
     WITHIN,
     LinearCpMode,
-    exchange_of_maps,
+    map_exchange_traffic,
     price,
 )
 from tests.gdn_mixer import gdn_dims
@@ -54,7 +54,7 @@ def test_chunkwise_pays_for_maps_and_for_computing_them(cp, per_rank, nodes, cas
 def test_a_map_of_a_rule_that_mixes_no_rows_has_one_column_beside_the_state():
     decays = QWEN.heads.state._replace(diagonal=True)
     b = 2 * 32 * 128 * (128 + 1) * 4
-    received, steps = exchange_of_maps(decays, 4, SequenceLayout.ZIGZAG, 1, None)
+    received, steps = map_exchange_traffic(decays, 4, SequenceLayout.ZIGZAG, 1, None)
     assert received == pytest.approx((1 + 128 / 129) * 3 / 4 * b, rel=1e-12) and steps == 8
 
 
@@ -134,7 +134,7 @@ class Group:
     [("aaaa", 4), ("aabb", 2), ("aaaabb", 2), ("aaaaaaaabbbb", 4), ("aab", 1), ("abab", 1)],
 )
 def test_no_stretch_of_ranks_is_on_two_machines(machines, ranks):
-    assert stretch(machines) == ranks
+    assert largest_shared_run(machines) == ranks
     for first in range(0, len(machines), ranks):
         assert len(set(machines[first : first + ranks])) == 1
 

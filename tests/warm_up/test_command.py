@@ -210,7 +210,7 @@ def test_the_launches_of_a_call_are_noted_by_name_without_a_gpu(tmp_path, capfd)
     assert {"front_forward_kernel", "front_backward_kernel", "_sum_rows_kernel"} <= names
     assert {"gated_norm_forward_kernel", "gated_norm_backward_kernel", "_follow_kernel"} <= names
     assert {"lead_in_kernel", "lead_in_backward_kernel", "add_rows_kernel"} <= names
-    assert "carry_columns_kernel" in names, "of the exchange of heads"
+    assert "copy_columns_kernel" in names, "of the exchange of heads"
 
 
 def small(folder, dim: int) -> str:
@@ -221,11 +221,11 @@ def small(folder, dim: int) -> str:
 
 
 def _print_noted(config: str) -> None:
-    from megatron_gdn.warm_up.absent_gpu import absent_hopper
+    from megatron_gdn.warm_up.absent_gpu import simulated_hopper
 
     command = f"--config {config} --cp 2 --kernels triton --parts uncut states whole"
     arguments = parse(command.split())
-    with absent_hopper():
+    with simulated_hopper():
         tasks, heads = layers.tasks_of(model_of(arguments), arguments)
     assert not heads
     print(*(task.name for task in tasks), flush=True)
@@ -233,7 +233,7 @@ def _print_noted(config: str) -> None:
 
 
 def test_what_cannot_be_compiled_is_said_on_one_line(tmp_path, capfd, monkeypatch):
-    monkeypatch.setattr(obstacles, "flash_qla_package", lambda: None)  # as if installed
+    monkeypatch.setattr(obstacles, "why_not_flash_qla_package", lambda: None)  # as if installed
     for argv, said in {
         "--heads 16:31": "key heads must divide value heads",
         "--heads 16:32 --tp 3": "use one of 1, 2, 4, 8, 16",

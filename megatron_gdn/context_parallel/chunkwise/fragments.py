@@ -28,7 +28,7 @@ class Nodes(NamedTuple):
 
 
 class Cutting(NamedTuple):
-    """How sequences are cut into fragments, and the rank whose fragments are meant."""
+    """How sequences are cut into fragments, and the rank that asks for its own fragments."""
 
     cp_size: int
     layout: SequenceLayout
@@ -52,7 +52,7 @@ class Cutting(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Where every fragment lies, int64 ``[n, C]``; all places but ``local`` are in the sequence."""
+    """Where every fragment lies, int64 ``[n, C]``; all but ``local`` are sequence positions."""
 
     begin: Tensor
     end: Tensor
@@ -79,7 +79,7 @@ class Fragments(NamedTuple):
 
 
 def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
-    """The fragments of all documents; errors are those of :func:`..layouts.check_lengths`."""
+    """The fragments of all documents; raises as :func:`..layouts.check_lengths` does."""
     require_cut(documents, cutting.cp_size, cutting.layout)
     key = (Fragments, cutting)
     return documents.table(key, lambda given: _cut_fragments(given, cutting), move=False)
@@ -107,7 +107,7 @@ def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
     )  # fmt: skip
 
 
-def any_continues(documents: Documents, cutting: Cutting) -> bool:
+def any_document_continues(documents: Documents, cutting: Cutting) -> bool:
     """Whether a document may lie in more than one fragment."""
     fragments = fragments_of(documents, cutting)
     return not documents.known or bool(fragments.enters.any())

@@ -6,7 +6,7 @@ continues a document begins a fragment, so its history lies in earlier fragments
     node j - k sends its last W - k rows to node j,   k = 1 .. W - 1
 
 The gradients of these rows travel back. If the host knows the documents, messages have only the
-rows that pieces need, else all rows of this rule.
+rows that pieces need, else all rows listed above.
 
 Legend: R ranks, C chains, h nodes of a chain on this rank, k distance of two nodes, m distance of a
 row from its fragment's end (1 is the last row).
@@ -24,7 +24,7 @@ from ...ops.documents import Documents
 from ...ops.front.history import History, HistoryTable
 from ...ops.host_tables import to_device
 from ..layouts import SequenceLayout
-from .fragments import Cutting, any_continues, fragments_of
+from .fragments import Cutting, any_document_continues, fragments_of
 from .map_exchange import exchange_rows
 
 
@@ -43,7 +43,7 @@ def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryR
     return documents.plan(key, lambda: _route(documents, cutting, taps - 1))
 
 
-class _Rows(NamedTuple):
+class _TravellingRows(NamedTuple):
     """Rows that may travel, int64; sender and receiver list the rows in the same order."""
 
     chain: Tensor
@@ -54,16 +54,16 @@ class _Rows(NamedTuple):
     peer: Tensor  # the rank at the other end
 
 
-def _route(documents: Documents, cutting: Cutting, reach: int) -> HistoryRoute | None:
-    if not (reach and any_continues(documents, cutting)):
+def _route(documents: Documents, cutting: Cutting, history_len: int) -> HistoryRoute | None:
+    if not (history_len and any_document_continues(documents, cutting)):
         return None
     chains = documents.most if cutting.layout is SequenceLayout.ZIGZAG else 1
-    listed = [_list_rows(cutting, chains, reach, sending) for sending in (True, False)]
+    listed = [_list_rows(cutting, chains, history_len, sending) for sending in (True, False)]
     device = documents.starts.device
-    sent, received = (_Rows(*(to_device(x, device) for x in rows)) for rows in listed)
+    sent, received = (_TravellingRows(*(to_device(x, device) for x in rows)) for rows in listed)
     *tables, of_sent, of_received = documents.table(
-        (HistoryTable, cutting, reach),
-        lambda given: _build_tables(given, cutting, reach, sent, received),
+        (HistoryTable, cutting, history_len),
+        lambda given: _build_tables(given, cutting, history_len, sent, received),
         move=False,
     )
     counts = []
@@ -75,38 +75,44 @@ def _route(documents: Documents, cutting: Cutting, reach: int) -> HistoryRoute |
     return HistoryRoute(send_rows, send_counts, receive_counts, HistoryTable(*table))
 
 
-def _list_rows(cutting: Cutting, chains: int, reach: int, sending: bool) -> _Rows:
+def _list_rows(cutting: Cutting, chains: int, history_len: int, sending: bool) -> _TravellingRows:
     """The rows that the rank may send if ``sending``, else may receive, sorted by peer."""
     nodes, rank = cutting.nodes, cutting.rank
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
     for receiver in range(len(nodes.hosts)):
-        for k in range(min(reach, receiver), 0, -1):
+        for k in range(min(history_len, receiver), 0, -1):
             own, other = (receiver - k, receiver) if sending else (receiver, receiver - k)
             if nodes.hosts[own] == rank:
                 peer, slot = nodes.hosts[other], nodes.slots[own]
-                distances = range(reach - k + 1, 0, -1)
+                distances = range(history_len - k + 1, 0, -1)
                 messages[peer] += [(slot, k, m, receiver, peer) for m in distances]
     of_all_peers = []
     for message in messages:
         rows = torch.tensor(message, dtype=torch.int64, device="cpu").view(-1, 5).repeat(chains, 1)
         chain = torch.arange(chains, device="cpu").repeat_interleave(len(message))
         of_all_peers.append(torch.cat([chain[:, None], rows], 1))
-    return _Rows(*torch.cat(of_all_peers).T.contiguous().unbind())
+    return _TravellingRows(*torch.cat(of_all_peers).T.contiguous().unbind())
 
 
 def _build_tables(
-    documents: Documents, cutting: Cutting, reach: int, sent: _Rows, received: _Rows
+    documents: Documents,
+    cutting: Cutting,
+    history_len: int,
+    sent: _TravellingRows,
+    received: _TravellingRows,
 ) -> tuple[Tensor, ...]:
-    """``send_rows``, the fields of :class:`HistoryTable`, and which sent and received rows travel.
+    """``send_rows``, the fields of :class:`HistoryTable`, and masks of the rows that really travel.
 
     If the host knows the documents, the tables have rows that travel only.
     """
     fragments, own, rank = fragments_of(documents, cutting), cutting.own, cutting.rank
-    seen = torch.where(fragments.enters, fragments.begin - fragments.first, 0).clamp(max=reach)
+    seen = torch.where(fragments.enters, fragments.begin - fragments.first, 0).clamp(
+        max=history_len
+    )
     length = fragments.end - fragments.begin
     local, tokens = fragments.local[own], documents.total_tokens // cutting.cp_size
 
-    def needed(rows: _Rows) -> tuple[Tensor, Tensor, Tensor]:
+    def travelling_rows(rows: _TravellingRows) -> tuple[Tensor, Tensor, Tensor]:
         """For each row: whether the row travels, its number or -1, its distance before a piece."""
         tokens = length[rows.receiver, rows.chain]
         distance = (rows.k - 1) * tokens + rows.m
@@ -121,21 +127,23 @@ def _build_tables(
         return x[rank == 0 :].T.flatten()
 
     h, C = local.shape
-    arrives, number, distance = needed(received)
+    arrives, number, distance = travelling_rows(received)
     slots, slot = (h - 1, received.slot - 1) if rank == 0 else (h, received.slot)
-    place = (received.chain * slots + slot) * reach + distance - 1
-    before = _scatter(torch.where(arrives, place, -1), number, C * slots * reach).view(-1, reach)
+    place = (received.chain * slots + slot) * history_len + distance - 1
+    before = _scatter(torch.where(arrives, place, -1), number, C * slots * history_len).view(
+        -1, history_len
+    )
 
-    ahead = torch.arange(reach, device=local.device)
+    ahead = torch.arange(history_len, device=local.device)
     end = torch.minimum(fragments.end, fragments.first_end)[own] - fragments.begin[own] + local
     continues = by_piece(seen[own]) > 0
     token = by_piece(local)[:, None] + ahead
     edge = torch.where(continues[:, None] & (token < by_piece(end)[:, None]), token, -1)
 
-    travels, number, _ = needed(sent)
+    travels, number, _ = travelling_rows(sent)
     row = local[sent.slot, sent.chain] + length[sent.receiver, sent.chain] - sent.m
     send_rows = row.clamp(0, max(tokens - 1, 0))
-    W = reach + 1
+    W = history_len + 1
     place = ((sent.chain * h + sent.slot) * W + sent.m) * W + sent.k
     sources = _scatter(place, number, C * h * W * W).view(C * h, W, W)[:, 1:, 1:]
     # Sources are sorted, so that gradients are added in the order of their numbers.

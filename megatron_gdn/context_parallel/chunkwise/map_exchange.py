@@ -20,11 +20,11 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...ops.host_tables import cached_by_stream
-from ...ops.state_maps.state_map import NONE, Cuts, Steps, follow
+from ...ops.state_maps.state_map import NONE, Cuts, Steps, follow_chains
 from .fragments import Nodes
 
 
-def pack(local: Tensor, through: Tensor) -> Tensor:
+def join_maps(local: Tensor, through: Tensor) -> Tensor:
     """``local`` and ``through`` side by side, ``[..., X]``, without a copy where possible."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
@@ -38,7 +38,7 @@ def pack(local: Tensor, through: Tensor) -> Tensor:
     return torch.cat([local, through], dim=-1)
 
 
-def share_and_fold(
+def states_entering_nodes(
     maps: Tensor,
     value_dim: int,
     nodes: Nodes,
@@ -60,7 +60,7 @@ def share_and_fold(
     if m:
         local, through = _view_by_place(links, m, h).split([value_dim, X - value_dim], dim=-1)
         steps = _steps_of_share(nodes, m, h, maps.device)
-        follow(local, through, steps, _view_by_place(states, m, h), None, cuts)
+        follow_chains(local, through, steps, _view_by_place(states, m, h), None, cuts)
     returned = exchange_rows(states, mine, theirs, group)
     return returned.view(M, h, K, value_dim).transpose(0, 1).contiguous()
 

@@ -11,9 +11,9 @@ from torch import Tensor
 
 from ...ops.documents import Documents, one_document
 from ...ops.layout import Layout
-from ...ops.parts import Neighbours
+from ...ops.parts import SequenceContext
 from ..layouts import SequenceLayout
-from ..scheme import Passage, Scheme, stay
+from ..scheme import Passage, Scheme, keep_in_place
 from .fragments import Cutting, pieces_of
 from .history import HistoryOfPieces, history_route
 from .states import StatesOfPieces, state_table
@@ -41,4 +41,4 @@ class Chunkwise(Scheme):
         states = None if table is None else StatesOfPieces(table, self.group)
         route = history_route(whole, cutting, self._taps)
         history = None if route is None else HistoryOfPieces(route, self.group)
-        return Passage(stay, stay, Neighbours(pieces, history, states))
+        return Passage(keep_in_place, keep_in_place, SequenceContext(pieces, history, states))

@@ -20,11 +20,11 @@ from torch import Tensor
 from ...ops.documents import Documents
 from ...ops.front.history import ranges
 from ...ops.host_tables import to_device
-from ...ops.rules.base import Rule, RuleBackward, RuleForward, on_tokens
+from ...ops.rules.base import Rule, RuleBackward, RuleForward, map_inputs
 from ...ops.state_maps.state_map import Cuts, StateMap
 from ..layouts import SequenceLayout
-from .fragments import Cutting, Nodes, any_continues, fragments_of, pieces_of
-from .map_exchange import pack, share_and_fold
+from .fragments import Cutting, Nodes, any_document_continues, fragments_of, pieces_of
+from .map_exchange import join_maps, states_entering_nodes
 
 
 @dataclass(frozen=True, eq=False)
@@ -72,7 +72,7 @@ def state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable
 
 
 def _state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
-    if not any_continues(documents, cutting):
+    if not any_document_continues(documents, cutting):
         return None
     pieces, known = pieces_of(documents, cutting), documents.known
     tensors = documents.table(
@@ -154,13 +154,13 @@ def _repeat_for_rows(pieces: Documents, rows: int) -> Documents:
     return Documents((0, *(accumulate(pieces.lengths * rows) if rows else (0,))), pieces.device)
 
 
-def _select(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
+def _select_pieces(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
     x = x_N if index is None else x_N.index_select(0, index)
     # A product with the mask would keep NaN, because 0 * NaN is NaN.
     return x if mask is None else torch.where(mask, x, x.new_zeros(()))
 
 
-def _spread(x: Tensor, index: Tensor | None, count: int) -> Tensor:
+def _scatter_to_pieces(x: Tensor, index: Tensor | None, count: int) -> Tensor:
     return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
 
 
@@ -171,11 +171,11 @@ class StatesOfPieces:
         self.documents, self._count = table.sequences, table.sequences.sequences
         self._table, self._group = table, group
 
-    def _follow_chain(self, maps: StateMap, nodes: Nodes, cuts: Cuts | None) -> Tensor:
+    def _states_of_nodes(self, maps: StateMap, nodes: Nodes, cuts: Cuts | None) -> Tensor:
         """The states that enter this rank's nodes, ``[h * chains, H, K, V]``."""
-        packed = pack(*maps)
+        packed = join_maps(*maps)
         packed = packed.view(self._table.node_count, -1, *packed.shape[2:])
-        entering = share_and_fold(packed, maps.local.shape[-1], nodes, self._group, cuts)
+        entering = states_entering_nodes(packed, maps.local.shape[-1], nodes, self._group, cuts)
         return entering.view(maps.local.shape)
 
     def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
@@ -183,10 +183,12 @@ class StatesOfPieces:
         table, last = self._table, self._table.last
         if table.last_pieces is not None:
             tokens, pieces = table.last_pieces
-            inputs = on_tokens(inputs, lambda x: x.index_select(1, tokens))
+            inputs = map_inputs(inputs, lambda x: x.index_select(1, tokens))
             forward, last = rule.begin(inputs, pieces), None
         local, through = forward.state_map()
-        return StateMap(_select(local, last, table.leaves), _select(through, last, table.passes))
+        return StateMap(
+            _select_pieces(local, last, table.leaves), _select_pieces(through, last, table.passes)
+        )
 
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: Any
@@ -194,16 +196,16 @@ class StatesOfPieces:
         maps = self._maps_of_nodes(rule, forward, inputs)
         table = self._table
         cuts = None if table.cuts is None else table.cuts[0]
-        entering = self._follow_chain(maps, table.nodes, cuts)
-        return _spread(entering, table.first, self._count), (entering, maps.through)
+        entering = self._states_of_nodes(maps, table.nodes, cuts)
+        return _scatter_to_pieces(entering, table.first, self._count), (entering, maps.through)
 
     def entered(self, kept: tuple[Tensor, ...]) -> Tensor:
-        return _spread(kept[0], self._table.first, self._count)
+        return _scatter_to_pieces(kept[0], self._table.first, self._count)
 
     def leaving(self, backward: RuleBackward, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
         table, (entering, through) = self._table, kept
-        d_local = _select(backward.d_initial(), table.first, table.enters)
+        d_local = _select_pieces(backward.d_initial(), table.first, table.enters)
         maps = StateMap(entering, through).transposed(d_local)
         cuts = None if table.cuts is None else table.cuts[1]
-        leaving = self._follow_chain(maps, table.nodes.backwards(), cuts)
-        return self.entered(kept), _spread(leaving, table.last, self._count)
+        leaving = self._states_of_nodes(maps, table.nodes.backwards(), cuts)
+        return self.entered(kept), _scatter_to_pieces(leaving, table.last, self._count)

@@ -21,7 +21,7 @@ from torch import Tensor
 from ...ops.autograd import uncompiled
 from ...ops.documents import Documents
 from ..layouts import SequenceLayout
-from .shares import HeadShares, Wave, route
+from .shares import HeadShares, Wave, waves_of
 
 # Rows travel in waves of at least WAVE_BYTES: one wave is packed (or unpacked) while the other
 # travels. On 4 H200, two waves take 0.75 times as long as one at 600 MB, 1.3 times at 150 MB.
@@ -63,7 +63,7 @@ class Exchange:
         local = cut.total_tokens // shares.ranks
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
         waves = min(MOST_WAVES, max(1, local * (shares.ranks - 1) * row_bytes // WAVE_BYTES))
-        made = route(cut, shares.ranks, rank, layout, waves)
+        made = waves_of(cut, shares.ranks, rank, layout, waves)
         at_once = waves == 1 and local * row_bytes <= OWN_BYTES
         return cls(
             group, rank, shares, rank_width, shares.whole_width, made,
@@ -132,7 +132,7 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
             works, received = _exchange_messages(exchange, messages)
         sent.append((wave, messages, received, works))
     for wave in () if exchange.at_once else exchange.waves:
-        pack.move_own(whole[wave.tokens], full, shares, rank, wave.own_place, to_full=True)
+        pack.copy_kept_rows(whole[wave.tokens], full, shares, rank, wave.own_place, to_full=True)
     for wave, _, received, works in sent:
         for work in works:
             work.wait()  # with a GPU, the stream waits and the host goes on
@@ -161,7 +161,7 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
             works, received = _exchange_messages(exchange, messages)
         awaited.append((wave, messages, received, works))
     for wave in () if exchange.at_once else exchange.waves:
-        pack.move_own(whole[wave.tokens], full, shares, rank, wave.own_place, to_full=False)
+        pack.copy_kept_rows(whole[wave.tokens], full, shares, rank, wave.own_place, to_full=False)
     for wave, _, received, works in awaited:
         for work in works:
             work.wait()

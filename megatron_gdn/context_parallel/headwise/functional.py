@@ -42,9 +42,9 @@ def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size:
     return HeadShares.even(cp_size, sections)
 
 
-def _layout_of(balanced: bool) -> SequenceLayout:
-    """Zigzag for tokens that are ``balanced`` for attention, else contiguous."""
-    return SequenceLayout.ZIGZAG if balanced else SequenceLayout.CONTIGUOUS
+def _layout_of(is_balanced: bool) -> SequenceLayout:
+    """Zigzag for tokens that are ``is_balanced`` for attention, else contiguous."""
+    return SequenceLayout.ZIGZAG if is_balanced else SequenceLayout.CONTIGUOUS
 
 
 def tensor_a2a_cp2hp(
@@ -246,14 +246,14 @@ class MambaContextParallel:
             ValueError: for rows of another width, for offsets with more than one batch row, for
                 offsets that do not end at T, or for a length that is not a multiple of 2 cp.
         """
-        return self._move(projected_states, "projected_states", self._width, cu_seqlens)
+        return self._exchange_rows(projected_states, "projected_states", self._width, cu_seqlens)
 
     def post_conv_ssm(self, output: Tensor, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
         """Return mixed rows: ``[B, S, v]`` to ``[B, s, V]``, or ``[T, v]`` to ``[T / cp, V]``.
 
         ``cu_seqlens`` and errors are those of :meth:`pre_conv_ssm`.
         """
-        return self._move(output, "output", self.d_inner_local, cu_seqlens)
+        return self._exchange_rows(output, "output", self.d_inner_local, cu_seqlens)
 
     def get_conv1d_weight(self) -> Tensor:
         """``[channels of this rank, taps]``, from ``[channels, 1, taps]``."""
@@ -283,10 +283,10 @@ class MambaContextParallel:
     def _share(self, param: Tensor, sections: Sequence[str] | None = None) -> Tensor:
         return param if self.cp_size == 1 else self._scheme.local(param, sections)
 
-    def _move(
+    def _exchange_rows(
         self, x: Tensor, name: str, width: int, cu_seqlens: Tensor | Documents | None
     ) -> Tensor:
-        """Exchange ``x``, ``[B, tokens, width]`` or ``[tokens, width]``, in the way of ``name``."""
+        """Exchange ``x`` ``[(B,) tokens, width]`` in the direction that ``name`` names."""
         if self.cp_size == 1:
             return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:
@@ -309,7 +309,7 @@ class MambaContextParallel:
 
 
 def _documents_of(cu_seqlens: Any, tokens: int, device: torch.device) -> Documents:
-    """The documents of ``cu_seqlens``, kept on the tensor until somebody writes to the tensor."""
+    """The documents of ``cu_seqlens``, stored on the tensor until the tensor is changed."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
     key, kept = (cu_seqlens._version, device), getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))

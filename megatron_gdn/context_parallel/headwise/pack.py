@@ -31,7 +31,7 @@ _LEFT_TO_TRANSFERS = 32
 
 
 def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
-    """The number of programs of a launch, on which results do not depend."""
+    """The number of programs of a launch; results do not depend on this number."""
     if device.type != "cuda":
         return min(tiles, 3)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -57,47 +57,48 @@ def _strides(whole: Tensor) -> tuple[int, int, int]:
 
 def _launch_copy(
     whole: Tensor,
-    own: Tensor,
+    rank_rows: Tensor,
     place: Tensor | None,
     cut: tuple[Strip, ...],
     *,
-    messages: int,
-    first: int = 0,
-    skipped: int | None = None,
+    message_count: int,
+    first_rank: int = 0,
+    skipped_rank: int | None = None,
     pack: bool,
-    kept: tuple[Tensor, Tensor] | None = None,
+    kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """Launch the copy; ``kept`` are full rows and places for the rows of rank ``skipped``."""
+    """Launch the copy; ``kept_rows``: full rows, and places for the rows of ``skipped_rank``."""
     tokens, batch, _ = whole.shape
-    if not tokens * batch or not messages or not cut:
+    if not tokens * batch or not message_count or not cut:
         return
-    full, place = (own, place) if kept is None else kept
-    assert own.is_contiguous() and own.dtype == whole.dtype
+    full, place = (rank_rows, place) if kept_rows is None else kept_rows
+    assert rank_rows.is_contiguous() and rank_rows.dtype == whole.dtype
     assert full.is_contiguous() and full.dtype == whole.dtype
     launch = _copy_launch(
-        tokens, batch, _strides(whole), whole.element_size(), whole.device, cut, own.shape[-1],
-        messages, first, first + messages if skipped is None else skipped,
-        place is not None and kept is None, kept is not None, pack, beside_transfer,
+        tokens, batch, _strides(whole), whole.element_size(), whole.device, cut,
+        rank_rows.shape[-1], message_count, first_rank,
+        first_rank + message_count if skipped_rank is None else skipped_rank,
+        place is not None and kept_rows is None, kept_rows is not None, pack, beside_transfer,
     )  # fmt: skip
-    launch(whole, own, full, place)
+    launch(whole, rank_rows, full, place)
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _copy_launch(
     tokens: int, batch: int, strides: tuple[int, int, int], element_size: int,
     device: torch.device, cut: tuple[Strip, ...], rank_width: int,
-    messages: int, first: int, skipped: int, placed: bool, kept: bool, pack: bool,
-    beside_transfer: bool,
+    message_count: int, first_rank: int, skipped_rank: int, has_places: bool, kept: bool,
+    pack: bool, beside_transfer: bool,
 ) -> Launch:  # fmt: skip
     stride_s, stride_b, align = strides
     at_once = _rows_of_tile(tokens * batch, element_size, cut)
-    tiles = triton.cdiv(tokens * batch, at_once) * messages
+    tiles = triton.cdiv(tokens * batch, at_once) * message_count
     return Launch(
-        carry_columns_kernel, (_programs(tiles, device, beside_transfer),),
-        first, skipped, tokens, batch, tiles, stride_s, stride_b,
+        copy_columns_kernel, (_programs(tiles, device, beside_transfer),),
+        first_rank, skipped_rank, tokens, batch, tiles, stride_s, stride_b,
         STRIPS=cut, RANK_WIDTH=rank_width, ALIGN=align, ROWS=at_once,
-        PLACED=placed, KEPT=kept, PACK=pack, num_warps=_WARPS,
+        PLACED=has_places, KEPT=kept, PACK=pack, num_warps=_WARPS,
     )  # fmt: skip
 
 
@@ -112,11 +113,11 @@ def pack_peers(
 ) -> None:
     """Write to every peer's message the peer's columns of ``whole``.
 
-    With ``own``, full rows and a place, the kernel also does the work of :func:`move_own`.
+    With ``own``, full rows and a place, the kernel also does the work of :func:`copy_kept_rows`.
     """
     _launch_copy(
         whole, messages, None, strips(shares, _COLUMNS),
-        messages=shares.ranks - (own is None), skipped=rank, pack=True, kept=own,
+        message_count=shares.ranks - (own is None), skipped_rank=rank, pack=True, kept_rows=own,
         beside_transfer=beside_transfer,
     )  # fmt: skip
 
@@ -126,13 +127,13 @@ def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
     return tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == 1)
 
 
-def move_own(
+def copy_kept_rows(
     whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
 ) -> None:
-    """Copy ``rank``'s columns from ``whole`` to ``full[place]``; or unshared columns back."""
+    """Copy ``rank``'s columns of ``whole`` to ``full[place]``, or copy unshared columns back."""
     _launch_copy(
         whole, full, place, strips(shares, _COLUMNS) if to_full else _unshared_strips(shares),
-        messages=1, first=rank, pack=to_full, beside_transfer=True,
+        message_count=1, first_rank=rank, pack=to_full, beside_transfer=True,
     )  # fmt: skip
 
 
@@ -150,12 +151,12 @@ def unpack_peers(
     """Write to ``whole`` the columns that peers hold. Columns that several ranks hold are summed.
 
     The sum adds ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once. This rank's
-    term comes from ``full``. With ``with_own`` the kernel also does the work of :func:`move_own`.
+    term comes from ``full``. ``with_own``: the kernel also does what :func:`copy_kept_rows` does.
     """
     _launch_copy(
         whole, messages, None, _unshared_strips(shares),
-        messages=shares.ranks - (not with_own), skipped=rank, pack=False,
-        kept=(full, place) if with_own else None, beside_transfer=beside_transfer,
+        message_count=shares.ranks - (not with_own), skipped_rank=rank, pack=False,
+        kept_rows=(full, place) if with_own else None, beside_transfer=beside_transfer,
     )  # fmt: skip
     tokens, batch, _ = whole.shape
     launches = _sum_launches(
@@ -194,18 +195,20 @@ def move_rows(
 ) -> None:
     """``full[place] = messages``, with all messages end to end; or the reverse."""
     rows, cut = messages.flatten(0, 1), strips(HeadShares.even(1, messages.shape[-1:]), _COLUMNS)
-    _launch_copy(rows, full, place, cut, messages=1, pack=to_full, beside_transfer=beside_transfer)
+    _launch_copy(
+        rows, full, place, cut, message_count=1, pack=to_full, beside_transfer=beside_transfer
+    )
 
 
 @triton.jit
-def _rows(ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
+def _row_pointers(ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
     """Pointers to the whole rows of tokens t and batch rows b; strides count ALIGN elements."""
     at_R = tl.cast(t_R, tl.int64) * stride_s + tl.cast(b_R, tl.int64) * stride_b
     return ptr + at_R * ALIGN
 
 
 @triton.jit
-def _carry_strip(
+def _copy_strip(
     whole_R, own_R, real_R, rank, STRIPS: tl.constexpr, AT: tl.constexpr, PACK: tl.constexpr
 ):
     whole_R += STRIPS[AT][0] + rank // STRIPS[AT][3] * STRIPS[AT][2]
@@ -220,7 +223,7 @@ def _carry_strip(
 
 
 @triton.jit(do_not_specialize=["first", "skipped", "tokens", "tiles"])
-def carry_columns_kernel(
+def copy_columns_kernel(
     whole_ptr, own_ptr, full_ptr, place_ptr,
     first, skipped, tokens, batch, tiles, stride_s, stride_b,
     STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
@@ -229,8 +232,8 @@ def carry_columns_kernel(
     """Copy every strip of the ranks first, first + 1, ... but ``skipped``; each has a message.
 
     PACK copies from whole rows to messages, else back. With PLACED there is one message, and its
-    row ``place[t]`` holds token t. KEPT includes ``skipped``, whose token t is row ``place[t]`` of
-    ``full``. The grid is any number of programs; all ranks have ``tiles`` tiles of ROWS rows.
+    row ``place[t]`` holds token t. KEPT copies ``skipped`` too, whose token t is row ``place[t]``
+    of ``full``. The grid is any number of programs; ``tiles`` counts the tiles of all ranks.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
@@ -250,7 +253,7 @@ def carry_columns_kernel(
             if KEPT:
                 message -= (rank > skipped).to(tl.int32)
             own_row_R = tl.cast(message, tl.int64) * rows + row_R
-        whole_R = _rows(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
+        whole_R = _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
         own_R = own_ptr + own_row_R * RANK_WIDTH
         if KEPT:  # noqa: SIM102 - a constant, and a number that only the GPU knows
             if rank == skipped:
@@ -258,27 +261,27 @@ def carry_columns_kernel(
                 own_R = full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH
         own_R = own_R[:, None]
         for strip in tl.static_range(len(STRIPS)):
-            _carry_strip(whole_R, own_R, real_R, rank, STRIPS, strip, PACK)
+            _copy_strip(whole_R, own_R, real_R, rank, STRIPS, strip, PACK)
 
 
 @triton.jit
 def _sum_strip(
-    whole_R, message_R, mine_R, real_R, part, me, message_size,
+    whole_R, message_R, own_R, real_R, part, own_rank, message_size,
     STRIPS: tl.constexpr, AT: tl.constexpr, COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     whole_R += STRIPS[AT][0] + part * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
-    mine_R += STRIPS[AT][1]
+    own_R += STRIPS[AT][1]
     BLOCK: tl.constexpr = STRIPS[AT][4]
     for block in tl.range(0, STRIPS[AT][5]):
         at_D = block * BLOCK + tl.arange(0, BLOCK)[None, :]
         total_RD = tl.zeros((real_R.shape[0], BLOCK), WIDE)
         for copy in tl.static_range(COPIES):
             rank = part * COPIES + copy
-            if rank == me:
-                x_RD = tl.load(mine_R + at_D, mask=real_R, other=0.0)
+            if rank == own_rank:
+                x_RD = tl.load(own_R + at_D, mask=real_R, other=0.0)
             else:
-                before = (rank - (rank > me).to(tl.int32)) * message_size
+                before = (rank - (rank > own_rank).to(tl.int32)) * message_size
                 x_RD = tl.load(message_R + before + at_D, mask=real_R, other=0.0)
             total_RD += x_RD.to(WIDE)
         tl.store(whole_R + at_D, total_RD.to(whole_R.dtype.element_ty), mask=real_R)
@@ -294,7 +297,7 @@ def sum_copies_kernel(
     """Add up the COPIES of every strip in the order of ranks, in dtype WIDE, rounded once.
 
     A peer's rows lie in the peer's message. Token t of this rank (``me``) is row ``place[t]`` of
-    ``mine``. The grid is any number of programs; every block (of ranks / COPIES) has its tiles.
+    ``mine``. The grid is any number of programs; each of ranks / COPIES blocks has its tiles.
     """
     rows = tokens * batch
     tiles_per_block = tl.cdiv(rows, ROWS)
@@ -306,7 +309,7 @@ def sum_copies_kernel(
         b_R = row_R % batch
         place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
         mine_R = (mine_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH)[:, None]
-        whole_R = _rows(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
+        whole_R = _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
         message_R = (message_ptr + tl.cast(row_R, tl.int64) * RANK_WIDTH)[:, None]
         for strip in tl.static_range(len(STRIPS)):
             _sum_strip(

@@ -19,13 +19,13 @@ def pack_peers(
 ) -> None:
     if own is not None:
         full, place = own
-        move_own(whole, full, shares, rank, place, to_full=True)
+        copy_kept_rows(whole, full, shares, rank, place, to_full=True)
     for message, peer in zip(messages, shares.peers(rank), strict=True):
         for block in shares.blocks(peer):
             message[..., block.own_columns] = whole[..., block.columns]
 
 
-def move_own(
+def copy_kept_rows(
     whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
 ) -> None:
     for block in shares.blocks(rank):
@@ -47,7 +47,7 @@ def unpack_peers(
     beside_transfer: bool = False,
 ) -> None:
     if with_own:
-        move_own(whole, full, shares, rank, place, to_full=False)
+        copy_kept_rows(whole, full, shares, rank, place, to_full=False)
     wide = torch.promote_types(whole.dtype, torch.float32)
     totals: dict[tuple[int, int], Tensor] = {}
     received = dict(zip(shares.peers(rank), messages, strict=True))

@@ -12,8 +12,8 @@ from torch import Tensor
 from ...ops.documents import Documents
 from ...ops.host_tables import cached_by_stream, to_device
 from ...ops.layout import Layout
-from ...ops.parts import Neighbours
-from ..layouts import SequenceLayout, cut_by
+from ...ops.parts import SequenceContext
+from ..layouts import SequenceLayout, documents_cut_by
 from ..scheme import Passage, Scheme
 from .exchange import Exchange, to_heads, to_sequence
 from .shares import ColumnBlock, HeadShares
@@ -46,13 +46,13 @@ class Headwise(Scheme):
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
         """The passage of one micro-batch, which opens rows in sequence order."""
-        cut = cut_by(self.sequence_layout, documents, tokens, like.device)
+        cut = documents_cut_by(self.sequence_layout, documents, tokens, like.device)
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
         place = (cut, self.sequence_layout, local)
         return Passage(
             open=partial(to_heads, exchange=Exchange.of(self.group, self._proj, *place)),
             close=partial(to_sequence, exchange=Exchange.of(self.group, self._mixed, *place)),
-            neighbours=Neighbours(documents),
+            neighbours=SequenceContext(documents),
         )
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
@@ -62,12 +62,12 @@ class Headwise(Scheme):
         the group, and the sum equals the gradient of a run on one rank.
         """
         wanted = param.shape[0], None if names is None else tuple(names)
-        shares, block = self._of_parameters.get(wanted) or self._remember(*wanted)
+        shares, block = self._of_parameters.get(wanted) or self._shares_of_parameter(*wanted)
         if block is not None:
             return param.narrow(0, block.whole, block.width)
         return param.index_select(0, _own_rows(shares, self._rank, param.device))
 
-    def _remember(
+    def _shares_of_parameter(
         self, rows: int, names: tuple[str, ...] | None
     ) -> tuple[HeadShares, ColumnBlock | None]:
         """The shares of a parameter, and this rank's block if the parameter has one section."""

@@ -76,7 +76,7 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 class Strip(NamedTuple):
     """``repeats`` neighbouring blocks of columns, each a power of two wide.
 
-    The first column is ``whole + (rank // copies) * step`` in the whole row, ``own`` in the rank's.
+    First column: ``whole + (rank // copies) * step`` in the whole row, ``own`` in the rank's row.
     """
 
     whole: int
@@ -157,7 +157,7 @@ def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
     )
 
 
-def route(
+def waves_of(
     cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
     """The waves, about equal, in which rank ``cp_rank`` exchanges the tokens of ``cut``."""

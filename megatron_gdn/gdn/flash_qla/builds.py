@@ -79,7 +79,7 @@ def expected_heads() -> Heads:
     return _heads
 
 
-def watch_builds(kernels: list[Any]) -> None:
+def compile_once_per_machine(kernels: list[Any]) -> None:
     """Make each of ``kernels``, tilelang's objects, compile once per machine."""
     for kernel in kernels:
         # The warm-up command calls tilelang's own ``compile`` as ``__wrapped__``.
@@ -121,14 +121,14 @@ def _start_command(lock: int) -> subprocess.Popen:
     )  # fmt: skip
     _started[_heads] = subprocess.Popen(
         # When this process ends, the system closes the pipe, and the command ends too.
-        command(_heads, _part), stdin=subprocess.PIPE, stdout=2, pass_fds=[lock],
+        warm_up_command(_heads, _part), stdin=subprocess.PIPE, stdout=2, pass_fds=[lock],
         start_new_session=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(path or os.getcwd() for path in sys.path)},
     )  # fmt: skip
     return _started[_heads]
 
 
-def command(heads: Heads, part: str) -> list[str]:
+def warm_up_command(heads: Heads, part: str) -> list[str]:
     """The command line that compiles the kernels for ``heads``, those of ``part`` first."""
     parts = [part, *(other for other in USUAL_PARTS if other != part)]
     return [

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-from ...ops.obstacles import say_once
+from ...ops.obstacles import log_obstacle_once
 
 _BULK_STORE = re.compile(r"\btl::tma_store\(\w+, \(?&\(\(\(\w+\s?\*\)(\w+)\)")
 _SIGNAL = re.compile(r"\.arrive\w*\(|\b__syncthreads\(|\b__sync_thread_partial\b|\btl::tma_store\(")
@@ -104,7 +104,7 @@ def _compile_with_check(name: str, compile: Callable) -> Callable:
                 f"cache (~/.tilelang/cache), or choose backend='fla'."
             )
         if len(_BULK_STORE.findall(source)) != source.count("tl::tma_store("):
-            say_once(
+            log_obstacle_once(
                 f"FlashQLA's {name} has bulk stores in a form that is not known here; whether "
                 f"the stores have fences was not checked.",
                 "cuda",

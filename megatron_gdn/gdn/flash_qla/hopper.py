@@ -48,7 +48,7 @@ class HopperStages:
     def _sequences_and_chunks(
         self, like: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[int, Tensor, Tensor, int]:
-        """Sequences, their boundaries, each one's first chunk, and the chunks of a row."""
+        """The number of sequences, their offsets and first chunks, the chunks per row."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
             unread = self._unread((rows + 1,), torch.int32, like.device)
@@ -56,10 +56,10 @@ class HopperStages:
         offsets, chunks = self._index.prepare_chunk_offsets(cu_seqlens, CHUNK)
         return cu_seqlens.shape[0] - 1, cu_seqlens, offsets.to(cu_seqlens.dtype), chunks
 
-    def _chunk_states(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
-        """Memory for the states at chunks, or a tensor without elements if not ``wanted``."""
+    def _chunk_states(self, is_output: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
+        """Memory for the states at chunks, or a tensor without elements if not ``is_output``."""
         (B, _, _, K), (H, V) = k.shape, v.shape[2:]
-        if wanted:
+        if is_output:
             return k.new_empty(B, chunks, H, K, V)
         return self._unread((B, 0, H, K, V), k.dtype, k.device)
 
@@ -241,7 +241,7 @@ class HopperStages:
         num_warmup_chunks: Tensor,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """Gradient of the states that enter parts, if the states that leave parts have none."""
+        """Gradient of the states that enter parts; the leaving states have zero gradient."""
         assert not output_dh
         (G, K), (H, V) = k.shape[2:], do.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)

@@ -16,8 +16,14 @@ import torch
 
 from ...ops.documents import Documents, documents_of_rows
 from ...ops.host_tables import cached_by_stream
-from ...ops.state_maps.parts import CHUNK, Parts, cut_at, cut_by_length, most_cuts
-from .builds import multiprocessors, watch_builds
+from ...ops.state_maps.parts import (
+    CHUNK,
+    SequenceParts,
+    cut_at,
+    cut_by_length,
+    largest_number_of_cuts,
+)
+from .builds import compile_once_per_machine, multiprocessors
 from .fences import fence_bulk_stores
 from .hopper import HopperStages
 
@@ -67,7 +73,7 @@ def own_stages() -> ModuleType:
     from tilelang.jit import JITImpl  # pyright: ignore[reportMissingImports]
 
     values = [value for module in modules.values() for value in vars(module).values()]
-    watch_builds(list({id(x): x for x in values if isinstance(x, JITImpl)}.values()))
+    compile_once_per_machine(list({id(x): x for x in values if isinstance(x, JITImpl)}.values()))
     return chunk
 
 
@@ -82,7 +88,9 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
 
 
 @cached_by_stream(64)
-def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device) -> Parts | None:
+def plan_of_rows(
+    rows: int, tokens: int, value_heads: int, device: torch.device
+) -> SequenceParts | None:
     """The parts of batch rows without initial states; None if the rows run side by side.
 
     FlashQLA's cost model cuts the rows if rows times heads are fewer than multiprocessors.
@@ -94,19 +102,23 @@ def plan_of_rows(rows: int, tokens: int, value_heads: int, device: torch.device)
     return plan_of(documents, value_heads, False, False)
 
 
-def plan_of(documents: Documents, value_heads: int, batch_invariant: bool, states: bool) -> Parts:
+def plan_of(
+    documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
+) -> SequenceParts:
     """The parts of ``documents``, shared by all layers and their backward.
 
-    With ``batch_invariant`` a sequence is cut by its own length alone. ``states`` says whether
+    With ``batch_invariant`` a sequence is cut by its own length alone. ``with_states`` says whether
     states enter the documents.
     """
-    key = plan_of, value_heads, batch_invariant, states
+    key = plan_of, value_heads, batch_invariant, with_states
     return documents.plan(key, lambda: _plan_of(documents, *key[1:]))
 
 
-def _plan_of(documents: Documents, value_heads: int, batch_invariant: bool, states: bool) -> Parts:
+def _plan_of(
+    documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
+) -> SequenceParts:
     if not documents.known and (
-        states or not (batch_invariant or most_cuts(documents, value_heads))
+        with_states or not (batch_invariant or largest_number_of_cuts(documents, value_heads))
     ):
         return plan_of_whole(documents)
     key, cut = ("by length", value_heads), cut_by_length
@@ -115,18 +127,18 @@ def _plan_of(documents: Documents, value_heads: int, batch_invariant: bool, stat
         if offsets is None:
             return plan_of_whole(documents)
         key, cut = ("by cost", value_heads), lambda these, _: cut_at(these, offsets)
-    parts = Parts.of(documents, key, lambda these: cut(these, value_heads))
-    return _with_chunks(parts, documents)
+    parts = SequenceParts.of(documents, key, lambda these: cut(these, value_heads))
+    return _store_chunk_tables(parts, documents)
 
 
-def plan_of_whole(documents: Documents) -> Parts:
+def plan_of_whole(documents: Documents) -> SequenceParts:
     """Sequences that are not cut: each is one part."""
     return documents.plan(
-        plan_of_whole, lambda: _with_chunks(Parts.of(documents, "whole"), documents)
+        plan_of_whole, lambda: _store_chunk_tables(SequenceParts.of(documents, "whole"), documents)
     )
 
 
-def _with_chunks(parts: Parts, documents: Documents) -> Parts:
+def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceParts:
     """Store chunk tables on the offsets, so that FlashQLA does not read offsets from the GPU."""
     if not documents.known and documents.total_tokens < CHUNK:
         # A block without tokens looks at the 64 tokens before the end.

@@ -23,11 +23,19 @@ from ...ops.rules.base import (
     in_one_row,
     in_rows,
 )
-from ...ops.state_maps.parts import Parts, compose, initial_gradients
+from ...ops.state_maps.parts import SequenceParts, compose, initial_gradients
 from ...ops.state_maps.state_map import StateMap
 from .builds import Heads, set_next_calls
 from .plan import plan_of, plan_of_rows, plan_of_whole, stages
-from .states import Kept, PartMaps, given_or_zero, gradients, output, part_maps, sums_and_inverses
+from .states import (
+    Kept,
+    PartMaps,
+    given_or_zero,
+    gradients,
+    part_maps,
+    run_forward,
+    sums_and_inverses,
+)
 
 
 class FlashQlaForward(RuleForward):
@@ -65,7 +73,7 @@ class FlashQlaForward(RuleForward):
         else:
             entering = maps.entering(initial)
             kept = maps.saved(entering)
-        o, _, last = output(
+        o, _, last = run_forward(
             inputs, kept, entering, parts, output_h=False, output_final_state=final or on_grid
         )
         saved = Saved(tuple(kept) if keep else (), parts)
@@ -94,12 +102,12 @@ class FlashQlaBackward(RuleBackward):
             documents = documents_of_rows(self.rows, self.d_o.device)
         self.d_o, self.inputs, self._at_chunks = in_one_row(self.d_o), in_one_row(self.inputs), None
         heads, g_sum, A = self.inputs.v.shape[2], in_one_row(self._kept.g_sum), self._kept.A
-        self._parts = plan_of(documents, heads, self.rule.batch_invariant, states=True)
+        self._parts = plan_of(documents, heads, self.rule.batch_invariant, with_states=True)
         self._maps = part_maps(self.inputs, self._parts, (g_sum, in_one_row(A)))
         self._kept = self._maps.saved(entering=None)
 
     def _d_entering_states(self) -> Tensor:
-        """Gradients of states that enter parts, if the states that leave parts have none."""
+        """Gradients of states that enter parts, if the states that leave parts have no gradient."""
         if self._d_entering is None:
             q, k, *_, beta = self.inputs
             _, self._d_entering = stages().fused_gdr_dh(
@@ -157,7 +165,9 @@ class FlashQlaRule(Rule):
     def __init__(self, bits: Bits = Bits.FREE) -> None:
         self.bits = bits
 
-    def plan(self, inputs: RuleInputs, documents: Documents | None, states: bool) -> Parts | None:
+    def plan(
+        self, inputs: RuleInputs, documents: Documents | None, states: bool
+    ) -> SequenceParts | None:
         (rows, tokens), heads, device = inputs.k.shape[:2], inputs.v.shape[2], inputs.k.device
         if documents is None and (states or self.batch_invariant):
             documents = documents_of_rows((rows, tokens), device)
@@ -195,7 +205,7 @@ class FlashQlaRule(Rule):
 
         Without a second run, another kernel computes the states at chunks with other roundings.
         """
-        parts: Parts | None = kept.plan
+        parts: SequenceParts | None = kept.plan
         set_next_calls(Heads(inputs.k.shape[2], inputs.v.shape[2], inputs.k.dtype), "again")
         rows, on_grid = inputs.v.shape[:2], self.bits is Bits.ON_GRID
         inputs = inputs if parts is None else in_one_row(inputs)
@@ -203,7 +213,7 @@ class FlashQlaRule(Rule):
         entering = initial if again.entering is None else again.entering
         if on_grid:
             entering = given_or_zero(initial, inputs, parts)
-        o, at_chunks, _ = output(
+        o, at_chunks, _ = run_forward(
             inputs, again, entering, parts, output_h=not on_grid, output_final_state=on_grid
         )
         return RuleOutput(in_rows(o, rows), None, Saved(tuple(again), parts, at_chunks))

@@ -16,11 +16,11 @@ import torch
 from torch import Tensor
 
 from ...ops.delta_rule.base import RuleInputs
-from ...ops.state_maps.parts import Parts, entering_states, leaving_gradients
+from ...ops.state_maps.parts import SequenceParts, entering_states, leaving_gradients
 from .hopper import HopperStages
 from .plan import stages
 
-_FORGOTTEN, _FORGOTTEN_FROM_ZERO = -20.0, -10.0
+_NEGLIGIBLE_LOG_DECAY, _FORGOTTEN_FROM_ZERO = -20.0, -10.0
 
 
 class Kept(NamedTuple):
@@ -36,7 +36,9 @@ class Kept(NamedTuple):
     # None if states entered the sequences:
     passes_back: Tensor | None = None  # bool [P, H], whether dS_in depends on dS_out
 
-    def leaving(self, d_entering: Tensor, parts: Parts, d_final: Tensor | None) -> Tensor | None:
+    def leaving(
+        self, d_entering: Tensor, parts: SequenceParts, d_final: Tensor | None
+    ) -> Tensor | None:
         """The gradients of the states that leave parts."""
         if self.passes_back is None:
             return leaving_gradients(d_entering, self.through, parts, d_final)
@@ -48,7 +50,7 @@ class Kept(NamedTuple):
 class PartMaps(NamedTuple):
     """The state maps of parts, and the tensors that the backward reads."""
 
-    parts: Parts
+    parts: SequenceParts
     local: Tensor  # [P, H, K, V]
     through: Tensor  # [P, H, K, K]
     passes: Tensor | None  # bool [P, H], whether S_out depends on S_in; None: ``through`` tells
@@ -71,7 +73,7 @@ class PartMaps(NamedTuple):
 
 def part_maps(
     inputs: RuleInputs,
-    parts: Parts,
+    parts: SequenceParts,
     known: tuple[Tensor, Tensor] | None = None,
     *,
     from_zero: bool = False,
@@ -85,9 +87,9 @@ def part_maps(
     g_sum, A = sums_and_inverses(inputs, parts) if known is None else known
     chunks, chunks_back, passes, passes_back = run.get_warmup_chunks_bidi(
         g=g_sum, cu_seqlens=parts.offsets,
-        ht_mask_fwd=parts.closes if from_zero else parts.nowhere,
-        ht_mask_bwd=parts.opens if from_zero else parts.nowhere,
-        threshold=_FORGOTTEN_FROM_ZERO if from_zero else _FORGOTTEN,
+        ht_mask_fwd=parts.closes if from_zero else parts.no_part,
+        ht_mask_bwd=parts.opens if from_zero else parts.no_part,
+        threshold=_FORGOTTEN_FROM_ZERO if from_zero else _NEGLIGIBLE_LOG_DECAY,
     )  # fmt: skip
     options = {}
     if not from_zero:
@@ -109,22 +111,26 @@ def part_maps(
     return PartMaps(parts, local, through, passes, kept)
 
 
-def _boundaries(parts: Parts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+def _boundaries(parts: SequenceParts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """FlashQLA's ``cu_seqlens`` of sequences, ``cu_seqlens`` of parts, and owners of parts."""
     if parts is None:
         return None, None, None
     return parts.sequences, parts.offsets, parts.owner
 
 
-def sums_and_inverses(inputs: RuleInputs, parts: Parts | None) -> tuple[Tensor, Tensor]:
+def sums_and_inverses(inputs: RuleInputs, parts: SequenceParts | None) -> tuple[Tensor, Tensor]:
     """``g_sum`` and ``A`` (see :class:`Kept`) of the sequences or batch rows."""
     sequences, _, _ = _boundaries(parts)
     g_sum = stages().chunk_local_cumsum(g=inputs.g, cu_seqlens=sequences)
     return g_sum, stages().kkt_solve(k=inputs.k, b=inputs.beta, cu_seqlens=sequences)
 
 
-def output(
-    inputs: RuleInputs, kept: Kept, entering: Tensor | None, parts: Parts | None, **wanted: bool
+def run_forward(
+    inputs: RuleInputs,
+    kept: Kept,
+    entering: Tensor | None,
+    parts: SequenceParts | None,
+    **wanted: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """``o``, the states at chunks, and the states that leave sequences.
 
@@ -139,7 +145,9 @@ def output(
     )  # fmt: skip
 
 
-def given_or_zero(initial: Tensor | None, inputs: RuleInputs, parts: Parts | None) -> Tensor:
+def given_or_zero(
+    initial: Tensor | None, inputs: RuleInputs, parts: SequenceParts | None
+) -> Tensor:
     """Initial states of all sequences, so that training and generation run one compiled kernel."""
     if initial is not None:
         return initial.contiguous()
@@ -153,17 +161,17 @@ def gradients(
     inputs: RuleInputs,
     g_sum: Tensor,
     A: Tensor,
-    parts: Parts | None,
-    first: Tensor | None,
-    last_grad: Tensor | None,
+    parts: SequenceParts | None,
+    states_in: Tensor | None,
+    d_states_out: Tensor | None,
     states: Tensor | None,
     overwrite_last: bool,
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, in the order of :class:`RuleInputs`.
 
-    ``first`` are the states that enter parts, ``last_grad`` the gradients of the states that leave
-    parts, ``states`` the states at chunks from a second run (None computes them here).
-    ``overwrite_last`` allows the kernel to write over ``last_grad``.
+    ``states_in`` are the states that enter parts, ``d_states_out`` gradients of those that leave
+    them, ``states`` the states at chunks from a second run (None computes them here).
+    ``overwrite_last`` allows the kernel to write over ``d_states_out``.
     """
     run = stages()
     sequences, offsets, _ = _boundaries(parts)
@@ -172,10 +180,10 @@ def gradients(
               "cu_seqlens": offsets}  # fmt: skip
     if states is None:
         states, *_ = run.fused_gdr_h(
-            initial_state=first, output_final_state=False, output_h=True, **common
+            initial_state=states_in, output_final_state=False, output_h=True, **common
         )
     dq, dk, dv, dg, dbeta, _ = run.fused_gdr_bwd(
-        q=inputs.q, do=d_o, dht=last_grad, h=states, scale=inputs.k.shape[-1] ** -0.5,
+        q=inputs.q, do=d_o, dht=d_states_out, h=states, scale=inputs.k.shape[-1] ** -0.5,
         **common, **sparing,
     )  # fmt: skip
     dg = run.chunk_local_cumsum(dg, reverse=True, cu_seqlens=sequences, zero_last_chunk=True)

@@ -69,7 +69,7 @@ class ModelBatch:
 
     @property
     def kind(self) -> str:
-        """What transformers' own forward cannot run in this batch, as messages name it."""
+        """The feature of this batch that transformers' own forward lacks, in words for messages."""
         return "packed documents" if self.share.group is None else "context parallelism"
 
     @property
@@ -96,7 +96,7 @@ class ModelBatch:
 
 
 @torch.compiler.disable  # the host reads boundaries
-def resolve_call(
+def resolve_batch(
     options: Any, sources: Sources, x_BsH: Tensor, cache: Any, fills_cache: bool = False
 ) -> ModelBatch | None:
     """Resolve one forward's batch; None if transformers' own forward continues from a cache.

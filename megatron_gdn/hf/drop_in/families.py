@@ -163,7 +163,7 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
     return torch.cat(sections, dim=-1)
 
 
-def refuse_modules_that_mix(config: Any, what: str) -> None:
+def refuse_modules_that_mix(config: Any, feature: str) -> None:
     """Refuse a model whose other modules read across documents or need other ranks' tokens."""
     indexed, why = "indexed_attention" in config.layer_types, ""
     if getattr(config, "ple_layer_ids", None):
@@ -171,7 +171,7 @@ def refuse_modules_that_mix(config: Any, what: str) -> None:
             f"per-layer embeddings (ple_layer_ids={config.ple_layer_ids}), whose n-grams and "
             f"convolution run over the whole row that a rank is given, across documents"
         )
-    elif indexed and what != "packed documents":
+    elif indexed and feature != "packed documents":
         why = (
             "indexed attention: its indexer ranks the keys of the tokens that a rank holds, not "
             "those of the sequence"
@@ -180,8 +180,8 @@ def refuse_modules_that_mix(config: Any, what: str) -> None:
         why = "GLM 5's indexed attention, which takes a mask of padding only"
     if why:
         raise NotImplementedError(
-            f"{what} in a model with {why}. Give one document per row, on one rank; a layer of its "
-            f"own (CPAwareGatedDeltaNet) takes {what}."
+            f"{feature} in a model with {why}. Give one document per row, on one rank; a layer of "
+            f"its own (CPAwareGatedDeltaNet) takes {feature}."
         )
 
 
@@ -218,7 +218,7 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
 def _call_by_device(
     chosen: Callable, plain: Callable, known: frozenset[str], x: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call transformers' plain function for CPU tensors, else the one that it chose at import."""
+    """Call the plain function for CPU tensors, else the function chosen at transformers' import."""
     # No plain function reads boundaries of documents; the chosen function refuses them.
     packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
     if packed or x.device.type != "cpu":

@@ -20,7 +20,7 @@ from .families import family_of
 
 
 class SSMGate(Fp32Parameters, nn.Module):
-    """Holds ``A_log`` and ``dt_bias``, whose dtype casts of the outer module do not change.
+    """Holds ``A_log`` and ``dt_bias``; casts of the outer module do not change their dtype.
 
     ``A_log`` and ``dt_bias`` are ``[num_v_heads]`` in a Gated DeltaNet, whose gate
     :meth:`forward` computes:
@@ -46,8 +46,8 @@ class SSMGate(Fp32Parameters, nn.Module):
     def forward(self, a: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
         """The gate g of ``a``, both ``[..., num_v_heads]``, in the parameters' dtype.
 
-        Without ``a``, copies of ``A_log`` and ``dt_bias``, because torch's ``fully_shard`` frees
-        the gathered parameters when this call ends. Rounded parameters raise a ValueError, as does
+        Without ``a``, returns copies of ``A_log`` and ``dt_bias``, because torch's ``fully_shard``
+        frees the gathered parameters after the call. Rounded parameters raise a ValueError, as does
         ``a`` for a Kimi Delta Attention.
         """
         self.require_fp32_parameters()
@@ -130,7 +130,7 @@ def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
 def shard_gates(model: nn.Module, **options: Any) -> None:
     """Give the fp32 gates of every replaced module a ``fully_shard`` group of its own.
 
-    Call it before ``fully_shard`` of the layers, which refuses parameters of several dtypes:
+    Call this function before ``fully_shard`` of the layers, which refuses mixed dtypes:
 
         shard_gates(model, mesh=mesh)
         for layer in model.model.layers:

@@ -20,7 +20,7 @@ from ...ops.parts import GatedNorm
 from ...ops.readout.base import ACTIVATIONS, SplitReadout, readout_by_module
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import families
-from .batch import ModelBatch, group_of, resolve_call
+from .batch import ModelBatch, group_of, resolve_batch
 from .gates import HoldsGates, gate_owner, install_ssm_gate, release_gates
 from .sources import Sources
 
@@ -85,7 +85,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         q, k, v, z, b, a = projections(x);   y = out_proj(RMSNorm(rule(conv(q, k, v))) * act(z))
 
     ``CPAwareGatedDeltaNet(config, layer_idx, ...)`` builds the module of the config's family;
-    :func:`.patching.patch` turns those of a model into it. Parameters, state-dict keys and the
+    :func:`.patching.patch` turns a model's modules into it. Parameters, state-dict keys and the
     class that ``isinstance`` sees are transformers' own. ``A_log`` and ``dt_bias`` stay fp32.
 
     On one rank, a batch that is not packed goes through transformers' own forward, with its bits,
@@ -157,7 +157,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         batch, options = gdn_batch, self.drop_in.options
         if batch is None:
             sources = Sources.from_keywords(attention_mask, kwargs)
-            batch = cast(Any, resolve_call)(options, sources, hidden_states, cache_params)
+            batch = cast(Any, resolve_batch)(options, sources, hidden_states, cache_params)
         for name in _NOT_PASSED_ON:
             kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
@@ -255,7 +255,7 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
     return module
 
 
-def stop_being_drop_in(module: CPAwareGatedDeltaNet) -> None:
+def undo_drop_in(module: CPAwareGatedDeltaNet) -> None:
     """Undo :func:`become_drop_in`, also the dtypes of the parameters."""
     release_gates(gate_owner(module), module.drop_in.stored)
     del module.drop_in

@@ -4,7 +4,7 @@ The forward of the text model resolves the batch once and passes it to layers an
 context parallelism softmax attention gathers the keys and values of all ranks and attends with this
 rank's queries, document by document.
 
-Legend: B batch, S tokens of the whole sequence, s this rank's, H query heads, G key heads, D dim.
+Legend: B batch, S tokens of the sequence, s this rank's tokens, H query, G key heads, D head dim.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...ops.host_tables import to_device
-from .batch import ModelBatch, group_of, resolve_call
+from .batch import ModelBatch, group_of, resolve_batch
 from .families import LEGAL, linear_attentions, refuse_modules_that_mix, transformers_class
 from .gates import gate_owner
-from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, stop_being_drop_in
+from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, undo_drop_in
 from .sources import Sources, text_positions
 
 GATHERED = "megatron_gdn_gathered"
@@ -63,7 +63,7 @@ def patch(
         unpacked: what runs a batch that is not packed on one rank: ``"transformers"`` for
             transformers' own forward with its bits, ``"fused"`` for this package's mixer.
         attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
-            too: every rank gathers keys and values, packed documents included. None leaves it to
+            too: every rank gathers keys and values, packed documents included. None leaves this to
             the caller (torch's ``context_parallel``, ring attention), without packed documents.
 
     Returns:
@@ -160,7 +160,7 @@ class Patch(AbstractContextManager):
         for name, module in text.named_modules(prefix=prefix):
             if transformers_class(module) is not None:
                 layer = self.layers[name] = become_drop_in(module, text.config, options)
-                self._changes.callback(stop_being_drop_in, layer)
+                self._changes.callback(undo_drop_in, layer)
         stored = {name: layer.drop_in.stored["A_log"] for name, layer in self.layers.items()}
         if rounded := [name for name, dtype in stored.items() if dtype.itemsize == 2]:
             logger.warning(
@@ -224,7 +224,7 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
     x = kwargs.get("inputs_embeds") if x is None else x
     if x is None:  # the model's forward raises and names what is missing
         return kwargs
-    batch = cast(Any, resolve_call)(options, sources, x, cache, bool(kwargs.get("use_cache")))
+    batch = cast(Any, resolve_batch)(options, sources, x, cache, bool(kwargs.get("use_cache")))
     if batch is None:
         return kwargs
     kwargs["gdn_batch"] = batch

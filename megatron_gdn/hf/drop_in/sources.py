@@ -10,7 +10,7 @@
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
 
 Ids count documents from 1 along each row; 0 is padding. The table lies on the host. A 4-D mask is 1
-or True where a token sees another token. A float mask is added to scores: 0 where a token sees.
+or True where a token sees another token. A float mask is added to scores: 0 where it sees.
 
 Legend: B batch, S tokens of a row, N documents, T tokens without padding.
 """
@@ -33,17 +33,17 @@ class Sources(NamedTuple):
 
     attention_mask: Tensor | None = None
     packed_seq_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None  # offsets of documents; with indices, of the tokens there
+    cu_seqlens: Tensor | None = None  # offsets of documents; with indices, among those tokens
     position_ids: Tensor | None = None
-    indices: Tensor | None = None  # of tokens in the flattened [B * S]; all others are padding
+    indices: Tensor | None = None  # places of tokens in [B * S], flattened; others are padding
     seq_index: Tensor | None = None
 
     @classmethod
-    def from_keywords(cls, mask: Tensor | None, given: dict[str, Any]) -> Sources:
-        """Read a forward's keywords; remove from ``given`` those that transformers lacks."""
+    def from_keywords(cls, mask: Tensor | None, keywords: dict[str, Any]) -> Sources:
+        """Read a forward's keywords; remove from ``keywords`` those that transformers lacks."""
         names = ("_packed_seq_ids", "cu_seqlens", "indices", "seq_index")
-        ids, offsets, indices, seq_index = (given.pop(name, None) for name in names)
-        same = given.get("cu_seq_lens_q")
+        ids, offsets, indices, seq_index = (keywords.pop(name, None) for name in names)
+        same = keywords.get("cu_seq_lens_q")
         if offsets is not None and same is not None and offsets.tolist() != same.tolist():
             raise ValueError(
                 f"cu_seqlens={offsets.tolist()[:8]} and cu_seq_lens_q={same.tolist()[:8]} differ; "
@@ -52,11 +52,11 @@ class Sources(NamedTuple):
         offsets = same if offsets is None else offsets
         if offsets is not None:
             offsets = torch.as_tensor(offsets, device="cpu").detach()
-        return cls(mask, ids, offsets, given.get("position_ids"), indices, seq_index)
+        return cls(mask, ids, offsets, keywords.get("position_ids"), indices, seq_index)
 
 
 def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
-    """Whether a mask ``[B, S]`` holds document ids: a value is above 1. Waits for the device."""
+    """Whether a mask ``[B, S]`` holds document ids: some value is above 1. Waits for the GPU."""
     if not isinstance(mask, Tensor) or mask.dtype == torch.bool or mask.dim() != 2:
         return False
     return bool((mask > 1).any())
@@ -213,7 +213,7 @@ def _ids_from_block_mask(mask: Tensor, rows: int, tokens: int) -> Tensor:
     sees = sees[:, 0].expand(rows, -1, -1)
     keep_BS = sees.diagonal(dim1=-2, dim2=-1)
     token = torch.arange(tokens, device=mask.device)
-    # The first token that a document's first token sees is itself.
+    # A document's first token sees no earlier token.
     first_BS = (sees.int().argmax(-1) == token) & keep_BS
     ids = first_BS.cumsum(-1) * keep_BS
     expected = (ids[:, :, None] == ids[:, None]) & (token[:, None] >= token)

@@ -116,7 +116,7 @@ class ContextParallelTrainerMixin(Trainer):
 
     The ranks of one ``cp_mesh`` get the same batches, and ``compute_loss`` gives the model this
     rank's share of them. Gradients are those of one rank that has the whole batch: ``Trainer``
-    divides every rank's sum by the number of labels on all of them. The mixin works before any
+    divides every rank's sum by the number of labels on all ranks. The mixin works before any
     subclass of ``Trainer`` whose methods pass their arguments to ``super()``.
 
     Raises:
@@ -128,13 +128,13 @@ class ContextParallelTrainerMixin(Trainer):
     """
 
     def get_train_dataloader(self) -> Any:
-        return self._same_on_all_ranks(super().get_train_dataloader())
+        return self._share_batches_in_group(super().get_train_dataloader())
 
     def get_eval_dataloader(self, *args: Any, **kwargs: Any) -> Any:
-        return self._same_on_all_ranks(super().get_eval_dataloader(*args, **kwargs))
+        return self._share_batches_in_group(super().get_eval_dataloader(*args, **kwargs))
 
     def get_cp_size(self) -> int:
-        """How many processes have the same batch; ``Trainer`` counts labels and batches by it."""
+        """How many processes share a batch; ``Trainer`` divides its counts by this."""
         return 1 if self._group is None else self._group.size()
 
     def compute_loss(
@@ -187,7 +187,7 @@ class ContextParallelTrainerMixin(Trainer):
     def _group(self) -> Any:
         return group_of(self._options().cp_mesh)
 
-    def _same_on_all_ranks(self, loader: Any) -> Any:
+    def _share_batches_in_group(self, loader: Any) -> Any:
         group = self._group
         if group is None:
             return loader
@@ -235,7 +235,7 @@ class PackingLeak(AssertionError):
         self.leaks = leaks
 
 
-class Reach(NamedTuple):
+class PackingReach(NamedTuple):
     """How much N packed documents change each other's outputs."""
 
     change: Tensor  # fp32 [N, N]: the largest change of document j's output when i is replaced
@@ -255,7 +255,7 @@ def packing_reach(
     source: str = "position_ids",
     seed: int = 0,
     **kwargs: Any,
-) -> Reach:
+) -> PackingReach:
     """Measure how documents change each other's outputs; see :func:`assert_no_packing_leak`."""
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(
@@ -294,7 +294,9 @@ def packing_reach(
                     change[origin, into] = difference[:, span].max()
     finally:
         module.train(training)
-    return Reach(change, torch.stack([reference[:, span].abs().max() for span in spans]).cpu())
+    return PackingReach(
+        change, torch.stack([reference[:, span].abs().max() for span in spans]).cpu()
+    )
 
 
 def assert_no_packing_leak(
@@ -305,11 +307,11 @@ def assert_no_packing_leak(
     tolerance: float = 1e-5,
     **kwargs: Any,
 ) -> str:
-    """Raise if a packed document changes the output at another one.
+    """Raise if a packed document changes the output of another document.
 
     The check lays documents of random tokens (or hidden states) in one row, replaces each document
-    by another of the same length, and compares the outputs of the others. It knows nothing of the
-    module, so the leak of an unpatched transformers model is found too.
+    by another of the same length, and compares the outputs of the others. The check needs no
+    knowledge of the module, so it works on unpatched transformers models too.
 
     Args:
         module: a model with ``get_input_embeddings`` and logits or ``last_hidden_state``, or a

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..autograd import first_derivative_only, saving_inputs
+from ..autograd import first_derivative_only, run_saving_inputs
 from ..elementwise import least_log_decay
 from ..host_tables import cached_by_stream
 from ..rules.chunk_table import ChunkGroup
@@ -65,25 +65,29 @@ def run_group(
     initial: Tensor,
     *,
     output: bool = True,
-    walks: bool = True,
+    pass_states: bool = True,
     set_aside: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
     """The output ``[b, C, V]``, the state after the group, and the final states of sequences.
 
     Args:
         carried: ``[H, K, V]``, the state after the group before; None for the first group.
-        initial: initial states of the sequences that begin here, by :meth:`ChunkGroup.taken`.
-        walks: False if every chunk is a whole sequence and no final state is asked for.
-        set_aside: whether tokens that are not finite leave earlier outputs unchanged; without
+        initial: initial states of sequences that begin in the group, from :meth:`ChunkGroup.taken`.
+        pass_states: False if every chunk is a whole sequence and no final state is asked for.
+        set_aside: whether a token that is not finite leaves earlier outputs unchanged; only without
             gradients.
     """
     reached = None
     if set_aside:
-        x, reached = _set_aside(x)
-    P, A, q_in, e_in, k_out, decay = (_per_head if x.g.dim() == 2 else _per_channel)(x, output)
+        x, reached = _zero_nonfinite_tokens(x)
+    P, A, q_in, e_in, k_out, decay = (
+        _products_per_head if x.g.dim() == 2 else _products_per_channel
+    )(x, output)
     if reached is not None:  # NaN in the written keys makes the state after the chunk NaN
         k_out = k_out.masked_fill_(reached[:, -1:, None], float("nan"))
-    S, y, carried, final = _Walk.apply(A, x.u, e_in, k_out, decay, carried, initial, group, walks)
+    S, y, carried, final = _SolveAndPassStates.apply(
+        A, x.u, e_in, k_out, decay, carried, initial, group, pass_states
+    )
     if P is None or q_in is None:
         return None, carried, final
     o = torch.baddbmm(torch.bmm(q_in, S), P, y)
@@ -94,7 +98,7 @@ def run_group(
     return o, carried, final
 
 
-def _set_aside(x: Values) -> tuple[Values, Tensor]:
+def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
     """Zero the tokens whose k, e, u, g or strength is not finite, in place.
 
     Also returns ``[b, C]``, whether a token or an earlier token of the chunk was zeroed. In a
@@ -132,40 +136,42 @@ def _largest(x: Tensor) -> Tensor:
 
 
 @cached_by_stream(32)
-def upto(C: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+def ones_from_diagonal(C: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """``[C, C]``: ones where the column is at least ``diagonal`` past the row, else zeros."""
     with torch.inference_mode(False):
         return torch.ones(C, C, dtype=dtype, device=device).triu(diagonal)
 
 
-def summed(x: Tensor, diagonal: int) -> Tensor:
+def sum_to_diagonal(x: Tensor, diagonal: int) -> Tensor:
     """``x @ upto(C, diagonal)``, since ``torch.cumsum`` has no fixed order of additions on a GPU.
 
     The product is a ``bmm``: Megatron's batch-invariant mode makes ``mm`` TF32, without fp64.
     """
     C = x.shape[-1]
-    table = upto(C, diagonal, x.dtype, x.device)
+    table = ones_from_diagonal(C, diagonal, x.dtype, x.device)
     return torch.bmm(x.view(1, -1, C), table[None]).view(x.shape)
 
 
 class _Decays(torch.autograd.Function):
     """exp(G), exp(G_C - G) for g ``[b, C]``, and ``pairs`` times exp(G_i - G_j).
 
-    Each of ``pairs`` ``[m, C, C]`` has the products of readers i and writers j. The results are
-    lower triangles ``[b, C, C]``. The backward avoids sums that are differences of larger sums.
+    Each of ``pairs`` ``[m, C, C]`` has the products of q_i or e_i and k_j. The decayed pairs are
+    lower triangles ``[b, C, C]``. The backward never subtracts two large sums.
     """
 
     @staticmethod
     def forward(ctx, g: Tensor, *pairs: Tensor) -> tuple[Tensor, ...]:
         # Summed and subtracted in fp64: after a strong decay G is in the thousands, and a
         # difference of two such fp32 numbers lacks the digits that exp() magnifies.
-        G = summed(g.double().clamp(min=least_log_decay(g.dtype)), 0)  # -inf - -inf would be NaN
+        G = sum_to_diagonal(
+            g.double().clamp(min=least_log_decay(g.dtype)), 0
+        )  # -inf - -inf would be NaN
         start, end = G.exp().to(g.dtype), (G[:, -1:] - G).exp_().to(g.dtype)
         if not pairs:
             return start, end
         b, C = g.shape
         gamma = g.new_empty(b, C, C)  # exp(G_i - G_j)
-        torch.sub(G[:, :, None], G[:, None, :], out=gamma)  # in fp64, rounded as it is stored
+        torch.sub(G[:, :, None], G[:, None, :], out=gamma)  # in fp64; the store rounds
         # Masked before exp: above the diagonal the exponent is positive and may overflow. The mask
         # is 0 and not -inf, for which exp() takes ten times as long on a CPU.
         gamma.tril_().exp_().tril_()
@@ -177,20 +183,20 @@ class _Decays(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_start: Tensor, d_end: Tensor, *d_decayed: Tensor):
-        """The gradient of g_t sums over pairs of a writer before t and a reader at t or later."""
+        """The gradient of g_t is a sum over pairs of a key before t and a query at t or later."""
         gamma, start, end, *decayed = ctx.saved_tensors
         crossing = d_decayed[0] * decayed[0]
         for d, x in zip(d_decayed[1:], decayed[1:], strict=True):
             crossing.addcmul_(d, x)
-        # Column t of the product sums writers j < t of reader i; sum(-2) sums readers i >= t.
-        dg = summed(crossing, 1).tril_().sum(-2)
+        # Column t of the product sums keys j < t of query i; sum(-2) sums queries i >= t.
+        dg = sum_to_diagonal(crossing, 1).tril_().sum(-2)
         C, dtype, device = gamma.shape[-1], gamma.dtype, gamma.device
-        dg.addmm_(d_start * start, upto(C, 0, dtype, device).mT)
-        dg.addmm_(d_end * end, upto(C, 1, dtype, device))
+        dg.addmm_(d_start * start, ones_from_diagonal(C, 0, dtype, device).mT)
+        dg.addmm_(d_end * end, ones_from_diagonal(C, 1, dtype, device))
         return dg, *((d * gamma).view(ctx.of_keys).sum(1) for d in d_decayed)
 
 
-def _per_head(x: Values, output: bool) -> _Products:
+def _products_per_head(x: Values, output: bool) -> _Products:
     """Products with a decay per head: value heads of one key head share q k^T and e k^T."""
     (m, C, _), b = x.k.shape, len(x.g)
     readers = [t for t in (x.q if output else None, x.e) if t is not None]
@@ -210,12 +216,12 @@ def _per_head(x: Values, output: bool) -> _Products:
     )  # fmt: skip
 
 
-def _per_channel(x: Values, output: bool) -> _Products:
+def _products_per_channel(x: Values, output: bool) -> _Products:
     """Products with a decay per channel (Kimi Team, "Kimi Linear", 2025).
 
     exp(-G_j) alone would overflow, since G reaches -320 in a chunk with fast gates. So a chunk is
     cut in halves, and each half again, down to single tokens. With r the last token of the first
-    half, readers i of the second half and writers j of the first half meet in one matrix product:
+    half, one matrix product multiplies queries i of the second half and keys j of the first half:
 
         exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j)         both exponents are <= 0
     """
@@ -232,23 +238,26 @@ def _per_channel(x: Values, output: bool) -> _Products:
     P = A = None
     if made:
         # The halves take twice the memory of a chunk's products, so the backward recomputes them.
-        pairs = saving_inputs(_pairs, torch.stack(made, 2), k, g).unbind(2)
+        pairs = run_saving_inputs(_decayed_products, torch.stack(made, 2), k, g).unbind(2)
         P, A = pairs[0] if output else None, None if e is None else pairs[-1]
-    start, end = _sum(g, 0, later=True).exp(), _sum(g, 1).exp()
+    start, end = _sum_later_tokens(g, 0, later=True).exp(), _sum_later_tokens(g, 1).exp()
     q_in, e_in = q * start if output else None, None if e is None else e * start
     made = P, A, q_in, e_in, k * end, start[:, -1, :, None]
     return _Products._make(of_heads(t, len(x.u)) for t in made)
 
 
-def _pairs(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Decayed products ``[b, C, r, C]`` of r readers ``[b, C, r, K]`` and writers ``[b, C, K]``."""
+def _decayed_products(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """Decayed products ``[b, C, r, C]`` of r queries ``[b, C, r, K]`` and keys ``[b, C, K]``."""
     b, C, r, K = readers.shape
     # Products within blocks of `size` tokens, [blocks, size, r, size]; `size` doubles from 1 to C.
     pairs, size = (readers * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
     while size < C:
         first, second = g.view(-1, 2, size, K).unbind(1)
-        late = readers.view(-1, 2, size, r, K)[:, 1] * _sum(second, 0, later=True).exp()[:, :, None]
-        early = k.view(-1, 2, size, K)[:, 0] * _sum(first, 1).exp()
+        late = (
+            readers.view(-1, 2, size, r, K)[:, 1]
+            * _sum_later_tokens(second, 0, later=True).exp()[:, :, None]
+        )
+        early = k.view(-1, 2, size, K)[:, 0] * _sum_later_tokens(first, 1).exp()
         corner = torch.bmm(late.flatten(1, 2), early.mT).view(-1, size, r, size)
         upper, lower = pairs.view(-1, 2, size, r, size).unbind(1)
         pairs = torch.cat([F.pad(upper, (0, size)), torch.cat([corner, lower], -1)], 1)
@@ -256,13 +265,12 @@ def _pairs(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
     return pairs.view(b, C, r, C)
 
 
-def _sum(g: Tensor, diagonal: int, later: bool = False) -> Tensor:
-    """For each token of ``[b, m, K]`` the sum over tokens from ``diagonal`` past the token on.
-
-    With ``later`` the sum is over the tokens up to ``diagonal`` before the token.
+def _sum_later_tokens(g: Tensor, diagonal: int, later: bool = False) -> Tensor:
+    """For each token of ``[b, m, K]``, the sum over the tokens at least ``diagonal`` after this
+    token; with ``later`` over the tokens at least ``diagonal`` before this token.
     """
     m = g.shape[1]
-    table = upto(m, diagonal, g.dtype, g.device).expand(len(g), m, m)
+    table = ones_from_diagonal(m, diagonal, g.dtype, g.device).expand(len(g), m, m)
     return torch.bmm(table.mT if later else table, g)
 
 
@@ -270,11 +278,13 @@ def _minus_bmm(x: Tensor, y: Tensor) -> Tensor:
     return x.new_empty(*x.shape[:2], y.shape[2]).baddbmm_(x, y, beta=0, alpha=-1)
 
 
-class _Walk(torch.autograd.Function):
-    """The solve and the walk: states before chunks ``[b, K, V]``, y, carried and final states."""
+class _SolveAndPassStates(torch.autograd.Function):
+    """Solve chunks and pass states on: states before chunks, y, the carried and final states."""
 
     @staticmethod
-    def forward(ctx, A, u, e_in, k_out, decay, carried, initial, group: ChunkGroup, walks: bool):
+    def forward(
+        ctx, A, u, e_in, k_out, decay, carried, initial, group: ChunkGroup, pass_states: bool
+    ):
         (H, K, V), y = initial.shape[1:], u
         states = u.new_empty(len(u) // H + 1, H, K, V)
         inverse = W = None
@@ -282,7 +292,7 @@ class _Walk(torch.autograd.Function):
         if A is not None:
             inverse = unit_lower_inverse(A)
             y, W = torch.bmm(inverse, u), _minus_bmm(inverse, e_in)
-        if walks:
+        if pass_states:
             torch.bmm(k_out.mT, y, out=states[1:].flatten(0, 1))
             if W is not None:
                 through = torch.bmm(k_out.mT, W)

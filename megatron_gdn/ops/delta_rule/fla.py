@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents, documents_of_rows
-from ..rules.fla import SEQUENCES, FlaBackward, FlaForward, FlaRule, Inside
-from ..state_maps.parts import CHUNK, Parts, compose, cut_by_length
+from ..rules.fla import SEQUENCES, ChunkProducts, FlaBackward, FlaForward, FlaRule
+from ..state_maps.parts import CHUNK, SequenceParts, compose, cut_by_length
 from ..state_maps.state_map import StateMap
 from .base import RuleGrads
 
-OF_STATES = {
+STATE_KERNELS = {
     "fla.ops.utils chunk_local_cumsum": f"g chunk_size scale {SEQUENCES}",
     "fla.ops.common.chunk_delta_h chunk_gated_delta_rule_fwd_h":
         f"k w u g gk initial_state output_final_state {SEQUENCES}",
@@ -26,8 +26,8 @@ OF_STATES = {
         f"q k w do dv g gk h0 dht scale {SEQUENCES}",
     "fla.ops.cp.chunk_fwd chunk_cp_fwd_h": "k w u hm g gk cu_seqlens chunk_size multi_seqs",
 }  # fmt: skip
-OF_CHANNELS = {
-    **OF_STATES,
+CHANNEL_RULE_KERNELS = {
+    **STATE_KERNELS,
     "fla.ops.gla.chunk chunk_gla_fwd_o_gk": f"q v g A h scale {SEQUENCES}",
     "fla.ops.kda.chunk_bwd chunk_kda_bwd_dAv": f"q k v do A scale {SEQUENCES}",
 }
@@ -36,37 +36,39 @@ OF_CHANNELS = {
 class FlaDeltaRule(FlaRule):
     """The chunks of :meth:`inside` are ``k``, ``w``, ``u``, and ``g`` or ``gk``, the sums of g."""
 
-    # readers(x) of a backward x: ``q``, ``k``, ``w``, the sums of g, and ``dv``, the part of the
+    # Returns, for a backward x, ``q``, ``k``, ``w``, the sums of g, and ``dv``, the part of the
     # written values' gradient that comes from d_o within a chunk.
     readers: Callable[..., dict[str, Tensor]]
 
     def sums(self, x: FlaForward | FlaBackward) -> Tensor:
-        """fp32: the base-2 log-decays, summed from each chunk's start."""
+        """The base-2 log-decays in fp32, summed from each chunk's start."""
         return self.fla.chunk_local_cumsum(
             x.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
         )
 
-    def walk(self, x: FlaForward, made: Inside, initial: Tensor | None, final: bool) -> Any:
+    def walk(
+        self, x: FlaForward, products: ChunkProducts, initial: Tensor | None, final: bool
+    ) -> Any:
         return self.fla.chunk_gated_delta_rule_fwd_h(
-            **made.chunks, initial_state=initial, output_final_state=final, **x.at
+            **products.chunks, initial_state=initial, output_final_state=final, **x.at
         )
 
-    def state_map(self, x: FlaForward, made: Inside) -> StateMap:
-        parts, u = parts_of(x.inputs, x.documents), made.chunks["u"]
+    def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
+        parts, u = parts_of(x.inputs, x.documents), products.chunks["u"]
         # [local | through] of every part, computed by the kernel of fla's context parallelism.
-        (H, V), K, P = u.shape[2:], made.chunks["k"].shape[-1], len(parts.offsets) - 1
+        (H, V), K, P = u.shape[2:], products.chunks["k"].shape[-1], len(parts.offsets) - 1
         maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)
-        rows = {name: of_rows.flatten(0, 1)[None] for name, of_rows in made.chunks.items()}
+        rows = {name: of_rows.flatten(0, 1)[None] for name, of_rows in products.chunks.items()}
         self.fla.chunk_cp_fwd_h(
             **rows, hm=maps, cu_seqlens=parts.offsets, chunk_size=CHUNK, multi_seqs=True
         )
         local, through = (of.contiguous() for of in maps.split([V, K], dim=-1))
         return StateMap(*compose(local, through, parts))
 
-    def d_states(self, x: FlaBackward, some: Tensor) -> Tensor:
+    def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
         _, d_local, _ = self.fla.chunk_gated_delta_rule_bwd_dhu(
-            **self.readers(x), do=x.d_o, h0=some, dht=None, scale=x.inputs.k.shape[-1] ** -0.5,
-            **x.at,
+            **self.readers(x), do=x.d_o, h0=any_states, dht=None,
+            scale=x.inputs.k.shape[-1] ** -0.5, **x.at,
         )  # fmt: skip
         return d_local
 
@@ -91,14 +93,16 @@ class FlaChannelRule(FlaDeltaRule):
         named = dict(zip(self.gates, gates, strict=True))
         return getattr(self.fla, function)(q=q, k=k, v=v, **named, **others, **x.at)
 
-    def inside(self, x: FlaForward) -> Inside:
+    def inside(self, x: FlaForward) -> ChunkProducts:
         g_sum, scale = self.sums(x), x.inputs.k.shape[-1] ** -0.5
         w, u, _, k, Aqk, Akk = self.call(self.within, x, gk=g_sum, scale=scale, **self.settings)
-        return Inside({"k": k, "w": w, "u": u, "gk": g_sum}, (Aqk, Akk), Aqk)
+        return ChunkProducts({"k": k, "w": w, "u": u, "gk": g_sum}, (Aqk, Akk), Aqk)
 
-    def output(self, x: FlaForward, made: Inside, states: Any, written: Tensor) -> Tensor:
+    def output(
+        self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
+    ) -> Tensor:
         return self.fla.chunk_gla_fwd_o_gk(
-            q=x.inputs.q, v=written, g=made.chunks["gk"], A=made.scores, h=states,
+            q=x.inputs.q, v=written, g=products.chunks["gk"], A=products.scores, h=states,
             scale=x.inputs.k.shape[-1] ** -0.5, **x.at,
         )  # fmt: skip
 
@@ -124,14 +128,14 @@ class FlaChannelRule(FlaDeltaRule):
         return self.grads(dq, dk, dv, dg, *d_gates)
 
 
-def parts_of(inputs: Any, documents: Documents | None) -> Parts:
+def parts_of(inputs: Any, documents: Documents | None) -> SequenceParts:
     """The parts whose maps fla computes; fla's kernel counts a part's elements in 32 bits."""
     (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
     if documents is None:
         documents = documents_of_rows((rows, tokens), inputs.v.device)
     if documents.known:
-        return Parts.of(
+        return SequenceParts.of(
             documents, ("by length", H, longest), lambda x: cut_by_length(x, H, longest)
         )
     if tokens > longest:
@@ -140,4 +144,4 @@ def parts_of(inputs: Any, documents: Documents | None) -> Parts:
             f"buffers of at most {longest} tokens per rank, not {tokens}; use "
             f"backend='flash_qla' or linear_cp_mode='headwise'."
         )
-    return Parts.of(documents, "uncut")
+    return SequenceParts.of(documents, "uncut")

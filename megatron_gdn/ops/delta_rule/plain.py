@@ -31,8 +31,8 @@ from .base import RuleGrads, RuleInputs
 from .chunk_math import Values, run_group
 
 
-class _Chunks:
-    """The chunks of a stage's inputs, in fp32 (fp64 for fp64), and its states."""
+class _ChunkedInputs:
+    """The chunks of a forward's or backward's inputs, in fp32 (fp64 for fp64), and its states."""
 
     def __init__(self, stage: Any, fixed: bool = False) -> None:
         rule, self.inputs, documents = stage.rule, stage.inputs, stage.documents
@@ -48,7 +48,7 @@ class _Chunks:
         return [self.table.to_chunks(x, group, self.wide).flatten(0, 1) for x in tensors]
 
     def state(self, given: Tensor | None) -> Tensor:
-        """States as a contiguous tensor ``[N, H, K, V]``; None is zero."""
+        """States as a contiguous tensor ``[N, H, K, V]``; None means zeros."""
         if given is None:
             return self.inputs.v.new_zeros(self.shape, dtype=self.wide)
         return given.to(self.wide).reshape(self.shape).contiguous()
@@ -79,11 +79,11 @@ class _Chunks:
 class PlainForward(RuleForward):
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local``: the final states from zero. ``through``: further columns, from I.
+        """``local`` are the final states of zero states; ``through``, further columns, starts as I.
 
         If nothing is erased, the rows of a state do not mix, so one column of ones replaces I.
         """
-        chunks = _Chunks(self, self.rule.bits is Bits.ON_GRID)
+        chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
         initial, (*_, K, V) = chunks.state(None), chunks.shape
         more = K if self.rule.erases else 1
         kind = {"dtype": initial.dtype, "device": initial.device}
@@ -98,9 +98,9 @@ class PlainForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        chunks, like = _Chunks(self, self.rule.bits is Bits.ON_GRID), self.inputs.v
+        chunks, like = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID), self.inputs.v
         table, entering = chunks.table, chunks.state(initial)
-        walks = final or not table.are_chunks
+        walks = final or not table.one_chunk_per_sequence
         rows, carried = table.rows_like(like), None
         leaving = entering.clone() if walks else entering
         with full_fp32_matmul(like.device.type):
@@ -137,7 +137,7 @@ class PlainBackward(RuleBackward):
 
         A first pass computes the states before all groups; a second pass runs one group at a time.
         """
-        chunks, inputs = _Chunks(self), self.inputs if of_inputs else ()
+        chunks, inputs = _ChunkedInputs(self), self.inputs if of_inputs else ()
         table, entering = chunks.table, chunks.state(initial)
         rows, d_leaving = [table.rows_like(x) for x in inputs], chunks.state(d_final)
         d_entering, d_carried = d_leaving.clone(), torch.zeros_like(d_leaving[0])
@@ -168,7 +168,7 @@ class PlainRule(Rule):
     """The gated delta rule, with a decay per head or per channel: ``backend="reference"``."""
 
     name = "reference"
-    bits = Bits.DETERMINISTIC  # at least
+    bits = Bits.DETERMINISTIC  # the least that this rule promises
     reads_again = frozenset(RuleInputs._fields)
     forward, backward = PlainForward, PlainBackward
     grads: ClassVar[Any] = RuleGrads

@@ -10,7 +10,7 @@ from ..state_maps.state_map import StateShape
 from .base import HeadSizes, require_even_groups
 
 # Names of sizes; the fields of a TransformerConfig and a ``config.json`` are ``linear_`` + name.
-LINEAR = (
+LINEAR_SIZES = (
     "conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads",
 )  # fmt: skip
 
@@ -36,13 +36,13 @@ class LinearDims:
     @classmethod
     def from_config(cls, config: Any, **others: int) -> Self:
         """The sizes of a Megatron ``TransformerConfig``; a ValueError if sizes do not fit."""
-        sizes = {name: getattr(config, f"linear_{name}") for name in LINEAR}
+        sizes = {name: getattr(config, f"linear_{name}") for name in LINEAR_SIZES}
         return cls(hidden_size=config.hidden_size, **sizes, **others)
 
     @property
     def config_fields(self) -> dict[str, int]:
         """The ``linear_*`` fields that `from_config` reads; a ``config.json`` has equal fields."""
-        return {f"linear_{name}": getattr(self, name) for name in LINEAR}
+        return {f"linear_{name}": getattr(self, name) for name in LINEAR_SIZES}
 
     @property
     def qk_dim(self) -> int:

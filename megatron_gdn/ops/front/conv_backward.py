@@ -1,4 +1,4 @@
-"""The backward of :mod:`.conv_forward`: a program walks one head along the sequence (Triton)."""
+"""The backward of :mod:`.conv_forward`: a program computes one head token by token (Triton)."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from ..kernels.elementwise import sigmoid
 from .conv_forward import (
     UNROLL,
     convolve,
-    forget,
+    drop_other_document,
     load_bias,
     load_history,
     load_lead_in,
     load_row,
     load_taps,
-    push,
+    push_row,
     store_row,
 )
 
@@ -23,16 +23,16 @@ from .conv_forward import (
 @triton.jit
 def _walk_one_token(
     x_ptr, grad_ptr, position_ptr, lead_ptr, place_ptr, t_R, real_R, d_1D, real_1D,
-    factor, seen_R, bias_1D, taps, history, pending, stride_s, lead_stride, grad_stride, eps,
-    D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
+    factor, position_R, bias_1D, taps, history, unfinished_dx, stride_s, lead_stride, grad_stride,
+    eps, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
     LOOK_OUT: tl.constexpr, HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr,
     SCALED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """d(pre-activation) of one token per segment, and dx of the token W - 1 steps back.
 
     The true gradients are those of the GROUP value heads that share this head, times ``factor`` if
-    SCALED. ``history``: the last W - 1 inputs, newest first. ``pending``: dx of the last W - 1
-    tokens, without the terms of the tokens after.
+    SCALED. ``history``: the last W - 1 inputs, newest first. ``unfinished_dx``: dx of the last
+    W - 1 tokens, without the terms of the tokens after.
     """
     x_RD = load_row(x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED)
     grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
@@ -41,10 +41,10 @@ def _walk_one_token(
         grads = grads + (load_row(grad_at_RD + member * D, real_R, real_1D, PADDED, MASKED),)
     x_RD = x_RD.to(tl.float32)
     if LOOK_OUT:
-        seen_R = tl.load(position_ptr + t_R, mask=real_R, other=0)
-        history = forget(history, seen_R, W)
+        position_R = tl.load(position_ptr + t_R, mask=real_R, other=0)
+        history = drop_other_document(history, position_R, W)
     pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
-    place_R = seen_R
+    place_R = position_R
     if HAS_HISTORY:
         place_R = tl.load(place_ptr + t_R, mask=real_R, other=-1)
         pre_RD += load_lead_in(lead_ptr + d_1D, place_R, real_1D, lead_stride)
@@ -69,13 +69,12 @@ def _walk_one_token(
     for delay in tl.static_range(1, W):
         sent_RD = dpre_RD
         if LOOK_OUT:
-            # Masked before the product, so that product and sum can be one fused operation here
-            # too, as without a mask: a document's bits must not depend on whether a boundary is
-            # near.
-            sent_RD = tl.where((seen_R >= delay)[:, None], dpre_RD, 0.0)
-        waiting = waiting + (pending[delay - 1] + taps[W - 1 - delay] * sent_RD,)
-    pending = push(waiting[0], waiting[1:W], W - 1)
-    return x_RD, dpre_RD, waiting[W - 1], place_R, seen_R, history, pending
+            # The mask comes before the product, so that the compiler fuses product and sum as it
+            # does without a mask: a document's bits must not depend on a boundary nearby.
+            sent_RD = tl.where((position_R >= delay)[:, None], dpre_RD, 0.0)
+        waiting = waiting + (unfinished_dx[delay - 1] + taps[W - 1 - delay] * sent_RD,)
+    unfinished_dx = push_row(waiting[0], waiting[1:W], W - 1)
+    return x_RD, dpre_RD, waiting[W - 1], place_R, position_R, history, unfinished_dx
 
 
 @triton.jit(noinline=True)  # compiles faster, see :mod:`.conv_forward`
@@ -90,8 +89,8 @@ def walk_head_backward(
 ):  # fmt: skip
     """One head, ROWS segments of ``steps`` tokens, walked one token of every segment at a time.
 
-    A token's dx needs the d(pre) of the W - 1 tokens after it. The walk keeps these in registers,
-    so it reads every input once; only W - 1 tokens past each segment are computed twice.
+    A token's dx needs the d(pre) of the W - 1 tokens after it. The loop keeps their terms in
+    registers, so it reads every input once; only W - 1 tokens past each segment are computed twice.
     """
     LOOK_OUT: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
@@ -99,7 +98,7 @@ def walk_head_backward(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # relative to start, which the pointers include
+    first_R = tl.arange(0, ROWS) * steps  # relative to start; the pointers include start
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     dx_ptr = d_proj_ptr + base * d_stride_s + column
@@ -153,7 +152,7 @@ def walk_head_backward(
             ready_1D = (step >= W - 1) & real_1D
             dx_RD = dx_RD.to(dx_at_RD.dtype.element_ty)
             store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), ready_1D, True, MASKED)
-            history = push(x_RD, history, W - 1)
+            history = push_row(x_RD, history, W - 1)
 
     for past in tl.static_range(W - 1):
         step = steps + past
@@ -167,7 +166,7 @@ def walk_head_backward(
         dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D
         dx_RD = dx_RD.to(dx_at_RD.dtype.element_ty)
         store_row(dx_at_RD, dx_RD, room_R > step - (W - 1), real_1D, PADDED, MASKED)
-        history = push(x_RD, history, W - 1)
+        history = push_row(x_RD, history, W - 1)
 
     for tap in tl.static_range(W):
         tl.store(partial_ptr + (column + d_D) * W + tap, tl.sum(d_taps[tap], axis=0), mask=real_D)

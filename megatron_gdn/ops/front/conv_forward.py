@@ -44,8 +44,8 @@ def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.con
 
 
 @triton.jit
-def push(newest, rows, COUNT: tl.constexpr):
-    """``rows`` one step later: ``newest`` in front, the oldest dropped."""
+def push_row(newest, rows, COUNT: tl.constexpr):
+    """The rows one step later: ``newest`` is put in front, the oldest row is dropped."""
     pushed = (newest,)
     for age in tl.static_range(1, COUNT):
         pushed = pushed + (rows[age - 1],)
@@ -74,25 +74,25 @@ def load_bias(bias_ptr, column, d_D, real_D, BLOCK_D: tl.constexpr, HAS_BIAS: tl
 
 @triton.jit
 def load_history(
-    x_at_RD, stride, seen_R, real_R, real_1D,
+    x_at_RD, stride, position_R, real_R, real_1D,
     W: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The W - 1 inputs before each segment, newest first; 0 if its first token may not read it."""
+    """The W - 1 inputs before each segment, newest first; inputs of other documents are 0."""
     history = ()
     for delay in tl.static_range(1, W):
         past_RD = load_row(
-            x_at_RD - delay * stride, (seen_R >= delay) & real_R, real_1D, PADDED, MASKED
+            x_at_RD - delay * stride, (position_R >= delay) & real_R, real_1D, PADDED, MASKED
         )
         history = history + (past_RD.to(tl.float32),)
     return history
 
 
 @triton.jit
-def forget(history, seen_R, W: tl.constexpr):
-    """Drop the inputs of the previous document where a new one starts."""
+def drop_other_document(history, position_R, W: tl.constexpr):
+    """Drop the inputs of the previous document where a new document starts."""
     kept = ()
     for delay in tl.static_range(1, W):
-        kept = kept + (tl.where((seen_R == 0)[:, None], 0.0, history[delay - 1]),)
+        kept = kept + (tl.where((position_R == 0)[:, None], 0.0, history[delay - 1]),)
     return kept
 
 
@@ -120,10 +120,10 @@ def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl
 
     All other walks, nearly all of a long sequence, need no masks.
     """
-    end = start + tokens + (W - 1)  # of the tokens that the walk reads
+    end = start + tokens + (W - 1)  # one past the last token that the walk reads
     meets = (start < W - 1) | (end > S)
     if PACKED:
-        # Positions count up within a document, so that of ``start`` follows from the last one.
+        # Positions count up within a document, so the last one gives the position of ``start``.
         last = tl.load(position_ptr + end - 1, mask=end <= S, other=0)
         meets = meets | (last - (end - 1 - start) < W - 1)
     return meets
@@ -148,7 +148,7 @@ def walk_head(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # relative to start, which the pointers include
+    first_R = tl.arange(0, ROWS) * steps  # relative to start; the pointers include start
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     out_ptr += base * out_stride
@@ -172,7 +172,7 @@ def walk_head(
             x_RD = load_row(x_at_RD, room_R > step, real_1D, PADDED, MASKED)
             if LOOK_OUT:
                 seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
-                history = forget(history, seen_R, W)
+                history = drop_other_document(history, seen_R, W)
             x_RD = x_RD.to(tl.float32)
             pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
             if HAS_HISTORY:
@@ -186,4 +186,4 @@ def walk_head(
             y_RD = act_RD.to(out_ptr.dtype.element_ty)
             at_RD = out_ptr + t_R[:, None] * out_stride + d_1D
             store_row(at_RD, y_RD, room_R > step, real_1D, PADDED, MASKED)
-            history = push(x_RD, history, W - 1)
+            history = push_row(x_RD, history, W - 1)

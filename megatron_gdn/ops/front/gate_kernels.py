@@ -16,30 +16,30 @@ from ..kernels.elementwise import LARGEST_A_LOG, LEAST_LOG_DECAY, minus_rate, si
 
 
 @triton.jit
-def _decayed(dt, A_log):
+def _log_decay(dt, A_log):
     g = minus_rate(A_log) * dt
     return tl.where(g < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g)  # NaN stays NaN
 
 
 @triton.jit
-def _decayed_backward(dt, A_log, d_g):
+def _log_decay_backward(dt, A_log, d_g):
     """Gradients of dt and A_log. A decay of exactly 0 has no gradient."""
     rate = minus_rate(A_log)
     held = rate * dt < LEAST_LOG_DECAY
-    d_g = tl.where(held, 0.0, d_g)  # before the products: g may be -inf
+    d_g = tl.where(held, 0.0, d_g)  # masked before the products, since g may be -inf
     d_A_log = d_g * rate * tl.where(held, 0.0, dt)
     return d_g * rate, tl.where(A_log > LARGEST_A_LOG, 0.0, d_A_log)
 
 
 @triton.jit
 def decay(x, A_log, low, high):
-    g = _decayed(softplus(x), A_log)
+    g = _log_decay(softplus(x), A_log)
     return g, g
 
 
 @triton.jit
 def decay_backward(x, A_log, d_g, d_same, low, high):
-    d_dt, d_A_log = _decayed_backward(softplus(x), A_log, d_g)
+    d_dt, d_A_log = _log_decay_backward(softplus(x), A_log, d_g)
     return d_dt * sigmoid(x), d_A_log
 
 
@@ -62,14 +62,14 @@ def time_step(x, A_log, low, high):
     dt = softplus(x)
     dt = tl.where(dt < low, low, dt)  # NaN stays NaN
     dt = tl.where(dt > high, high, dt)
-    return _decayed(dt, A_log), dt
+    return _log_decay(dt, A_log), dt
 
 
 @triton.jit
 def time_step_backward(x, A_log, d_g, d_dt, low, high):
     free = softplus(x)
     _, dt = time_step(x, A_log, low, high)
-    of_decay, d_A_log = _decayed_backward(dt, A_log, d_g)
+    of_decay, d_A_log = _log_decay_backward(dt, A_log, d_g)
     d_x = (d_dt + of_decay) * sigmoid(x)
     return tl.where((free < low) | (free > high), 0.0, d_x), d_A_log
 

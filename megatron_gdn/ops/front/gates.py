@@ -18,7 +18,7 @@ from ..elementwise import largest_A_log, largest_beta, least_log_decay, sigmoid,
 
 def decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
     """The log-decay ``-exp(A_log) softplus(x)``."""
-    return (_decayed(softplus(x), A_log),)
+    return (_log_decay(softplus(x), A_log),)
 
 
 def bounded_decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor]:
@@ -29,7 +29,7 @@ def bounded_decay(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Te
 def time_step(x: Tensor, A_log: Tensor, low: float, high: float) -> tuple[Tensor, Tensor]:
     """The log-decay ``-exp(A_log) dt`` and the time step ``dt = clamp(softplus(x), low, high)``."""
     dt = softplus(x).clamp(low, high)
-    return _decayed(dt, A_log), dt
+    return _log_decay(dt, A_log), dt
 
 
 def strength(x: Tensor, A_log: Tensor | None, low: float, high: float) -> tuple[Tensor]:
@@ -41,7 +41,7 @@ def _rate(A_log: Tensor) -> Tensor:
     return A_log.clamp(max=largest_A_log(A_log.dtype)).exp()
 
 
-def _decayed(dt: Tensor, A_log: Tensor) -> Tensor:
+def _log_decay(dt: Tensor, A_log: Tensor) -> Tensor:
     return (-_rate(A_log) * dt).clamp(min=least_log_decay(dt.dtype))
 
 

@@ -33,8 +33,8 @@ class HistoryTable:
     before: Tensor  # [N, W - 1]: the row 1, 2, .. tokens before each piece, or -1; no row twice
     edge: Tensor  # [N, W - 1]: the first tokens of each piece, -1 after the end of a short piece
     place: Tensor  # [s]: each token's index in the flattened ``edge``, -1 outside the edges
-    # [M, 1 + most]: in each line one token, then the returned rows that are added to its gradient
-    # in this order, padded with -1. No token has two lines.
+    # [M, 1 + most]: each line holds one token, then the returned rows that are added to its
+    # gradient in this order, padded with -1. No token has two lines.
     additions: Tensor
 
     @classmethod
@@ -119,7 +119,7 @@ def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) ->
 def _last_row_indices(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each of the N * past last rows: its token, its older row, and whether it is the token."""
+    """For the N * past last rows: indices of tokens and of old rows, and a mask of the tokens."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
     # The place of each last row in its sequence; below 0 it is an older row.

@@ -21,7 +21,7 @@ _CHANNELS = 256  # per program
 
 @triton.jit
 def _rows_before(rows_ptr, before_ptr, stride_r, at_1C, real_1C, W: tl.constexpr):
-    """The W - 1 rows before the piece, newest first; zeros where there are none."""
+    """The W - 1 rows before the piece, newest first; absent rows are zeros."""
     rows = ()
     for age in tl.static_range(1, W):
         row = tl.load(before_ptr + age - 1)

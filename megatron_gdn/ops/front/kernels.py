@@ -25,14 +25,14 @@ _SPAN = tl.constexpr(1024)  # elements of a span (tokens times columns): at most
 
 
 @triton.jit
-def _head(
+def _convolve_slot(
     rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
     slot, b, start, S, steps, stride_s, lead_stride, eps,
     ROWS: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr,
     PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr,
     TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """The head of this slot, if it is one of the section N."""
+    """Compute the head of this slot, if the slot belongs to convolved section N."""
     FIRST: tl.constexpr = TABLE[N][0]
     HEADS: tl.constexpr = TABLE[N][1]
     CHANNEL: tl.constexpr = TABLE[N][2]
@@ -58,11 +58,11 @@ def _head(
 
 
 @triton.jit
-def _gate(
+def _gate_slot(
     rows_ptr, A_log_ptr, dt_bias_ptr, first_ptr, second_ptr, slot, b, start, S, tokens, stride_s,
     FUNCTION: tl.constexpr, TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """All heads of a gate, or the channels of one head, if this slot is one of the section N."""
+    """Compute all heads of gate N, or the channels of one head, if the slot belongs to gate N."""
     FIRST: tl.constexpr = TABLE[N][0]
     PROGRAMS: tl.constexpr = TABLE[N][1]
     COLUMN: tl.constexpr = TABLE[N][2]
@@ -115,8 +115,8 @@ def front_forward_kernel(
     """grid (slots, token tiles, B): the heads of the convolved sections, then the gates.
 
     Heads are the fastest axis, so that programs that run together read whole rows. The launch
-    begins at ``first_slot``. FIRST is the first convolved column. Only the first gate may make two
-    inputs, if it is the only gate.
+    begins at ``first_slot``. FIRST is the first convolved column. A gate may make two inputs only
+    if it is the only gate.
     """
     slot = tl.program_id(0) + first_slot
     tokens = ROWS * steps
@@ -129,13 +129,13 @@ def front_forward_kernel(
         lead_ptr += b * C
     gates = (g_ptr, h_ptr, i_ptr)
     for n in tl.static_range(len(GATES)):
-        _gate(
+        _gate_slot(
             gates_ptr, A_log_ptr, dt_bias_ptr, gates[n], h_ptr, slot, b, start, S, tokens,
             gates_stride_s, (GATE, SECOND_GATE, THIRD_GATE)[n], GATES, n,
         )  # fmt: skip
     outs = (x_ptr, y_ptr, z_ptr)
     for n in tl.static_range(3):
-        _head(
+        _convolve_slot(
             rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, outs[n],
             slot, b, start, S, steps, stride_s, lead_stride, eps,
             ROWS, STAGES, W, HAS_BIAS, PACKED, HAS_HISTORY, ONE_PATH, CONVOLVED, n,
@@ -143,7 +143,7 @@ def front_forward_kernel(
 
 
 @triton.jit
-def _head_backward(
+def _convolve_slot_backward(
     rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr, factor_ptr,
     d_rows_ptr, partial_ptr, d_lead_ptr,
     slot, b, start, S, steps, stride_s, d_stride_s, lead_stride, eps,
@@ -182,7 +182,7 @@ def _head_backward(
 
 
 @triton.jit
-def _gate_backward(
+def _gate_slot_backward(
     rows_ptr, A_log_ptr, dt_bias_ptr, d_first_ptr, d_second_ptr, factor_ptr, d_rows_ptr,
     partial_ptr, slot, b, start, S, tokens, stride_s, d_stride_s,
     H: tl.constexpr, SCALED: tl.constexpr, RATES: tl.constexpr, FUNCTION: tl.constexpr,
@@ -201,7 +201,7 @@ def _gate_backward(
     GROUP: tl.constexpr = TABLE[N][10]
     HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
     SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
-    # The GROUP gradients of one input: D apart for a channel, neighbours for a head.
+    # The GROUP gradients of one input lie D elements apart for a channel, side by side for a head.
     MEMBER: tl.constexpr = D if CHANNELS else 1
     APART: tl.constexpr = 1 if CHANNELS else GROUP
     if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
@@ -272,8 +272,8 @@ def front_backward_kernel(
 ):  # fmt: skip
     """grid (slots, token tiles, B): the gates first, so that they never finish last.
 
-    Each program writes its stretch of one partial row per tile, of COLUMNS: conv weight [C, W],
-    conv bias [C]; from RATES on, A_log and dt_bias. A second launch adds the rows in a fixed order.
+    Each program writes its stretch of its tile's partial row of COLUMNS: conv weight [C, W], conv
+    bias [C]; from RATES on, A_log and dt_bias. A second launch adds the rows in a fixed order.
     """
     slot = tl.program_id(0)
     tile = tl.program_id(1)
@@ -291,14 +291,14 @@ def front_backward_kernel(
         d_lead_ptr += b * C
     gates = (dg_ptr, dh_ptr, di_ptr)
     for n in tl.static_range(len(GATES)):
-        _gate_backward(
+        _gate_slot_backward(
             gates_ptr, A_log_ptr, dt_bias_ptr, gates[n], dh_ptr, factor_ptr, d_gates_ptr,
             partial_ptr, slot, b, start, S, tokens, gates_stride_s, d_gates_stride_s,
             H, SCALED, RATES, (GATE, SECOND_GATE, THIRD_GATE)[n], GATES, n,
         )  # fmt: skip
     grads = (dx_ptr, dy_ptr, dz_ptr)
     for n in tl.static_range(3):
-        _head_backward(
+        _convolve_slot_backward(
             rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grads[n],
             factor_ptr, d_rows_ptr, partial_ptr, d_lead_ptr,
             slot, b, start, S, steps, stride_s, d_stride_s, lead_stride, eps,

@@ -14,12 +14,12 @@ from torch import Tensor
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
 from ..kernels.tiles import (
-    Walk,
+    SegmentTile,
     block_dim,
     front_backward_tile,
     front_forward_tile,
+    within_32_bit_offsets,
     within_grid,
-    within_reach,
     within_shared_memory,
 )
 from . import gate_kernels
@@ -39,7 +39,9 @@ class TritonFront(TableFront):
     compiler may fuse them in one copy of a loop and not in another copy.
     """
 
-    tile: Walk | None = None  # replaces the tile of :mod:`..kernels.tiles` in tuning and tests
+    tile: SegmentTile | None = (
+        None  # replaces the tile of :mod:`..kernels.tiles` in tuning and tests
+    )
 
     triton: ClassVar[bool] = True
 
@@ -47,8 +49,8 @@ class TritonFront(TableFront):
     def outputs(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
         """For each section, names of its inputs and their ``[heads]`` or ``[heads, dim]``."""
         shape_of, table = self.layout.shape_of, self.table
-        made = [((part.makes,), shape_of(part.section)) for part in table.convolved]
-        gates = [(x.makes, shape_of(x.section)[: 1 + x.channels]) for x in table.gates]
+        made = [((part.rule_input,), shape_of(part.section)) for part in table.convolved]
+        gates = [(x.rule_input, shape_of(x.section)[: 1 + x.channels]) for x in table.gates]
         return (*made, *gates)
 
     def _make_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor | None]:
@@ -123,11 +125,11 @@ def _padded(outs: list[Any], filler: Any) -> list[Any]:
 def _forward_launch(
     front: TritonFront, S: int, B: int, W: int, strides: tuple[int, int],
     raw_strides: tuple[int, int], used: tuple[bool, ...], apart: bool, has_bias: bool,
-    packed: bool, continued: bool,
+    packed: bool, has_history: bool,
 ) -> Launch:  # fmt: skip
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
-    tile = within_reach(
-        within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_widths(front))
+    tile = within_32_bit_offsets(
+        within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_elements_per_token(front))
     )
     convolved, gates, functions = kernel_tables(front, apart)
     slots = [of[1] for of in (*convolved, *gates)]
@@ -137,7 +139,7 @@ def _forward_launch(
         front_forward_kernel, (sum(slots[first:last]), triton.cdiv(S, tile.tokens), B),
         S, tile.steps, sum(slots[:first]), *strides, *raw_strides, _EPS,
         CONVOLVED=convolved, GATES=gates, **functions,
-        **_constants(front, tile, W, has_bias, packed, continued),
+        **_constants(front, tile, W, has_bias, packed, has_history),
     )  # fmt: skip
 
 
@@ -145,7 +147,7 @@ def _forward_launch(
 def _backward_plan(
     front: TritonFront, S: int, B: int, W: int, strides: tuple[int, ...], d_heads: tuple[int, ...],
     sizes: tuple[int, int], apart: bool, has_bias: bool, packed: bool, scaled: bool,
-    continued: bool,
+    has_history: bool,
 ) -> tuple[Launch, tuple[int, int]]:  # fmt: skip
     """The launch, and the tiles and columns of the partial sums.
 
@@ -156,8 +158,10 @@ def _backward_plan(
     groups = [of // n for of, n in zip(d_heads, heads, strict=True)]
     tile = front.tile or front_backward_tile(S * B, _widest_head(front))
     tile = within_grid(tile, S, B)
-    widths = [group * width for group, width in zip(groups, _widths(front), strict=True)]
-    tile = within_reach(tile, S, W, (*strides[::2], *widths))
+    widths = [
+        group * width for group, width in zip(groups, _elements_per_token(front), strict=True)
+    ]
+    tile = within_32_bit_offsets(tile, S, W, (*strides[::2], *widths))
     convolved, gates, functions = kernel_tables(front, apart, "_backward", groups)
     copied = [of[4] * (sizes[0] + of[6] * sizes[1]) for of in convolved]
     tile = within_shared_memory(tile, max(copied))
@@ -170,7 +174,7 @@ def _backward_plan(
         front_backward_kernel, (sum(of[1] for of in (*gates, *convolved)), tiles, B),
         S, tile.steps, *strides, _EPS,
         CONVOLVED=convolved, GATES=gates, **functions,
-        **_constants(front, tile, W, has_bias, packed, continued),
+        **_constants(front, tile, W, has_bias, packed, has_history),
         H=layout.state_heads, RATES=rates, COLUMNS=columns, SCALED=scaled,
     )  # fmt: skip
     return launch, (tiles, columns)
@@ -180,7 +184,7 @@ def _widest_head(front: TritonFront) -> int:
     return max(front.layout.shape_of(part.section)[1] for part in front.table.convolved)
 
 
-def _widths(front: TritonFront) -> list[int]:
+def _elements_per_token(front: TritonFront) -> list[int]:
     """Elements per token of every input."""
     made = [(names, torch.Size(shape).numel()) for names, shape in front.outputs]
     return [width for names, width in made for _ in names]
@@ -202,10 +206,10 @@ def kernel_tables(
         programs, columns = (heads, width) if gate.channels else (1, heads)
         first = layout.columns(gate.section).start - (layout.main_width if apart else 0)
         gates.append((
-            slot, programs, first, columns, block_dim(columns), gate.channels, len(gate.makes),
+            slot, programs, first, columns, block_dim(columns), gate.channels, len(gate.rule_input),
             gate.rated, float(gate.low), float(gate.high), groups[place],
         ))  # fmt: skip
-        slot, place = slot + programs, place + len(gate.makes)
+        slot, place = slot + programs, place + len(gate.rule_input)
     slot = slot if suffix else 0
     for part, group in zip(front.table.convolved, groups, strict=False):
         heads, dim = layout.shape_of(part.section)
@@ -218,13 +222,13 @@ def kernel_tables(
 
 
 def _constants(
-    front: TritonFront, tile: Walk, W: int, has_bias: bool, packed: bool, continued: bool
+    front: TritonFront, tile: SegmentTile, W: int, has_bias: bool, packed: bool, has_history: bool
 ) -> dict[str, Any]:
     assert tile.steps % 4 == 0, "the loop is unrolled four times"
     one_path, layout = front.batch_invariant and packed, front.layout
     return {
         "FIRST": layout.conv_columns.start, "C": layout.conv_width, "W": W, "ROWS": tile.rows,
-        "STAGES": tile.stages, "HAS_BIAS": has_bias, "PACKED": packed, "HAS_HISTORY": continued,
+        "STAGES": tile.stages, "HAS_BIAS": has_bias, "PACKED": packed, "HAS_HISTORY": has_history,
         "ONE_PATH": one_path, "num_warps": tile.warps, "maxnreg": tile.registers,
         "enable_fp_fusion": not one_path,
     }  # fmt: skip

@@ -15,7 +15,7 @@ from torch import Tensor
 from ..autograd import gradients
 from ..conv import convolve_rows
 from ..elementwise import l2norm
-from ..obstacles import say_once, why_not_triton
+from ..obstacles import log_obstacle_once, why_not_triton
 from ..rules.base import Bits
 from .table import Batch, FrontParameters, FrontTable, TableFront
 
@@ -26,18 +26,18 @@ class PlainFront(TableFront):
 
     @torch.no_grad()
     def _make_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
-        made, kind = self._differentiably(batch, wanted), self.dtype or batch.proj.dtype
+        made, kind = self._differentiable_inputs(batch, wanted), self.dtype or batch.proj.dtype
         return {
             name: (x.to(kind) if name in self.convolved else x).contiguous()
             for name, x in made.items()
         }
 
-    def _differentiably(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+    def _differentiable_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
         proj, given, documents, history = batch
         wide, made = torch.promote_types(proj.dtype, torch.float32), {}
         rows_BSP, bias = proj.transpose(0, 1), given.bias
         for part in self.table.convolved:
-            if part.makes not in wanted:
+            if part.rule_input not in wanted:
                 continue
             channels = self.channels(part.section)
             x = convolve_rows(
@@ -48,7 +48,7 @@ class PlainFront(TableFront):
                 None if history is None else history._replace(rows=history.rows[..., channels]),
             )
             x = x.unflatten(-1, self.layout.shape_of(part.section))
-            made[part.makes] = l2norm(x) if part.unit_length else x
+            made[part.rule_input] = l2norm(x) if part.unit_length else x
         return made | self.gates_of(proj, given.A_log, given.dt_bias, given.apart, wanted)
 
     def _compute_gradients(
@@ -61,13 +61,13 @@ class PlainFront(TableFront):
             weight, bias, A_log, dt_bias = parameters
             of = FrontParameters(weight, bias, A_log, dt_bias, None, apart)
             inner = Batch(proj, of, documents, history and history._replace(rows=before))
-            return list(self._differentiably(inner, self.names).values())
+            return list(self._differentiable_inputs(inner, self.names).values())
 
         d_made, sections = [], [*self.table.convolved, *self.table.gates]
         factor = getattr(grads, "factor", None)
         for part in sections:
             heads = self.layout.shape_of(part.section)[0]
-            for name in (part.makes,) if isinstance(part.makes, str) else part.makes:
+            for name in (part.rule_input,) if isinstance(part.rule_input, str) else part.rule_input:
                 d = getattr(grads, name).to(wide).unflatten(2, (heads, -1))
                 d = d.sum(3)  # over the value heads that share this head
                 if factor is not None:
@@ -114,7 +114,7 @@ def front_of(
     why = why_not_triton(device, rows_dtype, taps) if kernels == "auto" else None
     if kernels == "torch" or why is not None:
         if why is not None:
-            say_once(f"conv, gates and norm run in plain torch: {why}.", device)
+            log_obstacle_once(f"conv, gates and norm run in plain torch: {why}.", device)
         return PlainFront(table, *options)
     from .launches import TritonFront
 

@@ -24,10 +24,10 @@ Parameters = Sequence[Any]
 
 
 class Convolved(NamedTuple):
-    """A section of convolved columns, for a rule's input ``[B, S, heads, width]``."""
+    """A section of convolved columns, which becomes a rule's input ``[B, S, heads, width]``."""
 
     section: str
-    makes: str  # name of the rule's input
+    rule_input: str  # name of the rule's input
     unit_length: bool = False
 
 
@@ -38,12 +38,12 @@ def delta_sections(normalise_qk: bool = True) -> tuple[Convolved, Convolved, Con
 
 
 class Gate(NamedTuple):
-    """A section of gate columns, for fp32 inputs ``[B, S, heads]`` or ``[B, S, heads, width]``."""
+    """A section of gate columns. It gives fp32 ``[B, S, heads]`` or ``[B, S, heads, width]``."""
 
     section: str
-    makes: tuple[str, ...]  # names of the rule's inputs, one for each result of the function
+    rule_input: tuple[str, ...]  # names of the rule's inputs, one for each result of the function
     function: Callable[..., tuple[Tensor, ...]]  # of :mod:`.gates`
-    rated: bool = False  # uses A_log [heads] and dt_bias [columns]; one gate of a table does
+    rated: bool = False  # uses A_log [heads] and dt_bias [columns]; true for one gate of a table
     channels: bool = False  # one gate per channel of a head, not one per head
     low: float = 0.0
     high: float = 1.0
@@ -97,7 +97,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableFront:
-    """Computes a rule's inputs from projection rows ``[S, B, P]``, and the backward, by a table.
+    """Computes a rule's inputs from projection rows ``[S, B, P]``, and their gradients, by a table.
 
     Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; the shared
     parameter, if the table has one; the gates' sections ``[S, B, .]``, if rows do not contain them.
@@ -126,7 +126,7 @@ class TableFront:
 
     @cached_property
     def convolved(self) -> tuple[str, ...]:
-        return tuple(part.makes for part in self.table.convolved)
+        return tuple(part.rule_input for part in self.table.convolved)
 
     def channels(self, section: str) -> slice:
         """The channels of the convolution that belong to a section."""
@@ -146,7 +146,7 @@ class TableFront:
         rows = (proj if apart is None else apart).transpose(0, 1)
         made: dict[str, Tensor] = {}
         for gate in self.table.gates:
-            if wanted is not None and not any(name in wanted for name in gate.makes):
+            if wanted is not None and not any(name in wanted for name in gate.rule_input):
                 continue
             columns, first = self.layout.columns(gate.section), 0
             if apart is not None:
@@ -157,7 +157,7 @@ class TableFront:
             if gate.rated:
                 x, rate = x + dt_bias.to(wide).view(x.shape[2:]), A_log.to(wide)[:, None]
             values = gate.function(x, rate, gate.low, gate.high)
-            for name, y in zip(gate.makes, values, strict=True):
+            for name, y in zip(gate.rule_input, values, strict=True):
                 made[name] = y if gate.channels else y.squeeze(-1)
         return made
 
@@ -172,9 +172,9 @@ class TableFront:
         """The rule's inputs, a NamedTuple, from rows with any strides of S and B.
 
         The convolution never crosses a document boundary; all batch rows have the same boundaries.
-        With ``only``, adjacent names in :attr:`names`, all other inputs are None.
+        ``only`` are adjacent names of :attr:`names`; all other inputs are then None.
         """
-        given, wanted = self._named(parameters), self.names if only is None else only
+        given, wanted = self._named_parameters(parameters), self.names if only is None else only
         made: dict[str, Any] = dict.fromkeys(self.names)
         made |= self._make_inputs(Batch(proj, given, documents, history), wanted)
         if given.shared is not None and self.table.shared in wanted:
@@ -194,10 +194,10 @@ class TableFront:
     ) -> tuple[Tensor | None, ...]:
         """Gradients of the parameters, in their shapes and dtypes, from the rule's ``grads``.
 
-        Writes ``history.d_rows``, and once every column of ``d_proj`` ``[S, B, P]`` except those of
-        the output gate, which the readout writes.
+        Writes ``history.d_rows``, and every column of ``d_proj`` ``[S, B, P]`` once, except the
+        output gate's columns, which the readout writes.
         """
-        given = self._named(parameters)
+        given = self._named_parameters(parameters)
         d_apart = None if given.apart is None else torch.empty_like(given.apart)
         batch = Batch(proj, given, documents, history)
         found = self._compute_gradients(batch, grads, d_proj, d_apart)
@@ -207,7 +207,7 @@ class TableFront:
             found = (*found, d_shared.to(shared.dtype).view(shared.shape))
         return found if d_apart is None else (*found, d_apart)
 
-    def _named(self, parameters: Parameters) -> FrontParameters:
+    def _named_parameters(self, parameters: Parameters) -> FrontParameters:
         weight, bias, A_log, dt_bias, *others = parameters
         shared = None if self.table.shared is None else others.pop(0)
         return FrontParameters(weight, bias, A_log, dt_bias, shared, *(others or (None,)))

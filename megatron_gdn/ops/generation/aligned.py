@@ -1,7 +1,7 @@
 """Prefill and decode on the grid of training, see :mod:`megatron_gdn.ops.aligned`.
 
 The memory of a sequence holds the state at the start of the current chunk of 64 tokens. The history
-holds whole projection rows: a row whose first element counts the tokens of the chunk, the W - 1
+holds one row whose first element counts the chunk's tokens, then projection rows: the W - 1
 rows before the chunk and the chunk's rows so far. Rows after the last token may hold any finite
 numbers.
 
@@ -26,7 +26,7 @@ from ..aligned import front_on_grid, grid_of, readout_on_grid
 from ..documents import Documents, one_document
 from ..host_tables import to_device
 from ..readout.base import SplitReadout
-from ..rules.base import on_tokens
+from ..rules.base import map_inputs
 from ..rules.chunk_table import CHUNK, ChunkTable
 from .memory import Memory, write_slots
 
@@ -66,7 +66,7 @@ def prefill_on_grid(
         index = _filled(counts, device)
         if not len(index):
             continue
-        some = on_tokens(inputs, lambda x, tokens=tokens: x.index_select(1, tokens))
+        some = map_inputs(inputs, lambda x, tokens=tokens: x.index_select(1, tokens))
         begun = parts.rule.begin(some, _documents(counts, device))
         made = begun.run(state.index_select(0, index), keep=False, final=tokens is full)
         if made.final is not None:
@@ -93,7 +93,7 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
     number = torch.arange(row.shape[1], device=row.device)
     history, state = memory.gathered()
     slots = number if memory.slots is None else memory.slots
-    place = history[:, 0, 0].long() % CHUNK  # modulo, for any number in a slot that was never used
+    place = history[:, 0, 0].long() % CHUNK  # modulo: an unused slot holds any number
     history[number, 1 + past + place] = row[0].to(history.dtype)
     rows = history[:, 1:].to(row.dtype)
     chunks = rows[:, past:]
@@ -114,27 +114,27 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
 
 
 def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
-    """The rule's inputs ``[N, 64, ...]`` of chunks behind W - 1 rows each."""
+    """The rule's inputs ``[N, 64, ...]`` of chunks, each after W - 1 rows."""
     front, past = parts.front, parts.past
     if getattr(front, "triton", False):
         path = one_document(rows.shape[1], rows.device)
         inputs = front.forward(rows.transpose(0, 1), parts.of_front, path)
-        return on_tokens(inputs, lambda x: x[:, past:].contiguous())
+        return map_inputs(inputs, lambda x: x[:, past:].contiguous())
     chunks = rows[:, past:]
     grid = grid_of(chunks, None, parts.state.heads)
     return front_on_grid(front, parts.of_front, chunks, grid, rows[:, :past])
 
 
 def _read_out_tokens(
-    parts: Parts, o: Tensor, rows: Tensor, grid: ChunkTable, wanted: Tensor, new: Tensor
+    parts: Parts, o: Tensor, rows: Tensor, grid: ChunkTable, wanted: Tensor, new_rows: Tensor
 ) -> Tensor:
-    """``[s, B, H * V]`` of the ``wanted`` tokens of ``o`` ``[N, S, H, V]``; ``new``: their rows."""
+    """``[s, B, H * V]`` of the ``wanted`` tokens of ``o [N, S, H, V]``; ``new_rows``: their rows."""
     readout, gamma = parts.readout, parts.parameters[-1]
     if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):
-        o = o.flatten(0, 1).index_select(0, wanted).unflatten(0, new.shape[1::-1])
-        return readout.forward(o, new, gamma)
+        o = o.flatten(0, 1).index_select(0, wanted).unflatten(0, new_rows.shape[1::-1])
+        return readout.forward(o, new_rows, gamma)
     mixed = readout_on_grid(readout, o, rows, gamma, grid).flatten(0, 1).index_select(0, wanted)
-    return mixed.unflatten(0, new.shape[1::-1]).transpose(0, 1).contiguous()
+    return mixed.unflatten(0, new_rows.shape[1::-1]).transpose(0, 1).contiguous()
 
 
 def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
@@ -158,9 +158,9 @@ class _PrefillIndices(NamedTuple):
     empty: Tensor  # bool, the rows of the next histories that are zero
 
     @classmethod
-    def build(cls, places: Sequence[int], held: Sequence[int], past: int) -> _PrefillIndices:
-        """Make the indices from the old tokens and from all tokens of each sequence's chunks."""
-        old, count = torch.tensor([places, held], dtype=torch.int64, device="cpu")
+    def build(cls, old_counts: Sequence[int], held: Sequence[int], past: int) -> _PrefillIndices:
+        """``old_counts`` and ``held`` count the old and all tokens of each sequence's chunk."""
+        old, count = torch.tensor([old_counts, held], dtype=torch.int64, device="cpu")
         size, more = past + CHUNK, count - old
         start = len(held) * size + more.cumsum(0) - more  # the first new row of each sequence
 

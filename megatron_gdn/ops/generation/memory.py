@@ -46,7 +46,7 @@ class Memory(NamedTuple):
                 buffer.copy_(values)
 
     def after(self, token: int, slots: Tensor | None) -> Memory:
-        """The memory after one token, if this memory has steps: ``[M, s, ...]``."""
+        """The memory after one token; this memory's buffers must be ``[M, s, ...]``."""
         return Memory(self.history[:, token], self.state[:, token], slots)
 
     def steps(self, tokens: int) -> Memory:
@@ -75,7 +75,7 @@ def _empty_steps(x: Tensor, count: int) -> Tensor:
 
 
 def choose(memory: Memory, steps: Memory, accepted: Tensor) -> None:
-    """Take every sequence back to its last accepted token.
+    """Set every sequence's memory back to the memory after its last accepted token.
 
     Args:
         memory: of the N sequences after s tokens; overwritten.
@@ -93,11 +93,11 @@ def write_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
         real = slots >= 0
         buffer[slots[real].long()] = values[real].to(buffer.dtype)
         return
-    from .step_kernels import put_in_slots
+    from .step_kernels import write_slots_on_gpu
 
     if not buffer[0].is_contiguous():
         buffer, values = buffer.mT, values.mT
-    put_in_slots(buffer, slots, values.to(buffer.dtype).contiguous())
+    write_slots_on_gpu(buffer, slots, values.to(buffer.dtype).contiguous())
 
 
 class MemoryShape(NamedTuple):

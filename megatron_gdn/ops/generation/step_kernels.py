@@ -72,13 +72,13 @@ def decode_token_in_slots(
 def _step_launches(
     front: TableFront,
     N: int,
-    stride: int,
+    row_stride: int,
     taps: int,
     history_rows: int,
-    biased: bool,
+    has_bias: bool,
     D_size: int,
     transposed: bool,
-    slots: bool,
+    has_slots: bool,
     strides: tuple[int, int],
     after: tuple[int, int] | None,
 ) -> tuple[Launch, Launch]:
@@ -89,19 +89,19 @@ def _step_launches(
     shape = {
         "G": G, "H": H, "K": K, "V": V, "C": layout.conv_width,
         "Q_AT": starts[0], "K_AT": starts[1], "V_AT": starts[2], "BLOCK_K": block_dim(K),
-        "HAS_SLOTS": slots, "HAS_AFTER": after is not None,
+        "HAS_SLOTS": has_slots, "HAS_AFTER": after is not None,
     }  # fmt: skip
     after = after or (0, 0)
     conv = Launch(
         conv_step_kernel, (2 * G + H, N),
-        stride, strides[0], after[0], layout.conv_columns.start, _EPS,
-        W=taps, HELD=history_rows, BLOCK_V=block_dim(V), HAS_BIAS=biased, UNIT=table.unit_length,
+        row_stride, strides[0], after[0], layout.conv_columns.start, _EPS,
+        W=taps, HELD=history_rows, BLOCK_V=block_dim(V), HAS_BIAS=has_bias, UNIT=table.unit_length,
         num_warps=1, **shape,
     )  # fmt: skip
     block_v = min(_BLOCK_V, block_dim(V))
     step = Launch(
         state_step_kernel, (triton.cdiv(V, block_v), H, N),
-        stride, strides[1], after[1], table.scale,
+        row_stride, strides[1], after[1], table.scale,
         GATES=gates, **functions, BLOCK_V=block_v, SKIPS=D_size // H, ERASES=table.erases,
         TRANSPOSED=transposed, num_warps=4, **shape,
     )  # fmt: skip
@@ -148,16 +148,16 @@ def conv_step_kernel(
 
 @triton.jit
 def conv_head_step(
-    row_ptr, weight_ptr, bias_ptr, history_ptr, after_ptr, out_ptr, column, there, eps,
+    row_ptr, weight_ptr, bias_ptr, history_ptr, after_ptr, out_ptr, column, has_slot, eps,
     D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, HELD: tl.constexpr,
     HAS_BIAS: tl.constexpr, UNIT: tl.constexpr, HAS_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """One head of one row: its window of HELD inputs, ``[C, HELD]`` oldest first, moves on by one.
+    """Compute one head of one row; move its window of HELD inputs, oldest first, by one input.
 
     The program is one warp: every lane loads its inputs before any lane overwrites them.
     """
     d_D = tl.arange(0, BLOCK_D)
-    real_D = (d_D < D) & there
+    real_D = (d_D < D) & has_slot
     x_raw = tl.load(row_ptr + column + d_D, mask=real_D, other=0.0)
     taps_ptr = weight_ptr + (column + d_D) * W
     past_ptr = history_ptr + (column + d_D) * HELD
@@ -197,8 +197,8 @@ def state_step_kernel(
 ):  # fmt: skip
     """Grid (ceil(V / BLOCK_V), H, N): BLOCK_V columns of one state.
 
-    SKIPS: how many numbers D has for a head, 0, 1 or V. With a third gate, of columns of the state,
-    the second erases alone.
+    SKIPS: the number of elements of D for a head, 0, 1 or V. If there is a third gate, per column
+    of the state, the third gate writes and the second gate only erases.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = n
@@ -269,16 +269,16 @@ def _gate(
     return FUNCTION(x_K, A_log_K, TABLE[N][8], TABLE[N][9])
 
 
-def put_in_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
+def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
     """``buffer[slots] = values`` without slots below zero; a slot's values are contiguous."""
     size = values[0].numel()
-    put_kernel[(triton.cdiv(size, 4096), len(values))](
+    write_slots_kernel[(triton.cdiv(size, 4096), len(values))](
         buffer, slots, values, buffer.stride(0), size, BLOCK=4096, num_warps=8
     )
 
 
 @triton.jit
-def put_kernel(buffer_ptr, slot_ptr, values_ptr, stride, size, BLOCK: tl.constexpr):
+def write_slots_kernel(buffer_ptr, slot_ptr, values_ptr, stride, size, BLOCK: tl.constexpr):
     """Grid (ceil(size / BLOCK), N)."""
     n = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ptr + n).to(tl.int64)

@@ -54,7 +54,7 @@ def compile_in_one_process(kernel: Any) -> None:
 
 @contextmanager
 def build_lock(
-    path: Path, what: str, found: Callable[[], bool] = lambda: False, patience: float = 0.0
+    path: Path, what: str, is_built: Callable[[], bool] = lambda: False, patience: float = 0.0
 ) -> Iterator[int | None]:
     """Hold the lock of the file ``path`` while building ``what``; the file is never removed.
 
@@ -66,7 +66,7 @@ def build_lock(
     file, began = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic()
     taken = said = False
     try:
-        while not (there := found()) and not (taken := _try_to_lock(file)):
+        while not (there := is_built()) and not (taken := _try_to_lock(file)):
             if not said and time.monotonic() - began >= patience:
                 said = True
                 holder = os.pread(file, 100, 0).decode(errors="replace") or "another process"
@@ -75,7 +75,7 @@ def build_lock(
         if said:
             logger.warning("waited %.0f s for %s", time.monotonic() - began, what)
         # Another process may have finished between the last found() and the lock.
-        yield file if not there and taken and not found() else None
+        yield file if not there and taken and not is_built() else None
     finally:
         os.close(file)
 

@@ -20,8 +20,7 @@ _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 def sigmoid(x):
     """1 / (1 + exp(-x)) in fp32, to about 3 ulp; 0 and 1 at the ends, never NaN for finite x.
 
-    It takes four instructions; Triton's own exp and division take ten, and instructions limit
-    speed.
+    The sigmoid takes four instructions; Triton's own exp and division take ten and would be slower.
     """
     if _PTX:
         e = tl.inline_asm_elementwise(
@@ -38,7 +37,7 @@ def sigmoid(x):
 
 
 @triton.jit
-def activated(z, sig, SIGMOID: tl.constexpr):
+def gate_activation(z, sig, SIGMOID: tl.constexpr):
     """A gate's activation, silu(z) or the sigmoid itself, from ``sig`` = sigmoid(z)."""
     y = sig
     if not SIGMOID:
@@ -47,8 +46,8 @@ def activated(z, sig, SIGMOID: tl.constexpr):
 
 
 @triton.jit
-def activated_slope(act, sig, SIGMOID: tl.constexpr):
-    """The derivative of :func:`activated`, from its value and ``sig``."""
+def gate_activation_slope(act, sig, SIGMOID: tl.constexpr):
+    """The derivative of :func:`gate_activation`, from its value and ``sig``."""
     slope = sig * (1.0 - sig)
     if not SIGMOID:
         slope = sig + act * (1.0 - sig)
@@ -58,14 +57,14 @@ def activated_slope(act, sig, SIGMOID: tl.constexpr):
 @triton.jit
 def minus_rate(A_log):
     """-exp(A_log), finite for every A_log but NaN."""
-    # Selected, not tl.minimum, which would replace NaN.
+    # tl.where and not tl.minimum, which would replace NaN.
     return -tl.exp(tl.where(A_log > LARGEST_A_LOG, LARGEST_A_LOG, A_log))
 
 
 @triton.jit
 def softplus(x):
-    """log(1 + exp(x)) in fp32, with full relative precision where it is tiny."""
-    # log(1 + e) keeps no digits of a small e, so that side is a series: e - e^2/2 + e^3/3 ...
+    """log(1 + exp(x)) in fp32, with full relative precision for tiny results."""
+    # log(1 + e) keeps no digits of a small e, so a small e takes a series: e - e^2/2 + e^3/3 ...
     e = tl.exp(-tl.abs(x))
     series = e * (1 - e * (0.5 - e * (1 / 3 - e * (0.25 - e * (0.2 - e * (1 / 6))))))
     return tl.maximum(x, 0.0) + tl.where(e < 0.0625, series, tl.log(1.0 + e))

@@ -1,9 +1,9 @@
 """Launches of Triton kernels that are prepared once and then cost the host a few microseconds.
 
 Triton's ``kernel[grid](...)`` inspects every argument in each call. A :class:`Launch` makes this
-call once and keeps the compiled launcher for later calls. It keeps one launcher per device, dtypes,
-None in place of pointers, and pointers that are multiples of 16 bytes: Triton compiles a kernel for
-each of these.
+call once and keeps the compiled launcher for later calls. Triton compiles a kernel, and a
+:class:`Launch` keeps a launcher, for each device, set of dtypes, set of None arguments and set of
+pointers that are multiples of 16 bytes.
 """
 
 from __future__ import annotations

@@ -21,8 +21,8 @@ _MOST_OUTS = 4
 
 
 @triton.jit
-def _put(out_ptr, sum_M, m_M, begin, end):
-    """Columns ``begin`` to ``end`` of the sums, rounded once to the dtype that ``out`` has."""
+def _store_columns(out_ptr, sum_M, m_M, begin, end):
+    """Store columns ``begin`` to ``end`` of the sums, rounded once to the dtype of ``out``."""
     if out_ptr is not None:
         rounded_M = sum_M.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + m_M - begin, rounded_M, mask=(m_M >= begin) & (m_M < end))
@@ -35,7 +35,7 @@ def _sum_rows_kernel(
 ):  # fmt: skip
     """grid (column blocks, groups of ROWS * REPEATS rows): one row of sums per group.
 
-    Several groups write one out of M columns; a single group writes up to four outs.
+    Several groups write one output of M columns; a single group writes up to four outputs.
     """
     m_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * (ROWS * REPEATS)
@@ -48,10 +48,10 @@ def _sum_rows_kernel(
         )
     sum_M = tl.sum(total_NM, axis=0)
     a_ptr += tl.cast(tl.program_id(1), tl.int64) * M
-    _put(a_ptr, sum_M, m_M, 0, a_end)
-    _put(b_ptr, sum_M, m_M, a_end, b_end)
-    _put(c_ptr, sum_M, m_M, b_end, c_end)
-    _put(d_ptr, sum_M, m_M, c_end, M)
+    _store_columns(a_ptr, sum_M, m_M, 0, a_end)
+    _store_columns(b_ptr, sum_M, m_M, a_end, b_end)
+    _store_columns(c_ptr, sum_M, m_M, b_end, c_end)
+    _store_columns(d_ptr, sum_M, m_M, c_end, M)
 
 
 def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:

@@ -12,12 +12,12 @@ MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
 _FEWEST_STEPS = 8  # per segment, which must be at least as long as the 8 taps of a convolution
 _STEPS_OF_A_STAGE = 4  # equals conv_forward.UNROLL, which cannot be imported without Triton
 # Bytes of shared memory for prefetched rows. A Hopper multiprocessor has this much for each of two
-# programs, a small GPU for one program. A launch that asks for more than the GPU has fails.
+# programs, a small GPU for one program. A launch fails if it asks for more.
 _MOST_COPIED = 96 << 10
 
 
-class Walk(NamedTuple):
-    """A program walks ``rows`` segments of ``steps`` tokens side by side; steps are 4, 8, 12, .."""
+class SegmentTile(NamedTuple):
+    """A program takes ``rows`` segments of ``steps`` tokens side by side; steps are 4, 8, 12, .."""
 
     rows: int
     steps: int
@@ -30,7 +30,7 @@ class Walk(NamedTuple):
         return self.rows * self.steps
 
 
-class Block(NamedTuple):
+class RowTile(NamedTuple):
     """A program handles ``rows`` rows at a time, ``repeats`` times."""
 
     rows: int
@@ -43,26 +43,28 @@ def block_dim(dim: int) -> int:
     return max(16, 1 << (dim - 1).bit_length())
 
 
-def front_forward_tile(tokens: int, widest_head: int) -> Walk:
+def front_forward_tile(tokens: int, widest_head: int) -> SegmentTile:
     """Each thread holds four values, so nine programs of four warps share a multiprocessor."""
-    return Walk(_segments_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4)
+    return SegmentTile(_segments_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4)
 
 
-def front_backward_tile(tokens: int, widest_head: int) -> Walk:
+def front_backward_tile(tokens: int, widest_head: int) -> SegmentTile:
     """Each thread holds four values, each of which needs some twenty registers.
 
     With 96 registers per thread, five programs of four warps share a multiprocessor instead of
     four. Long walks compute fewer tokens twice; short walks make enough programs to fill a GPU.
     """
     steps = 128 if tokens >= 32768 else 64 if tokens >= 8192 else 32 if tokens >= 2048 else 16
-    return Walk(_segments_of(widest_head), steps, warps=4, registers=96)
+    return SegmentTile(_segments_of(widest_head), steps, warps=4, registers=96)
 
 
 def _segments_of(widest_head: int) -> int:
     return max(1, 512 // block_dim(widest_head))
 
 
-def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> Walk:
+def within_32_bit_offsets(
+    tile: SegmentTile, tokens: int, taps: int, strides: Sequence[int]
+) -> SegmentTile:
     """``tile``, with fewer tokens if offsets from its first token would not fit into 32 bits.
 
     A program also reads ``taps - 1`` tokens on either side of its tile, up to ``tokens``.
@@ -74,7 +76,7 @@ def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> 
     """
     stride = max((x for x in strides if x < 2**31), default=0)
 
-    def fits(tile: Walk) -> bool:
+    def fits(tile: SegmentTile) -> bool:
         return (min(tile.tokens + taps - 1, tokens) - 1) * stride < 2**31
 
     while not fits(tile) and tile.steps > _FEWEST_STEPS:
@@ -91,7 +93,7 @@ def within_reach(tile: Walk, tokens: int, taps: int, strides: Sequence[int]) -> 
     return tile
 
 
-def within_grid(tile: Walk, tokens: int, batch: int) -> Walk:
+def within_grid(tile: SegmentTile, tokens: int, batch: int) -> SegmentTile:
     """``tile``, with more steps if a batch row would have more tiles than a grid's axis takes.
 
     Raises:
@@ -107,7 +109,7 @@ def within_grid(tile: Walk, tokens: int, batch: int) -> Walk:
     return tile
 
 
-def within_shared_memory(tile: Walk, row_bytes: int) -> Walk:
+def within_shared_memory(tile: SegmentTile, row_bytes: int) -> SegmentTile:
     """``tile``, with fewer stages if the prefetched rows would not fit into shared memory.
 
     A segment prefetches ``row_bytes`` per token: 264 KiB in the backward of a key head with 32
@@ -117,18 +119,18 @@ def within_shared_memory(tile: Walk, row_bytes: int) -> Walk:
     return tile._replace(stages=max(1, min(tile.stages, 1 + _MOST_COPIED // copied)))
 
 
-def norm_forward_tile(width: int) -> Block:
+def norm_forward_tile(width: int) -> RowTile:
     """For rows of ``width`` columns, the columns of a head or of a group of heads."""
     block = block_dim(width)
-    return Block(rows=max(1, 4096 // block), repeats=1, warps=_norm_warps(block))
+    return RowTile(rows=max(1, 4096 // block), repeats=1, warps=_norm_warps(block))
 
 
-def norm_backward_tile(rows: int, width: int) -> Block:
+def norm_backward_tile(rows: int, width: int) -> RowTile:
     """Each program writes one partial row of d_gamma, and repeats so that partial rows are few."""
     block = block_dim(width)
     size = max(1, 2048 // block)
     repeats = max(8 if rows >= 1 << 17 else 4, 16 // size)
-    return Block(size, repeats, warps=_norm_warps(block))
+    return RowTile(size, repeats, warps=_norm_warps(block))
 
 
 def _norm_warps(block: int) -> int:

@@ -22,7 +22,7 @@ from typing import ClassVar, Protocol
 import torch
 from torch import Tensor
 
-from ..autograd import gradients, saving_inputs
+from ..autograd import gradients, run_saving_inputs
 from ..elementwise import rms_norm, sigmoid, silu
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": sigmoid}
@@ -69,7 +69,7 @@ class PlainReadout:
     activation: str = "silu"  # of the gate, or "sigmoid"
     eps: float = 1e-6  # added to the mean square
     zero_centered: bool = False  # scale by ``1 + gamma``, in a norm per head
-    groups: int | None = None  # of a norm after the gate; None: a norm per head before the gate
+    groups: int | None = None  # of a norm after the gate; None: a norm before the gate, per head
 
     reads_o: ClassVar[bool] = True
 
@@ -83,20 +83,20 @@ class PlainReadout:
         u = o.flatten(2).transpose(0, 1) * act(gate)
         return u if gamma is None else _norm_per_group(u, gamma, self.groups or 1, self.eps)
 
-    def _widened(self, o: Tensor, rows: Tensor, gamma: Tensor | None) -> list[Tensor]:
+    def _wide_inputs(self, o: Tensor, rows: Tensor, gamma: Tensor | None) -> list[Tensor]:
         wide = torch.promote_types(rows.dtype, torch.float32)
         return [x.to(wide) for x in (o, rows[..., self.gate], gamma) if x is not None]
 
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
-        y = self._norm_and_gate(*self._widened(o, rows, gamma))
+        y = self._norm_and_gate(*self._wide_inputs(o, rows, gamma))
         return y.to(rows.dtype).contiguous() if out is None else out.copy_(y)
 
     def backward(
         self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor | None, d_rows: Tensor
     ) -> tuple[Tensor, Tensor | None]:
-        given = self._widened(o, rows, gamma)
+        given = self._wide_inputs(o, rows, gamma)
         d_o, d_gate, *d_gamma = gradients(self._norm_and_gate, given, d_out.to(given[0].dtype))
         d_rows[..., self.gate] = d_gate
         of_norm = None if gamma is None else d_gamma[0].to(gamma.dtype)
@@ -125,7 +125,7 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
     def normed(x: Tensor, gamma: Tensor) -> Tensor:
         return _norm_per_group(x.to(wide), gamma.to(wide), groups, eps).to(x.dtype)
 
-    return saving_inputs(normed, x, gamma)
+    return run_saving_inputs(normed, x, gamma)
 
 
 @dataclass(frozen=True)

@@ -17,10 +17,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..kernels.elementwise import activated, activated_slope, sigmoid
+from ..kernels.elementwise import gate_activation, gate_activation_slope, sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.reduce import sum_rows
-from ..kernels.tiles import Block, block_dim, norm_backward_tile, norm_forward_tile
+from ..kernels.tiles import RowTile, block_dim, norm_backward_tile, norm_forward_tile
 from .base import PlainReadout
 
 
@@ -45,7 +45,7 @@ class TritonReadout(PlainReadout):
 
     def backward(
         self, d_out: Tensor, o: Tensor, rows: Tensor, gamma: Tensor, d_rows: Tensor,
-        *, tile: Block | None = None,
+        *, tile: RowTile | None = None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
         """``tile`` replaces the tile of :mod:`..kernels.tiles` in tuning and tests."""
         S, B, _ = rows.shape
@@ -77,7 +77,7 @@ def _forward_launch(
 @lru_cache(maxsize=MOST_PLANS)
 def _backward_launch(
     norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
-    tile: Block | None,
+    tile: RowTile | None,
 ) -> tuple[int, Launch]:  # fmt: skip
     """The number of partial rows per batch row, and the launch."""
     G, H, V = _row_sizes(norm, H, V)
@@ -94,7 +94,7 @@ def _row_sizes(norm: TritonReadout, H: int, V: int) -> tuple[int, int, int]:
     return (1, H, V) if norm.groups is None else (norm.groups, 1, H * V // norm.groups)
 
 
-def _constants(norm: TritonReadout, G: int, H: int, V: int, tile: Block) -> dict[str, Any]:
+def _constants(norm: TritonReadout, G: int, H: int, V: int, tile: RowTile) -> dict[str, Any]:
     return {
         "G": G, "H": H, "V": V, "ROWS": tile.rows, "BLOCK_V": block_dim(V),
         "GATE_FIRST": norm.groups is not None, "ZERO_CENTERED": norm.zero_centered,
@@ -103,16 +103,16 @@ def _constants(norm: TritonReadout, G: int, H: int, V: int, tile: Block) -> dict
 
 
 @triton.jit
-def _places(row_R, first, H: tl.constexpr, V: tl.constexpr, stride_s):
+def _row_offsets(row_R, first, H: tl.constexpr, V: tl.constexpr, stride_s):
     """Offsets of rows (s, h), numbered from ``first``, in strided token rows.
 
-    Relative to the token of row ``first``, so that they fit 32 bits at any sequence length.
+    Offsets count from the token of row ``first``, so they fit into 32 bits at any length.
     """
     return ((first + row_R) // H - first // H) * stride_s + (first + row_R) % H * V
 
 
 @triton.jit
-def _at_token(ptr, first, stride_s, stride_b, H: tl.constexpr):
+def _pointer_to_token(ptr, first, stride_s, stride_b, H: tl.constexpr):
     """``ptr`` moved to the token of row ``first`` of this program's batch row."""
     b = tl.cast(tl.program_id(1), tl.int64)
     return ptr + b * stride_b + tl.cast(first // H, tl.int64) * stride_s
@@ -136,10 +136,10 @@ def gated_norm_forward_kernel(
     real_V = d_V < V
     real_RV = (first + row_R < rows)[:, None] & real_V[None, :]
     o_ptr += (tl.cast(tl.program_id(1), tl.int64) * rows + first) * (G * V) + column
-    z_ptr = _at_token(proj_ptr + z + column, first, stride_s, stride_b, H)
-    out_ptr = _at_token(out_ptr + column, first, out_stride_s, out_stride_b, H)
-    z_R = _places(row_R, first, H, V, stride_s)
-    out_R = _places(row_R, first, H, V, out_stride_s)
+    z_ptr = _pointer_to_token(proj_ptr + z + column, first, stride_s, stride_b, H)
+    out_ptr = _pointer_to_token(out_ptr + column, first, out_stride_s, out_stride_b, H)
+    z_R = _row_offsets(row_R, first, H, V, stride_s)
+    out_R = _row_offsets(row_R, first, H, V, out_stride_s)
     o_RV = tl.load(o_ptr + row_R[:, None] * (G * V) + d_V[None, :], mask=real_RV, other=0.0)
     z_RV = tl.load(z_ptr + z_R[:, None] + d_V[None, :], mask=real_RV, other=0.0)
     gamma_V = tl.load(gamma_ptr + column + d_V, mask=real_V, other=0.0).to(tl.float32)
@@ -147,7 +147,7 @@ def gated_norm_forward_kernel(
         gamma_V += 1.0
     o_RV = o_RV.to(tl.float32)
     z_RV = z_RV.to(tl.float32)
-    act_RV = activated(z_RV, sigmoid(z_RV), SIGMOID)
+    act_RV = gate_activation(z_RV, sigmoid(z_RV), SIGMOID)
     if GATE_FIRST:
         o_RV = o_RV * act_RV
     r_R = tl.rsqrt(tl.sum(o_RV * o_RV, axis=1) * (1.0 / V) + eps)
@@ -186,24 +186,24 @@ def gated_norm_backward_kernel(
     base = (b * rows + first) * (G * V) + column
     o_ptr += base
     do_ptr += base
-    z_ptr = _at_token(proj_ptr + z + column, first, stride_s, stride_b, H)
-    dz_ptr = _at_token(d_proj_ptr + z + column, first, d_stride_s, d_stride_b, H)
-    dy_ptr = _at_token(dy_ptr + column, first, dy_stride_s, dy_stride_b, H)
+    z_ptr = _pointer_to_token(proj_ptr + z + column, first, stride_s, stride_b, H)
+    dz_ptr = _pointer_to_token(d_proj_ptr + z + column, first, d_stride_s, d_stride_b, H)
+    dy_ptr = _pointer_to_token(dy_ptr + column, first, dy_stride_s, dy_stride_b, H)
 
     row_R = tl.arange(0, ROWS)
     real_RV = (first + row_R < rows)[:, None] & real_V[None, :]
-    z_at_RV = _places(row_R, first, H, V, stride_s)[:, None] + d_V[None, :]
-    dy_at_RV = _places(row_R, first, H, V, dy_stride_s)[:, None] + d_V[None, :]
+    z_at_RV = _row_offsets(row_R, first, H, V, stride_s)[:, None] + d_V[None, :]
+    dy_at_RV = _row_offsets(row_R, first, H, V, dy_stride_s)[:, None] + d_V[None, :]
     o_RV = tl.load(o_ptr + row_R[:, None] * (G * V) + d_V[None, :], mask=real_RV, other=0.0)
     z_RV = tl.load(z_ptr + z_at_RV, mask=real_RV, other=0.0)
     dy_RV = tl.load(dy_ptr + dy_at_RV, mask=real_RV, other=0.0)
     for _repeat in tl.range(0, REPEATS):
-        # Load the next rows before computing with these.
+        # Load the next rows before computing with the current rows.
         next_R = row_R + ROWS
         inside_R = (first + next_R < rows) & (next_R < ROWS * REPEATS)
         real_next_RV = inside_R[:, None] & real_V[None, :]
-        z_at_RV = _places(next_R, first, H, V, stride_s)[:, None] + d_V[None, :]
-        dy_at_RV = _places(next_R, first, H, V, dy_stride_s)[:, None] + d_V[None, :]
+        z_at_RV = _row_offsets(next_R, first, H, V, stride_s)[:, None] + d_V[None, :]
+        dy_at_RV = _row_offsets(next_R, first, H, V, dy_stride_s)[:, None] + d_V[None, :]
         o_next_RV = tl.load(
             o_ptr + next_R[:, None] * (G * V) + d_V[None, :], mask=real_next_RV, other=0.0
         )
@@ -214,7 +214,7 @@ def gated_norm_backward_kernel(
         z_RV = z_RV.to(tl.float32)
         dy_RV = dy_RV.to(tl.float32)
         sig_RV = sigmoid(z_RV)
-        act_RV = activated(z_RV, sig_RV, SIGMOID)
+        act_RV = gate_activation(z_RV, sig_RV, SIGMOID)
         u_RV = o_RV * act_RV if GATE_FIRST else o_RV
         r_R = tl.rsqrt(tl.sum(u_RV * u_RV, axis=1) * (1.0 / V) + eps)
         n_RV = u_RV * r_R[:, None]
@@ -224,19 +224,19 @@ def gated_norm_backward_kernel(
             dn_RV = dy_RV * gamma_V[None, :]
         else:
             d_gamma_RV += dyn_RV * act_RV
-            dz_RV = dyn_RV * gamma_V[None, :] * activated_slope(act_RV, sig_RV, SIGMOID)
+            dz_RV = dyn_RV * gamma_V[None, :] * gate_activation_slope(act_RV, sig_RV, SIGMOID)
             dn_RV = dy_RV * gamma_V[None, :] * act_RV
         mean_R = tl.sum(dn_RV * n_RV, axis=1) * (1.0 / V)
         do_RV = r_R[:, None] * (dn_RV - n_RV * mean_R[:, None])
         if GATE_FIRST:
-            dz_RV = do_RV * o_RV * activated_slope(act_RV, sig_RV, SIGMOID)
+            dz_RV = do_RV * o_RV * gate_activation_slope(act_RV, sig_RV, SIGMOID)
             do_RV = do_RV * act_RV
         tl.store(
             do_ptr + row_R[:, None] * (G * V) + d_V[None, :],
             do_RV.to(do_ptr.dtype.element_ty),
             mask=real_RV,
         )
-        dz_at_RV = _places(row_R, first, H, V, d_stride_s)[:, None] + d_V[None, :]
+        dz_at_RV = _row_offsets(row_R, first, H, V, d_stride_s)[:, None] + d_V[None, :]
         tl.store(dz_ptr + dz_at_RV, dz_RV.to(dz_ptr.dtype.element_ty), mask=real_RV)
         row_R = next_R
         real_RV = real_next_RV

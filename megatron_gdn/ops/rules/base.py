@@ -1,13 +1,13 @@
-"""The interface of a recurrence: a rule, and the stages of its forward and backward.
+"""The interface of a recurrence: a rule, and the objects of its forward and backward.
 
     forward = rule.begin(inputs, documents)      backward = rule.begin_backward(d_o, inputs, ...)
     forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in if dS_out is 0
     forward.run(initial)    o and S_out          backward.run(initial, d_final)    d_inputs
 
-A stage keeps intermediates that both of its calls read. No call waits for the device.
+Each forward or backward keeps the intermediates of both of its calls. No call waits for the device.
 
 States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. The N sequences are
-the batch rows, or the non-empty documents of all rows. An initial state of None is zero.
+the batch rows, or the non-empty documents of all rows. An initial state of None means zeros.
 """
 
 from __future__ import annotations
@@ -47,8 +47,8 @@ class RuleOutput(NamedTuple):
     saved: Saved  # has no tensors if keep is False
 
 
-class _Stage:
-    """The inputs of a stage; packed documents are in one row ``[1, B S, ...]``."""
+class _RuleCall:
+    """The inputs of a forward or backward; packed documents are in one row ``[1, B S, ...]``."""
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
         self.rule, self.documents = rule, documents
@@ -57,7 +57,7 @@ class _Stage:
         self.inputs = in_one_row(inputs) if end_to_end else inputs
 
 
-class RuleForward(_Stage):
+class RuleForward(_RuleCall):
     """The forward of a rule for one batch."""
 
     def state_map(self) -> StateMap:
@@ -67,7 +67,7 @@ class RuleForward(_Stage):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output for initial states ``initial``; None is zero.
+        """The output for the initial states ``initial``; None means zeros.
 
         Args:
             keep: whether tensors are kept for a backward.
@@ -76,7 +76,7 @@ class RuleForward(_Stage):
         raise NotImplementedError
 
 
-class RuleBackward(_Stage):
+class RuleBackward(_RuleCall):
     """The backward of a rule for one batch."""
 
     def __init__(
@@ -86,20 +86,20 @@ class RuleBackward(_Stage):
         self.saved, self.d_o = saved, d_o if documents is None else in_one_row(d_o)
 
     def d_initial(self) -> Tensor:
-        """``[N, H, K, V]``: the gradient of the initial states if that of the final states is 0.
+        """``[N, H, K, V]``: the gradient of the initial states if the final states have gradient 0.
 
         For other gradients of the final states, the caller adds ``through^T @ d_final``.
         """
         raise NotImplementedError
 
-    def d_o_was_scaled(self, by: Tensor) -> None:
+    def d_o_was_scaled(self, factor: Tensor) -> None:
         """The caller multiplied d_o in place by ``by [H, 1, 1]``, see :mod:`...gdn.half`."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in the rule's own tuple.
 
         ``initial`` has the forward's initial states, ``d_final [N, H, K, V]`` the gradients of the
-        final states; None is zero.
+        final states; None means zeros.
         """
         raise NotImplementedError
 
@@ -161,7 +161,7 @@ class Rule:
         return self.begin(inputs, documents).run(initial)
 
 
-def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
+def map_inputs(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
     """Apply ``change`` to every input ``[B, S, ...]``; None stays None."""
     return type(inputs)(*(None if x is None else change(x) for x in inputs))
 
@@ -169,7 +169,7 @@ def on_tokens(inputs: Any, change: Callable[[Tensor], Tensor]) -> Any:
 def in_one_row(x: Any) -> Any:
     """View a tensor ``[B, S, ...]``, or each tensor of a tuple of inputs, as ``[1, B S, ...]``."""
     if not isinstance(x, Tensor):
-        return on_tokens(x, in_one_row)
+        return map_inputs(x, in_one_row)
     return x if x.shape[0] == 1 else x.reshape(1, x.shape[0] * x.shape[1], *x.shape[2:])
 
 

@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from ..obstacles import Obstacle, say_once, words_about_plain_rule
+from ..obstacles import Obstacle, advice_about_plain_rule, log_obstacle_once
 from .base import Bits, Rule
 
 _MODES = {
@@ -22,7 +22,7 @@ class Choice(NamedTuple):
     reason: str
 
 
-class Tested(NamedTuple):
+class RepeatabilityTest(NamedTuple):
     """Whether a test showed that kernels repeat bit for bit, and the log's words about the test."""
 
     repeats: bool
@@ -36,7 +36,7 @@ class Kernels(NamedTuple):
     rule: Callable[..., Rule]  # takes :class:`Bits` if ``tested`` is set
     fits: str = ""  # the reason in the log if "auto" takes the first kernels of a table
     unsteady: str | None = None  # why bits may depend on the run or on other sequences
-    tested: Callable[[], Tested] | None = None  # the result of a test of repeatability
+    tested: Callable[[], RepeatabilityTest] | None = None  # the result of a test of repeatability
     by_name: bool = False  # if True, these kernels run only when a caller names them
 
 
@@ -53,10 +53,10 @@ def choose(
 
     Args:
         backend: a name of ``kernels``, ``"reference"``, or ``"auto"``, the first backend that runs
-            here; if this is not the first of ``kernels``, the log says why, once. A name is never
+            here; if "auto" skips the first of ``kernels``, the log says why, once. A name is never
             replaced by another.
         plain: builds the reference for any ``bits``.
-        bits: the promise. For a promise above ``FREE``, ``"auto"`` takes kernels that were tested
+        bits: what the rule must promise. Above ``FREE``, ``"auto"`` takes kernels that were tested
             for repeatability, or the reference. For ``DETERMINISTIC`` a name may select untested
             kernels; the log then says that they are untested.
 
@@ -76,7 +76,7 @@ def choose(
     for name, each in kernels.items():
         if each.by_name or (bits and each.tested is None):
             continue
-        tested = each.tested() if bits and each.tested else Tested(True, each.fits)
+        tested = each.tested() if bits and each.tested else RepeatabilityTest(True, each.fits)
         obstacle = each.why_not() or (None if tested.repeats else Obstacle(tested.words))
         if obstacle is None:
             taken, words = name, [tested.words]
@@ -85,11 +85,13 @@ def choose(
     whys = [f"not {name}: {obstacle.why}" for name, obstacle in passed.items()]
     if whys:
         named = f"Deterministic {mixer}" if bits else mixer
-        say_once(f"{named} takes a slower rule, {taken!r} ({'; '.join(whys)}).", device.type)
+        log_obstacle_once(
+            f"{named} takes a slower rule, {taken!r} ({'; '.join(whys)}).", device.type
+        )
     reason = "; ".join([*_MODES[bits], *(whys or words)])
     if taken == "reference":
-        return Choice(plain(bits), reason + words_about_plain_rule(device, *passed.values()))
-    return Choice(_made(kernels[taken], bits), reason)
+        return Choice(plain(bits), reason + advice_about_plain_rule(device, *passed.values()))
+    return Choice(_build_rule(kernels[taken], bits), reason)
 
 
 def _choose_by_name(
@@ -114,9 +116,9 @@ def _choose_by_name(
         repeats, words = asked.tested()
         if not repeats:
             reason = f"requested; {words}"
-            say_once(f"Deterministic {mixer}: {words}.", device.type)
-    return Choice(_made(asked, bits), reason)
+            log_obstacle_once(f"Deterministic {mixer}: {words}.", device.type)
+    return Choice(_build_rule(asked, bits), reason)
 
 
-def _made(kernels: Kernels, bits: Bits) -> Rule:
+def _build_rule(kernels: Kernels, bits: Bits) -> Rule:
     return kernels.rule(bits) if kernels.tested else kernels.rule()

@@ -17,21 +17,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..documents import Documents, chunks_where_known
+from ..documents import Documents, chunk_places_of
 from ..host_tables import to_device
 
 CHUNK = 64  # tokens
 # Chunks times heads of a group: enough products of 64 x 64 to fill a GPU. The number is not a power
 # of two, since documents in a buffer of 2^15 tokens have a few more chunks than 2^15 / 64, and
 # these few chunks would need another group.
-_AT_ONCE = 1536
+_PRODUCTS_PER_GROUP = 1536
 
 
 def chunks_at_once(heads: int) -> int:
-    return max(1, _AT_ONCE // heads)
+    return max(1, _PRODUCTS_PER_GROUP // heads)
 
 
-def fills_up(device: torch.device) -> bool:
+def fills_last_group(device: torch.device) -> bool:
     """Whether empty chunks fill up the last group to the size of the other groups."""
     return device.type == "cuda"
 
@@ -98,7 +98,7 @@ class ChunkGroup:
         if opens is not None:
             entering.index_copy_(0, opens[0], given)
         into, out_of, factors = entering.unbind(0), leaving.unbind(0), through.unbind(0)
-        places, step = {c: place for place, c in enumerate(closing)}, _step(through)
+        places, step = {c: place for place, c in enumerate(closing)}, _multiply_add(through)
         for c in self._order(back):
             step(left[places[c]] if c in places else out_of[c], factors[c], into[c])
         return entering, out_of[0 if back else self.chunks - 1].clone(), left
@@ -107,7 +107,7 @@ class ChunkGroup:
         return range(self.chunks)[::-1] if back else range(self.chunks)
 
 
-def _step(through: Tensor) -> Any:
+def _multiply_add(through: Tensor) -> Any:
     return torch.Tensor.baddbmm_ if through.shape[-1] > 1 else torch.Tensor.addcmul_
 
 
@@ -119,7 +119,7 @@ class GroupOnDevice(ChunkGroup):
     begin: Tensor  # bool [n], whether a sequence begins with the chunk
     end: Tensor  # bool [n], whether a sequence ends with the chunk
     first: Tensor  # int64 [N], each sequence's first chunk, counted in and clamped to the group
-    last: Tensor  # int64 [N], each sequence's last chunk, as first
+    last: Tensor  # int64 [N], each sequence's last chunk, clamped likewise
     first_here: Tensor  # bool [N, 1, 1, 1], whether the sequence's first chunk is in the group
     last_here: Tensor  # bool [N, 1, 1, 1], whether the sequence's last chunk is in the group
 
@@ -137,7 +137,7 @@ class GroupOnDevice(ChunkGroup):
         given: Tensor,
         back: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        leaving, step = states[:-1] if back else states[1:], _step(through)
+        leaving, step = states[:-1] if back else states[1:], _multiply_add(through)
         opens, closes = (self.end, self.first) if back else (self.begin, self.last)
         entering = given.index_select(0, self.sequence)
         S = torch.zeros_like(given[0]) if carried is None else carried
@@ -161,17 +161,17 @@ class ChunkTable:
     slot: Tensor | None  # int64 [T], the slot of each token; None if groups have ``tokens``
 
     @cached_property
-    def are_chunks(self) -> bool:
+    def one_chunk_per_sequence(self) -> bool:
         """Whether every chunk is a whole sequence, as in a decode step on the grid."""
         return all(len(group.begins) == group.chunks for group in self.groups)
 
     @staticmethod
     def of(documents: Documents, chunk_size: int, heads: int, fixed: bool = False) -> ChunkTable:
         """The table of ``documents``, made once; with ``fixed`` a group on a CPU is one chunk."""
-        fill_up = fills_up(documents.device)
+        fill_up = fills_last_group(documents.device)
         at_once = 1 if fixed and not fill_up else chunks_at_once(heads)
         key = ChunkTable, chunk_size, at_once, fill_up
-        return documents.plan(key, lambda: _build(documents, *key[1:]))
+        return documents.plan(key, lambda: _build_table(documents, *key[1:]))
 
     def chunks_in(self, group: ChunkGroup) -> int:
         """The number of chunks of the group, with the empty chunks."""
@@ -204,7 +204,7 @@ class ChunkTable:
 
     def put_tokens(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
         """Write chunks ``[n, C, ...]`` to the group's rows."""
-        if group.slot is not None:  # with empty slots; only this group's rows are copied twice
+        if group.slot is not None:  # the group has empty slots; its rows are copied twice
             rows[group.tokens] = chunks.flatten(0, 1).index_select(0, group.slot).to(rows.dtype)
             return
         to = rows[group.slots if group.tokens is None else group.tokens]
@@ -215,7 +215,7 @@ class ChunkTable:
         return (rows if self.slot is None else rows.index_select(0, self.slot)).view(like.shape)
 
 
-class _Places(NamedTuple):
+class _TokenPlaces(NamedTuple):
     """Tables of all n chunks, with the empty chunks that fill up groups on a GPU."""
 
     slot: Tensor  # int64 [T], the slot of each token
@@ -229,9 +229,9 @@ class _Places(NamedTuple):
     filled: Tensor  # bool [N], whether the sequence has tokens
 
 
-def _places(documents: Documents, C: int, padded: int) -> _Places:
+def _token_places(documents: Documents, C: int, padded: int) -> _TokenPlaces:
     starts, document_T = documents.starts.long(), documents.document_T()
-    offset, indices = (x.long() for x in chunks_where_known(documents, C))
+    offset, indices = (x.long() for x in chunk_places_of(documents, C))
     device, T = starts.device, documents.total_tokens
     sequence, place = F.pad(indices, (0, 0, 0, padded - len(indices))).unbind(1)
     number = torch.arange(padded, device=device)
@@ -239,7 +239,7 @@ def _places(documents: Documents, C: int, padded: int) -> _Places:
     sequence = torch.where(real, sequence, documents.sequences - 1)
     token = (starts[sequence] + place * C)[:, None] + torch.arange(C, device=device)
     position_T = torch.arange(T, device=device) - starts[document_T]
-    return _Places(
+    return _TokenPlaces(
         slot=offset[document_T] * C + position_T,
         token=token.clamp(max=T - 1).flatten(),
         empty=(~real[:, None] | (token >= starts[sequence + 1][:, None])).flatten(),
@@ -252,13 +252,13 @@ def _places(documents: Documents, C: int, padded: int) -> _Places:
     )
 
 
-def _build(documents: Documents, C: int, at_once: int, fill_up: bool) -> ChunkTable:
+def _build_table(documents: Documents, C: int, at_once: int, fill_up: bool) -> ChunkTable:
     n, N = documents.most_chunks(C), max(documents.sequences, 1)
     if n == 0:
         return ChunkTable(C, N, (), None)
     padded = -(-n // at_once) * at_once if fill_up else n
     places = documents.table(
-        (_Places, C, padded), lambda these: _places(these, C, padded), move=False
+        (_TokenPlaces, C, padded), lambda these: _token_places(these, C, padded), move=False
     )
     groups = []
     for start in range(0, n, at_once):
@@ -271,7 +271,7 @@ def _build(documents: Documents, C: int, at_once: int, fill_up: bool) -> ChunkTa
 
 
 def _group(
-    places: _Places, C: int, start: int, stop: int, end: int, device: torch.device
+    places: _TokenPlaces, C: int, start: int, stop: int, end: int, device: torch.device
 ) -> ChunkGroup:
     """The group of chunks ``start`` to ``stop``; chunks from ``end`` on are empty."""
     slots, chunks = slice(start * C, stop * C), slice(start, stop)
@@ -305,7 +305,7 @@ def _group(
 
 
 def _group_on_device(
-    documents: Documents, places: _Places, C: int, start: int, stop: int
+    documents: Documents, places: _TokenPlaces, C: int, start: int, stop: int
 ) -> ChunkGroup:
     slots, chunks = slice(start * C, stop * C), slice(start, stop)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from ..documents import Documents
-from ..obstacles import Obstacle, fla_package
+from ..obstacles import Obstacle, why_not_fla_package
 from ..state_maps.parts import CHUNK
 from ..state_maps.state_map import StateMap, StateShape
 from .base import Bits, Rule, RuleBackward, RuleForward, RuleOutput, Saved, in_rows
@@ -38,7 +38,7 @@ def boundaries_of(documents: Documents | None) -> Boundaries:
     return {"cu_seqlens": documents.cu_seqlens, "chunk_indices": documents.chunks(CHUNK).indices}
 
 
-class Inside(NamedTuple):
+class ChunkProducts(NamedTuple):
     """The tensors of chunks that do not depend on the states."""
 
     chunks: dict[str, Tensor]  # fla's arguments for the walk from chunk to chunk
@@ -46,13 +46,13 @@ class Inside(NamedTuple):
     scores: Tensor | None = None  # products of q and k, or q itself, for the output
 
 
-def dense(state: Tensor | None) -> Tensor | None:
+def contiguous_state(state: Tensor | None) -> Tensor | None:
     """A contiguous state, since fla's kernels do not read the strides of a state."""
     return None if state is None else state.contiguous()
 
 
 class FlaForward(RuleForward):
-    _made: Inside | None = None
+    _made: ChunkProducts | None = None
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
         super().__init__(rule, inputs, documents)
@@ -64,7 +64,7 @@ class FlaForward(RuleForward):
             )
         self.at = boundaries_of(documents)
 
-    def _inside(self) -> Inside:
+    def _inside(self) -> ChunkProducts:
         made = self.rule.inside(self) if self._made is None else self._made
         self._made = made
         return made
@@ -78,7 +78,7 @@ class FlaForward(RuleForward):
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
         made, self._made = self._inside(), None
-        states, written, last = self.rule.walk(self, made, dense(initial), final)
+        states, written, last = self.rule.walk(self, made, contiguous_state(initial), final)
         o = self.rule.output(self, made, states, written)
         # The saved boundaries hold chunk indices; without them fla builds the indices on the host.
         return RuleOutput(in_rows(o, self.rows), last, Saved(made.saved, self.at))
@@ -95,7 +95,7 @@ class FlaBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        # fla computes this gradient only with initial states as an argument; values are not read.
+        # fla computes this gradient only for given initial states, whose values it does not read.
         B, _, H, V = self.d_o.shape
         N = B if self.documents is None else len(self.documents.cu_seqlens) - 1
         some = self.d_o.new_empty(N, H, self.inputs.k.shape[-1], V, dtype=torch.float32)
@@ -103,7 +103,7 @@ class FlaBackward(RuleBackward):
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
-        grads = self.rule.gradients(self, dense(initial), dense(d_final))
+        grads = self.rule.gradients(self, contiguous_state(initial), contiguous_state(d_final))
         return type(grads)(*(None if x is None else in_rows(x, self.rows) for x in grads))
 
 
@@ -117,13 +117,13 @@ class FlaRule(Rule):
         d_states(x, some)                  the gradient of initial states; ``some``: any states
         gradients(x, initial, d_final)     gradients of the inputs, in a tuple of the mixer
 
-    ``x`` is the stage. It has ``inputs``, ``documents``, and ``at``, fla's arguments for
-    boundaries; a backward also has ``d_o`` and ``kept``, the tensors that the forward saved.
+    ``x`` is the forward or backward, with ``inputs``, ``documents``, and ``at``, fla's arguments
+    for boundaries; a backward also has ``d_o`` and ``kept``, the tensors that the forward saved.
     """
 
     name = "fla"
     forward, backward = FlaForward, FlaBackward
-    reads_boundaries: ClassVar[bool] = False  # whether fla's functions read them on the host
+    reads_boundaries: ClassVar[bool] = False  # whether fla reads boundaries on the host
     # "module function" -> the arguments that are passed by name. A rule calls no other functions.
     called: ClassVar[Mapping[str, str]]
 
@@ -182,7 +182,7 @@ def why_not_fla(
     sizes = rule.why_not_sizes(state)
     if sizes is not None:
         return Obstacle(sizes)
-    package = fla_package(torch.cuda.get_device_capability(device)[0])
+    package = why_not_fla_package(torch.cuda.get_device_capability(device)[0])
     why = why_not_callable(rule) if package is None else None  # the last check, which imports fla
     return package if why is None else Obstacle(why, ImportError)
 
@@ -199,7 +199,7 @@ def kernels_of_fla(
 
 def choose_fla_or_plain(
     mixer: str,
-    fla: type[FlaRule],
+    fla_rule: type[FlaRule],
     plain: Callable[..., Rule],
     backend: str,
     state: StateShape,
@@ -208,5 +208,5 @@ def choose_fla_or_plain(
     bits: Bits = Bits.FREE,
 ) -> Choice:
     """The rule of a mixer that has only fla's kernels, see :func:`.choice.choose`."""
-    kernels = {"fla": kernels_of_fla(fla, device, dtype, state)}
+    kernels = {"fla": kernels_of_fla(fla_rule, device, dtype, state)}
     return choose(backend, mixer, kernels, plain, device=device, bits=bits)

@@ -34,7 +34,7 @@ def recurrence(
         v: ``[B, T, H, V]``.
         g: ``[B, T, H]``, ``[B, T, H, K]`` or ``[B, T, G, K]``.
         beta: ``[B, T, H]``; None: the update with ``erased``, or without erasing.
-        initial: ``[N, H, K, V]``; None is zero.
+        initial: ``[N, H, K, V]``; None means zeros.
         offsets: cumulative lengths of the sequences in one row; None: each row is a sequence.
         erased: ``[B, T, G, K]``, the key e; None: nothing is erased if beta is None.
     """

@@ -25,7 +25,7 @@ def _follow_kernel(
 ):  # fmt: skip
     """grid (N, H, tiles of columns): only the first axis takes more than 65535 programs.
 
-    Rows from K on are 0 in states and maps; if K fills the block, nothing is masked.
+    Rows from K on are 0; a full block has no mask. ``local_p`` is a stride of ``local``, and so on.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -77,7 +77,7 @@ def follow(
     start: Tensor | str | None,
     cut: Tensor | None = None,
 ) -> Tensor:
-    """As :func:`.state_map.follow`; ``table`` is of the steps, ``cut`` the flags of the cuts."""
+    """:func:`.state_map.follow` on a GPU; ``table`` has the steps, ``cut`` the flags of cuts."""
     N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]

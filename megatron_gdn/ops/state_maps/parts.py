@@ -17,12 +17,12 @@ from torch import Tensor
 
 from ..documents import ChunkPlaces, Documents, ceil_div, chunk_places
 from ..host_tables import to_device
-from .state_map import IDENTITY, NONE, Steps, follow
+from .state_map import IDENTITY, NONE, Steps, follow_chains
 
 CHUNK = 64
 # Parts times heads of one sequence, about the 132 multiprocessors of an H200. The number is the
 # same on every GPU, because the cut decides rounding.
-FULL_GPU = 128
+PROGRAMS_OF_A_FULL_GPU = 128
 _FEWEST_CHUNKS = 32
 
 
@@ -37,7 +37,7 @@ class Cut(NamedTuple):
     first: Tensor  # int32 [N + 1], the first part of every sequence, and P
 
 
-def uncut(documents: Documents) -> Cut:
+def one_part_per_sequence(documents: Documents) -> Cut:
     starts = documents.starts
     return Cut(starts, torch.arange(len(starts), dtype=torch.int32, device=starts.device))
 
@@ -49,20 +49,22 @@ def cut_at(documents: Documents, offsets: Sequence[int]) -> Cut:
     return Cut(found, torch.searchsorted(found, starts, out_int32=True))
 
 
-def cut_by_length(documents: Documents, value_heads: int, longest: int | None = None) -> Cut:
+def cut_by_length(documents: Documents, value_heads: int, longest_part: int | None = None) -> Cut:
     """Cut every sequence by its own length and the number of heads alone.
 
     A sequence is cut into as many parts as fill the GPU. But a part has at least 32 chunks, or with
     fewer heads ``value_heads`` chunks (at least 8), because other sequences fill the GPU too. No
-    part has more than ``longest`` tokens (a multiple of 64).
+    part has more than ``longest_part`` tokens (a multiple of 64).
     """
     starts, (most, fewest) = documents.starts, _most_parts_and_fewest_chunks(value_heads)
     chunks = ceil_div(starts.diff(), CHUNK)
     step = ceil_div(chunks, most).clamp(min=fewest)
-    if longest is not None:
-        step = step.clamp(max=longest // CHUNK)
+    if longest_part is not None:
+        step = step.clamp(max=longest_part // CHUNK)
     count = ceil_div(chunks, step)
-    P = documents.sequences + most_cuts(documents, value_heads)  # the last part is empty
+    P = documents.sequences + largest_number_of_cuts(
+        documents, value_heads
+    )  # the last part is empty
     if documents.known:
         P = int(count.sum())
     # Parts divide a sequence as chunks do, so chunk_places computes the places of parts too.
@@ -74,7 +76,7 @@ def cut_by_length(documents: Documents, value_heads: int, longest: int | None = 
     return Cut(torch.cat([start, starts[-1:]]), first)
 
 
-def most_cuts(documents: Documents, value_heads: int) -> int:
+def largest_number_of_cuts(documents: Documents, value_heads: int) -> int:
     """The largest number of cuts that :func:`cut_by_length` makes in buffers of this size.
 
     A document of c chunks has at most (c - 1) // fewest cuts, and more than 64 * (c - 1) tokens.
@@ -85,11 +87,11 @@ def most_cuts(documents: Documents, value_heads: int) -> int:
 
 def _most_parts_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
     """The largest number of parts of a sequence, and the smallest number of chunks of a part."""
-    return max(1, FULL_GPU // value_heads), max(8, min(_FEWEST_CHUNKS, value_heads))
+    return max(1, PROGRAMS_OF_A_FULL_GPU // value_heads), max(8, min(_FEWEST_CHUNKS, value_heads))
 
 
 @dataclass(frozen=True, eq=False)
-class Parts:
+class SequenceParts:
     """Tables of N sequences cut into P parts."""
 
     sequences: Tensor  # int32 [N + 1], the first token of every sequence, and the end
@@ -98,7 +100,7 @@ class Parts:
     owner: Tensor  # int32 [P], the sequence of every part
     opens: Tensor  # bool [P], whether the part is the first of its sequence
     closes: Tensor  # bool [P], whether the part is the last of its sequence
-    nowhere: Tensor  # bool [P], all false
+    no_part: Tensor  # bool [P], all false
     chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per part, rounded up
     ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if no part does
     places: ChunkPlaces  # the chunks of the parts
@@ -114,14 +116,19 @@ class Parts:
 
     @classmethod
     def of(
-        cls, documents: Documents, key: Hashable, cut: Callable[[Documents], Cut] = uncut
-    ) -> Parts:
+        cls,
+        documents: Documents,
+        key: Hashable,
+        cut: Callable[[Documents], Cut] = one_part_per_sequence,
+    ) -> SequenceParts:
         """The parts of ``documents``, cached under ``key``, which names the cut."""
-        key = Parts, key
+        key = SequenceParts, key
         return documents.plan(key, lambda: cls._of(documents, key, cut))
 
     @classmethod
-    def _of(cls, documents: Documents, key: Hashable, cut: Callable[[Documents], Cut]) -> Parts:
+    def _of(
+        cls, documents: Documents, key: Hashable, cut: Callable[[Documents], Cut]
+    ) -> SequenceParts:
         made = documents.table(("tables", key), lambda these: _tables(these, cut(these)), False)
         *tables, ragged, first_chunks, indices = (to_device(x, documents.device) for x in made)
         chains: list[range] = []
@@ -143,10 +150,10 @@ def _tables(documents: Documents, cut: Cut) -> tuple[Tensor, ...]:
     owner = torch.searchsorted(first[1:].contiguous(), number, right=True, out_int32=True)
     owner = owner.clamp(max=documents.sequences - 1)
     opens, closes = offsets[:-1] == starts[owner], offsets[1:] == starts[owner + 1]
-    nowhere, length = torch.zeros_like(owner, dtype=torch.bool), offsets.diff()
+    no_part, length = torch.zeros_like(owner, dtype=torch.bool), offsets.diff()
     chunks, ragged = ceil_div(length, CHUNK), length[:, None] % CHUNK != 0
     places = chunk_places(chunks, documents.most_chunks(CHUNK))
-    return offsets, first, owner, opens, closes, nowhere, chunks[:, None], ragged, *places
+    return offsets, first, owner, opens, closes, no_part, chunks[:, None], ragged, *places
 
 
 def _steps_to_final_states(chains: Sequence[range], device: torch.device) -> Steps:
@@ -163,7 +170,7 @@ def _steps_to_part_states(chains: Sequence[range], device: torch.device) -> Step
     )
 
 
-def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tensor]:
+def compose(local: Tensor, through: Tensor, parts: SequenceParts) -> tuple[Tensor, Tensor]:
     """The maps of whole sequences from the maps of parts, ``[P, H, K, V]`` and ``[P, H, K, K]``.
 
     If some sequence is cut, the results are views of one ``[N, H, K, V + K]`` tensor.
@@ -172,12 +179,12 @@ def compose(local: Tensor, through: Tensor, parts: Parts) -> tuple[Tensor, Tenso
         return local, through
     (_, H, K, V), N = local.shape, len(parts.whole.chains)
     whole = local.new_empty(N, H, K, V + K)
-    follow(local, through, parts.whole, whole, IDENTITY)
+    follow_chains(local, through, parts.whole, whole, IDENTITY)
     return whole[..., :V], whole[..., V:]
 
 
 def entering_states(
-    local: Tensor, through: Tensor, parts: Parts, initial: Tensor | None
+    local: Tensor, through: Tensor, parts: SequenceParts, initial: Tensor | None
 ) -> Tensor | None:
     """The state that enters every part, ``[P, H, K, V]``; None: all are zero.
 
@@ -186,11 +193,11 @@ def entering_states(
     if parts.are_sequences:
         return None if initial is None else initial.contiguous()
     initial = None if initial is None else initial.to(local.dtype).contiguous()
-    return follow(local, through, parts.entering, local.new_empty(local.shape), initial)
+    return follow_chains(local, through, parts.entering, local.new_empty(local.shape), initial)
 
 
 def leaving_gradients(
-    d_local: Tensor | None, through: Tensor | None, parts: Parts, d_final: Tensor | None
+    d_local: Tensor | None, through: Tensor | None, parts: SequenceParts, d_final: Tensor | None
 ) -> Tensor | None:
     """The gradient of the state that leaves every part, ``[P, H, K, V]``; None: all are zero.
 
@@ -201,13 +208,15 @@ def leaving_gradients(
         return None if d_final is None else d_final.contiguous()
     assert d_local is not None and through is not None
     d_final = None if d_final is None else d_final.to(d_local.dtype).contiguous()
-    return follow(d_local, through.mT, parts.leaving, d_local.new_empty(d_local.shape), d_final)
+    return follow_chains(
+        d_local, through.mT, parts.leaving, d_local.new_empty(d_local.shape), d_final
+    )
 
 
-def initial_gradients(d_local: Tensor, through: Tensor | None, parts: Parts) -> Tensor:
+def initial_gradients(d_local: Tensor, through: Tensor | None, parts: SequenceParts) -> Tensor:
     """The gradient of the initial states, ``[N, H, K, V]``, if final states have no gradient."""
     if parts.are_sequences:
         return d_local
     assert through is not None
     out = d_local.new_empty(len(parts.opening.chains), *d_local.shape[1:])
-    return follow(d_local, through.mT, parts.opening, out)
+    return follow_chains(d_local, through.mT, parts.opening, out)

@@ -94,7 +94,7 @@ class Steps:
 class Cuts(NamedTuple):
     """The steps of a chain after which the state is ``local`` alone.
 
-    The result is selected, because 0 * NaN would carry NaN from one document to another.
+    ``torch.where`` selects the result: 0 * NaN would carry NaN from one document to another.
     """
 
     flags: Tensor  # int32 [L] on the device, 1 for a cut step
@@ -104,7 +104,7 @@ class Cuts(NamedTuple):
         return self.flags[step] > 0 if self.known is None else self.known[step]
 
 
-def follow(
+def follow_chains(
     local: Tensor,
     through: Tensor,
     steps: Steps,
@@ -138,10 +138,10 @@ def follow(
 
         flags = None if cuts is None else cuts.flags
         return chains_kernels.follow(local, through, steps.table, out, start, flags)
-    return follow_in_torch(local, through, steps, out, start, cuts)
+    return follow_chains_in_torch(local, through, steps, out, start, cuts)
 
 
-def follow_in_torch(
+def follow_chains_in_torch(
     local: Tensor,
     through: Tensor,
     steps: Steps,

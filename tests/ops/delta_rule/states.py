@@ -8,7 +8,7 @@ from megatron_gdn.gdn.rule import RuleInputs
 from megatron_gdn.ops.delta_rule.plain import PlainBackward, PlainRule
 from megatron_gdn.ops.documents import Documents
 from megatron_gdn.ops.rules.base import Bits, RuleBackward, Saved
-from megatron_gdn.ops.state_maps.parts import Parts, cut_at
+from megatron_gdn.ops.state_maps.parts import SequenceParts, cut_at
 from megatron_gdn.ops.static_documents import StaticDocuments
 
 NAMES = ("o", "q", "k", "v", "g", "beta")
@@ -29,10 +29,10 @@ def documents_of(lengths, device="cpu") -> Documents | None:
     return Documents.from_cu_seqlens(offsets, offsets[-1], device=device)
 
 
-def parts_at(sequences, offsets, device="cpu") -> Parts:
+def parts_at(sequences, offsets, device="cpu") -> SequenceParts:
     """Of sequences and parts that begin at these tokens."""
     documents = Documents(tuple(sequences), torch.device(device))
-    return Parts.of(documents, "given", lambda these: cut_at(these, offsets))
+    return SequenceParts.of(documents, "given", lambda these: cut_at(these, offsets))
 
 
 class InHalf(PlainRule):

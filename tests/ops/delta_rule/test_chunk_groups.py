@@ -30,7 +30,7 @@ def as_on_a_gpu(monkeypatch):
     """Groups of two chunks, filled up, and the ways through that a GPU takes."""
 
     monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: 2)
-    monkeypatch.setattr(chunk_table, "fills_up", lambda device: True)
+    monkeypatch.setattr(chunk_table, "fills_last_group", lambda device: True)
     monkeypatch.setattr(triangular, "_by_substitution", triangular._invert_by_growing_blocks)
 
 
@@ -66,7 +66,7 @@ def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(monkeypatch
     chunks, C = 16, 64
 
     monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: chunks)
-    monkeypatch.setattr(chunk_table, "fills_up", lambda device: True)
+    monkeypatch.setattr(chunk_table, "fills_last_group", lambda device: True)
     monkeypatch.setattr(triangular, "_by_substitution", triangular._invert_by_growing_blocks)
     q, k, v, g, beta, _ = make_inputs(1, chunks * C, 1, 2, 4, 4, 1.0, dtype=torch.bfloat16)
 

@@ -12,8 +12,8 @@ from megatron_gdn.ops.delta_rule.fla import parts_of
 from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.state_maps.parts import (
     CHUNK,
-    FULL_GPU,
-    Parts,
+    PROGRAMS_OF_A_FULL_GPU,
+    SequenceParts,
     compose,
     cut_by_length,
     entering_states,
@@ -32,7 +32,7 @@ def offsets_of(lengths):
 
 def parts_by_length(offsets, heads):
     """Offsets of parts, from what the cut promises; and the cut has them."""
-    most, fewest = max(1, FULL_GPU // heads), max(8, min(32, heads))
+    most, fewest = max(1, PROGRAMS_OF_A_FULL_GPU // heads), max(8, min(32, heads))
     wanted = []
     for start, end in pairwise(offsets):
         chunks = -(-(end - start) // CHUNK)
@@ -61,7 +61,7 @@ def test_the_cut_of_a_sequence_depends_on_its_length_alone(length, heads):
     among = parts_by_length(offsets_of([9000, length, 1]), heads)
     assert [x - 9000 for x in among if 9000 <= x <= 9000 + length] == alone
     assert all((x - alone[0]) % CHUNK == 0 for x in alone[:-1])
-    assert len(alone) - 1 <= max(1, FULL_GPU // heads)
+    assert len(alone) - 1 <= max(1, PROGRAMS_OF_A_FULL_GPU // heads)
 
 
 @pytest.mark.parametrize(("heads", "dim"), [(64, 128), (32, 256), (1, 128)])
@@ -182,7 +182,7 @@ def test_the_worst_case_fills_all_chunks():
 def test_parts_are_those_that_the_host_cuts(heads):
     for tokens, most in ((8192, 6), (130, 9), (20000, 2)):
         static = StaticDocuments(tokens, most)
-        parts = Parts.of(static, heads, lambda these: cut_by_length(these, heads))
+        parts = SequenceParts.of(static, heads, lambda these: cut_by_length(these, heads))
         for _ in range(10):
             offsets = random_offsets(tokens, most)
             static.fill(offsets)
