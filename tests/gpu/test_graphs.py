@@ -75,14 +75,10 @@ def test_a_first_run_inside_a_capture_says_so():
             step.run(packed)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "ten sets of documents"])
 @pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])
-def test_megatrons_local_graphs(modules):
-    laws.megatrons_local_graphs_give_eager_bits(modules)
-
-
-@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])
-def test_ten_sets_of_documents_in_megatrons_local_graphs(modules):
-    laws.megatrons_local_graphs_give_eager_bits(modules, packed=True)
+def test_megatrons_local_graphs(modules, packed):
+    laws.megatrons_local_graphs_give_eager_bits(modules, packed=packed)
 
 
 @pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])
