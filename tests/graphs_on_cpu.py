@@ -19,7 +19,7 @@ def _forward_of(runner: Any, *args: Any, **kwargs: Any) -> None:
         given = runner.fwd_graph_input_surface[: runner.num_dgrads]
         runner.leaves = [x.detach().clone().requires_grad_(x.requires_grad) for x in given]
         leaves = iter(runner.leaves)
-        with _capturing(), torch.enable_grad():
+        with capturing_by_megatron(), torch.enable_grad():
             args, kwargs = cuda_graphs.tree_map(
                 lambda x: next(leaves) if torch.is_tensor(x) else x,
                 [runner.fwd_graph_input_args, runner.fwd_graph_input_kwargs],
@@ -51,15 +51,6 @@ def _backward_of(runner: Any) -> None:
                 to.data.copy_(next(of_leaves))
 
     runner.bwd_graph.replay = replay
-
-
-@contextmanager
-def _capturing() -> Iterator[None]:
-    cuda_graphs._set_capture_start()
-    try:
-        yield
-    finally:
-        cuda_graphs._set_capture_end()
 
 
 @contextmanager

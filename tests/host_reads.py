@@ -45,3 +45,14 @@ class _Operations(TorchDispatchMode):
 def no_host_reads() -> Iterator[None]:
     with _Functions(), _Operations():
         yield
+
+
+@contextmanager
+def waiting_refused() -> Iterator[None]:
+    """On a GPU: CUDA raises where the host would wait for it."""
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")

@@ -13,7 +13,6 @@ from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.context_parallel.scheme import local_parameters
 from megatron_gdn.mixers.base import MixerSubmodules, RecurrentMixer
 from megatron_gdn.mixers.out_norm import readout_norm
-from megatron_gdn.mixers.tensor_map import take_share
 from megatron_gdn.ops.conv import convolve_rows
 from megatron_gdn.ops.layout import Layout, Section
 from megatron_gdn.ops.parts import Parts
@@ -130,15 +129,3 @@ class ToyMixer(RecurrentMixer):
             PlainReadout(layout.gate_columns, eps=eps, zero_centered=zero_centered),
             (*parameters, gamma),
         )
-
-
-def share_of(name: str, whole: Tensor, mixer: ToyMixer) -> Tensor:
-    """This tensor-parallel rank's share of a whole parameter (or of its gradient)."""
-    split = {
-        "in_proj.weight": (0, LAYOUT.widths),
-        "conv1d_weight": (0, LAYOUT.conv_widths),
-        "decay_bias": (0, (H,)),
-        "out_proj.weight": (1, (H * V,)),
-    }.get(name)
-    tp = mixer.tp_group
-    return whole if split is None else take_share(whole, *split, tp.rank(), tp.size())

@@ -32,8 +32,11 @@ class Tree(NamedTuple):
 
     @property
     def params(self) -> PackedSeqParams:
+        return self.params_on("cpu")
+
+    def params_on(self, device: str) -> PackedSeqParams:
         return tree_packed_seq_params(
-            self.lengths, self.parents, multiple_of=self.multiple, device="cpu"
+            self.lengths, self.parents, multiple_of=self.multiple, device=device
         )
 
     def without_padding(self, x: Tensor) -> Tensor:

@@ -237,7 +237,8 @@ class RecurrentMixer(
         """Rows ``[S, B, p]``, opened by the passage, to rows ``[s, B, H * V]`` for out_proj.
 
         ``own_rows`` are this rank's rows before the passage opened them, if
-        :attr:`gates_own_rows`. The second result computes the rows for out_proj again in the backward, or is None.
+        :attr:`gates_own_rows`. The second result computes the rows for out_proj again in the
+        backward, or is None.
         """
         recompute = self.recompute_norm_out and self.training and torch.is_grad_enabled()
         if recompute and saved_tensors_are_hooked():

@@ -114,7 +114,7 @@ TOY = Mixers(
     config=partial(make_config, deterministic_mode=True),
     build=toy_mixer.ToyMixer,
     randomise=randomise_,
-    share=toy_mixer.share_of,
+    share=share_of,
     tolerance=1e-5,  # as Gated DeltaNet's
     fp32=("decay_bias",),
 )

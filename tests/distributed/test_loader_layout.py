@@ -11,7 +11,6 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from megatron.core.models.hybrid.hybrid_model import HybridModel
 from megatron.core.process_groups_config import ProcessGroupCollection
-from megatron.core.utils import get_batch_on_this_cp_rank
 
 from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
@@ -28,6 +27,7 @@ from tests.parallel import (
 from tests.ranks import on_ranks
 
 CONTIGUOUS = {"cp_partition_mode": "contiguous"}  # of dev's config
+BY_PARAMS = {"mode": "contiguous"}
 BUFFER = "--dataloader-inter-document-masking"
 LENGTHS = (8, 24, 16)  # multiples of 2 cp: every layout can cut them
 
@@ -68,17 +68,6 @@ def held_by_two(cut: str = "zigzag", lengths=LENGTHS) -> torch.Tensor:
     return local_indices(lengths, 2, rank, SequenceLayout.parse(cut))
 
 
-def cut_by_megatron(positions: torch.Tensor) -> torch.Tensor:
-    """What Megatron's get_batch gives this rank where it cuts the whole buffer."""
-    batch = get_batch_on_this_cp_rank(
-        {"tokens": positions[None], "cu_seqlens": torch.tensor([[0, len(positions)]])},
-        is_hybrid_cp=False,
-        cp_group=parallel_state.get_context_parallel_group(),
-        use_per_sequence_balancing=True,
-    )
-    return batch["tokens"][0]
-
-
 def require_one_ranks_gradients(model, one, held, packed, tolerance: float = 1e-4) -> None:
     """Losses and every gradient of ``model`` over the ranks' tokens ``held`` are ``one``'s."""
     tokens = torch.arange(sum(LENGTHS) + 1).square().remainder(VOCABULARY)[None]
@@ -109,8 +98,6 @@ def told(flags: tuple[str, ...], cut: str, mode: str | None = None, **options) -
     with parallel(cp=2), launched_with(*flags):
         one, model = one_and_two(**options)
         held = held_by_two(cut)
-        if BUFFER in flags and "--sft" not in flags:
-            assert torch.equal(held, cut_by_megatron(torch.arange(sum(LENGTHS))))
         packed = thd(LENGTHS)
         if mode is not None:
             packed.cp_partition_mode = mode
@@ -132,33 +119,25 @@ def _refused(pattern: str, flags: tuple = (), mode: str | None = None, **options
     return ""
 
 
-@pytest.mark.parametrize(
-    ("flags", "cut"),
-    [
-        ((BUFFER,), "zigzag_buffer"),
-        ((BUFFER, "--sft"), "zigzag"),
-        (("--sft",), "zigzag"),
-        (("--hybrid-context-parallel",), "zigzag_buffer"),
-        ((), "zigzag"),
-    ],
-    ids=["inter-document masking", "masking and sft", "sft", "hybrid cp", "no flag"],
-)
-def test_layers_follow_the_cut_of_megatrons_own_loader(pools, flags, cut):
-    pools(2).run(told, flags, cut)
+# Flags of a launch, the cut that layers read from them, and what else is given.
+TOLD = {
+    "inter-document masking": ((BUFFER,), "zigzag_buffer", {}),
+    "masking and sft": ((BUFFER, "--sft"), "zigzag", {}),
+    "sft": (("--sft",), "zigzag", {}),
+    "hybrid cp": (("--hybrid-context-parallel",), "zigzag_buffer", {}),
+    "no flag": ((), "zigzag", {}),
+    "an option that agrees": ((BUFFER,), "zigzag_buffer", {"cp_layout": "zigzag_buffer"}),
+    **{f"packed_seq_params, {mode}": ((), "contiguous", {**BY_PARAMS, "linear_cp_mode": mode})
+       for mode in ("headwise", "chunkwise")},
+    "config": ((), "contiguous", {"config": CONTIGUOUS}),
+    "config and packed_seq_params": ((), "contiguous", {"config": CONTIGUOUS, **BY_PARAMS}),
+}  # fmt: skip
 
 
-def test_an_option_that_agrees_with_the_launch_is_taken(pools):
-    pools(2).run(told, (BUFFER,), "zigzag_buffer", cp_layout="zigzag_buffer")
-
-
-@pytest.mark.parametrize("linear_cp_mode", ["headwise", "chunkwise"])
-def test_the_partition_mode_of_packed_seq_params_is_followed(pools, linear_cp_mode):
-    pools(2).run(told, (), "contiguous", "contiguous", linear_cp_mode=linear_cp_mode)
-
-
-def test_the_partition_mode_of_the_config_is_followed(pools):
-    pools(2).run(told, (), "contiguous", config=CONTIGUOUS)
-    pools(2).run(told, (), "contiguous", "contiguous", config=CONTIGUOUS)
+@pytest.mark.parametrize("case", TOLD)
+def test_layers_follow_the_cut_that_the_loader_and_the_launch_name(pools, case):
+    flags, cut, options = TOLD[case]
+    pools(2).run(told, flags, cut, **options)
 
 
 @on_ranks(cp=2)

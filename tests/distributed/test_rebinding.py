@@ -8,6 +8,7 @@ import torch
 from megatron.core import parallel_state
 from megatron.core.process_groups_config import ProcessGroupCollection
 
+from megatron_gdn import GatedDeltaNet, Mamba2Mixer
 from megatron_gdn.mixers.attention import TorchSelfAttention
 from tests.distributed.layer_laws import build_layer, over_ranks, thd
 from tests.distributed.mixers import MAMBA2_FP32
@@ -139,30 +140,12 @@ def test_a_group_whose_ranks_cannot_share_the_heads_is_refused_by_name():
     layer(torch.randn(4, 1, 24), None)
 
 
-@on_ranks(cp=2)
-def test_a_collection_that_is_given_another_group_is_followed():
-    """The collection that a layer holds is given another context-parallel group."""
-    groups = groups_of(parallel_state.get_context_parallel_group())
-    layers = {
-        24: build_layer(make_config(), groups, {}),
-        20: MAMBA2_FP32.build(MAMBA2_FP32.config(), groups),
-    }
-    mine = held_by_two()
-    for width, layer in layers.items():
-        x = torch.randn(sum(LENGTHS), 1, width)
-        groups.cp = parallel_state.get_context_parallel_group()
-        over_two, _ = layer(x[mine], packed_seq_params=thd(LENGTHS))
-        groups.cp = group_of_one()
-        assert layer.cp_size == 1
-        alone, _ = layer(x, packed_seq_params=thd(LENGTHS))
-        assert_close("output", alone[mine], over_two, 1e-5)
-
-
 @pytest.mark.parametrize("change", ["replaced", "in place"])
 @on_ranks(cp=2)
-def test_attention_follows_the_collection_that_it_holds(change):
-    """A model over one rank's groups is given two ranks': every gradient is one rank's."""
+def test_layers_follow_the_collection_that_they_hold(change):
+    """A model that ran over one rank's groups is given two ranks': every gradient is one rank's."""
     one, model = one_and_two(cp=1)
+    require_one_ranks_gradients(model, one, torch.arange(sum(LENGTHS)), thd(LENGTHS))
     two = parallel_state.get_context_parallel_group()
     for module in model.modules():
         groups = getattr(module, "pg_collection", None)
@@ -170,6 +153,8 @@ def test_attention_follows_the_collection_that_it_holds(change):
             module.pg_collection = groups_of(two)
         elif groups is not None:
             groups.cp = two
+    recurrent = [m for m in model.modules() if isinstance(m, GatedDeltaNet | Mamba2Mixer)]
+    assert [layer.cp_size for layer in recurrent] == [2, 2]
     require_one_ranks_gradients(model, one, held_by_two(), thd(LENGTHS))
 
 

@@ -2,7 +2,6 @@
 
 import sys
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from unittest.mock import patch
 
@@ -23,8 +22,6 @@ from tests.distributed.layer_laws import (
     require_same_bits,
     thd,
 )
-from tests.distributed.mixer_laws import parallel_equals_one_rank
-from tests.distributed.mixers import GDN
 from tests.parallel import groups_of_megatron, make_config
 from tests.ranks import on_ranks
 
@@ -179,16 +176,6 @@ def test_activations_are_priced_in_their_own_dtype():
     """Twice the bytes per row cost headwise twice, and chunkwise nothing more."""
     for dtype, scheme in ((torch.bfloat16, "headwise"), (torch.float32, "chunkwise")):
         assert chosen(2**19, dtype=dtype) == scheme
-
-
-@on_ranks(2)
-def test_the_mode_of_the_config_equals_one_rank():
-    def config(**changes):
-        made = make_config(**changes)
-        made.linear_cp_mode = "chunkwise"
-        return made
-
-    parallel_equals_one_rank(replace(GDN, config=config), 1, 2)
 
 
 @on_ranks(cp=2)

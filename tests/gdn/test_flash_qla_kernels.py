@@ -176,7 +176,7 @@ def test_a_kernel_is_compiled_once_and_said(cache, caplog):
     assert another.made == [(32,)], "another kernel"
 
 
-def test_all_kernels_for_the_heads_are_compiled_ahead_once(cache, monkeypatch, caplog):
+def test_all_kernels_for_the_heads_are_compiled_ahead_once(cache, monkeypatch):
     began = []
 
     class Ahead:
@@ -199,9 +199,6 @@ def test_all_kernels_for_the_heads_are_compiled_ahead_once(cache, monkeypatch, c
     said = " ".join(command)
     assert "-m megatron_gdn.warm_up --heads 16:32 --operands fp16" in said
     assert "--parts states cut rows uncut --multiprocessors 78 --for-a-run" in said
-    text = caplog.records[0].getMessage()
-    assert "for 16:32 heads in fp16 are compiled from here on" in text
-    assert "`python -m megatron_gdn.warm_up --heads 16:32 --operands fp16`" in text
 
 
 @pytest.mark.parametrize("why", ["switched off", "Blackwell"])

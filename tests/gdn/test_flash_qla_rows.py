@@ -13,16 +13,15 @@ from megatron_gdn.ops.delta_rule.base import RuleInputs
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.parts import CHUNK, cut_by_length
 from tests.ops.delta_rule.states import (
-    NAMES,
     Oracle,
     backward_of,
     by_key_head,
     documents_of,
-    run_whole,
+    random_inputs,
 )
 
 from .stand_ins import FlashQlaStandIn, StandInContext, flash_qla_rule, forget_plans
-from .test_wiring import HEADS, exact_run, random_inputs, random_states
+from .test_wiring import HEADS, check, exact_run, random_states
 
 FEWEST = 4  # chunks of a part, as in FlashQLA's cost model
 
@@ -76,6 +75,7 @@ GRID = [
     for heads in (2, 4, 8, 12, 32)
     for multiprocessors in (78, 132)
 ]
+GRID += [(4, 4096, 8, 32), (4, 4096, 8, 33)]  # 32 blocks fill a GPU of 32
 
 
 def test_every_token_lies_in_one_part_and_every_row_begins_one(planned):
@@ -109,13 +109,6 @@ def test_rows_are_cut_to_one_wave_where_they_leave_multiprocessors_idle(planned)
     assert cut > len(GRID) / 6  # the grid is worth its name
 
 
-def test_four_rows_of_4096_tokens_with_eight_heads_fill_the_gpu(planned):
-    plan = planned(4, 4096, 8, 132)
-    assert len(plan.owner) * 8 == 128
-    assert planned(4, 4096, 8, 32) is None  # 32 blocks fill a GPU of 32
-    assert planned(4, 4096, 8, 33) is not None
-
-
 def test_deterministic_mode_and_states_keep_their_own_cut(planned):
     for rows, tokens, heads, multiprocessors in GRID:
         sequences = tuple(row * tokens for row in range(rows + 1))
@@ -143,11 +136,6 @@ def rule(request, monkeypatch):
 aligned = pytest.mark.parametrize("rule", [(0, 64, 128)], indirect=True)
 
 
-def check(got, exact, names=NAMES):
-    for name, a, b in zip(names, got, exact, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5, msg=name)  # states are fp32
-
-
 @aligned
 def test_the_plan_of_a_sequence_is_the_sequence_whatever_lies_beside_it(rule):
     draw = random.Random(0)
@@ -161,34 +149,16 @@ def test_the_plan_of_a_sequence_is_the_sequence_whatever_lies_beside_it(rule):
                 assert plan.are_sequences
 
 
-CUTS = {(300,): (0, 64, 192, 300), (64, 1, 130): (0, 64, 65, 129, 195), (50,): (0, 50)}
-
-
-@pytest.mark.parametrize(
-    ("rule", "lengths"), [(c, n) for n, c in CUTS.items()], ids=str, indirect=["rule"]
-)
-def test_the_rule_and_its_backward_in_parts_are_those_of_the_definition(rule, lengths):
-    inputs, d_o = random_inputs(sum(lengths))
-    exact = exact_run(Oracle(inputs, lengths), d_o)
-    documents = None if len(lengths) == 1 else documents_of(lengths)
-    check(run_whole(rule, inputs, d_o, documents), exact)
-    o, _, saved = rule.begin(inputs, documents).run()
-    again = rule.run_again(inputs, rule.kept_to_run_again(saved), documents, None)
-    grads = backward_of(rule, inputs, d_o, again.saved, documents).run()
-    assert torch.equal(again.o, o)
-    check(by_key_head(grads, HEADS[0]), exact[1:], NAMES[1:])
-
-
 @pytest.mark.parametrize("rule", [(0, 64, 192, 300)], indirect=True)
 def test_the_backward_in_parts_begins_from_the_states_that_entered(rule):
     inputs, d_o = random_inputs(300)
     oracle, (initial, d_final) = Oracle(inputs, (300,)), random_states(1)
-    _, _, saved = rule.begin(inputs, None).run(initial)
+    o, _, saved = rule.begin(inputs, None).run(initial)
     begun = backward_of(rule, inputs, d_o, saved)
     d_initial = oracle.backward(d_o, initial)[1]
     torch.testing.assert_close(begun.d_initial().double(), d_initial, rtol=1e-5, atol=1e-5)
     grads = by_key_head(begun.run(initial, d_final), HEADS[0])
-    check(grads, exact_run(oracle, d_o, initial, d_final)[1:], NAMES[1:])
+    check([o, *grads], exact_run(oracle, d_o, initial, d_final))
 
 
 @aligned

@@ -21,6 +21,7 @@ from tests.distributed.layer_laws import (
     thd,
     transformer_layer,
 )
+from tests.graphs_on_cpu import capturing_by_megatron
 from tests.parallel import group_of_one, in_ddp, make_config, parallel
 
 # One head configuration, which FlashQLA has compiled for other tests too.
@@ -225,7 +226,6 @@ def megatrons_local_graphs_give_eager_bits(
 def transformer_engines_graph_gives_eager_bits(modules: Sequence[str]) -> None:
     """``cuda_graph_impl="transformer_engine"``: captured as Megatron does it, with its masks."""
     import transformer_engine.pytorch as te
-    from megatron.core.transformer import cuda_graphs
 
     with parallel():
         eager = layer_of_megatron()
@@ -238,14 +238,11 @@ def transformer_engines_graph_gives_eager_bits(modules: Sequence[str]) -> None:
                 to.copy_(value)
         static = graphed.get_layer_static_inputs(1024, 2)
         hidden = static.pop("hidden_states")
-        cuda_graphs._set_capture_start()
-        try:
+        with capturing_by_megatron():
             made = te.make_graphed_callables(  # with an order it returns graphs, else the layers
                 (graphed,), ((hidden,),), sample_kwargs=(static,), allow_unused_input=True,
                 _order=[1, -1], _num_layers_per_chunk=[1],
             )  # fmt: skip
-        finally:
-            cuda_graphs._set_capture_end()
         graphed.cuda_graphs = [made[0]]
 
         def step(layer, x, d_out) -> dict[str, torch.Tensor]:

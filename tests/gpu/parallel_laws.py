@@ -9,6 +9,7 @@ from megatron_gdn import SequenceLayout
 from megatron_gdn.context_parallel import local_indices
 from tests.distributed.layer_laws import build_layer, randomise_, thd
 from tests.distributed.mixers import build_mamba2
+from tests.host_reads import waiting_refused
 from tests.parallel import (
     alone,
     groups_of_megatron,
@@ -163,12 +164,8 @@ def chunkwise_waits_for_nothing(lengths, layout) -> None:
     with parallel(cp=torch.distributed.get_world_size()):
         run = _chunkwise_pass(lengths, layout)
         run()
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_refused():
             run()
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def chunkwise_repeats_bitwise(lengths) -> bool:

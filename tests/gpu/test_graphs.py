@@ -5,6 +5,7 @@ import torch
 
 from megatron_gdn import set_documents, static_packed_seq_params
 from tests.gpu import graph_laws as laws
+from tests.host_reads import waiting_refused
 from tests.parallel import group_of_one, parallel
 
 pytestmark = [pytest.mark.gpu, pytest.mark.usefixtures("nccl")]
@@ -55,14 +56,10 @@ def test_the_host_waits_for_nothing():
         packed = static_packed_seq_params(laws.TOKENS, laws.MOST)
         offsets = [laws.offsets_of(lengths) for lengths in laws.SETS]
         step.run(packed)
-        torch.cuda.synchronize()
-        torch.cuda.set_sync_debug_mode("error")
-        try:
+        with waiting_refused():
             for one in offsets:
                 set_documents(packed, one)
                 step.run(packed)
-        finally:
-            torch.cuda.set_sync_debug_mode("default")
 
 
 def test_a_first_run_inside_a_capture_says_so():
@@ -78,14 +75,10 @@ def test_a_first_run_inside_a_capture_says_so():
             step.run(packed)
 
 
+@pytest.mark.parametrize("packed", [False, True], ids=["batch", "ten sets of documents"])
 @pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])
-def test_megatrons_local_graphs(modules):
-    laws.megatrons_local_graphs_give_eager_bits(modules)
-
-
-@pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])
-def test_ten_sets_of_documents_in_megatrons_local_graphs(modules):
-    laws.megatrons_local_graphs_give_eager_bits(modules, packed=True)
+def test_megatrons_local_graphs(modules, packed):
+    laws.megatrons_local_graphs_give_eager_bits(modules, packed=packed)
 
 
 @pytest.mark.parametrize("modules", [(), ("attn",)], ids=["whole layer", "attn"])

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.gpu.parallel_laws import rms
+from tests.parallel import make_config
 
 pytestmark = pytest.mark.gpu
 
@@ -15,24 +16,12 @@ SIZES = {
 
 
 def config_for(**changes):
-    from megatron.core.transformer.transformer_config import TransformerConfig
-
     settings = {
-        "num_layers": 1,
-        "num_attention_heads": 4,
-        "normalization": "RMSNorm",
-        "activation_func": torch.nn.functional.silu,
-        "gated_linear_unit": True,
-        "add_bias_linear": False,
-        "gradient_accumulation_fusion": False,
-        "bf16": True,
-        "params_dtype": torch.bfloat16,
-        "hidden_dropout": 0.0,
-        "attention_dropout": 0.0,
-        "calculate_per_token_loss": True,
-        **SIZES,
-    }
-    return TransformerConfig(**{**settings, **changes})
+        "use_cpu_initialization": False, "init_method_std": 0.02, "gated_linear_unit": True,
+        "add_bias_linear": False, "bf16": True, "params_dtype": torch.bfloat16,
+        "hidden_dropout": 0.0, "attention_dropout": 0.0,
+    }  # fmt: skip
+    return make_config(**{**SIZES, **settings, **changes})
 
 
 @pytest.mark.parametrize("packed", [False, True], ids=["batch", "packed"])
@@ -60,10 +49,9 @@ def test_transformer_engines_modules_equal_local_ones_within_bf16_error(
             parameter.copy_(parameter.bfloat16())  # what both bf16 layers can hold
     state = dict(exact.named_parameters())
     norm = "self_attention.in_proj.layer_norm_weight"
-    x = torch.randn(1 if packed else 512, 1 if packed else 2, 256, device="cuda").bfloat16()
     lengths = (100, 1, 300, 111)
-    if packed:
-        x = torch.randn(sum(lengths), 1, 256, device="cuda").bfloat16()
+    rows = (sum(lengths), 1) if packed else (512, 2)
+    x = torch.randn(*rows, 256, device="cuda").bfloat16()
     weight = torch.randn(x.shape, device="cuda")
 
     def run(layer, x):

@@ -27,34 +27,22 @@ def as_exact_as_one(pool, *case, **options):
             assert parallel <= spread * (one**2 + 2**-18) ** 0.5, name
 
 
-@BATCH_AND_PACKED
-@pytest.mark.parametrize(
-    ("tp", "cp", "sp", "mode"),
-    [
-        (2, 1, False, "auto"), (2, 1, True, "auto"), (1, 2, False, "headwise"),
-        (1, 2, False, "chunkwise"), (2, 2, True, "headwise"), (2, 2, True, "chunkwise"),
-        (1, 4, False, "headwise"), (1, 4, False, "chunkwise"),
-    ],
-    ids=lambda value: str(value),
-)  # fmt: skip
-def test_all_ranks_are_as_exact_as_one(gpus, tp, cp, sp, mode, lengths):
-    as_exact_as_one(gpus(tp * cp), tp, cp, sp, lengths, mode=mode)
+TWO = [(1, 2, False, "headwise"), (1, 2, False, "chunkwise")]
+SPLITS = [
+    (2, 1, False, "auto"), (2, 1, True, "auto"), *TWO, (2, 2, True, "headwise"),
+    (2, 2, True, "chunkwise"), (1, 4, False, "headwise"), (1, 4, False, "chunkwise"),
+]  # fmt: skip
+CASES = [
+    *((*split, {}) for split in SPLITS),
+    *((*split, {"mixer": "mamba2"}) for split in ((2, 1, True, "auto"), *TWO)),
+    *((*split, {"rule_operands": "bf16"}) for split in TWO),
+]
 
 
 @BATCH_AND_PACKED
-@pytest.mark.parametrize(
-    ("tp", "cp", "sp", "mode"),
-    [(2, 1, True, "auto"), (1, 2, False, "headwise"), (1, 2, False, "chunkwise")],
-    ids=lambda value: str(value),
-)
-def test_mamba2_too(gpus, tp, cp, sp, mode, lengths):
-    as_exact_as_one(gpus(tp * cp), tp, cp, sp, lengths, mode=mode, mixer="mamba2")
-
-
-@BATCH_AND_PACKED
-@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
-def test_with_bf16_operands_too(gpus, mode, lengths):
-    as_exact_as_one(gpus(2), 1, 2, False, lengths, mode=mode, rule_operands="bf16")
+@pytest.mark.parametrize(("tp", "cp", "sp", "mode", "options"), CASES, ids=str)
+def test_all_ranks_are_as_exact_as_one(gpus, tp, cp, sp, mode, options, lengths):
+    as_exact_as_one(gpus(tp * cp), tp, cp, sp, lengths, mode=mode, **options)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -91,23 +79,19 @@ def test_a_graph_over_all_ranks_replays_eager_bits(gpus, ranks, mode, determinis
 
 
 @deterministic
-@pytest.mark.parametrize("layout", ["zigzag", "zigzag_buffer"])
+@pytest.mark.parametrize(
+    ("mode", "layout"),
+    [("headwise", "zigzag"), ("headwise", "zigzag_buffer"), ("chunkwise", "zigzag")],
+)
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_ten_sets_of_documents_in_one_graph_over_all_ranks(gpus, ranks, layout, deterministic):
+def test_ten_sets_of_documents_in_one_graph_over_all_ranks(
+    gpus, ranks, mode, layout, deterministic
+):
     changes = {**FEW_HEADS, "deterministic_mode": deterministic}
     gpus(ranks).run(
         graph_laws.a_packed_graph_replays_eager_bits, ranks, layout,
-        as_ordinary=deterministic, options={"linear_cp_mode": "headwise"}, **changes,
-    )  # fmt: skip
-
-
-@deterministic
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_ten_sets_of_documents_in_one_graph_with_states_on_all_ranks(gpus, ranks, deterministic):
-    changes = {**FEW_HEADS, "deterministic_mode": deterministic}
-    gpus(ranks).run(
-        graph_laws.a_packed_graph_replays_eager_bits, ranks,
-        as_ordinary=False, options={"linear_cp_mode": "chunkwise"}, **changes,
+        as_ordinary=deterministic and mode == "headwise", options={"linear_cp_mode": mode},
+        **changes,
     )  # fmt: skip
 
 

@@ -45,23 +45,15 @@ def run(attention, rows, params, d_out) -> list[torch.Tensor]:
     return [out, *torch.autograd.grad(out, rows, d_out.to(out.dtype))]
 
 
-def on_gpu(tree: Tree):
-    from megatron_gdn import tree_packed_seq_params
-
-    return tree_packed_seq_params(
-        tree.lengths, tree.parents, multiple_of=tree.multiple, device="cuda"
-    )
-
-
 @pytest.mark.parametrize("tree", [ANSWERS, TURNS, random_tree(4, 2), random_tree(7)], ids=str)
 def test_flex_attention_rounds_as_bf16_does(tree):
     """Twice the error of plain torch in bf16, from fp64 of the same numbers."""
     exact = make_rows(sum(tree.slots))
     rows = [x.bfloat16() for x in exact]
     d_out = torch.randn(len(rows[0]), HEADS * SIZE, device="cuda")
-    right = run(core(), exact, on_gpu(tree), d_out)
-    found = run(core(bf16=True), rows, on_gpu(tree), d_out)
-    plain = run(plain_core(bf16=True), rows, on_gpu(tree), d_out)
+    right = run(core(), exact, tree.params_on("cuda"), d_out)
+    found = run(core(bf16=True), rows, tree.params_on("cuda"), d_out)
+    plain = run(plain_core(bf16=True), rows, tree.params_on("cuda"), d_out)
     for mine, theirs, truth in zip(found, plain, right, strict=True):
         assert mine.dtype == torch.bfloat16
         assert rms(mine.double() - truth) <= 2 * rms(theirs.double() - truth)
@@ -89,7 +81,7 @@ def test_a_branch_has_the_same_bits_whatever_its_siblings_in_slots_of_whole_bloc
             x[rows] = mine
         d_out = torch.zeros(len(qkv[0]), HEADS * SIZE, device="cuda")
         d_out[rows[-190:]] = d_own
-        out, *grads = run(core(), qkv, on_gpu(tree), d_out)
+        out, *grads = run(core(), qkv, tree.params_on("cuda"), d_out)
         found.append([out[rows], *(x[rows[-190:]] for x in grads)])
     for other in found[1:]:
         assert all(torch.equal(a, b) for a, b in zip(found[0], other, strict=True))
@@ -105,7 +97,7 @@ def test_other_lengths_do_not_compile_again_and_nothing_is_as_large_as_queries_t
         d_out = torch.randn(len(rows[0]), HEADS * SIZE, device="cuda")
         torch.cuda.reset_peak_memory_stats()
         before = torch.cuda.memory_allocated()
-        run(attention, rows, on_gpu(tree), d_out)
+        run(attention, rows, tree.params_on("cuda"), d_out)
         peak = torch.cuda.max_memory_allocated() - before
         compiled.append(counters["stats"]["unique_graphs"])
     assert len(set(compiled[1:])) == 1
@@ -145,7 +137,7 @@ def test_a_hybrid_model_on_a_tree_rounds_as_it_does_on_separate_sequences():
         logits.backward(d_logits.to(logits.dtype))
         return {"logits": logits.detach()} | {n: p.grad for n, p in model.named_parameters()}
 
-    as_tree = partial(of, tokens=tokens, params=on_gpu(tree), kept=apart.tokens)
+    as_tree = partial(of, tokens=tokens, params=tree.params_on("cuda"), kept=apart.tokens)
     as_sequences = partial(
         of, tokens=tokens[:, apart.source], params=thd(apart.documents.lengths, "cuda"),
         kept=apart.kept,

@@ -3,7 +3,7 @@
 Legend: S seq, B batch, P projection width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any, NamedTuple
@@ -52,13 +52,7 @@ def documents_of(lengths, device="cpu") -> Documents:
 
 
 def _draw(
-    layout: Layout,
-    taps: int,
-    gates: Sequence[int],
-    gamma: int,
-    eps: float,
-    dtype,
-    activation="silu",
+    layout: Layout, taps: int, gates, gamma: int, eps: float, dtype, activation: str
 ) -> Parameters:
     """Conv weight and bias, gate parameters of these sizes, and the norm's."""
     generator = torch.Generator().manual_seed(0)
@@ -103,13 +97,19 @@ class Kind:
         return self.train(rows, self.draw(rows.dtype), self._rule(aligned), documents)
 
 
-def gdn_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
+def _kind(name, plain: Rule, rows_of_mixer, layout, taps, gates, gamma, eps=1e-6, **front) -> Kind:
     def make(rows, parameters, rule, **options):
-        layout = sizes.layout
-        return gdn_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm, **options)
+        given = {"rule": rule, "norm": parameters.norm, **front, **options}
+        return rows_of_mixer(rows, *parameters.own, layout, **given)
 
-    draw = partial(_draw, sizes.layout, taps, [sizes.value_heads] * 2, sizes.value_dim, 1e-6)
-    return Kind("gdn", sizes.layout, PlainRule(), draw, make)
+    activation = "sigmoid" if name == "kda" else "silu"
+    draw = partial(_draw, layout, taps, gates, gamma, eps, activation=activation)
+    return Kind(name, layout, plain, draw, make)
+
+
+def gdn_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
+    gates = [sizes.value_heads] * 2
+    return _kind("gdn", PlainRule(), gdn_rows, sizes.layout, taps, gates, sizes.value_dim)
 
 
 def mamba2_kind(
@@ -119,38 +119,21 @@ def mamba2_kind(
         hidden_size=1, num_heads=heads, num_groups=groups, head_dim=head_dim,
         state_dim=state_dim, conv_kernel_dim=taps,
     ).layout  # fmt: skip
-
-    def make(rows, parameters, rule, **options):
-        return mamba2_rows(
-            rows, *parameters.own, layout, rule=rule, norm=parameters.norm, dt_limit=DT_LIMIT,
-            **options,
-        )  # fmt: skip
-
-    skips = heads * (head_dim if per_channel_D else 1)
-    draw = partial(_draw, layout, taps, [heads, heads, skips], heads * head_dim, 1e-5)
-    return Kind("mamba2", layout, PlainSSD(), draw, make)
+    gates = [heads, heads, heads * (head_dim if per_channel_D else 1)]
+    return _kind(
+        "mamba2", PlainSSD(), mamba2_rows, layout, taps, gates, heads * head_dim, 1e-5,
+        dt_limit=DT_LIMIT,
+    )  # fmt: skip
 
 
 def kda_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
-    layout = kda_layout(*sizes)
-
-    def make(rows, parameters, rule, **options):
-        return kda_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm, **options)
-
     gates = [sizes.value_heads, sizes.value_heads * sizes.key_dim]
-    draw = partial(_draw, layout, taps, gates, sizes.value_dim, 1e-6, activation="sigmoid")
-    return Kind("kda", layout, PlainRule(), draw, make)
+    return _kind("kda", PlainRule(), kda_rows, kda_layout(*sizes), taps, gates, sizes.value_dim)
 
 
 def gdn2_kind(sizes: HeadSizes, taps: int = TAPS) -> Kind:
-    layout = rows_of_gdn2(*sizes)
-
-    def make(rows, parameters, rule, **options):
-        return gdn2_rows(rows, *parameters.own, layout, rule=rule, norm=parameters.norm, **options)
-
     gates = [sizes.key_heads, sizes.key_heads * sizes.key_dim]
-    draw = partial(_draw, layout, taps, gates, sizes.value_dim, 1e-6)
-    return Kind("gdn2", layout, PlainGDN2(), draw, make)
+    return _kind("gdn2", PlainGDN2(), gdn2_rows, rows_of_gdn2(*sizes), taps, gates, sizes.value_dim)
 
 
 GDN = gdn_kind(HeadSizes(2, 4, 8, 6))

@@ -36,16 +36,12 @@ def test_auto_is_fla_where_it_runs(monkeypatch):
 @pytest.mark.parametrize(("given", "said"), [
     ({"bits": Bits.DETERMINISTIC}, "by timing"), ({"bits": Bits.ON_GRID}, "batch_invariant_mode"),
 ])  # fmt: skip
-def test_fla_is_refused_by_name_where_bits_are_promised(given, said):
+def test_kernels_are_refused_by_name_where_bits_are_promised(given, said):
     with pytest.raises(ValueError, match=said):
         choose_kda("fla", **GPU, **given)
-    assert type(choose_kda("auto", **GPU, **given).rule) is PlainRule
-
-
-@pytest.mark.parametrize("bits", [Bits.DETERMINISTIC, Bits.ON_GRID])
-def test_cudnn_is_refused_by_name_where_bits_are_promised(bits):
     with pytest.raises(ValueError, match="backend='cudnn'"):
-        choose_kda("cudnn", **BOUNDED, bits=bits)
+        choose_kda("cudnn", **BOUNDED, **given)
+    assert type(choose_kda("auto", **GPU, **given).rule) is PlainRule
 
 
 @pytest.mark.parametrize(("changed", "said"), [
@@ -129,43 +125,27 @@ def inputs_of(rows, tokens):
     return RuleInputs(l2norm(q), l2norm(k), v, g, beta)
 
 
+@pytest.mark.parametrize("with_states", [True, False], ids=["states", "from zeros"])
 @pytest.mark.parametrize("lengths", [(1, 63, 0, 65), None], ids=["documents", "rows"])
-def test_it_gives_what_the_plain_rule_gives(lengths):
+def test_it_gives_what_the_plain_rule_gives(lengths, with_states):
     torch.manual_seed(0)
     inputs = inputs_of(1, sum(lengths)) if lengths else inputs_of(2, 70)
     documents = documents_of(lengths, "cpu") if lengths else None
     d_o = torch.randn_like(inputs.v)
-    initial, d_final = torch.randn(2, 3 if lengths else 2, H, K, K, dtype=torch.float64)
+    states = torch.randn(2, 3 if lengths else 2, H, K, K, dtype=torch.float64)
+    initial, d_final = states * with_states
     found, exact = (
         run_everything(rule, inputs, d_o, documents, initial, d_final)
         for rule in (cudnn.CudnnKDA(), PlainRule())
     )
     torch.testing.assert_close(found, exact, rtol=1e-9, atol=1e-9)
+    assert cudnn.CudnnKDA().begin(inputs, documents).run().final is None
 
 
-def test_without_states_it_begins_from_zeros_and_returns_none():
-    torch.manual_seed(0)
-    inputs = inputs_of(2, 70)
-    d_o, found = torch.randn_like(inputs.v), []
-    for rule in (cudnn.CudnnKDA(), PlainRule()):
-        made = rule.begin(inputs, None).run()
-        assert made.final is None
-        backward = rule.begin_backward(d_o.clone(), inputs, made.saved, None)
-        found.append((made.o, *backward.run()[:5]))
-    for a, b in zip(*found, strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-9)
-
-
-def test_fewer_key_heads_are_refused():
-    inputs = inputs_of(1, 9)
+def test_fewer_key_heads_and_documents_in_fixed_buffers_are_refused():
+    inputs, rule = inputs_of(1, 9), cudnn.CudnnKDA()
+    with pytest.raises(NotImplementedError, match="backend='cudnn' does not take documents in fix"):
+        rule.begin(inputs, StaticDocuments(9, 2))
     inputs = inputs._replace(q=inputs.q[:, :, :1], k=inputs.k[:, :, :1])
     with pytest.raises(NotImplementedError, match="as many key heads as value heads, not 1 and 2"):
-        cudnn.CudnnKDA().begin(inputs, None)
-
-
-def test_documents_in_fixed_buffers_are_refused():
-    documents = StaticDocuments(9, 2)
-    with pytest.raises(
-        NotImplementedError, match="backend='cudnn' does not take documents in fixed buffers"
-    ):
-        cudnn.CudnnKDA().begin(inputs_of(1, 9), documents)
+        rule.begin(inputs, None)

@@ -19,14 +19,19 @@ from tests.ops.delta_rule.states import documents_of
 from .kernel_cases import assert_close
 
 
-def case(device, S, B=1, sizes=(2, 1, 6, 20), bias=True, taps=4):
-    made = torch.Generator().manual_seed(S)
+def drawn(layout, S, B, device):
+    """Rows that lie apart, and a function that draws more."""
+    make = torch.Generator().manual_seed(S)
 
     def normal(*shape):
-        return torch.randn(*shape, generator=made).to(device)
+        return torch.randn(*shape, generator=make).to(device)
 
+    return normal(S, B + 1, layout.width + 8)[:, :B, : layout.width], normal
+
+
+def case(device, S, B=1, sizes=(2, 1, 6, 20), bias=True, taps=4):
     layout = layout_of(*sizes)
-    proj = normal(S, B + 1, layout.width + 8)[:, :B, : layout.width]
+    proj, normal = drawn(layout, S, B, device)
     C, H = layout.conv_width, sizes[0]
     given = [normal(C, 1, taps), normal(C) if bias else None, normal(H), normal(H), normal(H)]
     return layout, proj, given, normal
@@ -43,13 +48,8 @@ def mamba2(device, sizes=(2, 1, 6, 20), limit=(0.0, float("inf")), **shape):
 
 
 def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
-    make = torch.Generator().manual_seed(S)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=make).to(device)
-
     layout, (G, H, K, V) = kda_layout(*heads), heads
-    proj, C = normal(S, B + 1, layout.width + 8)[:, :B, : layout.width], layout.conv_width
+    (proj, normal), C = drawn(layout, S, B, device), layout.conv_width
     given = [normal(C, 1, 4) * 0.5, normal(C) if bias else None, normal(H) + A_log, normal(H * K)]
     shapes = [(G, K), (G, K), (H, V), (H, K), (H,)]
     ours, twin = (
@@ -60,13 +60,8 @@ def kda(device, S, B=1, heads=(2, 2, 16, 8), bias=False, bound=None, A_log=0.0):
 
 
 def gdn2(device, S, B=1, heads=(2, 4, 12, 20), per_value_head=False):
-    make = torch.Generator().manual_seed(S)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=make).to(device)
-
     layout, (G, H, K, V) = gdn2_rows(*heads), heads
-    proj, C = normal(S, B + 1, layout.width + 8)[:, :B, : layout.width], layout.conv_width
+    (proj, normal), C = drawn(layout, S, B, device), layout.conv_width
     given = [normal(C, 1, 4) * 0.5, None, normal(G), normal(G * K)]
     many = H if per_value_head else G  # the front sums those of a key head
     shapes = [(many, K), (many, K), (H, V), (many, K), (many, K), (H, V)]

@@ -143,7 +143,7 @@ def test_buffers_of_the_next_step_are_no_change(kind, around):
         step(run, around, packed, offsets)
 
 
-@pytest.mark.parametrize("around", [checkpointed, reentrant, by_megatron])
+@CHECKPOINTS
 def test_the_same_boundaries_written_again_are_no_change(around):
     run, packed, x = build("fused layer"), ordinary(), rows()
     out = around(run, x, packed)

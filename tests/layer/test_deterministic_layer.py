@@ -28,11 +28,6 @@ def test_torchs_switch_asks_for_it(log, torchs_switch):
     assert "(deterministic mode; " in log.text
 
 
-def test_without_either_nothing_is_said_of_it(log):
-    build()
-    assert "deterministic" not in log.text
-
-
 @pytest.mark.parametrize("recompute", ["none", "light"])
 @pytest.mark.parametrize("lengths", [None, (63, 2, 65)], ids=["batch", "packed"])
 def test_the_layer_repeats_under_torchs_switch(torchs_switch, lengths, recompute):

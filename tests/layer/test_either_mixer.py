@@ -14,22 +14,18 @@ from tests.distributed.layer_laws import (
     reentrant,
     require_same_bits,
 )
-from tests.distributed.mixers import whole
+from tests.distributed.mixers import BY_NAME, whole
 
 pytestmark = pytest.mark.usefixtures("one_rank")
 
 
-KINDS = {
-    "GatedDeltaNet": "gdn", "GatedDeltaNet2": "gdn2", "Mamba2Mixer": "mamba2",
-    "KimiDeltaAttention": "kda",
-}  # fmt: skip
 CHECKPOINTS = {
     "reentrant": reentrant,
     "by hooks": checkpointed,
     "of Megatron": by_megatron,
     "its own": lambda layer, *args: with_(layer, recompute_whole=True)(*args),
 }
-each_mixer = pytest.mark.parametrize("name", KINDS)
+each_mixer = pytest.mark.parametrize("kind", BY_NAME)
 
 
 def with_(layer, **settings):
@@ -38,8 +34,8 @@ def with_(layer, **settings):
 
 
 @each_mixer
-def test_a_copy_computes_the_same_and_shares_only_its_groups(name):
-    layer = whole(KINDS[name])
+def test_a_copy_computes_the_same_and_shares_only_its_groups(kind):
+    layer = whole(kind)
     x = torch.randn(7, 2, layer.config.hidden_size)
     expected = forward_backward(layer, x)
     copied = copy.deepcopy(layer)
@@ -56,11 +52,11 @@ def test_a_copy_computes_the_same_and_shares_only_its_groups(name):
 @pytest.mark.each_value
 @pytest.mark.parametrize("tokens", [7, 0])
 @pytest.mark.parametrize("way", CHECKPOINTS)
-@pytest.mark.parametrize("name", [*KINDS, "with biases"])
-def test_inside_a_checkpoint_no_bit_changes(name, way, tokens):
-    if (name, way) == ("Mamba2Mixer", "its own"):
+@pytest.mark.parametrize("kind", [*BY_NAME, "with biases"])
+def test_inside_a_checkpoint_no_bit_changes(kind, way, tokens):
+    if (kind, way) == ("mamba2", "its own"):
         pytest.skip("Megatron's config has no such option for Mamba2")
-    layer = whole("gdn", bias=True) if name == "with biases" else whole(KINDS[name])
+    layer = whole("gdn", bias=True) if kind == "with biases" else whole(kind)
     x = torch.randn(tokens, 2, layer.config.hidden_size)
     expected = forward_backward(layer, x)
     again = CHECKPOINTS[way]
@@ -82,11 +78,11 @@ def opened(monkeypatch):
 
 
 @each_mixer
-def test_nvtx_ranges_are_called_by_the_mixer(name, opened):
-    layer = whole(KINDS[name])
+def test_nvtx_ranges_are_called_by_the_mixer(kind, opened):
+    layer = whole(kind)
     layer(torch.randn(5, 1, layer.config.hidden_size), None)
     assert "mixer" in {message.partition(".")[2] for message in opened}
-    assert {message.partition(".")[0] for message in opened} == {name}
+    assert {message.partition(".")[0] for message in opened} == {type(layer).__name__}
 
 
 def test_a_range_is_closed_when_its_body_raises(opened):

@@ -19,6 +19,8 @@ from tests.distributed.layer_laws import thd
 from tests.parallel import alone, assert_close, make_config
 from tests.trees import Tree, random_tree
 
+pytestmark = pytest.mark.usefixtures("one_rank")
+
 CPU = torch.device("cpu")
 ANSWERS = Tree((-1, *[0] * 4), (2 * BLOCK + 9, 3 * BLOCK, 40, 41, BLOCK))
 # Not in the order of a walk, with empty documents and padding: 2 and 4 continue 0, 5 continues 4.
@@ -35,6 +37,12 @@ def seen_by_definition(documents: Documents) -> torch.Tensor:
         for before in documents.tokens_before(start) if end > start else ():
             whole[start:end, before] = True
     return whole
+
+
+def core_of(**changes) -> TorchAttention:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "attention_dropout": 0.0}
+    config = make_config(**{**sizes, **changes})
+    return TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
 
 
 def dense(mask: Mask) -> torch.Tensor:
@@ -98,13 +106,10 @@ def counted():
     flex_attention._compiled_attention.cache_clear()
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_flex_attention_is_the_plain_twin_and_lengths_do_not_compile_it_again(counted):
     """Outputs and gradients in fp64. The first batch has as many blocks as heads, which torch takes
     for one size."""
-    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_query_groups": 2}
-    config = make_config(**sizes, attention_dropout=0.0)
-    plain = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
+    plain = core_of(num_query_groups=2)
     torch.manual_seed(0)
     batches = [
         Tree((-1, 0), (300, 200)), ANSWERS, thd((100, 500)), MIXED, thd((260,)),
@@ -129,11 +134,9 @@ def test_flex_attention_is_the_plain_twin_and_lengths_do_not_compile_it_again(co
     assert len(counted) == compiled
 
 
-@pytest.mark.usefixtures("one_rank")
 def test_a_branch_has_the_same_bits_whatever_its_siblings():
     """Its rows of output and of the queries' gradient, in the plain twin."""
-    config = make_config(hidden_size=64, num_attention_heads=4, attention_dropout=0.0)
-    core = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
+    core = core_of()
     torch.manual_seed(0)
     mine = [torch.randn(95, 1, 4, 16) for _ in range(3)]
     weight, found = torch.randn(30, 1, 64), []
@@ -157,26 +160,17 @@ class OnGPU(torch.Tensor):
     is_cuda = True
 
 
-@pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(
-    "changes, dtype, size",
+    "changes, dtype, size, runs",
     [
-        ({"attention_dropout": 0.1}, torch.float32, 16),
-        ({"batch_invariant_mode": True}, torch.float32, 16),
-        ({}, torch.float64, 16),
-        ({}, torch.float32, 8),
+        ({"attention_dropout": 0.1}, torch.float32, 16, False),
+        ({"batch_invariant_mode": True}, torch.float32, 16, False),
+        ({}, torch.float64, 16, False),
+        ({}, torch.float32, 8, False),
+        ({}, torch.float32, 16, True),
     ],
 )
-def test_what_flex_attention_cannot_do_is_plain_torch(changes, dtype, size):
-    config = make_config(**{"hidden_size": 64, "attention_dropout": 0.0, **changes})
-    query = torch.zeros(4, 1, 4, size, dtype=dtype).as_subclass(OnGPU)
-    core = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
-    assert not core._runs_flex(query)
-
-
-@pytest.mark.usefixtures("one_rank")
-def test_a_gpu_runs_flex_attention_and_a_cpu_its_twin():
-    config = make_config(hidden_size=64, attention_dropout=0.0)
-    core = TorchAttention(config, 1, AttnMaskType.causal, "self", pg_collection=alone())
-    query = torch.zeros(4, 1, 4, 16)
-    assert core._runs_flex(query.as_subclass(OnGPU)) and not core._runs_flex(query)
+def test_a_gpu_runs_flex_attention_where_it_can_and_a_cpu_its_twin(changes, dtype, size, runs):
+    query = torch.zeros(4, 1, 4, size, dtype=dtype)
+    core = core_of(**changes)
+    assert core._runs_flex(query.as_subclass(OnGPU)) is runs and not core._runs_flex(query)

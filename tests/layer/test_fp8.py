@@ -50,11 +50,6 @@ def test_out_proj_keeps_the_input_that_is_computed_again(scaling, drops, kda):
     assert kda or not layer_of(scaling).out_proj.save_original_input
 
 
-def test_delayed_weight_gradients_are_refused():
-    with pytest.raises(NotImplementedError, match="delay_wgrad_compute with FP8: .* Switch one"):
-        layer_of(settings={"delay_wgrad_compute": True})
-
-
 def test_megatron_fsdp_is_refused_before_it_loses_a_gradient():
     layer = layer_of()
     layer.in_proj.weight.__fsdp_param__ = True
@@ -69,16 +64,21 @@ def test_a_copied_layer_computes_the_same():
         assert torch.equal(copy.deepcopy(layer)(x)[0], layer(x)[0])
 
 
-def test_a_checkpoint_of_the_whole_layer_is_refused():
-    """Megatron's checkpoint runs it again outside of its FP8 context."""
-    settings = {"recompute_granularity": "selective", "recompute_modules": ["gdn"]}
-    with pytest.raises(NotImplementedError, match="gdn with fp8: .* Take 'gdn' out"):
+# Megatron's checkpoint runs a layer again outside of its FP8 context.
+IN_A_CHECKPOINT = {"recompute_granularity": "selective", "recompute_modules": ["gdn"]}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"delay_wgrad_compute": True}, "delay_wgrad_compute with FP8: .* Switch one"),
+        (IN_A_CHECKPOINT, "gdn with fp8: .* Take 'gdn' out"),
+        ({"fp8": None, "fp4": "e2m1"}, "fp4='e2m1': the gates of GatedDeltaNet"),
+    ],
+)
+def test_what_fp8_cannot_run_with_is_refused(settings, said):
+    with pytest.raises(NotImplementedError, match=said):
         layer_of(settings=settings)
-
-
-def test_fp4_is_refused():
-    with pytest.raises(NotImplementedError, match="fp4='e2m1': the gates of GatedDeltaNet"):
-        layer_of(settings={"fp8": None, "fp4": "e2m1"})
 
 
 def test_generation_is_outside_of_fp8_and_training_in_it_again():
@@ -125,28 +125,21 @@ def test_a_recipe_that_keeps_in_proj_out_of_fp8_is_followed():
     assert torch.equal(found, exact)
 
 
-def test_gates_stay_apart_where_only_a_recipe_switches_fp8_on():
+@pytest.mark.parametrize("name", [NAME, None], ids=["when it is built", "afterwards"])
+def test_gates_stay_apart_where_only_a_recipe_switches_fp8_on(name):
+    """GPTModel builds layers without names, and names their linears when they are there."""
     settings = {"fp8": None, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}
-    layer = layer_of(settings=settings, name=NAME)
+    layer = layer_of(settings=settings, name=name)
+    if name is None:
+        found, exact, _ = rows_of(layer)
+        assert torch.equal(found, exact)
+        config = get_quant_config_or_none("decoder.in_proj", layer.config.quant_recipe)
+        layer.in_proj.finish_init(config)
     found, exact, x = rows_of(layer)
     first = layer.dims.layout.main_width
     assert_close("gates", found[..., first:], exact[..., first:], 1e-5)  # 0.03 in FP8
     fp8 = rounded(x) @ rounded(layer.in_proj.weight[:first].detach()).t()
     assert torch.equal(found[..., :first], fp8)
-
-
-def test_a_recipe_counts_that_a_whole_model_gives_its_linears_afterwards():
-    """GPTModel builds layers without names, and names them when they are there."""
-    settings = {"fp8": None, "quant_recipe": recipe("*.in_proj", **FP8_TOO)}
-    layer = layer_of(settings=settings)
-    found, exact, _ = rows_of(layer)
-    assert torch.equal(found, exact)
-    config = get_quant_config_or_none("decoder.in_proj", layer.config.quant_recipe)
-    layer.in_proj.finish_init(config)
-    found, exact, _ = rows_of(layer)
-    first = layer.dims.layout.main_width
-    assert_close("gates", found[..., first:], exact[..., first:], 1e-5)  # 0.03 in FP8
-    assert not torch.equal(found, exact)
 
 
 def test_out_proj_keeps_its_input_where_a_recipe_quantises_it():

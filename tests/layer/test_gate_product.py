@@ -63,20 +63,17 @@ def test_a_bf16_gradient_of_the_input_is_rounded_three_times_at_most(normed):
     assert (found - exact).norm() < 6 * 2.0**-9 * exact.norm()
 
 
-def test_gates_that_nobody_reads_leave_the_linears_gradient():
-    x = drawn(torch.float64)["x"].requires_grad_()
-    weight = drawn(torch.float64)["gates"].requires_grad_()
-    _, handed = GateProduct.apply(x, weight, None, EPS, group_of_one(), False)
-    handed.sum().backward()
-    assert torch.equal(x.grad, torch.ones_like(x)) and weight.grad is None
-
-
-def test_a_linear_that_nobody_reads_leaves_the_gates_gradient():
+@pytest.mark.parametrize(("of_gates", "of_linear"), [(True, False), (False, True), (True, True)])
+def test_what_nobody_reads_has_no_part_in_the_gradient(of_gates, of_linear):
+    """The linear's gradient is an expanded one, which is not written."""
     tensors = drawn(torch.float64)
-    x, weight = tensors["x"].requires_grad_(), tensors["gates"]
-    gates, _ = GateProduct.apply(x, weight, None, EPS, group_of_one(), False)
-    gates.sum().backward()
-    torch.testing.assert_close(x.grad, weight.sum(0).expand_as(x))
+    x, weight = tensors["x"].requires_grad_(), tensors["gates"].requires_grad_()
+    gates, handed = GateProduct.apply(x, weight, None, EPS, group_of_one(), False)
+    read = [part for part, is_read in ((gates, of_gates), (handed, of_linear)) if is_read]
+    sum(part.sum() for part in read).backward()
+    expected = of_gates * weight.detach().sum(0) + of_linear
+    torch.testing.assert_close(x.grad, expected.expand_as(x))
+    assert (weight.grad is not None) == of_gates
 
 
 class Made(TorchDispatchMode):
@@ -118,11 +115,3 @@ def test_the_gates_share_is_added_where_the_linears_gradient_lies():
         (d_x,) = torch.autograd.grad(losses, x, [weight.detach() for weight in weights])
     assert made.count == 0
     assert d_x.data_ptr() == of_linear.data_ptr() and not torch.equal(d_x, before)
-
-
-def test_an_expanded_gradient_of_the_linear_is_not_written():
-    t = drawn(torch.float64)
-    x = t["x"].requires_grad_()
-    gates, handed = GateProduct.apply(x, t["gates"], None, EPS, group_of_one(), False)
-    (gates.sum() + handed.sum()).backward()
-    torch.testing.assert_close(x.grad, (t["gates"].sum(0) + 1).expand_as(x))

@@ -7,7 +7,6 @@ import torch.nn.functional as F
 from megatron_gdn.gdn2.rule import FlaGDN2, PlainGDN2, choose_gdn2
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.state_map import StateShape
-from tests.distributed.layer_laws import thd
 from tests.distributed.mixers import GDN2_FP32, KDA_FP32, whole
 from tests.parallel import alone
 
@@ -23,7 +22,6 @@ DETERMINISTIC = {"deterministic_mode": True}
         ("kda", {"A_init_range": (0, 1)}, {}, "0 < low <= high"),
         ("kda", {"forget_rank": -1}, {}, "forget_rank=-1 is not a size; it must be an integer"),
         ("kda", {"backend": "flash_qla"}, {}, "unknown backend 'flash_qla' of Kimi Delta Attent"),
-        ("kda", {"recompute": "some"}, {}, "recompute='some' is not known"),
         ("gdn2", {"backend": "flash_qla"}, {}, "unknown backend 'flash_qla' of Gated DeltaNet-2"),
         *((kind, {"backend": "fla"}, *more) for kind in ("kda", "gdn2") for more in (
             ({}, "fla runs on a GPU"), (DETERMINISTIC, "in deterministic mode use 'auto'")
@@ -70,13 +68,6 @@ def test_what_it_does_not_read_is_named(log):
     vars(config).update(linear_something_new=3)
     KDA_FP32.whole(config)
     assert "KimiDeltaAttention: config.linear_something_new=3 has no effect" in log.text
-
-
-def test_packed_documents_that_a_graph_of_the_layer_would_replay_are_refused():
-    mixer = whole("kda")
-    vars(mixer.config).update(cuda_graph_impl="local")
-    with pytest.raises(NotImplementedError, match="boundaries of the first micro-batch"):
-        mixer(torch.randn(9, 1, 20), packed_seq_params=thd((4, 5)))
 
 
 def test_first_values_of_gdn2_are_those_of_megatrons_layer():

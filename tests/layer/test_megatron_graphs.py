@@ -17,6 +17,7 @@ from megatron_gdn import (
 )
 from megatron_gdn.mixers.packing import static_documents_of
 from tests.distributed.layer_laws import build_layer, thd, transformer_layer
+from tests.distributed.mixers import whole
 from tests.graphs_on_cpu import (
     captured_arguments,
     capturing_by_megatron,
@@ -43,33 +44,23 @@ def test_no_buffer_for_a_mask_is_asked_for():
 
 @pytest.mark.parametrize("cp", [1, 2])
 @on_ranks(cp="cp")
-def test_the_static_mask_of_a_transformer_layer_is_accepted(cp):
-    """The mask that a transformer layer hands to a capture: the same on every rank."""
+def test_the_masks_that_a_capture_gets_are_accepted_there(cp):
+    """That of a transformer layer, the same on every rank, and a buffer of zeros in its place."""
     graphs = {"cuda_graph_impl": "transformer_engine", "cuda_graph_modules": []}
-    whole = transformer_layer(make_config(context_parallel_size=cp, **graphs))
-    static = whole.get_layer_static_inputs(16, 2)["attention_mask"]
+    around = transformer_layer(make_config(context_parallel_size=cp, **graphs))
+    static = around.get_layer_static_inputs(16, 2)["attention_mask"]
     assert static.shape == (2, 1, 16 // cp, 16)
-    x, layer = torch.randn(16 // cp, 2, 24), whole.self_attention
+    x, layer = torch.randn(16 // cp, 2, 24), around.self_attention
     expected = layer(x, None)[0]
+    zeros = torch.zeros_like(static)  # the buffer that graphs of the mixer alone have
     with capturing_by_megatron():
-        assert torch.equal(layer(x, static)[0], expected)
+        for mask in (static, zeros):
+            assert torch.equal(layer(x, mask)[0], expected)
     if cp == 1:  # an ordinary causal mask
         assert torch.equal(layer(x, static)[0], expected)
-    else:  # the zigzag positions of no rank
+    for mask in (zeros,) if cp == 1 else (zeros, static):  # the zigzag positions of no rank
         with pytest.raises(NotImplementedError, match="is not a causal mask"):
-            layer(x, static)
-
-
-@one_rank
-def test_the_buffer_of_zeros_in_a_masks_place_is_accepted_while_megatron_captures():
-    layer = build("local", [])
-    x, zeros = torch.randn(8, 2, 24), torch.zeros(2, 1, 8, 8, dtype=torch.bool)
-    with capturing_by_megatron():
-        found = layer(x, zeros)[0]
-    assert torch.equal(found, layer(x, None)[0])
-    assert not cuda_graphs.is_graph_capturing()
-    with pytest.raises(NotImplementedError, match="is not a causal mask"):
-        layer(x, zeros)
+            layer(x, mask)
 
 
 @one_rank
@@ -165,11 +156,13 @@ def test_a_model_trains_on_packed_documents_in_megatrons_graphs():
 
 
 @one_rank
-def test_a_graph_that_the_config_asks_for_later_takes_no_packed_documents_either():
-    layer, x = build("none", []), torch.randn(12, 1, 24)
+@pytest.mark.parametrize("kind", ["gdn", "kda"])
+def test_a_graph_that_the_config_asks_for_later_takes_no_packed_documents_either(kind):
+    layer = whole(kind)
+    x = torch.randn(12, 1, layer.config.hidden_size)
     layer(x, None, packed_seq_params=thd((4, 8)))
-    layer.config.cuda_graph_impl = "transformer_engine"
-    with pytest.raises(NotImplementedError, match="cuda_graph_impl='transformer_engine'"):
+    layer.config.cuda_graph_impl = "local"
+    with pytest.raises(NotImplementedError, match="boundaries of the first micro-batch"):
         layer(x, None, packed_seq_params=thd((4, 8)))
 
 

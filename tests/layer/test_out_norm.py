@@ -10,7 +10,7 @@ from torch import nn
 from megatron_gdn.compat.torch_norm import TorchRMSNorm
 from megatron_gdn.mixers.hooks import only_waits_for_parameters
 from megatron_gdn.mixers.out_norm import is_plain
-from tests.distributed.layer_laws import build_layer, randomise_
+from tests.distributed.layer_laws import NormInside, build_layer, randomise_
 from tests.parallel import assert_close, make_config
 
 pytestmark = pytest.mark.usefixtures("one_rank")
@@ -33,15 +33,9 @@ class DoubledTorchs(nn.RMSNorm):
         return 2 * super().forward(x)
 
 
-class DoubledInside(nn.Module):
-    """A norm of another kind, called as a module."""
-
-    def __init__(self, config, hidden_size, eps):
-        super().__init__()
-        self.norm = nn.RMSNorm(hidden_size, eps)
-
+class DoubledInside(NormInside):
     def forward(self, x):
-        return 2 * self.norm(x)
+        return 2 * super().forward(x)
 
 
 class Doubled(nn.Module):
@@ -63,15 +57,11 @@ LATER = {
 }
 
 
-def assert_doubles(doubled, plain):
-    doubled.load_state_dict(plain.state_dict(), strict=False)
-    x = torch.randn(7, 2, 24)
-    assert_close("output", doubled(x, None)[0], 2 * plain(x, None)[0], 1e-6)
-
-
 @pytest.mark.parametrize("norm", [DoubledOurs, DoubledTorchs, DoubledInside])
 def test_a_norm_that_is_not_plain_is_called(norm):
-    assert_doubles(build(norm), build())
+    doubled, plain, x = build(norm), build(), torch.randn(7, 2, 24)
+    doubled.load_state_dict(plain.state_dict(), strict=False)
+    assert_close("output", doubled(x, None)[0], 2 * plain(x, None)[0], 1e-6)
 
 
 @pytest.mark.parametrize("norm", [TorchRMSNorm, WrappedTorchNorm], ids=["ours", "torch's"])

@@ -41,9 +41,3 @@ def test_finite_garbage_in_the_padding_changes_no_bit(kind, dtype):
     for name, value in clean.items():
         assert value.abs().max() > 0 and torch.equal(value, dirty[name]), name
     assert (in_padding == 0).all()
-
-
-def test_the_refusal_of_a_padded_mask_names_the_way_to_run_it():
-    mask = torch.tensor([[1, 1, 1, 0], [1, 1, 2, 2]])
-    with pytest.raises(NotImplementedError, match=r"megatron_gdn\.pack_rows.*unpack_rows"):
-        build()(torch.randn(4, 2, 24), mask)

@@ -49,19 +49,20 @@ def test_outputs_and_gradients_equal_torchs_convolution(T, W, activation):
 OFFSETS = [0, 1, 3, 3, 9, 13]  # documents shorter than the kernel, and an empty one
 
 
-def test_packed_documents_equal_the_same_documents_alone():
+@pytest.mark.parametrize("carried", [False, True], ids=["from zeros", "states"])
+def test_packed_documents_equal_the_same_documents_alone(carried):
     x, weight, bias = make(B=1)
-    y, _ = causal_conv1d(x, weight, bias, cu_seqlens=OFFSETS)
-    alone = torch.cat(
-        [
-            F.silu(torch_conv(x[:, a:b], weight, bias))
-            for a, b in zip(OFFSETS, OFFSETS[1:], strict=False)
-            if b > a
-        ],
-        dim=1,
-    )
-    assert_same([y, *gradients(y, (x, weight, bias))],
-                [alone, *gradients(alone, (x, weight, bias))])  # fmt: skip
+    state = torch.randn(5, 5, 4, dtype=torch.float64) * carried
+    given, options = state if carried else None, {"cu_seqlens": OFFSETS, "output_final_state": True}
+    y, final = causal_conv1d(x, weight, bias, initial_state=given, **options)
+    alone = [
+        causal_conv1d(x[:, a:b], weight, bias, initial_state=one[None], output_final_state=True)
+        for a, b, one in zip(OFFSETS, OFFSETS[1:], state, strict=False)
+    ]
+    outputs = torch.cat([output for output, _ in alone if output.numel()], dim=1)
+    finals = torch.cat([last for _, last in alone])
+    assert_same([y, final, *gradients(y, (x, weight, bias))],
+                [outputs, finals, *gradients(outputs, (x, weight, bias))])  # fmt: skip
 
 
 def test_changing_one_document_leaves_the_others_bitwise_unchanged_even_by_infinity():
@@ -84,19 +85,6 @@ def test_two_halves_with_carried_state_equal_the_whole(cut):
     halves = torch.cat([first, second], dim=1)
     assert_same([halves, last, *gradients(halves, (x, weight, bias))],
                 [whole, end, *gradients(whole, (x, weight, bias))])  # fmt: skip
-
-
-def test_packed_documents_with_states_equal_the_same_documents_alone():
-    x, weight, bias = make(B=1)
-    state = torch.randn(5, 5, 4, dtype=torch.float64, requires_grad=True)
-    y, final = causal_conv1d(
-        x, weight, bias, cu_seqlens=OFFSETS, initial_state=state, output_final_state=True
-    )
-    for n, (a, b) in enumerate(zip(OFFSETS, OFFSETS[1:], strict=False)):
-        one, one_final = causal_conv1d(
-            x[:, a:b], weight, bias, initial_state=state[n : n + 1], output_final_state=True
-        )
-        assert_same([y[:, a:b], final[n : n + 1]], [one, one_final])
 
 
 def test_bf16_rounds_once():

@@ -128,7 +128,7 @@ def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
 def _read_out_tokens(
     parts: Parts, o: Tensor, rows: Tensor, grid: ChunkTable, wanted: Tensor, new_rows: Tensor
 ) -> Tensor:
-    """``[s, B, H * V]`` of the ``wanted`` tokens of ``o [N, S, H, V]``; ``new_rows``: their rows."""
+    """``[s, B, H * V]`` of the ``wanted`` tokens of ``o [N, S, H, V]``, from ``new_rows``."""
     readout, gamma = parts.readout, parts.parameters[-1]
     if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):
         o = o.flatten(0, 1).index_select(0, wanted).unflatten(0, new_rows.shape[1::-1])

@@ -29,6 +29,19 @@ def documents_of(lengths, device="cpu") -> Documents | None:
     return Documents.from_cu_seqlens(offsets, offsets[-1], device=device)
 
 
+def random_inputs(S: int, B: int = 1, heads=(2, 4), K=3, V=5) -> tuple[RuleInputs, Tensor]:
+    """In fp64, and the gradient of their output."""
+    make = torch.Generator().manual_seed(3)
+    G, H = heads
+
+    def normal(*shape):
+        return torch.randn(B, S, *shape, generator=make, dtype=torch.float64)
+
+    q, k = (torch.nn.functional.normalize(normal(G, K), dim=-1) for _ in range(2))
+    inputs = RuleInputs(q, k, normal(H, V), -normal(H).abs() * 0.05, normal(H).sigmoid())
+    return inputs, normal(H, V)
+
+
 def parts_at(sequences, offsets, device="cpu") -> SequenceParts:
     """Of sequences and parts that begin at these tokens."""
     documents = Documents(tuple(sequences), torch.device(device))

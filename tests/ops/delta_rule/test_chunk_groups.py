@@ -28,7 +28,6 @@ from .test_gated_delta_rule import (
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Groups of two chunks, filled up, and the ways through that a GPU takes."""
-
     monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: 2)
     monkeypatch.setattr(chunk_table, "fills_last_group", lambda device: True)
     monkeypatch.setattr(triangular, "_by_substitution", triangular._invert_by_growing_blocks)
@@ -61,13 +60,10 @@ class Launches(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(monkeypatch):
+def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(as_on_a_gpu, monkeypatch):
     """The host must stay ahead of the device: 16 chunks in one group, in one sequence or 16."""
     chunks, C = 16, 64
-
     monkeypatch.setattr(chunk_table, "chunks_at_once", lambda heads: chunks)
-    monkeypatch.setattr(chunk_table, "fills_last_group", lambda device: True)
-    monkeypatch.setattr(triangular, "_by_substitution", triangular._invert_by_growing_blocks)
     q, k, v, g, beta, _ = make_inputs(1, chunks * C, 1, 2, 4, 4, 1.0, dtype=torch.bfloat16)
 
     def launches(lengths):
@@ -88,33 +84,6 @@ def test_a_gpu_walks_in_one_launch_per_chunk_and_documents_cost_none(monkeypatch
     forward, backward = launches((chunks * C,))
     assert forward <= 80 + chunks and backward <= 134 + 2 * chunks, (forward, backward)
     assert launches((C,) * chunks) == [forward, backward]
-
-
-def test_repeated_keys_without_decay_stay_accurate():
-    """All tokens of a chunk overwrite one another: L is full of ones."""
-    inputs = make_inputs(1, 200, 2, 4, 16, 8, 0.0, dtype=torch.float32)
-    inputs[1][:] = inputs[1][:, :1]
-    inputs[4][:] = 1.0
-    expected = outputs_and_gradients(recurrent_gated_delta_rule, [x.double() for x in inputs])
-    assert_agree(outputs_and_gradients(chunk_rule, inputs), expected, FP32)
-
-
-@pytest.mark.parametrize(
-    ("device", "switch"),
-    [("cuda", torch.backends.cuda.matmul), ("cpu", torch.backends.mkldnn.matmul)],
-)
-def test_reduced_precision_switches_are_off_inside_and_as_before_outside(device, switch):
-    kept = switch.fp32_precision
-    switch.fp32_precision = "tf32"
-    try:
-        with full_fp32_matmul(device):
-            assert switch.fp32_precision == "ieee"
-        assert switch.fp32_precision == "tf32"
-        with pytest.raises(KeyError), full_fp32_matmul(device):
-            raise KeyError
-        assert switch.fp32_precision == "tf32"
-    finally:
-        switch.fp32_precision = kept
 
 
 @pytest.fixture
@@ -195,6 +164,11 @@ def test_a_switch_that_follows_the_general_one_still_does_afterwards(switches, d
     assert switch.fp32_precision == "tf32"
     switches.fp32_precision = "ieee"
     assert switch.fp32_precision == "ieee"
+    switch.fp32_precision = "tf32"  # its own value
+    with pytest.raises(KeyError), full_fp32_matmul(device):
+        assert switch.fp32_precision == "ieee"
+        raise KeyError
+    assert switch.fp32_precision == "tf32"
 
 
 def test_the_rule_has_the_same_bits_whatever_precision_the_model_asks_for(switches):

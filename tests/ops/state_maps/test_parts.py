@@ -4,7 +4,6 @@ from itertools import pairwise
 
 import pytest
 import torch
-import torch.nn.functional as F
 
 from megatron_gdn.ops import Documents, StaticDocuments
 from megatron_gdn.ops.delta_rule.base import RuleInputs
@@ -20,7 +19,7 @@ from megatron_gdn.ops.state_maps.parts import (
     initial_gradients,
     leaving_gradients,
 )
-from tests.ops.delta_rule.states import Oracle, parts_at
+from tests.ops.delta_rule.states import Oracle, parts_at, random_inputs
 from tests.whole_groups import whole_groups
 
 CPU = torch.device("cpu")
@@ -41,17 +40,6 @@ def parts_by_length(offsets, heads):
     wanted.append(offsets[-1])
     assert cut_by_length(Documents(tuple(offsets), CPU), heads).offsets.tolist() == wanted
     return wanted
-
-
-def random_inputs(tokens, seed=0):
-    make = torch.Generator().manual_seed(seed)
-
-    def normal(*shape):
-        return torch.randn(*shape, generator=make, dtype=torch.float64)
-
-    q, k = (torch.nn.functional.normalize(normal(1, tokens, 1, 5), dim=-1) for _ in range(2))
-    v, g = normal(1, tokens, 2, 7), -normal(1, tokens, 2).abs() * 0.02
-    return RuleInputs(q, k, v, g, normal(1, tokens, 2).sigmoid()), normal(1, tokens, 2, 7)
 
 
 @pytest.mark.parametrize("heads", [1, 4, 32, 48, 64, 200])
@@ -206,11 +194,9 @@ def test_parts_are_those_that_the_host_cuts(heads):
 @pytest.mark.parametrize("at_once", [1, 5, 20])
 def test_the_plain_rule_in_groups_of_chunks(at_once):
     """States are carried from group to group; a sequence may begin and end in any of them."""
-    torch.manual_seed(0)
     tokens, rule = 700, PlainRule()
-    q, k = (F.normalize(torch.randn(1, tokens, 2, 8), dim=-1) for _ in "qk")
-    v, d_o = torch.randn(2, 1, tokens, 4, 8).unbind()
-    inputs = RuleInputs(q, k, v, -torch.rand(1, tokens, 4), torch.rand(1, tokens, 4))
+    inputs, d_o = random_inputs(tokens)
+    inputs, d_o = RuleInputs(*(x.float() for x in inputs)), d_o.float()
     static = StaticDocuments(tokens, 6)
     for offsets in ((0, 700), (0, 1, 2, 64, 300, 699, 700), (0, 0, 128, 128, 448, 700)):
         documents = Documents(offsets, CPU)
