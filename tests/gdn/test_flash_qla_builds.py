@@ -36,10 +36,6 @@ os.kill(int((folder / "fork").read_text()), 9)
 """
 
 
-def command(folder: Path, quick: float, slow: float) -> list[str]:
-    return [sys.executable, "-c", COMPILES, str(folder), str(quick), str(slow)]
-
-
 def alive(pid: int) -> bool:
     try:
         return "Z" not in Path(f"/proc/{pid}/stat").read_text().split()[2]
@@ -72,7 +68,8 @@ def want(folder: Path, quick: float, slow: float, wanted: str) -> None:
     logging.basicConfig(filename=folder / "log", format="%(message)s", force=True)
     output = os.open(folder / "log", os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     os.dup2(output, 2)
-    builds.warm_up_command = lambda heads, part: command(folder, quick, slow)
+    command = [sys.executable, "-c", COMPILES, str(folder), str(quick), str(slow)]
+    builds.warm_up_command = lambda heads, part: command
     call(folder, wanted)
     (folder / f"goes on {os.getpid()}").touch()
     time.sleep(1000)

@@ -23,7 +23,10 @@ KINDS = {
     "uncut": UNCUT, "cut": (Bits.FREE, CUT), "invariant": (Bits.DETERMINISTIC, CUT),
     "on the grid": (Bits.ON_GRID, CUT),
 }  # fmt: skip
-ROWS = {"uncut": UNCUT, "cut": (Bits.FREE, CUT_ROWS), "invariant": (Bits.DETERMINISTIC, CUT_ROWS)}
+ROWS = {
+    "uncut": UNCUT, "cut": (Bits.FREE, CUT_ROWS), "invariant": (Bits.DETERMINISTIC, CUT_ROWS),
+    "on the grid": (Bits.ON_GRID, CUT_ROWS),
+}  # fmt: skip
 
 
 @pytest.fixture

@@ -40,19 +40,15 @@ def test_tensors_off_the_gpu_are_left_to_triton():
     assert pointers_and_key((At(32), At(64, is_cuda=False))) is None
 
 
-def interpreted(calls):
+def test_an_interpreted_kernel_is_launched_by_triton_every_time():
     """Not a compiled function: what ``triton.jit`` makes under TRITON_INTERPRET=1."""
+    calls: list = []
 
     class Kernel:
         def __getitem__(self, grid):
             return lambda *args, **constants: calls.append((grid, args, constants))
 
-    return Kernel()
-
-
-def test_an_interpreted_kernel_is_launched_by_triton_every_time():
-    calls: list = []
-    launch = Launch(interpreted(calls), (3, 2), 7, 1e-6, H=4, num_warps=2)
+    launch = Launch(Kernel(), (3, 2), 7, 1e-6, H=4, num_warps=2)
     x = torch.zeros(2)
     launch(x, None)
     launch(x, None)
