@@ -186,7 +186,10 @@ class MicroBatches:
         key = group, rule, layout
         if key not in self._schemes:
             if len(self._schemes) >= _MOST_GROUPS:
-                del self._schemes[next(iter(self._schemes))]
+                others = (known for known in self._schemes if known[0] is not self.group)
+                gone = self._schemes.pop(next(others, next(iter(self._schemes))))
+                # Micro-batches that the layer keeps would keep the removed schemes alive.
+                self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
             self._schemes[key] = self._make_schemes(*key)
         return self._schemes[key]
 

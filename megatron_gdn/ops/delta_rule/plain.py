@@ -107,7 +107,7 @@ class PlainForward(RuleForward):
             for group in table.groups:
                 o, carried, ended = chunks.run(
                     group, *chunks.of(group, *self.inputs), carried, group.taken(entering),
-                    walks=walks, set_aside=True,
+                    pass_states=walks, set_aside=True,
                 )  # fmt: skip
                 if walks:
                     group.put(leaving, ended)
