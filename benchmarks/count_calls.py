@@ -22,10 +22,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
-# Files of the plain rule's and the plain front's arithmetic, which a GPU has no part in.
+# Files and functions of the plain rule's and front's arithmetic, in which a GPU has no part.
 ARITHMETIC = (
     "ops/conv.py", "ops/elementwise.py", "ops/switches.py",
-    "ops/front/plain.py", "ops/front/gates.py", "ops/rules/token_rule.py",
+    "ops/front/plain.py", "ops/front/gates.py", "ops/front/table.py:TableFront.gates_of",
+    "ops/rules/token_rule.py",
     "ops/delta_rule/chunk_math", "ops/delta_rule/plain.py",
     "ops/delta_rule/triangular.py", "ops/delta_rule/base.py", "ops/rules/chunk_table.py",
     "ops/state_maps/state_map.py",

@@ -51,7 +51,7 @@ class HalfBackward(RuleBackward):
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         if d_final is not None:
-            ratio, self._up, self._down = _kernels(self._half).lower(
+            ratio, self._up, self._down = _kernels(self._half).lower_powers(
                 self._half, self._up, d_final, self._key_heads, LARGEST_D_FINAL
             )
             self._backward.d_o_was_scaled(_as_state_factor(ratio))

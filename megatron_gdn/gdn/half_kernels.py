@@ -128,10 +128,10 @@ def _scale_launch(
     )  # fmt: skip
 
 
-def lower(
+def lower_powers(
     half: Tensor, powers: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Does what :func:`.half_torch.lower` does."""
+    """Does what :func:`.half_torch.lower_powers` does."""
     B, S, H, V = half.shape
     assert half.is_contiguous()
     ratio, K = H // key_heads, states.shape[2]

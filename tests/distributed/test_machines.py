@@ -34,7 +34,7 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
     maps = torch.randn(nodes.hosts.count(rank), heads, K, V + K)
     bytes_priced, steps = map_exchange_traffic(StateShape(heads, K, V), size, layout, 1, None)
     received, products = [], []
-    exchange, follow = map_exchange.exchange_rows, map_exchange.follow
+    exchange, follow = map_exchange.exchange_rows, map_exchange.follow_chains
 
     def count_bytes(rows, send, receive, group):
         received.append([rows_of_one * rows[0].nbytes for rows_of_one in receive])
@@ -46,7 +46,7 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
 
     with (
         patch.object(map_exchange, "exchange_rows", count_bytes),
-        patch.object(map_exchange, "follow", count_products),
+        patch.object(map_exchange, "follow_chains", count_products),
     ):
         map_exchange.states_entering_nodes(maps, V, nodes, dist.group.WORLD)
     within = across = 0

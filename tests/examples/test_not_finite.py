@@ -27,6 +27,7 @@ def said_last(launch: Launch) -> str:
     return last
 
 
+@pytest.mark.slow
 def test_the_run_stops_at_that_step_and_names_the_last_good_checkpoint(text, tmp_path):
     launch = Launch(*TINY, *BREAKS, "--data", text, cwd=tmp_path)
     last = said_last(launch)

@@ -139,6 +139,7 @@ def test_every_block_is_run_here():
     assert len({block(name) for name in BLOCKS}) == len(BLOCKS)
 
 
+@pytest.mark.slow
 def test_the_model_trains_generates_and_repeats(tmp_path):
     code = (
         block("a function for --spec")

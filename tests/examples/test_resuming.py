@@ -50,6 +50,7 @@ def test_a_run_is_extended_by_train_iters_alone(trained):
         assert math.isclose(step["lr"], lr(step["iteration"] - 1), rel_tol=1e-12)
 
 
+@pytest.mark.slow
 def test_another_number_of_tensor_ranks_goes_on_with_the_same_losses(text, tmp_path):
     """The softmax counts no padding of the vocabulary; flags of two ranks can be taken back."""
     two_ranks = ["--tensor-model-parallel-size=2", "--sequence-parallel", "--deterministic"]
@@ -63,6 +64,7 @@ def test_another_number_of_tensor_ranks_goes_on_with_the_same_losses(text, tmp_p
         assert math.isclose(after["loss"], before["loss"], rel_tol=1e-5), (before, after)
 
 
+@pytest.mark.slow
 def test_the_learning_rate_of_the_command_line_is_taken(trained):
     folder = ["--load", RUN / "checkpoints", "--ckpt-step=12", "--train-iters=14"]
     run(*folder, "--lr=0.05", "--min-lr=0.05", cwd=trained)

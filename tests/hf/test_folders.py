@@ -43,6 +43,7 @@ def test_export_gives_the_source_files_back_byte_for_byte(hf_folder, tmp_path, n
     assert digests(tmp_path / "back") == digests(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["next", "moe packed", "dense tied"])
 def test_a_run_with_plain_norms_exports_to_the_source_files(pools, hf_folder, tmp_path, name):
     """Its arguments, which its checkpoint holds, tell that gains are whole."""

@@ -46,7 +46,7 @@ def test_a_ceiling_holds_for_its_head(device):
     half, up, _ = half_torch.to_half(x, G, 0)
     states = torch.zeros(1, len(up), 3, 5, device=device)
     states[0, 0, 1, 2] = 1.5 * 2.0**26
-    for lower in (half_torch.lower_powers, half_kernels.lower):
+    for lower in (half_torch.lower_powers, half_kernels.lower_powers):
         limited = lower(half.clone(), up, states, G, 0)[1]
         assert (limited[:2] == 2.0 ** (100 - 127)).all() and torch.equal(limited[2:], up[2:])
 
@@ -86,7 +86,7 @@ def test_powers_are_lowered_for_states_as_by_the_twin(shape, case, device):
     if case == "far lower":
         up *= 2.0**80  # as of gradients that small
     got_half, twin_half = half.clone(), half.clone()
-    got = half_kernels.lower(got_half, up, states, G, 5)
+    got = half_kernels.lower_powers(got_half, up, states, G, 5)
     twin = half_torch.lower_powers(twin_half, up, states, G, 5)
     for name, a, b in zip(("half", "ratio", "up", "down"), (got_half, *got), (twin_half, *twin),
                           strict=True):  # fmt: skip

@@ -106,6 +106,7 @@ def counted():
     flex_attention._compiled_attention.cache_clear()
 
 
+@pytest.mark.slow
 def test_flex_attention_is_the_plain_twin_and_lengths_do_not_compile_it_again(counted):
     """Outputs and gradients in fp64. The first batch has as many blocks as heads, which torch takes
     for one size."""

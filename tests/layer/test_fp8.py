@@ -201,6 +201,7 @@ def test_kimi_delta_attention_runs_where_a_recipe_keeps_its_in_proj_out_of_fp8()
                 assert out.isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("opaque", [True, False], ids=["as Transformer Engine's", "traceable"])
 def test_a_compiled_layer_has_the_gradients_of_the_layer(opaque):
     """Dynamo may not capture how in_proj comes in two parts: it would lose gradients of both."""

@@ -143,6 +143,7 @@ def test_a_run_goes_on_from_an_fsdp_dtensor_checkpoint(pools, saved, split, tp):
     assert found == ({"query", "key", "value", "z", "beta", "alpha"} if split else set())
 
 
+@pytest.mark.slow
 def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_size(
     pools, ddp, saved
 ):
@@ -152,6 +153,7 @@ def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_
     laws.require_as_exact_as_ddp([x[1:] for x in ddp(FP32, "G-")], losses, loaded[::2])
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("pattern", "split"),
@@ -176,6 +178,7 @@ def test_sections_are_not_taken_for_the_whole(pools, saved, written_by_section):
         assert "Load it with" in message
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("reader", ["ours", "upstream"])
 def test_a_run_goes_on_from_the_other_layers_fsdp_dtensor_checkpoint(pools, ddp, saved, reader):
     """bf16's error: Megatron's layer rounds A_log. Its files do not say how rows lie in them."""

@@ -66,6 +66,7 @@ def test_launch_names_a_script_that_is_not_there_in_one_sentence(tmp_path):
     assert done.stderr.count("\n") == 1 and ". " not in done.stderr and not done.stdout
 
 
+@pytest.mark.slow
 def test_flags_are_printed_one_a_line_without_upstreams_warnings():
     done = python("-m", "megatron_gdn.models", "tiny", "--flags")
     assert not done.stderr

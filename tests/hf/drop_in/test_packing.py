@@ -213,6 +213,7 @@ def test_flash_attention_is_given_what_it_can_honour_or_nothing(fresh):
             )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("implementation", ["eager", "sdpa"])
 def test_tables_do_not_follow_the_default_device(fresh, implementation):
     model = fresh(DENSE)
