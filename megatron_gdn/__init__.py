@@ -36,7 +36,7 @@ __all__ = sorted(name for name in _HOME if name[0] != "_")  # pyright: ignore[re
 
 
 def _version() -> str:
-    """The installed version, or in a clone the version in ``pyproject.toml``."""
+    """The installed package's version; in a clone that in ``pyproject.toml``, else "unknown"."""
     from importlib.metadata import PackageNotFoundError, version
     from pathlib import Path
 
@@ -52,6 +52,7 @@ def _version() -> str:
 
 
 def __getattr__(name: str) -> Any:
+    """Import the public object ``name`` at its first use."""
     if name == "__version__":
         return _version()
     if name not in _HOME:

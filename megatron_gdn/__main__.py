@@ -14,6 +14,7 @@ COMMANDS = {
 
 
 def main(argv: list[str] | None = None) -> int:
+    """Print the list of commands; ``argv`` (by default the command line) must be empty."""
     lines = (f"    python -m megatron_gdn.{name:8}  {about}" for name, about in COMMANDS.items())
     parser = Parser(
         "python -m megatron_gdn",

@@ -1,4 +1,4 @@
-"""Parses the options of every command without torch, and suggests names for wrong options."""
+"""Parses options of the package's commands; imports no torch; suggests names for wrong options."""
 
 from __future__ import annotations
 
@@ -11,17 +11,19 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Keeps line breaks of a description, refuses shortened options, prints one-line errors."""
+    """Parser of the command ``prog``: no shortened options; prints errors as one line."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(prog=prog, allow_abbrev=False, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """argparse's method, which also keeps ``args`` for suggestions in error messages."""
         self._given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(self._given, namespace)
 
     def error(self, message: str) -> NoReturn:
+        """Print argparse's ``message`` with a suggestion, and exit with status 2."""
         self.exit(2, f"error: {message}{self._suggestion(message)} (see --help)\n")
 
     def _suggestion(self, message: str) -> str:

@@ -1,7 +1,7 @@
 """Loads fp32 masters from a checkpoint's optimizer into parameters that the model saved in bf16.
 
 Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16, and its optimizer keeps fp32 masters.
-From a checkpoint of Megatron's layer the layer of this package gets:
+From a checkpoint of Megatron's layer, this package's layer gets these values:
 
 | the checkpoint's optimizer               | loaded with its state | without (finetuning)     |
 |------------------------------------------|-----------------------|--------------------------|
@@ -89,7 +89,7 @@ def load_fp32_masters(
 
 
 def _masters_by_key(saved: Iterable[str]) -> dict[str, str]:
-    """Key of a parameter in the model -> key of its master."""
+    """Map a parameter's key to its master's key; ``saved``: all keys of the checkpoint."""
     found: dict[str, str] = {}
     for match in filter(None, map(_MASTER.fullmatch, saved)):
         key, name = match["key"], match[0]

@@ -21,10 +21,10 @@ replaces Mamba2 layers too; the default is gdn.
 
 
 def script_file(script: str) -> Path:
-    """The file that ``script`` names.
+    """The file that ``script`` names, a path or the name of a script in the clone.
 
     Raises:
-        FileNotFoundError: no such file is in the current folder or in the clone.
+        FileNotFoundError: the current folder and the clone have no such file.
     """
     folders = [Path(), *map(Path, filter(None, [os.environ.get("MEGATRON_LM")]))]
     for folder in folders:
@@ -40,7 +40,7 @@ def script_file(script: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Return 2 if the script does not exist, else run the script and return 0."""
+    """Run the script ``arguments[0]``, return 0; return 2 if the script does not exist."""
     if not arguments or arguments[0].startswith("-"):  # options after SCRIPT belong to the script
         parser = Parser(
             "python -m megatron_gdn.launch", description=_DESCRIPTION, usage="%(prog)s SCRIPT ..."
@@ -56,7 +56,7 @@ def main(arguments: list[str]) -> int:
     sys.path[0] = str(path.parent)
     import_module("megatron_gdn.enable")
     if "megatron.training" in path.read_text(encoding="utf-8", errors="ignore"):
-        import_module("megatron_gdn.models.stack").count_in_megatron()
+        import_module("megatron_gdn.models.stack").count_flops_in_megatron()
     runpy.run_path(str(path), run_name="__main__")
     return 0
 

@@ -48,7 +48,7 @@ _get_block_submodules = transformer_block._get_block_submodules
 # which refuses a function ("specialize for function"); core_r0.19.0 and main call the function.
 @functools.wraps(_get_block_submodules)
 def _submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **named: Any) -> Any:
-    """The submodules of a block; ``spec`` may be a function that returns the spec."""
+    """Megatron's submodules of a block; ``spec`` may also be a function that returns a spec."""
     if callable(spec) and not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         taken = inspect.signature(spec).parameters
         given = dict(zip(("vp_stage", "pp_rank"), stage, strict=False)) | named
@@ -65,14 +65,14 @@ def gpt_block_spec(
 ) -> TransformerBlockSubmodules:
     """The layer specs of one pipeline stage: Gated DeltaNet layers and full-attention layers.
 
-    ``config.linear_attention_freq = N`` makes every N-th layer full attention, a list of 0 and 1
+    ``config.linear_attention_freq = N`` makes every N-th layer full attention; a list of 0 and 1
     marks the Gated DeltaNet layers with 1. MLPs are dense or MoE by ``config.moe_layer_freq``.
     ``config.transformer_impl`` chooses the modules: ``"transformer_engine"`` or ``"local"``.
 
     Args:
         config: a ``TransformerConfig``, or the ``GPTModelConfig`` that
             ``--spec megatron_gdn.specs gpt_block_spec`` hands over.
-        vp_stage, pp_rank: the pipeline stage; None is that of this process.
+        vp_stage, pp_rank: the pipeline stage; None is the stage of this process.
         **options: keyword arguments of the constructor of GatedDeltaNet, or of GatedDeltaNet2 for
             the variant "gdn2".
 
@@ -106,7 +106,7 @@ def _mixer_spec(config: Any, modules: str, **options: Any) -> ModuleSpec:
 
 
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
-    """Megatron's layer specs with our Gated DeltaNet, and Megatron's final norm."""
+    """Megatron's layer specs with our Gated DeltaNet (``options``), and Megatron's final norm."""
     layer_specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
     mixer = _mixer_spec(config, "te", **options)
     theirs = upstream.GatedDeltaNet, getattr(upstream, "GatedDeltaNet2", None)
@@ -127,7 +127,7 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
     layer_specs = []
     for is_gdn, has_experts in layer_kinds(config):
         before = {"input_layernorm": f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}"}
-        if has_experts:  # experts have no fused norm in Transformer Engine either
+        if has_experts:  # Transformer Engine, too, has no fused norm before experts
             mlp = get_moe_module_spec(
                 use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
             )
@@ -155,6 +155,7 @@ def layer_kinds(config: Any) -> list[tuple[int, int]]:
 
 
 def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None):
+    """The numbers of the layers on one pipeline stage, counted from 0."""
     stage = {"vp_stage": vp_stage, "pp_rank": pp_rank}
     layout = cast(PipelineParallelLayerLayout | None, config.pipeline_model_parallel_layout)
     if layout is not None:

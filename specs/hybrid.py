@@ -56,7 +56,7 @@ from .layer import (
     with_launch_options,
 )
 
-KDA, GDN2 = "K", "gdn2"  # a letter of patterns; a variant of the config
+KDA, GDN2 = "K", "gdn2"  # a letter of layer patterns; a name of an attention variant
 # Options of 'G' layers that mean the same in 'M' and 'K' layers.
 _SHARED = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine", "backend")
 # Legal values of the option ``backend`` in 'M' and 'K' layers.
@@ -75,9 +75,9 @@ class HybridStackSpec(ModuleSpec):
         Args:
             modules: ``"te"`` is Megatron's hybrid stack with our 'G' and 'M' mixers; ``"local"`` is
                 plain torch (GDN, Mamba2, MLP, attention, experts); ``"auto"`` is ``"te"`` if
-                Transformer Engine is installed. Both have the same checkpoints. Documents that
-                continue others (`megatron_gdn.pack_tree`) run torch's attention in both, on a GPU
-                ``flex_attention``.
+                Transformer Engine is installed. "te" and "local" share checkpoints. Documents that
+                continue others (`megatron_gdn.pack_tree`) run torch's attention, on a GPU
+                ``flex_attention``, with "te" and with "local".
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
             mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention constructors.
             **options: keyword arguments of the GatedDeltaNet constructor, or of GatedDeltaNet2's if
@@ -105,6 +105,7 @@ def _hybrid_stack_spec(
     kda: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
+    """The spec that :meth:`HybridStackSpec.__call__` describes."""
     modules, gdn_options = resolve_modules(modules), with_launch_options(GatedDeltaNet, options)
     shared = {name: value for name, value in gdn_options.items() if name in _SHARED}
     mamba_options, kda_options = (
@@ -140,7 +141,7 @@ def _upstream() -> HybridStackSubmodules:
 def _te_submodules(
     mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool, cp_layout: str
 ) -> HybridStackSubmodules:
-    """Megatron's hybrid stack with our mixers, and with torch's attention for trees."""
+    """Megatron's hybrid stack with our mixers (``mamba2`` for 'M') and attention for trees."""
     layer = cast(Any, _upstream().attention_layer)
     theirs = layer.submodules.self_attention
     core = partial(class_with_tree_attention(theirs.submodules.core_attention), cp_layout=cp_layout)
@@ -165,6 +166,7 @@ def _te_submodules(
 def _local_submodules(
     mixer: ModuleSpec, mamba2: ModuleSpec, attention: ModuleSpec
 ) -> HybridStackSubmodules:
+    """A hybrid stack of plain-torch layers."""
     mlp = TransformerLayerSubmodules(
         mlp=local_mlp_builder(),
         mlp_bda=BIAS_DROPOUT_ADD,
@@ -187,7 +189,7 @@ def _local_submodules(
 
 
 def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
-    """A layer of one mixer, with a norm before the mixer's linear ``linear`` if one is named."""
+    """A layer of one mixer, with a norm before the mixer's module ``linear`` unless it is None."""
     norm = {} if linear is None else norms_before(input_layernorm=f"self_attention.{linear}")
     return ModuleSpec(
         module=TransformerLayer,
@@ -198,6 +200,7 @@ def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
 
 
 def _mamba_layer(mixer: ModuleSpec, **norm: Any) -> ModuleSpec:
+    """A Mamba layer of one mixer, with a norm before it if ``norm`` is given."""
     return ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=BIAS_DROPOUT_ADD, **norm),
@@ -238,9 +241,9 @@ def _with_kda_and_gdn2(
     letters: Iterable[str],
     before: int,
 ) -> tuple[HybridStackSubmodules, list[str]]:
-    """``submodules`` whose ``gdn_layer`` builds 'G' and 'K' layers, and letters with 'G' for 'K'.
+    """``submodules`` with a ``gdn_layer`` for 'G' and 'K' layers, and ``letters`` with 'G' for 'K'.
 
-    ``before`` is the number of layers on earlier pipeline stages.
+    ``before`` layers are on earlier pipeline stages; ``layers`` has the specs of 'K' and "gdn2".
     """
     letters = list(letters)
     numbers = {before + place for place, letter in enumerate(letters, start=1) if letter == KDA}
@@ -268,7 +271,7 @@ class _GDNOrKDALayer:
 class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     """Megatron's MTP layer, which refuses documents that Megatron would shift wrongly.
 
-    Megatron shifts tokens, labels and loss masks by one token per head, document by document. It
+    Megatron shifts tokens, labels and loss masks by one token per head, document by document, and
     assumes that each document begins at its offset in ``cu_seqlens_q`` and, over context-parallel
     ranks, lies in zigzag. Otherwise tokens would get other tokens' labels. ``layers`` are specs of
     'K' layers and of Gated DeltaNet-2 layers.
@@ -354,7 +357,7 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
 
 
 def _local_mtp_spec() -> ModuleSpec:
-    """Local modules for multi-token prediction, with the checkpoints of Transformer Engine's."""
+    """Multi-token prediction in plain torch, with checkpoints equal to Transformer Engine's."""
     parts = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=TorchRMSNorm,
         hnorm=TorchRMSNorm,
@@ -376,7 +379,7 @@ def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
     return replace(theirs, submodules=mtp.MultiTokenPredictionBlockSubmodules(layer_specs=layers))
 
 
-if KDA not in Symbols.VALID_LAYERS:  # a later Megatron may know the letter
+if KDA not in Symbols.VALID_LAYERS:  # a later Megatron may know the letter 'K' already
     known: Any = Symbols
     known.KDA, known.VALID_LAYERS = KDA, {*Symbols.VALID_LAYERS, KDA}
 # Megatron's `--spec` finds the next four specs by name and does not call them.

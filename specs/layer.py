@@ -1,6 +1,6 @@
-"""Our mixers as Megatron ModuleSpecs, their options in a launch, and plain-torch layers.
+"""Our mixers as Megatron ModuleSpecs, the mixers' options in a launch, and plain-torch layers.
 
-``--spec`` names a spec and takes no options, so a launch gives them in the environment:
+``--spec`` takes no options, so a launch gives options in the environment:
 
     MEGATRON_GDN_OPTIONS="linear_cp_mode=chunkwise,recompute=light" torchrun ... \
         pretrain_hybrid.py --spec megatron_gdn.specs hybrid_stack_spec ...
@@ -105,6 +105,7 @@ def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
 
 def _spec(mixer: type, parts: Any, modules: str, options: dict[str, Any]) -> ModuleSpec:
+    """The spec of ``mixer``; ``parts`` is the class of its submodules."""
     fused = resolve_modules(modules) == "te"
     classes: tuple[type, ...] = ColumnParallelLinear, RowParallelLinear, TorchRMSNorm
     if fused:
@@ -153,7 +154,7 @@ def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> M
 
 
 class LocalMoELayer(MoETransformerLayer):
-    """Experts in plain torch; their number is known only when the layer is built."""
+    """Experts in plain torch; the number of experts is known only when the layer is built."""
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any
@@ -165,7 +166,7 @@ class LocalMoELayer(MoETransformerLayer):
 
 
 class UnavailableLayer:
-    """A layer that the local spec lacks; its constructor raises."""
+    """The layer of letter ``symbol``, which the local spec lacks; the constructor raises."""
 
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
         raise NotImplementedError(
@@ -178,13 +179,14 @@ class UnavailableLayer:
 
 
 def with_launch_options(mixer: type, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The options ``named`` in a call, and the launch's other options that ``mixer`` has."""
+    """The options ``named`` in a call, and those of the launch's options that ``mixer`` has."""
     known = _options_of(mixer)
     return {**{name: value for name, value in _launch_options().items() if name in known}, **named}
 
 
 @cache
 def _launch_options() -> dict[str, Any]:
+    """The options in the environment, parsed and logged once."""
     options = parse_options(os.environ.get(VARIABLE, ""))
     if options:
         said = ", ".join(f"{name}={value!r}" for name, value in options.items())

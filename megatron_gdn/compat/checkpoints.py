@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 
 def log_repair(message: str) -> None:
+    """Log once, on rank 0, what was repaired in the installed megatron-core."""
     from megatron.core import __version__
 
     log_once(f"megatron-core {__version__}: {message}")
@@ -35,13 +36,13 @@ def log_repair(message: str) -> None:
 def store_empty_shares(original: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``.
 
-    A rank's share of the small fp32 bucket may hold no parameter, which Megatron refuses ("empty
+    A rank's share of the small fp32 bucket may hold no parameter; Megatron refuses this ("empty
     bucket encountered"; NVIDIA/Megatron-LM pull request 6191 covers shares of padding). Here an
     empty share gets one entry that is marked as padding, which a load skips.
     """
     try:
         return original(optimizer, *args, **kwargs)
-    except (AssertionError, IndexError):  # python -O skips the assertion: IndexError
+    except (AssertionError, IndexError):  # IndexError if python -O skips the assertion
         of_buffers = (buckets for ranges in optimizer.gbuf_ranges for buckets in ranges.values())
         if all(bucket["param_map"] for bucket in chain.from_iterable(of_buffers)):
             raise
@@ -59,6 +60,7 @@ def store_empty_shares(original: Callable, optimizer: Any, /, *args: Any, **kwar
 
 
 def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
+    """Add one padding entry to ``state`` for each bucket of which this rank has no parameter."""
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
         for entries_of_buckets in state[index].values():
@@ -74,7 +76,7 @@ def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: Any) -> dict:
-    """Zeros ``[size]`` for the parameter and each state, in the dtypes of ``example``, or fp32."""
+    """Zeros ``[size]`` for a parameter and its states; dtypes as in ``example``, else fp32."""
     dtypes = {
         key: value.dtype
         for key, value in example.items()
@@ -91,14 +93,15 @@ def cut_without_padding(shard_state: Callable, optimizer: Any, /, *args: Any, **
 
     With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers every state
     without the padding between buckets and then cuts the state at offsets that count the padding.
-    Parameters behind the first padding get their neighbours' values, without an error (repaired on
-    Megatron's main). Here the cut sees buffers without padding, in which both offsets are equal.
+    Parameters after the first padding get their neighbours' values, without an error (repaired on
+    Megatron's main). The wrapper shows buffers without padding to the cut, so its offsets fit.
     """
     gather, buffers = optimizer.get_parameter_state_dp_zero, optimizer.buffers
     if not any(b.grad_data.numel() != b.numel_unpadded for x in buffers for b in x.buckets[:-1]):
         return shard_state(optimizer, *args, **kwargs)
 
     def gather_then_leave_padding_out(*given: Any, **named: Any) -> Any:
+        """Gather the states; from then on the optimizer shows buffers without padding."""
         gathered = gather(*given, **named)
         optimizer.buffers = [_without_padding(buffer) for buffer in buffers]
         return gathered
@@ -116,7 +119,7 @@ def cut_without_padding(shard_state: Callable, optimizer: Any, /, *args: Any, **
 
 
 def _without_padding(buffer: Any) -> SimpleNamespace:
-    """A gradient buffer's sizes and parameter offsets as they are without padding in buckets."""
+    """Sizes and parameter offsets of a gradient ``buffer``, as if its buckets had no padding."""
     buckets, start, moves = [], 0, []
     for bucket in buffer.buckets:
         size = bucket.numel_unpadded
@@ -135,7 +138,7 @@ def _without_padding(buffer: Any) -> SimpleNamespace:
 def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
     """Wrap ``ChainedOptimizer.state_dict``, which ignores ``is_loading`` of ``torch_dcp``.
 
-    When loading, a fresh optimizer gets states, and the load fills the states from the file.
+    When loading, each optimizer of ``chained`` first gets empty states, which the load then fills.
     """
     if is_loading:
         for one in chained.chained_optimizers:
@@ -152,7 +155,8 @@ def leave_strides_out(
 ) -> Any:
     """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata`` for files of torch 2.15.
 
-    Megatron passes a tensor's stored properties, with 2.15's strides, to ``torch.empty``.
+    ``read`` (the wrapped method) passes a tensor's stored properties to ``torch.empty``, which does
+    not take the strides that torch 2.15 stores; so the strides are removed first.
     """
     from megatron.core.dist_checkpointing.strategies import torch as torch_files
 
@@ -198,14 +202,14 @@ def warn_on_dp_reshardable(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> Any:
-    """Wrap ``sharded_param_state_dp_reshardable``: a save logs how to make a portable file."""
+    """Wrap ``sharded_param_state_dp_reshardable`` (``original``): saves log a portable format."""
     if not is_loading:
         _warn_of_fp32_parameters(optimizer, "dp_reshardable", _RESHARDABLE_FLAG)
     return original(optimizer, model_sharded_state_dict, is_loading, metadata)
 
 
 def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
-    """Wrap ``save_parameter_state``: a save logs how to make a portable file."""
+    """Wrap ``save_parameter_state`` (``save``): each save logs how to make a portable file."""
     flags = f"--ckpt-format torch_dist --auto-detect-ckpt-format {_RESHARDABLE_FLAG}"
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         _warn_of_fp32_parameters(one, "--ckpt-format torch", flags)
@@ -213,7 +217,7 @@ def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
 
 
 def _warn_of_fp32_parameters(optimizer: Any, file_format: str, flags: str) -> None:
-    """Warn if a buffer of ``optimizer`` has fp32 parameters; Megatron's own layer makes none."""
+    """If ``optimizer`` has fp32 parameters, warn of ``file_format`` and name better ``flags``."""
     if any(buffer.param_dtype == torch.float32 for buffer in getattr(optimizer, "buffers", ())):
         log_once(
             f"Megatron's own layer does not load this checkpoint's optimizer state ({file_format}, "
@@ -224,6 +228,7 @@ def _warn_of_fp32_parameters(optimizer: Any, file_format: str, flags: str) -> No
 
 
 def _add_note(pattern: re.Pattern, note: str, load: Callable, /, *args: Any, **kwargs: Any) -> Any:
+    """Call ``load``; add ``note`` to an error whose message matches ``pattern``."""
     try:
         return load(*args, **kwargs)
     except BaseException as error:  # CheckpointException of torch is not an Exception
@@ -239,17 +244,18 @@ explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 # megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
 # one after another, whose rows load in a wrong order at another tensor-parallel size. So does
 # Megatron-Bridge with a LoRA adapter (``in_proj.adapter.linear_out.weight``). This package stores
-# both tensors section by section. Two functions below let the sections also load from upstream's
-# one tensor: the sizes of the stored shards give the order of its rows.
+# bias and adapter section by section. Two functions below let the sections also load from the one
+# tensor of Megatron's file: the sizes of the stored shards give the order of the tensor's rows.
 
-# Key of a section -> (key of the whole tensor, its rows, the section's first row, its rows).
+# Section's key -> (whole tensor's key and number of rows, section's first row, section's rows).
 _place_of: dict[str, tuple[str, int, int, int]] = {}
 
 
 def register_sections_of_upstream(build: Callable) -> Callable:
-    """Wrap a function that cuts a tensor, so `load_sections_from_whole_tensor` finds its cuts."""
+    """Wrap ``build``, which cuts the tensor ``key`` into sections, to record the sections' rows."""
 
     def build_sections(key: str, *given: Any) -> list[ShardedTensor]:
+        """Call ``build`` for the tensor ``key``, and record the place of each section."""
         sections = build(key, *given)
         sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
         start = 0
@@ -269,7 +275,7 @@ def load_sections_from_whole_tensor(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Wrap ``TorchDistLoadShardedStrategy.load``: sections also load from upstream's one tensor."""
+    """Wrap ``TorchDistLoadShardedStrategy.load``: sections also load from Megatron's one tensor."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_inplace,
@@ -279,6 +285,7 @@ def load_sections_from_whole_tensor(
     )
 
     def is_section(value: Any) -> bool:
+        """Whether ``value`` is a section that `register_sections_of_upstream` recorded."""
         return isinstance(value, ShardedTensor) and value.key in _place_of
 
     if not any(map(is_section, nested_values(sharded_state_dict))):
@@ -307,7 +314,7 @@ def load_sections_from_whole_tensor(
 
 
 def _rows_of(section: ShardedTensor, whole_tensor: Tensor, saved: Any) -> Tensor:
-    """The rows of ``section`` in upstream's tensor ``[..., rows]`` or ``[..., rows, columns]``."""
+    """The rows of ``section`` in ``whole_tensor``, which was stored in the shards of ``saved``."""
     whole_key, width, start, size = _place_of[section.key]
     axis = section.prepend_axis_num
     shards = {chunk.sizes[axis] for chunk in saved.chunks}

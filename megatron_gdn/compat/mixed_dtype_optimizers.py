@@ -56,7 +56,7 @@ _originals: list[tuple[type, str, Callable]] = []
 
 
 def repair_mixed_dtype_optimizers() -> None:
-    """Install the wrappers, once, without touching a GPU."""
+    """Install the wrappers of Megatron's methods, once per process, without touching a GPU."""
     if _originals:
         return
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
@@ -93,6 +93,8 @@ def repair_mixed_dtype_optimizers() -> None:
 
 
 def _wrapped(original: Callable, wrapper: Callable) -> Callable:
+    """A method that calls ``wrapper`` with the method ``original`` as first argument."""
+
     @wraps(original)
     def method(self, *args: Any, **kwargs: Any) -> Any:
         return wrapper(original, self, *args, **kwargs)
@@ -101,13 +103,14 @@ def _wrapped(original: Callable, wrapper: Callable) -> Callable:
 
 
 def restore_mixed_dtype_optimizers() -> None:
-    """Remove the wrappers; the next parameter marked as fp32 installs the wrappers again."""
+    """Remove the wrappers, until the next layer with fp32 parameters installs them again."""
     while _originals:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)
 
 
 def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
+    """Run ``init``, then number the parameters of ``optimizer`` in Adam's order (fault 1)."""
     init(optimizer, *args, **kwargs)
     places = _places_in_adam(optimizer)
     if places is not None and places != optimizer.model_param_group_index_map:
@@ -116,7 +119,7 @@ def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any)
 
 
 def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
-    """Model parameter -> (group, index in group) of its shard in Adam; None if any is missing."""
+    """Model parameter -> (group, index) of its shard in Adam; None if a shard is not in Adam."""
     if not hasattr(optimizer, "model_param_group_index_map"):
         return None
     place_in_adam = {
@@ -138,7 +141,7 @@ def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
 
 @torch.no_grad()
 def _load_equal_replicas(load: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Load, then all-gather the fp32 parameters of a 16-bit model over the replicas."""
+    """Call ``load``, then all-gather the fp32 parameters of a 16-bit model over the replicas."""
     load(optimizer, *args, **kwargs)
     buffers = getattr(optimizer, "buffers", ())
     if len({buffer.param_dtype for buffer in buffers}) < 2:
@@ -150,6 +153,7 @@ def _load_equal_replicas(load: Callable, optimizer: Any, /, *args: Any, **kwargs
 
 
 def _lend_main_grads(copy: Callable, optimizer: Any) -> None:
+    """Call the method ``copy`` while fp32 parameters have ``grad`` as ``main_grad`` (fault 5)."""
     fp32 = [p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")]
     for parameter in fp32:
         parameter.main_grad = parameter.grad
@@ -167,6 +171,7 @@ def _store_all_parameters(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> dict[str, Any]:
+    """Wrap ``sharded_state_dict`` (``original``): it also stores fp32 parameters (fault 2)."""
     if not _mixes_dtypes(optimizer):
         return original(optimizer, model_sharded_state_dict, is_loading, metadata)
     with _fp32_parameters_as_their_own_masters(optimizer):
@@ -189,13 +194,13 @@ def _store_all_parameters(
 
 
 def _mixes_dtypes(optimizer: Any) -> bool:
-    """Whether a Float16Optimizer has fp32 parameters; a stub, without parameters, has no groups."""
+    """Whether a Float16Optimizer has fp32 parameters (an optimizer without parameters has none)."""
     return any(getattr(optimizer, "fp32_from_fp32_groups", ()))
 
 
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
-    """In this context the lists of 16-bit parameters and of masters hold all parameters."""
+    """In this context ``optimizer``'s lists of 16-bit parameters and masters hold fp32 ones too."""
     half_parameters, masters = optimizer.float16_groups, optimizer.fp32_from_float16_groups
     model_of = {id(m): p for p, m in zip(_flat(half_parameters), _flat(masters), strict=True)}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
@@ -209,6 +214,7 @@ def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
 
 @torch.no_grad()
 def _load_fp32_masters(load: Callable, optimizer: Any, state_dict: dict[str, Any]) -> None:
+    """Call ``load``, then copy the stored masters of fp32 parameters into these parameters."""
     masters = state_dict.pop(_FP32_KEY, {}) or _take_fp32_masters(optimizer, state_dict)
     load(optimizer, state_dict)
     parameters = list(_flat(g["params"] for g in optimizer.param_groups))
@@ -217,7 +223,7 @@ def _load_fp32_masters(load: Callable, optimizer: Any, state_dict: dict[str, Any
 
 
 def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """List an fp32 parameter as its own master, in Adam's order."""
+    """Wrap ``state_dict``: it lists an fp32 parameter too, as its own master, in Adam's order."""
     state = state_dict(optimizer, *args, **kwargs)
     if _mixes_dtypes(optimizer):
         state[_HALF_KEY] = [list(group["params"]) for group in optimizer.param_groups]
@@ -225,9 +231,10 @@ def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kw
 
 
 def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tensor]:
-    """Take the masters of fp32 parameters out of ``state``'s list: index in Adam -> master."""
+    """Take fp32 parameters' masters out of the list in ``state``: index in Adam -> master."""
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
+        """The shape of each tensor, by group."""
         return [[p.shape for p in group] for group in groups]
 
     saved = state.get(_HALF_KEY)
@@ -250,7 +257,7 @@ def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tenso
 
 @torch.no_grad()
 def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
-    """Broadcast the fp32 parameters of a 16-bit model one by one; Megatron gathers the others."""
+    """Broadcast a model's fp32 parameters one by one; Megatron gathers the 16-bit parameters."""
     groups = optimizer.pg_collection
     whole = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
     try:
@@ -264,7 +271,7 @@ def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
 
 
 def _broadcast_fp32(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
-    """Broadcast fp32 parameters; return the 16-bit parameters, or None if rank 0 has none."""
+    """Broadcast the fp32 ones of ``lists`` (parameters by rank); return the others or None."""
     others = [[p for p in ps if p.dtype != torch.float32] for ps in lists]
     for rank, parameters in enumerate(lists):
         for parameter in parameters:

@@ -28,7 +28,7 @@ def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _nvtx_range(utils: Any, message: str) -> Iterator[None]:
-    """An NVTX range that also ends when the body raises; an open range breaks later ranges."""
+    """An NVTX range by ``utils`` (megatron.core.utils) that also ends when the body raises."""
     utils.nvtx_range_push(msg=message)
     try:
         yield
@@ -37,7 +37,7 @@ def _nvtx_range(utils: Any, message: str) -> Iterator[None]:
 
 
 def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
-    """Log on rank 0; torch.distributed, torchrun or Slurm gives the rank."""
+    """Log ``message`` on rank 0 only; torch.distributed, torchrun or Slurm gives the rank."""
     if dist.is_initialized():
         rank = dist.get_rank()
     else:
@@ -48,7 +48,7 @@ def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
 
 @cache
 def log_once(message: str, level: int = logging.INFO) -> None:
-    """Log on rank 0; a message that many layers send is logged once per process."""
+    """Log on rank 0; a message that several layers give is logged once per process."""
     log_single_rank(logger, level, message)
 
 

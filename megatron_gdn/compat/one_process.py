@@ -26,7 +26,7 @@ _installed = False
 
 
 def start_one_process(seed: int = 1234) -> torch.device:
-    """Set up a process group, Megatron's parallel state with all sizes 1, and its random seed.
+    """Set up a process group of one, Megatron's parallel state (all sizes 1) and random ``seed``.
 
     Returns:
         the device for the model and its inputs: the current GPU, else the CPU.
@@ -93,15 +93,17 @@ def run_megatron_on_cpu() -> None:
 
 
 class _FinishedStream:
-    """A stream and its events on a CPU: all work is finished when the call returns."""
+    """Stands for ``torch.cuda``'s streams and events on a CPU, where every call ends finished."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recorded_at = 0.0
 
     def record(self, stream: object = None) -> None:
+        """Record the host's time; every ``stream`` counts as finished."""
         self._recorded_at = perf_counter()
 
     def record_event(self, event: "_FinishedStream | None" = None) -> "_FinishedStream":
+        """Record ``event``, or a new event, and return it."""
         event = event or _FinishedStream()
         event.record()
         return event
@@ -114,13 +116,14 @@ class _FinishedStream:
         return True
 
     def elapsed_time(self, end_event: "_FinishedStream") -> float:
+        """Milliseconds from this event to ``end_event``, by the host's clock."""
         return 1e3 * (end_event._recorded_at - self._recorded_at)
 
 
 def replace_cuda_device_and_streams() -> None:
     """Make the CPU the current device; streams never wait, events read the host's clock.
 
-    Most of Megatron needs this function. It can go when Megatron takes devices from its inputs.
+    Most of Megatron needs this function. Remove it when Megatron uses its inputs' devices.
     """
     stream = _FinishedStream()
     torch.cuda.current_device = lambda: _CPU
@@ -137,6 +140,7 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(device: object = None, clone: bool = False, graph_safe: bool = False):
+        """``torch.cuda.get_rng_state`` with its arguments, on the CPU generator."""
         if graph_safe:
             raise RuntimeError(
                 "CUDA graphs draw random numbers from a GPU's generator, and torch sees no GPU. "
@@ -145,6 +149,7 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
         return torch.get_rng_state()
 
     def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False):
+        """``torch.cuda.set_rng_state`` with its arguments, on the CPU generator."""
         torch.set_rng_state(new_state)
 
     torch.cuda.get_rng_state = get_state
@@ -162,7 +167,7 @@ _CREATORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 
 
 class _TorchOnCPU:
-    """``torch`` for some of Megatron's files: "cuda" means the CPU, and no memory is pinned."""
+    """Replaces ``torch`` in some of Megatron's files: "cuda" means the CPU, no memory is pinned."""
 
     def __init__(self) -> None:
         for name in _CREATORS:
@@ -173,6 +178,7 @@ class _TorchOnCPU:
 
 
 def _create_on_cpu(create: Callable[..., torch.Tensor], *args: Any, **kwargs: Any) -> torch.Tensor:
+    """Call ``create`` (such as ``torch.zeros``) with the CPU in place of ``device="cuda"``."""
     if "cuda" in str(kwargs.get("device")):
         kwargs["device"] = _CPU
     kwargs.pop("pin_memory", None)
@@ -207,7 +213,7 @@ def create_cuda_literals_on_cpu() -> None:
 
 
 def accept_cpu_tensors_in_optimizers() -> None:
-    """In Megatron's files ``tensor.type()`` returns the CUDA type and ``.cuda()`` does nothing.
+    """Make ``tensor.type()`` return the CUDA type and ``.cuda()`` do nothing in Megatron's files.
 
     The optimizers sort parameters by strings such as "torch.cuda.FloatTensor" and move loaded state
     with ``.cuda()``. The function can go when the optimizers compare dtypes.
@@ -215,6 +221,7 @@ def accept_cpu_tensors_in_optimizers() -> None:
     tensor_type, tensor_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def called_from_megatron() -> bool:
+        """Whether the caller of the replaced method is a file of megatron.core."""
         return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
@@ -261,6 +268,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     set_states = optimizer_class._set_main_param_and_optimizer_states
 
     def state_dict_with_a_step(self) -> dict[str, Any]:
+        """``state_dict`` of an optimizer, also if its rank has no parameter."""
         adam = self.optimizer
         if any(group["params"] for group in adam.param_groups):
             return state_dict(self)
@@ -272,6 +280,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
             del adam.state["no parameter"]
 
     def sharded_state_dict_of_a_fresh_optimizer(self, *args: Any, **kwargs: Any):
+        """``sharded_state_dict``, which first makes missing states of Adam."""
         adam = self.optimizer
         if not adam.state:  # make states at step 0; Megatron's dummy update would decay parameters
             for param in (param for group in adam.param_groups for param in group["params"]):
@@ -283,11 +292,12 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        # With dp_reshardable the tensors have the fresh optimizer's step 0. None keeps the step of
-        # the parameter groups.
+        """Set the states of ``model_param`` from ``tensors``; keep the parameter groups' step."""
+        # With dp_reshardable ``tensors`` have the fresh optimizer's step 0.
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:
+        """Load, then give each parameter a step tensor of its own."""
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
@@ -300,7 +310,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
 
 
 def gather_tensors_of_different_sizes() -> None:
-    """Let ``torch.distributed.all_gather`` over gloo take tensors of different sizes.
+    """Make ``torch.distributed.all_gather`` over gloo accept tensors of different sizes.
 
     Muon gathers such tensors under ``--use-distributed-optimizer``, since each rank holds whole
     matrices. The function can go when gloo takes tensors of different sizes, as NCCL does.
@@ -308,6 +318,7 @@ def gather_tensors_of_different_sizes() -> None:
     gather_equal_sizes = dist.all_gather
 
     def all_gather(tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False):
+        """``torch.distributed.all_gather``, by one broadcast per rank if sizes differ."""
         if len({received.numel() for received in tensor_list}) == 1:
             return gather_equal_sizes(tensor_list, tensor, group=group, async_op=async_op)
         members: Any = group or dist.group.WORLD

@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class TorchRMSNorm(nn.Module):
-    """Root-mean-square norm over the last dimension, with the constructor of Megatron's norms.
+    """RMSNorm over the last dimension, ``hidden_size``; ``config`` gives dtype, zero-centring.
 
         y = x * rsqrt(mean(x^2) + eps) * gamma          (gamma = 1 + weight when zero-centred)
 
@@ -35,10 +35,11 @@ class TorchRMSNorm(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
+        """Fill ``weight`` with the value that makes gamma 1."""
         nn.init.constant_(self.weight, 0.0 if self.zero_centered_gamma else 1.0)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return ``y`` for ``x`` ``[..., hidden_size]``."""
+        """Return the normed ``y`` of ``x``, both ``[..., hidden_size]``."""
         wide = torch.promote_types(x.dtype, torch.float32)
         gamma = self.weight.to(wide)
         if self.zero_centered_gamma:
@@ -46,4 +47,5 @@ class TorchRMSNorm(nn.Module):
         return nn.functional.rms_norm(x.to(wide), (self.hidden_size,), gamma, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
+        """Size, eps and kind of gamma, which torch prints with the module."""
         return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

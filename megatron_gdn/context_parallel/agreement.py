@@ -1,11 +1,11 @@
-"""What the ranks of a context-parallel group compare: their micro-batch and their machines.
+"""The ranks of a context-parallel group compare their micro-batches and their machines.
 
 If ranks were given different tokens, rows, document boundaries or layouts, they would hang or
 exchange wrong rows. So one layer compares five integers in each of its forwards, by an all-gather.
 The comparing layer is the first to run over the group after the latest layer was built, so all
-ranks choose the same layer. A host waits for a comparison on a GPU only if its contents are new.
+ranks choose the same layer. On a GPU the host waits for the result only if its integers are new.
 
-NVLink joins the ranks of one machine, on which a scheme's price depends. The ranks exchange the
+A scheme's price depends on which ranks share a machine, that is, NVLink. The ranks exchange the
 names of their hosts once per group, because not every launcher sets ``LOCAL_WORLD_SIZE``.
 """
 
@@ -48,12 +48,12 @@ def number_of_new_layer() -> int:
 
 @dataclass
 class _Agreement:
-    """The values on which the ranks of one group have agreed."""
+    """What the ranks of one group have agreed on, and the layer that compares for them."""
 
-    chosen_after: int = -1  # the number of the latest layer when `layer` was chosen
+    chosen_after: int = -1  # number of the layer built last when `layer` was chosen
     layer: int = 0  # the layer that compares
     agreed: set[tuple[int, ...]] = field(default_factory=set)  # the integers of micro-batches
-    # The number of successive ranks on one machine, by the option cp_ranks_per_machine.
+    # Value of the option cp_ranks_per_machine -> number of successive ranks on one machine.
     per_machine: dict[int | None, int] = field(default_factory=dict)
 
 
@@ -61,6 +61,7 @@ _groups: WeakKeyDictionary[Any, _Agreement] = WeakKeyDictionary()
 
 
 def _agreement_of(group: Any) -> _Agreement:
+    """The record of ``group``, made at the first call."""
     return _groups.get(group) or _groups.setdefault(group, _Agreement())
 
 
@@ -101,14 +102,14 @@ def require_agreement(
 
 
 def _cannot_send(device: torch.device) -> bool:
-    """Whether tensors on ``device`` have no values, or a CUDA graph is being captured."""
+    """Whether no comparison is possible: meta tensors have no values, or a graph is captured."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return device.type == "meta" or capturing
 
 
 @uncompiled
 def _gather(mine: Sequence[int], group: Any, device: torch.device) -> Tensor:
-    """The numbers of all ranks, int64 ``[ranks, n]``."""
+    """All-gather the n numbers ``mine`` of each rank of ``group``: int64 ``[ranks, n]``."""
     own = to_device(torch.tensor(mine, dtype=torch.int64, device="cpu"), device)
     given = own.new_empty(group.size() * len(mine))
     dist.all_gather_into_tensor(given, own, group=group)
@@ -116,7 +117,7 @@ def _gather(mine: Sequence[int], group: Any, device: torch.device) -> Tensor:
 
 
 def _disagreement_message(given: list[tuple[int, ...]], documents: Documents | None) -> str:
-    """The error message for ranks that were given different micro-batches."""
+    """The error message for ranks that disagree; ``given`` has the five integers of each rank."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, theirs in enumerate(given):
         ranks.setdefault(theirs, []).append(rank)
@@ -139,6 +140,7 @@ def _disagreement_message(given: list[tuple[int, ...]], documents: Documents | N
 
 
 def _description(tokens: int, rows: int, count: int, fingerprint: int, layout: int) -> str:
+    """One rank's five integers in words; ``fingerprint`` is the hash of ``count`` documents."""
     packed = "not packed" if count < 0 else f"{count} documents (boundaries {fingerprint:014x})"
     if count == -2:
         packed = f"fixed buffers for up to {fingerprint} documents"
@@ -178,13 +180,13 @@ def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int
 
 
 def largest_shared_run(machines: Sequence[Hashable]) -> int:
-    """The largest n for which each n successive ranks share one of ``machines``, listed by rank."""
+    """The largest n so that each n successive ranks share a machine; ``machines`` is by rank."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 
 
 @uncompiled
 def _hosts(group: Any, told: int | None, device: torch.device) -> list[int]:
-    """A number for every rank's host; equal numbers mean the same host."""
+    """A number for the host of each rank, by rank; equal numbers mean the same host."""
     host = int.from_bytes(blake2b(_own_host().encode(), digest_size=8).digest(), signed=True)
     given, hosts = _gather((told or 0, host), group, device).T.tolist()
     if len(set(given)) > 1:
@@ -197,6 +199,6 @@ def _hosts(group: Any, told: int | None, device: torch.device) -> list[int]:
 
 
 def _own_host() -> str:
-    """The host's name and boot id, because two machines may have containers of one name."""
+    """The host's name and boot id (containers on two machines may have the same name)."""
     boot = _BOOT_ID.read_text() if _BOOT_ID.exists() else ""
     return f"{socket.gethostname()} {boot}"

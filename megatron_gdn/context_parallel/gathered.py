@@ -20,11 +20,11 @@ class Span(NamedTuple):
     last: int
     start: int  # the document's first key, in sequence order
     end: int  # one past the last key that a row sees
-    position: Tensor | None  # int64, of every row from start; None if the rows are start:end
-    before: tuple[slice, ...] = ()  # keys of earlier documents that all rows see
+    position: Tensor | None  # int64, each row's distance from start; None if rows are start:end
+    before: tuple[slice, ...] = ()  # spans of keys of earlier documents, which all rows see
 
     def keys(self, whole: Tensor) -> Tensor:
-        """The keys that some row sees, from ``whole`` ``[S, ...]`` in sequence order."""
+        """The keys that at least one row sees, out of ``whole`` ``[S, ...]`` in sequence order."""
         own = whole[self.start : self.end]
         return torch.cat([*(whole[keys] for keys in self.before), own]) if self.before else own
 
@@ -63,7 +63,7 @@ def spans_of(
 def gather_in_order(
     x: Tensor, group: Any, lengths: tuple[int, ...], layout: SequenceLayout
 ) -> Tensor:
-    """``[s, ...] -> [S, ...]``: all ranks' rows in sequence order; gradients add up over ranks."""
+    """Gather all ranks' ``[s, ...]`` to ``[S, ...]`` in sequence order; gradients are summed."""
     if group is None or group.size() == 1:
         return x
     place = rank_order_of_sequence(lengths, group.size(), layout)

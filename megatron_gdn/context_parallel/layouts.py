@@ -33,7 +33,7 @@ class SequenceLayout(StrEnum):
     ZIGZAG cuts every document in zigzag (a row that is not packed counts as a document), as
     Transformer Engine does. ZIGZAG_BUFFER cuts the whole buffer in zigzag, as Megatron's
     ``--dataloader-inter-document-masking`` does. CONTIGUOUS cuts the buffer into ``cp`` equal
-    fragments; rank ``r`` holds the ``r``-th.
+    fragments; rank ``r`` holds fragment ``r``.
     """
 
     ZIGZAG = "zigzag"
@@ -46,7 +46,7 @@ class SequenceLayout(StrEnum):
 
 
 def parse_member[Kind: StrEnum](kind: type[Kind], value: Any, what: str) -> Kind:
-    """``kind(value)``; raises a ValueError that lists the legal values of ``what``."""
+    """The member of ``kind`` for ``value``; a ValueError lists the legal values of ``what``."""
     try:
         return kind(value)
     except ValueError:
@@ -113,14 +113,14 @@ def rank_order_of_sequence(
 
 
 def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
-    """Places in rank order, from the start and the length of every token's document."""
+    """Every token's place in rank order, from its document's start and length."""
     total = len(start_T)
     offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
     fragment_T = offset_T // fragment_tokens_T
     second_T = fragment_T >= cp_size
     rank_T = torch.where(second_T, 2 * cp_size - 1 - fragment_T, fragment_T)
-    # On a rank, its share of a document follows its shares of all earlier documents.
+    # On each rank, the share of a document follows the shares of all earlier documents.
     place_T = start_T // cp_size + offset_T % fragment_tokens_T + second_T * fragment_tokens_T
     return rank_T * (total // cp_size) + place_T
 
@@ -140,7 +140,7 @@ def local_indices(
     cp_rank: int,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG,
 ) -> Tensor:
-    """The sequence positions that one rank holds, in its order: int64 ``[T / cp_size]`` on the CPU.
+    """Sequence positions of one rank's tokens, in the rank's order: int64 ``[T / cp_size]``, CPU.
 
     A data loader gives the rank ``tokens[..., local_indices(lengths, cp, rank)]``. For batch rows
     of s tokens that are not packed, ``lengths`` is ``[s]``.
@@ -166,7 +166,7 @@ def documents_cut_by(
 
 
 def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
-    """:func:`positions` of the documents ``cut``, on their device if the host lacks boundaries."""
+    """:func:`positions` of the documents ``cut``; on the device if the host lacks boundaries."""
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)
@@ -188,7 +188,7 @@ def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
 
 
 def require_fragments(documents: Documents, length: Tensor, cp_size: int) -> None:
-    """Stop on the device if zigzag cannot cut a document's length."""
+    """Check on the device that zigzag can cut every ``length`` of a document."""
     if not documents.known:
         require_on_device(
             (length % (2 * cp_size) == 0).all(),

@@ -8,7 +8,7 @@ A scheme's price is the milliseconds that it adds to one forward (``docs/context
     chunkwise   map * s * B * SUMMARY + FIXED                        computing maps, small launches
                 + wire((cp - 1) / cp * r * d) + 2 * LATENCY          sending maps and states
                 + l * STEP                                           folding maps
-                d = map * chains * nodes of a chain on a rank
+                d = bytes of a rank's maps = map * chains * nodes of a chain on a rank
 
 map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state.
 r = 1 + V / (K + V), or 1 + V / (1 + V), since maps are sent and states come back. A chain is a
@@ -34,9 +34,9 @@ ACROSS = 50e6  # 50 GB/s: one network card of 400 Gbit/s per GPU, an assumption
 SUMMARY = 1 / 7000 / WITHIN  # ms to compute the maps of pieces, per token and byte of a map
 # Small launches and the history of one layer take 0.22 ms in a CUDA graph and 0.7 ms with a slow
 # host (H200, flash_qla, 16 key and 32 value heads, 8192 tokens on each of four ranks).
-FIXED = 0.46  # ms, between these two figures
+FIXED = 0.46  # ms, a value between the two times above
 FIXED_ACROSS = 0.22  # ms on several machines; hosts issue launches while GPUs await the network
-# ms, an estimate: a GPU runs a small collective in 10 to 28 us, which a slow host starts in 300 us.
+# ms, estimated: a GPU takes 10 to 28 us for a small collective, a slow host 300 us to start it.
 LATENCY = 0.0575
 STEP = 0.0054  # ms per product of a chain; each product waits for the one before
 
@@ -50,7 +50,7 @@ class LinearCpMode(StrEnum):
 
     @classmethod
     def of(cls, value: str | LinearCpMode | None, config: Any) -> LinearCpMode:
-        """``value``, or if None the config's ``linear_cp_mode`` (of newer Megatrons), or auto."""
+        """``value``; if None, the config's ``linear_cp_mode`` (of newer Megatrons), or auto."""
         if value is None:
             value = getattr(config, "linear_cp_mode", None) or cls.AUTO
         return parse_member(cls, value, "linear_cp_mode")
@@ -69,7 +69,7 @@ class Price(NamedTuple):
 
 
 def transfer_time(received: float, cp_size: int, per_machine: int, within: float = WITHIN) -> float:
-    """Milliseconds in which a rank receives ``received`` bytes, equal parts from every other."""
+    """Milliseconds in which a rank receives ``received`` bytes, equal parts from every peer."""
     across = received * (cp_size - per_machine) / (cp_size - 1)
     return max((received - across) / within, across / ACROSS)
 
@@ -86,7 +86,7 @@ def map_exchange_traffic(
     rows: int,
     lengths: tuple[int, ...] | None,
 ) -> tuple[float, int]:
-    """A rank's received bytes in a forward's two collectives, and the serial products."""
+    """The bytes that a rank receives in a forward's two collectives, and the serial products."""
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
@@ -106,11 +106,11 @@ def price(
     element_size: int,
     per_machine: int,
 ) -> Price:
-    """The price of a layer's forward over ``rows`` batch rows of ``tokens`` each over all ranks.
+    """The price of a layer's forward; each of ``rows`` batch rows has ``tokens`` over all ranks.
 
     ``state`` has the states of one tensor-parallel rank's heads, ``inside`` the projection columns
-    inside the head exchange. ``lengths`` are those of packed documents, or None. ``element_size``
-    is the bytes of an activation's element.
+    inside the head exchange. ``lengths`` are of packed documents, or None. ``element_size`` is the
+    bytes of an activation's element, ``per_machine`` the number of ranks on a machine.
     """
     local = tokens // cp_size * rows
     received = row_bytes(inside, cp_size, local, element_size)

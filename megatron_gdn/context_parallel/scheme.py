@@ -32,12 +32,12 @@ class Passage(NamedTuple):
 class Scheme:
     """A way to run a mixer over the ranks of a context-parallel group.
 
-    ``layout`` has the projection columns where the mixer runs.
+    ``layout`` describes the projection columns on which a rank's mixer runs.
     """
 
     name: ClassVar[str]  # a value of linear_cp_mode, or "whole"
     moves_rows: ClassVar[bool] = False  # Passage.close moves the mixer's output to other ranks
-    announced = False  # the log already names this scheme as chosen
+    announced = False  # whether the log has already named this scheme
 
     def __init__(self, layout: Layout, group: Any, sequence_layout: SequenceLayout) -> None:
         self.layout, self.group, self.sequence_layout = layout, group, sequence_layout
@@ -46,7 +46,7 @@ class Scheme:
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
         """The passage of one micro-batch.
 
-        ``documents`` are packed into the only batch row, or None. ``tokens`` counts a row's tokens
+        ``documents`` are packed into one row; None: not packed. ``tokens`` counts a row's tokens
         over all ranks. ``like`` has the dtype and device of the rows. Raises a ValueError for a
         length that the layout cannot cut.
         """
@@ -55,8 +55,8 @@ class Scheme:
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """The rows of a parameter that this rank's mixer needs.
 
-        ``param`` has a row per state head; with ``names``, a row per column (or head) of these
-        sections.
+        ``param`` has a row per state head; with ``names``, a row per column (or head) of the
+        sections with these names.
         """
         return param
 
@@ -85,7 +85,7 @@ class Whole(Scheme):
 def local_parameters(
     scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor, of: str | None = None
 ) -> list[Any]:
-    """This rank's rows of the convolution's parameters and of ``per_head``; ``of``: its section."""
+    """This rank's rows of the convolution's parameters and ``per_head``, of section ``of``."""
     if not scheme.moves_rows:
         return [weight, bias, *per_head]
     convolved = scheme.layout.conv_names

@@ -76,6 +76,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def _check_package(asked: Requirement, extra: str | None) -> Finding:
+    """Compare the installed package with the requirement ``asked`` of our optional ``extra``."""
     name, install = asked.name, f'pip install "{asked.name}{asked.specifier}"'
     found = installed_version(name)
     if found is None and extra is None:
@@ -87,7 +88,7 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
         state = "note" if extra == "hf" else "wrong"
         return Finding(name, state, f"{found} is installed, {asked.specifier} works; {install}")
     try:
-        if name == "transformer-engine":  # it is compiled against one version of torch
+        if name == "transformer-engine":  # compiled for one version of torch
             import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken build may raise any exception
         rebuild = f"build it for torch {torch.__version__}"
@@ -96,7 +97,7 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
 
 
 def check_kernel_versions() -> Iterator[Finding]:
-    """Look for faulty versions of the rule's packages; without a GPU a fault is only a note."""
+    """Look for faulty versions of the rules' packages; without a GPU a fault is a note."""
     gpu = torch.cuda.is_available()
     major = torch.cuda.get_device_capability()[0] if gpu else _HOPPER
     if triton := installed_version("triton"):
@@ -124,7 +125,7 @@ def check_kernel_versions() -> Iterator[Finding]:
 
 
 def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
-    """Run the rules of training and of deterministic mode on two packed documents."""
+    """Check the rules of training and of deterministic mode on two packed documents."""
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     choose = partial(resolve_rule, device=device, dtype=dtype, sizes=sizes)
@@ -148,7 +149,7 @@ def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
 
 
 def _compare_errors(subject: str, errors: dict[str, float], plain: dict[str, float]) -> Finding:
-    """Compare the relative RMS errors against fp64 with those of plain torch in the same dtype."""
+    """Compare a rule's relative RMS errors against fp64 with plain torch's in the same dtype."""
     subject = f"{subject}, errors"
     worst = max(_RESULTS, key=lambda name: errors[name] / plain[name])
     ratio = errors[worst] / plain[worst]
@@ -178,6 +179,7 @@ def _run_rule(rule: Rule, inputs: RuleInputs, documents: Documents) -> dict[str,
 
 
 def _rms_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """The relative RMS error of every tensor in ``found`` against ``exact``, by name."""
     return {
         name: ((found[name].double() - x).norm() / x.norm()).item() for name, x in exact.items()
     }

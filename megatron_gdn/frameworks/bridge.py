@@ -13,7 +13,7 @@ from ..hf.safetensors_files import SafetensorsFolder
 def in_published_dtypes(
     weights: Iterable[tuple[str, Tensor]], folder: str | Path
 ) -> Iterator[tuple[str, Tensor]]:
-    """Cast each weight to the dtype that the tensor of this name has in ``folder``.
+    """Cast each weight to the dtype of the tensor with the same name in ``folder``.
 
     Megatron-Bridge exports a parameter in the dtype of training: ``A_log`` and ``dt_bias`` of a
     bf16 model are fp32.

@@ -29,7 +29,7 @@ from ..ops.layout import Layout
 logger = logging.getLogger(__name__)
 
 TESTED = "1.6.5"
-# Fields of the configuration with which mcore-bridge's in_proj is split or quantised.
+# Fields of the configuration that split or quantise mcore-bridge's in_proj.
 _QUANTISED = "stores quantised blocks of rows, whose order we cannot change"
 _UNSUPPORTED_FIELDS = {
     "linear_decoupled_in_proj": "splits in_proj in two linears, and our layer has one",
@@ -53,14 +53,14 @@ def build(
 
 
 def row_order_by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
-    """``[P]``: our row of ``in_proj`` (channel of ``conv1d``) for each row of mcore-bridge."""
+    """``[P]``: for each row of mcore-bridge's ``in_proj`` (``conv1d`` if ``conv``), our row."""
     return rows_by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
 
 
 @contextmanager
 @torch.no_grad()
 def in_order_of_bridge(layer: GatedDeltaNet) -> Iterator[None]:
-    """A context in which ``in_proj``, its adapters and ``conv1d`` have mcore-bridge's rows."""
+    """A context in which in_proj, its adapters and conv1d have rows in mcore-bridge's order."""
     layout = layer.dims.layout
     channels = row_order_by_key_head(layout, conv=True)
     moved = [(parameter, channels) for parameter in layer.conv1d.parameters()]
@@ -79,7 +79,7 @@ def in_order_of_bridge(layer: GatedDeltaNet) -> Iterator[None]:
 
 @cache
 def _reorder_in_the_bridge() -> None:
-    """Wrap the bridge's conversion, so that it sees our layers with rows in its own order."""
+    """Wrap the bridge's conversion, which then sees our layers' rows in the bridge's order."""
     if (found := version("mcore-bridge")) != TESTED:
         logger.warning(
             f"mcore-bridge {found}: megatron_gdn orders weights as mcore-bridge {TESTED} stores "

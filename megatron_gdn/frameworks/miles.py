@@ -1,4 +1,4 @@
-"""For ``--custom-megatron-init-path megatron_gdn.frameworks.miles.enable`` of miles and slime."""
+"""Serves ``--custom-megatron-init-path megatron_gdn.frameworks.miles.enable`` of miles, slime."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ _PLUGIN_MODULES = tuple(f"{name}_plugins.models.qwen3_" for name in ("miles", "s
 def enable(args: Any) -> None:
     """miles and slime call this function in each worker before a model is built.
 
-    A ``--spec`` that builds layers of miles or slime, not of Megatron, is a ValueError.
+    Raises a ValueError for a ``--spec`` that builds layers of miles or slime, not of Megatron.
     """
     spec = getattr(args, "spec", None) or ""
     module = spec if isinstance(spec, str) else spec[0]

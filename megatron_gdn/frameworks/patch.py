@@ -1,4 +1,4 @@
-"""Replaces ``__new__`` of Megatron's recurrent layers, so that a call of the class builds ours.
+"""Replaces ``__new__`` of Megatron's recurrent layers, so that calling a class builds our layer.
 
 ``__new__`` returns a layer of ours, and Python skips Megatron's ``__init__``. Assigning our class
 to Megatron's module would not reach specs and code that have already imported the class.
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _GDN = "megatron.core.ssm.gated_delta_net:GatedDeltaNet", "megatron_gdn:GatedDeltaNet"
 _GDN2 = "megatron.core.ssm.gated_delta_net:GatedDeltaNet2", "megatron_gdn:GatedDeltaNet2"
 _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
-# A subclass of Megatron's layer with another order of weights; `.mcore_bridge` builds our layer.
+# A subclass of Megatron's layer that orders weights otherwise; `.mcore_bridge` builds ours.
 _MCORE_BRIDGE_CLASS = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
 
 Options = bool | Mapping[str, Any]
@@ -65,7 +65,7 @@ def patch_megatron(
 
 
 def has_gdn2() -> bool:
-    """Whether the installed Megatron has Gated DeltaNet-2 (main has the class, 0.19 has not)."""
+    """Whether the installed Megatron has Gated DeltaNet-2 (main branch has it, 0.19 has not)."""
     return hasattr(resolve_name(_GDN2[0].partition(":")[0]), "GatedDeltaNet2")
 
 
@@ -78,6 +78,7 @@ class _PatchedClass:
         self.options = dict(options) if isinstance(options, Mapping) else {}
 
     def check(self) -> None:
+        """Raise if other code replaced ``__new__``, or if our class cannot take the arguments."""
         found = vars(self.theirs).get("__new__")
         if found is not None and inspect.unwrap(found).__module__ != __name__:
             raise RuntimeError(
@@ -105,7 +106,7 @@ class _PatchedClass:
                 wrong.append(f"{name} is not known")
             elif name in places and places.index(name) != place:
                 wrong.append(f"{name} has another place")
-            # The defaults None and 0 of a pipeline stage's offset mean the same.
+            # None and 0 mean the same as the default of a pipeline stage's layer offset.
             elif argument.default != our_argument.default and not (
                 {argument.default, our_argument.default} <= {None, 0, inspect.Parameter.empty}
             ):
@@ -138,6 +139,8 @@ class _PatchedClass:
 
 
 def _make_new(theirs: type, our_class: type | None, options: dict[str, Any]) -> Callable:
+    """A ``__new__`` of ``theirs`` that builds ``our_class`` with ``options`` (None: theirs)."""
+
     def __new__(cls, *args, **kwargs):
         built = bool(args or kwargs)  # copy and pickle call __new__ alone, then fill the layer
         if our_class is not None and built:

@@ -12,7 +12,7 @@ translated to the names of slime's layer, and slime's loader and converter handl
     out_norm.weight, out_proj.weight    linear_attn.norm.weight, linear_attn.out_proj.weight
 
 slime splits a tensor over tensor-parallel ranks by contiguous rows, while each of our ranks holds a
-part of every section. So slime gets a tensor with all rows of rank 0, then all rows of rank 1.
+part of every section. So slime gets a tensor with all rows of rank 0, then of rank 1, ...
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def get_qwen3_5_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
 
 
 def get_qwen3_next_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
-    """Make slime's block spec of Qwen3-Next; see :func:`get_qwen3_5_spec`."""
+    """Make slime's block spec of Qwen3-Next; errors are those of :func:`get_qwen3_5_spec`."""
     return _spec_with_our_layer("qwen3_next", args, config, vp_stage)
 
 
@@ -97,10 +97,11 @@ def register_our_names() -> None:
 
 
 def _wrap_loader(slime_loader: Callable) -> Callable:
-    """Wrap slime's loader: parameter's name -> whole tensor, with the rows of rank 0 first."""
+    """Wrap slime's loader, which returns a parameter's whole tensor, rank 0's rows first."""
 
     @wraps(slime_loader)
     def tensor(name: str, reader: Any, hf_config: Any) -> Tensor:
+        """Load the parameter ``name`` with ``reader``, slime's reader of the Hugging Face files."""
         prefix, entry = _translation(name, reader.path)
         if entry is None:
             return slime_loader(name, reader, hf_config)
@@ -111,7 +112,7 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
 
 
 def _wrap_converter(theirs: Callable) -> Callable:
-    """Wrap slime's converter: parameter gathered over the ranks -> Hugging Face tensors by name."""
+    """Wrap slime's converter, which turns a whole parameter into named Hugging Face tensors."""
 
     @wraps(theirs)
     def convert(args: Any, model_name: str, name: str, param: Tensor) -> list[tuple[str, Tensor]]:
@@ -119,7 +120,7 @@ def _wrap_converter(theirs: Callable) -> Callable:
         if entry is None:
             return theirs(args, model_name, name, param)
         whole = _join_shards(entry, param)
-        wide = torch.float32 if entry.shift else whole.dtype  # the cast below rounds once
+        wide = torch.float32 if entry.shift else whole.dtype  # rounded only by the cast below
         pieces = entry.to_hf(whole, [wide] * len(entry.sources))
         published = _published_dtypes(args.hf_checkpoint)
         return [
@@ -136,6 +137,7 @@ def _wrap_quantizer(theirs: Callable) -> Callable:
 
     @wraps(theirs)
     def quantize(args: Any, name: str, converted: list, *settings: Any, **more: Any) -> list:
+        """Quantise ``converted``, the Hugging Face (name, tensor) pairs of parameter ``name``."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
             return theirs(args, name, converted, *settings, **more)
@@ -149,14 +151,14 @@ def _wrap_quantizer(theirs: Callable) -> Callable:
 
 
 def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
-    """The prefix of ``name`` up to the layer, and the map if the parameter is of our layer."""
+    """``name`` up to the layer, and the parameter's map; None if not a parameter of our layer."""
     prefix, layer, rest = name.rpartition(_LAYER_PREFIX)
     return prefix + layer, _translations(str(folder)).get(rest) if layer else None
 
 
 @cache
 def _translations(folder: str) -> dict[str, TensorMap]:
-    """Our name of a parameter -> the map between our parameter and slime's parameters."""
+    """For each name of our parameters, the map between our parameter and slime's parameters."""
     model = read_hf_config(folder)
     norm = HFRef("input_layernorm.weight", (model.sizes.hidden_size,))
     maps = [
@@ -168,7 +170,7 @@ def _translations(folder: str) -> dict[str, TensorMap]:
 
 @cache
 def _published_dtypes(folder: str) -> dict[str, torch.dtype]:
-    """Name -> dtype of the folder's tensors, except 8-bit tensors, which slime quantises."""
+    """The dtypes of the folder's tensors by name, without 8-bit tensors, which slime quantises."""
     specs = SafetensorsFolder(folder).specs.items()
     return {name: spec.torch_dtype for name, spec in specs if spec.torch_dtype.itemsize > 1}
 

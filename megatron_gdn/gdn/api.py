@@ -103,7 +103,7 @@ def gated_delta_rule(
     return run_rule(rule, inputs, documents, **common)
 
 
-@uncompiled  # torch.compile does not trace run_rule, nor these checks
+@uncompiled  # torch.compile traces neither run_rule nor the checks of the inputs
 def torch_chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -164,7 +164,7 @@ def recurrent_gated_delta_rule(
     return o.to(value.dtype), final if output_final_state else None
 
 
-@uncompiled  # Dynamo's guards fail here, and the tables of plain rules are cached by value
+@uncompiled  # Dynamo's guards fail in run_rule, and plain rules' tables are cached by value
 def run_rule(
     rule: Rule,
     inputs: RuleInputs,
@@ -181,7 +181,7 @@ def run_rule(
         q, k = l2norm(q), l2norm(k)
     if scale is not None:
         q = q * (scale * k.shape[-1] ** 0.5)
-    # A rule counts non-empty documents. An empty document's final state is its initial one.
+    # A rule counts non-empty documents. An empty document keeps its initial state.
     filled, initial = None if documents is None else documents.filled, initial_state
     if filled is not None and initial is not None:
         # If no document has a token, the rule has one empty sequence and gets no initial state.
@@ -197,6 +197,7 @@ def run_rule(
 class _RunRule(torch.autograd.Function):
     @staticmethod
     def forward(ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial):
+        """The output and, if ``with_final``, final states; ``initial``: first states or None."""
         heads = (x if isinstance(rule, PlainRule) else x.contiguous() for x in (q, k, v))
         gates = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (g, beta))
         inputs = RuleInputs(*heads, *gates)
@@ -227,7 +228,7 @@ class _RunRule(torch.autograd.Function):
 
 
 def gradients_of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
-    """Apply ``factor`` to the gradients, and sum dq and dk over the value heads of a key head."""
+    """Multiply gradients by their ``factor``; sum dq and dk over the value heads of a key head."""
     dq, dk, dv, dg, dbeta, factor = grads
     if factor is not None:
         dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))

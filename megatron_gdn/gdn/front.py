@@ -25,6 +25,7 @@ from ..ops.rules.base import Rule
 def gdn_table(
     sizes: HeadSizes, normalise_qk: bool = True, allow_neg_eigval: bool = False
 ) -> FrontTable:
+    """The front table of a Gated DeltaNet; the options are those of :func:`gdn_parts`."""
     g = Gate("alpha", ("g",), decay, rated=True)
     beta = Gate("beta", ("beta",), strength, high=largest_beta(allow_neg_eigval))
     sections, scale = delta_sections(normalise_qk), sizes.key_dim**-0.5
@@ -45,21 +46,21 @@ def gdn_parts(
     recompute_qkv: bool = False,
     **others: Any,
 ) -> Parts:
-    """The :class:`Parts` of a Gated DeltaNet; ``others`` go to :func:`..ops.parts.parts_of`.
+    """The :class:`Parts` of a Gated DeltaNet; ``others`` are given to :func:`..ops.parts.parts_of`.
 
     Args:
         rows: ``[S, B, P]``.
         conv_weight, conv_bias: ``[C, 1, W]`` or ``[C, W]``; ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
-        layout: rows query | key | value | z | beta | alpha.
-        rule: from :func:`.rule.resolve_rule`.
+        layout: the sections of a row, query | key | value | z | beta | alpha.
+        rule: the delta rule that :func:`.rule.resolve_rule` chose.
         normalise_qk: scale q and k to unit length.
         allow_neg_eigval: write strengths in (0, 2) instead of (0, 1).
         recompute_qkv: compute q, k and v again in the backward instead of saving them. This saves
             ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
 
     Raises:
-        ValueError: as :func:`..ops.parts.parts_of`; fp16 operands without ``normalise_qk``.
+        ValueError: ``rule`` has fp16 operands but not ``normalise_qk``; or raised by ``parts_of``.
     """
     sizes = HeadSizes.of(layout)
     require_even_groups(sizes.key_heads, sizes.value_heads)
@@ -68,7 +69,7 @@ def gdn_parts(
             f"this rule takes q and k in {rule.operand_dtype}, but without unit length they may "
             f"overflow; pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
         )
-    again = ("q", "k", "v") if recompute_qkv else ("q",)  # q costs the least per byte
+    again = ("q", "k", "v") if recompute_qkv else ("q",)  # recomputing q costs the least
     return parts_of(
         gdn_table(sizes, normalise_qk, allow_neg_eigval), rows,
         (conv_weight, conv_bias, A_log, dt_bias),

@@ -7,14 +7,14 @@ Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keep
   state is a weighted mean of values v. Values beyond 65504 become inf.
 - Gradients may have any size. So d_o is multiplied by a power of two, chosen on the device for each
   key head. The rule's backward is linear in d_o, and the front multiplies the rule's gradients by
-  the inverse power in fp32 (:class:`..ops.delta_rule.base.RuleGrads`). Both products are exact.
+  the inverse power in fp32 (:class:`..ops.delta_rule.base.RuleGrads`). Both scalings are exact.
 
 The power brings the largest |d_o| of the key head's value heads below 1, which leaves room for
 sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient is at most T / sqrt(K)
-long, 2^13.5 for K = 128 and 2^17 tokens. Sums beyond fp16's range become inf and stay visible.
+long, 2^13.5 for K = 128 and 2^17 tokens. Sums beyond fp16's range become inf, which is visible.
 
 In state passing the power also brings the gradient of the final states below 2^5, because tokens of
-other ranks may have far larger gradients. Documents that continue each other share one power.
+other ranks may have far larger gradients. A rank's documents share one power per key head.
 """
 
 from __future__ import annotations
@@ -76,10 +76,12 @@ class HalfOperands(Rule):
         self.kept_to_run_again, self.run_again = rule.kept_to_run_again, rule.run_again
 
     def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
+        """A rule with fp16 operands whose inner rule is ``wrapper(self.rule)``."""
         return HalfOperands(wrapper(self.rule))
 
 
 def _kernels(x: Tensor) -> ModuleType:
+    """The module that scales ``x``: Triton kernels on a GPU, else (or for fp64) plain torch."""
     if not x.is_cuda or x.dtype == torch.float64:
         return half_torch
     from . import half_kernels
@@ -88,4 +90,5 @@ def _kernels(x: Tensor) -> ModuleType:
 
 
 def _as_state_factor(x_H: Tensor) -> Tensor:
+    """Reshape a factor per value head, ``[H]``, to multiply states ``[N, H, K, V]``."""
     return x_H.view(-1, 1, 1)

@@ -1,10 +1,10 @@
-"""Scales gradients to fp16 in two Triton launches: the first finds each key head's largest |x|.
+"""Scales gradients to fp16 in two Triton launches: find each key head's largest |x|, then scale.
 
 :mod:`.half_torch` is the plain-torch twin.
 
-Legend: G key heads; T rows: tokens of all batch rows, or rows of states, of which RUN adjacent rows
-belong to one key head; C columns of one key head in a row, with all its value heads; N tiles of
-rows.
+Legend: x the gradients; G key heads; T rows of x, which are tokens of all batch rows, or rows of
+states, of which RUN neighbours belong to one key head; C columns that a row has for one key head
+and its value heads; N tiles of rows.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..ops.kernels.launch import MOST_PLANS, Launch
 from ..ops.kernels.tiles import block_dim
 from .half_torch import BIAS, MANTISSA
 
-_TILES = 64  # at most; each program of the second launch reads the maxima of all tiles
-_ELEMENTS = 4096  # a program loads this many at a time
+_TILES = 64  # the most tiles; each program of the second launch reads the maxima of all tiles
+_ELEMENTS = 4096  # the number of elements that a program loads at a time
 
 
 @triton.jit
@@ -30,9 +30,9 @@ def _largest_kernel(
     G: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """grid (N, G): bits of the largest finite |x| in fp32 of one key head in ``tokens`` rows.
+    """Grid (N, G): store the fp32 bits of one key head's largest finite |x| in ``tokens`` rows.
 
-    As integers, inf is above every number and NaN above inf.
+    Compared as integers, the bits of inf are above those of numbers, and NaN is above inf.
     """
     INFINITY: tl.constexpr = 0x7F800000
     g = tl.program_id(1)
@@ -59,10 +59,11 @@ def _scale_kernel(
     G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """grid (tiles of ROWS tokens, G). The power's exponent is EXPONENT minus that of max |x|.
+    """Grid (tiles of ROWS tokens, G). A power's exponent is EXPONENT minus the one of max |x|.
 
-    With LOWER the exponent is at most the old one, and x is multiplied by the new power over the
-    old; the x of a head whose power does not change is not read.
+    ``up`` gets the power and ``down`` its inverse, for each of a key head's RATIO value heads. With
+    LOWER the exponent is at most that of ``old``, and x is multiplied by ``ratio``, the new power
+    over the old power; x is not read for a head whose power stays.
     """
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
@@ -94,7 +95,7 @@ def _scale_kernel(
 
 
 def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
-    """The bit pattern of the largest |x| of every tile and key head, ``[N, G]`` int32, and N."""
+    """fp32 bits of the largest |x| per tile and key head, ``[N, G]``, and N; C is ``columns``."""
     tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
     found = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
     launch(x, found)
@@ -103,7 +104,7 @@ def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[
 
 @lru_cache(maxsize=MOST_PLANS)
 def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int, Launch]:
-    """N, and the launch."""
+    """The number N of tiles, and the launch of `_largest_kernel` with C ``columns``."""
     block = block_dim(columns)
     rows = max(1, _ELEMENTS // block)
     tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
@@ -118,7 +119,7 @@ def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int
 def _scale_launch(
     T: int, tiles: int, log2_bound: int, key_heads: int, ratio: int, columns: int, lower: bool
 ) -> Launch:
-    """The launch. With ``lower`` most programs read nothing, so programs are fewer and larger."""
+    """The launch of `_scale_kernel`; with ``lower`` fewer programs, since most read nothing."""
     block = block_dim(columns)
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     return Launch(
@@ -131,7 +132,7 @@ def _scale_launch(
 def lower_powers(
     half: Tensor, powers: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Does what :func:`.half_torch.lower_powers` does."""
+    """Lower ``powers`` and change ``half`` in place, as :func:`.half_torch.lower_powers` does."""
     B, S, H, V = half.shape
     assert half.is_contiguous()
     ratio, K = H // key_heads, states.shape[2]
@@ -143,7 +144,7 @@ def lower_powers(
 
 
 def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Does what :func:`.half_torch.to_half` does, for any dtype but fp64."""
+    """Scale ``x`` to fp16 as :func:`.half_torch.to_half` does, for any dtype but fp64."""
     x = x.contiguous()
     B, S, H, V = x.shape
     ratio = H // key_heads

@@ -9,10 +9,10 @@ BIAS, MANTISSA = 127, 23  # of fp32: the exponent's bias, and the bits of the ma
 
 
 def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor, Tensor]:
-    """``x [B, S, H, V]`` times powers of two that bring |x| of every key head below ``2^largest``.
+    """Scale ``x [B, S, H, V]`` by powers of two, so that each key head's |x| < ``2^log2_bound``.
 
     Returns:
-        The product, rounded once to fp16; the power of every value head, ``[H]`` fp32; its inverse.
+        x times the powers, rounded once to fp16; each value head's power, ``[H]`` fp32; inverses.
     """
     exponent = power_exponent(x, key_heads, log2_bound, (0, 1, 3))
     up, down = (_power(e, x.shape[2]) for e in (exponent, 2 * BIAS - exponent))
@@ -31,13 +31,13 @@ def lower_powers(
         states: ``[N, H, K, V]`` fp32, which the caller multiplies by the new powers.
 
     Returns:
-        ``[H]`` fp32 each: the new powers over the old; the new powers; their inverses.
+        Three tensors ``[H]`` fp32: new powers over old powers; new powers; inverse new powers.
     """
     ceiling = power_exponent(states, key_heads, largest, (0, 2, 3))
     H = len(up)
     old = up.view(torch.int32)[:: H // key_heads] >> MANTISSA
     new = torch.minimum(old, ceiling)
-    # 0 makes the ratio 0, since every fp16 element would underflow.
+    # A change of 0 makes the ratio 0, because every fp16 element would underflow.
     change = (new - old + BIAS).clamp(min=0)
     ratio, up, down = (_power(e, H) for e in (change, new, 2 * BIAS - new))
     half.mul_(ratio[:, None])
@@ -45,12 +45,12 @@ def lower_powers(
 
 
 def power_exponent(x: Tensor, key_heads: int, log2_bound: int, dims: tuple[int, ...]) -> Tensor:
-    """Biased exponents ``[G]`` int32 of the powers of two that bring |x| below ``2^largest``.
+    """Biased exponents ``[G]`` int32 of powers of two that bring |x| below ``2^log2_bound``.
 
-    After scaling, the largest |x| of a key head lies in ``[2^(largest - 1), 2^largest)``, or near
-    the end of fp32's range below 2^2. inf and NaN count as zero, so that the gradients of other
-    documents keep their power. The powers lie in 2^-126 .. 2^126. ``dims`` are all dimensions of x
-    but that of the H value heads.
+    After scaling, the largest |x| of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``, or
+    below 2^2 if |x| was near the end of fp32's range. inf and NaN count as zero, so that other
+    documents' gradients keep their power. The powers lie in 2^-126 .. 2^126. ``dims`` are all
+    dimensions of x but that of the H value heads.
     """
     if x.numel() == 0:
         most_G = torch.zeros(key_heads, device=x.device)
@@ -63,6 +63,6 @@ def power_exponent(x: Tensor, key_heads: int, log2_bound: int, dims: tuple[int, 
 
 
 def _power(exponent: Tensor, value_heads: int) -> Tensor:
-    """``[G]`` biased exponents to ``[H]`` fp32 powers of two."""
+    """Turn biased exponents ``[G]`` into fp32 powers of two, repeated for value heads: ``[H]``."""
     power = (exponent << MANTISSA).view(torch.float32)
     return power.repeat_interleave(value_heads // len(exponent), output_size=value_heads)

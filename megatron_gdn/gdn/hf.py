@@ -26,7 +26,7 @@ _SEPARATE = {
     "q_proj": ("query",), "k_proj": ("key",), "v_proj": ("value",), "g_proj": ("z",),
     "b_proj": ("beta",), "a_proj": ("alpha",),
 }  # fmt: skip
-# For each storage, its tensors and the sections of the fused projection that each one has.
+# For each storage: its tensors, and the sections of the fused projection that a tensor holds.
 PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
     "interleaved": {
         "in_proj_qkvz": ("query", "key", "value", "z"), "in_proj_ba": ("beta", "alpha"),
@@ -65,7 +65,7 @@ def gdn_layer_maps(
     storage: Storage,
     zero_centered_gamma: bool = True,
 ) -> list[TensorMap]:
-    """The maps of every parameter of one layer except its input norm.
+    """The maps of one layer's parameters, without the input norm; ``storage`` as in `PROJECTIONS`.
 
     Args:
         prefix: start of Megatron's keys, such as ``decoder.layers.0.self_attention.``.
@@ -80,7 +80,7 @@ def gdn_layer_maps(
         f"{hf}{name}.weight": (sum(width[section] for section in sections), D)
         for name, sections in PROJECTIONS[storage].items()
     }
-    # In the other storages the concatenated tensors are the fused projection.
+    # In all storages but "interleaved", the concatenated tensors are the fused projection.
     rows = interleaved_rows(dims) if storage == "interleaved" else None
     taps, in_three = dims.conv_kernel_dim, storage == "separate"
     gain = {f"{hf}{norm}.weight": (dims.value_head_dim,)}

@@ -61,8 +61,8 @@ class GatedDeltaNet(UpstreamNames):
             ``DynamicInferenceContext`` does not count.
         cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
-            (plain torch, deterministic) or ``"auto"``, the first of these that supports the rows'
-            device and dtype; see :func:`megatron_gdn.gdn.rule.resolve_rule`.
+            (plain torch, deterministic) or ``"auto"``, the first of these three that supports the
+            device and dtype of the rows; see :func:`megatron_gdn.gdn.rule.resolve_rule`.
         rule_operands: ``"fp16"`` or ``"bf16"``, the dtype to which the GPU backends round between
             the products inside a chunk of a bf16 layer. fp16 is more exact, bf16 has the wider
             range, see :mod:`megatron_gdn.gdn.half`. Deterministic mode takes bf16.
@@ -72,11 +72,11 @@ class GatedDeltaNet(UpstreamNames):
             takes Megatron's setting, else zigzag, see :mod:`megatron_gdn.mixers.loader_layout`. A
             value that contradicts Megatron's setting is refused.
         linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
-            ``"chunkwise"`` (states travel, activations stay) or ``"auto"``, the cheaper for each
+            ``"chunkwise"`` (ranks send states, not activations) or ``"auto"``, the cheaper for each
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
-        cp_ranks_per_machine: how many successive ranks of the context-parallel group NVLink joins,
-            by which ``"auto"`` prices messages; the last machine may have fewer ranks. None
-            (default): the ranks exchange the names of their hosts once.
+        cp_ranks_per_machine: how many successive ranks of the context-parallel group NVLink joins;
+            ``"auto"`` estimates message costs from this number. The last machine may have fewer.
+            None (default): the ranks exchange the names of their hosts once.
         recompute: what the backward computes again instead of saving: ``"none"``, ``"light"``
             (query, key, value, and the normed output that out_proj reads) or ``"full"`` (also the
             output of the delta rule and the inverses of its chunks). Megatron's
@@ -160,6 +160,7 @@ class GatedDeltaNet(UpstreamNames):
         )  # fmt: skip
 
     def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
+        """Call :func:`.front.gdn_parts` with this layer's options."""
         return gdn_parts(
             rows,
             *parameters,

@@ -85,21 +85,21 @@ def resolve_rule(
     Args:
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or ``"auto"``, the first
             backend of this list that runs here; if it is not flash_qla, the log says why, once. A
-            name other than ``"auto"`` is never replaced by another.
+            backend that is asked for by name is never replaced by another backend.
         bits: with ``Bits.DETERMINISTIC`` results repeat bit for bit, from run to run and process to
             process, and a sequence's results do not depend on other sequences. ``"auto"`` takes
             flash_qla if this combination was tested for repeatability, else the reference. fla is
-            refused, since fla picks its kernels by timing. ``"flash_qla"`` runs untested with a
-            line in the log. ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
+            refused, since fla picks its kernels by timing. ``"flash_qla"`` runs even untested,
+            with a line in the log. ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
         operands: the dtype to which flash_qla and fla round operands of products in a bf16 layer:
             ``"fp16"``, or ``"bf16"`` with three bits less and more range (see :mod:`.half`). If
             fp16 would be more exact but cannot be used, ``reason`` says why.
         normalise_qk: whether q and k have unit length, which fp16 operands need.
 
     Raises:
-        ValueError: an unknown name, or a backend that these sizes, this dtype, this device or
+        ValueError: an unknown backend, or a backend that these sizes, this dtype, this device or
             ``bits`` rule out.
-        ImportError: the backend's package is missing, too old, or computes wrong results here.
+        ImportError: the backend's package is missing, too old, or is wrong on this machine.
     """
     if operands not in ("fp16", "bf16"):
         raise ValueError(
@@ -131,6 +131,7 @@ def resolve_rule(
 def _why_not_flash_qla(
     device: torch.device, dtype: torch.dtype, sizes: HeadSizes
 ) -> Obstacle | None:
+    """What keeps flash_qla from these head sizes on this device and in this dtype, or None."""
     obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
     heads = FlashQlaRule().why_not_heads(sizes.value_heads)
     return Obstacle(heads) if obstacle is None and heads is not None else obstacle
@@ -162,7 +163,7 @@ REPEATABLE: tuple[Repeatable, ...] = (
 def _repeatability_test(
     device: torch.device, dtype: torch.dtype, sizes: HeadSizes
 ) -> RepeatabilityTest:
-    """Whether ``REPEATABLE`` has an entry for this GPU, dtype, these heads and versions."""
+    """Whether ``REPEATABLE`` covers this GPU, dtype, ratio of heads and installed versions."""
     if device.type == "cuda":
         capability = torch.cuda.get_device_capability(device)
         ratio = sizes.value_heads // sizes.key_heads

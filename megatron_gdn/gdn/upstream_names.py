@@ -21,7 +21,7 @@ from .sizes import GDNDims
 
 
 class UpstreamNames(ConvModule, RecurrentMixer):
-    """A mixer with the names of ``megatron.core.ssm.gated_delta_net``."""
+    """A mixer with the attribute and method names of ``megatron.core.ssm.gated_delta_net``."""
 
     global_dims: GDNDims
     dims: GDNDims
@@ -29,7 +29,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
     allow_neg_eigval: bool
 
     def _name_sizes(self) -> None:
-        """Set the sizes under upstream's names; ``*_local_tp`` are those of this rank."""
+        """Set the sizes under megatron-core's names; ``*_local_tp`` are the sizes of this rank."""
         whole, local = self.global_dims, self.dims
         self.sp_size = self.tp_size if self.config.sequence_parallel else 1
         self.hidden_size, self.conv_kernel_dim = whole.hidden_size, whole.conv_kernel_dim
@@ -40,14 +40,14 @@ class UpstreamNames(ConvModule, RecurrentMixer):
         self.qk_dim_local_tp, self.v_dim_local_tp = local.qk_dim, local.v_dim
         self.conv_dim_local_tp = local.layout.conv_width
         self.num_v_heads_local_tp = local.num_value_heads
-        # The widths of qkv, z, beta and alpha inside a head exchange.
+        # The widths of qkv, z, beta and alpha on a rank after a head exchange.
         gate = self.v_dim_local_tp, local.num_value_heads, local.num_value_heads
         self.feat_dim_split = tuple(n // self.cp_size for n in (self.conv_dim_local_tp, *gate))
         self.in_proj_split_sections = local.layout.widths
 
     @property
     def act_fn(self) -> Callable[[Tensor], Tensor]:
-        """The activation of the convolution; ``output_gate_activation`` is that of the gate."""
+        """The activation of the convolution; the gate has ``output_gate_activation``."""
         return F.silu
 
     @property
@@ -55,12 +55,12 @@ class UpstreamNames(ConvModule, RecurrentMixer):
         return "silu"
 
     def _setup_variant_attrs(self) -> None:
-        """Set the sizes again: Megatron-Bridge calls this method after it has set other groups."""
+        """Set the sizes again: Megatron-Bridge calls this method after changing process groups."""
         self._name_sizes()
 
     @property
     def gated_delta_rule(self) -> Callable:
-        """The delta rule under upstream's name and signature."""
+        """The delta rule under megatron-core's name and signature."""
         if self.backend == "reference":
             return torch_chunk_gated_delta_rule
         return partial(gated_delta_rule, backend=self.backend)
@@ -75,8 +75,8 @@ class UpstreamNames(ConvModule, RecurrentMixer):
     ) -> tuple[Tensor, ...]:
         """Normalised q and k, repeated for every value head; v; ``gate`` and ``gates`` unchanged.
 
-        ``qkv`` is ``[B, S, C]``, with C columns of this tensor-parallel rank, or of one rank after
-        a head exchange.
+        ``qkv`` is ``[batch, seq_len, C]``, with C columns of this tensor-parallel rank, or of one
+        rank after a head exchange.
         """
         dims = self.dims.shard(self.dims.layout.conv_width // qkv.shape[-1])
         q, k, v = qkv.split(dims.layout.conv_widths, dim=-1)
@@ -90,14 +90,14 @@ class UpstreamNames(ConvModule, RecurrentMixer):
     def _prepare_qkv_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int
     ) -> tuple[Tensor, ...]:
-        """The method above, with its name and arguments in megatron-core before 0.19."""
+        """`_prepare_input_for_gated_delta_rule` as megatron-core before 0.19 names and calls it."""
         gate = gate.reshape(batch, seq_len, -1, self.value_head_dim)
         return self._prepare_input_for_gated_delta_rule(qkv, gate, batch, seq_len, beta, alpha)
 
     def _compute_g_and_beta(
         self, A_log_local_cp: Tensor, dt_bias_local_cp: Tensor, alpha: Tensor, beta: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Log-decay and write strength."""
+        """Log-decay and write strength; ``*_local_cp`` are the parameters of this rank's heads."""
         return decay_and_write_gates(
             alpha, beta, A_log_local_cp, dt_bias_local_cp, allow_neg_eigval=self.allow_neg_eigval
         )

@@ -23,6 +23,7 @@ GATES = ("g", "b", "w")
 
 @lru_cache(maxsize=64)
 def gdn2_table(layout: Layout, normalise_qk: bool = True) -> FrontTable:
+    """The front table of a Gated DeltaNet-2; ``normalise_qk`` as in :func:`gdn2_parts`."""
     sizes = HeadSizes.of(layout)
     g = Gate("f", ("g",), decay, rated=True, channels=True)
     b, w = (Gate(name, (name,), strength, channels=True) for name in ("b", "w"))
@@ -47,12 +48,12 @@ def gdn2_parts(
     Args:
         rows: ``[S, B, P]``.
         conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
-        A_log, dt_bias: ``[G]``, ``[G K]``, fp32.
-        layout: rows query | key | value | z | f | b | w.
+        A_log, dt_bias: ``[G]`` and ``[G K]``, both fp32.
+        layout: the sections of a row, query | key | value | z | f | b | w.
         normalise_qk: scale q and k to unit length.
         recompute_qkv: compute also q, k and v again in the backward instead of saving them.
-        others: see :func:`..ops.parts.parts_of`, which has the errors too. ``rule`` is from
-            :func:`.rule.choose_gdn2`.
+        others: keywords of :func:`..ops.parts.parts_of`, which lists the errors too; ``rule`` is
+            the result of :func:`.rule.choose_gdn2`.
     """
     again = GDN2Inputs._fields if recompute_qkv else GATES
     table, parameters = gdn2_table(layout, normalise_qk), (conv_weight, conv_bias, A_log, dt_bias)

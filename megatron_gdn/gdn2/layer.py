@@ -40,11 +40,11 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
 
     Args:
         submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
-        backend: implementation of the recurrence: ``"fla"`` (its kernels, on a GPU),
+        backend: implementation of the recurrence: ``"fla"`` (fla's kernels, on a GPU),
             ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
             `megatron_gdn.gdn2.rule`.
 
-    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`; the backward always computes
+    Other arguments are those of :class:`megatron_gdn.GatedDeltaNet`. The backward always computes
     the gates again. Give the arguments from ``backend`` on through ``ModuleSpec(params={...})``.
 
     Raises:

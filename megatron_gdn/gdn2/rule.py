@@ -23,7 +23,7 @@ from ..ops.rules.fla import SEQUENCES, choose_fla_or_plain
 
 
 class GDN2Inputs(NamedTuple):
-    """Inputs of the rule, or gradients; dq and dk may have H heads, see RuleGrads."""
+    """The rule's inputs, or their gradients, of which dq and dk may have H heads in place of G."""
 
     q: Tensor  # [B, S, G, K], unit length
     k: Tensor  # [B, S, G, K]
@@ -82,5 +82,5 @@ def _repeat_key_heads(inputs: GDN2Inputs) -> GDN2Inputs:
     )
 
 
-# ``"auto"`` takes fla if its kernels run here and no promise about bits is asked for.
+# ``"auto"`` takes fla if its kernels run here and the caller does not ask for repeatable bits.
 choose_gdn2 = partial(choose_fla_or_plain, "Gated DeltaNet-2", FlaGDN2, PlainGDN2)

@@ -3,7 +3,7 @@
 load_hf_weights, save_hf_weights                      a Megatron model of `build_model`
 layer_from_hf, layer_to_hf                            one layer, at any tensor-parallel size
 import_folder, export_folder                          Megatron's distributed checkpoints
-patch                                                 transformers' models, see `drop_in`
+patch                                                 runs this package inside transformers' models
 """
 
 from importlib import import_module

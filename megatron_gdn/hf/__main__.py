@@ -39,6 +39,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, dest="command", metavar=metavar)
 
     def add(name: str, about: str) -> Callable[..., Any]:
+        """Add the command ``name`` with the help ``about``; return its ``add_argument``."""
         return commands.add_parser(name, help=about).add_argument
 
     argument = add("import", "Hugging Face folder to a Megatron checkpoint")
@@ -65,6 +66,7 @@ def _parser() -> Parser:
 
 
 def _run(command: str, **given: Any) -> int:
+    """Run ``command`` with its arguments; return the exit code of :func:`main`."""
     if command == "flags":
         from .build import megatron_flags
         from .model_map import read_hf_config

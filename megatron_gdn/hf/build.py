@@ -43,12 +43,12 @@ def build_model(
             on a machine with a GPU, else fp32.
         max_sequence_length: tokens of the longest sequence.
         vocab_divisible_by: the vocabulary is padded to a multiple of this number times the
-            tensor-parallel size. Megatron's softmax counts padding; published sizes need none.
+            tensor-parallel size. Megatron's softmax counts padded rows; published sizes need none.
         layer_pattern: the hybrid pattern with ``|`` between pipeline stages; None: no cuts.
         vp_stage: which virtual pipeline stage to build.
         parallel_output: keep the logits cut over tensor-parallel ranks, as Megatron's loss needs.
         layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
-        spec: a spec of a HybridStack or a GPT block, used in place of this package's.
+        spec: a spec of a HybridStack or a GPT block, used in place of this package's spec.
         **changes: fields of ``TransformerConfig`` to override, such as ``sequence_parallel``.
 
     Returns:
@@ -136,7 +136,7 @@ def transformer_config(
     return TransformerConfig(**(settings | changes))
 
 
-# Settings whose flag does not have the setting's name.
+# TransformerConfig fields whose command-line flag has another name.
 _FLAGS = {
     "layernorm_epsilon": "norm_epsilon",
     "add_bias_linear": "disable_bias_linear",
@@ -147,8 +147,8 @@ _FLAGS = {
 def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> list[str]:
     """The flags of a Megatron launch that builds the model: sizes, norms, rotary, dropout 0.
 
-    The launch adds parallel sizes, data, tokenizer and optimizer. The launch also pads
-    the vocabulary; a checkpoint loads with any padding.
+    The list has no flags of parallel sizes, data, tokenizer and optimizer; add them. Megatron
+    pads the vocabulary; a checkpoint loads with any padding.
 
     Raises:
         NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers.
@@ -161,7 +161,7 @@ def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> lis
 
 
 def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") -> Namespace:
-    """The ``args`` of a Megatron run of the model, as far as they describe the model."""
+    """Megatron's ``args`` for a run of this model, only those that describe the model."""
     args = Namespace(
         num_layers=config.megatron_settings(model)["num_layers"],
         hybrid_layer_pattern=None,
@@ -186,7 +186,7 @@ def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, An
     spec = "gpt_block_spec"
     if model == "hybrid":
         spec = f"{'gdn_qk_norm_' if 'qk_layernorm' in settings else ''}hybrid_stack_spec"
-        del settings["num_layers"], settings["is_hybrid_model"]  # they follow from the pattern
+        del settings["num_layers"], settings["is_hybrid_model"]  # both follow from the pattern
         settings = {"hybrid_layer_pattern": config.hybrid_layer_pattern} | settings
     flags: dict[str, Any] = {"spec": f"megatron_gdn.specs {spec}"}
     for name, value in settings.items():

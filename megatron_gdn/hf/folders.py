@@ -1,8 +1,8 @@
 """Convert whole Hugging Face folders to Megatron distributed checkpoints, and back.
 
-Each function builds the model that a launch builds, with local modules on the CPU, and holds the
-whole model in memory in the dtypes of the file. An imported checkpoint has weights alone (a
-*release*); Megatron's ``--load`` takes it at any parallel sizes.
+Each function builds the model of a Megatron launch on the CPU, with local modules, and holds all
+weights in memory in the dtypes of the file. An imported checkpoint has weights alone (a
+*release*); Megatron's ``--load`` reads a release at any parallel sizes.
 
     latest_checkpointed_iteration.txt    "release", or the number of the newest iteration
     release/ or iter_0000160/            metadata.json and torch.distributed.checkpoint's files
@@ -27,9 +27,9 @@ from .model_map import Architecture, HFModelConfig, count_of_others, read_hf_con
 from .safetensors_files import new_folder, refuse_existing
 
 _TRACKER, _RELEASE, _FORMAT = "latest_checkpointed_iteration.txt", "release", "metadata.json"
-# How a model shards its state, as the metadata of Megatron's own saves says.
+# Metadata that Megatron's own saves have too: it says how a model shards its state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-# Keys of a model's tensors start with one of these; other tensors are optimizer states.
+# Keys of a model's tensors start with one of these words; other keys are optimizer states.
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 # Modules that have an ``_extra_state`` in Transformer Engine; local modules have none.
 _STATEFUL_IN_TE = (
@@ -73,7 +73,7 @@ def import_folder(source: str | Path, target: str | Path, model: Architecture = 
 def export_folder(
     source: str | Path, target: str | Path, like: str | Path, fp32_gates: bool = False
 ) -> None:
-    """Write a checkpoint as files like those of ``like``: each has the same keys and dtypes.
+    """Write a checkpoint as Hugging Face files with the names, keys and dtypes of ``like``.
 
     Args:
         source: a folder of checkpoints, of which the newest is read, or the folder of one
@@ -136,7 +136,7 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     with _errors_begin_with(damaged):
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
         common = dist_checkpointing.load_common_state_dict(folder)
-    args = common.get("args")  # the run's arguments; norms are zero-centred if absent
+    args = common.get("args")  # of the run; without them norms count as zero-centred
     # Older versions of Megatron named the attribute after the flag.
     centred = getattr(args, "apply_layernorm_1p", True)
     centred = getattr(args, "layernorm_zero_centered_gamma", centred)
@@ -162,7 +162,7 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
 
 @contextmanager
 def _errors_begin_with(words: str) -> Iterator[None]:
-    """Turn an error of torch or Megatron into a ValueError of one line."""
+    """Turn an error of torch or Megatron into a ValueError of one line, ``words: cause``."""
     try:
         yield
     except (Exception, CheckpointException) as error:
@@ -176,7 +176,7 @@ def _errors_begin_with(words: str) -> Iterator[None]:
 def _refuse_another_model(
     stored: dict[str, Any], wanted: dict[str, Any], folder: Path, like: str | Path
 ) -> None:
-    """Refuse a checkpoint whose keys or shapes differ; an export would lose its weights."""
+    """Refuse a checkpoint whose tensors ``stored`` differ in key or shape from ``wanted``."""
     held = {key for key in stored if key.startswith(_MODEL_PREFIXES)}
     missing, unknown = wanted.keys() - held, held - wanted.keys()
     if adapters := sorted(key for key in unknown if ".adapter." in key):

@@ -24,7 +24,7 @@ _MAPS: dict[type, Any] = {
 def layer_from_hf(
     hf_state: Mapping[str, Tensor], dims: Any, tp_size: int = 1, **stored: Any
 ) -> list[dict[str, Tensor]]:
-    """Convert a Hugging Face module's state dict to a layer's, one dict for each rank.
+    """Convert a Hugging Face module's state dict to a Megatron layer's, one dict for each rank.
 
     Args:
         hf_state: the tensors of one Gated DeltaNet, Kimi Delta Attention or Mamba2 mixer (of Mamba2
@@ -37,8 +37,8 @@ def layer_from_hf(
             in the Megatron config (default True; Mamba2 has none).
 
     Returns:
-        Megatron parameter names to tensors: ``A_log``, ``dt_bias`` and ``D`` fp32, a shifted
-        ``out_norm.weight`` fp32, all others in the file's dtype.
+        Megatron parameter names to tensors: ``A_log``, ``dt_bias``, ``D`` and a zero-centred
+        ``out_norm.weight`` are fp32, all other tensors have the dtype of ``hf_state``.
 
     Raises:
         ValueError: a tensor is missing, unknown (such as a bias of a projection) or of the wrong
@@ -83,8 +83,8 @@ def layer_to_hf(
         ranks: one Megatron state dict for each tensor-parallel rank.
         dims, stored: as for `layer_from_hf`.
         dtypes: the dtype of each Hugging Face tensor; default the original's, else Megatron's.
-        originals: Hugging Face tensors as imported (see `TensorMap.to_hf`). Only the weight of a
-            Only the weight of a shifted norm needs its original to keep its bits.
+        originals: the imported Hugging Face tensors (see `TensorMap.to_hf`). Only the weight of a
+            zero-centred norm needs its original to keep its bits.
     """
     state: dict[str, Tensor] = {}
     for entry in _maps_of(dims, stored):
@@ -95,6 +95,7 @@ def layer_to_hf(
 
 
 def _maps_of(dims: Any, stored: dict[str, Any]) -> list[TensorMap]:
+    """The maps of a layer with the sizes ``dims``, whose files have the form ``stored``."""
     if type(dims) not in _MAPS:
         raise TypeError(
             f"dims is a {type(dims).__name__}; give the sizes of a layer with published weights: "

@@ -46,7 +46,7 @@ _PUBLISHED_OPTIONS = {
 
 
 def _place(of: str) -> tuple[int, int]:
-    """This rank's number in one of Megatron's parallel groups, and the size of the group."""
+    """This rank's number in Megatron's parallel group ``of`` (such as tensor_model), its size."""
     state: Any = parallel_state  # Megatron annotates some of these functions wrongly
     rank, size = (getattr(state, f"get_{of}_parallel_{what}") for what in ("rank", "world_size"))
     return rank(), size()
@@ -66,8 +66,8 @@ def load_hf_weights(model: nn.Module, folder: str | Path, *, keep_dtypes: bool =
         ValueError: before any parameter is changed, if the files do not fill a parameter, if a
             weight has an illegal dtype (see `TensorMap.check_dtype`), or if the model has no place
             for a weight (checked with one pipeline stage and one expert rank, where every weight
-            must have a place). A weight with NaN or inf raises when it is read; the model is
-            partly filled by then.
+            must have a place). If a weight has NaN or inf, the error comes when the weight is
+            read; earlier weights are then in the model.
     """
     weights, config = SafetensorsFolder(folder), read_hf_config(folder)
     plan, params = _plan_model(model, config, weights)
@@ -107,14 +107,14 @@ def save_hf_weights(
     shards, one tensor at a time, and its rank 0 writes files; other replicas return at once.
     Keys that a Megatron text model does not have (``mtp.``, ``model.visual.``) and files that are
     not weights are copied from ``like``. Low-rank adapters of Megatron-Bridge are merged into the
-    weights, W + (alpha / dim) B A; the model itself keeps them apart.
+    weights, W + (alpha / dim) B A; the model itself stays unmerged.
 
     Args:
         model: as for `load_hf_weights`.
         folder: a new folder, which appears only when it is complete.
         like: the Hugging Face folder the model came from.
         fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. By default
-            they get the dtype in ``like``, and a warning names tensors that lost bits.
+            both get the dtype in ``like``, and a warning names tensors that lost bits.
 
     Raises:
         NotImplementedError: pipeline or expert parallelism, or an adapter that cannot be merged.
@@ -150,7 +150,7 @@ def save_hf_weights(
 
 
 class _Export:
-    """The tensors of a save; `read` computes one, in a collective of the tensor-parallel ranks.
+    """Computes the tensors of a save; all tensor-parallel ranks call `read` for the same tensor.
 
     ``rounded`` holds the keys of gates that lost bits.
     """
@@ -165,11 +165,11 @@ class _Export:
             for one in entry.sources:
                 self._maps_of.setdefault(one.key, []).append((entry, one))
         self._maps_of |= {key: self._maps_of[same_as] for key, same_as in plan.aliases.items()}
-        # A file has the tensors of a fused projection close together: four projections are cached.
+        # A file has the tensors of a fused projection close together, so a cache of four suffices.
         self._cached_pieces = lru_cache(maxsize=4)(self._pieces)
 
     def read(self, key: str) -> Tensor:
-        """Compute the tensor ``key`` in its export dtype; packed experts are joined again."""
+        """Compute the tensor ``key`` in its export dtype; experts are packed as in the file."""
         if key not in self._maps_of:
             return self._source.read(key)
         parts = self._maps_of[key]
@@ -183,13 +183,15 @@ class _Export:
         return packed
 
     def _dtype_of(self, key: str) -> torch.dtype:
+        """The dtype in which the tensor ``key`` is written."""
         widened = self._fp32_gates and is_gated_delta_net_fp32_param_key(key)
         return torch.float32 if widened else self._source.specs[key].torch_dtype
 
     def _pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
+        """The Hugging Face tensors of one map, in the dtypes in which they are written."""
         full = entry.unshard(self._gather_shards(entry))
         dtypes = {source.key: self._dtype_of(source.key) for source in entry.sources}
-        # Megatron may store a norm gain minus 1; if rounded, it does not give the file's bits back.
+        # Megatron may store a norm gain minus 1, whose rounding would lose bits of the file's gain.
         gains = [key for key in dtypes if key.endswith("norm.weight")]
         pieces = entry.exported(full, dtypes, {key: self._source.read(key) for key in gains})
         if entry.fp32 and not torch.equal(entry.to_megatron([*pieces.values()]).to(full), full):
@@ -201,7 +203,7 @@ class _Export:
         """Gather the map's Megatron shards of all tensor-parallel ranks, in rank order."""
         parameter = next(self._params[name] for name in entry.names if name in self._params)
         wrapper = self._wrappers.get(parameter)
-        # Merging an adapter is a collective.
+        # Reading the merged weight is a collective of the tensor-parallel ranks.
         weight = parameter if wrapper is None else cast(Tensor, wrapper.weight)
         shard = dequantised(weight.detach())
         _, size = _place("tensor_model")
@@ -214,7 +216,7 @@ class _Export:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside its wrappers; Megatron's own function does not know all of them."""
+    """The model inside its wrappers, of which Megatron's own function does not know all."""
     while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model
@@ -223,7 +225,7 @@ def _unwrapped(model: Any) -> Any:
 def _plan_model(
     model: nn.Module, config: HFModelConfig, files: SafetensorsFolder
 ) -> tuple[TensorPlan, dict[str, nn.Parameter]]:
-    """The plan for ``model``, and its parameters by their global names."""
+    """The plan to fill ``model`` from ``files``, and the model's parameters by global names."""
     bare = _unwrapped(model)
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
     plan = plan_of(config, files.specs, kind, bare.config.layernorm_zero_centered_gamma)
@@ -261,7 +263,7 @@ def _global_parameters(model: Any) -> dict[str, nn.Parameter]:
 
 
 def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
-    """Check the dtype of every imported tensor, and that each alias equals its tensor."""
+    """Check every imported tensor's dtype, and that an alias equals the tensor it repeats."""
     for key, same_as in plan.aliases.items():
         if folder.specs[key] != folder.specs[same_as] or not torch.equal(
             folder.read(key), folder.read(same_as)
@@ -279,7 +281,7 @@ def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
 def _match_parameters(
     plan: TensorPlan, params: dict[str, nn.Parameter], config: HFModelConfig
 ) -> list[tuple[TensorMap, list[str]]]:
-    """Pair each map with the parameters that it fills; check shapes on meta tensors."""
+    """Pair each map with the names in ``params`` that it fills; check shapes on meta tensors."""
     targets, unplaced = [], []
     for entry in plan.maps:
         here = [name for name in entry.names if name in params]
@@ -337,7 +339,7 @@ def _copy_into(param: nn.Parameter, piece: Tensor) -> bool:
 
 
 def _adapter_wrappers(model: nn.Module) -> dict[nn.Parameter, nn.Module]:
-    """A wrapped linear's weight -> its wrapper, whose ``weight`` has the adapter merged."""
+    """Map each wrapped linear's weight to its wrapper, whose ``weight`` is the merged weight."""
     wrappers: dict[nn.Parameter, nn.Module] = {}
     for name, module in model.named_modules():
         if _is_adapter_wrapper(module):

@@ -1,6 +1,6 @@
-"""Flatten a model's ``config.json`` into one record, and list the maps of its tensors.
+"""Flatten a model's ``config.json`` into one record, and list the maps of the model's tensors.
 
-A GPTModel has one layer for each layer of the config, a HybridModel two (mixer, then MLP).
+A GPTModel has one layer for each layer of the config, a HybridModel has two (mixer, then MLP).
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ Architecture = Literal["hybrid", "gpt"]
 
 _EMBEDDING = "embed_tokens.weight"
 _LM_HEAD = "lm_head.weight"
-# Weights of multi-token prediction and vision: an export copies them, no import loads them.
+# Weights of multi-token prediction and vision, which an export copies and no import loads.
 _PASSTHROUGH = ("mtp.", "model.visual.", "visual.")
-_NEMOTRON = "NemotronHForCausalLM"  # a Mamba2 model; it is built, its weights are not mapped
+_NEMOTRON = "NemotronHForCausalLM"  # a Mamba2 model that can be built but not filled from files
 
 # For each kind of layer, fields of a TransformerConfig -> fields of config.json. "" is any kind.
 _SIZES = {
@@ -45,7 +45,7 @@ _SIZES = {
         "mamba_num_groups": "n_groups",
     },
     "E": {
-        "ffn_hidden_size": "moe_intermediate_size",  # for Megatron's checks; MLPs replace it
+        "ffn_hidden_size": "moe_intermediate_size",  # for Megatron's checks; dense MLPs replace it
         "num_moe_experts": "num_experts",
         "moe_ffn_hidden_size": "moe_intermediate_size",
         "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
@@ -64,7 +64,7 @@ _LEGAL: dict[str, tuple[Any, ...]] = {
     "attention_bias": (False,),
     "hidden_act": ("silu",),
     "output_gate_type": ("silu", "swish"),
-    "attn_output_gate": (True,),  # q_proj has the gate
+    "attn_output_gate": (True,),  # q_proj also computes the output gate
     "rope_type": ("default",),
     "norm_topk_prob": (True,),
 }
@@ -200,14 +200,14 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
 
 
 class _Fields(dict[str, Any]):
-    """The fields of a ``config.json``; a missing one is named."""
+    """The fields of a ``config.json``; reading a missing field raises an error with its name."""
 
     def __missing__(self, name: str) -> Any:
         raise ValueError(f"config.json of a {self['architecture']} has no {name!r}.")
 
 
 def _layer_pattern(given: _Fields) -> str:
-    """For each layer the symbol of its mixer and of its MLP."""
+    """The symbols of all layers, for each layer that of its mixer and that of its MLP."""
     count = given["num_hidden_layers"]
     types = given.get("layer_types")
     if types is None:
@@ -232,11 +232,11 @@ class TensorPlan(NamedTuple):
 
     maps: list[TensorMap]
     passthrough: list[str]  # keys that an export copies unchanged
-    aliases: dict[str, str]  # keys that repeat another's tensor (a tied model's output layer)
+    aliases: dict[str, str]  # key -> key of the equal tensor (a tied model's output layer)
 
 
 def count_of_others(names: list[str]) -> str:
-    """The words that follow the first of ``names`` in a message: the number of other names."""
+    """The end of a message that shows only the first of ``names``: how many more there are."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
@@ -292,7 +292,7 @@ def model_maps(
 
 
 def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMap]:
-    """Reorder rows ``[q | gate]`` per head to ``[q | gate | k | v]`` per query group."""
+    """Maps of attention; rows ``[q | gate]`` per head become ``[q | gate | k | v]`` per group."""
     sizes = config.sizes
     hidden, heads, groups = sizes.hidden_size, sizes.num_attention_heads, sizes.num_query_groups
     q, k = heads * sizes.kv_channels, groups * sizes.kv_channels
@@ -306,12 +306,14 @@ def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMa
 
 
 def _mlp_maps(p: str, hf: str, hidden: int, ffn: int) -> Iterator[TensorMap]:
+    """The maps of an MLP from ``hidden`` to ``ffn`` columns; ``p``, ``hf`` are key prefixes."""
     up = {f"{hf}{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
     yield tensor_map(f"{p}linear_fc1.weight", up, 0, sections=(ffn, ffn))
     yield tensor_map(f"{p}linear_fc2.weight", {f"{hf}down_proj.weight": (hidden, ffn)}, 1)
 
 
 def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> Iterator[TensorMap]:
+    """The maps of a router, its experts and the shared expert; ``keys`` are the files'."""
     sizes = config.sizes
     hidden, ffn, experts = sizes.hidden_size, sizes.moe_ffn_hidden_size, sizes.num_moe_experts
     yield tensor_map(f"{p}router.weight", {f"{hf}gate.weight": (experts, hidden)})
@@ -336,7 +338,7 @@ def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> 
 def plan_of(
     config: HFModelConfig, specs: Mapping[str, TensorSpec], model: Architecture, centred: bool
 ) -> TensorPlan:
-    """Assign every tensor of the files to a map, to passthrough or to an alias, or refuse it.
+    """Assign every tensor of ``specs`` to a map, to passthrough or to an alias, or refuse it.
 
     ``centred`` is the Megatron model's ``layernorm_zero_centered_gamma``.
     """

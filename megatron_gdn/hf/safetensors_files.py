@@ -84,7 +84,7 @@ class SafetensorsFolder:
                 yield relative
 
     def _read_index(self) -> dict[str, str] | None:
-        """Map tensor keys to file names as the index does; None if there is no index."""
+        """The index's table of tensor keys and file names; None if the folder has no index."""
         path = self.folder / INDEX_NAME
         if not path.is_file():
             if (self.folder / SINGLE_NAME).is_file():
@@ -101,7 +101,7 @@ class SafetensorsFolder:
             ) from error
 
     def _require_index_matches(self, index: dict[str, str], stored: list[tuple[str, str]]) -> None:
-        """Refuse an index that contradicts the files: one of them may hold an old tensor."""
+        """Refuse an index that contradicts the files: a file may hold an old tensor."""
         if wrong := set(stored) ^ set(index.items()):
             key = min(wrong)[0]
             found = [name for one, name in stored if one == key]
@@ -137,7 +137,7 @@ class SafetensorsFolder:
 
 
 def progress_bar[Item](items: Collection[Item], label: str) -> Iterable[Item]:
-    """Give ``items``; rank 0 shows a progress bar if stderr is a terminal and tqdm is installed."""
+    """Give ``items``; rank 0 shows a bar named ``label`` if a terminal and tqdm exist."""
     if not sys.stderr.isatty() or (dist.is_initialized() and dist.get_rank()):
         return items
     try:
@@ -174,7 +174,7 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 def write_folder(
     target: str | Path, like: SafetensorsFolder, read: Callable[[str], Tensor]
 ) -> None:
-    """Write the weight files of ``like`` with tensors ``read(key)``; copy its other files."""
+    """Write the weight files of ``like`` with tensors ``read(key)``; copy all other files."""
     from safetensors.torch import save_file
 
     with new_folder(target) as folder:
@@ -210,7 +210,7 @@ class Difference(NamedTuple):
 
 
 def compare_folders(left: str | Path, right: str | Path) -> Iterator[Difference]:
-    """Yield the tensors whose key, dtype, shape or bits differ between two Hugging Face folders."""
+    """Yield the tensors whose key, dtype, shape or bits differ between folders left and right."""
     one, other = SafetensorsFolder(left), SafetensorsFolder(right)
     for key in progress_bar(one.specs, "compare"):
         if key not in other.specs:

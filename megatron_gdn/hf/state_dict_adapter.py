@@ -2,7 +2,7 @@
 
 ``A_log`` and ``dt_bias`` stay fp32 even if a file has another dtype: rounding them changes the
 decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``, and the recurrence compounds the change. Some
-models keep the two in a child module, the *holder* ``_fp32_params``; keys in files never name it.
+models keep both in a child module, the *holder* ``_fp32_params``; keys in files never name it.
 
 Names and signatures are those of nemo_automodel's gated_delta_net_fp32. Unlike in nemo_automodel, a
 parameter name must be the key's whole last component (``my_A_log`` is not ``A_log``).
@@ -50,7 +50,7 @@ def to_file_state(
 def from_file_state(
     state_dict: Mapping[str, object], route_linear_attn_fp32_params: bool = True
 ) -> dict[str, object]:
-    """A file's state under a model's keys: gate parameters in fp32, by default in the holder."""
+    """A file's state with fp32 gates, by ``route_linear_attn_fp32_params`` under holder keys."""
     return {
         route_fp32_holder_key(key) if route_linear_attn_fp32_params else key: (
             upcast_gated_delta_net_fp32_state_tensor(key, tensor)
@@ -64,7 +64,7 @@ def loaded_dtype(
 ) -> tuple[torch.dtype, torch.dtype]:
     """``(storage, compute)`` dtype of a parameter loaded from a file.
 
-    Storage is ``promote_types(file dtype, requested)``, compute is the file's dtype. A gate
+    Storage is ``promote_types(file_dtype, requested_dtype)``, compute is ``file_dtype``. A gate
     parameter of a model with fp32 gates counts as fp32 in the file. An integer tensor is not cast.
     """
     if not file_dtype.is_floating_point:
@@ -78,7 +78,7 @@ def loaded_dtype(
 def restore_loaded_dtypes(
     hf_config: object, state_dict: Mapping[str, Tensor], file_dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """Cast tensors from requested to storage dtypes; set ``_hf_compute_dtype`` on each."""
+    """Cast tensors to the storage dtypes for ``file_dtypes``; set each ``_hf_compute_dtype``."""
     restored = {}
     for key, tensor in state_dict.items():
         storage, compute = loaded_dtype(hf_config, key, file_dtypes[key], tensor.dtype)
@@ -96,18 +96,18 @@ def has_gated_delta_net_fp32_checkpoint_contract(hf_config: object) -> bool:
 def is_gated_delta_net_fp32_param_key(
     key: str, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES
 ) -> bool:
-    """Whether ``key`` names an fp32 parameter of a layer, in its holder or bare."""
+    """Whether ``key`` is one of ``param_names`` of a linear attention, in its holder or bare."""
     return _LAYER in key and key.rpartition(".")[2] in param_names
 
 
 def route_fp32_holder_key(key: str, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES) -> str:
-    """``...linear_attn.A_log`` to ``...linear_attn._fp32_params.A_log``; other keys unchanged."""
+    """Rename ``...linear_attn.A_log`` to ``...linear_attn._fp32_params.A_log``; keep other keys."""
     layer, found, name = key.rpartition(_LAYER)
     return f"{layer}{found}{HOLDER_NAME}.{name}" if found and name in param_names else key
 
 
 def strip_fp32_holder_key(key: str) -> str:
-    """``...linear_attn._fp32_params.X`` to ``...linear_attn.X``; other keys unchanged."""
+    """Rename ``...linear_attn._fp32_params.X`` to ``...linear_attn.X``; keep other keys."""
     return _FP32_HOLDER_KEY_RE.sub(r"\1.", key)
 
 

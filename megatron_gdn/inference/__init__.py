@@ -1,4 +1,4 @@
-"""Generation: a sequence continues from the history and the state of its earlier tokens.
+"""Generation: a sequence continues from the conv history and the state of its earlier tokens.
 
     Memory                   histories and states of sequences, in any buffers
     prefill, decode          run projection rows from the memory and update the memory in place

@@ -18,26 +18,26 @@ from torch import Tensor, nn
 
 from ..mixers.attention import TorchAttention
 
-# Sequence parallelism and FP8 cannot run single tokens; these values switch both off.
+# Sequence parallelism and FP8 cannot run single tokens; these values switch the two off.
 _OFF_IN_MODULES = {
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
     "reduce_scatter_embeddings": False,
-    "te_quant_params": None,  # from a quantization recipe
+    "te_quant_params": None,  # set by a quantization recipe
 }
 _OFF_IN_CONFIGS = {"sequence_parallel": False, "fp8": None}
 
 
 def greedy(logits: Tensor) -> Tensor:
-    """The most likely token of each row of ``[B, V]``."""
+    """The most likely token of each row of ``logits [B, V]``."""
     return logits.argmax(-1)
 
 
 def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceContext:
     """Make a context for ``rows`` sequences of up to ``tokens`` tokens, prompt included.
 
-    Every context-parallel rank runs whole sequences. A model with pipeline stages is a
-    NotImplementedError, and so is another package's attention under context parallelism.
+    Every context-parallel rank runs whole sequences. A model with pipeline stages raises
+    NotImplementedError, as does another package's attention under context parallelism.
     """
     config = unwrap_model([model])[0].config
     if config.pipeline_model_parallel_size > 1:
@@ -99,7 +99,7 @@ def generate(
         prompt: int64 ``[B, S]`` with S >= 1, the same on every rank.
         count: number of tokens to append.
         pick: maps fp32 logits ``[B, V]`` to tokens ``[B]``, the same tokens on every rank.
-        stop: generation ends when each row has this token after its prompt.
+        stop: a token id; generation ends when each row has this token after its prompt.
         chunk: number of tokens to prefill at a time, which bounds memory; None: the whole prompt.
 
     Returns:

@@ -5,8 +5,8 @@
     states                            fp32, ``[N, H, V, K]``, transposed at each call
 
 The kernels cut a sequence into pieces. Each piece starts from a zero state, and so many tokens
-early that the decay leaves at most 2^-20 of the state that it drops, for keys of length 1 and beta
-up to 1. With slow gates a piece starts at the sequence's start.
+early that at most 2^-20 of the missing state would be left after them, for keys of length 1 and
+beta up to 1. If the state decays slowly, a piece starts at the sequence's start.
 
 cuDNN builds and keeps a graph for each number of tokens and of sequences. In version 1.32.0 a graph
 keeps a buffer for every state that a call leaves out, so each call passes all states.
@@ -43,7 +43,7 @@ def why_not_cudnn(
     value_dim: int | None,
     lower_bound: float | None,
 ) -> Obstacle | None:
-    """Why cuDNN's kernels cannot train these heads here, and the fix; None when they can."""
+    """Why cuDNN's kernels cannot train heads of these sizes, and the fix; None if they can."""
     if device.type != "cuda":
         return Obstacle(f"cuDNN runs on a GPU, not on {device}")
     if dtype != torch.bfloat16:
@@ -80,7 +80,7 @@ def _cudnn_functions() -> Any:
 
 
 class _CudnnArguments:
-    """cuDNN's arguments: the inputs as ``[T, H, ...]``, and the offsets of sequences."""
+    """The arguments of cuDNN's calls: inputs ``[T, H, ...]`` and the sequences' offsets."""
 
     def __init__(self, inputs: RuleInputs, documents: Documents | None) -> None:
         if documents is not None and not documents.known:
@@ -103,7 +103,7 @@ class _CudnnArguments:
         self.tokens = tuple(x[0].contiguous() for x in in_one_row(inputs))
 
     def states(self, rows: Tensor | None = None) -> Tensor:
-        """Transpose states ``[.., K, V]`` of all sequences and heads; None means zeros."""
+        """States ``[..., K, V]`` transposed, for all sequences and heads; None means zeros."""
         shape = len(self.offsets) - 1, self.heads, HEAD_DIM, HEAD_DIM
         if rows is None:
             return self.tokens[3].new_zeros(shape)
@@ -111,6 +111,8 @@ class _CudnnArguments:
 
 
 class CudnnForward(RuleForward):
+    """The forward of :class:`CudnnKDA` for one micro-batch."""
+
     def __init__(self, rule: Rule, inputs: RuleInputs, documents: Documents | None) -> None:
         self._call = _CudnnArguments(inputs, documents)
 
@@ -125,7 +127,7 @@ class CudnnForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """A run from zero gives ``local``; a run from I with v = 0 gives ``through``."""
+        """A run from state 0 gives ``local``; one from the unit matrix, v = 0, ``through``."""
         v, states = self._call.tokens[2], self._call.states
         _, local = self._run(v, states())
         _, through = self._run(torch.zeros_like(v), states(torch.eye(HEAD_DIM, device=v.device)))
@@ -140,6 +142,8 @@ class CudnnForward(RuleForward):
 
 
 class CudnnBackward(RuleBackward):
+    """The backward of :class:`CudnnKDA` for one micro-batch."""
+
     def __init__(
         self, rule: Rule, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> None:
@@ -155,7 +159,7 @@ class CudnnBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        return self._run(None, None)[5].mT.contiguous()  # initial states do not change this
+        return self._run(None, None)[5].mT.contiguous()  # equal for all initial states
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
@@ -164,7 +168,7 @@ class CudnnBackward(RuleBackward):
 
 
 class CudnnKDA(Rule):
-    """cuDNN's KDA: ``backend="cudnn"``, which ``"auto"`` never takes."""
+    """The rule ``backend="cudnn"``: KDA by cuDNN's kernels; ``"auto"`` never takes it."""
 
     name = "cudnn"
     reads_again = frozenset(RuleInputs._fields)

@@ -23,6 +23,7 @@ from ..ops.rules.base import Rule
 
 @lru_cache(maxsize=64)
 def kda_table(layout: Layout, lower_bound: float | None = None) -> FrontTable:
+    """The front table for rows of this layout; ``lower_bound`` is that of the log-decay."""
     sizes, g = HeadSizes.of(layout), Gate("f", ("g",), decay, rated=True, channels=True)
     if lower_bound is not None:
         g = g._replace(function=bounded_decay, low=lower_bound)
@@ -42,16 +43,16 @@ def kda_parts(
     lower_bound: float | None = None,
     **others: Any,
 ) -> Parts:
-    """The :class:`Parts` of Kimi Delta Attention, whose backward computes g again.
+    """The :class:`Parts` of Kimi Delta Attention; the backward computes g again.
 
     Args:
         rows: ``[S, B, P]``.
-        conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
-        A_log, dt_bias: ``[H]``, ``[H K]``, fp32.
-        layout: rows query | key | value | f | z | beta.
+        conv_weight, conv_bias: ``[C, 1, W]``, and ``[C]`` or None.
+        A_log, dt_bias: fp32 ``[H]`` and ``[H K]``.
+        layout: columns of a row: query | key | value | f | z | beta.
         rule: from :func:`.rule.choose_kda`.
-        lower_bound: of the log-decay, below 0; None: no bound.
-        others: see :func:`..ops.parts.parts_of`, which has the errors too.
+        lower_bound: lower bound of the log-decay, below 0; None: no bound.
+        others: arguments of :func:`..ops.parts.parts_of`, which also lists the errors.
     """
     again = tuple(name for name in ("g",) if name in rule.reads_again)
     table, parameters = kda_table(layout, lower_bound), (conv_weight, conv_bias, A_log, dt_bias)

@@ -46,8 +46,8 @@ class KimiDeltaAttention(RecurrentMixer):
     (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.)
 
     Args:
-        config: gives ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes. Gates and
-            states belong to value heads; Kimi Linear has as many key heads.
+        config: gives ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes. Each
+            value head has gates and a state; Kimi Linear has as many key heads as value heads.
         submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
         A_init_range: as in :class:`megatron_gdn.GatedDeltaNet`; default (1, 16), or (1, 1) with
             ``gate_lower_bound``.
@@ -143,7 +143,7 @@ class KimiDeltaAttention(RecurrentMixer):
 
         Each tensor-parallel rank computes some columns of the narrow halves, gathers ``[s, B, R]``,
         and computes its heads' columns of the gates with weights ``[C, R]``. The backward keeps the
-        narrow halves. The section of in_proj for ``f`` is ``f_a``.
+        narrow halves. In in_proj's columns, the section ``f_a`` stands for ``f``.
         """
         narrow = super().project(hidden_states)
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
@@ -157,7 +157,7 @@ class KimiDeltaAttention(RecurrentMixer):
         widths = [in_proj.widths[i] for i in halved]
         lows = of_ranks.unflatten(-1, (group.size(), -1)).split(widths, -1)
         for i, low, weight in zip(halved, lows, weights, strict=True):
-            # A view would keep all of ``of_ranks``, and its strides change the product's bits.
+            # A view would keep all of ``of_ranks`` in memory, and other strides change bits.
             sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
         return torch.cat(sections, -1)
 

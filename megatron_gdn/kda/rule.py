@@ -17,7 +17,7 @@ _SAFE_LOWER_BOUND = -5.0  # fla's kernels for bounded gates take exp of the sum 
 
 
 class FlaKDA(FlaChannelRule):
-    """fla's kernels of KDA; with ``lower_bound`` >= -5 for g, fla's faster kernels."""
+    """fla's kernels of KDA; its faster ones if g has a ``lower_bound`` of -5 or more."""
 
     reads_again = frozenset(RuleInputs._fields)
     called = {
@@ -52,7 +52,7 @@ def choose_kda(
             the reference.
         lower_bound: the lower bound of the log-decay. With a bound of -5 or more fla runs faster
             kernels; cuDNN needs such a bound.
-        bits: the promise about bits; :func:`..ops.rules.choice.choose` has the errors too.
+        bits: the promise about bits. :func:`..ops.rules.choice.choose` lists the errors.
     """
     K, V = state.rows, state.columns
     kernels = {

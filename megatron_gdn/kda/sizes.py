@@ -15,11 +15,11 @@ from ..ops.layout import Layout, Section
 class KDADims(LinearDims):
     """Sizes of a Kimi Delta Attention layer, or of one tensor-parallel rank's share of the layer.
 
-    Gates belong to value heads; Kimi Linear has as many key heads.
+    Each value head has gates; Kimi Linear has as many key heads as value heads.
     """
 
-    forget_rank: int  # columns of the gate's narrow half; 0: the gate is a section of in_proj
-    output_rank: int  # the same for the output gate
+    forget_rank: int  # columns of the forget gate's narrow half; 0: f is a section of in_proj
+    output_rank: int  # columns of the output gate's narrow half; 0: z is a section of in_proj
 
     may_be_zero: ClassVar[tuple[str, ...]] = ("forget_rank", "output_rank")
     also_shared: ClassVar[tuple[str, ...]] = may_be_zero
@@ -28,7 +28,7 @@ class KDADims(LinearDims):
     def of(
         cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
     ) -> KDADims:
-        """The sizes of a config; None for a rank is the value head's dim, as in Kimi Linear."""
+        """The sizes of a config; a gate's rank is by default the value head's dim."""
         given = {"forget_rank": forget_rank, "output_rank": output_rank}
         V = config.linear_value_head_dim
         return cls.from_config(config, **{k: V if n is None else n for k, n in given.items()})
@@ -40,7 +40,7 @@ class KDADims(LinearDims):
 
     @property
     def in_proj_layout(self) -> Layout:
-        """The columns of in_proj: :attr:`layout` with the narrow halves in the gates' places.
+        """The columns of in_proj: :attr:`layout`, but each gate is replaced by its narrow half.
 
         Tensor-parallel ranks split the columns of a narrow half, so no rank sums gradients of
         copies.
@@ -54,7 +54,7 @@ class KDADims(LinearDims):
 
     @property
     def ranks(self) -> dict[str, int]:
-        """The number of columns of each gate's narrow half, by the gate's section."""
+        """For the section of each gate, f and z, the number of columns of its narrow half."""
         return {"f": self.forget_rank, "z": self.output_rank}
 
 

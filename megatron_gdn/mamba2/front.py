@@ -3,7 +3,7 @@
     x, B, C = SiLU(conv(x, B, C))
     dt      = clamp(softplus(dt + dt_bias), *dt_limit);    g = -exp(A_log) dt
 
-Bt is the batch.
+Bt is the number of batch rows, since B is an input of the rule.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from .rule import UNLIMITED, SSDInputs
 
 @lru_cache(maxsize=64)
 def mamba2_table(layout: Layout, dt_limit: tuple[float, float] = UNLIMITED) -> FrontTable:
+    """The front table for rows of this layout; ``dt_limit`` bounds the time step dt."""
     (heads, columns), (_, rows) = layout.shape_of("x"), layout.shape_of("B")
     low, high = dt_limit
     return FrontTable(
@@ -49,17 +50,17 @@ def mamba2_parts(
     dt_limit: tuple[float, float] = UNLIMITED,
     **others: Any,
 ) -> Parts:
-    """The :class:`Parts` of a Mamba2 mixer, which saves all inputs of the rule for the backward.
+    """The :class:`Parts` of a Mamba2 mixer, with all inputs of the rule saved for the backward.
 
     Args:
         rows: ``[S, Bt, P]``.
-        conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
+        conv_weight, conv_bias: ``[C, 1, W]``, and ``[C]`` or None.
         A_log, dt_bias: ``[H]``, fp32.
         D: ``[H]`` or ``[H V]``, fp32; the rule gets a view that repeats D for every token.
-        layout: rows z | x | B | C | dt.
-        dt_limit: least and greatest time step.
-        others: see :func:`..ops.parts.parts_of`, which has the errors too. ``rule`` is from
-            :func:`.rule.choose_ssd`; a norm over each group has gamma ``[H V]``.
+        layout: columns of a row: z | x | B | C | dt.
+        dt_limit: the least and the greatest time step dt.
+        others: arguments of :func:`..ops.parts.parts_of`, which lists the errors. ``rule`` is
+            from :func:`.rule.choose_ssd`; for a norm over each group, gamma is ``[H V]``.
     """
     parameters, table = (conv_weight, conv_bias, A_log, dt_bias, D), mamba2_table(layout, dt_limit)
     return parts_of(table, rows, parameters, groups=layout.heads("group"), **others)

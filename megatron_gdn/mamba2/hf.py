@@ -2,7 +2,7 @@
 
 Both sides store the projection as rows z | x | B | C | dt and the convolution as x | B | C, with
 equal names except the convolution's. Tensors keep their bits, but ``A_log``, ``dt_bias`` and ``D``
-become fp32. Every section is cut over the tensor-parallel ranks by itself.
+become fp32. Tensor-parallel ranks split every section by itself.
 """
 
 from __future__ import annotations

@@ -56,8 +56,8 @@ class Mamba2Mixer(RecurrentMixer):
         y_t            = S_t^T C_t + D x_t
         out            = out_proj(RMSNorm_group(y * SiLU(z)))
 
-    (Dao, Gu, "Transformers are SSMs", 2024.) Constructor, parameters and checkpoint keys are those
-    of ``megatron.core.ssm.mamba_mixer.MambaMixer``; ``A_log``, ``dt_bias`` and ``D`` are fp32 in
+    (Dao, Gu, "Transformers are SSMs", 2024.) The constructor, parameters and checkpoint keys are
+    as in ``megatron.core.ssm.mamba_mixer.MambaMixer``; ``A_log``, ``dt_bias`` and ``D`` are fp32 in
     memory, in optimizers and in files.
 
     Args:
@@ -68,13 +68,13 @@ class Mamba2Mixer(RecurrentMixer):
         conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(d_conv).
         expand: d_inner / d_model; used if ``config.mamba_num_heads`` is None.
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
-        D_has_hdim: D has a value for every channel, not for every head.
-        rmsnorm: normalise before ``out_proj``; if False, only the gate is applied.
+        D_has_hdim: whether D has a value for every channel, or only one for every head.
+        rmsnorm: apply the gate and a norm before ``out_proj``; if False, only the gate.
         norm_before_gate, dt_init, dt_scale, bias: must be False, ``"random"``, 1 and False.
         dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between ``dt_min`` and
             ``dt_max``, but not below ``dt_init_floor``.
         conv_bias: give the convolution a bias.
-        chunk_size: where Megatron's dynamic context may cut prompts; results do not depend on it.
+        chunk_size: Megatron's dynamic context may cut prompts at its multiples; same results.
         backend: implementation of the recurrence: ``"fla"``, ``"reference"`` (plain torch,
             deterministic) or ``"auto"``, see `megatron_gdn.mamba2.rule`.
         linear_cp_mode: as in :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group
@@ -183,7 +183,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def gates_own_rows(self) -> bool:
-        """Whether the norm is called as a module, because the kernels compute another function."""
+        """Whether the norm is called as a module, since the kernels do not compute its function."""
         if not self.rmsnorm:
             return False
         plain = is_plain(self.norm) and only_waits_for_parameters(self.norm)
@@ -192,8 +192,8 @@ class Mamba2Mixer(RecurrentMixer):
     def _norm_for(self, scheme: Scheme) -> GatedNorm | SplitReadout | None:
         """The norm for rows of this scheme; None without ``rmsnorm``.
 
-        The norm needs all heads of a group. If a head exchange puts them on several ranks, the gate
-        is applied before the rows return, and the norm after the return.
+        The norm needs all heads of a group. If a head exchange puts these heads on several ranks,
+        the gate is applied before the exchange back, and the norm after it.
         """
         if not self.rmsnorm:
             return None

@@ -3,7 +3,7 @@
     S_t = exp(g_t) S_{t-1} + dt_t B_t x_t^T        o_t = S_t^T C_t + D_t x_t
 
 Each head is linear attention with a scalar decay (Dao, Gu, *Transformers are SSMs*, 2024). The
-H / G neighbouring heads of a group share B and C.
+H / G neighbouring heads of a group use the same B and C.
 
 fla's ``simple_gla`` gets q = C, k = B and v = dt x, with B and C repeated for the heads of a group;
 the skip D x is added afterwards. With packed documents fla's calls read a length from the device.
@@ -42,7 +42,7 @@ class SSDInputs(NamedTuple):
     x: Tensor  # [B, S, H, V]
     B: Tensor  # [B, S, G, K], the keys
     C: Tensor  # [B, S, G, K], the queries
-    dt: Tensor  # [B, S, H] fp32, >= 0
+    dt: Tensor  # [B, S, H] fp32 time steps, >= 0
     g: Tensor  # [B, S, H] fp32 log-decay, <= 0
     D: Tensor  # [B, S, H, 1 or V] fp32; a parameter, expanded with stride 0 over tokens
 
@@ -77,6 +77,7 @@ def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _chunk_arguments(at: Boundaries) -> dict[str, Any]:
+    """Arguments of fla's functions that take chunks but no ``chunk_indices``."""
     return {"cu_seqlens": at["cu_seqlens"], "chunk_size": CHUNK}
 
 
@@ -98,6 +99,7 @@ class FlaSSD(FlaRule):
 
     @classmethod
     def why_not_sizes(cls, state: StateShape) -> str | None:
+        """Why fla's kernels do not take states of this shape; None if they do."""
         if state.rows > 256:
             return f"fla takes a state dim up to 256, not {state.rows}"
         for name, size in (("state", state.rows), ("head", state.columns)):

@@ -14,9 +14,9 @@ class Mamba2Dims:
     """Sizes of a Mamba2 mixer, or of one tensor-parallel rank's share of the mixer."""
 
     hidden_size: int  # the model's; never split
-    num_heads: int  # each head has a state
-    num_groups: int  # the neighbouring heads of a group have one B and one C
-    head_dim: int  # channels of x per head, columns of its state
+    num_heads: int  # heads of x; each has a state
+    num_groups: int  # neighbouring heads in a group use the same B and C
+    head_dim: int  # channels of x per head, columns of a state
     state_dim: int  # width of B and C, rows of a state
     conv_kernel_dim: int
 
@@ -83,7 +83,7 @@ class Mamba2Dims:
 def refuse_unsupported_arguments(
     norm_before_gate: bool, dt_init: str, dt_scale: float, bias: bool
 ) -> None:
-    """Refuse arguments of Megatron's constructor that Megatron does not honour either."""
+    """Refuse values that Megatron's constructor takes but Megatron's mixer ignores."""
     for name, value, legal in (
         ("norm_before_gate", norm_before_gate, False),
         ("dt_init", dt_init, "random"),
@@ -99,7 +99,7 @@ def check_ranges(
     dt_init_floor: float,
     dt_limit: tuple[float, float],
 ) -> None:
-    """Refuse empty ranges of time steps."""
+    """Refuse ranges of time steps that are empty or have illegal bounds."""
     low, high = dt_init_range
     if not 0 < low <= high:
         raise ValueError(f"dt_min={low}, dt_max={high} must be 0 < dt_min <= dt_max.")

@@ -47,7 +47,7 @@ def require_causal(
     The first layer that gets a mask checks its values, which waits for the device, and marks the
     tensor for later layers. In inference mode torch counts no writes, so every layer checks.
     """
-    # While Megatron captures layers it passes zeros, or the first s rows of a causal mask.
+    # While Megatron captures graphs, its masks are zeros or the first s rows of a causal mask.
     if mask is None or is_graph_capturing():
         return
     if not isinstance(mask, Tensor):
@@ -110,7 +110,7 @@ def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> No
 class ConfigFields(NamedTuple):
     """The config's fields about one mixer."""
 
-    prefixes: tuple[str, ...]  # with which the names of the fields begin
+    prefixes: tuple[str, ...]  # the beginnings of the fields' names
     read: Collection[str]  # fields that the mixer or the spec of its model reads
     without_effect: Mapping[str, str]  # fields that change nothing in this mixer, and the reason
 
@@ -130,7 +130,7 @@ GDN_FIELDS = ConfigFields(
 
 # The part of the mixer that each name of `--recompute-modules` computes again.
 _RECOMPUTED = {"gdn": "whole", "gdn_norm_out": "norm_out"}
-# What the backward computes again at each level of the option `recompute`. "qkv" is k and v (q is
+# What the backward computes again for each value of the option `recompute`. "qkv": k and v (q is
 # always computed again), "norm_out" is out_proj's input, "rule" is the rule's output, its gates and
 # the inverses of its chunks.
 RECOMPUTE_LEVELS = {
@@ -138,12 +138,12 @@ RECOMPUTE_LEVELS = {
     "light": frozenset({"qkv", "norm_out"}),
     "full": frozenset({"qkv", "norm_out", "rule"}),
 }
-# Names of `--offload-modules` for parts of attention.
+# Values of `--offload-modules` that name parts of attention.
 _ATTENTION_OFFLOADS = ("qkv_linear", "core_attn", "attn_proj")
 
 
 def recomputed_parts(config: TransformerConfig, recompute: str | None) -> frozenset[str]:
-    """The parts of :data:`LEVELS` that some setting recomputes; ``{"whole"}`` is the layer."""
+    """The parts in :data:`RECOMPUTE_LEVELS` to recompute; ``{"whole"}`` is the whole layer."""
     if recompute is not None and recompute not in RECOMPUTE_LEVELS:
         legal = ", ".join(repr(level) for level in RECOMPUTE_LEVELS)
         raise ValueError(f"recompute={recompute!r} is not known; use one of {legal}.")
@@ -174,7 +174,7 @@ def recomputed_parts(config: TransformerConfig, recompute: str | None) -> frozen
 
 
 def check_config_fields(mixer: str, config_fields: ConfigFields, config: TransformerConfig) -> None:
-    """Refuse weight shards beyond tensor parallelism; log config fields without effect."""
+    """Refuse weights cut beyond tensor parallelism; log config fields without effect."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "

@@ -59,7 +59,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     ) -> None:
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
-        # DotProductAttention refuses any other context_parallel_size.
+        # DotProductAttention refuses a context_parallel_size above 1.
         super().__init__(_config_of_one_rank(config), *args, pg_collection=pg_collection, **kwargs)
         self.config = config
         self.loader_layout = LoaderLayout(cp_layout, config)
@@ -68,13 +68,13 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     @property
     def cp_group(self) -> Any:
-        """``pg_collection.cp``; setting either name changes the group of the next forward."""
+        """The group ``pg_collection.cp``; a new group, set by either name, is used from then on."""
         return self.pg_collection.cp
 
     @cp_group.setter
     def cp_group(self, group: Any) -> None:
         if group is not self.pg_collection.cp:
-            self.pg_collection = copy.copy(self.pg_collection)  # other modules hold the old object
+            self.pg_collection = copy.copy(self.pg_collection)  # others use the old object
             self.pg_collection.cp = group
 
     def forward(
@@ -135,10 +135,11 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return self.attention_dropout.p if self.training else 0.0
 
     def _runs_flex(self, query: Tensor) -> bool:
+        """Whether ``flex_attention`` runs for this query; if not, plain torch runs."""
         return (
             query.is_cuda
             and query.dtype is not torch.float64
-            and query.shape[-1] >= 16  # the smallest size that tl.dot takes
+            and query.shape[-1] >= 16  # Triton's tl.dot takes no smaller size
             and not self._dropout
             and not self.config.batch_invariant_mode
         )
@@ -169,7 +170,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return out_BHsD.permute(2, 0, 1, 3)
 
     def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with one query at a time, so that its bits depend on its own keys alone; slow."""
+        """Attend with one query at a time (slow): a query's bits depend on its own keys alone."""
         self._require_plain("batch_invariant_mode")
         before, shared_by = key.shape[0] - query.shape[0], query.shape[2] // key.shape[2]
         rows = []
@@ -185,6 +186,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return torch.stack(rows).view(*query.shape[:2], -1)
 
     def _require_plain(self, feature: str, mask_type: AttnMaskType | None = None) -> None:
+        """Refuse settings that do not combine with ``feature``, such as a window."""
         mask_type = self.attn_mask_type if mask_type is None else mask_type
         refused = {
             f"window_size={self.config.window_size}": self.scale_mask_softmax.window_size,
@@ -202,19 +204,21 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
 
 def _shared_mask(share: MicroBatchShare) -> Mask:
-    """The mask of this rank's queries over all ranks' keys; made once for all layers."""
+    """Which keys of all ranks this rank's queries see; made once for all layers."""
     documents = share.documents or one_document(sum(share.lengths), share.device)
     how = Mask, share.size, share.rank, share.layout
     return documents.plan(how, lambda: Mask.of(documents, share.positions))
 
 
 def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:
+    """The config, or a copy of it, with a context_parallel_size of 1."""
     alone = config if config.context_parallel_size == 1 else copy.copy(config)
     alone.context_parallel_size = 1
     return alone
 
 
 def _is_tree(packed: PackedSeqParams | None) -> bool:
+    """Whether the documents are a tree, from :func:`.tree_packing.tree_packed_seq_params`."""
     return packed is not None and packed.qkv_format == TREE
 
 
@@ -227,7 +231,7 @@ def class_with_tree_attention(theirs: type) -> type:
             super().__init__(*args, **kwargs)
             # The first batch of trees builds the TorchAttention, which refuses some configs.
             self._make_attention = partial(TorchAttention, *args, cp_layout=cp_layout, **kwargs)
-            # A list, since a submodule would add keys to checkpoints.
+            # In a list, since a submodule would add keys to checkpoints.
             self._attention_made: list[TorchAttention] = []
 
         def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
@@ -275,7 +279,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         if inference_context is not None:
             return self._generate(hidden_states, rotary_pos_emb, **kwargs)
         self._require_one_group()
-        skips: Any = self.config.no_rope_freq  # for each layer, whether it has no rotation
+        skips: Any = self.config.no_rope_freq  # for each layer, whether the layer skips rotation
         if rotary_pos_emb is not None and not (skips and skips[self.layer_number - 1]):
             rank_tokens = hidden_states.shape[0]
             if self.config.sequence_parallel:
@@ -310,7 +314,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
             q, k = (_gather_angles(x, self.pg_collection.cp) for x in _for_q_and_k(rotary_pos_emb))
             rotary_pos_emb = q, k
         core, groups = self.core_attention, self.core_attention.pg_collection
-        core.cp_group = None  # queries and keys are those of whole sequences
+        core.cp_group = None  # each rank has queries and keys of whole sequences
         try:
             return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
         finally:
@@ -340,7 +344,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         own_group = self.pg_collection.cp
         if share.documents is not None and share.documents.continue_others:
             return False
-        if self.config.rotary_interleaved and 0 in share.lengths:  # Megatron's reshape raises
+        if self.config.rotary_interleaved and 0 in share.lengths:  # Megatron's code raises
             return False
         same_group = share.group is own_group or share.size == own_group.size() == 1
         return same_group and (share.size == 1 or share.layout is SequenceLayout.ZIGZAG)
@@ -353,7 +357,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         """
         positions = share.positions.to(angles.device)
         if share.documents is not None:
-            if share.documents.continue_others:  # for the model, a batch of trees is not packed
+            if share.documents.continue_others:  # the model takes a batch of trees as not packed
                 angles = _gather_angles(angles, share.group)
             longest = share.documents.longest_sequence
             if longest > angles.shape[0]:
@@ -378,4 +382,5 @@ def _gather_angles(angles: Tensor, group: Any) -> Tensor:
 
 
 def _for_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    """The angles of queries and those of keys; a single tensor is for both."""
     return angles if isinstance(angles, tuple) else (angles, angles)

@@ -1,4 +1,4 @@
-"""The base class of the four recurrent mixers, with their one forward and both projections."""
+"""The base class of the four recurrent mixers, with the forward that all of them use."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class RecurrentMixer(
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A subclass defines :meth:`make_parts`. Its constructor calls this class's, sets options, and
-    calls :meth:`_build`. ``dims`` are the sizes of the whole mixer: ``hidden_size``,
-    ``conv_kernel_dim``, the ``layout`` of a projection row, the ``state`` of the heads, the
-    ``in_proj_layout`` if in_proj has other columns than the row. ``dims.shard(n)`` are the sizes of
-    one of n ranks.
+    A subclass defines :meth:`make_parts`. Its constructor calls that of this class, sets options,
+    and calls :meth:`_build`. ``dims`` are the sizes of the whole mixer: ``hidden_size``,
+    ``conv_kernel_dim``, the ``layout`` of a projection row, the ``state`` of the heads, and the
+    ``in_proj_layout`` if the columns of in_proj differ from that row. ``dims.shard(n)`` are the
+    sizes on one of n ranks.
     """
 
     in_proj: Any
@@ -89,18 +89,18 @@ class RecurrentMixer(
     config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # the config's fields about this mixer
     recurrence: ClassVar[str] = "delta rule"  # the rule's name in messages
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
-    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # Megatron's layer graphs read it
-    uses_attention_mask: ClassVar[bool] = False  # so Megatron's graphs need no buffer for a mask
-    use_muon: ClassVar[bool] = True  # whether Muon updates in_proj by sections; if not, Adam does
+    attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # for Megatron's layer graphs
+    uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs make no mask buffer then
+    use_muon: ClassVar[bool] = True  # Muon updates in_proj by sections; False: Adam
     in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
-    stays_wide: ClassVar[bool] = False  # whether in_proj refuses FP8, because it makes the gates
-    decay_section: ClassVar[str | None] = None  # the section with A_log; None: the states' heads
-    output_gate_activation: str = "silu"  # of the section z
-    gates_own_rows: bool = False  # whether the readout runs after `close`, on this rank's own rows
+    stays_wide: ClassVar[bool] = False  # whether in_proj, which makes the gates, refuses FP8
+    decay_section: ClassVar[str | None] = None  # section that A_log belongs to; None: all heads
+    output_gate_activation: str = "silu"  # activation of the output gate z
+    gates_own_rows: bool = False  # whether the readout runs after passage.close, on own rows
     recompute_whole: bool = False  # whether training keeps only the layer's input
     recompute_norm_out: bool = False  # whether the backward computes out_proj's input again
     recompute_rule: bool = False  # whether front and rule run again in the backward
-    # The object of the last forward that recomputes out_proj's input; the name is Megatron's.
+    # Recomputes out_proj's input of the last forward; the attribute has Megatron's name.
     norm_out_checkpoint: RefilledOutput | None = None
 
     def __init__(
@@ -130,7 +130,7 @@ class RecurrentMixer(
         self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.tp_size = pg_collection.tp.size()
         self.loader_layout = LoaderLayout(cp_layout, config)
-        self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # of all ranks, of this rank
+        self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # for all ranks, for this one
         self.A_init_range, self.conv_init = tuple(A_init_range), conv_init
         check_fp8_settings(config, mixer, self.dims.layout, self.stays_wide)
         self._name_sizes()
@@ -156,10 +156,10 @@ class RecurrentMixer(
                 :meth:`.generation.GeneratingMixer.generate`; no gradients.
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the micro-batch's own context-parallel group if it has one.
-            pg_collection: process groups of this forward; its ``cp`` may differ from the mixer's,
-                and a group in ``packed_seq_params`` precedes both.
-            kwargs: arguments of attention, which are ignored; any other is refused, and so is
-                ``sequence_len_offset``.
+            pg_collection: process groups of this forward; ``cp`` may differ from the mixer's group.
+                A group in ``packed_seq_params`` takes precedence over both groups.
+            kwargs: arguments of attention layers are ignored; any other argument is refused, and so
+                is ``sequence_len_offset``.
 
         Returns:
             ``[s, B, D]``, and the output bias that Megatron adds later, or None.
@@ -182,7 +182,7 @@ class RecurrentMixer(
         graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config, packed_seq_params)
-        # A checkpoint whose input needs no gradient would give the parameters none either.
+        # A checkpoint whose input needs no gradient would give the parameters no gradient.
         trains = self.training and hidden_states.requires_grad
         if self.recompute_whole and trains and context is None and not is_checkpointing():
             given = {"packed_seq_params": packed_seq_params, "pg_collection": pg_collection}
@@ -221,7 +221,7 @@ class RecurrentMixer(
         return out_sBD, out_bias
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Hidden states ``[s, B, D]`` to projection rows ``[s, B, P]``.
+        """Turn hidden states ``[s, B, D]`` into projection rows ``[s, B, P]``.
 
         Under sequence parallelism the rows are those of all tensor-parallel ranks' tokens.
         """
@@ -234,9 +234,9 @@ class RecurrentMixer(
     def _mix(
         self, rows: Tensor, batch: MicroBatch, own_rows: Tensor | None, gates: Tensor | None = None
     ) -> tuple[Tensor, RefilledOutput | None]:
-        """Rows ``[S, B, p]``, opened by the passage, to rows ``[s, B, H * V]`` for out_proj.
+        """Turn rows ``[S, B, p]`` after ``passage.open`` into ``[s, B, H * V]`` for out_proj.
 
-        ``own_rows`` are this rank's rows before the passage opened them, if
+        ``own_rows`` are this rank's rows before ``batch.passage.open``, if
         :attr:`gates_own_rows`. The second result computes the rows for out_proj again in the
         backward, or is None.
         """
@@ -263,7 +263,7 @@ class RecurrentMixer(
         return mixed, refilled
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
-        """The parts of this mixer for rows ``[S, B, p]`` that ``batch.passage`` has opened."""
+        """The parts of this mixer for rows ``[S, B, p]`` after ``batch.passage.open``."""
         scheme, own = batch.scheme, (*self.conv_parameters, *self.fp32_parameters())
         return self.make_parts(
             rows,
@@ -276,7 +276,7 @@ class RecurrentMixer(
         )
 
     def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
-        """Add this mixer's settings to the arguments of :func:`..ops.parts.parts_of`.
+        """The parts that :func:`..ops.parts.parts_of` makes with this mixer's settings.
 
         ``parameters`` are the convolution's weight and bias and the fp32 parameters; ``given`` are
         the other arguments and ``layout``, the columns of ``rows``.
@@ -289,7 +289,7 @@ class RecurrentMixer(
 
     @property
     def config(self) -> TransformerConfig:
-        """Megatron's config. The next forward uses its present ``deterministic_mode``,
+        """Megatron's config. The next forward reads ``deterministic_mode``,
         ``batch_invariant_mode`` and ``cp_partition_mode``; other fields are read when the mixer is
         built.
         """
@@ -323,7 +323,7 @@ class RecurrentMixer(
         cp_ranks_per_machine: int | None = None,
         recomputed: frozenset[str] = frozenset(),
     ) -> None:
-        """Make ``micro_batches`` and all parameters, in the order in which files list them.
+        """Make ``micro_batches`` and all parameters, in the order of checkpoint files.
 
         ``fp32`` maps names of fp32 parameters to their rows on this rank; ``recomputed`` is from
         :func:`.arguments.recomputed_parts`.

@@ -3,8 +3,8 @@
 Distributed checkpoints hold ``in_proj`` and the convolution section by section
 (``in_proj.weight.query``, ...), because the shards of one section form a regular grid. Under
 Megatron-FSDP (fsdp_dtensor) a file holds ``state_dict()``, where ``in_proj.weight`` has the rows of
-all tensor-parallel ranks end to end. Their order depends on the tensor-parallel size, so the state
-dict has an entry with that size, or with 0 if a launch script stores each section by itself.
+all tensor-parallel ranks end to end. The rows' order depends on the tensor-parallel size, so the
+state dict has an entry with this size, or with 0 if a launch script stores each section by itself.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ from ..compat.checkpoints import register_sections_of_upstream
 from ..ops.layout import layout_of_in_proj
 from .precision import NOT_BY_SECTION
 
-# The keys of adapters' tensors (LoRA, DoRA) with the rows of in_proj end in Megatron-Bridge and in
-# peft with these strings.
+# Ends of keys in Megatron-Bridge and in peft: tensors of adapters (LoRA, DoRA) that have a row for
+# every row of in_proj.
 _ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
 _PEFT_ROWS = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
-# Tensors with these rows that megatron-core's layer stores without sections.
+# Tensors with the rows of in_proj that megatron-core's layer stores without sections.
 _WHOLE_UPSTREAM = ("in_proj.bias", *_ADAPTER_ROWS)
 
 
-# Keys in files of the convolution's parameters in a mixer without a conv1d module, such as
-# Megatron's MambaMixer since 0.19. Files keep the keys of the former module.
+# Parameters of the convolution in a mixer without a conv1d module, and their keys in files.
+# Megatron's MambaMixer has no such module since 0.19, and files keep the keys of the old module.
 _CONV_PARAMETERS = {"conv1d_weight": "conv1d.weight", "conv1d_bias": "conv1d.bias"}
 _CONV = {*_CONV_PARAMETERS, *_CONV_PARAMETERS.values()}
 
@@ -54,14 +54,14 @@ class ShardedBySections(nn.Module):
 
     Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the rows of
     ``in_proj``, are stored section by section. Megatron's layer stores biases and adapters whole,
-    and its files load too. Megatron-FSDP's files that lack the entry load unchecked.
+    and such files load too. Megatron-FSDP's files without the entry of the order load unchecked.
     """
 
     tp_size: int
-    stored_by_section: ClassVar[bool] = False  # whether the scripts know this mixer's sections
-    # Parameters with rows per head that are not in fp32.
+    stored_by_section: ClassVar[bool] = False  # whether _SCRIPTS cut this mixer's in_proj
+    # Parameters with rows per head, apart from the fp32 parameters.
     split_by_heads: ClassVar[tuple[str, ...]] = ()
-    split_module: ClassVar[str] = ""  # a module whose parameters have rows per head
+    split_module: ClassVar[str] = ""  # a child module whose parameters have rows per head
 
     def sharded_state_dict(
         self: Any,
@@ -145,6 +145,7 @@ class ShardedBySections(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _row_order(self) -> int:
+        """The entry's value: the tensor-parallel size, or 0 if scripts store sections."""
         scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
         cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
         return _SECTIONS if self.stored_by_section and cut else self.tp_size
@@ -169,6 +170,7 @@ def _load_files_without_entry() -> None:
 
 
 def _order_in_words(stored_by: int) -> str:
+    """Describe the order of in_proj's rows for a message; ``stored_by`` is the entry's value."""
     if stored_by == _SECTIONS:
         return "each section by itself"
     return f"all rows in one tensor, in the order of tensor_model_parallel_size={stored_by}"

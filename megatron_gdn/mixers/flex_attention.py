@@ -1,6 +1,6 @@
 """Attention over packed documents on a GPU: torch's ``flex_attention`` with a mask of blocks.
 
-Documents are placed in an order where a document's continuations come directly after the document.
+The order of places puts a document's continuations directly after the document.
 A key's end is the place after the last continuation of the key's document. A query sees a key if
 
     place of the key  <=  place of the query  <  end of the key
@@ -28,9 +28,9 @@ BLOCK = 128
 class Mask(NamedTuple):
     """The keys that each query of a micro-batch sees; all layers read the same tensors."""
 
-    query_s: Tensor  # int32, places of the queries
-    key_S: Tensor  # int32, places of the keys
-    end_S: Tensor  # int32, ends of the keys
+    query_s: Tensor  # int32, the place of each query
+    key_S: Tensor  # int32, the place of each key
+    end_S: Tensor  # int32, the end of each key
     blocks: Any  # tensors of a `BlockMask`, from kv_num_blocks to full_q_indices
 
     @classmethod
@@ -44,13 +44,14 @@ class Mask(NamedTuple):
         )
         some_IJ = (first_J <= last_I[:, None]) & (first_I[:, None] < most_J)
         all_IJ = (last_J <= first_I[:, None]) & (last_I[:, None] < least_J)
-        # The kernels check the sequence's end only in blocks that are not marked as fully seen.
+        # The kernels check the sequence's end only in blocks that are not in ``all_IJ``.
         all_IJ[-1] &= len(query) % BLOCK == 0
         all_IJ[:, -1] &= len(key) % BLOCK == 0
         made = BlockMask.from_kv_blocks(*_list_blocks(some_IJ & ~all_IJ), *_list_blocks(all_IJ))
         return cls(query, key, end, made.as_tuple()[2:10])
 
     def sees(self, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """Whether query ``i`` sees key ``j``, in every batch row and head."""
         place = self.query_s[i]
         return (self.key_S[j] <= place) & (place < self.end_S[j])
 
@@ -107,6 +108,6 @@ def _block_min_max(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _list_blocks(dense_IJ: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of key blocks of each query block, and an order that begins with these blocks."""
+    """For each query block the number of its key blocks, and an order with these blocks first."""
     order_IJ = dense_IJ.int().argsort(dim=1, descending=True, stable=True)
     return dense_IJ.sum(1, dtype=torch.int32)[None, None], order_IJ.int()[None, None]

@@ -3,9 +3,9 @@
     main  = x @ (weight rows before the gates)^T      the linear's own FP8 product
     gates = x @ (weight rows of the gates)^T          in the weights' dtype
 
-FP8 puts 3.7% of noise on a column (e4m3, TE 2.20), and the recurrence compounds the noise of a
-decay. Without the gates the width also suits FP8: 12288 / 8 is a multiple of 16, 12352 / 8 is not.
-The weight stays one parameter; during the call the linear holds a view of the weight's main rows.
+FP8 adds 3.7% of noise to a column (e4m3, Transformer Engine 2.20), and the recurrence compounds the
+noise of a decay. Without the gates the number of columns also suits FP8: on 8 ranks, 12288 / 8 is a
+multiple of 16, 12352 / 8 is not. The weight stays one parameter; a call reads views of its rows.
 
 Legend: T tokens of all batch rows, p gate columns and P in_proj columns of this rank.
 """
@@ -44,7 +44,7 @@ _STAYS_WIDE = (
 
 
 def check_fp8_settings(config: Any, mixer: str, layout: Layout, refuses_fp8: bool) -> None:
-    """Refuse FP4, and refuse FP8 if the mixer or the widths of ``layout`` do not allow FP8."""
+    """Refuse FP4; refuse FP8 if the mixer ``refuses_fp8`` or widths of ``layout`` do not fit."""
     if getattr(config, "fp4", None):
         raise NotImplementedError(
             f"fp4={config.fp4!r}: the gates of {mixer} would pass through 4-bit products, and the "
@@ -60,7 +60,7 @@ def check_fp8_settings(config: Any, mixer: str, layout: Layout, refuses_fp8: boo
 
 def refuse_fp8_product(in_proj: nn.Module) -> None:
     """Refuse an in_proj that a quantization recipe runs in FP8."""
-    if any(map(runs_in_fp8, in_proj.modules())):  # an adapter has the linear as a submodule
+    if any(map(runs_in_fp8, in_proj.modules())):  # in an adapter, the linear is a submodule
         raise NotImplementedError(_STAYS_WIDE)
 
 
@@ -100,7 +100,7 @@ def may_use_fp8(config: Any) -> bool:
 
 def build_linear(spec: ModuleSpec | type, config: Any, *sizes: int, **options: Any) -> Any:
     """A linear whose weight is in ``params_dtype``, also under ``fp8_param``."""
-    # The rows of an FP8 weight share a scale, so it cannot hold the rows of the gates.
+    # All rows of an FP8 weight have one scale, so the gates' rows cannot be in such a weight.
     wide = nullcontext()
     if getattr(config, "fp8_param", False):
         wide = import_module("transformer_engine.pytorch").fp8_model_init(enabled=False)
@@ -172,8 +172,8 @@ class GatesOutsideFP8(nn.Module):
     def forward(self, x: Tensor, *args: Any, together: bool = True, **kwargs: Any) -> Any:
         """The linear's output ``[S, B, P]`` and None.
 
-        Under FP8, ``together=False`` returns the columns before the gates, and the gates in place
-        of None, which saves a copy in the forward and in the backward.
+        Under FP8, ``together=False`` returns two tensors: the columns before the gates, and the
+        gates. This option saves a copy in the forward and in the backward.
         """
         if not runs_in_fp8(self):
             return super().forward(x, *args, **kwargs)
@@ -188,6 +188,7 @@ class GatesOutsideFP8(nn.Module):
     def _main_and_gate_columns(
         self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Tensor]:
+        """The columns before the gates from an FP8 product, and the gates in the weight's dtype."""
         weight, bias = self._parameters["weight"], self._parameters.get("bias")
         assert weight is not None
         main_weight, gate_weight = self._cut_weight(weight)
@@ -206,7 +207,7 @@ class GatesOutsideFP8(nn.Module):
         return out, gates if bias is None else gates + bias[self._main_rows :]
 
     def _gate_product_inputs(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        """x, weight, gamma and eps for :class:`GateProduct`, by the norm that the linear fuses."""
+        """Arguments x, weight, gamma, eps of `GateProduct`, for the norm that the linear fuses."""
         norm: Any = self
         gamma = self._parameters.get("layer_norm_weight")
         if gamma is None:
@@ -219,7 +220,7 @@ class GatesOutsideFP8(nn.Module):
         return normed, weight, None, 0.0
 
     def _cut_weight(self, weight: nn.Parameter) -> tuple[Tensor, Tensor]:
-        """Views of the weight's main rows and gate rows, each with its rows of ``main_grad``."""
+        """Views of the rows before the gates and of the gates' rows, with their ``main_grad``."""
         if hasattr(weight, "__fsdp_param__"):
             raise NotImplementedError(
                 "FP8 under Megatron-FSDP: a weight's gradient buffer is made in the backward, and "
@@ -237,7 +238,7 @@ class GatesOutsideFP8(nn.Module):
 
 @cache
 def _with_gates_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """``kind`` with the mixin; frameworks look linears up by name, so the class name is kept."""
+    """A subclass of ``kind`` with the mixin, under the same name, which frameworks look up."""
     return type(kind.__name__, (GatesOutsideFP8, kind), {"__module__": kind.__module__})
 
 
@@ -245,7 +246,7 @@ def _with_gates_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
 class _CutRows(torch.autograd.Function):
     """Views of rows ``[:first]`` and ``[first:]``.
 
-    ``added`` says that the views' users add their gradients to ``main_grad``.
+    ``added``: the products of both views add the views' gradients to ``main_grad`` themselves.
     """
 
     @staticmethod
@@ -260,7 +261,7 @@ class _CutRows(torch.autograd.Function):
     def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
         weight = ctx.weight
         if not ctx.added:
-            counts = (ctx.first, len(weight) - ctx.first)  # the weight's memory may be freed by now
+            counts = (ctx.first, len(weight) - ctx.first)  # weight's memory may be freed
             parts = zip((d_main, d_gates), counts, strict=True)
             own = [weight.new_zeros(n, weight.shape[1]) if d is None else d for d, n in parts]
             return torch.cat(own), None, None
@@ -277,8 +278,8 @@ class GateProduct(torch.autograd.Function):
         r = 1 / sqrt(mean(x^2) + eps)
         y = r (x @ (gamma weight)^T)
 
-    Normed rows are neither written nor kept. Ranks exchange gates and their weights, not rows of
-    ``x`` (64 columns against 2048). The weight's gradient is summed in fp32, and added to
+    Normed rows are neither written nor kept. Ranks exchange gates and the gates' weights (64
+    columns), not ``x`` (2048). The weight's gradient is summed in fp32, and added to
     ``weight.main_grad`` if the weight has one.
 
     ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` is ``[p, D]``,
@@ -355,11 +356,12 @@ class GateProduct(torch.autograd.Function):
 
 
 def _wide_dtype(x: Tensor) -> torch.dtype:
+    """The dtype of products and sums with ``x``: fp32, or fp64 if ``x`` is fp64."""
     return torch.promote_types(x.dtype, torch.float32)
 
 
 def _wide_product(a: Tensor, b: Tensor) -> Tensor:
-    """``a @ b``, not rounded to 16 bits."""
+    """``a @ b`` in fp32 or fp64, never rounded to 16 bits."""
     if a.is_cuda and a.dtype in (torch.bfloat16, torch.float16):
         return torch.mm(a, b, out_dtype=torch.float32)
     return a.to(_wide_dtype(a)) @ b.to(_wide_dtype(b))

@@ -2,7 +2,7 @@
 
 A ``DynamicInferenceContext`` lays the tokens of a step end to end: s = 1 + num_speculative_tokens
 of each decoding request, then prompts or chunks of prompts, then padding. Each slot of its buffers
-holds a request's last W inputs of the convolution and its states. Padding requests have slot -1.
+holds one request's states and last W inputs of the convolution. Padding requests have slot -1.
 
 Legend: N requests, M slots, s tokens of one request, t tokens of a step.
 """
@@ -47,7 +47,7 @@ class GeneratingMixer:
     micro_batches: MicroBatches
 
     def parts(self, rows: Tensor, batch: MicroBatch) -> Parts:
-        """The parts of the mixer between its projections."""
+        """The parts of the mixer between in_proj and out_proj."""
         raise NotImplementedError
 
     def whole_parts(self, rows: Tensor) -> Parts:
@@ -62,9 +62,9 @@ class GeneratingMixer:
         attention_mask: Tensor | None,
         packed: PackedSeqParams | None,
     ) -> Tensor:
-        """The next tokens' projection rows ``[s, B, P]`` to rows ``[s, B, H V]`` for out_proj.
+        """Turn the next tokens' rows ``[s, B, P]`` into rows ``[s, B, H V]`` for out_proj.
 
-        Updates the memory in ``context``. Each rank has all tokens, also under sequence
+        Updates the memory in ``context``. ``rows`` has all tokens on each rank, also under sequence
         parallelism. Packed sequences, context parallelism and calls that want gradients raise a
         NotImplementedError; see also :mod:`.static_context`.
         """
@@ -91,6 +91,7 @@ class GeneratingMixer:
             return mix_static(rows, self.whole_parts(rows), context, self.layer_number)
 
     def _refuse_generation(self, rows: Tensor, context: Any) -> None:
+        """Refuse contexts and layers that cannot generate, and rows that need a gradient."""
         static = getattr(context, "is_static_batching", None)
         if static is None or not (static() or hasattr(context, "mamba_states_cache")):
             raise NotImplementedError(
@@ -117,7 +118,7 @@ class GeneratingMixer:
             )
 
     def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
-        """The rows of one step with padding, ``[t, 1, P]`` to ``[t, 1, H V]``."""
+        """Turn the rows of one step with padding, ``[t, 1, P]``, into ``[t, 1, H V]``."""
         if not getattr(context, "is_hybrid_model", False):
             raise ValueError(
                 f"this {type(context).__name__} has no buffers for recurrent states; give its "
@@ -158,7 +159,7 @@ class GeneratingMixer:
         """The shapes of a request's conv window ``[C, W]`` and its states ``[H, K, V]``.
 
         States are ``[H, V, K]`` if ``state_transposed``. In ``batch_invariant_mode`` the window is
-        larger, see :class:`..ops.generation.memory.Memory`.
+        larger, as described in :class:`..ops.generation.memory.Memory`.
         """
         heads, rows, columns, _ = self.dims.state
         states = (heads, columns, rows) if self.state_transposed else (heads, rows, columns)
@@ -174,7 +175,7 @@ class GeneratingMixer:
         intermediate_conv_state: Tensor | None = None,
         intermediate_ssm_state: Tensor | None = None,
     ) -> Tensor:
-        """The next tokens of N requests, ``[N, s, P]`` to ``[N, s, H V]``.
+        """Turn the rows of N requests' next tokens, ``[N, s, P]``, into ``[N, s, H V]``.
 
         Without ``batch_indices`` request n is in slot n. The intermediate buffers ``[M, s, ...]``
         receive the memory after each token, and the context later keeps the memory after the last
@@ -209,7 +210,7 @@ class GeneratingMixer:
                 "set use_cuda_graphs_for_non_decode_steps=False in the InferenceConfig."
             )
         parts, metadata = self.whole_parts(projected), context.mamba_metadata
-        offsets = tuple(metadata.cu_seqlens_list)  # of the requests that are not padding
+        offsets = tuple(metadata.cu_seqlens_list)  # offsets of the real requests
         memory = self._checked_memory(parts, projected, conv_state, ssm_state)
         mixed = projected.new_zeros(len(projected), 1, parts.state.heads * parts.state.columns)
         if len(offsets) > 1:
@@ -219,11 +220,13 @@ class GeneratingMixer:
         return mixed
 
     def _memory_of(self, conv: Tensor, states: Tensor, slots: Tensor | None = None) -> Memory:
+        """The memory in the context's buffers, with states as ``[H, K, V]``."""
         return Memory(conv, states.mT if self.state_transposed else states, slots)
 
     def _checked_memory(
         self, parts: Parts, rows: Tensor, conv: Tensor, states: Tensor, slots: Tensor | None = None
     ) -> Memory:
+        """The memory in the context's buffers, of which shapes and dtypes are checked."""
         memory = self._memory_of(conv, states, slots)
         _check_buffers(memory, parts, rows.dtype, self.state_transposed)
         return memory

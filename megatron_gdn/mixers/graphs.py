@@ -2,7 +2,7 @@
 
 Under ``cuda_graph_impl="local"`` Megatron copies each dataclass argument of a layer, fills the
 tensors of the copy before each replay, and refuses a step in which another field has changed. The
-field ``buffers`` below lets Megatron refuse documents in other buffers.
+field ``buffers`` below makes Megatron refuse documents in other buffers.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..ops.static_documents import StaticDocuments
 from .packing import static_documents_of
 
-# One config field has the first name up to Megatron 0.20, the second in Megatron-LM's dev.
+# Names of one config field: the first up to Megatron 0.20, the second in Megatron-LM's dev.
 _OWN_RANKS = ("hybrid_context_parallel", "dynamic_context_parallel")
 
 _LEAVE_OUT = (
@@ -37,7 +37,7 @@ class FixedBuffers:
     """Documents, and a number by which Megatron compares them."""
 
     number: int
-    documents: ClassVar[Any]  # no field, since Megatron would compare its value
+    documents: ClassVar[Any]  # not a field: Megatron would compare fields
 
     def __init__(self, documents: StaticDocuments) -> None:
         vars(self).update(documents=documents, number=next(_buffer_numbers))
@@ -45,14 +45,14 @@ class FixedBuffers:
 
 @dataclass
 class StaticPackedSeqParams(PackedSeqParams):
-    """Made by :func:`static_packed_seq_params`; copies share its buffers."""
+    """Made by :func:`static_packed_seq_params`; all copies have the same buffers."""
 
     buffers: FixedBuffers | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         fields = {**vars(self), name: value}
         buffers: FixedBuffers | None = fields.get("buffers")
-        # During a capture Megatron replaces the tensors by descriptions and by the graph's tensors.
+        # In a capture Megatron puts descriptions, and later the graph's tensors, in these fields.
         if buffers is not None and not is_graph_capturing():
             boundaries = buffers.documents.boundaries
             for side in ("q", "kv"):
@@ -78,9 +78,9 @@ def static_packed_seq_params(
 ) -> PackedSeqParams:
     """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
 
-    Every replay uses the boundaries that :func:`set_documents` wrote last. Until the first call the
-    buffers hold documents of ``max_seqlen`` tokens. ``docs/cuda_graphs.md`` has an
-    example.
+    Every replay uses the boundaries that :func:`set_documents` wrote last. Until this
+    function's first call the buffers hold documents of ``max_seqlen`` tokens. An example is in
+    ``docs/cuda_graphs.md``.
 
     Args:
         total_tokens: tokens of the packed buffer over all context-parallel ranks; the same for
@@ -96,7 +96,7 @@ def static_packed_seq_params(
         ``[max_documents + 1]``, whose unused entries are ``total_tokens``.
 
     Raises:
-        ValueError: no token, no document, or documents that are too few and short for the tokens.
+        ValueError: no token, no document, or too few and too short documents for the tokens.
     """
     documents = StaticDocuments(total_tokens, max_documents, device, max_seqlen)
     longest = total_tokens if max_seqlen is None else max_seqlen
@@ -133,7 +133,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
 
 def in_layer_graph(config: TransformerConfig) -> bool:
-    """Whether Megatron captures the mixer in a graph; refused if micro-batches bring ranks."""
+    """Whether Megatron captures the mixer in a graph; refused if micro-batches have own ranks."""
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
     modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}

@@ -1,4 +1,4 @@
-"""Hooks and forwards of modules whose parameters a mixer reads without calling the module."""
+"""Hooks and forwards of a module that a mixer never calls, but whose parameters it reads."""
 
 from __future__ import annotations
 
@@ -20,10 +20,11 @@ _HOOKS_OF_ALL = (  # torch never replaces these dictionaries
     of_all_modules._global_backward_hooks,
 )
 _MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
-_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # a module's name ends so; megatron-core has a copy
+_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # end of a name; megatron-core has a copy too
 
 
 def _waits_for_parameters(hook: Callable) -> bool:
+    """Whether a pre-hook is one by which Megatron's wrappers wait for gathered parameters."""
     module = getattr(hook, "__module__", None) or ""
     if module.endswith(_MEGATRON_FSDP):
         return getattr(hook, "__name__", None) == "_pre_forward_param_unshard"
@@ -36,12 +37,13 @@ def has_hooks(module: nn.Module) -> bool:
 
 
 def _has_other_hooks(module: nn.Module) -> bool:
+    """Whether a call runs hooks that are not the module's own forward pre-hooks."""
     own = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(own) or any(_HOOKS_OF_ALL)
 
 
 def only_waits_for_parameters(module: nn.Module) -> bool:
-    """Whether a call of ``module`` runs no hook but those of :func:`wait_for_parameters`."""
+    """Whether a call of ``module`` runs only hooks that :func:`wait_for_parameters` runs."""
     before = module._forward_pre_hooks.values()
     return not _has_other_hooks(module) and all(map(_waits_for_parameters, before))
 
@@ -74,7 +76,7 @@ def gathered_parameters(module: nn.Module) -> Iterator[None]:
 
 
 def require_plain_conv(conv: nn.Module) -> None:
-    """Refuse a ``conv1d`` that computes another function than torch's with stride and dilation 1.
+    """Refuse a ``conv1d`` that is not torch's plain convolution with stride and dilation 1.
 
     accelerate's forward, which moves inputs between devices, is legal, and so is modelopt's class
     while its quantizers are off.
@@ -93,7 +95,7 @@ def require_plain_conv(conv: nn.Module) -> None:
 
 
 def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
-    """Run all pre-hooks of a module that is never called, with the input that a call would have.
+    """Run all pre-hooks of a module that the mixer never calls, with the input of such a call.
 
     ``make_input`` makes this input. A hook that returns another input is refused.
     """

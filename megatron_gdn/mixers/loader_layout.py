@@ -2,8 +2,8 @@
 
 Four sources name the cut: ``packed_seq_params.cp_partition_mode``; without it, the flags of a
 launch of Megatron's scripts; ``config.cp_partition_mode`` if it is ``"contiguous"``; and the
-layer's option ``cp_layout``. A mode ``"zigzag"`` is a default of newer Megatrons and counts only
-beside a config with ``"contiguous"``. Without a source every document is cut in zigzag by itself.
+layer's option ``cp_layout``. The mode ``"zigzag"`` is a default of newer Megatrons, so it counts
+only if the config has ``"contiguous"``. Without a source every document is cut in zigzag by itself.
 Batches that are not packed are cut by ``cp_layout``, in zigzag if it is ``"auto"``.
 """
 
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _LEGAL = (AUTO, *SequenceLayout)
-# How ``get_batch`` of Megatron's scripts cuts; the first argument that is set decides.
+# How ``get_batch`` of Megatron's scripts cuts under a flag; the first flag that is set decides.
 _FLAGS = {
     "hybrid_context_parallel": SequenceLayout.ZIGZAG_BUFFER,
     "sft": SequenceLayout.ZIGZAG,
@@ -52,13 +52,13 @@ class LoaderLayout:
         self.option = option if option == AUTO else SequenceLayout(option)
 
     def of(self, packed: PackedSeqParams | None) -> SequenceLayout:
-        """The cut of a micro-batch; sources that contradict each other are refused."""
+        """How the loader cut a micro-batch; sources that contradict each other are refused."""
         if packed is not None:
             return self.of_packed(getattr(packed, "cp_partition_mode", None))
         return SequenceLayout(SequenceLayout.ZIGZAG if self.option == AUTO else self.option)
 
     def of_packed(self, mode: str | None = None) -> SequenceLayout:
-        """The cut of packed micro-batches with this ``cp_partition_mode``."""
+        """How the loader cut packed micro-batches; ``mode`` is their ``cp_partition_mode``."""
         given, flag = launch_arguments(), None
         # The packing scheduler of newer Megatrons cuts by config.cp_partition_mode.
         if given.get("sequence_packing_scheduler") is None:
@@ -70,6 +70,7 @@ class LoaderLayout:
 def _resolve(
     option: str | SequenceLayout, mode: str | None, by_config: str | None, flag: str | None
 ) -> SequenceLayout:
+    """The cut by the layer's option, packed_seq_params' mode, the config, and the launch's flag."""
     said: dict[str, SequenceLayout] = {}  # the layout that each source names
     if option != AUTO:
         said[f"cp_layout={str(option)!r}"] = SequenceLayout(option)
@@ -109,7 +110,7 @@ class FollowsLoader:
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """The loader's cut; a new value counts from the next forward. Set it on all layers."""
+        """The loader's cut; the next forward uses a new value. Set the same on all layers."""
         return self.loader_layout.option
 
     @cp_layout.setter

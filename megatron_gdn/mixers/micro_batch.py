@@ -1,7 +1,7 @@
 """The one place that decides how a micro-batch runs: its documents, its scheme and its rule.
 
 Models are moved and cast after they are built, and a micro-batch may bring its own context-parallel
-group. So a layer guesses device and dtype when it is built, and chooses again for other rows.
+group. So a new layer guesses device and dtype, and chooses again if its rows have others.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-_MOST_GROUPS = 16  # a layer keeps the schemes of this many groups
-_MOST_MICRO_BATCHES = 32  # a layer keeps this many, each with its tables on the device
+_MOST_GROUPS = 16  # the number of groups whose schemes a layer keeps
+_MOST_MICRO_BATCHES = 32  # a layer keeps this many, with their tables on the device
 _ANY_LAYOUT = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
 # ``choose(device, dtype, bits)`` returns the rule for rows of this kind, and the reason.
 ChooseRule = Callable[..., tuple[Rule, str]]
@@ -46,11 +46,13 @@ ChooseRule = Callable[..., tuple[Rule, str]]
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
+    """How a layer runs one micro-batch."""
+
     documents: Documents | None  # None: the batch is not packed
     tokens: int  # tokens of one batch row over all context-parallel ranks
     rule: Rule  # the recurrence
     scheme: Scheme  # the heads and tokens that each rank computes
-    passage: Passage  # the exchanges that bring rows to the scheme's ranks and back
+    passage: Passage  # exchanges of rows: open brings them, close returns them
 
     @property
     def rows_stay(self) -> bool:
@@ -66,8 +68,8 @@ class MicroBatches:
     """Decides how one layer runs each micro-batch.
 
     Rules are deterministic while ``config.deterministic_mode`` or
-    ``torch.use_deterministic_algorithms`` is on, and on the grid while
-    ``config.batch_invariant_mode`` is (:class:`..ops.rules.base.Bits`).
+    ``torch.use_deterministic_algorithms`` is on. They run on the grid of ``ops/aligned.py`` while
+    ``config.batch_invariant_mode`` is on (:class:`..ops.rules.base.Bits`).
 
     ``layout`` and ``state`` are the projection columns and head states of one tensor-parallel rank,
     ``taps`` are the convolution's, ``group`` is the context-parallel group of micro-batches that do
@@ -103,7 +105,7 @@ class MicroBatches:
         self.use_group(group)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> MicroBatches:
-        """A copy for a copied layer, with the same groups, without schemes and micro-batches."""
+        """A copy for a copied layer: the same groups, but no stored schemes and micro-batches."""
         other = copy.copy(self)
         other._config = copy.deepcopy(self._config, memo)
         other._loader_layout = copy.deepcopy(self._loader_layout, memo)
@@ -112,7 +114,7 @@ class MicroBatches:
         return other
 
     def follow(self, config: TransformerConfig) -> None:
-        """Use the modes of this config from now on."""
+        """Read ``deterministic_mode`` and the other modes from this config from now on."""
         self._config = self._loader_layout.config = config
 
     def use_group(self, group: Any) -> None:
@@ -131,8 +133,8 @@ class MicroBatches:
     ) -> MicroBatch:
         """Decide how the micro-batch of these projection rows ``[s, B, P]`` runs.
 
-        Its group is that of ``packed``, else ``group``, else the layer's. Packed documents are
-        those of ``packed``, or ``documents`` if the caller has resolved them.
+        The context-parallel group is that of ``packed``, else ``group``, else the layer's. The
+        documents are those of ``packed``, or ``documents`` if the caller has read them before.
         """
         s, B, _ = proj_sBP.shape
         device, dtype = proj_sBP.device, proj_sBP.dtype
@@ -150,7 +152,7 @@ class MicroBatches:
         if tokens != s:
             layout = self._loader_layout.of(None if documents is None else packed)
             require_agreement(self._layer, group, tokens, B, documents, layout, device)
-        # Documents are compared by identity: to hash many lengths takes longer than a launch.
+        # Documents are compared by identity: to hash lengths takes longer than a kernel launch.
         key = (stream_of_tables(), documents, group, layout, self._bits(), s, B, device, dtype)
         found = self._made.get(key)
         if found is None:
@@ -165,6 +167,7 @@ class MicroBatches:
         return keep_if_captured(found)
 
     def _bits(self) -> Bits:
+        """The promise about bits that the config and torch ask for now."""
         config = self._config
         if config.batch_invariant_mode:
             return Bits.ON_GRID
@@ -182,7 +185,7 @@ class MicroBatches:
         return self._whole[key]
 
     def _schemes_of(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
-        """The schemes that can run: whole alone on one rank, else headwise, chunkwise or both."""
+        """The schemes that can run: `Whole` on one rank, else `Headwise`, `Chunkwise` or both."""
         key = group, rule, layout
         if key not in self._schemes:
             if len(self._schemes) >= _MOST_GROUPS:
@@ -194,6 +197,7 @@ class MicroBatches:
         return self._schemes[key]
 
     def _make_schemes(self, group: Any, rule: Rule, layout: SequenceLayout) -> tuple[Scheme, ...]:
+        """Make the schemes that the heads and the layer's mode allow."""
         if group is None or group.size() == 1:
             return (Whole(self._layout),)
         found: list[Scheme] = []
@@ -218,6 +222,7 @@ class MicroBatches:
     def _choose_scheme(
         self, group: Any, rule: Rule, layout: SequenceLayout, documents: Documents | None, x: Tensor
     ) -> Scheme:
+        """The scheme for projection rows ``x``: the cheaper, unless a setting decides."""
         first, *others = self._schemes_of(group, rule, layout)
         scheme, on_grid, why = first, self._config.batch_invariant_mode, ""
         if documents is not None:
@@ -255,6 +260,7 @@ class MicroBatches:
 
 
 def _dtype_of_rows(config: TransformerConfig) -> torch.dtype:
+    """The dtype that projection rows have in a model with this config."""
     if config.bf16:
         return torch.bfloat16
     return torch.float16 if config.fp16 else config.params_dtype

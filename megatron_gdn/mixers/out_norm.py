@@ -20,7 +20,7 @@ from ..ops.readout.base import SplitReadout, readout_by_module
 from .hooks import gathered_parameters, has_hooks, only_waits_for_parameters, wait_for_parameters
 
 _ACTIVATIONS = {"silu": F.silu, "sigmoid": torch.sigmoid}
-# Norms that the kernels compute, each with its own forward; a mixer may add its norm.
+# Norms that the kernels compute, each with its unpatched forward; a mixer may add a norm.
 PLAIN_FORWARDS: dict[type, Any] = {cls: cls.forward for cls in (TorchRMSNorm, nn.RMSNorm)}
 
 
@@ -29,7 +29,7 @@ def is_plain(module: Any) -> bool:
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
         return False
-    cls = type(module)  # a subclass may compute another function
+    cls = type(module)  # exactly this class: a subclass may compute another function
     if "forward" in vars(module):
         return False
     if cls in PLAIN_FORWARDS:
@@ -61,7 +61,7 @@ def apply_gated_norm(
     norm: nn.Module, x: Tensor, gate: Tensor, group: dist.ProcessGroup | None = None,
     activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    """``norm(x) * act(gate)`` of ``[..., H, V]`` in ``x.dtype``, the product in fp32 or fp64."""
+    """``norm(x) * act(gate)``, both ``[..., H, V]``; a product in fp32 or fp64, in ``x.dtype``."""
     with gathered_parameters(norm), gradients_summed(norm, group):
         normed = norm(x)
     wide = torch.promote_types(x.dtype, torch.float32)
@@ -69,6 +69,8 @@ def apply_gated_norm(
 
 
 class _SumGradient(torch.autograd.Function):
+    """Return the parameter; the backward sums its gradient over the ranks of ``group``."""
+
     @staticmethod
     def forward(ctx, parameter: Tensor, group: dist.ProcessGroup) -> Tensor:
         ctx.group = group

@@ -30,15 +30,15 @@ _UNPACKED = ("sbhd", "bshd")
 class _ResolvedDocuments(NamedTuple):
     """The boundaries that a micro-batch's first layer read, for the later layers."""
 
-    given: tuple  # the format, the parents, the rows, and the identities of the offsets' tensors
+    given: tuple  # format, parents, number of tokens, device, and identities of the offsets
     sources: tuple[Tensor | None, ...]  # one for each name in _BOUNDARIES
-    read: list[Any]  # :func:`_state_of` the sources
+    read: list[Any]  # the result of :func:`_state_of` for the sources
     documents: Documents
     by_stream: dict[int, Documents]  # a copy of documents for each CUDA stream that uses them
 
 
 def _state_of(sources: Sequence[Tensor | None]) -> list[Any]:
-    """The values of offsets; on a GPU, where reading would wait for the device, the versions."""
+    """The offsets' values; on a GPU torch's version counters, since to read values would wait."""
     return [x if x is None else x._version if x.is_cuda else x.tolist() for x in sources]
 
 
@@ -55,7 +55,7 @@ def resolve_packed_seq_params(
     Boundaries are ``cu_seqlens_q_padded`` if given, else ``cu_seqlens_q``: global offsets, before
     any context-parallel split, up to ``total_tokens`` of all ranks. Padding is at the end of a
     document's slot, so a causal layer's tokens do not see padding. Rows of padding must be finite,
-    since weights get gradients from all rows and 0 * NaN is NaN; mask their outputs in the loss.
+    since weights get gradients from all rows and 0 * NaN is NaN; mask these rows in the loss.
 
     Raises:
         RuntimeError: a recomputed forward finds other boundaries than the first forward.
@@ -112,7 +112,7 @@ def _is_recomputed() -> bool:
 
 
 def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
-    """The documents in the fixed buffers of ``params``; None if it has none."""
+    """The documents in the fixed buffers of ``params``; None without such buffers."""
     buffers = params.__dict__.get("buffers")
     return None if buffers is None else buffers.documents
 
@@ -120,6 +120,7 @@ def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
 def _from_buffers(
     documents: StaticDocuments, total_tokens: int, device: torch.device
 ) -> StaticDocuments:
+    """The documents in fixed buffers, if they fit the layer's tokens and device."""
     if documents.total_tokens != total_tokens or documents.device != device:
         raise ValueError(
             f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens on "
@@ -132,7 +133,7 @@ def _from_buffers(
 
 
 def _is_packed(params: PackedSeqParams) -> bool:
-    """Whether documents are packed; boundaries of a batch that is not packed are refused."""
+    """Whether ``params`` pack documents; refuse boundaries in a format that is not packed."""
     layout = params.qkv_format
     if layout in ("thd", TREE):
         return True
@@ -164,6 +165,7 @@ def _read_documents(
     total_tokens: int,
     device: torch.device,
 ) -> Documents:
+    """Check the offsets ``sources``, one for each of _BOUNDARIES, and make the documents."""
     q_padded, q, kv_padded, kv = sources
     boundaries = q if q_padded is None else q_padded
     if boundaries is None:
@@ -241,12 +243,12 @@ class MicroBatchShare(NamedTuple):
         tokens: int,
         device: torch.device,
     ) -> MicroBatchShare:
-        """The share of a rank with ``tokens`` tokens, in the micro-batch's group or ``group``."""
+        """The share of a rank with ``tokens`` tokens; ``layout_of(packed)`` is the loader's cut."""
         group = context_parallel_group_of(packed, group)
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         total = tokens * size
         documents = resolve_packed_seq_params(packed, total, device)
-        documents = None if documents is None else documents.on_host()  # refused in a capture
+        documents = None if documents is None else documents.on_host()  # raises in a capture
         layout = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
         if total != tokens:
             layout = layout_of(None if documents is None else packed)
@@ -260,12 +262,12 @@ class MicroBatchShare(NamedTuple):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Stretches of this rank's rows, each within one document; an empty document has none."""
+        """Stretches of this rank's rows, each within one document; none for an empty document."""
         spans = spans_of(self.lengths, self.size, self.rank, self.layout)
         if self.documents is None:
             return spans
         return tuple(x._replace(before=self.documents.tokens_before(x.start)) for x in spans)
 
     def gather(self, x: Tensor) -> Tensor:
-        """``[s, ...] -> [S, ...]``, all ranks' rows in sequence order; gradients are summed."""
+        """Gather all ranks' rows, ``[s, ...]`` to ``[S, ...]``, in order; gradients are summed."""
         return gather_in_order(x, self.group, self.lengths, self.layout)

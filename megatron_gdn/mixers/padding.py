@@ -38,7 +38,7 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
 
 
 def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The places of the tokens in a padded batch, in the form that variable-length kernels take.
+    """The tokens' places in a padded batch, and lengths as variable-length kernels take them.
 
     Returns:
         int64 ``[T]``, the tokens' positions in the flattened mask; int32 ``[N + 1]``, the
@@ -52,7 +52,7 @@ def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
 def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor, PackedSeqParams]:
     """Lay the documents of a padded batch end to end, in the order of the rows.
 
-    Padding is never read, so padding may hold NaN; its gradient is 0. The host reads the mask once.
+    Padding is never read, and may hold NaN; padding's gradient is 0. The host reads the mask once.
 
     With context parallelism, pack the rows of all ranks, with slots of a multiple of
     ``2 * context_parallel_size`` rows. Each rank takes its own rows from the result:
@@ -111,12 +111,15 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
 
 
 class MaskOnHost(NamedTuple):
+    """The tokens and documents of a mask, on the CPU."""
+
     token_T: Tensor  # int64, positions in the flattened mask
     document_T: Tensor  # int64, the document of each token, counted over the whole batch
     lengths: tuple[int, ...]
 
 
 def read_mask(mask: Tensor) -> MaskOnHost:
+    """Check a mask ``[B, S]`` of document ids, and list its tokens and documents."""
     if not isinstance(mask, Tensor) or mask.is_meta:
         what = "on the meta device" if isinstance(mask, Tensor) else f"a {type(mask).__name__}"
         raise ValueError(
@@ -156,12 +159,13 @@ def read_mask(mask: Tensor) -> MaskOnHost:
 
 
 def cu_seqlens(lengths: Sequence[int], device: torch.device | str) -> Tensor:
+    """The cumulative lengths, int32 ``[N + 1]`` on ``device``, from 0 on."""
     offsets = list(accumulate(lengths, initial=0))
     return to_device(torch.tensor(offsets, dtype=torch.int32, device="cpu"), device)
 
 
 def slot_lengths(lengths: Sequence[int], multiple_of: int) -> tuple[int, ...]:
-    """The lengths, each rounded up to a multiple."""
+    """The lengths, each rounded up to a multiple of ``multiple_of``."""
     if multiple_of < 1:
         raise ValueError(f"multiple_of={multiple_of} must be at least 1 (1 leaves no padding).")
     return tuple(-(-length // multiple_of) * multiple_of for length in lengths)
@@ -174,7 +178,7 @@ def packed_seq_params_of(
     longest: int,
     device: torch.device | str,
 ) -> PackedSeqParams:
-    """PackedSeqParams of documents with these lengths; ``slots`` are lengths with padding."""
+    """PackedSeqParams of documents; ``slots``: lengths with padding; ``longest``: max_seqlen."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens = cu_seqlens(lengths, device)
@@ -193,7 +197,7 @@ def packed_seq_params_of(
 def _packed_layout(
     mask: Tensor, multiple_of: int, device: torch.device
 ) -> tuple[tuple[int, ...], tuple[int, ...], Tensor, Tensor]:
-    """Lengths, slots, and the place of each token among the ``S * B`` and among the P rows."""
+    """Lengths of documents and of slots, each token's place in ``S * B`` rows and in P rows."""
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
     slots = slot_lengths(lengths, multiple_of)
@@ -206,5 +210,5 @@ def _packed_layout(
 
 
 def _move_rows(x: Tensor, here: Tensor, there: Tensor, rows: int) -> Tensor:
-    """``y[there] = x[here]``; all other rows of y, which has ``rows``, are 0."""
+    """``y[there] = x[here]``; y has ``rows`` rows, and its other rows are 0."""
     return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, there, x.index_select(0, here))

@@ -1,6 +1,6 @@
 """Keeps a mixer's decay parameters in fp32 when a wrapper casts or shards the model.
 
-``A_log`` is in an exponent: rounded to bf16, it changes the decay rate by up to 0.8%. Megatron's
+``A_log`` is in an exponent: rounding to bf16 changes the decay rate by up to 0.8%. Megatron's
 ``Float16Module`` casts every parameter; torch's ``fully_shard`` (FSDP2) gathers a group in one
 dtype, so the fp32 parameters form a group of their own.
 """
@@ -20,12 +20,12 @@ from .loader_layout import launch_arguments
 
 logger = logging.getLogger(__name__)
 
-# The list of missing keys of the last load with a warning; torch passes one list to all modules.
+# The `missing_keys` of the last load that gave a warning; all modules of a load get the same list.
 _missing_keys_of_warned_load: list[str] | None = None
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
-    """Mark an fp32 parameter for newer Megatrons and for the optimizers' overrides."""
+    """Mark an fp32 parameter as one that newer Megatrons and optimizers keep in fp32."""
     assert parameter.dtype == torch.float32, parameter.dtype
     vars(parameter)["keep_in_fp32"] = True
     repair_mixed_dtype_optimizers()
@@ -34,7 +34,7 @@ def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
 class Fp32Parameters(nn.Module):
     """Mixin of a module whose ``_keep_in_float32_parameter_names`` stay in fp32 or fp64.
 
-    Megatron-Bridge reads this attribute too.
+    Megatron-Bridge reads ``_keep_in_float32_parameter_names`` too.
     """
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
@@ -53,6 +53,7 @@ class Fp32Parameters(nn.Module):
         protected = [*kept, *(p.grad for p in kept if p.grad is not None)]
 
         def apply(tensor: Tensor) -> Tensor:
+            """Apply ``fn``; cast one of the protected tensors to fp32 or wider only."""
             moved = fn(tensor)
             if moved.dtype != tensor.dtype and any(tensor is p for p in protected):
                 return tensor.to(moved.device, torch.promote_types(moved.dtype, torch.float32))
@@ -126,13 +127,13 @@ NOT_BY_SECTION = (
 
 
 class Fp32Group(nn.Module):
-    """A module with the fp32 parameters of a mixer, for ``fully_shard``; not in state dicts."""
+    """A module with a mixer's fp32 parameters, for ``fully_shard``; state dicts do not list it."""
 
     _mixer: Any
 
     def __init__(self, mixer: Fp32Parameters) -> None:
         super().__init__()
-        vars(self)["_mixer"] = mixer  # not as a submodule, since the mixer is the parent
+        vars(self)["_mixer"] = mixer  # no submodule: the mixer is this group's parent
         for name in mixer._keep_in_float32_parameter_names:
             self._parameters[name] = mixer._parameters[name]
 
@@ -175,8 +176,8 @@ def fully_shard(
     """``torch.distributed.fsdp.fully_shard`` for a module with mixers.
 
     The fp32 parameters of each mixer form a group of their own, which torch shards, gathers and
-    reduces in fp32; ``mp_policy`` does not apply to this group. Parameters keep their names. Mixers
-    that are sharded already stay as they are.
+    reduces in fp32; ``mp_policy`` does not apply to this group. Parameters keep their names. The
+    function leaves mixers that are already sharded as they are.
 
     Args:
         module, mp_policy, ignored_params, options: as for torch's function.

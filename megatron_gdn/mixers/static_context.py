@@ -1,7 +1,7 @@
 """Memory in Megatron's StaticInferenceContext: one batch whose rows all have the same length.
 
 The memory lies in ``key_value_memory_dict`` with the batch in dimension 1, like keys and values, so
-Megatron's ``swap_key_value_dict`` reorders the memory too. s are the tokens of a forward.
+Megatron's ``swap_key_value_dict`` reorders the memory too. s is the number of tokens of a forward.
 """
 
 from __future__ import annotations
@@ -28,15 +28,15 @@ class _RowProgress:
 
     rows: int
     tokens: int  # the number of tokens that each row has had
-    states: Tensor  # the states of the whole batch when the last step ran
+    states: Tensor  # the whole batch's states tensor in the last step
     steps: Memory | None = None  # the rows' memory before the last forward and after each token
 
 
 def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     """Mix the next s tokens ``[s, B, P]`` of B batch rows from ``batch_size_offset`` on.
 
-    At ``sequence_len_offset`` 0 the rows begin, else they continue: up to :data:`MOST_DECODED`
-    tokens by the recurrence, more tokens as a chunk of prefill.
+    At ``sequence_len_offset`` 0 the sequences begin. Else they continue: the recurrence runs up
+    to :data:`MOST_DECODED` tokens, and prefill runs more tokens as one chunk.
     """
     s, B = rows.shape[:2]
     start, offset = context.batch_size_offset, context.sequence_len_offset
@@ -67,8 +67,8 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
 def roll_back(context: Any, accepted: int) -> None:
     """Keep only the first ``accepted`` tokens of the last forward, in every recurrent layer.
 
-    The context's ``sequence_len_offset`` goes back too, so attention layers overwrite the keys of
-    the dropped tokens. To keep different numbers of tokens in the rows, use Megatron's
+    This function also lowers the context's ``sequence_len_offset``, so attention layers overwrite
+    the keys of the dropped tokens. To keep different numbers of tokens in the rows, use Megatron's
     ``DynamicInferenceContext`` with speculated tokens.
 
     Args:
@@ -107,12 +107,14 @@ def roll_back(context: Any, accepted: int) -> None:
 
 
 def _tokens_of_last_step(progress: _RowProgress) -> int:
+    """The number of tokens that `roll_back` can take back; 0 if there is no such step."""
     return 0 if progress.steps is None else progress.steps.history.shape[1] - 1
 
 
 def _check_progress(
     context: Any, layer: int, progress: _RowProgress | None, s: int, B: int
 ) -> None:
+    """Refuse s tokens of B rows that do not fit the context or do not continue ``progress``."""
     start, offset = context.batch_size_offset, context.sequence_len_offset
     if start + B > context.max_batch_size or offset + s > context.max_sequence_length:
         raise ValueError(

@@ -24,6 +24,7 @@ class HFRef:
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor, or of the slice of one expert."""
         return self.shape if self.expert is None else self.shape[1:]
 
 
@@ -43,11 +44,11 @@ class TensorMap:
     megatron = cat(sources)[rows] + shift
     """
 
-    names: tuple[str, ...]  # in Megatron: with Transformer Engine's modules, then with local ones
+    names: tuple[str, ...]  # keys in Megatron: with Transformer Engine's modules, with local ones
     sources: tuple[HFRef, ...]
-    rows: Tensor | None = None  # for each Megatron row its row in the sources; None: in order
+    rows: Tensor | None = None  # index of each Megatron row in the sources; None: in order
     shard_dim: int | None = None  # dimension that ranks split; None: every rank has the whole
-    sections: tuple[int, ...] = ()  # sizes along shard_dim, each split alone; empty: one size
+    sections: tuple[int, ...] = ()  # sizes along shard_dim, each split by itself; empty: one
     shift: float = 0.0  # +1 or -1 if only one of the two sides stores a norm gain minus 1
     fp32: bool = False  # whether Megatron holds fp32, even if the file has another dtype
     is_expert: bool = False  # whether the expert-tensor-parallel group splits the tensor
@@ -58,7 +59,7 @@ class TensorMap:
         return self.names[0]
 
     def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
-        """Refuse less than 16 bits, and fp64 for an fp32 tensor unless ``may_round``."""
+        """Refuse dtypes below 16 bits, and fp64 for an fp32 tensor unless ``may_round``."""
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:
@@ -75,7 +76,7 @@ class TensorMap:
         if self.rows is not None:
             full = full[self.rows.to(full.device)]
         if self.fp32:
-            full = full.flatten()  # Kimi Linear's rates are [1, 1, H, 1]
+            full = full.flatten()  # Kimi Linear's A_log is [1, 1, H, 1]
         # In bf16, w - 1 loses the low bits of every w below one half.
         full = full.float() if self.fp32 or self.shift else full
         return full + self.shift if self.shift else full
@@ -86,7 +87,7 @@ class TensorMap:
         """The Hugging Face tensors, each in its file's dtype.
 
         ``original`` are the sources that were imported. An element of ``full`` that training did
-        not change gets the bits of its original; bf16 may have rounded a shifted gain.
+        not change gets its original bits, which a shift in bf16 may have lost.
         """
         unshifted = full.float() - self.shift if self.shift else full
         pieces = [x.to(dtype) for x, dtype in zip(self._split(unshifted), dtypes, strict=True)]
@@ -103,7 +104,7 @@ class TensorMap:
     def exported(
         self, full: Tensor, dtypes: Mapping[str, torch.dtype], originals: Mapping[str, Tensor]
     ) -> dict[HFRef, Tensor]:
-        """`to_hf` by keys; the default dtype is that of the original, else of ``full``."""
+        """`to_hf` by reference; the default dtype is that of the original, else of ``full``."""
         keys = [source.key for source in self.sources]
         known = [originals[key] for key in keys] if originals.keys() >= set(keys) else None
         natural = [tensor.dtype for tensor in known or [full] * len(keys)]
@@ -111,6 +112,7 @@ class TensorMap:
         return dict(zip(self.sources, self.to_hf(full, wanted, known), strict=True))
 
     def _split(self, full: Tensor) -> Sequence[Tensor]:
+        """Cut ``full`` into one tensor for each source, in the order of the sources' rows."""
         if len(self.sources) == 1 and self.rows is None:
             return (full.reshape(self.sources[0].piece_shape),)
         if self.rows is not None:
@@ -155,7 +157,7 @@ def tensor_map(
     shard_dim: int | None = None,
     **how: Any,
 ) -> TensorMap:
-    """A `TensorMap` of ``sources`` (keys to shapes); ``how`` are its other attributes."""
+    """A `TensorMap` of ``sources`` (key -> shape); ``how``: the map's other attributes."""
     names = (names,) if isinstance(names, str) else names
     refs = tuple(HFRef(key, shape) for key, shape in sources.items())
     return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
@@ -168,7 +170,7 @@ def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size
 
 def stored_quantised(tensor: Tensor) -> bool:
     """Whether Transformer Engine (2.0 and newer) stores this weight quantised."""
-    # If Transformer Engine is not imported, no tensor is of its class.
+    # If Transformer Engine is not imported, no tensor can be of QuantizedTensor.
     engine: Any = sys.modules.get("transformer_engine.pytorch.tensor")
     return isinstance(tensor, getattr(engine, "QuantizedTensor", ()))
 
@@ -185,7 +187,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def conv_map(name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool) -> TensorMap:
-    """The map of the convolution's weight, stored as one tensor or as three for q, k and v."""
+    """The map of the convolution's weight; ``in_three``: files hold q, k and v separately."""
     rows = {"": layout.conv_width}
     if in_three:
         rows = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))

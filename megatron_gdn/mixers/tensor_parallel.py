@@ -1,8 +1,8 @@
 """Tensor parallelism of a mixer's parameters: first values, marks, groups.
 
 First values do not depend on the number of ranks: every rank draws the whole parameter from the
-same seed and keeps its share. *Marks* are attributes of a parameter by which Megatron knows its
-split, its gradient's sum and its precision. torch loses marks, for example in ``copy.deepcopy`` and
+same seed and keeps its share. *Marks* are attributes that tell Megatron a parameter's
+split, gradient sum and precision. torch loses marks, for example in ``copy.deepcopy`` and
 ``fully_shard``, and a lost mark gives a wrong gradient without an error. So a mixer stores marks.
 """
 
@@ -67,10 +67,11 @@ def muon_reads_sections() -> bool:
     return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
 
 
-_MARK_OF_MARKED = "marked_by_gdn"  # every marked parameter has this attribute, a new one does not
+_MARK_OF_MARKED = "marked_by_gdn"  # a marked parameter has it, a new one does not
 
 
 def _is_plain_value(value: Any) -> bool:
+    """Whether ``value`` is None, a bool, a number or a string, or a list or tuple of these."""
     if isinstance(value, list | tuple):
         return all(map(_is_plain_value, value))
     return value is None or isinstance(value, bool | int | float | str)
@@ -96,7 +97,7 @@ class MarkedParameters(nn.Module):
             marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain_value(v)}
             self._marks[name] = {**marks, _MARK_OF_MARKED: True}
             setattr(parameter, _MARK_OF_MARKED, True)
-        # A function, since a bound method would mark this module when a copy loads.
+        # A function: a copy of this module would keep a bound method, which marks this module.
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     def mark_parameters(self) -> None:
@@ -106,17 +107,19 @@ class MarkedParameters(nn.Module):
                 vars(parameter).update(self._marks[name])
 
     def _parameters_by_name(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Every parameter with its full name; a shared parameter under all its names."""
         for path, module in super().named_modules(remove_duplicate=False):
             for name, parameter in module._parameters.items():
                 if parameter is not None:
                     yield f"{path}.{name}" if path else name, parameter
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """As in torch, after new parameters got their marks."""
         self.mark_parameters()
         yield from super().named_modules(*args, **kwargs)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Move or cast as torch does, and copy all attributes to the new parameters."""
+        """Move or cast as torch does; new parameters get all attributes of the old ones."""
         attributes = {name: dict(vars(p)) for name, p in self._parameters_by_name()}
         result = super()._apply(fn, recurse)
         for name, parameter in self._parameters_by_name():
@@ -143,8 +146,8 @@ class OwnParameters(MarkedParameters):
     dt_bias: Any
     A_init_range: tuple[float, ...]
     conv_init: float | None = None
-    conv_init_of_bias: ClassVar[bool] = True  # whether conv_init bounds the convolution's bias too
-    dt_init_range: tuple[float, float] | None = None  # range of softplus(dt_bias); None: dt_bias 1
+    conv_init_of_bias: ClassVar[bool] = True  # whether conv_init is also for the bias
+    dt_init_range: tuple[float, float] | None = None  # range of softplus(dt_bias); None: bias 1
     dt_init_floor: float = 0.0
 
     @property
@@ -256,6 +259,7 @@ class OwnParameters(MarkedParameters):
         """Fill the parameters that only this mixer has, by :meth:`_fill_share`."""
 
     def _fill_dt_bias(self, x: Tensor) -> None:
+        """Fill ``x``, the whole ``dt_bias``, as :meth:`reset_parameters` says."""
         if self.dt_init_range is None:
             x.fill_(1)
             return
@@ -274,7 +278,7 @@ class ConvModule(nn.Module):
 
     def _add_conv(self, bias: bool) -> None:
         channels, taps = self.dims.layout.conv_width, self.dims.conv_kernel_dim
-        # torch's initialisation would draw a number per local weight, so all later random numbers
+        # torch would draw a number for each weight on this rank, so that all later random numbers
         # would depend on the tensor-parallel size.
         self.conv1d = nn.utils.skip_init(
             nn.Conv1d,
@@ -321,7 +325,7 @@ class FollowsGroups(nn.Module):
 
     @property
     def pg_collection(self) -> ProcessGroupCollection:
-        """Process groups; setting them sets the context-parallel group of later micro-batches."""
+        """Process groups; new ones bring the context-parallel group of later micro-batches."""
         return self._pg_collection
 
     @pg_collection.setter
@@ -332,7 +336,7 @@ class FollowsGroups(nn.Module):
         self._name_sizes()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A copy of the layer with the same process groups, which cannot be copied."""
+        """A copy of the layer that shares the process groups, since torch cannot copy groups."""
         for module in self.modules():
             for thing in vars(module).values():
                 if isinstance(thing, dist.ProcessGroup | ProcessGroupCollection):
@@ -343,7 +347,7 @@ class FollowsGroups(nn.Module):
 
     @property
     def cp_size(self) -> int:
-        """Ranks of the context-parallel group; setting another number is refused."""
+        """The number of context-parallel ranks; setting another number is refused."""
         return self._pg_collection.cp.size()
 
     @cp_size.setter
@@ -364,6 +368,7 @@ class FollowsGroups(nn.Module):
         return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
 
     def require_same_tensor_ranks(self, groups: ProcessGroupCollection) -> None:
+        """Refuse process groups whose tensor-parallel group has other ranks than the layer's."""
         tp, mine, ranks = getattr(groups, "tp", None), self.tp_group, dist.get_process_group_ranks
         if tp is None or tp is mine or ranks(tp) == ranks(mine):
             return
@@ -384,4 +389,4 @@ class FollowsGroups(nn.Module):
         return groups.cp
 
     def _name_sizes(self) -> None:
-        """Set attributes under upstream's names; a mixer without such names sets none."""
+        """Set sizes under the names of Megatron's mixer, if tools look these names up."""

@@ -30,12 +30,12 @@ def tree_packed_seq_params(
     """Boundaries of packed documents, each of which may continue an earlier one.
 
     A document continues its parent: it starts from the parent's last state and last convolution
-    rows, at the next position, and attends to all its ancestors. Its result equals that of the
-    whole sequence from its first ancestor on.
+    rows, at the next position, and attends to all its ancestors. A document has the same result as
+    in one whole sequence of its ancestors and itself.
 
-    The mixers take these parameters, under context parallelism headwise, and so does the attention
-    of `hybrid_stack_spec` and of local specs. Transformer Engine's attention refuses the
-    ``qkv_format``, ``"thd_tree"``. Megatron's own GatedDeltaNet and MLA would read one sequence.
+    These documents work in the mixers (under context parallelism: headwise) and in the attention of
+    `hybrid_stack_spec` and of local specs. Transformer Engine's attention refuses the format
+    ``"thd_tree"``. Megatron's GatedDeltaNet and MLA would read all documents as one sequence.
 
     Args:
         lengths: tokens of each document; children of a document of 0 tokens continue its parent.
@@ -46,7 +46,7 @@ def tree_packed_seq_params(
 
     Returns:
         int32 boundaries ``[N + 1]``: ``cu_seqlens_*`` of tokens, ``cu_seqlens_*_padded`` of slots;
-        ``max_seqlen_*`` is the longest sequence, rounded up.
+        ``max_seqlen_*`` is the length of the longest sequence, rounded up to ``multiple_of``.
 
     Raises:
         ValueError: lengths or parents that do not fit each other, ``multiple_of`` less than 1.
@@ -85,7 +85,7 @@ class PackedTree(NamedTuple):
         """For every prompt, a list with the rows ``[n, ...]`` of each response.
 
         ``token_values`` is ``[1, T, ...]``, for example log-probabilities of the labels. Row j of
-        a response belongs to the output that predicts the response's j-th token.
+        a response is the value at the place that predicts the response's j-th token.
         """
         if token_values.shape[:2] != self.tokens.shape:
             raise ValueError(
@@ -108,12 +108,12 @@ def pack_tree(
     Args:
         prompts: token ids of each prompt, integers ``[n]`` or a list, at least one token each.
         responses: for each prompt a list of responses, token ids likewise; an empty response has no
-            row.
+            rows in the buffer.
         multiple_of: as in :func:`tree_packed_seq_params`.
-        device: the device of the result; None is that of the first prompt.
+        device: the device of the result; None: the device of the first prompt.
 
     Raises:
-        ValueError: not one list for each prompt, a prompt without tokens, tokens of another shape.
+        ValueError: a prompt without a list or without tokens; tokens of another shape.
     """
     if len(prompts) != len(responses) or not prompts:
         raise ValueError(
@@ -151,8 +151,8 @@ class PackedGroups(NamedTuple):
     counts: tuple[int, ...]  # number of responses of every group
 
     def unpack(self, token_values: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Like :meth:`PackedTree.unpack`, from one tensor ``[1, T, ...]`` per micro-batch: a list
-        for every group; groups and responses keep their order."""
+        """Like :meth:`PackedTree.unpack`, but from one tensor ``[1, T, ...]`` per micro-batch, to
+        one list for every group; groups and responses keep their order."""
         both = zip(self.micro_batches, token_values, strict=True)
         rows = (row for packed, x in both for each in packed.unpack(x) for row in each)
         return [list(islice(rows, count)) for count in self.counts]
@@ -175,7 +175,7 @@ def pack_groups(
         most_tokens: the most tokens of a micro-batch, with the padding of slots.
 
     Raises:
-        ValueError: as `pack_tree`; a prompt and its longest response exceed ``most_tokens``.
+        ValueError: as in `pack_tree`; a prompt and its longest response exceed ``most_tokens``.
     """
     cut: list[list[tuple[Tokens, list[Tokens]]]] = []
     room = 0
@@ -204,6 +204,7 @@ def pack_groups(
 
 
 def _on_host(tokens: Tokens, index: int) -> Tensor:
+    """Token ids as int64 ``[n]`` on the CPU; ``index`` is the prompt's number, for the error."""
     x = torch.as_tensor(tokens, device="cpu")
     if x.dim() != 1 or (x.is_floating_point() and len(x)):  # an empty list becomes fp32
         raise ValueError(

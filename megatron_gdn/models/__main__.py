@@ -69,6 +69,7 @@ def _flag_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
 
 
 def _figure_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
+    """Lines with one model's parameters, FLOPs, memory and legal parallel sizes."""
     tp, cp, length, stack = options.tp, options.cp, options.length, model.stack
     counts = {symbol: model.pattern.count(symbol) for symbol in _LAYERS}
     parameters, active = _format_count(stack.parameters), _format_count(stack.active_parameters)
@@ -101,6 +102,7 @@ def _figure_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
 
 
 def _model_lines(models: list[Model]) -> Iterator[str]:
+    """Lines of the table of models."""
     yield f"{'model':25} {'parameters':>12} {'for a token':>12}  tp up to  layers"
     for model in models:
         counts = ((model.pattern.count(symbol), symbol) for symbol in _LAYERS)

@@ -24,11 +24,11 @@ class Model:
     name: str
     architecture: str
     fields: dict[str, Any]
-    source: str  # where the fields were read
+    source: str  # where we read the fields
 
     @cached_property
     def hf(self) -> HFModelConfig:
-        """The record that `build_model`, `transformer_config` and `megatron_flags` take."""
+        """The argument of `build_model`, `transformer_config` and `megatron_flags`."""
         return parse_hf_config({"architectures": [self.architecture]} | self.fields)
 
     @property
@@ -38,6 +38,7 @@ class Model:
 
     @cached_property
     def stack(self) -> Stack:
+        """The model's layers with their parameters, FLOPs and bytes of states."""
         config = SimpleNamespace(**self.hf.megatron_settings("hybrid"))
         return Stack.of(config, self.pattern, self.hf.vocab_size, self.hf.tied)
 
@@ -49,7 +50,7 @@ class Model:
         return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
 
     def tensor_parallel_sizes(self) -> list[int]:
-        """The sizes that divide all heads and the MLP's width; experts are not split."""
+        """The legal sizes: divisors of all head counts and the MLP's width; experts stay whole."""
         sizes, key_heads = self.hf.sizes, self.dims.layout.counts[-1][1]  # groups in Mamba2
         heads, groups = sizes.num_attention_heads, sizes.num_query_groups
         cut = [heads, key_heads]
@@ -64,7 +65,7 @@ class Model:
         ]
 
     def headwise_sizes(self, tp: int) -> list[int]:
-        """The context-parallel sizes of headwise, which divide the heads of a tensor rank."""
+        """The context-parallel sizes of headwise: divisors of a tensor-parallel rank's heads."""
         layout = self.dims.shard(tp).layout
         return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
 
@@ -100,7 +101,7 @@ class Model:
         keeps for long sequences are not counted (16 MiB for 32768 tokens of 32 heads).
         """
         share: Any = self.dims.shard(tp)
-        kept = 2 * share.hidden_size // tp  # in_proj's input, split over the sequence
+        kept = 2 * share.hidden_size // tp  # in_proj's input, split along the sequence
         if recompute == "layer":
             return kept
         again = RECOMPUTE_LEVELS[recompute]
@@ -118,6 +119,7 @@ class Model:
 
 
 def _read_catalogue() -> dict[str, Model]:
+    """The models of ``catalogue.toml`` by name."""
     tables = tomllib.loads(Path(__file__).with_name("catalogue.toml").read_text(encoding="utf-8"))
     known, models = tables["shared"], {}
     for name, own in tables["models"].items():

@@ -7,7 +7,7 @@ tokens, where S is the state before the chunk and A the chunk's triangular inver
     k S,  q S,  k^T x                                     C K V each, for every value head
     x = A (v - k S),  (q k^T) x                           C C V each, for every value head
 
-Kimi Delta Attention computes the first line for every value head. Mamba2 has no k k^T, k S and A.
+Kimi Delta Attention computes k k^T and q k^T for every value head. Mamba2 has no k k^T, k S and A.
 Only matrix products are counted. A backward counts as two forwards; recomputation is not counted.
 
 Legend: G key heads (groups in Mamba2), n attention heads, d dims of an attention head.
@@ -31,7 +31,7 @@ from ..mamba2.sizes import Mamba2Dims
 from ..mixers.tensor_map import TensorMap
 
 CHUNK = 64  # tokens of a chunk, in every rule of this package
-_KDA_SIZE_OPTIONS = ("forget_rank", "output_rank")  # options of a 'K' layer that change its size
+_KDA_SIZE_OPTIONS = ("forget_rank", "output_rank")  # a 'K' layer's options that change sizes
 MAMBA_TAPS = 4  # taps of a Mamba2 convolution; Megatron has no field for the number
 
 
@@ -58,12 +58,12 @@ class Flops(NamedTuple):
 class Layer:
     """One layer of a hybrid pattern, with its norm."""
 
-    weights: int  # parameters that multiply every token's row
+    weights: int  # elements of the matrices that multiply every token's row
     vectors: int  # other parameters: norms, convolutions, gates
     idle_experts: int = 0  # weights of the experts that a token is not routed to
     convolution: int = 0  # multiply-adds per token
     rule: int = 0  # multiply-adds per token
-    attention: int = 0  # multiply-adds per pair of a query and a key
+    attention: int = 0  # multiply-adds per pair (query, key)
     state_bytes: int = 0  # bytes of a sequence's fp32 state
     conv_bytes: int = 0  # bytes of a sequence's last W - 1 bf16 rows, which the convolution reads
 
@@ -117,11 +117,12 @@ class Stack:
 
     @property
     def parameters(self) -> int:
+        """The number of all parameters."""
         return self.active_parameters + self._sum("idle_experts")
 
     @property
     def active_parameters(self) -> int:
-        """The parameters without the experts that a token is not routed to."""
+        """The parameters that one token uses: of the experts only those it is routed to."""
         ends = self.hidden_size * (self.vocab_size * (1 if self.tied else 2) + 1)
         return ends + self._sum("weights") + self._sum("vectors")
 
@@ -136,6 +137,7 @@ class Stack:
         return self._sum("conv_bytes")
 
     def _sum(self, field: str) -> int:
+        """The sum of this field of :class:`Layer` over all layers."""
         return sum(getattr(layer, field) for layer in self.layers)
 
     def flops(self, lengths: Sequence[int]) -> Flops:
@@ -143,12 +145,12 @@ class Stack:
         return self.flops_of_sums(sum(lengths), sum(length * length for length in lengths))
 
     def flops_of_sums(self, tokens: int, squares: int) -> Flops:
-        """FLOPs of one forward, from the sums of the documents' lengths and squared lengths."""
+        """FLOPs of one forward; ``squares`` is the sum of the documents' squared lengths."""
         return Flops(
             projections=2 * tokens * self._sum("weights"),
             convolution=2 * tokens * self._sum("convolution"),
             rule=2 * tokens * self._sum("rule"),
-            attention=squares * self._sum("attention"),  # 2 per multiply-add, half of all pairs
+            attention=squares * self._sum("attention"),  # 2 per multiply-add, in half of all pairs
             output=2 * tokens * self.outputs * self.hidden_size * self.vocab_size,
         )
 
@@ -172,7 +174,7 @@ def _mamba2_layer(dims: Mamba2Dims) -> Layer:
 
 
 def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
-    """``maps`` list the parameters except the input norm's; matrices multiply a token's row."""
+    """Count a layer; ``maps`` list all parameters but the input norm's, ``rule`` multiply-adds."""
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
     D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width
@@ -214,6 +216,7 @@ def _expert_layer(config: Any) -> Layer:
 
 
 def _mlp_matrices(config: Any) -> int:
+    """The number of weight matrices of one MLP."""
     return 3 if config.gated_linear_unit else 2
 
 
@@ -238,7 +241,7 @@ def stack_of_arguments(args: Any) -> Stack:
     if not args.group_query_attention:
         config.num_query_groups = args.num_attention_heads
     pattern = getattr(args, "hybrid_layer_pattern", None)
-    if not pattern:  # a GPTModel: two symbols for each layer
+    if not pattern:  # a GPTModel: each layer is two symbols, a mixer and an MLP
         pairs = ["*G"[is_gdn] + "-E"[is_moe] for is_gdn, is_moe in layer_kinds(config)]
         pattern = "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
     return Stack.of(
@@ -253,7 +256,7 @@ def num_floating_point_operations(
     seqlen_squared_sum_in_batch: float | None = None,
     total_real_tokens_in_batch: float | None = None,
 ) -> float:
-    """Replace Megatron's function of this name; packed documents give the last two arguments."""
+    """FLOPs of a step, in place of Megatron's count; packed documents give the last arguments."""
     tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
     if tokens is None:
         tokens = batch_size * args.seq_length
@@ -263,7 +266,7 @@ def num_floating_point_operations(
 
 
 def count_flops_in_megatron() -> None:
-    """Let Megatron's throughput line count FLOPs by this module, if all layers are known."""
+    """Replace Megatron's count of FLOPs by this module's, if the module knows all layers."""
     from megatron.training import training
 
     megatron_count = training.num_floating_point_operations

@@ -35,7 +35,7 @@ from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable:
     """The grid of rows ``[B, S, ...]``; ``documents`` are the boundaries of each batch row.
 
-    The number of ``heads`` with a state and the device set how many chunks a group has.
+    How many chunks a group has depends on ``heads``, the number of states, and the device.
     """
     documents = documents_of_rows(rows.shape[:2], rows.device, documents)
     return ChunkTable.of(documents, CHUNK, heads, fixed=True)
@@ -56,7 +56,7 @@ def front_on_grid(
     past, flat = parameters[0].shape[-1] - 1, rows.flatten(0, 1)
     made: list[_GroupResults | None] = []
     kind: Any = tuple
-    triton = getattr(front, "triton", False)  # Triton's packed kernels compute all tokens alike
+    triton = getattr(front, "triton", False)  # Triton's packed kernels treat all tokens alike
     for group in grid.groups:
         buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
         _fill_chunks(buffer[past:], rows, grid, group)
@@ -115,7 +115,7 @@ def _fill_history(
 
 
 class _GroupResults:
-    """Collects one stage's results ``[n, 64, ...]`` of all groups, and returns all tokens."""
+    """Collects the results ``[n, 64, ...]`` of one stage, and puts them in tokens' order."""
 
     def __init__(self, grid: ChunkTable, like: Tensor) -> None:
         self._grid = grid
@@ -124,18 +124,19 @@ class _GroupResults:
         self._rows = grid.rows_like(like if self._shared is None else like[..., :0])
 
     def put(self, group: ChunkGroup, chunks: Tensor) -> None:
+        """Store ``chunks``, the results ``[n, 64, ...]`` of one group."""
         if self._shared is None:
             self._grid.put_tokens(self._rows, group, chunks)
 
     def tokens(self, rows: torch.Size) -> Tensor:
-        """``[B, S, ...]``."""
+        """The results of all tokens, ``[B, S, ...]``; ``rows`` is ``(B, S)``."""
         if self._shared is not None:
             return self._shared.expand(*rows, *self._shared.shape[2:])
         return self._rows.unflatten(0, rows)
 
 
 class AlignedFront:
-    """A front whose forward runs on the grid; the backward is the inner front's."""
+    """A front whose forward runs ``front`` on the grid; the backward is that of ``front``."""
 
     def __init__(self, front: TableFront) -> None:
         self.layout, self.names, self._front = front.layout, front.names, front
@@ -149,7 +150,7 @@ class AlignedFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        # A piece may begin anywhere in its sequence, so the grid cannot cut the piece.
+        # With ``history`` the rows may begin inside a chunk of the grid, so they are not cut.
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)
         if getattr(self._front, "triton", False):
@@ -162,7 +163,7 @@ class AlignedFront:
 
 
 class AlignedReadout:
-    """A readout whose forward runs on the grid; the backward is the inner readout's."""
+    """A readout whose forward runs ``readout`` on the grid; its backward is unchanged."""
 
     reads_o: ClassVar[bool] = True
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
-    """Make a ``backward`` raise under ``create_graph=True``.
+    """Decorate an autograd function's ``backward``, so that it raises under ``create_graph=True``.
 
     torch's ``once_differentiable`` would treat the saved tensors as constants, without an error.
     Autograd enables gradients in a backward if and only if ``create_graph=True``.
@@ -34,7 +34,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 def gradients(
     function: Callable[..., Any], inputs: Sequence[Tensor | None], d_outputs: Any
 ) -> tuple[Any, ...]:
-    """Run ``function`` again; return the gradient of each of ``inputs``, or None for None."""
+    """Run ``function`` again; return gradients of ``inputs`` (None for None) from ``d_outputs``."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         made = function(*leaves)
@@ -58,6 +58,8 @@ def uncompiled[F: Callable[..., Any]](function: F) -> F:
 
 
 class _SavingInputs(torch.autograd.Function):
+    """The autograd function of :func:`run_saving_inputs`."""
+
     @staticmethod
     def forward(ctx, function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
         ctx.function = function
@@ -71,17 +73,18 @@ class _SavingInputs(torch.autograd.Function):
 
 
 def run_saving_inputs(function: Callable[..., Tensor], *inputs: Tensor | None) -> Tensor:
-    """Return ``function(*given)``; autograd saves only ``inputs``; the backward reruns it."""
+    """Return ``function(*inputs)``; autograd saves only ``inputs``, the backward recomputes."""
     return _SavingInputs.apply(function, *inputs)
 
 
 def output_without_tokens(rows: Tensor, *parameters: Tensor | None, width: int) -> Tensor:
-    """The mixer's output ``[S, B, width]`` of rows ``[S, B, P]`` with S or B zero.
+    """The mixer's empty output ``[S, B, width]`` for ``rows [S, B, P]`` if S or B is zero.
 
     The parameters get zero gradients, so that every rank has a gradient of every parameter.
     """
 
     def mixed(*given: Tensor | None) -> Tensor:
+        """The empty output, as a function of the rows and parameters ``given``."""
         sums = [x.sum().to(rows.dtype) for x in given if x is not None]
         return torch.stack(sums).sum().expand(*rows.shape[:2], width)
 

@@ -18,7 +18,7 @@ from .front.history import History, history_of, last_rows
 def _pre_activation(
     x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, position_T: Tensor | None
 ) -> Tensor:
-    """Sum the taps in fp32 or wider; before the first token of a sequence x is zero."""
+    """Convolve in fp32 or wider; ``position_T``: each token's place in its document, from 0."""
     wide = torch.promote_types(x_BTC.dtype, torch.float32)
     tokens, past = x_BTC.shape[1], weight_CW.shape[1] - 1
     padded_BTC = F.pad(x_BTC.to(wide), (0, 0, past, 0))
@@ -47,7 +47,7 @@ def causal_conv1d(
 
     Before the start of a sequence x is zero, or ``initial_state``; no value and no gradient crosses
     a document boundary. Sums are in fp32 (fp64 for fp64 input) and rounded once. The result is
-    deterministic. Of the activations, only ``x`` is saved for the backward.
+    deterministic. Of all activations, autograd saves only ``x``.
 
     Args:
         x: ``[B, T, C]``, any float dtype, any strides.
@@ -92,7 +92,7 @@ def causal_conv1d(
     return y, final
 
 
-@uncompiled  # Dynamo would replace the backward by one that gives x no gradient
+@uncompiled  # under Dynamo the backward would give x no gradient
 def convolve_rows(
     x_BSC: Tensor,
     weight_CW: Tensor,
@@ -101,11 +101,12 @@ def convolve_rows(
     history: History | None = None,
     activation: str | None = "silu",
 ) -> Tensor:
-    """conv + SiLU of rows ``[B, S, C]``; every row has the same ``documents``."""
+    """The convolution of ``x_BSC``, and SiLU; every batch row has the same ``documents``."""
     position_T = None if documents is None else documents.position_T
     before, table = (None, None) if history is None else (history.rows, history.table)
 
     def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
+        """The output for inputs ``x`` after the rows of history ``before``."""
         pre = _pre_activation(x, weight, bias, position_T)
         if before is not None and table is not None:
             pre = History(before, table).add_lead_in_to(pre, weight)

@@ -1,8 +1,8 @@
 """Document boundaries of a packed buffer, resolved once, and the tables made from the boundaries.
 
-Torch operations on :attr:`Documents.starts` make a table. They run on the host, and the table is
-moved to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) they run on the
-device, and the table has room for the largest number of documents. Code reads both in the same way.
+Torch operations on :attr:`Documents.starts` make a table. The operations run on the host, and the
+table is moved to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) the
+operations run on the device, and the table has room for the largest number of documents.
 
 Legend: N documents, M non-empty documents (in fixed buffers M = N + 1, the last always empty), T
 tokens of the buffer, n chunks.
@@ -28,7 +28,7 @@ class ChunkPlaces(NamedTuple):
     """The chunks of all sequences, one sequence after the other, then chunks without tokens."""
 
     offsets: Tensor  # int32 [M + 1], the first chunk of every sequence, then the number of chunks
-    # int32 [n, 2]: sequence, and place in the sequence. Chunks without tokens: last sequence, 0.
+    # int32 [n, 2]: sequence, place in the sequence; (last sequence, 0) for chunks without tokens.
     indices: Tensor
 
 
@@ -42,9 +42,9 @@ class Documents:
     offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
     device: torch.device  # where the per-token tensors live
 
-    why_headwise: ClassVar[str] = ""  # a subclass says why only the headwise scheme runs it
-    why_not_on_grid: ClassVar[str] = ""  # a subclass says why batch_invariant_mode refuses it
-    continue_others: ClassVar[bool] = False  # see .trees
+    why_headwise: ClassVar[str] = ""  # why only the headwise scheme runs such documents, or ""
+    why_not_on_grid: ClassVar[str] = ""  # why batch_invariant_mode refuses such documents, or ""
+    continue_others: ClassVar[bool] = False  # whether a document may continue another one
     known: ClassVar[bool] = True  # whether the host knows the boundaries; False in fixed buffers
 
     def __post_init__(self) -> None:
@@ -81,7 +81,7 @@ class Documents:
 
         Raises:
             TypeError: something else than a tensor, a sequence of integers or ``Documents``.
-            ValueError: a bad tensor; offsets that do not start at 0, decrease, or end elsewhere.
+            ValueError: a bad tensor; offsets that do not start at 0, decrease, or do not end at T.
         """
         if isinstance(cu_seqlens, Documents):
             documents = cu_seqlens
@@ -99,12 +99,12 @@ class Documents:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """The integers that distinguish these documents from others in a buffer of this size."""
+        """Integers that differ for other boundaries in a buffer of the same size."""
         return self.offsets
 
     @cached_property
     def contents(self) -> tuple[int, int]:
-        """Two integers that ranks compare: how many documents, and a hash of :attr:`numbers`."""
+        """For comparing ranks: the number of documents, and a hash of :attr:`numbers`."""
         digest = blake2b(array("q", self.numbers).tobytes(), digest_size=7).digest()
         return len(self.lengths), int.from_bytes(digest, "little")
 
@@ -128,7 +128,7 @@ class Documents:
 
     @property
     def sequences(self) -> int:
-        """M of the legend."""
+        """M: the number of sequences with tokens; in fixed buffers :attr:`most` + 1."""
         return self.most if self.known else self.most + 1
 
     def on_host(self) -> Documents:
@@ -152,20 +152,20 @@ class Documents:
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         """Raise a RuntimeError if the boundaries changed between a forward and its backward.
 
-        ``stamp`` is that of the forward; a recomputed forward ``saved`` a stamp of its own.
+        ``stamp``: from the forward. ``saved``: from the forward or from its recomputation.
         """
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(changed_boundaries_message("those of another micro-batch"))
 
     @cached_property
     def filled_offsets(self) -> tuple[int, ...]:
-        """The offsets without empty documents."""
+        """The :attr:`offsets` of the documents that have tokens."""
         pairs = zip(self.offsets, self.offsets[1:], strict=False)
         return (0, *(end for start, end in pairs if end > start))
 
     @cached_property
     def starts(self) -> Tensor:
-        """int32 ``[M + 1]``: offsets without empty documents, on the host if it knows them."""
+        """int32 ``[M + 1]``: :attr:`filled_offsets`; on the device only in fixed buffers."""
         return torch.tensor(self.filled_offsets, dtype=torch.int32, device="cpu")
 
     @cached_property
@@ -175,7 +175,7 @@ class Documents:
 
     @cached_property
     def plans(self) -> dict[Hashable, Any]:
-        """Objects that rules and schemes made from these documents; each chooses its own key."""
+        """Objects that rules and schemes made from these documents, under keys of their own."""
         return {}
 
     def plan[Made](self, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -189,9 +189,9 @@ class Documents:
     ) -> Made:
         """The tensors that ``make(self)`` returned at the first call with this key, on the device.
 
-        If the boundaries are not ``known``, shapes may not depend on them, and every change of
-        boundaries writes the tensors again. ``move=False`` leaves the tensors beside
-        :attr:`starts`.
+        If the boundaries are not ``known``, shapes must not depend on the boundaries, and every
+        change of boundaries writes the tensors again. ``move=False`` leaves the tensors on the
+        device of :attr:`starts`.
         """
         found = self.plans.get((key, move))
         if found is None:
@@ -207,7 +207,7 @@ class Documents:
     def cut(
         self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
     ) -> Documents:
-        """Documents of ``tokens`` tokens with boundaries ``make(self)``; ``most`` are not empty."""
+        """Documents with offsets ``make(self)`` in ``tokens`` tokens; at most ``most`` filled."""
 
         def made() -> Documents:
             offsets = tuple(dict.fromkeys(make(self)[0].tolist()))
@@ -216,7 +216,7 @@ class Documents:
         return self.plan((Documents, key), made)
 
     def document_T(self) -> Tensor:
-        """int64 ``[T]``, on the device of :attr:`starts`: the sequence of every token."""
+        """int64 ``[T]``, on the device of :attr:`starts`: the index of every token's sequence."""
         return torch.searchsorted(self.starts[1:], _tokens_of(self), right=True)
 
     @cached_property
@@ -227,7 +227,7 @@ class Documents:
         )[0]
 
     def most_chunks(self, size: int) -> int:
-        """An upper bound of the number of chunks of ``size`` tokens."""
+        """An upper bound of the number of chunks if each has at most ``size`` tokens."""
         return sum(-(-length // size) for length in self.lengths)
 
     def chunks(self, size: int) -> ChunkPlaces:
@@ -235,17 +235,17 @@ class Documents:
         return self.table(("chunks", size), lambda documents: chunk_places_of(documents, size))
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
-        """Slices of the tokens of the documents that the document at ``start`` continues."""
+        """The prefix of the document that begins at token ``start``: slices of other documents."""
         return ()
 
     @property
     def longest_sequence(self) -> int:
-        """Tokens of the longest document, with the documents that it continues."""
+        """The largest number of tokens of a document and the documents that it continues."""
         return max(self.lengths)
 
     @property
     def position_in_sequence_T(self) -> Tensor:
-        """int32 ``[T]``: :attr:`position_T`, counted from the first document that is continued."""
+        """int32 ``[T]``: :attr:`position_T` plus the number of tokens of continued documents."""
         return self.position_T
 
 
@@ -256,7 +256,7 @@ def _shared_documents(offsets: tuple[int, ...], device: torch.device) -> Documen
 
 
 def one_document(tokens: int, device: torch.device) -> Documents:
-    """A sequence that fills the buffer."""
+    """Documents of one sequence that fills a buffer of ``tokens`` tokens."""
     return _shared_documents((0, tokens), device)
 
 
@@ -275,17 +275,18 @@ def documents_of_rows(
 
 
 def _tokens_of(documents: Documents) -> Tensor:
+    """The indices 0 .. T - 1 of the tokens, on the device of :attr:`Documents.starts`."""
     starts = documents.starts
     return torch.arange(documents.total_tokens, device=starts.device, dtype=torch.int32)
 
 
 def chunk_places_of(documents: Documents, size: int) -> ChunkPlaces:
-    """:meth:`Documents.chunks`, on the device of :attr:`Documents.starts`."""
+    """The places of chunks of ``size`` tokens, on the device of :attr:`Documents.starts`."""
     return chunk_places(ceil_div(documents.starts.diff(), size), documents.most_chunks(size))
 
 
 def chunk_places(count: Tensor, chunks: int) -> ChunkPlaces:
-    """Places of ``chunks`` chunks; ``count``, int32 ``[M]``: chunks of each sequence."""
+    """Places of ``chunks`` chunks; ``count``, int32 ``[M]``: each sequence's number of chunks."""
     offsets = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
     number = torch.arange(chunks, device=count.device, dtype=torch.int32)
     sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(max=len(count) - 1)
@@ -294,11 +295,12 @@ def chunk_places(count: Tensor, chunks: int) -> ChunkPlaces:
 
 
 def ceil_div(count: Tensor, by: Tensor | int) -> Tensor:
+    """``count / by``, rounded up."""
     return (count + (by - 1)).div(by, rounding_mode="floor")
 
 
 def changed_boundaries_message(found: str) -> str:
-    """The error message if a recomputed forward has other boundaries than the first forward."""
+    """The error message if a recomputed forward ``found`` boundaries other than the forward's."""
     return (
         f"the boundaries of the documents changed between a forward and its recomputation in the "
         f"backward, which found {found}. Give every micro-batch in flight a PackedSeqParams of its "
@@ -307,7 +309,7 @@ def changed_boundaries_message(found: str) -> str:
 
 
 def require_one_row(rows: int, description: str) -> None:
-    """Refuse packed documents in a batch of several rows; ``description`` names the tensor."""
+    """Raise unless packed documents have one batch row; ``description`` names the tensor."""
     if rows != 1:
         raise ValueError(
             f"packed documents need a batch of 1, got {description}. Lay the rows end to end and "
@@ -316,7 +318,7 @@ def require_one_row(rows: int, description: str) -> None:
 
 
 def _offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The values of ``cu_seqlens``. Reading a tensor on a GPU waits for the GPU."""
+    """The integers of a given ``cu_seqlens``. Reading a tensor on a GPU waits for the GPU."""
     if isinstance(source, Tensor):
         integers = not (source.is_floating_point() or source.is_complex())
         if source.dim() != 1 or not integers or source.dtype == torch.bool or source.is_meta:

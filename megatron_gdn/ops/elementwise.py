@@ -10,9 +10,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # On a CPU torch computes the last few elements of a tensor by other code than its whole vectors,
-# with another rounding. A token's value would then depend on the number of tokens after it. So
-# tensors are padded to whole vectors. (Padding helps with one thread, or up to 32768 elements.)
-_WHOLE = 64  # elements: torch takes two vectors at a time, 2 * 512 bits / 16 bits at most
+# and rounds these elements differently, so a token's value would depend on later tokens. Tensors
+# are therefore padded to whole vectors. (Padding helps with one thread, or up to 32768 elements.)
+_WHOLE = 64  # elements: torch takes two vectors at once, at most 2 * 512 bits / 16 bits an element
 
 
 def silu(x: Tensor) -> Tensor:
@@ -26,11 +26,12 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """``log(1 + exp(x))``, of any shape; x itself above 20."""
+    """``log(1 + exp(x))`` of a tensor of any shape; where x is above 20, the result is x."""
     return _in_whole_vectors(F.softplus, x)
 
 
 def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """``function(x)``, computed on a CPU with ``x`` padded to whole vectors."""
     if x.device.type != "cpu":
         return function(x)
     flat = x.reshape(-1)
@@ -62,8 +63,8 @@ def rms_norm(
 
     Args:
         x: ``[..., D]``, any float dtype.
-        weight: ``[D]``; ``gamma`` is ``weight``, or ``1 + weight`` when ``zero_centered`` (the
-            form Megatron stores under ``layernorm_zero_centered_gamma``). None means 1.
+        weight: ``[D]``; ``gamma`` is ``weight``, or ``1 + weight`` if ``zero_centered`` (as with
+            Megatron's ``layernorm_zero_centered_gamma``). Without weight, ``gamma`` is 1.
 
     Returns:
         ``[..., D]`` in ``x.dtype``, rounded once at the end.
@@ -77,7 +78,7 @@ def rms_norm(
 
 
 def least_log_decay(dtype: torch.dtype) -> float:
-    """A bound for clamping log-decays: -104 in fp32, -746 in fp64. Below the bound exp gives 0.
+    """A lower bound of log-decays: -104 in fp32, -746 in fp64. Below the bound exp gives 0.
 
     Sums of clamped log-decays over a chunk are finite; sums of -inf would give inf - inf = NaN.
     """
@@ -89,14 +90,15 @@ def least_log_decay(dtype: torch.dtype) -> float:
 def largest_A_log(dtype: torch.dtype) -> float:
     """An upper bound of A_log: 66 in fp32, 532 in fp64, so exp(A_log) times a gradient is finite.
 
-    At the bound any softplus above 2e-27 gives a decay of 0 (in fp32).
+    With A_log at the fp32 bound, any softplus above 2e-27 gives a decay of exactly 0.
     """
     return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
 
 
 def largest_beta(allow_neg_eigval: bool) -> float:
-    """The bound of write strengths: 1, or 2 with negative eigenvalues.
+    """The upper bound of write strengths: 1, or 2 with ``allow_neg_eigval``.
 
-    A token's transition I - beta k k^T has the eigenvalue 1 - beta |k|^2: in (0, 1), or in (-1, 1).
+    A token's transition I - beta k k^T has the eigenvalue 1 - beta |k|^2, which lies in (0, 1) for
+    the bound 1 and in (-1, 1) for the bound 2.
     """
     return 2.0 if allow_neg_eigval else 1.0

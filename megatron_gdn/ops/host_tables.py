@@ -18,7 +18,7 @@ _read_by_graphs: dict[int, Any] = {}
 
 
 def to_device(table: Tensor, device: torch.device | str) -> Tensor:
-    """Return ``table`` on ``device``; a table that is on a GPU already is returned unchanged.
+    """Copy ``table`` to ``device``; a table that is on a GPU already is returned unchanged.
 
     The copy is from pinned memory, and the host does not wait for the copy. Autograd refuses
     tensors that are made in ``torch.inference_mode``, so the copy is made outside of that mode.
@@ -36,7 +36,7 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
 def require_no_capture(table_name: str) -> None:
     """Refuse to make a table while a CUDA graph is captured; ``table_name`` names the table.
 
-    A replay would copy the table from freed host memory, or only replays would write the table.
+    A captured copy would read freed host memory, or would fill the table in replays only.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -48,7 +48,7 @@ def require_no_capture(table_name: str) -> None:
 
 
 def stream_of_tables() -> int:
-    """The number of the CUDA stream whose tables are read; 0 on the CPU.
+    """The handle of the CUDA stream whose tables a call reads; 0 on the CPU.
 
     The stream is the current one; during a capture, the stream of the last call before the capture.
     """
@@ -61,7 +61,7 @@ def stream_of_tables() -> int:
 
 
 def keep_if_captured[Made](tables: Made) -> Made:
-    """Return ``tables``; tables that are read while a CUDA graph is captured are never freed."""
+    """Return ``tables``; if a CUDA graph is being captured, the tables are never freed."""
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         _read_by_graphs[id(tables)] = tables
     return tables
@@ -70,7 +70,7 @@ def keep_if_captured[Made](tables: Made) -> Made:
 def cached_by_stream[**Arguments, Made](
     maxsize: int,
 ) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
-    """``lru_cache(most)`` for a function whose results hold tables on a device."""
+    """``lru_cache(maxsize)`` for a function that makes device tables, separate for each stream."""
 
     def decorate(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
         @lru_cache(maxsize=maxsize)
@@ -79,6 +79,7 @@ def cached_by_stream[**Arguments, Made](
 
         @wraps(make)
         def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+            """The cached result of ``make`` for these arguments and the current CUDA stream."""
             if not torch.cuda.is_initialized():
                 return made(0, *args, **kwargs)
             return keep_if_captured(made(stream_of_tables(), *args, **kwargs))

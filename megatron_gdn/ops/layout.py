@@ -1,4 +1,4 @@
-"""The columns of a mixer's input projection; ranks' shares and checkpoint keys follow from them."""
+"""The columns of a mixer's input projection, which decide ranks' shares and checkpoint keys."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import Any, NamedTuple
 
 
 class SizeError(ValueError, AssertionError):
-    """Heads, widths or lengths that cannot be shared or do not fit each other.
+    """Raised if heads, widths or lengths cannot be split over ranks or do not fit each other.
 
     Megatron's and Automodel's mixers raise an AssertionError for wrong sizes, so SizeError is both.
     """
 
 
 def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
-    """Refuse sizes that are not integers of at least 1; those in ``may_be_zero`` may be 0."""
+    """Refuse fields of ``dims`` that are no integers >= 1; fields in ``may_be_zero`` may be 0."""
     for field in fields(dims):
         size = getattr(dims, field.name)
         least = 0 if field.name in may_be_zero else 1
@@ -28,7 +28,7 @@ def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
 
 
 def require_shares(ranks: int, counts: Sequence[int], held: str) -> None:
-    """Refuse a tensor-parallel size that does not divide all ``counts`` (in words: ``held``)."""
+    """Refuse a tensor-parallel size ``ranks`` that does not divide all ``counts`` (``held``)."""
     if ranks < 1 or any(count % ranks for count in counts):
         most = max(counts)
         legal = [n for n in range(1, most + 1) if not any(count % n for count in counts)]
@@ -42,7 +42,7 @@ class Section(NamedTuple):
     """Neighbouring columns of a projection row: ``width`` columns for each head of one kind."""
 
     name: str  # the section's name in checkpoints
-    heads: str  # kind of the heads, "key" or "value" in a Gated DeltaNet; contiguous, ascending
+    heads: str  # kind of the heads, such as "key" or "value"; heads lie side by side, in order
     width: int
     conv: bool = False  # whether the columns go through the causal convolution
     gates: bool = False  # whether the columns are gates, which no quantised product computes
@@ -57,7 +57,7 @@ class Layout:
     """
 
     sections: tuple[Section, ...]  # in storage order; convolved sections are neighbours
-    counts: tuple[tuple[str, int], ...]  # (kind, number) of heads
+    counts: tuple[tuple[str, int], ...]  # the kinds of heads, each with the number of its heads
     gate: str = "z"  # the section that gates the readout, as wide as a row for out_proj
 
     def __post_init__(self) -> None:
@@ -76,6 +76,7 @@ class Layout:
 
     @cached_property
     def _shapes(self) -> dict[str, tuple[int, int]]:
+        """For each section's name, the number of heads and the columns of a head."""
         return {x.name: (self.heads(x.heads), x.width) for x in self.sections}
 
     def shape_of(self, name: str) -> tuple[int, int]:
@@ -84,7 +85,7 @@ class Layout:
 
     @cached_property
     def widths(self) -> tuple[int, ...]:
-        """Columns of every section, for ``Tensor.split``."""
+        """The number of columns of every section, for ``Tensor.split``."""
         return tuple(self.heads(section.heads) * section.width for section in self.sections)
 
     @cached_property
@@ -106,7 +107,7 @@ class Layout:
 
     @cached_property
     def main_width(self) -> int:
-        """The number of columns before the rule's gates; a quantised product may compute them."""
+        """The number of columns before the rule's gates, which a quantised product may compute."""
         pairs = zip(self.sections, self.widths, strict=True)
         return sum(width for section, width in pairs if not section.gates)
 
@@ -117,7 +118,7 @@ class Layout:
 
     @cached_property
     def mixed_width(self) -> int:
-        """The number of columns of a row for out_proj."""
+        """The number of columns of a row that out_proj takes."""
         return self.gate_columns.stop - self.gate_columns.start
 
     @cached_property

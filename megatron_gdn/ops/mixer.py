@@ -40,8 +40,9 @@ def mix(
 ) -> Tensor:
     """The computation between in_proj and out_proj, for the heads of one rank: ``[S, B, H * V]``.
 
-    If the readout is a :class:`SplitReadout` with ``closed``, the caller runs ``call`` when
-    all heads are together. With ``refilled``, out_proj can free its input until its backward.
+    ``neighbours`` has the documents' boundaries, the history and the initial states. ``refilled``
+    frees out_proj's input until out_proj's backward. If the readout is a ``closed``
+    :class:`SplitReadout`, the caller runs the readout's ``call`` when all heads are together.
     """
     rule, parameters, front, inside = parts.rule, parts.parameters, parts.front, parts.readout
     apart = None
@@ -65,7 +66,7 @@ def mix(
         )
         mixed = MixerFunction.apply(call, rows, *parameters)
         mixed = mixed if hand_over is None else hand_over.behind(mixed)
-    else:  # ranks that share sequences have equal numbers of rows, so no rank waits for another
+    else:  # no rows, as on all ranks that share these sequences, so no rank waits for another
         width = inside.gate.stop - inside.gate.start
         mixed = output_without_tokens(rows, *parameters, width=width)
     if apart is None or apart.closed:
@@ -87,6 +88,7 @@ def _checkpoint_readout(
     mixed, rows = mixed.detach(), rows.detach()
 
     def refill(out: Tensor) -> None:
+        """Compute the readout again and write it to ``out``."""
         out.copy_(apart.call(mixed, rows))
 
     refilled.remember(made, refill)
@@ -102,7 +104,7 @@ class MixerArguments(NamedTuple):
     neighbours: SequenceContext
     keep: bool  # whether tensors are kept for a backward
     refilled: RefilledOutput | None
-    hand_over: HandOver | None  # of the gradient of the output
+    hand_over: HandOver | None  # lets the backward free the gradient of the output
     second_run: SecondRun | None  # None if front and rule run only once
 
 
@@ -111,14 +113,14 @@ class _BackwardValues(NamedTuple):
 
     call: MixerArguments
     rule_plan: Any
-    stamp: Tensor | None  # of the documents
+    stamp: Tensor | None  # the documents' stamp, which shows a change of boundaries
     parameters: int  # the number of saved tensors that are parameters
     linked: int  # the number of saved tensors that a state link kept
     history: History | None
 
 
 class MixerFunction(torch.autograd.Function):
-    """Projection rows ``[S, B, P]`` to ``[S, B, H V]``; the last parameter is the readout's."""
+    """Projection rows ``[S, B, P]`` -> ``[S, B, H V]``; the last parameter is gamma or None."""
 
     @staticmethod
     @leaves_memory_unfilled
@@ -133,7 +135,7 @@ class MixerFunction(torch.autograd.Function):
     @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor):
         saved, hand_over = list(ctx.saved_tensors), ctx.kept.call.hand_over
-        # Unless retain_graph=True, each saved tensor is freed after its last read from here on.
+        # From here on each saved tensor is freed after its last read, unless retain_graph=True.
         ctx.maybe_clear_saved_tensors()
         gradient = [d_out if hand_over is None else hand_over.take(d_out)]
         del d_out
@@ -167,10 +169,10 @@ def _forward(
         saved = (stamp, rows, of_readout, *parameters, *read, *linked, *of_rule.tensors)
         kept = _BackwardValues(call, of_rule.plan, stamp, len(parameters), len(linked), history)
         del read
-    del inputs  # without a backward the rule was the last reader of the inputs
+    del inputs  # without a backward nothing reads the inputs after the rule
     mixed = readout.forward(o, rows, gamma)
     if refilled is not None:
-        output = o.detach  # or, with a second run, a function that computes o again
+        output = o.detach  # a function that returns o; a second run computes o again
         if second_run is not None:
             given = rows, of_front, history, linked, of_rule
             output = lambda: second_run.made(*given)[1]  # noqa: E731
@@ -229,7 +231,7 @@ def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor])
 
 
 def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> None:
-    """Add to ``d_conv_sBC`` the gradients of rows that other ranks or documents read as history."""
+    """Add to ``d_conv_sBC`` the gradients ``returned`` for rows that others read as history."""
     if not table.additions.numel():
         return
     if why_not_triton(d_conv_sBC.device.type, d_conv_sBC.dtype, table.before.shape[1] + 1) is None:
@@ -238,7 +240,7 @@ def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> N
         add_rows(d_conv_sBC, returned, table.additions)
         return
     tokens, sources = table.additions[:, 0], table.additions[:, 1:]
-    nothing = returned.new_zeros(1, *returned.shape[1:])  # a last row of zeros, for source -1
+    nothing = returned.new_zeros(1, *returned.shape[1:])  # zeros at index -1, for no source
     further = torch.cat([returned, nothing])[sources.long()].sum(1)
     further = further.masked_fill((tokens < 0)[:, None, None], 0)
     whole = d_conv_sBC.to(returned.dtype).index_add(0, tokens.clamp(min=0), further)

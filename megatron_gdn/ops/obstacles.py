@@ -13,13 +13,13 @@ from typing import NamedTuple
 import torch
 
 FLA_INSTALL_HINT = 'pip install "megatron-gdn[fla]"'
-# docs/determinism.md: 34.73 ms against 3.51.
+# docs/determinism.md has the times of a layer: 34.73 ms in plain torch, 3.51 ms in kernels.
 PLAIN_ON_GPU = (
     "On this GPU the recurrence runs in plain torch, since its kernels are not installed: a Gated "
     "DeltaNet layer took 34.7 ms in place of 3.5 (one H200, deterministic mode). Install them: "
     'pip install "flash-qla>=0.1.3" tilelang "flash-linear-attention>=0.6,<0.7"'
 )
-_FLA_KNOWN = (0, 6)  # the version in pyproject.toml; other versions may compute something else
+_FLA_KNOWN = (0, 6)  # fla's version in pyproject.toml; other versions may give other results
 _FLA_PACKAGES = ("flash-linear-attention", "fla-core")  # fla-core holds the kernels
 _FLASH_QLA_OLDEST = (0, 1, 3)  # earlier versions have data races, and round dg through bf16
 _FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
@@ -29,11 +29,11 @@ class Obstacle(NamedTuple):
     """Why a backend cannot run."""
 
     why: str
-    error: type[Exception] = ValueError  # ImportError where another installation would help
+    error: type[Exception] = ValueError  # ImportError if installing a package would help
 
 
 def advice_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | None) -> str:
-    """Words after the reason for a plain rule; warns if installing a package would give kernels."""
+    """Advice to append to the reason for a plain rule; warns if installing a package would help."""
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""
@@ -62,7 +62,7 @@ def installed_version(package: str) -> str | None:
 def why_not_flash_qla(
     device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
 ) -> Obstacle | None:
-    """Why FlashQLA cannot train these heads here, and the fix; None when it can."""
+    """Why FlashQLA cannot train such heads on ``device``, and the fix; None when FlashQLA can."""
     if device.type != "cuda":
         return Obstacle(f"flash_qla runs on a GPU, not on {device}")
     if dtype not in (torch.bfloat16, torch.float16):
@@ -79,6 +79,7 @@ def why_not_flash_qla(
 
 @cache
 def why_not_flash_qla_package() -> Obstacle | None:
+    """Why the installed flash-qla cannot be used, and the fix; None when it can."""
     installed = installed_version("flash-qla")
     if find_spec("flash_qla") is None:
         why = "flash-qla is not installed (pip install 'flash-qla>=0.1.3')"
@@ -93,18 +94,19 @@ def why_not_flash_qla_package() -> Obstacle | None:
 
 @cache
 def _needs_tilelang(major: int) -> bool:
+    """Whether Triton miscompiles fla's backward on GPUs of compute capability ``major``."""
     triton = installed_version("triton")
     return major == 9 and triton is not None and (3, 4, 0) <= version_tuple(triton) < (3, 7, 1)
 
 
 def fla_needs_tilelang(device: torch.device) -> bool:
-    """Whether fla's backward of the gates runs in TileLang here, since Triton miscompiles it."""
+    """Whether fla needs TileLang on ``device``, where Triton miscompiles the gates' backward."""
     return device.type == "cuda" and _needs_tilelang(torch.cuda.get_device_capability(device)[0])
 
 
 @cache
 def why_not_fla_package(major: int) -> Obstacle | None:
-    """Why fla's kernels cannot run on GPUs of capability ``major``, and the fix."""
+    """Why fla cannot run on GPUs of compute capability ``major``.x, and the fix; None if it can."""
     known, triton = ".".join(map(str, _FLA_KNOWN)), installed_version("triton")
     versions = {name: installed_version(name) for name in _FLA_PACKAGES}
     found = [(name, version) for name, version in versions.items() if version is not None]
@@ -118,7 +120,7 @@ def why_not_fla_package(major: int) -> Obstacle | None:
     elif triton is None:
         why = "flash-linear-attention needs triton, which is not installed"
     elif _needs_tilelang(major) and find_spec("tilelang") is None:
-        # fla issue 640: the Triton backward computes wrong dg and db there; fla itself raises.
+        # fla issue 640: this Triton computes wrong dg and db on Hopper; fla itself raises an error.
         why = (
             f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "
             f"3.7.1 or newer"
@@ -144,7 +146,7 @@ def why_not_triton(device: str, dtype: torch.dtype, taps: int) -> str | None:
 
 @cache
 def log_obstacle_once(message: str, device_type: str) -> None:
-    """Log ``message`` once, on rank 0: as a warning on a GPU, as info elsewhere."""
+    """Log ``message`` once, on rank 0: a warning if ``device_type`` is "cuda", else info."""
     if torch.distributed.is_initialized() and torch.distributed.get_rank() != 0:
         return
     level = logging.WARNING if device_type == "cuda" else logging.INFO

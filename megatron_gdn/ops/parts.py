@@ -40,6 +40,7 @@ class GatedNorm(NamedTuple):
 def _norm_and_gate(
     gate: slice, eps: float, zero_centered: bool, activation: str, groups: int | None, triton: bool
 ) -> PlainReadout:
+    """The norm and the gate in Triton kernels if ``triton``, else in plain torch."""
     kind = PlainReadout
     if triton:
         from .readout.kernels import TritonReadout as kind
@@ -49,19 +50,20 @@ def _norm_and_gate(
 class Parts(NamedTuple):
     """The parts of a mixer, for rows of one device, dtype and scheme."""
 
-    front: TableFront  # projection rows to the rule's inputs
+    front: TableFront  # computes the rule's inputs from projection rows
     rule: Rule  # the recurrence
-    readout: Readout | SplitReadout  # the rule's output to rows for out_proj
-    parameters: tuple[Tensor | None, ...]  # the front's, then the readout's gamma or None
-    run_again: bool = False  # whether front and rule run again in the backward (.recompute)
+    readout: Readout | SplitReadout  # computes rows for out_proj from the rule's output
+    parameters: tuple[Tensor | None, ...]  # of the front, then the readout's gamma or None
+    run_again: bool = False  # whether the backward runs front and rule again, as in .recompute
 
     @property
     def on_grid(self) -> bool:
-        """Whether a token's bits depend on its sequence's tokens alone, see :mod:`.aligned`."""
+        """Whether a token's bits depend only on tokens of its sequence, as in :mod:`.aligned`."""
         return self.rule.bits is Bits.ON_GRID
 
     @property
     def of_front(self) -> tuple[Tensor | None, ...]:
+        """The parameters of the front."""
         return self.parameters[:-1]
 
     # For generation only.
@@ -81,7 +83,7 @@ class Parts(NamedTuple):
 
     @property
     def shape(self) -> MemoryShape:
-        """Sizes of the memory of one sequence."""
+        """Sizes of the memory that generation keeps for one sequence."""
         return _memory_shape(self.table, self.past + 1, self.on_grid)
 
 
@@ -106,20 +108,20 @@ def parts_of(
     """The parts of a mixer whose front is a table.
 
     Args:
-        rows: ``[S, B, P]``, any strides of S and B. Their device and dtype choose the kernels.
+        rows: ``[S, B, P]``, any strides of S and B; its device and dtype choose the kernels.
         parameters: the front's parameters, without ``gates``.
-        norm: the gated output norm: gamma and its settings, or a readout that calls the norm. With
-            None the readout has the gate and no norm.
+        norm: the gated output norm (gamma and its settings), or a readout that calls the norm.
+            If None, the readout applies the gate and no norm.
         groups: the number of groups of heads, if each norm is over one group.
-        again: names of the rule's inputs that the backward computes again.
+        again: names of rule inputs that are not saved; the backward computes these inputs again.
         run_again: see :class:`Parts`.
         kernels: see :func:`.front.plain.front_of`.
         gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` do not have these
             columns; not for generation.
 
     Raises:
-        ValueError: rows or gates of other heads or strides; a conv weight of other channels, or a
-            conv weight that is not contiguous; unknown ``kernels``.
+        ValueError: rows or gates have a wrong shape or stride; the conv weight has a wrong number
+            of channels or is not contiguous; ``kernels`` is unknown.
     """
     layout, weight = table.layout, cast(Tensor, parameters[0])
     width = layout.width if gates is None else layout.main_width
@@ -167,7 +169,7 @@ class StateLink(Protocol):
         ...
 
     def entered(self, kept: tuple[Tensor, ...]) -> Tensor | None:
-        """The initial states of :meth:`entering` again, from the tensors that it saved."""
+        """The initial states of :meth:`entering` again, from ``kept``, the saved tensors."""
         ...
 
     def leaving(
@@ -179,7 +181,7 @@ class StateLink(Protocol):
 
 @dataclass(frozen=True, eq=False)
 class SequenceContext:
-    """Boundaries, history and initial states of one batch's rows; None for zero history or states.
+    """Boundaries, history and initial states of a batch; None means zero history or zero states.
 
     The boundaries, of documents or of pieces of documents, are the same in every batch row.
     """
@@ -190,7 +192,7 @@ class SequenceContext:
 
     @property
     def of_rule(self) -> Documents | None:
-        """The boundaries that the rule gets: the state link's, if there is one."""
+        """The boundaries that the rule gets: those of ``states``, or else ``documents``."""
         return self.documents if self.states is None else self.states.documents
 
 

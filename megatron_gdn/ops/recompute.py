@@ -1,7 +1,7 @@
 """Tensors that a mixer frees between forward and backward, and gradients that it frees early.
 
-With a second run of front and rule the mixer keeps only the projection rows. The second run starts
-when out_proj's backward needs the mixer's output, or else in the mixer's backward.
+If the backward runs front and rule a second time, the mixer keeps only the projection rows. This
+second run starts when out_proj's backward needs the mixer's output, else in the mixer's backward.
 """
 
 from __future__ import annotations
@@ -40,17 +40,18 @@ class RefilledOutput:
         self._refill: Callable[[Tensor], None] | None = None
 
     def remember(self, output: Tensor, refill: Callable[[Tensor], None]) -> None:
-        """The mixer gives its output; ``refill(x)`` writes the bits of ``output`` to x."""
+        """Store the mixer's ``output``; ``refill(x)`` computes the same bits again into x."""
         self._output, self._refill = output.detach(), refill
 
     def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
-        """For an out_proj that saves ``output = send(x)`` instead of the remembered tensor x."""
+        """Store ``output`` in place of x, if out_proj saves ``output = send(x)`` and not x."""
         made, refill = self._output, self._refill
         if made is None or refill is None:  # no tokens
             return
         shape = made.shape
 
         def refill_and_send(out: Tensor) -> None:
+            """Compute x again and write ``send(x)`` to ``out``."""
             rows = out.new_empty(shape)
             refill(rows)
             out.copy_(send(rows))
@@ -71,43 +72,46 @@ class RefilledOutput:
         size = storage.nbytes()
 
         def fill_again(_gradient: Tensor) -> None:
+            """Allocate and fill the storage again; ``_gradient`` (of ``out``) is not used."""
             if storage.nbytes() == 0:
                 storage.resize_(size)
-                with torch.no_grad():  # .data: autograd must not count the write as a change
+                with torch.no_grad():  # .data hides the write from autograd's change counter
                     refill(output.data)
-            hook.remove()  # otherwise ``out`` would keep the refill's inputs alive
+            hook.remove()  # a hook on ``out`` would keep the inputs of refill alive
 
         storage.resize_(0)
         hook = out.register_hook(fill_again)
 
 
 # Bytes of the smallest gradient that is handed over. The autograd step takes the host about 50
-# microseconds. With fewer rows the GPU would wait, and the gradient is small in the memory peak.
+# microseconds: for a smaller gradient the GPU would wait, and freeing it would save little memory.
 LEAST_BYTES = 128 << 20
 
 
 class HandOver:
     """Lets a backward free its output's gradient, which autograd holds until the backward returns.
 
-    An autograd step ``behind`` the function stores the gradient here and passes on a stub without
-    memory; the function's backward ``take``s the gradient. One object per forward.
+    An autograd step after the mixer's function stores the gradient in this object and passes on a
+    stub without memory; the function's backward calls :meth:`take`. One object serves one forward.
     """
 
     def __init__(self) -> None:
-        self.stored_gradients: dict[int, Tensor] = {}  # key: the number of the backward's run
+        self.stored_gradients: dict[int, Tensor] = {}  # key: autograd's number of the backward pass
 
     def behind(self, out: Tensor) -> Tensor:
-        """Add the autograd step to ``out``, unless its gradient is small or not needed."""
+        """Add the storing step after ``out``, unless its gradient is small or not needed."""
         if not out.requires_grad or out.nbytes < LEAST_BYTES:
             return out
         return _StoreGradient.apply(out, self)
 
     def take(self, gradient: Tensor) -> Tensor:
-        """The gradient that the step stored in this backward, or ``gradient`` without a step."""
+        """The gradient that the step stored in this backward, or else ``gradient``."""
         return self.stored_gradients.pop(torch._C._current_graph_task_id(), gradient)
 
 
 class _StoreGradient(torch.autograd.Function):
+    """The autograd step that stores the gradient of ``out`` in ``hand_over``."""
+
     @staticmethod
     def forward(ctx, out: Tensor, hand_over: HandOver) -> Tensor:
         ctx.hand_over = hand_over
@@ -122,7 +126,7 @@ class _StoreGradient(torch.autograd.Function):
 
 
 class SecondRun:
-    """Runs the front and the rule again in the backward. One object per forward."""
+    """Runs the front and the rule again in the backward; one object serves one forward."""
 
     def __init__(self, front: TableFront, rule: Rule, neighbours: SequenceContext) -> None:
         self._front, self._rule, self._neighbours = front, rule, neighbours
@@ -150,7 +154,7 @@ class SecondRun:
         return self._made
 
     def take(self, *arguments: Any) -> tuple[Any, Tensor, Saved]:
-        """Return the result of :meth:`made` and free it here; inputs not read again are None."""
+        """Return and drop the result of :meth:`made`; inputs that nothing reads again are None."""
         inputs, o, saved = self.made(*arguments)
         self._made = None
         wanted = self._rule.reads_again

@@ -29,7 +29,7 @@ class StaticDocuments(Documents):
     """Up to N documents packed into one buffer of T tokens, with boundaries that change in place.
 
     Kernels read a StaticDocuments as they read :class:`Documents`. The host may not read
-    ``offsets`` and ``lengths``. The documents of every micro-batch fill the buffer. Before the
+    ``offsets`` and ``lengths``. The documents of a micro-batch have T tokens. Before the
     first :meth:`fill` the buffer holds documents of ``longest`` tokens, by default T.
     """
 
@@ -44,7 +44,7 @@ class StaticDocuments(Documents):
     longest: int
     _key: Hashable  # None, or the key of a :meth:`cut`; a cut shares _tables and _stamps
     _tables: dict[Any, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
-    _stamps: dict[str, Tensor]  # of the latest "fill", and of the fill that a forward "read"
+    _stamps: dict[str, Tensor]  # "fill": of the latest fill; "read": of the fill a forward read
 
     def __init__(
         self,
@@ -137,11 +137,11 @@ class StaticDocuments(Documents):
 
     @property
     def stamp(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A tensor that every :meth:`fill` replaces by another one."""
+        """A tensor that every :meth:`fill` replaces by a new tensor."""
         return self._stamps["fill"]
 
     def record_forward(self, recomputed: bool) -> None:
-        """Every forward calls this method, which refuses a recomputation after another fill."""
+        """Record the fill that a forward reads; refuse a recomputed forward after another fill."""
         if not recomputed:
             self._stamps["read"] = self.stamp
         elif self._stamps["read"] is not self.stamp:
@@ -217,12 +217,12 @@ class StaticDocuments(Documents):
 
 
 def require_on_device(holds: Tensor, otherwise: str) -> None:
-    """Fail with ``otherwise`` if ``holds``, on the device, is false. The host does not wait."""
+    """Fail with ``otherwise`` if the device tensor ``holds`` is false; the host does not wait."""
     torch._assert_async(holds, otherwise)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:
-    """Set the end of each empty document to T; sorting then puts the non-empty documents first."""
+    """The boundaries with empty documents last: their ends become T, and ends are sorted."""
     start, end = documents.boundaries[:-1], documents.boundaries[1:]
     ends = torch.where(end > start, end, documents.total_tokens).sort().values
     ends = ends[: documents.most]

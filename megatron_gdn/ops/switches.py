@@ -15,8 +15,8 @@ _REDUCED_PRECISIONS = ("tf32", "bf16")
 
 
 class _Switch:
-    """A context manager for several threads. The first thread that enters calls ``turn``; the last
-    thread that leaves calls the function that ``turn`` returned.
+    """A context manager for several threads. The first thread that enters calls ``change``; the
+    last thread that leaves calls the function that ``change`` returned.
     """
 
     def __init__(self, change: Callable[[], Callable[[], None] | None]) -> None:
@@ -42,7 +42,7 @@ def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
     The rule sums over thousands of tokens, for which TF32's 11-bit factors are too coarse.
     """
     switch = _full_fp32[device_type == "cuda"]
-    # Entering torch.autocast takes longer than a small product, so it is entered only if needed.
+    # Switching autocast off takes longer than a small product, so autocast is left alone if off.
     return (
         _outside_autocast(device_type, switch) if torch.is_autocast_enabled(device_type) else switch
     )
@@ -50,12 +50,13 @@ def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _outside_autocast(device_type: str, switch: _Switch) -> Iterator[None]:
+    """A context without autocast, inside ``switch``."""
     with torch.autocast(device_type, enabled=False), switch:
         yield
 
 
 def _turn(cuda: bool) -> Callable[[], None] | None:
-    """Set the switches to full fp32. Return a function that restores them, or None."""
+    """Set torch's switches to full fp32. Return a function that restores the switches, or None."""
     backend = torch.backends.cuda if cuda else torch.backends.mkldnn
     matmul: Any = getattr(backend, "matmul", None)
     if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
@@ -84,7 +85,7 @@ def _old_switch() -> str | None:
 
 
 def _restore_old_switch(precision: str) -> None:
-    """Set torch's old switch, and keep the CPU's new switch, which torch would also set."""
+    """Set torch's old switch to ``precision``, but keep the CPU's new switch unchanged."""
     host: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch declares no type
     kept_host = host.fp32_precision
     torch.set_float32_matmul_precision(precision)
@@ -92,7 +93,7 @@ def _restore_old_switch(precision: str) -> None:
 
 
 def _restore_switch(switch: Any, value: str) -> None:
-    """Restore the value ``value``: inherit the general switch if it has this value, else set it."""
+    """Give ``switch`` the value ``value``, inherited from the general switch if that is equal."""
     switch.fp32_precision = "none"
     if switch.fp32_precision != value:
         switch.fp32_precision = value

@@ -52,7 +52,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TreeDocuments(Documents):
-    """Documents in slots of one buffer, each of which may continue an earlier one."""
+    """Documents in slots of one buffer; a document may continue an earlier document."""
 
     why_headwise = "the one that runs documents that continue others"
     why_not_on_grid = (
@@ -62,7 +62,7 @@ class TreeDocuments(Documents):
     continue_others = True
 
     parents: tuple[int, ...] = ()  # the document that each document continues; -1: none
-    lengths_without_padding: tuple[int, ...] = ()  # a slot has a document's tokens, then padding
+    lengths_without_padding: tuple[int, ...] = ()  # tokens of each document; padding ends its slot
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -98,6 +98,7 @@ class TreeDocuments(Documents):
 
     @cached_property
     def _count_before(self) -> list[int]:
+        """The number of tokens in each document's ancestors."""
         return [sum(self.lengths_without_padding[i] for i in path) for path in self.paths]
 
     @property
@@ -113,7 +114,7 @@ class TreeDocuments(Documents):
 
     @cached_property
     def levels(self) -> tuple[Level, ...]:
-        """The levels; level 0 is first."""
+        """The levels of non-empty documents, from level 0 on."""
         length = self.lengths_without_padding
         children: dict[int, list[int]] = {i: [] for i in range(-1, len(length))}
         for i, path in enumerate(self.paths):
@@ -224,7 +225,7 @@ class BackwardByLevel(RuleBackward):
             if d_entered is not None and d_final is not None:
                 maps = StateMap(d_entered, through).transposed(d_entered)
                 with full_fp32_matmul(d_final.device.type):
-                    # One product per document: its shape must not depend on the other documents.
+                    # One product per document: products must not depend on other documents.
                     each = zip(*maps, d_final, strict=True)
                     d_entered = torch.stack([StateMap(*one).apply(d) for *one, d in each])
             grads.insert(0, begun.run(entered, d_final))

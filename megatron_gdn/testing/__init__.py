@@ -53,6 +53,7 @@ class RowByRow(TorchDispatchMode):
 
 @cache
 def _is_composite(function) -> bool:
+    """Whether torch computes ``function`` by calls of other functions."""
     return function.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 

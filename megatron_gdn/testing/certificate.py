@@ -60,6 +60,7 @@ class Row(NamedTuple):
 
     @property
     def cells(self) -> list[str]:
+        """The texts of the row's columns, as under ``HEADINGS``."""
         errors = [f"{x:.1e}" for x in self[3:6]]
         ratios = [f"{self.ratio_mean - 1:+.1e}", f"{self.ratio_farthest:.1e}"]
         return [self.precision, self.mode, str(self.ranks), *errors, *ratios, f"{self.clipped:.2%}"]
@@ -94,7 +95,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def certificate(args: argparse.Namespace) -> list[Row]:
-    """Run all ranks and return the rows; :func:`arguments` parses ``args``."""
+    """Run all ranks and return the rows; :func:`parse_arguments` parses ``args``."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for cp in (1, *args.cp):
@@ -115,6 +116,7 @@ def certificate(args: argparse.Namespace) -> list[Row]:
 
 
 def _make_row(name: str, mode: str, cp: int, found: Any, exact: Any, one_rank: Any) -> Row:
+    """Compare ``found`` on ``cp`` ranks with fp64 (``exact``) and with ``one_rank``."""
     gradients = [
         _relative_error(found[x], exact[x]) for x in exact if x not in ("output", "logits", "token")
     ]
@@ -134,7 +136,7 @@ def _relative_error(found: Tensor, exact: Tensor) -> float:
 
 
 def _join_ranks(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str, Any]:
-    """Join the ranks' tensors in sequence order of tokens, and sum the parameters' gradients."""
+    """Join the ranks' tensors in the order of the tokens, and sum the parameters' gradients."""
     whole = {}
     for name, first in ranks[0].items():
         if name.endswith("'s gradient"):

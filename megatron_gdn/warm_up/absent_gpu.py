@@ -28,7 +28,7 @@ def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
     properties = SimpleNamespace(
         major=9, minor=0, multi_processor_count=multiprocessors, name="Hopper", gcnArchName=""
     )
-    # The first fake tensor asks torch for a GPU and, if it finds one, makes a real tensor on it.
+    # The first fake tensor asks torch for a GPU, and makes a real tensor if torch reports a GPU.
     torch._C._ensureCUDADeviceGuardSet()
     with FakeTensorMode():
         torch.empty(0, device="cuda")
@@ -119,7 +119,7 @@ def _run_backward(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """Replace autograd's engine, which would ask the GPU for streams.
+    """Stand in for autograd's engine, with its arguments; the engine would ask the GPU for streams.
 
     Each backward written in Python runs once, with gradients of zero. torch's own backwards launch
     no kernels that need compiling, so they are skipped. The gradients of ``inputs`` are zero.

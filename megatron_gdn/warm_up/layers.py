@@ -33,12 +33,12 @@ from ..gdn.sizes import GDNDims
 from .absent_gpu import without_computing
 from .tasks import Task, recorded_kernels
 
-_SHORT, _LONG = 208, 9216  # tokens; FlashQLA cuts a sequence of _LONG, not of _SHORT
+_SHORT, _LONG = 208, 9216  # tokens; FlashQLA cuts a sequence of _LONG tokens, not one of _SHORT
 # FlashQLA chooses one of three forward kernels by the number sequences * heads: at least this share
-# of the GPU's multiprocessors, at least half of that number, or fewer.
+# of the GPU's multiprocessors, at least half of this share, or less.
 _FULL_SHARE = 0.7
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
-_HIDDEN_SIZE = 64  # no kernel depends on it
+_HIDDEN_SIZE = 64  # no kernel depends on the hidden size
 
 
 class Model(NamedTuple):
@@ -75,7 +75,7 @@ def read_model(path: str | Path) -> Model:
     text = path.read_text()
 
     def number_after(argument: str) -> int | None:
-        """Find the number after the argument's name, whose words are joined by - or _."""
+        """Find the number after the name ``argument``, whose words may be joined by - or _."""
         words = r"[-_]".join(argument.split("_"))
         found = set(re.findall(rf"(?<![\w]){words}[\"']?\s*[:=\s]\s*(\d+)\b", text))
         if len(found) > 1:
@@ -124,7 +124,7 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
     def call(part: str, tokens: int, rows: int = 1, documents: int | None = None) -> None:
         cp, layout = ranks, "zigzag"
         if part == "states":  # a rank has one piece of the sequence, or two of each document
-            cp = max(model.cp, 2)  # without context parallelism, as on two ranks
+            cp = max(model.cp, 2)  # without context parallelism, compile as for two ranks
             layout = "contiguous" if documents == 1 else "zigzag"
             documents, tokens = max(1, (documents or 1) // 2), tokens * cp
         # Each document is split over all ranks. With many rows, each row gets more tokens.

@@ -28,14 +28,14 @@ from .absent_gpu import ARCH
 _FORK = multiprocessing.get_context("fork")
 _PRINT_EVERY = 5.0  # seconds between two lines of progress
 _TARGET = {"kind": "cuda", "arch": "sm_90a"}
-_ALREADY_COMPILED = 3  # exit status of a fork that found the kernel in the cache
+_ALREADY_COMPILED = 3  # exit status of a fork whose kernel was in the cache already
 
 
 class Task(NamedTuple):
     """One variant of a kernel to compile."""
 
     name: str
-    run: Callable[[], bool]  # compiles the kernel; False: it was in the cache
+    run: Callable[[], bool]  # compiles the kernel; returns False if the kernel was in the cache
     kind: str = "triton"  # or "flash_qla"
 
 
@@ -109,6 +109,7 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
     def record_triton(
         kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any
     ) -> None:
+        """Record a variant of a Triton kernel instead of launching it."""
         compile = kernel._do_compile
 
         def record_variant(key: Any, *more: Any) -> None:

@@ -1,9 +1,9 @@
 """How a layout cuts documents into fragments and pieces (pictured in ``docs/glossary.md``).
 
-States and rows travel along *chains* of fragments. In zigzag every document is a chain; in the
-other layouts the whole buffer is one chain.
+States and rows travel from fragment to fragment of a *chain*. In zigzag the fragments of each
+document form a chain; in the other layouts the fragments of the whole buffer form one chain.
 
-Legend: n nodes (fragments) of a chain, C chains.
+Legend: n nodes of a chain (a node is one fragment of the chain), C chains.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..layouts import SequenceLayout, require_cut, require_fragments
 
 
 class Nodes(NamedTuple):
-    """The nodes of a chain in order: node j is the ``slots[j]``-th node of rank ``hosts[j]``."""
+    """The nodes of a chain in order; rank ``hosts[j]`` holds node j as its node ``slots[j]``."""
 
     hosts: tuple[int, ...]
     slots: tuple[int, ...]
@@ -28,7 +28,7 @@ class Nodes(NamedTuple):
 
 
 class Cutting(NamedTuple):
-    """How sequences are cut into fragments, and the rank that asks for its own fragments."""
+    """How ``cp_size`` ranks cut sequences into fragments; ``rank`` is the rank of this process."""
 
     cp_size: int
     layout: SequenceLayout
@@ -44,7 +44,7 @@ class Cutting(NamedTuple):
 
     @property
     def own(self) -> slice:
-        """The nodes of a chain that the rank holds."""
+        """The indices of the nodes of a chain that ``rank`` holds."""
         cp_size, layout, rank = self
         if layout is SequenceLayout.CONTIGUOUS:
             return slice(rank, rank + 1)
@@ -52,11 +52,11 @@ class Cutting(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Where every fragment lies, int64 ``[n, C]``; all but ``local`` are sequence positions."""
+    """Where each fragment lies, int64 ``[n, C]``; all fields but local are sequence positions."""
 
     begin: Tensor
     end: Tensor
-    local: Tensor  # the fragment's begin among the tokens of its rank
+    local: Tensor  # index of the fragment's first token among its rank's tokens
     first: Tensor  # begin and end of the document to which the fragment's first token belongs
     first_end: Tensor
     last: Tensor  # begin and end of the document to which the fragment's last token belongs
@@ -64,22 +64,22 @@ class Fragments(NamedTuple):
 
     @property
     def enters(self) -> Tensor:
-        """Whether a state enters, because the first piece continues a document."""
+        """Whether a state enters a fragment: its first piece continues a document."""
         return (self.first < self.begin) & (self.begin < self.end)
 
     @property
     def leaves(self) -> Tensor:
-        """Whether a state leaves, because the last piece's document continues."""
+        """Whether a state leaves a fragment: its last piece's document goes on."""
         return (self.last_end > self.end) & (self.begin < self.end)
 
     @property
     def passes(self) -> Tensor:
-        """Whether a state passes from one end of the fragment to the other."""
+        """Whether a state passes through a fragment, which lies inside one document."""
         return self.enters & self.leaves & (self.first == self.last)
 
 
 def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
-    """The fragments of all documents; raises as :func:`..layouts.check_lengths` does."""
+    """All fragments, cut by ``cutting``; raises the errors of :func:`..layouts.check_lengths`."""
     require_cut(documents, cutting.cp_size, cutting.layout)
     key = (Fragments, cutting)
     return documents.table(key, lambda given: _cut_fragments(given, cutting), move=False)
@@ -108,13 +108,13 @@ def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
 
 
 def any_document_continues(documents: Documents, cutting: Cutting) -> bool:
-    """Whether a document may lie in more than one fragment."""
+    """Whether a document lies, or may lie if the host lacks lengths, in several fragments."""
     fragments = fragments_of(documents, cutting)
     return not documents.known or bool(fragments.enters.any())
 
 
 def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
-    """The pieces of the rank, as documents."""
+    """The pieces of documents on the cutting's rank, as :class:`Documents` of that rank."""
     fragments_of(documents, cutting)
     # A rank has at most two fragments of the buffer, and at most one document lies in both.
     most = documents.most + 1

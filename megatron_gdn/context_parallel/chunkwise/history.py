@@ -1,15 +1,15 @@
 """The exchange of the rows that a piece's convolution reads from other ranks.
 
-The convolution of a piece reads the W - 1 rows before the piece, its *history*. A piece that
+A convolution of W taps reads the W - 1 rows before a piece, the piece's *history*. A piece that
 continues a document begins a fragment, so its history lies in earlier fragments (nodes) of a chain:
 
     node j - k sends its last W - k rows to node j,   k = 1 .. W - 1
 
-The gradients of these rows travel back. If the host knows the documents, messages have only the
-rows that pieces need, else all rows listed above.
+The gradients of the sent rows travel back. If the host knows the documents, only the rows that
+pieces need are sent, else all rows of the formula above.
 
-Legend: R ranks, C chains, h nodes of a chain on this rank, k distance of two nodes, m distance of a
-row from its fragment's end (1 is the last row).
+Legend: R ranks, C chains, h nodes of a chain on this rank; k: the receiving node is k nodes after
+the row's node; m: the row is the m-th from its fragment's end (1 is the last row).
 """
 
 from __future__ import annotations
@@ -51,10 +51,11 @@ class _TravellingRows(NamedTuple):
     k: Tensor
     m: Tensor
     receiver: Tensor  # the node that needs the row
-    peer: Tensor  # the rank at the other end
+    peer: Tensor  # the rank that gets the row from this rank, or sends it
 
 
 def _route(documents: Documents, cutting: Cutting, history_len: int) -> HistoryRoute | None:
+    """Build :func:`history_route`; ``history_len`` is W - 1, the number of rows before a piece."""
     if not (history_len and any_document_continues(documents, cutting)):
         return None
     chains = documents.most if cutting.layout is SequenceLayout.ZIGZAG else 1
@@ -76,7 +77,7 @@ def _route(documents: Documents, cutting: Cutting, history_len: int) -> HistoryR
 
 
 def _list_rows(cutting: Cutting, chains: int, history_len: int, sending: bool) -> _TravellingRows:
-    """The rows that the rank may send if ``sending``, else may receive, sorted by peer."""
+    """List the rows that this rank may send, or may receive if not ``sending``, by peer rank."""
     nodes, rank = cutting.nodes, cutting.rank
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
     for receiver in range(len(nodes.hosts)):
@@ -101,9 +102,9 @@ def _build_tables(
     sent: _TravellingRows,
     received: _TravellingRows,
 ) -> tuple[Tensor, ...]:
-    """``send_rows``, the fields of :class:`HistoryTable`, and masks of the rows that really travel.
+    """Return ``send_rows``, the fields of :class:`HistoryTable`, and masks of rows that do travel.
 
-    If the host knows the documents, the tables have rows that travel only.
+    If the host knows the documents, rows that do not travel are left out of the tables.
     """
     fragments, own, rank = fragments_of(documents, cutting), cutting.own, cutting.rank
     seen = torch.where(fragments.enters, fragments.begin - fragments.first, 0).clamp(
@@ -113,7 +114,7 @@ def _build_tables(
     local, tokens = fragments.local[own], documents.total_tokens // cutting.cp_size
 
     def travelling_rows(rows: _TravellingRows) -> tuple[Tensor, Tensor, Tensor]:
-        """For each row: whether the row travels, its number or -1, its distance before a piece."""
+        """Per row: whether the row travels, its index in messages (or -1), distance to a piece."""
         tokens = length[rows.receiver, rows.chain]
         distance = (rows.k - 1) * tokens + rows.m
         travels = (rows.m <= tokens) & (distance <= seen[rows.receiver, rows.chain])
@@ -123,7 +124,7 @@ def _build_tables(
         return travels, torch.where(travels, number, -1), distance
 
     def by_piece(x: Tensor) -> Tensor:
-        """``[h, C]`` flattened chain by chain, without first nodes, which have no history."""
+        """Flatten ``x`` ``[h, C]`` by chain, without each chain's first node: it has no history."""
         return x[rank == 0 :].T.flatten()
 
     h, C = local.shape
@@ -146,7 +147,7 @@ def _build_tables(
     W = history_len + 1
     place = ((sent.chain * h + sent.slot) * W + sent.m) * W + sent.k
     sources = _scatter(place, number, C * h * W * W).view(C * h, W, W)[:, 1:, 1:]
-    # Sources are sorted, so that gradients are added in the order of their numbers.
+    # Sort the sources, so that the gradients of a row are added in a fixed order.
     sources = torch.where(sources < 0, len(place), sources).sort(-1).values
     row = local.T.flatten()[:, None] + length[own].T.flatten()[:, None] - 1 - ahead
     row = torch.where(sources[..., 0] < len(place), row, -1)
@@ -162,7 +163,7 @@ def _build_tables(
 
 
 def _scatter(place: Tensor, values: Tensor, size: int) -> Tensor:
-    """A table ``[size]`` with ``values`` at each ``place`` (-1 is skipped), and -1 elsewhere."""
+    """A table ``[size]``: ``values[i]`` at ``place[i]``, unless that place is -1; -1 elsewhere."""
     table = torch.full((size + 1,), -1, dtype=torch.int64, device=place.device)
     table[torch.where(place < 0, size, place)] = values
     return table[:size]
@@ -175,10 +176,12 @@ class HistoryOfPieces:
         self._route, self._group = route, group
 
     def fetch(self, rows_sBC: Tensor) -> History:
+        """Send local rows ``[s, B, C]`` to the ranks that need them; return this rank's history."""
         send_rows, send, receive, table = self._route
         sent = rows_sBC.index_select(0, send_rows)
         return History(exchange_rows(sent, send, receive, self._group), table)
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
+        """Send the gradients of fetched rows back; return the gradients of the rows sent."""
         _, send, receive, _ = self._route
         return exchange_rows(d_rows_RBC, receive, send, self._group)

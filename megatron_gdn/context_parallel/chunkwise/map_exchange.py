@@ -3,8 +3,8 @@
     S_out = through @ S_in + local                 the map of a piece
 
 The state that enters a piece results from a state of zero and the maps of all earlier pieces. One
-all-to-all gives every rank all maps of a share of the chains. The rank folds its chains from end to
-end, in fp32 and in a fixed order, and another all-to-all returns the states.
+all-to-all gives every rank all maps of a share of the chains. The rank applies the maps of
+each chain one after the other, in fp32, and another all-to-all returns the states.
 
 Legend: h nodes of a chain on this rank; M chains over the same nodes (one per sequence, batch row
 and value head), m chains in this rank's share; X columns of a map (``local`` and ``through``).
@@ -73,7 +73,7 @@ def _view_by_place(x: Tensor, m: int, h: int) -> Tensor:
 
 @cached_by_stream(64)
 def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
-    """Steps over all nodes; a node's state has the place of the node's map."""
+    """The steps through all nodes of a chain; a node's state lies where the node's map lies."""
     places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
     return Steps.build([[*((j, j) for j in places[:-1]), (places[-1], NONE)]], device)
 

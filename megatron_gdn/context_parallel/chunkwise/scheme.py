@@ -22,7 +22,7 @@ from .states import StatesOfPieces, state_table
 class Chunkwise(Scheme):
     """State-passing context parallelism over ``group`` for one tensor-parallel rank's heads.
 
-    ``layout`` and ``taps`` (of the convolution) are those of one tensor-parallel rank.
+    ``layout`` has one tensor-parallel rank's columns; ``taps`` is the convolution's width.
     """
 
     name = "chunkwise"
@@ -34,7 +34,7 @@ class Chunkwise(Scheme):
         self._taps = taps
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """The passage of one micro-batch, which moves no rows and links this rank's pieces."""
+        """The passage of one micro-batch: rows stay; pieces get other ranks' history and states."""
         whole = one_document(tokens, like.device) if documents is None else documents
         cutting = Cutting(self.size, self.sequence_layout, self.group.rank())
         pieces, table = pieces_of(whole, cutting), state_table(whole, cutting, rows)

@@ -1,8 +1,8 @@
 """The states that enter and leave a rank's pieces of sequences.
 
 Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. One exchange of maps
-gives the states that enter pieces. The backward runs along the chains in reverse, with transposed
-maps and the gradients of ``local``.
+gives the states that enter pieces. The backward follows the chains in reverse, with transposed
+``through`` maps and with gradients of states in place of ``local``.
 
 Legend: N pieces on this rank, over all batch rows; h nodes of a chain on this rank.
 """
@@ -29,7 +29,7 @@ from .map_exchange import join_maps, states_entering_nodes
 
 @dataclass(frozen=True, eq=False)
 class StateTable:
-    """The pieces of one rank between which states travel, for all rows of a batch.
+    """The pieces and nodes of one rank, between which states travel, for all rows of a batch.
 
     In zigzag every document is a chain of 2 * cp nodes with one piece each. In the other layouts
     the buffer is one chain. A state enters a node by the node's first piece and leaves the node by
@@ -39,34 +39,34 @@ class StateTable:
     sequences: Documents  # boundaries of all N pieces of this rank, batch rows laid end to end
     nodes: Nodes  # the nodes of every chain
     node_count: int  # h
-    # int64 [h * chains], the first and the last piece of every node of this rank; None if the nodes
-    # have exactly the N pieces, in order.
+    # int64 [h * chains], the first and the last piece of every node of this rank; None if every
+    # node has exactly one piece.
     first: Tensor | None
     last: Tensor | None
-    # Tokens and boundaries of last pieces, if these have at most half of the tokens. Then only the
-    # maps of last pieces are computed, else the maps of all pieces, which the forward reuses.
+    # Tokens and boundaries of the nodes' last pieces, if these pieces have at most half of the
+    # tokens; only their maps are computed. If None, the forward reuses the maps of all pieces.
     last_pieces: tuple[Tensor, Documents] | None
-    # bool [h * chains, 1, 1, 1]; None if true for all nodes but the ends of chains.
+    # The masks: bool [h * chains, 1, 1, 1]; None if true for all nodes but the ends of chains.
     enters: Tensor | None  # the first piece continues a document
     leaves: Tensor | None  # the last piece's document continues on another node
     passes: Tensor | None  # a state passes from the node's begin to its end
-    cuts: tuple[Cuts, Cuts] | None  # cuts of the chain, and of the reversed chain
+    cuts: tuple[Cuts, Cuts] | None  # of the chain and its reverse: nodes that no state passes
 
 
 class _NodeTensors(NamedTuple):
-    """The tensors of :class:`StateTable` for this rank's nodes and all batch rows, by slot."""
+    """The tensors of :class:`StateTable` for this rank's nodes, slot by slot, all batch rows."""
 
     first: Tensor
     last: Tensor
     enters: Tensor
     leaves: Tensor
     passes: Tensor
-    cuts: Tensor  # int32 [n]
+    cuts: Tensor  # int32 [n], 1 at nodes that no state passes
     cuts_back: Tensor
 
 
 def state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
-    """The table of a micro-batch, or None if no document lies on several nodes."""
+    """The table of a micro-batch of ``rows`` batch rows; None if all documents lie on one node."""
     key = (StateTable, cutting, rows)
     return documents.plan(key, lambda: _state_table(documents, cutting, rows))
 
@@ -129,6 +129,7 @@ def _node_tensors(
     ends = pieces.starts[1:].long()
 
     def piece(token: Tensor) -> Tensor:
+        """The pieces that hold each ``token`` of this rank, for all batch rows."""
         found = torch.searchsorted(ends, token.contiguous(), right=True).clamp(max=N - 1)
         return (found[:, None] + row * N).flatten()
 
@@ -143,6 +144,7 @@ def _node_tensors(
 
 
 def _last_pieces(pieces: Documents, last: Tensor) -> tuple[Tensor, Documents] | None:
+    """Tokens and boundaries of the pieces ``last``; None if they have over half of the tokens."""
     begin, length = pieces.starts[last].long(), pieces.starts.diff()[last].long()
     if 2 * int(length.sum()) > pieces.total_tokens:
         return None
@@ -155,12 +157,14 @@ def _repeat_for_rows(pieces: Documents, rows: int) -> Documents:
 
 
 def _select_pieces(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
+    """``x_N`` at the pieces ``index`` (None: at all), with zeros where ``mask`` is False."""
     x = x_N if index is None else x_N.index_select(0, index)
     # A product with the mask would keep NaN, because 0 * NaN is NaN.
     return x if mask is None else torch.where(mask, x, x.new_zeros(()))
 
 
 def _scatter_to_pieces(x: Tensor, index: Tensor | None, count: int) -> Tensor:
+    """``x`` at the pieces ``index`` of ``count`` pieces, and zeros at the other pieces."""
     return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
 
 
@@ -193,6 +197,7 @@ class StatesOfPieces:
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: Any
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
+        """The states that enter pieces, and tensors that :meth:`leaving` gets as ``kept``."""
         maps = self._maps_of_nodes(rule, forward, inputs)
         table = self._table
         cuts = None if table.cuts is None else table.cuts[0]
@@ -200,9 +205,11 @@ class StatesOfPieces:
         return _scatter_to_pieces(entering, table.first, self._count), (entering, maps.through)
 
     def entered(self, kept: tuple[Tensor, ...]) -> Tensor:
+        """The states that entered pieces, from the tensors that :meth:`entering` returned."""
         return _scatter_to_pieces(kept[0], self._table.first, self._count)
 
     def leaving(self, backward: RuleBackward, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+        """The states that entered pieces, and the gradients of states that leave pieces."""
         table, (entering, through) = self._table, kept
         d_local = _select_pieces(backward.d_initial(), table.first, table.enters)
         maps = StateMap(entering, through).transposed(d_local)

@@ -3,8 +3,8 @@
     to heads      [s, B, P] -> [S, B, p]   every rank sends each peer that peer's columns
     to sequence   [S, B, p] -> [s, B, P]   every peer sends the columns back
 
-Either direction is the gradient of the other. Rows S are in sequence order, rows s in the rank's
-order.
+The backward of each direction is the other direction. The S rows are in sequence order, the s
+rows in the rank's own order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..layouts import SequenceLayout
 from .shares import HeadShares, Wave, waves_of
 
 # Rows travel in waves of at least WAVE_BYTES: one wave is packed (or unpacked) while the other
-# travels. On 4 H200, two waves take 0.75 times as long as one at 600 MB, 1.3 times at 150 MB.
+# travels. On 4 H200, two waves take 0.75 times as long as one wave at 600 MB, 1.3 times at 150 MB.
 MOST_WAVES = 2
 WAVE_BYTES = 96 << 20
 # Fragments below MESSAGE_BYTES travel in one message per peer, since a message costs the host some
@@ -38,16 +38,16 @@ OWN_BYTES = 16 << 20
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """The ranks, each rank's columns, and the places of the tokens of one exchange."""
+    """The ranks of one exchange, each rank's columns, and the places of tokens."""
 
     group: dist.ProcessGroup
     rank: int
     shares: HeadShares
     rank_width: int  # p
     whole_width: int  # P
-    waves: tuple[Wave, ...]
-    direct_fragment: float  # tokens per fragment from which every fragment is a message
-    at_once: bool  # the packing kernel also copies kept rows, and the only wave is waited for
+    waves: tuple[Wave, ...]  # the waves in which tokens travel
+    direct_fragment: float  # from this number of tokens on, each fragment is a message
+    at_once: bool  # there is one wave, and the packing kernel also copies kept rows
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class Exchange:
         layout: SequenceLayout,
         rows: Tensor,
     ) -> Exchange:
-        """The exchange of ``rows``, ``[s, B, P]`` or ``[S, B, p]``."""
+        """The exchange of ``rows``, ``[s, B, P]`` or ``[S, B, p]``, of the documents ``cut``."""
         rank, rank_width = group.rank(), shares.rank_width
         local = cut.total_tokens // shares.ranks
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
@@ -71,11 +71,13 @@ class Exchange:
         )  # fmt: skip
 
     def sends_fragments(self, wave: Wave) -> bool:
+        """Whether every fragment of ``wave`` travels as a message of its own."""
         return wave.mean_fragment >= self.direct_fragment
 
 
 @cache
 def _packing_module(gpu: bool) -> ModuleType:
+    """The module that packs messages: Triton kernels if ``gpu``, else plain torch."""
     if gpu and find_spec("triton") is not None:
         from . import pack
 
@@ -86,7 +88,7 @@ def _packing_module(gpu: bool) -> ModuleType:
 
 
 def _exchange_messages(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor]:
-    """Exchange ``messages`` with the peers; returns the transfers to wait for, and the result."""
+    """Exchange ``messages`` with peers; return transfers to wait for, and received messages."""
     received = torch.empty_like(messages)
     rows = [messages.shape[1]] * messages.shape[0]
     rows.insert(exchange.rank, 0)
@@ -100,7 +102,7 @@ def _exchange_messages(exchange: Exchange, messages: Tensor) -> tuple[list[dist.
 def _send_fragments(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
 ) -> list[dist.Work]:
-    """Start a message per fragment, from ``messages`` to peers' ``full`` if ``to_heads``."""
+    """Start a message per fragment: ``messages`` to peers' ``full`` if ``to_heads``, else back."""
     # Two ranks must list the messages between them in the same order.
     group, rank = exchange.group, exchange.rank
     start_own, start_peers = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)
@@ -118,7 +120,7 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
         whole = whole.contiguous()
     s, B, _ = whole.shape
     full = whole.new_empty(s * shares.ranks, B, exchange.rank_width)
-    sent = []  # holds the messages until they are sent
+    sent = []  # keeps the messages in memory until all are sent
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
         messages, received = whole.new_empty(peers, wave.size, B, exchange.rank_width), None
@@ -135,7 +137,7 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
         pack.copy_kept_rows(whole[wave.tokens], full, shares, rank, wave.own_place, to_full=True)
     for wave, _, received, works in sent:
         for work in works:
-            work.wait()  # with a GPU, the stream waits and the host goes on
+            work.wait()  # on a GPU only the stream waits, and the host goes on
         if received is not None:
             beside = wave is not exchange.waves[-1]
             place = full, wave.peer_place
@@ -148,7 +150,7 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
     full = full.contiguous()
     S, B, _ = full.shape
     whole = full.new_empty(S // shares.ranks, B, exchange.whole_width)
-    awaited = []  # holds the messages until they are received
+    awaited = []  # keeps the messages in memory until all are received
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
         received = messages = full.new_empty(peers, wave.size, B, exchange.rank_width)
@@ -197,5 +199,5 @@ def to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
 
 @uncompiled
 def to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
-    """``[S, B, p] -> [s, B, P]``, which undoes :func:`to_heads` if no two ranks hold a column."""
+    """``[S, B, p] -> [s, B, P]``: the inverse of :func:`to_heads` if ranks share no column."""
     return _MoveRows.apply(full, exchange, False)

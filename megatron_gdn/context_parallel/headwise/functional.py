@@ -25,6 +25,7 @@ _RESOLVED = "_megatron_gdn_boundaries"
 
 
 def _check_dimensions(name: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
+    """Raise a ValueError unless ``tensor`` has the dimensions that the function ``name`` takes."""
     if tensor.dim() != 3 or seq_dim != 0 or head_dim not in (-1, 2):
         raise ValueError(
             f"{name} takes a [sequence, batch, heads] tensor with seq_dim=0 and head_dim=-1 "
@@ -33,6 +34,7 @@ def _check_dimensions(name: str, tensor: Tensor, seq_dim: int, head_dim: int) ->
 
 
 def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size: int) -> HeadShares:
+    """Equal shares of every section of ``width`` columns; ``name``: the caller, for errors."""
     sections = [width] if sections is None else list(sections)
     if sum(sections) != width or any(section % cp_size for section in sections):
         raise ValueError(
@@ -43,7 +45,7 @@ def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size:
 
 
 def _layout_of(is_balanced: bool) -> SequenceLayout:
-    """Zigzag for tokens that are ``is_balanced`` for attention, else contiguous."""
+    """Zigzag if ``is_balanced``, the order that balances causal attention, else contiguous."""
     return SequenceLayout.ZIGZAG if is_balanced else SequenceLayout.CONTIGUOUS
 
 
@@ -66,8 +68,8 @@ def tensor_a2a_cp2hp(
         cp_group: the ranks that share the sequence.
         split_sections: widths of the sections of D (query heads, key heads, ...); the ranks
             share each section. None treats D as one section.
-        undo_attention_load_balancing: True takes the tokens as a zigzag of one sequence and returns
-            sequence order. False returns rank 0's tokens first, then rank 1's, ...
+        undo_attention_load_balancing: True: ranks hold a zigzag of one sequence, and the result is
+            in sequence order. False: the result has rank 0's tokens first, then rank 1's, ...
 
     Returns:
         ``[S, B, d]``. The forward and the backward take one collective each.
@@ -98,14 +100,14 @@ def tensor_a2a_hp2cp(
 ) -> Tensor:
     """All-to-all from a share of the columns to a share of the tokens: ``[S, B, d] -> [s, B, D]``.
 
-    The inverse of :func:`tensor_a2a_cp2hp`, whose sections are cp times as wide.
+    The inverse of :func:`tensor_a2a_cp2hp`; that function's sections are cp times as wide.
 
     Args:
         tensor: ``[S, B, d]``.
-        split_sections: widths of the sections of **d** in ``tensor``, which are those given to
-            :func:`tensor_a2a_cp2hp` divided by cp. None treats d as one section.
-        redo_attention_load_balancing: True takes ``tensor`` in sequence order and returns this
-            rank's zigzag share. False takes rank 0's tokens first, then rank 1's, ...
+        split_sections: widths of the sections of **d** in ``tensor``: the widths given to
+            :func:`tensor_a2a_cp2hp`, each divided by cp. None treats d as one section.
+        redo_attention_load_balancing: True: ``tensor`` is in sequence order, and the result is this
+            rank's zigzag share. False: ``tensor`` has rank 0's tokens first, then rank 1's, ...
 
     Returns:
         ``[s, B, D]``.
@@ -148,8 +150,8 @@ def get_parameter_local_cp(
 ) -> Tensor:
     """This rank's share of a parameter whose ``dim`` is split by heads.
 
-    Gradients reach the rows of this rank's heads in ``param``. Megatron's data-parallel reduction
-    adds them up over the group, and the sum equals the gradient of a run on one rank.
+    Gradients reach only this rank's rows of ``param``. Megatron's data-parallel reduction sums the
+    gradients over the group, and the sum equals the gradient of a run on one rank.
 
     Args:
         param: the whole parameter.
@@ -158,7 +160,7 @@ def get_parameter_local_cp(
         split_sections: widths of the sections of ``dim``; the ranks share each section.
 
     Returns:
-        A view of ``param`` for one section, else a new tensor.
+        A view of ``param`` if there is one section, else a new tensor.
 
     Raises:
         ValueError: a section is not a multiple of the group's size.
@@ -184,11 +186,11 @@ class MambaContextParallel:
 
     The class is no module and owns no parameters. Every ``get_*`` call reads the current parameters
     of ``mixer``, also those that sharded data parallelism has replaced. Gradients reach the whole
-    parameters; their sum over the group equals the gradients of a run on one rank. Sequences
+    parameters; the gradients' sum over the group equals that of a run on one rank. Sequences
     (documents) are in Megatron's zigzag layout.
 
     Args:
-        num_heads, head_dim: of the mixer, before this split.
+        num_heads, head_dim: number and width of the mixer's heads, before ranks share the heads.
         n_groups: groups of B and C. With fewer groups than ranks, neighbouring ranks hold copies.
         d_state: width of a group of B, and of C.
         mixer: has ``dt_bias``, ``A_log``, ``D``, and ``conv1d`` or ``conv1d_weight`` and
@@ -211,6 +213,7 @@ class MambaContextParallel:
         d_state: int,
         mixer: Any,
     ) -> None:
+        """``n_groups`` groups of width ``d_state``, ``num_heads`` heads of width ``head_dim``."""
         self.cp_group, self.mixer = cp_group, mixer
         self.cp_size, self.cp_rank = cp_group.size(), cp_group.rank()
         self.num_heads, self.head_dim = num_heads, head_dim
@@ -249,7 +252,7 @@ class MambaContextParallel:
         return self._exchange_rows(projected_states, "projected_states", self._width, cu_seqlens)
 
     def post_conv_ssm(self, output: Tensor, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
-        """Return mixed rows: ``[B, S, v]`` to ``[B, s, V]``, or ``[T, v]`` to ``[T / cp, V]``.
+        """Move mixed rows back: ``[B, S, v]`` to ``[B, s, V]``, or ``[T, v]`` to ``[T / cp, V]``.
 
         ``cu_seqlens`` and errors are those of :meth:`pre_conv_ssm`.
         """
@@ -286,7 +289,7 @@ class MambaContextParallel:
     def _exchange_rows(
         self, x: Tensor, name: str, width: int, cu_seqlens: Tensor | Documents | None
     ) -> Tensor:
-        """Exchange ``x`` ``[(B,) tokens, width]`` in the direction that ``name`` names."""
+        """Exchange ``x`` ``[(B,) tokens, width]``: "projected_states" to heads, "output" back."""
         if self.cp_size == 1:
             return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:

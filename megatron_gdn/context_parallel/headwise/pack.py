@@ -41,14 +41,14 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
 
 
 def _rows_of_tile(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
-    """The rows of a tile, so that its widest block has a fixed number of bytes."""
+    """The number of rows of a tile whose widest block of columns has a fixed number of bytes."""
     tile = _TILE_BYTES if rows >= 4096 else _TILE_BYTES // 4
     widest = max(strip.block for strip in cut) * element_size
     return max(1, min(128, tile // widest))
 
 
 def _strides(whole: Tensor) -> tuple[int, int, int]:
-    """Strides of tokens and of batch rows, in units of ``alignment`` elements, and that unit."""
+    """Strides of tokens and batch rows in units of ``align`` elements, and ``align`` itself."""
     assert whole.stride(2) == 1 or whole.shape[2] == 1
     s, b = (whole.stride(d) if whole.shape[d] > 1 else 0 for d in (0, 1))
     align = alignment(s, b)
@@ -68,7 +68,7 @@ def _launch_copy(
     kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """Launch the copy; ``kept_rows``: full rows, and places for the rows of ``skipped_rank``."""
+    """Launch the copy kernel; ``kept_rows``: full rows, and places for ``skipped_rank``'s rows."""
     tokens, batch, _ = whole.shape
     if not tokens * batch or not message_count or not cut:
         return
@@ -91,6 +91,7 @@ def _copy_launch(
     message_count: int, first_rank: int, skipped_rank: int, has_places: bool, kept: bool,
     pack: bool, beside_transfer: bool,
 ) -> Launch:  # fmt: skip
+    """The copy kernel's launch; ``has_places`` sets PLACED, ``kept`` KEPT, and ``pack`` PACK."""
     stride_s, stride_b, align = strides
     at_once = _rows_of_tile(tokens * batch, element_size, cut)
     tiles = triton.cdiv(tokens * batch, at_once) * message_count
@@ -111,9 +112,9 @@ def pack_peers(
     own: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """Write to every peer's message the peer's columns of ``whole``.
+    """Copy every peer's columns of ``whole`` to that peer's message.
 
-    With ``own``, full rows and a place, the kernel also does the work of :func:`copy_kept_rows`.
+    ``own`` are full rows and places: the kernel then also copies kept rows to these full rows.
     """
     _launch_copy(
         whole, messages, None, strips(shares, _COLUMNS),
@@ -130,7 +131,7 @@ def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
 def copy_kept_rows(
     whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
 ) -> None:
-    """Copy ``rank``'s columns of ``whole`` to ``full[place]``, or copy unshared columns back."""
+    """Copy ``rank``'s columns from whole rows to ``full[place]``, or unshared columns back."""
     _launch_copy(
         whole, full, place, strips(shares, _COLUMNS) if to_full else _unshared_strips(shares),
         message_count=1, first_rank=rank, pack=to_full, beside_transfer=True,
@@ -151,7 +152,7 @@ def unpack_peers(
     """Write to ``whole`` the columns that peers hold. Columns that several ranks hold are summed.
 
     The sum adds ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once. This rank's
-    term comes from ``full``. ``with_own``: the kernel also does what :func:`copy_kept_rows` does.
+    term comes from ``full``. ``with_own``: the kernel also copies the kept rows.
     """
     _launch_copy(
         whole, messages, None, _unshared_strips(shares),
@@ -193,7 +194,7 @@ def _sum_launches(
 def move_rows(
     messages: Tensor, full: Tensor, place: Tensor, *, to_full: bool, beside_transfer: bool = False
 ) -> None:
-    """``full[place] = messages``, with all messages end to end; or the reverse."""
+    """Copy ``messages``, laid end to end, to ``full[place]``; or back if not ``to_full``."""
     rows, cut = messages.flatten(0, 1), strips(HeadShares.even(1, messages.shape[-1:]), _COLUMNS)
     _launch_copy(
         rows, full, place, cut, message_count=1, pack=to_full, beside_transfer=beside_transfer
@@ -202,7 +203,7 @@ def move_rows(
 
 @triton.jit
 def _row_pointers(ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
-    """Pointers to the whole rows of tokens t and batch rows b; strides count ALIGN elements."""
+    """Pointers to whole rows of tokens t and batch rows b; strides are in ALIGN elements."""
     at_R = tl.cast(t_R, tl.int64) * stride_s + tl.cast(b_R, tl.int64) * stride_b
     return ptr + at_R * ALIGN
 
@@ -211,6 +212,7 @@ def _row_pointers(ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
 def _copy_strip(
     whole_R, own_R, real_R, rank, STRIPS: tl.constexpr, AT: tl.constexpr, PACK: tl.constexpr
 ):
+    """Copy strip AT of STRIPS from whole to own rows (PACK) or back, for rows where ``real_R``."""
     whole_R += STRIPS[AT][0] + rank // STRIPS[AT][3] * STRIPS[AT][2]
     own_R += STRIPS[AT][1]
     BLOCK: tl.constexpr = STRIPS[AT][4]
@@ -229,10 +231,10 @@ def copy_columns_kernel(
     STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     PLACED: tl.constexpr, KEPT: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Copy every strip of the ranks first, first + 1, ... but ``skipped``; each has a message.
+    """Copy all strips of the ranks first, first + 1, ... except ``skipped``; a rank has a message.
 
-    PACK copies from whole rows to messages, else back. With PLACED there is one message, and its
-    row ``place[t]`` holds token t. KEPT copies ``skipped`` too, whose token t is row ``place[t]``
+    PACK copies from whole rows to messages, else back. With PLACED there is one message, whose
+    row ``place[t]`` holds token t. KEPT copies ``skipped`` too: its token t is row ``place[t]``
     of ``full``. The grid is any number of programs; ``tiles`` counts the tiles of all ranks.
     """
     rows = tokens * batch
@@ -269,6 +271,7 @@ def _sum_strip(
     whole_R, message_R, own_R, real_R, part, own_rank, message_size,
     STRIPS: tl.constexpr, AT: tl.constexpr, COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
+    """Sum COPIES ranks' block ``part`` of strip AT; ``message_size``: elements of one message."""
     whole_R += STRIPS[AT][0] + part * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
     own_R += STRIPS[AT][1]
@@ -294,10 +297,10 @@ def sum_copies_kernel(
     STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Add up the COPIES of every strip in the order of ranks, in dtype WIDE, rounded once.
+    """Sum the COPIES of every strip in rank order and in dtype WIDE, and round the sum once.
 
     A peer's rows lie in the peer's message. Token t of this rank (``me``) is row ``place[t]`` of
-    ``mine``. The grid is any number of programs; each of ranks / COPIES blocks has its tiles.
+    ``mine``. The grid is any number of programs; each of the ranks / COPIES blocks has its tiles.
     """
     rows = tokens * batch
     tiles_per_block = tl.cdiv(rows, ROWS)

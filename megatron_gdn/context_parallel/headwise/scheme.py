@@ -20,7 +20,7 @@ from .shares import ColumnBlock, HeadShares
 
 
 class Headwise(Scheme):
-    """Head-exchanging context parallelism: a rank runs on all tokens of its share of the heads.
+    """Head-exchanging context parallelism: a rank runs its share of the heads on all tokens.
 
     Every rank gets the same number of state heads, and the key heads that serve its state heads. If
     there are more ranks than key heads, neighbouring ranks hold the same key head, whose gradients
@@ -45,7 +45,7 @@ class Headwise(Scheme):
         self._of_parameters: dict[tuple, tuple[HeadShares, ColumnBlock | None]] = {}
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """The passage of one micro-batch, which opens rows in sequence order."""
+        """The passage of one micro-batch; ``open`` returns rows in sequence order."""
         cut = documents_cut_by(self.sequence_layout, documents, tokens, like.device)
         local = like.new_empty(1).expand(tokens // self.size, rows, 1)
         place = (cut, self.sequence_layout, local)
@@ -56,10 +56,10 @@ class Headwise(Scheme):
         )
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
-        """See :meth:`..scheme.Scheme.local`.
+        """This rank's rows of ``param``, as in :meth:`..scheme.Scheme.local`.
 
-        Gradients reach this rank's rows alone. Megatron's data-parallel reduction adds them up over
-        the group, and the sum equals the gradient of a run on one rank.
+        Gradients reach this rank's rows alone. Megatron's data-parallel reduction adds gradients up
+        over the group, and the sum equals the gradient of a run on one rank.
         """
         wanted = param.shape[0], None if names is None else tuple(names)
         shares, block = self._of_parameters.get(wanted) or self._shares_of_parameter(*wanted)

@@ -45,6 +45,7 @@ class HeadShares(NamedTuple):
 
     @property
     def widths(self) -> tuple[int, ...]:
+        """The width of each section in one rank's row."""
         return tuple(w * c // self.ranks for w, c in zip(self.sections, self.copies, strict=True))
 
     @property
@@ -74,9 +75,9 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 
 
 class Strip(NamedTuple):
-    """``repeats`` neighbouring blocks of columns, each a power of two wide.
+    """``repeats`` neighbouring blocks of ``block`` columns each, a power of two.
 
-    First column: ``whole + (rank // copies) * step`` in the whole row, ``own`` in the rank's row.
+    Begins at column ``whole + (rank // copies) * step`` of the whole row, ``own`` of a rank's row.
     """
 
     whole: int
@@ -132,7 +133,7 @@ class Wave:
 
     @cached_property
     def mean_fragment(self) -> float:
-        """Tokens per fragment, on the rank with most fragments, so that all ranks agree."""
+        """Mean tokens per fragment on the rank with most fragments, so all ranks get one number."""
         if self.positions is None:
             return 0.0
         breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
@@ -160,7 +161,7 @@ def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
 def waves_of(
     cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
-    """The waves, about equal, in which rank ``cp_rank`` exchanges the tokens of ``cut``."""
+    """The waves, of about equal size, in which rank ``cp_rank`` exchanges tokens of ``cut``."""
     key = (Wave, cp_size, cp_rank, layout, waves)
     return cut.plan(key, lambda: _route(key, cut, cp_size, cp_rank, layout, waves))
 
@@ -189,6 +190,7 @@ def _wave_slices(tokens: int, waves: int) -> list[slice]:
 
 
 def _split_places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:
+    """The positions of rank ``cp_rank``'s slice ``tokens``, and of the peers' same slices."""
     place_Rs = positions_Rs[:, tokens].to(torch.int32)
     peers = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
     return place_Rs[cp_rank].contiguous(), peers.flatten()

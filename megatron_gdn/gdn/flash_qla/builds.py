@@ -1,7 +1,7 @@
 """FlashQLA's kernels are compiled once per machine, in parallel processes.
 
 The first process that needs a kernel takes a lock beside tilelang's cache and starts ``python -m
-megatron_gdn.warm_up``. Every process goes on as soon as the cache has the kernel that it calls.
+megatron_gdn.warm_up``. Every process goes on once the cache has the kernel that the process calls.
 
 tilelang takes up to two seconds to compute its own key of a kernel. So this module keeps an empty
 file for every cached kernel, named by a digest of the function's source and arguments.
@@ -27,7 +27,7 @@ from ...ops.obstacles import installed_version
 
 logger = logging.getLogger(__name__)
 
-# Compute capability of every Hopper GPU. Processes that see no GPU compile for it.
+# Compute capability of every Hopper GPU. Processes that see no GPU compile for Hopper.
 HOPPER = (9, 0)
 # With this variable set to 0, a process compiles missing kernels itself, one after the other.
 _SWITCH = "MEGATRON_GDN_COMPILE_AHEAD"
@@ -69,13 +69,13 @@ _started: dict[Heads, subprocess.Popen] = {}
 
 
 def set_next_calls(heads: Heads, part: str) -> None:
-    """Set the heads and the part of FlashQLA's next calls, which a kernel's arguments lack."""
+    """Store the heads and the group of kernels (``part``) that FlashQLA's next calls will need."""
     global _heads, _part
     _heads, _part = heads, part
 
 
 def expected_heads() -> Heads:
-    """The heads of FlashQLA's next call."""
+    """The heads that :func:`set_next_calls` has stored for FlashQLA's next call."""
     return _heads
 
 
@@ -88,7 +88,7 @@ def compile_once_per_machine(kernels: list[Any]) -> None:
 
 
 def _compile_once(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Load a kernel from disk once some process has compiled it, or compile it here."""
+    """Load ``kernel`` from disk once a process has compiled it, else compile it in this process."""
     if not tilelang_env().is_cache_enabled():
         return compile_here(*args, **kwargs)
     entry = cache_entry(kernel, args, kwargs, ".".join(map(str, _capability())))
@@ -108,12 +108,13 @@ def _compile_once(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any
 
 
 def _may_start() -> bool:
+    """Whether this process may start the warm-up command for the next calls' heads."""
     switched_on = os.environ.get(_SWITCH, "1") != "0"
     return _heads.key > 0 and _heads not in _started and switched_on and _capability() == HOPPER
 
 
 def _start_command(lock: int) -> subprocess.Popen:
-    """Start the warm-up command, which inherits ``lock`` and ends with this process."""
+    """Start the warm-up command, which inherits the file ``lock`` and ends with this process."""
     logger.warning(
         "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d cores, into %s. "
         "`python -m megatron_gdn.warm_up %s` does this before a run.",
@@ -154,14 +155,14 @@ def tilelang_env() -> Any:
 
 
 def cache_folder() -> Path:
-    """This package's folder in tilelang's cache, one for each pair of versions."""
+    """This package's folder in tilelang's cache for the installed tilelang and flash-qla."""
     packages = ("tilelang", "flash-qla")
     versions = (f"{name}-{installed_version(name) or 'unknown'}" for name in packages)
     return Path(tilelang_env().TILELANG_CACHE_DIR, "megatron_gdn", "-".join(versions))
 
 
 def cache_entry(kernel: Any, args: tuple, kwargs: dict[str, Any], arch: str) -> Path:
-    """A file that exists once tilelang's cache has ``kernel`` for these arguments."""
+    """The file that exists once tilelang's cache has ``kernel`` for these arguments and GPUs."""
     configs = sorted((kernel.pass_configs or {}).items())
     described = kernel.func_source, args, sorted(kwargs.items()), configs, arch
     digest = sha256(repr(described).encode()).hexdigest()[:32]
@@ -169,6 +170,7 @@ def cache_entry(kernel: Any, args: tuple, kwargs: dict[str, Any], arch: str) -> 
 
 
 def kernel_of(entry: Path) -> str:
+    """The name of the kernel for which :func:`cache_entry` returned ``entry``."""
     return entry.name.rpartition("-")[0]
 
 

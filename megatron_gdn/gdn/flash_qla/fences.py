@@ -3,7 +3,7 @@
 On Hopper, ordinary stores and bulk copies (TMA) reach shared memory through two proxies. Each
 thread that wrote to shared memory must issue ``fence.proxy.async`` before it signals that its part
 is done (PTX ISA, "Async proxy"); else the bulk store may send old contents. flash-qla 0.1.3 lacks
-this fence before it stores dq, dk, dv and o. tilelang 0.1.15 does not add the fence, because other
+this fence before stores of dq, dk, dv and o. tilelang 0.1.15 does not add the fence, because other
 warps issue the copy. In ``kkt_solve`` tilelang fences only the thread that issues the copy.
 A hook adds fences to a kernel's CUDA source before the source is compiled. The kernels for
 Blackwell were not examined.
@@ -36,8 +36,8 @@ def missing_fences(source: str) -> list[int]:
     """Numbers (from 0) of the lines of CUDA source before which a fence is missing.
 
     A bulk store (TMA) copies a buffer from shared to global memory while the threads go on. A write
-    to the buffer is an assignment or a ``stmatrix``. In the source, a fence must follow the write
-    before the next signal to other threads.
+    to the buffer is an assignment or a ``stmatrix``. The source must have a fence between the
+    write and the next signal to other threads.
     """
     lines = source.split("\n")
     buffers = "|".join(sorted(set(_BULK_STORE.findall(source))))
@@ -85,7 +85,7 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
         kernel = getattr(module, name)
         configs = dict(kernel.pass_configs or {})
         configs[_FLAGS] = [*configs.get(_FLAGS, ()), _MARK]
-        # The old object may hold kernels that this process compiled without fences.
+        # The old kernel object may hold code that this process compiled without fences.
         fenced = dataclasses.replace(kernel, pass_configs=configs)
         # Another package may have replaced the hook, so every compiled source is checked.
         fenced.compile = _compile_with_check(name, fenced.compile)
@@ -93,6 +93,8 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
 
 
 def _compile_with_check(name: str, compile: Callable) -> Callable:
+    """``compile`` of the kernel ``name``, with a check that the source has all fences."""
+
     def compile_and_check(*args: Any, **kwargs: Any) -> Any:
         compiled = compile(*args, **kwargs)
         source = compiled.get_kernel_source()

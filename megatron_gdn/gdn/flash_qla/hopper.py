@@ -22,9 +22,10 @@ _F32 = torch.float32
 
 
 class HopperStages:
-    """FlashQLA's stages; ``modules`` are FlashQLA's own for Hopper, by the stage's name."""
+    """FlashQLA's stages; ``modules`` maps a stage's name to FlashQLA's own module for Hopper."""
 
     def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
+        """``library`` is FlashQLA's module of stages; ``modules`` has each stage's own module."""
         self._modules, self.build_cp_context = modules, library.build_cp_context
         self.correct_initial_states = partial(self._correct_states, False)
         self.correct_terminal_states = partial(self._correct_states, True)
@@ -48,7 +49,7 @@ class HopperStages:
     def _sequences_and_chunks(
         self, like: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[int, Tensor, Tensor, int]:
-        """The number of sequences, their offsets and first chunks, the chunks per row."""
+        """The number of sequences, their offsets, their first chunks, the chunks of one row."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
             unread = self._unread((rows + 1,), torch.int32, like.device)
@@ -70,7 +71,7 @@ class HopperStages:
         reverse: bool = False,
         zero_last_chunk: bool = False,
     ) -> Tensor:
-        """Sums of ``g`` within chunks, fp32 ``[B, S, H]``; the sequences must cover all S."""
+        """Running sums of ``g`` in chunks, fp32 ``[B, S, H]``; sequences must cover all S."""
         (B, S, H), out = g.shape, torch.empty_like(g)
         lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
         run = self._kernel(
@@ -106,6 +107,7 @@ class HopperStages:
         ht_mask_bwd: Tensor,
         threshold: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """Per part and head, both ways: chunks until decay falls below ``threshold``; masks."""
         P, H = ht_mask_fwd.shape[0], g.shape[2]
         run = self._kernel(
             "get_warmup_chunks_bidi", "tilelang_get_warmup_chunks_bidi",
@@ -135,7 +137,7 @@ class HopperStages:
         num_warmup_chunks: Tensor | None = None,
         final_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """States at chunks, and the parts' ``local`` and ``through`` in ``final_dtype``."""
+        """The states at chunks, and the parts' maps (local, through) in ``final_dtype``."""
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         warm = num_warmup_chunks is not None
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
@@ -150,7 +152,7 @@ class HopperStages:
         # The kernel always writes ``through``: zeros if the caller did not ask for the maps.
         through = k.new_empty(N, H, K, K, dtype=final_dtype)
         start = initial_state
-        if start is None:  # the kernel reads no first states, so any memory of their shape serves
+        if start is None:  # the kernel reads no first states, so any tensor of their shape serves
             unread = final if final_dtype is _F32 else None
             start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         run = self._kernel(
@@ -241,7 +243,7 @@ class HopperStages:
         num_warmup_chunks: Tensor,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """Gradient of the states that enter parts; the leaving states have zero gradient."""
+        """Gradients of states that enter parts, for zero gradients of states that leave parts."""
         assert not output_dh
         (G, K), (H, V) = k.shape[2:], do.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)

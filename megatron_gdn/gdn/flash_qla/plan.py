@@ -1,8 +1,8 @@
 """How FlashQLA cuts the sequences of a batch into parts that run side by side.
 
 For documents in fixed buffers, the host knows only the largest number of parts and chunks. Each
-sequence is then cut by its own length and the number of heads. A block without tokens writes
-nothing.
+sequence in such buffers is cut by its own length and the number of heads. A kernel's block
+without tokens writes nothing.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def stages() -> Any:
 
 
 def _for_hopper(chunk: ModuleType) -> bool:
+    """Whether FlashQLA's module ``chunk`` has the stages for Hopper GPUs."""
     return ".hopper." in chunk.fused_gdr_fwd.__module__
 
 
 def _modules_of_stages(chunk: ModuleType) -> dict[str, ModuleType]:
-    """The module that defines each stage."""
+    """FlashQLA's module that defines each stage, by the stage's name."""
     return {name: sys.modules[getattr(chunk, name).__module__] for name in _STAGES}
 
 
@@ -132,7 +133,7 @@ def _plan_of(
 
 
 def plan_of_whole(documents: Documents) -> SequenceParts:
-    """Sequences that are not cut: each is one part."""
+    """The plan that cuts no sequence: each sequence is one part."""
     return documents.plan(
         plan_of_whole, lambda: _store_chunk_tables(SequenceParts.of(documents, "whole"), documents)
     )
@@ -141,7 +142,7 @@ def plan_of_whole(documents: Documents) -> SequenceParts:
 def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceParts:
     """Store chunk tables on the offsets, so that FlashQLA does not read offsets from the GPU."""
     if not documents.known and documents.total_tokens < CHUNK:
-        # A block without tokens looks at the 64 tokens before the end.
+        # A kernel's block without tokens reads the 64 tokens before the buffer's end.
         raise NotImplementedError(
             f"flash_qla takes documents in fixed buffers of at least {CHUNK} tokens per rank, not "
             f"{documents.total_tokens}; use backend='fla' or larger buffers."

@@ -1,8 +1,8 @@
-"""FlashQLA as a rule, whose stages are called one by one.
+"""FlashQLA as a rule that calls FlashQLA's stages one by one.
 
 FlashQLA's own entry function waits for sequence lengths from the GPU. It also sums dq and dk over
-value heads in an extra pass. Here the plan uses the host's offsets, and the backward of the front
-sums the heads.
+value heads in an extra pass. In this module the plan uses the host's offsets; the backward of
+the front sums dq and dk over heads.
 """
 
 from __future__ import annotations
@@ -54,6 +54,7 @@ class FlashQlaForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
+        """``keep``: save tensors for the backward; ``final``: return the final states too."""
         on_grid, maps = self.rule.bits is Bits.ON_GRID, self._maps
         if on_grid:
             parts, maps = self.rule.plan(self.inputs, self.documents, states=False), None
@@ -63,8 +64,8 @@ class FlashQlaForward(RuleForward):
             parts = maps.parts
         else:
             parts = self.rule.plan(self.inputs, self.documents, states=False)
-            # With batch_invariant, short sequences alone also take this path. Next to a long
-            # sequence they would run in the kernels that carry states between parts.
+            # With batch_invariant, a batch of short sequences takes this path too, because beside a
+            # long sequence the short ones would run in kernels that carry states between parts.
             if parts is not None and (self.rule.batch_invariant or not parts.are_sequences):
                 maps = part_maps(in_one_row(self.inputs), parts, from_zero=True)
         inputs = self.inputs if parts is None else in_one_row(self.inputs)
@@ -81,7 +82,7 @@ class FlashQlaForward(RuleForward):
 
 
 class FlashQlaBackward(RuleBackward):
-    _maps: PartMaps | None = None  # computed here if the forward had none
+    _maps: PartMaps | None = None  # the backward computes maps if the forward did not
     _d_entering: Any = None  # [P, H, K, V], the result of _d_entering_states
 
     def __init__(
@@ -96,7 +97,7 @@ class FlashQlaBackward(RuleBackward):
             self._cut_again()
 
     def _cut_again(self) -> None:
-        """Cut the sequences as a forward with states does, whatever this forward did."""
+        """Cut sequences as a forward with entering states does, even if this forward had none."""
         documents = self.documents
         if documents is None:
             documents = documents_of_rows(self.rows, self.d_o.device)
@@ -119,10 +120,11 @@ class FlashQlaBackward(RuleBackward):
 
     def d_initial(self) -> Tensor:
         if self._kept.chunks_back is None or self._kept.passes_back is not None:
-            self._cut_again()  # a forward from zero keeps no maps of whole sequences
+            self._cut_again()  # a forward without initial states keeps no maps of sequences
         return initial_gradients(self._d_entering_states(), self._kept.through, self._parts)
 
     def d_o_was_scaled(self, by: Tensor) -> None:
+        """Scale the gradients computed so far by ``by``, as the caller has scaled ``d_o``."""
         if self._d_entering is not None:
             self._d_entering = self._d_entering * by
 
@@ -168,6 +170,7 @@ class FlashQlaRule(Rule):
     def plan(
         self, inputs: RuleInputs, documents: Documents | None, states: bool
     ) -> SequenceParts | None:
+        """The parts in which the rule runs; ``states``: whether states enter sequences."""
         (rows, tokens), heads, device = inputs.k.shape[:2], inputs.v.shape[2], inputs.k.device
         if documents is None and (states or self.batch_invariant):
             documents = documents_of_rows((rows, tokens), device)
@@ -189,6 +192,7 @@ class FlashQlaRule(Rule):
         return parts
 
     def why_not_heads(self, heads: int) -> str | None:
+        """Why FlashQLA cannot run this number of value heads, or None if it can."""
         if heads % 2 == 0:
             return None
         # With 3 value heads tilelang found no layout for the sums of g over a chunk.

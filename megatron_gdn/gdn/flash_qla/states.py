@@ -1,11 +1,11 @@
-"""Calls of FlashQLA's stages: state maps of parts, outputs, gradients.
+"""Calls FlashQLA's kernels, which compute state maps, outputs and gradients.
 
-FlashQLA's kernel gives a state map for each part and head, ``S_out = through @ S_in + local``.
-Context parallelism sends these maps, and the forward applies them to the entering states.
+FlashQLA computes a map of states, ``S_out = through @ S_in + local``, for each piece (part) of a
+sequence and each head. Context parallelism sends the maps; the forward applies them to S_in.
 
 If a head's log-decay sums to less than -20 within a part, ``through`` is zero. ``local`` is then
 computed from the last chunks alone, whose log-decay sums to -20: e^-20 = 2e-9 is below the
-precision of an fp32 sum. If states of zero enter the sequences, the bound is -10, as in FlashQLA.
+precision of an fp32 sum. If the sequences begin with zero states, the bound is -10, as in FlashQLA.
 """
 
 from __future__ import annotations
@@ -28,18 +28,18 @@ class Kept(NamedTuple):
 
     g_sum: Tensor  # [B, S, H] fp32, log-decay summed within chunks
     A: Tensor  # [B, S, H, 64], inverse of the chunk's triangular system
-    # None if the sequences are not cut:
+    # The next two fields are None if the sequences are not cut.
     entering: Tensor | None = None  # [P, H, K, V], the states that enter parts
     through: Tensor | None = None  # [P, H, K, K]
-    # None if the forward needed no state maps:
+    # The next field is None if the forward needed no state maps.
     chunks_back: Tensor | None = None  # [P, H] int32, number of first chunks that S_in reaches
-    # None if states entered the sequences:
+    # The next field is None if states entered the sequences.
     passes_back: Tensor | None = None  # bool [P, H], whether dS_in depends on dS_out
 
     def leaving(
         self, d_entering: Tensor, parts: SequenceParts, d_final: Tensor | None
     ) -> Tensor | None:
-        """The gradients of the states that leave parts."""
+        """The gradients of the states that leave parts; ``d_entering`` those of entering states."""
         if self.passes_back is None:
             return leaving_gradients(d_entering, self.through, parts, d_final)
         return stages().correct_terminal_states(
@@ -54,7 +54,7 @@ class PartMaps(NamedTuple):
     local: Tensor  # [P, H, K, V]
     through: Tensor  # [P, H, K, K]
     passes: Tensor | None  # bool [P, H], whether S_out depends on S_in; None: ``through`` tells
-    kept: Kept  # without entering states and ``through``
+    kept: Kept  # with ``entering`` and ``through`` not yet set
 
     def entering(self, initial: Tensor | None) -> Tensor | None:
         """The states that enter parts; None: all are zero."""
@@ -65,7 +65,7 @@ class PartMaps(NamedTuple):
         )
 
     def saved(self, entering: Tensor | None) -> Kept:
-        """The tensors for the backward, whose caller has the states of uncut sequences."""
+        """The tensors for the backward. For uncut sequences, the caller has the entering states."""
         if self.parts.are_sequences and self.passes is None:
             return self.kept
         return self.kept._replace(entering=entering, through=self.through)
@@ -80,8 +80,8 @@ def part_maps(
 ) -> PartMaps:
     """The state maps of parts; ``known`` are ``g_sum`` and ``A`` from an earlier forward.
 
-    With ``from_zero`` states of zero enter the sequences. As in FlashQLA, the maps then have k's
-    dtype, and the map of a sequence that is one part is not computed.
+    With ``from_zero`` the sequences begin with zero states, the maps have k's dtype, and the map of
+    a sequence that is one part is not computed, as in FlashQLA.
     """
     run = stages()
     g_sum, A = sums_and_inverses(inputs, parts) if known is None else known
@@ -94,8 +94,8 @@ def part_maps(
     options = {}
     if not from_zero:
         passes = passes_back = None
-        # The kernel counts chunks back from a part's end. A part that ends inside a chunk takes all
-        # of its chunks, because counting back from its end would miss the chunk grid.
+        # The kernel counts chunks back from a part's end. If a part ends inside a chunk, that count
+        # would miss the chunk grid, so the kernel runs all chunks of the part.
         if parts.ragged is not None:
             chunks = torch.where(parts.ragged, parts.chunks, chunks)
         # FlashQLA's own function rounds the maps to k's dtype.
@@ -112,7 +112,7 @@ def part_maps(
 
 
 def _boundaries(parts: SequenceParts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """FlashQLA's ``cu_seqlens`` of sequences, ``cu_seqlens`` of parts, and owners of parts."""
+    """``cu_seqlens`` of the sequences, ``cu_seqlens`` of the parts, and each part's sequence."""
     if parts is None:
         return None, None, None
     return parts.sequences, parts.offsets, parts.owner
@@ -132,10 +132,10 @@ def run_forward(
     parts: SequenceParts | None,
     **wanted: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """``o``, the states at chunks, and the states that leave sequences.
+    """Return ``o``, the states at chunks, and the states that leave sequences.
 
-    ``entering`` are states of parts; None means zero. ``wanted`` are ``output_h`` and
-    ``output_final_state``.
+    ``entering`` are the states that enter parts; None means zero. ``wanted`` are the kernel's flags
+    ``output_h`` and ``output_final_state``.
     """
     sequences, offsets, owners = _boundaries(parts)
     return stages().fused_gdr_fwd(
@@ -148,7 +148,7 @@ def run_forward(
 def given_or_zero(
     initial: Tensor | None, inputs: RuleInputs, parts: SequenceParts | None
 ) -> Tensor:
-    """Initial states of all sequences, so that training and generation run one compiled kernel."""
+    """``initial``, or zero states, so that training and generation run one compiled kernel."""
     if initial is not None:
         return initial.contiguous()
     assert parts is not None
@@ -169,8 +169,8 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, in the order of :class:`RuleInputs`.
 
-    ``states_in`` are the states that enter parts, ``d_states_out`` gradients of those that leave
-    them, ``states`` the states at chunks from a second run (None computes them here).
+    ``g_sum``, ``A``: as in :class:`Kept`. ``states_in``: states that enter parts. ``d_states_out``:
+    gradients of states that leave parts. ``states``: states at chunks; if None, computed here.
     ``overwrite_last`` allows the kernel to write over ``d_states_out``.
     """
     run = stages()

@@ -1,7 +1,7 @@
 """The batch of one forward: where documents, padding and each rank's tokens lie.
 
-The text model's forward resolves the batch once, so all layers and recomputations see the same
-boundaries.
+The text model's forward computes a :class:`ModelBatch` once (resolves the batch), so all layers and
+recomputations see the same boundaries.
 
 Legend: B batch, S tokens of the whole sequence, s this rank's share (S on one rank), H hidden size.
 """
@@ -53,8 +53,8 @@ class ModelBatch:
     """One forward of a model.
 
     ``share`` has the documents of all ranks, row after row, or None when every row is one sequence;
-    a run of padding is a document too, so its state reaches no other. ``ids``, int64 ``[B, S]`` on
-    the host, are the documents' numbers at all ranks' tokens in sequence order, 0 at padding.
+    a run of padding is a document too, so its state reaches no other document. ``ids``, int64
+    ``[B, S]`` on the host, hold the document number of every token of all ranks; 0 is padding.
     ``keep``, bool ``[B, s]``, is False at padding, where the output is exactly zero.
     """
 
@@ -82,16 +82,16 @@ class ModelBatch:
         return positions if self.share.group is None else positions[:, self.share.positions]
 
     def enter(self, x_BsH: Tensor) -> Tensor:
-        """Shape hidden states as mixer rows: ``[1, B s, H]`` if packed, else ``[B, s, H]``."""
+        """Reshape hidden states for the mixer: ``[1, B s, H]`` if packed, else ``[B, s, H]``."""
         x_BsH = self._zero_padding(x_BsH)
         return x_BsH if self.share.documents is None else x_BsH.flatten(0, 1).unsqueeze(0)
 
     def leave(self, y: Tensor, like_BsH: Tensor) -> Tensor:
-        """The inverse of :meth:`enter`; padding is exactly zero."""
+        """Undo :meth:`enter`: reshape ``y`` like ``like_BsH``; padding is exactly zero."""
         return self._zero_padding(y.reshape(*like_BsH.shape[:2], -1))
 
     def _zero_padding(self, x_BsH: Tensor) -> Tensor:
-        """Set padding to zero; its gradient is zero too."""
+        """Set padding tokens to zero; their gradients are zero too."""
         return x_BsH if self.keep is None else x_BsH.masked_fill(~self.keep[..., None], 0)
 
 
@@ -101,9 +101,9 @@ def resolve_batch(
 ) -> ModelBatch | None:
     """Resolve one forward's batch; None if transformers' own forward continues from a cache.
 
-    ``x_BsH`` may be token ids ``[B, s]``. With context parallelism, masks, ids and positions are
-    those of this rank's tokens, and all ranks must give the same kinds of sources; offsets are
-    those of the whole buffer.
+    ``x_BsH`` may be token ids ``[B, s]``; ``fills_cache``: the forward makes a cache. With context
+    parallelism, masks, ids and positions are those of this rank's tokens, offsets are those of the
+    whole buffer, and all ranks must give the same kinds of sources.
     """
     (rows, tokens), group = x_BsH.shape[:2], group_of(options.cp_mesh)
     if group is None and cache is not None and cache.get_seq_length() > 0:
@@ -127,6 +127,7 @@ def resolve_batch(
 
 
 def _resolve(sources: Sources, rows: int, share: MicroBatchShare) -> ModelBatch:
+    """The batch of ``rows`` rows; ``share`` is this rank's, without documents."""
     _require_agreement(sources, rows, share)
     share = _as_cut(sources, rows, share)
     sources = _in_sequence_order(sources, rows, share)
@@ -191,7 +192,7 @@ def _gather(own: Tensor, share: MicroBatchShare) -> Tensor:
 
 
 def _as_cut(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchShare:
-    """The share with the layout of ``seq_index``, and the lengths that this layout cuts."""
+    """``share`` with the layout that ``seq_index`` shows and the lengths that the layout cuts."""
     whole, total, index = share.lengths, sum(share.lengths), sources.seq_index
     tokens = total // share.size
     cut = {SequenceLayout.ZIGZAG_BUFFER: whole, SequenceLayout.CONTIGUOUS: whole}
@@ -282,13 +283,13 @@ def context_parallel_share(
     cp_mesh: Any,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
 ) -> dict[str, Any]:
-    """Cut this rank's share from a packed batch: its columns of every tensor over tokens.
+    """Cut this rank's share from a packed batch: every tensor's columns for this rank's tokens.
 
     Args:
         batch: as :class:`.training.PackingCollator` makes it, the same on all ranks. Tensors
             ``[1, S]``, ``[1, S, ...]`` and ``[n, 1, S]`` (positions of a vision-language model)
             are cut along S; offsets and values without S are not cut.
-        cp_mesh, layout: as given to :func:`.patching.patch`.
+        cp_mesh, layout: ``cp_mesh`` and ``cp_layout`` of :func:`.patching.patch`.
 
     Raises:
         ValueError: the layout cannot cut the tokens evenly; pad with ``pad_to_multiple_of``.

@@ -31,11 +31,12 @@ class Mixer(NamedTuple):
 
     dims: Any
     rule: ChooseRule
-    parts: Callable[..., Parts]  # called with opened rows, conv weight and bias, A_log, dt_bias
+    parts: Callable[..., Parts]  # called with rows, conv weight and bias, A_log, dt_bias
     names: dict[str, Any]  # of the mixer and its recurrence, for messages of MicroBatches
 
 
 def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
+    """The mixer of ``module``, a Gated DeltaNet of transformers."""
     dims = GDNDims.from_config(config)
     rule = partial(resolve_rule, options.backend, sizes=dims.heads, operands=options.rule_operands)
     negative = getattr(module, "allow_neg_eigval", False)
@@ -44,13 +45,14 @@ def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
 
 
 def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
+    """The mixer of ``module``, a Kimi Delta Attention of transformers."""
     if options.rule_operands != "fp16" or options.recompute_qkv:
         raise ValueError(
             f"rule_operands={options.rule_operands!r}, recompute_qkv={options.recompute_qkv}: "
             f"Kimi Delta Attention has neither option. Leave both out."
         )
     heads, width, gate = config.linear_num_heads, config.linear_head_dim, module.forget_gate
-    # The rows hold both gates in full width: `project` multiplies the low-rank factors.
+    # The rows hold both gates in full width, because `project` applies both low-rank factors.
     dims = KDADims(
         hidden_size=config.hidden_size,
         num_key_heads=heads,
@@ -61,7 +63,7 @@ def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
         forget_rank=0,
         output_rank=0,
     )
-    bound = getattr(gate, "safe_gate_lower_bound", None)  # GLM 5 next; Kimi Linear has none
+    bound = getattr(gate, "safe_gate_lower_bound", None)  # GLM 5 next has it, Kimi Linear does not
     if getattr(gate, "safe_gate", False):  # Bailing Hybrid
         bound = gate.lower_bound
     rule = partial(choose_kda, options.backend, dims.state, bound)
@@ -73,13 +75,13 @@ class Family(NamedTuple):
     """The names in transformers of one family's linear-attention submodules.
 
     The concatenated outputs of ``projections`` are the mixer's rows; "a > b" calls module b on the
-    output of a. Empty ``projections`` stand for Qwen3-Next's two, interleaved by key heads:
+    output of a. Empty ``projections`` stand for Qwen3-Next's two projections:
 
-        in_proj_qkvz: per key head [q | k | v of its value heads | z of them]
-        in_proj_ba:   per key head [b of its value heads | a of them]
+        in_proj_qkvz: per key head [q | k | v of its value heads | z of its value heads]
+        in_proj_ba:   per key head [b of its value heads | a of its value heads]
     """
 
-    package: str  # of transformers.models; the config's model_type, which may end in _text
+    package: str  # in transformers.models; equals the config's model_type without "_text"
     projections: tuple[str, ...] = ()
     norm: str = "norm"
     out: str = "out_proj"
@@ -143,12 +145,12 @@ def class_for_config(config: Any) -> type:
 
 @lru_cache
 def subclass(prefix: str, mixin: type, cls: type) -> type[Any]:
-    """A subclass of ``cls`` with ``mixin`` before it."""
+    """A class with the bases ``mixin`` and ``cls``, named ``prefix`` + the name of ``cls``."""
     return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__})
 
 
 def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
-    """Call the projections; return rows ``[B, S, P]`` with the sections of ``dims.layout``."""
+    """Project ``x_BSH`` to rows ``[B, S, P]`` with the sections of ``dims.layout``."""
     sections = []
     if chains := family_of(module).projections:
         for chain in chains:
@@ -164,7 +166,7 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
 
 
 def refuse_modules_that_mix(config: Any, feature: str) -> None:
-    """Refuse a model whose other modules read across documents or need other ranks' tokens."""
+    """Refuse ``feature`` if other modules read across documents or need other ranks' tokens."""
     indexed, why = "indexed_attention" in config.layer_types, ""
     if getattr(config, "ple_layer_ids", None):
         why = (

@@ -1,7 +1,7 @@
 """``A_log`` and ``dt_bias`` of a transformers module, kept in fp32 by a child module.
 
 The child is the *holder* ``_fp32_params``, which sharded data parallelism can shard as a group of
-its own. Keys of state dicts do not name the holder: they stay ``linear_attn.A_log``.
+its own. Keys of state dicts leave out the holder, as in ``linear_attn.A_log``.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class SSMGate(Fp32Parameters, nn.Module):
         self.dt_bias = nn.Parameter(torch.ones(num_v_heads, dtype=dtype))
 
     def forward(self, a: Tensor | None = None) -> Tensor | tuple[Tensor, Tensor]:
-        """The gate g of ``a``, both ``[..., num_v_heads]``, in the parameters' dtype.
+        """The gate g for ``a``; g and a are ``[..., num_v_heads]``, g in the parameters' dtype.
 
         Without ``a``, returns copies of ``A_log`` and ``dt_bias``, because torch's ``fully_shard``
         frees the gathered parameters after the call. Rounded parameters raise a ValueError, as does
@@ -61,6 +61,7 @@ class SSMGate(Fp32Parameters, nn.Module):
         return decay_and_write_gates(a, a, self.A_log, self.dt_bias)[0]
 
     def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        """Save as torch does, under keys without the holder's name."""
         bare = prefix.removesuffix(f"{HOLDER_NAME}.")
         super()._save_to_state_dict(destination, bare, keep_vars)
 
@@ -79,6 +80,7 @@ class HoldsGates:
 
     @property
     def _gates(self) -> SSMGate:
+        """The holder."""
         return self._modules[HOLDER_NAME]
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
@@ -111,7 +113,7 @@ def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SS
 
 
 def release_gates(owner: Any, dtypes: dict[str, torch.dtype]) -> None:
-    """Undo :func:`install_ssm_gate` and cast the parameters back to ``dtypes``."""
+    """Undo :func:`install_ssm_gate` on ``owner`` and cast its parameters back to ``dtypes``."""
     holder = owner._modules.pop(HOLDER_NAME)
     for name, dtype in dtypes.items():
         _cast(holder._parameters[name], dtype)
@@ -121,6 +123,7 @@ def release_gates(owner: Any, dtypes: dict[str, torch.dtype]) -> None:
 
 
 def _cast(parameter: nn.Parameter, dtype: torch.dtype) -> None:
+    """Cast the values and the gradient of ``parameter`` in place."""
     if parameter.dtype != dtype:
         parameter.data = parameter.data.to(dtype)
         if parameter.grad is not None:

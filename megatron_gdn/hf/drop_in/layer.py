@@ -33,7 +33,7 @@ _NOT_PASSED_ON = (
 
 @dataclass(kw_only=True, eq=False)
 class DropInOptions:
-    """The options of :func:`.patching.patch` and their defaults; one object for all its layers."""
+    """The options of :func:`.patching.patch`; all layers of a patched model share one object."""
 
     cp_mesh: Any = None
     cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER
@@ -59,13 +59,13 @@ class DropInOptions:
 
 @dataclass(eq=False)
 class _DropInState:
-    """How a replaced module runs."""
+    """What a replaced module needs to run this package's mixer."""
 
     options: DropInOptions
     mixer: families.Mixer
     micro_batches: MicroBatches
     loader_layout: LoaderLayout  # of the micro-batches
-    stored: dict[str, torch.dtype]  # dtypes of A_log and dt_bias before the holder had them
+    stored: dict[str, torch.dtype]  # dtypes of A_log and dt_bias before they became fp32
 
     def set_mesh(self, cp_mesh: Any) -> None:
         """Use another context-parallel mesh from the next forward on; None means one rank."""
@@ -73,6 +73,7 @@ class _DropInState:
         self.options.cp_mesh = cp_mesh
 
     def micro_batch(self, batch: ModelBatch, proj_TBP: Tensor) -> MicroBatch:
+        """The :class:`MicroBatch` of ``batch``, whose projections are ``proj_TBP``."""
         if batch.share.group is not self.micro_batches.group:  # the mesh was set in another layer
             self.micro_batches.use_group(batch.share.group)
         self.loader_layout.option = batch.share.layout
@@ -85,7 +86,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         q, k, v, z, b, a = projections(x);   y = out_proj(RMSNorm(rule(conv(q, k, v))) * act(z))
 
     ``CPAwareGatedDeltaNet(config, layer_idx, ...)`` builds the module of the config's family;
-    :func:`.patching.patch` turns a model's modules into it. Parameters, state-dict keys and the
+    :func:`.patching.patch` gives a model's modules this class. Parameters, state-dict keys and the
     class that ``isinstance`` sees are transformers' own. ``A_log`` and ``dt_bias`` stay fp32.
 
     On one rank, a batch that is not packed goes through transformers' own forward, with its bits,
@@ -94,7 +95,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     ``options`` are those of :func:`.patching.patch` except ``attention``.
 
     Raises:
-        ValueError: the config has another family or activation than SiLU, or sizes do not fit.
+        ValueError: the config's family is unknown, its activation not SiLU, or sizes do not fit.
     """
 
     drop_in: _DropInState
@@ -112,7 +113,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
     @property
     def _cp_mesh(self) -> Any:
-        """The mesh of context parallelism; to set it in one layer sets it in the whole model."""
+        """The context-parallel mesh; setting it in one layer sets the mesh of the whole model."""
         return self.drop_in.options.cp_mesh
 
     @_cp_mesh.setter
@@ -136,13 +137,13 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
         Args:
             hidden_states: ``[B, S, H]``, this rank's tokens.
-            cache_params: transformers' cache; with a cache, transformers' own forward runs. Later
-                arguments are keywords, because their order differs between versions.
+            cache_params: transformers' cache; with a cache, transformers' own forward runs. All
+                later arguments are keyword-only: their order differs between versions.
             attention_mask: ``[B, S]``, 0 at padding, or document ids 1, 2, ... if packed.
-            gdn_batch: the resolved batch, which a patched model passes to its layers.
+            gdn_batch: the batch's boundaries, which a patched model finds once for all layers.
             kwargs: ``position_ids``, ``cu_seqlens`` (or ``cu_seq_lens_q``), ``_packed_seq_ids``:
-                other sources of documents, see :mod:`.sources`. ``indices``: int ``[T]``, which of
-                the ``B * S`` tokens ``cu_seqlens`` counts; all others are padding. ``seq_index``:
+                other sources of documents (:mod:`.sources`). ``indices``: int ``[T]``, which of
+                the ``B * S`` tokens ``cu_seqlens`` counts; other tokens are padding. ``seq_index``:
                 with context parallelism, the sequence positions of this rank's tokens.
                 ``cache_position`` and ``qkv_format`` are not read. Other keywords go to
                 transformers' kernels.
@@ -182,6 +183,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
     @torch.compiler.disable  # the host computes tables; autograd sees one function
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
+        """Run conv, delta rule and gated norm on the outputs ``proj_TBP`` of the projections."""
         batch = self.drop_in.micro_batch(model_batch, proj_TBP)
         scheme, conv = batch.scheme, self.conv1d
         rows, layout = batch.passage.open(proj_TBP), batch.scheme.layout
@@ -196,7 +198,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
 
 def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
-    """The mixer's own norm if ``norm`` is transformers' plain code, else calls of ``norm``."""
+    """This package's norm if ``norm`` is transformers' unchanged norm, else calls of ``norm``."""
     cls, activation = type(norm), getattr(norm, "activation", None)
     plain = (
         cls.__name__.endswith("RMSNormGated")
@@ -209,6 +211,7 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
         return GatedNorm(norm.weight, norm.variance_epsilon, activation=activation)
 
     def call_norm(o: Tensor, z: Tensor) -> Tensor:
+        """Call ``norm`` on outputs ``o`` and gates ``z`` with one row per head."""
         return norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1])).view(o.shape)
 
     return readout_by_module(layout.gate_columns, layout.state_heads, call_norm)

@@ -1,10 +1,10 @@
-"""Replace the linear-attention modules of a transformers model, in place, and undo it.
+"""Replace the linear-attention modules of a transformers model in place; undo the replacement.
 
-The forward of the text model resolves the batch once and passes it to layers and attention. Under
+The text model's forward finds the batch's boundaries once, for all layers and attention. Under
 context parallelism softmax attention gathers the keys and values of all ranks and attends with this
 rank's queries, document by document.
 
-Legend: B batch, S tokens of the sequence, s this rank's tokens, H query, G key heads, D head dim.
+Legend: B batch, S sequence tokens, s this rank's tokens, H query heads, G key heads, D head dim.
 """
 
 from __future__ import annotations
@@ -43,28 +43,28 @@ def patch(
 ) -> Patch:
     """Let this package run every linear-attention module of a transformers model, in place.
 
-    For Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and
+    Legal are Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and
     Bailing Hybrid, also inside their vision-language classes. Modules, parameters, state-dict keys
-    and optimizers stay; ``A_log`` and ``dt_bias`` become fp32.
+    and optimizers stay valid; ``A_log`` and ``dt_bias`` become fp32.
 
     Packed documents are read once per forward from the model's arguments, see :mod:`.sources`, and
     kept apart. With context parallelism the model is given this rank's tokens, ``cu_seq_lens_q`` of
-    the whole buffer or this rank's ids, and optionally ``seq_index [s]``, the positions of its
-    tokens. Parameters get the gradient of this rank's tokens: sum it over ``cp_mesh``.
+    the whole buffer or this rank's ids, and optionally ``seq_index [s]``, the positions of this
+    rank's tokens. A parameter's gradient is that of this rank's tokens: sum it over ``cp_mesh``.
 
     Args:
         model: any model of these families, or its text model.
         cp_mesh: one-dimensional device mesh over the context-parallel ranks.
         cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
             (DualChunkSwap of the whole row), ``"contiguous"``, or ``"zigzag"`` (of every document).
-        linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (states travel) or ``"auto"``.
+        linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (ranks send states) or ``"auto"``.
         backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; Kimi
             Delta Attentions take `backend` only.
-        unpacked: what runs a batch that is not packed on one rank: ``"transformers"`` for
+        unpacked: what runs an unpacked batch that one rank holds: ``"transformers"`` for
             transformers' own forward with its bits, ``"fused"`` for this package's mixer.
         attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
-            too: every rank gathers keys and values, packed documents included. None leaves this to
-            the caller (torch's ``context_parallel``, ring attention), without packed documents.
+            too: every rank gathers keys and values, packed documents too. None: the caller runs
+            attention (torch's ``context_parallel``, ring attention), without packed documents.
 
     Returns:
         a handle with ``undo()``, also a context manager. Its ``repr`` says what was replaced.
@@ -85,7 +85,7 @@ def patch(
 
 
 class Patch(AbstractContextManager):
-    """A model whose linear-attention modules were replaced; ``layers`` has them by name."""
+    """A patched model; ``layers`` has its new modules by name. ``gathers``: ``"gathered"``."""
 
     def __init__(self, model: nn.Module, options: DropInOptions, gathers: bool) -> None:
         self.model = model
@@ -157,6 +157,7 @@ class Patch(AbstractContextManager):
         self.undo()
 
     def _replace_modules(self, prefix: str, text: Any, options: DropInOptions) -> None:
+        """Replace the linear attentions of the text model ``text``, whose name is ``prefix``."""
         for name, module in text.named_modules(prefix=prefix):
             if transformers_class(module) is not None:
                 layer = self.layers[name] = become_drop_in(module, text.config, options)
@@ -172,6 +173,7 @@ class Patch(AbstractContextManager):
             )
 
     def _wrap_forward(self, text: Any, gathers: bool) -> None:
+        """Let the forward of the text model resolve the batch before its own forward runs."""
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         before_patch = text.config._attn_implementation
 
@@ -215,7 +217,7 @@ def _drop_resolved_batch(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, 
 
 
 def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Add the resolved batch to the keywords of the text model's forward, and set its masks."""
+    """Add the resolved batch and masks to the keywords of the text model's forward."""
     kwargs.pop("gdn_batch", None)
     mask = kwargs.get("attention_mask")
     of_linear = mask.get("linear_attention") if isinstance(mask, dict) else mask
@@ -229,7 +231,7 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
         return kwargs
     kwargs["gdn_batch"] = batch
     if _has_four_dimensions(mask):
-        mask = kwargs["attention_mask"] = None  # the batch holds its documents and padding
+        mask = kwargs["attention_mask"] = None  # the batch holds the mask's content
     if batch.is_plain:
         return kwargs
     kwargs["use_cache"] = False
@@ -252,7 +254,7 @@ def _has_four_dimensions(mask: Any) -> bool:
 
 
 def _attention_mask(text: Any, batch: ModelBatch, x: Tensor, position_ids: Tensor) -> Any:
-    """The attention mask that keeps documents apart, in the form of the model's attention."""
+    """The mask that keeps documents apart; None if ``position_ids`` or ``batch`` name them."""
     implementation = text.config._attn_implementation
     if batch.share.group is not None:
         if batch.share.documents is not None and implementation != GATHERED:
@@ -297,7 +299,7 @@ def gathered_attention(
     gdn_batch: ModelBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention as transformers calls it: ``[B, H, s, D]`` in, ``[B, s, H, D]`` out."""
+    """Causal attention for transformers: ``query [B, H, s, D]`` in, ``[B, s, H, D]`` out."""
     if attention_mask is not None or gdn_batch is None:
         raise ValueError(
             f"{GATHERED!r} attention runs inside a model that megatron_gdn.hf.patch has patched "

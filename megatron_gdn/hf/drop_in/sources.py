@@ -10,7 +10,7 @@
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
 
 Ids count documents from 1 along each row; 0 is padding. The table lies on the host. A 4-D mask is 1
-or True where a token sees another token. A float mask is added to scores: 0 where it sees.
+or True where a token sees another token. A float mask is added to scores; 0 means "sees".
 
 Legend: B batch, S tokens of a row, N documents, T tokens without padding.
 """
@@ -25,7 +25,7 @@ from torch import Tensor
 from ...ops.documents import Documents
 
 _BLOCKS = "attention_mask (4-D)"
-_EXCLUDED = -1e4  # at most this number, added to a score, makes an attention weight 0
+_EXCLUDED = -1e4  # this number or a lower one, added to a score, makes an attention weight 0
 
 
 class Sources(NamedTuple):
@@ -33,14 +33,14 @@ class Sources(NamedTuple):
 
     attention_mask: Tensor | None = None
     packed_seq_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None  # offsets of documents; with indices, among those tokens
+    cu_seqlens: Tensor | None = None  # offsets of documents; with ``indices``, among its tokens
     position_ids: Tensor | None = None
-    indices: Tensor | None = None  # places of tokens in [B * S], flattened; others are padding
+    indices: Tensor | None = None  # places of tokens in flattened [B * S]; other places are padding
     seq_index: Tensor | None = None
 
     @classmethod
     def from_keywords(cls, mask: Tensor | None, keywords: dict[str, Any]) -> Sources:
-        """Read a forward's keywords; remove from ``keywords`` those that transformers lacks."""
+        """Read a forward's ``keywords``, and remove keywords that transformers does not take."""
         names = ("_packed_seq_ids", "cu_seqlens", "indices", "seq_index")
         ids, offsets, indices, seq_index = (keywords.pop(name, None) for name in names)
         same = keywords.get("cu_seq_lens_q")
@@ -70,7 +70,7 @@ def text_positions(position_ids: Tensor | None) -> Tensor | None:
 
 
 def starts_of(ids_BS: Tensor) -> Tensor:
-    """bool ``[B, S]``: True where a document or a run of padding begins."""
+    """bool ``[B, S]``: True where a document of ``ids_BS`` or a run of padding begins."""
     starts = torch.ones_like(ids_BS, dtype=torch.bool)
     starts[:, 1:] = ids_BS[:, 1:] != ids_BS[:, :-1]
     return starts
@@ -101,7 +101,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             f"indices of {indices.numel()} tokens without cu_seqlens, the offsets of documents "
             f"among these tokens. Give both, or the ids of documents as attention_mask."
         )
-    # Positions are read beside a 4-D mask of whole rows too: conv and rule follow positions.
+    # Positions are also read if a 4-D mask has whole rows: conv and rule follow positions.
     unnamed = set(found) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in found.values())
     positions = text_positions(position_ids)
     if unnamed and positions is not None:
@@ -141,6 +141,7 @@ def _describe_documents(ids_BS: Tensor) -> str:
 
 
 def to_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
+    """Copy ``x [rows, tokens]`` to the host; raise if the argument ``name`` has another shape."""
     if x.shape != (rows, tokens):
         raise ValueError(
             f"{name} has shape {tuple(x.shape)}, the hidden states have {rows} rows of {tokens} "
@@ -150,6 +151,7 @@ def to_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
 
 
 def _ids_from_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tokens: int) -> Tensor:
+    """Ids from offsets, which count the tokens at ``indices`` (None: all tokens)."""
     slots = rows * tokens
     token_T = torch.arange(slots, device="cpu")
     if indices is not None:

@@ -38,7 +38,7 @@ class PackingCollator:
 
     Args:
         pad_to_multiple_of: the row is padded to a multiple of this number, by a document of
-            ``pad_token_id`` with ignored labels. Context parallelism needs ``2 * cp``.
+            ``pad_token_id`` with ignored labels. Context parallelism needs multiples of ``2 * cp``.
 
     Raises:
         ValueError: no tokens, labels of another length than their document, documents with padding
@@ -67,6 +67,7 @@ class PackingCollator:
         lengths = [len(row) for row in rows]
 
         def one_row(lists: Iterable[Iterable[int]]) -> Tensor:
+            """The lists, joined, as a tensor ``[1, S]``."""
             return torch.tensor([*chain.from_iterable(lists)], device="cpu")[None]
 
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
@@ -81,6 +82,7 @@ class PackingCollator:
 
 
 def _require_packable(number: int, document: Mapping[str, Any]) -> None:
+    """Refuse a document, the one at index ``number``, with padding, unknown or uneven columns."""
     count = len(document["input_ids"])
     for name, column in document.items():
         if name not in _COLUMNS:
@@ -116,15 +118,15 @@ class ContextParallelTrainerMixin(Trainer):
 
     The ranks of one ``cp_mesh`` get the same batches, and ``compute_loss`` gives the model this
     rank's share of them. Gradients are those of one rank that has the whole batch: ``Trainer``
-    divides every rank's sum by the number of labels on all ranks. The mixin works before any
-    subclass of ``Trainer`` whose methods pass their arguments to ``super()``.
+    divides every rank's sum by the number of labels on all ranks. List the mixin before
+    ``Trainer`` or a subclass of it whose methods pass their arguments to ``super()``.
 
     Raises:
         ValueError: with context parallelism a dataset that is streamed, a batch without
             ``shift_labels``, ``label_smoothing_factor``, ``compute_loss_func``, or a model that is
             not patched.
         RuntimeError: training without a wrapper that sums gradients over the ranks.
-        NotImplementedError: predictions, because every rank has only its share of them.
+        NotImplementedError: predictions are asked for; a rank has those of its share alone.
     """
 
     def get_train_dataloader(self) -> Any:
@@ -134,13 +136,13 @@ class ContextParallelTrainerMixin(Trainer):
         return self._share_batches_in_group(super().get_eval_dataloader(*args, **kwargs))
 
     def get_cp_size(self) -> int:
-        """How many processes share a batch; ``Trainer`` divides its counts by this."""
+        """How many processes share a batch; ``Trainer`` divides its counts by this number."""
         return 1 if self._group is None else self._group.size()
 
     def compute_loss(
         self, model: Any, inputs: dict[str, Any], *args: Any, **kwargs: Any
     ) -> Tensor | tuple[Tensor, Any]:
-        """The loss of this rank's share of ``inputs``; without gradients, of the whole batch."""
+        """The loss of this rank's share of ``inputs``; without gradients, the mean over ranks."""
         options = self._options()
         if self._group is None:
             return super().compute_loss(model, inputs, *args, **kwargs)
@@ -188,6 +190,7 @@ class ContextParallelTrainerMixin(Trainer):
         return group_of(self._options().cp_mesh)
 
     def _share_batches_in_group(self, loader: Any) -> Any:
+        """Let ``loader`` give the same batches to all ranks of a context-parallel group."""
         group = self._group
         if group is None:
             return loader
@@ -207,6 +210,7 @@ class ContextParallelTrainerMixin(Trainer):
         return loader
 
     def _require_shifted(self, inputs: dict[str, Any]) -> None:
+        """Refuse inputs or options whose loss would shift labels inside a rank's share."""
         owners = {"label_smoothing_factor": self.args, "compute_loss_func": self}
         for name, owner in owners.items():
             if getattr(owner, name):
@@ -228,7 +232,7 @@ class ContextParallelTrainerMixin(Trainer):
 
 
 class PackingLeak(AssertionError):
-    """Raised by :func:`assert_no_packing_leak`; ``leaks`` holds pairs ``(origin, into)``."""
+    """Raised by :func:`assert_no_packing_leak`; ``leaks``: pairs (changing, changed document)."""
 
     def __init__(self, message: str, leaks: list[tuple[int, int]]) -> None:
         super().__init__(message)
@@ -238,7 +242,7 @@ class PackingLeak(AssertionError):
 class PackingReach(NamedTuple):
     """How much N packed documents change each other's outputs."""
 
-    change: Tensor  # fp32 [N, N]: the largest change of document j's output when i is replaced
+    change: Tensor  # fp32 [N, N]; [i, j]: how much output j changes if document i is replaced
     largest: Tensor  # fp32 [N]: the largest output of each document
 
     def leaks(self, tolerance: float = 1e-5) -> list[tuple[int, int]]:
@@ -256,7 +260,7 @@ def packing_reach(
     seed: int = 0,
     **kwargs: Any,
 ) -> PackingReach:
-    """Measure how documents change each other's outputs; see :func:`assert_no_packing_leak`."""
+    """Measure how documents change each other's outputs, as `assert_no_packing_leak` does."""
     if len(lengths) < 2 or min(lengths) < 1:
         raise ValueError(
             f"lengths={tuple(lengths)} must name two documents or more, of a token or more each."
@@ -310,12 +314,12 @@ def assert_no_packing_leak(
     """Raise if a packed document changes the output of another document.
 
     The check lays documents of random tokens (or hidden states) in one row, replaces each document
-    by another of the same length, and compares the outputs of the others. The check needs no
-    knowledge of the module, so it works on unpatched transformers models too.
+    by another of the same length, and compares the other documents' outputs. The check needs no
+    knowledge of the module, so unpatched transformers models can be checked too.
 
     Args:
         module: a model with ``get_input_embeddings`` and logits or ``last_hidden_state``, or a
-            layer from hidden states ``[1, S, H]`` to the same.
+            layer that maps hidden states ``[1, S, H]`` to hidden states.
         lengths: tokens of each document.
         source: how the module is told the documents: ``"position_ids"``, ``"cu_seq_lens_q"``
             (flash attention's keywords, which transformers refuses without flash kernels),
@@ -352,6 +356,7 @@ def assert_no_packing_leak(
 
 
 def _draw_inputs(module: Any, tokens: int, generator: torch.Generator) -> Tensor:
+    """Random token ids ``[1, tokens]`` for a model, random hidden states for a layer."""
     if hasattr(module, "get_input_embeddings"):
         vocabulary = module.get_input_embeddings().weight.shape[0]
         return torch.randint(vocabulary, (1, tokens), generator=generator, device="cpu")
@@ -366,6 +371,7 @@ def _draw_inputs(module: Any, tokens: int, generator: torch.Generator) -> Tensor
 
 
 def _output_tensor(returned: Any) -> Tensor:
+    """The logits or hidden states in what a module returned, in fp32."""
     for name in ("logits", "last_hidden_state"):
         if getattr(returned, name, None) is not None:
             return getattr(returned, name).float()

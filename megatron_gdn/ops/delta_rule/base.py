@@ -24,11 +24,11 @@ class RuleInputs(NamedTuple):
 
 
 class RuleGrads(NamedTuple):
-    """Gradients of the inputs, for the front's backward.
+    """Gradients of the rule's inputs, which the front's backward reads.
 
-    dq and dk may have H heads; the front then sums the value heads of each key head. With a
-    ``factor``, a power of two per value head and equal for one key head's value heads, the true
-    gradient is ``tensor * factor[head]``.
+    The gradients of q and k may have H heads; the front then sums over the value heads of each key
+    head. If ``factor`` is given, the true gradient is ``tensor * factor[head]``. A factor is a
+    power of two, and the value heads of one key head have equal factors.
     """
 
     q: Tensor
@@ -48,7 +48,7 @@ def check_rule_inputs(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | Documents | None,
 ) -> Documents | None:
-    """Check the shapes of :func:`megatron_gdn.ops.gated_delta_rule`, and resolve documents."""
+    """Check shapes of :func:`megatron_gdn.ops.gated_delta_rule`'s inputs; return its documents."""
     if key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             f"key and value must be [B, T, heads, dim], got {tuple(key.shape)} and "
@@ -79,7 +79,7 @@ def check_rule_inputs(
 
 
 class HeadSizes(NamedTuple):
-    """Numbers of heads on one rank, and head dims."""
+    """The numbers of key and value heads on one rank, and their head dims."""
 
     key_heads: int
     value_heads: int
@@ -89,7 +89,7 @@ class HeadSizes(NamedTuple):
     @staticmethod
     @lru_cache(maxsize=64)
     def of(layout: Layout) -> HeadSizes:
-        """The sizes of a layout with sections query and value."""
+        """The head sizes of a layout that has the sections query and value."""
         (G, K), (H, V) = layout.shape_of("query"), layout.shape_of("value")
         return HeadSizes(G, H, K, V)
 
@@ -99,7 +99,7 @@ class HeadSizes(NamedTuple):
 
     @property
     def layout(self) -> Layout:
-        """query | key | value | z | beta | alpha; the convolved columns come first."""
+        """The layout query | key | value | z | beta | alpha; the first three are convolved."""
         return _layout(self)
 
 
@@ -114,7 +114,7 @@ def require_even_groups(key_heads: int, value_heads: int) -> None:
 
 
 def delta_layout(sizes: HeadSizes, *others: Section) -> Layout:
-    """The convolved columns query | key | value, then the sections ``others``."""
+    """A layout of the convolved sections query | key | value, then the sections ``others``."""
     G, H, K, V = sizes
     convolved = ("query", "key", K), ("key", "key", K), ("value", "value", V)
     sections = [Section(*section, conv=True) for section in convolved]
@@ -123,6 +123,7 @@ def delta_layout(sizes: HeadSizes, *others: Section) -> Layout:
 
 @lru_cache(maxsize=64)
 def _layout(sizes: HeadSizes) -> Layout:
+    """The cached :attr:`HeadSizes.layout`."""
     return delta_layout(
         sizes,
         Section("z", "value", sizes.value_dim),

@@ -1,7 +1,7 @@
 """One group of chunks of a linear-attention rule, in plain torch; autograd differentiates the code.
 
-The log-decay g is per head or per channel. A token writes the value u under the key k and erases by
-the key e (Mamba2 erases nothing), see :class:`Values`:
+The log-decay g is per head or per channel. A token writes the value u under the key k, and erases
+the value of the state S under the key e (Mamba2 erases nothing):
 
     S_t = D_t S_{t-1} + k_t (u_t - e_t^T D_t S_{t-1})        D_t = exp(g_t)        o_t = S_t^T q_t
 
@@ -12,12 +12,12 @@ that token t writes after erasing, and S the state before the chunk:
     o         = q_in S + P y    P_ij = q_i . exp(G_i - G_j) k_j, j <= i     q_in = exp(G) q
     S_next    = exp(G_C) S + k_out^T y                                      k_out = exp(G_C - G) k
 
-(Yang et al. 2024, sections 3.2-3.3.) y and the state after the chunk, S_next, are affine in S:
+(Yang et al. 2024, sections 3.2-3.3.) y and S_next, the state after the chunk, are affine in S:
 
     y         = U + W S         U = (I + A)^-1 u,      W = -(I + A)^-1 e_in
     S_next    = M S + Z         Z = k_out^T U,         M = exp(G_C) I + k_out^T W
 
-Legend: n chunks of the group, C tokens of a chunk, H = G R, m = n G, b = n H.
+Legend: n chunks of the group, C tokens of a chunk, G key heads, H value heads, m = n G, b = n H.
 """
 
 from __future__ import annotations
@@ -36,19 +36,19 @@ from .triangular import unit_lower_inverse
 
 
 class Values(NamedTuple):
-    """The tokens of a group of chunks, in fp32 (fp64 for fp64)."""
+    """The rule's values for the tokens of a group of chunks, in fp32 (fp64 for fp64 inputs)."""
 
     q: Tensor  # [m, C, K]
     k: Tensor  # [m, C, K]
     e: Tensor | None  # [m, C, K]; None: nothing is erased
     u: Tensor  # [b, C, V]
     g: Tensor  # [b, C], [b, C, K], or [m, C, K] if a key head's value heads have one decay
-    strength: Tensor | None = None  # [b, C], a factor on e for each value head
+    strength: Tensor | None = None  # [b, C], each value head's factor on e
     skip: Tensor | None = None  # [b, C, V], added to the output
 
 
 class _Products(NamedTuple):
-    """The products of a group's values that do not depend on its states."""
+    """The matrices of a group's chunks that do not depend on states; names as in the module."""
 
     P: Tensor | None  # [b, C, C]; P and q_in are None if no output is asked for
     A: Tensor | None  # [b, C, C], read below the diagonal; A and e_in are None if e is None
@@ -71,11 +71,11 @@ def run_group(
     """The output ``[b, C, V]``, the state after the group, and the final states of sequences.
 
     Args:
-        carried: ``[H, K, V]``, the state after the group before; None for the first group.
+        carried: ``[H, K, V]``, the state after the previous group; None for the first group.
         initial: initial states of sequences that begin in the group, from :meth:`ChunkGroup.taken`.
         pass_states: False if every chunk is a whole sequence and no final state is asked for.
-        set_aside: whether a token that is not finite leaves earlier outputs unchanged; only without
-            gradients.
+        set_aside: keep NaN and inf of a token out of the outputs of earlier tokens; not possible
+            with gradients.
     """
     reached = None
     if set_aside:
@@ -101,12 +101,12 @@ def run_group(
 def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
     """Zero the tokens whose k, e, u, g or strength is not finite, in place.
 
-    Also returns ``[b, C]``, whether a token or an earlier token of the chunk was zeroed. In a
-    product with a triangular matrix, 0 times a later token's NaN would make an earlier output NaN.
-    A q that is not finite changes only the output of its own token.
+    The second result ``[b, C]`` says whether a token or an earlier token of its chunk was zeroed.
+    In a product with a triangular matrix, 0 times a later token's NaN would make an earlier output
+    NaN. A q that is not finite changes only the output of its own token.
     """
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
-    # NaN and inf times 0 are NaN.
+    # x * 0 is NaN if x is NaN or inf, so x * 0 != 0 finds the numbers that are not finite.
     bad_key, of_keys = _largest(x.k) * 0 != 0, len(g) < len(x.u)
     if x.e is not None and x.e is not x.k:
         bad_key |= _largest(x.e) * 0 != 0
@@ -129,7 +129,7 @@ def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value of every row, or NaN; ``vector_norm`` is slow on a CPU."""
+    """The largest absolute value (or NaN) of every row; on a CPU ``vector_norm`` is slow."""
     if x.is_cuda:
         return torch.linalg.vector_norm(x, float("inf"), dim=-1)
     return x.abs().amax(-1)
@@ -143,9 +143,9 @@ def ones_from_diagonal(C: int, diagonal: int, dtype: torch.dtype, device: torch.
 
 
 def sum_to_diagonal(x: Tensor, diagonal: int) -> Tensor:
-    """``x @ upto(C, diagonal)``, since ``torch.cumsum`` has no fixed order of additions on a GPU.
+    """For each column, the sum of the columns of ``x`` at least ``diagonal`` before this column.
 
-    The product is a ``bmm``: Megatron's batch-invariant mode makes ``mm`` TF32, without fp64.
+    On a GPU ``cumsum`` has no fixed order, and Megatron's batch-invariant ``mm`` is TF32 only.
     """
     C = x.shape[-1]
     table = ones_from_diagonal(C, diagonal, x.dtype, x.device)
@@ -155,23 +155,23 @@ def sum_to_diagonal(x: Tensor, diagonal: int) -> Tensor:
 class _Decays(torch.autograd.Function):
     """exp(G), exp(G_C - G) for g ``[b, C]``, and ``pairs`` times exp(G_i - G_j).
 
-    Each of ``pairs`` ``[m, C, C]`` has the products of q_i or e_i and k_j. The decayed pairs are
-    lower triangles ``[b, C, C]``. The backward never subtracts two large sums.
+    Each of ``pairs`` ``[m, C, C]`` holds the products of k_j with q_i or with e_i. The decayed
+    pairs are lower triangles ``[b, C, C]``. The backward never subtracts two large sums.
     """
 
     @staticmethod
     def forward(ctx, g: Tensor, *pairs: Tensor) -> tuple[Tensor, ...]:
-        # Summed and subtracted in fp64: after a strong decay G is in the thousands, and a
-        # difference of two such fp32 numbers lacks the digits that exp() magnifies.
+        # Sums and differences of g are in fp64: after a strong decay G is in the thousands, and
+        # the difference of two fp32 numbers of this size lacks the digits that exp() magnifies.
         G = sum_to_diagonal(
             g.double().clamp(min=least_log_decay(g.dtype)), 0
-        )  # -inf - -inf would be NaN
+        )  # clamped, since (-inf) - (-inf) would be NaN
         start, end = G.exp().to(g.dtype), (G[:, -1:] - G).exp_().to(g.dtype)
         if not pairs:
             return start, end
         b, C = g.shape
         gamma = g.new_empty(b, C, C)  # exp(G_i - G_j)
-        torch.sub(G[:, :, None], G[:, None, :], out=gamma)  # in fp64; the store rounds
+        torch.sub(G[:, :, None], G[:, None, :], out=gamma)  # subtracts in fp64, then rounds
         # Masked before exp: above the diagonal the exponent is positive and may overflow. The mask
         # is 0 and not -inf, for which exp() takes ten times as long on a CPU.
         gamma.tril_().exp_().tril_()
@@ -183,12 +183,12 @@ class _Decays(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_start: Tensor, d_end: Tensor, *d_decayed: Tensor):
-        """The gradient of g_t is a sum over pairs of a key before t and a query at t or later."""
+        """The gradient of g_t sums over the pairs of a key before t and a query at t or later."""
         gamma, start, end, *decayed = ctx.saved_tensors
         crossing = d_decayed[0] * decayed[0]
         for d, x in zip(d_decayed[1:], decayed[1:], strict=True):
             crossing.addcmul_(d, x)
-        # Column t of the product sums keys j < t of query i; sum(-2) sums queries i >= t.
+        # Row i, column t of the product sums the keys j < t of query i; sum(-2) sums i >= t.
         dg = sum_to_diagonal(crossing, 1).tril_().sum(-2)
         C, dtype, device = gamma.shape[-1], gamma.dtype, gamma.device
         dg.addmm_(d_start * start, ones_from_diagonal(C, 0, dtype, device).mT)
@@ -197,7 +197,7 @@ class _Decays(torch.autograd.Function):
 
 
 def _products_per_head(x: Values, output: bool) -> _Products:
-    """Products with a decay per head: value heads of one key head share q k^T and e k^T."""
+    """The products if g is per head; the value heads of one key head share q k^T and e k^T."""
     (m, C, _), b = x.k.shape, len(x.g)
     readers = [t for t in (x.q if output else None, x.e) if t is not None]
     start, end, *pairs = _Decays.apply(x.g, *(torch.bmm(t, x.k.mT) for t in readers))
@@ -208,6 +208,7 @@ def _products_per_head(x: Values, output: bool) -> _Products:
             A, e_start = A * x.strength[..., None], start * x.strength
 
     def of_heads(t: Tensor, decay: Tensor) -> Tensor:
+        """``t`` of the key heads times the ``decay`` of each value head."""
         return (t[:, None] * decay.view(m, -1, C, 1)).view(b, C, -1)
 
     return _Products(
@@ -217,11 +218,11 @@ def _products_per_head(x: Values, output: bool) -> _Products:
 
 
 def _products_per_channel(x: Values, output: bool) -> _Products:
-    """Products with a decay per channel (Kimi Team, "Kimi Linear", 2025).
+    """The products if g is per channel (Kimi Team, "Kimi Linear", 2025).
 
     exp(-G_j) alone would overflow, since G reaches -320 in a chunk with fast gates. So a chunk is
-    cut in halves, and each half again, down to single tokens. With r the last token of the first
-    half, one matrix product multiplies queries i of the second half and keys j of the first half:
+    cut into halves, and every half again, down to single tokens. One matrix product multiplies the
+    queries i of a second half and the keys j of its first half, whose last token is r:
 
         exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j)         both exponents are <= 0
     """
@@ -237,7 +238,7 @@ def _products_per_channel(x: Values, output: bool) -> _Products:
     made = [t for t in (q if output else None, e) if t is not None]
     P = A = None
     if made:
-        # The halves take twice the memory of a chunk's products, so the backward recomputes them.
+        # The halves' tensors take twice the memory of P and A, so the backward makes them again.
         pairs = run_saving_inputs(_decayed_products, torch.stack(made, 2), k, g).unbind(2)
         P, A = pairs[0] if output else None, None if e is None else pairs[-1]
     start, end = _sum_later_tokens(g, 0, later=True).exp(), _sum_later_tokens(g, 1).exp()
@@ -247,7 +248,7 @@ def _products_per_channel(x: Values, output: bool) -> _Products:
 
 
 def _decayed_products(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Decayed products ``[b, C, r, C]`` of r queries ``[b, C, r, K]`` and keys ``[b, C, K]``."""
+    """Decayed products ``[b, C, r, C]`` of ``readers [b, C, r, K]`` (q, e) and keys ``k``."""
     b, C, r, K = readers.shape
     # Products within blocks of `size` tokens, [blocks, size, r, size]; `size` doubles from 1 to C.
     pairs, size = (readers * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
@@ -266,8 +267,8 @@ def _decayed_products(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
 
 
 def _sum_later_tokens(g: Tensor, diagonal: int, later: bool = False) -> Tensor:
-    """For each token of ``[b, m, K]``, the sum over the tokens at least ``diagonal`` after this
-    token; with ``later`` over the tokens at least ``diagonal`` before this token.
+    """For each token of ``g [b, m, K]``, the sum over all tokens at least ``diagonal`` later; with
+    ``later=True`` over all tokens at least ``diagonal`` earlier.
     """
     m = g.shape[1]
     table = ones_from_diagonal(m, diagonal, g.dtype, g.device).expand(len(g), m, m)
@@ -275,11 +276,12 @@ def _sum_later_tokens(g: Tensor, diagonal: int, later: bool = False) -> Tensor:
 
 
 def _minus_bmm(x: Tensor, y: Tensor) -> Tensor:
+    """``-torch.bmm(x, y)`` in one kernel."""
     return x.new_empty(*x.shape[:2], y.shape[2]).baddbmm_(x, y, beta=0, alpha=-1)
 
 
 class _SolveAndPassStates(torch.autograd.Function):
-    """Solve chunks and pass states on: states before chunks, y, the carried and final states."""
+    """Pass states from chunk to chunk; return states before chunks, y, carried and final state."""
 
     @staticmethod
     def forward(
@@ -332,7 +334,7 @@ class _SolveAndPassStates(torch.autograd.Function):
         dk_out = torch.bmm(y, after.mT)
         if inverse is not None:
             du = torch.bmm(inverse.mT, du)
-            # Above the diagonal dA is not zero, but the decays multiply that half by zero.
+            # dA is not zero above the diagonal, but its product with the decays is zero there.
             dA, de_in = _minus_bmm(du, y.mT), _minus_bmm(du, S.mT)
             dA.diagonal(dim1=-2, dim2=-1).zero_()
         d_decay = (S * after).sum(-1, keepdim=True)

@@ -1,7 +1,7 @@
 """fla's kernels of delta rules, with a decay per head or per channel.
 
-A chunk with initial state S writes the values ``u - w S`` under the keys ``k``, which are decayed
-to the chunk's end. Each rule computes w and u by its own kernels.
+A chunk with initial state S writes the values ``u - w S`` under keys ``k`` that are decayed to the
+chunk's end. Each rule computes w and u by kernels of its own.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ CHANNEL_RULE_KERNELS = {
 
 
 class FlaDeltaRule(FlaRule):
-    """The chunks of :meth:`inside` are ``k``, ``w``, ``u``, and ``g`` or ``gk``, the sums of g."""
+    """A delta rule; :meth:`inside` gives ``k``, ``w``, ``u``, and sums of g as ``g`` or ``gk``."""
 
-    # Returns, for a backward x, ``q``, ``k``, ``w``, the sums of g, and ``dv``, the part of the
-    # written values' gradient that comes from d_o within a chunk.
+    # Returns, for a backward ``x``, the tensors ``q``, ``k``, ``w``, the sums of g, and ``dv``. dv
+    # is the gradient of the written values that comes from d_o of the same chunk.
     readers: Callable[..., dict[str, Tensor]]
 
     def sums(self, x: FlaForward | FlaBackward) -> Tensor:
-        """The base-2 log-decays in fp32, summed from each chunk's start."""
+        """The sums of g from each chunk's start, in fp32, as base-2 logarithms."""
         return self.fla.chunk_local_cumsum(
             x.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
         )
@@ -75,9 +75,9 @@ class FlaDeltaRule(FlaRule):
 
 class FlaChannelRule(FlaDeltaRule):
     """A delta rule with a decay per channel. A forward saves Aqk, the chunks' products of q and k,
-    and Akk, the inverses of the chunks' systems.
+    and Akk, the inverses of the chunks' linear systems.
 
-    The sums of g, as large as q, k and v together, are computed again in the backward. A subclass
+    The backward computes the sums of g again, which are as large as q, k and v together. A subclass
     names three functions of fla.
     """
 
@@ -129,7 +129,7 @@ class FlaChannelRule(FlaDeltaRule):
 
 
 def parts_of(inputs: Any, documents: Documents | None) -> SequenceParts:
-    """The parts whose maps fla computes; fla's kernel counts a part's elements in 32 bits."""
+    """Cut sequences into parts, since fla's state-map kernel counts elements in 32 bits."""
     (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
     if documents is None:

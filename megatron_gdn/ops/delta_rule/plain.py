@@ -4,9 +4,9 @@ A mixer's rule converts its inputs to :class:`.chunk_math.Values`. The backward 
 again under autograd, one group of chunks at a time, so no pass keeps a tensor of size T * C. Every
 reduction has a fixed order, so results repeat bit for bit.
 
-NaN or inf in any input but q makes the outputs of the head NaN from this token on; earlier outputs
-keep their bits. A log-decay may be -inf. If products of finite numbers overflow in a chunk, earlier
-outputs of the chunk and all gradients of the sequence may change.
+NaN or inf in any input of a token but q makes the head's outputs NaN from this token on; outputs of
+earlier tokens keep their bits. A log-decay may be -inf. If products of finite numbers overflow in a
+chunk, earlier outputs of the chunk and all gradients of the sequence may change.
 
 C is the number of tokens of a chunk.
 """
@@ -32,7 +32,7 @@ from .chunk_math import Values, run_group
 
 
 class _ChunkedInputs:
-    """The chunks of a forward's or backward's inputs, in fp32 (fp64 for fp64), and its states."""
+    """Inputs of a forward or backward, cut into chunks; ``fixed`` goes to ``ChunkTable.of``."""
 
     def __init__(self, stage: Any, fixed: bool = False) -> None:
         rule, self.inputs, documents = stage.rule, stage.inputs, stage.documents
@@ -60,9 +60,9 @@ class _ChunkedInputs:
     def walk(
         self, groups: Sequence[ChunkGroup], initial: Tensor, more: int = 0
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """The final states, and a list: the state before each group and after the last group.
+        """Final states, and a list of the state before each group and after the last group.
 
-        No value is written to the last ``more`` columns of the states.
+        The last ``more`` columns of the states are extra: no token writes a value to these columns.
         """
         carried: list[Tensor | None] = [None]
         final = initial.clone()
@@ -77,9 +77,11 @@ class _ChunkedInputs:
 
 
 class PlainForward(RuleForward):
+    """The forward of :class:`PlainRule`, one group of chunks at a time."""
+
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local`` are the final states of zero states; ``through``, further columns, starts as I.
+        """``local``: final states from zeros. ``through``: final states from I if all values are 0.
 
         If nothing is erased, the rows of a state do not mix, so one column of ones replaces I.
         """
@@ -118,6 +120,8 @@ class PlainForward(RuleForward):
 
 
 class PlainBackward(RuleBackward):
+    """The backward of :class:`PlainRule`, which runs each group of chunks again."""
+
     def d_initial(self) -> Tensor:
         return self._run(None, None, of_inputs=False)[1]
 
@@ -127,6 +131,7 @@ class PlainBackward(RuleBackward):
     def run_to_states(
         self, initial: Tensor | None, d_final: Tensor | None, maps: Any
     ) -> tuple[Any, Tensor]:
+        """Gradients of the inputs and of the initial states."""
         return self._run(initial, d_final)
 
     @torch.no_grad()
@@ -168,7 +173,7 @@ class PlainRule(Rule):
     """The gated delta rule, with a decay per head or per channel: ``backend="reference"``."""
 
     name = "reference"
-    bits = Bits.DETERMINISTIC  # the least that this rule promises
+    bits = Bits.DETERMINISTIC  # the weakest promise on bits that this rule gives
     reads_again = frozenset(RuleInputs._fields)
     forward, backward = PlainForward, PlainBackward
     grads: ClassVar[Any] = RuleGrads

@@ -9,7 +9,7 @@ from ..layout import Layout, require_shares, require_sizes
 from ..state_maps.state_map import StateShape
 from .base import HeadSizes, require_even_groups
 
-# Names of sizes; the fields of a TransformerConfig and a ``config.json`` are ``linear_`` + name.
+# Sizes that a TransformerConfig and a ``config.json`` have as fields named ``linear_`` + name.
 LINEAR_SIZES = (
     "conv_kernel_dim", "key_head_dim", "value_head_dim", "num_key_heads", "num_value_heads",
 )  # fmt: skip
@@ -17,7 +17,7 @@ LINEAR_SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearDims:
-    """Sizes of a mixer, or of one rank's share; a subclass has ``layout`` and further sizes."""
+    """Sizes of a mixer, or of one rank's share; subclasses add ``layout`` and more sizes."""
 
     hidden_size: int  # of the model; never split
     num_key_heads: int  # each key head serves neighbouring value heads
@@ -27,7 +27,7 @@ class LinearDims:
     conv_kernel_dim: int
 
     may_be_zero: ClassVar[tuple[str, ...]] = ()  # names of sizes that may be 0
-    also_shared: ClassVar[tuple[str, ...]] = ()  # further sizes that tensor-parallel ranks share
+    also_shared: ClassVar[tuple[str, ...]] = ()  # more sizes that tensor parallelism divides
 
     def __post_init__(self) -> None:
         require_sizes(self, self.may_be_zero)
@@ -41,15 +41,17 @@ class LinearDims:
 
     @property
     def config_fields(self) -> dict[str, int]:
-        """The ``linear_*`` fields that `from_config` reads; a ``config.json`` has equal fields."""
+        """The ``linear_*`` fields that `from_config` reads; ``config.json`` has the same names."""
         return {f"linear_{name}": getattr(self, name) for name in LINEAR_SIZES}
 
     @property
     def qk_dim(self) -> int:
+        """The width of the query section, and of the key section."""
         return self.num_key_heads * self.key_head_dim
 
     @property
     def v_dim(self) -> int:
+        """The width of the value section."""
         return self.num_value_heads * self.value_head_dim
 
     @property
@@ -58,7 +60,7 @@ class LinearDims:
 
     @property
     def heads(self) -> HeadSizes:
-        """Heads and head dims, as kernels and rules take them."""
+        """The head counts and head dims, in the form that kernels and rules take."""
         return HeadSizes(
             self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
         )
@@ -73,7 +75,7 @@ class LinearDims:
         return self.heads.state
 
     def shard(self, ranks: int) -> Self:
-        """The sizes on one of ``ranks`` tensor-parallel ranks, see :func:`require_shares`."""
+        """The sizes on one of ``ranks`` tensor-parallel ranks; ``ranks`` must divide the heads."""
         held = f"{self.num_key_heads} key heads and {self.num_value_heads} value heads"
         held += "".join(f", {name}={getattr(self, name)}" for name in self.also_shared)
         names = "num_key_heads", "num_value_heads", *self.also_shared

@@ -1,7 +1,7 @@
 """The inverse of many small unit lower triangular matrices.
 
-A batched triangular solve uses little of a GPU, so there matrix products invert both halves of a
-block at once and then its corner (Higham, "Accuracy and Stability of Numerical Algorithms", 14.2):
+A batched triangular solve uses little of a GPU, so a GPU inverts by matrix products: A and D at
+once, then the corner (Higham, "Accuracy and Stability of Numerical Algorithms", 14.2):
 
     [ A    ]^-1   [  A^-1                ]
     [ B  D ]    = [ -D^-1 B A^-1    D^-1 ]
@@ -34,8 +34,8 @@ def _by_substitution(L: Tensor) -> Tensor:
 def _invert_by_growing_blocks(L: Tensor) -> Tensor:
     """Invert diagonal blocks of 1, 2, 4, ... rows; all blocks of one size are inverted at once.
 
-    With X the blocks' inverses and B the corners between pairs of blocks, the next X is
-    ``X - X B X``.
+    Let X hold the inverses of the blocks of one size, and B the corners between pairs of blocks.
+    Then ``X - X B X`` holds the inverses of the blocks of twice the size.
     """
     C = L.shape[-1]
     identity, corners = _identity_and_corners(C, L.dtype, L.device)
@@ -50,7 +50,7 @@ def _invert_by_growing_blocks(L: Tensor) -> Tensor:
 def _identity_and_corners(
     C: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The identity ``[C, C]``, and ones at the corners between blocks, ``[levels, C, C]``."""
+    """The identity ``[C, C]``, and per block size ones at the corners, ``[sizes, C, C]``."""
     with torch.inference_mode(False):
         place, rows, corners = torch.arange(C, device="cpu"), 1, []
         while rows < C or not corners:

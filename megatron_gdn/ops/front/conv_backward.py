@@ -28,11 +28,16 @@ def _walk_one_token(
     LOOK_OUT: tl.constexpr, HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr,
     SCALED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """d(pre-activation) of one token per segment, and dx of the token W - 1 steps back.
+    """Compute d(pre-activation) of one token per segment, and dx of the token W - 1 tokens before.
 
-    The true gradients are those of the GROUP value heads that share this head, times ``factor`` if
-    SCALED. ``history``: the last W - 1 inputs, newest first. ``unfinished_dx``: dx of the last
-    W - 1 tokens, without the terms of the tokens after.
+    The output's gradient is the sum over the GROUP value heads at ``grad_ptr`` that share this
+    head, times ``factor`` if SCALED. ``history``: the last W - 1 inputs, newest first.
+    ``unfinished_dx``: dx of the last W - 1 tokens, without the terms of the tokens after.
+    ``position_R``: the tokens' places in their documents. ``d_1D``, ``real_1D``: the head's
+    channels, and which of them exist (all unless PADDED). ``lead_ptr``: the lead-in, read if
+    HAS_HISTORY. All strides are elements from one token to the next. MASKED: near an end of the
+    sequence or of a document. LOOK_OUT: MASKED, in a packed batch. NORMALISE: the output has unit
+    length.
     """
     x_RD = load_row(x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED)
     grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
@@ -64,13 +69,13 @@ def _walk_one_token(
         dact_RD = dact_RD * r_R[:, None] - act_RD * along_R[:, None]
     dpre_RD = dact_RD * (sig_RD + act_RD * (1.0 - sig_RD))
 
-    # Terms that token t adds to dx of t - delay; a token of another document gets none.
+    # Terms that token t adds to dx of token t - delay; a token of another document gets no term.
     waiting = (taps[W - 1] * dpre_RD,)
     for delay in tl.static_range(1, W):
         sent_RD = dpre_RD
         if LOOK_OUT:
-            # The mask comes before the product, so that the compiler fuses product and sum as it
-            # does without a mask: a document's bits must not depend on a boundary nearby.
+            # The mask comes before the product, so that the compiler fuses product and sum as in
+            # code without masks: a document's bits must not depend on a boundary nearby.
             sent_RD = tl.where((position_R >= delay)[:, None], dpre_RD, 0.0)
         waiting = waiting + (unfinished_dx[delay - 1] + taps[W - 1 - delay] * sent_RD,)
     unfinished_dx = push_row(waiting[0], waiting[1:W], W - 1)
@@ -87,10 +92,13 @@ def walk_head_backward(
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """One head, ROWS segments of ``steps`` tokens, walked one token of every segment at a time.
+    """Gradients of one head in ROWS segments of ``steps`` tokens, one token of each at a time.
 
-    A token's dx needs the d(pre) of the W - 1 tokens after it. The loop keeps their terms in
-    registers, so it reads every input once; only W - 1 tokens past each segment are computed twice.
+    A token's dx needs the d(pre) of the next W - 1 tokens. The loop keeps the terms of these tokens
+    in registers, so it reads every input once; only W - 1 tokens past each segment are computed
+    twice. ``column``: the head's first channel of the CHANNELS of the convolution.
+    ``partial_ptr``: the program's sums for weight and bias. ``d_lead_ptr``: gradient of the
+    lead-in. BLOCK_D: D rounded up to a power of two. STAGES: ``num_stages`` of the loop.
     """
     LOOK_OUT: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
@@ -126,8 +134,8 @@ def walk_head_backward(
         d_taps = d_taps + (tl.zeros((ROWS, BLOCK_D), tl.float32),)
     d_bias_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
 
-    # In an unrolled loop, rows that move one step along are renamed instead of copied. Meanwhile
-    # the stages load later steps to shared memory: there are too few registers for them.
+    # The unrolled loop shifts ``history`` and ``pending`` by renaming registers, without copies.
+    # The loop's stages load later steps to shared memory, since registers are too few.
     for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
         for turn in tl.static_range(UNROLL):
             step = lap + turn

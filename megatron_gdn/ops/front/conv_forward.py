@@ -1,10 +1,10 @@
 """Conv, SiLU and an optional l2norm of one head along the sequence (Triton).
 
-The time of Triton's coalescing pass (3.6) grows with the cube of a function's size. So each walk
-along the sequence is a function that is not inlined, and constants are computed before its loop.
+The time of the coalescing pass of Triton 3.6 grows with the cube of a function's size. So each walk
+along the sequence is a function that is not inlined, and constants are computed before the loop.
 The number of steps is a launch argument, so one compilation serves all sequence lengths.
 
-Legend: D channels of the head, R segments that a program walks side by side.
+Legend: D channels of the head, R segments of the sequence that one program computes side by side.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ UNROLL = tl.constexpr(4)  # steps per loop iteration; every walk has a multiple 
 
 @triton.jit
 def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """One row of every segment; zeros past the end of the sequence and of a PADDED head."""
+    """One row of every segment, at ``at_RD``; zeros past the end of the sequence or the head."""
     if MASKED and PADDED:
         return tl.load(at_RD, mask=real_R[:, None] & real_1D, other=0.0)
     elif MASKED:
@@ -32,7 +32,7 @@ def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr)
 
 @triton.jit
 def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """The reverse of :func:`load_row`."""
+    """Store one row ``y_RD`` of every segment, with the masks of :func:`load_row`."""
     if MASKED and PADDED:
         tl.store(at_RD, y_RD, mask=real_R[:, None] & real_1D)
     elif MASKED:
@@ -45,7 +45,7 @@ def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.con
 
 @triton.jit
 def push_row(newest, rows, COUNT: tl.constexpr):
-    """The rows one step later: ``newest`` is put in front, the oldest row is dropped."""
+    """Put ``newest`` in front of the COUNT tuple elements ``rows``, and drop the oldest row."""
     pushed = (newest,)
     for age in tl.static_range(1, COUNT):
         pushed = pushed + (rows[age - 1],)
@@ -54,7 +54,7 @@ def push_row(newest, rows, COUNT: tl.constexpr):
 
 @triton.jit
 def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
-    """The W taps of every channel, oldest input first, as a tuple of fp32 rows."""
+    """The W taps of channels ``column + d_D``, oldest first, in fp32; 0 where not ``real_D``."""
     taps = ()
     for tap in tl.static_range(W):
         tap_D = tl.load(weight_ptr + (column + d_D) * W + tap, mask=real_D, other=0.0)
@@ -64,7 +64,7 @@ def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
 
 @triton.jit
 def load_bias(bias_ptr, column, d_D, real_D, BLOCK_D: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The bias of every channel in fp32, as a row."""
+    """The bias of channels ``column + d_D`` in fp32, as a row; zeros unless HAS_BIAS."""
     if HAS_BIAS:
         bias_D = tl.load(bias_ptr + column + d_D, mask=real_D, other=0.0).to(tl.float32)
         return bias_D[None, :]
@@ -77,7 +77,7 @@ def load_history(
     x_at_RD, stride, position_R, real_R, real_1D,
     W: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The W - 1 inputs before each segment, newest first; inputs of other documents are 0."""
+    """The W - 1 inputs before ``x_at_RD``, newest first, ``stride`` apart; 0 of other documents."""
     history = ()
     for delay in tl.static_range(1, W):
         past_RD = load_row(
@@ -89,7 +89,7 @@ def load_history(
 
 @triton.jit
 def drop_other_document(history, position_R, W: tl.constexpr):
-    """Drop the inputs of the previous document where a new document starts."""
+    """Zero the ``history`` of segments whose token is the first of a document."""
     kept = ()
     for delay in tl.static_range(1, W):
         kept = kept + (tl.where((position_R == 0)[:, None], 0.0, history[delay - 1]),)
@@ -98,7 +98,7 @@ def drop_other_document(history, position_R, W: tl.constexpr):
 
 @triton.jit
 def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The pre-activation of one token per segment."""
+    """The pre-activation of one token ``x_RD`` per segment, after the inputs ``history``."""
     pre_RD = taps[W - 1] * x_RD
     if HAS_BIAS:
         pre_RD += bias_1D
@@ -109,7 +109,7 @@ def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constex
 
 @triton.jit
 def load_lead_in(lead_at_1D, place_R, real_1D, stride):
-    """The lead-in of one token per segment, see :mod:`.history`."""
+    """The lead-in of one token per segment: row ``place_R`` of ``lead_at_1D``, 0 if negative."""
     at_RD = lead_at_1D + tl.cast(place_R, tl.int64)[:, None] * stride
     return tl.load(at_RD, mask=(place_R >= 0)[:, None] & real_1D, other=0.0)
 
@@ -118,7 +118,7 @@ def load_lead_in(lead_at_1D, place_R, real_1D, stride):
 def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
     """Whether a tap within ``tokens`` tokens reaches over an end of the sequence or of a document.
 
-    All other walks, nearly all of a long sequence, need no masks.
+    A walk that meets no boundary needs no masks; in a long sequence nearly all walks meet none.
     """
     end = start + tokens + (W - 1)  # one past the last token that the walk reads
     meets = (start < W - 1) | (end > S)
@@ -139,8 +139,8 @@ def walk_head(
 ):  # fmt: skip
     """One head, ROWS segments of ``steps`` tokens: y = l2norm(silu(conv(x))).
 
-    ``proj_ptr`` is at (0, b, 0). Each input is loaded once; a tiled convolution would load it W
-    times.
+    ``proj_ptr`` points at token 0 of batch row b. Each input is loaded once; a tiled convolution
+    would load each input W times. ``out_stride``: elements from one output token to the next.
     """
     LOOK_OUT: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
@@ -162,8 +162,8 @@ def walk_head(
     x_at_RD = x_ptr + first_R[:, None] * stride_s + d_1D
     history = load_history(x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, MASKED)
 
-    # In an unrolled loop, rows that move one step along are renamed instead of copied. Meanwhile
-    # the stages load later steps to shared memory.
+    # The unrolled loop shifts ``history`` by renaming registers, without copies. The loop's stages
+    # load later steps to shared memory.
     for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
         for turn in tl.static_range(UNROLL):
             step = lap + turn

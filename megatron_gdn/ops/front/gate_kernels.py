@@ -3,8 +3,8 @@
     function(x, A_log, low, high)                            -> first, second
     function_backward(x, A_log, d_first, d_second, low, high) -> d_x, d_A_log
 
-All arithmetic is elementwise in fp32. A gate that makes one input of the rule returns it twice.
-The caller ignores d_A_log of a gate without a rate.
+All arithmetic is elementwise in fp32. A gate with one result returns the result twice, and ignores
+``d_same``, the second gradient. The caller ignores d_A_log of a gate without a rate.
 """
 
 from __future__ import annotations
@@ -17,13 +17,14 @@ from ..kernels.elementwise import LARGEST_A_LOG, LEAST_LOG_DECAY, minus_rate, si
 
 @triton.jit
 def _log_decay(dt, A_log):
+    """The log-decay ``-exp(A_log) dt``, at least LEAST_LOG_DECAY."""
     g = minus_rate(A_log) * dt
     return tl.where(g < LEAST_LOG_DECAY, LEAST_LOG_DECAY, g)  # NaN stays NaN
 
 
 @triton.jit
 def _log_decay_backward(dt, A_log, d_g):
-    """Gradients of dt and A_log. A decay of exactly 0 has no gradient."""
+    """Gradients of dt and A_log from ``d_g``, the log-decay's gradient; 0 if the decay is 0."""
     rate = minus_rate(A_log)
     held = rate * dt < LEAST_LOG_DECAY
     d_g = tl.where(held, 0.0, d_g)  # masked before the products, since g may be -inf
@@ -33,6 +34,7 @@ def _log_decay_backward(dt, A_log, d_g):
 
 @triton.jit
 def decay(x, A_log, low, high):
+    """:func:`.gates.decay`, which does not use ``low`` and ``high``."""
     g = _log_decay(softplus(x), A_log)
     return g, g
 
@@ -45,6 +47,7 @@ def decay_backward(x, A_log, d_g, d_same, low, high):
 
 @triton.jit
 def bounded_decay(x, A_log, low, high):
+    """:func:`.gates.bounded_decay`: a log-decay between ``low`` and 0."""
     g = low * sigmoid(-minus_rate(A_log) * x)
     return g, g
 
@@ -59,6 +62,7 @@ def bounded_decay_backward(x, A_log, d_g, d_same, low, high):
 
 @triton.jit
 def time_step(x, A_log, low, high):
+    """:func:`.gates.time_step`: the log-decay, and dt clamped to ``low .. high``."""
     dt = softplus(x)
     dt = tl.where(dt < low, low, dt)  # NaN stays NaN
     dt = tl.where(dt > high, high, dt)
@@ -76,6 +80,7 @@ def time_step_backward(x, A_log, d_g, d_dt, low, high):
 
 @triton.jit
 def strength(x, A_log, low, high):
+    """:func:`.gates.strength`: ``high sigmoid(x)``."""
     y = sigmoid(x) * high
     return y, y
 

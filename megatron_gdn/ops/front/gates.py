@@ -4,8 +4,8 @@
 
 x is the gate's columns, plus ``dt_bias`` if the gate has a rate (:class:`.table.Gate`). Log-decays
 are clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at
-:func:`..elementwise.largest_A_log`. Beyond a clamp the decay exp(g) and its gradient are exactly 0
-with or without the clamp.
+:func:`..elementwise.largest_A_log`. Where a clamp acts, the decay exp(g) and its gradient would be
+exactly 0 without the clamp too.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ def strength(x: Tensor, A_log: Tensor | None, low: float, high: float) -> tuple[
 
 
 def _rate(A_log: Tensor) -> Tensor:
+    """``exp(A_log)``, with A_log clamped at its upper bound."""
     return A_log.clamp(max=largest_A_log(A_log.dtype)).exp()
 
 
@@ -53,18 +54,18 @@ def decay_and_write_gates(
     *,
     allow_neg_eigval: bool = False,
 ) -> tuple[Tensor, Tensor]:
-    """Turn raw projections into log-decay ``g <= 0`` and write strength ``beta`` in (0, 1).
+    """The log-decay ``g <= 0`` and the write strength ``beta`` from their projected columns.
 
         g    = -exp(A_log) * softplus(alpha + dt_bias)
-        beta = sigmoid(b), or 2 sigmoid(b) with ``allow_neg_eigval``
+        beta = sigmoid(beta_H), or 2 sigmoid(beta_H) with ``allow_neg_eigval``
 
     Arithmetic is fp32 for inputs of any dtype, because the recurrence compounds a rounding error of
     ``A_log`` over the whole sequence.
 
     Args:
         alpha_H, beta_H: ``[..., H]``, the alpha and beta sections of the projection.
-        A_log_H, dt_bias_H: ``[H]``.
-        allow_neg_eigval: see :func:`..elementwise.largest_beta`.
+        A_log_H, dt_bias_H: ``[H]``, the parameters of the log-decay.
+        allow_neg_eigval: allow write strengths up to 2, see :func:`..elementwise.largest_beta`.
 
     Returns:
         ``g`` and ``beta``, both ``[..., H]`` in fp32 (fp64 for fp64 parameters).

@@ -2,7 +2,7 @@
 
 The convolution of a token reads the W - 1 rows before the token. So the first W - 1 tokens of a
 piece, its *edge*, need rows that another rank, a cache or a parent piece holds, and the front waits
-for these rows. Their part of the convolution is a separate sum, the *lead-in*:
+for these rows. The part of the convolution that reads these rows is a separate sum, the *lead-in*:
 
     pre[p]     = bias + the taps over the piece's own rows + lead_in[p]          p = 0 .. W - 2
     lead_in[p] = sum of tap[W - 1 - p - age] * row[age] over the ages 1 .. W - 1 - p
@@ -27,14 +27,14 @@ from ..host_tables import cached_by_stream, to_device
 class HistoryTable:
     """Indices of the rows of history; int32 on the device.
 
-    In fixed buffers an absent piece has rows and tokens -1, and an absent addition has token -1.
+    In fixed buffers the lines of absent pieces hold -1, and the token of an unused addition is -1.
     """
 
     before: Tensor  # [N, W - 1]: the row 1, 2, .. tokens before each piece, or -1; no row twice
     edge: Tensor  # [N, W - 1]: the first tokens of each piece, -1 after the end of a short piece
     place: Tensor  # [s]: each token's index in the flattened ``edge``, -1 outside the edges
-    # [M, 1 + most]: each line holds one token, then the returned rows that are added to its
-    # gradient in this order, padded with -1. No token has two lines.
+    # [M, 1 + most]: each line holds one token, then the indices of the returned rows that are added
+    # to the token's gradient in this order, padded with -1. No token has two lines.
     additions: Tensor
 
     @classmethod
@@ -47,7 +47,7 @@ class HistoryTable:
         tokens: int,
         device: torch.device,
     ) -> HistoryTable:
-        """Make the table from host tensors: pieces' first tokens and lengths, tokens ``sent``."""
+        """From host tensors: each piece's ``first`` token and ``count``, and tokens ``sent``."""
         ahead = torch.arange(before.shape[1], device="cpu")
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)
         flat = edge.flatten()
@@ -64,31 +64,32 @@ class HistoryTable:
 
 
 def ranges(start: Tensor, count: Tensor) -> Tensor:
-    """The integers ``start[n] .. start[n] + count[n] - 1`` of all n, one range after another."""
+    """``start[n] .. start[n] + count[n] - 1`` for every n, joined into one tensor."""
     first = count.cumsum(0) - count
     return torch.arange(int(count.sum()), device="cpu") + (start - first).repeat_interleave(count)
 
 
 class History(NamedTuple):
-    """The history of one batch; a front's backward writes its gradient to ``d_rows``."""
+    """The history of one batch; a front's backward writes the rows' gradient to ``d_rows``."""
 
     rows: Tensor  # [R, B, C], any strides
     table: HistoryTable
     d_rows: Tensor | None = None  # [R, B, C] contiguous, in fp32 or wider
 
     def with_gradient_buffer(self) -> History:
+        """The same history with ``d_rows`` of zeros."""
         wide = torch.promote_types(self.rows.dtype, torch.float32)
         shape = self.rows.shape  # zeros, since rows of fixed buffers may belong to no piece
         return self._replace(d_rows=torch.zeros(shape, dtype=wide, device=self.rows.device))
 
     def add_lead_in_to(self, pre_BsC: Tensor, weight_CW: Tensor) -> Tensor:
-        """``pre`` plus the lead-in; differentiable."""
+        """The pre-activations ``pre [B, s, C]`` plus the lead-in; differentiable."""
         before, edge = self.table.before, self.table.edge.flatten()
         past = before.shape[1]
         # Absent rows are masked before any product, because 0 * NaN is NaN.
         rows_NABC = self.rows[before.clamp(min=0)].to(pre_BsC.dtype)
         rows_NABC = rows_NABC.masked_fill((before < 0)[..., None, None], 0)
-        # taps_WC[d] is the tap of the row d tokens before.
+        # taps_WC[d] is the tap of the row that is d tokens before the output's token.
         taps_WC = weight_CW.to(pre_BsC.dtype).T.flip(0)
         lead_in = [(rows_NABC[:, : past - p] * taps_WC[p + 1 :, None]).sum(1) for p in range(past)]
         lead_BPC = torch.stack(lead_in, 1).flatten(0, 1).transpose(0, 1)
@@ -97,7 +98,7 @@ class History(NamedTuple):
 
 
 def history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) -> History:
-    """The history from ``[N, C, W - 1]``, the rows before every sequence, oldest first."""
+    """The history from the W - 1 rows before every sequence, ``[N, C, W - 1]``, oldest first."""
     packed, device = documents is not None, history_NCW.device
     rows = history_NCW.permute(2, 0, 1)
     if packed:
@@ -108,6 +109,7 @@ def history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) ->
 
 @cached_by_stream(32)
 def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) -> HistoryTable:
+    """The table of sequences with ``lengths``, each with ``past`` = W - 1 rows before."""
     counts = torch.tensor(lengths, dtype=torch.int64, device="cpu")
     oldest = torch.arange(len(lengths), device="cpu") * past
     before = oldest[:, None] + torch.arange(past - 1, -1, -1, device="cpu")
@@ -119,10 +121,10 @@ def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) ->
 def _last_row_indices(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For the N * past last rows: indices of tokens and of old rows, and a mask of the tokens."""
+    """For the last ``past`` rows of N sequences: indices of new and old rows, and which are new."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
-    # The place of each last row in its sequence; below 0 it is an older row.
+    # The place of each last row in its sequence; a negative place means a row of ``before``.
     place = length - past + torch.arange(past, device="cpu")
     token = (start + place.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
     first_old = torch.arange(len(lengths), device="cpu")[:, None] * past
@@ -132,7 +134,7 @@ def _last_row_indices(
 
 
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
-    """The last p rows of every sequence, ``[N, C, p]``: older rows only if new rows are too few."""
+    """The last p rows ``[N, C, p]`` of every sequence; short sequences take rows of ``before``."""
     N, _, past = before_NCp.shape
     if documents is None:
         # Copy only the new rows that stay.
@@ -148,7 +150,7 @@ class HistoryLink(Protocol):
     """Fetches the history of a batch, and sends the history's gradient back to its owners."""
 
     def fetch(self, rows_sBC: Tensor) -> History:
-        """Send the rows that other pieces need, and wait for the history of this batch."""
+        """Send the rows that other pieces need; wait for and return the history of this batch."""
         ...
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ fp32, with one rounding at the store. The backward computes activations again fr
                 inputs made, has a rate, low, high, gradients per head)
 
 Each gate's function is a separate constant, because Triton's cache key contains the source of a
-function only if the function itself is a constant. In tile names T is tokens of a span, D columns.
+function only if the function itself is a constant. In tile names T is tokens, D is columns.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton.language as tl
 from .conv_backward import walk_head_backward
 from .conv_forward import meets_a_boundary, walk_head
 
-_SPAN = tl.constexpr(1024)  # elements of a span (tokens times columns): at most eight per thread
+_SPAN = tl.constexpr(1024)  # elements (tokens times columns) of a gate's tile, at most 8 per thread
 
 
 @triton.jit
@@ -32,7 +32,7 @@ def _convolve_slot(
     PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr,
     TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the head of this slot, if the slot belongs to convolved section N."""
+    """Compute the head of program ``slot``, if section N of TABLE (CONVOLVED) has this slot."""
     FIRST: tl.constexpr = TABLE[N][0]
     HEADS: tl.constexpr = TABLE[N][1]
     CHANNEL: tl.constexpr = TABLE[N][2]
@@ -62,7 +62,7 @@ def _gate_slot(
     rows_ptr, A_log_ptr, dt_bias_ptr, first_ptr, second_ptr, slot, b, start, S, tokens, stride_s,
     FUNCTION: tl.constexpr, TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Compute all heads of gate N, or the channels of one head, if the slot belongs to gate N."""
+    """If gate N has this slot, write FUNCTION's results to ``first_ptr`` and ``second_ptr``."""
     FIRST: tl.constexpr = TABLE[N][0]
     PROGRAMS: tl.constexpr = TABLE[N][1]
     COLUMN: tl.constexpr = TABLE[N][2]
@@ -115,8 +115,10 @@ def front_forward_kernel(
     """grid (slots, token tiles, B): the heads of the convolved sections, then the gates.
 
     Heads are the fastest axis, so that programs that run together read whole rows. The launch
-    begins at ``first_slot``. FIRST is the first convolved column. A gate may make two inputs only
-    if it is the only gate.
+    begins at ``first_slot``. FIRST is the first convolved column. Outputs of the three convolved
+    sections: ``x_ptr``, ``y_ptr``, ``z_ptr``; of the gates: ``g_ptr``, ``h_ptr``, ``i_ptr``.
+    ``gates_ptr``: rows with the gates' columns. GATE, SECOND_GATE, THIRD_GATE: the gates'
+    functions. A gate may make two inputs only if the table has one gate.
     """
     slot = tl.program_id(0) + first_slot
     tokens = ROWS * steps
@@ -151,6 +153,7 @@ def _convolve_slot_backward(
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr,
     ONE_PATH: tl.constexpr, SCALED: tl.constexpr, TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
+    """Backward of :func:`_convolve_slot`; ``factor_ptr``: a factor on the gradients per head."""
     FIRST: tl.constexpr = TABLE[N][0]
     HEADS: tl.constexpr = TABLE[N][1]
     CHANNEL: tl.constexpr = TABLE[N][2]
@@ -188,6 +191,7 @@ def _gate_slot_backward(
     H: tl.constexpr, SCALED: tl.constexpr, RATES: tl.constexpr, FUNCTION: tl.constexpr,
     TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
+    """Backward of :func:`_gate_slot`; RATES: the column of the partial sums where A_log begins."""
     FIRST: tl.constexpr = TABLE[N][0]
     PROGRAMS: tl.constexpr = TABLE[N][1]
     COLUMN: tl.constexpr = TABLE[N][2]
@@ -201,7 +205,7 @@ def _gate_slot_backward(
     GROUP: tl.constexpr = TABLE[N][10]
     HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
     SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
-    # The GROUP gradients of one input lie D elements apart for a channel, side by side for a head.
+    # The GROUP gradients of an input lie D elements apart if per channel, side by side if per head.
     MEMBER: tl.constexpr = D if CHANNELS else 1
     APART: tl.constexpr = 1 if CHANNELS else GROUP
     if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
@@ -270,10 +274,13 @@ def front_backward_kernel(
     HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr, H: tl.constexpr, RATES: tl.constexpr,
     COLUMNS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """grid (slots, token tiles, B): the gates first, so that they never finish last.
+    """grid (slots, token tiles, B): the gates first, so that the gates never finish last.
 
-    Each program writes its stretch of its tile's partial row of COLUMNS: conv weight [C, W], conv
-    bias [C]; from RATES on, A_log and dt_bias. A second launch adds the rows in a fixed order.
+    Each tile has one row of COLUMNS partial sums: of conv weight [C, W] and conv bias [C]; from
+    column RATES on, of A_log and dt_bias. Each program writes a part of its tile's row; a second
+    launch adds the rows in a fixed order. The rule's gradients: ``dx_ptr``, ``dy_ptr``, ``dz_ptr``
+    of the convolved sections, ``dg_ptr``, ``dh_ptr``, ``di_ptr`` of the gates. ``d_gates_ptr``:
+    rows that receive the gradients of the gates' columns.
     """
     slot = tl.program_id(0)
     tile = tl.program_id(1)

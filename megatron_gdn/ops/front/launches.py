@@ -36,7 +36,7 @@ class TritonFront(TableFront):
     """The front in Triton. Columns of rows must be adjacent, the weight contiguous with W >= 2.
 
     With ``batch_invariant``, packed rows take one code path without fused multiply-adds, since a
-    compiler may fuse them in one copy of a loop and not in another copy.
+    compiler may fuse a product and a sum in one copy of a loop and not in another copy.
     """
 
     tile: SegmentTile | None = (
@@ -47,13 +47,14 @@ class TritonFront(TableFront):
 
     @cached_property
     def outputs(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        """For each section, names of its inputs and their ``[heads]`` or ``[heads, dim]``."""
+        """Per section: names of the rule's inputs, and shape ``[heads]`` or ``[heads, dim]``."""
         shape_of, table = self.layout.shape_of, self.table
         made = [((part.rule_input,), shape_of(part.section)) for part in table.convolved]
         gates = [(x.rule_input, shape_of(x.section)[: 1 + x.channels]) for x in table.gates]
         return (*made, *gates)
 
     def _make_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor | None]:
+        """The ``wanted`` inputs of the rule by name, in one launch."""
         proj, given, documents, history = batch
         S, B, _ = proj.shape
         made: dict[str, Tensor | None] = {}
@@ -72,8 +73,8 @@ class TritonFront(TableFront):
             given.apart is not None, given.bias is not None, documents is not None,
             lead is not None,
         )  # fmt: skip
-        # An output that is not wanted gets another tensor's pointer of the same dtype, which the
-        # kernel does not use. So one compilation serves all choices of outputs.
+        # For an output that is not wanted, the kernel gets a pointer to another tensor of the same
+        # dtype and does not use the pointer. So one compilation serves all choices of outputs.
         outs = list(made.values())
         some = next((x for x in outs[:3] if x is not None), proj)
         launch(
@@ -86,6 +87,7 @@ class TritonFront(TableFront):
     def _compute_gradients(
         self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
+        """Gradients of the parameters; ``d_proj``, ``d_apart`` receive those of rows and gates."""
         proj, given, documents, history = batch
         S, B, _ = proj.shape
         d_made = [getattr(grads, name).contiguous() for names, _ in self.outputs for name in names]
@@ -101,7 +103,7 @@ class TritonFront(TableFront):
             d_apart is not None, bias is not None, documents is not None, factor is not None,
             lead is not None,
         )  # fmt: skip
-        # The lead-in's backward writes one more partial row per piece and batch row.
+        # The lead-in's backward adds a row of partial sums for each piece of each batch row.
         rows = B * (tiles + (0 if lead is None else len(lead)))
         partial = torch.empty(rows, columns, dtype=torch.float32, device=proj.device)
         launch(
@@ -117,7 +119,7 @@ class TritonFront(TableFront):
 
 
 def _padded(outs: list[Any], filler: Any) -> list[Any]:
-    """``outs`` padded with ``filler`` to the number of gates that the kernels take."""
+    """The list ``outs``, one element a gate, padded with ``filler`` to the kernels' three gates."""
     return [*outs, *[filler] * (_MOST_GATES - len(outs))]
 
 
@@ -127,6 +129,7 @@ def _forward_launch(
     raw_strides: tuple[int, int], used: tuple[bool, ...], apart: bool, has_bias: bool,
     packed: bool, has_history: bool,
 ) -> Launch:  # fmt: skip
+    """``used``: which outputs are wanted; ``apart``: the gates' columns have their own rows."""
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
     tile = within_32_bit_offsets(
         within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_elements_per_token(front))
@@ -149,7 +152,7 @@ def _backward_plan(
     sizes: tuple[int, int], apart: bool, has_bias: bool, packed: bool, scaled: bool,
     has_history: bool,
 ) -> tuple[Launch, tuple[int, int]]:  # fmt: skip
-    """The launch, and the tiles and columns of the partial sums.
+    """The backward's launch, and the numbers of tiles and of columns of the partial sums.
 
     ``d_heads``: heads of each gradient; ``sizes``: bytes per element of the rows and of a gradient.
     """
@@ -181,11 +184,12 @@ def _backward_plan(
 
 
 def _widest_head(front: TritonFront) -> int:
+    """The largest head dim of the convolved sections."""
     return max(front.layout.shape_of(part.section)[1] for part in front.table.convolved)
 
 
 def _elements_per_token(front: TritonFront) -> list[int]:
-    """Elements per token of every input."""
+    """For every input of the rule, its number of elements per token."""
     made = [(names, torch.Size(shape).numel()) for names, shape in front.outputs]
     return [width for names, width in made for _ in names]
 
@@ -193,13 +197,13 @@ def _elements_per_token(front: TritonFront) -> list[int]:
 def kernel_tables(
     front: TableFront, apart: bool = False, suffix: str = "", groups: Sequence[int] | None = None
 ) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
-    """CONVOLVED, GATES and the gate functions of :mod:`.kernels`.
+    """The kernels' arguments CONVOLVED and GATES, and the gates' functions by argument name.
 
     ``suffix`` is "_backward" for the backward. ``groups``: gradients per head of each input.
     """
     layout, convolved, gates, place = front.layout, [], [], 3
     groups = [1] * len(front.names) if groups is None else groups
-    # Gates take the last slots in the forward and the first slots in the backward.
+    # The gates' programs take the last slots in the forward and the first slots in the backward.
     slot = 0 if suffix else sum(layout.shape_of(x.section)[0] for x in front.table.convolved)
     for gate in front.table.gates:
         heads, width = layout.shape_of(gate.section)
@@ -224,6 +228,7 @@ def kernel_tables(
 def _constants(
     front: TritonFront, tile: SegmentTile, W: int, has_bias: bool, packed: bool, has_history: bool
 ) -> dict[str, Any]:
+    """The constants that both kernels take."""
     assert tile.steps % 4 == 0, "the loop is unrolled four times"
     one_path, layout = front.batch_invariant and packed, front.layout
     return {

@@ -1,4 +1,4 @@
-"""The front of a table in plain torch, on any device and in fp64 for fp64 rows.
+"""The front of a mixer in plain torch, on any device; fp64 rows are computed in fp64.
 
 :mod:`.launches` is the Triton twin; :func:`front_of` chooses between the two.
 """
@@ -33,6 +33,7 @@ class PlainFront(TableFront):
         }
 
     def _differentiable_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor]:
+        """The ``wanted`` inputs of the rule by name, in fp32 or wider."""
         proj, given, documents, history = batch
         wide, made = torch.promote_types(proj.dtype, torch.float32), {}
         rows_BSP, bias = proj.transpose(0, 1), given.bias
@@ -69,7 +70,7 @@ class PlainFront(TableFront):
             heads = self.layout.shape_of(part.section)[0]
             for name in (part.rule_input,) if isinstance(part.rule_input, str) else part.rule_input:
                 d = getattr(grads, name).to(wide).unflatten(2, (heads, -1))
-                d = d.sum(3)  # over the value heads that share this head
+                d = d.sum(3)  # sums the gradients of the value heads that share a head
                 if factor is not None:
                     d = d * factor.view(heads, -1)[:, 0].view(heads, *[1] * (d.dim() - 3))
                 d_made.append(d)
@@ -100,13 +101,13 @@ def front_of(
     operands: torch.dtype | None = None,
     again: tuple[str, ...] = (),
 ) -> TableFront:
-    """The front for rows of ``rows_dtype`` and a rule with these ``bits``.
+    """The front of ``table`` for rows of ``rows_dtype`` and a rule that promises ``bits``.
 
     Args:
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
             or ``"torch"``.
         operands: the rule's dtype of q, k and v; None: ``rows_dtype``.
-        again: inputs of the rule that the backward computes again.
+        again: names of the rule's inputs that the backward computes again.
     """
     if kernels not in ("auto", "triton", "torch"):
         raise ValueError(f"unknown kernels {kernels!r}; use 'auto', 'triton' or 'torch'.")

@@ -1,4 +1,4 @@
-"""The front of all mixers. Each mixer describes its front by one :class:`FrontTable`.
+"""The front of all mixers, which turns projection rows into a rule's inputs by a table.
 
 convolved sections      SiLU(conv(x)), scaled to unit length if the table says so
 gates                   elementwise functions of :mod:`.gates`, per head or per channel
@@ -38,13 +38,13 @@ def delta_sections(normalise_qk: bool = True) -> tuple[Convolved, Convolved, Con
 
 
 class Gate(NamedTuple):
-    """A section of gate columns. It gives fp32 ``[B, S, heads]`` or ``[B, S, heads, width]``."""
+    """A section of gate columns, which gives a rule fp32 inputs ``[B, S, heads(, width)]``."""
 
     section: str
     rule_input: tuple[str, ...]  # names of the rule's inputs, one for each result of the function
     function: Callable[..., tuple[Tensor, ...]]  # of :mod:`.gates`
-    rated: bool = False  # uses A_log [heads] and dt_bias [columns]; true for one gate of a table
-    channels: bool = False  # one gate per channel of a head, not one per head
+    rated: bool = False  # uses A_log [heads] and dt_bias [columns]; one gate of every table does
+    channels: bool = False  # a value per channel of each head, not a value per head
     low: float = 0.0
     high: float = 1.0
 
@@ -53,8 +53,8 @@ class Gate(NamedTuple):
 class FrontTable:
     """The sections of a row that a mixer's front reads, and the rule's inputs that it makes.
 
-    A decode step updates the state S of each head. ``step_sections`` become q, k and v, the first
-    gate is the log-decay g, the last gate the write strength w, a gate between them b:
+    A decode step updates the state S of each head. ``step_sections`` become q, k and v. The first
+    gate is the log-decay g, the last gate the write strength w. The second of three gates is b:
 
         S = exp(g) S
         S = S + w k (v - S^T k)^T  or  S + k (w v - S^T (b k))^T  with b,  if ``erases``
@@ -74,10 +74,13 @@ class FrontTable:
 
     @property
     def unit_length(self) -> bool:
+        """Whether a section (q and k) is scaled to unit length."""
         return any(part.unit_length for part in self.convolved)
 
 
 class FrontParameters(NamedTuple):
+    """The parameters of a front by name."""
+
     weight: Tensor  # [C, 1, W]
     bias: Tensor | None  # [C]
     A_log: Tensor  # [heads], fp32
@@ -97,19 +100,19 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableFront:
-    """Computes a rule's inputs from projection rows ``[S, B, P]``, and their gradients, by a table.
+    """Computes a rule's inputs from projection rows ``[S, B, P]``, and gradients, by a table.
 
     Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; the shared
     parameter, if the table has one; the gates' sections ``[S, B, .]``, if rows do not contain them.
     """
 
     table: FrontTable
-    dtype: torch.dtype | None = None  # of the convolved inputs; None: the rows' dtype
-    batch_invariant: bool = False  # a packed document's bits do not depend on its place
-    again: tuple[str, ...] = ()  # adjacent ``names`` of inputs that the backward computes again
+    dtype: torch.dtype | None = None  # dtype of the convolved inputs; None: the rows' dtype
+    batch_invariant: bool = False  # a document's bits do not depend on its place in the buffer
+    again: tuple[str, ...] = ()  # inputs that the backward computes again, adjacent in ``names``
 
     triton: ClassVar[bool] = False
-    # Takes a Batch and names of inputs; returns the inputs of these names, but not the shared one.
+    # Takes a Batch and names of inputs; returns these inputs by name, without the shared parameter.
     _make_inputs: ClassVar[Callable[..., dict[str, Any]]]
     # Takes a Batch, the rule's gradients, d_proj and d_apart; returns the gradients of weight,
     # bias, A_log and dt_bias; writes d_proj, d_apart and ``history.d_rows``.
@@ -121,7 +124,7 @@ class TableFront:
 
     @cached_property
     def names(self) -> tuple[str, ...]:
-        """Names of the rule's inputs in order."""
+        """The names of the rule's inputs, in the order of the NamedTuple."""
         return self.table.inputs._fields
 
     @cached_property
@@ -129,7 +132,7 @@ class TableFront:
         return tuple(part.rule_input for part in self.table.convolved)
 
     def channels(self, section: str) -> slice:
-        """The channels of the convolution that belong to a section."""
+        """The slice of the convolution's channels that belong to ``section``."""
         columns, first = self.layout.columns(section), self.layout.conv_columns.start
         return slice(columns.start - first, columns.stop - first)
 
@@ -141,7 +144,7 @@ class TableFront:
         apart: Tensor | None = None,
         wanted: tuple[str, ...] | None = None,
     ) -> dict[str, Tensor]:
-        """The gates' values by input name, in plain torch, differentiable, in fp32 or wider."""
+        """The gates' values by names of the rule's inputs; differentiable, in fp32 or wider."""
         wide = torch.promote_types(torch.promote_types(proj.dtype, A_log.dtype), torch.float32)
         rows = (proj if apart is None else apart).transpose(0, 1)
         made: dict[str, Tensor] = {}
@@ -172,7 +175,7 @@ class TableFront:
         """The rule's inputs, a NamedTuple, from rows with any strides of S and B.
 
         The convolution never crosses a document boundary; all batch rows have the same boundaries.
-        ``only`` are adjacent names of :attr:`names`; all other inputs are then None.
+        ``only``: the names to compute, adjacent in :attr:`names`; all other inputs are then None.
         """
         given, wanted = self._named_parameters(parameters), self.names if only is None else only
         made: dict[str, Any] = dict.fromkeys(self.names)

@@ -1,16 +1,16 @@
 """Prefill and decode on the grid of training, see :mod:`megatron_gdn.ops.aligned`.
 
-The memory of a sequence holds the state at the start of the current chunk of 64 tokens. The history
-holds one row whose first element counts the chunk's tokens, then projection rows: the W - 1
-rows before the chunk and the chunk's rows so far. Rows after the last token may hold any finite
-numbers.
+The memory of a sequence holds the state at the start of the current chunk of 64 tokens, and a
+history. The first element of the history's first row counts the chunk's tokens. Then come the W - 1
+projection rows before the chunk, and the rows of the chunk. Rows after the last token may hold any
+finite numbers.
 
 A decode step writes one row to every history, and computes all current chunks again from their
-states, in calls with training's shapes. It writes a state only if the chunk ends. The rule's inputs
-are not kept: copying them would move as many bytes as the front reads, and on a CPU a call for one
-row would round differently.
+states, in calls with training's shapes. A state is written only where a chunk ends. The inputs of
+the rule are not kept: a copy would move as many bytes as the front reads, and on a CPU a call for
+one row would round differently.
 
-The letters are those of :mod:`.step`; T tokens of all current chunks.
+Legend: that of :mod:`.step`, and T tokens of all current chunks together.
 """
 
 from __future__ import annotations
@@ -42,9 +42,9 @@ def prefill_on_grid(
     documents: Documents | None,
     begins: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The rows for out_proj, and the next histories and states, for any number of tokens.
+    """The output rows of any number of tokens, and the next histories and states.
 
-    The host cuts the chunks. Unless the sequences begin, the host waits for the token counts.
+    The host cuts the chunks. Unless ``begins`` (new sequences), the host waits for token counts.
     """
     new, past, device = proj.transpose(0, 1), parts.past, proj.device
     counted, history = history[:, :1], history[:, 1:].to(proj.dtype)
@@ -59,7 +59,7 @@ def prefill_on_grid(
     before = history[:, :past].index_select(0, _filled(held, device))
     inputs = front_on_grid(parts.front, parts.of_front, rows, grid, before)
 
-    # Full chunks run first and move the state; each sequence's remaining tokens run second.
+    # Full chunks run first and advance the states; then the remaining tokens of each sequence run.
     o = None
     whole = [n // CHUNK * CHUNK for n in held]
     for tokens, counts in ((full, whole), (tail, [n % CHUNK for n in held])):
@@ -84,7 +84,7 @@ def prefill_on_grid(
 
 @torch.no_grad()
 def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
-    """Mix one token of each sequence, ``[1, N, P]`` to ``[1, N, H * V]``; the host does not wait.
+    """Mix one ``row`` of each sequence, ``[1, N, P]`` to ``[1, N, H * V]``; the host does not wait.
 
     Overwrites ``memory``, whose buffers must be contiguous. The next states of all chunks are
     computed, and those of full chunks are written. Without slots, only rows that change are copied.
@@ -103,7 +103,7 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
     mixed = _read_out_tokens(parts, made.o, chunks, grid, number * CHUNK + place, row)
     full = place == CHUNK - 1
     write_slots(memory.state, slots.where(full, -1), made.final.to(state.dtype))
-    # Rows that change: the count, the new row, and the rows before the next chunk if this one ends.
+    # Rows that change: the count, the new row, and, if the chunk ends, the rows before the next.
     changed = torch.cat([history[:, :1], row.transpose(0, 1), history[:, 1 + CHUNK :]], 1)
     changed[:, 0, 0] = (place + 1) % CHUNK
     before = torch.arange(1, 1 + past, device=slots.device).where(full[:, None], -1)
@@ -114,7 +114,7 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
 
 
 def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
-    """The rule's inputs ``[N, 64, ...]`` of chunks, each after W - 1 rows."""
+    """The rule's inputs ``[N, 64, ...]`` of chunks; ``rows`` has W - 1 rows before each chunk."""
     front, past = parts.front, parts.past
     if getattr(front, "triton", False):
         path = one_document(rows.shape[1], rows.device)
@@ -128,7 +128,7 @@ def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
 def _read_out_tokens(
     parts: Parts, o: Tensor, rows: Tensor, grid: ChunkTable, wanted: Tensor, new_rows: Tensor
 ) -> Tensor:
-    """``[s, B, H * V]`` of the ``wanted`` tokens of ``o [N, S, H, V]``, from ``new_rows``."""
+    """The readout ``[s, B, H * V]`` of the tokens ``wanted`` of ``o``; ``new_rows``: their rows."""
     readout, gamma = parts.readout, parts.parameters[-1]
     if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):
         o = o.flatten(0, 1).index_select(0, wanted).unflatten(0, new_rows.shape[1::-1])
@@ -138,28 +138,29 @@ def _read_out_tokens(
 
 
 def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
+    """Documents of these ``lengths``, one after another."""
     return Documents((0, *accumulate(lengths)), device)
 
 
 def _filled(counts: Sequence[int], device: torch.device) -> Tensor:
-    """The indices of the sequences with tokens; int64."""
+    """int64: the indices of the sequences whose count of tokens is not zero."""
     index = [n for n, count in enumerate(counts) if count]
     return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
 
 
 class _PrefillIndices(NamedTuple):
-    """Indices of a prefill. The known rows are the N histories, followed by the new rows."""
+    """Indices of a prefill. "Known rows": the rows of the N histories, then the new rows."""
 
-    source: Tensor  # int64 [T], the index of every chunk token's known row
-    fresh: Tensor  # int64, the chunk tokens that are new
-    full: Tensor  # int64, the chunk tokens in full chunks
-    tail: Tensor  # int64, the chunk tokens after the last full chunk
-    kept: Tensor  # int64 [N * (W - 1 + 64)], the indices of the next histories' known rows
+    source: Tensor  # int64 [T], for each token of a chunk the index of its known row
+    fresh: Tensor  # int64, which of the T tokens are new
+    full: Tensor  # int64, which of the T tokens are in full chunks
+    tail: Tensor  # int64, which of the T tokens come after the last full chunk
+    kept: Tensor  # int64 [N * (W - 1 + 64)], the known rows that become the next histories
     empty: Tensor  # bool, the rows of the next histories that are zero
 
     @classmethod
     def build(cls, old_counts: Sequence[int], held: Sequence[int], past: int) -> _PrefillIndices:
-        """``old_counts`` and ``held`` count the old and all tokens of each sequence's chunk."""
+        """For each sequence's chunk: ``old_counts`` of old tokens, ``held`` with the new tokens."""
         old, count = torch.tensor([old_counts, held], dtype=torch.int64, device="cpu")
         size, more = past + CHUNK, count - old
         start = len(held) * size + more.cumsum(0) - more  # the first new row of each sequence

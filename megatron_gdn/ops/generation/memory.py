@@ -19,26 +19,26 @@ from ..state_maps.state_map import StateShape
 
 
 class Memory(NamedTuple):
-    """Histories and states of N sequences; all zero before their first token.
+    """Histories and states of N sequences; all zero before a sequence's first token.
 
-    A history holds the last inputs of the convolution, oldest first: the W - 1 that the next token
-    reads, or W as in Megatron's windows. A mixer on the grid keeps whole projection rows, see
-    :mod:`.aligned`: ``[M, 1 + W - 1 + 64, P]``.
+    A history holds the last inputs of the convolution, oldest first: the W - 1 inputs that the next
+    token reads, or W inputs as in Megatron's windows. A mixer on the grid keeps whole projection
+    rows, ``[M, 1 + W - 1 + 64, P]``, see :mod:`.aligned`.
     """
 
     history: Tensor  # [M, C, W - 1 or W], in the dtype of the rows or a wider one
     state: Tensor  # [M, H, K, V], or a view of [M, H, V, K]; at least fp32 (fp64 for fp64 rows)
-    slots: Tensor | None = None  # integers [N], below zero for none; None: sequence n is in slot n
+    slots: Tensor | None = None  # integers [N], each sequence's slot, negative: none; None: slot n
 
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """The history and state of every sequence; any values for a slot below zero."""
+        """Every sequence's history and state from its slot; any values if the slot is negative."""
         if self.slots is None:
             return self.history, self.state
         read = self.slots.clamp(min=0).long()
         return self.history.index_select(0, read), self.state.index_select(0, read)
 
     def write(self, history: Tensor, state: Tensor) -> None:
-        """Overwrite the history and the state of every sequence, ``[N, ...]``."""
+        """Overwrite every sequence's history and state by ``history`` and ``state [N, ...]``."""
         for buffer, values in ((self.history, history), (self.state, state)):
             if self.slots is not None:
                 write_slots(buffer, self.slots, values)
@@ -46,14 +46,14 @@ class Memory(NamedTuple):
                 buffer.copy_(values)
 
     def after(self, token: int, slots: Tensor | None) -> Memory:
-        """The memory after one token; this memory's buffers must be ``[M, s, ...]``."""
+        """A view: the memory after token ``token``; this memory's buffers are ``[M, s, ...]``."""
         return Memory(self.history[:, token], self.state[:, token], slots)
 
     def steps(self, tokens: int) -> Memory:
         """A copy of this memory, with room for the memory after each of s tokens.
 
-        The buffers are ``[N, s + 1, ...]`` with these strides. :func:`.step.decode` fills them and
-        :func:`choose` reads them.
+        The new buffers are ``[N, s + 1, ...]``, with the strides of this memory.
+        :func:`.step.decode` fills the buffers, and :func:`choose` reads the buffers.
 
         Raises:
             ValueError: this memory is in slots.
@@ -69,6 +69,7 @@ class Memory(NamedTuple):
 
 
 def _empty_steps(x: Tensor, count: int) -> Tensor:
+    """An empty buffer ``[N, count, ...]`` with the memory order of ``x [N, ...]``."""
     if x.stride(-1) == 1:
         return x.new_empty(len(x), count, *x.shape[1:])
     return x.new_empty(len(x), count, *x.mT.shape[1:]).mT
@@ -78,17 +79,17 @@ def choose(memory: Memory, steps: Memory, accepted: Tensor) -> None:
     """Set every sequence's memory back to the memory after its last accepted token.
 
     Args:
-        memory: of the N sequences after s tokens; overwritten.
+        memory: the memory of N sequences after s tokens; overwritten.
         steps: from :meth:`Memory.steps`, filled by :func:`.step.decode`.
         accepted: int64 ``[N]`` on the memory's device: how many of the s tokens of each sequence
-            stay. The host does not read this tensor.
+            stay. The host does not read ``accepted``.
     """
     number = torch.arange(len(accepted), device=accepted.device)
     memory.write(steps.history[number, accepted], steps.state[number, accepted])
 
 
 def write_slots(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
-    """``buffer[slots] = values``, without slots below zero; the host does not wait for a GPU."""
+    """``buffer[slots] = values``, skipping slots below zero; the host does not wait for a GPU."""
     if not buffer.is_cuda:
         real = slots >= 0
         buffer[slots[real].long()] = values[real].to(buffer.dtype)
@@ -112,7 +113,7 @@ class MemoryShape(NamedTuple):
 
     @classmethod
     def of(cls, layout: Layout, state: StateShape, taps: int, on_grid: bool = False) -> MemoryShape:
-        """The sizes from this rank's projection ``layout``, states and conv ``taps``."""
+        """The sizes, from this rank's ``layout``; ``on_grid``: a history of :mod:`.aligned`."""
         channels = layout.width if on_grid else layout.conv_width
         past = taps + CHUNK if on_grid else taps - 1
         return cls(channels, past, *state[:3], on_grid)
@@ -123,7 +124,7 @@ class MemoryShape(NamedTuple):
 
     @property
     def window(self) -> tuple[int, int]:
-        """The shape of a history in Megatron's dynamic context, which keeps W inputs."""
+        """The shape of a history in Megatron's dynamic inference context, which keeps W inputs."""
         return self.history if self.rows_first else (self.channels, self.past + 1)
 
     @property
@@ -131,7 +132,7 @@ class MemoryShape(NamedTuple):
         return self.heads, self.rows, self.columns
 
     def zeros(self, sequences: int, dtype: torch.dtype, device: torch.device) -> Memory:
-        """Memory of new sequences; ``dtype`` is the projection's."""
+        """The memory of ``sequences`` new sequences; ``dtype``: that of the projection rows."""
         wide = torch.promote_types(dtype, torch.float32)
         return Memory(
             torch.zeros(sequences, *self.history, dtype=dtype, device=device),
@@ -139,10 +140,10 @@ class MemoryShape(NamedTuple):
         )
 
     def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
-        """Refuse memory of other sizes or dtypes. With slots, more rows and wider dtypes are legal.
+        """Check sizes and dtypes. Memory in slots may have more slots, W inputs and wider dtypes.
 
         Raises:
-            ValueError: a wrong shape or dtype; the message gives both.
+            ValueError: a wrong shape or dtype; the message gives the right and the wrong one.
         """
         wide, slots = torch.promote_types(dtype, torch.float32), memory.slots
         for name, tensor, shape, least in (

@@ -3,8 +3,9 @@
     prefill   many tokens of a sequence, in chunks; dense or packed
     decode    one or a few tokens of every sequence, one after the other
 
-Both run the :class:`..parts.Parts` of training. A sequence may be given in any number of calls, cut
-at any tokens; the results are those of one call. No call has a backward, or makes the host wait.
+Prefill and decode run the parts of training. A sequence may be given in any number of calls, cut at
+any tokens; the results are those of one call. No call has a backward. No call makes the host wait,
+except a prefill on the grid.
 
 If the front runs in Triton, a decoded token takes two launches (:mod:`.step_kernels`) and the
 readout's launch. Otherwise plain torch gives the same results to rounding.
@@ -45,8 +46,8 @@ def prefill(
         proj: ``[s, B, P]`` in the front's layout, any strides of s and B.
         memory: of the N sequences before these tokens; overwritten.
         documents: boundaries if N sequences lie end to end in one batch row (B must be 1). A
-            sequence may be empty, and keeps its memory.
-        begins: the sequences begin here; the old memory is ignored.
+            sequence may be empty; then its memory stays as it was.
+        begins: whether the sequences begin with these tokens; the old memory is then ignored.
 
     Returns:
         ``[s, B, H * V]``.
@@ -89,7 +90,7 @@ def _prefill_in_chunks(
     documents: Documents | None,
     begins: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The rows for out_proj, and the next states."""
+    """The output ``[s, B, H * V]`` of a prefill off the grid, and the next states."""
     past = None
     if parts.past and not begins:
         newest = history[..., history.shape[-1] - parts.past :].to(proj.dtype)
@@ -118,7 +119,7 @@ def decode(
     """Mix one or a few tokens of every sequence, one after the other.
 
     The bits of a token do not depend on the number of tokens in a call. A CUDA graph can capture
-    the call, except on the grid; each replay reads the rows and slots again.
+    the call, except for a mixer on the grid; each replay reads the rows and slots again.
 
     Args:
         proj: ``[s, N, P]``.
@@ -162,7 +163,7 @@ def _decode_token_in_torch(
     memory: Memory,
     after: Memory | None,
 ) -> Tensor:
-    """:func:`.step_kernels.decode_token_in_slots` in plain torch, for any dtype."""
+    """Decode one token as :func:`.step_kernels.decode_token_in_slots`, in plain torch."""
     table, layout = front.table, front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
     given = [None if x is None else x.to(wide) for x in parameters]

@@ -3,10 +3,10 @@
     conv_step_kernel     row, history           -> q, k, v, and the history moved by one row
     state_step_kernel    q, k, v, gates, state  -> o, and the next state
 
-:mod:`.step` has the plain twin and the letters. Every program reads the number of its slot from the
-device and overwrites only memory that no other program reads. The gates are the functions of
-:mod:`..front.gate_kernels` in the front's table; a gate per head has one value for all rows of a
-state.
+:mod:`.step` has the same in plain torch, and the legend. Every program reads the number of its slot
+from the device and overwrites only memory that no other program reads. The gates are functions of
+:mod:`..front.gate_kernels` that the front's table names; a gate per head has one value for all rows
+of a state.
 
 Legend: M slots, G heads of q and k; in tile names D is the channels of a head.
 """
@@ -28,10 +28,10 @@ from ..kernels.elementwise import sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
 
-# The fields of :class:`.memory.Memory`, which imports this file: history, state and slots.
+# History, state and slots: a :class:`.memory.Memory`, whose file this file cannot import.
 type Buffers = tuple[Tensor, Tensor, Tensor | None]
 
-_BLOCK_V = 32  # columns of a state per program, so that even one sequence makes many programs
+_BLOCK_V = 32  # columns of a state per program, few, so that one sequence has many programs
 _EPS = 1e-6  # as in :func:`..elementwise.l2norm`
 
 
@@ -42,10 +42,10 @@ def decode_token_in_slots(
     memory: Buffers,
     after: Buffers | None,
 ) -> Tensor:
-    """The rule's output ``[N, 1, H, V]`` in fp32 for one token of each sequence, ``[1, N, P]``.
+    """The rule's output ``[N, 1, H, V]`` in fp32 for one ``row`` of each sequence, ``[1, N, P]``.
 
     Args:
-        row: columns adjacent.
+        row: the projection rows; their columns must be adjacent.
         memory: each history ``[C, W - 1]`` or ``[C, W]``, contiguous; each state ``[H, K, V]``,
             contiguous or a view of contiguous ``[H, V, K]``; overwritten.
         after: None, or buffers of the same form that receive the memory after the token.
@@ -82,6 +82,7 @@ def _step_launches(
     strides: tuple[int, int],
     after: tuple[int, int] | None,
 ) -> tuple[Launch, Launch]:
+    """The launches of the two kernels; ``D_size``: elements of the parameter D, 0 without D."""
     table, layout, (H, K, V, _) = front.table, front.layout, front.table.state
     starts = [front.channels(name).start for name in table.step_sections]
     _, gates, functions = kernel_tables(front)
@@ -119,7 +120,9 @@ def conv_step_kernel(
 ):  # fmt: skip
     """Grid (2 G + H, N): heads of q, of k, of v; ``first``: the first convolved column of a row.
 
-    ``out`` is ``[N, C]`` in fp32.
+    Writes ``out [N, C]`` in fp32. ``stride_n``: from one sequence's row to the next; the other
+    strides: from slot to slot. Q_AT, K_AT, V_AT: first channels of q, k, v. HELD: inputs in a
+    history. UNIT: q and k get unit length. BLOCK_K, BLOCK_V: K, V rounded up to powers of two.
     """
     head, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = n
@@ -152,9 +155,10 @@ def conv_head_step(
     D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, HELD: tl.constexpr,
     HAS_BIAS: tl.constexpr, UNIT: tl.constexpr, HAS_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute one head of one row; move its window of HELD inputs, oldest first, by one input.
+    """Compute one head of one row; shift the head's HELD inputs of the history by one input.
 
-    The program is one warp: every lane loads its inputs before any lane overwrites them.
+    The program is one warp, in which all lanes load before a lane stores. Without ``has_slot`` the
+    program writes nothing.
     """
     d_D = tl.arange(0, BLOCK_D)
     real_D = (d_D < D) & has_slot
@@ -195,10 +199,11 @@ def state_step_kernel(
     SKIPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ERASES: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(V / BLOCK_V), H, N): BLOCK_V columns of one state.
+    """Grid (ceil(V / BLOCK_V), H, N): a program updates BLOCK_V columns of one state, and o.
 
-    SKIPS: the number of elements of D for a head, 0, 1 or V. If there is a third gate, per column
-    of the state, the third gate writes and the second gate only erases.
+    SKIPS: the number of elements of the parameter D for a head, 0, 1 or V. TRANSPOSED: the memory
+    of a state is [V, K]. A third gate has a value per column of the state and is the write
+    strength; the second gate then only erases.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = n
@@ -255,11 +260,11 @@ def _gate(
     row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, TABLE: tl.constexpr,
     N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The inputs that a gate makes for head h. TABLE is GATES of :mod:`..front.kernels`."""
+    """Gate N's values for channels ``k_K`` of head h. TABLE: GATES of :mod:`..front.kernels`."""
     COLUMN: tl.constexpr = TABLE[N][2]
     CHANNELS: tl.constexpr = TABLE[N][5]
     HEADS: tl.constexpr = TABLE[N][1] if CHANNELS else TABLE[N][3]
-    h = h // (H // HEADS)  # several heads with a state may share a head of the gate
+    h = h // (H // HEADS)  # several heads of the state may share one head of the gate
     column_K = h * K + k_K if CHANNELS else h + 0 * k_K
     x_K = tl.load(row_ptr + COLUMN + column_K, mask=real_K, other=0.0).to(tl.float32)
     A_log_K = 0.0
@@ -270,7 +275,7 @@ def _gate(
 
 
 def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
-    """``buffer[slots] = values`` without slots below zero; a slot's values are contiguous."""
+    """``buffer[slots] = values``, skipping slots below zero; each slot's values are contiguous."""
     size = values[0].numel()
     write_slots_kernel[(triton.cdiv(size, 4096), len(values))](
         buffer, slots, values, buffer.stride(0), size, BLOCK=4096, num_warps=8
@@ -279,7 +284,7 @@ def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
 
 @triton.jit
 def write_slots_kernel(buffer_ptr, slot_ptr, values_ptr, stride, size, BLOCK: tl.constexpr):
-    """Grid (ceil(size / BLOCK), N)."""
+    """Grid (ceil(size / BLOCK), N): copy BLOCK of the ``size`` values of sequence n to its slot."""
     n = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ptr + n).to(tl.int64)
     d_D = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

@@ -20,12 +20,12 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_QUICK = 0.5  # seconds; a shorter compilation is not logged, since Triton found it on disk
+_QUICK = 0.5  # seconds; a shorter call is not logged: Triton loaded the kernel from disk
 
 
 def compile_in_one_process(kernel: Any) -> None:
     """Let only one process of a machine at a time compile a variant of this Triton kernel."""
-    # Triton calls this method for a variant that the process has not loaded yet.
+    # Triton calls _do_compile for each variant that the process has not loaded yet.
     compile = getattr(kernel, "_do_compile", None)
     if compile is None or hasattr(compile, "__wrapped__"):
         return
@@ -58,7 +58,7 @@ def build_lock(
 ) -> Iterator[int | None]:
     """Hold the lock of the file ``path`` while building ``what``; the file is never removed.
 
-    Waiting ends when ``found()`` is true, and is logged after ``patience`` seconds. Yields the
+    Waiting ends when ``is_built()`` is true, and is logged after ``patience`` seconds. Yields the
     file's descriptor if this process holds the lock, else None. A child process that inherits the
     descriptor holds the lock too.
     """
@@ -74,13 +74,14 @@ def build_lock(
             time.sleep(0.1)
         if said:
             logger.warning("waited %.0f s for %s", time.monotonic() - began, what)
-        # Another process may have finished between the last found() and the lock.
+        # Another process may have finished between the last is_built() and the lock.
         yield file if not there and taken and not is_built() else None
     finally:
         os.close(file)
 
 
 def _try_to_lock(file: int) -> bool:
+    """Whether this process now holds the lock of ``file``, or the file system has no locks."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

@@ -8,17 +8,17 @@ import triton.language as tl
 
 from ..elementwise import largest_A_log, least_log_decay
 
-# The fp32 clamps that :mod:`..elementwise` explains.
+# The fp32 limits of A_log and of log-decays; :mod:`..elementwise` explains both limits.
 LARGEST_A_LOG = tl.constexpr(largest_A_log(torch.float32))
 LEAST_LOG_DECAY = tl.constexpr(least_log_decay(torch.float32))
-# False in the interpreter, which cannot run PTX. Triton, too, reads the setting at import.
+# Whether PTX can run; Triton's interpreter cannot run PTX. Triton reads the setting at import.
 _PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
 
 @triton.jit
 def sigmoid(x):
-    """1 / (1 + exp(-x)) in fp32, to about 3 ulp; 0 and 1 at the ends, never NaN for finite x.
+    """1 / (1 + exp(-x)) in fp32, to about 3 ulp; 0 or 1 for very large abs(x), NaN only for NaN.
 
     The sigmoid takes four instructions; Triton's own exp and division take ten and would be slower.
     """
@@ -38,7 +38,7 @@ def sigmoid(x):
 
 @triton.jit
 def gate_activation(z, sig, SIGMOID: tl.constexpr):
-    """A gate's activation, silu(z) or the sigmoid itself, from ``sig`` = sigmoid(z)."""
+    """A gate's activation: sigmoid(z) if SIGMOID, else silu(z); ``sig`` is sigmoid(z)."""
     y = sig
     if not SIGMOID:
         y = z * sig
@@ -47,7 +47,7 @@ def gate_activation(z, sig, SIGMOID: tl.constexpr):
 
 @triton.jit
 def gate_activation_slope(act, sig, SIGMOID: tl.constexpr):
-    """The derivative of :func:`gate_activation`, from its value and ``sig``."""
+    """The derivative of :func:`gate_activation`; ``act`` is its value, ``sig`` is sigmoid(z)."""
     slope = sig * (1.0 - sig)
     if not SIGMOID:
         slope = sig + act * (1.0 - sig)
@@ -56,15 +56,15 @@ def gate_activation_slope(act, sig, SIGMOID: tl.constexpr):
 
 @triton.jit
 def minus_rate(A_log):
-    """-exp(A_log), finite for every A_log but NaN."""
-    # tl.where and not tl.minimum, which would replace NaN.
+    """-exp(A_log), the factor of a head's log-decay; finite unless A_log is NaN."""
+    # tl.where keeps a NaN; tl.minimum would replace the NaN by the limit.
     return -tl.exp(tl.where(A_log > LARGEST_A_LOG, LARGEST_A_LOG, A_log))
 
 
 @triton.jit
 def softplus(x):
     """log(1 + exp(x)) in fp32, with full relative precision for tiny results."""
-    # log(1 + e) keeps no digits of a small e, so a small e takes a series: e - e^2/2 + e^3/3 ...
+    # log(1 + e) loses the digits of a small e, so a small e takes the series e - e^2/2 + e^3/3 ...
     e = tl.exp(-tl.abs(x))
     series = e * (1 - e * (0.5 - e * (1 / 3 - e * (0.25 - e * (0.2 - e * (1 / 6))))))
     return tl.maximum(x, 0.0) + tl.where(e < 0.0625, series, tl.log(1.0 + e))

@@ -17,14 +17,14 @@ from triton import JITFunction, knobs
 
 from .builds import compile_in_one_process
 
-_ALIGNED = 16  # bytes; Triton compiles another kernel for pointers that are not multiples
-MOST_PLANS = 256  # entries of a cache of launches, keyed by shapes, strides and options
+_ALIGNED = 16  # bytes; Triton compiles another kernel if a pointer is no multiple of this number
+MOST_PLANS = 256  # most entries of a cache of launches; keys are shapes, strides and options
 
 
 def pointers_and_key(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], tuple] | None:
     """The pointers of ``tensors``, and the properties that choose the compiled kernel.
 
-    None if a tensor is not on a GPU, for which Triton raises its own error.
+    Returns None if a tensor is not on a GPU; Triton's own call then raises an error.
     """
     pointers: list[int | None] = []
     key: list[Any] = []
@@ -87,14 +87,15 @@ class Launch:
         launch(*self._axes, stream, *before, *pointers, *after)
 
     def _prepare(self, compiled: Any, tensors: int) -> tuple[Any, tuple, tuple, Any] | None:
-        """Triton's launcher in C, its arguments before and after the pointers, and ``compiled``,
-        which keeps the function loaded; None if this Triton stores launchers in another way.
+        """Return Triton's C launcher, its arguments before and after the pointers of ``tensors``
+        tensors, and ``compiled``, which keeps the GPU function loaded; None if Triton's launcher
+        needs scratch memory or has other attributes.
         """
         try:
             launcher = compiled.run
             if launcher.global_scratch_size or launcher.profile_scratch_size:
                 return None
-            before = (  # function, flags, no scratch memory, metadata, no hooks
+            before = (  # the function, two flags, no scratch memory, metadata, no hooks
                 compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None,
                 None, compiled.packed_metadata, None, None, None,
             )  # fmt: skip
@@ -107,7 +108,7 @@ class Launch:
 
 
 def _has_launch_hooks(kernel: JITFunction) -> bool:
-    """Whether launch hooks are set: only Triton's own call runs hooks."""
+    """Whether Triton's launch hooks are set; only Triton's own ``kernel[grid](...)`` runs hooks."""
     enter, leave = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
     return bool(
         kernel.pre_run_hooks or getattr(enter, "calls", enter) or getattr(leave, "calls", leave)

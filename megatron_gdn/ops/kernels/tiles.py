@@ -8,22 +8,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-MOST_PROGRAMS = 65535  # along the second and the third axis of a grid
-_FEWEST_STEPS = 8  # per segment, which must be at least as long as the 8 taps of a convolution
+MOST_PROGRAMS = 65535  # the largest size of the second and the third axis of a grid
+_FEWEST_STEPS = 8  # tokens of a segment, no fewer than the 8 taps of a convolution
 _STEPS_OF_A_STAGE = 4  # equals conv_forward.UNROLL, which cannot be imported without Triton
-# Bytes of shared memory for prefetched rows. A Hopper multiprocessor has this much for each of two
-# programs, a small GPU for one program. A launch fails if it asks for more.
+# The most bytes of shared memory for prefetched rows. A Hopper multiprocessor has this memory for
+# each of two programs, a small GPU for one program. A launch that asks for more memory fails.
 _MOST_COPIED = 96 << 10
 
 
 class SegmentTile(NamedTuple):
-    """A program takes ``rows`` segments of ``steps`` tokens side by side; steps are 4, 8, 12, .."""
+    """A program computes ``rows`` segments of ``steps`` tokens; ``steps`` is a multiple of 4."""
 
     rows: int
     steps: int
     warps: int
-    registers: int | None = None  # per thread; None leaves the number to the compiler
-    stages: int = 3  # of prefetched loads, four steps each
+    registers: int | None = None  # registers per thread; None leaves the number to the compiler
+    stages: int = 3  # stages of prefetched loads; a stage loads four steps
 
     @property
     def tokens(self) -> int:
@@ -44,21 +44,25 @@ def block_dim(dim: int) -> int:
 
 
 def front_forward_tile(tokens: int, widest_head: int) -> SegmentTile:
-    """Each thread holds four values, so nine programs of four warps share a multiprocessor."""
+    """The tile of the front's forward; ``widest_head`` is the columns of the widest head.
+
+    Each thread holds four values, so nine programs of four warps share a multiprocessor.
+    """
     return SegmentTile(_segments_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4)
 
 
 def front_backward_tile(tokens: int, widest_head: int) -> SegmentTile:
-    """Each thread holds four values, each of which needs some twenty registers.
+    """The tile of the front's backward; each of a thread's four values needs some twenty registers.
 
     With 96 registers per thread, five programs of four warps share a multiprocessor instead of
-    four. Long walks compute fewer tokens twice; short walks make enough programs to fill a GPU.
+    four. Long segments compute fewer tokens twice; short segments make enough programs for a GPU.
     """
     steps = 128 if tokens >= 32768 else 64 if tokens >= 8192 else 32 if tokens >= 2048 else 16
     return SegmentTile(_segments_of(widest_head), steps, warps=4, registers=96)
 
 
 def _segments_of(widest_head: int) -> int:
+    """The number of segments with which each thread of four warps holds four values."""
     return max(1, 512 // block_dim(widest_head))
 
 
@@ -68,15 +72,16 @@ def within_32_bit_offsets(
     """``tile``, with fewer tokens if offsets from its first token would not fit into 32 bits.
 
     A program also reads ``taps - 1`` tokens on either side of its tile, up to ``tokens``.
-    ``strides`` are the elements between tokens in every tensor; strides of 64 bits are skipped,
-    since their offsets have 64 bits.
+    ``strides`` has, for each tensor, the number of elements from one token to the next. A stride
+    of more than 32 bits is skipped, since its offsets have 64 bits.
 
     Raises:
-        ValueError: the smallest tile is still too large.
+        ValueError: even the smallest tile has offsets that do not fit into 32 bits.
     """
     stride = max((x for x in strides if x < 2**31), default=0)
 
     def fits(tile: SegmentTile) -> bool:
+        """Whether all offsets from the first token of ``tile`` fit into 32 bits."""
         return (min(tile.tokens + taps - 1, tokens) - 1) * stride < 2**31
 
     while not fits(tile) and tile.steps > _FEWEST_STEPS:
@@ -97,7 +102,7 @@ def within_grid(tile: SegmentTile, tokens: int, batch: int) -> SegmentTile:
     """``tile``, with more steps if a batch row would have more tiles than a grid's axis takes.
 
     Raises:
-        ValueError: more than 65535 batch rows.
+        ValueError: ``batch`` is more than 65535 rows.
     """
     if batch > MOST_PROGRAMS:
         raise ValueError(
@@ -112,21 +117,21 @@ def within_grid(tile: SegmentTile, tokens: int, batch: int) -> SegmentTile:
 def within_shared_memory(tile: SegmentTile, row_bytes: int) -> SegmentTile:
     """``tile``, with fewer stages if the prefetched rows would not fit into shared memory.
 
-    A segment prefetches ``row_bytes`` per token: 264 KiB in the backward of a key head with 32
-    value heads in bf16. The number of stages changes no result.
+    A segment prefetches ``row_bytes`` per token. With all its stages a program would need 264 KiB
+    in the backward of a key head with 32 value heads in bf16. Stages change no result.
     """
     copied = _STEPS_OF_A_STAGE * tile.rows * row_bytes
     return tile._replace(stages=max(1, min(tile.stages, 1 + _MOST_COPIED // copied)))
 
 
 def norm_forward_tile(width: int) -> RowTile:
-    """For rows of ``width`` columns, the columns of a head or of a group of heads."""
+    """The tile of a norm's forward for rows of ``width`` columns, a head or a group of heads."""
     block = block_dim(width)
     return RowTile(rows=max(1, 4096 // block), repeats=1, warps=_norm_warps(block))
 
 
 def norm_backward_tile(rows: int, width: int) -> RowTile:
-    """Each program writes one partial row of d_gamma, and repeats so that partial rows are few."""
+    """A norm's backward tile; a program repeats, so that partial rows of d_gamma are few."""
     block = block_dim(width)
     size = max(1, 2048 // block)
     repeats = max(8 if rows >= 1 << 17 else 4, 16 // size)
@@ -134,5 +139,5 @@ def norm_backward_tile(rows: int, width: int) -> RowTile:
 
 
 def _norm_warps(block: int) -> int:
-    """More warps for a wide row, whose values would not fit into the registers of four warps."""
+    """The number of warps for rows of ``block`` columns; a wide row needs many registers."""
     return min(16, max(4, block // 512))

@@ -5,8 +5,8 @@
     gate alone   u = o * act(gate)
     a module     y = norm(o, gate)                               :class:`SplitReadout`
 
-The gate is a section of the rows. Arithmetic is fp32 (fp64 for fp64), rounded once. :mod:`.kernels`
-has the first two readouts in Triton.
+The gate is a section of the projection rows. Arithmetic is fp32 (fp64 for fp64 tensors), and the
+result is rounded once. :mod:`.kernels` has the norms per head and per group in Triton.
 
 A group is ``H / groups`` adjacent heads, and a norm per group needs all heads of the group on one
 rank. If ranks share a group's heads, only the gate runs with the recurrence, and
@@ -29,12 +29,12 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": s
 
 
 class Readout(Protocol):
-    """The norm and the gate of a rule's output, forward and backward as plain calls."""
+    """The norm and the gate of a rule's output; the caller calls forward and backward."""
 
     reads_o: ClassVar[bool]  # whether the backward reads o
 
     @property
-    def gate(self) -> slice: ...  # columns of a row, H * V of them
+    def gate(self) -> slice: ...  # the H * V columns of a projection row that hold the gate
 
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
@@ -65,11 +65,11 @@ def heads_of(mixed: Tensor, heads: int) -> Tensor:
 class PlainReadout:
     """A :class:`Readout` in plain torch on any device; fp64 tensors are computed in fp64."""
 
-    gate: slice  # columns of a row, H * V of them
-    activation: str = "silu"  # of the gate, or "sigmoid"
+    gate: slice  # the H * V columns of a projection row that hold the gate
+    activation: str = "silu"  # the gate's activation; the other legal value is "sigmoid"
     eps: float = 1e-6  # added to the mean square
-    zero_centered: bool = False  # scale by ``1 + gamma``, in a norm per head
-    groups: int | None = None  # of a norm after the gate; None: a norm before the gate, per head
+    zero_centered: bool = False  # whether a norm per head scales by ``1 + gamma``
+    groups: int | None = None  # groups of a norm after the gate; None: a norm per head before it
 
     reads_o: ClassVar[bool] = True
 
@@ -84,6 +84,7 @@ class PlainReadout:
         return u if gamma is None else _norm_per_group(u, gamma, self.groups or 1, self.eps)
 
     def _wide_inputs(self, o: Tensor, rows: Tensor, gamma: Tensor | None) -> list[Tensor]:
+        """``o``, the gate's columns, and ``gamma`` unless None, in fp32 or fp64."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         return [x.to(wide) for x in (o, rows[..., self.gate], gamma) if x is not None]
 
@@ -104,7 +105,7 @@ class PlainReadout:
 
 
 def _norm_per_group(u: Tensor, gamma: Tensor, groups: int, eps: float) -> Tensor:
-    """The norm per group of ``u`` ``[..., C]``; differentiable."""
+    """RMS norm over each of the ``groups`` of ``u`` ``[..., C]``, times gamma; differentiable."""
     return rms_norm(u.unflatten(-1, (groups, -1)), None, eps).flatten(-2) * gamma
 
 
@@ -130,7 +131,7 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
 
 @dataclass(frozen=True)
 class PassThrough:
-    """Returns ``o`` in the form of rows; the gradient of the gate's columns is zero."""
+    """A readout that only reshapes ``o`` to rows; the gradient of the gate's columns is zero."""
 
     gate: slice
     heads: int
@@ -154,7 +155,7 @@ class PassThrough:
 class SplitReadout:
     """A readout in two steps: ``inside`` runs with the recurrence, then ``call`` under autograd.
 
-    If ``closed``, ``call`` runs after an exchange gave this rank its own tokens of all heads.
+    If ``closed``, ``call`` runs after an exchange that gives this rank all heads of its tokens.
     """
 
     inside: Readout

@@ -3,7 +3,7 @@
 :mod:`.base` has the equations. A program computes tiles of rows; a row is one head of one token.
 A norm per group takes each of the G groups as one head of V columns; a norm per head has G = 1.
 
-Legend: R rows of a tile, of one group.
+Legend: R rows of a tile; a tile has columns of one group.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from .base import PlainReadout
 
 @dataclass(frozen=True)
 class TritonReadout(PlainReadout):
-    """A :class:`.base.PlainReadout` in Triton; needs a gamma."""
+    """A :class:`.base.PlainReadout` in Triton; gamma must not be None."""
 
-    # A row's bits depend on that row alone, since all batches have one tile shape.
+    # A row's bits depend on that row alone, since the tile shape is the same for all batches.
     by_row: ClassVar[bool] = True
 
     def forward(
@@ -66,6 +66,7 @@ def _forward_launch(
     norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
     out_strides: tuple[int, ...],
 ) -> Launch:  # fmt: skip
+    """The launch of the forward; both strides are those of S and B, in rows and in out."""
     G, H, V = _row_sizes(norm, H, V)
     tile = norm_forward_tile(V)
     return Launch(
@@ -79,7 +80,7 @@ def _backward_launch(
     norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
     tile: RowTile | None,
 ) -> tuple[int, Launch]:  # fmt: skip
-    """The number of partial rows per batch row, and the launch."""
+    """The number of partial rows of d_gamma per batch row, and the launch of the backward."""
     G, H, V = _row_sizes(norm, H, V)
     tile = norm_backward_tile(S * H * G * B, V) if tile is None else tile
     tiles = triton.cdiv(S * H, tile.rows * tile.repeats)
@@ -104,7 +105,7 @@ def _constants(norm: TritonReadout, G: int, H: int, V: int, tile: RowTile) -> di
 
 @triton.jit
 def _row_offsets(row_R, first, H: tl.constexpr, V: tl.constexpr, stride_s):
-    """Offsets of rows (s, h), numbered from ``first``, in strided token rows.
+    """Offsets of rows ``first + row_R``; row s H + h is head h of token s, ``stride_s`` per token.
 
     Offsets count from the token of row ``first``, so they fit into 32 bits at any length.
     """
@@ -125,9 +126,10 @@ def gated_norm_forward_kernel(
     G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE_FIRST: tl.constexpr, ZERO_CENTERED: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """grid (tiles of ROWS and groups, B); ``rows`` = S H; ``z``: the gate's first column.
+    """Norm and gate; the grid is (tiles of ROWS rows and groups, B), and ``rows`` = S H.
 
-    GATE_FIRST: the norm is of the gated output.
+    ``z`` is the gate's first column in ``proj_ptr``. GATE_FIRST: the norm is of the gated output.
+    ZERO_CENTERED: 1 + gamma scales. ``out_stride_s`` and ``out_stride_b``: out's strides of S, B.
     """
     column = tl.program_id(0) % G * V
     first = tl.program_id(0) // G * ROWS
@@ -166,9 +168,11 @@ def gated_norm_backward_kernel(
     BLOCK_V: tl.constexpr, GATE_FIRST: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """grid (tiles of ROWS * REPEATS and groups, B); rows = S H; ``z``: the gate's first column.
+    """Gradients; the grid is (tiles of ROWS * REPEATS rows and groups, B), and ``rows`` = S H.
 
-    With s = act(z), n = u r and du = r (dn - n mean(dn n)); the second line is GATE_FIRST:
+    ``dy_ptr`` is the output's gradient, with strides ``dy_stride_s`` and ``dy_stride_b``;
+    ``do_ptr`` gets the gradient of o. ``z`` is the gate's first column. With s = act(z), n = u r
+    and du = r (dn - n mean(dn n)), the second line holds for GATE_FIRST:
 
         u = o      d_gamma = sum dy n s    dn = dy gamma s    do = du      dz = dy n gamma act'(z)
         u = o s    d_gamma = sum dy n      dn = dy gamma      do = du s    dz = du o act'(z)

@@ -4,7 +4,7 @@
     forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in if dS_out is 0
     forward.run(initial)    o and S_out          backward.run(initial, d_final)    d_inputs
 
-Each forward or backward keeps the intermediates of both of its calls. No call waits for the device.
+The two calls of a forward or backward share intermediates. No call waits for the device.
 
 States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. The N sequences are
 the batch rows, or the non-empty documents of all rows. An initial state of None means zeros.
@@ -44,7 +44,7 @@ class RuleOutput(NamedTuple):
 
     o: Tensor  # [B, S, H, V]
     final: Tensor | None  # [N, H, K, V], the final states; None if not asked for
-    saved: Saved  # has no tensors if keep is False
+    saved: Saved  # for the backward; without tensors if keep is False
 
 
 class _RuleCall:
@@ -61,7 +61,7 @@ class RuleForward(_RuleCall):
     """The forward of a rule for one batch."""
 
     def state_map(self) -> StateMap:
-        """The map of each of the N sequences, ``local`` and ``through`` ``[N, H, K, .]``."""
+        """The map from initial to final state of each sequence, tensors ``[N, H, K, .]``."""
         raise NotImplementedError
 
     def run(
@@ -93,7 +93,7 @@ class RuleBackward(_RuleCall):
         raise NotImplementedError
 
     def d_o_was_scaled(self, factor: Tensor) -> None:
-        """The caller multiplied d_o in place by ``by [H, 1, 1]``, see :mod:`...gdn.half`."""
+        """The caller multiplied d_o in place by ``factor [H, 1, 1]``, see :mod:`...gdn.half`."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in the rule's own tuple.
@@ -106,7 +106,7 @@ class RuleBackward(_RuleCall):
     def run_to_states(
         self, initial: Tensor | None, d_final: Tensor | None, maps: Callable[[], StateMap]
     ) -> tuple[Any, Tensor]:
-        """The result of :meth:`run`, and the gradient of the initial states."""
+        """The result of :meth:`run`, and the initial states' gradient; ``maps()`` has through."""
         d_initial = self.d_initial()
         if d_final is not None:
             d_initial = maps().transposed(d_initial).apply(d_final)
@@ -126,7 +126,7 @@ class Rule:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a sequence's bits depend neither on other sequences nor on its place."""
+        """Whether other sequences and the place in a batch do not change a sequence's bits."""
         return self.bits >= Bits.DETERMINISTIC
 
     def why_not_heads(self, heads: int) -> str | None:
@@ -174,5 +174,5 @@ def in_one_row(x: Any) -> Any:
 
 
 def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """The reverse of :func:`in_one_row`, to ``rows`` = ``[B, S]``."""
+    """View ``x`` ``[1, B S, ...]`` as ``[B, S, ...]``; ``rows`` is ``[B, S]``."""
     return x if x.shape[0] == rows[0] else x.reshape(*rows, *x.shape[2:])

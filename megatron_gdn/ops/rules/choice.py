@@ -18,6 +18,8 @@ _MODES = {
 
 
 class Choice(NamedTuple):
+    """The chosen rule, and the reason for the choice, in words for the log."""
+
     rule: Rule
     reason: str
 
@@ -33,11 +35,11 @@ class Kernels(NamedTuple):
     """A backend that computes the rule in a package's kernels."""
 
     why_not: Callable[[], Obstacle | None]  # why the kernels cannot run here
-    rule: Callable[..., Rule]  # takes :class:`Bits` if ``tested`` is set
+    rule: Callable[..., Rule]  # builds the rule; its argument is :class:`Bits` if ``tested`` is set
     fits: str = ""  # the reason in the log if "auto" takes the first kernels of a table
     unsteady: str | None = None  # why bits may depend on the run or on other sequences
     tested: Callable[[], RepeatabilityTest] | None = None  # the result of a test of repeatability
-    by_name: bool = False  # if True, these kernels run only when a caller names them
+    by_name: bool = False  # if True, "auto" never takes these kernels
 
 
 def choose(
@@ -53,9 +55,9 @@ def choose(
 
     Args:
         backend: a name of ``kernels``, ``"reference"``, or ``"auto"``, the first backend that runs
-            here; if "auto" skips the first of ``kernels``, the log says why, once. A name is never
-            replaced by another.
-        plain: builds the reference for any ``bits``.
+            here; if "auto" skips the first of ``kernels``, the log says why, once. A backend that
+            is asked for by name is never replaced by another backend.
+        plain: builds the reference, a rule in plain torch, that keeps given ``bits``.
         bits: what the rule must promise. Above ``FREE``, ``"auto"`` takes kernels that were tested
             for repeatability, or the reference. For ``DETERMINISTIC`` a name may select untested
             kernels; the log then says that they are untested.
@@ -97,6 +99,7 @@ def choose(
 def _choose_by_name(
     backend: str, mixer: str, asked: Kernels, device: torch.device, bits: Bits
 ) -> Choice:
+    """The rule of the kernels that the caller asked for by name; an error if they cannot run."""
     if bits is Bits.ON_GRID:
         raise ValueError(
             f"backend={backend!r} and config.batch_invariant_mode: the mode takes kernels whose "

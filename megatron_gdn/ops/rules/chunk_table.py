@@ -38,7 +38,7 @@ def fills_last_group(device: torch.device) -> bool:
 
 @dataclass(frozen=True, eq=False)
 class ChunkGroup:
-    """Some consecutive chunks."""
+    """Consecutive chunks that are computed together; a slot is the place of one token."""
 
     slots: slice  # the group's slots in the table
     chunks: int  # the number of chunks that are walked; the group's other chunks are empty
@@ -46,7 +46,7 @@ class ChunkGroup:
     empty: Tensor | None  # bool, whether each slot is empty; None: no slot is empty
     tokens: slice | None = None  # the group's tokens in the buffer; None: only the device knows
     slot: Tensor | None = None  # int64, the slot of each token; None: no slot is empty
-    # int64: the chunks where a sequence begins (ends), and the sequences.
+    # int64: the chunks in which a sequence begins (ends), and the numbers of those sequences.
     begin_index: tuple[Tensor, Tensor] | None = None
     end_index: tuple[Tensor, Tensor] | None = None
     begins: tuple[int, ...] = ()  # begin_index[0] on the host
@@ -77,9 +77,9 @@ class ChunkGroup:
             through: ``[n, H, K, K]``; or ``[n, H, K or 1, 1]``, a factor of each row.
             states: ``[n + 1, H, K, V]``, overwritten; ``added`` of the n chunks is in
                 ``states[1:]`` (``back``: in ``states[:-1]``).
-            carried: ``[H, K, V]``, the state from the group before (``back``: after); None if a
-                sequence begins with the group.
-            given: the result of :meth:`taken`.
+            carried: ``[H, K, V]``, the state from the group before (``back``: the group after);
+                None if a sequence begins with the group.
+            given: the states of sequences that begin in the group, as :meth:`taken` returns.
 
         Returns:
             The state that enters every chunk ``[n, H, K, V]``, the state that leaves the group, and
@@ -108,6 +108,7 @@ class ChunkGroup:
 
 
 def _multiply_add(through: Tensor) -> Any:
+    """torch's in-place method that adds ``through S``: a matrix product, or factors."""
     return torch.Tensor.baddbmm_ if through.shape[-1] > 1 else torch.Tensor.addcmul_
 
 
@@ -118,8 +119,8 @@ class GroupOnDevice(ChunkGroup):
     sequence: Tensor  # int64 [n], the sequence of each chunk
     begin: Tensor  # bool [n], whether a sequence begins with the chunk
     end: Tensor  # bool [n], whether a sequence ends with the chunk
-    first: Tensor  # int64 [N], each sequence's first chunk, counted in and clamped to the group
-    last: Tensor  # int64 [N], each sequence's last chunk, clamped likewise
+    first: Tensor  # int64 [N], place in the group of each sequence's first chunk, clamped
+    last: Tensor  # int64 [N], place in the group of each sequence's last chunk, clamped
     first_here: Tensor  # bool [N, 1, 1, 1], whether the sequence's first chunk is in the group
     last_here: Tensor  # bool [N, 1, 1, 1], whether the sequence's last chunk is in the group
 
@@ -180,7 +181,7 @@ class ChunkTable:
     def to_chunks(
         self, x: Tensor, group: ChunkGroup, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """``[B, T, H]`` or ``[B, T, H, D]`` -> ``[n, H, C]`` or ``[n, H, C, D]``.
+        """Copy the group of ``[B, T, H]`` or ``[B, T, H, D]`` to ``[n, H, C]`` or ``[n, H, C, D]``.
 
         Empty slots are zero: a token of zeros writes nothing, and the state does not decay.
         """
@@ -193,7 +194,7 @@ class ChunkTable:
         return out.copy_(chunks)
 
     def rows_like(self, x: Tensor) -> Tensor:
-        """An unfilled tensor with the heads and dtype of ``x``, for :meth:`put`."""
+        """A tensor for :meth:`put`, without values, with the heads and dtype of ``x``."""
         last = self.groups[-1] if self.groups else None
         count = 0 if last is None else (last.tokens or last.slots).stop
         return x.new_empty(count, *x.shape[2:])
@@ -230,6 +231,7 @@ class _TokenPlaces(NamedTuple):
 
 
 def _token_places(documents: Documents, C: int, padded: int) -> _TokenPlaces:
+    """The tables for chunks of C tokens; ``padded`` chunks, including empty ones."""
     starts, document_T = documents.starts.long(), documents.document_T()
     offset, indices = (x.long() for x in chunk_places_of(documents, C))
     device, T = starts.device, documents.total_tokens
@@ -253,6 +255,7 @@ def _token_places(documents: Documents, C: int, padded: int) -> _TokenPlaces:
 
 
 def _build_table(documents: Documents, C: int, at_once: int, fill_up: bool) -> ChunkTable:
+    """Groups of ``at_once`` chunks; with ``fill_up`` empty chunks fill up the last group."""
     n, N = documents.most_chunks(C), max(documents.sequences, 1)
     if n == 0:
         return ChunkTable(C, N, (), None)
@@ -307,6 +310,7 @@ def _group(
 def _group_on_device(
     documents: Documents, places: _TokenPlaces, C: int, start: int, stop: int
 ) -> ChunkGroup:
+    """The group of chunks ``start`` to ``stop`` of fixed buffers."""
     slots, chunks = slice(start * C, stop * C), slice(start, stop)
 
     def of_sequences(_: Documents) -> tuple[Tensor, ...]:

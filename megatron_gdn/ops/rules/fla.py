@@ -29,7 +29,7 @@ FLA_IS_TIMED = (
     "fla picks its kernels by timing them, so another run or rank may add in another order"
 )
 
-Boundaries = dict[str, Tensor | None]  # fla's arguments of these names
+Boundaries = dict[str, Tensor | None]  # fla's arguments cu_seqlens and chunk_indices, by name
 
 
 def boundaries_of(documents: Documents | None) -> Boundaries:
@@ -65,6 +65,7 @@ class FlaForward(RuleForward):
         self.at = boundaries_of(documents)
 
     def _inside(self) -> ChunkProducts:
+        """The result of the rule's ``inside``, computed at the first call."""
         made = self.rule.inside(self) if self._made is None else self._made
         self._made = made
         return made
@@ -80,7 +81,7 @@ class FlaForward(RuleForward):
         made, self._made = self._inside(), None
         states, written, last = self.rule.walk(self, made, contiguous_state(initial), final)
         o = self.rule.output(self, made, states, written)
-        # The saved boundaries hold chunk indices; without them fla builds the indices on the host.
+        # The saved boundaries include chunk indices, which fla would otherwise build on the host.
         return RuleOutput(in_rows(o, self.rows), last, Saved(made.saved, self.at))
 
 
@@ -95,7 +96,7 @@ class FlaBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        # fla computes this gradient only for given initial states, whose values it does not read.
+        # fla computes this gradient only if initial states are given, whose values fla ignores.
         B, _, H, V = self.d_o.shape
         N = B if self.documents is None else len(self.documents.cu_seqlens) - 1
         some = self.d_o.new_empty(N, H, self.inputs.k.shape[-1], V, dtype=torch.float32)
@@ -110,11 +111,11 @@ class FlaBackward(RuleBackward):
 class FlaRule(Rule):
     """A rule in fla's kernels, for bf16 or fp16: ``backend="fla"``. A mixer's rule has six methods:
 
-        inside(x)                          an Inside
+        inside(x)                          a ChunkProducts, ``made`` below
         walk(x, made, initial, final)      states at chunks, written values, final states or None
         state_map(x, made)                 a StateMap
         output(x, made, states, written)   [B, S, H, V]
-        d_states(x, some)                  the gradient of initial states; ``some``: any states
+        d_states(x, some)                  the gradient of initial states, for any values ``some``
         gradients(x, initial, d_final)     gradients of the inputs, in a tuple of the mixer
 
     ``x`` is the forward or backward, with ``inputs``, ``documents``, and ``at``, fla's arguments
@@ -138,7 +139,7 @@ class FlaRule(Rule):
         return f"fla takes key_head_dim up to 256, not {state.rows}" if state.rows > 256 else None
 
     def again(self, x: FlaBackward) -> tuple[Any, ...]:
-        """The value of ``kept``; a mixer's rule may compute some of the tensors again."""
+        """The tensors for ``kept``; a mixer's rule may compute some of these tensors again."""
         return x.saved.tensors
 
 
@@ -174,7 +175,7 @@ def _functions_of(rule: type[FlaRule]) -> SimpleNamespace | str:
 def why_not_fla(
     rule: type[FlaRule], device: torch.device, dtype: torch.dtype, state: StateShape
 ) -> Obstacle | None:
-    """Why fla's kernels cannot train here, and the fix; None when they can."""
+    """Why fla cannot train heads with such a state on ``device``, and the fix; None if it can."""
     if device.type != "cuda":
         return Obstacle(f"fla runs on a GPU, not on {device}")
     if dtype not in (torch.bfloat16, torch.float16):
@@ -207,6 +208,6 @@ def choose_fla_or_plain(
     dtype: torch.dtype,
     bits: Bits = Bits.FREE,
 ) -> Choice:
-    """The rule of a mixer that has only fla's kernels, see :func:`.choice.choose`."""
+    """Choose fla's kernels (``fla_rule``) or plain torch, as :func:`.choice.choose` does."""
     kernels = {"fla": kernels_of_fla(fla_rule, device, dtype, state)}
     return choose(backend, mixer, kernels, plain, device=device, bits=bits)

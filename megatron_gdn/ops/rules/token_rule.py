@@ -1,6 +1,6 @@
 """The recurrences of all mixers, one token after the other: the oracle, and a decode step.
 
-Each head has a state ``S [K, V]``. The state decays, one of three updates follows, and q reads:
+Each head has a state ``S [K, V]``. S decays, takes one of three updates, and q reads S:
 
     S_t = exp(g_t) S_{t-1}                                g_t is one number, or one for each row
     S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T            the delta rule

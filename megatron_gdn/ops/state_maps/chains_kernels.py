@@ -1,4 +1,4 @@
-"""A Triton kernel that follows chains of affine maps; :mod:`.state_map` has the letters."""
+"""A Triton kernel that follows chains of affine maps; :mod:`.state_map` explains the letters."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
 
-_COLUMNS = 64  # of a state per program
+_COLUMNS = 64  # columns of a state that one program follows
 _ZERO, _GIVEN, _IDENTITY = range(3)
 
 
@@ -23,9 +23,13 @@ def _follow_kernel(
     K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, START: tl.constexpr,
     GIVEN: tl.constexpr, IDENTITY: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """grid (N, H, tiles of columns): only the first axis takes more than 65535 programs.
+    """Follow chain n; grid (N, H, tiles of columns), of which only N may be more than 65535.
 
-    Rows from K on are 0; a full block has no mask. ``local_p`` is a stride of ``local``, and so on.
+    ``steps_ptr``: the table of :class:`.state_map.Steps`. ``cuts_ptr``: the flags of cuts, read if
+    CUT. START == GIVEN: the states at ``start_ptr`` come before the first maps; START == IDENTITY:
+    the identity; else zero. ``out_ptr`` gets the states. Strides end in the axis: n chains, p maps,
+    q states written, h heads, i rows, j columns; so ``local_p`` goes from map to map in ``local``.
+    Rows from K to BLOCK_K are 0; a block without such rows has no mask.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -77,7 +81,7 @@ def follow(
     start: Tensor | str | None,
     cut: Tensor | None = None,
 ) -> Tensor:
-    """:func:`.state_map.follow` on a GPU; ``table`` has the steps, ``cut`` the flags of cuts."""
+    """:func:`.state_map.follow_chains` on a GPU; ``table``: of the steps, ``cut``: of the cuts."""
     N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]
@@ -96,6 +100,7 @@ def follow(
 def _follow_launch(
     N: int, L: int, H: int, K: int, V: int, X: int, strides: tuple[int, ...], kind: int, cut: bool
 ) -> Launch:
+    """``kind`` of the start is _ZERO, _GIVEN or _IDENTITY; ``cut``: whether there are cuts."""
     return Launch(
         _follow_kernel, (N, H, triton.cdiv(X, _COLUMNS)), L, V, X, *strides,
         K=K, BLOCK_K=block_dim(K), COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY,

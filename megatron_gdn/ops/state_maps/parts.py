@@ -2,7 +2,7 @@
 
 Each part is an affine map of its initial state, ``S_out = through @ S_in + local``, and the maps of
 one sequence form a chain. In fixed buffers the host does not know the chains, so sequences with
-initial states are not cut. The letters are those of :mod:`.state_map`; P parts.
+initial states are not cut. P is the number of parts; :mod:`.state_map` has the other letters.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ def cut_at(documents: Documents, offsets: Sequence[int]) -> Cut:
 def cut_by_length(documents: Documents, value_heads: int, longest_part: int | None = None) -> Cut:
     """Cut every sequence by its own length and the number of heads alone.
 
-    A sequence is cut into as many parts as fill the GPU. But a part has at least 32 chunks, or with
-    fewer heads ``value_heads`` chunks (at least 8), because other sequences fill the GPU too. No
-    part has more than ``longest_part`` tokens (a multiple of 64).
+    A sequence is cut into as many parts as fill the GPU. But a part has at least 32 chunks, because
+    other sequences fill the GPU too. With fewer than 32 heads a part has at least ``value_heads``
+    chunks, and at least 8. No part has more than ``longest_part`` tokens (a multiple of 64).
     """
     starts, (most, fewest) = documents.starts, _most_parts_and_fewest_chunks(value_heads)
     chunks = ceil_div(starts.diff(), CHUNK)
@@ -64,7 +64,7 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
     count = ceil_div(chunks, step)
     P = documents.sequences + largest_number_of_cuts(
         documents, value_heads
-    )  # the last part is empty
+    )  # in fixed buffers the last sequence is empty, and so is its part
     if documents.known:
         P = int(count.sum())
     # Parts divide a sequence as chunks do, so chunk_places computes the places of parts too.
@@ -79,7 +79,8 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
 def largest_number_of_cuts(documents: Documents, value_heads: int) -> int:
     """The largest number of cuts that :func:`cut_by_length` makes in buffers of this size.
 
-    A document of c chunks has at most (c - 1) // fewest cuts, and more than 64 * (c - 1) tokens.
+    A document of c chunks has over 64 * (c - 1) tokens. Parts of at least ``fewest`` chunks have at
+    most (c - 1) // fewest cuts.
     """
     most, fewest = _most_parts_and_fewest_chunks(value_heads)
     return min(documents.total_tokens // (CHUNK * fewest), documents.most * (most - 1))
@@ -129,6 +130,7 @@ class SequenceParts:
     def _of(
         cls, documents: Documents, key: Hashable, cut: Callable[[Documents], Cut]
     ) -> SequenceParts:
+        """Compute the tables for the parts of ``cut(documents)``."""
         made = documents.table(("tables", key), lambda these: _tables(these, cut(these)), False)
         *tables, ragged, first_chunks, indices = (to_device(x, documents.device) for x in made)
         chains: list[range] = []
@@ -144,7 +146,7 @@ class SequenceParts:
 
 
 def _tables(documents: Documents, cut: Cut) -> tuple[Tensor, ...]:
-    """The fields of :class:`Parts` from ``offsets`` to ``ragged``, and its ``places``."""
+    """The fields of :class:`SequenceParts` from ``offsets`` to ``ragged``, and ``places``."""
     (offsets, first), starts = cut, documents.starts
     number = torch.arange(len(offsets) - 1, dtype=torch.int32, device=starts.device)
     owner = torch.searchsorted(first[1:].contiguous(), number, right=True, out_int32=True)

@@ -23,7 +23,7 @@ from ..host_tables import to_device
 from ..switches import full_fp32_matmul
 
 IDENTITY = "identity"
-MOST_ROWS = 128  # of a state; one program of the kernel holds all rows
+MOST_ROWS = 128  # the most rows of a state in the kernel, whose program holds all rows
 NONE = -1
 
 
@@ -92,9 +92,9 @@ class Steps:
 
 
 class Cuts(NamedTuple):
-    """The steps of a chain after which the state is ``local`` alone.
+    """The steps of a chain that set the state to ``local`` alone and drop the state before.
 
-    ``torch.where`` selects the result: 0 * NaN would carry NaN from one document to another.
+    ``torch.where`` drops that state: a product 0 * NaN would carry NaN to the next document.
     """
 
     flags: Tensor  # int32 [L] on the device, 1 for a cut step
@@ -149,7 +149,7 @@ def follow_chains_in_torch(
     start: Tensor | str | None,
     cuts: Cuts | None = None,
 ) -> Tensor:
-    """:func:`follow` in plain torch; stops each chain at its last write."""
+    """:func:`follow_chains` in plain torch; stops each chain at its last write."""
     V, identity = local.shape[-1], isinstance(start, str)
     rows_decay = through.shape[-1] < through.shape[-2]
     with full_fp32_matmul(local.device.type):
