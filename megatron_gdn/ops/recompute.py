@@ -44,7 +44,7 @@ class RefilledOutput:
         self._output, self._refill = output.detach(), refill
 
     def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
-        """Store ``output`` in place of x, if out_proj saves ``output = send(x)`` and not x."""
+        """Recompute ``output = send(x)`` in the backward, where out_proj saves it and not x."""
         made, refill = self._output, self._refill
         if made is None or refill is None:  # no tokens
             return

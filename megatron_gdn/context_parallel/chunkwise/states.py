@@ -123,6 +123,7 @@ def _state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTabl
 def _node_tensors(
     documents: Documents, pieces: Documents, cutting: Cutting, rows: int
 ) -> _NodeTensors:
+    """Index tensors of this rank's fragments, for pieces of ``rows`` tokens."""
     fragments, own, N = fragments_of(documents, cutting), cutting.own, pieces.sequences
     begin, end, local = (x[own] for x in fragments[:3])
     row = torch.arange(rows, device=begin.device).view(1, rows, 1)

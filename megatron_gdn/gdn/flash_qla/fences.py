@@ -96,6 +96,7 @@ def _compile_with_check(name: str, compile: Callable) -> Callable:
     """``compile`` of the kernel ``name``, with a check that the source has all fences."""
 
     def compile_and_check(*args: Any, **kwargs: Any) -> Any:
+        """Compile a kernel; refuse it if fences are missing."""
         compiled = compile(*args, **kwargs)
         source = compiled.get_kernel_source()
         if missing_fences(source):

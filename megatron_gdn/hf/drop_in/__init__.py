@@ -1,4 +1,4 @@
-"""Run transformers models in place, with packing that does not leak and context parallelism.
+"""Run transformers models in place, with context parallelism and with documents kept apart.
 
 transformers is imported where a function needs it; Megatron is never imported.
 """

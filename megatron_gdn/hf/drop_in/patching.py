@@ -70,7 +70,7 @@ def patch(
         a handle with ``undo()``, also a context manager. Its ``repr`` says what was replaced.
 
     Raises:
-        ValueError: the model has no such modules, is patched already, or an option does not fit.
+        ValueError: the model has no modules to patch, is patched already, or refuses an option.
     """
     if attention not in (None, "gathered"):
         raise ValueError(f"attention={attention!r} is not known; use 'gathered' or None.")

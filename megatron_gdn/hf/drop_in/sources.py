@@ -29,7 +29,7 @@ _EXCLUDED = -1e4  # this number or a lower one, added to a score, makes an atten
 
 
 class Sources(NamedTuple):
-    """The arguments of one forward that may name documents, and where a rank's tokens lie."""
+    """Arguments of one forward that give document boundaries or the places of a rank's tokens."""
 
     attention_mask: Tensor | None = None
     packed_seq_ids: Tensor | None = None

@@ -11,8 +11,8 @@ from typing import NamedTuple
 MOST_PROGRAMS = 65535  # the largest size of the second and the third axis of a grid
 _FEWEST_STEPS = 8  # tokens of a segment, no fewer than the 8 taps of a convolution
 _STEPS_OF_A_STAGE = 4  # equals conv_forward.UNROLL, which cannot be imported without Triton
-# The most bytes of shared memory for prefetched rows. A Hopper multiprocessor has this memory for
-# each of two programs, a small GPU for one program. A launch that asks for more memory fails.
+# The most bytes of shared memory for prefetched rows. A Hopper multiprocessor has room for two
+# programs that use so much, one of a small GPU for one. A launch that asks for more memory fails.
 _MOST_COPIED = 96 << 10
 
 

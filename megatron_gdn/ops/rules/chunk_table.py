@@ -90,8 +90,8 @@ class ChunkGroup:
         if back:
             opens, closes, closing = closes, opens, self.begins
         # A sequence's final state and the next sequence's initial state have the same place in
-        # ``states``, so final states have a buffer of their own. (In the caller's buffer a state's
-        # alignment would depend on the sequence's place, and on a CPU bits depend on alignment.)
+        # ``states``, so final states have a buffer of their own. (In a buffer
+        # of all sequences a state's alignment, and so on a CPU its last bits, would depend on n.)
         left = leaving[:0] if closes is None else leaving.index_select(0, closes[0])
         if carried is not None:
             entering[self.chunks - 1 if back else 0].copy_(carried)
