@@ -77,9 +77,10 @@ def require_agreement(
     """Raise a ValueError if the ranks of ``group`` were given different micro-batches.
 
     Nothing is compared on one rank, on the meta device, while a CUDA graph is captured, or with
-    ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. If boundaries are in fixed
-    buffers, only the largest number of documents is compared. ``layer`` is from :func:`number_of_new_layer`, ``tokens`` counts
-    the tokens of all ranks, and the group's backend communicates on ``device``.
+    ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. If boundaries are in fixed buffers,
+    only the largest number of documents is compared. ``layer`` is from
+    :func:`number_of_new_layer`, ``tokens`` counts the tokens of all ranks, and the group's backend
+    communicates on ``device``.
     """
     if group is None or group.size() == 1 or _cannot_send(device):
         return
