@@ -113,7 +113,13 @@ CASES = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+# A minute each in the interpreter; the documents of the same rule are held in every run.
+LONG = ("KDA, rows", "GDN-2, rows")
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(x, marks=[pytest.mark.nightly] if x in LONG else []) for x in CASES]
+)
 def test_the_kernels_give_what_the_plain_rule_gives_in_fp64(kernels, case):
     torch.manual_seed(0)
     rule, plain, (draw, *sizes), lengths, with_states = CASES[case]
