@@ -68,6 +68,7 @@ def assert_fp32(got, exact, steps):
     torch.testing.assert_close(got.double(), exact, equal_nan=True, **tolerance)
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
 @pytest.mark.parametrize("chains", CHAINS.values(), ids=CHAINS)
 @pytest.mark.parametrize("given", [True, False])

@@ -91,6 +91,7 @@ def assert_all_close(got, exact) -> None:
             assert_close(name, getattr(got, name), getattr(exact, name))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("tile", [None, SMALL_WALK], ids=["table", "small"])
 def test_forward_equals_the_twin(case, tile):
     got = forward("triton", case, bits=Bits(tile is not None), tile=tile)
@@ -98,6 +99,7 @@ def test_forward_equals_the_twin(case, tile):
     assert_all_close(got, forward("torch", case.double()))
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(
     ("tile", "per_value_head", "batch_invariant"),
     [(None, False, False), (SMALL_WALK, True, True)],
@@ -174,6 +176,7 @@ def test_gates_keep_their_digits_where_softplus_is_tiny_or_huge(device):
 each_twin = pytest.mark.parametrize("kernels", ["triton", "torch"])
 
 
+@pytest.mark.each_value
 @each_twin
 @pytest.mark.parametrize(
     "only", ["q", "k", "v", "q k", "q k v", "k v", "v g", "g", "beta", "g beta"]
@@ -298,6 +301,7 @@ def test_gates_of_any_decay_rate_are_the_twins(A_log, device):
     assert all(x.isfinite().all() for x in (*gates, twin.A_log))
 
 
+@pytest.mark.each_value
 @each_twin
 @few("S1", "S65-B2", "packed-1to3", "packed-B2")
 def test_gates_beside_the_rows_give_what_gates_in_the_rows_give(case, kernels):

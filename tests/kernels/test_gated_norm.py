@@ -50,6 +50,7 @@ def assert_twins(ours, plain, o, proj, gamma, d_out, **options):
     assert d_proj.isnan().all(), "only z's columns are the norm's to write"
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize(
     "options", [{}, {"zero_centered": True}, {"activation": "sigmoid"}], ids=str
 )
@@ -83,6 +84,7 @@ def test_an_all_zero_row_gives_zeros_and_finite_gradients(device):
     assert d_o.isfinite().all()
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("which", [0, 1], ids=["triton", "torch"])
 def test_o_may_have_another_dtype_than_the_projection(case, which):
     """The result and the gradient of o have the projection's and its accuracy: nothing is fp16."""

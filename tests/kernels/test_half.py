@@ -29,6 +29,7 @@ def assert_equal_to_the_twin(x, key_heads):
     return got
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 @pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES)
 def test_every_bit_equals_the_twins(shape, dtype, device):
@@ -73,6 +74,7 @@ def test_gradients_that_are_not_contiguous(device):
     assert_equal_to_the_twin(x.transpose(0, 1), G)
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", ["usual", "lower one", "far lower", "none", "nan"])
 @pytest.mark.parametrize("shape", [SHAPES["T300-1to3"], SHAPES["T700-B2"]], ids=str)
 def test_powers_are_lowered_for_states_as_by_the_twin(shape, case, device):

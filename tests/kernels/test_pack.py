@@ -58,6 +58,7 @@ def shares(request):
     return SHARES[request.param]
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize(("s", "B"), [(1, 1), (5, 3), (17, 1)])
 def test_packing_and_unpacking_equal_the_twin(shares, device, s, B, dtype):
@@ -70,6 +71,7 @@ def test_packing_and_unpacking_equal_the_twin(shares, device, s, B, dtype):
     rows.both("unpack_peers", "whole", "messages", "full", "whole", "shares", "rank", "own_place")
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("s", "B"), [(1, 1), (5, 3), (17, 1)])
 def test_own_rows_go_along_with_the_peers(shares, device, s, B):
     rows = Rows(shares, device, s=s, B=B)
@@ -90,6 +92,7 @@ def test_own_rows_go_along_with_the_peers(shares, device, s, B):
     )  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize(("s", "B"), [(1, 1), (5, 3), (17, 1)])
 def test_moving_rows_equals_the_twin(shares, device, s, B):
     rows = Rows(shares, device, s=s, B=B)

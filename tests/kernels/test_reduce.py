@@ -15,6 +15,7 @@ OUTS = {
 }  # fmt: skip
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("rows", [0, 1, 9, 300])
 @pytest.mark.parametrize("outs", OUTS.values(), ids=OUTS)
 def test_each_out_has_its_columns(outs, rows, device):

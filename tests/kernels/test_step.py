@@ -65,6 +65,7 @@ WITH_EVERY_TAP = CASES | {
 }
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", WITH_EVERY_TAP.values(), ids=WITH_EVERY_TAP)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_step_in_place_is_the_recurrence(device, case, dtype):
@@ -74,6 +75,7 @@ def test_a_step_in_place_is_the_recurrence(device, case, dtype):
     hold_steps(made, drawn_like(memory), [1] * (taps + 1))  # until all of it was written here
 
 
+@pytest.mark.each_value
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 @pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
 def test_steps_in_a_contexts_buffers_are_the_recurrence(device, case, dtype):
