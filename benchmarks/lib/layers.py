@@ -147,7 +147,7 @@ def our_layer(
     hidden: int,
     sizes: HeadSizes,
     backend: str,
-    recomputing: bool | None = False,
+    recompute: str | None = None,
     cp: int = 1,
     deterministic: bool = False,
     linears: str = "local",
@@ -165,7 +165,7 @@ def our_layer(
         submodules,
         layer_number=1,
         backend=backend,
-        recompute="light" if recomputing else None,
+        recompute=recompute,
         **options,
     )
     return layer.to(DEVICE).bfloat16()
@@ -227,7 +227,7 @@ def thd(offsets: list[int] | None):
 
 OPTIONS = {
     "ours": {},
-    "ours-recompute": {"recomputing": True},
+    "ours-recompute": {"recompute": "light"},
     "ours-bf16": {"rule_operands": "bf16"},
 }
 

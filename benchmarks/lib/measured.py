@@ -52,7 +52,7 @@ def build(name: str, cell: Cell) -> torch.nn.Module:
         layer = upstream_layer(cell.hidden, cell.sizes, linears=cell.linears)
     else:
         layer = our_layer(
-            cell.hidden, cell.sizes, "auto" if DEVICE == "cpu" else "flash_qla", None,
+            cell.hidden, cell.sizes, "auto" if DEVICE == "cpu" else "flash_qla",
             linears=cell.linears, recompute=LEVELS[name],
         )  # fmt: skip
     if cell.gates == "slow":
