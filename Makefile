@@ -1,8 +1,9 @@
 # `make demo` trains a small model, `make test` runs the tests; both set up .venv first. `make test`
 # leaves out what is slow: whole launches, and more sizes of laws that it holds at one.
-# `make test-all` runs everything but `make test-shapes`: the laws of numbers as on another machine,
-# where sums are taken in other orders. .ci/run asks for both.
-# `make nightly` (an estimated hour on two idle cores) runs what is too long for `make test`:
+# `make test-all` adds the slow tests and the kernels in Triton's interpreter. `make test-shapes` runs
+# the laws of numbers as on another machine, where sums are taken in other orders. .ci/run asks for
+# both.
+# `make nightly` (hours on two cores) runs the rest: every combination of the parameters of a law;
 # runs that are ended at random steps, again and again; the commands of the pages as they are, from
 # a fresh clone; the package installed from a clone and a wheel; kernels compiled for Hopper.
 #
@@ -45,6 +46,7 @@ test-kernels: $(VENV)/.ready
 
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
+	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -m nightly tests/kernels
 
 # A clone's own scripts run launches, one of them by torchrun, and fill the table of docs/support.md, and its source is read
 # for what its layers ask of ours: make test-launches MEGATRON_LM=folder

@@ -1,6 +1,6 @@
 """Importing this module calls :func:`megatron_gdn.patch_megatron` and adds 'K' layers to Megatron.
 
-Name this module in launches that only import a module in each process that builds a model::
+Some launchers take the name of a module to import in each process that builds a model::
 
     VERL_USE_EXTERNAL_MODULES=megatron_gdn.enable       # verl
 

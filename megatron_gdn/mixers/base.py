@@ -236,9 +236,8 @@ class RecurrentMixer(
     ) -> tuple[Tensor, RefilledOutput | None]:
         """Turn rows ``[S, B, p]`` after ``passage.open`` into ``[s, B, H * V]`` for out_proj.
 
-        ``own_rows`` are this rank's rows before ``batch.passage.open``, if
-        :attr:`gates_own_rows`. The second result computes the rows for out_proj again in the
-        backward, or is None.
+        ``own_rows`` are the rank's rows before ``passage.open``, if :attr:`gates_own_rows`. The
+        second result computes the rows for out_proj again in the backward, or is None.
         """
         recompute = self.recompute_norm_out and self.training and torch.is_grad_enabled()
         if recompute and saved_tensors_are_hooked():

@@ -81,7 +81,7 @@ def _compiled_attention() -> Callable[..., Tensor]:
 
 
 def _key_places(documents: Documents) -> tuple[Tensor, Tensor]:
-    """Place and end of every key, int32 ``[S]`` on the host."""
+    """For each key its place, and the place after the last query that sees it: int32 ``[S]``."""
     slots, lengths, parents = documents.lengths, documents.lengths, (-1,) * len(documents.lengths)
     if isinstance(documents, TreeDocuments):
         lengths, parents = documents.lengths_without_padding, documents.parents

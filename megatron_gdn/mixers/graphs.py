@@ -78,8 +78,8 @@ def static_packed_seq_params(
 ) -> PackedSeqParams:
     """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
 
-    Every replay uses the boundaries that :func:`set_documents` wrote last. Until this
-    function's first call the buffers hold documents of ``max_seqlen`` tokens. An example is in
+    Every replay uses the boundaries that :func:`set_documents` wrote last. Until the
+    first call of that function the buffers hold documents of ``max_seqlen`` tokens. An example is in
     ``docs/cuda_graphs.md``.
 
     Args:

@@ -53,7 +53,7 @@ class Fp32Parameters(nn.Module):
         protected = [*kept, *(p.grad for p in kept if p.grad is not None)]
 
         def apply(tensor: Tensor) -> Tensor:
-            """Apply ``fn``; cast one of the protected tensors to fp32 or wider only."""
+            """Apply ``fn``, but never make a protected tensor narrower than fp32."""
             moved = fn(tensor)
             if moved.dtype != tensor.dtype and any(tensor is p for p in protected):
                 return tensor.to(moved.device, torch.promote_types(moved.dtype, torch.float32))

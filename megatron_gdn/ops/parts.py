@@ -105,7 +105,7 @@ def parts_of(
     kernels: str = "auto",
     gates: Tensor | None = None,
 ) -> Parts:
-    """The parts of a mixer whose front is a table.
+    """The front, rule and readout of a mixer whose front is described by ``table``.
 
     Args:
         rows: ``[S, B, P]``, any strides of S and B; its device and dtype choose the kernels.

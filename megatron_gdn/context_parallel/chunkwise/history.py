@@ -124,7 +124,7 @@ def _build_tables(
         return travels, torch.where(travels, number, -1), distance
 
     def by_piece(x: Tensor) -> Tensor:
-        """Flatten ``x`` ``[h, C]`` by chain, without each chain's first node: it has no history."""
+        """Flatten ``x [h, C]`` by chain, without each chain's first node, which has no history."""
         return x[rank == 0 :].T.flatten()
 
     h, C = local.shape

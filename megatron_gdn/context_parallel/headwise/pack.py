@@ -68,7 +68,10 @@ def _launch_copy(
     kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """Launch the copy kernel; ``kept_rows``: full rows, and places for ``skipped_rank``'s rows."""
+    """Launch the copy kernel for the messages of ``first_rank``, ``first_rank + 1``, ...
+
+    ``kept_rows`` are full rows, and the places for the rows of ``skipped_rank``.
+    """
     tokens, batch, _ = whole.shape
     if not tokens * batch or not message_count or not cut:
         return

@@ -42,6 +42,7 @@ class FlashQlaForward(RuleForward):
     _maps: PartMaps | None = None
 
     def _part_maps(self) -> PartMaps:
+        """The state map of every part of the cut sequences, computed once."""
         if self._maps is None:
             parts = self.rule.plan(self.inputs, self.documents, states=True)
             self._maps = part_maps(in_one_row(self.inputs), parts)

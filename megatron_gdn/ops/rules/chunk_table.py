@@ -217,7 +217,7 @@ class ChunkTable:
 
 
 class _TokenPlaces(NamedTuple):
-    """Tables of all n chunks, with the empty chunks that fill up groups on a GPU."""
+    """The places of tokens in n chunks; on a GPU empty chunks among them fill up the last group."""
 
     slot: Tensor  # int64 [T], the slot of each token
     token: Tensor  # int64 [n * C], the token in each slot; empty slots repeat some token
