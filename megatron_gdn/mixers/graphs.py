@@ -79,8 +79,8 @@ def static_packed_seq_params(
     """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
 
     Every replay uses the boundaries that :func:`set_documents` wrote last. Until the
-    first call of that function the buffers hold documents of ``max_seqlen`` tokens. An example is in
-    ``docs/cuda_graphs.md``.
+    first call of that function the buffers hold documents of ``max_seqlen`` tokens. There is an
+    example in ``docs/cuda_graphs.md``.
 
     Args:
         total_tokens: tokens of the packed buffer over all context-parallel ranks; the same for
