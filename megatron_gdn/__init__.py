@@ -36,7 +36,7 @@ __all__ = sorted(name for name in _HOME if name[0] != "_")  # pyright: ignore[re
 
 
 def _version() -> str:
-    """The installed package's version; in a clone that in ``pyproject.toml``, else "unknown"."""
+    """Version of the installed package, else in the clone's ``pyproject.toml``, else "unknown"."""
     from importlib.metadata import PackageNotFoundError, version
     from pathlib import Path
 

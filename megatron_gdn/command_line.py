@@ -1,4 +1,4 @@
-"""Parses options of the package's commands; imports no torch; suggests names for wrong options."""
+"""Parses the options of the package's commands, without torch; suggests names for wrong ones."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Parser of the command ``prog``: no shortened options; prints errors as one line."""
+    """Parses the options of the command ``prog``; refuses short forms; prints one-line errors."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
+        """``prog``: the command's name in its messages; ``settings``: as for ``ArgumentParser``."""
         settings.setdefault("formatter_class", argparse.RawDescriptionHelpFormatter)
         super().__init__(prog=prog, allow_abbrev=False, **settings)
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """argparse's method, which also keeps ``args`` for suggestions in error messages."""
+        """Parse ``args`` into ``namespace`` as argparse does; store ``args`` for suggestions."""
         self._given = sys.argv[1:] if args is None else list(args)
         return super().parse_known_args(self._given, namespace)
 
@@ -27,7 +28,7 @@ class Parser(argparse.ArgumentParser):
         self.exit(2, f"error: {message}{self._suggestion(message)} (see --help)\n")
 
     def _suggestion(self, message: str) -> str:
-        """A suggestion of known options or values for the wrong ones in ``message``."""
+        """``; did you mean X?`` for the wrong option or value in ``message``, or an empty text."""
         if wrong := re.search(r"invalid choice: '([^']*)' \(choose from (.*)\)", message):
             return did_you_mean([wrong[1]], re.findall(r"[\w.-]+", wrong[2]))
         known = self._options()
@@ -54,7 +55,7 @@ def heads(text: str) -> tuple[int, int]:
 
 
 def did_you_mean(given: Iterable[str], known: Iterable[str]) -> str:
-    """``; did you mean X, Y?`` with the known words most like the given ones, or an empty text."""
+    """``; did you mean X, Y?``: the ``known`` words nearest to ``given``; "" if none is near."""
     known = list(known)
     near = [match for word in given for match in difflib.get_close_matches(word, known, 1)]
     return f"; did you mean {', '.join(near)}?" if near else ""

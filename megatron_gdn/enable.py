@@ -1,4 +1,4 @@
-"""Importing this module calls :func:`megatron_gdn.patch_megatron` and adds 'K' layers to Megatron.
+"""An import of this module calls `megatron_gdn.patch_megatron` and allows 'K' in hybrid patterns.
 
 Some launchers take the name of a module to import in each process that builds a model::
 

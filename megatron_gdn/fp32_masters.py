@@ -3,7 +3,7 @@
 Megatron's own layer keeps ``A_log`` and ``dt_bias`` in bf16, and its optimizer keeps fp32 masters.
 From a checkpoint of Megatron's layer, this package's layer gets these values:
 
-| the checkpoint's optimizer               | loaded with its state | without (finetuning)     |
+| the checkpoint's optimizer               | its state is loaded   | not loaded (finetuning)  |
 |------------------------------------------|-----------------------|--------------------------|
 | Float16Optimizer (no sharding)           | master                | `load_fp32_masters`      |
 | DistributedOptimizer, fully_reshardable  | master                | `load_fp32_masters`      |
@@ -28,7 +28,7 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-# Float16Optimizer writes fp32_param, DistributedOptimizer param; chained optimizers add numbers.
+# Keys of masters: Float16Optimizer names them fp32_param, DistributedOptimizer names them param.
 _MASTER = re.compile(r"(chained_\d+\.)?optimizer\.state\.(fp32_param|param)\.(?P<key>.+)")
 
 
@@ -62,8 +62,8 @@ def load_fp32_masters(
     chunks: Any = unwrap_model([model] if isinstance(model, nn.Module) else list(model))
     saved: dict[str, Any] = dist_checkpointing.load_tensors_metadata(str(folder))
     masters = _masters_by_key(saved)
-    # A parameter that is fp32 in the file is exact already, and its master may be out of date: a
-    # fused Adam with its own masters does not update the masters of fp32 parameters.
+    # A parameter that is fp32 in the file is exact already. Its master may be out of date, because
+    # a fused Adam with its own masters does not update the masters of fp32 parameters.
     wanted: dict[str, Any] = {
         masters[tensor.key]: tensor
         for chunk in chunks

@@ -21,7 +21,7 @@ replaces Mamba2 layers too; the default is gdn.
 
 
 def script_file(script: str) -> Path:
-    """The file that ``script`` names, a path or the name of a script in the clone.
+    """The file of ``script``, a path or the name of a script in the clone of Megatron-LM.
 
     Raises:
         FileNotFoundError: the current folder and the clone have no such file.
@@ -40,7 +40,7 @@ def script_file(script: str) -> Path:
 
 
 def main(arguments: list[str]) -> int:
-    """Run the script ``arguments[0]``, return 0; return 2 if the script does not exist."""
+    """Run the script ``arguments[0]`` with the other arguments; return 0, or 2 without a script."""
     if not arguments or arguments[0].startswith("-"):  # options after SCRIPT belong to the script
         parser = Parser(
             "python -m megatron_gdn.launch", description=_DESCRIPTION, usage="%(prog)s SCRIPT ..."

@@ -36,7 +36,7 @@ from .layer import (
     with_launch_options,
 )
 
-# Names of the variant in Megatron-Core 0.19 and later.
+# Gated DeltaNet's names in experimental_attention_variant: in Megatron 0.19 and in later ones.
 GDN_VARIANTS = ("gated_delta_net", "gdn")
 _SPECS = {**dict.fromkeys(GDN_VARIANTS, gated_delta_net_spec), "gdn2": gated_delta_net2_spec}
 
@@ -45,10 +45,11 @@ _get_block_submodules = transformer_block._get_block_submodules
 
 
 # ``pretrain_gpt.py`` of Megatron-LM's dev passes the function that ``--spec`` names to the model,
-# which refuses a function ("specialize for function"); core_r0.19.0 and main call the function.
+# which refuses a function ("specialize for function"); core_r0.19.0 and main call the function. So
+# the next function replaces the model's ``_get_block_submodules``, which it calls.
 @functools.wraps(_get_block_submodules)
 def _submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **named: Any) -> Any:
-    """Megatron's submodules of a block; ``spec`` may also be a function that returns a spec."""
+    """Megatron's function, but ``spec`` may also be a function that returns a spec."""
     if callable(spec) and not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         taken = inspect.signature(spec).parameters
         given = dict(zip(("vp_stage", "pp_rank"), stage, strict=False)) | named
@@ -102,11 +103,12 @@ def gpt_block_spec(
 
 
 def _mixer_spec(config: Any, modules: str, **options: Any) -> ModuleSpec:
+    """The spec of the mixer that ``config.experimental_attention_variant`` names."""
     return _SPECS[config.experimental_attention_variant](modules, **options)
 
 
 def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
-    """Megatron's layer specs with our Gated DeltaNet (``options``), and Megatron's final norm."""
+    """Megatron's layer specs with our mixer and its ``options``, and Megatron's final norm."""
     layer_specs = variants.get_transformer_layer_with_experimental_attention_variant_spec(config)
     mixer = _mixer_spec(config, "te", **options)
     theirs = upstream.GatedDeltaNet, getattr(upstream, "GatedDeltaNet2", None)
@@ -120,6 +122,7 @@ def _te_layer_specs(config: TransformerConfig, options: dict[str, Any]):
 
 
 def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> list[ModuleSpec]:
+    """The layer specs of plain-torch modules; ``options`` are those of the mixer."""
     mixers = (
         local_attention_spec(config.qk_layernorm, options.get("cp_layout", AUTO)),
         _mixer_spec(config, "local", **options),
@@ -127,7 +130,7 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
     layer_specs = []
     for is_gdn, has_experts in layer_kinds(config):
         before = {"input_layernorm": f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}"}
-        if has_experts:  # Transformer Engine, too, has no fused norm before experts
+        if has_experts:  # the norm before experts is not fused, with Transformer Engine either
             mlp = get_moe_module_spec(
                 use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
             )
@@ -147,7 +150,7 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
 
 
 def layer_kinds(config: Any) -> list[tuple[int, int]]:
-    """For each layer, whether it is a Gated DeltaNet and whether it has experts."""
+    """For each layer, 1 or 0 for "is a Gated DeltaNet", and 1 or 0 for "has experts"."""
     dense, variant = [0] * config.num_layers, config.experimental_attention_variant
     is_gdn = dense if variant is None else variants.get_linear_attention_pattern(config)
     is_moe = variants.get_moe_layer_pattern(config) if config.num_moe_experts else dense

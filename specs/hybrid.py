@@ -4,9 +4,9 @@
     --spec megatron_gdn.specs hybrid_stack_spec --hybrid-layer-pattern "G-G-G-*-"
 
 A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2". Megatron's
-patterns have no letter for Kimi Delta Attention (0.19, main and dev of November 2026), so Megatron
-sees a 'K' layer as a 'G' layer, which this file builds from another spec. ``"M*G-/M*/M*"`` is the
-model ``M*G-`` with two heads of multi-token prediction, each of the layers ``M*``.
+patterns have no letter for Kimi Delta Attention (0.19, main and dev of November 2026), so this file
+passes 'G' for each 'K' to Megatron and builds the layer from another spec. ``"M*G-/M*/M*"`` is the
+model ``M*G-`` with two heads of multi-token prediction, each with layers ``M*``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from .layer import (
     with_launch_options,
 )
 
-KDA, GDN2 = "K", "gdn2"  # a letter of layer patterns; a name of an attention variant
+KDA, GDN2 = "K", "gdn2"  # a letter of layer patterns, and the name of a variant
 # Options of 'G' layers that mean the same in 'M' and 'K' layers.
 _SHARED = ("cp_layout", "linear_cp_mode", "cp_ranks_per_machine", "backend")
 # Legal values of the option ``backend`` in 'M' and 'K' layers.
@@ -65,10 +65,10 @@ _SYMBOLS = {"dsa_layer": "D", "mla_layer": "+", "moe_layer": "E"}
 
 
 class HybridStackSpec(ModuleSpec):
-    """Spec of a ``HybridStack`` with this package's mixers; a call returns a spec with options."""
+    """Spec of a ``HybridStack`` with this package's mixers; call it to get a spec with options."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """A spec of these modules with these options.
+        """A new spec with the modules and options given here; those of this spec are not kept.
 
             spec(modules="auto", *, qk_layernorm=False, mamba=None, kda=None, **options)
 
@@ -82,7 +82,7 @@ class HybridStackSpec(ModuleSpec):
             mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention constructors.
             **options: keyword arguments of the GatedDeltaNet constructor, or of GatedDeltaNet2's if
                 the config's variant is "gdn2". 'M' and 'K' layers also get ``cp_layout``,
-                ``linear_cp_mode``, ``cp_ranks_per_machine`` and a ``backend`` that they have,
+                ``linear_cp_mode``, ``cp_ranks_per_machine`` and, if they know it, ``backend``,
                 unless ``mamba`` or ``kda`` gives another value; '*' layers get ``cp_layout``.
 
         Returns:
@@ -105,7 +105,10 @@ def _hybrid_stack_spec(
     kda: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
-    """The spec that :meth:`HybridStackSpec.__call__` describes."""
+    """The spec for these options; ``qk_layernorm``: '*' layers norm query and key.
+
+    :meth:`HybridStackSpec.__call__` explains the other options.
+    """
     modules, gdn_options = resolve_modules(modules), with_launch_options(GatedDeltaNet, options)
     shared = {name: value for name, value in gdn_options.items() if name in _SHARED}
     mamba_options, kda_options = (
@@ -135,17 +138,18 @@ def _hybrid_stack_spec(
 
 
 def _upstream() -> HybridStackSubmodules:
+    """The submodules of Megatron's own hybrid stack, with Transformer Engine."""
     return cast(HybridStackSubmodules, hybrid_layer_specs.hybrid_stack_spec.submodules)
 
 
 def _te_submodules(
     mixer: ModuleSpec, mamba2: ModuleSpec, qk_layernorm: bool, cp_layout: str
 ) -> HybridStackSubmodules:
-    """Megatron's hybrid stack with our mixers (``mamba2`` for 'M') and attention for trees."""
+    """Megatron's hybrid stack with ``mixer`` for 'G', ``mamba2`` for 'M', and our attention."""
     layer = cast(Any, _upstream().attention_layer)
     theirs = layer.submodules.self_attention
     core = partial(class_with_tree_attention(theirs.submodules.core_attention), cp_layout=cp_layout)
-    # Megatron's stack has no norms of query and key, even if the config asks for them.
+    # Megatron's own stack has no norms of query and key, even if config.qk_layernorm is set.
     norms = {"q_layernorm": te.TENorm, "k_layernorm": te.TENorm} if qk_layernorm else {}
     attention = replace(
         theirs,
@@ -166,7 +170,7 @@ def _te_submodules(
 def _local_submodules(
     mixer: ModuleSpec, mamba2: ModuleSpec, attention: ModuleSpec
 ) -> HybridStackSubmodules:
-    """A hybrid stack of plain-torch layers."""
+    """A hybrid stack of plain-torch layers: ``mixer`` for 'G', ``mamba2`` for 'M'."""
     mlp = TransformerLayerSubmodules(
         mlp=local_mlp_builder(),
         mlp_bda=BIAS_DROPOUT_ADD,
@@ -180,7 +184,7 @@ def _local_submodules(
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
         "moe_layer": ModuleSpec(module=LocalMoELayer, submodules=experts),
     }
-    # Versions of Megatron have different layers. A layer without a spec would be an identity.
+    # Versions of Megatron have different layers; without a spec Megatron would build an identity.
     places = {field.name for field in fields(HybridStackSubmodules)}
     for place in sorted(place for place in places - layers.keys() if place.endswith("_layer")):
         symbol = {"symbol": _SYMBOLS.get(place, place)}
@@ -189,7 +193,7 @@ def _local_submodules(
 
 
 def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
-    """A layer of one mixer, with a norm before the mixer's module ``linear`` unless it is None."""
+    """A layer of one mixer, with a norm before its module ``linear``; None: without a norm."""
     norm = {} if linear is None else norms_before(input_layernorm=f"self_attention.{linear}")
     return ModuleSpec(
         module=TransformerLayer,
@@ -200,7 +204,7 @@ def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
 
 
 def _mamba_layer(mixer: ModuleSpec, **norm: Any) -> ModuleSpec:
-    """A Mamba layer of one mixer, with a norm before it if ``norm`` is given."""
+    """A Mamba layer of one mixer; ``norm``: the arguments for a norm before the mixer, if any."""
     return ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=BIAS_DROPOUT_ADD, **norm),
@@ -208,7 +212,7 @@ def _mamba_layer(mixer: ModuleSpec, **norm: Any) -> ModuleSpec:
 
 
 class KDAHybridStack(HybridStack):
-    """Megatron's stack with 'K' layers, which are 'G' in ``layer_type_list``.
+    """Megatron's stack with 'K' layers, for which Megatron's own code gets the letter 'G'.
 
     ``kda_options`` are the options of 'K' layers in the last stack that this process built.
     """
@@ -225,6 +229,7 @@ class KDAHybridStack(HybridStack):
         pp_layer_offset: int = 0,
         **others: Any,
     ) -> None:
+        """``layers``: the specs of 'K' and "gdn2"; ``layer_type_list``: the stage's letters."""
         KDAHybridStack.kda_options = cast(Any, layers[KDA].submodules).self_attention.params
         submodules, letters = _with_kda_and_gdn2(
             submodules, layers, config, layer_type_list, pp_layer_offset
@@ -243,14 +248,15 @@ def _with_kda_and_gdn2(
 ) -> tuple[HybridStackSubmodules, list[str]]:
     """``submodules`` with a ``gdn_layer`` for 'G' and 'K' layers, and ``letters`` with 'G' for 'K'.
 
-    ``before`` layers are on earlier pipeline stages; ``layers`` has the specs of 'K' and "gdn2".
+    ``letters``: one per layer of this stage. ``before``: the number of layers on earlier pipeline
+    stages. ``layers``: the specs of 'K' layers and of "gdn2" layers.
     """
     letters = list(letters)
     numbers = {before + place for place, letter in enumerate(letters, start=1) if letter == KDA}
     variant = config.experimental_attention_variant
     gdn = layers[GDN2] if variant == GDN2 else submodules.gdn_layer
     of_two = {"gdn": gdn, "kda": layers[KDA], "numbers": numbers}
-    # Under this variant Megatron's main assigns to submodules.self_attention of the spec.
+    # For "gdn2" Megatron's main branch sets the attribute submodules.self_attention of the spec.
     assigned = SimpleNamespace(self_attention=SimpleNamespace())
     place = ModuleSpec(module=_GDNOrKDALayer, params=of_two, submodules=assigned)
     submodules = replace(submodules, gdn_layer=place)
@@ -272,9 +278,8 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     """Megatron's MTP layer, which refuses documents that Megatron would shift wrongly.
 
     Megatron shifts tokens, labels and loss masks by one token per head, document by document, and
-    assumes that each document begins at its offset in ``cu_seqlens_q`` and, over context-parallel
-    ranks, lies in zigzag. Otherwise tokens would get other tokens' labels. ``layers`` are specs of
-    'K' layers and of Gated DeltaNet-2 layers.
+    assumes that each document begins at its offset in ``cu_seqlens_q`` and is cut in zigzag over
+    context-parallel ranks. Otherwise tokens would get other tokens' labels.
     """
 
     def __init__(
@@ -289,6 +294,9 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
         hybrid_submodules: HybridStackSubmodules,
         **others: Any,
     ) -> None:
+        """``layers``: the specs of 'K' and "gdn2" layers; ``mtp_layer_pattern``: the letters of
+        the head's layers; ``hybrid_submodules``: the specs of the stack's layers.
+        """
         loader_layout = LoaderLayout(cp_layout, config)
         if pg_collection.cp.size() > 1:
             _require_zigzag(loader_layout.of_packed(), pg_collection.cp)
@@ -312,7 +320,7 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
 
 
 def _require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
-    """Refuse a cut in which Megatron would give tokens other tokens' labels."""
+    """Raise an error unless ``layout`` is zigzag, in which Megatron shifts labels."""
     if layout is not SequenceLayout.ZIGZAG:
         raise ValueError(
             f"Megatron shifts the labels of multi-token prediction in the zigzag layout. With "
@@ -323,7 +331,7 @@ def _require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
 
 
 def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
-    """Refuse packed documents whose labels Megatron would shift across the ends of documents.
+    """Raise an error if Megatron would shift labels from one packed document to another.
 
     If ``cu_seqlens_q`` and ``cu_seqlens_q_padded`` are two tensors, the host waits for the GPU.
     """
@@ -357,12 +365,12 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
 
 
 def _local_mtp_spec() -> ModuleSpec:
-    """Multi-token prediction in plain torch, with checkpoints equal to Transformer Engine's."""
+    """Multi-token prediction in plain torch, with Transformer Engine's checkpoint keys."""
     parts = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=TorchRMSNorm,
         hnorm=TorchRMSNorm,
         eh_proj=ColumnParallelLinear,
-        mtp_model_layer=cast(Any, None),  # Megatron builds these layers from the pattern
+        mtp_model_layer=cast(Any, None),  # Megatron builds it from the pattern
         layer_norm=TorchRMSNorm,
     )
     layer = ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=parts)
@@ -371,7 +379,7 @@ def _local_mtp_spec() -> ModuleSpec:
 
 
 def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
-    """``theirs`` with each layer replaced by a :class:`HybridMTPLayer` of the same submodules."""
+    """Megatron's spec ``theirs``, with :class:`HybridMTPLayer` and ``options`` for its layers."""
     layers = [
         replace(layer, module=HybridMTPLayer, params={**layer.params, **options})
         for layer in cast(Any, theirs.submodules).layer_specs

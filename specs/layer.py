@@ -1,4 +1,4 @@
-"""Our mixers as Megatron ModuleSpecs, the mixers' options in a launch, and plain-torch layers.
+"""Megatron ModuleSpecs of our mixers and of plain-torch layers, and a launch's mixer options.
 
 ``--spec`` takes no options, so a launch gives options in the environment:
 
@@ -49,12 +49,12 @@ _MEGATRON_ARGUMENTS = {
     "self", "config", "submodules", "layer_number", "pg_collection", "name", "cp_comm_type",
     "pp_layer_offset", "is_mtp_layer",
 }  # fmt: skip
-# Megatron builds from this object, although its annotations ask for a class.
+# Megatron calls this function; only the annotation of the spec's field asks for a class.
 BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
 
 def resolve_modules(modules: str) -> Literal["te", "local"]:
-    """``"auto"`` becomes ``"te"`` or ``"local"``; an explicit choice is kept or refused."""
+    """``"te"`` or ``"local"``, as asked or for ``"auto"``; an error if "te" cannot be imported."""
     if modules not in MODULES:
         raise ValueError(
             f"unknown modules {modules!r}; use one of {', '.join(MODULES)}. (The delta rule is "
@@ -87,19 +87,20 @@ def gated_delta_net_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
 
 
 def gated_delta_net2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.GatedDeltaNet2`, with its options; see `gated_delta_net_spec`."""
+    """Spec of `megatron_gdn.GatedDeltaNet2`; ``modules`` is as in `gated_delta_net_spec`."""
     return _spec(GatedDeltaNet2, GatedDeltaNetSubmodules, modules, options)
 
 
 def kimi_delta_attention_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
-    """Spec of `megatron_gdn.KimiDeltaAttention`, with its options; see `gated_delta_net_spec`."""
+    """Spec of `megatron_gdn.KimiDeltaAttention`; ``modules`` is as in `gated_delta_net_spec`."""
     return _spec(KimiDeltaAttention, KimiDeltaAttentionSubmodules, modules, options)
 
 
 def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
     """Spec of `megatron_gdn.Mamba2Mixer`, with its options, for the ``mixer`` of a MambaLayer.
 
-    ``modules`` is as in `gated_delta_net_spec`; with ``"local"``, set the MambaLayer's ``norm``.
+    ``modules`` is as in `gated_delta_net_spec`. With ``"local"`` there is no norm before the mixer,
+    so set the MambaLayer's ``norm``.
     """
     return _spec(Mamba2Mixer, Mamba2MixerSubmodules, modules, options)
 
@@ -115,13 +116,13 @@ def _spec(mixer: type, parts: Any, modules: str, options: dict[str, Any]) -> Mod
         module=mixer,
         params=options,
         submodules=parts(**{field.name: places[field.name] for field in fields(parts)}),
-        # Megatron's GPT block spec adds a norm to a layer whose mixer has none.
+        # Megatron's GPT block spec gives a layer a norm if this entry is False.
         metainfo={"fuse_input_layernorm": fused},
     )
 
 
 def norms_before(**linears: str) -> dict[str, Any]:
-    """A layer's norms, with the checkpoint keys of the fused norms in Transformer Engine's linears.
+    """A layer's norms, whose checkpoint keys equal those of Transformer Engine's fused norms.
 
     ``linears`` maps the place of each norm to the linear after the norm.
     """
@@ -130,7 +131,7 @@ def norms_before(**linears: str) -> dict[str, Any]:
 
 
 def local_mlp_builder():
-    """A dense MLP of Megatron's own linears."""
+    """A function that builds a dense MLP of Megatron's own linears."""
     return partial(
         MLP.as_mlp_submodule,
         submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
@@ -138,7 +139,7 @@ def local_mlp_builder():
 
 
 def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> ModuleSpec:
-    """Causal self-attention by torch: batches, packed documents, context parallelism."""
+    """Causal self-attention in torch, for batches and documents, with context parallelism."""
     qk_norm = {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm} if qk_layernorm else {}
     return ModuleSpec(
         module=TorchSelfAttention,
@@ -154,7 +155,7 @@ def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> M
 
 
 class LocalMoELayer(MoETransformerLayer):
-    """Experts in plain torch; the number of experts is known only when the layer is built."""
+    """Experts in plain torch, built here since only now the number of experts is known."""
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any
@@ -166,9 +167,10 @@ class LocalMoELayer(MoETransformerLayer):
 
 
 class UnavailableLayer:
-    """The layer of letter ``symbol``, which the local spec lacks; the constructor raises."""
+    """In place of a layer that the local spec lacks, of letter ``symbol``: building it raises."""
 
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
+        """Raise an error that names ``symbol``, the layer's letter in the pattern."""
         raise NotImplementedError(
             f"the local hybrid spec has no layer for {symbol!r}: it offers 'G' (Gated DeltaNet), "
             "'K' (Kimi Delta Attention), 'M' (Mamba2), '-' (MLP), '*' (attention) and, if "
@@ -179,7 +181,7 @@ class UnavailableLayer:
 
 
 def with_launch_options(mixer: type, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The options ``named`` in a call, and those of the launch's options that ``mixer`` has."""
+    """The options ``named`` of a call, and the launch's other options if ``mixer`` has them."""
     known = _options_of(mixer)
     return {**{name: value for name, value in _launch_options().items() if name in known}, **named}
 
@@ -195,7 +197,7 @@ def _launch_options() -> dict[str, Any]:
 
 
 def parse_options(text: str) -> dict[str, Any]:
-    """Parse ``"name=value,name=value"``; values are Python literals or words."""
+    """The options in ``"name=value,name=value"``; a value is a Python literal or a word."""
     legal = _options_of(KimiDeltaAttention) | _options_of(GatedDeltaNet)
     options = {}
     for part in filter(None, re.split(r"[,\s]+(?=\w+\s*=)|^\s+|[,\s]+$", text)):
@@ -214,7 +216,7 @@ def parse_options(text: str) -> dict[str, Any]:
 
 
 def _options_of(mixer: type) -> dict[str, str]:
-    """The options of a mixer, each with its annotation."""
+    """The names of the options of a mixer's constructor, each with its annotation as text."""
     arguments = inspect.signature(mixer).parameters.items()
     return {
         name: str(given.annotation) for name, given in arguments if name not in _MEGATRON_ARGUMENTS

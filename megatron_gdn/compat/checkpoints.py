@@ -1,7 +1,8 @@
-"""Repairs of how Megatron 0.19 writes and reads checkpoints.
+"""Repairs Megatron 0.19's writing and reading of checkpoints.
 
-The first part wraps methods of optimizers; `.mixed_dtype_optimizers` installs the wrappers. The
-second part reads the bias and the adapters of ``in_proj`` from files of Megatron's own layer.
+The first part of this file wraps methods of optimizers; `.mixed_dtype_optimizers` installs the
+wrappers. The second part reads the bias and the adapters of ``in_proj`` from files of Megatron's
+own layer.
 """
 
 from __future__ import annotations
@@ -27,18 +28,18 @@ if TYPE_CHECKING:
 
 
 def log_repair(message: str) -> None:
-    """Log once, on rank 0, what was repaired in the installed megatron-core."""
+    """Log ``message``, which names a repair of megatron-core, once on rank 0."""
     from megatron.core import __version__
 
     log_once(f"megatron-core {__version__}: {message}")
 
 
 def store_empty_shares(original: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``DistributedOptimizer.sharded_param_state_dp_reshardable``.
+    """Let ``sharded_param_state_dp_reshardable`` (``original``) store shares without parameters.
 
-    A rank's share of the small fp32 bucket may hold no parameter; Megatron refuses this ("empty
-    bucket encountered"; NVIDIA/Megatron-LM pull request 6191 covers shares of padding). Here an
-    empty share gets one entry that is marked as padding, which a load skips.
+    A rank's share of the small fp32 bucket may hold no parameter. Megatron refuses to save such a
+    share ("empty bucket encountered"; NVIDIA/Megatron-LM pull request 6191 covers shares of
+    padding). This wrapper gives the share one entry marked as padding, which a load skips.
     """
     try:
         return original(optimizer, *args, **kwargs)
@@ -76,7 +77,7 @@ def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: Any) -> dict:
-    """Zeros ``[size]`` for a parameter and its states; dtypes as in ``example``, else fp32."""
+    """Zeros ``[size]`` for a parameter and its states; dtypes of the entry ``example``, or fp32."""
     dtypes = {
         key: value.dtype
         for key, value in example.items()
@@ -89,19 +90,20 @@ def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: A
 
 
 def cut_without_padding(shard_state: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``DistributedOptimizer.sharded_param_state_fully_reshardable``.
+    """Let ``sharded_param_state_fully_reshardable`` (``shard_state``) cut states at right offsets.
 
     With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers every state
     without the padding between buckets and then cuts the state at offsets that count the padding.
-    Parameters after the first padding get their neighbours' values, without an error (repaired on
-    Megatron's main). The wrapper shows buffers without padding to the cut, so its offsets fit.
+    Parameters after the first padding get values of other parameters, without an error (repaired on
+    Megatron's main). This wrapper gives the cutting code buffers without padding, so its offsets
+    fit.
     """
     gather, buffers = optimizer.get_parameter_state_dp_zero, optimizer.buffers
     if not any(b.grad_data.numel() != b.numel_unpadded for x in buffers for b in x.buckets[:-1]):
         return shard_state(optimizer, *args, **kwargs)
 
     def gather_then_leave_padding_out(*given: Any, **named: Any) -> Any:
-        """Gather the states; from then on the optimizer shows buffers without padding."""
+        """Gather the states, then replace ``optimizer.buffers`` by copies without padding."""
         gathered = gather(*given, **named)
         optimizer.buffers = [_without_padding(buffer) for buffer in buffers]
         return gathered
@@ -136,15 +138,16 @@ def _without_padding(buffer: Any) -> SimpleNamespace:
 
 
 def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
-    """Wrap ``ChainedOptimizer.state_dict``, which ignores ``is_loading`` of ``torch_dcp``.
+    """Let ``ChainedOptimizer.state_dict`` (``state_dict``) make states before a load.
 
-    When loading, each optimizer of ``chained`` first gets empty states, which the load then fills.
+    Megatron's method ignores ``is_loading`` of the format torch_dcp. This wrapper then gives each
+    optimizer of ``chained`` empty states, which the load fills.
     """
     if is_loading:
         for one in chained.chained_optimizers:
             if not one.is_stub_optimizer:
                 one.init_state_fn(one.optimizer, one.config)
-                if isinstance(one.optimizer, torch.optim.Adam):  # others count steps by group
+                if isinstance(one.optimizer, torch.optim.Adam):  # other Adams have a step per group
                     for state in one.optimizer.state.values():
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
     return state_dict(chained)
@@ -155,8 +158,9 @@ def leave_strides_out(
 ) -> Any:
     """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata`` for files of torch 2.15.
 
-    ``read`` (the wrapped method) passes a tensor's stored properties to ``torch.empty``, which does
-    not take the strides that torch 2.15 stores; so the strides are removed first.
+    ``read`` (the wrapped method) passes a tensor's stored properties to ``torch.empty``, which
+    refuses the strides that torch 2.15 stores; so the strides are removed from ``metadata`` first.
+    If ``metadata`` is None, it is read from the files in ``checkpoint_dir``.
     """
     from megatron.core.dist_checkpointing.strategies import torch as torch_files
 
@@ -170,7 +174,8 @@ def leave_strides_out(
 
 # ``dp_reshardable`` (Megatron's default) and the separate file of ``--ckpt-format torch`` store the
 # optimizer's state as gradient buffers, without names of parameters. The buffers have other sizes
-# with fp32 ``A_log`` and ``dt_bias`` than with 16-bit ones, and Megatron's error gives only sizes.
+# with fp32 ``A_log`` and ``dt_bias`` than with 16-bit ones. Megatron's error names only sizes, so
+# these notes are added to the error.
 _BUCKET_SIZE_ERROR = re.compile(
     r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
 )
@@ -202,14 +207,18 @@ def warn_on_dp_reshardable(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> Any:
-    """Wrap ``sharded_param_state_dp_reshardable`` (``original``): saves log a portable format."""
+    """Warn if a save writes fp32 parameters as dp_reshardable; then call ``original``.
+
+    ``original`` is ``sharded_param_state_dp_reshardable`` of Megatron, which takes all other
+    arguments.
+    """
     if not is_loading:
         _warn_of_fp32_parameters(optimizer, "dp_reshardable", _RESHARDABLE_FLAG)
     return original(optimizer, model_sharded_state_dict, is_loading, metadata)
 
 
 def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
-    """Wrap ``save_parameter_state`` (``save``): each save logs how to make a portable file."""
+    """Warn if fp32 parameters are saved in the format torch; then ``save`` to ``filename``."""
     flags = f"--ckpt-format torch_dist --auto-detect-ckpt-format {_RESHARDABLE_FLAG}"
     for one in getattr(optimizer, "chained_optimizers", [optimizer]):
         _warn_of_fp32_parameters(one, "--ckpt-format torch", flags)
@@ -217,7 +226,7 @@ def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
 
 
 def _warn_of_fp32_parameters(optimizer: Any, file_format: str, flags: str) -> None:
-    """If ``optimizer`` has fp32 parameters, warn of ``file_format`` and name better ``flags``."""
+    """If ``optimizer`` has fp32 parameters, warn of ``file_format`` and advise to use ``flags``."""
     if any(buffer.param_dtype == torch.float32 for buffer in getattr(optimizer, "buffers", ())):
         log_once(
             f"Megatron's own layer does not load this checkpoint's optimizer state ({file_format}, "
@@ -231,7 +240,7 @@ def _add_note(pattern: re.Pattern, note: str, load: Callable, /, *args: Any, **k
     """Call ``load``; add ``note`` to an error whose message matches ``pattern``."""
     try:
         return load(*args, **kwargs)
-    except BaseException as error:  # CheckpointException of torch is not an Exception
+    except BaseException as error:  # torch's CheckpointException is no Exception
         if pattern.search(str(error)) and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise
@@ -242,20 +251,20 @@ explain_file_sizes = partial(_add_note, _FILE_SIZE_ERROR, _FILE_SIZE_NOTE)
 explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 
 # megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
-# one after another, whose rows load in a wrong order at another tensor-parallel size. So does
-# Megatron-Bridge with a LoRA adapter (``in_proj.adapter.linear_out.weight``). This package stores
-# bias and adapter section by section. Two functions below let the sections also load from the one
-# tensor of Megatron's file: the sizes of the stored shards give the order of the tensor's rows.
+# one after another. At another tensor-parallel size the tensor's rows load in a wrong order.
+# Megatron-Bridge stores a LoRA adapter in this way too (``in_proj.adapter.linear_out.weight``).
+# This package stores bias and adapter section by section. Two functions below also load the
+# sections from Megatron's one tensor; the sizes of the stored shards give the order of its rows.
 
-# Section's key -> (whole tensor's key and number of rows, section's first row, section's rows).
+# Section's key -> (whole tensor's key and number of rows, section's first row and number of rows).
 _place_of: dict[str, tuple[str, int, int, int]] = {}
 
 
 def register_sections_of_upstream(build: Callable) -> Callable:
-    """Wrap ``build``, which cuts the tensor ``key`` into sections, to record the sections' rows."""
+    """Wrap ``build``, which cuts a tensor into sections; the wrapper records the sections' rows."""
 
     def build_sections(key: str, *given: Any) -> list[ShardedTensor]:
-        """Call ``build`` for the tensor ``key``, and record the place of each section."""
+        """Call ``build`` for the tensor ``key``; record each section's rows in ``_place_of``."""
         sections = build(key, *given)
         sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
         start = 0
@@ -275,7 +284,7 @@ def load_sections_from_whole_tensor(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Wrap ``TorchDistLoadShardedStrategy.load``: sections also load from Megatron's one tensor."""
+    """Call Megatron's ``load``; cut sections that the file lacks from the file's whole tensor."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_inplace,
@@ -314,7 +323,7 @@ def load_sections_from_whole_tensor(
 
 
 def _rows_of(section: ShardedTensor, whole_tensor: Tensor, saved: Any) -> Tensor:
-    """The rows of ``section`` in ``whole_tensor``, which was stored in the shards of ``saved``."""
+    """The rows of ``section`` in ``whole_tensor``; ``saved`` has the sizes of the stored shards."""
     whole_key, width, start, size = _place_of[section.key]
     axis = section.prepend_axis_num
     shards = {chunk.sizes[axis] for chunk in saved.chunks}

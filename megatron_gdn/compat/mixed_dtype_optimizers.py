@@ -11,13 +11,13 @@ Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are
    differ. It also loads into a view of the parameter, which autograd refuses.
 4. ``Float16OptimizerWithFloat16Params.state_dict`` (``--ckpt-format torch``) lists only the
    masters of 16-bit parameters.
-5. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters. Under torch's FSDP2
-   no parameter has a ``main_grad``.
+5. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters, but under
+   torch's FSDP2 no parameter has a ``main_grad``.
 6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor.
 
 A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. Wrappers change
-nothing in models of one dtype. A file stores an fp32 parameter as its own master, also with a
-repaired Megatron, so layers with fp32 and with 16-bit ``A_log`` load each other's files.
+nothing in models of one dtype. Files store an fp32 parameter as its own master, also if Megatron's
+own code is repaired. So layers with fp32 and with 16-bit ``A_log`` load each other's files.
 """
 
 from __future__ import annotations
@@ -97,6 +97,7 @@ def _wrapped(original: Callable, wrapper: Callable) -> Callable:
 
     @wraps(original)
     def method(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``wrapper`` with the replaced method, the optimizer and the method's arguments."""
         return wrapper(original, self, *args, **kwargs)
 
     return method
@@ -141,7 +142,7 @@ def _places_in_adam(optimizer: Any) -> dict[Tensor, tuple[int, int]] | None:
 
 @torch.no_grad()
 def _load_equal_replicas(load: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Call ``load``, then all-gather the fp32 parameters of a 16-bit model over the replicas."""
+    """Call ``load``, then all-gather fp32 parameters, so that replicas are equal (fault 3)."""
     load(optimizer, *args, **kwargs)
     buffers = getattr(optimizer, "buffers", ())
     if len({buffer.param_dtype for buffer in buffers}) < 2:
@@ -153,7 +154,7 @@ def _load_equal_replicas(load: Callable, optimizer: Any, /, *args: Any, **kwargs
 
 
 def _lend_main_grads(copy: Callable, optimizer: Any) -> None:
-    """Call the method ``copy`` while fp32 parameters have ``grad`` as ``main_grad`` (fault 5)."""
+    """Call ``copy`` of gradients; fp32 parameters then have ``grad`` as ``main_grad`` (fault 5)."""
     fp32 = [p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")]
     for parameter in fp32:
         parameter.main_grad = parameter.grad
@@ -184,7 +185,7 @@ def _store_all_parameters(
     for index, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
         if id(parameter) not in fp32_ids:
             others.append(master)
-        elif is_loading:  # the model's entry fills the parameter, so the master needs other memory
+        elif is_loading:  # the model's entry loads into the parameter, the master into a copy
             state[_FP32_KEY][index] = replace(master, data=master.data.clone())
         else:
             state[_FP32_KEY][index] = master
@@ -194,13 +195,13 @@ def _store_all_parameters(
 
 
 def _mixes_dtypes(optimizer: Any) -> bool:
-    """Whether a Float16Optimizer has fp32 parameters (an optimizer without parameters has none)."""
+    """Whether ``optimizer`` is a Float16Optimizer with at least one fp32 parameter."""
     return any(getattr(optimizer, "fp32_from_fp32_groups", ()))
 
 
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
-    """In this context ``optimizer``'s lists of 16-bit parameters and masters hold fp32 ones too."""
+    """Context: ``optimizer`` lists fp32 parameters among the 16-bit ones, as their own masters."""
     half_parameters, masters = optimizer.float16_groups, optimizer.fp32_from_float16_groups
     model_of = {id(m): p for p, m in zip(_flat(half_parameters), _flat(masters), strict=True)}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
@@ -231,7 +232,7 @@ def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kw
 
 
 def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tensor]:
-    """Take fp32 parameters' masters out of the list in ``state``: index in Adam -> master."""
+    """Remove the fp32 parameters' masters from ``state``; return them by their index in Adam."""
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
         """The shape of each tensor, by group."""
@@ -257,7 +258,7 @@ def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tenso
 
 @torch.no_grad()
 def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
-    """Broadcast a model's fp32 parameters one by one; Megatron gathers the 16-bit parameters."""
+    """Broadcast fp32 parameters one by one; ``allgather_params`` of Megatron gathers others."""
     groups = optimizer.pg_collection
     whole = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
     try:
@@ -271,7 +272,11 @@ def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
 
 
 def _broadcast_fp32(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
-    """Broadcast the fp32 ones of ``lists`` (parameters by rank); return the others or None."""
+    """Broadcast the fp32 parameters in ``lists`` (one list per rank); return the other parameters.
+
+    If the first rank's list has only fp32 parameters, all parameters of all lists are broadcast,
+    and None is returned.
+    """
     others = [[p for p in ps if p.dtype != torch.float32] for ps in lists]
     for rank, parameters in enumerate(lists):
         for parameter in parameters:

@@ -1,4 +1,4 @@
-"""NVTX ranges, log lines and warnings; this module does not import Megatron."""
+"""Makes NVTX ranges, log lines and warnings, without importing Megatron."""
 
 import logging
 import os
@@ -48,12 +48,12 @@ def log_single_rank(logger: logging.Logger, level: int, message: str) -> None:
 
 @cache
 def log_once(message: str, level: int = logging.INFO) -> None:
-    """Log on rank 0; a message that several layers give is logged once per process."""
+    """Log ``message`` on rank 0, once per process even if several layers log it."""
     log_single_rank(logger, level, message)
 
 
 def hide_import_notes() -> None:
-    """Hide the warnings that imports of Megatron and fla print, in commands and scripts."""
+    """Hide the warnings of imports of Megatron and fla; commands and scripts call this function."""
     for module in ("megatron", "fla"):
         warnings.filterwarnings("ignore", category=UserWarning, module=module)
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)

@@ -93,13 +93,13 @@ def run_megatron_on_cpu() -> None:
 
 
 class _FinishedStream:
-    """Stands for ``torch.cuda``'s streams and events on a CPU, where every call ends finished."""
+    """Replaces ``torch.cuda``'s streams and events on a CPU, where no work is ever pending."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         self._recorded_at = 0.0
 
     def record(self, stream: object = None) -> None:
-        """Record the host's time; every ``stream`` counts as finished."""
+        """Record the host's time; ``stream`` is ignored, since no work is ever pending."""
         self._recorded_at = perf_counter()
 
     def record_event(self, event: "_FinishedStream | None" = None) -> "_FinishedStream":
@@ -108,11 +108,14 @@ class _FinishedStream:
         event.record()
         return event
 
-    def wait(self, *args: object) -> None: ...
+    def wait(self, *args: object) -> None:
+        """Return at once: no work is ever pending."""
+        ...
 
     wait_event = wait_stream = synchronize = wait
 
     def query(self) -> bool:
+        """Return True: no work is ever pending."""
         return True
 
     def elapsed_time(self, end_event: "_FinishedStream") -> float:
@@ -123,7 +126,7 @@ class _FinishedStream:
 def replace_cuda_device_and_streams() -> None:
     """Make the CPU the current device; streams never wait, events read the host's clock.
 
-    Most of Megatron needs this function. Remove it when Megatron uses its inputs' devices.
+    Most files of Megatron need this function until they use the devices of their inputs.
     """
     stream = _FinishedStream()
     torch.cuda.current_device = lambda: _CPU
@@ -140,7 +143,7 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     from megatron.core.tensor_parallel import random as megatron_random
 
     def get_state(device: object = None, clone: bool = False, graph_safe: bool = False):
-        """``torch.cuda.get_rng_state`` with its arguments, on the CPU generator."""
+        """The CPU generator's state; ignores ``device`` and ``clone``, refuses ``graph_safe``."""
         if graph_safe:
             raise RuntimeError(
                 "CUDA graphs draw random numbers from a GPU's generator, and torch sees no GPU. "
@@ -149,7 +152,7 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
         return torch.get_rng_state()
 
     def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False):
-        """``torch.cuda.set_rng_state`` with its arguments, on the CPU generator."""
+        """Set the CPU generator to ``new_state``; ignore ``device`` and ``graph_safe``."""
         torch.set_rng_state(new_state)
 
     torch.cuda.get_rng_state = get_state
@@ -157,7 +160,7 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     torch.cuda.manual_seed = torch.default_generator.manual_seed
     megatron_random._get_cuda_rng_state = get_state
     megatron_random._set_cuda_rng_state = set_state
-    # Megatron's tracker warns if the CPU generator's state changes inside fork(), as it does here.
+    # Hide a warning: Megatron's tracker expects that fork() leaves the CPU generator unchanged.
     logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -205,7 +208,8 @@ _FILES_WITH_CUDA_LITERALS = (
 def create_cuda_literals_on_cpu() -> None:
     """Let ``device="cuda"`` mean the CPU in `_FILES_WITH_CUDA_LITERALS`, and only there.
 
-    The function can go when the files use ``torch.cuda.current_device()`` or a gradient's device.
+    The function can be removed when the files use ``torch.cuda.current_device()`` or a gradient's
+    device.
     """
     proxy = _TorchOnCPU()
     for name in _FILES_WITH_CUDA_LITERALS:
@@ -216,21 +220,23 @@ def accept_cpu_tensors_in_optimizers() -> None:
     """Make ``tensor.type()`` return the CUDA type and ``.cuda()`` do nothing in Megatron's files.
 
     The optimizers sort parameters by strings such as "torch.cuda.FloatTensor" and move loaded state
-    with ``.cuda()``. The function can go when the optimizers compare dtypes.
+    with ``.cuda()``. The function can be removed when the optimizers compare dtypes.
     """
     tensor_type, tensor_cuda = torch.Tensor.type, torch.Tensor.cuda
 
     def called_from_megatron() -> bool:
-        """Whether the caller of the replaced method is a file of megatron.core."""
+        """Whether a file of megatron.core called the replaced method of the tensor."""
         return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
 
     def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Replaces ``Tensor.type``: in Megatron's files it returns the name of the CUDA type."""
         answer = tensor_type(self, *args, **kwargs)
         if isinstance(answer, str) and called_from_megatron():
             return answer.replace("torch.", "torch.cuda.", 1)
         return answer
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Replaces ``Tensor.cuda``: in Megatron's files it returns the CPU tensor itself."""
         return self if called_from_megatron() else tensor_cuda(self, *args, **kwargs)
 
     torch.Tensor.type = type_
@@ -240,7 +246,7 @@ def accept_cpu_tensors_in_optimizers() -> None:
 def use_torch_norm_after_the_last_hybrid_layer() -> None:
     """Without Transformer Engine, use `TorchRMSNorm` as HybridStack's final norm, also on a GPU.
 
-    The function can go when HybridStackSubmodules has a field for the final norm.
+    The function can be removed when HybridStackSubmodules has a field for the final norm.
     """
     from megatron.core.extensions.transformer_engine import HAVE_TE
     from megatron.core.models.hybrid import hybrid_block
@@ -252,10 +258,10 @@ def use_torch_norm_after_the_last_hybrid_layer() -> None:
 def resume_distributed_optimizer_with_torch_adam() -> None:
     """Let DistributedOptimizer load checkpoints into torch's Adam (without Apex and TE).
 
-    distrib_optimizer.py expects a fused Adam, with three faults for torch's Adam. It reads one
+    distrib_optimizer.py expects a fused Adam; with torch's Adam it has three faults. It reads one
     common step from every rank's state, also if the state is empty. It copies "step" from loaded
-    tensors, which hold no step. It gives all parameters one step tensor, so each update is counted
-    once per parameter. The function can go when the three faults are repaired.
+    tensors, which hold no step. It gives all parameters the same step tensor, so each update adds
+    one per parameter. The function can be removed when the three faults are repaired.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -268,7 +274,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     set_states = optimizer_class._set_main_param_and_optimizer_states
 
     def state_dict_with_a_step(self) -> dict[str, Any]:
-        """``state_dict`` of an optimizer, also if its rank has no parameter."""
+        """Call ``state_dict``; meanwhile an Adam without parameters has a state with step 0."""
         adam = self.optimizer
         if any(group["params"] for group in adam.param_groups):
             return state_dict(self)
@@ -280,9 +286,9 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
             del adam.state["no parameter"]
 
     def sharded_state_dict_of_a_fresh_optimizer(self, *args: Any, **kwargs: Any):
-        """``sharded_state_dict``, which first makes missing states of Adam."""
+        """Make Adam's states if it has none yet, then call ``sharded_state_dict``."""
         adam = self.optimizer
-        if not adam.state:  # make states at step 0; Megatron's dummy update would decay parameters
+        if not adam.state:  # Megatron would make states by an update, which decays parameters
             for param in (param for group in adam.param_groups for param in group["params"]):
                 adam.state[param] = {
                     "step": torch.zeros((), dtype=torch.float32),
@@ -292,8 +298,8 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        """Set the states of ``model_param`` from ``tensors``; keep the parameter groups' step."""
-        # With dp_reshardable ``tensors`` have the fresh optimizer's step 0.
+        """Set the states of ``model_param`` from ``tensors``, except their step."""
+        # In the format dp_reshardable ``tensors`` have the step 0 of the optimizer before the load.
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:
@@ -313,12 +319,13 @@ def gather_tensors_of_different_sizes() -> None:
     """Make ``torch.distributed.all_gather`` over gloo accept tensors of different sizes.
 
     Muon gathers such tensors under ``--use-distributed-optimizer``, since each rank holds whole
-    matrices. The function can go when gloo takes tensors of different sizes, as NCCL does.
+    matrices. The function can be removed when gloo gathers tensors of different sizes, as NCCL
+    does.
     """
     gather_equal_sizes = dist.all_gather
 
     def all_gather(tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False):
-        """``torch.distributed.all_gather``, by one broadcast per rank if sizes differ."""
+        """As ``torch.distributed``'s; if sizes differ, each rank broadcasts its ``tensor``."""
         if len({received.numel() for received in tensor_list}) == 1:
             return gather_equal_sizes(tensor_list, tensor, group=group, async_op=async_op)
         members: Any = group or dist.group.WORLD

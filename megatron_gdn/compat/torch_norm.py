@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class TorchRMSNorm(nn.Module):
-    """RMSNorm over the last dimension, ``hidden_size``; ``config`` gives dtype, zero-centring.
+    """RMSNorm over the last dimension; ``config`` gives the dtype and says if gamma is 1 + weight.
 
         y = x * rsqrt(mean(x^2) + eps) * gamma          (gamma = 1 + weight when zero-centred)
 
@@ -18,6 +18,7 @@ class TorchRMSNorm(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
+        """``hidden_size``: size of the last dimension; ``eps``: added to the mean of squares."""
         super().__init__()
         if config.normalization != "RMSNorm":
             raise ValueError(

@@ -1,12 +1,13 @@
 """The ranks of a context-parallel group compare their micro-batches and their machines.
 
 If ranks were given different tokens, rows, document boundaries or layouts, they would hang or
-exchange wrong rows. So one layer compares five integers in each of its forwards, by an all-gather.
-The comparing layer is the first to run over the group after the latest layer was built, so all
-ranks choose the same layer. On a GPU the host waits for the result only if its integers are new.
+exchange wrong rows. So in each of its forwards one layer all-gathers and compares five integers:
+tokens, rows, number and hash of documents, layout. The comparing layer is the first to run over the
+group after the latest layer was built, so all ranks choose the same layer. On a GPU the host waits
+for the result only if this rank's integers are new.
 
-A scheme's price depends on which ranks share a machine, that is, NVLink. The ranks exchange the
-names of their hosts once per group, because not every launcher sets ``LOCAL_WORLD_SIZE``.
+A scheme's price depends on which ranks share a machine (are joined by NVLink). The ranks exchange
+the names of their hosts once per group, because not every launcher sets ``LOCAL_WORLD_SIZE``.
 """
 
 from __future__ import annotations
@@ -33,14 +34,14 @@ from .layouts import SequenceLayout
 
 SWITCH = "MEGATRON_GDN_CHECK_RANKS"
 _LAYOUTS = tuple(SequenceLayout)
-_REMEMBERED = 256  # micro-batches per group, more than a pipeline has in flight
+_REMEMBERED = 256  # agreed micro-batches of a group; a pipeline has fewer in flight
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _latest_built = 0
 
 
 def number_of_new_layer() -> int:
-    """A number for a new layer, after which every group chooses its comparing layer again."""
+    """Return a number for a new layer; then every group chooses its comparing layer again."""
     global _latest_built
     _latest_built += 1
     return _latest_built
@@ -76,11 +77,12 @@ def require_agreement(
 ) -> None:
     """Raise a ValueError if the ranks of ``group`` were given different micro-batches.
 
-    Nothing is compared on one rank, on the meta device, while a CUDA graph is captured, or with
-    ``MEGATRON_GDN_CHECK_RANKS=0`` in every rank's environment. If boundaries are in fixed buffers,
-    only the largest number of documents is compared. ``layer`` is from
-    :func:`number_of_new_layer`, ``tokens`` counts the tokens of all ranks, and the group's backend
-    communicates on ``device``.
+    ``layer`` is the caller's :func:`number_of_new_layer`. The micro-batch has ``rows`` batch rows
+    of ``tokens`` tokens over all ranks; ``layout`` says how ``documents`` (None: not packed) were
+    cut. The group's backend communicates on ``device``. Nothing is compared on one rank, on the
+    meta device, while a CUDA graph is captured, or with ``MEGATRON_GDN_CHECK_RANKS=0`` in every
+    rank's environment. If boundaries are in fixed buffers, only the largest number of documents is
+    compared.
     """
     if group is None or group.size() == 1 or _cannot_send(device):
         return
@@ -103,7 +105,7 @@ def require_agreement(
 
 
 def _cannot_send(device: torch.device) -> bool:
-    """Whether no comparison is possible: meta tensors have no values, or a graph is captured."""
+    """Whether ranks cannot compare: meta tensors have no values, or a CUDA graph is captured."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return device.type == "meta" or capturing
 
@@ -141,7 +143,7 @@ def _disagreement_message(given: list[tuple[int, ...]], documents: Documents | N
 
 
 def _description(tokens: int, rows: int, count: int, fingerprint: int, layout: int) -> str:
-    """One rank's five integers in words; ``fingerprint`` is the hash of ``count`` documents."""
+    """One rank's five integers in words; ``fingerprint``: hash of ``count`` documents' offsets."""
     packed = "not packed" if count < 0 else f"{count} documents (boundaries {fingerprint:014x})"
     if count == -2:
         packed = f"fixed buffers for up to {fingerprint} documents"
@@ -163,10 +165,11 @@ def check_ranks_per_machine(ranks: Any) -> int | None:
 def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int:
     """How many successive ranks of ``group`` share a machine; the number divides the group's size.
 
-    ``told`` is the number of ranks on each machine but the last, which may have fewer; None
-    compares hosts. All ranks must call together: the first call with ``told`` is a collective on
-    ``device``, and raises a ValueError on all ranks if their ``told`` differ. On the meta device
-    and while a CUDA graph is captured, None means one machine.
+    ``told``, the option cp_ranks_per_machine, is the number of ranks on each machine; the last
+    machine may have fewer. If None, the ranks compare the names of their hosts. All ranks must call
+    together: the first call with a value of ``told`` is a collective on ``device``, and raises a
+    ValueError on all ranks if their ``told`` differ. On the meta device and while a CUDA graph is
+    captured, None means one machine.
     """
     known = _agreement_of(group).per_machine
     if told in known:
@@ -181,13 +184,13 @@ def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int
 
 
 def largest_shared_run(machines: Sequence[Hashable]) -> int:
-    """The largest n so that each n successive ranks share a machine; ``machines`` is by rank."""
+    """The largest n such that each n successive ranks share a machine; ``machines``: by rank."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 
 
 @uncompiled
 def _hosts(group: Any, told: int | None, device: torch.device) -> list[int]:
-    """A number for the host of each rank, by rank; equal numbers mean the same host."""
+    """A number per rank, equal for ranks on the same host; raises an error if ``told`` differs."""
     host = int.from_bytes(blake2b(_own_host().encode(), digest_size=8).digest(), signed=True)
     given, hosts = _gather((told or 0, host), group, device).T.tolist()
     if len(set(given)) > 1:

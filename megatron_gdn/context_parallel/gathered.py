@@ -20,7 +20,7 @@ class Span(NamedTuple):
     last: int
     start: int  # the document's first key, in sequence order
     end: int  # one past the last key that a row sees
-    position: Tensor | None  # int64, each row's distance from start; None if rows are start:end
+    position: Tensor | None  # int64, each row's position in its document; None if 0, 1, ..
     before: tuple[slice, ...] = ()  # spans of keys of earlier documents, which all rows see
 
     def keys(self, whole: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 def spans_of(
     lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout
 ) -> tuple[Span, ...]:
-    """A rank's spans in sequence order, one for each document of which it holds rows."""
+    """One span per document that has rows on ``rank`` of ``size``; ``lengths`` of all documents."""
     # A rank holds its tokens in sequence order, so the tokens of one document lie side by side.
     held = positions(lengths, size, layout)[rank]
     offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
@@ -63,7 +63,7 @@ def spans_of(
 def gather_in_order(
     x: Tensor, group: Any, lengths: tuple[int, ...], layout: SequenceLayout
 ) -> Tensor:
-    """Gather all ranks' ``[s, ...]`` to ``[S, ...]`` in sequence order; gradients are summed."""
+    """Gather ``x`` ``[s, ...]`` of all ranks: ``[S, ...]`` in sequence order; sum its gradients."""
     if group is None or group.size() == 1:
         return x
     place = rank_order_of_sequence(lengths, group.size(), layout)
@@ -71,6 +71,8 @@ def gather_in_order(
 
 
 class _Gather(torch.autograd.Function):
+    """All-gathers ``x`` in the order of the ranks; the backward reduce-scatters the gradient."""
+
     @staticmethod
     def forward(ctx, x: Tensor, group: Any) -> Tensor:
         ctx.group = group

@@ -46,7 +46,7 @@ class SequenceLayout(StrEnum):
 
 
 def parse_member[Kind: StrEnum](kind: type[Kind], value: Any, what: str) -> Kind:
-    """The member of ``kind`` for ``value``; a ValueError lists the legal values of ``what``."""
+    """The member of enum ``kind`` for ``value``; ``what`` names the setting in the ValueError."""
     try:
         return kind(value)
     except ValueError:
@@ -113,7 +113,7 @@ def rank_order_of_sequence(
 
 
 def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
-    """Every token's place in rank order, from its document's start and length."""
+    """Every token's place in rank order; ``start_T`` and ``length_T`` are its document's."""
     total = len(start_T)
     offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
@@ -159,14 +159,14 @@ def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
 def documents_cut_by(
     layout: SequenceLayout, documents: Documents | None, tokens: int, device: torch.device
 ) -> Documents:
-    """The documents that ``layout`` cuts, or all ``tokens`` of the buffer as one document."""
+    """What ``layout`` cuts: ``documents``, or the buffer of ``tokens`` as one document."""
     if documents is not None and layout is SequenceLayout.ZIGZAG:
         return documents
     return one_document(tokens, device)
 
 
 def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
-    """:func:`positions` of the documents ``cut``; on the device if the host lacks boundaries."""
+    """All ranks' :func:`positions`, on the device if only the device knows the boundaries."""
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)
@@ -174,12 +174,13 @@ def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor
 
 
 def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:
-    """Call :func:`check_lengths` for all lengths that the host knows."""
+    """Raise a ValueError if the ranks cannot share a length that the host knows."""
     lengths = documents.lengths if documents.known else (documents.total_tokens,)
     check_lengths(lengths, cp_size, layout)
 
 
 def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
+    """The result of :func:`positions` for zigzag, computed on the device."""
     start, document_T = documents.cu_seqlens.long(), documents.document_T()
     length = start.diff()
     require_fragments(documents, length, cp_size)
@@ -188,7 +189,7 @@ def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
 
 
 def require_fragments(documents: Documents, length: Tensor, cp_size: int) -> None:
-    """Check on the device that zigzag can cut every ``length`` of a document."""
+    """Check on the device that ``2 * cp_size`` divides each document's ``length``."""
     if not documents.known:
         require_on_device(
             (length % (2 * cp_size) == 0).all(),

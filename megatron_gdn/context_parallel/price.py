@@ -4,10 +4,10 @@ A scheme's price is the milliseconds that it adds to one forward (``docs/context
 
     wire(b)     max(within / WITHIN, across / ACROSS): bytes from this machine and from others
                 come at the same time; across = (cp - n) / (cp - 1) * b
-    headwise    wire((cp - 1) * s * B * (p + h V) * element size)    rows in, mixed rows out
+    headwise    wire((cp - 1) * s * B * (p + h V) * element size)    rows in, outputs back
     chunkwise   map * s * B * SUMMARY + FIXED                        computing maps, small launches
                 + wire((cp - 1) / cp * r * d) + 2 * LATENCY          sending maps and states
-                + l * STEP                                           folding maps
+                + l * STEP                                           applying maps in order
                 d = bytes of a rank's maps = map * chains * nodes of a chain on a rank
 
 map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state.
@@ -50,7 +50,7 @@ class LinearCpMode(StrEnum):
 
     @classmethod
     def of(cls, value: str | LinearCpMode | None, config: Any) -> LinearCpMode:
-        """``value``; if None, the config's ``linear_cp_mode`` (of newer Megatrons), or auto."""
+        """``value``; None means ``config.linear_cp_mode`` (newer Megatrons have it), else AUTO."""
         if value is None:
             value = getattr(config, "linear_cp_mode", None) or cls.AUTO
         return parse_member(cls, value, "linear_cp_mode")
@@ -69,13 +69,13 @@ class Price(NamedTuple):
 
 
 def transfer_time(received: float, cp_size: int, per_machine: int, within: float = WITHIN) -> float:
-    """Milliseconds in which a rank receives ``received`` bytes, equal parts from every peer."""
+    """Milliseconds to receive bytes equally from all peers; ``within``: bytes per ms by NVLink."""
     across = received * (cp_size - per_machine) / (cp_size - 1)
     return max((received - across) / within, across / ACROSS)
 
 
 def row_bytes(inside: Layout, cp_size: int, local_rows: int, element_size: int) -> int:
-    """Bytes that a rank receives in a headwise forward; ``local_rows``: tokens times batch rows."""
+    """Bytes received in a headwise forward; ``inside``: a rank's columns in the head exchange."""
     return (cp_size - 1) * local_rows * (inside.width + inside.mixed_width) * element_size
 
 
@@ -86,7 +86,7 @@ def map_exchange_traffic(
     rows: int,
     lengths: tuple[int, ...] | None,
 ) -> tuple[float, int]:
-    """The bytes that a rank receives in a forward's two collectives, and the serial products."""
+    """The bytes that a rank receives in a forward, and the number of products that a chain has."""
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2

@@ -26,7 +26,7 @@ class Passage(NamedTuple):
 
     open: Callable[[Tensor], Tensor]  # [s, B, P] -> [S, B, p]
     close: Callable[[Tensor], Tensor]  # [S, B, v] -> [s, B, V]
-    neighbours: SequenceContext
+    neighbours: SequenceContext  # boundaries, history and first states of the rows
 
 
 class Scheme:
@@ -36,7 +36,7 @@ class Scheme:
     """
 
     name: ClassVar[str]  # a value of linear_cp_mode, or "whole"
-    moves_rows: ClassVar[bool] = False  # Passage.close moves the mixer's output to other ranks
+    moves_rows: ClassVar[bool] = False  # whether Passage.close moves outputs to other ranks
     announced = False  # whether the log has already named this scheme
 
     def __init__(self, layout: Layout, group: Any, sequence_layout: SequenceLayout) -> None:
@@ -61,7 +61,7 @@ class Scheme:
         return param
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        """The positions in the sequence of this rank's tokens, in local order: int64 ``[s]``."""
+        """This rank's tokens' positions in the sequence, in the rank's order: int64 ``[s]``."""
         device = torch.device("cpu") if documents is None else documents.device
         cut = documents_cut_by(self.sequence_layout, documents, tokens, device)
         return positions_of(cut, self.size, self.sequence_layout)[self.group.rank()]
@@ -85,7 +85,7 @@ class Whole(Scheme):
 def local_parameters(
     scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor, of: str | None = None
 ) -> list[Any]:
-    """This rank's rows of the convolution's parameters and ``per_head``, of section ``of``."""
+    """This rank's rows of ``weight``, ``bias`` (convolution) and ``per_head`` (section ``of``)."""
     if not scheme.moves_rows:
         return [weight, bias, *per_head]
     convolved = scheme.layout.conv_names
@@ -95,5 +95,5 @@ def local_parameters(
 
 
 def keep_in_place(rows: Tensor) -> Tensor:
-    """Return ``rows`` themselves: ``open`` and ``close`` of schemes that move no rows."""
+    """Return ``rows`` unchanged: the ``open`` and ``close`` of schemes that move no rows."""
     return rows

@@ -28,7 +28,7 @@ from ..ops.obstacles import (
 from ..ops.rules.base import Bits, Rule
 from ..ops.rules.fla import why_not_callable
 
-# Extras with packages that run in training; the other extras serve development of the project.
+# Extras with packages that run in training; the other extras are for developers of this project.
 _EXTRAS = ("fla", "te", "hf")
 _HOPPER = 9
 _RESULTS = ("o", "dq", "dk", "dv", "dg", "dbeta")
@@ -76,7 +76,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def _check_package(asked: Requirement, extra: str | None) -> Finding:
-    """Compare the installed package with the requirement ``asked`` of our optional ``extra``."""
+    """Compare the installed package with ``asked``, required by ``extra`` (None: by us)."""
     name, install = asked.name, f'pip install "{asked.name}{asked.specifier}"'
     found = installed_version(name)
     if found is None and extra is None:
@@ -97,7 +97,7 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
 
 
 def check_kernel_versions() -> Iterator[Finding]:
-    """Look for faulty versions of the rules' packages; without a GPU a fault is a note."""
+    """Look for faulty versions of the rules' packages; without a GPU a fault is only a note."""
     gpu = torch.cuda.is_available()
     major = torch.cuda.get_device_capability()[0] if gpu else _HOPPER
     if triton := installed_version("triton"):
@@ -149,12 +149,12 @@ def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
 
 
 def _compare_errors(subject: str, errors: dict[str, float], plain: dict[str, float]) -> Finding:
-    """Compare a rule's relative RMS errors against fp64 with plain torch's in the same dtype."""
+    """Compare a rule's RMS ``errors`` with ``plain`` torch's; ``subject`` names the rule."""
     subject = f"{subject}, errors"
     worst = max(_RESULTS, key=lambda name: errors[name] / plain[name])
     ratio = errors[worst] / plain[worst]
     text = f"{worst} {errors[worst]:.1e}, {ratio:.2f} of plain torch's error against fp64"
-    if ratio <= 2:  # kernels round operands once more than plain torch
+    if ratio <= 2:  # kernels round once more than plain torch, so twice its error is ok
         return Finding(subject, "ok", text)
     return Finding(subject, "wrong", f"{text}: choose another backend, and report this")
 
@@ -169,6 +169,7 @@ def _check_repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Find
 
 
 def _run_rule(rule: Rule, inputs: RuleInputs, documents: Documents) -> dict[str, Tensor]:
+    """The output and the inputs' gradients, by the names of _RESULTS."""
     leaves = RuleInputs(*(x.detach().requires_grad_() for x in inputs))
     with torch.enable_grad():
         out, _ = run_rule(rule, leaves, documents, use_qk_l2norm_in_kernel=True)

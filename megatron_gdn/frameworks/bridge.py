@@ -15,8 +15,8 @@ def in_published_dtypes(
 ) -> Iterator[tuple[str, Tensor]]:
     """Cast each weight to the dtype of the tensor with the same name in ``folder``.
 
-    Megatron-Bridge exports a parameter in the dtype of training: ``A_log`` and ``dt_bias`` of a
-    bf16 model are fp32.
+    Megatron-Bridge exports a parameter in the dtype of training, so ``A_log`` and ``dt_bias`` of a
+    bf16 model would be fp32 in the new files.
 
     Args:
         weights: the pairs (Hugging Face name, tensor) that ``AutoBridge.export_hf_weights`` yields.

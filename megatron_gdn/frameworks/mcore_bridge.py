@@ -53,7 +53,7 @@ def build(
 
 
 def row_order_by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
-    """``[P]``: for each row of mcore-bridge's ``in_proj`` (``conv1d`` if ``conv``), our row."""
+    """``[P]``: our row for every row of mcore-bridge's ``in_proj`` (with ``conv``: ``conv1d``)."""
     return rows_by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
 
 
@@ -65,7 +65,7 @@ def in_order_of_bridge(layer: GatedDeltaNet) -> Iterator[None]:
     channels = row_order_by_key_head(layout, conv=True)
     moved = [(parameter, channels) for parameter in layer.conv1d.parameters()]
     for name, parameter in layer.in_proj.named_parameters():
-        if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # not rows of in_proj
+        if not (".lora_A." in f".{name}" or ".layer_norm_" in f".{name}"):  # no rows of in_proj
             moved.append((parameter, row_order_by_key_head(layout)))
     assert all(len(parameter) == len(rows) for parameter, rows in moved)
     for parameter, rows in moved:
@@ -91,6 +91,7 @@ def _reorder_in_the_bridge() -> None:
 
     @wraps(convert)
     def _set_linear_attn_state(self: Any, mg_attn: Any, *args: Any, **kwargs: Any) -> Any:
+        """Load or save the layer ``mg_attn``; if it is ours, its rows are in the bridge's order."""
         if not isinstance(mg_attn, GatedDeltaNet):  # mg_attn is None if another stage has the layer
             return convert(self, mg_attn, *args, **kwargs)
         with in_order_of_bridge(mg_attn):

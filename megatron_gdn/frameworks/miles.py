@@ -1,15 +1,15 @@
-"""Serves ``--custom-megatron-init-path megatron_gdn.frameworks.miles.enable`` of miles, slime."""
+"""For miles and slime: ``--custom-megatron-init-path megatron_gdn.frameworks.miles.enable``."""
 
 from typing import Any
 
 from .patch import patch_megatron
 
-# Modules of miles and slime with layers of their own, which hold transformers' parameters.
+# Prefixes of modules in which miles and slime define layers with transformers' parameters.
 _PLUGIN_MODULES = tuple(f"{name}_plugins.models.qwen3_" for name in ("miles", "slime"))
 
 
 def enable(args: Any) -> None:
-    """miles and slime call this function in each worker before a model is built.
+    """Call ``patch_megatron``; miles and slime do this in each worker before they build a model.
 
     Raises a ValueError for a ``--spec`` that builds layers of miles or slime, not of Megatron.
     """

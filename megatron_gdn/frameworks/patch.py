@@ -1,6 +1,6 @@
 """Replaces ``__new__`` of Megatron's recurrent layers, so that calling a class builds our layer.
 
-``__new__`` returns a layer of ours, and Python skips Megatron's ``__init__``. Assigning our class
+The new ``__new__`` returns our layer, so Python skips Megatron's ``__init__``. Assigning our class
 to Megatron's module would not reach specs and code that have already imported the class.
 """
 
@@ -22,7 +22,7 @@ logger = logging.getLogger(__name__)
 _GDN = "megatron.core.ssm.gated_delta_net:GatedDeltaNet", "megatron_gdn:GatedDeltaNet"
 _GDN2 = "megatron.core.ssm.gated_delta_net:GatedDeltaNet2", "megatron_gdn:GatedDeltaNet2"
 _MAMBA = "megatron.core.ssm.mamba_mixer:MambaMixer", "megatron_gdn:Mamba2Mixer"
-# A subclass of Megatron's layer that orders weights otherwise; `.mcore_bridge` builds ours.
+# A subclass that orders weights in another way; `.mcore_bridge` builds our layer in its place.
 _MCORE_BRIDGE_CLASS = "mcore_bridge.model.modules.gated_delta_net.GatedDeltaNet"
 
 Options = bool | Mapping[str, Any]
@@ -78,7 +78,7 @@ class _PatchedClass:
         self.options = dict(options) if isinstance(options, Mapping) else {}
 
     def check(self) -> None:
-        """Raise if other code replaced ``__new__``, or if our class cannot take the arguments."""
+        """Raise if other code replaced ``__new__``, or our class lacks an option or argument."""
         found = vars(self.theirs).get("__new__")
         if found is not None and inspect.unwrap(found).__module__ != __name__:
             raise RuntimeError(
@@ -97,7 +97,7 @@ class _PatchedClass:
             self._require_known_constructor(given, taken)
 
     def _require_known_constructor(self, given: Arguments, taken: Arguments) -> None:
-        """Raise if Megatron's constructor has an argument, position or default that ours lacks."""
+        """Raise if ``taken`` (our arguments) lacks or changes one of ``given`` (Megatron's)."""
         places = [name for name, each in taken.items() if each.kind is not each.KEYWORD_ONLY]
         wrong = []
         for place, (name, argument) in enumerate(given.items()):
@@ -121,13 +121,15 @@ class _PatchedClass:
             )
 
     def install(self) -> None:
+        """Make Megatron's class build our layer, or its own again after an earlier patch."""
         if self.replaced:
             self.theirs.__new__ = _make_new(self.theirs, self.ours, self.options)
         elif "__new__" in vars(self.theirs):
-            # A class whose __new__ was deleted refuses every argument, so __new__ is replaced.
+            # Without any __new__ the class would refuse all arguments, so it gets a plain one.
             self.theirs.__new__ = _make_new(self.theirs, None, {})
 
     def describe(self) -> str:
+        """A clause for the log that says which class is built."""
         theirs = f"Megatron's {self.theirs.__name__}"
         if not self.replaced:
             return f"{theirs} stays Megatron's"

@@ -3,7 +3,7 @@
     --spec megatron_gdn.frameworks.slime get_qwen3_5_spec
 
 slime's layer has the parameters of transformers, whole on every rank. Each of our parameters is
-translated to the names of slime's layer, and slime's loader and converter handle the translation:
+translated to parameters of slime's layer, which slime's loader and converter can handle:
 
     ours, under ``self_attention.``     slime's, under ``self_attention.``
     in_proj.layer_norm_weight           input_layernorm.weight
@@ -36,7 +36,7 @@ from ..mixers.tensor_map import HFRef, TensorMap
 from ..specs.layer import gated_delta_net_spec, with_launch_options
 
 _LAYER_PREFIX = "self_attention."
-_MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # in transformers' configurations
+_MODEL_TYPES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")  # values of a config.json's model_type
 
 
 def get_qwen3_5_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
@@ -59,6 +59,7 @@ def get_qwen3_next_spec(args: Any, config: Any, vp_stage: int | None) -> Any:
 
 
 def _spec_with_our_layer(model: str, args: Any, config: Any, vp_stage: int | None) -> Any:
+    """Slime's block spec of ``model`` with our layer in place of slime's."""
     if not config.layernorm_zero_centered_gamma:
         raise ValueError(
             "slime copies the norm weights of Qwen3.5 and Qwen3-Next from the files, which hold "
@@ -97,7 +98,7 @@ def register_our_names() -> None:
 
 
 def _wrap_loader(slime_loader: Callable) -> Callable:
-    """Wrap slime's loader, which returns a parameter's whole tensor, rank 0's rows first."""
+    """Wrap slime's loader; for our parameters it returns all ranks' rows, rank 0's first."""
 
     @wraps(slime_loader)
     def tensor(name: str, reader: Any, hf_config: Any) -> Tensor:
@@ -116,11 +117,12 @@ def _wrap_converter(theirs: Callable) -> Callable:
 
     @wraps(theirs)
     def convert(args: Any, model_name: str, name: str, param: Tensor) -> list[tuple[str, Tensor]]:
+        """Convert parameter ``name`` to pairs (Hugging Face name, tensor)."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
             return theirs(args, model_name, name, param)
         whole = _join_shards(entry, param)
-        wide = torch.float32 if entry.shift else whole.dtype  # rounded only by the cast below
+        wide = torch.float32 if entry.shift else whole.dtype  # the cast below is the only rounding
         pieces = entry.to_hf(whole, [wide] * len(entry.sources))
         published = _published_dtypes(args.hf_checkpoint)
         return [
@@ -151,7 +153,7 @@ def _wrap_quantizer(theirs: Callable) -> Callable:
 
 
 def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
-    """``name`` up to the layer, and the parameter's map; None if not a parameter of our layer."""
+    """``name`` up to the layer, and the parameter's map, or None if it is not of our layer."""
     prefix, layer, rest = name.rpartition(_LAYER_PREFIX)
     return prefix + layer, _translations(str(folder)).get(rest) if layer else None
 
@@ -170,18 +172,18 @@ def _translations(folder: str) -> dict[str, TensorMap]:
 
 @cache
 def _published_dtypes(folder: str) -> dict[str, torch.dtype]:
-    """The dtypes of the folder's tensors by name, without 8-bit tensors, which slime quantises."""
+    """The dtypes of the folder's tensors by name, not of 8-bit tensors: slime quantises those."""
     specs = SafetensorsFolder(folder).specs.items()
     return {name: spec.torch_dtype for name, spec in specs if spec.torch_dtype.itemsize > 1}
 
 
 def _concatenate_shards(entry: TensorMap, whole: Tensor) -> Tensor:
-    """``[section 0 | section 1 | ...]`` -> ``[shard of rank 0 | shard of rank 1 | ...]``."""
+    """Reorder rows: ``[section 0 | section 1 | ..]`` to ``[rank 0's shard | rank 1's | ..]``."""
     return torch.cat(entry.shards(whole, _tensor_parallel_size())) if entry.sections else whole
 
 
 def _join_shards(entry: TensorMap, ranks: Tensor) -> Tensor:
-    """``[shard of rank 0 | shard of rank 1 | ...]`` -> ``[section 0 | section 1 | ...]``."""
+    """Reorder rows: ``[rank 0's shard | rank 1's | ..]`` to ``[section 0 | section 1 | ..]``."""
     return entry.unshard(ranks.chunk(_tensor_parallel_size())) if entry.sections else ranks
 
 

@@ -1,4 +1,4 @@
-"""The gated delta rule as a function of tensors, computed by the rules that layers run."""
+"""The gated delta rule as a function of tensors, with the backends that the layers have."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def gated_delta_rule(
     derivatives; other backends refuse a backward with ``create_graph=True``.
 
     Args:
-        query, key: ``[B, T, G, K]``, any float dtype. G key heads; value head h reads key head
+        query, key: ``[B, T, G, K]``, any float dtype. G key heads; value head h uses key head
             ``h // (H // G)``. Key heads are never repeated in memory.
         value: ``[B, T, H, V]``.
         g: ``[B, T, H]``, natural logarithm of the decay, <= 0, fp32.
@@ -51,12 +51,12 @@ def gated_delta_rule(
         output_final_state: also return the state after the last token of every sequence.
         use_qk_l2norm_in_kernel: scale query and key to unit length first (eps 1e-6).
         cu_seqlens: cumulative lengths ``[N + 1]`` of documents packed into one row (B must be 1),
-            or an already resolved :class:`~megatron_gdn.ops.Documents`. The state starts anew at
-            every document.
+            or a :class:`~megatron_gdn.ops.Documents`. Every document starts from its own initial
+            state, or from zero.
         chunk_size: tokens per chunk; changes only the rounding. Kernels take only 64.
-        backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` or ``"auto"``, see
-            :func:`.rule.resolve_rule`, which gets ``Bits.DETERMINISTIC`` under
-            ``torch.use_deterministic_algorithms``; or ``"recurrent"``, the oracle token by token.
+        backend: ``"recurrent"``, which computes one token at a time, or ``"flash_qla"``, ``"fla"``,
+            ``"reference"`` or ``"auto"``, see :func:`.rule.resolve_rule`. After
+            ``torch.use_deterministic_algorithms(True)`` these four use ``Bits.DETERMINISTIC``.
 
     Returns:
         ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]`` in fp32
@@ -103,7 +103,7 @@ def gated_delta_rule(
     return run_rule(rule, inputs, documents, **common)
 
 
-@uncompiled  # torch.compile traces neither run_rule nor the checks of the inputs
+@uncompiled  # torch.compile cannot trace run_rule and the checks of the inputs
 def torch_chunk_gated_delta_rule(
     query: Tensor,
     key: Tensor,
@@ -164,7 +164,7 @@ def recurrent_gated_delta_rule(
     return o.to(value.dtype), final if output_final_state else None
 
 
-@uncompiled  # Dynamo's guards fail in run_rule, and plain rules' tables are cached by value
+@uncompiled  # Dynamo's guards fail in run_rule; kernels and cached tables gain nothing from tracing
 def run_rule(
     rule: Rule,
     inputs: RuleInputs,
@@ -181,7 +181,7 @@ def run_rule(
         q, k = l2norm(q), l2norm(k)
     if scale is not None:
         q = q * (scale * k.shape[-1] ** 0.5)
-    # A rule counts non-empty documents. An empty document keeps its initial state.
+    # A rule gets states of non-empty documents alone. An empty document keeps its initial state.
     filled, initial = None if documents is None else documents.filled, initial_state
     if filled is not None and initial is not None:
         # If no document has a token, the rule has one empty sequence and gets no initial state.
@@ -195,6 +195,8 @@ def run_rule(
 
 
 class _RunRule(torch.autograd.Function):
+    """Runs a rule in the forward, and the rule's own backward."""
+
     @staticmethod
     def forward(ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial):
         """The output and, if ``with_final``, final states; ``initial``: first states or None."""
@@ -210,6 +212,7 @@ class _RunRule(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
+        """Input gradients, from ``d_o`` of the output and ``d_final`` of final states."""
         # Under a checkpoint, ctx.saved_tensors may be read only once.
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs, saved = RuleInputs(q, k, v, g, beta), Saved(tuple(kept), ctx.plan)

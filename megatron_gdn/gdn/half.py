@@ -11,10 +11,10 @@ Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keep
 
 The power brings the largest |d_o| of the key head's value heads below 1, which leaves room for
 sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient is at most T / sqrt(K)
-long, 2^13.5 for K = 128 and 2^17 tokens. Sums beyond fp16's range become inf, which is visible.
+long, 2^13.5 for K = 128 and 2^17 tokens. A sum beyond fp16's range becomes inf, a visible error.
 
-In state passing the power also brings the gradient of the final states below 2^5, because tokens of
-other ranks may have far larger gradients. A rank's documents share one power per key head.
+In context parallelism the power also brings the gradient of the final states below 2^5, because
+tokens of other ranks may have far larger gradients. A rank's documents share a key head's power.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class HalfOperands(Rule):
         self.kept_to_run_again, self.run_again = rule.kept_to_run_again, rule.run_again
 
     def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
-        """A rule with fp16 operands whose inner rule is ``wrapper(self.rule)``."""
+        """This rule with its inner rule replaced by ``wrapper(self.rule)``."""
         return HalfOperands(wrapper(self.rule))
 
 

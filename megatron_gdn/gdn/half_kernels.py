@@ -32,7 +32,7 @@ def _largest_kernel(
 ):  # fmt: skip
     """Grid (N, G): store the fp32 bits of one key head's largest finite |x| in ``tokens`` rows.
 
-    Compared as integers, the bits of inf are above those of numbers, and NaN is above inf.
+    As integers, the bits of inf and NaN exceed those of all numbers, so the kernel skips them.
     """
     INFINITY: tl.constexpr = 0x7F800000
     g = tl.program_id(1)
@@ -59,9 +59,10 @@ def _scale_kernel(
     G: tl.constexpr, RATIO: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr,
     BLOCK_C: tl.constexpr, TILES: tl.constexpr,
 ):  # fmt: skip
-    """Grid (tiles of ROWS tokens, G). A power's exponent is EXPONENT minus the one of max |x|.
+    """Grid (tiles of ROWS tokens, G): write x times a power of two, in fp16, to ``out``.
 
-    ``up`` gets the power and ``down`` its inverse, for each of a key head's RATIO value heads. With
+    The power's exponent is EXPONENT minus that of max |x|; BIAS and MANTISSA describe fp32. ``up``
+    gets the power and ``down`` its inverse, for each of a key head's RATIO value heads. With
     LOWER the exponent is at most that of ``old``, and x is multiplied by ``ratio``, the new power
     over the old power; x is not read for a head whose power stays.
     """
@@ -95,7 +96,7 @@ def _scale_kernel(
 
 
 def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
-    """fp32 bits of the largest |x| per tile and key head, ``[N, G]``, and N; C is ``columns``."""
+    """fp32 bits of each tile's and key head's largest |x|, ``[N, G]``, and N. C is ``columns``."""
     tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
     found = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
     launch(x, found)
@@ -119,7 +120,7 @@ def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int
 def _scale_launch(
     T: int, tiles: int, log2_bound: int, key_heads: int, ratio: int, columns: int, lower: bool
 ) -> Launch:
-    """The launch of `_scale_kernel`; with ``lower`` fewer programs, since most read nothing."""
+    """The launch of `_scale_kernel` for |x| < 2^log2_bound; LOWER is ``lower``."""
     block = block_dim(columns)
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     return Launch(

@@ -12,7 +12,7 @@ def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor,
     """Scale ``x [B, S, H, V]`` by powers of two, so that each key head's |x| < ``2^log2_bound``.
 
     Returns:
-        x times the powers, rounded once to fp16; each value head's power, ``[H]`` fp32; inverses.
+        x times the powers, rounded once to fp16; the powers, and the inverse powers, ``[H]`` fp32.
     """
     exponent = power_exponent(x, key_heads, log2_bound, (0, 1, 3))
     up, down = (_power(e, x.shape[2]) for e in (exponent, 2 * BIAS - exponent))
@@ -48,8 +48,8 @@ def power_exponent(x: Tensor, key_heads: int, log2_bound: int, dims: tuple[int, 
     """Biased exponents ``[G]`` int32 of powers of two that bring |x| below ``2^log2_bound``.
 
     After scaling, the largest |x| of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``, or
-    below 2^2 if |x| was near the end of fp32's range. inf and NaN count as zero, so that other
-    documents' gradients keep their power. The powers lie in 2^-126 .. 2^126. ``dims`` are all
+    below 2^2 if |x| was near the end of fp32's range. inf and NaN in one document count as zero, so
+    that other documents keep their power. The powers lie in 2^-126 .. 2^126. ``dims`` are all
     dimensions of x but that of the H value heads.
     """
     if x.numel() == 0:

@@ -52,7 +52,7 @@ def ba_rows(dims: GDNDims) -> list[int]:
 
 
 def interleaved_rows(dims: GDNDims) -> Tensor:
-    """For each row of the fused projection, its row in ``cat(in_proj_qkvz, in_proj_ba)``."""
+    """For each row of the fused projection, its index in ``cat(in_proj_qkvz, in_proj_ba)``."""
     G, widths = dims.num_key_heads, dims.layout.widths
     qkvz, ba = (rows_by_group(part, G).argsort() for part in (widths[:4], widths[4:]))
     return torch.cat([qkvz, len(qkvz) + ba])

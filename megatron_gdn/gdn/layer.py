@@ -57,26 +57,26 @@ class GatedDeltaNet(UpstreamNames):
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
         name: path of this module in the model, for TE's precision settings.
-        pp_layer_offset: number of layers on earlier pipeline stages, which Megatron's
-            ``DynamicInferenceContext`` does not count.
+        pp_layer_offset: number of layers on earlier pipeline stages. Megatron's
+            ``DynamicInferenceContext`` counts only the layers of this stage.
         cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these three that supports the
             device and dtype of the rows; see :func:`megatron_gdn.gdn.rule.resolve_rule`.
         rule_operands: ``"fp16"`` or ``"bf16"``, the dtype to which the GPU backends round between
             the products inside a chunk of a bf16 layer. fp16 is more exact, bf16 has the wider
-            range, see :mod:`megatron_gdn.gdn.half`. Deterministic mode takes bf16.
+            range, see :mod:`megatron_gdn.gdn.half`. Deterministic mode uses bf16.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
             itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``; ``"auto"``
-            takes Megatron's setting, else zigzag, see :mod:`megatron_gdn.mixers.loader_layout`. A
-            value that contradicts Megatron's setting is refused.
+            means Megatron's setting, else zigzag, see :mod:`megatron_gdn.mixers.loader_layout`. A
+            value that contradicts Megatron's setting raises a ValueError.
         linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
             ``"chunkwise"`` (ranks send states, not activations) or ``"auto"``, the cheaper for each
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
         cp_ranks_per_machine: how many successive ranks of the context-parallel group NVLink joins;
-            ``"auto"`` estimates message costs from this number. The last machine may have fewer.
-            None (default): the ranks exchange the names of their hosts once.
+            ``linear_cp_mode="auto"`` needs it to estimate costs. The last machine may have fewer.
+            None (default): the ranks find it by exchanging their hosts' names once.
         recompute: what the backward computes again instead of saving: ``"none"``, ``"light"``
             (query, key, value, and the normed output that out_proj reads) or ``"full"`` (also the
             output of the delta rule and the inverses of its chunks). Megatron's
@@ -125,6 +125,7 @@ class GatedDeltaNet(UpstreamNames):
         output_gate_activation: str | None = None,
         allow_neg_eigval: bool | None = None,
     ) -> None:
+        """Build this rank's part of the layer; the class's docstring describes the arguments."""
         if config.experimental_attention_variant == "gdn2":
             raise ValueError(
                 "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and this layer "

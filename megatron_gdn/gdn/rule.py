@@ -46,12 +46,14 @@ class FlaGDN(FlaDeltaRule):
     def output(
         self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
     ) -> Tensor:
+        """The output, from the states at chunks and the values that tokens have ``written``."""
         q, k, *_ = x.inputs
         return self.fla.chunk_fwd_o(
             q=q, k=k, v=written, h=states, g=products.chunks["g"], scale=k.shape[-1] ** -0.5, **x.at
         )
 
     def readers(self, x: FlaBackward) -> dict[str, Tensor]:
+        """Arguments of fla's kernel of state gradients; ``dv``: written values' gradient by d_o."""
         (q, k, v, _, beta), (g_sum, A) = x.inputs, x.kept
         w, _ = self.fla.recompute_w_u_fwd(k=k, v=v, beta=beta, A=A, g=g_sum, **x.at)
         dv = self.fla.chunk_bwd_dv_local(
@@ -93,13 +95,13 @@ def resolve_rule(
             with a line in the log. ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
         operands: the dtype to which flash_qla and fla round operands of products in a bf16 layer:
             ``"fp16"``, or ``"bf16"`` with three bits less and more range (see :mod:`.half`). If
-            fp16 would be more exact but cannot be used, ``reason`` says why.
+            fp16 would be more exact but cannot be used, the choice's ``reason`` says why.
         normalise_qk: whether q and k have unit length, which fp16 operands need.
 
     Raises:
         ValueError: an unknown backend, or a backend that these sizes, this dtype, this device or
             ``bits`` rule out.
-        ImportError: the backend's package is missing, too old, or is wrong on this machine.
+        ImportError: the backend's package is missing, too old, or faulty on this machine.
     """
     if operands not in ("fp16", "bf16"):
         raise ValueError(

@@ -29,7 +29,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
     allow_neg_eigval: bool
 
     def _name_sizes(self) -> None:
-        """Set the sizes under megatron-core's names; ``*_local_tp`` are the sizes of this rank."""
+        """Set sizes under megatron-core's names; ``*_local_tp``: one tensor-parallel rank's."""
         whole, local = self.global_dims, self.dims
         self.sp_size = self.tp_size if self.config.sequence_parallel else 1
         self.hidden_size, self.conv_kernel_dim = whole.hidden_size, whole.conv_kernel_dim
@@ -52,6 +52,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
 
     @property
     def activation(self) -> str:
+        """The name of the convolution's activation."""
         return "silu"
 
     def _setup_variant_attrs(self) -> None:
@@ -66,7 +67,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
         return partial(gated_delta_rule, backend=self.backend)
 
     def _apply_gated_norm(self, x: Tensor, gate: Tensor) -> Tensor:
-        """``out_norm(x) * act(gate)`` in ``x.dtype``; the product is in fp32."""
+        """``out_norm(x) * act(gate)``, multiplied in fp32 and returned in ``x.dtype``."""
         activation = self.output_gate_activation
         return apply_gated_norm(self.out_norm, x, gate, self.norm_group, activation)
 

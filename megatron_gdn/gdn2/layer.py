@@ -34,8 +34,8 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
         o_t     = S_t^T q_t / sqrt(K)
         y       = out_proj(RMSNorm(o) * SiLU(z))
 
-    Each key head, with its decay and erase gate, serves the same number of neighbouring value
-    heads. Constructor, parameters and checkpoint keys are those of ``GatedDeltaNet2`` in
+    Neighbouring value heads share a key head, its decay and its erase gate; all key heads have
+    equally many. Constructor, parameters and checkpoint keys are those of ``GatedDeltaNet2`` in
     ``megatron.core.ssm.gated_delta_net``.
 
     Args:

@@ -4,7 +4,7 @@
     o_t = S_t^T q_t / sqrt(K)
 
 fla's kernels take as many key heads as value heads, so each key head's tensors are repeated for its
-value heads. The front sums the gradients of the value heads.
+value heads. The front sums the gradients of a key head's copies.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ class FlaGDN2(FlaChannelRule):
     grads = GDN2Inputs
 
     def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> Any:
+        """Begin a forward, in which each value head has its own copy of its key head."""
         return super().begin(_repeat_key_heads(inputs), documents)
 
     def begin_backward(

@@ -33,7 +33,7 @@ __all__ = sorted(_HOME)  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    """Import a name on first use, so that the drop-in needs no Megatron."""
+    """Import a name on first use, so that the transformers drop-in needs no Megatron."""
     if name not in _HOME:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     return getattr(import_module(_HOME[name], __name__), name)

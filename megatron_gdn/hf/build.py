@@ -31,7 +31,7 @@ def build_model(
 
     Megatron's parallel state and random seeds must have been set up. Weights are random until
     `load_hf_weights` or a checkpoint fills them. Sizes, norms (zero-centred), epsilon, output
-    gates, rotary settings, experts, tied embeddings and dropout 0 come from ``config.json``.
+    gates, rotary settings, experts and tied embeddings come from ``config.json``; dropout is 0.
 
     Args:
         source: a folder with ``config.json``, or the result of `read_hf_config`.
@@ -43,9 +43,9 @@ def build_model(
             on a machine with a GPU, else fp32.
         max_sequence_length: tokens of the longest sequence.
         vocab_divisible_by: the vocabulary is padded to a multiple of this number times the
-            tensor-parallel size. Megatron's softmax counts padded rows; published sizes need none.
-        layer_pattern: the hybrid pattern with ``|`` between pipeline stages; None: no cuts.
-        vp_stage: which virtual pipeline stage to build.
+            tensor-parallel size. Megatron's softmax counts padded rows; published models need none.
+        layer_pattern: the hybrid pattern with ``|`` between pipeline stages; None: without ``|``.
+        vp_stage: number of the virtual pipeline stage to build; None if there are no such stages.
         parallel_output: keep the logits cut over tensor-parallel ranks, as Megatron's loss needs.
         layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
         spec: a spec of a HybridStack or a GPT block, used in place of this package's spec.
@@ -161,7 +161,7 @@ def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> lis
 
 
 def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") -> Namespace:
-    """Megatron's ``args`` for a run of this model, only those that describe the model."""
+    """The ``args`` in a Megatron checkpoint of this model; they describe the model alone."""
     args = Namespace(
         num_layers=config.megatron_settings(model)["num_layers"],
         hybrid_layer_pattern=None,

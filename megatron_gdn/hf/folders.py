@@ -1,7 +1,7 @@
 """Convert whole Hugging Face folders to Megatron distributed checkpoints, and back.
 
-Each function builds the model of a Megatron launch on the CPU, with local modules, and holds all
-weights in memory in the dtypes of the file. An imported checkpoint has weights alone (a
+Each function builds Megatron's model on the CPU, with local (torch) modules, and holds all weights
+in memory in the dtypes of the file. An imported checkpoint has weights alone (a
 *release*); Megatron's ``--load`` reads a release at any parallel sizes.
 
     latest_checkpointed_iteration.txt    "release", or the number of the newest iteration
@@ -27,7 +27,7 @@ from .model_map import Architecture, HFModelConfig, count_of_others, read_hf_con
 from .safetensors_files import new_folder, refuse_existing
 
 _TRACKER, _RELEASE, _FORMAT = "latest_checkpointed_iteration.txt", "release", "metadata.json"
-# Metadata that Megatron's own saves have too: it says how a model shards its state.
+# Metadata of Megatron's own checkpoints, which says how a model shards its state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 # Keys of a model's tensors start with one of these words; other keys are optimizer states.
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
@@ -47,7 +47,7 @@ def import_folder(source: str | Path, target: str | Path, model: Architecture = 
     Args:
         source: a folder with ``config.json`` and safetensors weights.
         target: a new folder, which appears only when the import is complete.
-        model: "hybrid" or "gpt", as for `build_model`.
+        model: "hybrid" (Megatron's HybridModel) or "gpt" (GPTModel).
 
     Raises:
         FileNotFoundError, FileExistsError, ValueError, NotImplementedError: the message names the
@@ -78,10 +78,11 @@ def export_folder(
     Args:
         source: a folder of checkpoints, of which the newest is read, or the folder of one
             iteration. A checkpoint may be saved at any parallel sizes.
-        target, like, fp32_gates: as for `save_hf_weights`.
+        target: a new folder. like: the Hugging Face folder that the model came from.
+        fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16.
 
     Raises:
-        FileNotFoundError, FileExistsError, ValueError, RuntimeError: as `import_folder`.
+        FileNotFoundError, FileExistsError, ValueError, RuntimeError: as in `import_folder`.
     """
     refuse_existing(target)
     with in_one_process():
@@ -104,7 +105,7 @@ def find_checkpoint(folder: str | Path) -> Path:
 
 
 def _build_on_cpu(config: HFModelConfig, model: Architecture, **changes: Any) -> Any:
-    """Build the model without values; parameters take memory when values are written."""
+    """Build the model without values; ``changes`` are more arguments of `build_model`."""
     return build_model(
         config,
         model,
@@ -136,8 +137,8 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     with _errors_begin_with(damaged):
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
         common = dist_checkpointing.load_common_state_dict(folder)
-    args = common.get("args")  # of the run; without them norms count as zero-centred
-    # Older versions of Megatron named the attribute after the flag.
+    args = common.get("args")  # of the run; None: norms are taken as zero-centred
+    # Older versions of Megatron name the setting apply_layernorm_1p.
     centred = getattr(args, "apply_layernorm_1p", True)
     centred = getattr(args, "layernorm_zero_centered_gamma", centred)
     kind: Architecture = "hybrid" if "decoder.final_norm.weight" in stored else "gpt"

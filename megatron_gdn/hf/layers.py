@@ -37,8 +37,8 @@ def layer_from_hf(
             in the Megatron config (default True; Mamba2 has none).
 
     Returns:
-        Megatron parameter names to tensors: ``A_log``, ``dt_bias``, ``D`` and a zero-centred
-        ``out_norm.weight`` are fp32, all other tensors have the dtype of ``hf_state``.
+        for each rank, Megatron's parameter names and tensors: ``A_log``, ``dt_bias``, ``D`` and a
+        zero-centred ``out_norm.weight`` are fp32, other tensors have the dtype of ``hf_state``.
 
     Raises:
         ValueError: a tensor is missing, unknown (such as a bias of a projection) or of the wrong
@@ -82,7 +82,7 @@ def layer_to_hf(
     Args:
         ranks: one Megatron state dict for each tensor-parallel rank.
         dims, stored: as for `layer_from_hf`.
-        dtypes: the dtype of each Hugging Face tensor; default the original's, else Megatron's.
+        dtypes: the dtype of each Hugging Face tensor; default: the original's, or Megatron's.
         originals: the imported Hugging Face tensors (see `TensorMap.to_hf`). Only the weight of a
             zero-centred norm needs its original to keep its bits.
     """
@@ -95,7 +95,7 @@ def layer_to_hf(
 
 
 def _maps_of(dims: Any, stored: dict[str, Any]) -> list[TensorMap]:
-    """The maps of a layer with the sizes ``dims``, whose files have the form ``stored``."""
+    """The maps of a layer of sizes ``dims``; ``stored``: as in `layer_from_hf`."""
     if type(dims) not in _MAPS:
         raise TypeError(
             f"dims is a {type(dims).__name__}; give the sizes of a layer with published weights: "

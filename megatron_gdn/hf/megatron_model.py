@@ -46,8 +46,8 @@ _PUBLISHED_OPTIONS = {
 
 
 def _place(of: str) -> tuple[int, int]:
-    """This rank's number in Megatron's parallel group ``of`` (such as tensor_model), its size."""
-    state: Any = parallel_state  # Megatron annotates some of these functions wrongly
+    """This rank's index in Megatron's group ``of`` (such as tensor_model), and the group's size."""
+    state: Any = parallel_state  # Any, since Megatron annotates some functions wrongly
     rank, size = (getattr(state, f"get_{of}_parallel_{what}") for what in ("rank", "world_size"))
     return rank(), size()
 
@@ -104,13 +104,13 @@ def save_hf_weights(
     """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of ``like``.
 
     Every rank must call this function. The first data-parallel replica gathers its tensor-parallel
-    shards, one tensor at a time, and its rank 0 writes files; other replicas return at once.
+    shards, one tensor at a time, and its first rank writes files; other replicas return at once.
     Keys that a Megatron text model does not have (``mtp.``, ``model.visual.``) and files that are
     not weights are copied from ``like``. Low-rank adapters of Megatron-Bridge are merged into the
     weights, W + (alpha / dim) B A; the model itself stays unmerged.
 
     Args:
-        model: as for `load_hf_weights`.
+        model: a HybridModel or GPTModel, as for `load_hf_weights`.
         folder: a new folder, which appears only when it is complete.
         like: the Hugging Face folder the model came from.
         fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16. By default
@@ -165,11 +165,11 @@ class _Export:
             for one in entry.sources:
                 self._maps_of.setdefault(one.key, []).append((entry, one))
         self._maps_of |= {key: self._maps_of[same_as] for key, same_as in plan.aliases.items()}
-        # A file has the tensors of a fused projection close together, so a cache of four suffices.
+        # Files store the tensors of a fused projection close together, so four cached maps suffice.
         self._cached_pieces = lru_cache(maxsize=4)(self._pieces)
 
     def read(self, key: str) -> Tensor:
-        """Compute the tensor ``key`` in its export dtype; experts are packed as in the file."""
+        """Compute the tensor ``key`` in its export dtype; experts are stacked as in the file."""
         if key not in self._maps_of:
             return self._source.read(key)
         parts = self._maps_of[key]
@@ -188,7 +188,7 @@ class _Export:
         return torch.float32 if widened else self._source.specs[key].torch_dtype
 
     def _pieces(self, entry: TensorMap) -> dict[HFRef, Tensor]:
-        """The Hugging Face tensors of one map, in the dtypes in which they are written."""
+        """The Hugging Face tensors of the map ``entry``, in the dtypes of the written files."""
         full = entry.unshard(self._gather_shards(entry))
         dtypes = {source.key: self._dtype_of(source.key) for source in entry.sources}
         # Megatron may store a norm gain minus 1, whose rounding would lose bits of the file's gain.
@@ -200,7 +200,7 @@ class _Export:
 
     @torch.no_grad()
     def _gather_shards(self, entry: TensorMap) -> list[Tensor]:
-        """Gather the map's Megatron shards of all tensor-parallel ranks, in rank order."""
+        """Gather the Megatron shards of ``entry`` from all tensor-parallel ranks, in rank order."""
         parameter = next(self._params[name] for name in entry.names if name in self._params)
         wrapper = self._wrappers.get(parameter)
         # Reading the merged weight is a collective of the tensor-parallel ranks.
@@ -216,7 +216,7 @@ class _Export:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside its wrappers, of which Megatron's own function does not know all."""
+    """The model inside its wrappers, some of which Megatron's own function does not know."""
     while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model
@@ -312,7 +312,7 @@ def _match_parameters(
 
 
 def _local_shard(entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter) -> Tensor:
-    """This rank's shard of a map's tensor, with the vocabulary padded to the model's rows."""
+    """This rank's shard of the map ``entry``; vocabulary rows are padded to those of ``param``."""
     rank, size = _place("expert_tensor" if entry.is_expert else "tensor_model")
     full = entry.to_megatron(pieces)
     if entry.pad_rows:

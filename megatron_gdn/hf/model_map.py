@@ -1,4 +1,4 @@
-"""Flatten a model's ``config.json`` into one record, and list the maps of the model's tensors.
+"""Flatten a model's ``config.json`` into one record, and list a `TensorMap` for each tensor.
 
 A GPTModel has one layer for each layer of the config, a HybridModel has two (mixer, then MLP).
 """
@@ -45,7 +45,7 @@ _SIZES = {
         "mamba_num_groups": "n_groups",
     },
     "E": {
-        "ffn_hidden_size": "moe_intermediate_size",  # for Megatron's checks; dense MLPs replace it
+        "ffn_hidden_size": "moe_intermediate_size",  # Megatron checks it; dense MLPs override it
         "num_moe_experts": "num_experts",
         "moe_ffn_hidden_size": "moe_intermediate_size",
         "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
@@ -75,7 +75,7 @@ class HFModelConfig:
     """What a ``config.json`` says about the model and its weights."""
 
     architecture: str  # the class in transformers
-    hybrid_layer_pattern: str  # of a HybridModel: 'G', 'M', '*', '-' and 'E' as in `models.Model`
+    hybrid_layer_pattern: str  # G: GDN, M: Mamba2, *: attention, -: MLP, E: experts
     sizes: SimpleNamespace  # fields of a TransformerConfig
     vocab_size: int
     tied: bool  # the output layer is the embedding
@@ -150,8 +150,7 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     """Flatten a parsed ``config.json``; if it has a ``text_config``, sizes are read there.
 
     ``tie_word_embeddings`` is read at the top level only: the nested default is wrong for some
-    published models. An unknown architecture, a missing field or an unsupported setting raises a
-    ValueError.
+    published models. An unknown architecture, missing field or illegal setting is a ValueError.
     """
     known = sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES)
     named = config.get("architectures") or []
@@ -207,7 +206,7 @@ class _Fields(dict[str, Any]):
 
 
 def _layer_pattern(given: _Fields) -> str:
-    """The symbols of all layers, for each layer that of its mixer and that of its MLP."""
+    """A HybridModel's pattern: for each layer the symbols of its mixer and of its MLP."""
     count = given["num_hidden_layers"]
     types = given.get("layer_types")
     if types is None:
@@ -313,7 +312,7 @@ def _mlp_maps(p: str, hf: str, hidden: int, ffn: int) -> Iterator[TensorMap]:
 
 
 def _moe_maps(p: str, hf: str, config: HFModelConfig, keys: Collection[str]) -> Iterator[TensorMap]:
-    """The maps of a router, its experts and the shared expert; ``keys`` are the files'."""
+    """The maps of a router, its experts and the shared expert; ``keys``: all keys of the files."""
     sizes = config.sizes
     hidden, ffn, experts = sizes.hidden_size, sizes.moe_ffn_hidden_size, sizes.num_moe_experts
     yield tensor_map(f"{p}router.weight", {f"{hf}gate.weight": (experts, hidden)})
@@ -340,7 +339,7 @@ def plan_of(
 ) -> TensorPlan:
     """Assign every tensor of ``specs`` to a map, to passthrough or to an alias, or refuse it.
 
-    ``centred`` is the Megatron model's ``layernorm_zero_centered_gamma``.
+    ``specs``: the tensors of the files; ``centred``: Megatron's ``layernorm_zero_centered_gamma``.
     """
     if config.architecture == _NEMOTRON:
         raise NotImplementedError(

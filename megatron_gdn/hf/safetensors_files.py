@@ -101,7 +101,7 @@ class SafetensorsFolder:
             ) from error
 
     def _require_index_matches(self, index: dict[str, str], stored: list[tuple[str, str]]) -> None:
-        """Refuse an index that contradicts the files: a file may hold an old tensor."""
+        """Raise if ``index`` differs from ``stored``, pairs of a key and the file that has it."""
         if wrong := set(stored) ^ set(index.items()):
             key = min(wrong)[0]
             found = [name for one, name in stored if one == key]
@@ -113,6 +113,7 @@ class SafetensorsFolder:
             )
 
     def _read_spec(self, key: str) -> TensorSpec:
+        """Read the dtype and the shape of the tensor ``key``, not its values."""
         view = self.files[self.file_of[key]].get_slice(key)
         dtype = view.get_dtype()
         if dtype not in TORCH_DTYPES:
@@ -122,6 +123,7 @@ class SafetensorsFolder:
         return TensorSpec(dtype, tuple(view.get_shape()))
 
     def _open(self, name: str) -> Any:
+        """Open the safetensors file ``name`` of this folder; errors name the file."""
         from safetensors import SafetensorError, safe_open
 
         path = self.folder / name
@@ -137,7 +139,7 @@ class SafetensorsFolder:
 
 
 def progress_bar[Item](items: Collection[Item], label: str) -> Iterable[Item]:
-    """Give ``items``; rank 0 shows a bar named ``label`` if a terminal and tqdm exist."""
+    """Return ``items``; rank 0 shows a bar named ``label`` if a terminal and tqdm exist."""
     if not sys.stderr.isatty() or (dist.is_initialized() and dist.get_rank()):
         return items
     try:
@@ -156,7 +158,7 @@ def refuse_existing(target: str | Path) -> None:
 
 @contextmanager
 def new_folder(target: str | Path) -> Iterator[Path]:
-    """Give an empty folder, which is renamed ``target`` on success and deleted on any error."""
+    """Yield an empty folder, which is renamed ``target`` on success and deleted on any error."""
     refuse_existing(target)
     target = Path(target).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)

@@ -50,7 +50,7 @@ def to_file_state(
 def from_file_state(
     state_dict: Mapping[str, object], route_linear_attn_fp32_params: bool = True
 ) -> dict[str, object]:
-    """A file's state with fp32 gates, by ``route_linear_attn_fp32_params`` under holder keys."""
+    """A file's state with fp32 gates, under holder keys if ``route_linear_attn_fp32_params``."""
     return {
         route_fp32_holder_key(key) if route_linear_attn_fp32_params else key: (
             upcast_gated_delta_net_fp32_state_tensor(key, tensor)
@@ -65,7 +65,7 @@ def loaded_dtype(
     """``(storage, compute)`` dtype of a parameter loaded from a file.
 
     Storage is ``promote_types(file_dtype, requested_dtype)``, compute is ``file_dtype``. A gate
-    parameter of a model with fp32 gates counts as fp32 in the file. An integer tensor is not cast.
+    parameter of a model with fp32 gates is taken as fp32 in the file. Integer tensors are not cast.
     """
     if not file_dtype.is_floating_point:
         return file_dtype, file_dtype
@@ -78,7 +78,7 @@ def loaded_dtype(
 def restore_loaded_dtypes(
     hf_config: object, state_dict: Mapping[str, Tensor], file_dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """Cast tensors to the storage dtypes for ``file_dtypes``; set each ``_hf_compute_dtype``."""
+    """Cast tensors to `loaded_dtype` of their ``file_dtypes``; set each ``_hf_compute_dtype``."""
     restored = {}
     for key, tensor in state_dict.items():
         storage, compute = loaded_dtype(hf_config, key, file_dtypes[key], tensor.dtype)
@@ -122,7 +122,7 @@ def upcast_gated_delta_net_fp32_state_tensor(
 
 
 def forced_gated_delta_net_fp32_dtype_mapping(state_dict: Mapping[str, object]) -> dict[str, str]:
-    """``{key: "F32"}`` for the floating fp32 parameters, which an exporter writes as F32."""
+    """``{key: "F32"}`` for the floating-point gate parameters, which an exporter writes as F32."""
     keys = filter(is_gated_delta_net_fp32_param_key, state_dict)
     found = ((key, state_dict[key]) for key in keys)
     return {k: "F32" for k, x in found if isinstance(x, Tensor) and x.is_floating_point()}

@@ -36,8 +36,8 @@ def greedy(logits: Tensor) -> Tensor:
 def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceContext:
     """Make a context for ``rows`` sequences of up to ``tokens`` tokens, prompt included.
 
-    Every context-parallel rank runs whole sequences. A model with pipeline stages raises
-    NotImplementedError, as does another package's attention under context parallelism.
+    Every context-parallel rank runs whole sequences. NotImplementedError is raised for a model with
+    pipeline stages, and under context parallelism for attention other than `TorchAttention`.
     """
     config = unwrap_model([model])[0].config
     if config.pipeline_model_parallel_size > 1:
@@ -107,7 +107,7 @@ def generate(
 
     Raises:
         ValueError: a prompt that is empty or not ``[B, S]``.
-        NotImplementedError: see :func:`static_context`.
+        NotImplementedError: pipeline stages, or an attention that :func:`static_context` refuses.
     """
     if prompt.dim() != 2 or 0 in prompt.shape:
         raise ValueError(

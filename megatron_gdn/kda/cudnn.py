@@ -4,9 +4,9 @@
     g, beta and their gradients       fp32
     states                            fp32, ``[N, H, V, K]``, transposed at each call
 
-The kernels cut a sequence into pieces. Each piece starts from a zero state, and so many tokens
-early that at most 2^-20 of the missing state would be left after them, for keys of length 1 and
-beta up to 1. If the state decays slowly, a piece starts at the sequence's start.
+The kernels cut a sequence into pieces and start each from a zero state, not from the true state. So
+a piece first runs earlier tokens, after which at most 2^-20 of the true state would be left (keys
+of length 1, beta up to 1). If states decay slowly, these tokens reach to the sequence's start.
 
 cuDNN builds and keeps a graph for each number of tokens and of sequences. In version 1.32.0 a graph
 keeps a buffer for every state that a call leaves out, so each call passes all states.
@@ -43,7 +43,7 @@ def why_not_cudnn(
     value_dim: int | None,
     lower_bound: float | None,
 ) -> Obstacle | None:
-    """Why cuDNN's kernels cannot train heads of these sizes, and the fix; None if they can."""
+    """Why cuDNN cannot train such heads with g >= ``lower_bound``, and the fix; None if it can."""
     if device.type != "cuda":
         return Obstacle(f"cuDNN runs on a GPU, not on {device}")
     if dtype != torch.bfloat16:
@@ -63,6 +63,7 @@ def why_not_cudnn(
 
 @cache
 def _why_not_package() -> Obstacle | None:
+    """Why the installed cudnn-frontend cannot be used, and the fix; None if it can."""
     hint = "pip install 'nvidia-cudnn-frontend==1.32.*'"
     installed = installed_version("nvidia-cudnn-frontend")
     if find_spec("cudnn") is None or installed is None:
@@ -74,6 +75,7 @@ def _why_not_package() -> Obstacle | None:
 
 @cache
 def _cudnn_functions() -> Any:
+    """cudnn-frontend's module of KDA functions, imported at the first call."""
     from cudnn.linear_attention.ops import kda  # pyright: ignore[reportMissingImports]
 
     return kda
@@ -103,7 +105,7 @@ class _CudnnArguments:
         self.tokens = tuple(x[0].contiguous() for x in in_one_row(inputs))
 
     def states(self, rows: Tensor | None = None) -> Tensor:
-        """States ``[..., K, V]`` transposed, for all sequences and heads; None means zeros."""
+        """Transpose the states ``rows [..., K, V]`` of all sequences and heads; None: zeros."""
         shape = len(self.offsets) - 1, self.heads, HEAD_DIM, HEAD_DIM
         if rows is None:
             return self.tokens[3].new_zeros(shape)
@@ -127,7 +129,7 @@ class CudnnForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """A run from state 0 gives ``local``; one from the unit matrix, v = 0, ``through``."""
+        """``local``: last states from zero states; ``through``: from unit matrices with v = 0."""
         v, states = self._call.tokens[2], self._call.states
         _, local = self._run(v, states())
         _, through = self._run(torch.zeros_like(v), states(torch.eye(HEAD_DIM, device=v.device)))
@@ -159,7 +161,7 @@ class CudnnBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        return self._run(None, None)[5].mT.contiguous()  # equal for all initial states
+        return self._run(None, None)[5].mT.contiguous()  # the same for every initial state
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:

@@ -23,7 +23,7 @@ from ..ops.rules.base import Rule
 
 @lru_cache(maxsize=64)
 def kda_table(layout: Layout, lower_bound: float | None = None) -> FrontTable:
-    """The front table for rows of this layout; ``lower_bound`` is that of the log-decay."""
+    """The front table for rows of this layout; ``lower_bound`` is a lower bound of g, or None."""
     sizes, g = HeadSizes.of(layout), Gate("f", ("g",), decay, rated=True, channels=True)
     if lower_bound is not None:
         g = g._replace(function=bounded_decay, low=lower_bound)

@@ -6,8 +6,8 @@ f_b_proj, g_a_proj and g_b_proj) or full rank (Bailing Hybrid: f_proj, g_proj).
 
 Modules of transformers hold the forget gate's tensors in ``forget_gate`` and have one convolution.
 Keys of files have no ``forget_gate``, and files have three convolutions; Bailing's files name
-o_proj "dense". Kimi Linear stores ``A_log`` as ``[1, 1, H, 1]``. The layer's option
-`gate_lower_bound` is the bound of a bounded gate.
+o_proj "dense". Kimi Linear stores ``A_log`` as ``[1, 1, H, 1]``. No weight
+stores the bound of a bounded gate: give the layer this bound as the option `gate_lower_bound`.
 """
 
 from __future__ import annotations

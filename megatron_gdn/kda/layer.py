@@ -59,18 +59,16 @@ class KimiDeltaAttention(RecurrentMixer):
             ``in_proj``.
         gate_lower_bound: a number below 0 for the gate
             ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
-        recompute: as in :class:`megatron_gdn.GatedDeltaNet`; ``"light"`` computes the normed output
-            again.
+        recompute: as in :class:`megatron_gdn.GatedDeltaNet`; ``"light"`` recomputes ``out_norm``.
 
     The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Give the arguments from
     ``backend`` on through ``ModuleSpec(params={...})``.
 
     Raises:
-        ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout, mode or level, a bad ``A_init_range``, ``gate_lower_bound`` or
-            ``cp_ranks_per_machine``.
-        NotImplementedError: ``fp4``, ``fp8``, ``linear_allow_neg_eigval`` and
-            ``delay_wgrad_compute`` of the config.
+        ValueError: sizes that do not fit each other or the parallel sizes, or an option with an
+            unknown or illegal value, such as ``backend`` or ``A_init_range``.
+        NotImplementedError: the config sets ``fp4``, ``fp8``, ``linear_allow_neg_eigval`` or
+            ``delay_wgrad_compute``.
         ImportError: the requested backend is not available.
     """
 
@@ -107,6 +105,7 @@ class KimiDeltaAttention(RecurrentMixer):
         cp_ranks_per_machine: int | None = None,
         recompute: str | None = None,
     ) -> None:
+        """Build the layer; ``forget_rank``, ``output_rank``: widths of the gates' narrow halves."""
         if A_init_range is None:
             A_init_range = (1, 16) if gate_lower_bound is None else (1, 1)
         if gate_lower_bound is not None and not gate_lower_bound < 0:
@@ -142,8 +141,8 @@ class KimiDeltaAttention(RecurrentMixer):
         """Rows query | key | value | f | z | beta ``[s, B, P]``, with gates in full width.
 
         Each tensor-parallel rank computes some columns of the narrow halves, gathers ``[s, B, R]``,
-        and computes its heads' columns of the gates with weights ``[C, R]``. The backward keeps the
-        narrow halves. In in_proj's columns, the section ``f_a`` stands for ``f``.
+        and computes its heads' columns of the gates with weights ``[C, R]``. The narrow halves are
+        saved for the backward. In in_proj's columns, ``f_a`` is in the place of ``f``.
         """
         narrow = super().project(hidden_states)
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
@@ -165,6 +164,7 @@ class KimiDeltaAttention(RecurrentMixer):
         return kda_parts(rows, *parameters, lower_bound=self.gate_lower_bound, **given)
 
     def _add_others(self) -> None:
+        """Add ``f_b_weight`` and ``z_b_weight``, which widen the gates' narrow halves, if any."""
         for gate, rank in self.global_dims.ranks.items():
             self.register_parameter(f"{gate}_b_weight", None)
             if rank:
@@ -172,6 +172,7 @@ class KimiDeltaAttention(RecurrentMixer):
                 self._add_parameter(f"{gate}_b_weight", (columns.stop - columns.start,), rank)
 
     def _init_others(self) -> None:
+        """Fill ``f_b_weight`` and ``z_b_weight`` by the config's ``init_method``."""
         assert (method := self.config.init_method) is not None
         layout = self.global_dims.layout
         widths = dict(zip(layout.names, layout.widths, strict=True))

@@ -13,11 +13,11 @@ from ..ops.rules.fla import SEQUENCES, kernels_of_fla
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA, why_not_cudnn
 
-_SAFE_LOWER_BOUND = -5.0  # fla's kernels for bounded gates take exp of the sum of 16 log-decays
+_SAFE_LOWER_BOUND = -5.0  # fla's faster kernels take exp of the sum of 16 log-decays
 
 
 class FlaKDA(FlaChannelRule):
-    """fla's kernels of KDA; its faster ones if g has a ``lower_bound`` of -5 or more."""
+    """fla's kernels of KDA; the faster ones if g has a ``lower_bound`` of -5 or more."""
 
     reads_again = frozenset(RuleInputs._fields)
     called = {
@@ -52,7 +52,7 @@ def choose_kda(
             the reference.
         lower_bound: the lower bound of the log-decay. With a bound of -5 or more fla runs faster
             kernels; cuDNN needs such a bound.
-        bits: the promise about bits. :func:`..ops.rules.choice.choose` lists the errors.
+        bits: whether a result's bits must repeat (:class:`..ops.rules.base.Bits`).
     """
     K, V = state.rows, state.columns
     kernels = {

@@ -74,7 +74,7 @@ class Mamba2Mixer(RecurrentMixer):
         dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between ``dt_min`` and
             ``dt_max``, but not below ``dt_init_floor``.
         conv_bias: give the convolution a bias.
-        chunk_size: Megatron's dynamic context may cut prompts at its multiples; same results.
+        chunk_size: Megatron's dynamic context may cut prompts here; results stay the same.
         backend: implementation of the recurrence: ``"fla"``, ``"reference"`` (plain torch,
             deterministic) or ``"auto"``, see `megatron_gdn.mamba2.rule`.
         linear_cp_mode: as in :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group
@@ -86,9 +86,8 @@ class Mamba2Mixer(RecurrentMixer):
     ``backend`` on through ``ModuleSpec(params={...})``.
 
     Raises:
-        ValueError: sizes that do not fit each other or the parallel sizes, an argument that this
-            mixer cannot honour, an unknown backend, layout or mode, a bad
-            ``cp_ranks_per_machine``.
+        ValueError: sizes that do not fit each other or the parallel sizes, or an argument that
+            this mixer cannot honour, such as an unknown ``backend`` or ``linear_cp_mode``.
         ImportError: the requested backend is not available.
     """
 
@@ -135,6 +134,7 @@ class Mamba2Mixer(RecurrentMixer):
         dt_limit: tuple[float, float] = UNLIMITED,
         norm_eps: float = 1e-5,
     ) -> None:
+        """Build the mixer; arguments before ``*`` have the meaning of Megatron's MambaMixer."""
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         check_ranges((dt_min, dt_max), dt_init_floor, dt_limit)
         super().__init__(
@@ -168,6 +168,7 @@ class Mamba2Mixer(RecurrentMixer):
         return "silu"
 
     def _build_out_norm(self, submodules: Any) -> None:
+        """Build ``norm`` for this rank's channels if ``rmsnorm``; ``submodules`` is not read."""
         if self.rmsnorm:
             sizes, kind = self.dims, (device_for(self.config), self.config.params_dtype)
             self.norm = GroupedRMSNorm(sizes.d_inner, sizes.num_groups, self.norm_eps, *kind)
@@ -183,7 +184,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def gates_own_rows(self) -> bool:
-        """Whether the norm is called as a module, since the kernels do not compute its function."""
+        """Whether the norm's module is called, after ``passage.close``, since it is not plain."""
         if not self.rmsnorm:
             return False
         plain = is_plain(self.norm) and only_waits_for_parameters(self.norm)

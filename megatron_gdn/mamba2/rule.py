@@ -6,7 +6,7 @@ Each head is linear attention with a scalar decay (Dao, Gu, *Transformers are SS
 H / G neighbouring heads of a group use the same B and C.
 
 fla's ``simple_gla`` gets q = C, k = B and v = dt x, with B and C repeated for the heads of a group;
-the skip D x is added afterwards. With packed documents fla's calls read a length from the device.
+the skip D x is added afterwards. With packed documents fla reads a length, waiting for the GPU.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _chunk_arguments(at: Boundaries) -> dict[str, Any]:
-    """Arguments of fla's functions that take chunks but no ``chunk_indices``."""
+    """Boundaries for functions of fla that take ``chunk_size`` but no ``chunk_indices``."""
     return {"cu_seqlens": at["cu_seqlens"], "chunk_size": CHUNK}
 
 
@@ -129,6 +129,7 @@ class FlaSSD(FlaRule):
     def walk(
         self, x: FlaForward, products: ChunkProducts, initial: Tensor | None, final: bool
     ) -> Any:
+        """The states before each chunk, v, and the last states if ``final``."""
         states, last = self.fla.chunk_fwd_h(
             **products.chunks, h0=initial, output_final_state=final, states_in_fp32=False,
             **_chunk_arguments(x.at),
@@ -150,9 +151,11 @@ class FlaSSD(FlaRule):
         return o.addcmul_(x.inputs.x, x.inputs.D).to(x.inputs.x.dtype)
 
     def again(self, x: FlaBackward) -> tuple[Tensor, ...]:
+        """The saved tensors, and q, k, v of `_operands`, computed again for the backward."""
         return *x.saved.tensors, *_operands(x.inputs)
 
     def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
+        """The initial states' gradients; the values of ``any_states`` do not change them."""
         g_sum, q, k, v = x.kept
         _, d_local = self.fla.chunk_bwd_dh(
             q=q,

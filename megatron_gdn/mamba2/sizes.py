@@ -99,7 +99,7 @@ def check_ranges(
     dt_init_floor: float,
     dt_limit: tuple[float, float],
 ) -> None:
-    """Refuse ranges of time steps that are empty or have illegal bounds."""
+    """Raise if a range of time steps, ``dt_init_range`` or ``dt_limit``, is empty or illegal."""
     low, high = dt_init_range
     if not 0 < low <= high:
         raise ValueError(f"dt_min={low}, dt_max={high} must be 0 < dt_min <= dt_max.")

@@ -45,9 +45,9 @@ def require_causal(
     sequence positions of this rank's s tokens.
 
     The first layer that gets a mask checks its values, which waits for the device, and marks the
-    tensor for later layers. In inference mode torch counts no writes, so every layer checks.
+    tensor for later layers. In inference mode torch counts no writes to it, so each layer checks.
     """
-    # While Megatron captures graphs, its masks are zeros or the first s rows of a causal mask.
+    # Masks are not checked while Megatron captures graphs: it passes placeholders, such as zeros.
     if mask is None or is_graph_capturing():
         return
     if not isinstance(mask, Tensor):
@@ -89,7 +89,7 @@ def require_causal(
 
 
 def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> None:
-    """Refuse an offset, an attention bias, and keyword arguments that no mixer knows."""
+    """Raise for ``sequence_len_offset``, an attention bias, and keywords that no mixer knows."""
     if sequence_len_offset is not None:
         raise NotImplementedError(
             "GatedDeltaNet does not support sequence_len_offset (local CUDA graphs, flash_decode); "
@@ -108,9 +108,9 @@ def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> No
 
 
 class ConfigFields(NamedTuple):
-    """The config's fields about one mixer."""
+    """Fields of Megatron's config that concern one mixer, and which of them have an effect."""
 
-    prefixes: tuple[str, ...]  # the beginnings of the fields' names
+    prefixes: tuple[str, ...]  # every field about this mixer begins with one of these
     read: Collection[str]  # fields that the mixer or the spec of its model reads
     without_effect: Mapping[str, str]  # fields that change nothing in this mixer, and the reason
 
@@ -174,7 +174,7 @@ def recomputed_parts(config: TransformerConfig, recompute: str | None) -> frozen
 
 
 def check_config_fields(mixer: str, config_fields: ConfigFields, config: TransformerConfig) -> None:
-    """Refuse weights cut beyond tensor parallelism; log config fields without effect."""
+    """Raise if weights are cut beyond tensor parallelism; log unused ``config_fields``."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "

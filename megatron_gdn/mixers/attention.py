@@ -40,7 +40,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
         o_t = sum_j p_tj v_j,   p_t = softmax_j(scale q_t . k_j),   j <= t in t's document
 
-    A batch that is not packed, on one context-parallel rank, goes to Megatron's DotProductAttention
+    A batch that is not packed, on one context-parallel rank, runs in Megatron's DotProductAttention
     with all its options. With packed documents or context parallelism, every rank gathers the keys
     and values of all ranks and attends with its own queries, so the number of heads does not limit
     the number of ranks. A GPU runs ``flex_attention``. On a CPU, in fp64, with dropout, with head
@@ -74,7 +74,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     @cp_group.setter
     def cp_group(self, group: Any) -> None:
         if group is not self.pg_collection.cp:
-            self.pg_collection = copy.copy(self.pg_collection)  # others use the old object
+            self.pg_collection = copy.copy(self.pg_collection)  # other modules share the old object
             self.pg_collection.cp = group
 
     def forward(
@@ -147,7 +147,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     def _attend(
         self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, exact: bool
     ) -> Tensor:
-        """Attention of one document's queries on this rank, over the document's earlier keys."""
+        """Attend with the queries in ``span``, of one document; ``exact``: one query at a time."""
         query = query_sBHD[span.first : span.last]
         key, value = span.keys(key_SBGD), span.keys(value_SBGD)
         if exact:
@@ -186,7 +186,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return torch.stack(rows).view(*query.shape[:2], -1)
 
     def _require_plain(self, feature: str, mask_type: AttnMaskType | None = None) -> None:
-        """Refuse settings that do not combine with ``feature``, such as a window."""
+        """Raise if ``mask_type`` or a setting (a window, ...) does not combine with ``feature``."""
         mask_type = self.attn_mask_type if mask_type is None else mask_type
         refused = {
             f"window_size={self.config.window_size}": self.scale_mask_softmax.window_size,
@@ -204,7 +204,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
 
 def _shared_mask(share: MicroBatchShare) -> Mask:
-    """Which keys of all ranks this rank's queries see; made once for all layers."""
+    """The mask of this rank's queries over the keys of all ranks; made once for all layers."""
     documents = share.documents or one_document(sum(share.lengths), share.device)
     how = Mask, share.size, share.rank, share.layout
     return documents.plan(how, lambda: Mask.of(documents, share.positions))
@@ -218,7 +218,7 @@ def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:
 
 
 def _is_tree(packed: PackedSeqParams | None) -> bool:
-    """Whether the documents are a tree, from :func:`.tree_packing.tree_packed_seq_params`."""
+    """Whether ``packed`` is a tree, made by :func:`.tree_packing.tree_packed_seq_params`."""
     return packed is not None and packed.qkv_format == TREE
 
 
@@ -227,11 +227,13 @@ def class_with_tree_attention(theirs: type) -> type:
     """A subclass of ``theirs`` that passes trees of documents to a `TorchAttention`."""
 
     class BesideTorchAttention(theirs):
+        """The attention ``theirs``, but trees of documents run in a `TorchAttention`."""
+
         def __init__(self, *args: Any, cp_layout: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
             # The first batch of trees builds the TorchAttention, which refuses some configs.
             self._make_attention = partial(TorchAttention, *args, cp_layout=cp_layout, **kwargs)
-            # In a list, since a submodule would add keys to checkpoints.
+            # A list hides the module from torch, since a submodule would add keys to checkpoints.
             self._attention_made: list[TorchAttention] = []
 
         def forward(self, *args: Any, packed_seq_params: Any = None, **kwargs: Any) -> Tensor:
@@ -248,9 +250,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
     """``SelfAttention`` that rotates queries and keys by the positions of this rank's tokens.
 
     Megatron's ``SelfAttention`` rotates for the zigzag layout and the model's context-parallel
-    group. For any other layout or group, and for trees, this class rotates; otherwise it runs
-    Megatron's code. Constructor arguments are those of SelfAttention, and ``cp_layout`` as in
-    `GatedDeltaNet`.
+    group. For any other layout or group, and for trees, this class rotates; otherwise Megatron's
+    code does. Constructor arguments: SelfAttention's, and ``cp_layout`` as in `GatedDeltaNet`.
     """
 
     core_attention: Any
@@ -258,7 +259,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
     def __init__(self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loader_layout = LoaderLayout(cp_layout, self.config)
-        # The angles of queries and of keys during a forward in which this class rotates.
+        # Angles of queries and of keys while a forward runs in which this class rotates, else None.
         self._rotations: tuple[Tensor, ...] | None = None
 
     def forward(
@@ -301,7 +302,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run Megatron's forward on whole sequences; keys and values lie in the context."""
+        """Run Megatron's forward on whole sequences; the context stores their keys and values."""
         if self.pg_collection.cp.size() == 1:
             return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
         if not getattr(kwargs["inference_context"], "whole_on_every_rank", False):
@@ -321,6 +322,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
             core.pg_collection = groups
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple:
+        """Megatron's tensors; q and k are rotated if this class rotates in this forward."""
         tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
         if self._rotations is None:
             return tensors
@@ -332,6 +334,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         return (*rotated, *tensors[2:])
 
     def _require_one_group(self) -> None:
+        """Raise if this layer and its ``core_attention`` have different context-parallel groups."""
         mine, core = self.pg_collection.cp, self.core_attention
         if isinstance(core, TorchAttention) and core.cp_group is not mine:
             raise ValueError(
@@ -341,6 +344,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
             )
 
     def _megatron_rotates_correctly(self, share: MicroBatchShare) -> bool:
+        """Whether Megatron's own rotation uses the positions of the tokens in ``share``."""
         own_group = self.pg_collection.cp
         if share.documents is not None and share.documents.continue_others:
             return False
@@ -382,5 +386,5 @@ def _gather_angles(angles: Tensor, group: Any) -> Tensor:
 
 
 def _for_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The angles of queries and those of keys; a single tensor is for both."""
+    """The angles of queries and the angles of keys; one tensor ``angles`` serves both."""
     return angles if isinstance(angles, tuple) else (angles, angles)

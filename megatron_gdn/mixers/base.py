@@ -57,7 +57,7 @@ from .tensor_parallel import FollowsGroups, OwnParameters, mark_packed
 
 @dataclass
 class MixerSubmodules:
-    """Specs of the parts that a mixer is assembled from."""
+    """Specs of the modules inside a mixer."""
 
     in_proj: ModuleSpec | type = IdentityOp  # column-parallel, hidden -> P; may begin with a norm
     out_norm: ModuleSpec | type = IdentityOp  # norm over the V columns of one head
@@ -75,8 +75,8 @@ class RecurrentMixer(
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A subclass defines :meth:`make_parts`. Its constructor calls that of this class, sets options,
-    and calls :meth:`_build`. ``dims`` are the sizes of the whole mixer: ``hidden_size``,
+    A subclass defines :meth:`make_parts`. The subclass's ``__init__`` calls this class's, sets
+    options, and calls :meth:`_build`. ``dims`` are the sizes of the whole mixer: ``hidden_size``,
     ``conv_kernel_dim``, the ``layout`` of a projection row, the ``state`` of the heads, and the
     ``in_proj_layout`` if the columns of in_proj differ from that row. ``dims.shard(n)`` are the
     sizes on one of n ranks.
@@ -87,16 +87,16 @@ class RecurrentMixer(
     out_norm: Any
     micro_batches: MicroBatches
     config_fields: ClassVar[ConfigFields] = GDN_FIELDS  # the config's fields about this mixer
-    recurrence: ClassVar[str] = "delta rule"  # the rule's name in messages
+    recurrence: ClassVar[str] = "delta rule"  # the rule's name in log and error messages
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # for Megatron's layer graphs
-    uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs make no mask buffer then
+    uses_attention_mask: ClassVar[bool] = False  # no mask buffer in Megatron's graphs
     use_muon: ClassVar[bool] = True  # Muon updates in_proj by sections; False: Adam
     in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
     stays_wide: ClassVar[bool] = False  # whether in_proj, which makes the gates, refuses FP8
-    decay_section: ClassVar[str | None] = None  # section that A_log belongs to; None: all heads
+    decay_section: ClassVar[str | None] = None  # section with A_log's heads; None: all heads
     output_gate_activation: str = "silu"  # activation of the output gate z
-    gates_own_rows: bool = False  # whether the readout runs after passage.close, on own rows
+    gates_own_rows: bool = False  # whether the readout runs after passage.close
     recompute_whole: bool = False  # whether training keeps only the layer's input
     recompute_norm_out: bool = False  # whether the backward computes out_proj's input again
     recompute_rule: bool = False  # whether front and rule run again in the backward
@@ -123,14 +123,14 @@ class RecurrentMixer(
             )
         check_config_fields(mixer, self.config_fields, config)
         if self.in_layer_graphs:
-            in_layer_graph(config)  # refuses configs that a graph of the layer cannot replay
+            in_layer_graph(config)  # raises if a graph of the layer could not be replayed
         if pg_collection is None:
             pg_collection = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
         self.layer_number, self.pp_layer_offset = layer_number, pp_layer_offset or 0
         self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.tp_size = pg_collection.tp.size()
         self.loader_layout = LoaderLayout(cp_layout, config)
-        self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # for all ranks, for this one
+        self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # all ranks' and this rank's
         self.A_init_range, self.conv_init = tuple(A_init_range), conv_init
         check_fp8_settings(config, mixer, self.dims.layout, self.stays_wide)
         self._name_sizes()
@@ -152,14 +152,13 @@ class RecurrentMixer(
         Args:
             hidden_states: ``[s, B, D]`` of this rank's s tokens; B is 1 for packed documents.
             attention_mask: None or a causal mask, see :func:`.arguments.require_causal`.
-            inference_context, inference_params: holds the states to continue from, see
-                :meth:`.generation.GeneratingMixer.generate`; no gradients.
+            inference_context (old name: inference_params): Megatron's context, with the states to
+                continue from without gradients (:meth:`.generation.GeneratingMixer.generate`).
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the micro-batch's own context-parallel group if it has one.
             pg_collection: process groups of this forward; ``cp`` may differ from the mixer's group.
                 A group in ``packed_seq_params`` takes precedence over both groups.
-            kwargs: arguments of attention layers are ignored; any other argument is refused, and so
-                is ``sequence_len_offset``.
+            kwargs: attention's arguments are ignored; others and sequence_len_offset are refused.
 
         Returns:
             ``[s, B, D]``, and the output bias that Megatron adds later, or None.
@@ -230,14 +229,15 @@ class RecurrentMixer(
         rows, _ = self.in_proj(hidden_states)
         return rows
 
-    @uncompiled  # kernels and tables that are cached by value gain nothing from tracing
+    @uncompiled  # torch.compile would gain nothing: kernels and tables are cached by value
     def _mix(
         self, rows: Tensor, batch: MicroBatch, own_rows: Tensor | None, gates: Tensor | None = None
     ) -> tuple[Tensor, RefilledOutput | None]:
         """Turn rows ``[S, B, p]`` after ``passage.open`` into ``[s, B, H * V]`` for out_proj.
 
-        ``own_rows`` are the rank's rows before ``passage.open``, if :attr:`gates_own_rows`. The
-        second result computes the rows for out_proj again in the backward, or is None.
+        ``own_rows`` are the rank's rows before ``passage.open``, if :attr:`gates_own_rows`;
+        ``gates`` are gate columns that are not in ``rows``. The second result, or None, computes
+        the rows for out_proj again in the backward.
         """
         recompute = self.recompute_norm_out and self.training and torch.is_grad_enabled()
         if recompute and saved_tensors_are_hooked():
@@ -262,7 +262,7 @@ class RecurrentMixer(
         return mixed, refilled
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
-        """The parts of this mixer for rows ``[S, B, p]`` after ``batch.passage.open``."""
+        """The parts for rows ``[S, B, p]`` after ``passage.open``; ``gates`` as in :meth:`_mix`."""
         scheme, own = batch.scheme, (*self.conv_parameters, *self.fp32_parameters())
         return self.make_parts(
             rows,
@@ -277,8 +277,8 @@ class RecurrentMixer(
     def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
         """The parts that :func:`..ops.parts.parts_of` makes with this mixer's settings.
 
-        ``parameters`` are the convolution's weight and bias and the fp32 parameters; ``given`` are
-        the other arguments and ``layout``, the columns of ``rows``.
+        ``parameters`` are the convolution's weight and bias and the fp32 parameters; ``given`` has
+        ``layout``, the columns of ``rows``, and the keyword arguments of `parts_of`.
         """
         raise NotImplementedError
 
@@ -289,8 +289,7 @@ class RecurrentMixer(
     @property
     def config(self) -> TransformerConfig:
         """Megatron's config. The next forward reads ``deterministic_mode``,
-        ``batch_invariant_mode`` and ``cp_partition_mode``; other fields are read when the mixer is
-        built.
+        ``batch_invariant_mode`` and ``cp_partition_mode``; ``__init__`` reads the other fields.
         """
         return self._config
 
@@ -324,6 +323,7 @@ class RecurrentMixer(
     ) -> None:
         """Make ``micro_batches`` and all parameters, in the order of checkpoint files.
 
+        ``choose_rule(device, dtype, bits)`` returns the rule and the reason for this choice;
         ``fp32`` maps names of fp32 parameters to their rows on this rank; ``recomputed`` is from
         :func:`.arguments.recomputed_parts`.
         """

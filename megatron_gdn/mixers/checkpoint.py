@@ -3,8 +3,8 @@
 Distributed checkpoints hold ``in_proj`` and the convolution section by section
 (``in_proj.weight.query``, ...), because the shards of one section form a regular grid. Under
 Megatron-FSDP (fsdp_dtensor) a file holds ``state_dict()``, where ``in_proj.weight`` has the rows of
-all tensor-parallel ranks end to end. The rows' order depends on the tensor-parallel size, so the
-state dict has an entry with this size, or with 0 if a launch script stores each section by itself.
+all tensor-parallel ranks end to end. The order of these rows depends on the tensor-parallel size,
+so the state dict has an entry with this size (0 if a launch script stores each section by itself).
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class ShardedBySections(nn.Module):
 
     Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the rows of
     ``in_proj``, are stored section by section. Megatron's layer stores biases and adapters whole,
-    and such files load too. Megatron-FSDP's files without the entry of the order load unchecked.
+    and such files load too. Megatron-FSDP's files without the size's entry load unchecked.
     """
 
     tp_size: int
-    stored_by_section: ClassVar[bool] = False  # whether _SCRIPTS cut this mixer's in_proj
+    stored_by_section: ClassVar[bool] = False  # whether _SCRIPTS store in_proj by sections
     # Parameters with rows per head, apart from the fp32 parameters.
     split_by_heads: ClassVar[tuple[str, ...]] = ()
     split_module: ClassVar[str] = ""  # a child module whose parameters have rows per head
@@ -145,14 +145,14 @@ class ShardedBySections(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _row_order(self) -> int:
-        """The entry's value: the tensor-parallel size, or 0 if scripts store sections."""
+        """The order of in_proj's stored rows: tensor-parallel size, or 0 for section by section."""
         scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
         cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
         return _SECTIONS if self.stored_by_section and cut else self.tp_size
 
 
 def _load_files_without_entry() -> None:
-    """Let torch load files that lack the entry of ``in_proj``'s order."""
+    """Let torch load files without the entry that tells the order of ``in_proj``'s rows."""
     if hasattr(DefaultLoadPlanner, "_asks_for_stored_rows"):
         return
     set_up = DefaultLoadPlanner.set_up_planner
@@ -170,7 +170,7 @@ def _load_files_without_entry() -> None:
 
 
 def _order_in_words(stored_by: int) -> str:
-    """Describe the order of in_proj's rows for a message; ``stored_by`` is the entry's value."""
+    """Describe the order of in_proj's rows for a message; ``stored_by`` is a `_row_order`."""
     if stored_by == _SECTIONS:
         return "each section by itself"
     return f"all rows in one tensor, in the order of tensor_model_parallel_size={stored_by}"

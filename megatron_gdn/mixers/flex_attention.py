@@ -1,7 +1,7 @@
 """Attention over packed documents on a GPU: torch's ``flex_attention`` with a mask of blocks.
 
-The order of places puts a document's continuations directly after the document.
-A key's end is the place after the last continuation of the key's document. A query sees a key if
+Every token has a place: documents in order, each directly followed by its continuations. The end
+of a key is the place after the last continuation of the key's document. A query sees a key if
 
     place of the key  <=  place of the query  <  end of the key
 
@@ -34,9 +34,9 @@ class Mask(NamedTuple):
     blocks: Any  # tensors of a `BlockMask`, from kv_num_blocks to full_q_indices
 
     @classmethod
-    @torch.inference_mode(False)  # a later backward reads the mask
+    @torch.inference_mode(False)  # a backward may save the mask
     def of(cls, documents: Documents, rows_s: Tensor) -> Mask:
-        """The mask of the queries in rows ``rows_s`` (int64, on the host) over all keys."""
+        """The mask of the queries at positions ``rows_s`` (int64, on the host) over all keys."""
         on_host = _key_places(documents)
         query, key, end = (to_device(x, documents.device) for x in (on_host[0][rows_s], *on_host))
         (first_I, last_I), (first_J, last_J), (least_J, most_J) = map(
@@ -72,6 +72,7 @@ def _compiled_attention() -> Callable[..., Tensor]:
     """
 
     def masked(query: Tensor, key: Tensor, value: Tensor, scale: str, *tables: Any) -> Any:
+        """``flex_attention`` with a `Mask`, whose fields are ``tables``."""
         mask, lengths = Mask(*tables), (query.shape[2], key.shape[2])
         parts: Any = (lengths, *mask.blocks, (BLOCK, BLOCK), mask.sees)
         options: Any = {"scale": float(scale), "enable_gqa": query.shape[1] != key.shape[1]}
@@ -108,6 +109,6 @@ def _block_min_max(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _list_blocks(dense_IJ: Tensor) -> tuple[Tensor, Tensor]:
-    """For each query block the number of its key blocks, and an order with these blocks first."""
+    """The number of True in each row of ``dense_IJ``, and an order with these key blocks first."""
     order_IJ = dense_IJ.int().argsort(dim=1, descending=True, stable=True)
     return dense_IJ.sum(1, dtype=torch.int32)[None, None], order_IJ.int()[None, None]

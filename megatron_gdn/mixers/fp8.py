@@ -51,7 +51,7 @@ def check_fp8_settings(config: Any, mixer: str, layout: Layout, refuses_fp8: boo
             f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
             f"GatedDeltaNet and Mamba2Mixer in bf16."
         )
-    # A quantization recipe may keep this mixer's linears out of FP8.
+    # Not checked with a quantization recipe, which may keep this mixer's linears out of FP8.
     if config.fp8 and config.quant_recipe is None:
         if refuses_fp8:
             raise NotImplementedError(_STAYS_WIDE)
@@ -65,7 +65,7 @@ def refuse_fp8_product(in_proj: nn.Module) -> None:
 
 
 def require_fp8_widths(layout: Layout, multiple: int) -> None:
-    """Refuse widths of in_proj, or of out_proj's input, that an FP8 product cannot take."""
+    """Raise if a width of in_proj, or of out_proj's input, is no multiple of ``multiple``."""
     for of, width in (("in_proj without the gates", layout.main_width),
                       ("the input of out_proj", layout.mixed_width)):  # fmt: skip
         if width % multiple:
@@ -99,7 +99,7 @@ def may_use_fp8(config: Any) -> bool:
 
 
 def build_linear(spec: ModuleSpec | type, config: Any, *sizes: int, **options: Any) -> Any:
-    """A linear whose weight is in ``params_dtype``, also under ``fp8_param``."""
+    """Build a linear with a weight in ``params_dtype``, even if the config sets ``fp8_param``."""
     # All rows of an FP8 weight have one scale, so the gates' rows cannot be in such a weight.
     wide = nullcontext()
     if getattr(config, "fp8_param", False):
@@ -147,12 +147,12 @@ class GatesOutsideFP8(nn.Module):
     fuse_wgrad_accumulation: bool
 
     def finish_init(self, quantization_config: Any) -> None:
-        """Take the quantization recipe for the linear's name; called by Megatron's model."""
+        """Megatron's model calls this method with the quantization recipe of the linear's name."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
         self.refuse_fp4_and_delayed_gradients()
 
     def refuse_fp4_and_delayed_gradients(self) -> None:
-        """Refuse FP4 by the quantization recipe, and delayed weight gradients."""
+        """Raise if the quantization recipe asks for FP4, or if FP8 has delayed weight gradients."""
         linear: Any = self
         of_module = getattr(linear, "te_quant_params", None)
         if of_module is not None:
@@ -207,7 +207,7 @@ class GatesOutsideFP8(nn.Module):
         return out, gates if bias is None else gates + bias[self._main_rows :]
 
     def _gate_product_inputs(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        """Arguments x, weight, gamma, eps of `GateProduct`, for the norm that the linear fuses."""
+        """Arguments x, weight, gamma, eps of `GateProduct`; gamma and eps: the linear's norm."""
         norm: Any = self
         gamma = self._parameters.get("layer_norm_weight")
         if gamma is None:
@@ -238,19 +238,17 @@ class GatesOutsideFP8(nn.Module):
 
 @cache
 def _with_gates_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``kind`` with the mixin, under the same name, which frameworks look up."""
+    """A subclass of ``kind`` with `GatesOutsideFP8`; frameworks look up the name of ``kind``."""
     return type(kind.__name__, (GatesOutsideFP8, kind), {"__module__": kind.__module__})
 
 
 # One function makes both views, so the weight's hooks run once, after both gradients.
 class _CutRows(torch.autograd.Function):
-    """Views of rows ``[:first]`` and ``[first:]``.
-
-    ``added``: the products of both views add the views' gradients to ``main_grad`` themselves.
-    """
+    """Views of rows ``[:first]`` and ``[first:]``."""
 
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, first: int, added: bool) -> tuple[Tensor, Tensor]:
+        """``added``: the linears add both views' gradients to ``main_grad`` themselves."""
         ctx.set_materialize_grads(False)
         ctx.weight, ctx.first, ctx.added = weight, first, added
         rows = weight.detach()
@@ -261,7 +259,7 @@ class _CutRows(torch.autograd.Function):
     def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
         weight = ctx.weight
         if not ctx.added:
-            counts = (ctx.first, len(weight) - ctx.first)  # weight's memory may be freed
+            counts = (ctx.first, len(weight) - ctx.first)  # rows; the weight's memory may be freed
             parts = zip((d_main, d_gates), counts, strict=True)
             own = [weight.new_zeros(n, weight.shape[1]) if d is None else d for d, n in parts]
             return torch.cat(own), None, None
@@ -278,7 +276,7 @@ class GateProduct(torch.autograd.Function):
         r = 1 / sqrt(mean(x^2) + eps)
         y = r (x @ (gamma weight)^T)
 
-    Normed rows are neither written nor kept. Ranks exchange gates and the gates' weights (64
+    The normed rows are neither written nor saved. Ranks exchange gates and the gates' weights (64
     columns), not ``x`` (2048). The weight's gradient is summed in fp32, and added to
     ``weight.main_grad`` if the weight has one.
 

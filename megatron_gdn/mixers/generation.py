@@ -1,8 +1,8 @@
 """A mixer's generation in Megatron's static and dynamic contexts.
 
 A ``DynamicInferenceContext`` lays the tokens of a step end to end: s = 1 + num_speculative_tokens
-of each decoding request, then prompts or chunks of prompts, then padding. Each slot of its buffers
-holds one request's states and last W inputs of the convolution. Padding requests have slot -1.
+of each decoding request, then prompts or chunks of prompts, then padding. A slot of the context's
+buffers holds one request's states and last W inputs of the convolution; padding has slot -1.
 
 Legend: N requests, M slots, s tokens of one request, t tokens of a step.
 """
@@ -54,7 +54,7 @@ class GeneratingMixer:
         """The parts for rows ``[s, B, P]`` of whole sequences."""
         return self.parts(rows, self.micro_batches.whole(rows.device, rows.dtype))
 
-    @uncompiled  # kernels and tables that are cached by value gain nothing from tracing
+    @uncompiled  # torch.compile would gain nothing: kernels and tables are cached by value
     def generate(
         self,
         rows: Tensor,
@@ -64,9 +64,9 @@ class GeneratingMixer:
     ) -> Tensor:
         """Turn the next tokens' rows ``[s, B, P]`` into rows ``[s, B, H V]`` for out_proj.
 
-        Updates the memory in ``context``. ``rows`` has all tokens on each rank, also under sequence
-        parallelism. Packed sequences, context parallelism and calls that want gradients raise a
-        NotImplementedError; see also :mod:`.static_context`.
+        The memory in ``context`` is updated. ``rows`` are those of all tokens on each rank, also
+        under sequence parallelism. Packed sequences, context parallelism and calls that want
+        gradients raise a NotImplementedError.
         """
         self._refuse_generation(rows, context)
         if not context.is_static_batching():
@@ -175,11 +175,12 @@ class GeneratingMixer:
         intermediate_conv_state: Tensor | None = None,
         intermediate_ssm_state: Tensor | None = None,
     ) -> Tensor:
-        """Turn the rows of N requests' next tokens, ``[N, s, P]``, into ``[N, s, H V]``.
+        """Turn ``projected [N, s, P]``, N requests' next tokens, into rows ``[N, s, H V]``.
 
-        Without ``batch_indices`` request n is in slot n. The intermediate buffers ``[M, s, ...]``
-        receive the memory after each token, and the context later keeps the memory after the last
-        accepted token. Several tokens without these buffers are a ValueError.
+        ``conv_state`` and ``ssm_state`` are the context's buffers; request n is in their slot
+        ``batch_indices[n]`` (default n). The intermediate buffers ``[M, s, ...]`` receive the
+        memory after each token, and the context later keeps the memory after the last accepted
+        token. Several tokens without intermediate buffers raise a ValueError.
         """
         rows, slots = projected.transpose(0, 1), batch_indices
         if slots is None:
@@ -210,7 +211,7 @@ class GeneratingMixer:
                 "set use_cuda_graphs_for_non_decode_steps=False in the InferenceConfig."
             )
         parts, metadata = self.whole_parts(projected), context.mamba_metadata
-        offsets = tuple(metadata.cu_seqlens_list)  # offsets of the real requests
+        offsets = tuple(metadata.cu_seqlens_list)  # offsets of the requests, no padding
         memory = self._checked_memory(parts, projected, conv_state, ssm_state)
         mixed = projected.new_zeros(len(projected), 1, parts.state.heads * parts.state.columns)
         if len(offsets) > 1:
@@ -220,20 +221,20 @@ class GeneratingMixer:
         return mixed
 
     def _memory_of(self, conv: Tensor, states: Tensor, slots: Tensor | None = None) -> Memory:
-        """The memory in the context's buffers, with states as ``[H, K, V]``."""
+        """A Memory in the context's buffers, states as ``[H, K, V]``; ``slots``: the requests'."""
         return Memory(conv, states.mT if self.state_transposed else states, slots)
 
     def _checked_memory(
         self, parts: Parts, rows: Tensor, conv: Tensor, states: Tensor, slots: Tensor | None = None
     ) -> Memory:
-        """The memory in the context's buffers, of which shapes and dtypes are checked."""
+        """The memory in the context's buffers, after a check of their shapes and dtypes."""
         memory = self._memory_of(conv, states, slots)
         _check_buffers(memory, parts, rows.dtype, self.state_transposed)
         return memory
 
 
 def _check_buffers(memory: Memory, parts: Parts, dtype: torch.dtype, transposed: bool) -> None:
-    """Raise a ValueError for buffers of other shapes, or of a dtype that would round values."""
+    """Raise if ``memory`` does not fit or rounds values; ``transposed``: states ``[H, V, K]``."""
     shape = parts.shape
     wide, (H, K, V) = torch.promote_types(dtype, torch.float32), shape.state
     window, states = shape.window, (H, V, K) if transposed else (H, K, V)

@@ -1,8 +1,8 @@
 """CUDA graphs: packed documents that a graph can replay, and Megatron's own graphs of layers.
 
 Under ``cuda_graph_impl="local"`` Megatron copies each dataclass argument of a layer, fills the
-tensors of the copy before each replay, and refuses a step in which another field has changed. The
-field ``buffers`` below makes Megatron refuse documents in other buffers.
+tensors of the copy before each replay, and refuses a step in which a field of another kind has
+changed. So the field ``buffers`` below makes Megatron refuse documents in other buffers.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ _buffer_numbers = count()
 
 @dataclass(frozen=True, init=False, eq=False)
 class FixedBuffers:
-    """Documents, and a number by which Megatron compares them."""
+    """Documents in fixed buffers, and the buffers' number, which Megatron compares."""
 
     number: int
-    documents: ClassVar[Any]  # not a field: Megatron would compare fields
+    documents: ClassVar[Any]  # no field, since Megatron compares all fields
 
     def __init__(self, documents: StaticDocuments) -> None:
         vars(self).update(documents=documents, number=next(_buffer_numbers))
@@ -45,14 +45,14 @@ class FixedBuffers:
 
 @dataclass
 class StaticPackedSeqParams(PackedSeqParams):
-    """Made by :func:`static_packed_seq_params`; all copies have the same buffers."""
+    """The result of :func:`static_packed_seq_params`; its copies have the same buffers."""
 
     buffers: FixedBuffers | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         fields = {**vars(self), name: value}
         buffers: FixedBuffers | None = fields.get("buffers")
-        # In a capture Megatron puts descriptions, and later the graph's tensors, in these fields.
+        # Megatron's captures set the boundaries to descriptions, and later to the graph's tensors.
         if buffers is not None and not is_graph_capturing():
             boundaries = buffers.documents.boundaries
             for side in ("q", "kv"):
@@ -78,9 +78,8 @@ def static_packed_seq_params(
 ) -> PackedSeqParams:
     """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
 
-    Every replay uses the boundaries that :func:`set_documents` wrote last. Until the
-    first call of that function the buffers hold documents of ``max_seqlen`` tokens. There is an
-    example in ``docs/cuda_graphs.md``.
+    Every replay uses the boundaries that :func:`set_documents` wrote last. Before its first call
+    the buffers hold documents of ``max_seqlen`` tokens. ``docs/cuda_graphs.md`` has an example.
 
     Args:
         total_tokens: tokens of the packed buffer over all context-parallel ranks; the same for
@@ -96,7 +95,7 @@ def static_packed_seq_params(
         ``[max_documents + 1]``, whose unused entries are ``total_tokens``.
 
     Raises:
-        ValueError: no token, no document, or too few and too short documents for the tokens.
+        ValueError: no token, no document, or ``max_documents * max_seqlen < total_tokens``.
     """
     documents = StaticDocuments(total_tokens, max_documents, device, max_seqlen)
     longest = total_tokens if max_seqlen is None else max_seqlen
@@ -108,7 +107,7 @@ def static_packed_seq_params(
 
 
 def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -> None:
-    """Give the buffers of :func:`static_packed_seq_params` other boundaries.
+    """Write new boundaries into the buffers of :func:`static_packed_seq_params`.
 
     The host does not wait for the GPU. One set of buffers serves one micro-batch at a time, since
     the micro-batch's backward reads the buffers too. Call this function on the stream of the
@@ -133,7 +132,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
 
 def in_layer_graph(config: TransformerConfig) -> bool:
-    """Whether Megatron captures the mixer in a graph; refused if micro-batches have own ranks."""
+    """Whether Megatron captures the mixer in a graph; raise if micro-batches bring cp groups."""
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
     modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}

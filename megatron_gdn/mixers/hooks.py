@@ -1,4 +1,4 @@
-"""Hooks and forwards of a module that a mixer never calls, but whose parameters it reads."""
+"""Hooks and forwards of modules whose parameters a mixer reads without calling the modules."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HOOKS_OF_ALL = (  # torch never replaces these dictionaries
     of_all_modules._global_backward_hooks,
 )
 _MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
-_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # end of a name; megatron-core has a copy too
+_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # end of a module's name: megatron-core has a copy
 
 
 def _waits_for_parameters(hook: Callable) -> bool:
@@ -61,7 +61,7 @@ def wait_for_parameters(module: nn.Module) -> None:
 
 @contextmanager
 def gathered_parameters(module: nn.Module) -> Iterator[None]:
-    """Inside the context, the parameters of ``module`` are gathered, and calls do not wait."""
+    """In this context the parameters of ``module`` are gathered, so calls need not wait."""
     parts = [part for part in module.modules() if part._forward_pre_hooks]
     hooks = [part._forward_pre_hooks for part in parts]
     try:

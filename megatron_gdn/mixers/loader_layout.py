@@ -2,8 +2,8 @@
 
 Four sources name the cut: ``packed_seq_params.cp_partition_mode``; without it, the flags of a
 launch of Megatron's scripts; ``config.cp_partition_mode`` if it is ``"contiguous"``; and the
-layer's option ``cp_layout``. The mode ``"zigzag"`` is a default of newer Megatrons, so it counts
-only if the config has ``"contiguous"``. Without a source every document is cut in zigzag by itself.
+layer's option ``cp_layout``. Newer Megatrons give all ``packed_seq_params`` the mode ``"zigzag"``,
+which counts only if the config has ``"contiguous"``. By default each document is cut in zigzag.
 Batches that are not packed are cut by ``cp_layout``, in zigzag if it is ``"auto"``.
 """
 
@@ -44,6 +44,7 @@ class LoaderLayout:
         self.set_option(option)
 
     def set_option(self, option: str | SequenceLayout) -> None:
+        """Set the layer's ``cp_layout``; an unknown layout is a ValueError."""
         if option not in _LEGAL:
             raise ValueError(
                 f"unknown context-parallel layout {option!r}; use one of "
@@ -60,7 +61,7 @@ class LoaderLayout:
     def of_packed(self, mode: str | None = None) -> SequenceLayout:
         """How the loader cut packed micro-batches; ``mode`` is their ``cp_partition_mode``."""
         given, flag = launch_arguments(), None
-        # The packing scheduler of newer Megatrons cuts by config.cp_partition_mode.
+        # With newer Megatrons' packing scheduler, config.cp_partition_mode decides, not a flag.
         if given.get("sequence_packing_scheduler") is None:
             flag = next((name for name in _FLAGS if given.get(name)), None)
         return _resolve(self.option, mode, getattr(self.config, "cp_partition_mode", None), flag)
@@ -70,7 +71,7 @@ class LoaderLayout:
 def _resolve(
     option: str | SequenceLayout, mode: str | None, by_config: str | None, flag: str | None
 ) -> SequenceLayout:
-    """The cut by the layer's option, packed_seq_params' mode, the config, and the launch's flag."""
+    """The cut by layer (``option``), packing (``mode``), config (``by_config``), or ``flag``."""
     said: dict[str, SequenceLayout] = {}  # the layout that each source names
     if option != AUTO:
         said[f"cp_layout={str(option)!r}"] = SequenceLayout(option)
@@ -110,7 +111,7 @@ class FollowsLoader:
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """The loader's cut; the next forward uses a new value. Set the same on all layers."""
+        """How the loader cuts; the next forward reads a new value; set the same on all layers."""
         return self.loader_layout.option
 
     @cp_layout.setter

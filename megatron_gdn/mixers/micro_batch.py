@@ -1,7 +1,7 @@
 """The one place that decides how a micro-batch runs: its documents, its scheme and its rule.
 
 Models are moved and cast after they are built, and a micro-batch may bring its own context-parallel
-group. So a new layer guesses device and dtype, and chooses again if its rows have others.
+group. So a new layer chooses a rule for a guessed device and dtype, and another if the rows differ.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MOST_GROUPS = 16  # the number of groups whose schemes a layer keeps
-_MOST_MICRO_BATCHES = 32  # a layer keeps this many, with their tables on the device
+_MOST_MICRO_BATCHES = 32  # the number that a layer keeps, with their tables on the device
 _ANY_LAYOUT = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
 # ``choose(device, dtype, bits)`` returns the rule for rows of this kind, and the reason.
 ChooseRule = Callable[..., tuple[Rule, str]]
@@ -52,11 +52,11 @@ class MicroBatch:
     tokens: int  # tokens of one batch row over all context-parallel ranks
     rule: Rule  # the recurrence
     scheme: Scheme  # the heads and tokens that each rank computes
-    passage: Passage  # exchanges of rows: open brings them, close returns them
+    passage: Passage  # exchanges rows: open before the mixer, close after it
 
     @property
     def rows_stay(self) -> bool:
-        """Whether the front reads in_proj's output without an exchange and without a grid."""
+        """Whether the front reads in_proj's output itself: no exchange of rows, not on the grid."""
         return not self.scheme.moves_rows and self.rule.bits is not Bits.ON_GRID
 
     def local_positions(self) -> Tensor:
@@ -73,8 +73,8 @@ class MicroBatches:
 
     ``layout`` and ``state`` are the projection columns and head states of one tensor-parallel rank,
     ``taps`` are the convolution's, ``group`` is the context-parallel group of micro-batches that do
-    not bring their own. ``mixer`` and ``recurrence`` are names for the log. A ValueError means that
-    ``mode`` is headwise and the heads cannot be split over ``group``.
+    not bring their own, ``loader_layout`` finds the loader's cut. ``mixer`` and ``recurrence`` are
+    names for the log. If ``mode`` is headwise, heads that ``group`` cannot share are a ValueError.
     """
 
     def __init__(
@@ -118,7 +118,7 @@ class MicroBatches:
         self._config = self._loader_layout.config = config
 
     def use_group(self, group: Any) -> None:
-        """Set the group of micro-batches that bring no group; raises as the constructor does."""
+        """Set the group of micro-batches that bring none; raise if it cannot share the heads."""
         alone = group is None or group.size() == 1
         layout = _ANY_LAYOUT if alone else self._loader_layout.of_packed()
         self._schemes_of(group, self.latest_rule, layout)
@@ -131,7 +131,7 @@ class MicroBatches:
         group: Any = None,
         documents: Documents | None = None,
     ) -> MicroBatch:
-        """Decide how the micro-batch of these projection rows ``[s, B, P]`` runs.
+        """Decide how the micro-batch of the projection rows ``proj_sBP [s, B, P]`` runs.
 
         The context-parallel group is that of ``packed``, else ``group``, else the layer's. The
         documents are those of ``packed``, or ``documents`` if the caller has read them before.
@@ -167,7 +167,7 @@ class MicroBatches:
         return keep_if_captured(found)
 
     def _bits(self) -> Bits:
-        """The promise about bits that the config and torch ask for now."""
+        """The promise about bits (:class:`Bits`) that the config and torch ask for now."""
         config = self._config
         if config.batch_invariant_mode:
             return Bits.ON_GRID

@@ -25,7 +25,7 @@ PLAIN_FORWARDS: dict[type, Any] = {cls: cls.forward for cls in (TorchRMSNorm, nn
 
 
 def is_plain(module: Any) -> bool:
-    """Whether a norm computes what the kernels compute."""
+    """Whether the norm ``module`` is a plain RMSNorm, which the kernels compute."""
     weight = getattr(module, "weight", None)
     if weight is None or weight.dim() != 1 or getattr(module, "eps", None) is None:
         return False
@@ -61,7 +61,7 @@ def apply_gated_norm(
     norm: nn.Module, x: Tensor, gate: Tensor, group: dist.ProcessGroup | None = None,
     activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    """``norm(x) * act(gate)``, both ``[..., H, V]``; a product in fp32 or fp64, in ``x.dtype``."""
+    """``norm(x) * act(gate)`` of ``[..., H, V]``: a product in fp32 or fp64, then ``x.dtype``."""
     with gathered_parameters(norm), gradients_summed(norm, group):
         normed = norm(x)
     wide = torch.promote_types(x.dtype, torch.float32)

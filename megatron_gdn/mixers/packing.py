@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _RESOLVED = "_megatron_gdn_documents"
-PARENTS = "_megatron_gdn_parents"  # an attribute of packed_seq_params with qkv_format TREE
+PARENTS = "_megatron_gdn_parents"  # attribute with the parents of a tree's documents
 # Not "thd", so that layers which do not know trees refuse the documents.
 TREE = "thd_tree"
 _BOUNDARIES = ("cu_seqlens_q_padded", "cu_seqlens_q", "cu_seqlens_kv_padded", "cu_seqlens_kv")
@@ -38,7 +38,7 @@ class _ResolvedDocuments(NamedTuple):
 
 
 def _state_of(sources: Sequence[Tensor | None]) -> list[Any]:
-    """The offsets' values; on a GPU torch's version counters, since to read values would wait."""
+    """The offsets' values; on a GPU torch's version counters, so the host need not wait."""
     return [x if x is None else x._version if x.is_cuda else x.tolist() for x in sources]
 
 
@@ -107,7 +107,7 @@ def resolve_packed_seq_params(
 
 
 def _is_recomputed() -> bool:
-    """Whether this forward runs inside a backward."""
+    """Whether this forward runs inside a backward, so it is a recomputation."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -120,7 +120,7 @@ def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
 def _from_buffers(
     documents: StaticDocuments, total_tokens: int, device: torch.device
 ) -> StaticDocuments:
-    """The documents in fixed buffers, if they fit the layer's tokens and device."""
+    """Return ``documents``; raise if they do not fit the layer's tokens and device."""
     if documents.total_tokens != total_tokens or documents.device != device:
         raise ValueError(
             f"packed_seq_params has fixed buffers for {documents.total_tokens} tokens on "
@@ -165,7 +165,7 @@ def _read_documents(
     total_tokens: int,
     device: torch.device,
 ) -> Documents:
-    """Check the offsets ``sources``, one for each of _BOUNDARIES, and make the documents."""
+    """Make documents of the offsets ``sources`` (of _BOUNDARIES); only a tree has ``parents``."""
     q_padded, q, kv_padded, kv = sources
     boundaries = q if q_padded is None else q_padded
     if boundaries is None:

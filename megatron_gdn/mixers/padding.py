@@ -31,8 +31,7 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
             skipped, and padding may be before, between and after documents.
 
     Raises:
-        ValueError: a mask of another dtype or shape, ids that decrease along a row, padding inside
-            a document.
+        ValueError: another dtype or shape, ids that decrease along a row, padding in a document.
     """
     return read_mask(mask).lengths
 
@@ -69,8 +68,7 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
     Returns:
         ``[P, 1, ...]`` and the boundaries for all layers of the micro-batch (``"thd"``, int32, on
         x's device): ``cu_seqlens_*`` counts tokens, ``cu_seqlens_*_padded`` slots (None for
-        ``multiple_of=1``), ``max_seqlen_*`` is the longest slot. A batch without tokens gives one
-        empty document.
+        ``multiple_of=1``), ``max_seqlen_*`` is the longest slot. No tokens give one empty document.
 
     Raises:
         ValueError: as in :func:`seqlens_of_mask`; shapes that do not fit; a bad ``multiple_of``.
@@ -210,5 +208,5 @@ def _packed_layout(
 
 
 def _move_rows(x: Tensor, here: Tensor, there: Tensor, rows: int) -> Tensor:
-    """``y[there] = x[here]``; y has ``rows`` rows, and its other rows are 0."""
+    """Return y with ``rows`` rows: ``y[there] = x[here]`` for row indices; other rows are 0."""
     return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, there, x.index_select(0, here))

@@ -25,14 +25,14 @@ _missing_keys_of_warned_load: list[str] | None = None
 
 
 def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
-    """Mark an fp32 parameter as one that newer Megatrons and optimizers keep in fp32."""
+    """Set ``keep_in_fp32``, which tells newer Megatrons and optimizers not to cast a parameter."""
     assert parameter.dtype == torch.float32, parameter.dtype
     vars(parameter)["keep_in_fp32"] = True
     repair_mixed_dtype_optimizers()
 
 
 class Fp32Parameters(nn.Module):
-    """Mixin of a module whose ``_keep_in_float32_parameter_names`` stay in fp32 or fp64.
+    """Mixin that keeps the parameters ``_keep_in_float32_parameter_names`` in fp32 or fp64.
 
     Megatron-Bridge reads ``_keep_in_float32_parameter_names`` too.
     """
@@ -40,13 +40,13 @@ class Fp32Parameters(nn.Module):
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register a parameter, or the tensor by which a wrapper replaces a parameter."""
+        """Register as in torch; :func:`refuse_mixed_dtype_gather` checks fp32 parameters before."""
         if name in self._keep_in_float32_parameter_names:
             refuse_mixed_dtype_gather(name, param)
         super().register_parameter(name, param)
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True):
-        """Let ``.to()`` and ``.bfloat16()`` change the device, but never round these parameters."""
+        """torch's method with torch's arguments; no cast makes fp32 parameters narrower."""
         parameters = dict(self.named_parameters(remove_duplicate=False))
         names = self._keep_in_float32_parameter_names
         kept = [parameters[name] for name in names if name in parameters]
@@ -62,7 +62,7 @@ class Fp32Parameters(nn.Module):
         return super()._apply(apply, recurse)
 
     def require_fp32_parameters(self) -> None:
-        """Refuse fp32 parameters that a wrapper has rounded."""
+        """Raise a ValueError if a wrapper has rounded one of the fp32 parameters."""
         for name in self._keep_in_float32_parameter_names:
             dtype = getattr(self, name).dtype
             if dtype not in (torch.float32, torch.float64):
@@ -95,7 +95,7 @@ class Fp32Parameters(nn.Module):
 
 
 def refuse_mixed_dtype_gather(name: str, parameter: nn.Parameter | None) -> None:
-    """Refuse Megatron-FSDP if gloo would gather ``parameter`` together with other dtypes.
+    """Raise an error if Megatron-FSDP would gather ``parameter`` with other dtypes over gloo.
 
     Megatron-FSDP gathers a layer's parameters in one collective. For outputs of several dtypes gloo
     returns wrong numbers without an error.
@@ -127,13 +127,13 @@ NOT_BY_SECTION = (
 
 
 class Fp32Group(nn.Module):
-    """A module with a mixer's fp32 parameters, for ``fully_shard``; state dicts do not list it."""
+    """A submodule with a mixer's fp32 parameters, for FSDP2 to shard; adds no state dict keys."""
 
     _mixer: Any
 
     def __init__(self, mixer: Fp32Parameters) -> None:
         super().__init__()
-        vars(self)["_mixer"] = mixer  # no submodule: the mixer is this group's parent
+        vars(self)["_mixer"] = mixer  # not as a submodule: the mixer already contains this group
         for name in mixer._keep_in_float32_parameter_names:
             self._parameters[name] = mixer._parameters[name]
 
@@ -153,13 +153,13 @@ class Fp32Group(nn.Module):
 
 
 class SeparatelyShardedFp32(Fp32Parameters):
-    """Mixin of a mixer whose fp32 parameters may be a sharding group of their own."""
+    """Mixin of a mixer; :func:`fully_shard` shards its fp32 parameters as a group of their own."""
 
-    # Gathers the fp32 parameters, once a forward; None if the parameters are not sharded.
+    # A function that gathers the fp32 parameters for one forward; None if they are not sharded.
     gathered: Callable[[], tuple[Tensor, ...]] | None = None
 
     def fp32_parameters(self) -> tuple[Tensor, ...]:
-        """The gathered fp32 parameters for one forward; rounded parameters are refused."""
+        """The fp32 parameters, gathered if they are sharded; a ValueError if one was rounded."""
         self.require_fp32_parameters()
         if self.gathered is not None:
             return self.gathered()
@@ -176,8 +176,8 @@ def fully_shard(
     """``torch.distributed.fsdp.fully_shard`` for a module with mixers.
 
     The fp32 parameters of each mixer form a group of their own, which torch shards, gathers and
-    reduces in fp32; ``mp_policy`` does not apply to this group. Parameters keep their names. The
-    function leaves mixers that are already sharded as they are.
+    reduces in fp32; ``mp_policy`` does not apply to this group. Parameters keep their names.
+    Mixers that are already sharded do not change.
 
     Args:
         module, mp_policy, ignored_params, options: as for torch's function.
@@ -192,14 +192,14 @@ def fully_shard(
                 group = Fp32Group(mixer)
                 fsdp.fully_shard(group, **options)
                 mixer.add_module("fp32_group", group)
-                vars(mixer)["gathered"] = group  # setattr would add a second submodule
+                vars(mixer)["gathered"] = group  # setattr would register the group twice
             ignored.update(getattr(mixer, name) for name in mixer._keep_in_float32_parameter_names)
     policy = fsdp.MixedPrecisionPolicy() if mp_policy is None else mp_policy
     return fsdp.fully_shard(module, mp_policy=policy, ignored_params=ignored, **options)
 
 
 def _fully_shard_for_a_launch(module: Any, **options: Any) -> Any:
-    """Like :func:`fully_shard`; refuses a checkpoint format in which the first save would fail."""
+    """Like :func:`fully_shard`; refuses the checkpoint format torch_dist if ``--save`` is set."""
     given = launch_arguments()
     if given.get("save") and given.get("ckpt_format") == "torch_dist":
         raise ValueError(f"--save {given['save']}: {NOT_BY_SECTION}")

@@ -1,4 +1,4 @@
-"""Memory in Megatron's StaticInferenceContext: one batch whose rows all have the same length.
+"""Stores mixers' histories and states in Megatron's StaticInferenceContext (rows of one length).
 
 The memory lies in ``key_value_memory_dict`` with the batch in dimension 1, like keys and values, so
 Megatron's ``swap_key_value_dict`` reorders the memory too. s is the number of tokens of a forward.
@@ -16,7 +16,7 @@ from ..ops.generation.memory import Memory, choose
 from ..ops.generation.step import decode, prefill
 from ..ops.parts import Parts
 
-# The most tokens of one forward that the recurrence runs and that `roll_back` can take back.
+# After the first forward, up to this many tokens run token by token; `roll_back` can undo them.
 MOST_DECODED = 16
 
 _PROGRESS = "megatron_gdn_places"
@@ -24,19 +24,19 @@ _PROGRESS = "megatron_gdn_places"
 
 @dataclass
 class _RowProgress:
-    """The progress of some rows of the batch in one layer."""
+    """How many tokens one layer has run of each of ``rows`` successive batch rows."""
 
     rows: int
-    tokens: int  # the number of tokens that each row has had
-    states: Tensor  # the whole batch's states tensor in the last step
+    tokens: int  # tokens of each batch row that the layer has run
+    states: Tensor  # the whole batch's states; a reordering replaces this tensor
     steps: Memory | None = None  # the rows' memory before the last forward and after each token
 
 
 def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
-    """Mix the next s tokens ``[s, B, P]`` of B batch rows from ``batch_size_offset`` on.
+    """Run the mixer for the next s tokens of B batch rows, from ``context.batch_size_offset`` on.
 
-    At ``sequence_len_offset`` 0 the sequences begin. Else they continue: the recurrence runs up
-    to :data:`MOST_DECODED` tokens, and prefill runs more tokens as one chunk.
+    ``rows``: ``[s, B, P]``. If ``context.sequence_len_offset`` is 0, the sequences begin. Else they
+    continue: up to :data:`MOST_DECODED` tokens run one by one, more tokens run as one prefill.
     """
     s, B = rows.shape[:2]
     start, offset = context.batch_size_offset, context.sequence_len_offset
@@ -44,7 +44,7 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     place = places.get((layer, start))
     _check_progress(context, layer, place, s, B)
     memories = context.key_value_memory_dict
-    if layer not in memories:  # memory of the whole batch, with a dimension of 1 before the batch
+    if layer not in memories:  # memory of the whole batch, which is dimension 1 as in keys
         made = parts.shape.zeros(context.max_batch_size, rows.dtype, rows.device)
         memories[layer] = made.history[None], made.state[None]
     buffers = memories[layer]
@@ -63,18 +63,18 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     return mixed
 
 
-@torch.inference_mode()  # the states may be inference tensors
+@torch.inference_mode()  # else torch would refuse to write states that are inference tensors
 def roll_back(context: Any, accepted: int) -> None:
     """Keep only the first ``accepted`` tokens of the last forward, in every recurrent layer.
 
     This function also lowers the context's ``sequence_len_offset``, so attention layers overwrite
-    the keys of the dropped tokens. To keep different numbers of tokens in the rows, use Megatron's
-    ``DynamicInferenceContext`` with speculated tokens.
+    the keys of the dropped tokens. To keep another number of tokens in each batch row, use
+    Megatron's ``DynamicInferenceContext`` with speculated tokens.
 
     Args:
         context: Megatron's ``StaticInferenceContext``, after a forward of 2 to :data:`MOST_DECODED`
             tokens and before the next forward.
-        accepted: 0 to the number of tokens of this forward.
+        accepted: how many tokens of this forward to keep, from 0 to all.
 
     Raises:
         ValueError: the last forward cannot be rolled back, or ``accepted`` is out of range. The
@@ -107,7 +107,7 @@ def roll_back(context: Any, accepted: int) -> None:
 
 
 def _tokens_of_last_step(progress: _RowProgress) -> int:
-    """The number of tokens that `roll_back` can take back; 0 if there is no such step."""
+    """The number of tokens of the last forward, or 0 if `roll_back` cannot undo this forward."""
     return 0 if progress.steps is None else progress.steps.history.shape[1] - 1
 
 

@@ -29,9 +29,9 @@ class HFRef:
 
 
 def rows_by_group(widths: Sequence[int], groups: int) -> Tensor:
-    """Indices ``[R]`` that reorder rows from section by section to group by group.
+    """Indices ``[sum(widths)]`` that reorder rows from section by section to group by group.
 
-    Each section of ``widths`` rows is cut in ``groups`` equal parts.
+    Section i has ``widths[i]`` rows. Group j has part j of ``groups`` equal parts of each section.
     """
     sections = torch.arange(sum(widths), device="cpu").split(list(widths))
     return torch.cat([rows.view(groups, -1) for rows in sections], 1).flatten()
@@ -44,12 +44,12 @@ class TensorMap:
     megatron = cat(sources)[rows] + shift
     """
 
-    names: tuple[str, ...]  # keys in Megatron: with Transformer Engine's modules, with local ones
+    names: tuple[str, ...]  # keys in Megatron: first with Transformer Engine, then with local
     sources: tuple[HFRef, ...]
-    rows: Tensor | None = None  # index of each Megatron row in the sources; None: in order
+    rows: Tensor | None = None  # Megatron's row i is rows[i] of cat(sources); None: i
     shard_dim: int | None = None  # dimension that ranks split; None: every rank has the whole
-    sections: tuple[int, ...] = ()  # sizes along shard_dim, each split by itself; empty: one
-    shift: float = 0.0  # +1 or -1 if only one of the two sides stores a norm gain minus 1
+    sections: tuple[int, ...] = ()  # sections of shard_dim, each split over the ranks; (): one
+    shift: float = 0.0  # +1 or -1 if only Megatron or only the file stores a norm gain minus 1
     fp32: bool = False  # whether Megatron holds fp32, even if the file has another dtype
     is_expert: bool = False  # whether the expert-tensor-parallel group splits the tensor
     pad_rows: bool = False  # whether zero rows may be added at the end (vocabulary)
@@ -59,7 +59,10 @@ class TensorMap:
         return self.names[0]
 
     def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
-        """Refuse dtypes below 16 bits, and fp64 for an fp32 tensor unless ``may_round``."""
+        """Refuse dtypes below 16 bits, and fp64 for an fp32 tensor unless ``may_round``.
+
+        ``where`` names the tensor in the error message.
+        """
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:
@@ -70,13 +73,13 @@ class TensorMap:
             )
 
     def to_megatron(self, pieces: Sequence[Tensor]) -> Tensor:
-        """The full Megatron tensor, in fp32 if ``shift`` or ``fp32`` is set."""
+        """The full Megatron tensor from the sources ``pieces``; fp32 if ``shift`` or ``fp32``."""
         dtype = reduce(torch.promote_types, [piece.dtype for piece in pieces])  # holds every bit
         full = torch.cat([piece.to(dtype) for piece in pieces])
         if self.rows is not None:
             full = full[self.rows.to(full.device)]
         if self.fp32:
-            full = full.flatten()  # Kimi Linear's A_log is [1, 1, H, 1]
+            full = full.flatten()  # Kimi Linear's files have A_log as [1, 1, H, 1]
         # In bf16, w - 1 loses the low bits of every w below one half.
         full = full.float() if self.fp32 or self.shift else full
         return full + self.shift if self.shift else full
@@ -84,7 +87,7 @@ class TensorMap:
     def to_hf(
         self, full: Tensor, dtypes: Sequence[torch.dtype], original: Sequence[Tensor] | None = None
     ) -> list[Tensor]:
-        """The Hugging Face tensors, each in its file's dtype.
+        """The Hugging Face tensors of the Megatron tensor ``full``, tensor i in ``dtypes[i]``.
 
         ``original`` are the sources that were imported. An element of ``full`` that training did
         not change gets its original bits, which a shift in bf16 may have lost.
@@ -104,7 +107,7 @@ class TensorMap:
     def exported(
         self, full: Tensor, dtypes: Mapping[str, torch.dtype], originals: Mapping[str, Tensor]
     ) -> dict[HFRef, Tensor]:
-        """`to_hf` by reference; the default dtype is that of the original, else of ``full``."""
+        """`to_hf` as a dict; default of ``dtypes``: the original's dtype, else that of ``full``."""
         keys = [source.key for source in self.sources]
         known = [originals[key] for key in keys] if originals.keys() >= set(keys) else None
         natural = [tensor.dtype for tensor in known or [full] * len(keys)]
@@ -120,7 +123,7 @@ class TensorMap:
         return full.split([source.piece_shape[0] for source in self.sources])
 
     def shards(self, full: Tensor, ranks: int) -> list[Tensor]:
-        """The share of ``full`` that each of ``ranks`` ranks holds."""
+        """A list with one share of ``full`` for each of ``ranks`` ranks."""
         if (dim := self.shard_dim) is None:
             return [full] * ranks
         sections = self.sections or (full.shape[dim],)
@@ -157,20 +160,20 @@ def tensor_map(
     shard_dim: int | None = None,
     **how: Any,
 ) -> TensorMap:
-    """A `TensorMap` of ``sources`` (key -> shape); ``how``: the map's other attributes."""
+    """A `TensorMap` of ``sources`` (key -> shape); ``shard_dim``, ``how``: its attributes."""
     names = (names,) if isinstance(names, str) else names
     refs = tuple(HFRef(key, shape) for key, shape in sources.items())
     return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
 
 
 def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int) -> Tensor:
-    """Rank ``rank``'s share of every section of ``whole``'s dimension ``dim``, end to end."""
+    """Cut every section of dimension ``dim`` over ``size`` ranks; join the shares of ``rank``."""
     return torch.cat([s.chunk(size, dim)[rank] for s in whole.split(list(sections), dim)], dim)
 
 
 def stored_quantised(tensor: Tensor) -> bool:
     """Whether Transformer Engine (2.0 and newer) stores this weight quantised."""
-    # If Transformer Engine is not imported, no tensor can be of QuantizedTensor.
+    # If Transformer Engine is not imported, no tensor can be a QuantizedTensor.
     engine: Any = sys.modules.get("transformer_engine.pytorch.tensor")
     return isinstance(tensor, getattr(engine, "QuantizedTensor", ()))
 
@@ -187,7 +190,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def conv_map(name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool) -> TensorMap:
-    """The map of the convolution's weight; ``in_three``: files hold q, k and v separately."""
+    """The map of the convolution's weight; ``in_three``: a file has 3 weights (q, k, v)."""
     rows = {"": layout.conv_width}
     if in_three:
         rows = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))

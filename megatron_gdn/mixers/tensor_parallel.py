@@ -1,9 +1,9 @@
-"""Tensor parallelism of a mixer's parameters: first values, marks, groups.
+"""Tensor parallelism of a mixer's parameters: initial values, marks and process groups.
 
-First values do not depend on the number of ranks: every rank draws the whole parameter from the
-same seed and keeps its share. *Marks* are attributes that tell Megatron a parameter's
-split, gradient sum and precision. torch loses marks, for example in ``copy.deepcopy`` and
-``fully_shard``, and a lost mark gives a wrong gradient without an error. So a mixer stores marks.
+Initial values do not depend on the number of ranks: every rank draws the whole parameter from the
+same seed and keeps its share. *Marks* are attributes that tell Megatron a parameter's split,
+gradient sum and precision. torch loses marks, for example in ``copy.deepcopy`` and ``fully_shard``,
+and a lost mark gives a wrong gradient without an error. So a mixer puts lost marks back.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .tensor_map import take_share
 
 
 def device_for(config: Any) -> torch.device:
-    """The device on which a mixer builds its own parameters, for this config and machine."""
+    """The device of a mixer's own parameters: the CPU or the current GPU, by ``config``."""
     # Never the meta device: Megatron initialises no module after ``to_empty``, and Megatron-FSDP
     # would initialise the projections again after it has sharded them.
     if config.use_cpu_initialization or not torch.cuda.is_available():
@@ -37,7 +37,7 @@ def device_for(config: Any) -> torch.device:
 
 
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
-    """Mark a parameter as split over tensor-parallel ranks along dimension 0, by sections."""
+    """Mark a parameter: each of its ``sections`` of rows is split over tensor-parallel ranks."""
     vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
     vars(parameter).update(partition_sizes=list(sections))
 
@@ -45,7 +45,8 @@ def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
 def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> None:
     """Mark a column-parallel linear whose rows are several sections, each split by itself.
 
-    Megatron's resharding reads ``partition_sizes``; its Muon reads ``qkv_split_shapes``.
+    Megatron's resharding reads ``partition_sizes``, its Muon ``qkv_split_shapes``. ``use_muon``:
+    whether Muon, and not Adam, updates the linear.
     """
     sizes, muon_splits = list(sections), muon_reads_sections()
     if not muon_splits:
@@ -67,7 +68,7 @@ def muon_reads_sections() -> bool:
     return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
 
 
-_MARK_OF_MARKED = "marked_by_gdn"  # a marked parameter has it, a new one does not
+_MARK_OF_MARKED = "marked_by_gdn"  # an attribute that only parameters with marks have
 
 
 def _is_plain_value(value: Any) -> bool:
@@ -87,7 +88,7 @@ class MarkedParameters(nn.Module):
     _marks: dict[str, dict[str, Any]] = {}  # noqa: RUF012  empty before remember_marks
 
     def remember_marks(self) -> None:
-        """Store the present marks of all parameters, name -> attribute -> value.
+        """Store the marks that parameters have now: parameter name -> attribute -> value.
 
         A mark is an attribute with a public name and a plain value. Call this method again to store
         marks that were set later.
@@ -97,7 +98,7 @@ class MarkedParameters(nn.Module):
             marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain_value(v)}
             self._marks[name] = {**marks, _MARK_OF_MARKED: True}
             setattr(parameter, _MARK_OF_MARKED, True)
-        # A function: a copy of this module would keep a bound method, which marks this module.
+        # The hook is no bound method: a copy of this module would call the method on this module.
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     def mark_parameters(self) -> None:
@@ -114,7 +115,7 @@ class MarkedParameters(nn.Module):
                     yield f"{path}.{name}" if path else name, parameter
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """As in torch, after new parameters got their marks."""
+        """torch's method; it first puts the stored marks on new parameters."""
         self.mark_parameters()
         yield from super().named_modules(*args, **kwargs)
 
@@ -132,11 +133,12 @@ class MarkedParameters(nn.Module):
 
 
 def _mark_loaded(module: MarkedParameters, incompatible_keys: object) -> None:
+    """Mark new parameters after a load; torch passes ``incompatible_keys``, which is not used."""
     module.mark_parameters()
 
 
 class OwnParameters(MarkedParameters):
-    """Mixin of a mixer: makes the parameters outside of its linears, and sets all first values."""
+    """Mixin of a mixer: makes parameters outside of its linears, and sets all initial values."""
 
     config: Any
     global_dims: Any
@@ -146,19 +148,19 @@ class OwnParameters(MarkedParameters):
     dt_bias: Any
     A_init_range: tuple[float, ...]
     conv_init: float | None = None
-    conv_init_of_bias: ClassVar[bool] = True  # whether conv_init is also for the bias
-    dt_init_range: tuple[float, float] | None = None  # range of softplus(dt_bias); None: bias 1
+    conv_init_of_bias: ClassVar[bool] = True  # whether conv_init is the bias's bound too
+    dt_init_range: tuple[float, float] | None = None  # range of softplus(dt_bias); None: dt_bias 1
     dt_init_floor: float = 0.0
 
     @property
     def conv_parameters(self) -> tuple[Any, Any]:
-        """Weight ``[C, 1, W]`` and bias ``[C]`` or None."""
+        """The convolution's weight ``[C, 1, W]``, and its bias ``[C]`` or None."""
         return self.conv1d_weight, self.conv1d_bias
 
     def _add_parameter(
         self, name: str, sections: Sequence[int], *shape: int, dtype: torch.dtype | None = None
     ) -> None:
-        """Add a parameter ``[sum(sections), *shape]`` of this rank's share of every section."""
+        """Add a parameter ``[sum(sections), *shape]`` with this rank's rows of each section."""
         dtype = self.config.params_dtype if dtype is None else dtype
         empty = torch.empty(sum(sections), *shape, dtype=dtype, device=device_for(self.config))
         parameter = nn.Parameter(empty)
@@ -166,9 +168,10 @@ class OwnParameters(MarkedParameters):
         self.register_parameter(name, parameter)
 
     def _add_others(self) -> None:
-        """Add the parameters that only this mixer has, by :meth:`_add_parameter`."""
+        """A subclass with more parameters adds them here, by :meth:`_add_parameter`."""
 
     def _add_conv(self, bias: bool) -> None:
+        """Add the convolution's weight ``[C, 1, W]`` and, if ``bias``, its bias ``[C]``."""
         widths = self.dims.layout.conv_widths
         self._add_parameter("conv1d_weight", widths, 1, self.dims.conv_kernel_dim)
         if bias:
@@ -177,14 +180,14 @@ class OwnParameters(MarkedParameters):
             self.conv1d_bias = None
 
     def _add_fp32(self, **rows: int) -> None:
-        """Add fp32 parameters, each with this number of rows on this rank."""
+        """Add fp32 parameters ``name=count``, each with ``count`` elements on this rank."""
         replace_fully_shard_in_megatron()
         for name, count in rows.items():
             self._add_parameter(name, (count,), dtype=torch.float32)
             mark_keep_in_fp32(self.get_parameter(name))
 
     def reset_parameters(self) -> None:
-        """Set all first values, which are equal at every tensor-parallel size.
+        """Set the initial values of all parameters, which are equal at every tensor-parallel size.
 
         ============================  ===============================================
         parameter                     value
@@ -199,7 +202,7 @@ class OwnParameters(MarkedParameters):
         D, Mamba2's norm              1
         ============================  ===============================================
 
-        If ``config.perform_initialization`` is off, the two projections keep their values.
+        If ``config.perform_initialization`` is off, in_proj and out_proj keep their values.
         """
         whole, config, fill = self.global_dims, self.config, self._fill_share
         if config.perform_initialization:
@@ -230,7 +233,7 @@ class OwnParameters(MarkedParameters):
         dim: int,
         sections: Sequence[int],
     ) -> None:
-        """Draw the whole parameter and keep this rank's share; do nothing for None.
+        """Draw the parameter of all ranks, and copy this rank's share to ``parameter`` if not None.
 
         ``method`` fills the whole tensor in place, in fp32, from torch's default generators.
         ``sections`` are the tensor's global sizes along ``dim``, each split by itself.
@@ -256,10 +259,10 @@ class OwnParameters(MarkedParameters):
         parameter.copy_(take_share(whole, dim, sections, rank, size))
 
     def _init_others(self) -> None:
-        """Fill the parameters that only this mixer has, by :meth:`_fill_share`."""
+        """A subclass with more parameters fills them here, by :meth:`_fill_share`."""
 
     def _fill_dt_bias(self, x: Tensor) -> None:
-        """Fill ``x``, the whole ``dt_bias``, as :meth:`reset_parameters` says."""
+        """Fill ``x``, all ranks' ``dt_bias``, with 1, or randomly if ``dt_init_range`` is set."""
         if self.dt_init_range is None:
             x.fill_(1)
             return
@@ -269,7 +272,7 @@ class OwnParameters(MarkedParameters):
 
 
 class ConvModule(nn.Module):
-    """Mixin of a mixer whose convolution is a module, as in Megatron's layers."""
+    """Mixin of a mixer whose convolution is a submodule ``conv1d``, as in Megatron's layers."""
 
     split_module: ClassVar[str] = "conv1d"
     conv1d: Any
@@ -277,9 +280,10 @@ class ConvModule(nn.Module):
     dims: Any
 
     def _add_conv(self, bias: bool) -> None:
+        """Add the convolution as ``nn.Conv1d`` with uninitialised parameters."""
         channels, taps = self.dims.layout.conv_width, self.dims.conv_kernel_dim
-        # torch would draw a number for each weight on this rank, so that all later random numbers
-        # would depend on the tensor-parallel size.
+        # Without skip_init, torch would draw a number for each weight on this rank, so all later
+        # random numbers would depend on the tensor-parallel size.
         self.conv1d = nn.utils.skip_init(
             nn.Conv1d,
             channels,
@@ -296,14 +300,14 @@ class ConvModule(nn.Module):
 
     @property
     def conv_parameters(self) -> tuple[Any, Any]:
-        """Weight ``[C, 1, W]`` and bias ``[C]`` or None."""
+        """The convolution's weight ``[C, 1, W]``, and its bias ``[C]`` or None."""
         return self.conv1d.weight, self.conv1d.bias
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
-        """The parts of this mixer, after the hooks of ``conv1d``."""
+        """Run the forward pre-hooks of ``conv1d``; return the mixer's front, rule and readout."""
         conv = self.conv1d
         require_plain_conv(conv)
-        if has_hooks(conv):  # before any parameter is read
+        if has_hooks(conv):  # hooks may change parameters, so they run first
             columns = batch.scheme.layout.conv_columns
             run_pre_hooks(conv, lambda: rows.detach()[..., columns].permute(1, 2, 0))
         mixer: Any = super()
@@ -325,7 +329,7 @@ class FollowsGroups(nn.Module):
 
     @property
     def pg_collection(self) -> ProcessGroupCollection:
-        """Process groups; new ones bring the context-parallel group of later micro-batches."""
+        """The process groups; new ones give later micro-batches their context-parallel group."""
         return self._pg_collection
 
     @pg_collection.setter
@@ -362,8 +366,8 @@ class FollowsGroups(nn.Module):
     def norm_group(self) -> Any:
         """The group over which our backward sums the norm's gradients; None if Megatron sums them.
 
-        Every rank holds the whole norm and computes its own heads. Megatron sums gradients with the
-        mark ``sequence_parallel``; without the mark, ranks' norms would drift apart.
+        Every rank has the whole norm, and the norm's gradient of its own heads only. Megatron sums
+        the ranks' gradients if the norm has the mark ``sequence_parallel``; else our backward does.
         """
         return None if self.tp_size == 1 or self.config.sequence_parallel else self.tp_group
 
@@ -379,7 +383,7 @@ class FollowsGroups(nn.Module):
         )
 
     def cp_group_of(self, groups: ProcessGroupCollection, context: Any) -> Any:
-        """The context-parallel group of one forward with these process groups."""
+        """The context-parallel group of ``groups``, checked for one forward with ``context``."""
         self.require_same_tensor_ranks(groups)
         if context is not None and groups.cp.size() != self.cp_size:
             raise NotImplementedError(
@@ -389,4 +393,4 @@ class FollowsGroups(nn.Module):
         return groups.cp
 
     def _name_sizes(self) -> None:
-        """Set sizes under the names of Megatron's mixer, if tools look these names up."""
+        """A subclass sets its sizes here, under the attribute names of Megatron's mixer."""

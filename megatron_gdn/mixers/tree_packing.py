@@ -40,16 +40,16 @@ def tree_packed_seq_params(
     Args:
         lengths: tokens of each document; children of a document of 0 tokens continue its parent.
         parents: for each document the index of its parent, an earlier document; -1 for none.
-        multiple_of: padding, which no document continues, fills every slot up to a multiple of this
-            number; ``2 * context_parallel_size`` if the buffer is cut in zigzag.
-        device: the device of the layers.
+        multiple_of: every document is padded to a multiple of this number of tokens (no document
+            continues padding); ``2 * context_parallel_size`` if the buffer is cut in zigzag.
+        device: the device of the result, which is that of the layers.
 
     Returns:
         int32 boundaries ``[N + 1]``: ``cu_seqlens_*`` of tokens, ``cu_seqlens_*_padded`` of slots;
         ``max_seqlen_*`` is the length of the longest sequence, rounded up to ``multiple_of``.
 
     Raises:
-        ValueError: lengths or parents that do not fit each other, ``multiple_of`` less than 1.
+        ValueError: ``lengths`` and ``parents`` do not fit each other; ``multiple_of`` is below 1.
     """
     slots = slot_lengths(lengths, multiple_of)
     given = tuple(parents), tuple(lengths)
@@ -82,7 +82,7 @@ class PackedTree(NamedTuple):
     responses: tuple[tuple[slice, ...], ...]
 
     def unpack(self, token_values: Tensor) -> list[list[Tensor]]:
-        """For every prompt, a list with the rows ``[n, ...]`` of each response.
+        """For every prompt, a list with the values ``[n, ...]`` of each response.
 
         ``token_values`` is ``[1, T, ...]``, for example log-probabilities of the labels. Row j of
         a response is the value at the place that predicts the response's j-th token.
@@ -107,13 +107,13 @@ def pack_tree(
 
     Args:
         prompts: token ids of each prompt, integers ``[n]`` or a list, at least one token each.
-        responses: for each prompt a list of responses, token ids likewise; an empty response has no
-            rows in the buffer.
+        responses: for each prompt a list of responses, each in the form of a prompt; an empty
+            response has no rows in the buffer.
         multiple_of: as in :func:`tree_packed_seq_params`.
         device: the device of the result; None: the device of the first prompt.
 
     Raises:
-        ValueError: a prompt without a list or without tokens; tokens of another shape.
+        ValueError: a prompt without tokens or without a list of responses; tokens not ``[n]``.
     """
     if len(prompts) != len(responses) or not prompts:
         raise ValueError(
@@ -151,8 +151,10 @@ class PackedGroups(NamedTuple):
     counts: tuple[int, ...]  # number of responses of every group
 
     def unpack(self, token_values: Sequence[Tensor]) -> list[list[Tensor]]:
-        """Like :meth:`PackedTree.unpack`, but from one tensor ``[1, T, ...]`` per micro-batch, to
-        one list for every group; groups and responses keep their order."""
+        """For every group, a list with the values ``[n, ...]`` of each response, in order.
+
+        ``token_values``: a tensor ``[1, T, ...]`` of each micro-batch (:meth:`PackedTree.unpack`).
+        """
         both = zip(self.micro_batches, token_values, strict=True)
         rows = (row for packed, x in both for each in packed.unpack(x) for row in each)
         return [list(islice(rows, count)) for count in self.counts]
@@ -206,7 +208,7 @@ def pack_groups(
 def _on_host(tokens: Tokens, index: int) -> Tensor:
     """Token ids as int64 ``[n]`` on the CPU; ``index`` is the prompt's number, for the error."""
     x = torch.as_tensor(tokens, device="cpu")
-    if x.dim() != 1 or (x.is_floating_point() and len(x)):  # an empty list becomes fp32
+    if x.dim() != 1 or (x.is_floating_point() and len(x)):  # torch makes an empty list fp32
         raise ValueError(
             f"tokens of prompt {index} or of a response have shape {tuple(x.shape)} and dtype "
             f"{x.dtype}; they must be integers [n]."

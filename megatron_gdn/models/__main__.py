@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
-    """Flags for model, precision, length and parallel sizes, not for data and optimizer."""
+    """Megatron's flags for model, precision, length and parallel sizes; not data, optimizer."""
     from ..hf.build import megatron_flags
 
     flags = "--bf16 --use-distributed-optimizer"
@@ -51,7 +51,7 @@ def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
     flags += " --sequence-parallel" if options.tp > 1 else ""
     flags += f" --context-parallel-size {options.cp}"
     if "E" in model.pattern:
-        # The default of the expert-tensor-parallel size is the tensor-parallel size, not 1.
+        # Without its flag, the expert-tensor-parallel size would be the tensor-parallel size.
         flags += f" --expert-model-parallel-size {options.ep} --expert-tensor-parallel-size 1"
         flags += " --moe-token-dispatcher-type alltoall"
     return [*megatron_flags(model.hf, options.model), *flags.split()]
@@ -102,7 +102,7 @@ def _figure_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
 
 
 def _model_lines(models: list[Model]) -> Iterator[str]:
-    """Lines of the table of models."""
+    """The lines of a printed table of ``models``."""
     yield f"{'model':25} {'parameters':>12} {'for a token':>12}  tp up to  layers"
     for model in models:
         counts = ((model.pattern.count(symbol), symbol) for symbol in _LAYERS)
@@ -116,10 +116,12 @@ def _model_lines(models: list[Model]) -> Iterator[str]:
 
 
 def _format_count(number: int) -> str:
+    """``number`` in billions or millions, such as "35.10 B" or "12.00 M"."""
     return f"{number / 1e9:.2f} B" if number >= 1e8 else f"{number / 1e6:.2f} M"
 
 
 def _join_sizes(numbers: list[int]) -> str:
+    """The sizes as text with spaces between, such as "1 2 4"."""
     return " ".join(map(str, numbers))
 
 

@@ -24,16 +24,16 @@ class Model:
     name: str
     architecture: str
     fields: dict[str, Any]
-    source: str  # where we read the fields
+    source: str  # the file or page that the fields were copied from
 
     @cached_property
     def hf(self) -> HFModelConfig:
-        """The argument of `build_model`, `transformer_config` and `megatron_flags`."""
+        """The parsed config: argument of `build_model`, `transformer_config`, `megatron_flags`."""
         return parse_hf_config({"architectures": [self.architecture]} | self.fields)
 
     @property
     def pattern(self) -> str:
-        """Layers: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
+        """Layer symbols: 'G' Gated DeltaNet, 'M' Mamba2, '*' attention, '-' MLP, 'E' experts."""
         return self.hf.hybrid_layer_pattern
 
     @cached_property
@@ -50,7 +50,7 @@ class Model:
         return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
 
     def tensor_parallel_sizes(self) -> list[int]:
-        """The legal sizes: divisors of all head counts and the MLP's width; experts stay whole."""
+        """Legal tensor-parallel sizes: divisors of heads and MLP width; experts stay whole."""
         sizes, key_heads = self.hf.sizes, self.dims.layout.counts[-1][1]  # groups in Mamba2
         heads, groups = sizes.num_attention_heads, sizes.num_query_groups
         cut = [heads, key_heads]
@@ -65,11 +65,12 @@ class Model:
         ]
 
     def headwise_sizes(self, tp: int) -> list[int]:
-        """The context-parallel sizes of headwise: divisors of a tensor-parallel rank's heads."""
+        """Legal context-parallel sizes of headwise: divisors of the heads on 1 of tp ranks."""
         layout = self.dims.shard(tp).layout
         return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
 
     def expert_parallel_sizes(self) -> list[int]:
+        """The legal expert-parallel sizes: divisors of the number of experts."""
         experts = getattr(self.hf.sizes, "num_moe_experts", 1)
         return [n for n in range(1, experts + 1) if experts % n == 0]
 
@@ -96,9 +97,10 @@ class Model:
     def saved_bytes(self, tp: int = 1, recompute: str = "none") -> int:
         """Bytes per token that a Gated DeltaNet keeps for its backward on a tensor-parallel rank.
 
-        For bf16, flash_qla or fla, and sequence parallelism. ``recompute`` is the layer's option,
-        or ``"layer"`` for ``--recompute-modules gdn`` of Megatron's dev. States that flash_qla
-        keeps for long sequences are not counted (16 MiB for 32768 tokens of 32 heads).
+        The count is for bf16, the rules flash_qla and fla, and sequence parallelism. ``recompute``
+        is the layer's option, or ``"layer"`` for ``--recompute-modules gdn`` of Megatron's dev
+        branch. States that flash_qla saves for long sequences are not counted (16 MiB for 32768
+        tokens of 32 heads).
         """
         share: Any = self.dims.shard(tp)
         kept = 2 * share.hidden_size // tp  # in_proj's input, split along the sequence

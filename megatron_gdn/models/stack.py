@@ -50,13 +50,13 @@ class Flops(NamedTuple):
 
     @property
     def step(self) -> int:
-        """FLOPs of forward and backward; step / (seconds * GPUs * peak) is the MFU."""
+        """FLOPs of forward and backward; step / (seconds * GPUs * peak FLOP/s) is the MFU."""
         return 3 * self.forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Layer:
-    """One layer of a hybrid pattern, with its norm."""
+    """Sizes and operation counts of one layer of a hybrid pattern, with the norm before it."""
 
     weights: int  # elements of the matrices that multiply every token's row
     vectors: int  # other parameters: norms, convolutions, gates
@@ -75,7 +75,7 @@ class Stack:
     layers: tuple[Layer, ...]
     hidden_size: int
     vocab_size: int
-    tied: bool  # the output layer and the embedding share one weight
+    tied: bool  # whether the output layer and the embedding share one weight
     outputs: int = 1  # runs of the output layer: 1 + number of multi-token prediction heads
 
     @classmethod
@@ -86,8 +86,8 @@ class Stack:
         """Make the stack of a Megatron configuration; biases of linears are not counted.
 
         ``pattern`` has 'G', 'K', 'M', '*', '-' and 'E' (another symbol is a ValueError), '|'
-        between pipeline stages and '/' before each multi-token prediction head. ``kda`` has the
-        options of the 'K' layers.
+        between pipeline stages and '/' before each multi-token prediction head. ``tied``: the
+        output layer uses the embedding's weight. ``kda``: options of the 'K' layers.
         """
         build = {
             "G": lambda: _gdn_layer(GDNDims.from_config(config)),
@@ -122,7 +122,7 @@ class Stack:
 
     @property
     def active_parameters(self) -> int:
-        """The parameters that one token uses: of the experts only those it is routed to."""
+        """The number of parameters that one token uses, with only the experts it is routed to."""
         ends = self.hidden_size * (self.vocab_size * (1 if self.tied else 2) + 1)
         return ends + self._sum("weights") + self._sum("vectors")
 
@@ -137,7 +137,7 @@ class Stack:
         return self._sum("conv_bytes")
 
     def _sum(self, field: str) -> int:
-        """The sum of this field of :class:`Layer` over all layers."""
+        """The sum over all layers of the attribute ``field`` of :class:`Layer`."""
         return sum(getattr(layer, field) for layer in self.layers)
 
     def flops(self, lengths: Sequence[int]) -> Flops:
@@ -156,25 +156,28 @@ class Stack:
 
 
 def _gdn_layer(dims: GDNDims) -> Layer:
+    """Count the weights and operations of a Gated DeltaNet layer."""
     G, (H, K, V) = dims.num_key_heads, dims.state[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K
     return _recurrent_layer(dims, gdn_layer_maps("", "", dims, "flat"), rule)
 
 
 def _kda_layer(dims: KDADims) -> Layer:
+    """Count the weights and operations of a Kimi Delta Attention layer."""
     H, K, V = dims.state[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K)
     return _recurrent_layer(dims, kda_layer_maps("", "", dims, "kimi_linear"), rule)
 
 
 def _mamba2_layer(dims: Mamba2Dims) -> Layer:
+    """Count the weights and operations of a Mamba2 layer."""
     G, (H, K, V) = dims.num_groups, dims.state[:3]
     rule = H * (2 * K * V + CHUNK * V) + G * CHUNK * K
     return _recurrent_layer(dims, mamba2_layer_maps("", "", dims), rule)
 
 
 def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
-    """Count a layer; ``maps`` list all parameters but the input norm's, ``rule`` multiply-adds."""
+    """Counts of a layer; ``maps``: all parameters but the first norm's; ``rule``: multiply-adds."""
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
     D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width
@@ -190,6 +193,7 @@ def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
 
 
 def _attention_layer(config: Any) -> Layer:
+    """Count the weights and operations of an attention layer."""
     D, d, n = config.hidden_size, config.kv_channels, config.num_attention_heads
     groups = config.num_query_groups
     gates = n if getattr(config, "attention_output_gate", False) else 0
@@ -199,11 +203,13 @@ def _attention_layer(config: Any) -> Layer:
 
 
 def _mlp_layer(config: Any) -> Layer:
+    """Count the weights and operations of an MLP layer."""
     D = config.hidden_size
     return Layer(weights=_mlp_matrices(config) * D * config.ffn_hidden_size, vectors=D)
 
 
 def _expert_layer(config: Any) -> Layer:
+    """Count the weights and operations of a layer of experts."""
     D, experts, used = config.hidden_size, config.num_moe_experts, config.moe_router_topk
     one = _mlp_matrices(config) * D * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
     shared = _mlp_matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)
@@ -223,8 +229,8 @@ def _mlp_matrices(config: Any) -> int:
 def stack_of_arguments(args: Any) -> Stack:
     """Make the stack that Megatron's parsed and validated arguments describe.
 
-    Megatron's arguments have no options of 'K' layers, so the options of the last built stack are
-    taken. A layer that :class:`Stack` does not know is a ValueError.
+    Megatron's arguments have no options of 'K' layers. The options are those of the last KDA stack
+    that was built. A layer that :class:`Stack` does not know is a ValueError.
     """
     from ..specs.gpt import GDN_VARIANTS, layer_kinds
     from ..specs.hybrid import KDAHybridStack
@@ -241,7 +247,7 @@ def stack_of_arguments(args: Any) -> Stack:
     if not args.group_query_attention:
         config.num_query_groups = args.num_attention_heads
     pattern = getattr(args, "hybrid_layer_pattern", None)
-    if not pattern:  # a GPTModel: each layer is two symbols, a mixer and an MLP
+    if not pattern:  # a GPTModel: two symbols describe a layer, its mixer and its MLP
         pairs = ["*G"[is_gdn] + "-E"[is_moe] for is_gdn, is_moe in layer_kinds(config)]
         pattern = "".join(pairs) + f"/{pairs[-1]}" * (args.mtp_num_layers or 0)
     return Stack.of(
@@ -256,7 +262,11 @@ def num_floating_point_operations(
     seqlen_squared_sum_in_batch: float | None = None,
     total_real_tokens_in_batch: float | None = None,
 ) -> float:
-    """FLOPs of a step, in place of Megatron's count; packed documents give the last arguments."""
+    """FLOPs of a step, with the arguments of Megatron's function of this name.
+
+    For packed documents the last two arguments are the sum of squared lengths and the number of
+    tokens without padding; None means ``batch_size`` sequences of ``args.seq_length`` tokens.
+    """
     tokens, squares = total_real_tokens_in_batch, seqlen_squared_sum_in_batch
     if tokens is None:
         tokens = batch_size * args.seq_length

@@ -1,4 +1,4 @@
-"""One grid for training and generation: a token's bits depend on its sequence's tokens alone.
+"""Batch-invariant mode: the bits of a token's results depend only on its sequence's tokens.
 
 The grid cuts every sequence into chunks of 64 tokens, counted from the sequence's start. Each stage
 computes whole chunks; zeros fill up a chunk with fewer tokens:
@@ -8,10 +8,10 @@ computes whole chunks; zeros fill up a chunk with fewer tokens:
     readout   o, the gate's columns of the chunk's rows         -> the chunk's rows for out_proj
 
 Each stage runs over groups of a fixed number of chunks; empty chunks fill up the last group. So
-every matrix product has one shape in training, prefill and decode, and a library computes the
-product by one kernel. On a CPU a group is one chunk in memory of its own, because MKL's rounding of
-one matrix in a batched product depends on the matrix's address. Our Triton kernels and FlashQLA's
-take any number of chunks. In the backward, only the rule runs on the grid.
+every matrix product has one shape in training, prefill and decode, and a library always computes
+the product by the same kernel. On a CPU a group is one chunk in memory of its own, because MKL's
+rounding of one matrix in a batched product depends on the matrix's address. Our Triton kernels and
+FlashQLA's need no groups of a fixed size. In the backward, only the rule runs on the grid.
 
 Legend: n chunks of a group; other letters as in ``ops/__init__.py``.
 """
@@ -35,7 +35,7 @@ from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable:
     """The grid of rows ``[B, S, ...]``; ``documents`` are the boundaries of each batch row.
 
-    How many chunks a group has depends on ``heads``, the number of states, and the device.
+    The number of chunks in a group depends on the device and on ``heads`` (states per sequence).
     """
     documents = documents_of_rows(rows.shape[:2], rows.device, documents)
     return ChunkTable.of(documents, CHUNK, heads, fixed=True)
@@ -52,11 +52,12 @@ def front_on_grid(
     """The rule's inputs ``[B, S, ...]`` of ``rows`` ``[B, S, P]``.
 
     ``rows_before`` ``[N, W - 1, P]`` are the rows before each non-empty sequence; None means zeros.
+    ``only``: names of the inputs to compute (the others are None); None means all.
     """
     past, flat = parameters[0].shape[-1] - 1, rows.flatten(0, 1)
     made: list[_GroupResults | None] = []
     kind: Any = tuple
-    triton = getattr(front, "triton", False)  # Triton's packed kernels treat all tokens alike
+    triton = getattr(front, "triton", False)  # Triton's packed code has one path for all tokens
     for group in grid.groups:
         buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
         _fill_chunks(buffer[past:], rows, grid, group)
@@ -74,7 +75,7 @@ def front_on_grid(
 def readout_on_grid(
     readout: Readout, o: Tensor, rows: Tensor, gamma: Tensor | None, grid: ChunkTable
 ) -> Tensor:
-    """Rows for out_proj ``[B, S, H V]`` from ``o`` ``[B, S, H, V]`` and ``rows`` ``[B, S, P]``."""
+    """Rows for out_proj ``[B, S, H V]`` from the rule's ``o [B, S, H, V]`` and projection rows."""
     gate, made = readout.gate, None
     for group in grid.groups:
         n = grid.chunks_in(group)
@@ -98,7 +99,7 @@ def _fill_chunks(buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGro
 def _fill_history(
     buffer: Tensor, token_rows: Tensor, group: ChunkGroup, rows_before: Tensor | None
 ) -> None:
-    """Write the W - 1 rows before each chunk of the group to ``buffer`` ``[W - 1, n, P]``."""
+    """Write the W - 1 ``token_rows [B S, P]`` before each chunk to ``buffer [W - 1, n, P]``."""
     past = len(buffer)
     if isinstance(group.token, slice):
         first = torch.arange(group.token.start, group.token.stop, CHUNK, device=token_rows.device)
@@ -150,6 +151,7 @@ class AlignedFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
+        """The rule's inputs from ``proj [S, B, P]``, off the grid if there is a ``history``."""
         # With ``history`` the rows may begin inside a chunk of the grid, so they are not cut.
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)
@@ -163,7 +165,7 @@ class AlignedFront:
 
 
 class AlignedReadout:
-    """A readout whose forward runs ``readout`` on the grid; its backward is unchanged."""
+    """A readout whose forward runs ``readout`` on the grid; the backward is that of ``readout``."""
 
     reads_o: ClassVar[bool] = True
 
@@ -174,6 +176,7 @@ class AlignedReadout:
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
+        """Rows for out_proj ``[S, B, H V]``, written to ``out`` if it is given."""
         if getattr(self._readout, "by_row", False):
             return self._readout.forward(o, rows, gamma, out=out)
         rows = rows.transpose(0, 1)

@@ -19,6 +19,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def call(ctx: Any, *gradients: Any) -> Any:
+        """Call ``backward``, or raise if autograd would need a graph of ``backward`` itself."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "create_graph=True (a gradient penalty, a Hessian product): megatron_gdn computes "
@@ -34,7 +35,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 def gradients(
     function: Callable[..., Any], inputs: Sequence[Tensor | None], d_outputs: Any
 ) -> tuple[Any, ...]:
-    """Run ``function`` again; return gradients of ``inputs`` (None for None) from ``d_outputs``."""
+    """Run ``function`` again; return ``inputs``' gradients (None for None) from ``d_outputs``."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         made = function(*leaves)
@@ -45,7 +46,7 @@ def gradients(
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
     """Apply ``torch.compiler.disable`` to ``function`` when ``torch.compile`` traces a call.
 
-    ``torch.compiler.disable`` imports Dynamo, which takes seconds and needs NumPy.
+    Other calls do not import Dynamo, since the import takes seconds and needs NumPy.
     """
 
     @wraps(function)
@@ -69,6 +70,7 @@ class _SavingInputs(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_output: Tensor):
+        """Gradients of the inputs from ``d_output``, by a second run of the function."""
         return None, *gradients(ctx.function, ctx.saved_tensors, d_output)
 
 

@@ -18,7 +18,7 @@ from .front.history import History, history_of, last_rows
 def _pre_activation(
     x_BTC: Tensor, weight_CW: Tensor, bias_C: Tensor | None, position_T: Tensor | None
 ) -> Tensor:
-    """Convolve in fp32 or wider; ``position_T``: each token's place in its document, from 0."""
+    """Convolve in fp32 or fp64; ``position_T``: each token's place in its document, from 0."""
     wide = torch.promote_types(x_BTC.dtype, torch.float32)
     tokens, past = x_BTC.shape[1], weight_CW.shape[1] - 1
     padded_BTC = F.pad(x_BTC.to(wide), (0, 0, past, 0))
@@ -92,7 +92,7 @@ def causal_conv1d(
     return y, final
 
 
-@uncompiled  # under Dynamo the backward would give x no gradient
+@uncompiled  # compiled by Dynamo, the backward would give x no gradient
 def convolve_rows(
     x_BSC: Tensor,
     weight_CW: Tensor,
@@ -101,12 +101,12 @@ def convolve_rows(
     history: History | None = None,
     activation: str | None = "silu",
 ) -> Tensor:
-    """The convolution of ``x_BSC``, and SiLU; every batch row has the same ``documents``."""
+    """Convolve ``x_BSC`` and apply ``activation``; every batch row has the same ``documents``."""
     position_T = None if documents is None else documents.position_T
     before, table = (None, None) if history is None else (history.rows, history.table)
 
     def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
-        """The output for inputs ``x`` after the rows of history ``before``."""
+        """The output for ``x``; ``before``: the rows before the sequences, None for zeros."""
         pre = _pre_activation(x, weight, bias, position_T)
         if before is not None and table is not None:
             pre = History(before, table).add_lead_in_to(pre, weight)

@@ -4,8 +4,8 @@ Torch operations on :attr:`Documents.starts` make a table. The operations run on
 table is moved to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) the
 operations run on the device, and the table has room for the largest number of documents.
 
-Legend: N documents, M non-empty documents (in fixed buffers M = N + 1, the last always empty), T
-tokens of the buffer, n chunks.
+Legend: N documents, M sequences, which are the non-empty documents (in fixed buffers M = N + 1, and
+the last sequence is empty), T tokens of the buffer, n chunks.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from .host_tables import cached_by_stream, to_device
 class ChunkPlaces(NamedTuple):
     """The chunks of all sequences, one sequence after the other, then chunks without tokens."""
 
-    offsets: Tensor  # int32 [M + 1], the first chunk of every sequence, then the number of chunks
-    # int32 [n, 2]: sequence, place in the sequence; (last sequence, 0) for chunks without tokens.
+    offsets: Tensor  # int32 [M + 1]: index of every sequence's first chunk, then chunk count
+    # int32 [n, 2]: sequence, chunk number in the sequence; a chunk without tokens has (M - 1, 0).
     indices: Tensor
 
 
@@ -40,7 +40,7 @@ class Documents:
     """
 
     offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
-    device: torch.device  # where the per-token tensors live
+    device: torch.device  # device of the tables that kernels read
 
     why_headwise: ClassVar[str] = ""  # why only the headwise scheme runs such documents, or ""
     why_not_on_grid: ClassVar[str] = ""  # why batch_invariant_mode refuses such documents, or ""
@@ -74,14 +74,14 @@ class Documents:
         *,
         device: torch.device | str | None = None,
     ) -> Documents:
-        """Resolve ``cu_seqlens`` (int ``[N + 1]``) against a buffer of ``total_tokens``.
+        """The documents of ``cu_seqlens`` (int ``[N + 1]``), which must end at ``total_tokens``.
 
-        Reading a ``cu_seqlens`` that lives on a GPU waits for the GPU; pass an already resolved
-        ``Documents`` to avoid that.
+        Reading a ``cu_seqlens`` on a GPU makes the host wait for the GPU. To avoid the wait, pass
+        ``Documents`` that were made before.
 
         Raises:
             TypeError: something else than a tensor, a sequence of integers or ``Documents``.
-            ValueError: a bad tensor; offsets that do not start at 0, decrease, or do not end at T.
+            ValueError: a tensor that is not 1-D integer; offsets that decrease or are not 0 to T.
         """
         if isinstance(cu_seqlens, Documents):
             documents = cu_seqlens
@@ -99,12 +99,12 @@ class Documents:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Integers that differ for other boundaries in a buffer of the same size."""
+        """Integers that identify these boundaries among all boundaries of T tokens."""
         return self.offsets
 
     @cached_property
     def contents(self) -> tuple[int, int]:
-        """For comparing ranks: the number of documents, and a hash of :attr:`numbers`."""
+        """The number of documents and a hash of :attr:`numbers`, which ranks compare."""
         digest = blake2b(array("q", self.numbers).tobytes(), digest_size=7).digest()
         return len(self.lengths), int.from_bytes(digest, "little")
 
@@ -123,7 +123,7 @@ class Documents:
 
     @cached_property
     def most(self) -> int:
-        """The largest number of sequences that have tokens."""
+        """The number of documents with tokens; in fixed buffers the largest possible number."""
         return len(self.filled_offsets) - 1
 
     @property
@@ -159,13 +159,13 @@ class Documents:
 
     @cached_property
     def filled_offsets(self) -> tuple[int, ...]:
-        """The :attr:`offsets` of the documents that have tokens."""
+        """The cumulative lengths :attr:`offsets`, without the documents that have no tokens."""
         pairs = zip(self.offsets, self.offsets[1:], strict=False)
         return (0, *(end for start, end in pairs if end > start))
 
     @cached_property
     def starts(self) -> Tensor:
-        """int32 ``[M + 1]``: :attr:`filled_offsets`; on the device only in fixed buffers."""
+        """int32 ``[M + 1]``: :attr:`filled_offsets` on the host (fixed buffers: on the device)."""
         return torch.tensor(self.filled_offsets, dtype=torch.int32, device="cpu")
 
     @cached_property
@@ -175,7 +175,7 @@ class Documents:
 
     @cached_property
     def plans(self) -> dict[Hashable, Any]:
-        """Objects that rules and schemes made from these documents, under keys of their own."""
+        """key -> object that a rule or scheme made from these documents."""
         return {}
 
     def plan[Made](self, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -207,9 +207,10 @@ class Documents:
     def cut(
         self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
     ) -> Documents:
-        """Documents with offsets ``make(self)`` in ``tokens`` tokens; at most ``most`` filled."""
+        """Documents with offsets ``make(self)`` up to ``tokens``; at most ``most`` non-empty."""
 
         def made() -> Documents:
+            """The documents with offsets ``make(self)``, without those that have no tokens."""
             offsets = tuple(dict.fromkeys(make(self)[0].tolist()))
             return Documents(offsets if len(offsets) > 1 else (0, 0), self.device)
 
@@ -231,16 +232,16 @@ class Documents:
         return sum(-(-length // size) for length in self.lengths)
 
     def chunks(self, size: int) -> ChunkPlaces:
-        """The places of chunks of ``size`` tokens, counted from each sequence's start."""
+        """Sequence and number of every chunk of ``size`` tokens, numbered per sequence."""
         return self.table(("chunks", size), lambda documents: chunk_places_of(documents, size))
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
-        """The prefix of the document that begins at token ``start``: slices of other documents."""
+        """The tokens of all ancestors of the document that begins at token ``start``, as slices."""
         return ()
 
     @property
     def longest_sequence(self) -> int:
-        """The largest number of tokens of a document and the documents that it continues."""
+        """The largest number of tokens of a document plus the documents that it continues."""
         return max(self.lengths)
 
     @property
@@ -275,13 +276,13 @@ def documents_of_rows(
 
 
 def _tokens_of(documents: Documents) -> Tensor:
-    """The indices 0 .. T - 1 of the tokens, on the device of :attr:`Documents.starts`."""
+    """The indices of the T tokens, counted from 0, on the device of :attr:`Documents.starts`."""
     starts = documents.starts
     return torch.arange(documents.total_tokens, device=starts.device, dtype=torch.int32)
 
 
 def chunk_places_of(documents: Documents, size: int) -> ChunkPlaces:
-    """The places of chunks of ``size`` tokens, on the device of :attr:`Documents.starts`."""
+    """The `ChunkPlaces` of chunks of ``size`` tokens, on the device of ``documents.starts``."""
     return chunk_places(ceil_div(documents.starts.diff(), size), documents.most_chunks(size))
 
 
@@ -300,7 +301,7 @@ def ceil_div(count: Tensor, by: Tensor | int) -> Tensor:
 
 
 def changed_boundaries_message(found: str) -> str:
-    """The error message if a recomputed forward ``found`` boundaries other than the forward's."""
+    """The error message if a recomputation found other boundaries, which ``found`` describes."""
     return (
         f"the boundaries of the documents changed between a forward and its recomputation in the "
         f"backward, which found {found}. Give every micro-batch in flight a PackedSeqParams of its "
@@ -309,7 +310,7 @@ def changed_boundaries_message(found: str) -> str:
 
 
 def require_one_row(rows: int, description: str) -> None:
-    """Raise unless packed documents have one batch row; ``description`` names the tensor."""
+    """Raise a ValueError unless ``rows`` is 1; ``description``: of the tensor, for the error."""
     if rows != 1:
         raise ValueError(
             f"packed documents need a batch of 1, got {description}. Lay the rows end to end and "
@@ -318,7 +319,7 @@ def require_one_row(rows: int, description: str) -> None:
 
 
 def _offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """The integers of a given ``cu_seqlens``. Reading a tensor on a GPU waits for the GPU."""
+    """``cu_seqlens`` as integers; for a tensor on a GPU, the host waits for the GPU."""
     if isinstance(source, Tensor):
         integers = not (source.is_floating_point() or source.is_complex())
         if source.dim() != 1 or not integers or source.dtype == torch.bool or source.is_meta:

@@ -12,7 +12,7 @@ from torch import Tensor
 # On a CPU torch computes the last few elements of a tensor by other code than its whole vectors,
 # and rounds these elements differently, so a token's value would depend on later tokens. Tensors
 # are therefore padded to whole vectors. (Padding helps with one thread, or up to 32768 elements.)
-_WHOLE = 64  # elements: torch takes two vectors at once, at most 2 * 512 bits / 16 bits an element
+_WHOLE = 64  # 2 * 512 / 16: torch takes two vectors of at most 512 bits at once, of 16-bit elements
 
 
 def silu(x: Tensor) -> Tensor:
@@ -31,7 +31,7 @@ def softplus(x: Tensor) -> Tensor:
 
 
 def _in_whole_vectors(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
-    """``function(x)``, computed on a CPU with ``x`` padded to whole vectors."""
+    """Elementwise ``function`` of ``x``; on a CPU ``x`` is padded to whole SIMD vectors."""
     if x.device.type != "cpu":
         return function(x)
     flat = x.reshape(-1)

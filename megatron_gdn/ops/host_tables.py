@@ -1,7 +1,8 @@
-"""Tables that the host makes from lengths, copied to the device and cached for each CUDA stream.
+"""Tables that the host makes from lengths of documents, cached on the device per CUDA stream.
 
-Two CUDA streams run in no fixed order, so every stream has tables of its own. A CUDA graph reads
-the tables of the stream that ran before the capture. Tables that a graph reads are never freed.
+Two CUDA streams run in no fixed order, so every stream has its own copies of the tables. A CUDA
+graph reads the tables of the stream on which the last call before the capture ran. Tables that a
+graph reads are never freed.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
 
 
 def require_no_capture(table_name: str) -> None:
-    """Refuse to make a table while a CUDA graph is captured; ``table_name`` names the table.
+    """Raise an error if a CUDA graph is being captured; ``table_name`` is for the error's text.
 
-    A captured copy would read freed host memory, or would fill the table in replays only.
+    A captured copy would read host memory that is freed by then, or fill the table in replays only.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -48,7 +49,7 @@ def require_no_capture(table_name: str) -> None:
 
 
 def stream_of_tables() -> int:
-    """The handle of the CUDA stream whose tables a call reads; 0 on the CPU.
+    """The handle of the CUDA stream whose tables the current call uses; 0 without CUDA.
 
     The stream is the current one; during a capture, the stream of the last call before the capture.
     """
@@ -70,9 +71,11 @@ def keep_if_captured[Made](tables: Made) -> Made:
 def cached_by_stream[**Arguments, Made](
     maxsize: int,
 ) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
-    """``lru_cache(maxsize)`` for a function that makes device tables, separate for each stream."""
+    """A decorator like ``lru_cache``, with up to ``maxsize`` tables over all CUDA streams."""
 
     def decorate(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+        """The function ``make``, which makes device tables, with a cache for each CUDA stream."""
+
         @lru_cache(maxsize=maxsize)
         def made(stream: int, *args: Any, **kwargs: Any) -> Made:
             return make(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""The columns of a mixer's input projection, which decide ranks' shares and checkpoint keys."""
+"""The columns of a mixer's input projection; ranks' shares and checkpoint keys follow them."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from typing import Any, NamedTuple
 class SizeError(ValueError, AssertionError):
     """Raised if heads, widths or lengths cannot be split over ranks or do not fit each other.
 
-    Megatron's and Automodel's mixers raise an AssertionError for wrong sizes, so SizeError is both.
+    It is also an AssertionError, which Megatron's and Automodel's mixers raise for wrong sizes.
     """
 
 
 def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
-    """Refuse fields of ``dims`` that are no integers >= 1; fields in ``may_be_zero`` may be 0."""
+    """Raise an error unless each field of ``dims`` is an int >= 1, or >= 0 in ``may_be_zero``."""
     for field in fields(dims):
         size = getattr(dims, field.name)
         least = 0 if field.name in may_be_zero else 1
@@ -28,7 +28,7 @@ def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
 
 
 def require_shares(ranks: int, counts: Sequence[int], held: str) -> None:
-    """Refuse a tensor-parallel size ``ranks`` that does not divide all ``counts`` (``held``)."""
+    """Raise an error unless ``ranks`` divides all ``counts``; ``held``: the counts in words."""
     if ranks < 1 or any(count % ranks for count in counts):
         most = max(counts)
         legal = [n for n in range(1, most + 1) if not any(count % n for count in counts)]
@@ -44,16 +44,16 @@ class Section(NamedTuple):
     name: str  # the section's name in checkpoints
     heads: str  # kind of the heads, such as "key" or "value"; heads lie side by side, in order
     width: int
-    conv: bool = False  # whether the columns go through the causal convolution
-    gates: bool = False  # whether the columns are gates, which no quantised product computes
+    conv: bool = False  # whether the columns are inputs of the causal convolution
+    gates: bool = False  # whether the columns are gates; these are never quantised
 
 
 @dataclass(frozen=True)
 class Layout:
-    """Sections of a projection row, and how many heads of every kind the row holds.
+    """Sections of a projection row, and how many heads of every kind a row has.
 
-    The first kind has one recurrent state per head. Each head of another kind serves the same
-    number of neighbouring state heads.
+    Each head of the first kind has a recurrent state. Each head of another kind is shared by
+    neighbouring state heads, the same number for every head of the kind.
     """
 
     sections: tuple[Section, ...]  # in storage order; convolved sections are neighbours
@@ -94,20 +94,22 @@ class Layout:
 
     @cached_property
     def _columns(self) -> dict[str, slice]:
+        """For each section's name, the slice of its columns."""
         ends = list(accumulate(self.widths))
         return dict(zip(self.names, map(slice, [0, *ends], ends), strict=True))
 
     def columns(self, name: str) -> slice:
-        """The slice of a row that a section takes."""
+        """The slice of a row with the columns of section ``name``."""
         return self._columns[name]
 
     @cached_property
     def gate_columns(self) -> slice:
+        """The slice of a row with the gate of the readout."""
         return self.columns(self.gate)
 
     @cached_property
     def main_width(self) -> int:
-        """The number of columns before the rule's gates, which a quantised product may compute."""
+        """The number of columns that a quantised product may compute: all but the rule's gates."""
         pairs = zip(self.sections, self.widths, strict=True)
         return sum(width for section, width in pairs if not section.gates)
 
@@ -123,10 +125,12 @@ class Layout:
 
     @cached_property
     def conv_names(self) -> tuple[str, ...]:
+        """The names of the convolved sections."""
         return tuple(section.name for section in self.sections if section.conv)
 
     @cached_property
     def conv_widths(self) -> tuple[int, ...]:
+        """The number of columns of each convolved section."""
         pairs = zip(self.sections, self.widths, strict=True)
         return tuple(width for section, width in pairs if section.conv)
 
@@ -157,12 +161,12 @@ class Layout:
     def share(self, ranks: int) -> Layout:
         """The layout on one of ``ranks`` ranks, each with an equal share of the H state heads.
 
-        Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that serve those
-        state heads. A head that serves state heads of several ranks is held by all of these ranks.
+        Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that these state
+        heads share. A head that state heads of several ranks share is on all of these ranks.
 
         Raises:
-            ValueError: ``ranks`` does not divide the state heads, or two heads would serve unequal
-                numbers of state heads on some rank; the message lists the sizes that fit.
+            ValueError: ``ranks`` does not divide the state heads, or on some rank two
+                heads would have unequal numbers of state heads; the message lists the legal sizes.
         """
         if ranks < 1 or not self.shares_among(ranks):
             legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]

@@ -38,11 +38,11 @@ def mix(
     neighbours: SequenceContext = WHOLE_SEQUENCES,
     refilled: RefilledOutput | None = None,
 ) -> Tensor:
-    """The computation between in_proj and out_proj, for the heads of one rank: ``[S, B, H * V]``.
+    """Compute out_proj's input ``[S, B, H * V]`` from in_proj's output ``rows``, on one rank.
 
     ``neighbours`` has the documents' boundaries, the history and the initial states. ``refilled``
     frees out_proj's input until out_proj's backward. If the readout is a ``closed``
-    :class:`SplitReadout`, the caller runs the readout's ``call`` when all heads are together.
+    :class:`SplitReadout`, the caller must run its ``call`` after the exchange of heads.
     """
     rule, parameters, front, inside = parts.rule, parts.parameters, parts.front, parts.readout
     apart = None
@@ -66,7 +66,7 @@ def mix(
         )
         mixed = MixerFunction.apply(call, rows, *parameters)
         mixed = mixed if hand_over is None else hand_over.behind(mixed)
-    else:  # no rows, as on all ranks that share these sequences, so no rank waits for another
+    else:  # no rows on any rank that shares these sequences, so no rank waits for another
         width = inside.gate.stop - inside.gate.start
         mixed = output_without_tokens(rows, *parameters, width=width)
     if apart is None or apart.closed:
@@ -79,7 +79,9 @@ def mix(
 def _checkpoint_readout(
     apart: SplitReadout, mixed: Tensor, rows: Tensor, refilled: RefilledOutput
 ) -> Tensor:
-    """Run ``apart.call`` and drop its output and intermediates; the call runs three times in all.
+    """Run the readout's ``apart.call`` without keeping its output and intermediates.
+
+    The call runs three times: here, to refill the output, and in the backward.
 
     Megatron's checkpoint is not used, since it compiles a C++ extension in the first backward.
     """
@@ -109,13 +111,13 @@ class MixerArguments(NamedTuple):
 
 
 class _BackwardValues(NamedTuple):
-    """The values for the backward that are not saved tensors."""
+    """What the backward needs besides the tensors that autograd saves."""
 
     call: MixerArguments
     rule_plan: Any
-    stamp: Tensor | None  # the documents' stamp, which shows a change of boundaries
+    stamp: Tensor | None  # of the documents; another stamp means other boundaries
     parameters: int  # the number of saved tensors that are parameters
-    linked: int  # the number of saved tensors that a state link kept
+    linked: int  # the number of saved tensors of the state link
     history: History | None
 
 
@@ -134,6 +136,7 @@ class MixerFunction(torch.autograd.Function):
     @first_derivative_only
     @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor):
+        """The gradients of ``rows`` and of all parameters; ``d_out``: that of the output."""
         saved, hand_over = list(ctx.saved_tensors), ctx.kept.call.hand_over
         # From here on each saved tensor is freed after its last read, unless retain_graph=True.
         ctx.maybe_clear_saved_tensors()
@@ -172,7 +175,7 @@ def _forward(
     del inputs  # without a backward nothing reads the inputs after the rule
     mixed = readout.forward(o, rows, gamma)
     if refilled is not None:
-        output = o.detach  # a function that returns o; a second run computes o again
+        output = o.detach  # returns o; with a second run the next function replaces it
         if second_run is not None:
             given = rows, of_front, history, linked, of_rule
             output = lambda: second_run.made(*given)[1]  # noqa: E731
@@ -185,7 +188,7 @@ def _forward(
 
 
 def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
-    """The gradients of the rows and of the parameters.
+    """The gradients of the rows and of the parameters, from the output's in ``gradient``.
 
     The function empties the lists ``saved`` and ``gradient``, so each tensor can be freed early.
     """
@@ -231,7 +234,7 @@ def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor])
 
 
 def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> None:
-    """Add to ``d_conv_sBC`` the gradients ``returned`` for rows that others read as history."""
+    """Add to ``d_conv_sBC`` the gradients ``returned`` for rows that were read as history."""
     if not table.additions.numel():
         return
     if why_not_triton(d_conv_sBC.device.type, d_conv_sBC.dtype, table.before.shape[1] + 1) is None:
@@ -240,7 +243,7 @@ def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> N
         add_rows(d_conv_sBC, returned, table.additions)
         return
     tokens, sources = table.additions[:, 0], table.additions[:, 1:]
-    nothing = returned.new_zeros(1, *returned.shape[1:])  # zeros at index -1, for no source
+    nothing = returned.new_zeros(1, *returned.shape[1:])  # index -1 (no source) reads these zeros
     further = torch.cat([returned, nothing])[sources.long()].sum(1)
     further = further.masked_fill((tokens < 0)[:, None, None], 0)
     whole = d_conv_sBC.to(returned.dtype).index_add(0, tokens.clamp(min=0), further)

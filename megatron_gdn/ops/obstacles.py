@@ -13,7 +13,7 @@ from typing import NamedTuple
 import torch
 
 FLA_INSTALL_HINT = 'pip install "megatron-gdn[fla]"'
-# docs/determinism.md has the times of a layer: 34.73 ms in plain torch, 3.51 ms in kernels.
+# The times are from docs/determinism.md: 34.73 ms in plain torch and 3.51 ms in kernels per layer.
 PLAIN_ON_GPU = (
     "On this GPU the recurrence runs in plain torch, since its kernels are not installed: a Gated "
     "DeltaNet layer took 34.7 ms in place of 3.5 (one H200, deterministic mode). Install them: "
@@ -33,7 +33,7 @@ class Obstacle(NamedTuple):
 
 
 def advice_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | None) -> str:
-    """Advice to append to the reason for a plain rule; warns if installing a package would help."""
+    """If missing packages are why a rule runs in plain torch on a GPU, warn; return the advice."""
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""
@@ -42,7 +42,7 @@ def advice_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | N
 
 
 def no_kernels_installed() -> bool:
-    """Whether neither flash_qla nor fla is installed; CUDA is not initialised."""
+    """Whether neither flash_qla nor fla is installed; the check does not initialise CUDA."""
     return not any(map(find_spec, ("flash_qla", "fla")))
 
 
@@ -53,6 +53,7 @@ def version_tuple(text: str) -> tuple[int, ...]:
 
 
 def installed_version(package: str) -> str | None:
+    """The version of the installed ``package``; None if the package is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -62,7 +63,7 @@ def installed_version(package: str) -> str | None:
 def why_not_flash_qla(
     device: torch.device, dtype: torch.dtype, key_dim: int, value_dim: int
 ) -> Obstacle | None:
-    """Why FlashQLA cannot train such heads on ``device``, and the fix; None when FlashQLA can."""
+    """Why FlashQLA cannot train heads of these dims on ``device``, and the fix; None if it can."""
     if device.type != "cuda":
         return Obstacle(f"flash_qla runs on a GPU, not on {device}")
     if dtype not in (torch.bfloat16, torch.float16):
@@ -94,13 +95,13 @@ def why_not_flash_qla_package() -> Obstacle | None:
 
 @cache
 def _needs_tilelang(major: int) -> bool:
-    """Whether Triton miscompiles fla's backward on GPUs of compute capability ``major``."""
+    """Whether Triton miscompiles fla's backward on GPUs of compute capability ``major``.x."""
     triton = installed_version("triton")
     return major == 9 and triton is not None and (3, 4, 0) <= version_tuple(triton) < (3, 7, 1)
 
 
 def fla_needs_tilelang(device: torch.device) -> bool:
-    """Whether fla needs TileLang on ``device``, where Triton miscompiles the gates' backward."""
+    """Whether fla needs TileLang on ``device``, since Triton miscompiles fla's backward there."""
     return device.type == "cuda" and _needs_tilelang(torch.cuda.get_device_capability(device)[0])
 
 
@@ -120,7 +121,7 @@ def why_not_fla_package(major: int) -> Obstacle | None:
     elif triton is None:
         why = "flash-linear-attention needs triton, which is not installed"
     elif _needs_tilelang(major) and find_spec("tilelang") is None:
-        # fla issue 640: this Triton computes wrong dg and db on Hopper; fla itself raises an error.
+        # fla issue 640: with this Triton, dg and db are wrong on Hopper, and fla raises an error.
         why = (
             f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "
             f"3.7.1 or newer"

@@ -28,7 +28,7 @@ from .state_maps.state_map import StateShape
 
 
 class GatedNorm(NamedTuple):
-    """The output norm: ``RMSNorm(o) * gamma * act(z)``, or ``* (1 + gamma)`` zero-centered."""
+    """The output norm ``RMSNorm(o) * gamma * act(z)``; with 1 + gamma if ``zero_centered``."""
 
     gamma: Tensor  # [V]
     eps: float = 1e-6
@@ -40,7 +40,7 @@ class GatedNorm(NamedTuple):
 def _norm_and_gate(
     gate: slice, eps: float, zero_centered: bool, activation: str, groups: int | None, triton: bool
 ) -> PlainReadout:
-    """The norm and the gate in Triton kernels if ``triton``, else in plain torch."""
+    """The readout with norm and gate, in Triton kernels if ``triton``, else in plain torch."""
     kind = PlainReadout
     if triton:
         from .readout.kernels import TritonReadout as kind
@@ -54,7 +54,7 @@ class Parts(NamedTuple):
     rule: Rule  # the recurrence
     readout: Readout | SplitReadout  # computes rows for out_proj from the rule's output
     parameters: tuple[Tensor | None, ...]  # of the front, then the readout's gamma or None
-    run_again: bool = False  # whether the backward runs front and rule again, as in .recompute
+    run_again: bool = False  # whether the backward computes front and rule again
 
     @property
     def on_grid(self) -> bool:
@@ -66,7 +66,7 @@ class Parts(NamedTuple):
         """The parameters of the front."""
         return self.parameters[:-1]
 
-    # For generation only.
+    # Only generation reads the following properties.
 
     @property
     def table(self) -> FrontTable:
@@ -89,6 +89,7 @@ class Parts(NamedTuple):
 
 @lru_cache(maxsize=64)
 def _memory_shape(table: FrontTable, taps: int, on_grid: bool) -> MemoryShape:
+    """The sizes of :attr:`Parts.shape`, cached; ``taps`` is W."""
     return MemoryShape.of(table.layout, table.state, taps, on_grid)
 
 
@@ -112,11 +113,11 @@ def parts_of(
         parameters: the front's parameters, without ``gates``.
         norm: the gated output norm (gamma and its settings), or a readout that calls the norm.
             If None, the readout applies the gate and no norm.
-        groups: the number of groups of heads, if each norm is over one group.
+        groups: the number of groups of heads for a norm per group; None: a norm per head.
         again: names of rule inputs that are not saved; the backward computes these inputs again.
-        run_again: see :class:`Parts`.
-        kernels: see :func:`.front.plain.front_of`.
-        gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` do not have these
+        run_again: whether the backward computes front and rule again.
+        kernels: of the front and the norm: ``"auto"``, ``"triton"`` or ``"torch"``.
+        gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` does not have these
             columns; not for generation.
 
     Raises:
@@ -158,7 +159,7 @@ def parts_of(
 
 
 class StateLink(Protocol):
-    """Gives the states that enter the N sequences of a batch, and gradients of final states."""
+    """Provides the initial states of the N sequences of a batch and the final states' gradients."""
 
     documents: Documents  # boundaries of the sequences, all batch rows end to end
 
@@ -169,13 +170,13 @@ class StateLink(Protocol):
         ...
 
     def entered(self, kept: tuple[Tensor, ...]) -> Tensor | None:
-        """The initial states of :meth:`entering` again, from ``kept``, the saved tensors."""
+        """The initial states once more; ``kept`` has the tensors that :meth:`entering` saved."""
         ...
 
     def leaving(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The initial states of the forward, and the gradients of the final states."""
+        """The forward's initial states and the final states' gradients; ``kept``: saved tensors."""
         ...
 
 
@@ -192,7 +193,7 @@ class SequenceContext:
 
     @property
     def of_rule(self) -> Documents | None:
-        """The boundaries that the rule gets: those of ``states``, or else ``documents``."""
+        """The boundaries for the rule: those of ``states``, or ``documents`` if states is None."""
         return self.documents if self.states is None else self.states.documents
 
 

@@ -1,7 +1,8 @@
 """Tensors that a mixer frees between forward and backward, and gradients that it frees early.
 
-If the backward runs front and rule a second time, the mixer keeps only the projection rows. This
-second run starts when out_proj's backward needs the mixer's output, else in the mixer's backward.
+If the backward runs front and rule a second time, the mixer keeps only the projection rows. The
+second run starts in out_proj's backward if the mixer's output was freed (:class:`RefilledOutput`),
+otherwise in the mixer's backward.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def saved_tensors_are_hooked() -> bool:
 class RefilledOutput:
     """Frees the mixer's output, which out_proj saves, until out_proj's backward reads the output.
 
-    One cheap pass computes the output from tensors that the mixer saves anyway. One object per
+    The output is computed again from tensors that the mixer saves anyway. One object serves one
     forward.
     """
 
@@ -44,7 +45,7 @@ class RefilledOutput:
         self._output, self._refill = output.detach(), refill
 
     def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
-        """Recompute ``output = send(x)`` in the backward, where out_proj saves it and not x."""
+        """Free ``output = send(x)`` instead of x, the remembered output; compute both again."""
         made, refill = self._output, self._refill
         if made is None or refill is None:  # no tokens
             return
@@ -58,7 +59,7 @@ class RefilledOutput:
 
         self.remember(output, refill_and_send)
 
-    @uncompiled  # Dynamo cannot trace saved_tensors_are_hooked, and warns
+    @uncompiled  # Dynamo would warn: it cannot trace saved_tensors_are_hooked
     def drop_until_backward_of(self, out: Tensor) -> None:
         """Free the remembered output's storage; fill it again when ``out`` gets its gradient.
 
@@ -77,19 +78,19 @@ class RefilledOutput:
                 storage.resize_(size)
                 with torch.no_grad():  # .data hides the write from autograd's change counter
                     refill(output.data)
-            hook.remove()  # a hook on ``out`` would keep the inputs of refill alive
+            hook.remove()  # else the hook would keep the tensors of refill alive
 
         storage.resize_(0)
         hook = out.register_hook(fill_again)
 
 
-# Bytes of the smallest gradient that is handed over. The autograd step takes the host about 50
-# microseconds: for a smaller gradient the GPU would wait, and freeing it would save little memory.
+# Bytes of the smallest gradient that is stored. The autograd step takes the host about 50
+# microseconds. For a smaller gradient the GPU would wait for the host, to save little memory.
 LEAST_BYTES = 128 << 20
 
 
 class HandOver:
-    """Lets a backward free its output's gradient, which autograd holds until the backward returns.
+    """Lets a backward free its output's gradient, which autograd keeps until the backward returns.
 
     An autograd step after the mixer's function stores the gradient in this object and passes on a
     stub without memory; the function's backward calls :meth:`take`. One object serves one forward.
@@ -99,7 +100,7 @@ class HandOver:
         self.stored_gradients: dict[int, Tensor] = {}  # key: autograd's number of the backward pass
 
     def behind(self, out: Tensor) -> Tensor:
-        """Add the storing step after ``out``, unless its gradient is small or not needed."""
+        """``out`` followed by the storing step, unless its gradient is small or not needed."""
         if not out.requires_grad or out.nbytes < LEAST_BYTES:
             return out
         return _StoreGradient.apply(out, self)
@@ -114,6 +115,7 @@ class _StoreGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, out: Tensor, hand_over: HandOver) -> Tensor:
+        """Return a view of ``out``; the backward stores the gradient in ``hand_over``."""
         ctx.hand_over = hand_over
         return out.view_as(out)
 
@@ -140,7 +142,7 @@ class SecondRun:
         linked: tuple[Tensor, ...],
         kept: Saved,
     ) -> tuple[Any, Tensor, Saved]:
-        """The rule's inputs, o and saved tensors, computed at the first call.
+        """The rule's inputs, its output o and its saved tensors, computed at the first call.
 
         ``linked`` are the tensors that the state link saved; ``kept`` is what the rule's
         ``kept_to_run_again`` returned.
@@ -154,7 +156,7 @@ class SecondRun:
         return self._made
 
     def take(self, *arguments: Any) -> tuple[Any, Tensor, Saved]:
-        """Return and drop the result of :meth:`made`; inputs that nothing reads again are None."""
+        """Return and drop the result of :meth:`made`; inputs that the backward ignores are None."""
         inputs, o, saved = self.made(*arguments)
         self._made = None
         wanted = self._rule.reads_again

@@ -29,8 +29,8 @@ class StaticDocuments(Documents):
     """Up to N documents packed into one buffer of T tokens, with boundaries that change in place.
 
     Kernels read a StaticDocuments as they read :class:`Documents`. The host may not read
-    ``offsets`` and ``lengths``. The documents of a micro-batch have T tokens. Before the
-    first :meth:`fill` the buffer holds documents of ``longest`` tokens, by default T.
+    ``offsets`` and ``lengths``. The documents of a micro-batch have T tokens together. Before
+    the first :meth:`fill` the buffer has documents of ``longest`` tokens, by default T.
     """
 
     why_headwise = "the one that runs documents in fixed buffers"
@@ -42,7 +42,7 @@ class StaticDocuments(Documents):
     known = False
     boundaries: Tensor  # int32 [N + 1], the offsets of the last :meth:`fill`; unused entries are T
     longest: int
-    _key: Hashable  # None, or the key of a :meth:`cut`; a cut shares _tables and _stamps
+    _key: Hashable  # of a :meth:`cut`, which shares _tables and _stamps; None: no cut
     _tables: dict[Any, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
     _stamps: dict[str, Tensor]  # "fill": of the latest fill; "read": of the fill a forward read
 
@@ -80,9 +80,9 @@ class StaticDocuments(Documents):
         """Overwrite the boundaries and all tables that were made from the boundaries.
 
         A graph that was captured with these documents reads the new boundaries at its next replay.
-        Call ``fill`` on the stream of the replay, or let that stream wait. A backward reads the
-        boundaries too, so one ``StaticDocuments`` serves one micro-batch in flight. An eager
-        backward refuses boundaries that were written after its forward; a replay cannot check this.
+        Call ``fill`` on the stream of the replay, or let that stream wait for ``fill``. A backward
+        reads the boundaries too, so every micro-batch in flight needs its own ``StaticDocuments``.
+        An eager backward raises an error if ``fill`` ran after its forward; a replay cannot check.
 
         Args:
             cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never decrease. A
@@ -90,7 +90,7 @@ class StaticDocuments(Documents):
 
         Raises:
             ValueError: more than N documents; offsets on the host that do not fit.
-            TypeError: see :meth:`Documents.from_cu_seqlens`.
+            TypeError: ``cu_seqlens`` is neither a tensor nor a sequence of integers.
         """
         if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
             offsets = cu_seqlens
@@ -141,7 +141,7 @@ class StaticDocuments(Documents):
         return self._stamps["fill"]
 
     def record_forward(self, recomputed: bool) -> None:
-        """Record the fill that a forward reads; refuse a recomputed forward after another fill."""
+        """Record the fill that a forward reads; error if a recomputed forward has another fill."""
         if not recomputed:
             self._stamps["read"] = self.stamp
         elif self._stamps["read"] is not self.stamp:
@@ -200,8 +200,8 @@ class StaticDocuments(Documents):
     def cu_seqlens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """int32 ``[M + 1]``: the boundaries without empty documents, then T.
 
-        Each call returns a new alias, since packages cache results by this tensor's identity, and
-        its values change.
+        The values change with each :meth:`fill`. Each call returns a new view, since packages cache
+        results by the identity of this tensor.
         """
         return self.table("cu_seqlens", _without_empty)[0].view(-1)
 
@@ -209,7 +209,7 @@ class StaticDocuments(Documents):
 
     @property
     def contents(self) -> tuple[int, int]:
-        """The pair (-2, N); -2 is never a number of documents."""
+        """For comparing ranks: (-2, N); ordinary documents have their number instead of -2."""
         return -2, self.most
 
     def most_chunks(self, size: int) -> int:
@@ -217,12 +217,12 @@ class StaticDocuments(Documents):
 
 
 def require_on_device(holds: Tensor, otherwise: str) -> None:
-    """Fail with ``otherwise`` if the device tensor ``holds`` is false; the host does not wait."""
+    """Fail on the device, with the message ``otherwise``, if the bool tensor ``holds`` is false."""
     torch._assert_async(holds, otherwise)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def _without_empty(documents: StaticDocuments) -> tuple[Tensor]:
-    """The boundaries with empty documents last: their ends become T, and ends are sorted."""
+    """The boundaries with empty documents last: an empty document's end is set to T."""
     start, end = documents.boundaries[:-1], documents.boundaries[1:]
     ends = torch.where(end > start, end, documents.total_tokens).sort().values
     ends = ends[: documents.most]

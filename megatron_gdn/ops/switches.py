@@ -1,4 +1,4 @@
-"""Settings of the process that the mixer changes while it runs."""
+"""Settings of torch for the whole process that a mixer changes while the mixer runs."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
     The rule sums over thousands of tokens, for which TF32's 11-bit factors are too coarse.
     """
     switch = _full_fp32[device_type == "cuda"]
-    # Switching autocast off takes longer than a small product, so autocast is left alone if off.
+    # Entering torch.autocast takes longer than a small product; not needed if autocast is off.
     return (
         _outside_autocast(device_type, switch) if torch.is_autocast_enabled(device_type) else switch
     )
@@ -50,13 +50,13 @@ def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
 
 @contextmanager
 def _outside_autocast(device_type: str, switch: _Switch) -> Iterator[None]:
-    """A context without autocast, inside ``switch``."""
+    """A context in which autocast is off and ``switch`` is on."""
     with torch.autocast(device_type, enabled=False), switch:
         yield
 
 
 def _turn(cuda: bool) -> Callable[[], None] | None:
-    """Set torch's switches to full fp32. Return a function that restores the switches, or None."""
+    """Set torch's switches to full fp32; return what restores them, or None if unchanged."""
     backend = torch.backends.cuda if cuda else torch.backends.mkldnn
     matmul: Any = getattr(backend, "matmul", None)
     if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
@@ -93,7 +93,7 @@ def _restore_old_switch(precision: str) -> None:
 
 
 def _restore_switch(switch: Any, value: str) -> None:
-    """Give ``switch`` the value ``value``, inherited from the general switch if that is equal."""
+    """Let ``switch`` follow torch's general switch if that gives ``value``, else set ``value``."""
     switch.fp32_precision = "none"
     if switch.fp32_precision != value:
         switch.fp32_precision = value
@@ -108,7 +108,7 @@ def leaves_memory_unfilled[**Arguments, Made](
     """Run ``function`` with torch's filling of new memory switched off.
 
     In deterministic mode torch fills every result of ``torch.empty`` with NaN, by one launch each.
-    Tests over memory full of NaN show that no element is read before it is written.
+    The mixers need no filling, since they write every element before they read it, as tests show.
     """
 
     @wraps(function)
@@ -122,7 +122,8 @@ def leaves_memory_unfilled[**Arguments, Made](
 
 
 def _do_not_fill() -> Callable[[], None]:
-    settings = cast(Any, torch.utils.deterministic)  # torch declares no types for it
+    """Switch torch's filling of new memory off; return a function that restores the setting."""
+    settings = cast(Any, torch.utils.deterministic)  # torch declares no type for this attribute
     kept, settings.fill_uninitialized_memory = settings.fill_uninitialized_memory, False
     return lambda: setattr(settings, "fill_uninitialized_memory", kept)
 

@@ -31,13 +31,13 @@ from .rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, map_
 from .state_maps.state_map import StateMap
 from .switches import full_fp32_matmul
 
-ALIGNMENT = 16  # bytes: kernels need tensors whose address is a multiple of this number
+ALIGNMENT = 16  # bytes; kernels need addresses of tensors that are multiples of it
 
 
 class Level(NamedTuple):
-    """The non-empty documents with equally many ancestors; siblings are neighbours."""
+    """The non-empty documents with the same number of ancestors; siblings are neighbours."""
 
-    tokens: slice | Tensor  # places in the buffer of the level's tokens, document after document
+    tokens: slice | Tensor  # indices of the level's tokens in the buffer, document after document
     documents: Documents  # boundaries of the documents among ``tokens``
     parents: Tensor  # int64 [n], the index of each document's parent in the level above
     children: tuple[int, ...]  # the number of non-empty children of each document
@@ -52,7 +52,7 @@ class Level(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TreeDocuments(Documents):
-    """Documents in slots of one buffer; a document may continue an earlier document."""
+    """Documents with padding in one buffer; a document may continue an earlier document."""
 
     why_headwise = "the one that runs documents that continue others"
     why_not_on_grid = (
@@ -62,7 +62,7 @@ class TreeDocuments(Documents):
     continue_others = True
 
     parents: tuple[int, ...] = ()  # the document that each document continues; -1: none
-    lengths_without_padding: tuple[int, ...] = ()  # tokens of each document; padding ends its slot
+    lengths_without_padding: tuple[int, ...] = ()  # tokens of each document, without padding
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,7 +103,7 @@ class TreeDocuments(Documents):
 
     @property
     def longest_sequence(self) -> int:
-        """The largest number of tokens of a document's slot and its ancestors."""
+        """The most tokens of a document with its padding, plus the tokens of its ancestors."""
         return max(map(sum, zip(self._count_before, self.lengths, strict=True)))
 
     @cached_property
@@ -138,7 +138,7 @@ class TreeDocuments(Documents):
         return tuple(levels)
 
     def to_buffer(self, pieces: Sequence[Any]) -> Any:
-        """``[1, T, ...]`` from the rows of each level, with zeros at padding; None for None."""
+        """Join ``pieces``, the rows of each level, to ``[1, T, ...]`` with zeros at padding."""
         if pieces[0] is None or pieces[0].shape[1] == self.total_tokens:
             return pieces[0]
         whole = pieces[0].new_zeros(1, self.total_tokens, *pieces[0].shape[2:])
@@ -147,10 +147,11 @@ class TreeDocuments(Documents):
         return whole
 
     def history(self, past: int) -> HistoryOfParents | None:
-        """The ``past`` rows before each document, from its ancestors; None without ancestors."""
+        """The ``past`` rows before each document, from its ancestors; None if there are none."""
         return self.plan((HistoryOfParents, past), lambda: self._history(past))
 
     def _history(self, past: int) -> HistoryOfParents | None:
+        """Compute the result of :meth:`history`, which caches it."""
         begin, length = self.offsets, self.lengths_without_padding
         continuing = [i for i, path in enumerate(self.paths) if path and length[i]]
         if not (continuing and past):
@@ -175,7 +176,7 @@ class HistoryOfParents(NamedTuple):
     the gradients of the copies are summed in a fixed order."""
 
     table: HistoryTable
-    rows: Tensor  # int64, the places in the buffer of the copied rows
+    rows: Tensor  # int64, indices of the copied rows in the buffer
 
     def fetch(self, rows_sBC: Tensor) -> History:
         return History(rows_sBC.index_select(0, self.rows), self.table)
@@ -185,6 +186,8 @@ class HistoryOfParents(NamedTuple):
 
 
 class ForwardByLevel(RuleForward):
+    """The forward of :class:`RuleByLevel`."""
+
     documents: TreeDocuments
 
     def run(
@@ -208,6 +211,8 @@ class ForwardByLevel(RuleForward):
 
 
 class BackwardByLevel(RuleBackward):
+    """The backward of :class:`RuleByLevel`."""
+
     documents: TreeDocuments
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
@@ -225,7 +230,7 @@ class BackwardByLevel(RuleBackward):
             if d_entered is not None and d_final is not None:
                 maps = StateMap(d_entered, through).transposed(d_entered)
                 with full_fp32_matmul(d_final.device.type):
-                    # One product per document: products must not depend on other documents.
+                    # One product per document, so that its bits do not depend on other documents.
                     each = zip(*maps, d_final, strict=True)
                     d_entered = torch.stack([StateMap(*one).apply(d) for *one, d in each])
             grads.insert(0, begun.run(entered, d_final))

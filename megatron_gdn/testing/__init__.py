@@ -1,6 +1,6 @@
 """Measures whether a model generates with the same probabilities as in training.
 
-``python -m megatron_gdn.testing.certificate`` measures what context parallelism changes.
+``python -m megatron_gdn.testing.certificate`` measures what context parallelism changes in results.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["GenerationGap", "check_generation"]
 
 _aten = torch.ops.aten
-# Functions that act on each row of the first argument alone. torch rounds the last elements of a
-# buffer in another way than the middle, so RowByRow runs these functions on single rows.
+# Functions that compute each row of their first argument by itself. On a CPU torch rounds the last
+# elements of a buffer differently from the others, so RowByRow runs these functions on single rows.
 _ROWWISE_FUNCTIONS = {
     _aten.silu.default, _aten.sigmoid.default, _aten.exp.default, _aten.cos.default,
     _aten.sin.default, _aten.gelu.default, _aten.tanh.default, _aten.softplus.default,
@@ -29,11 +29,12 @@ _ROWWISE_FUNCTIONS = {
 class RowByRow(TorchDispatchMode):
     """Compute linear layers and elementwise functions one row at a time, on a CPU.
 
-    For another number of rows a CPU library takes another kernel, whose results have other bits. On
-    a GPU use Megatron's batch-invariant kernels instead.
+    Otherwise a CPU library chooses its kernel by the number of rows, and another kernel gives other
+    bits. On a GPU use Megatron's batch-invariant kernels instead.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Run ``function``, row by row where possible; ``types`` is not used."""
         kwargs = kwargs or {}
         if function is _aten.mm.default:
             return _map_rows(lambda row: function(row, args[1]), args[0])
@@ -47,7 +48,7 @@ class RowByRow(TorchDispatchMode):
             return made.view(*args[0].shape)
         if not _is_composite(function):
             return function(*args, **kwargs)
-        with self:  # in inference mode composite functions arrive here
+        with self:  # in inference mode torch does not decompose a function before this call
             return function.decompose(*args, **kwargs)
 
 
@@ -58,6 +59,7 @@ def _is_composite(function) -> bool:
 
 
 def _map_rows(function, x: Tensor) -> Tensor:
+    """Call ``function`` on each row of ``x`` by itself, and join the results."""
     if len(x) == 0:
         return function(x)
     return torch.cat([function(row.contiguous()) for row in x.split(1)])
@@ -93,8 +95,8 @@ def check_generation(
         model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline
             stages. The model runs in evaluation mode and without sequence parallelism.
         tokens: int64 ``[B, S]`` with S > ``prompt``, the same on every rank.
-        prompt: number of tokens that are prefilled.
-        at_once: number of tokens of each step after the prompt.
+        prompt: the number of tokens of the prefill.
+        at_once: the number of tokens of each decode step after the prefill.
 
     Raises:
         ValueError: no token is left after the prompt.

@@ -1,13 +1,13 @@
-"""Measures what context parallelism changes in a layer and in a policy of reinforcement learning.
+"""Measures how context parallelism changes a layer, and a policy model of reinforcement learning.
 
     python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4 8 --modes headwise chunkwise
 
 The table has one row for every precision, scheme and number of ranks. An error is
-max|found - exact| / max|exact|; the gradient's error is that of the worst parameter.
+max|found - exact| / max|exact|. The error of the gradients is the largest error of any gradient.
 
     layer       output and gradients against the same layer in fp64, with the same rounded weights
-    policy      log p of tokens in a model with attention, against one rank in the same precision:
-                KL = mean_t sum_v p_v log(p_v / q_v),  ratio_t = q(token) / p(token)
+    policy      probabilities in a model with attention: q, against p of one rank in the same
+                precision: KL = mean_t sum_v p_v log(p_v / q_v),  ratio_t = q(token) / p(token)
 
 Each rank has one GPU; without GPUs, ranks are processes over gloo and the rule is plain torch.
 """
@@ -37,7 +37,7 @@ VOCABULARY, PATTERN = 512, "G-*-G-"
 
 
 def precisions() -> dict[str, tuple[torch.dtype, str]]:
-    """Name -> dtype of weights, inputs and activations, and the layer's ``rule_operands``."""
+    """For each precision's name, the dtype of weights and activations, and ``rule_operands``."""
     half = {"bf16": "fp16"}
     if torch.cuda.is_available():
         half = {f"bf16, {operands} operands": operands for operands in ("fp16", "bf16")}
@@ -60,7 +60,7 @@ class Row(NamedTuple):
 
     @property
     def cells(self) -> list[str]:
-        """The texts of the row's columns, as under ``HEADINGS``."""
+        """The texts of this row for the columns ``HEADINGS``."""
         errors = [f"{x:.1e}" for x in self[3:6]]
         ratios = [f"{self.ratio_mean - 1:+.1e}", f"{self.ratio_farthest:.1e}"]
         return [self.precision, self.mode, str(self.ranks), *errors, *ratios, f"{self.clipped:.2%}"]
@@ -73,6 +73,7 @@ HEADINGS = (
 
 
 def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
+    """Parse the options ``given``, by default those of the command line; exit if one is wrong."""
     parser = Parser(
         "python -m megatron_gdn.testing.certificate",
         description="What context parallelism changes in a layer and in a policy step.",
@@ -95,7 +96,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def certificate(args: argparse.Namespace) -> list[Row]:
-    """Run all ranks and return the rows; :func:`parse_arguments` parses ``args``."""
+    """Run all ranks and return the rows; ``args``: the result of :func:`parse_arguments`."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for cp in (1, *args.cp):
@@ -116,7 +117,9 @@ def certificate(args: argparse.Namespace) -> list[Row]:
 
 
 def _make_row(name: str, mode: str, cp: int, found: Any, exact: Any, one_rank: Any) -> Row:
-    """Compare ``found`` on ``cp`` ranks with fp64 (``exact``) and with ``one_rank``."""
+    """Compare ``found``, the results of ``cp`` ranks, with those in fp64 (``exact``) and with
+    ``one_rank``, those of one rank in the same precision.
+    """
     gradients = [
         _relative_error(found[x], exact[x]) for x in exact if x not in ("output", "logits", "token")
     ]
@@ -131,6 +134,7 @@ def _make_row(name: str, mode: str, cp: int, found: Any, exact: Any, one_rank: A
 
 
 def _relative_error(found: Tensor, exact: Tensor) -> float:
+    """max|found - exact| / max|exact|, computed in fp64."""
     exact = exact.double()
     return ((found.double() - exact).abs().max() / exact.abs().max()).item()
 
@@ -149,7 +153,7 @@ def _join_ranks(ranks: list[dict[str, Tensor]], lengths: list[int]) -> dict[str,
 
 
 def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None:
-    """Run every precision and scheme on one of ``cp`` ranks, and save the results."""
+    """Run every precision and scheme on one of ``cp`` ranks; save the results in ``folder``."""
     hide_import_notes()
     from megatron.core import parallel_state
     from megatron.core.tensor_parallel.random import model_parallel_cuda_manual_seed
@@ -179,7 +183,7 @@ def _run_rank(rank: int, cp: int, folder: str, args: argparse.Namespace) -> None
 
 
 class _Case(NamedTuple):
-    """One precision and scheme on one rank; ``held`` are the indices of the rank's tokens."""
+    """One precision and scheme to run on one rank; ``held``: the indices of this rank's tokens."""
 
     args: argparse.Namespace
     dtype: torch.dtype
@@ -219,7 +223,7 @@ class _Case(NamedTuple):
 
 
 def _run_layer(case: _Case) -> dict[str, Tensor]:
-    """Run one layer on this rank's tokens; return its output and all gradients."""
+    """Run one layer as ``case`` says, on this rank's tokens; return its output and gradients."""
     from megatron.core.transformer.spec_utils import build_module
 
     from ..specs import gated_delta_net_spec
@@ -239,7 +243,7 @@ def _run_layer(case: _Case) -> dict[str, Tensor]:
 
 
 def _run_policy(case: _Case) -> dict[str, Tensor]:
-    """Run a model with attention; return its logits and the tokens whose log p is compared."""
+    """Run a model with attention as ``case`` says; return logits and the tokens to predict."""
     from megatron.core.models.hybrid.hybrid_model import HybridModel
 
     from ..specs import hybrid_stack_spec

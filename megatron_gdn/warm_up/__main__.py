@@ -1,6 +1,6 @@
-"""``python -m megatron_gdn.warm_up``: reads the options and compiles the kernels.
+"""``python -m megatron_gdn.warm_up``: reads the options and compiles the kernels of a run.
 
-This process and its forks use no GPU: all GPUs are hidden before torch is imported.
+This process and its forks use no GPU: the process hides all GPUs before it imports torch.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ..command_line import Parser, heads, print_error
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Exit status 0: all kernels are compiled; 1: some kernels failed; 2: an error on stderr."""
+    """Compile the kernels. Returns the exit status: 0, or 1 if a kernel failed, 2 for an error."""
     arguments = parse(argv)
     if arguments.for_a_run:
         _end_with_the_run()
@@ -34,9 +34,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_with_the_run() -> None:
-    """Kill this process and its group (forks, compilers) when the run closes standard input."""
+    """When the run that started this process closes its standard input, kill the whole group."""
 
     def kill_group_at_end_of_input() -> None:
+        """Wait for the end of standard input; then kill this process, its forks and compilers."""
         # os.read, because a fork closes sys.stdin and would wait for the lock of a reading thread.
         while os.read(0, 4096):
             pass
@@ -46,6 +47,7 @@ def _end_with_the_run() -> None:
 
 
 def _compile(arguments: argparse.Namespace) -> int:
+    """Compile the kernels that are missing in the caches; return the exit status 0 or 1."""
     began = time.monotonic()
     from ..compat.observe import hide_import_notes
 
@@ -59,7 +61,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     with simulated_hopper(arguments.multiprocessors), ExitStack() as locks:
         tasks, heads = tasks_of(model, arguments)
         if not arguments.for_a_run:  # the run that started this command holds the locks
-            # A run that starts meanwhile waits for the locks instead of compiling the same kernels.
+            # A run that starts now waits for the locks and does not compile the same kernels.
             for each in sorted(heads, key=str):
                 locks.enter_context(build_lock(each.lock, f"FlashQLA for {each}"))
         count = len(tasks)
@@ -135,6 +137,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def _at_least_1(text: str) -> int:
+    """The integer in ``text``; argparse reports the error if it is less than 1."""
     if not (text.isdecimal() and int(text)):
         raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
     return int(text)

@@ -1,4 +1,4 @@
-"""A simulated Hopper GPU: layers run on it forward and backward and compute nothing.
+"""A simulated Hopper GPU, on which layers run forward and backward without computing values.
 
 Tensors on the simulated GPU are torch's fake tensors, with a shape, strides and a dtype, but no
 memory. Tensors on the CPU are real, since layers read the values of tables on the CPU.
@@ -28,7 +28,7 @@ def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
     properties = SimpleNamespace(
         major=9, minor=0, multi_processor_count=multiprocessors, name="Hopper", gcnArchName=""
     )
-    # The first fake tensor asks torch for a GPU, and makes a real tensor if torch reports a GPU.
+    # The first fake tensor would make a real tensor if torch reported a GPU, so make it before.
     torch._C._ensureCUDADeviceGuardSet()
     with FakeTensorMode():
         torch.empty(0, device="cuda")
@@ -59,12 +59,15 @@ class HopperDriver:
     """The methods of a Triton driver that Triton calls to compile a kernel."""
 
     def get_current_device(self) -> HopperDriver:
-        return self  # any object serves as the device, since no kernel is launched
+        """The device, which can be any object, since no kernel is launched."""
+        return self
 
     def get_current_stream(self, device: HopperDriver) -> int:
+        """The default stream; Triton asks for a stream but launches nothing."""
         return 0
 
     def get_current_target(self) -> Any:
+        """The GPU to compile for: compute capability 9.0, 32 threads in a warp."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 90, 32)
@@ -75,6 +78,7 @@ def without_computing() -> Iterator[None]:
     """In this context GPU tensors have no memory; layers and their backward run without values."""
 
     def address(tensor: Tensor) -> int:
+        """``data_ptr`` of a fake tensor, as if its storage were at address 0."""
         return int(tensor.storage_offset()) * tensor.element_size()
 
     with (
@@ -86,11 +90,13 @@ def without_computing() -> Iterator[None]:
 
 
 class _FakeModeWithoutDevice(FakeTensorMode):
+    """A mode for fake tensors that never initialises a GPU."""
+
     avoid_device_init = property(lambda self: True)  # torch reports a GPU that does not exist
 
 
 class _FakeGpuTensors(TorchDispatchMode):
-    """Operations on GPU tensors make fake tensors; operations on CPU tensors compute."""
+    """A mode in which GPU tensors are fake and CPU tensors are computed as usual."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -107,6 +113,7 @@ class _FakeGpuTensors(TorchDispatchMode):
 
 
 def _is_on_gpu(x: Any) -> bool:
+    """Whether ``x`` is a fake tensor, which is always on the GPU, or names a GPU."""
     return isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda")
 
 
@@ -119,10 +126,11 @@ def _run_backward(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """Stand in for autograd's engine, with its arguments; the engine would ask the GPU for streams.
+    """Replace autograd's engine, which would ask the GPU for streams; the arguments are the same.
 
-    Each backward written in Python runs once, with gradients of zero. torch's own backwards launch
-    no kernels that need compiling, so they are skipped. The gradients of ``inputs`` are zero.
+    Each backward written in Python runs once, with gradients of zero, under autograd if
+    ``create_graph``. torch's own backwards launch no kernels that need compiling, so they are
+    skipped. The gradients of ``inputs`` are zero. ``keep_graph`` is not used.
     """
     nodes: set[Any] = set()
     waiting: list[Any] = [output.grad_fn for output in outputs]

@@ -1,7 +1,7 @@
-"""Runs the layer on a simulated GPU and records a compile task for each kernel that it launches.
+"""Runs the layer on a simulated GPU and records a task for each kernel that the layer launches.
 
-So the layer, FlashQLA and torch themselves choose the kernels of a call. A rank has these calls,
-grouped by use of FlashQLA (``--parts``):
+So the kernels are those that the layer, FlashQLA and torch choose themselves. A rank of the run can
+make these calls of the layer, grouped by use of FlashQLA (``--parts``):
 
 cut      one long sequence, and long documents, which FlashQLA cuts into parts that run in parallel
 rows     a batch of whole rows
@@ -33,9 +33,9 @@ from ..gdn.sizes import GDNDims
 from .absent_gpu import without_computing
 from .tasks import Task, recorded_kernels
 
-_SHORT, _LONG = 208, 9216  # tokens; FlashQLA cuts a sequence of _LONG tokens, not one of _SHORT
-# FlashQLA chooses one of three forward kernels by the number sequences * heads: at least this share
-# of the GPU's multiprocessors, at least half of this share, or less.
+_SHORT, _LONG = 208, 9216  # numbers of tokens; FlashQLA cuts sequences of _LONG, not of _SHORT
+# FlashQLA chooses one of three forward kernels by sequences * heads: one if this number is at least
+# this share of the GPU's multiprocessors, one for at least half of the share, one for less.
 _FULL_SHARE = 0.7
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 _HIDDEN_SIZE = 64  # no kernel depends on the hidden size
@@ -50,7 +50,7 @@ class Model(NamedTuple):
 
 
 def model_of(arguments: argparse.Namespace) -> Model:
-    """Read the model from the command line; flags override the values in a file."""
+    """Read the model from the options; ``--tp`` and ``--cp`` override the sizes in a file."""
     if arguments.config is None:
         # All published models have heads of 128 dims and convolutions of 4 taps.
         sizes = dict(zip(_SIZES, (*arguments.heads, 128, 128, 4), strict=True))
@@ -61,8 +61,8 @@ def model_of(arguments: argparse.Namespace) -> Model:
 
 
 def read_model(path: str | Path) -> Model:
-    """Read the sizes from ``config.json``, a folder that holds one, or a text with Megatron's
-    arguments: a launch script (``--linear-num-key-heads 16``) or YAML
+    """Read the sizes from ``config.json``, a folder with this file, a launch script
+    (``--linear-num-key-heads 16``) or YAML with Megatron's arguments
     (``linear_num_key_heads: 16``)."""
     path = Path(path)
     if path.is_dir():
@@ -75,7 +75,7 @@ def read_model(path: str | Path) -> Model:
     text = path.read_text()
 
     def number_after(argument: str) -> int | None:
-        """Find the number after the name ``argument``, whose words may be joined by - or _."""
+        """The number after the name ``argument`` in the file; - and _ in the name are equal."""
         words = r"[-_]".join(argument.split("_"))
         found = set(re.findall(rf"(?<![\w]){words}[\"']?\s*[:=\s]\s*(\d+)\b", text))
         if len(found) > 1:
@@ -101,14 +101,14 @@ class Call(NamedTuple):
     cp: int
     tokens: int  # tokens of a row, over all ranks
     rows: int
-    documents: int | None  # documents of equal length in the one row; None: not packed
+    documents: int | None  # number of equally long documents in the row; None: not packed
     layout: str
 
 
 def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: int) -> list[Call]:
     """List the calls that a rank of the run may make; ``mode`` is ``linear_cp_mode``.
 
-    "auto" picks a mode for each micro-batch, so the list has the calls of both modes.
+    In mode "auto" the layer picks a mode for each micro-batch, so the list has both modes' calls.
     """
     local, ranks = model.dims.shard(model.tp), 1
     if model.cp > 1 and mode != "chunkwise":
@@ -123,11 +123,11 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
 
     def call(part: str, tokens: int, rows: int = 1, documents: int | None = None) -> None:
         cp, layout = ranks, "zigzag"
-        if part == "states":  # a rank has one piece of the sequence, or two of each document
+        if part == "states":  # a rank has one piece of a sole sequence, else two per document
             cp = max(model.cp, 2)  # without context parallelism, compile as for two ranks
             layout = "contiguous" if documents == 1 else "zigzag"
             documents, tokens = max(1, (documents or 1) // 2), tokens * cp
-        # Each document is split over all ranks. With many rows, each row gets more tokens.
+        # Round up, so that every document or row gives each rank an equal share of its tokens.
         shared = 16 * cp * (documents or rows)
         found.append(Call(part, cp, -(-tokens // shared) * shared, rows, documents, layout))
 
@@ -149,11 +149,11 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
 
 
 def tasks_of(model: Model, arguments: argparse.Namespace) -> tuple[list[Task], set[Heads]]:
-    """Return one task for each variant of a kernel, and the heads that FlashQLA's variants are for.
+    """Return one task per variant of a kernel, and the heads that FlashQLA's kernels are built for.
 
     FlashQLA's kernels take longest to compile, so their tasks come first.
     """
-    torch.set_num_threads(1)  # a fork has no copies of torch's threads
+    torch.set_num_threads(1)  # a fork has none of torch's other threads
     backend = "flash_qla" if "flash_qla" in arguments.kernels else "auto"
     calls = calls_of(model, arguments.linear_cp_mode, arguments.parts, arguments.multiprocessors)
     found: set[Heads] = set()
@@ -212,11 +212,11 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
 
 @contextmanager
 def _fake_groups(tp: int, cp: int) -> Iterator[Any]:
-    """Process groups of one rank among ``tp`` * ``cp``; the other ranks do not exist."""
+    """Process groups of rank 0 of ``tp`` * ``cp`` ranks, of which the others do not exist."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    # Messages of ranks that do not exist have no values, so micro-batches are not compared.
+    # Other ranks do not exist and send nothing, so ranks cannot compare micro-batches.
     no_comparison = patch.dict(os.environ, {agreement.SWITCH: "0"})
     one_machine = patch.object(agreement, "_hosts", lambda group, *_: [0] * group.size())
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=tp * cp)

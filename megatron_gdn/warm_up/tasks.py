@@ -1,7 +1,7 @@
-"""Records the kernels that calls would launch as tasks, and compiles the tasks in parallel forks.
+"""Records a task for each kernel that calls would launch, and compiles the kernels in forks.
 
 The keys of tilelang's and Triton's caches on disk are the kernel, the target and the versions, so a
-cache that was filled without a GPU serves a machine with a GPU.
+machine with a GPU can use a cache that was filled without a GPU.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class Task(NamedTuple):
 
 
 def run_tasks(tasks: Iterable[Task], processes: int | None) -> tuple[int, dict[str, str]]:
-    """Run every task in a fork of this process, which shares the imports, and print the progress.
+    """Run every task in a fork, which has this process's imports already, and print the progress.
 
     At most ``processes`` forks run at a time, by default one per core. Side effects of a task
     (recorded launches, patches, a crash) do not reach other tasks. Returns the number of tasks that
@@ -79,6 +79,7 @@ def run_tasks(tasks: Iterable[Task], processes: int | None) -> tuple[int, dict[s
 
 
 def _run_in_fork(task: Task, output: TextIO) -> None:
+    """Run ``task`` with ``output`` as stdout and stderr; exit with 0 or _ALREADY_COMPILED."""
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.stdout = sys.stderr = output
     for stream in (1, 2):  # compilers write to these file descriptors
@@ -89,7 +90,7 @@ def _run_in_fork(task: Task, output: TextIO) -> None:
 
 @contextmanager
 def recorded_kernels() -> Iterator[dict[Any, Task]]:
-    """In this context FlashQLA and Triton run no kernels; each variant is recorded as one task."""
+    """In this context kernels are not run but recorded: one task per variant, in the dict."""
     from triton.runtime.autotuner import Autotuner
     from triton.runtime.jit import JITFunction
 
@@ -99,6 +100,7 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
     run = JITFunction.run
 
     def record_tilelang(kernel: Any, *args: Any, **kwargs: Any) -> Callable:
+        """Record a variant of a FlashQLA kernel; return a kernel that does nothing."""
         kernel.target = _TARGET
         entry = cache_entry(kernel, args, kwargs, ARCH)
         compile = partial(_compile_tilelang, entry, kernel, args, kwargs)
@@ -109,10 +111,11 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
     def record_triton(
         kernel: Any, *args: Any, grid: Any, warmup: bool = False, **kwargs: Any
     ) -> None:
-        """Record a variant of a Triton kernel instead of launching it."""
+        """Record a variant of a Triton kernel without a launch; ``warmup`` is ignored."""
         compile = kernel._do_compile
 
         def record_variant(key: Any, *more: Any) -> None:
+            """Record a task that compiles the variant; replaces Triton's compile function."""
             task = Task(kernel.__name__, partial(_compile_triton, compile, key, *more))
             recorded.setdefault((kernel, repr(key)), task)
 
@@ -121,9 +124,9 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
 
     with (
         patch.object(JITFunction, "run", record_triton),
-        # fla's autotuned kernels are not compiled: the first step of a run times them on its GPU.
+        # fla's autotuned kernels are not compiled here: a run chooses them by timing on its GPU.
         patch.object(Autotuner, "run", lambda *_, **__: None),
-        # Every launch goes through Triton's own run, which is patched above.
+        # Every :class:`.launch.Launch` calls Triton's own run, which is patched above.
         patch.object(launch, "_has_launch_hooks", lambda kernel: True),
         ExitStack() as patches,
     ):
@@ -135,7 +138,7 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
 
 
 def _compile_tilelang(entry: Path, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Compile the kernel; return False if it was in tilelang's cache on disk."""
+    """Compile ``kernel``; False if the file ``entry`` shows that tilelang's cache has it."""
     if entry.exists():
         return False
     remember(entry, kernel.compile.__wrapped__(*args, **kwargs))

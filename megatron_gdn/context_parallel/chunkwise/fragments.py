@@ -18,12 +18,13 @@ from ..layouts import SequenceLayout, require_cut, require_fragments
 
 
 class Nodes(NamedTuple):
-    """The nodes of a chain in order; rank ``hosts[j]`` holds node j as its node ``slots[j]``."""
+    """The nodes of a chain in order; node j is number ``slots[j]`` of rank ``hosts[j]``."""
 
     hosts: tuple[int, ...]
     slots: tuple[int, ...]
 
     def backwards(self) -> Nodes:
+        """The same nodes in reverse order."""
         return Nodes(self.hosts[::-1], self.slots[::-1])
 
 
@@ -86,6 +87,7 @@ def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
 
 
 def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
+    """Compute :func:`fragments_of` from the boundaries of ``documents``."""
     starts, cp_size = documents.starts.long(), cutting.cp_size
     if cutting.layout is SequenceLayout.ZIGZAG:
         ends = starts[: documents.most + 1]
@@ -108,13 +110,13 @@ def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
 
 
 def any_document_continues(documents: Documents, cutting: Cutting) -> bool:
-    """Whether a document lies, or may lie if the host lacks lengths, in several fragments."""
+    """Whether a document lies in several fragments; True if the host does not know the lengths."""
     fragments = fragments_of(documents, cutting)
     return not documents.known or bool(fragments.enters.any())
 
 
 def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
-    """The pieces of documents on the cutting's rank, as :class:`Documents` of that rank."""
+    """Boundaries of the pieces that ``cutting.rank`` holds, counted in this rank's tokens."""
     fragments_of(documents, cutting)
     # A rank has at most two fragments of the buffer, and at most one document lies in both.
     most = documents.most + 1
@@ -125,6 +127,7 @@ def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
 
 
 def _piece_boundaries(documents: Documents, cutting: Cutting) -> tuple[Tensor]:
+    """The begins of this rank's pieces, then the number of its tokens: one int32 tensor."""
     fragments, starts = fragments_of(documents, cutting), documents.starts
     begin, end, local = (x[cutting.own] for x in fragments[:3])
     if cutting.layout is SequenceLayout.ZIGZAG:

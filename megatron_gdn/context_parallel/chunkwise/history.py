@@ -1,4 +1,4 @@
-"""The exchange of the rows that a piece's convolution reads from other ranks.
+"""Exchanges the rows that the convolution of a piece reads from other ranks.
 
 A convolution of W taps reads the W - 1 rows before a piece, the piece's *history*. A piece that
 continues a document begins a fragment, so its history lies in earlier fragments (nodes) of a chain:
@@ -8,8 +8,9 @@ continues a document begins a fragment, so its history lies in earlier fragments
 The gradients of the sent rows travel back. If the host knows the documents, only the rows that
 pieces need are sent, else all rows of the formula above.
 
-Legend: R ranks, C chains, h nodes of a chain on this rank; k: the receiving node is k nodes after
-the row's node; m: the row is the m-th from its fragment's end (1 is the last row).
+Legend: C chains (in ``rows_sBC``: channels), R rows from other ranks, h nodes of a chain on this
+rank; k: the receiving node is k nodes after the row's node; m: the row is the m-th from its
+fragment's end (1 is the last row).
 """
 
 from __future__ import annotations
@@ -32,13 +33,13 @@ class HistoryRoute(NamedTuple):
     """The rows that one rank sends and receives."""
 
     send_rows: Tensor  # indices of the local rows to send, sorted by receiving rank
-    send_counts: tuple[int, ...]  # the number of rows for each rank
+    send_counts: tuple[int, ...]  # the number of rows sent to each rank
     receive_counts: tuple[int, ...]
-    table: HistoryTable  # the places of received rows and gradients
+    table: HistoryTable  # maps received rows to pieces, and gradients to sent rows
 
 
 def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryRoute | None:
-    """The route of a micro-batch; None when no rank needs any row."""
+    """The rows to exchange for ``taps`` taps in a micro-batch; None if no rank needs any row."""
     key = (HistoryRoute, cutting, taps)
     return documents.plan(key, lambda: _route(documents, cutting, taps - 1))
 
@@ -77,7 +78,7 @@ def _route(documents: Documents, cutting: Cutting, history_len: int) -> HistoryR
 
 
 def _list_rows(cutting: Cutting, chains: int, history_len: int, sending: bool) -> _TravellingRows:
-    """List the rows that this rank may send, or may receive if not ``sending``, by peer rank."""
+    """List rows of ``chains`` chains that this rank may send (``sending``) or receive, by peer."""
     nodes, rank = cutting.nodes, cutting.rank
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
     for receiver in range(len(nodes.hosts)):
@@ -102,9 +103,10 @@ def _build_tables(
     sent: _TravellingRows,
     received: _TravellingRows,
 ) -> tuple[Tensor, ...]:
-    """Return ``send_rows``, the fields of :class:`HistoryTable`, and masks of rows that do travel.
+    """Return ``send_rows``, the fields of :class:`HistoryTable`, and two masks.
 
-    If the host knows the documents, rows that do not travel are left out of the tables.
+    The masks say which rows of ``sent`` and ``received`` travel. If the host knows the documents,
+    rows that do not travel are left out of the tables.
     """
     fragments, own, rank = fragments_of(documents, cutting), cutting.own, cutting.rank
     seen = torch.where(fragments.enters, fragments.begin - fragments.first, 0).clamp(
@@ -114,7 +116,7 @@ def _build_tables(
     local, tokens = fragments.local[own], documents.total_tokens // cutting.cp_size
 
     def travelling_rows(rows: _TravellingRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Per row: whether the row travels, its index in messages (or -1), distance to a piece."""
+        """Per row: whether it travels, its index in messages (or -1), its distance to its piece."""
         tokens = length[rows.receiver, rows.chain]
         distance = (rows.k - 1) * tokens + rows.m
         travels = (rows.m <= tokens) & (distance <= seen[rows.receiver, rows.chain])
@@ -163,7 +165,7 @@ def _build_tables(
 
 
 def _scatter(place: Tensor, values: Tensor, size: int) -> Tensor:
-    """A table ``[size]``: ``values[i]`` at ``place[i]``, unless that place is -1; -1 elsewhere."""
+    """A table ``[size]`` of -1 with ``values[i]`` at ``place[i]``; a place of -1 is left out."""
     table = torch.full((size + 1,), -1, dtype=torch.int64, device=place.device)
     table[torch.where(place < 0, size, place)] = values
     return table[:size]
@@ -173,6 +175,7 @@ class HistoryOfPieces:
     """A :class:`~megatron_gdn.ops.front.history.HistoryLink` that fetches rows of other ranks."""
 
     def __init__(self, route: HistoryRoute, group: dist.ProcessGroup) -> None:
+        """``route`` lists the rows that this rank exchanges with the ranks of ``group``."""
         self._route, self._group = route, group
 
     def fetch(self, rows_sBC: Tensor) -> History:
@@ -182,6 +185,6 @@ class HistoryOfPieces:
         return History(exchange_rows(sent, send, receive, self._group), table)
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
-        """Send the gradients of fetched rows back; return the gradients of the rows sent."""
+        """Send gradients ``[R, B, C]`` of fetched rows back; return those of the rows sent."""
         _, send, receive, _ = self._route
         return exchange_rows(d_rows_RBC, receive, send, self._group)

@@ -1,10 +1,10 @@
-"""The exchange of maps that gives the states that enter pieces.
+"""Exchanges the maps of pieces, and computes the states that enter pieces from the maps.
 
     S_out = through @ S_in + local                 the map of a piece
 
-The state that enters a piece results from a state of zero and the maps of all earlier pieces. One
-all-to-all gives every rank all maps of a share of the chains. The rank applies the maps of
-each chain one after the other, in fp32, and another all-to-all returns the states.
+The state that enters a piece is computed from a zero state by the maps of all earlier pieces of its
+chain. One all-to-all gives every rank all maps of its share of the chains. The rank applies the
+maps of each chain one after the other, in fp32, and another all-to-all returns the states.
 
 Legend: h nodes of a chain on this rank; M chains over the same nodes (one per sequence, batch row
 and value head), m chains in this rank's share; X columns of a map (``local`` and ``through``).
@@ -25,7 +25,7 @@ from .fragments import Nodes
 
 
 def join_maps(local: Tensor, through: Tensor) -> Tensor:
-    """``local`` and ``through`` side by side, ``[..., X]``, without a copy where possible."""
+    """Join ``local`` and ``through`` of maps to ``[..., X]``: a view if memory allows it."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):
@@ -47,7 +47,8 @@ def states_entering_nodes(
 ) -> Tensor:
     """The states that enter this rank's nodes, ``[h, M, K, V]``; zero for the first node.
 
-    ``maps`` are the maps of this rank's nodes by slot, ``[h, M, K, X]``.
+    ``maps`` ``[h, M, K, X]`` are the maps of this rank's nodes by slot: ``value_dim`` columns of
+    ``local``, then ``through``. ``cuts`` marks those of the ``nodes`` that no state passes.
     """
     h, M, K, X = maps.shape
     n = group.size()
@@ -66,14 +67,14 @@ def states_entering_nodes(
 
 
 def _view_by_place(x: Tensor, m: int, h: int) -> Tensor:
-    """``[ranks * m * h, K, .]`` as ``[places, m, K, .]``; places of one chain lie m * h apart."""
+    """View ``x`` ``[ranks * m * h, K, .]`` as ``[places, m, K, .]``: place host * m * h + slot."""
     K, X = x.shape[1:]
     return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
 
 
 @cached_by_stream(64)
 def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
-    """The steps through all nodes of a chain; a node's state lies where the node's map lies."""
+    """The steps from node to node of a chain; a node's map and state have the same place."""
     places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
     return Steps.build([[*((j, j) for j in places[:-1]), (places[-1], NONE)]], device)
 

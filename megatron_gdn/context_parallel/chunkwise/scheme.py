@@ -34,7 +34,11 @@ class Chunkwise(Scheme):
         self._taps = taps
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """The passage of one micro-batch: rows stay; pieces get other ranks' history and states."""
+        """The passage of a micro-batch: rows stay, other ranks' history and states come to pieces.
+
+        ``tokens`` counts a row's tokens over all ranks, ``rows`` the batch rows; the mixer's rows
+        are on the device of ``like``.
+        """
         whole = one_document(tokens, like.device) if documents is None else documents
         cutting = Cutting(self.size, self.sequence_layout, self.group.rank())
         pieces, table = pieces_of(whole, cutting), state_table(whole, cutting, rows)

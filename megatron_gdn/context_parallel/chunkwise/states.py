@@ -43,18 +43,18 @@ class StateTable:
     # node has exactly one piece.
     first: Tensor | None
     last: Tensor | None
-    # Tokens and boundaries of the nodes' last pieces, if these pieces have at most half of the
-    # tokens; only their maps are computed. If None, the forward reuses the maps of all pieces.
+    # Tokens and boundaries of the nodes' last pieces, whose maps alone are computed; set only if
+    # the last pieces have at most half of the tokens. If None, the maps of all pieces are computed.
     last_pieces: tuple[Tensor, Documents] | None
-    # The masks: bool [h * chains, 1, 1, 1]; None if true for all nodes but the ends of chains.
+    # Three masks, bool [h * chains, 1, 1, 1]; None if true everywhere but at the ends of chains.
     enters: Tensor | None  # the first piece continues a document
     leaves: Tensor | None  # the last piece's document continues on another node
     passes: Tensor | None  # a state passes from the node's begin to its end
-    cuts: tuple[Cuts, Cuts] | None  # of the chain and its reverse: nodes that no state passes
+    cuts: tuple[Cuts, Cuts] | None  # nodes that no state passes, in order and in reverse order
 
 
 class _NodeTensors(NamedTuple):
-    """The tensors of :class:`StateTable` for this rank's nodes, slot by slot, all batch rows."""
+    """The tensors of :class:`StateTable` for this rank's nodes by slot, for all batch rows."""
 
     first: Tensor
     last: Tensor
@@ -72,6 +72,7 @@ def state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable
 
 
 def _state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
+    """Build :func:`state_table`."""
     if not any_document_continues(documents, cutting):
         return None
     pieces, known = pieces_of(documents, cutting), documents.known
@@ -123,14 +124,14 @@ def _state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTabl
 def _node_tensors(
     documents: Documents, pieces: Documents, cutting: Cutting, rows: int
 ) -> _NodeTensors:
-    """Index tensors of this rank's fragments, for pieces of ``rows`` tokens."""
+    """Compute the tensors of this rank's nodes from its ``pieces``, for ``rows`` batch rows."""
     fragments, own, N = fragments_of(documents, cutting), cutting.own, pieces.sequences
     begin, end, local = (x[own] for x in fragments[:3])
     row = torch.arange(rows, device=begin.device).view(1, rows, 1)
     ends = pieces.starts[1:].long()
 
     def piece(token: Tensor) -> Tensor:
-        """The pieces that hold each ``token`` of this rank, for all batch rows."""
+        """Indices of the pieces that hold this rank's tokens ``token``, for all batch rows."""
         found = torch.searchsorted(ends, token.contiguous(), right=True).clamp(max=N - 1)
         return (found[:, None] + row * N).flatten()
 
@@ -145,7 +146,7 @@ def _node_tensors(
 
 
 def _last_pieces(pieces: Documents, last: Tensor) -> tuple[Tensor, Documents] | None:
-    """Tokens and boundaries of the pieces ``last``; None if they have over half of the tokens."""
+    """Tokens and boundaries of ``pieces[last]``; None if these have over half of the tokens."""
     begin, length = pieces.starts[last].long(), pieces.starts.diff()[last].long()
     if 2 * int(length.sum()) > pieces.total_tokens:
         return None
@@ -154,18 +155,19 @@ def _last_pieces(pieces: Documents, last: Tensor) -> tuple[Tensor, Documents] | 
 
 
 def _repeat_for_rows(pieces: Documents, rows: int) -> Documents:
+    """The ``pieces`` of one batch row, repeated for ``rows`` rows laid end to end."""
     return Documents((0, *(accumulate(pieces.lengths * rows) if rows else (0,))), pieces.device)
 
 
 def _select_pieces(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
-    """``x_N`` at the pieces ``index`` (None: at all), with zeros where ``mask`` is False."""
+    """``x_N[index]`` (``x_N`` if None), with zeros where ``mask`` is False; ``x_N``: by piece."""
     x = x_N if index is None else x_N.index_select(0, index)
     # A product with the mask would keep NaN, because 0 * NaN is NaN.
     return x if mask is None else torch.where(mask, x, x.new_zeros(()))
 
 
 def _scatter_to_pieces(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """``x`` at the pieces ``index`` of ``count`` pieces, and zeros at the other pieces."""
+    """Zeros for ``count`` pieces with ``x`` at the indices ``index``; ``x`` itself if None."""
     return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
 
 
@@ -173,6 +175,7 @@ class StatesOfPieces:
     """The states that enter this rank's pieces: a :class:`~megatron_gdn.ops.parts.StateLink`."""
 
     def __init__(self, table: StateTable, group: dist.ProcessGroup) -> None:
+        """``table`` has this rank's pieces and nodes; the ranks of ``group`` exchange maps."""
         self.documents, self._count = table.sequences, table.sequences.sequences
         self._table, self._group = table, group
 
@@ -184,7 +187,7 @@ class StatesOfPieces:
         return entering.view(maps.local.shape)
 
     def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
-        """The maps of this rank's nodes, ``[h * chains, H, K, .]``."""
+        """Maps of this rank's nodes ``[h * chains, H, K, .]``, from ``forward`` or ``inputs``."""
         table, last = self._table, self._table.last
         if table.last_pieces is not None:
             tokens, pieces = table.last_pieces

@@ -3,8 +3,8 @@
     to heads      [s, B, P] -> [S, B, p]   every rank sends each peer that peer's columns
     to sequence   [S, B, p] -> [s, B, P]   every peer sends the columns back
 
-The backward of each direction is the other direction. The S rows are in sequence order, the s
-rows in the rank's own order.
+The backward of each direction is the other direction. The S rows of all ranks are in sequence
+order, the s rows of one rank in this rank's order.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Exchange:
     rank_width: int  # p
     whole_width: int  # P
     waves: tuple[Wave, ...]  # the waves in which tokens travel
-    direct_fragment: float  # from this number of tokens on, each fragment is a message
+    direct_fragment: float  # fragments with as many tokens or more are sent singly
     at_once: bool  # there is one wave, and the packing kernel also copies kept rows
 
     @classmethod
@@ -58,7 +58,7 @@ class Exchange:
         layout: SequenceLayout,
         rows: Tensor,
     ) -> Exchange:
-        """The exchange of ``rows``, ``[s, B, P]`` or ``[S, B, p]``, of the documents ``cut``."""
+        """The exchange of ``rows``, ``[s, B, P]`` or ``[S, B, p]``; ``cut`` are their documents."""
         rank, rank_width = group.rank(), shares.rank_width
         local = cut.total_tokens // shares.ranks
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
@@ -102,7 +102,7 @@ def _exchange_messages(exchange: Exchange, messages: Tensor) -> tuple[list[dist.
 def _send_fragments(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
 ) -> list[dist.Work]:
-    """Start a message per fragment: ``messages`` to peers' ``full`` if ``to_heads``, else back."""
+    """Send ``messages`` and receive ``full`` if ``to_heads``, else the reverse, by fragment."""
     # Two ranks must list the messages between them in the same order.
     group, rank = exchange.group, exchange.rank
     start_own, start_peers = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)
@@ -115,6 +115,7 @@ def _send_fragments(
 
 
 def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
+    """Compute :func:`to_heads` without autograd."""
     pack, shares, rank = _packing_module(whole.is_cuda), exchange.shares, exchange.rank
     if whole.stride(-1) != 1:
         whole = whole.contiguous()
@@ -146,6 +147,7 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
 
 
 def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
+    """Compute :func:`to_sequence` without autograd."""
     pack, shares, rank = _packing_module(full.is_cuda), exchange.shares, exchange.rank
     full = full.contiguous()
     S, B, _ = full.shape
@@ -175,6 +177,8 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
 
 
 class _MoveRows(torch.autograd.Function):
+    """Autograd of :func:`to_heads` and :func:`to_sequence`; each is the other's backward."""
+
     @staticmethod
     def forward(ctx, rows: Tensor, exchange: Exchange, to_heads: bool) -> Tensor:
         ctx.exchange, ctx.to_heads = exchange, to_heads

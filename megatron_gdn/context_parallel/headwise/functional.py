@@ -34,7 +34,7 @@ def _check_dimensions(name: str, tensor: Tensor, seq_dim: int, head_dim: int) ->
 
 
 def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size: int) -> HeadShares:
-    """Equal shares of every section of ``width`` columns; ``name``: the caller, for errors."""
+    """Equal shares of ``sections`` (sum: ``width``) for all ranks; ``name``: the caller."""
     sections = [width] if sections is None else list(sections)
     if sum(sections) != width or any(section % cp_size for section in sections):
         raise ValueError(
@@ -68,8 +68,8 @@ def tensor_a2a_cp2hp(
         cp_group: the ranks that share the sequence.
         split_sections: widths of the sections of D (query heads, key heads, ...); the ranks
             share each section. None treats D as one section.
-        undo_attention_load_balancing: True: ranks hold a zigzag of one sequence, and the result is
-            in sequence order. False: the result has rank 0's tokens first, then rank 1's, ...
+        undo_attention_load_balancing: if True, ranks hold a zigzag of one sequence, and the result
+            is in sequence order; if False, the result has rank 0's tokens first, then rank 1's, ...
 
     Returns:
         ``[S, B, d]``. The forward and the backward take one collective each.
@@ -100,14 +100,14 @@ def tensor_a2a_hp2cp(
 ) -> Tensor:
     """All-to-all from a share of the columns to a share of the tokens: ``[S, B, d] -> [s, B, D]``.
 
-    The inverse of :func:`tensor_a2a_cp2hp`; that function's sections are cp times as wide.
+    The inverse of :func:`tensor_a2a_cp2hp`, whose sections are cp times as wide.
 
     Args:
         tensor: ``[S, B, d]``.
         split_sections: widths of the sections of **d** in ``tensor``: the widths given to
             :func:`tensor_a2a_cp2hp`, each divided by cp. None treats d as one section.
-        redo_attention_load_balancing: True: ``tensor`` is in sequence order, and the result is this
-            rank's zigzag share. False: ``tensor`` has rank 0's tokens first, then rank 1's, ...
+        redo_attention_load_balancing: if True, ``tensor`` is in sequence order, and the result is
+            this rank's zigzag share; if False, ``tensor`` has rank 0's tokens first, then 1's, ...
 
     Returns:
         ``[s, B, D]``.
@@ -191,13 +191,13 @@ class MambaContextParallel:
 
     Args:
         num_heads, head_dim: number and width of the mixer's heads, before ranks share the heads.
-        n_groups: groups of B and C. With fewer groups than ranks, neighbouring ranks hold copies.
+        n_groups: groups of B and C. With fewer groups than ranks, several ranks hold each group.
         d_state: width of a group of B, and of C.
         mixer: has ``dt_bias``, ``A_log``, ``D``, and ``conv1d`` or ``conv1d_weight`` and
             ``conv1d_bias``.
 
     Attributes:
-        num_heads_local, n_groups_local, d_inner_local: sizes of one rank.
+        num_heads_local, n_groups_local, d_inner_local: heads, groups and channels of one rank.
         group_repeat_count: the number of ranks that hold a copy of the same group.
 
     Raises:
@@ -243,7 +243,8 @@ class MambaContextParallel:
         """Exchange ``[B, s, P]`` or ``[T / cp, P]`` for this rank's columns of all tokens.
 
         ``cu_seqlens`` ``[N + 1]`` are global offsets of N documents, before the split; the host
-        reads a tensor once. The result, ``[B, S, p]`` or ``[T, p]``, is in sequence order.
+        reads a tensor of offsets once, at its first use. The result, ``[B, S, p]`` or ``[T, p]``,
+        is in sequence order.
 
         Raises:
             ValueError: for rows of another width, for offsets with more than one batch row, for
@@ -252,7 +253,7 @@ class MambaContextParallel:
         return self._exchange_rows(projected_states, "projected_states", self._width, cu_seqlens)
 
     def post_conv_ssm(self, output: Tensor, cu_seqlens: Tensor | Documents | None = None) -> Tensor:
-        """Move mixed rows back: ``[B, S, v]`` to ``[B, s, V]``, or ``[T, v]`` to ``[T / cp, V]``.
+        """Move ``output`` back to tokens: ``[B, S, v] -> [B, s, V]`` or ``[T, v] -> [T / cp, V]``.
 
         ``cu_seqlens`` and errors are those of :meth:`pre_conv_ssm`.
         """
@@ -272,24 +273,26 @@ class MambaContextParallel:
         return self._share(self.mixer.dt_bias if whole is None else whole)
 
     def get_A_log(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]``; ``whole`` as for :meth:`get_dt_bias`."""
+        """``[heads of this rank]``, from ``whole`` if the caller has gathered the parameter."""
         return self._share(self.mixer.A_log if whole is None else whole)
 
     def get_D(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]``, or their channels; ``whole`` as for :meth:`get_dt_bias`."""
+        """``[heads of this rank]`` or their channels, from ``whole`` if the caller gathered D."""
         return self._share(self.mixer.D if whole is None else whole)
 
     def _conv_parameter(self, name: str) -> Any:
+        """The mixer's ``conv1d.weight`` or ``conv1d_weight``; with ``name`` "bias" the bias."""
         conv = getattr(self.mixer, "conv1d", None)
         return getattr(self.mixer, f"conv1d_{name}") if conv is None else getattr(conv, name)
 
     def _share(self, param: Tensor, sections: Sequence[str] | None = None) -> Tensor:
+        """This rank's rows of ``param``, which has a row per head or per column of ``sections``."""
         return param if self.cp_size == 1 else self._scheme.local(param, sections)
 
     def _exchange_rows(
         self, x: Tensor, name: str, width: int, cu_seqlens: Tensor | Documents | None
     ) -> Tensor:
-        """Exchange ``x`` ``[(B,) tokens, width]``: "projected_states" to heads, "output" back."""
+        """Exchange ``x`` ``[(B,) tokens, width]``; if ``name`` is "output", back to tokens."""
         if self.cp_size == 1:
             return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:
@@ -312,7 +315,7 @@ class MambaContextParallel:
 
 
 def _documents_of(cu_seqlens: Any, tokens: int, device: torch.device) -> Documents:
-    """The documents of ``cu_seqlens``, stored on the tensor until the tensor is changed."""
+    """The documents with offsets ``cu_seqlens``, stored on this tensor until its values change."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
     key, kept = (cu_seqlens._version, device), getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))

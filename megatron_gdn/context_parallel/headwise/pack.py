@@ -2,12 +2,12 @@
 
 :mod:`.pack_torch` has the same functions in plain torch.
 
-    whole rows    ``[s, B, P]``: this rank's tokens, the columns of all ranks; any strides of s, B
+    whole rows    ``[s, B, P]``: this rank's tokens, all ranks' columns; s and B have any strides
     messages      ``[ranks - 1, s, B, p]``: one for each peer, in rank order without this rank
     full rows     ``[S, B, p]``: the tokens of all ranks, this rank's columns
     place         int32 ``[s]``: the row of ``full`` that holds token t
 
-Rows that a rank keeps are copied directly from whole to full rows.
+A rank's own columns of its own tokens are not sent, but copied from whole rows to full rows.
 Legend: R rows of a tile, one per (token, batch row); D columns of a block.
 """
 
@@ -31,7 +31,7 @@ _LEFT_TO_TRANSFERS = 32
 
 
 def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
-    """The number of programs of a launch; results do not depend on this number."""
+    """How many programs share the ``tiles``; fewer while NCCL sends (``beside_transfer``)."""
     if device.type != "cuda":
         return min(tiles, 3)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -41,7 +41,7 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
 
 
 def _rows_of_tile(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
-    """The number of rows of a tile whose widest block of columns has a fixed number of bytes."""
+    """The number of rows of a tile, so that its widest block of ``cut`` has about _TILE_BYTES."""
     tile = _TILE_BYTES if rows >= 4096 else _TILE_BYTES // 4
     widest = max(strip.block for strip in cut) * element_size
     return max(1, min(128, tile // widest))
@@ -68,9 +68,10 @@ def _launch_copy(
     kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """Launch the copy kernel for the messages of ``first_rank``, ``first_rank + 1``, ...
+    """If ``pack``, copy ``whole``'s columns to ``message_count`` messages ``rank_rows``; else back.
 
-    ``kept_rows`` are full rows, and the places for the rows of ``skipped_rank``.
+    The messages are those of ``first_rank``, ``first_rank + 1``, ... without ``skipped_rank``. With
+    ``kept_rows`` (full rows, places) the rows of ``skipped_rank`` are copied to these full rows.
     """
     tokens, batch, _ = whole.shape
     if not tokens * batch or not message_count or not cut:
@@ -94,7 +95,7 @@ def _copy_launch(
     message_count: int, first_rank: int, skipped_rank: int, has_places: bool, kept: bool,
     pack: bool, beside_transfer: bool,
 ) -> Launch:  # fmt: skip
-    """The copy kernel's launch; ``has_places`` sets PLACED, ``kept`` KEPT, and ``pack`` PACK."""
+    """The launch of `copy_columns_kernel` with PLACED=has_places, KEPT=kept and PACK=pack."""
     stride_s, stride_b, align = strides
     at_once = _rows_of_tile(tokens * batch, element_size, cut)
     tiles = triton.cdiv(tokens * batch, at_once) * message_count
@@ -117,7 +118,7 @@ def pack_peers(
 ) -> None:
     """Copy every peer's columns of ``whole`` to that peer's message.
 
-    ``own`` are full rows and places: the kernel then also copies kept rows to these full rows.
+    With ``own`` (full rows, places) this rank's own columns are also copied to these full rows.
     """
     _launch_copy(
         whole, messages, None, strips(shares, _COLUMNS),
@@ -128,13 +129,14 @@ def pack_peers(
 
 @cache
 def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
+    """The strips whose columns each belong to one rank alone."""
     return tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == 1)
 
 
 def copy_kept_rows(
     whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
 ) -> None:
-    """Copy ``rank``'s columns from whole rows to ``full[place]``, or unshared columns back."""
+    """Copy ``rank``'s columns to ``full[place]``; if not ``to_full``, its unshared ones back."""
     _launch_copy(
         whole, full, place, strips(shares, _COLUMNS) if to_full else _unshared_strips(shares),
         message_count=1, first_rank=rank, pack=to_full, beside_transfer=True,
@@ -155,7 +157,7 @@ def unpack_peers(
     """Write to ``whole`` the columns that peers hold. Columns that several ranks hold are summed.
 
     The sum adds ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once. This rank's
-    term comes from ``full``. ``with_own``: the kernel also copies the kept rows.
+    term comes from ``full``. ``with_own`` also copies this rank's own columns from ``full``.
     """
     _launch_copy(
         whole, messages, None, _unshared_strips(shares),
@@ -176,12 +178,12 @@ def _sum_launches(
     tokens: int, batch: int, strides: tuple[int, int, int], dtype: torch.dtype,
     device: torch.device, shares: HeadShares, rank: int, rank_width: int, beside_transfer: bool,
 ) -> tuple[Launch, ...]:  # fmt: skip
-    """One launch for each number of ranks that hold the same columns."""
+    """Launches of `sum_copies_kernel`, one for each number of ranks that hold the same columns."""
     stride_s, stride_b, align = strides
     rows, launches = tokens * batch, []
     for copies in sorted(set(shares.copies) - {1}):
         cut = tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == copies)
-        # A sum has a wider dtype than a row, so a tile has half as many rows.
+        # Sums are in a wider dtype than rows, so the tile of a sum has half as many rows as others.
         at_once = max(1, _rows_of_tile(rows, dtype.itemsize, cut) // 2)
         tiles = triton.cdiv(rows, at_once) * (shares.ranks // copies)
         if tiles:
@@ -206,7 +208,7 @@ def move_rows(
 
 @triton.jit
 def _row_pointers(ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
-    """Pointers to whole rows of tokens t and batch rows b; strides are in ALIGN elements."""
+    """Pointers to rows (token ``t_R``, batch row ``b_R``) of ``ptr``; strides: ALIGN elements."""
     at_R = tl.cast(t_R, tl.int64) * stride_s + tl.cast(b_R, tl.int64) * stride_b
     return ptr + at_R * ALIGN
 
@@ -215,7 +217,7 @@ def _row_pointers(ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
 def _copy_strip(
     whole_R, own_R, real_R, rank, STRIPS: tl.constexpr, AT: tl.constexpr, PACK: tl.constexpr
 ):
-    """Copy strip AT of STRIPS from whole to own rows (PACK) or back, for rows where ``real_R``."""
+    """Copy ``rank``'s STRIPS[AT] from ``whole_R`` to ``own_R`` (PACK) or back, where ``real_R``."""
     whole_R += STRIPS[AT][0] + rank // STRIPS[AT][3] * STRIPS[AT][2]
     own_R += STRIPS[AT][1]
     BLOCK: tl.constexpr = STRIPS[AT][4]
@@ -234,11 +236,12 @@ def copy_columns_kernel(
     STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     PLACED: tl.constexpr, KEPT: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Copy all strips of the ranks first, first + 1, ... except ``skipped``; a rank has a message.
+    """Copy the STRIPS of ranks ``first``, ``first + 1``, ... without ``skipped``.
 
-    PACK copies from whole rows to messages, else back. With PLACED there is one message, whose
-    row ``place[t]`` holds token t. KEPT copies ``skipped`` too: its token t is row ``place[t]``
-    of ``full``. The grid is any number of programs; ``tiles`` counts the tiles of all ranks.
+    Each rank has one message. PACK copies from whole rows to messages (``own_ptr``, RANK_WIDTH
+    columns), else back. With PLACED there is one message, whose row ``place[t]`` holds token t.
+    KEPT also copies rank ``skipped``: row ``place[t]`` of ``full`` holds its token t. Any number of
+    programs share the ``tiles`` of all ranks, with ROWS rows each.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
@@ -274,7 +277,7 @@ def _sum_strip(
     whole_R, message_R, own_R, real_R, part, own_rank, message_size,
     STRIPS: tl.constexpr, AT: tl.constexpr, COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum COPIES ranks' block ``part`` of strip AT; ``message_size``: elements of one message."""
+    """Sum block ``part`` of STRIPS[AT] over COPIES ranks, ``own_rank`` and peers, in dtype WIDE."""
     whole_R += STRIPS[AT][0] + part * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
     own_R += STRIPS[AT][1]
@@ -300,10 +303,10 @@ def sum_copies_kernel(
     STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum the COPIES of every strip in rank order and in dtype WIDE, and round the sum once.
+    """Sum every strip over the COPIES ranks that hold it, in rank order and dtype WIDE.
 
     A peer's rows lie in the peer's message. Token t of this rank (``me``) is row ``place[t]`` of
-    ``mine``. The grid is any number of programs; each of the ranks / COPIES blocks has its tiles.
+    ``mine``. Any number of programs share ``tiles``, the tiles of all ranks / COPIES blocks.
     """
     rows = tokens * batch
     tiles_per_block = tl.cdiv(rows, ROWS)

@@ -22,9 +22,9 @@ from .shares import ColumnBlock, HeadShares
 class Headwise(Scheme):
     """Head-exchanging context parallelism: a rank runs its share of the heads on all tokens.
 
-    Every rank gets the same number of state heads, and the key heads that serve its state heads. If
+    Every rank gets the same number of state heads, and the key heads that its state heads use. If
     there are more ranks than key heads, neighbouring ranks hold the same key head, whose gradients
-    are summed. ``self.layout`` has one rank's columns. Raises a ValueError if the ranks of
+    are summed. ``self.layout`` describes one rank's columns. Raises a ValueError if the ranks of
     ``group`` cannot share the heads.
     """
 
@@ -56,10 +56,10 @@ class Headwise(Scheme):
         )
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
-        """This rank's rows of ``param``, as in :meth:`..scheme.Scheme.local`.
+        """This rank's rows of ``param``; ``names``: sections of its rows, None: a row per head.
 
-        Gradients reach this rank's rows alone. Megatron's data-parallel reduction adds gradients up
-        over the group, and the sum equals the gradient of a run on one rank.
+        The backward gives gradients to these rows alone. Megatron's data-parallel reduction
+        adds up the gradients of the group's ranks to the gradient of a run on one rank.
         """
         wanted = param.shape[0], None if names is None else tuple(names)
         shares, block = self._of_parameters.get(wanted) or self._shares_of_parameter(*wanted)
@@ -70,7 +70,7 @@ class Headwise(Scheme):
     def _shares_of_parameter(
         self, rows: int, names: tuple[str, ...] | None
     ) -> tuple[HeadShares, ColumnBlock | None]:
-        """The shares of a parameter, and this rank's block if the parameter has one section."""
+        """A parameter's shares; this rank's block if the parameter has one section, else None."""
         if names is None:
             shares = HeadShares.even(self.size, (rows,))
         else:
@@ -83,6 +83,7 @@ class Headwise(Scheme):
 
 @cached_by_stream(16)
 def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
+    """The indices of the rows of a whole parameter that ``rank`` holds."""
     columns = [range(block.whole, block.whole + block.width) for block in shares.blocks(rank)]
     table = torch.tensor([row for rows in columns for row in rows], device="cpu")
     return to_device(table, device)

@@ -50,6 +50,7 @@ class HeadShares(NamedTuple):
 
     @property
     def whole_width(self) -> int:
+        """The number of columns of a whole row."""
         return sum(self.sections)
 
     @property
@@ -57,9 +58,11 @@ class HeadShares(NamedTuple):
         return sum(self.widths)
 
     def blocks(self, rank: int) -> tuple[ColumnBlock, ...]:
+        """The blocks that ``rank`` holds, one for each section."""
         return _blocks(self, rank)
 
     def peers(self, rank: int) -> list[int]:
+        """All ranks but ``rank``."""
         return [other for other in range(self.ranks) if other != rank]
 
 
@@ -75,9 +78,9 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 
 
 class Strip(NamedTuple):
-    """``repeats`` neighbouring blocks of ``block`` columns each, a power of two.
+    """``repeats`` neighbouring blocks of columns, each ``block`` columns wide, a power of two.
 
-    Begins at column ``whole + (rank // copies) * step`` of the whole row, ``own`` of a rank's row.
+    A strip begins at ``whole + (rank // copies) * step`` of a whole row, ``own`` of a rank's row.
     """
 
     whole: int
@@ -118,7 +121,7 @@ class Fragment(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Wave:
-    """Tokens of every rank that travel together: the same slice of each rank's tokens."""
+    """The tokens that ranks exchange at one time: the same slice of each rank's tokens."""
 
     tokens: slice
     own_place: Tensor  # int32 [size], sequence positions of this rank's tokens
@@ -133,7 +136,7 @@ class Wave:
 
     @cached_property
     def mean_fragment(self) -> float:
-        """Mean tokens per fragment on the rank with most fragments, so all ranks get one number."""
+        """Mean tokens per fragment on the rank with most fragments, so that all ranks agree."""
         if self.positions is None:
             return 0.0
         breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
@@ -147,7 +150,7 @@ class Wave:
 
 
 def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
-    """The runs of consecutive values of ``positions_s``, a tensor on the host."""
+    """The fragments in ``positions_s``, a CPU tensor: its runs of consecutive positions."""
     if not positions_s.numel():
         return ()
     bounds = [0, *((positions_s.diff() != 1).nonzero().flatten() + 1).tolist(), len(positions_s)]
@@ -173,6 +176,7 @@ def _route(
     table_Rs = positions_of(cut, cp_size, layout)
 
     def places_of(given: Documents) -> tuple[Tensor, ...]:
+        """This rank's and its peers' positions in each wave, for boundaries ``given``."""
         table_Rs = positions_of(given, cp_size, layout)
         return tuple(chain(*(_split_places(table_Rs, cp_rank, tokens) for tokens in slices)))
 
@@ -190,7 +194,7 @@ def _wave_slices(tokens: int, waves: int) -> list[slice]:
 
 
 def _split_places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:
-    """The positions of rank ``cp_rank``'s slice ``tokens``, and of the peers' same slices."""
+    """The positions of rank ``cp_rank``'s slice ``tokens``, and those of its peers' slices."""
     place_Rs = positions_Rs[:, tokens].to(torch.int32)
     peers = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
     return place_Rs[cp_rank].contiguous(), peers.flatten()

@@ -46,6 +46,7 @@ class Heads(NamedTuple):
 
     @property
     def operands(self) -> str:
+        """The dtype's name in flags and file names."""
         return "fp16" if self.dtype == torch.float16 else "bf16"
 
     @property
@@ -88,7 +89,7 @@ def compile_once_per_machine(kernels: list[Any]) -> None:
 
 
 def _compile_once(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Load ``kernel`` from disk once a process has compiled it, else compile it in this process."""
+    """Load ``kernel`` if a process has compiled it; else compile it by ``compile_here``."""
     if not tilelang_env().is_cache_enabled():
         return compile_here(*args, **kwargs)
     entry = cache_entry(kernel, args, kwargs, ".".join(map(str, _capability())))
@@ -114,7 +115,7 @@ def _may_start() -> bool:
 
 
 def _start_command(lock: int) -> subprocess.Popen:
-    """Start the warm-up command, which inherits the file ``lock`` and ends with this process."""
+    """Start the warm-up command, which inherits open file ``lock`` and ends with this process."""
     logger.warning(
         "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d cores, into %s. "
         "`python -m megatron_gdn.warm_up %s` does this before a run.",
@@ -139,6 +140,7 @@ def warm_up_command(heads: Heads, part: str) -> list[str]:
 
 
 def _capability() -> tuple[int, int]:
+    """The compute capability of the current GPU, such as (9, 0)."""
     return torch.cuda.get_device_capability()
 
 
@@ -162,7 +164,7 @@ def cache_folder() -> Path:
 
 
 def cache_entry(kernel: Any, args: tuple, kwargs: dict[str, Any], arch: str) -> Path:
-    """The file that exists once tilelang's cache has ``kernel`` for these arguments and GPUs."""
+    """The file that exists once tilelang has cached ``kernel`` for these arguments and ``arch``."""
     configs = sorted((kernel.pass_configs or {}).items())
     described = kernel.func_source, args, sorted(kwargs.items()), configs, arch
     digest = sha256(repr(described).encode()).hexdigest()[:32]

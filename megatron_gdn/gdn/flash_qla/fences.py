@@ -76,6 +76,7 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
     earlier_hook = tvm_ffi.get_global_func(_HOOK, allow_missing=True)
 
     def hook(source: str, target: Any) -> str:
+        """Add fences to a kernel's CUDA ``source``; tilelang passes the ``target`` GPU."""
         if earlier_hook is not None:
             source = earlier_hook(source, target)
         return with_fences(source) if _KERNELS.search(source) else source

@@ -37,11 +37,12 @@ class HopperStages:
         )
 
     def _find_kernel(self, stage: str, factory: str, *args: Any) -> Callable[..., None]:
-        """The compiled function that FlashQLA's ``factory`` returns for ``args``."""
+        """The compiled function that a stage's ``factory`` in FlashQLA returns for ``args``."""
         return compiled_function(getattr(self._modules[stage], factory)(*args))
 
     @cached_property
     def _index(self) -> ModuleType:
+        """FlashQLA's module that makes tables of chunks."""
         from flash_qla.utils import index  # pyright: ignore[reportMissingImports]
 
         return index
@@ -49,7 +50,7 @@ class HopperStages:
     def _sequences_and_chunks(
         self, like: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[int, Tensor, Tensor, int]:
-        """The number of sequences, their offsets, their first chunks, the chunks of one row."""
+        """The number of sequences, offsets, first chunk of each sequence, and chunks per row."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
             unread = self._unread((rows + 1,), torch.int32, like.device)
@@ -71,7 +72,10 @@ class HopperStages:
         reverse: bool = False,
         zero_last_chunk: bool = False,
     ) -> Tensor:
-        """Running sums of ``g`` in chunks, fp32 ``[B, S, H]``; sequences must cover all S."""
+        """Sums of ``g`` within chunks, fp32 ``[B, S, H]``; ``reverse``: from each chunk's end.
+
+        Sequences must cover all S; ``zero_last_chunk`` also writes zeros after the last one.
+        """
         (B, S, H), out = g.shape, torch.empty_like(g)
         lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
         run = self._kernel(
@@ -86,6 +90,7 @@ class HopperStages:
         return out
 
     def kkt_solve(self, k: Tensor, b: Tensor, cu_seqlens: Tensor | None = None) -> Tensor:
+        """The inverse A ``[B, S, H, 64]`` of every chunk's triangular system."""
         (B, S, G, K), H = k.shape, b.shape[2]
         a = k.new_empty(B, S, H, CHUNK)
         lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
@@ -107,7 +112,11 @@ class HopperStages:
         ht_mask_bwd: Tensor,
         threshold: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Per part and head, both ways: chunks until decay falls below ``threshold``; masks."""
+        """Chunks that the map needs, first chunks that S_in reaches, whether S and dS pass.
+
+        These are four tensors ``[P, H]``. A state reaches a chunk until its log-decay sums to
+        ``threshold``. No S has to pass parts of ``ht_mask_fwd``, no dS those of ``ht_mask_bwd``.
+        """
         P, H = ht_mask_fwd.shape[0], g.shape[2]
         run = self._kernel(
             "get_warmup_chunks_bidi", "tilelang_get_warmup_chunks_bidi",
@@ -137,7 +146,7 @@ class HopperStages:
         num_warmup_chunks: Tensor | None = None,
         final_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """The states at chunks, and the parts' maps (local, through) in ``final_dtype``."""
+        """States at chunks (``output_h``); maps of parts' last ``num_warmup_chunks``."""
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         warm = num_warmup_chunks is not None
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
@@ -172,7 +181,7 @@ class HopperStages:
         self, backward: bool, given: Tensor | None, local: Tensor, through: Tensor, passes: Tensor,
         first: Tensor,
     ) -> Tensor:  # fmt: skip
-        """The states that enter parts, ``[P, H, K, V]``, or gradients of states that leave parts.
+        """The states that enter parts ``[P, H, K, V]``; ``backward``: dS of states that leave.
 
         ``given`` are states that enter sequences, or gradients of states that leave sequences.
         """
@@ -203,7 +212,10 @@ class HopperStages:
         raw_cu_seqlens: Tensor | None = None,
         output_h: bool = False,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """The output, the states at chunks and the final states; states not asked for are None."""
+        """The output, the states at chunks and the final states; states not asked for are None.
+
+        ``cu_seqlens`` bounds parts, ``raw_cu_seqlens`` sequences; ``cp_seq_map``: part to sequence.
+        """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
         sequences = boundaries if raw_cu_seqlens is None else raw_cu_seqlens
@@ -243,7 +255,7 @@ class HopperStages:
         num_warmup_chunks: Tensor,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """Gradients of states that enter parts, for zero gradients of states that leave parts."""
+        """Gradients of states that enter parts, if leaving states have none; no ``output_dh``."""
         assert not output_dh
         (G, K), (H, V) = k.shape[2:], do.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
@@ -274,8 +286,8 @@ class HopperStages:
     ) -> tuple[Tensor, ...]:
         """Gradients of the inputs and of the first states.
 
-        With ``overwrite_dht`` the first states' gradients are written over ``dht``. Every program
-        of the kernel reads its part of ``dht`` first.
+        ``dht`` are gradients of the final states. With ``overwrite_dht`` the first states'
+        gradients replace them in ``dht``: every program reads its values of ``dht`` first.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)

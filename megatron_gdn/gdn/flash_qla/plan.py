@@ -1,8 +1,8 @@
 """How FlashQLA cuts the sequences of a batch into parts that run side by side.
 
 For documents in fixed buffers, the host knows only the largest number of parts and chunks. Each
-sequence in such buffers is cut by its own length and the number of heads. A kernel's block
-without tokens writes nothing.
+sequence in such buffers is cut by its own length and the number of heads. Kernels are launched for
+the largest number, and a thread block without tokens writes nothing.
 """
 
 from __future__ import annotations
@@ -92,9 +92,9 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
 def plan_of_rows(
     rows: int, tokens: int, value_heads: int, device: torch.device
 ) -> SequenceParts | None:
-    """The parts of batch rows without initial states; None if the rows run side by side.
+    """The parts of batch rows without initial states; None if the rows run uncut as one batch.
 
-    FlashQLA's cost model cuts the rows if rows times heads are fewer than multiprocessors.
+    Several rows may be cut only if rows times heads are fewer than multiprocessors.
     """
     documents = documents_of_rows((rows, tokens), device)
     full = rows * value_heads >= multiprocessors()
@@ -109,7 +109,7 @@ def plan_of(
     """The parts of ``documents``, shared by all layers and their backward.
 
     With ``batch_invariant`` a sequence is cut by its own length alone. ``with_states`` says whether
-    states enter the documents.
+    the documents have initial states.
     """
     key = plan_of, value_heads, batch_invariant, with_states
     return documents.plan(key, lambda: _plan_of(documents, *key[1:]))
@@ -140,9 +140,9 @@ def plan_of_whole(documents: Documents) -> SequenceParts:
 
 
 def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceParts:
-    """Store chunk tables on the offsets, so that FlashQLA does not read offsets from the GPU."""
+    """Attach chunk tables to the offset tensors, so FlashQLA does not read these from the GPU."""
     if not documents.known and documents.total_tokens < CHUNK:
-        # A kernel's block without tokens reads the 64 tokens before the buffer's end.
+        # A thread block without tokens reads the buffer's last 64 tokens, so there must be 64.
         raise NotImplementedError(
             f"flash_qla takes documents in fixed buffers of at least {CHUNK} tokens per rank, not "
             f"{documents.total_tokens}; use backend='fla' or larger buffers."

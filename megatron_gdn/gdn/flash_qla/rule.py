@@ -1,7 +1,7 @@
 """FlashQLA as a rule that calls FlashQLA's stages one by one.
 
 FlashQLA's own entry function waits for sequence lengths from the GPU. It also sums dq and dk over
-value heads in an extra pass. In this module the plan uses the host's offsets; the backward of
+value heads in an extra pass. In this module the plan uses offsets on the host, and the backward of
 the front sums dq and dk over heads.
 """
 
@@ -55,7 +55,7 @@ class FlashQlaForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """``keep``: save tensors for the backward; ``final``: return the final states too."""
+        """The output; ``keep``: save tensors for the backward; ``final``: and final states."""
         on_grid, maps = self.rule.bits is Bits.ON_GRID, self._maps
         if on_grid:
             parts, maps = self.rule.plan(self.inputs, self.documents, states=False), None
@@ -65,8 +65,8 @@ class FlashQlaForward(RuleForward):
             parts = maps.parts
         else:
             parts = self.rule.plan(self.inputs, self.documents, states=False)
-            # With batch_invariant, a batch of short sequences takes this path too, because beside a
-            # long sequence the short ones would run in kernels that carry states between parts.
+            # With batch_invariant, uncut sequences run in the kernels for parts too, because one
+            # longer sequence in the batch would make all sequences run in these kernels.
             if parts is not None and (self.rule.batch_invariant or not parts.are_sequences):
                 maps = part_maps(in_one_row(self.inputs), parts, from_zero=True)
         inputs = self.inputs if parts is None else in_one_row(self.inputs)
@@ -83,7 +83,7 @@ class FlashQlaForward(RuleForward):
 
 
 class FlashQlaBackward(RuleBackward):
-    _maps: PartMaps | None = None  # the backward computes maps if the forward did not
+    _maps: PartMaps | None = None  # set if the backward cuts the sequences itself
     _d_entering: Any = None  # [P, H, K, V], the result of _d_entering_states
 
     def __init__(
@@ -98,7 +98,7 @@ class FlashQlaBackward(RuleBackward):
             self._cut_again()
 
     def _cut_again(self) -> None:
-        """Cut sequences as a forward with entering states does, even if this forward had none."""
+        """Cut sequences as a forward with initial states does, even if this forward had none."""
         documents = self.documents
         if documents is None:
             documents = documents_of_rows(self.rows, self.d_o.device)
@@ -120,8 +120,9 @@ class FlashQlaBackward(RuleBackward):
         return self._d_entering
 
     def d_initial(self) -> Tensor:
+        """The gradient of the initial states, if the final states have zero gradients."""
         if self._kept.chunks_back is None or self._kept.passes_back is not None:
-            self._cut_again()  # a forward without initial states keeps no maps of sequences
+            self._cut_again()  # a forward without initial states saves no maps
         return initial_gradients(self._d_entering_states(), self._kept.through, self._parts)
 
     def d_o_was_scaled(self, by: Tensor) -> None:
@@ -157,8 +158,8 @@ class FlashQlaRule(Rule):
             a batch of long and short sequences. ``DETERMINISTIC`` cuts a sequence by its own length
             and the number of heads alone. (FlashQLA chooses by the size of the batch how many value
             columns a block computes, but no column's sums depend on that choice.) ``ON_GRID`` cuts
-            no sequence: a block walks from chunk to chunk with the state in fp32, and can start
-            from the state of any chunk. Its backward cuts as for ``DETERMINISTIC``.
+            no sequence: a thread block computes one chunk after another with the state in fp32,
+            and can start at any chunk. The backward cuts as for ``DETERMINISTIC``.
     """
 
     name = "flash_qla"
@@ -171,7 +172,7 @@ class FlashQlaRule(Rule):
     def plan(
         self, inputs: RuleInputs, documents: Documents | None, states: bool
     ) -> SequenceParts | None:
-        """The parts in which the rule runs; ``states``: whether states enter sequences."""
+        """The parts in which the rule runs; ``states``: whether sequences have initial states."""
         (rows, tokens), heads, device = inputs.k.shape[:2], inputs.v.shape[2], inputs.k.device
         if documents is None and (states or self.batch_invariant):
             documents = documents_of_rows((rows, tokens), device)

@@ -1,7 +1,7 @@
 """Calls FlashQLA's kernels, which compute state maps, outputs and gradients.
 
-FlashQLA computes a map of states, ``S_out = through @ S_in + local``, for each piece (part) of a
-sequence and each head. Context parallelism sends the maps; the forward applies them to S_in.
+FlashQLA computes a map of states, ``S_out = through @ S_in + local``, for each part of a sequence
+and each head. Context parallelism sends the maps; the forward applies them to S_in.
 
 If a head's log-decay sums to less than -20 within a part, ``through`` is zero. ``local`` is then
 computed from the last chunks alone, whose log-decay sums to -20: e^-20 = 2e-9 is below the
@@ -32,14 +32,14 @@ class Kept(NamedTuple):
     entering: Tensor | None = None  # [P, H, K, V], the states that enter parts
     through: Tensor | None = None  # [P, H, K, K]
     # The next field is None if the forward needed no state maps.
-    chunks_back: Tensor | None = None  # [P, H] int32, number of first chunks that S_in reaches
-    # The next field is None if states entered the sequences.
+    chunks_back: Tensor | None = None  # [P, H] int32, number of first chunks that depend on S_in
+    # The next field is None if the sequences had initial states.
     passes_back: Tensor | None = None  # bool [P, H], whether dS_in depends on dS_out
 
     def leaving(
         self, d_entering: Tensor, parts: SequenceParts, d_final: Tensor | None
     ) -> Tensor | None:
-        """The gradients of the states that leave parts; ``d_entering`` those of entering states."""
+        """The gradients of states that leave parts; ``d_entering``: of states that enter parts."""
         if self.passes_back is None:
             return leaving_gradients(d_entering, self.through, parts, d_final)
         return stages().correct_terminal_states(
@@ -53,8 +53,8 @@ class PartMaps(NamedTuple):
     parts: SequenceParts
     local: Tensor  # [P, H, K, V]
     through: Tensor  # [P, H, K, K]
-    passes: Tensor | None  # bool [P, H], whether S_out depends on S_in; None: ``through`` tells
-    kept: Kept  # with ``entering`` and ``through`` not yet set
+    passes: Tensor | None  # bool [P, H], whether S_out depends on S_in; None: use ``through``
+    kept: Kept  # for the backward, without ``entering`` and ``through``
 
     def entering(self, initial: Tensor | None) -> Tensor | None:
         """The states that enter parts; None: all are zero."""
@@ -65,7 +65,7 @@ class PartMaps(NamedTuple):
         )
 
     def saved(self, entering: Tensor | None) -> Kept:
-        """The tensors for the backward. For uncut sequences, the caller has the entering states."""
+        """The tensors for the backward, without ``entering`` if the sequences are not cut."""
         if self.parts.are_sequences and self.passes is None:
             return self.kept
         return self.kept._replace(entering=entering, through=self.through)
@@ -98,7 +98,7 @@ def part_maps(
         # would miss the chunk grid, so the kernel runs all chunks of the part.
         if parts.ragged is not None:
             chunks = torch.where(parts.ragged, parts.chunks, chunks)
-        # FlashQLA's own function rounds the maps to k's dtype.
+        # FlashQLA's own function rounds the maps to k's dtype; HopperStages can return fp32.
         if isinstance(stages(), HopperStages):
             options["final_dtype"] = torch.float32
     _, local, through = run.fused_gdr_h(
@@ -148,7 +148,7 @@ def run_forward(
 def given_or_zero(
     initial: Tensor | None, inputs: RuleInputs, parts: SequenceParts | None
 ) -> Tensor:
-    """``initial``, or zero states, so that training and generation run one compiled kernel."""
+    """``initial``, or zeros if None, so that training and generation run the same kernel."""
     if initial is not None:
         return initial.contiguous()
     assert parts is not None

@@ -50,11 +50,11 @@ def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
 
 @dataclass(frozen=True, eq=False)
 class ModelBatch:
-    """One forward of a model.
+    """The documents and the padding in the batch of one forward.
 
-    ``share`` has the documents of all ranks, row after row, or None when every row is one sequence;
-    a run of padding is a document too, so its state reaches no other document. ``ids``, int64
-    ``[B, S]`` on the host, hold the document number of every token of all ranks; 0 is padding.
+    ``share.documents`` are those of all ranks' tokens, row after row; None: each row is one
+    sequence. A run of padding is a document too, so its state reaches no other document. ``ids``,
+    int64 ``[B, S]`` on the host: the document number of every token of all ranks; 0 is padding.
     ``keep``, bool ``[B, s]``, is False at padding, where the output is exactly zero.
     """
 
@@ -69,7 +69,7 @@ class ModelBatch:
 
     @property
     def kind(self) -> str:
-        """The feature of this batch that transformers' own forward lacks, in words for messages."""
+        """What transformers' own forward cannot do with this batch, in words for error messages."""
         return "packed documents" if self.share.group is None else "context parallelism"
 
     @property
@@ -101,9 +101,9 @@ def resolve_batch(
 ) -> ModelBatch | None:
     """Resolve one forward's batch; None if transformers' own forward continues from a cache.
 
-    ``x_BsH`` may be token ids ``[B, s]``; ``fills_cache``: the forward makes a cache. With context
-    parallelism, masks, ids and positions are those of this rank's tokens, offsets are those of the
-    whole buffer, and all ranks must give the same kinds of sources.
+    ``x_BsH`` may be token ids ``[B, s]``; ``cache`` is transformers'; ``fills_cache``: the forward
+    makes a new cache. With context parallelism, masks, ids and positions are those of this rank's
+    tokens, offsets those of the whole buffer, and all ranks must give the same kinds of sources.
     """
     (rows, tokens), group = x_BsH.shape[:2], group_of(options.cp_mesh)
     if group is None and cache is not None and cache.get_seq_length() > 0:
@@ -127,7 +127,7 @@ def resolve_batch(
 
 
 def _resolve(sources: Sources, rows: int, share: MicroBatchShare) -> ModelBatch:
-    """The batch of ``rows`` rows; ``share`` is this rank's, without documents."""
+    """Find the documents and padding of ``rows`` rows; ``share.documents`` is None so far."""
     _require_agreement(sources, rows, share)
     share = _as_cut(sources, rows, share)
     sources = _in_sequence_order(sources, rows, share)
@@ -137,12 +137,12 @@ def _resolve(sources: Sources, rows: int, share: MicroBatchShare) -> ModelBatch:
     if ids is None:
         padded = share.group is None and mask is not None and mask.dim() == 2
         return ModelBatch(share, keep=mask != 0 if padded else None)
-    read_mask(ids)  # refuses padding inside a document, and documents out of order
+    read_mask(ids)  # raises: padding inside a document, or documents out of order
     own_Bs = ids if share.group is None else ids[:, share.positions]
     keep = None if bool((ids > 0).all()) else to_device(own_Bs > 0, share.device)
     if share.group is not None:
         one_each = bool((ids.amax(-1) <= 1).all())
-        if one_each and not bool((ids.diff() > 0).any()):  # whole rows, or padding at their ends
+        if one_each and not bool((ids.diff() > 0).any()):  # each row: one document, then padding
             return ModelBatch(share, ids, keep)
         if rows > 1:
             what = "padding before tokens" if one_each else "packed documents"
@@ -182,7 +182,7 @@ def _require_agreement(sources: Sources, rows: int, share: MicroBatchShare) -> N
 
 
 def _gather(own: Tensor, share: MicroBatchShare) -> Tensor:
-    """Gather all ranks' tensors, of one shape and dtype: ``[cp, ...]`` on the host."""
+    """Gather the tensor ``own`` of every rank, of equal shapes: ``[cp, ...]`` on the host."""
     if share.group is None:
         return own[None].cpu()
     own = own[None].to(share.device).contiguous()
@@ -192,7 +192,7 @@ def _gather(own: Tensor, share: MicroBatchShare) -> Tensor:
 
 
 def _as_cut(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchShare:
-    """``share`` with the layout that ``seq_index`` shows and the lengths that the layout cuts."""
+    """Set the layout of ``share`` (that of ``seq_index`` if given) and the lengths that it cuts."""
     whole, total, index = share.lengths, sum(share.lengths), sources.seq_index
     tokens = total // share.size
     cut = {SequenceLayout.ZIGZAG_BUFFER: whole, SequenceLayout.CONTIGUOUS: whole}
@@ -216,7 +216,7 @@ def _as_cut(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchSh
         )
     positions = _gather(index[0], share)
     for layout, lengths in cut.items():
-        with suppress(SizeError):  # this layout cannot cut these lengths
+        with suppress(SizeError):  # raised if the layout cannot cut the lengths
             if torch.equal(positions, positions_of(lengths, share.size, layout)):
                 return share._replace(layout=layout, lengths=lengths)
     raise ValueError(
@@ -228,7 +228,7 @@ def _as_cut(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchSh
 
 
 def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> Sources:
-    """Gather sources in sequence order; offsets describe the whole buffer on every rank."""
+    """Gather all ranks' masks, ids and positions in sequence order; keep the whole offsets."""
     if share.group is None:
         return sources
     mask, ids, offsets, given, *_ = sources
@@ -283,13 +283,13 @@ def context_parallel_share(
     cp_mesh: Any,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
 ) -> dict[str, Any]:
-    """Cut this rank's share from a packed batch: every tensor's columns for this rank's tokens.
+    """Cut a packed batch to this rank's tokens: keep their columns of every tensor.
 
     Args:
         batch: as :class:`.training.PackingCollator` makes it, the same on all ranks. Tensors
             ``[1, S]``, ``[1, S, ...]`` and ``[n, 1, S]`` (positions of a vision-language model)
             are cut along S; offsets and values without S are not cut.
-        cp_mesh, layout: ``cp_mesh`` and ``cp_layout`` of :func:`.patching.patch`.
+        cp_mesh, layout: mesh of the ranks and how to cut the row, as in :func:`.patching.patch`.
 
     Raises:
         ValueError: the layout cannot cut the tokens evenly; pad with ``pad_to_multiple_of``.

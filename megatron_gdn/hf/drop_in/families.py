@@ -27,16 +27,16 @@ from ...ops.parts import Parts
 
 
 class Mixer(NamedTuple):
-    """The mixer of this package that computes what a module computes."""
+    """This package's mixer for one linear-attention module of transformers."""
 
     dims: Any
     rule: ChooseRule
     parts: Callable[..., Parts]  # called with rows, conv weight and bias, A_log, dt_bias
-    names: dict[str, Any]  # of the mixer and its recurrence, for messages of MicroBatches
+    names: dict[str, Any]  # how errors of MicroBatches name mixer and recurrence
 
 
 def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
-    """The mixer of ``module``, a Gated DeltaNet of transformers."""
+    """This package's mixer for ``module``, a Gated DeltaNet; ``options``: as in `patch`."""
     dims = GDNDims.from_config(config)
     rule = partial(resolve_rule, options.backend, sizes=dims.heads, operands=options.rule_operands)
     negative = getattr(module, "allow_neg_eigval", False)
@@ -45,7 +45,7 @@ def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
 
 
 def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
-    """The mixer of ``module``, a Kimi Delta Attention of transformers."""
+    """This package's mixer for ``module``, a Kimi Delta Attention; ``options``: as in `patch`."""
     if options.rule_operands != "fp16" or options.recompute_qkv:
         raise ValueError(
             f"rule_operands={options.rule_operands!r}, recompute_qkv={options.recompute_qkv}: "
@@ -63,7 +63,7 @@ def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
         forget_rank=0,
         output_rank=0,
     )
-    bound = getattr(gate, "safe_gate_lower_bound", None)  # GLM 5 next has it, Kimi Linear does not
+    bound = getattr(gate, "safe_gate_lower_bound", None)  # GLM 5 next has a bound
     if getattr(gate, "safe_gate", False):  # Bailing Hybrid
         bound = gate.lower_bound
     rule = partial(choose_kda, options.backend, dims.state, bound)
@@ -127,6 +127,7 @@ def family_of(module: nn.Module) -> Family:
 
 
 def linear_attentions(module: nn.Module) -> Iterator[Any]:
+    """All linear-attention modules of transformers in ``module``."""
     return (found for found in module.modules() if transformers_class(found) is not None)
 
 
@@ -166,7 +167,7 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
 
 
 def refuse_modules_that_mix(config: Any, feature: str) -> None:
-    """Refuse ``feature`` if other modules read across documents or need other ranks' tokens."""
+    """Raise if modules beside linear attention cannot run with ``feature``, such as packing."""
     indexed, why = "indexed_attention" in config.layer_types, ""
     if getattr(config, "ple_layer_ids", None):
         why = (
@@ -198,13 +199,13 @@ _KERNELS = (
 
 
 def plain_functions_on_cpu(model: nn.Module) -> None:
-    """Let transformers' own linear attention run on CPU tensors, with any packages installed.
+    """Let transformers' own linear attention run on CPU tensors, whatever packages are installed.
 
-    Otherwise CPU tensors fail with ``0 active drivers ([])`` if flash-linear-attention is
-    installed. :func:`.patching.patch` calls this function too. Functions of transformers' modeling
+    Without this call CPU tensors fail with ``0 active drivers ([])`` if flash-linear-attention is
+    installed. :func:`.patching.patch` makes this call too. Functions of transformers' modeling
     files are replaced in this process; tensors on other devices run the same function as before.
-    Functions that the package ``kernels`` has turned into modules are not changed (set
-    ``USE_HUB_KERNELS=NO``).
+    Functions that the package ``kernels`` replaced by modules stay as they are; set
+    ``USE_HUB_KERNELS=NO`` to prevent such modules.
     """
     for cls in filter(None, map(transformers_class, model.modules())):
         source = sys.modules[cls.__module__]
@@ -220,8 +221,8 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
 def _call_by_device(
     chosen: Callable, plain: Callable, known: frozenset[str], x: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call the plain function for CPU tensors, else the function chosen at transformers' import."""
-    # No plain function reads boundaries of documents; the chosen function refuses them.
+    """Call ``plain``, which has the arguments ``known``, for CPU tensors, else ``chosen``."""
+    # ``plain`` ignores boundaries of documents; transformers' ``chosen`` function refuses them.
     packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
     if packed or x.device.type != "cpu":
         return chosen(x, *args, **kwargs)

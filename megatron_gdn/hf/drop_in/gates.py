@@ -47,8 +47,8 @@ class SSMGate(Fp32Parameters, nn.Module):
         """The gate g for ``a``; g and a are ``[..., num_v_heads]``, g in the parameters' dtype.
 
         Without ``a``, returns copies of ``A_log`` and ``dt_bias``, because torch's ``fully_shard``
-        frees the gathered parameters after the call. Rounded parameters raise a ValueError, as does
-        ``a`` for a Kimi Delta Attention.
+        frees the gathered parameters after the call. A ValueError is raised if a parameter was
+        rounded, or if ``a`` is given in a Kimi Delta Attention.
         """
         self.require_fp32_parameters()
         if a is None:
@@ -67,7 +67,7 @@ class SSMGate(Fp32Parameters, nn.Module):
 
 
 class HoldsGates:
-    """Mixin of a module whose ``A_log`` and ``dt_bias`` are in a holder."""
+    """Mixin of a module whose ``A_log`` and ``dt_bias`` are in a child module, the holder."""
 
     _modules: dict[str, Any]
 
@@ -80,10 +80,11 @@ class HoldsGates:
 
     @property
     def _gates(self) -> SSMGate:
-        """The holder."""
+        """The child module that has ``A_log`` and ``dt_bias``."""
         return self._modules[HOLDER_NAME]
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
+        """Load the gate parameters from keys without the holder's name."""
         if HOLDER_NAME in self._modules:
             for name in FP32_GDN_PARAM_NAMES:
                 if prefix + name in state_dict:
@@ -101,7 +102,7 @@ def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SS
     """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder; return the holder.
 
     The parameters stay the same objects. 16-bit parameters become ``fp32_dtype``; fp64 parameters
-    stay fp64. Missing parameters raise a KeyError, a narrower ``fp32_dtype`` a ValueError.
+    stay fp64. Missing parameters raise a KeyError, another ``fp32_dtype`` a ValueError.
     """
     holder = SSMGate(len(module._parameters["A_log"]), fp32_dtype)
     for name in FP32_GDN_PARAM_NAMES:
@@ -113,7 +114,7 @@ def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SS
 
 
 def release_gates(owner: Any, dtypes: dict[str, torch.dtype]) -> None:
-    """Undo :func:`install_ssm_gate` on ``owner`` and cast its parameters back to ``dtypes``."""
+    """Undo :func:`install_ssm_gate` on ``owner``; cast the parameters back to ``dtypes``."""
     holder = owner._modules.pop(HOLDER_NAME)
     for name, dtype in dtypes.items():
         _cast(holder._parameters[name], dtype)
@@ -142,7 +143,7 @@ def shard_gates(model: nn.Module, **options: Any) -> None:
 
     Args:
         model: a patched model.
-        options: keywords of ``fully_shard`` but ``mp_policy``, because gates are never rounded.
+        options: keywords of ``fully_shard``, but no ``mp_policy``, which would round the gates.
 
     Raises:
         ValueError: the model has no replaced modules.

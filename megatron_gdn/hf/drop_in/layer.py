@@ -64,7 +64,7 @@ class _DropInState:
     options: DropInOptions
     mixer: families.Mixer
     micro_batches: MicroBatches
-    loader_layout: LoaderLayout  # of the micro-batches
+    loader_layout: LoaderLayout  # the sequence layout of ``micro_batches``
     stored: dict[str, torch.dtype]  # dtypes of A_log and dt_bias before they became fp32
 
     def set_mesh(self, cp_mesh: Any) -> None:
@@ -89,13 +89,13 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     :func:`.patching.patch` gives a model's modules this class. Parameters, state-dict keys and the
     class that ``isinstance`` sees are transformers' own. ``A_log`` and ``dt_bias`` stay fp32.
 
-    On one rank, a batch that is not packed goes through transformers' own forward, with its bits,
+    On one rank, a batch that is not packed runs transformers' own forward, with the same bits,
     kernels and cache (unless ``unpacked="fused"``). Every other batch runs this package's mixer.
 
     ``options`` are those of :func:`.patching.patch` except ``attention``.
 
     Raises:
-        ValueError: the config's family is unknown, its activation not SiLU, or sizes do not fit.
+        ValueError: the config's family is unknown, its activation is not SiLU, or sizes do not fit.
     """
 
     drop_in: _DropInState
@@ -121,7 +121,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         self.drop_in.set_mesh(cp_mesh)
 
     def _compute_gate(self, a: Tensor) -> Tensor:
-        """The log-decay of ``a`` ``[..., num_v_heads]``, see :class:`.gates.SSMGate`."""
+        """The log-decay g = -exp(A_log) * softplus(a + dt_bias) of ``a`` ``[..., num_v_heads]``."""
         return self._gates(a)
 
     def forward(
@@ -137,8 +137,8 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
         Args:
             hidden_states: ``[B, S, H]``, this rank's tokens.
-            cache_params: transformers' cache; with a cache, transformers' own forward runs. All
-                later arguments are keyword-only: their order differs between versions.
+            cache_params: transformers' cache; with a cache, transformers' own forward runs. Later
+                arguments are keyword-only, since their order differs in transformers' versions.
             attention_mask: ``[B, S]``, 0 at padding, or document ids 1, 2, ... if packed.
             gdn_batch: the batch's boundaries, which a patched model finds once for all layers.
             kwargs: ``position_ids``, ``cu_seqlens`` (or ``cu_seq_lens_q``), ``_packed_seq_ids``:
@@ -181,7 +181,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         finally:
             del owner.__dict__["A_log"], owner.__dict__["dt_bias"]
 
-    @torch.compiler.disable  # the host computes tables; autograd sees one function
+    @torch.compiler.disable  # the host computes tables, which torch.compile cannot trace
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
         """Run conv, delta rule and gated norm on the outputs ``proj_TBP`` of the projections."""
         batch = self.drop_in.micro_batch(model_batch, proj_TBP)
@@ -198,7 +198,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
 
 def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
-    """This package's norm if ``norm`` is transformers' unchanged norm, else calls of ``norm``."""
+    """A fused norm if ``norm`` is transformers' unchanged norm, else a readout that calls it."""
     cls, activation = type(norm), getattr(norm, "activation", None)
     plain = (
         cls.__name__.endswith("RMSNormGated")
@@ -218,6 +218,7 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
 
 
 def _require_silu_and_plain_conv(module: Any) -> None:
+    """Raise if the activation is not SiLU or ``conv1d`` is not torch's plain convolution."""
     require_plain_conv(module.conv1d)
     if module.activation not in ("silu", "swish"):
         raise ValueError(
@@ -228,12 +229,12 @@ def _require_silu_and_plain_conv(module: Any) -> None:
 
 
 def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareGatedDeltaNet:
-    """Turn a module of transformers into a drop-in, with the same parameters."""
+    """Turn transformers' ``module`` into a drop-in in place; its parameters stay the same."""
     _require_silu_and_plain_conv(module)
     family, owner = families.family_of(module), gate_owner(module)
     dtype = module._modules[family.out].weight.dtype
     mixer = family.mixer(module, config, options)
-    megatron_config: Any = SimpleNamespace(  # the fields that MicroBatches reads
+    megatron_config: Any = SimpleNamespace(  # fields of the config that MicroBatches reads
         deterministic_mode=False,
         batch_invariant_mode=False,
         bf16=dtype == torch.bfloat16,
@@ -259,7 +260,7 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
 
 
 def undo_drop_in(module: CPAwareGatedDeltaNet) -> None:
-    """Undo :func:`become_drop_in`, also the dtypes of the parameters."""
+    """Undo :func:`become_drop_in`; cast ``A_log`` and ``dt_bias`` back to their old dtypes."""
     release_gates(gate_owner(module), module.drop_in.stored)
     del module.drop_in
     module.__class__ = type(module).__bases__[1]

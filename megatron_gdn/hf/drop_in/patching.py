@@ -1,8 +1,8 @@
 """Replace the linear-attention modules of a transformers model in place; undo the replacement.
 
-The text model's forward finds the batch's boundaries once, for all layers and attention. Under
-context parallelism softmax attention gathers the keys and values of all ranks and attends with this
-rank's queries, document by document.
+The text model's forward finds the documents of the batch once, for all layers. Under context
+parallelism, ``attention="gathered"`` lets softmax attention gather the keys and values of all ranks
+and attend with this rank's queries, document by document.
 
 Legend: B batch, S sequence tokens, s this rank's tokens, H query heads, G key heads, D head dim.
 """
@@ -43,31 +43,31 @@ def patch(
 ) -> Patch:
     """Let this package run every linear-attention module of a transformers model, in place.
 
-    Legal are Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and
+    Supported: Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and
     Bailing Hybrid, also inside their vision-language classes. Modules, parameters, state-dict keys
     and optimizers stay valid; ``A_log`` and ``dt_bias`` become fp32.
 
-    Packed documents are read once per forward from the model's arguments, see :mod:`.sources`, and
-    kept apart. With context parallelism the model is given this rank's tokens, ``cu_seq_lens_q`` of
-    the whole buffer or this rank's ids, and optionally ``seq_index [s]``, the positions of this
-    rank's tokens. A parameter's gradient is that of this rank's tokens: sum it over ``cp_mesh``.
+    Each forward finds packed documents in the model's arguments (:mod:`.sources`) and keeps their
+    states apart. With context parallelism pass this rank's tokens, ``cu_seq_lens_q`` of the whole
+    buffer or this rank's document ids, and optionally ``seq_index [s]``, the positions of this
+    rank's tokens. Each rank has the gradients of its own tokens: sum them over ``cp_mesh``.
 
     Args:
         model: any model of these families, or its text model.
         cp_mesh: one-dimensional device mesh over the context-parallel ranks.
         cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
             (DualChunkSwap of the whole row), ``"contiguous"``, or ``"zigzag"`` (of every document).
-        linear_cp_mode: ``"headwise"``, ``"chunkwise"`` (ranks send states) or ``"auto"``.
+        linear_cp_mode: ``"headwise"`` (ranks send rows), ``"chunkwise"`` (states) or ``"auto"``.
         backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; Kimi
             Delta Attentions take `backend` only.
-        unpacked: what runs an unpacked batch that one rank holds: ``"transformers"`` for
-            transformers' own forward with its bits, ``"fused"`` for this package's mixer.
+        unpacked: what runs a batch that is not packed, on one rank: ``"transformers"`` for
+            transformers' own forward with the same bits, ``"fused"`` for this package's mixer.
         attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
-            too: every rank gathers keys and values, packed documents too. None: the caller runs
+            too, also of packed documents: every rank gathers keys and values. None: the caller runs
             attention (torch's ``context_parallel``, ring attention), without packed documents.
 
     Returns:
-        a handle with ``undo()``, also a context manager. Its ``repr`` says what was replaced.
+        a handle with ``undo()``, which a ``with`` block calls; its ``repr`` says what was replaced.
 
     Raises:
         ValueError: the model has no modules to patch, is patched already, or refuses an option.
@@ -85,7 +85,7 @@ def patch(
 
 
 class Patch(AbstractContextManager):
-    """A patched model; ``layers`` has its new modules by name. ``gathers``: ``"gathered"``."""
+    """A patched model; ``layers``: its new modules by name; ``gathers``: attention is gathered."""
 
     def __init__(self, model: nn.Module, options: DropInOptions, gathers: bool) -> None:
         self.model = model
@@ -134,7 +134,7 @@ class Patch(AbstractContextManager):
         """Put back transformers' own classes and the dtypes of ``A_log`` and ``dt_bias``.
 
         Raises:
-            RuntimeError: since the patch a module was wrapped (for example, by ``fully_shard``), or
+            RuntimeError: after the patch, a module was wrapped (for example by ``fully_shard``), or
                 a text model's ``forward`` was replaced.
         """
         for name, layer in self.layers.items():
@@ -173,12 +173,13 @@ class Patch(AbstractContextManager):
             )
 
     def _wrap_forward(self, text: Any, gathers: bool) -> None:
-        """Let the forward of the text model resolve the batch before its own forward runs."""
+        """Resolve the batch before the text model's forward; ``gathers``: attention is gathered."""
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         before_patch = text.config._attn_implementation
 
         @torch.compiler.disable  # the host reads boundaries
         def prepare(module: Any, given: dict[str, Any]) -> dict[str, Any]:
+            """Add the resolved batch to ``given``, the arguments of the text model's forward."""
             options, config = next(linear_attentions(module)).drop_in.options, module.config
             if gathers and config._attn_implementation in (GATHERED, before_patch):
                 alone = group_of(options.cp_mesh) is None
@@ -204,13 +205,14 @@ class Patch(AbstractContextManager):
 
 
 def _restore_forward(text: Any) -> None:
+    """Give the text model back the ``forward`` that it had before the patch."""
     del vars(text)["forward"]
     if (before := vars(text).pop(_FORWARD_BEFORE)) is not None:
         vars(text)["forward"] = before
 
 
 def _drop_resolved_batch(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Drop the resolved batch, which transformers' own attention does not take."""
+    """Pre-hook: drop the resolved batch, which transformers' own attention does not take."""
     if layer.self_attn.config._attn_implementation != GATHERED:
         kwargs.pop("gdn_batch", None)
     return args, kwargs
@@ -254,7 +256,7 @@ def _has_four_dimensions(mask: Any) -> bool:
 
 
 def _attention_mask(text: Any, batch: ModelBatch, x: Tensor, position_ids: Tensor) -> Any:
-    """The mask that keeps documents apart; None if ``position_ids`` or ``batch`` name them."""
+    """The mask that keeps documents apart; None if ``position_ids`` or ``batch`` suffice."""
     implementation = text.config._attn_implementation
     if batch.share.group is not None:
         if batch.share.documents is not None and implementation != GATHERED:

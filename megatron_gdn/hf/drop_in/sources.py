@@ -9,7 +9,7 @@
 | ``cu_seqlens`` with ``indices`` ``[T]``       | flash-attention kwargs without padding tokens   |
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
 
-Ids count documents from 1 along each row; 0 is padding. The table lies on the host. A 4-D mask is 1
+Ids count documents from 1 along each row; 0 is padding. The table is on the host. A 4-D mask is 1
 or True where a token sees another token. A float mask is added to scores; 0 means "sees".
 
 Legend: B batch, S tokens of a row, N documents, T tokens without padding.
@@ -33,7 +33,7 @@ class Sources(NamedTuple):
 
     attention_mask: Tensor | None = None
     packed_seq_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None  # offsets of documents; with ``indices``, among its tokens
+    cu_seqlens: Tensor | None = None  # offsets of documents, counted among ``indices`` if given
     position_ids: Tensor | None = None
     indices: Tensor | None = None  # places of tokens in flattened [B * S]; other places are padding
     seq_index: Tensor | None = None
@@ -101,7 +101,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             f"indices of {indices.numel()} tokens without cu_seqlens, the offsets of documents "
             f"among these tokens. Give both, or the ids of documents as attention_mask."
         )
-    # Positions are also read if a 4-D mask has whole rows: conv and rule follow positions.
+    # A 4-D mask of whole rows names no documents, so the positions are read in this case too.
     unnamed = set(found) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in found.values())
     positions = text_positions(position_ids)
     if unnamed and positions is not None:
@@ -125,7 +125,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
                 f"{int((ids > 0).sum())} of indices. Give one of them, or make them agree."
             )
         ids = ids.masked_fill(padding_BS, 0)
-    # The mask numbers documents, or a row has more than one document, or padding.
+    # True if the mask has document ids, or if a row has several documents or padding.
     packed = "attention_mask" in found or bool(((ids == 0) | (ids != ids[:, :1])).any())
     return ids if packed else None
 
@@ -136,6 +136,7 @@ def _renumber(ids_BS: Tensor) -> Tensor:
 
 
 def _describe_documents(ids_BS: Tensor) -> str:
+    """The lengths of the documents of row 0, in words for error messages."""
     lengths = _renumber(ids_BS)[0].bincount()[1:].tolist()
     return f"row 0 has documents of {lengths[:8]}{' ...' if len(lengths) > 8 else ''} tokens"
 
@@ -179,7 +180,7 @@ def _ids_from_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tok
 def _document_ids_from_positions(
     positions: Tensor, keep: Tensor | None, rows: int, tokens: int
 ) -> Tensor | None:
-    """Start a document at each jump of positions; None if each row is one sequence."""
+    """Start a document where positions of kept tokens jump; None if each row is one sequence."""
     if positions.shape[0] == 1:
         positions = positions.expand(rows, -1)
     position_BS = to_host("position_ids", positions, rows, tokens).long()

@@ -33,8 +33,8 @@ class PackingCollator:
     The batch has ``input_ids``, ``position_ids`` (from 0 in every document), ``labels`` (ignored at
     the start of a document, which no token predicts), ``shift_labels`` (what the token at each
     position must predict; ignored at the end of a document) and ``cu_seq_lens_q``,
-    ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. With ``shift_labels`` the loss of
-    transformers' models does not shift labels itself, which would be wrong in a share of a row.
+    ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. Given ``shift_labels``, transformers'
+    losses do not shift labels themselves: inside a rank's share of a row they would shift wrongly.
 
     Args:
         pad_to_multiple_of: the row is padded to a multiple of this number, by a document of
@@ -82,7 +82,7 @@ class PackingCollator:
 
 
 def _require_packable(number: int, document: Mapping[str, Any]) -> None:
-    """Refuse a document, the one at index ``number``, with padding, unknown or uneven columns."""
+    """Raise if ``document``, at index ``number``, has padding, unknown or uneven columns."""
     count = len(document["input_ids"])
     for name, column in document.items():
         if name not in _COLUMNS:
@@ -122,11 +122,11 @@ class ContextParallelTrainerMixin(Trainer):
     ``Trainer`` or a subclass of it whose methods pass their arguments to ``super()``.
 
     Raises:
-        ValueError: with context parallelism a dataset that is streamed, a batch without
-            ``shift_labels``, ``label_smoothing_factor``, ``compute_loss_func``, or a model that is
-            not patched.
+        ValueError: the model is not patched; or, with context parallelism, the dataset is streamed,
+            a batch has no ``shift_labels``, or ``label_smoothing_factor`` or ``compute_loss_func``
+            is set.
         RuntimeError: training without a wrapper that sums gradients over the ranks.
-        NotImplementedError: predictions are asked for; a rank has those of its share alone.
+        NotImplementedError: predictions are asked for, but a rank has only those of its tokens.
     """
 
     def get_train_dataloader(self) -> Any:
@@ -167,6 +167,7 @@ class ContextParallelTrainerMixin(Trainer):
     def prediction_step(
         self, model: Any, inputs: Any, prediction_loss_only: bool, *args: Any, **kwargs: Any
     ) -> Any:
+        """Evaluate a batch; under context parallelism ``prediction_loss_only`` must be True."""
         if not prediction_loss_only and self._group is not None:
             raise NotImplementedError(
                 "every context-parallel rank has the predictions of its share of the tokens, so "
@@ -187,6 +188,7 @@ class ContextParallelTrainerMixin(Trainer):
 
     @property
     def _group(self) -> Any:
+        """The process group of the model's ``cp_mesh``; None on one rank."""
         return group_of(self._options().cp_mesh)
 
     def _share_batches_in_group(self, loader: Any) -> Any:
@@ -325,7 +327,7 @@ def assert_no_packing_leak(
             (flash attention's keywords, which transformers refuses without flash kernels),
             ``"packed_seq_ids"`` or ``"indexed_mask"``.
         tolerance: changes up to this fraction of the largest output are not leaks. 0 asks for
-            equal bits; the rounding of experts may depend on tokens that are computed together.
+            equal bits; experts of an MoE may round a token's output by the tokens beside it.
         kwargs: other keywords of the module, and ``seed`` for the random documents.
 
     Returns:

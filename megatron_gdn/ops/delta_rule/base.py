@@ -1,4 +1,4 @@
-"""The gated delta rule's inputs, gradients, heads, and checks of shapes."""
+"""Types of the gated delta rule's inputs, gradients and head sizes, and checks of shapes."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ..state_maps.state_map import StateShape
 
 
 class RuleInputs(NamedTuple):
-    """Inputs of the rule. A backward gets None for inputs that the rule does not read again."""
+    """Inputs of the rule. In a backward, inputs that the rule does not need again are None."""
 
-    q: Tensor  # [B, S, G, K], unit length
+    q: Tensor  # [B, S, G, K], of unit length along K
     k: Tensor  # [B, S, G, K]
     v: Tensor  # [B, S, H, V]
     g: Tensor  # [B, S, H] fp32 log-decay
@@ -27,8 +27,8 @@ class RuleGrads(NamedTuple):
     """Gradients of the rule's inputs, which the front's backward reads.
 
     The gradients of q and k may have H heads; the front then sums over the value heads of each key
-    head. If ``factor`` is given, the true gradient is ``tensor * factor[head]``. A factor is a
-    power of two, and the value heads of one key head have equal factors.
+    head. If ``factor`` is not None, each true gradient is the tensor here times ``factor[head]``. A
+    factor is a power of two, and the value heads of one key head have equal factors.
     """
 
     q: Tensor
@@ -48,7 +48,7 @@ def check_rule_inputs(
     initial_state: Tensor | None,
     cu_seqlens: Tensor | Sequence[int] | Documents | None,
 ) -> Documents | None:
-    """Check shapes of :func:`megatron_gdn.ops.gated_delta_rule`'s inputs; return its documents."""
+    """Check the shapes of `gated_delta_rule`'s inputs; return the documents of ``cu_seqlens``."""
     if key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             f"key and value must be [B, T, heads, dim], got {tuple(key.shape)} and "
@@ -104,7 +104,7 @@ class HeadSizes(NamedTuple):
 
 
 def require_even_groups(key_heads: int, value_heads: int) -> None:
-    """Raise a ValueError for value heads that are not a multiple of the key heads."""
+    """Raise a ValueError if ``value_heads`` is not a multiple of ``key_heads``."""
     if value_heads % key_heads:
         raise SizeError(
             f"num_value_heads={value_heads} is not a multiple of num_key_heads={key_heads}; every "
@@ -123,7 +123,7 @@ def delta_layout(sizes: HeadSizes, *others: Section) -> Layout:
 
 @lru_cache(maxsize=64)
 def _layout(sizes: HeadSizes) -> Layout:
-    """The cached :attr:`HeadSizes.layout`."""
+    """Make :attr:`HeadSizes.layout`; cached, so that equal sizes share one layout."""
     return delta_layout(
         sizes,
         Section("z", "value", sizes.value_dim),

@@ -1,4 +1,4 @@
-"""One group of chunks of a linear-attention rule, in plain torch; autograd differentiates the code.
+"""Computes a group of chunks of a linear-attention rule in plain torch; autograd differentiates it.
 
 The log-decay g is per head or per channel. A token writes the value u under the key k, and erases
 the value of the state S under the key e (Mamba2 erases nothing):
@@ -36,19 +36,19 @@ from .triangular import unit_lower_inverse
 
 
 class Values(NamedTuple):
-    """The rule's values for the tokens of a group of chunks, in fp32 (fp64 for fp64 inputs)."""
+    """What `run_group` reads of a group's tokens, in fp32 (fp64 if the rule's inputs are fp64)."""
 
     q: Tensor  # [m, C, K]
     k: Tensor  # [m, C, K]
     e: Tensor | None  # [m, C, K]; None: nothing is erased
     u: Tensor  # [b, C, V]
-    g: Tensor  # [b, C], [b, C, K], or [m, C, K] if a key head's value heads have one decay
+    g: Tensor  # [b, C], [b, C, K], or [m, C, K] if a key head's value heads share one decay
     strength: Tensor | None = None  # [b, C], each value head's factor on e
     skip: Tensor | None = None  # [b, C, V], added to the output
 
 
 class _Products(NamedTuple):
-    """The matrices of a group's chunks that do not depend on states; names as in the module."""
+    """The matrices of a group that do not depend on states; names as in the module's docstring."""
 
     P: Tensor | None  # [b, C, C]; P and q_in are None if no output is asked for
     A: Tensor | None  # [b, C, C], read below the diagonal; A and e_in are None if e is None
@@ -68,12 +68,12 @@ def run_group(
     pass_states: bool = True,
     set_aside: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """The output ``[b, C, V]``, the state after the group, and the final states of sequences.
+    """Compute a group: the output ``[b, C, V]``, the state after the group, and final states.
 
     Args:
         carried: ``[H, K, V]``, the state after the previous group; None for the first group.
-        initial: initial states of sequences that begin in the group, from :meth:`ChunkGroup.taken`.
-        pass_states: False if every chunk is a whole sequence and no final state is asked for.
+        initial: initial states of the sequences that begin in the group.
+        pass_states: False if every chunk is a whole sequence and no final state is wanted.
         set_aside: keep NaN and inf of a token out of the outputs of earlier tokens; not possible
             with gradients.
     """
@@ -103,7 +103,7 @@ def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
 
     The second result ``[b, C]`` says whether a token or an earlier token of its chunk was zeroed.
     In a product with a triangular matrix, 0 times a later token's NaN would make an earlier output
-    NaN. A q that is not finite changes only the output of its own token.
+    NaN. A q that is not finite stays, since it changes only the output of its own token.
     """
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
     # x * 0 is NaN if x is NaN or inf, so x * 0 != 0 finds the numbers that are not finite.
@@ -129,7 +129,7 @@ def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
 
 
 def _largest(x: Tensor) -> Tensor:
-    """The largest absolute value (or NaN) of every row; on a CPU ``vector_norm`` is slow."""
+    """The largest absolute value (or NaN) of each row; ``vector_norm`` is slow on a CPU."""
     if x.is_cuda:
         return torch.linalg.vector_norm(x, float("inf"), dim=-1)
     return x.abs().amax(-1)
@@ -137,15 +137,16 @@ def _largest(x: Tensor) -> Tensor:
 
 @cached_by_stream(32)
 def ones_from_diagonal(C: int, diagonal: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """``[C, C]``: ones where the column is at least ``diagonal`` past the row, else zeros."""
+    """A matrix ``[C, C]`` with ones where column - row >= ``diagonal``, else zeros."""
     with torch.inference_mode(False):
         return torch.ones(C, C, dtype=dtype, device=device).triu(diagonal)
 
 
 def sum_to_diagonal(x: Tensor, diagonal: int) -> Tensor:
-    """For each column, the sum of the columns of ``x`` at least ``diagonal`` before this column.
+    """Column i of the result is the sum of the columns j of ``x`` with i - j >= ``diagonal``.
 
-    On a GPU ``cumsum`` has no fixed order, and Megatron's batch-invariant ``mm`` is TF32 only.
+    A batched product computes the sums: on a GPU ``cumsum`` has no fixed order, and Megatron's
+    batch-invariant mode replaces ``mm`` by a kernel with TF32 precision.
     """
     C = x.shape[-1]
     table = ones_from_diagonal(C, diagonal, x.dtype, x.device)
@@ -153,7 +154,7 @@ def sum_to_diagonal(x: Tensor, diagonal: int) -> Tensor:
 
 
 class _Decays(torch.autograd.Function):
-    """exp(G), exp(G_C - G) for g ``[b, C]``, and ``pairs`` times exp(G_i - G_j).
+    """Make exp(G), exp(G_C - G) of g ``[b, C]``, and multiply each of ``pairs`` by exp(G_i - G_j).
 
     Each of ``pairs`` ``[m, C, C]`` holds the products of k_j with q_i or with e_i. The decayed
     pairs are lower triangles ``[b, C, C]``. The backward never subtracts two large sums.
@@ -173,7 +174,7 @@ class _Decays(torch.autograd.Function):
         gamma = g.new_empty(b, C, C)  # exp(G_i - G_j)
         torch.sub(G[:, :, None], G[:, None, :], out=gamma)  # subtracts in fp64, then rounds
         # Masked before exp: above the diagonal the exponent is positive and may overflow. The mask
-        # is 0 and not -inf, for which exp() takes ten times as long on a CPU.
+        # is 0 and not -inf, since exp(-inf) takes ten times as long on a CPU.
         gamma.tril_().exp_().tril_()
         decayed = [(x[:, None] * gamma.view(len(x), -1, C, C)).flatten(0, 1) for x in pairs]
         ctx.save_for_backward(gamma, start, end, *decayed)
@@ -183,12 +184,15 @@ class _Decays(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_start: Tensor, d_end: Tensor, *d_decayed: Tensor):
-        """The gradient of g_t sums over the pairs of a key before t and a query at t or later."""
+        """Gradients of g and ``pairs``; ``d_start``: of exp(G), ``d_end``: of exp(G_C - G).
+
+        The gradient of g_t sums over the pairs of a key before t and a query at t or later.
+        """
         gamma, start, end, *decayed = ctx.saved_tensors
         crossing = d_decayed[0] * decayed[0]
         for d, x in zip(d_decayed[1:], decayed[1:], strict=True):
             crossing.addcmul_(d, x)
-        # Row i, column t of the product sums the keys j < t of query i; sum(-2) sums i >= t.
+        # Element (i, t) of the product sums over keys j < t; sum(-2) sums over queries i >= t.
         dg = sum_to_diagonal(crossing, 1).tril_().sum(-2)
         C, dtype, device = gamma.shape[-1], gamma.dtype, gamma.device
         dg.addmm_(d_start * start, ones_from_diagonal(C, 0, dtype, device).mT)
@@ -197,7 +201,7 @@ class _Decays(torch.autograd.Function):
 
 
 def _products_per_head(x: Values, output: bool) -> _Products:
-    """The products if g is per head; the value heads of one key head share q k^T and e k^T."""
+    """The products if g is per head; value heads of a key head share the products q k^T, e k^T."""
     (m, C, _), b = x.k.shape, len(x.g)
     readers = [t for t in (x.q if output else None, x.e) if t is not None]
     start, end, *pairs = _Decays.apply(x.g, *(torch.bmm(t, x.k.mT) for t in readers))
@@ -208,7 +212,7 @@ def _products_per_head(x: Values, output: bool) -> _Products:
             A, e_start = A * x.strength[..., None], start * x.strength
 
     def of_heads(t: Tensor, decay: Tensor) -> Tensor:
-        """``t`` of the key heads times the ``decay`` of each value head."""
+        """Repeat ``t [m, C, K]`` for the value heads of each key head, times ``decay [b, C]``."""
         return (t[:, None] * decay.view(m, -1, C, 1)).view(b, C, -1)
 
     return _Products(
@@ -248,7 +252,7 @@ def _products_per_channel(x: Values, output: bool) -> _Products:
 
 
 def _decayed_products(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Decayed products ``[b, C, r, C]`` of ``readers [b, C, r, K]`` (q, e) and keys ``k``."""
+    """Decayed products ``[b, C, r, C]`` of r = 1 or 2 ``readers [b, C, r, K]`` (q, e) with k."""
     b, C, r, K = readers.shape
     # Products within blocks of `size` tokens, [blocks, size, r, size]; `size` doubles from 1 to C.
     pairs, size = (readers * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
@@ -267,8 +271,9 @@ def _decayed_products(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
 
 
 def _sum_later_tokens(g: Tensor, diagonal: int, later: bool = False) -> Tensor:
-    """For each token of ``g [b, m, K]``, the sum over all tokens at least ``diagonal`` later; with
-    ``later=True`` over all tokens at least ``diagonal`` earlier.
+    """Row i of the result sums the rows j of ``g [b, m, K]`` with j - i >= ``diagonal``.
+
+    With ``later=True`` token i is the later one: row i sums the rows j with i - j >= ``diagonal``.
     """
     m = g.shape[1]
     table = ones_from_diagonal(m, diagonal, g.dtype, g.device).expand(len(g), m, m)
@@ -281,12 +286,16 @@ def _minus_bmm(x: Tensor, y: Tensor) -> Tensor:
 
 
 class _SolveAndPassStates(torch.autograd.Function):
-    """Pass states from chunk to chunk; return states before chunks, y, carried and final state."""
+    """Pass states from chunk to chunk; return states before chunks, y, last state, final states."""
 
     @staticmethod
     def forward(
         ctx, A, u, e_in, k_out, decay, carried, initial, group: ChunkGroup, pass_states: bool
     ):
+        """Per chunk: solve (I + A) y = u - e_in S, then S_next = decay S + k_out^T y.
+
+        ``e_in``: the erased keys, ``k_out``: the written keys, times decays (module docstring).
+        """
         (H, K, V), y = initial.shape[1:], u
         states = u.new_empty(len(u) // H + 1, H, K, V)
         inverse = W = None
@@ -315,6 +324,7 @@ class _SolveAndPassStates(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dS, dy, d_carried, d_final):
+        """Gradients of forward's tensors from those of S, y, the carried state and final states."""
         inverse, W, k_out, through, S, y = ctx.saved_tensors
         states = S.new_empty(len(S) // ctx.heads + 1, *d_carried.shape)
         if W is None:

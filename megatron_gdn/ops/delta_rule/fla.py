@@ -1,4 +1,4 @@
-"""fla's kernels of delta rules, with a decay per head or per channel.
+"""Runs delta rules by fla's kernels, with a decay per head or per channel.
 
 A chunk with initial state S writes the values ``u - w S`` under keys ``k`` that are decayed to the
 chunk's end. Each rule computes w and u by kernels of its own.
@@ -34,14 +34,14 @@ CHANNEL_RULE_KERNELS = {
 
 
 class FlaDeltaRule(FlaRule):
-    """A delta rule; :meth:`inside` gives ``k``, ``w``, ``u``, and sums of g as ``g`` or ``gk``."""
+    """A delta rule. :meth:`inside` returns k, w, u, and sums of g: g per head or gk per channel."""
 
-    # Returns, for a backward ``x``, the tensors ``q``, ``k``, ``w``, the sums of g, and ``dv``. dv
-    # is the gradient of the written values that comes from d_o of the same chunk.
+    # A subclass's method, which returns, for a backward, q, k, w, the sums of g, and dv. dv is the
+    # part of the written values' gradient that comes from d_o of the same chunk.
     readers: Callable[..., dict[str, Tensor]]
 
     def sums(self, x: FlaForward | FlaBackward) -> Tensor:
-        """The sums of g from each chunk's start, in fp32, as base-2 logarithms."""
+        """The sums of g from each chunk's start, divided by ln 2 for exp2, in fp32."""
         return self.fla.chunk_local_cumsum(
             x.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
         )
@@ -55,7 +55,7 @@ class FlaDeltaRule(FlaRule):
 
     def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
         parts, u = parts_of(x.inputs, x.documents), products.chunks["u"]
-        # [local | through] of every part, computed by the kernel of fla's context parallelism.
+        # The state maps [local | through] of all parts, by the kernel of fla's context parallelism.
         (H, V), K, P = u.shape[2:], products.chunks["k"].shape[-1], len(parts.offsets) - 1
         maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)
         rows = {name: of_rows.flatten(0, 1)[None] for name, of_rows in products.chunks.items()}
@@ -78,13 +78,13 @@ class FlaChannelRule(FlaDeltaRule):
     and Akk, the inverses of the chunks' linear systems.
 
     The backward computes the sums of g again, which are as large as q, k and v together. A subclass
-    names three functions of fla.
+    names fla's functions ``within``, ``within_again`` and ``backward_within``.
     """
 
-    within: ClassVar[str]  # gives w, u, _, decayed k, Aqk and Akk
-    within_again: ClassVar[str]  # gives w, u, and decayed q and k
-    backward_within: ClassVar[str]  # gives the gradients
-    gates: ClassVar[tuple[str, ...]]  # fla's names of the inputs after g
+    within: ClassVar[str]  # fla's function for w, u, _, decayed k, Aqk and Akk
+    within_again: ClassVar[str]  # fla's function for w, u, and decayed q and k from Akk
+    backward_within: ClassVar[str]  # fla's function for the gradients
+    gates: ClassVar[tuple[str, ...]]  # fla's argument names for the rule's inputs after g
     grads: ClassVar[Any] = RuleGrads
     settings: dict[str, Any] = {}  # noqa: RUF012  further arguments, which a subclass sets
 
@@ -129,7 +129,7 @@ class FlaChannelRule(FlaDeltaRule):
 
 
 def parts_of(inputs: Any, documents: Documents | None) -> SequenceParts:
-    """Cut sequences into parts, since fla's state-map kernel counts elements in 32 bits."""
+    """Cut sequences into parts so short that fla's state-map kernel can index them in 32 bits."""
     (rows, tokens, H, V), K = inputs.v.shape, inputs.k.shape[-1]
     longest = 2**31 // (H * max(K, V)) // CHUNK * CHUNK
     if documents is None:

@@ -32,9 +32,10 @@ from .chunk_math import Values, run_group
 
 
 class _ChunkedInputs:
-    """Inputs of a forward or backward, cut into chunks; ``fixed`` goes to ``ChunkTable.of``."""
+    """The rule's inputs of ``stage``, a forward or backward, cut into groups of chunks."""
 
     def __init__(self, stage: Any, fixed: bool = False) -> None:
+        """``stage``: a forward or backward. With ``fixed`` a group on a CPU is one chunk."""
         rule, self.inputs, documents = stage.rule, stage.inputs, stage.documents
         k, v = self.inputs.k, self.inputs.v
         self.values, self.wide = rule.values, torch.promote_types(v.dtype, torch.float32)
@@ -48,7 +49,7 @@ class _ChunkedInputs:
         return [self.table.to_chunks(x, group, self.wide).flatten(0, 1) for x in tensors]
 
     def state(self, given: Tensor | None) -> Tensor:
-        """States as a contiguous tensor ``[N, H, K, V]``; None means zeros."""
+        """The states ``given``, as a contiguous tensor ``[N, H, K, V]``; zeros for None."""
         if given is None:
             return self.inputs.v.new_zeros(self.shape, dtype=self.wide)
         return given.to(self.wide).reshape(self.shape).contiguous()
@@ -83,7 +84,7 @@ class PlainForward(RuleForward):
     def state_map(self) -> StateMap:
         """``local``: final states from zeros. ``through``: final states from I if all values are 0.
 
-        If nothing is erased, the rows of a state do not mix, so one column of ones replaces I.
+        If the rule erases nothing, ``through`` is diagonal, so one column of ones replaces I.
         """
         chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
         initial, (*_, K, V) = chunks.state(None), chunks.shape
@@ -131,7 +132,7 @@ class PlainBackward(RuleBackward):
     def run_to_states(
         self, initial: Tensor | None, d_final: Tensor | None, maps: Any
     ) -> tuple[Any, Tensor]:
-        """Gradients of the inputs and of the initial states."""
+        """Gradients of the inputs and of the initial states; ``maps`` is not used."""
         return self._run(initial, d_final)
 
     @torch.no_grad()
@@ -173,7 +174,7 @@ class PlainRule(Rule):
     """The gated delta rule, with a decay per head or per channel: ``backend="reference"``."""
 
     name = "reference"
-    bits = Bits.DETERMINISTIC  # the weakest promise on bits that this rule gives
+    bits = Bits.DETERMINISTIC  # the least promise on bits; the constructor may get a higher one
     reads_again = frozenset(RuleInputs._fields)
     forward, backward = PlainForward, PlainBackward
     grads: ClassVar[Any] = RuleGrads

@@ -17,17 +17,17 @@ LINEAR_SIZES = (
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LinearDims:
-    """Sizes of a mixer, or of one rank's share; subclasses add ``layout`` and more sizes."""
+    """Sizes of a whole mixer or of one rank's share; subclasses add ``layout`` and more sizes."""
 
-    hidden_size: int  # of the model; never split
-    num_key_heads: int  # each key head serves neighbouring value heads
+    hidden_size: int  # hidden size of the model, which ranks do not split
+    num_key_heads: int  # each key head serves num_value_heads / num_key_heads value heads
     num_value_heads: int  # each value head has a state
     key_head_dim: int  # rows of a state
     value_head_dim: int  # columns of a state
     conv_kernel_dim: int
 
     may_be_zero: ClassVar[tuple[str, ...]] = ()  # names of sizes that may be 0
-    also_shared: ClassVar[tuple[str, ...]] = ()  # more sizes that tensor parallelism divides
+    also_shared: ClassVar[tuple[str, ...]] = ()  # names of more sizes that are split over ranks
 
     def __post_init__(self) -> None:
         require_sizes(self, self.may_be_zero)
@@ -46,7 +46,7 @@ class LinearDims:
 
     @property
     def qk_dim(self) -> int:
-        """The width of the query section, and of the key section."""
+        """The width of the query section, which is also the width of the key section."""
         return self.num_key_heads * self.key_head_dim
 
     @property
@@ -56,18 +56,19 @@ class LinearDims:
 
     @property
     def value_heads_per_key_head(self) -> int:
+        """The number of value heads that share one key head."""
         return self.num_value_heads // self.num_key_heads
 
     @property
     def heads(self) -> HeadSizes:
-        """The head counts and head dims, in the form that kernels and rules take."""
+        """The head counts and head dims as :class:`HeadSizes`, which kernels and rules take."""
         return HeadSizes(
             self.num_key_heads, self.num_value_heads, self.key_head_dim, self.value_head_dim
         )
 
     @property
     def layout(self) -> Layout:
-        """The columns of a projection row."""
+        """The layout of a projection row; every subclass has its own."""
         raise NotImplementedError
 
     @property

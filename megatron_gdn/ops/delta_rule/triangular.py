@@ -1,7 +1,7 @@
 """The inverse of many small unit lower triangular matrices.
 
-A batched triangular solve uses little of a GPU, so a GPU inverts by matrix products: A and D at
-once, then the corner (Higham, "Accuracy and Stability of Numerical Algorithms", 14.2):
+A batched triangular solve uses little of a GPU, so a GPU inverts by matrix products: first A and D
+together, then the corner (Higham, "Accuracy and Stability of Numerical Algorithms", 14.2):
 
     [ A    ]^-1   [  A^-1                ]
     [ B  D ]    = [ -D^-1 B A^-1    D^-1 ]
@@ -50,7 +50,7 @@ def _invert_by_growing_blocks(L: Tensor) -> Tensor:
 def _identity_and_corners(
     C: int, dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, Tensor]:
-    """The identity ``[C, C]``, and per block size ones at the corners, ``[sizes, C, C]``."""
+    """The identity ``[C, C]``, and a 0/1 mask of the corners per block size, ``[sizes, C, C]``."""
     with torch.inference_mode(False):
         place, rows, corners = torch.arange(C, device="cpu"), 1, []
         while rows < C or not corners:

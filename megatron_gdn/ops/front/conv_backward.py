@@ -28,16 +28,15 @@ def _walk_one_token(
     LOOK_OUT: tl.constexpr, HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr,
     SCALED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute d(pre-activation) of one token per segment, and dx of the token W - 1 tokens before.
+    """Compute d(pre-activation) of a token per segment, and dx of the token W - 1 earlier.
 
-    The output's gradient is the sum over the GROUP value heads at ``grad_ptr`` that share this
-    head, times ``factor`` if SCALED. ``history``: the last W - 1 inputs, newest first.
-    ``unfinished_dx``: dx of the last W - 1 tokens, without the terms of the tokens after.
-    ``position_R``: the tokens' places in their documents. ``d_1D``, ``real_1D``: the head's
-    channels, and which of them exist (all unless PADDED). ``lead_ptr``: the lead-in, read if
-    HAS_HISTORY. All strides are elements from one token to the next. MASKED: near an end of the
-    sequence or of a document. LOOK_OUT: MASKED, in a packed batch. NORMALISE: the output has unit
-    length.
+    ``grad_ptr``: GROUP gradients to sum, times ``factor`` if SCALED. ``unfinished_dx``: dx of the
+    last W - 1 tokens so far. ``position_R``: places in documents. ``lead_ptr``: the lead-in, if
+    HAS_HISTORY. ``d_1D``: channels; ``real_1D``: which exist, if PADDED. MASKED: near an end of the
+    sequence or, if LOOK_OUT, of a document. ``place_ptr``: the tokens' rows of the lead-in.
+    ``t_R``, ``real_R``: the segments' tokens, and which exist. ``history``: the last W - 1 inputs,
+    newest first. All strides are elements from one token to the next. NORMALISE: the output has
+    unit length.
     """
     x_RD = load_row(x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED)
     grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
@@ -94,11 +93,14 @@ def walk_head_backward(
 ):  # fmt: skip
     """Gradients of one head in ROWS segments of ``steps`` tokens, one token of each at a time.
 
+    ``column``: the head's first of CHANNELS channels. The function writes dx to ``d_proj_ptr``
+    (token stride ``d_stride_s``), sums for weight and bias to ``partial_ptr``, the lead-in's
+    gradient to ``d_lead_ptr``. PACKED: several documents. STAGES: ``num_stages`` of the loop.
+    BLOCK_D: D rounded up to a power of two.
+
     A token's dx needs the d(pre) of the next W - 1 tokens. The loop keeps the terms of these tokens
     in registers, so it reads every input once; only W - 1 tokens past each segment are computed
-    twice. ``column``: the head's first channel of the CHANNELS of the convolution.
-    ``partial_ptr``: the program's sums for weight and bias. ``d_lead_ptr``: gradient of the
-    lead-in. BLOCK_D: D rounded up to a power of two. STAGES: ``num_stages`` of the loop.
+    twice.
     """
     LOOK_OUT: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
@@ -106,12 +108,12 @@ def walk_head_backward(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # relative to start; the pointers include start
+    first_R = tl.arange(0, ROWS) * steps  # counted from start, as the pointers below
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     dx_ptr = d_proj_ptr + base * d_stride_s + column
     grad_ptr += base * grad_stride
-    room_R = S - start - first_R  # tokens from a segment's first to the end of the sequence
+    room_R = S - start - first_R  # tokens between a segment's start and the sequence's end
 
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
     bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)

@@ -19,7 +19,7 @@ UNROLL = tl.constexpr(4)  # steps per loop iteration; every walk has a multiple 
 
 @triton.jit
 def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """One row of every segment, at ``at_RD``; zeros past the end of the sequence or the head."""
+    """Load a row of each segment from ``at_RD``, masked by ``real_R``, ``real_1D``; 0 elsewhere."""
     if MASKED and PADDED:
         return tl.load(at_RD, mask=real_R[:, None] & real_1D, other=0.0)
     elif MASKED:
@@ -32,7 +32,7 @@ def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr)
 
 @triton.jit
 def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Store one row ``y_RD`` of every segment, with the masks of :func:`load_row`."""
+    """Store a row ``y_RD`` of every segment at ``at_RD``, with the masks of :func:`load_row`."""
     if MASKED and PADDED:
         tl.store(at_RD, y_RD, mask=real_R[:, None] & real_1D)
     elif MASKED:
@@ -45,7 +45,7 @@ def store_row(at_RD, y_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.con
 
 @triton.jit
 def push_row(newest, rows, COUNT: tl.constexpr):
-    """Put ``newest`` in front of the COUNT tuple elements ``rows``, and drop the oldest row."""
+    """Put ``newest`` in front of the tuple ``rows`` of COUNT rows; drop the last, oldest row."""
     pushed = (newest,)
     for age in tl.static_range(1, COUNT):
         pushed = pushed + (rows[age - 1],)
@@ -54,7 +54,7 @@ def push_row(newest, rows, COUNT: tl.constexpr):
 
 @triton.jit
 def load_taps(weight_ptr, column, d_D, real_D, W: tl.constexpr):
-    """The W taps of channels ``column + d_D``, oldest first, in fp32; 0 where not ``real_D``."""
+    """Load the W taps of channels ``column + d_D`` in fp32, oldest first; 0 if not ``real_D``."""
     taps = ()
     for tap in tl.static_range(W):
         tap_D = tl.load(weight_ptr + (column + d_D) * W + tap, mask=real_D, other=0.0)
@@ -77,7 +77,10 @@ def load_history(
     x_at_RD, stride, position_R, real_R, real_1D,
     W: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The W - 1 inputs before ``x_at_RD``, newest first, ``stride`` apart; 0 of other documents."""
+    """Load the W - 1 inputs before ``x_at_RD``, newest first; 0 for tokens of other documents.
+
+    ``stride``: elements between tokens. ``position_R``: the segments' places in their documents.
+    """
     history = ()
     for delay in tl.static_range(1, W):
         past_RD = load_row(
@@ -109,27 +112,27 @@ def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constex
 
 @triton.jit
 def load_lead_in(lead_at_1D, place_R, real_1D, stride):
-    """The lead-in of one token per segment: row ``place_R`` of ``lead_at_1D``, 0 if negative."""
+    """The lead-in of one token per segment: row ``place_R`` at ``lead_at_1D``, 0 if place_R < 0."""
     at_RD = lead_at_1D + tl.cast(place_R, tl.int64)[:, None] * stride
     return tl.load(at_RD, mask=(place_R >= 0)[:, None] & real_1D, other=0.0)
 
 
 @triton.jit
 def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
-    """Whether a tap within ``tokens`` tokens reaches over an end of the sequence or of a document.
+    """Whether a walk over ``tokens`` tokens, or a tap, passes an end of the sequence or a document.
 
     A walk that meets no boundary needs no masks; in a long sequence nearly all walks meet none.
     """
     end = start + tokens + (W - 1)  # one past the last token that the walk reads
     meets = (start < W - 1) | (end > S)
     if PACKED:
-        # Positions count up within a document, so the last one gives the position of ``start``.
+        # The last token's position tells whether its document has all taps of token ``start``.
         last = tl.load(position_ptr + end - 1, mask=end <= S, other=0)
         meets = meets | (last - (end - 1 - start) < W - 1)
     return meets
 
 
-@triton.jit(noinline=True)  # compiles faster, see the module's docstring
+@triton.jit(noinline=True)  # because Triton compiles small functions faster
 def walk_head(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
     column, start, S, steps, stride_s, lead_stride, out_stride, eps,
@@ -137,9 +140,9 @@ def walk_head(
     BLOCK_D: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
     HAS_HISTORY: tl.constexpr, MASKED: tl.constexpr, NORMALISE: tl.constexpr,
 ):  # fmt: skip
-    """One head, ROWS segments of ``steps`` tokens: y = l2norm(silu(conv(x))).
+    """Compute one head in ROWS segments of ``steps`` tokens: y = l2norm(silu(conv(x))).
 
-    ``proj_ptr`` points at token 0 of batch row b. Each input is loaded once; a tiled convolution
+    ``proj_ptr`` points at token 0 of a batch row. Each input is loaded once; a tiled convolution
     would load each input W times. ``out_stride``: elements from one output token to the next.
     """
     LOOK_OUT: tl.constexpr = PACKED and MASKED
@@ -148,11 +151,11 @@ def walk_head(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # relative to start; the pointers include start
+    first_R = tl.arange(0, ROWS) * steps  # counted from start, as the pointers below
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     out_ptr += base * out_stride
-    room_R = S - start - first_R  # tokens from a segment's first to the end of the sequence
+    room_R = S - start - first_R  # tokens between a segment's start and the sequence's end
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
     bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
     if LOOK_OUT:

@@ -1,6 +1,6 @@
 """The functions of :mod:`.gates` and their gradients, as Triton device functions.
 
-    function(x, A_log, low, high)                            -> first, second
+    function(x, A_log, low, high)                             -> first, second
     function_backward(x, A_log, d_first, d_second, low, high) -> d_x, d_A_log
 
 All arithmetic is elementwise in fp32. A gate with one result returns the result twice, and ignores
@@ -27,33 +27,35 @@ def _log_decay_backward(dt, A_log, d_g):
     """Gradients of dt and A_log from ``d_g``, the log-decay's gradient; 0 if the decay is 0."""
     rate = minus_rate(A_log)
     held = rate * dt < LEAST_LOG_DECAY
-    d_g = tl.where(held, 0.0, d_g)  # masked before the products, since g may be -inf
+    d_g = tl.where(held, 0.0, d_g)  # masked before the products: inf * 0 would be NaN
     d_A_log = d_g * rate * tl.where(held, 0.0, dt)
     return d_g * rate, tl.where(A_log > LARGEST_A_LOG, 0.0, d_A_log)
 
 
 @triton.jit
 def decay(x, A_log, low, high):
-    """:func:`.gates.decay`, which does not use ``low`` and ``high``."""
+    """The log-decay ``-exp(A_log) softplus(x)``, twice; ``low`` and ``high`` are not used."""
     g = _log_decay(softplus(x), A_log)
     return g, g
 
 
 @triton.jit
 def decay_backward(x, A_log, d_g, d_same, low, high):
+    """Gradients of x and A_log from the log-decay's gradient ``d_g``; ``d_same`` is not used."""
     d_dt, d_A_log = _log_decay_backward(softplus(x), A_log, d_g)
     return d_dt * sigmoid(x), d_A_log
 
 
 @triton.jit
 def bounded_decay(x, A_log, low, high):
-    """:func:`.gates.bounded_decay`: a log-decay between ``low`` and 0."""
+    """The log-decay ``low sigmoid(exp(A_log) x)``, twice; ``high`` is not used."""
     g = low * sigmoid(-minus_rate(A_log) * x)
     return g, g
 
 
 @triton.jit
 def bounded_decay_backward(x, A_log, d_g, d_same, low, high):
+    """Gradients of x and A_log from the log-decay's gradient ``d_g``; ``d_same`` is not used."""
     rate = -minus_rate(A_log)
     sig = sigmoid(rate * x)
     d_x = d_g * low * sig * (1.0 - sig) * rate
@@ -62,7 +64,7 @@ def bounded_decay_backward(x, A_log, d_g, d_same, low, high):
 
 @triton.jit
 def time_step(x, A_log, low, high):
-    """:func:`.gates.time_step`: the log-decay, and dt clamped to ``low .. high``."""
+    """The log-decay ``-exp(A_log) dt`` and the time step ``dt = clamp(softplus(x), low, high)``."""
     dt = softplus(x)
     dt = tl.where(dt < low, low, dt)  # NaN stays NaN
     dt = tl.where(dt > high, high, dt)
@@ -71,6 +73,7 @@ def time_step(x, A_log, low, high):
 
 @triton.jit
 def time_step_backward(x, A_log, d_g, d_dt, low, high):
+    """Gradients of x (0 where dt is clamped) and A_log from those of the log-decay and of dt."""
     free = softplus(x)
     _, dt = time_step(x, A_log, low, high)
     of_decay, d_A_log = _log_decay_backward(dt, A_log, d_g)
@@ -80,13 +83,14 @@ def time_step_backward(x, A_log, d_g, d_dt, low, high):
 
 @triton.jit
 def strength(x, A_log, low, high):
-    """:func:`.gates.strength`: ``high sigmoid(x)``."""
+    """The strength ``high sigmoid(x)``, twice; ``A_log`` and ``low`` are not used."""
     y = sigmoid(x) * high
     return y, y
 
 
 @triton.jit
 def strength_backward(x, A_log, d_y, d_same, low, high):
+    """Gradient of x, twice, from the strength's gradient ``d_y``; the caller drops the second."""
     sig = sigmoid(x)
     d_x = d_y * high * sig * (1.0 - sig)
     return d_x, d_x

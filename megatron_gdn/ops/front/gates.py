@@ -4,8 +4,8 @@
 
 x is the gate's columns, plus ``dt_bias`` if the gate has a rate (:class:`.table.Gate`). Log-decays
 are clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at
-:func:`..elementwise.largest_A_log`. Where a clamp acts, the decay exp(g) and its gradient would be
-exactly 0 without the clamp too.
+:func:`..elementwise.largest_A_log`. The clamps change neither the decay exp(g) nor its gradient:
+where a clamp acts, both would be exactly 0 without the clamp.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def decay_and_write_gates(
     Args:
         alpha_H, beta_H: ``[..., H]``, the alpha and beta sections of the projection.
         A_log_H, dt_bias_H: ``[H]``, the parameters of the log-decay.
-        allow_neg_eigval: allow write strengths up to 2, see :func:`..elementwise.largest_beta`.
+        allow_neg_eigval: allow write strengths up to 2, which give negative eigenvalues.
 
     Returns:
         ``g`` and ``beta``, both ``[..., H]`` in fp32 (fp64 for fp64 parameters).

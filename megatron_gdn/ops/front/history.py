@@ -1,11 +1,11 @@
 """The *history* of a batch: the rows before its pieces.
 
 The convolution of a token reads the W - 1 rows before the token. So the first W - 1 tokens of a
-piece, its *edge*, need rows that another rank, a cache or a parent piece holds, and the front waits
-for these rows. The part of the convolution that reads these rows is a separate sum, the *lead-in*:
+piece, its *edge*, need rows from another rank, a cache or a parent piece, and the front waits for
+these rows. The part of the convolution that reads these rows is a separate sum, the *lead-in*:
 
-    pre[p]     = bias + the taps over the piece's own rows + lead_in[p]          p = 0 .. W - 2
-    lead_in[p] = sum of tap[W - 1 - p - age] * row[age] over the ages 1 .. W - 1 - p
+    pre[p]     = bias + the taps over the piece's own rows + lead_in[p]          0 <= p < W - 1
+    lead_in[p] = sum of tap[W - 1 - p - age] * row[age] over 1 <= age < W - p
 
 Legend: s tokens of the batch, N pieces with a history, R rows of history, M tokens whose rows were
 sent.
@@ -27,14 +27,14 @@ from ..host_tables import cached_by_stream, to_device
 class HistoryTable:
     """Indices of the rows of history; int32 on the device.
 
-    In fixed buffers the lines of absent pieces hold -1, and the token of an unused addition is -1.
+    In fixed buffers, lines of pieces that do not exist hold -1; so does an unused addition's token.
     """
 
-    before: Tensor  # [N, W - 1]: the row 1, 2, .. tokens before each piece, or -1; no row twice
-    edge: Tensor  # [N, W - 1]: the first tokens of each piece, -1 after the end of a short piece
+    before: Tensor  # [N, W - 1]: index of the row 1, 2, .. tokens before a piece, or -1; unique
+    edge: Tensor  # [N, W - 1]: indices of each piece's first tokens, -1 after a short piece
     place: Tensor  # [s]: each token's index in the flattened ``edge``, -1 outside the edges
-    # [M, 1 + most]: each line holds one token, then the indices of the returned rows that are added
-    # to the token's gradient in this order, padded with -1. No token has two lines.
+    # [M, 1 + most]: one line per token whose row was sent: the token's index, then the indices of
+    # the returned gradients that are added to the token's gradient, in this order, then -1.
     additions: Tensor
 
     @classmethod
@@ -47,7 +47,11 @@ class HistoryTable:
         tokens: int,
         device: torch.device,
     ) -> HistoryTable:
-        """From host tensors: each piece's ``first`` token and ``count``, and tokens ``sent``."""
+        """Make the table of ``tokens`` tokens from tensors on the host.
+
+        ``first``, ``count``: each piece's first token and number of tokens. ``sent``: the tokens
+        whose rows were sent, in the order in which their gradients return.
+        """
         ahead = torch.arange(before.shape[1], device="cpu")
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)
         flat = edge.flatten()
@@ -77,9 +81,9 @@ class History(NamedTuple):
     d_rows: Tensor | None = None  # [R, B, C] contiguous, in fp32 or wider
 
     def with_gradient_buffer(self) -> History:
-        """The same history with ``d_rows`` of zeros."""
+        """The same history with a buffer of zeros as ``d_rows``."""
         wide = torch.promote_types(self.rows.dtype, torch.float32)
-        shape = self.rows.shape  # zeros, since rows of fixed buffers may belong to no piece
+        shape = self.rows.shape  # zeros: rows of fixed buffers may belong to no piece
         return self._replace(d_rows=torch.zeros(shape, dtype=wide, device=self.rows.device))
 
     def add_lead_in_to(self, pre_BsC: Tensor, weight_CW: Tensor) -> Tensor:
@@ -98,7 +102,7 @@ class History(NamedTuple):
 
 
 def history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) -> History:
-    """The history from the W - 1 rows before every sequence, ``[N, C, W - 1]``, oldest first."""
+    """The `History` of sequences after the rows ``history_NCW [N, C, W - 1]``, oldest row first."""
     packed, device = documents is not None, history_NCW.device
     rows = history_NCW.permute(2, 0, 1)
     if packed:
@@ -121,7 +125,7 @@ def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) ->
 def _last_row_indices(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For the last ``past`` rows of N sequences: indices of new and old rows, and which are new."""
+    """For each of the last ``past`` rows: its index in new rows, in old rows, whether it is new."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
     # The place of each last row in its sequence; a negative place means a row of ``before``.
@@ -134,10 +138,10 @@ def _last_row_indices(
 
 
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
-    """The last p rows ``[N, C, p]`` of every sequence; short sequences take rows of ``before``."""
+    """The last p rows ``[N, C, p]`` of every sequence, filled up with rows of ``before_NCp``."""
     N, _, past = before_NCp.shape
     if documents is None:
-        # Copy only the new rows that stay.
+        # Copy no more than the last p of the new rows.
         tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0)
         return torch.cat([before_NCp, tail], dim=2)[..., tail.shape[2] :].contiguous()
     token, old, fresh = _last_row_indices(documents.lengths, past, rows_sBC.device)

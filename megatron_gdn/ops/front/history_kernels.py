@@ -21,7 +21,11 @@ _CHANNELS = 256  # per program
 
 @triton.jit
 def _rows_before(rows_ptr, before_ptr, stride_r, at_1C, real_1C, W: tl.constexpr):
-    """The W - 1 rows before a piece, at indices ``before_ptr``, newest first; zeros for -1."""
+    """Load the W - 1 rows before a piece, newest first, by indices at ``before_ptr``; -1 gives 0.
+
+    ``stride_r``: elements between rows. ``at_1C``: offsets of the channels; ``real_1C``: which
+    channels exist.
+    """
     rows = ()
     for age in tl.static_range(1, W):
         row = tl.load(before_ptr + age - 1)
@@ -35,7 +39,10 @@ def lead_in_kernel(
     rows_ptr, weight_ptr, before_ptr, lead_ptr, stride_r, stride_b, stride_c,
     CHANNELS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (N, blocks of channels, B): write the lead-in ``[N, W - 1, B, C]`` to ``lead_ptr``."""
+    """grid (N, blocks of channels, B): write the lead-in ``[N, W - 1, B, C]`` to ``lead_ptr``.
+
+    ``stride_r``, ``stride_b``, ``stride_c``: of the rows ``[R, B, C]``. BLOCK: channels of a block.
+    """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
     c_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -60,9 +67,9 @@ def lead_in_backward_kernel(
     stride_r, stride_b, stride_c, columns,
     CHANNELS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (N, blocks of channels, B): d_rows ``[R, B, C]``, and partial sums of the weight.
+    """grid (N, blocks of channels, B): d_rows ``[R, B, C]``, and sums for the weight's gradient.
 
-    Writes only the first C W columns of the sums ``[N B, columns]``. ``edge_ptr``: edge tokens.
+    The sums are the first C W columns of ``partial_ptr [N B, columns]``. ``edge_ptr``: edge tokens.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -99,7 +106,10 @@ def add_rows_kernel(
     returned_ptr, additions_ptr, d_rows_ptr, most, stride_s, stride_b,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (M, blocks of channels, B): add the rows that a line of ``additions`` lists."""
+    """grid (M, blocks of channels, B): add up to ``most`` returned rows to a token's ``d_rows``.
+
+    A line of :attr:`.history.HistoryTable.additions` has the token and the indices of these rows.
+    """
     line_ptr = additions_ptr + tl.program_id(0) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)
     c_C = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -115,7 +125,7 @@ def add_rows_kernel(
 
 
 def lead_in(history: History | None, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The lead-in ``[N, W - 1, B, C]`` in fp32, and ``table.place``; both None without history."""
+    """The lead-in ``[N, W - 1, B, C]`` in fp32, and ``table.place``; None, None without history."""
     if history is None or not len(history.table.before):
         return None, None
     rows, table = history.rows, history.table
@@ -127,7 +137,7 @@ def lead_in(history: History | None, weight: Tensor) -> tuple[Tensor | None, Ten
 
 
 def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: Tensor) -> None:
-    """From ``d_lead`` write ``history.d_rows``, and sums for the weight to ``partial``."""
+    """From ``d_lead`` write ``history.d_rows``, and d(weight)'s sums to ``partial``."""
     (rows, table, d_rows), columns = history, partial.shape[1]
     partial.zero_()
     (N, _), (B, C) = table.before.shape, rows.shape[1:]
@@ -137,7 +147,7 @@ def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: 
 
 
 def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
-    """Add rows of contiguous fp32 ``returned [., B, C]`` to ``d_rows``, see ``additions``."""
+    """Add rows of fp32 ``returned [., B, C]`` to ``d_rows``, as `HistoryTable.additions` lists."""
     (M, columns), (B, C) = additions.shape, returned.shape[1:]
     launch = _launch(add_rows_kernel, M, B, C, columns - 1, *d_rows.stride()[:2])
     launch(returned, additions, d_rows)
@@ -145,6 +155,6 @@ def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
 
 @lru_cache(maxsize=MOST_PLANS)
 def _launch(kernel, N: int, B: int, C: int, *numbers: int, **taps: int) -> Launch:
-    """A launch of ``kernel`` on the grid (N, blocks of channels, B)."""
+    """A launch of ``kernel`` with these arguments on the grid (N, blocks of channels, B)."""
     grid = N, triton.cdiv(C, _CHANNELS), B
     return Launch(kernel, grid, *numbers, CHANNELS=C, BLOCK=_CHANNELS, num_warps=4, **taps)

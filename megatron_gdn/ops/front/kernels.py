@@ -10,7 +10,8 @@ fp32, with one rounding at the store. The backward computes activations again fr
                 inputs made, has a rate, low, high, gradients per head)
 
 Each gate's function is a separate constant, because Triton's cache key contains the source of a
-function only if the function itself is a constant. In tile names T is tokens, D is columns.
+function only if the function itself is a constant. In tile names T is tokens, D is columns. A
+*slot* is a program's number in its token tile; the program computes a head or columns of a gate.
 """
 
 from __future__ import annotations
@@ -32,7 +33,11 @@ def _convolve_slot(
     PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr,
     TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Compute the head of program ``slot``, if section N of TABLE (CONVOLVED) has this slot."""
+    """Compute the head of program ``slot``, if section N of TABLE (CONVOLVED) has this slot.
+
+    ``b``, ``start``: batch row and first token of the tile. ONE_PATH: use the code with masks
+    always, and not only near an end of a document.
+    """
     FIRST: tl.constexpr = TABLE[N][0]
     HEADS: tl.constexpr = TABLE[N][1]
     CHANNEL: tl.constexpr = TABLE[N][2]
@@ -62,7 +67,11 @@ def _gate_slot(
     rows_ptr, A_log_ptr, dt_bias_ptr, first_ptr, second_ptr, slot, b, start, S, tokens, stride_s,
     FUNCTION: tl.constexpr, TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """If gate N has this slot, write FUNCTION's results to ``first_ptr`` and ``second_ptr``."""
+    """If gate N of TABLE (GATES) has this slot, write FUNCTION's results for the tile's tokens.
+
+    ``first_ptr``, ``second_ptr``: receive the first and, if there is one, the second result.
+    ``A_log_ptr``, ``dt_bias_ptr``: parameters, read if the gate has a rate.
+    """
     FIRST: tl.constexpr = TABLE[N][0]
     PROGRAMS: tl.constexpr = TABLE[N][1]
     COLUMN: tl.constexpr = TABLE[N][2]
@@ -112,13 +121,14 @@ def front_forward_kernel(
     ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
     HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr,
 ):  # fmt: skip
-    """grid (slots, token tiles, B): the heads of the convolved sections, then the gates.
+    """The front's forward. Grid: (slots, token tiles, B); slots are of heads, then of gates.
 
-    Heads are the fastest axis, so that programs that run together read whole rows. The launch
-    begins at ``first_slot``. FIRST is the first convolved column. Outputs of the three convolved
-    sections: ``x_ptr``, ``y_ptr``, ``z_ptr``; of the gates: ``g_ptr``, ``h_ptr``, ``i_ptr``.
-    ``gates_ptr``: rows with the gates' columns. GATE, SECOND_GATE, THIRD_GATE: the gates'
-    functions. A gate may make two inputs only if the table has one gate.
+    Outputs of the convolved sections: ``x_ptr``, ``y_ptr``, ``z_ptr``; of the gates: ``g_ptr``,
+    ``h_ptr``, ``i_ptr``. CONVOLVED, GATES: tables of sections and gates. GATE, SECOND_GATE,
+    THIRD_GATE: the gates' functions. ``gates_ptr``: rows with the gates' columns. Program 0 has the
+    slot ``first_slot``. FIRST: the first convolved column. Heads are the fastest axis, so that
+    programs that run together read whole rows. If a table has only one gate, the gate may have two
+    results: the second goes to ``h_ptr``.
     """
     slot = tl.program_id(0) + first_slot
     tokens = ROWS * steps
@@ -153,7 +163,7 @@ def _convolve_slot_backward(
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr,
     ONE_PATH: tl.constexpr, SCALED: tl.constexpr, TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Backward of :func:`_convolve_slot`; ``factor_ptr``: a factor on the gradients per head."""
+    """Backward of :func:`_convolve_slot`; ``factor_ptr``: each head's factor on its gradients."""
     FIRST: tl.constexpr = TABLE[N][0]
     HEADS: tl.constexpr = TABLE[N][1]
     CHANNEL: tl.constexpr = TABLE[N][2]
@@ -191,7 +201,10 @@ def _gate_slot_backward(
     H: tl.constexpr, SCALED: tl.constexpr, RATES: tl.constexpr, FUNCTION: tl.constexpr,
     TABLE: tl.constexpr, N: tl.constexpr,
 ):  # fmt: skip
-    """Backward of :func:`_gate_slot`; RATES: the column of the partial sums where A_log begins."""
+    """Backward of :func:`_gate_slot`; ``d_first_ptr``, ``d_second_ptr``: the results' gradients.
+
+    RATES: the column of ``partial_ptr`` where the sums for A_log and dt_bias begin.
+    """
     FIRST: tl.constexpr = TABLE[N][0]
     PROGRAMS: tl.constexpr = TABLE[N][1]
     COLUMN: tl.constexpr = TABLE[N][2]
@@ -205,7 +218,7 @@ def _gate_slot_backward(
     GROUP: tl.constexpr = TABLE[N][10]
     HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
     SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
-    # The GROUP gradients of an input lie D elements apart if per channel, side by side if per head.
+    # The GROUP gradients of an input are D elements apart if the gate is per channel, else 1.
     MEMBER: tl.constexpr = D if CHANNELS else 1
     APART: tl.constexpr = 1 if CHANNELS else GROUP
     if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
@@ -274,13 +287,13 @@ def front_backward_kernel(
     HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr, H: tl.constexpr, RATES: tl.constexpr,
     COLUMNS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """grid (slots, token tiles, B): the gates first, so that the gates never finish last.
+    """The front's backward. Grid: (slots, token tiles, B); gates come first, so none ends last.
 
-    Each tile has one row of COLUMNS partial sums: of conv weight [C, W] and conv bias [C]; from
-    column RATES on, of A_log and dt_bias. Each program writes a part of its tile's row; a second
-    launch adds the rows in a fixed order. The rule's gradients: ``dx_ptr``, ``dy_ptr``, ``dz_ptr``
-    of the convolved sections, ``dg_ptr``, ``dh_ptr``, ``di_ptr`` of the gates. ``d_gates_ptr``:
-    rows that receive the gradients of the gates' columns.
+    Gradients of the rule's inputs: ``dx_ptr``, ``dy_ptr``, ``dz_ptr`` from the convolved sections,
+    ``dg_ptr``, ``dh_ptr``, ``di_ptr`` from the gates. ``d_gates_ptr``: rows that receive the
+    gradients of the gates' columns. A tile has a row of COLUMNS partial sums for the gradients of
+    conv weight [C, W], conv bias [C] and, from column RATES on, A_log and dt_bias. Each program
+    writes some columns of its tile's row; a second launch adds the rows in a fixed order.
     """
     slot = tl.program_id(0)
     tile = tl.program_id(1)

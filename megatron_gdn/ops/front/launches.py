@@ -1,4 +1,4 @@
-"""The front of a table as one Triton launch per direction; :mod:`.plain` is the torch twin."""
+"""A front with one Triton launch in each of forward and backward; :mod:`.plain` is the twin."""
 
 from __future__ import annotations
 
@@ -40,14 +40,14 @@ class TritonFront(TableFront):
     """
 
     tile: SegmentTile | None = (
-        None  # replaces the tile of :mod:`..kernels.tiles` in tuning and tests
+        None  # None: the tile that :mod:`..kernels.tiles` chooses; tuning sets another
     )
 
     triton: ClassVar[bool] = True
 
     @cached_property
     def outputs(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        """Per section: names of the rule's inputs, and shape ``[heads]`` or ``[heads, dim]``."""
+        """Per section: its rule inputs by name, and their shape ``[heads]`` or ``[heads, dim]``."""
         shape_of, table = self.layout.shape_of, self.table
         made = [((part.rule_input,), shape_of(part.section)) for part in table.convolved]
         gates = [(x.rule_input, shape_of(x.section)[: 1 + x.channels]) for x in table.gates]
@@ -87,7 +87,7 @@ class TritonFront(TableFront):
     def _compute_gradients(
         self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of the parameters; ``d_proj``, ``d_apart`` receive those of rows and gates."""
+        """Gradients of the parameters; writes ``d_proj``, and ``d_apart`` if it is not None."""
         proj, given, documents, history = batch
         S, B, _ = proj.shape
         d_made = [getattr(grads, name).contiguous() for names, _ in self.outputs for name in names]
@@ -119,7 +119,7 @@ class TritonFront(TableFront):
 
 
 def _padded(outs: list[Any], filler: Any) -> list[Any]:
-    """The list ``outs``, one element a gate, padded with ``filler`` to the kernels' three gates."""
+    """Add ``filler`` to ``outs``, one element per gate, up to the three gates of the kernels."""
     return [*outs, *[filler] * (_MOST_GATES - len(outs))]
 
 
@@ -129,7 +129,10 @@ def _forward_launch(
     raw_strides: tuple[int, int], used: tuple[bool, ...], apart: bool, has_bias: bool,
     packed: bool, has_history: bool,
 ) -> Launch:  # fmt: skip
-    """``used``: which outputs are wanted; ``apart``: the gates' columns have their own rows."""
+    """The forward's launch; ``used``: which outputs it computes.
+
+    ``apart``: the gates' columns have rows of their own, with the strides ``raw_strides``.
+    """
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
     tile = within_32_bit_offsets(
         within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_elements_per_token(front))
@@ -154,7 +157,8 @@ def _backward_plan(
 ) -> tuple[Launch, tuple[int, int]]:  # fmt: skip
     """The backward's launch, and the numbers of tiles and of columns of the partial sums.
 
-    ``d_heads``: heads of each gradient; ``sizes``: bytes per element of the rows and of a gradient.
+    ``d_heads``: heads of each gradient; ``sizes``: bytes per element of the rows and of a gradient;
+    ``apart``: the gates' columns have rows of their own; ``scaled``: the gradients have a factor.
     """
     layout, heads = front.layout, [shape[0] for names, shape in front.outputs for _ in names]
     assert all(of % n == 0 for of, n in zip(d_heads, heads, strict=True)), (d_heads, heads)
@@ -199,7 +203,8 @@ def kernel_tables(
 ) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
     """The kernels' arguments CONVOLVED and GATES, and the gates' functions by argument name.
 
-    ``suffix`` is "_backward" for the backward. ``groups``: gradients per head of each input.
+    ``suffix`` of the gates' functions: "_backward" in the backward. ``groups``: for each input,
+    how many heads of its gradient belong to one head. ``apart``: the gates have rows of their own.
     """
     layout, convolved, gates, place = front.layout, [], [], 3
     groups = [1] * len(front.names) if groups is None else groups
@@ -228,7 +233,7 @@ def kernel_tables(
 def _constants(
     front: TritonFront, tile: SegmentTile, W: int, has_bias: bool, packed: bool, has_history: bool
 ) -> dict[str, Any]:
-    """The constants that both kernels take."""
+    """The constexpr arguments and compile options of both kernels, which cut tokens by ``tile``."""
     assert tile.steps % 4 == 0, "the loop is unrolled four times"
     one_path, layout = front.batch_invariant and packed, front.layout
     return {

@@ -70,7 +70,7 @@ class PlainFront(TableFront):
             heads = self.layout.shape_of(part.section)[0]
             for name in (part.rule_input,) if isinstance(part.rule_input, str) else part.rule_input:
                 d = getattr(grads, name).to(wide).unflatten(2, (heads, -1))
-                d = d.sum(3)  # sums the gradients of the value heads that share a head
+                d = d.sum(3)  # sum over the value heads that share one head of this input
                 if factor is not None:
                     d = d * factor.view(heads, -1)[:, 0].view(heads, *[1] * (d.dim() - 3))
                 d_made.append(d)

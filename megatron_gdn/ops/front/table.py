@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..state_maps.state_map import StateShape
 from .history import History
 
-# The parameters of a front in the order that :class:`TableFront` gives.
+# The parameters of a front, in the order of the list in the docstring of TableFront.
 Parameters = Sequence[Any]
 
 
@@ -32,7 +32,7 @@ class Convolved(NamedTuple):
 
 
 def delta_sections(normalise_qk: bool = True) -> tuple[Convolved, Convolved, Convolved]:
-    """The convolved sections of the delta rule."""
+    """The delta rule's sections query, key, value; ``normalise_qk``: q and k have unit length."""
     q, k = Convolved("query", "q", normalise_qk), Convolved("key", "k", normalise_qk)
     return q, k, Convolved("value", "v")
 
@@ -53,8 +53,8 @@ class Gate(NamedTuple):
 class FrontTable:
     """The sections of a row that a mixer's front reads, and the rule's inputs that it makes.
 
-    A decode step updates the state S of each head. ``step_sections`` become q, k and v. The first
-    gate is the log-decay g, the last gate the write strength w. The second of three gates is b:
+    A decode step updates the state S of each head. The sections ``step_sections`` give q, k and v.
+    The first gate is the log-decay g, the last the write strength w, the second of three is b:
 
         S = exp(g) S
         S = S + w k (v - S^T k)^T  or  S + k (w v - S^T (b k))^T  with b,  if ``erases``
@@ -65,16 +65,16 @@ class FrontTable:
     layout: Layout
     inputs: type[Any]  # NamedTuple of the rule's inputs: convolved, gates, then ``shared``
     state: StateShape
-    convolved: tuple[Convolved, Convolved, Convolved]  # in the order of the columns
+    convolved: tuple[Convolved, Convolved, Convolved]  # in the order of a row's columns
     gates: tuple[Gate, ...]
-    shared: str | None = None  # the last input, a parameter ``[H]`` or ``[H V]`` for all tokens
+    shared: str | None = None  # last input's name: a parameter ``[H]`` or ``[H V]`` for all tokens
     step_sections: tuple[str, str, str] = ("query", "key", "value")
     scale: float = 1.0
     erases: bool = True
 
     @property
     def unit_length(self) -> bool:
-        """Whether a section (q and k) is scaled to unit length."""
+        """Whether at least one convolved section (q, k) is scaled to unit length."""
         return any(part.unit_length for part in self.convolved)
 
 
@@ -100,9 +100,9 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableFront:
-    """Computes a rule's inputs from projection rows ``[S, B, P]``, and gradients, by a table.
+    """Computes a rule's inputs from projection rows ``[S, B, P]``, and gradients, by ``table``.
 
-    Parameters: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; the shared
+    ``parameters``: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; the shared
     parameter, if the table has one; the gates' sections ``[S, B, .]``, if rows do not contain them.
     """
 
@@ -144,7 +144,10 @@ class TableFront:
         apart: Tensor | None = None,
         wanted: tuple[str, ...] | None = None,
     ) -> dict[str, Tensor]:
-        """The gates' values by names of the rule's inputs; differentiable, in fp32 or wider."""
+        """The gates' values by names of the rule's inputs; differentiable, in fp32 or wider.
+
+        ``apart``: rows of the gates' columns, if ``proj`` lacks them. ``wanted``: names; None: all.
+        """
         wide = torch.promote_types(torch.promote_types(proj.dtype, A_log.dtype), torch.float32)
         rows = (proj if apart is None else apart).transpose(0, 1)
         made: dict[str, Tensor] = {}
@@ -211,6 +214,7 @@ class TableFront:
         return found if d_apart is None else (*found, d_apart)
 
     def _named_parameters(self, parameters: Parameters) -> FrontParameters:
+        """``parameters`` by name; those that the front does not have are None."""
         weight, bias, A_log, dt_bias, *others = parameters
         shared = None if self.table.shared is None else others.pop(0)
         return FrontParameters(weight, bias, A_log, dt_bias, shared, *(others or (None,)))

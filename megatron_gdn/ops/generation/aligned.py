@@ -1,16 +1,17 @@
-"""Prefill and decode on the grid of training, see :mod:`megatron_gdn.ops.aligned`.
+"""Prefill and decode in ``batch_invariant_mode``, with the chunks of training (:mod:`..aligned`).
 
 The memory of a sequence holds the state at the start of the current chunk of 64 tokens, and a
-history. The first element of the history's first row counts the chunk's tokens. Then come the W - 1
-projection rows before the chunk, and the rows of the chunk. Rows after the last token may hold any
-finite numbers.
+history. Row 0 of the history has the number of the chunk's tokens so far, in its first element. The
+next W - 1 rows are the projection rows before the chunk; the last 64 rows are the chunk's rows.
+Rows after the chunk's last token may have any finite values.
 
-A decode step writes one row to every history, and computes all current chunks again from their
-states, in calls with training's shapes. A state is written only where a chunk ends. The inputs of
-the rule are not kept: a copy would move as many bytes as the front reads, and on a CPU a call for
-one row would round differently.
+A decode step writes one row to every history, and computes every current chunk again from the state
+at the chunk's start, with calls of the same shapes as in training. A state is overwritten only when
+its chunk is full. The rule's inputs are computed again instead of saved: a copy would move as many
+bytes as the front reads, and on a CPU the front of a single row would round differently.
 
-Legend: that of :mod:`.step`, and T tokens of all current chunks together.
+Legend: s new tokens, B batch rows, N sequences, P columns of a projection row, W conv taps, H heads
+with a state, V columns of a state, T tokens of all current chunks together.
 """
 
 from __future__ import annotations
@@ -42,9 +43,10 @@ def prefill_on_grid(
     documents: Documents | None,
     begins: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The output rows of any number of tokens, and the next histories and states.
+    """Mix the tokens ``proj`` [s, B, P]; return the output, the next histories and the next states.
 
-    The host cuts the chunks. Unless ``begins`` (new sequences), the host waits for token counts.
+    ``history`` and ``state``: the memory of N sequences before these tokens. ``begins``: the
+    sequences are new; otherwise the host waits to read the token counts in ``history``.
     """
     new, past, device = proj.transpose(0, 1), parts.past, proj.device
     counted, history = history[:, :1], history[:, 1:].to(proj.dtype)
@@ -59,7 +61,7 @@ def prefill_on_grid(
     before = history[:, :past].index_select(0, _filled(held, device))
     inputs = front_on_grid(parts.front, parts.of_front, rows, grid, before)
 
-    # Full chunks run first and advance the states; then the remaining tokens of each sequence run.
+    # The rule first runs full chunks, which gives the next states, then all remaining tokens.
     o = None
     whole = [n // CHUNK * CHUNK for n in held]
     for tokens, counts in ((full, whole), (tail, [n % CHUNK for n in held])):
@@ -84,16 +86,16 @@ def prefill_on_grid(
 
 @torch.no_grad()
 def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
-    """Mix one ``row`` of each sequence, ``[1, N, P]`` to ``[1, N, H * V]``; the host does not wait.
+    """Mix one token of each sequence, from ``row [1, N, P]`` to ``[1, N, H * V]``.
 
-    Overwrites ``memory``, whose buffers must be contiguous. The next states of all chunks are
-    computed, and those of full chunks are written. Without slots, only rows that change are copied.
+    Overwrites ``memory``, whose buffers must be contiguous. The host does not wait for the GPU. The
+    rule computes the next state of every chunk, but only full chunks write their states.
     """
     past = parts.past
     number = torch.arange(row.shape[1], device=row.device)
     history, state = memory.gathered()
     slots = number if memory.slots is None else memory.slots
-    place = history[:, 0, 0].long() % CHUNK  # modulo: an unused slot holds any number
+    place = history[:, 0, 0].long() % CHUNK  # modulo, since an unused slot may contain any number
     history[number, 1 + past + place] = row[0].to(history.dtype)
     rows = history[:, 1:].to(row.dtype)
     chunks = rows[:, past:]
@@ -103,7 +105,7 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
     mixed = _read_out_tokens(parts, made.o, chunks, grid, number * CHUNK + place, row)
     full = place == CHUNK - 1
     write_slots(memory.state, slots.where(full, -1), made.final.to(state.dtype))
-    # Rows that change: the count, the new row, and, if the chunk ends, the rows before the next.
+    # Changed rows: the count, the new row and, if the chunk is full, rows before the next chunk.
     changed = torch.cat([history[:, :1], row.transpose(0, 1), history[:, 1 + CHUNK :]], 1)
     changed[:, 0, 0] = (place + 1) % CHUNK
     before = torch.arange(1, 1 + past, device=slots.device).where(full[:, None], -1)
@@ -114,7 +116,9 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
 
 
 def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
-    """The rule's inputs ``[N, 64, ...]`` of chunks; ``rows`` has W - 1 rows before each chunk."""
+    """The rule's inputs ``[N, 64, ...]`` of N chunks; ``rows [N, W - 1 + 64, P]`` has each chunk
+    after the W - 1 rows before the chunk.
+    """
     front, past = parts.front, parts.past
     if getattr(front, "triton", False):
         path = one_document(rows.shape[1], rows.device)
@@ -128,7 +132,11 @@ def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
 def _read_out_tokens(
     parts: Parts, o: Tensor, rows: Tensor, grid: ChunkTable, wanted: Tensor, new_rows: Tensor
 ) -> Tensor:
-    """The readout ``[s, B, H * V]`` of the tokens ``wanted`` of ``o``; ``new_rows``: their rows."""
+    """The readout ``[s, B, H * V]`` of some tokens of ``o``, the rule's output for all chunks.
+
+    ``wanted``: the indices of these tokens in ``o``, batch rows end to end. ``new_rows``
+    [s, B, P]: the projection rows of these tokens. ``rows``: the projection rows of all tokens.
+    """
     readout, gamma = parts.readout, parts.parameters[-1]
     if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):
         o = o.flatten(0, 1).index_select(0, wanted).unflatten(0, new_rows.shape[1::-1])
@@ -143,27 +151,29 @@ def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
 
 
 def _filled(counts: Sequence[int], device: torch.device) -> Tensor:
-    """int64: the indices of the sequences whose count of tokens is not zero."""
+    """The indices n (int64) of the sequences whose number of tokens ``counts[n]`` is not zero."""
     index = [n for n, count in enumerate(counts) if count]
     return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
 
 
 class _PrefillIndices(NamedTuple):
-    """Indices of a prefill. "Known rows": the rows of the N histories, then the new rows."""
+    """Indices of a prefill. "Known rows" are the rows of the N histories, then the new rows."""
 
     source: Tensor  # int64 [T], for each token of a chunk the index of its known row
-    fresh: Tensor  # int64, which of the T tokens are new
-    full: Tensor  # int64, which of the T tokens are in full chunks
-    tail: Tensor  # int64, which of the T tokens come after the last full chunk
-    kept: Tensor  # int64 [N * (W - 1 + 64)], the known rows that become the next histories
-    empty: Tensor  # bool, the rows of the next histories that are zero
+    fresh: Tensor  # int64, indices of the new tokens among the T tokens
+    full: Tensor  # int64, indices of the tokens in full chunks among the T tokens
+    tail: Tensor  # int64, indices of the T tokens that are after the last full chunk
+    kept: Tensor  # int64 [N * (W - 1 + 64)], known rows to copy to the next histories
+    empty: Tensor  # bool, which rows of the next histories must be set to zero
 
     @classmethod
     def build(cls, old_counts: Sequence[int], held: Sequence[int], past: int) -> _PrefillIndices:
-        """For each sequence's chunk: ``old_counts`` of old tokens, ``held`` with the new tokens."""
+        """``old_counts[n]``: old tokens in sequence n's current chunk; ``held[n]``: old and new
+        tokens together; ``past``: W - 1.
+        """
         old, count = torch.tensor([old_counts, held], dtype=torch.int64, device="cpu")
         size, more = past + CHUNK, count - old
-        start = len(held) * size + more.cumsum(0) - more  # the first new row of each sequence
+        start = len(held) * size + more.cumsum(0) - more  # known row of each first new token
 
         def known(n: Tensor, token: Tensor) -> Tensor:
             return torch.where(token < old[n], n * size + past + token, start[n] + token - old[n])
@@ -176,7 +186,7 @@ class _PrefillIndices(NamedTuple):
         next_token = whole[:, None] - past + torch.arange(size, device="cpu")
         empty = next_token >= count[:, None]
         last = torch.minimum(next_token, count[:, None] - 1)
-        # A sequence without tokens may read any row, since ``empty`` zeroes the row.
+        # Without tokens a sequence may copy any known row, since ``empty`` sets the copy to zero.
         kept = known(number[:, None], last).clamp(0, len(held) * size + int(more.sum()) - 1)
         return cls(
             known(n, token), (token >= old[n]).nonzero()[:, 0], in_full.nonzero()[:, 0],

@@ -1,9 +1,9 @@
 """The memory of a sequence: the history and the state that a mixer keeps of earlier tokens.
 
-The caller owns the buffers; :func:`.step.prefill` and :func:`.step.decode` read and overwrite them.
+The caller allocates the buffers; :func:`.step.prefill` and :func:`.step.decode` overwrite them.
 
-Legend: N sequences, M slots of a buffer, s tokens, C convolved columns of a projection row, P all
-columns, W conv taps, H heads with a state, K rows of a state, V columns.
+Legend: N sequences, M slots of a buffer, s tokens, P columns of a projection row, C convolved
+columns, W conv taps, H heads with a state, K rows of a state, V columns of a state.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from ..state_maps.state_map import StateShape
 
 
 class Memory(NamedTuple):
-    """Histories and states of N sequences; all zero before a sequence's first token.
+    """Histories and states of N sequences; both are zero before a sequence's first token.
 
-    A history holds the last inputs of the convolution, oldest first: the W - 1 inputs that the next
-    token reads, or W inputs as in Megatron's windows. A mixer on the grid keeps whole projection
-    rows, ``[M, 1 + W - 1 + 64, P]``, see :mod:`.aligned`.
+    A history has the last inputs of the convolution, oldest first: W - 1 inputs, which the next
+    token needs, or W inputs in the buffers of Megatron's inference context. On the grid a history
+    has whole projection rows, ``[M, 1 + W - 1 + 64, P]``, in the order that :mod:`.aligned` gives.
     """
 
     history: Tensor  # [M, C, W - 1 or W], in the dtype of the rows or a wider one
     state: Tensor  # [M, H, K, V], or a view of [M, H, V, K]; at least fp32 (fp64 for fp64 rows)
-    slots: Tensor | None = None  # integers [N], each sequence's slot, negative: none; None: slot n
+    slots: Tensor | None = None  # integers [N]; below 0: no slot; None: sequence n has slot n
 
     def gathered(self) -> tuple[Tensor, Tensor]:
-        """Every sequence's history and state from its slot; any values if the slot is negative."""
+        """All sequences' histories and states ``[N, ...]``; arbitrary where a slot is negative."""
         if self.slots is None:
             return self.history, self.state
         read = self.slots.clamp(min=0).long()
@@ -46,14 +46,14 @@ class Memory(NamedTuple):
                 buffer.copy_(values)
 
     def after(self, token: int, slots: Tensor | None) -> Memory:
-        """A view: the memory after token ``token``; this memory's buffers are ``[M, s, ...]``."""
+        """A view of the memory after token ``token``; the buffers here are ``[M, s, ...]``."""
         return Memory(self.history[:, token], self.state[:, token], slots)
 
     def steps(self, tokens: int) -> Memory:
-        """A copy of this memory, with room for the memory after each of s tokens.
+        """Buffers ``[N, s + 1, ...]`` for the memory before and after each of s ``tokens``.
 
-        The new buffers are ``[N, s + 1, ...]``, with the strides of this memory.
-        :func:`.step.decode` fills the buffers, and :func:`choose` reads the buffers.
+        Entry 0 is a copy of this memory. :func:`.step.decode` writes the memory after each token to
+        the other entries, and :func:`choose` copies one entry of each sequence back.
 
         Raises:
             ValueError: this memory is in slots.
@@ -69,7 +69,7 @@ class Memory(NamedTuple):
 
 
 def _empty_steps(x: Tensor, count: int) -> Tensor:
-    """An empty buffer ``[N, count, ...]`` with the memory order of ``x [N, ...]``."""
+    """An uninitialised buffer ``[N, count, ...]`` with the memory order of ``x [N, ...]``."""
     if x.stride(-1) == 1:
         return x.new_empty(len(x), count, *x.shape[1:])
     return x.new_empty(len(x), count, *x.mT.shape[1:]).mT
@@ -81,8 +81,8 @@ def choose(memory: Memory, steps: Memory, accepted: Tensor) -> None:
     Args:
         memory: the memory of N sequences after s tokens; overwritten.
         steps: from :meth:`Memory.steps`, filled by :func:`.step.decode`.
-        accepted: int64 ``[N]`` on the memory's device: how many of the s tokens of each sequence
-            stay. The host does not read ``accepted``.
+        accepted: int64 ``[N]`` on the memory's device: how many of each sequence's s tokens
+            are kept, counted from the first. The host does not wait for this tensor.
     """
     number = torch.arange(len(accepted), device=accepted.device)
     memory.write(steps.history[number, accepted], steps.state[number, accepted])
@@ -109,11 +109,11 @@ class MemoryShape(NamedTuple):
     heads: int
     rows: int
     columns: int
-    rows_first: bool = False  # a history on the grid is [rows, channels], others [channels, rows]
+    rows_first: bool = False  # True: a history is [rows, channels] (on the grid)
 
     @classmethod
     def of(cls, layout: Layout, state: StateShape, taps: int, on_grid: bool = False) -> MemoryShape:
-        """The sizes, from this rank's ``layout``; ``on_grid``: a history of :mod:`.aligned`."""
+        """The sizes for this rank's ``layout``; ``on_grid``: for a mixer on the grid."""
         channels = layout.width if on_grid else layout.conv_width
         past = taps + CHUNK if on_grid else taps - 1
         return cls(channels, past, *state[:3], on_grid)
@@ -140,10 +140,10 @@ class MemoryShape(NamedTuple):
         )
 
     def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
-        """Check sizes and dtypes. Memory in slots may have more slots, W inputs and wider dtypes.
+        """Check ``memory`` of N ``sequences``; in slots it may have M > N, W inputs, wider dtypes.
 
         Raises:
-            ValueError: a wrong shape or dtype; the message gives the right and the wrong one.
+            ValueError: a wrong shape or dtype; the message names the expected and the actual one.
         """
         wide, slots = torch.promote_types(dtype, torch.float32), memory.slots
         for name, tensor, shape, least in (

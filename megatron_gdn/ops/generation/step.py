@@ -1,14 +1,14 @@
-"""Generation with a recurrent mixer, which reads and overwrites a :class:`.memory.Memory`.
+"""Generation with a recurrent mixer: each call reads and overwrites a :class:`.memory.Memory`.
 
     prefill   many tokens of a sequence, in chunks; dense or packed
     decode    one or a few tokens of every sequence, one after the other
 
-Prefill and decode run the parts of training. A sequence may be given in any number of calls, cut at
-any tokens; the results are those of one call. No call has a backward. No call makes the host wait,
-except a prefill on the grid.
+Prefill and decode take the :class:`.parts.Parts` of training. The tokens of a sequence may be split
+over any number of calls, at any token; the results are those of one call. No call has a backward.
+Only a prefill on the grid makes the host wait for the GPU.
 
-If the front runs in Triton, a decoded token takes two launches (:mod:`.step_kernels`) and the
-readout's launch. Otherwise plain torch gives the same results to rounding.
+If the front runs in Triton, a decoded token takes two kernel launches (:mod:`.step_kernels`) and
+one launch of the readout. Otherwise plain torch gives the same results to rounding.
 
 Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed documents), C conv
 channels, W conv taps, H heads with a state, K rows of a state, V columns.
@@ -40,11 +40,11 @@ def prefill(
     *,
     begins: bool = False,
 ) -> Tensor:
-    """Mix the next tokens of N sequences, any number of tokens.
+    """Mix the next tokens of N sequences; a call takes any number of tokens.
 
     Args:
-        proj: ``[s, B, P]`` in the front's layout, any strides of s and B.
-        memory: of the N sequences before these tokens; overwritten.
+        proj: projection rows ``[s, B, P]``; s and B may have any strides.
+        memory: the memory of the N sequences before these tokens; overwritten.
         documents: boundaries if N sequences lie end to end in one batch row (B must be 1). A
             sequence may be empty; then its memory stays as it was.
         begins: whether the sequences begin with these tokens; the old memory is then ignored.
@@ -54,7 +54,7 @@ def prefill(
 
     Raises:
         ValueError: packed rows with B > 1, boundaries that do not cover the rows, or memory of
-            other sizes or dtypes.
+            wrong sizes or dtypes.
     """
     s, B, _ = proj.shape
     if documents is not None:
@@ -90,7 +90,7 @@ def _prefill_in_chunks(
     documents: Documents | None,
     begins: bool,
 ) -> tuple[Tensor, Tensor]:
-    """The output ``[s, B, H * V]`` of a prefill off the grid, and the next states."""
+    """The output ``[s, B, H * V]`` and next states, for a mixer that is not on the grid."""
     past = None
     if parts.past and not begins:
         newest = history[..., history.shape[-1] - parts.past :].to(proj.dtype)
@@ -116,15 +116,15 @@ def decode(
     memory: Memory,
     steps: Memory | None = None,
 ) -> Tensor:
-    """Mix one or a few tokens of every sequence, one after the other.
+    """Mix the next s tokens of every sequence, one token at a time.
 
-    The bits of a token do not depend on the number of tokens in a call. A CUDA graph can capture
-    the call, except for a mixer on the grid; each replay reads the rows and slots again.
+    The bits of an output row do not depend on the number of tokens in a call. A CUDA graph can
+    capture the call, except for a mixer on the grid; each replay reads rows and slots again.
 
     Args:
-        proj: ``[s, N, P]``.
-        memory: of the N sequences before these tokens; overwritten. For a sequence whose slot is
-            below zero the rule's output is zero and nothing is written.
+        proj: projection rows ``[s, N, P]``.
+        memory: the memory of the N sequences before these tokens; overwritten. If a sequence's slot
+            is below zero, the rule's output is zero and no memory is written.
         steps: buffers whose last s entries receive the memory after each token: ``[M, s, ...]``
             with the slots and strides of ``memory``, or from :meth:`.memory.Memory.steps`.
 
@@ -132,7 +132,7 @@ def decode(
         ``[s, N, H * V]``.
 
     Raises:
-        ValueError: memory for another number of sequences or of other sizes or dtypes; no token.
+        ValueError: memory of a wrong number of sequences, wrong sizes or wrong dtypes; s is 0.
     """
     s, N, _ = proj.shape
     if s == 0:
@@ -163,7 +163,7 @@ def _decode_token_in_torch(
     memory: Memory,
     after: Memory | None,
 ) -> Tensor:
-    """Decode one token as :func:`.step_kernels.decode_token_in_slots`, in plain torch."""
+    """The plain-torch twin of :func:`.step_kernels.decode_token_in_slots`, same arguments."""
     table, layout = front.table, front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
     given = [None if x is None else x.to(wide) for x in parameters]

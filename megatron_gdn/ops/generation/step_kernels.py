@@ -1,14 +1,14 @@
-"""One decoded token of N sequences, whose memory lies in slots, in two launches (Triton).
+"""Decode one token of N sequences in two Triton launches; their memory may be in slots.
 
     conv_step_kernel     row, history           -> q, k, v, and the history moved by one row
     state_step_kernel    q, k, v, gates, state  -> o, and the next state
 
-:mod:`.step` has the same in plain torch, and the legend. Every program reads the number of its slot
-from the device and overwrites only memory that no other program reads. The gates are functions of
-:mod:`..front.gate_kernels` that the front's table names; a gate per head has one value for all rows
-of a state.
+:mod:`.step` has the twin in plain torch, and the legend. Every program loads the number of its slot
+from GPU memory, and overwrites only elements that no other program reads. The front's table names
+the functions of the gates, which :mod:`..front.gate_kernels` defines. A gate with one value per
+head has this value in all rows of a state.
 
-Legend: M slots, G heads of q and k; in tile names D is the channels of a head.
+Legend: M slots, G heads of q and k; in names of tiles D is the number of channels of a head.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from ..kernels.elementwise import sigmoid
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
 
-# History, state and slots: a :class:`.memory.Memory`, whose file this file cannot import.
+# History, state and slots, the three fields of a :class:`.memory.Memory`.
 type Buffers = tuple[Tensor, Tensor, Tensor | None]
 
-_BLOCK_V = 32  # columns of a state per program, few, so that one sequence has many programs
+_BLOCK_V = 32  # columns of a state per program; so few that one sequence has many programs
 _EPS = 1e-6  # as in :func:`..elementwise.l2norm`
 
 
@@ -42,10 +42,12 @@ def decode_token_in_slots(
     memory: Buffers,
     after: Buffers | None,
 ) -> Tensor:
-    """The rule's output ``[N, 1, H, V]`` in fp32 for one ``row`` of each sequence, ``[1, N, P]``.
+    """Run convolution, gates and rule for one token of each sequence.
+
+    Returns the rule's output ``[N, 1, H, V]`` in fp32.
 
     Args:
-        row: the projection rows; their columns must be adjacent.
+        row: the tokens' projection rows ``[1, N, P]``; columns must be adjacent in memory.
         memory: each history ``[C, W - 1]`` or ``[C, W]``, contiguous; each state ``[H, K, V]``,
             contiguous or a view of contiguous ``[H, V, K]``; overwritten.
         after: None, or buffers of the same form that receive the memory after the token.
@@ -82,7 +84,13 @@ def _step_launches(
     strides: tuple[int, int],
     after: tuple[int, int] | None,
 ) -> tuple[Launch, Launch]:
-    """The launches of the two kernels; ``D_size``: elements of the parameter D, 0 without D."""
+    """The launches of the two kernels.
+
+    ``row_stride``: elements between the rows of two sequences. ``history_rows``: inputs in a
+    history. ``D_size``: elements of the parameter D, 0 without D. ``transposed``: a state is [V, K]
+    in memory. ``has_slots``: the kernels load slot numbers. ``strides``: elements between two slots
+    of the history and of the state; ``after``: the same for the buffers of the next memory.
+    """
     table, layout, (H, K, V, _) = front.table, front.layout, front.table.state
     starts = [front.channels(name).start for name in table.step_sections]
     _, gates, functions = kernel_tables(front)
@@ -118,11 +126,15 @@ def conv_step_kernel(
     HELD: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, HAS_BIAS: tl.constexpr,
     UNIT: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Grid (2 G + H, N): heads of q, of k, of v; ``first``: the first convolved column of a row.
+    """Convolve one head of one sequence; grid (2 G + H, N), with the heads of q, of k, then of v.
 
-    Writes ``out [N, C]`` in fp32. ``stride_n``: from one sequence's row to the next; the other
-    strides: from slot to slot. Q_AT, K_AT, V_AT: first channels of q, k, v. HELD: inputs in a
-    history. UNIT: q and k get unit length. BLOCK_K, BLOCK_V: K, V rounded up to powers of two.
+    Writes ``out [N, C]`` in fp32 and moves the history by one input. ``row_ptr``: projection rows,
+    ``stride_n`` elements apart. ``history_ptr``: histories of HELD inputs, overwritten.
+    ``after_ptr``: buffers that also get the new histories (HAS_AFTER). ``history_stride``,
+    ``after_stride``: elements from slot to slot. ``slot_ptr``: slot numbers (HAS_SLOTS; else
+    sequence n is in slot n). ``first``: the first convolved column of a row. Q_AT, K_AT, V_AT:
+    first channels of q, k, v. UNIT: q and k get unit length. BLOCK_K, BLOCK_V: K, V rounded up to
+    powers of two.
     """
     head, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = n
@@ -155,10 +167,10 @@ def conv_head_step(
     D: tl.constexpr, BLOCK_D: tl.constexpr, W: tl.constexpr, HELD: tl.constexpr,
     HAS_BIAS: tl.constexpr, UNIT: tl.constexpr, HAS_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Compute one head of one row; shift the head's HELD inputs of the history by one input.
+    """Convolve one head of one row, and shift the HELD inputs of the head's history by one input.
 
-    The program is one warp, in which all lanes load before a lane stores. Without ``has_slot`` the
-    program writes nothing.
+    The program is one warp, so all its lanes load an input before a lane overwrites it. If
+    ``has_slot`` is False, the sequence has no slot and the program reads and writes no memory.
     """
     d_D = tl.arange(0, BLOCK_D)
     real_D = (d_D < D) & has_slot
@@ -199,11 +211,13 @@ def state_step_kernel(
     SKIPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ERASES: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(V / BLOCK_V), H, N): a program updates BLOCK_V columns of one state, and o.
+    """Grid (ceil(V / BLOCK_V), H, N): a program computes BLOCK_V columns of a next state and of o.
 
-    SKIPS: the number of elements of the parameter D for a head, 0, 1 or V. TRANSPOSED: the memory
-    of a state is [V, K]. A third gate has a value per column of the state and is the write
-    strength; the second gate then only erases.
+    ``convolved_ptr``: q, k, v of the first kernel. ``state_ptr``: states, overwritten,
+    ``state_stride`` elements from slot to slot. ``o_ptr``: the rule's output [N, H, V]. ``D_ptr``:
+    the parameter D, with SKIPS elements per head (0, 1 or V). ERASES: the state's value for k is
+    subtracted from v, as in the delta rule. TRANSPOSED: a state is [V, K] in memory. A third gate
+    is the write strength, one value per column of the state; the second gate then only erases.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = n
@@ -260,7 +274,11 @@ def _gate(
     row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, TABLE: tl.constexpr,
     N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """Gate N's values for channels ``k_K`` of head h. TABLE: GATES of :mod:`..front.kernels`."""
+    """The values of gate N for channels ``k_K`` of head h; ``real_K``: which channels exist.
+
+    FUNCTION: the gate's function. TABLE: columns and settings of all gates, as ``GATES`` in
+    :mod:`..front.kernels`.
+    """
     COLUMN: tl.constexpr = TABLE[N][2]
     CHANNELS: tl.constexpr = TABLE[N][5]
     HEADS: tl.constexpr = TABLE[N][1] if CHANNELS else TABLE[N][3]
@@ -284,7 +302,10 @@ def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
 
 @triton.jit
 def write_slots_kernel(buffer_ptr, slot_ptr, values_ptr, stride, size, BLOCK: tl.constexpr):
-    """Grid (ceil(size / BLOCK), N): copy BLOCK of the ``size`` values of sequence n to its slot."""
+    """Grid (ceil(size / BLOCK), N): copy BLOCK of the ``size`` values of sequence n to its slot.
+
+    ``values_ptr``: [N, size]. ``buffer_ptr``: the slots, ``stride`` elements apart.
+    """
     n = tl.program_id(1).to(tl.int64)
     slot = tl.load(slot_ptr + n).to(tl.int64)
     d_D = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)

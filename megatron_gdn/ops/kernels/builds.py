@@ -1,4 +1,4 @@
-"""Locks: one process of a machine compiles a kernel, and the others load the result from disk.
+"""File locks: one process of a machine compiles a kernel, and all others load it from disk.
 
 Each variant of a kernel (dtypes, sizes, alignments) has its own lock (``flock``). The operating
 system releases a lock when the last process that holds the lock ends, also after a crash.
@@ -20,7 +20,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_QUICK = 0.5  # seconds; a shorter call is not logged: Triton loaded the kernel from disk
+_QUICK = 0.5  # seconds; a shorter call only loads the kernel from disk and is not logged
 
 
 def compile_in_one_process(kernel: Any) -> None:
@@ -32,6 +32,7 @@ def compile_in_one_process(kernel: Any) -> None:
 
     @wraps(compile)
     def compile_under_lock(key: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compile the variant ``key`` of the kernel while this process holds the variant's lock."""
         import triton
 
         name, variant = kernel.__name__, hashlib.sha256(repr(key).encode()).hexdigest()[:16]
@@ -56,11 +57,11 @@ def compile_in_one_process(kernel: Any) -> None:
 def build_lock(
     path: Path, what: str, is_built: Callable[[], bool] = lambda: False, patience: float = 0.0
 ) -> Iterator[int | None]:
-    """Hold the lock of the file ``path`` while building ``what``; the file is never removed.
+    """Hold the lock of the file ``path`` while the caller builds ``what``, a name for the log.
 
-    Waiting ends when ``is_built()`` is true, and is logged after ``patience`` seconds. Yields the
-    file's descriptor if this process holds the lock, else None. A child process that inherits the
-    descriptor holds the lock too.
+    The wait for the lock ends early if ``is_built()`` is true, and is logged after ``patience``
+    seconds. Yields the file's descriptor if this process holds the lock, else None. A child process
+    that inherits the descriptor holds the lock too. The file is never removed.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     file, began = os.open(path, os.O_RDWR | os.O_CREAT, 0o666), time.monotonic()
@@ -74,14 +75,14 @@ def build_lock(
             time.sleep(0.1)
         if said:
             logger.warning("waited %.0f s for %s", time.monotonic() - began, what)
-        # Another process may have finished between the last is_built() and the lock.
+        # Another process may have built it after the last is_built() and before the lock.
         yield file if not there and taken and not is_built() else None
     finally:
         os.close(file)
 
 
 def _try_to_lock(file: int) -> bool:
-    """Whether this process now holds the lock of ``file``, or the file system has no locks."""
+    """Try to lock the descriptor ``file``; False only if another process holds the lock."""
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

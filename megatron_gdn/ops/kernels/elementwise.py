@@ -11,7 +11,7 @@ from ..elementwise import largest_A_log, least_log_decay
 # The fp32 limits of A_log and of log-decays; :mod:`..elementwise` explains both limits.
 LARGEST_A_LOG = tl.constexpr(largest_A_log(torch.float32))
 LEAST_LOG_DECAY = tl.constexpr(least_log_decay(torch.float32))
-# Whether PTX can run; Triton's interpreter cannot run PTX. Triton reads the setting at import.
+# Whether PTX can run. Triton's interpreter, which Triton chooses at import, cannot run PTX.
 _PTX = tl.constexpr(not triton.knobs.runtime.interpret)
 _MINUS_LOG2_E = tl.constexpr(-1.4426950408889634)
 
@@ -47,7 +47,7 @@ def gate_activation(z, sig, SIGMOID: tl.constexpr):
 
 @triton.jit
 def gate_activation_slope(act, sig, SIGMOID: tl.constexpr):
-    """The derivative of :func:`gate_activation`; ``act`` is its value, ``sig`` is sigmoid(z)."""
+    """The derivative of ``act = gate_activation(z, sig, SIGMOID)``; ``sig`` is sigmoid(z)."""
     slope = sig * (1.0 - sig)
     if not SIGMOID:
         slope = sig + act * (1.0 - sig)
@@ -64,7 +64,7 @@ def minus_rate(A_log):
 @triton.jit
 def softplus(x):
     """log(1 + exp(x)) in fp32, with full relative precision for tiny results."""
-    # log(1 + e) loses the digits of a small e, so a small e takes the series e - e^2/2 + e^3/3 ...
+    # log(1 + e) loses the digits of a small e. The series e - e^2/2 + e^3/3 ... keeps the digits.
     e = tl.exp(-tl.abs(x))
     series = e * (1 - e * (0.5 - e * (1 / 3 - e * (0.25 - e * (0.2 - e * (1 / 6))))))
     return tl.maximum(x, 0.0) + tl.where(e < 0.0625, series, tl.log(1.0 + e))

@@ -1,9 +1,9 @@
-"""Launches of Triton kernels that are prepared once and then cost the host a few microseconds.
+"""Launches of Triton kernels, prepared once; a later call takes the host a few microseconds.
 
 Triton's ``kernel[grid](...)`` inspects every argument in each call. A :class:`Launch` makes this
-call once and keeps the compiled launcher for later calls. Triton compiles a kernel, and a
-:class:`Launch` keeps a launcher, for each device, set of dtypes, set of None arguments and set of
-pointers that are multiples of 16 bytes.
+call once and keeps Triton's launcher for later calls. There is one launcher, and one compiled
+variant of the kernel, for each device and for each choice of the tensors' dtypes, of the tensors
+that are None, and of the tensors whose address is a multiple of 16 bytes.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from triton import JITFunction, knobs
 
 from .builds import compile_in_one_process
 
-_ALIGNED = 16  # bytes; Triton compiles another kernel if a pointer is no multiple of this number
-MOST_PLANS = 256  # most entries of a cache of launches; keys are shapes, strides and options
+_ALIGNED = 16  # bytes; for pointers that are no multiple of 16 Triton compiles another variant
+MOST_PLANS = 256  # most launches in a cache, whose keys are shapes, strides and options
 
 
 def pointers_and_key(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], tuple] | None:
@@ -51,7 +51,7 @@ class Launch:
         launch = Launch(kernel, (tiles, B), S, stride, H=32, BLOCK_H=32, num_warps=4)
         launch(x, out)          # as kernel[(tiles, B)](x, out, S, stride, H=32, ...)
 
-    In the interpreter, and while Triton's launch hooks are set, every call goes through Triton.
+    In the interpreter, and while Triton's launch hooks are set, every call is Triton's own call.
     Triton's other settings (``TRITON_DEBUG`` and the like) are read at the first call only.
     """
 
@@ -87,9 +87,10 @@ class Launch:
         launch(*self._axes, stream, *before, *pointers, *after)
 
     def _prepare(self, compiled: Any, tensors: int) -> tuple[Any, tuple, tuple, Any] | None:
-        """Return Triton's C launcher, its arguments before and after the pointers of ``tensors``
-        tensors, and ``compiled``, which keeps the GPU function loaded; None if Triton's launcher
-        needs scratch memory or has other attributes.
+        """Return Triton's C launcher, its arguments before and after the pointers, ``compiled``.
+
+        ``tensors`` is the number of pointers. ``compiled`` keeps the GPU function loaded. The
+        result is None if the launcher needs scratch memory or lacks an attribute that is read here.
         """
         try:
             launcher = compiled.run

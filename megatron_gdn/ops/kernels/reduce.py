@@ -1,4 +1,4 @@
-"""Sums partial rows in a fixed order, which is the second stage of every sum over tokens.
+"""The second stage of every sum over tokens: partial rows are summed in a fixed order.
 
 Legend: N partial rows, M columns.
 """
@@ -15,14 +15,14 @@ from torch import Tensor
 from .launch import MOST_PLANS, Launch
 
 _ROWS_AT_ONCE = 8
-_MOST_ROWS = 256  # of one program; another launch adds the sums of several programs
+_MOST_ROWS = 256  # per program; if there are more rows, a further launch adds the programs' sums
 _COLUMNS = 128
 _MOST_OUTS = 4
 
 
 @triton.jit
 def _store_columns(out_ptr, sum_M, m_M, begin, end):
-    """Store columns ``begin`` to ``end`` of ``sum_M``, rounded once; ``m_M`` has column numbers."""
+    """Store the sums ``sum_M`` of columns ``m_M`` from ``begin`` up to ``end``, rounded once."""
     if out_ptr is not None:
         rounded_M = sum_M.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + m_M - begin, rounded_M, mask=(m_M >= begin) & (m_M < end))
@@ -33,11 +33,12 @@ def _sum_rows_kernel(
     partial_ptr, a_ptr, b_ptr, c_ptr, d_ptr, N, M, a_end, b_end, c_end,
     ROWS: tl.constexpr, REPEATS: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    """Sum each group of ROWS * REPEATS rows; the grid is (blocks of BLOCK_M columns, groups).
+    """Sum each group of ROWS * REPEATS rows; grid (blocks of BLOCK_M columns, groups of rows).
 
-    Several groups write one row each to output a, of M columns. A single group writes up to four
-    outputs: a has the columns up to ``a_end``, b the next up to ``b_end``, c up to ``c_end``, d the
-    columns from ``c_end`` to M; the pointer of an absent output is None.
+    A program adds ROWS rows at a time. If there are several groups, each writes one row of M
+    columns to ``a_ptr``. A single group writes up to four outputs: ``a_ptr`` gets the columns up to
+    ``a_end``, ``b_ptr`` the columns from there to ``b_end``, ``c_ptr`` from there to ``c_end``,
+    ``d_ptr`` from there to M. The pointer of an absent output is None.
     """
     m_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * (ROWS * REPEATS)
@@ -59,7 +60,7 @@ def _sum_rows_kernel(
 def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
     """Sum the rows of ``partial_NM`` in fp32, in an order that depends on N alone, into ``outs``.
 
-    The M sums fill one to four contiguous ``outs`` in turn, which have any shapes and dtypes.
+    ``outs``: one to four contiguous tensors of any shape and dtype, filled one after the other.
     """
     sizes = tuple([out.numel() for out in outs])
     *earlier, (_, last) = _reduction_launches(*partial_NM.shape, sizes)
@@ -72,7 +73,7 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
 
 @lru_cache(maxsize=MOST_PLANS)
 def _reduction_launches(N: int, M: int, sizes: tuple[int, ...]) -> tuple[tuple[int, Launch], ...]:
-    """The launches in order, each with the number of rows that it writes; the last writes 1 row."""
+    """The launches in order, as pairs (rows that the launch writes, launch); the last writes 1."""
     assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTS
     ends = tuple(accumulate(sizes))
     ends += (M,) * (_MOST_OUTS - 1 - len(ends))

@@ -1,6 +1,7 @@
 """Tile shapes of the kernels, chosen by the shapes of tensors and never by a timing.
 
-Tiles decide the order of sums, and a timing may choose other tiles on another run or rank.
+Tiles decide the order of sums. Tiles chosen by a timing could differ between runs or ranks, and so
+could the bits of results.
 """
 
 from __future__ import annotations
@@ -9,10 +10,10 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 MOST_PROGRAMS = 65535  # the largest size of the second and the third axis of a grid
-_FEWEST_STEPS = 8  # tokens of a segment, no fewer than the 8 taps of a convolution
-_STEPS_OF_A_STAGE = 4  # equals conv_forward.UNROLL, which cannot be imported without Triton
-# The most bytes of shared memory for prefetched rows. A Hopper multiprocessor has room for two
-# programs that use so much, one of a small GPU for one. A launch that asks for more memory fails.
+_FEWEST_STEPS = 8  # fewest tokens of a segment; a convolution has at most 8 taps
+_STEPS_OF_A_STAGE = 4  # a copy of conv_forward.UNROLL: that file imports Triton
+# The most bytes of shared memory for a program's prefetched rows. Two such programs fit on a Hopper
+# multiprocessor, one on a small GPU's. A launch fails if a program needs more than there is.
 _MOST_COPIED = 96 << 10
 
 
@@ -31,7 +32,7 @@ class SegmentTile(NamedTuple):
 
 
 class RowTile(NamedTuple):
-    """A program handles ``rows`` rows at a time, ``repeats`` times."""
+    """A program computes ``repeats`` tiles of ``rows`` rows, one after the other."""
 
     rows: int
     repeats: int
@@ -39,30 +40,30 @@ class RowTile(NamedTuple):
 
 
 def block_dim(dim: int) -> int:
-    """The next power of two, at least 16, since a Triton tile has no other sizes."""
+    """``dim`` rounded up to a power of two, at least 16: a Triton tile has no other sizes."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def front_forward_tile(tokens: int, widest_head: int) -> SegmentTile:
-    """The tile of the front's forward; ``widest_head`` is the columns of the widest head.
+    """The tile of the front's forward; ``widest_head`` is the number of columns of the widest head.
 
-    Each thread holds four values, so nine programs of four warps share a multiprocessor.
+    A thread computes only four channels, so its registers let nine programs share a multiprocessor.
     """
     return SegmentTile(_segments_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4)
 
 
 def front_backward_tile(tokens: int, widest_head: int) -> SegmentTile:
-    """The tile of the front's backward; each of a thread's four values needs some twenty registers.
+    """The tile of the front's backward, where a thread needs some twenty registers per channel.
 
     With 96 registers per thread, five programs of four warps share a multiprocessor instead of
-    four. Long segments compute fewer tokens twice; short segments make enough programs for a GPU.
+    four. In long segments fewer tokens are computed twice; short segments give a GPU more programs.
     """
     steps = 128 if tokens >= 32768 else 64 if tokens >= 8192 else 32 if tokens >= 2048 else 16
     return SegmentTile(_segments_of(widest_head), steps, warps=4, registers=96)
 
 
 def _segments_of(widest_head: int) -> int:
-    """The number of segments with which each thread of four warps holds four values."""
+    """Segments per program, so that each thread of four warps computes four channels."""
     return max(1, 512 // block_dim(widest_head))
 
 
@@ -71,9 +72,9 @@ def within_32_bit_offsets(
 ) -> SegmentTile:
     """``tile``, with fewer tokens if offsets from its first token would not fit into 32 bits.
 
-    A program also reads ``taps - 1`` tokens on either side of its tile, up to ``tokens``.
-    ``strides`` has, for each tensor, the number of elements from one token to the next. A stride
-    of more than 32 bits is skipped, since its offsets have 64 bits.
+    A program also reads ``taps - 1`` tokens on either side of its tile, within the ``tokens`` of
+    a row. ``strides`` has, for each tensor, the number of elements from one token to the next. A
+    stride of more than 32 bits is skipped, since offsets are then computed with 64 bits.
 
     Raises:
         ValueError: even the smallest tile has offsets that do not fit into 32 bits.
@@ -117,21 +118,21 @@ def within_grid(tile: SegmentTile, tokens: int, batch: int) -> SegmentTile:
 def within_shared_memory(tile: SegmentTile, row_bytes: int) -> SegmentTile:
     """``tile``, with fewer stages if the prefetched rows would not fit into shared memory.
 
-    A segment prefetches ``row_bytes`` per token. With all its stages a program would need 264 KiB
-    in the backward of a key head with 32 value heads in bf16. Stages change no result.
+    A segment prefetches ``row_bytes`` per token. For example, the backward of a key head with 32
+    value heads in bf16 would need 264 KiB with all stages. Results do not depend on the stages.
     """
     copied = _STEPS_OF_A_STAGE * tile.rows * row_bytes
     return tile._replace(stages=max(1, min(tile.stages, 1 + _MOST_COPIED // copied)))
 
 
 def norm_forward_tile(width: int) -> RowTile:
-    """The tile of a norm's forward for rows of ``width`` columns, a head or a group of heads."""
+    """The tile of a norm's forward; a row of ``width`` columns is one head or group of heads."""
     block = block_dim(width)
     return RowTile(rows=max(1, 4096 // block), repeats=1, warps=_norm_warps(block))
 
 
 def norm_backward_tile(rows: int, width: int) -> RowTile:
-    """A norm's backward tile; a program repeats, so that partial rows of d_gamma are few."""
+    """The tile of a norm's backward; its repeats keep the partial rows of d_gamma few."""
     block = block_dim(width)
     size = max(1, 2048 // block)
     repeats = max(8 if rows >= 1 << 17 else 4, 16 // size)
@@ -139,5 +140,5 @@ def norm_backward_tile(rows: int, width: int) -> RowTile:
 
 
 def _norm_warps(block: int) -> int:
-    """The number of warps for rows of ``block`` columns; a wide row needs many registers."""
+    """The number of warps for tiles of ``block`` columns; wide rows need many registers."""
     return min(16, max(4, block // 512))

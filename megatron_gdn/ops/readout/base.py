@@ -1,4 +1,4 @@
-"""Readouts: from the output of a rule to rows for out_proj.
+"""Readouts compute the rows for out_proj from the output of a rule.
 
     per head     y = o * rsqrt(mean_head(o^2) + eps) * gamma * act(gate)      gamma [V]
     per group    y = u * rsqrt(mean_group(u^2) + eps) * gamma                 gamma [H V]
@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": s
 
 
 class Readout(Protocol):
-    """The norm and the gate of a rule's output; the caller calls forward and backward."""
+    """The norm and the gate of a rule's output, without autograd: callers call the backward."""
 
     reads_o: ClassVar[bool]  # whether the backward reads o
 
@@ -39,10 +39,10 @@ class Readout(Protocol):
     def forward(
         self, o: Tensor, rows: Tensor, gamma: Tensor | None, *, out: Tensor | None = None
     ) -> Tensor:
-        """``[S, B, H * V]`` contiguous, in the dtype of ``rows``; written to ``out`` if given.
+        """The rows for out_proj, contiguous ``[S, B, H * V]``; written to ``out`` if given.
 
         ``o`` is ``[B, S, H, V]``, contiguous, in any dtype; ``rows`` is ``[S, B, P]`` with any
-        strides of S and B; ``gamma`` is None without a norm.
+        strides of S and B, in the dtype of the result; ``gamma`` is None without a norm.
         """
         ...
 
@@ -51,13 +51,13 @@ class Readout(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of o, in the dtype of ``rows``, and of gamma.
 
-        Writes the gate's columns of ``d_rows`` ``[S, B, P]`` and no other columns.
+        Writes the gate's gradient to its columns of ``d_rows`` ``[S, B, P]``, and nothing else.
         """
         ...
 
 
 def heads_of(mixed: Tensor, heads: int) -> Tensor:
-    """``[S, B, H * V]`` as ``[B, S, H, V]``, a view."""
+    """View rows ``mixed`` ``[S, B, H * V]`` as ``[B, S, H, V]``; ``heads`` is H."""
     return mixed.unflatten(-1, (heads, -1)).transpose(0, 1)
 
 
@@ -69,12 +69,12 @@ class PlainReadout:
     activation: str = "silu"  # the gate's activation; the other legal value is "sigmoid"
     eps: float = 1e-6  # added to the mean square
     zero_centered: bool = False  # whether a norm per head scales by ``1 + gamma``
-    groups: int | None = None  # groups of a norm after the gate; None: a norm per head before it
+    groups: int | None = None  # groups of a norm after the gate; None: norm per head, before
 
     reads_o: ClassVar[bool] = True
 
     def _norm_and_gate(self, o: Tensor, gate: Tensor, gamma: Tensor | None = None) -> Tensor:
-        """``o [B, S, H, V]`` and ``gate [S, B, H V]`` to ``[S, B, H V]``, in fp32 or wider."""
+        """Norm ``o [B, S, H, V]`` and gate it by ``gate [S, B, H V]``; result ``[S, B, H V]``."""
         act = ACTIVATIONS[self.activation]
         if self.groups is None and gamma is not None:
             normed = rms_norm(o, gamma, self.eps, self.zero_centered)
@@ -113,7 +113,7 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
     """``x * rsqrt(mean_group(x^2) + eps) * gamma``, ``[..., C]`` in ``x.dtype``.
 
     Raises:
-        ValueError: the channels do not divide into the groups, or gamma is not ``[C]``.
+        ValueError: ``groups`` does not divide C, or gamma is not ``[C]``.
     """
     channels = x.shape[-1]
     if groups < 1 or channels % groups or tuple(gamma.shape) != (channels,):
@@ -124,6 +124,7 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
     wide = torch.promote_types(x.dtype, torch.float32)
 
     def normed(x: Tensor, gamma: Tensor) -> Tensor:
+        """The result, computed in fp32 or fp64 and rounded once."""
         return _norm_per_group(x.to(wide), gamma.to(wide), groups, eps).to(x.dtype)
 
     return run_saving_inputs(normed, x, gamma)
@@ -153,9 +154,10 @@ class PassThrough:
 
 @dataclass(frozen=True, eq=False)
 class SplitReadout:
-    """A readout in two steps: ``inside`` runs with the recurrence, then ``call`` under autograd.
+    """A readout in two steps: ``inside`` is part of the mixer's function, ``call`` runs after it.
 
     If ``closed``, ``call`` runs after an exchange that gives this rank all heads of its tokens.
+    Autograd differentiates ``call``.
     """
 
     inside: Readout
@@ -177,7 +179,7 @@ class SplitReadout:
 def readout_by_module(
     gate: slice, heads: int, norm: Callable[[Tensor, Tensor], Tensor]
 ) -> SplitReadout:
-    """The readout of a norm module ``norm(o, z)``, which takes ``[B, S, H, V]`` tensors."""
+    """The readout that calls a module ``norm(o, z)`` with tensors ``[B, S, H, V]``."""
 
     def call(mixed: Tensor, rows: Tensor) -> Tensor:
         y = norm(heads_of(mixed, heads), heads_of(rows[..., gate], heads))

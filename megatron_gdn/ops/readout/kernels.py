@@ -1,9 +1,9 @@
-"""The norm and the gate of a rule's output as one Triton launch per direction; fp32 arithmetic.
+"""The norm and the gate of a rule's output in Triton: one launch forward, one launch backward.
 
-:mod:`.base` has the equations. A program computes tiles of rows; a row is one head of one token.
+Arithmetic is fp32. A program computes tiles of rows; a row is one head of one token.
 A norm per group takes each of the G groups as one head of V columns; a norm per head has G = 1.
 
-Legend: R rows of a tile; a tile has columns of one group.
+Legend: R rows of a tile, whose columns belong to one group.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _forward_launch(
     norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
     out_strides: tuple[int, ...],
 ) -> Launch:  # fmt: skip
-    """The launch of the forward; both strides are those of S and B, in rows and in out."""
+    """The launch of the forward; ``strides``: of S and B in the rows, ``out_strides``: in out."""
     G, H, V = _row_sizes(norm, H, V)
     tile = norm_forward_tile(V)
     return Launch(
@@ -91,7 +91,7 @@ def _backward_launch(
 
 
 def _row_sizes(norm: TritonReadout, H: int, V: int) -> tuple[int, int, int]:
-    """The kernels' G, H and V for an output of H heads of V columns."""
+    """The kernels' G, H and V for a rule's output with H heads of V columns."""
     return (1, H, V) if norm.groups is None else (norm.groups, 1, H * V // norm.groups)
 
 
@@ -105,16 +105,17 @@ def _constants(norm: TritonReadout, G: int, H: int, V: int, tile: RowTile) -> di
 
 @triton.jit
 def _row_offsets(row_R, first, H: tl.constexpr, V: tl.constexpr, stride_s):
-    """Offsets of rows ``first + row_R``; row s H + h is head h of token s, ``stride_s`` per token.
+    """Offsets in elements of rows number ``first + row_R``, where row s H + h is head h of token s.
 
-    Offsets count from the token of row ``first``, so they fit into 32 bits at any length.
+    Tokens are ``stride_s`` elements apart. Offsets start at the token of row ``first``, so they fit
+    into 32 bits at any length.
     """
     return ((first + row_R) // H - first // H) * stride_s + (first + row_R) % H * V
 
 
 @triton.jit
 def _pointer_to_token(ptr, first, stride_s, stride_b, H: tl.constexpr):
-    """``ptr`` moved to the token of row ``first`` of this program's batch row."""
+    """``ptr`` plus the offset of the token of row ``first``, in this program's batch row."""
     b = tl.cast(tl.program_id(1), tl.int64)
     return ptr + b * stride_b + tl.cast(first // H, tl.int64) * stride_s
 
@@ -126,10 +127,11 @@ def gated_norm_forward_kernel(
     G: tl.constexpr, H: tl.constexpr, V: tl.constexpr, ROWS: tl.constexpr, BLOCK_V: tl.constexpr,
     GATE_FIRST: tl.constexpr, ZERO_CENTERED: tl.constexpr, SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """Norm and gate; the grid is (tiles of ROWS rows and groups, B), and ``rows`` = S H.
+    """Norm and gate of ROWS rows in one group; grid (tiles * G, B), with ``rows`` = S H.
 
-    ``z`` is the gate's first column in ``proj_ptr``. GATE_FIRST: the norm is of the gated output.
-    ZERO_CENTERED: 1 + gamma scales. ``out_stride_s`` and ``out_stride_b``: out's strides of S, B.
+    ``z``: the gate's first column in ``proj_ptr``. GATE_FIRST: the gate comes before the norm.
+    ZERO_CENTERED: the norm is scaled by 1 + gamma. ``gamma_ptr``: [G V]. ``out_stride_s``,
+    ``out_stride_b``: elements of the output from token to token and from batch row to batch row.
     """
     column = tl.program_id(0) % G * V
     first = tl.program_id(0) // G * ROWS
@@ -168,11 +170,11 @@ def gated_norm_backward_kernel(
     BLOCK_V: tl.constexpr, GATE_FIRST: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """Gradients; the grid is (tiles of ROWS * REPEATS rows and groups, B), and ``rows`` = S H.
+    """Gradients of ROWS * REPEATS rows in one group; grid (tiles * G, B), with ``rows`` = S H.
 
     ``dy_ptr`` is the output's gradient, with strides ``dy_stride_s`` and ``dy_stride_b``;
-    ``do_ptr`` gets the gradient of o. ``z`` is the gate's first column. With s = act(z), n = u r
-    and du = r (dn - n mean(dn n)), the second line holds for GATE_FIRST:
+    ``do_ptr`` gets the gradient of o. ``z`` is the gate's first column. With s = act(z), the
+    norm n = u r and du = r (dn - n mean(dn n)), the second line holds for GATE_FIRST:
 
         u = o      d_gamma = sum dy n s    dn = dy gamma s    do = du      dz = dy n gamma act'(z)
         u = o s    d_gamma = sum dy n      dn = dy gamma      do = du s    dz = du o act'(z)

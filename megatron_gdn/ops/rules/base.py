@@ -32,11 +32,11 @@ class Bits(IntEnum):
 
 
 class Saved(NamedTuple):
-    """The tensors that a forward keeps for its backward, without the inputs."""
+    """The values that a forward keeps for its backward, except the inputs."""
 
     tensors: tuple[Any, ...] = ()  # autograd saves these tensors; an entry may be None
     plan: Any = None  # other values that the rule's backward reads, in the rule's own type
-    made: Any = None  # intermediates of a second run of the forward, for the backward
+    made: Any = None  # intermediates for the backward, if the forward ran a second time
 
 
 class RuleOutput(NamedTuple):
@@ -44,11 +44,11 @@ class RuleOutput(NamedTuple):
 
     o: Tensor  # [B, S, H, V]
     final: Tensor | None  # [N, H, K, V], the final states; None if not asked for
-    saved: Saved  # for the backward; without tensors if keep is False
+    saved: Saved  # what the backward needs; without tensors if keep is False
 
 
 class _RuleCall:
-    """The inputs of a forward or backward; packed documents are in one row ``[1, B S, ...]``."""
+    """A forward or backward with its inputs; with documents, inputs are ``[1, B S, ...]``."""
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
         self.rule, self.documents = rule, documents
@@ -61,7 +61,7 @@ class RuleForward(_RuleCall):
     """The forward of a rule for one batch."""
 
     def state_map(self) -> StateMap:
-        """The map from initial to final state of each sequence, tensors ``[N, H, K, .]``."""
+        """Each sequence's map from initial to final state, in tensors ``[N, H, K, .]``."""
         raise NotImplementedError
 
     def run(
@@ -93,10 +93,10 @@ class RuleBackward(_RuleCall):
         raise NotImplementedError
 
     def d_o_was_scaled(self, factor: Tensor) -> None:
-        """The caller multiplied d_o in place by ``factor [H, 1, 1]``, see :mod:`...gdn.half`."""
+        """The caller multiplied d_o in place by ``factor [H, 1, 1]``: scale earlier results too."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
-        """The gradients of the inputs, in the rule's own tuple.
+        """The gradients of the inputs, in a tuple whose type the rule chooses.
 
         ``initial`` has the forward's initial states, ``d_final [N, H, K, V]`` the gradients of the
         final states; None means zeros.
@@ -106,7 +106,7 @@ class RuleBackward(_RuleCall):
     def run_to_states(
         self, initial: Tensor | None, d_final: Tensor | None, maps: Callable[[], StateMap]
     ) -> tuple[Any, Tensor]:
-        """The result of :meth:`run`, and the initial states' gradient; ``maps()`` has through."""
+        """The result of :meth:`run` and the initial states' gradient; ``maps()``: state maps."""
         d_initial = self.d_initial()
         if d_final is not None:
             d_initial = maps().transposed(d_initial).apply(d_final)
@@ -114,11 +114,11 @@ class RuleBackward(_RuleCall):
 
 
 class Rule:
-    """A recurrence over the inputs that a front makes."""
+    """A recurrence; its inputs are those that a mixer's front computes from projection rows."""
 
     name: str  # the value of ``backend`` that selects the rule
     bits: Bits = Bits.FREE
-    # The dtype of the inputs and of o; None: the projection's dtype, which d_o always has.
+    # The dtype of inputs and o; None: the dtype of projection rows. d_o has the rows' dtype always.
     operand_dtype: torch.dtype | None = None
     reads_again: frozenset[str] = frozenset()  # names of the inputs that the backward reads
     forward: ClassVar[Callable[..., RuleForward]]
@@ -134,7 +134,7 @@ class Rule:
         return None
 
     def around(self, wrapper: Callable[[Rule], Rule]) -> Rule:
-        """``wrapper(self)``; a rule that converts operands wraps its inner rule instead."""
+        """Return ``wrapper(self)``; a rule that converts operands wraps its inner rule instead."""
         return wrapper(self)
 
     def begin(self, inputs: Any, documents: Documents | None) -> RuleForward:
@@ -143,11 +143,11 @@ class Rule:
     def begin_backward(
         self, d_o: Tensor, inputs: Any, saved: Saved, documents: Documents | None
     ) -> RuleBackward:
-        """Begin a backward. The rule owns ``d_o`` and may free it."""
+        """Begin a backward. The rule may free ``d_o``; the caller must not read it afterwards."""
         return self.backward(self, d_o, inputs, saved, documents)
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
-        """The part of a forward's ``saved`` that its second run reads: few bytes per token."""
+        """The tensors of ``saved`` that :meth:`run_again` needs, of few bytes per token."""
         return Saved()
 
     def run_again(
@@ -155,8 +155,8 @@ class Rule:
     ) -> RuleOutput:
         """Run a forward again, to compute ``o`` and the tensors for the backward.
 
-        Inputs and states have the bits of the first run. ``kept`` is the result of
-        :meth:`kept_to_run_again`.
+        ``inputs`` and the ``initial`` states have the same bits as in the first run. ``kept`` is
+        the result of :meth:`kept_to_run_again`.
         """
         return self.begin(inputs, documents).run(initial)
 

@@ -1,4 +1,4 @@
-"""The choice of a mixer's rule: each mixer has a table of kernels, and one function chooses."""
+"""The choice of a mixer's rule: :func:`choose` takes one from the mixer's table of kernels."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ class Choice(NamedTuple):
 
 
 class RepeatabilityTest(NamedTuple):
-    """Whether a test showed that kernels repeat bit for bit, and the log's words about the test."""
+    """Whether kernels gave the same bits again in a test, and words about the test for the log."""
 
     repeats: bool
     words: str
@@ -34,11 +34,11 @@ class RepeatabilityTest(NamedTuple):
 class Kernels(NamedTuple):
     """A backend that computes the rule in a package's kernels."""
 
-    why_not: Callable[[], Obstacle | None]  # why the kernels cannot run here
+    why_not: Callable[[], Obstacle | None]  # why the kernels cannot run here, or None
     rule: Callable[..., Rule]  # builds the rule; its argument is :class:`Bits` if ``tested`` is set
-    fits: str = ""  # the reason in the log if "auto" takes the first kernels of a table
+    fits: str = ""  # the log's reason if "auto" takes these kernels and skipped none
     unsteady: str | None = None  # why bits may depend on the run or on other sequences
-    tested: Callable[[], RepeatabilityTest] | None = None  # the result of a test of repeatability
+    tested: Callable[[], RepeatabilityTest] | None = None  # tests repeatability; None: no test
     by_name: bool = False  # if True, "auto" never takes these kernels
 
 
@@ -54,10 +54,10 @@ def choose(
     """Choose the rule of a mixer: kernels in order of preference, or else plain torch.
 
     Args:
-        backend: a name of ``kernels``, ``"reference"``, or ``"auto"``, the first backend that runs
-            here; if "auto" skips the first of ``kernels``, the log says why, once. A backend that
-            is asked for by name is never replaced by another backend.
-        plain: builds the reference, a rule in plain torch, that keeps given ``bits``.
+        backend: a name of ``kernels``, ``"reference"``, or ``"auto"``, which takes the first of
+            ``kernels`` that runs here, or else the reference. The log says once why "auto" skipped
+            kernels. A backend that is asked for by name is never replaced by another backend.
+        plain: builds the reference, a rule in plain torch, for the argument ``bits``.
         bits: what the rule must promise. Above ``FREE``, ``"auto"`` takes kernels that were tested
             for repeatability, or the reference. For ``DETERMINISTIC`` a name may select untested
             kernels; the log then says that they are untested.
@@ -124,4 +124,5 @@ def _choose_by_name(
 
 
 def _build_rule(kernels: Kernels, bits: Bits) -> Rule:
+    """The rule of ``kernels``; only kernels with a test take ``bits``."""
     return kernels.rule(bits) if kernels.tested else kernels.rule()

@@ -1,4 +1,4 @@
-"""The places of a batch's tokens in chunks, the groups of chunks, and the walk over a group.
+"""Tables of a batch's tokens in chunks and of groups of chunks, and the walk over a group.
 
 The walk carries the state from chunk to chunk. At a chunk where a sequence begins, the sequence's
 initial state replaces the carried state. In fixed buffers only the device knows where sequences
@@ -28,17 +28,18 @@ _PRODUCTS_PER_GROUP = 1536
 
 
 def chunks_at_once(heads: int) -> int:
+    """The number of chunks of a group, for ``heads`` heads."""
     return max(1, _PRODUCTS_PER_GROUP // heads)
 
 
 def fills_last_group(device: torch.device) -> bool:
-    """Whether empty chunks fill up the last group to the size of the other groups."""
+    """Whether on ``device`` empty chunks fill up the last group to the size of all groups."""
     return device.type == "cuda"
 
 
 @dataclass(frozen=True, eq=False)
 class ChunkGroup:
-    """Consecutive chunks that are computed together; a slot is the place of one token."""
+    """Consecutive chunks that are computed together; each chunk has C slots for tokens."""
 
     slots: slice  # the group's slots in the table
     chunks: int  # the number of chunks that are walked; the group's other chunks are empty
@@ -53,12 +54,12 @@ class ChunkGroup:
     ends: tuple[int, ...] = ()  # end_index[0] on the host
 
     def taken(self, states: Tensor, *, ends: bool = False) -> Tensor:
-        """The ``states`` ``[N, H, K, V]`` of sequences that begin (``ends``: end) in the group."""
+        """The rows of ``states`` of sequences that begin (with ``ends``: end) in the group."""
         index = self.end_index if ends else self.begin_index
         return states[:0] if index is None else states.index_select(0, index[1])
 
     def put(self, states: Tensor, new: Tensor, *, begins: bool = False) -> None:
-        """Write ``new`` to the states of sequences that end (``begins``: begin) in the group."""
+        """Set the states of sequences that end (with ``begins``: begin) in the group to ``new``."""
         index = self.begin_index if begins else self.end_index
         if index is not None:
             states.index_copy_(0, index[1], new)
@@ -71,7 +72,7 @@ class ChunkGroup:
         given: Tensor,
         back: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Apply ``S -> through S + added`` chunk by chunk, or from the last chunk to the first.
+        """Apply ``S -> through S + added`` to each chunk in order; ``back``: in reverse order.
 
         Args:
             through: ``[n, H, K, K]``; or ``[n, H, K or 1, 1]``, a factor of each row.
@@ -104,23 +105,24 @@ class ChunkGroup:
         return entering, out_of[0 if back else self.chunks - 1].clone(), left
 
     def _order(self, back: bool) -> range:
+        """The numbers of the chunks in the order of the walk."""
         return range(self.chunks)[::-1] if back else range(self.chunks)
 
 
 def _multiply_add(through: Tensor) -> Any:
-    """torch's in-place method that adds ``through S``: a matrix product, or factors."""
+    """torch's in-place method that adds ``through S``, for a matrix or for factors of rows."""
     return torch.Tensor.baddbmm_ if through.shape[-1] > 1 else torch.Tensor.addcmul_
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GroupOnDevice(ChunkGroup):
-    """Chunks of fixed buffers, some without tokens: the host does not know where sequences lie."""
+    """A group in fixed buffers, maybe with empty chunks: only the device knows the sequences."""
 
     sequence: Tensor  # int64 [n], the sequence of each chunk
     begin: Tensor  # bool [n], whether a sequence begins with the chunk
     end: Tensor  # bool [n], whether a sequence ends with the chunk
-    first: Tensor  # int64 [N], place in the group of each sequence's first chunk, clamped
-    last: Tensor  # int64 [N], place in the group of each sequence's last chunk, clamped
+    first: Tensor  # int64 [N], each sequence's first chunk, clamped to the group's chunks
+    last: Tensor  # int64 [N], each sequence's last chunk, clamped to the group's chunks
     first_here: Tensor  # bool [N, 1, 1, 1], whether the sequence's first chunk is in the group
     last_here: Tensor  # bool [N, 1, 1, 1], whether the sequence's last chunk is in the group
 
@@ -152,14 +154,14 @@ class GroupOnDevice(ChunkGroup):
 class ChunkTable:
     """The chunks of N sequences, sequence after sequence.
 
-    On a GPU all groups have one size; empty chunks fill up the last group. So every product has one
-    shape for any batch, and a sequence's bits do not depend on other sequences.
+    On a GPU all groups have one size; empty chunks fill up the last group. So the products have the
+    same shapes in every batch, and a sequence's bits do not depend on other sequences.
     """
 
     chunk_size: int
     sequences: int
     groups: tuple[ChunkGroup, ...]
-    slot: Tensor | None  # int64 [T], the slot of each token; None if groups have ``tokens``
+    slot: Tensor | None  # int64 [T], each token's slot; None if the groups have ``tokens``
 
     @cached_property
     def one_chunk_per_sequence(self) -> bool:
@@ -168,20 +170,20 @@ class ChunkTable:
 
     @staticmethod
     def of(documents: Documents, chunk_size: int, heads: int, fixed: bool = False) -> ChunkTable:
-        """The table of ``documents``, made once; with ``fixed`` a group on a CPU is one chunk."""
+        """The cached table of ``documents``; ``fixed``: on a CPU, too, products have one shape."""
         fill_up = fills_last_group(documents.device)
         at_once = 1 if fixed and not fill_up else chunks_at_once(heads)
         key = ChunkTable, chunk_size, at_once, fill_up
         return documents.plan(key, lambda: _build_table(documents, *key[1:]))
 
     def chunks_in(self, group: ChunkGroup) -> int:
-        """The number of chunks of the group, with the empty chunks."""
+        """The number of chunks of the group, including empty chunks."""
         return (group.slots.stop - group.slots.start) // self.chunk_size
 
     def to_chunks(
         self, x: Tensor, group: ChunkGroup, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """Copy the group of ``[B, T, H]`` or ``[B, T, H, D]`` to ``[n, H, C]`` or ``[n, H, C, D]``.
+        """Copy the group's tokens of ``x [B, T, H, ...]`` to chunks ``[n, H, C, ...]``.
 
         Empty slots are zero: a token of zeros writes nothing, and the state does not decay.
         """
@@ -194,30 +196,30 @@ class ChunkTable:
         return out.copy_(chunks)
 
     def rows_like(self, x: Tensor) -> Tensor:
-        """A tensor for :meth:`put`, without values, with the heads and dtype of ``x``."""
+        """An uninitialised tensor for :meth:`put`, with the heads and dtype of ``x``."""
         last = self.groups[-1] if self.groups else None
         count = 0 if last is None else (last.tokens or last.slots).stop
         return x.new_empty(count, *x.shape[2:])
 
     def put(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
-        """Write chunks ``[n * H, C]`` or ``[n * H, C, D]`` to the group's rows."""
+        """Write chunks ``[n * H, C]`` or ``[n * H, C, D]`` to the group's tokens in ``rows``."""
         self.put_tokens(rows, group, chunks.unflatten(0, (-1, rows.shape[1])).movedim(2, 1))
 
     def put_tokens(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
-        """Write chunks ``[n, C, ...]`` to the group's rows."""
-        if group.slot is not None:  # the group has empty slots; its rows are copied twice
+        """Write chunks ``[n, C, ...]`` to the group's tokens in ``rows``."""
+        if group.slot is not None:  # the group has empty slots, so a copy without them comes first
             rows[group.tokens] = chunks.flatten(0, 1).index_select(0, group.slot).to(rows.dtype)
             return
         to = rows[group.slots if group.tokens is None else group.tokens]
         to.view(-1, self.chunk_size, *to.shape[1:]).copy_(chunks)
 
     def to_tokens(self, rows: Tensor, like: Tensor) -> Tensor:
-        """The rows in the order of the tokens, in the shape of ``like``."""
+        """The ``rows`` that :meth:`put` wrote, in token order and in the shape of ``like``."""
         return (rows if self.slot is None else rows.index_select(0, self.slot)).view(like.shape)
 
 
 class _TokenPlaces(NamedTuple):
-    """The places of tokens in n chunks; on a GPU empty chunks among them fill up the last group."""
+    """The places of tokens in n chunks; on a GPU empty chunks at the end fill up the last group."""
 
     slot: Tensor  # int64 [T], the slot of each token
     token: Tensor  # int64 [n * C], the token in each slot; empty slots repeat some token
@@ -231,7 +233,7 @@ class _TokenPlaces(NamedTuple):
 
 
 def _token_places(documents: Documents, C: int, padded: int) -> _TokenPlaces:
-    """The tables for chunks of C tokens; ``padded`` chunks, including empty ones."""
+    """The places in ``padded`` chunks of C tokens, which include empty chunks at the end."""
     starts, document_T = documents.starts.long(), documents.document_T()
     offset, indices = (x.long() for x in chunk_places_of(documents, C))
     device, T = starts.device, documents.total_tokens
@@ -255,7 +257,7 @@ def _token_places(documents: Documents, C: int, padded: int) -> _TokenPlaces:
 
 
 def _build_table(documents: Documents, C: int, at_once: int, fill_up: bool) -> ChunkTable:
-    """Groups of ``at_once`` chunks; with ``fill_up`` empty chunks fill up the last group."""
+    """The table in groups of ``at_once`` chunks; ``fill_up``: add empty chunks to the last."""
     n, N = documents.most_chunks(C), max(documents.sequences, 1)
     if n == 0:
         return ChunkTable(C, N, (), None)
@@ -276,7 +278,7 @@ def _build_table(documents: Documents, C: int, at_once: int, fill_up: bool) -> C
 def _group(
     places: _TokenPlaces, C: int, start: int, stop: int, end: int, device: torch.device
 ) -> ChunkGroup:
-    """The group of chunks ``start`` to ``stop``; chunks from ``end`` on are empty."""
+    """Chunks ``start`` to ``stop`` of ``places``, as a group; chunks from ``end`` on are empty."""
     slots, chunks = slice(start * C, stop * C), slice(start, stop)
     token, empty = places.token[slots], places.empty[slots]
     of_tokens = (~empty).nonzero()[:, 0]
@@ -314,6 +316,7 @@ def _group_on_device(
     slots, chunks = slice(start * C, stop * C), slice(start, stop)
 
     def of_sequences(_: Documents) -> tuple[Tensor, ...]:
+        """The group's ``first``, ``last``, ``first_here`` and ``last_here``."""
         both = places.first, places.last
         inside = [(chunk - start).clamp(0, stop - start - 1) for chunk in both]
         here = [places.filled & (chunk >= start) & (chunk < stop) for chunk in both]

@@ -1,7 +1,7 @@
 """fla (flash-linear-attention) as a rule: a mixer names fla's functions and their arguments.
 
-The rules call functions of fla 0.6 that fla's autograd classes call; the classes would copy strided
-inputs and save other tensors. :func:`why_not_callable` checks each function and its arguments.
+The rules call the same functions of fla 0.6 as fla's autograd classes, but not the classes, which
+copy strided inputs and save other tensors. :func:`why_not_callable` checks functions and arguments.
 The import of fla takes seconds, so fla is imported only if a rule for a GPU is chosen.
 """
 
@@ -33,17 +33,18 @@ Boundaries = dict[str, Tensor | None]  # fla's arguments cu_seqlens and chunk_in
 
 
 def boundaries_of(documents: Documents | None) -> Boundaries:
+    """fla's arguments for the boundaries of ``documents``; None: each batch row is a sequence."""
     if documents is None:
         return {"cu_seqlens": None, "chunk_indices": None}
     return {"cu_seqlens": documents.cu_seqlens, "chunk_indices": documents.chunks(CHUNK).indices}
 
 
 class ChunkProducts(NamedTuple):
-    """The tensors of chunks that do not depend on the states."""
+    """What fla computes for all chunks before it knows the states."""
 
     chunks: dict[str, Tensor]  # fla's arguments for the walk from chunk to chunk
     saved: tuple[Tensor, ...]  # tensors for the backward
-    scores: Tensor | None = None  # products of q and k, or q itself, for the output
+    scores: Tensor | None = None  # for the output: products of q and k, or q itself
 
 
 def contiguous_state(state: Tensor | None) -> Tensor | None:
@@ -52,6 +53,8 @@ def contiguous_state(state: Tensor | None) -> Tensor | None:
 
 
 class FlaForward(RuleForward):
+    """The forward of a :class:`FlaRule`."""
+
     _made: ChunkProducts | None = None
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
@@ -86,6 +89,8 @@ class FlaForward(RuleForward):
 
 
 class FlaBackward(RuleBackward):
+    """The backward of a :class:`FlaRule`."""
+
     @property
     def at(self) -> Boundaries:
         return self.saved.plan
@@ -96,7 +101,7 @@ class FlaBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        # fla computes this gradient only if initial states are given, whose values fla ignores.
+        # fla computes this gradient only if it gets initial states; it does not read their values.
         B, _, H, V = self.d_o.shape
         N = B if self.documents is None else len(self.documents.cu_seqlens) - 1
         some = self.d_o.new_empty(N, H, self.inputs.k.shape[-1], V, dtype=torch.float32)
@@ -109,7 +114,7 @@ class FlaBackward(RuleBackward):
 
 
 class FlaRule(Rule):
-    """A rule in fla's kernels, for bf16 or fp16: ``backend="fla"``. A mixer's rule has six methods:
+    """A rule in fla's kernels (``backend="fla"``), for bf16 or fp16. Subclasses have six methods:
 
         inside(x)                          a ChunkProducts, ``made`` below
         walk(x, made, initial, final)      states at chunks, written values, final states or None
@@ -135,11 +140,11 @@ class FlaRule(Rule):
 
     @classmethod
     def why_not_sizes(cls, state: StateShape) -> str | None:
-        """Why the kernels cannot take heads with such a state, or None."""
+        """Why the kernels cannot compute heads with states of this shape, or None."""
         return f"fla takes key_head_dim up to 256, not {state.rows}" if state.rows > 256 else None
 
     def again(self, x: FlaBackward) -> tuple[Any, ...]:
-        """The tensors for ``kept``; a mixer's rule may compute some of these tensors again."""
+        """The tensors for ``kept``: the saved ones; a subclass may compute some of them again."""
         return x.saved.tensors
 
 
@@ -175,7 +180,7 @@ def _functions_of(rule: type[FlaRule]) -> SimpleNamespace | str:
 def why_not_fla(
     rule: type[FlaRule], device: torch.device, dtype: torch.dtype, state: StateShape
 ) -> Obstacle | None:
-    """Why fla cannot train heads with such a state on ``device``, and the fix; None if it can."""
+    """Why fla cannot train heads with this ``state`` on ``device``, and the fix; None if it can."""
     if device.type != "cuda":
         return Obstacle(f"fla runs on a GPU, not on {device}")
     if dtype not in (torch.bfloat16, torch.float16):
@@ -184,7 +189,7 @@ def why_not_fla(
     if sizes is not None:
         return Obstacle(sizes)
     package = why_not_fla_package(torch.cuda.get_device_capability(device)[0])
-    why = why_not_callable(rule) if package is None else None  # the last check, which imports fla
+    why = why_not_callable(rule) if package is None else None  # last, since it imports fla
     return package if why is None else Obstacle(why, ImportError)
 
 

@@ -1,6 +1,6 @@
-"""The recurrences of all mixers, one token after the other: the oracle, and a decode step.
+"""The recurrences of all mixers, token by token: the reference of tests, and a decode step.
 
-Each head has a state ``S [K, V]``. S decays, takes one of three updates, and q reads S:
+Each head has a state ``S [K, V]``. For each token S decays, then gets one of three updates:
 
     S_t = exp(g_t) S_{t-1}                                g_t is one number, or one for each row
     S_t = S_t + beta_t k_t (v_t - S_t^T k_t)^T            the delta rule
@@ -30,13 +30,13 @@ def recurrence(
     """The output ``[B, T, H, V]`` and the final states ``[N, H, K, V]``; differentiable.
 
     Args:
-        q, k: ``[B, T, G, K]``, each for R neighbouring heads. All tensors have one dtype.
+        q, k: ``[B, T, G, K]``; R neighbouring heads share one. All tensors have one dtype.
         v: ``[B, T, H, V]``.
         g: ``[B, T, H]``, ``[B, T, H, K]`` or ``[B, T, G, K]``.
         beta: ``[B, T, H]``; None: the update with ``erased``, or without erasing.
         initial: ``[N, H, K, V]``; None means zeros.
         offsets: cumulative lengths of the sequences in one row; None: each row is a sequence.
-        erased: ``[B, T, G, K]``, the key e; None: nothing is erased if beta is None.
+        erased: ``[B, T, G, K]``, the other key e. If it and beta are None, nothing is erased.
     """
     groups, K = k.shape[2:]
     v_BTGRV, g_BTGRK = v.unflatten(2, (groups, -1)), g.unflatten(2, (groups, -1))

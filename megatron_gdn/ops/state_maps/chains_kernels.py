@@ -11,7 +11,7 @@ from torch import Tensor
 from ..kernels.launch import MOST_PLANS, Launch
 from ..kernels.tiles import block_dim
 
-_COLUMNS = 64  # columns of a state that one program follows
+_COLUMNS = 64  # columns of a state per program
 _ZERO, _GIVEN, _IDENTITY = range(3)
 
 
@@ -25,11 +25,11 @@ def _follow_kernel(
 ):  # fmt: skip
     """Follow chain n; grid (N, H, tiles of columns), of which only N may be more than 65535.
 
-    ``steps_ptr``: the table of :class:`.state_map.Steps`. ``cuts_ptr``: the flags of cuts, read if
-    CUT. START == GIVEN: the states at ``start_ptr`` come before the first maps; START == IDENTITY:
-    the identity; else zero. ``out_ptr`` gets the states. Strides end in the axis: n chains, p maps,
-    q states written, h heads, i rows, j columns; so ``local_p`` goes from map to map in ``local``.
-    Rows from K to BLOCK_K are 0; a block without such rows has no mask.
+    ``local_ptr``, ``through_ptr``: the maps. ``steps_ptr``: ``Steps.table``. ``cuts_ptr``:
+    ``Cuts.flags``, read if CUT. START says what a chain starts from: GIVEN, the states at
+    ``start_ptr``; IDENTITY, the identity; any other value, zero. ``out_ptr`` gets the states. The
+    strides, in elements, are named by tensor and axis: n chains, p maps, q states written, h heads,
+    i rows, j columns; so ``local_p`` is the distance of two maps in ``local``.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -53,7 +53,7 @@ def _follow_kernel(
             tl.store(out_ptr + tl.cast(target, tl.int64) * out_q, state_KC, mask=real_KC)
         if place >= 0:
             p = tl.cast(place, tl.int64)
-            # The state before the first map is zero or the identity: no product is needed.
+            # A first map needs no product if the state before it is zero or the identity.
             if (START == GIVEN) | (step > 0):
                 if BLOCK_K > K:
                     real_KK = (i_K < K)[:, None] & (i_K < K)[None, :]
@@ -81,13 +81,13 @@ def follow(
     start: Tensor | str | None,
     cut: Tensor | None = None,
 ) -> Tensor:
-    """:func:`.state_map.follow_chains` on a GPU; ``table``: of the steps, ``cut``: of the cuts."""
+    """:func:`.state_map.follow_chains` on a GPU; ``table``: Steps.table, ``cut``: Cuts.flags."""
     N, L, _ = table.shape
     _, H, K, V = local.shape
     X = out.shape[3]
     given = (
         start if isinstance(start, Tensor) else local
-    )  # without given states the kernel does not read this pointer
+    )  # if no states are given, the kernel gets ``local`` and does not read it
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
     kind = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
     strides = *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3]
@@ -100,7 +100,7 @@ def follow(
 def _follow_launch(
     N: int, L: int, H: int, K: int, V: int, X: int, strides: tuple[int, ...], kind: int, cut: bool
 ) -> Launch:
-    """``kind`` of the start is _ZERO, _GIVEN or _IDENTITY; ``cut``: whether there are cuts."""
+    """The launch; ``kind`` of start: _ZERO, _GIVEN or _IDENTITY; ``cut``: if there are cuts."""
     return Launch(
         _follow_kernel, (N, H, triton.cdiv(X, _COLUMNS)), L, V, X, *strides,
         K=K, BLOCK_K=block_dim(K), COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY,

@@ -1,8 +1,9 @@
 """Sequences cut into parts that a rule computes in parallel, so that one sequence can fill a GPU.
 
 Each part is an affine map of its initial state, ``S_out = through @ S_in + local``, and the maps of
-one sequence form a chain. In fixed buffers the host does not know the chains, so sequences with
-initial states are not cut. P is the number of parts; :mod:`.state_map` has the other letters.
+one sequence form a chain. In fixed buffers the host does not know the chains, so the callers do
+not cut sequences with initial states. P is the number of parts; N, H, K, V are as in
+:mod:`.state_map`.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ _FEWEST_CHUNKS = 32
 class Cut(NamedTuple):
     """The parts of N sequences, cut at multiples of 64 tokens from the start of each sequence.
 
-    In fixed buffers P is the largest possible number; unused parts are empty parts of the last
-    sequence.
+    In fixed buffers P is the largest number of parts that any documents could have; unused parts
+    are empty parts of the last sequence.
     """
 
     offsets: Tensor  # int32 [P + 1], the first token of every part, and the end of the last part
@@ -38,23 +39,25 @@ class Cut(NamedTuple):
 
 
 def one_part_per_sequence(documents: Documents) -> Cut:
+    """The cut in which every sequence is one part."""
     starts = documents.starts
     return Cut(starts, torch.arange(len(starts), dtype=torch.int32, device=starts.device))
 
 
 def cut_at(documents: Documents, offsets: Sequence[int]) -> Cut:
-    """The cut whose parts begin at ``offsets``, which include the starts of all sequences."""
+    """The cut with these ``offsets`` of parts, among which are the starts of all sequences."""
     starts = documents.starts
     found = torch.tensor(offsets, dtype=torch.int32, device=starts.device)
     return Cut(found, torch.searchsorted(found, starts, out_int32=True))
 
 
 def cut_by_length(documents: Documents, value_heads: int, longest_part: int | None = None) -> Cut:
-    """Cut every sequence by its own length and the number of heads alone.
+    """Cut every sequence; the cut depends only on the sequence's length and the number of heads.
 
     A sequence is cut into as many parts as fill the GPU. But a part has at least 32 chunks, because
-    other sequences fill the GPU too. With fewer than 32 heads a part has at least ``value_heads``
-    chunks, and at least 8. No part has more than ``longest_part`` tokens (a multiple of 64).
+    other sequences fill the GPU too. If ``value_heads`` is less than 32, a part has at least
+    ``value_heads`` chunks, and at least 8. No part has more than ``longest_part`` tokens (a
+    multiple of 64).
     """
     starts, (most, fewest) = documents.starts, _most_parts_and_fewest_chunks(value_heads)
     chunks = ceil_div(starts.diff(), CHUNK)
@@ -64,7 +67,7 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
     count = ceil_div(chunks, step)
     P = documents.sequences + largest_number_of_cuts(
         documents, value_heads
-    )  # in fixed buffers the last sequence is empty, and so is its part
+    )  # counts a part of the empty last sequence of fixed buffers too
     if documents.known:
         P = int(count.sum())
     # Parts divide a sequence as chunks do, so chunk_places computes the places of parts too.
@@ -79,8 +82,8 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
 def largest_number_of_cuts(documents: Documents, value_heads: int) -> int:
     """The largest number of cuts that :func:`cut_by_length` makes in buffers of this size.
 
-    A document of c chunks has over 64 * (c - 1) tokens. Parts of at least ``fewest`` chunks have at
-    most (c - 1) // fewest cuts.
+    A document of c chunks has more than 64 * (c - 1) tokens. If each of its parts has at least
+    ``fewest`` chunks, the document has at most (c - 1) // fewest cuts.
     """
     most, fewest = _most_parts_and_fewest_chunks(value_heads)
     return min(documents.total_tokens // (CHUNK * fewest), documents.most * (most - 1))
@@ -96,15 +99,15 @@ class SequenceParts:
     """Tables of N sequences cut into P parts."""
 
     sequences: Tensor  # int32 [N + 1], the first token of every sequence, and the end
-    offsets: Tensor  # as in Cut
-    first: Tensor  # as in Cut
+    offsets: Tensor  # int32 [P + 1], the first token of every part, and the end
+    first: Tensor  # int32 [N + 1], the number of every sequence's first part, and P
     owner: Tensor  # int32 [P], the sequence of every part
     opens: Tensor  # bool [P], whether the part is the first of its sequence
     closes: Tensor  # bool [P], whether the part is the last of its sequence
-    no_part: Tensor  # bool [P], all false
+    no_part: Tensor  # bool [P], all false: a mask that selects no part
     chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per part, rounded up
     ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if no part does
-    places: ChunkPlaces  # the chunks of the parts
+    places: ChunkPlaces  # of the parts in chunks of 64 tokens
     whole: Steps  # these steps write the final state of each sequence
     entering: Steps  # these steps write the state that enters each part
     opening: Steps  # from last to first part, these steps write dS_in of each sequence
@@ -173,7 +176,7 @@ def _steps_to_part_states(chains: Sequence[range], device: torch.device) -> Step
 
 
 def compose(local: Tensor, through: Tensor, parts: SequenceParts) -> tuple[Tensor, Tensor]:
-    """The maps of whole sequences from the maps of parts, ``[P, H, K, V]`` and ``[P, H, K, K]``.
+    """The maps of whole sequences; ``local`` [P, H, K, V], ``through`` [P, H, K, K]: of the parts.
 
     If some sequence is cut, the results are views of one ``[N, H, K, V + K]`` tensor.
     """
@@ -203,8 +206,9 @@ def leaving_gradients(
 ) -> Tensor | None:
     """The gradient of the state that leaves every part, ``[P, H, K, V]``; None: all are zero.
 
-    Computes ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to the first.
-    ``d_local`` and ``through`` may be None if no sequence is cut.
+    Computes ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to the first,
+    so ``d_local`` is each part's dS_in if dS_out is 0. ``d_local`` and ``through`` may be None if
+    no sequence is cut. ``d_final``: the gradients of the final states; None: all are zero.
     """
     if parts.are_sequences:
         return None if d_final is None else d_final.contiguous()
@@ -216,7 +220,7 @@ def leaving_gradients(
 
 
 def initial_gradients(d_local: Tensor, through: Tensor | None, parts: SequenceParts) -> Tensor:
-    """The gradient of the initial states, ``[N, H, K, V]``, if final states have no gradient."""
+    """The gradient of the initial states ``[N, H, K, V]`` if that of the final states is 0."""
     if parts.are_sequences:
         return d_local
     assert through is not None

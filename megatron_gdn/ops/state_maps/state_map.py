@@ -1,4 +1,4 @@
-"""The affine map that a stretch of tokens applies to a recurrent state, and chains of these maps.
+"""The affine map that successive tokens apply to a recurrent state, and chains of such maps.
 
     S_after = through @ S_before + local
 
@@ -23,7 +23,7 @@ from ..host_tables import to_device
 from ..switches import full_fp32_matmul
 
 IDENTITY = "identity"
-MOST_ROWS = 128  # the most rows of a state in the kernel, whose program holds all rows
+MOST_ROWS = 128  # the most rows of a state for the kernel, since one program loads all rows
 NONE = -1
 
 
@@ -50,7 +50,7 @@ class StateShape(NamedTuple):
 
 
 class StateMap(NamedTuple):
-    """``S_out = through S_in + local``, one map for each stretch and head.
+    """``S_out = through S_in + local``, one map for each sequence and head.
 
     The delta rule mixes the rows of a state, so its ``through`` is a matrix. For a rule that only
     decays rows, ``through`` has one column, the factor of each row.
@@ -61,6 +61,7 @@ class StateMap(NamedTuple):
 
     @property
     def is_diagonal(self) -> bool:
+        """Whether ``through`` is one factor for each row instead of a matrix."""
         return self.through.shape[-1] == 1
 
     def apply(self, state: Tensor) -> Tensor:
@@ -92,9 +93,9 @@ class Steps:
 
 
 class Cuts(NamedTuple):
-    """The steps of a chain that set the state to ``local`` alone and drop the state before.
+    """The steps of a chain that set the state to ``local`` alone, without the state before.
 
-    ``torch.where`` drops that state: a product 0 * NaN would carry NaN to the next document.
+    ``torch.where`` sets it, since a product 0 * NaN would carry NaN to the next document.
     """
 
     flags: Tensor  # int32 [L] on the device, 1 for a cut step
@@ -118,13 +119,14 @@ def follow_chains(
         local: ``[P, H, K, V]`` fp32 (or fp64, in plain torch).
         through: ``[P, H, K, K]``, any strides; or ``[P, H, K, 1]``, one factor per row.
         out: ``[Q, H, K, X]``, overwritten; X is V, or with IDENTITY V plus ``through``'s columns.
-        start: ``[N, H, K, V]``, the states before the first maps; None: zero. IDENTITY starts from
-            the identity map and composes maps; ``out`` is ``local`` and ``through`` side by side.
+        start: ``[N, H, K, V]``, the states before the first maps; None: zero. With IDENTITY the
+            maps are composed, and ``out`` gets ``local`` and ``through`` of the results, side by
+            side.
         cuts: the cut steps, the same for every chain; not with IDENTITY.
 
     Returns:
-        ``out``, computed in fp32 whatever torch's TF32 switches are. On a GPU each factor is a sum
-        of two TF32 numbers, within 2^-20 of the factor, and sums have a fixed order.
+        ``out``, computed in fp32 whatever torch's TF32 switches are. The GPU kernel replaces each
+        factor by a sum of two TF32 numbers, to within 2^-20, and adds in a fixed order.
     """
     P, H, K, V = local.shape
     identity = isinstance(start, str)
@@ -149,7 +151,7 @@ def follow_chains_in_torch(
     start: Tensor | str | None,
     cuts: Cuts | None = None,
 ) -> Tensor:
-    """:func:`follow_chains` in plain torch; stops each chain at its last write."""
+    """:func:`follow_chains` in plain torch; no map is applied after a chain's last write."""
     V, identity = local.shape[-1], isinstance(start, str)
     rows_decay = through.shape[-1] < through.shape[-2]
     with full_fp32_matmul(local.device.type):
