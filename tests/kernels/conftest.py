@@ -40,7 +40,32 @@ def _masks_of_bools() -> None:
     builder.create_masked_store = with_bools(builder.create_masked_store, 2)
 
 
+def _language_patched_once_a_launch() -> None:
+    """Triton's interpreter patches its language at every call of a function, for half of its time.
+
+    Functions of one file see the same language, which the end of the launch restores.
+    """
+    from triton.runtime import interpreter
+
+    patch, launch, patched = interpreter._patch_lang, interpreter.GridExecutor.__call__, set()
+
+    def patch_once(fn):
+        if id(fn.__globals__) not in patched:
+            patched.add(id(fn.__globals__))
+            return patch(fn)
+
+    def launch_and_forget(self, *args, **kwargs):
+        try:
+            return launch(self, *args, **kwargs)
+        finally:
+            patched.clear()
+
+    interpreter._patch_lang = patch_once
+    interpreter.GridExecutor.__call__ = launch_and_forget
+
+
 if INTERPRETED:
+    _language_patched_once_a_launch()
     _numpy_scalars_as_indices()
     _masks_of_bools()
 
