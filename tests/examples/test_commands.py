@@ -25,7 +25,7 @@ def test_the_quickstart_trains_one_layer_on_packed_documents():
 @pytest.mark.slow
 def test_a_policy_gradient_step_is_the_same_on_trees_and_packed_separately():
     """fp64: some hundred roundings of at most 1e-16, of gradients near 1."""
-    done = python("examples/grpo_on_trees.py")
+    done = python("examples/grpo_on_trees.py", TORCHDYNAMO_DISABLE="1")
     assert done.stderr == ""
     tokens, loss, gradients = done.stdout.splitlines()
     assert tokens == "as trees 495 tokens, packed separately 1416"

@@ -11,10 +11,10 @@ from megatron_gdn.hf.__main__ import main
 from pretraining.arguments import parse_args
 from pretraining.corpus import read_paths
 from pretraining.feed import Feed
+from tests.examples.launching import run
 from tests.hf.model_laws import hf_model, load_dist_checkpoint, logits_of
 from tests.hf.tiny_models import build, model_class
 from tests.parallel import parallel
-from tests.processes import torchrun
 
 STEPS, ROWS, LENGTH = 3, 4, 64
 
@@ -41,14 +41,14 @@ def way_round(text, tmp_path_factory) -> Path:
     at = tmp_path_factory.mktemp("way_round")
     untrained_model("Qwen3NextForCausalLM", mlp_only_layers=[1]).save_pretrained(at / "hf")
     assert main(["import", str(at / "hf"), str(at / "imported")]) == 0
-    torchrun(
-        *(2, "examples/pretrain_hybrid.py"),
+    run(
         *("--hf-config", at / "hf", "--pretrained-checkpoint", at / "imported"),
         *("--data", text, "--output-dir", at / "run", "--no-packing", "--sample-tokens=0"),
         *("--context-parallel-size=1", "--tensor-model-parallel-size=2", "--sequence-parallel"),
         *(f"--seq-length={LENGTH}", f"--micro-batch-size={ROWS}"),
         *(f"--train-iters={STEPS + 1}", f"--save-interval={STEPS}", "--lr-warmup-iters=0"),
         "--lr=6e-3",  # in three steps to somewhere
+        cwd=at,
     )
     trained = at / "run" / "checkpoints" / f"iter_{STEPS:07d}"
     assert main(["export", str(trained), str(at / "back"), "--like", str(at / "hf")]) == 0

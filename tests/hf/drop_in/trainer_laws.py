@@ -1,7 +1,6 @@
-"""Run by torchrun: Trainer over context-parallel ranks against a plain loop on one rank."""
+"""Trainer over context-parallel ranks against a plain loop on one rank."""
 
 import copy
-import sys
 import tempfile
 
 import pytest
@@ -117,8 +116,7 @@ def refuse_what_goes_wrong(trainer: CPTrainer, documents: list) -> None:
             call()
 
 
-def main(replicas: int) -> None:
-    torch.set_num_threads(1)
+def compare_with_a_plain_loop(replicas: int) -> None:
     record, folder = Record(), tempfile.mkdtemp()
     settings = TrainingArguments(
         output_dir=folder, max_steps=STEPS, save_strategy="no", optim="sgd", learning_rate=RATE,
@@ -159,10 +157,3 @@ def main(replicas: int) -> None:
     mean = sum(means) / len(means)
     assert abs(trainer.evaluate()["eval_loss"] - mean) < 1e-5 * mean
     refuse_what_goes_wrong(trainer, documents)
-    if dist.get_rank() == 0:
-        print("the same as a plain loop")
-    dist.destroy_process_group()
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]))
