@@ -5,7 +5,8 @@
 # both.
 # `make nightly` (hours on two cores) runs the rest: every combination of the parameters of a law;
 # runs that are ended at random steps, again and again; the commands of the pages as they are, from
-# a fresh clone; the package installed from a clone and a wheel; kernels compiled for Hopper.
+# a fresh clone; the package installed from a clone and a wheel; kernels compiled for Hopper; on
+# another machine, weights and resumed runs too.
 #
 # `make test-versions` runs other versions of torch, megatron-core, Python and transformers, one at
 # a time, each in an environment of its own (some GB, removed after its row), and fills the table of
@@ -31,15 +32,17 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow"
 
+# Folders in which products of two shapes have the same bits; checkpoints and files keep theirs.
+SHAPES = distributed gdn gdn2 hf/drop_in inference kda layer mamba2 ops
+
 # Compiled code in a cache of its own: torch would take, and fail to build, what another capability made.
 test-shapes: $(VENV)/.ready
 	BITS_BY_SHAPE=1 ATEN_CPU_CAPABILITY=default TORCHINDUCTOR_CACHE_DIR=$(abspath $(VENV))/inductor-default \
 		OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow" \
-		$(addprefix tests/,distributed gdn gdn2 hf inference kda layer mamba2 ops precision)
+		$(addprefix tests/,$(SHAPES))
 
-# The slow tests start processes of their own, so one of them runs at a time.
 test-all: test-kernels test
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m "slow and not gpu and not nightly"
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "slow and not gpu and not nightly"
 
 test-kernels: $(VENV)/.ready
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto tests/kernels
@@ -47,6 +50,7 @@ test-kernels: $(VENV)/.ready
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -m nightly tests/kernels
+	$(MAKE) test-shapes SHAPES="hf precision"
 
 # A clone's own scripts run launches, one of them by torchrun, and fill the table of docs/support.md, and its source is read
 # for what its layers ask of ours: make test-launches MEGATRON_LM=folder

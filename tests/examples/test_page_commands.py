@@ -134,7 +134,9 @@ RUN_BY = {
     "python -m build": FRESH + "test_a_source_distribution_holds_what_tests_and_pages_need",
     "python -m uv pip compile --all-extras pyproject.toml": EXTRAS,
 }
-OF_THE_SUITE = "test test-all test-kernels nightly docs test-versions test-frameworks lint format"
+OF_THE_SUITE = (
+    "test test-all test-kernels test-shapes nightly docs test-versions test-frameworks lint format"
+)
 RUN_BY |= {f"make {target}": SUITE for target in OF_THE_SUITE.split()}
 # Whole launches for a clone of Megatron-LM, which that test takes from the page itself.
 RUN_BY |= {command: LAUNCH for command in COMMANDS if "--spec megatron_gdn.specs" in command}
