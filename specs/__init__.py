@@ -4,7 +4,7 @@ from megatron.core import __version__ as _megatron_version
 
 from megatron_gdn.compat.observe import warn_of_untested
 
-warn_of_untested(_megatron_version)  # first: the imports below may fail in an untested version
+warn_of_untested(_megatron_version)  # called first, since the next imports may fail
 
 from .gpt import gpt_block_spec  # noqa: E402
 from .hybrid import (  # noqa: E402

@@ -36,7 +36,7 @@ from .layer import (
     with_launch_options,
 )
 
-# Gated DeltaNet's names in experimental_attention_variant: in Megatron 0.19 and in later ones.
+# Gated DeltaNet's names in experimental_attention_variant: in Megatron 0.19 and in later versions.
 GDN_VARIANTS = ("gated_delta_net", "gdn")
 _SPECS = {**dict.fromkeys(GDN_VARIANTS, gated_delta_net_spec), "gdn2": gated_delta_net2_spec}
 
@@ -46,7 +46,7 @@ _get_block_submodules = transformer_block._get_block_submodules
 
 # ``pretrain_gpt.py`` of Megatron-LM's dev passes the function that ``--spec`` names to the model,
 # which refuses a function ("specialize for function"); core_r0.19.0 and main call the function. So
-# the next function replaces the model's ``_get_block_submodules``, which it calls.
+# the next function replaces the model's ``_get_block_submodules`` and calls the original.
 @functools.wraps(_get_block_submodules)
 def _submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **named: Any) -> Any:
     """Megatron's function, but ``spec`` may also be a function that returns a spec."""
@@ -64,7 +64,7 @@ transformer_block._get_block_submodules = _submodules_of
 def gpt_block_spec(
     config: Any, vp_stage: int | None = None, pp_rank: int | None = None, **options: Any
 ) -> TransformerBlockSubmodules:
-    """The layer specs of one pipeline stage: Gated DeltaNet layers and full-attention layers.
+    """The layer specs, Gated DeltaNet and attention, of pipeline stage ``vp_stage``, ``pp_rank``.
 
     ``config.linear_attention_freq = N`` makes every N-th layer full attention; a list of 0 and 1
     marks the Gated DeltaNet layers with 1. MLPs are dense or MoE by ``config.moe_layer_freq``.
@@ -72,7 +72,7 @@ def gpt_block_spec(
 
     Args:
         config: a ``TransformerConfig``, or the ``GPTModelConfig`` that
-            ``--spec megatron_gdn.specs gpt_block_spec`` hands over.
+            ``--spec megatron_gdn.specs gpt_block_spec`` passes.
         vp_stage, pp_rank: the pipeline stage; None is the stage of this process.
         **options: keyword arguments of the constructor of GatedDeltaNet, or of GatedDeltaNet2 for
             the variant "gdn2".
@@ -130,7 +130,7 @@ def _local_layer_specs(config: TransformerConfig, options: dict[str, Any]) -> li
     layer_specs = []
     for is_gdn, has_experts in layer_kinds(config):
         before = {"input_layernorm": f"self_attention.{'in_proj' if is_gdn else 'linear_qkv'}"}
-        if has_experts:  # the norm before experts is not fused, with Transformer Engine either
+        if has_experts:  # the norm before experts is never fused, not even by "te"
             mlp = get_moe_module_spec(
                 use_te=False, num_experts=config.num_moe_experts, moe_grouped_gemm=False
             )

@@ -68,7 +68,7 @@ class HybridStackSpec(ModuleSpec):
     """Spec of a ``HybridStack`` with this package's mixers; call it to get a spec with options."""
 
     def __call__(self, *args: Any, **options: Any) -> Any:
-        """A new spec with the modules and options given here; those of this spec are not kept.
+        """A new spec with the given modules and options; the options of this spec are not kept.
 
             spec(modules="auto", *, qk_layernorm=False, mamba=None, kda=None, **options)
 
@@ -82,7 +82,7 @@ class HybridStackSpec(ModuleSpec):
             mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention constructors.
             **options: keyword arguments of the GatedDeltaNet constructor, or of GatedDeltaNet2's if
                 the config's variant is "gdn2". 'M' and 'K' layers also get ``cp_layout``,
-                ``linear_cp_mode``, ``cp_ranks_per_machine`` and, if they know it, ``backend``,
+                ``linear_cp_mode``, ``cp_ranks_per_machine`` and, if legal there, ``backend``,
                 unless ``mamba`` or ``kda`` gives another value; '*' layers get ``cp_layout``.
 
         Returns:
@@ -90,7 +90,7 @@ class HybridStackSpec(ModuleSpec):
             spec to build the stack.
 
         Raises:
-            ValueError, ImportError: as `gated_delta_net_spec`.
+            ValueError, ImportError: unknown ``modules``, or "te" without Transformer Engine.
         """
         if "config" in options or (args and isinstance(args[0], TransformerConfig)):
             return super().__call__(*args, **options)
@@ -184,7 +184,7 @@ def _local_submodules(
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
         "moe_layer": ModuleSpec(module=LocalMoELayer, submodules=experts),
     }
-    # Versions of Megatron have different layers; without a spec Megatron would build an identity.
+    # Megatron's versions differ in layers. A layer without a spec would become an identity.
     places = {field.name for field in fields(HybridStackSubmodules)}
     for place in sorted(place for place in places - layers.keys() if place.endswith("_layer")):
         symbol = {"symbol": _SYMBOLS.get(place, place)}
@@ -370,7 +370,7 @@ def _local_mtp_spec() -> ModuleSpec:
         enorm=TorchRMSNorm,
         hnorm=TorchRMSNorm,
         eh_proj=ColumnParallelLinear,
-        mtp_model_layer=cast(Any, None),  # Megatron builds it from the pattern
+        mtp_model_layer=cast(Any, None),  # Megatron builds the layer from the pattern
         layer_norm=TorchRMSNorm,
     )
     layer = ModuleSpec(module=mtp.MultiTokenPredictionLayer, submodules=parts)

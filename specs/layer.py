@@ -54,7 +54,7 @@ BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
 
 def resolve_modules(modules: str) -> Literal["te", "local"]:
-    """``"te"`` or ``"local"``, as asked or for ``"auto"``; an error if "te" cannot be imported."""
+    """``modules``, or the choice for ``"auto"``; an error if "te" is asked for and missing."""
     if modules not in MODULES:
         raise ValueError(
             f"unknown modules {modules!r}; use one of {', '.join(MODULES)}. (The delta rule is "
@@ -131,7 +131,7 @@ def norms_before(**linears: str) -> dict[str, Any]:
 
 
 def local_mlp_builder():
-    """A function that builds a dense MLP of Megatron's own linears."""
+    """Return a function that builds a dense MLP of Megatron's own linears."""
     return partial(
         MLP.as_mlp_submodule,
         submodules=MLPSubmodules(linear_fc1=ColumnParallelLinear, linear_fc2=RowParallelLinear),
@@ -155,7 +155,7 @@ def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> M
 
 
 class LocalMoELayer(MoETransformerLayer):
-    """Experts in plain torch, built here since only now the number of experts is known."""
+    """Experts in plain torch, built in the constructor, which knows the number of experts."""
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any
@@ -167,7 +167,7 @@ class LocalMoELayer(MoETransformerLayer):
 
 
 class UnavailableLayer:
-    """In place of a layer that the local spec lacks, of letter ``symbol``: building it raises."""
+    """Stands for a layer, ``symbol``, that the local spec lacks; its constructor raises."""
 
     def __init__(self, *args: Any, symbol: str, **kwargs: Any) -> NoReturn:
         """Raise an error that names ``symbol``, the layer's letter in the pattern."""
@@ -181,7 +181,7 @@ class UnavailableLayer:
 
 
 def with_launch_options(mixer: type, named: Mapping[str, Any]) -> dict[str, Any]:
-    """The options ``named`` of a call, and the launch's other options if ``mixer`` has them."""
+    """``named``, a call's options, plus those other options of the launch that ``mixer`` has."""
     known = _options_of(mixer)
     return {**{name: value for name, value in _launch_options().items() if name in known}, **named}
 

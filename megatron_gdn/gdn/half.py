@@ -1,20 +1,20 @@
-"""Operands of the delta rule in fp16 in a bf16 layer (docs/precision.md).
+"""Rounds operands of the delta rule to fp16 in a bf16 layer (docs/precision.md).
 
-Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keeps 8 bits; fp16 keeps
-11 at the same speed, but has full precision only from 2^-14 to 65504:
+Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keeps 8 bits. fp16 keeps
+11 bits at the same speed, but only for numbers of 2^-14 to 65504:
 
 - q, k, v and states are not scaled: q and k have unit length, v is the output of a SiLU, and a
   state is a weighted mean of values v. Values beyond 65504 become inf.
-- Gradients may have any size. So d_o is multiplied by a power of two, chosen on the device for each
-  key head. The rule's backward is linear in d_o, and the front multiplies the rule's gradients by
-  the inverse power in fp32 (:class:`..ops.delta_rule.base.RuleGrads`). Both scalings are exact.
+- Gradients may have any size. So d_o is multiplied by a power of two, which the device chooses for
+  each key head. The rule's backward is linear in d_o, and the front multiplies the rule's gradients
+  by the inverse power in fp32 (:class:`..ops.delta_rule.base.RuleGrads`). Both scalings are exact.
 
 The power brings the largest |d_o| of the key head's value heads below 1, which leaves room for
 sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient is at most T / sqrt(K)
 long, 2^13.5 for K = 128 and 2^17 tokens. A sum beyond fp16's range becomes inf, a visible error.
 
 In context parallelism the power also brings the gradient of the final states below 2^5, because
-tokens of other ranks may have far larger gradients. A rank's documents share a key head's power.
+tokens of other ranks may have far larger gradients. All documents of a rank have the same powers.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from ..ops.documents import Documents
 from ..ops.rules.base import Rule, RuleBackward, Saved
 from . import half_torch
 
-LARGEST_D_O = 0  # log2 of the bound of |d_o| after scaling
-LARGEST_D_FINAL = 5  # log2 of the bound of |d_final| after scaling
+LARGEST_D_O = 0  # after scaling, |d_o| is below 2^LARGEST_D_O
+LARGEST_D_FINAL = 5  # after scaling, |d_final| is below 2^LARGEST_D_FINAL
 
 
 class HalfBackward(RuleBackward):
@@ -61,7 +61,7 @@ class HalfBackward(RuleBackward):
 
 
 class HalfOperands(Rule):
-    """A rule with fp16 operands in a layer of another dtype.
+    """Wraps a rule, which then gets fp16 operands in a layer of another dtype.
 
     This rule is not batch-invariant: the powers of two depend on all documents of a batch.
     """

@@ -2,9 +2,9 @@
 
 :mod:`.half_torch` is the plain-torch twin.
 
-Legend: x the gradients; G key heads; T rows of x, which are tokens of all batch rows, or rows of
-states, of which RUN neighbours belong to one key head; C columns that a row has for one key head
-and its value heads; N tiles of rows.
+Legend: x gradients of tokens or of states; G key heads; T rows of x per key head (tokens, or rows
+of states); C columns of such a row; N tiles of rows. x has RUN neighbouring rows of one key head (1
+for tokens), then those of the next key head.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..ops.kernels.launch import MOST_PLANS, Launch
 from ..ops.kernels.tiles import block_dim
 from .half_torch import BIAS, MANTISSA
 
-_TILES = 64  # the most tiles; each program of the second launch reads the maxima of all tiles
+_TILES = 64  # the largest number of tiles; the second launch reads the maxima of all
 _ELEMENTS = 4096  # the number of elements that a program loads at a time
 
 
@@ -30,9 +30,10 @@ def _largest_kernel(
     G: tl.constexpr, C: tl.constexpr, ROWS: tl.constexpr, BLOCK_C: tl.constexpr,
     RUN: tl.constexpr,
 ):  # fmt: skip
-    """Grid (N, G): store the fp32 bits of one key head's largest finite |x| in ``tokens`` rows.
+    """Grid (N, G): store the fp32 bits of a key head's largest |x| in a tile of ``tokens`` rows.
 
-    As integers, the bits of inf and NaN exceed those of all numbers, so the kernel skips them.
+    A program loads ``[ROWS, BLOCK_C]`` elements at a time. It skips inf and NaN: as integers, their
+    bits exceed those of all numbers.
     """
     INFINITY: tl.constexpr = 0x7F800000
     g = tl.program_id(1)
@@ -61,10 +62,10 @@ def _scale_kernel(
 ):  # fmt: skip
     """Grid (tiles of ROWS tokens, G): write x times a power of two, in fp16, to ``out``.
 
-    The power's exponent is EXPONENT minus that of max |x|; BIAS and MANTISSA describe fp32. ``up``
-    gets the power and ``down`` its inverse, for each of a key head's RATIO value heads. With
-    LOWER the exponent is at most that of ``old``, and x is multiplied by ``ratio``, the new power
-    over the old power; x is not read for a head whose power stays.
+    The power's exponent is EXPONENT minus that of max |x|, from the N <= TILES maxima in
+    ``largest``; BIAS and MANTISSA: fp32's exponent bias and mantissa bits. ``up`` gets the power,
+    ``down`` its inverse, for each of a key head's RATIO value heads. With LOWER the exponent is at
+    most that of ``old``, and x is multiplied by ``ratio``, new power / old power.
     """
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
@@ -120,7 +121,7 @@ def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int
 def _scale_launch(
     T: int, tiles: int, log2_bound: int, key_heads: int, ratio: int, columns: int, lower: bool
 ) -> Launch:
-    """The launch of `_scale_kernel` for |x| < 2^log2_bound; LOWER is ``lower``."""
+    """The launch of `_scale_kernel` for |x| < 2^log2_bound, RATIO ``ratio``, LOWER ``lower``."""
     block = block_dim(columns)
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     return Launch(
@@ -133,7 +134,7 @@ def _scale_launch(
 def lower_powers(
     half: Tensor, powers: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower ``powers`` and change ``half`` in place, as :func:`.half_torch.lower_powers` does."""
+    """Lower the ``powers [H]`` of the fp16 ``half``, as :func:`.half_torch.lower_powers` does."""
     B, S, H, V = half.shape
     assert half.is_contiguous()
     ratio, K = H // key_heads, states.shape[2]
@@ -153,5 +154,5 @@ def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor,
     half = torch.empty_like(x, dtype=torch.float16)
     up, down = torch.empty(2, H, dtype=torch.float32, device=x.device).unbind()
     launch = _scale_launch(B * S, tiles, log2_bound, key_heads, ratio, ratio * V, False)
-    launch(x, half, found, None, None, up, down)  # no old powers, no ratios
+    launch(x, half, found, None, None, up, down)  # no old powers or ratios without LOWER
     return half, up, down

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BIAS, MANTISSA = 127, 23  # of fp32: the exponent's bias, and the bits of the mantissa
+BIAS, MANTISSA = 127, 23  # fp32's exponent bias, and its number of mantissa bits
 
 
 def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -37,7 +37,7 @@ def lower_powers(
     H = len(up)
     old = up.view(torch.int32)[:: H // key_heads] >> MANTISSA
     new = torch.minimum(old, ceiling)
-    # A change of 0 makes the ratio 0, because every fp16 element would underflow.
+    # If ``change`` is 0, ``ratio`` is 0: every element of ``half`` would underflow in fp16.
     change = (new - old + BIAS).clamp(min=0)
     ratio, up, down = (_power(e, H) for e in (change, new, 2 * BIAS - new))
     half.mul_(ratio[:, None])

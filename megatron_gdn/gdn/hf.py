@@ -4,10 +4,10 @@ Megatron fuses six projections into one, with the rows of `GDNDims.layout`. Hugg
 projections "interleaved" (Qwen3-Next: for each key head [q | k | v of its value heads | z]), "flat"
 (Qwen3.5, 3.6, 3.8, Qwen4-Exp) or "separate" (OLMo Hybrid). b is the write strength (beta), a the
 decay input (alpha). Convolution channels are [q | k | v]. Files of "separate" layers have three
-convolutions, which transformers joins, and the names o_norm and o_proj for norm and out_proj.
+convolutions, which transformers joins, and o_norm and o_proj in place of norm and out_proj.
 
-Build Qwen4-Exp's layers with its ``output_gate_type`` as `output_gate_activation`, OLMo Hybrid's
-layers with `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
+Qwen4-Exp's layers need its ``output_gate_type`` as the option `output_gate_activation`, OLMo
+Hybrid's layers need `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ PROJECTIONS: dict[Storage, dict[str, tuple[str, ...]]] = {
 
 
 def qkvz_rows(dims: GDNDims) -> list[int]:
-    """How many rows of q, k, v and z ``in_proj_qkvz`` has for each key head."""
+    """The numbers of rows of q, k, v and z in ``in_proj_qkvz`` for each key head."""
     value_rows = dims.value_heads_per_key_head * dims.value_head_dim
     return [dims.key_head_dim, dims.key_head_dim, value_rows, value_rows]
 
 
 def ba_rows(dims: GDNDims) -> list[int]:
-    """How many rows of b and a ``in_proj_ba`` has for each key head."""
+    """The numbers of rows of b and a in ``in_proj_ba`` for each key head."""
     return [dims.value_heads_per_key_head] * 2
 
 
@@ -65,13 +65,13 @@ def gdn_layer_maps(
     storage: Storage,
     zero_centered_gamma: bool = True,
 ) -> list[TensorMap]:
-    """The maps of one layer's parameters, without the input norm; ``storage`` as in `PROJECTIONS`.
+    """The maps of one layer's parameters but its input norm; ``storage``: a key of `PROJECTIONS`.
 
     Args:
         prefix: start of Megatron's keys, such as ``decoder.layers.0.self_attention.``.
         hf_prefix: start of Hugging Face's keys, such as ``model.layers.0.linear_attn.``.
         zero_centered_gamma: ``config.layernorm_zero_centered_gamma`` of the Megatron model. If
-            True, ``out_norm.weight`` is ``norm.weight - 1``.
+            True, Megatron's ``out_norm.weight`` is ``norm.weight - 1``.
     """
     p, hf, D, H = prefix, hf_prefix, dims.hidden_size, dims.num_value_heads
     norm, out = ("o_norm", "o_proj") if storage.startswith("separate") else ("norm", "out_proj")

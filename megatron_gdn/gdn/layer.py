@@ -50,21 +50,21 @@ class GatedDeltaNet(UpstreamNames):
     Args:
         config: gives ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes.
         layer_number: number of this layer in the model, from 1.
-        bias: give the projections biases.
-        conv_bias: give the convolution a bias.
+        bias: whether the projections have biases.
+        conv_bias: whether the convolution has a bias.
         conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(W).
         use_qk_l2norm: scale query and key heads to unit length.
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
-        pg_collection: process groups (``tp`` and ``cp`` are used); Megatron's global ones if None.
+        pg_collection: process groups (``tp`` and ``cp`` are used); default: Megatron's global ones.
         name: path of this module in the model, for TE's precision settings.
         pp_layer_offset: number of layers on earlier pipeline stages. Megatron's
             ``DynamicInferenceContext`` counts only the layers of this stage.
-        cp_comm_type, is_mtp_layer: passed by Megatron; not used here.
+        cp_comm_type, is_mtp_layer: Megatron passes them; they have no effect.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these three that supports the
             device and dtype of the rows; see :func:`megatron_gdn.gdn.rule.resolve_rule`.
-        rule_operands: ``"fp16"`` or ``"bf16"``, the dtype to which the GPU backends round between
-            the products inside a chunk of a bf16 layer. fp16 is more exact, bf16 has the wider
+        rule_operands: ``"fp16"`` or ``"bf16"``, the dtype to which the GPU backends round operands
+            of products inside a chunk, in a bf16 layer. fp16 is more exact, bf16 has the wider
             range, see :mod:`megatron_gdn.gdn.half`. Deterministic mode uses bf16.
         cp_layout: how the data loader cut sequences for context parallelism, see
             :class:`megatron_gdn.context_parallel.SequenceLayout`: ``"zigzag"`` (every document by
@@ -74,9 +74,9 @@ class GatedDeltaNet(UpstreamNames):
         linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
             ``"chunkwise"`` (ranks send states, not activations) or ``"auto"``, the cheaper for each
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
-        cp_ranks_per_machine: how many successive ranks of the context-parallel group NVLink joins;
-            ``linear_cp_mode="auto"`` needs it to estimate costs. The last machine may have fewer.
-            None (default): the ranks find it by exchanging their hosts' names once.
+        cp_ranks_per_machine: the number of successive context-parallel ranks that NVLink joins;
+            ``linear_cp_mode="auto"`` needs it to estimate costs. The last machine may have fewer
+            ranks. None (default): the ranks exchange their hosts' names once to find the number.
         recompute: what the backward computes again instead of saving: ``"none"``, ``"light"``
             (query, key, value, and the normed output that out_proj reads) or ``"full"`` (also the
             output of the delta rule and the inverses of its chunks). Megatron's
@@ -87,7 +87,7 @@ class GatedDeltaNet(UpstreamNames):
         allow_neg_eigval: beta in (0, 2) instead of (0, 1), so that a token may reverse a direction
             of the state (OLMo Hybrid); default ``config.linear_allow_neg_eigval`` or False.
 
-    Give the arguments from ``backend`` on through ``ModuleSpec(params={...})``.
+    Pass ``backend`` and later arguments through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,

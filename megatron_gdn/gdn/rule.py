@@ -46,14 +46,14 @@ class FlaGDN(FlaDeltaRule):
     def output(
         self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
     ) -> Tensor:
-        """The output, from the states at chunks and the values that tokens have ``written``."""
+        """The output; ``states``: before each chunk; ``written``: values that tokens wrote."""
         q, k, *_ = x.inputs
         return self.fla.chunk_fwd_o(
             q=q, k=k, v=written, h=states, g=products.chunks["g"], scale=k.shape[-1] ** -0.5, **x.at
         )
 
     def readers(self, x: FlaBackward) -> dict[str, Tensor]:
-        """Arguments of fla's kernel of state gradients; ``dv``: written values' gradient by d_o."""
+        """Arguments for fla's kernel of state gradients; ``dv``: gradient of the written values."""
         (q, k, v, _, beta), (g_sum, A) = x.inputs, x.kept
         w, _ = self.fla.recompute_w_u_fwd(k=k, v=v, beta=beta, A=A, g=g_sum, **x.at)
         dv = self.fla.chunk_bwd_dv_local(
@@ -91,16 +91,16 @@ def resolve_rule(
         bits: with ``Bits.DETERMINISTIC`` results repeat bit for bit, from run to run and process to
             process, and a sequence's results do not depend on other sequences. ``"auto"`` takes
             flash_qla if this combination was tested for repeatability, else the reference. fla is
-            refused, since fla picks its kernels by timing. ``"flash_qla"`` runs even untested,
-            with a line in the log. ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
+            refused, since fla picks its kernels by timing. ``"flash_qla"`` runs even if untested;
+            the log then says so. ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
         operands: the dtype to which flash_qla and fla round operands of products in a bf16 layer:
-            ``"fp16"``, or ``"bf16"`` with three bits less and more range (see :mod:`.half`). If
+            ``"fp16"``, or ``"bf16"``, with three bits less but a wider range (see :mod:`.half`). If
             fp16 would be more exact but cannot be used, the choice's ``reason`` says why.
         normalise_qk: whether q and k have unit length, which fp16 operands need.
 
     Raises:
-        ValueError: an unknown backend, or a backend that these sizes, this dtype, this device or
-            ``bits`` rule out.
+        ValueError: an unknown backend, or a backend that does not support these sizes, this dtype,
+            this device or ``bits``.
         ImportError: the backend's package is missing, too old, or faulty on this machine.
     """
     if operands not in ("fp16", "bf16"):
@@ -133,7 +133,7 @@ def resolve_rule(
 def _why_not_flash_qla(
     device: torch.device, dtype: torch.dtype, sizes: HeadSizes
 ) -> Obstacle | None:
-    """What keeps flash_qla from these head sizes on this device and in this dtype, or None."""
+    """Why flash_qla cannot run these head sizes in this dtype on this device; None if it can."""
     obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
     heads = FlashQlaRule().why_not_heads(sizes.value_heads)
     return Obstacle(heads) if obstacle is None and heads is not None else obstacle
@@ -143,14 +143,14 @@ class Repeatable(NamedTuple):
     """A GPU, versions, dtypes and ratios of heads for which flash_qla repeats bit for bit.
 
     ``benchmarks/bench_determinism.py`` ran hundreds of forward and backward passes on this GPU in
-    two processes, over memory full of NaN and beside a competing stream.
+    two processes, in memory that was filled with NaN, while another CUDA stream was busy.
     """
 
     capability: tuple[int, int]
-    versions: dict[str, str]  # of the packages that hold and compile the kernels
+    versions: dict[str, str]  # versions of packages that contain or compile the kernels
     dtypes: tuple[torch.dtype, ...]
     value_heads_per_key_head: tuple[int, ...]
-    evidence: str  # words about the test for the log
+    evidence: str  # what the log says about the test
 
 
 REPEATABLE: tuple[Repeatable, ...] = (

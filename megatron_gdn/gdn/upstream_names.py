@@ -29,7 +29,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
     allow_neg_eigval: bool
 
     def _name_sizes(self) -> None:
-        """Set sizes under megatron-core's names; ``*_local_tp``: one tensor-parallel rank's."""
+        """Set sizes under megatron-core's names; ``*_local_tp``: on one tensor-parallel rank."""
         whole, local = self.global_dims, self.dims
         self.sp_size = self.tp_size if self.config.sequence_parallel else 1
         self.hidden_size, self.conv_kernel_dim = whole.hidden_size, whole.conv_kernel_dim
@@ -47,7 +47,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
 
     @property
     def act_fn(self) -> Callable[[Tensor], Tensor]:
-        """The activation of the convolution; the gate has ``output_gate_activation``."""
+        """The activation of the convolution (that of the gate is ``output_gate_activation``)."""
         return F.silu
 
     @property

@@ -34,8 +34,8 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
         o_t     = S_t^T q_t / sqrt(K)
         y       = out_proj(RMSNorm(o) * SiLU(z))
 
-    Neighbouring value heads share a key head, its decay and its erase gate; all key heads have
-    equally many. Constructor, parameters and checkpoint keys are those of ``GatedDeltaNet2`` in
+    Each key head, with its decay and its erase gate, serves the same number of neighbouring value
+    heads. Constructor, parameters and checkpoint keys are those of ``GatedDeltaNet2`` in
     ``megatron.core.ssm.gated_delta_net``.
 
     Args:
@@ -45,11 +45,11 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
             `megatron_gdn.gdn2.rule`.
 
     Other arguments are those of :class:`megatron_gdn.GatedDeltaNet`. The backward always computes
-    the gates again. Give the arguments from ``backend`` on through ``ModuleSpec(params={...})``.
+    the gates again. Pass ``backend`` and later arguments through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, an unknown backend,
-            layout, mode or level, a bad ``A_init_range`` or ``cp_ranks_per_machine``.
+            layout, mode or ``recompute``, a bad ``A_init_range`` or ``cp_ranks_per_machine``.
         ImportError: the requested backend is not available.
     """
 

@@ -3,8 +3,8 @@
     S_t = (I - k_t (b_t * k_t)^T) Diag(exp(g_t)) S_{t-1} + k_t (w_t * v_t)^T
     o_t = S_t^T q_t / sqrt(K)
 
-fla's kernels take as many key heads as value heads, so each key head's tensors are repeated for its
-value heads. The front sums the gradients of a key head's copies.
+fla's kernels need equal numbers of key and value heads, so each key head's tensors are repeated for
+its value heads. The front sums the gradients of a key head's copies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..ops.rules.fla import SEQUENCES, choose_fla_or_plain
 
 
 class GDN2Inputs(NamedTuple):
-    """The rule's inputs, or their gradients, of which dq and dk may have H heads in place of G."""
+    """The rule's inputs, or their gradients; the gradients of q and k may have H heads, not G."""
 
     q: Tensor  # [B, S, G, K], unit length
     k: Tensor  # [B, S, G, K]
@@ -61,7 +61,7 @@ class FlaGDN2(FlaChannelRule):
     grads = GDN2Inputs
 
     def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> Any:
-        """Begin a forward, in which each value head has its own copy of its key head."""
+        """Begin a forward, in which value heads have copies of their key head's tensors."""
         return super().begin(_repeat_key_heads(inputs), documents)
 
     def begin_backward(

@@ -39,7 +39,7 @@ def _parser() -> Parser:
     commands = parser.add_subparsers(required=True, dest="command", metavar=metavar)
 
     def add(name: str, about: str) -> Callable[..., Any]:
-        """Add the command ``name`` with the help ``about``; return its ``add_argument``."""
+        """Add the command ``name`` with the help text ``about``; return its ``add_argument``."""
         return commands.add_parser(name, help=about).add_argument
 
     argument = add("import", "Hugging Face folder to a Megatron checkpoint")

@@ -35,18 +35,18 @@ def build_model(
 
     Args:
         source: a folder with ``config.json``, or the result of `read_hf_config`.
-        model: "hybrid" for a HybridModel, two Megatron layers for each layer of the config; "gpt"
-            for a GPTModel, one layer for each.
+        model: "hybrid" for a HybridModel (two Megatron layers for each layer of the config), "gpt"
+            for a GPTModel (one layer for each).
         modules: "te" for Transformer Engine's linears and norms, "local" for Megatron's own;
-            "auto" takes Transformer Engine where it is installed.
+            "auto" means "te" if Transformer Engine is installed, else "local".
         dtype: dtype of the parameters; ``A_log`` and ``dt_bias`` are always fp32. None means bf16
             on a machine with a GPU, else fp32.
         max_sequence_length: tokens of the longest sequence.
         vocab_divisible_by: the vocabulary is padded to a multiple of this number times the
-            tensor-parallel size. Megatron's softmax counts padded rows; published models need none.
-        layer_pattern: the hybrid pattern with ``|`` between pipeline stages; None: without ``|``.
+            tensor-parallel size. The softmax counts padded rows; published models need no padding.
+        layer_pattern: the config's pattern with ``|`` between pipeline stages; None: without ``|``.
         vp_stage: number of the virtual pipeline stage to build; None if there are no such stages.
-        parallel_output: keep the logits cut over tensor-parallel ranks, as Megatron's loss needs.
+        parallel_output: keep logits split over tensor-parallel ranks, as Megatron's loss needs.
         layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
         spec: a spec of a HybridStack or a GPT block, used in place of this package's spec.
         **changes: fields of ``TransformerConfig`` to override, such as ``sequence_parallel``.
@@ -57,7 +57,7 @@ def build_model(
 
     Raises:
         FileNotFoundError, ValueError: ``config.json`` is missing or describes another model;
-            ``layer_pattern`` is not the config's.
+            ``layer_pattern`` has other layers than the config.
         ImportError: ``modules="te"`` without Transformer Engine.
     """
     from megatron.core import parallel_state
@@ -161,7 +161,7 @@ def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> lis
 
 
 def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") -> Namespace:
-    """The ``args`` in a Megatron checkpoint of this model; they describe the model alone."""
+    """The ``args`` to store in a Megatron checkpoint of this model: only the model's settings."""
     args = Namespace(
         num_layers=config.megatron_settings(model)["num_layers"],
         hybrid_layer_pattern=None,
@@ -186,7 +186,7 @@ def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, An
     spec = "gpt_block_spec"
     if model == "hybrid":
         spec = f"{'gdn_qk_norm_' if 'qk_layernorm' in settings else ''}hybrid_stack_spec"
-        del settings["num_layers"], settings["is_hybrid_model"]  # both follow from the pattern
+        del settings["num_layers"], settings["is_hybrid_model"]  # the pattern implies both
         settings = {"hybrid_layer_pattern": config.hybrid_layer_pattern} | settings
     flags: dict[str, Any] = {"spec": f"megatron_gdn.specs {spec}"}
     for name, value in settings.items():

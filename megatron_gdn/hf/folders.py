@@ -105,7 +105,7 @@ def find_checkpoint(folder: str | Path) -> Path:
 
 
 def _build_on_cpu(config: HFModelConfig, model: Architecture, **changes: Any) -> Any:
-    """Build the model without values; ``changes`` are more arguments of `build_model`."""
+    """Build the model with weights that have no values yet; ``changes``: see `build_model`."""
     return build_model(
         config,
         model,
@@ -137,7 +137,7 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     with _errors_begin_with(damaged):
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
         common = dist_checkpointing.load_common_state_dict(folder)
-    args = common.get("args")  # of the run; None: norms are taken as zero-centred
+    args = common.get("args")  # arguments of the run; if None, norms are taken as zero-centred
     # Older versions of Megatron name the setting apply_layernorm_1p.
     centred = getattr(args, "apply_layernorm_1p", True)
     centred = getattr(args, "layernorm_zero_centered_gamma", centred)

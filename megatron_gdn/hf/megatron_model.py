@@ -216,7 +216,7 @@ class _Export:
 
 
 def _unwrapped(model: Any) -> Any:
-    """The model inside its wrappers, some of which Megatron's own function does not know."""
+    """The model inside its wrappers; Megatron's own function does not know all wrappers."""
     while not hasattr(model, "decoder") and isinstance(getattr(model, "module", None), nn.Module):
         model = model.module
     return model
@@ -263,7 +263,7 @@ def _global_parameters(model: Any) -> dict[str, nn.Parameter]:
 
 
 def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
-    """Check every imported tensor's dtype, and that an alias equals the tensor it repeats."""
+    """Check the dtypes of all imported tensors; each alias must equal the tensor that it copies."""
     for key, same_as in plan.aliases.items():
         if folder.specs[key] != folder.specs[same_as] or not torch.equal(
             folder.read(key), folder.read(same_as)

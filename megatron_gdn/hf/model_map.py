@@ -45,7 +45,7 @@ _SIZES = {
         "mamba_num_groups": "n_groups",
     },
     "E": {
-        "ffn_hidden_size": "moe_intermediate_size",  # Megatron checks it; dense MLPs override it
+        "ffn_hidden_size": "moe_intermediate_size",  # Megatron wants it; "-" layers override it
         "num_moe_experts": "num_experts",
         "moe_ffn_hidden_size": "moe_intermediate_size",
         "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
@@ -78,7 +78,7 @@ class HFModelConfig:
     hybrid_layer_pattern: str  # G: GDN, M: Mamba2, *: attention, -: MLP, E: experts
     sizes: SimpleNamespace  # fields of a TransformerConfig
     vocab_size: int
-    tied: bool  # the output layer is the embedding
+    tied: bool  # the output layer uses the embedding's weight
     rope_theta: float
     rotary_fraction: float  # 0 means no rotary embedding
 
@@ -235,7 +235,7 @@ class TensorPlan(NamedTuple):
 
 
 def count_of_others(names: list[str]) -> str:
-    """The end of a message that shows only the first of ``names``: how many more there are."""
+    """The end of a message that shows only the first of ``names``: " (and N more)" or nothing."""
     return f" (and {len(names) - 1} more)" if len(names) > 1 else ""
 
 
@@ -245,7 +245,7 @@ def model_maps(
     model: Architecture = "hybrid",
     zero_centered_gamma: bool = True,
 ) -> Iterator[TensorMap]:
-    """Yield the maps of a whole model; ``keys`` of the files show the text model's prefix."""
+    """Yield the maps of a whole model; ``keys``: all keys of the files, with the model's prefix."""
     hidden, vocab = config.sizes.hidden_size, config.vocab_size
     roots = (key.removesuffix(_EMBEDDING) for key in keys if key.endswith(f".{_EMBEDDING}"))
     root = next((root for root in roots if root.startswith("model.")), "model.")

@@ -2,7 +2,7 @@
 
 ``A_log`` and ``dt_bias`` stay fp32 even if a file has another dtype: rounding them changes the
 decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``, and the recurrence compounds the change. Some
-models keep both in a child module, the *holder* ``_fp32_params``; keys in files never name it.
+models keep the two in a child module, the *holder* ``_fp32_params``, which keys of files omit.
 
 Names and signatures are those of nemo_automodel's gated_delta_net_fp32. Unlike in nemo_automodel, a
 parameter name must be the key's whole last component (``my_A_log`` is not ``A_log``).
@@ -65,7 +65,7 @@ def loaded_dtype(
     """``(storage, compute)`` dtype of a parameter loaded from a file.
 
     Storage is ``promote_types(file_dtype, requested_dtype)``, compute is ``file_dtype``. A gate
-    parameter of a model with fp32 gates is taken as fp32 in the file. Integer tensors are not cast.
+    parameter of a model with fp32 gates counts as fp32 in the file. Integer tensors are not cast.
     """
     if not file_dtype.is_floating_point:
         return file_dtype, file_dtype
@@ -78,7 +78,7 @@ def loaded_dtype(
 def restore_loaded_dtypes(
     hf_config: object, state_dict: Mapping[str, Tensor], file_dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """Cast tensors to `loaded_dtype` of their ``file_dtypes``; set each ``_hf_compute_dtype``."""
+    """Cast to the storage dtype of `loaded_dtype`; set ``_hf_compute_dtype`` of each tensor."""
     restored = {}
     for key, tensor in state_dict.items():
         storage, compute = loaded_dtype(hf_config, key, file_dtypes[key], tensor.dtype)
@@ -96,7 +96,7 @@ def has_gated_delta_net_fp32_checkpoint_contract(hf_config: object) -> bool:
 def is_gated_delta_net_fp32_param_key(
     key: str, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES
 ) -> bool:
-    """Whether ``key`` is one of ``param_names`` of a linear attention, in its holder or bare."""
+    """Whether ``key`` names one of ``param_names`` in a linear attention or in its holder."""
     return _LAYER in key and key.rpartition(".")[2] in param_names
 
 
@@ -114,7 +114,7 @@ def strip_fp32_holder_key(key: str) -> str:
 def upcast_gated_delta_net_fp32_state_tensor(
     key: str, tensor: object, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES
 ) -> object:
-    """``tensor`` in fp32 if it is floating and ``key`` names a gate; else the same object."""
+    """``tensor`` in fp32 if it has a float dtype and ``key`` names a gate; else the same object."""
     demanded = is_gated_delta_net_fp32_param_key(key, param_names)
     if demanded and isinstance(tensor, Tensor) and tensor.is_floating_point():
         return tensor.to(torch.float32)

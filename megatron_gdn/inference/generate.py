@@ -23,7 +23,7 @@ _OFF_IN_MODULES = {
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
     "reduce_scatter_embeddings": False,
-    "te_quant_params": None,  # set by a quantization recipe
+    "te_quant_params": None,  # a quantization recipe sets this attribute
 }
 _OFF_IN_CONFIGS = {"sequence_parallel": False, "fp8": None}
 

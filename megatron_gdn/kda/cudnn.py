@@ -4,9 +4,9 @@
     g, beta and their gradients       fp32
     states                            fp32, ``[N, H, V, K]``, transposed at each call
 
-The kernels cut a sequence into pieces and start each from a zero state, not from the true state. So
-a piece first runs earlier tokens, after which at most 2^-20 of the true state would be left (keys
-of length 1, beta up to 1). If states decay slowly, these tokens reach to the sequence's start.
+The kernels cut a sequence into stretches and start each from a zero state, not from the true state.
+So they first run earlier tokens, after which at most 2^-20 of the true state would be left (keys of
+length 1, beta up to 1). If states decay slowly, these tokens reach to the sequence's start.
 
 cuDNN builds and keeps a graph for each number of tokens and of sequences. In version 1.32.0 a graph
 keeps a buffer for every state that a call leaves out, so each call passes all states.
@@ -43,7 +43,7 @@ def why_not_cudnn(
     value_dim: int | None,
     lower_bound: float | None,
 ) -> Obstacle | None:
-    """Why cuDNN cannot train such heads with g >= ``lower_bound``, and the fix; None if it can."""
+    """Why cuDNN cannot train these heads with g >= ``lower_bound``, and the fix; None if it can."""
     if device.type != "cuda":
         return Obstacle(f"cuDNN runs on a GPU, not on {device}")
     if dtype != torch.bfloat16:
@@ -129,7 +129,7 @@ class CudnnForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local``: last states from zero states; ``through``: from unit matrices with v = 0."""
+        """``local``: final states for zero states; ``through``: for unit matrices and v = 0."""
         v, states = self._call.tokens[2], self._call.states
         _, local = self._run(v, states())
         _, through = self._run(torch.zeros_like(v), states(torch.eye(HEAD_DIM, device=v.device)))
@@ -161,7 +161,7 @@ class CudnnBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        return self._run(None, None)[5].mT.contiguous()  # the same for every initial state
+        return self._run(None, None)[5].mT.contiguous()  # equal for all initial states
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:

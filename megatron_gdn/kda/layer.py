@@ -61,8 +61,8 @@ class KimiDeltaAttention(RecurrentMixer):
             ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
         recompute: as in :class:`megatron_gdn.GatedDeltaNet`; ``"light"`` recomputes ``out_norm``.
 
-    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Give the arguments from
-    ``backend`` on through ``ModuleSpec(params={...})``.
+    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass ``backend`` and later
+    arguments through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, or an option with an
@@ -156,7 +156,7 @@ class KimiDeltaAttention(RecurrentMixer):
         widths = [in_proj.widths[i] for i in halved]
         lows = of_ranks.unflatten(-1, (group.size(), -1)).split(widths, -1)
         for i, low, weight in zip(halved, lows, weights, strict=True):
-            # A view would keep all of ``of_ranks`` in memory, and other strides change bits.
+            # A copy, as a view would keep all of of_ranks in memory and other strides change bits.
             sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
         return torch.cat(sections, -1)
 

@@ -13,11 +13,11 @@ from ..ops.rules.fla import SEQUENCES, kernels_of_fla
 from ..ops.state_maps.state_map import StateShape
 from .cudnn import CudnnKDA, why_not_cudnn
 
-_SAFE_LOWER_BOUND = -5.0  # fla's faster kernels take exp of the sum of 16 log-decays
+_SAFE_LOWER_BOUND = -5.0  # fla's faster kernels compute exp of the sum of 16 log-decays
 
 
 class FlaKDA(FlaChannelRule):
-    """fla's kernels of KDA; the faster ones if g has a ``lower_bound`` of -5 or more."""
+    """fla's kernels of KDA; if g has a ``lower_bound`` of -5 or more, fla's faster kernels."""
 
     reads_again = frozenset(RuleInputs._fields)
     called = {

@@ -28,7 +28,7 @@ class KDADims(LinearDims):
     def of(
         cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
     ) -> KDADims:
-        """The sizes of a config; the gates' ranks are by default the value head's dim."""
+        """The sizes of a config; a rank of None is the value head's dim."""
         given = {"forget_rank": forget_rank, "output_rank": output_rank}
         V = config.linear_value_head_dim
         return cls.from_config(config, **{k: V if n is None else n for k, n in given.items()})
@@ -42,7 +42,7 @@ class KDADims(LinearDims):
     def in_proj_layout(self) -> Layout:
         """The columns of in_proj: :attr:`layout`, but each gate is replaced by its narrow half.
 
-        Tensor-parallel ranks split a narrow half's columns, so no rank sums gradients of copies.
+        Each tensor-parallel rank has its own columns of a narrow half, not a copy of all.
         """
         sections = [
             Section(f"{x.name}_a", f"{x.name}_rank", 1) if self.ranks.get(x.name) else x
@@ -53,7 +53,7 @@ class KDADims(LinearDims):
 
     @property
     def ranks(self) -> dict[str, int]:
-        """The columns of each gate's narrow half, by the gate's section; 0: the gate has none."""
+        """Gate's section -> columns of the gate's narrow half; 0 if the gate has no narrow half."""
         return {"f": self.forget_rank, "z": self.output_rank}
 
 

@@ -1,8 +1,8 @@
 """The weights of a Mamba2 mixer in Hugging Face's files (Mamba2, NemotronH) and in Megatron.
 
-Both formats store the projection as rows z | x | B | C | dt and the convolution as x | B | C, under
-equal names except the convolution's. Tensors keep their bits, but ``A_log``, ``dt_bias`` and ``D``
-become fp32. Tensor-parallel ranks split every section by itself.
+Both formats store the projection as rows z | x | B | C | dt and the convolution as x | B | C, and
+all tensors but the convolution's have equal names. Tensors keep their bits, but ``A_log``,
+``dt_bias`` and ``D`` become fp32. Each section is split over tensor-parallel ranks by itself.
 """
 
 from __future__ import annotations

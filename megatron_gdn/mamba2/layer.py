@@ -73,8 +73,8 @@ class Mamba2Mixer(RecurrentMixer):
         norm_before_gate, dt_init, dt_scale, bias: must be False, ``"random"``, 1 and False.
         dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between ``dt_min`` and
             ``dt_max``, but not below ``dt_init_floor``.
-        conv_bias: give the convolution a bias.
-        chunk_size: Megatron's dynamic context may cut prompts here; results stay the same.
+        conv_bias: whether the convolution has a bias.
+        chunk_size: Megatron's dynamic context may cut prompts at its multiples; results stay equal.
         backend: implementation of the recurrence: ``"fla"``, ``"reference"`` (plain torch,
             deterministic) or ``"auto"``, see `megatron_gdn.mamba2.rule`.
         linear_cp_mode: as in :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group
@@ -82,8 +82,8 @@ class Mamba2Mixer(RecurrentMixer):
         dt_limit: least and greatest time step.
         norm_eps: epsilon of the output norm.
 
-    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Give the arguments from
-    ``backend`` on through ``ModuleSpec(params={...})``.
+    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass ``backend`` and later
+    arguments through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, or an argument that
@@ -184,7 +184,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def gates_own_rows(self) -> bool:
-        """Whether the norm's module is called, after ``passage.close``, since it is not plain."""
+        """Whether the readout calls the norm's module, on the rows after ``passage.close``."""
         if not self.rmsnorm:
             return False
         plain = is_plain(self.norm) and only_waits_for_parameters(self.norm)

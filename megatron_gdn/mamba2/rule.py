@@ -6,7 +6,7 @@ Each head is linear attention with a scalar decay (Dao, Gu, *Transformers are SS
 H / G neighbouring heads of a group use the same B and C.
 
 fla's ``simple_gla`` gets q = C, k = B and v = dt x, with B and C repeated for the heads of a group;
-the skip D x is added afterwards. With packed documents fla reads a length, waiting for the GPU.
+the skip D x is added afterwards. With packed documents the host reads a length from the GPU.
 """
 
 from __future__ import annotations
@@ -99,7 +99,7 @@ class FlaSSD(FlaRule):
 
     @classmethod
     def why_not_sizes(cls, state: StateShape) -> str | None:
-        """Why fla's kernels do not take states of this shape; None if they do."""
+        """Why fla's kernels cannot compute states of this shape; None if they can."""
         if state.rows > 256:
             return f"fla takes a state dim up to 256, not {state.rows}"
         for name, size in (("state", state.rows), ("head", state.columns)):
@@ -155,7 +155,7 @@ class FlaSSD(FlaRule):
         return *x.saved.tensors, *_operands(x.inputs)
 
     def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
-        """The initial states' gradients; the values of ``any_states`` do not change them."""
+        """The initial states' gradients, which do not depend on the values of ``any_states``."""
         g_sum, q, k, v = x.kept
         _, d_local = self.fla.chunk_bwd_dh(
             q=q,
@@ -197,5 +197,5 @@ class FlaSSD(FlaRule):
         return SSDInputs(d_x, d_B, d_C, d_dt, d_g, d_D)
 
 
-# ``"auto"`` takes fla if its kernels run here and no promise about bits is asked for.
+# ``"auto"`` takes fla if its kernels run here and the caller asks for no promise about bits.
 choose_ssd = partial(choose_fla_or_plain, "Mamba2", FlaSSD, PlainSSD)

@@ -39,15 +39,15 @@ def require_causal(
 ) -> None:
     """Refuse an attention mask that masks anything but the future.
 
-    Legal masks: None; Megatron's causal bool ``[b or 1, 1, s, S]``, True where attention is
-    forbidden, or True everywhere, by which Megatron's tests mean "no mask"; ones ``[b, S]`` or
-    ``[b, s]``. b is ``rows``, S is ``tokens`` of all ranks, and ``local_positions()`` are the
-    sequence positions of this rank's s tokens.
+    Legal masks: None; ones ``[b, S]`` or ``[b, s]``; Megatron's causal bool ``[b or 1, 1, s, S]``,
+    True where attention is forbidden; True everywhere, which Megatron's tests pass for "no mask". b
+    is ``rows``, S is ``tokens`` of all ranks, and ``local_positions()`` are the sequence positions
+    of this rank's s tokens.
 
     The first layer that gets a mask checks its values, which waits for the device, and marks the
-    tensor for later layers. In inference mode torch counts no writes to it, so each layer checks.
+    tensor for later layers. For inference tensors torch counts no writes: every layer checks.
     """
-    # Masks are not checked while Megatron captures graphs: it passes placeholders, such as zeros.
+    # While Megatron captures graphs, it passes placeholders (such as zeros), which are not checked.
     if mask is None or is_graph_capturing():
         return
     if not isinstance(mask, Tensor):
@@ -174,7 +174,7 @@ def recomputed_parts(config: TransformerConfig, recompute: str | None) -> frozen
 
 
 def check_config_fields(mixer: str, config_fields: ConfigFields, config: TransformerConfig) -> None:
-    """Raise if weights are cut beyond tensor parallelism; log unused ``config_fields``."""
+    """Refuse to shard weights beyond tensor parallelism; log ``config_fields`` without effect."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "

@@ -68,7 +68,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     @property
     def cp_group(self) -> Any:
-        """The group ``pg_collection.cp``; a new group, set by either name, is used from then on."""
+        """``pg_collection.cp``; a group set here or in ``pg_collection`` is used from then on."""
         return self.pg_collection.cp
 
     @cp_group.setter
@@ -128,10 +128,12 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     @property
     def _scale(self) -> float:
+        """The factor of q . k before the softmax."""
         return self.softmax_scale * (self.scale_mask_softmax.scale or 1.0)
 
     @property
     def _dropout(self) -> float:
+        """The probability with which dropout zeroes an attention weight in this forward."""
         return self.attention_dropout.p if self.training else 0.0
 
     def _runs_flex(self, query: Tensor) -> bool:
@@ -139,7 +141,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return (
             query.is_cuda
             and query.dtype is not torch.float64
-            and query.shape[-1] >= 16  # Triton's tl.dot takes no smaller size
+            and query.shape[-1] >= 16  # Triton's tl.dot needs at least 16
             and not self._dropout
             and not self.config.batch_invariant_mode
         )
@@ -322,7 +324,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
             core.pg_collection = groups
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple:
-        """Megatron's tensors; q and k are rotated if this class rotates in this forward."""
+        """Megatron's q, k, v, ...; q and k are rotated if this class rotates in this forward."""
         tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
         if self._rotations is None:
             return tensors
@@ -361,7 +363,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         """
         positions = share.positions.to(angles.device)
         if share.documents is not None:
-            if share.documents.continue_others:  # the model takes a batch of trees as not packed
+            if share.documents.continue_others:  # the model treats a batch of trees as not packed
                 angles = _gather_angles(angles, share.group)
             longest = share.documents.longest_sequence
             if longest > angles.shape[0]:
@@ -386,5 +388,5 @@ def _gather_angles(angles: Tensor, group: Any) -> Tensor:
 
 
 def _for_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The angles of queries and the angles of keys; one tensor ``angles`` serves both."""
+    """The angles of queries and the angles of keys; if ``angles`` is one tensor, it is both."""
     return angles if isinstance(angles, tuple) else (angles, angles)

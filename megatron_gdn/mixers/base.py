@@ -75,7 +75,7 @@ class RecurrentMixer(
 ):
     """A recurrence between two of Megatron's linears: ``[s, B, D] -> [s, B, D]``.
 
-    A subclass defines :meth:`make_parts`. The subclass's ``__init__`` calls this class's, sets
+    A subclass defines :meth:`make_parts`. A subclass's ``__init__`` calls this ``__init__``, sets
     options, and calls :meth:`_build`. ``dims`` are the sizes of the whole mixer: ``hidden_size``,
     ``conv_kernel_dim``, the ``layout`` of a projection row, the ``state`` of the heads, and the
     ``in_proj_layout`` if the columns of in_proj differ from that row. ``dims.shard(n)`` are the
@@ -90,7 +90,7 @@ class RecurrentMixer(
     recurrence: ClassVar[str] = "delta rule"  # the rule's name in log and error messages
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ("A_log", "dt_bias")
     attn_mask_type: ClassVar[AttnMaskType] = AttnMaskType.causal  # for Megatron's layer graphs
-    uses_attention_mask: ClassVar[bool] = False  # no mask buffer in Megatron's graphs
+    uses_attention_mask: ClassVar[bool] = False  # Megatron's graphs need no buffer for a mask
     use_muon: ClassVar[bool] = True  # Muon updates in_proj by sections; False: Adam
     in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
     stays_wide: ClassVar[bool] = False  # whether in_proj, which makes the gates, refuses FP8
@@ -130,7 +130,7 @@ class RecurrentMixer(
         self._pg_collection, self.tp_group = pg_collection, pg_collection.tp
         self.tp_size = pg_collection.tp.size()
         self.loader_layout = LoaderLayout(cp_layout, config)
-        self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # all ranks' and this rank's
+        self.global_dims, self.dims = dims, dims.shard(self.tp_size)  # whole mixer, this rank
         self.A_init_range, self.conv_init = tuple(A_init_range), conv_init
         check_fp8_settings(config, mixer, self.dims.layout, self.stays_wide)
         self._name_sizes()
@@ -152,13 +152,13 @@ class RecurrentMixer(
         Args:
             hidden_states: ``[s, B, D]`` of this rank's s tokens; B is 1 for packed documents.
             attention_mask: None or a causal mask, see :func:`.arguments.require_causal`.
-            inference_context (old name: inference_params): Megatron's context, with the states to
-                continue from without gradients (:meth:`.generation.GeneratingMixer.generate`).
+            inference_context (old name: inference_params): Megatron's context with the states to
+                continue, without gradients (:meth:`.generation.GeneratingMixer.generate`).
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the micro-batch's own context-parallel group if it has one.
             pg_collection: process groups of this forward; ``cp`` may differ from the mixer's group.
-                A group in ``packed_seq_params`` takes precedence over both groups.
-            kwargs: attention's arguments are ignored; others and sequence_len_offset are refused.
+                A group in ``packed_seq_params`` takes precedence over these two groups.
+            kwargs: arguments of attention are ignored; others and sequence_len_offset are errors.
 
         Returns:
             ``[s, B, D]``, and the output bias that Megatron adds later, or None.
@@ -214,8 +214,8 @@ class RecurrentMixer(
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
         if out_bias is not None and not torch.is_grad_enabled():
-            # A reentrant checkpoint makes its outputs part of its graph: the parameter itself would
-            # no longer be a leaf, and the backward would enter the checkpoint without end.
+            # A reentrant checkpoint puts its outputs into its graph: the bias parameter would no
+            # longer be a leaf, and the backward would enter the checkpoint without end.
             out_bias = out_bias.detach()
         return out_sBD, out_bias
 
@@ -321,7 +321,7 @@ class RecurrentMixer(
         cp_ranks_per_machine: int | None = None,
         recomputed: frozenset[str] = frozenset(),
     ) -> None:
-        """Make ``micro_batches`` and all parameters, in the order of checkpoint files.
+        """Make ``micro_batches``, and all parameters in their order in checkpoint files.
 
         ``choose_rule(device, dtype, bits)`` returns the rule and the reason for this choice;
         ``fp32`` maps names of fp32 parameters to their rows on this rank; ``recomputed`` is from

@@ -34,9 +34,8 @@ from .precision import NOT_BY_SECTION
 # every row of in_proj.
 _ADAPTER_ROWS = (".linear_out.weight", ".linear_out.bias", ".weight_magnitude")
 _PEFT_ROWS = re.compile(r"\.(base_layer|lora_B\.[^.]+)\.(weight|bias)$")
-# Tensors with the rows of in_proj that megatron-core's layer stores without sections.
+# Tensors that have in_proj's rows, but that megatron-core's layer stores whole.
 _WHOLE_UPSTREAM = ("in_proj.bias", *_ADAPTER_ROWS)
-
 
 # Parameters of the convolution in a mixer without a conv1d module, and their keys in files.
 # Megatron's MambaMixer has no such module since 0.19, and files keep the keys of the old module.
@@ -50,11 +49,11 @@ _SCRIPTS = ("megatron.training.checkpointing", "megatron.bridge.training.checkpo
 
 
 class ShardedBySections(nn.Module):
-    """Mixin: a mixer's parameters as Megatron's sharded tensors.
+    """Mixin that stores a mixer's parameters as Megatron's sharded tensors.
 
     Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the rows of
     ``in_proj``, are stored section by section. Megatron's layer stores biases and adapters whole,
-    and such files load too. Megatron-FSDP's files without the size's entry load unchecked.
+    and such files load too. Megatron-FSDP's files without the entry for the size load unchecked.
     """
 
     tp_size: int
@@ -128,7 +127,7 @@ class ShardedBySections(nn.Module):
             )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as torch does; refuse a file that stores the rows of in_proj in another way."""
+        """Load as torch does; refuse a file with another order of in_proj's rows."""
         entry: Tensor | None = state_dict.pop(f"{prefix}{_ENTRY_KEY}", None)
         if entry is not None and (found := int(entry.item())) != self._row_order():
             how = (
@@ -145,7 +144,7 @@ class ShardedBySections(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _row_order(self) -> int:
-        """The order of in_proj's stored rows: tensor-parallel size, or 0 for section by section."""
+        """A number for the order of in_proj's stored rows: tensor-parallel size; 0: by sections."""
         scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
         cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
         return _SECTIONS if self.stored_by_section and cut else self.tp_size
@@ -159,6 +158,7 @@ def _load_files_without_entry() -> None:
 
     @wraps(set_up)
     def set_up_planner(self: Any, state_dict: Any, metadata: Any = None, *args: Any, **kwargs: Any):
+        """torch's method; it then drops entries for the order that the file does not have."""
         set_up(self, state_dict, metadata, *args, **kwargs)
         stored = metadata.state_dict_metadata if metadata is not None else {}
         for key in [key for key in self.state_dict if key.endswith(f".{_ENTRY_KEY}")]:
@@ -170,7 +170,7 @@ def _load_files_without_entry() -> None:
 
 
 def _order_in_words(stored_by: int) -> str:
-    """Describe the order of in_proj's rows for a message; ``stored_by`` is a `_row_order`."""
+    """Describe the order of in_proj's rows for a message; ``stored_by``: from `_row_order`."""
     if stored_by == _SECTIONS:
         return "each section by itself"
     return f"all rows in one tensor, in the order of tensor_model_parallel_size={stored_by}"

@@ -34,7 +34,7 @@ class Mask(NamedTuple):
     blocks: Any  # tensors of a `BlockMask`, from kv_num_blocks to full_q_indices
 
     @classmethod
-    @torch.inference_mode(False)  # a backward may save the mask
+    @torch.inference_mode(False)  # a backward may save the mask, which must be a normal tensor
     def of(cls, documents: Documents, rows_s: Tensor) -> Mask:
         """The mask of the queries at positions ``rows_s`` (int64, on the host) over all keys."""
         on_host = _key_places(documents)
@@ -109,6 +109,6 @@ def _block_min_max(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _list_blocks(dense_IJ: Tensor) -> tuple[Tensor, Tensor]:
-    """The number of True in each row of ``dense_IJ``, and an order with these key blocks first."""
+    """For each row of ``dense_IJ``: the number of True; indices of key blocks, True ones first."""
     order_IJ = dense_IJ.int().argsort(dim=1, descending=True, stable=True)
     return dense_IJ.sum(1, dtype=torch.int32)[None, None], order_IJ.int()[None, None]

@@ -51,7 +51,7 @@ def check_fp8_settings(config: Any, mixer: str, layout: Layout, refuses_fp8: boo
             f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
             f"GatedDeltaNet and Mamba2Mixer in bf16."
         )
-    # Not checked with a quantization recipe, which may keep this mixer's linears out of FP8.
+    # No check if there is a quantization recipe: it may keep this mixer's linears out of FP8.
     if config.fp8 and config.quant_recipe is None:
         if refuses_fp8:
             raise NotImplementedError(_STAYS_WIDE)
@@ -147,7 +147,7 @@ class GatesOutsideFP8(nn.Module):
     fuse_wgrad_accumulation: bool
 
     def finish_init(self, quantization_config: Any) -> None:
-        """Megatron's model calls this method with the quantization recipe of the linear's name."""
+        """Megatron's model calls this method with the quantization recipe that fits the linear."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
         self.refuse_fp4_and_delayed_gradients()
 
@@ -170,10 +170,10 @@ class GatesOutsideFP8(nn.Module):
             )
 
     def forward(self, x: Tensor, *args: Any, together: bool = True, **kwargs: Any) -> Any:
-        """The linear's output ``[S, B, P]`` and None.
+        """The linear's output ``[S, B, P]``, and None in place of a bias.
 
         Under FP8, ``together=False`` returns two tensors: the columns before the gates, and the
-        gates. This option saves a copy in the forward and in the backward.
+        gates. This option avoids a copy in the forward and in the backward.
         """
         if not runs_in_fp8(self):
             return super().forward(x, *args, **kwargs)
@@ -207,7 +207,7 @@ class GatesOutsideFP8(nn.Module):
         return out, gates if bias is None else gates + bias[self._main_rows :]
 
     def _gate_product_inputs(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        """Arguments x, weight, gamma, eps of `GateProduct`; gamma and eps: the linear's norm."""
+        """Arguments x, weight, gamma, eps of `GateProduct`; gamma, eps: of the linear's norm."""
         norm: Any = self
         gamma = self._parameters.get("layer_norm_weight")
         if gamma is None:
@@ -238,13 +238,13 @@ class GatesOutsideFP8(nn.Module):
 
 @cache
 def _with_gates_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``kind`` with `GatesOutsideFP8`; frameworks look up the name of ``kind``."""
+    """A subclass of ``kind`` and `GatesOutsideFP8`, named as ``kind``: frameworks look it up."""
     return type(kind.__name__, (GatesOutsideFP8, kind), {"__module__": kind.__module__})
 
 
 # One function makes both views, so the weight's hooks run once, after both gradients.
 class _CutRows(torch.autograd.Function):
-    """Views of rows ``[:first]`` and ``[first:]``."""
+    """Views of rows ``[:first]`` (main) and ``[first:]`` (gates) of ``weight``."""
 
     @staticmethod
     def forward(ctx: Any, weight: nn.Parameter, first: int, added: bool) -> tuple[Tensor, Tensor]:
@@ -257,6 +257,7 @@ class _CutRows(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
+        """The weight's gradient from those of the two views; None means zero."""
         weight = ctx.weight
         if not ctx.added:
             counts = (ctx.first, len(weight) - ctx.first)  # rows; the weight's memory may be freed
@@ -281,8 +282,8 @@ class GateProduct(torch.autograd.Function):
     ``weight.main_grad`` if the weight has one.
 
     ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` is ``[p, D]``,
-    ``gamma`` is ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``, which only the linear
-    of the other columns may use: the backward adds the gates' part to the linear's d_x in place,
+    ``gamma`` is ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``; only the linear of the
+    other columns may use it. The backward adds the gates' part to the linear's d_x in place,
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
     """
@@ -292,6 +293,7 @@ class GateProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, gamma: Tensor | None, eps: float, group: Any,
         sequence_parallel: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        """Return y and x; ``gamma``, ``eps``: of the norm; ``sequence_parallel``: x is a share."""
         ctx.set_materialize_grads(False)
         whole = gather_from_sequence_parallel_region(weight, group=group)  # all ranks' rows
         x_TD, factor = x.flatten(0, 1), whole
@@ -317,6 +319,7 @@ class GateProduct(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, d_gates: Tensor | None, d_x: Tensor | None) -> tuple[Tensor | None, ...]:
+        """``d_gates``: gradient of y; ``d_x``: of x from the other columns; None: zero."""
         if d_gates is None:
             return d_x, None, None, None, None, None
         x, whole, factor, gamma, r_T1, y = ctx.saved_tensors

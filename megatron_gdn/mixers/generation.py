@@ -64,9 +64,9 @@ class GeneratingMixer:
     ) -> Tensor:
         """Turn the next tokens' rows ``[s, B, P]`` into rows ``[s, B, H V]`` for out_proj.
 
-        The memory in ``context`` is updated. ``rows`` are those of all tokens on each rank, also
-        under sequence parallelism. Packed sequences, context parallelism and calls that want
-        gradients raise a NotImplementedError.
+        The memory in ``context`` is updated. On each rank ``rows`` has all tokens, also under
+        sequence parallelism. Packed sequences, context parallelism and calls that want gradients
+        raise a NotImplementedError.
         """
         self._refuse_generation(rows, context)
         if not context.is_static_batching():
@@ -202,8 +202,8 @@ class GeneratingMixer:
     ) -> Tensor:
         """Run prompts, or chunks of prompts, each from the memory in its request's slot.
 
-        Rows ``[t, 1, P]`` of the sequences and then of padding give ``[t, 1, H V]``, zero in the
-        padding. The capture of a CUDA graph raises a NotImplementedError.
+        ``projected [t, 1, P]`` has rows of sequences, then of padding. The result ``[t, 1, H V]``
+        is zero at padding. The capture of a CUDA graph raises a NotImplementedError.
         """
         if projected.is_cuda and torch.cuda.is_current_stream_capturing():
             raise NotImplementedError(
@@ -221,7 +221,7 @@ class GeneratingMixer:
         return mixed
 
     def _memory_of(self, conv: Tensor, states: Tensor, slots: Tensor | None = None) -> Memory:
-        """A Memory in the context's buffers, states as ``[H, K, V]``; ``slots``: the requests'."""
+        """A Memory in the context's buffers, states as ``[H, K, V]``; ``slots``: per request."""
         return Memory(conv, states.mT if self.state_transposed else states, slots)
 
     def _checked_memory(

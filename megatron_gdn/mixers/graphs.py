@@ -37,7 +37,7 @@ class FixedBuffers:
     """Documents in fixed buffers, and the buffers' number, which Megatron compares."""
 
     number: int
-    documents: ClassVar[Any]  # no field, since Megatron compares all fields
+    documents: ClassVar[Any]  # not a field, because Megatron compares all fields
 
     def __init__(self, documents: StaticDocuments) -> None:
         vars(self).update(documents=documents, number=next(_buffer_numbers))
@@ -78,14 +78,14 @@ def static_packed_seq_params(
 ) -> PackedSeqParams:
     """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
 
-    Every replay uses the boundaries that :func:`set_documents` wrote last. Before its first call
-    the buffers hold documents of ``max_seqlen`` tokens. ``docs/cuda_graphs.md`` has an example.
+    Every replay uses the boundaries that :func:`set_documents` wrote last; at first these are
+    documents of ``max_seqlen`` tokens. ``docs/cuda_graphs.md`` has an example.
 
     Args:
         total_tokens: tokens of the packed buffer over all context-parallel ranks; the same for
             every micro-batch (make padding at the end a document of its own).
-        max_documents: the most documents of a micro-batch. Kernels run for this number of documents
-            and skip the empty ones.
+        max_documents: the largest number of documents of a micro-batch. Kernels run for this number
+            of documents and skip the empty ones.
         max_seqlen: ``max_seqlen_q`` and ``max_seqlen_kv``, which attention layers and rotary
             embeddings read on the host; no document may be longer. None is ``total_tokens``.
         device: the device of the layers.
@@ -132,7 +132,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
 
 def in_layer_graph(config: TransformerConfig) -> bool:
-    """Whether Megatron captures the mixer in a graph; raise if micro-batches bring cp groups."""
+    """Whether Megatron captures the mixer in a graph; raise if each micro-batch has a cp group."""
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
     modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}
@@ -174,8 +174,8 @@ def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Modul
     """Let layers with softmax attention run eagerly under ``cuda_graph_impl="local"``.
 
     Unless ``apply_rope_fusion`` is on, the rotary embedding of packed documents reads boundaries on
-    the host, which a graph cannot capture, and Megatron has one ``cuda_graph_modules`` for all
-    layers. Call this function before the first step.
+    the host, which a graph cannot capture. Megatron's setting ``cuda_graph_modules`` is the same
+    for all layers. Call this function before the first step.
 
     Returns:
         The layers that were left out.

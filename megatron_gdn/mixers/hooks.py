@@ -20,7 +20,7 @@ _HOOKS_OF_ALL = (  # torch never replaces these dictionaries
     of_all_modules._global_backward_hooks,
 )
 _MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
-_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # end of a module's name: megatron-core has a copy
+_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # end of module names: megatron-core contains a copy
 
 
 def _waits_for_parameters(hook: Callable) -> bool:
@@ -32,12 +32,12 @@ def _waits_for_parameters(hook: Callable) -> bool:
 
 
 def has_hooks(module: nn.Module) -> bool:
-    """Whether a call of ``module`` runs a hook, its own or torch's for all modules."""
+    """Whether a call of ``module`` runs a hook of the module or one of torch's global hooks."""
     return bool(module._forward_pre_hooks) or _has_other_hooks(module)
 
 
 def _has_other_hooks(module: nn.Module) -> bool:
-    """Whether a call runs hooks that are not the module's own forward pre-hooks."""
+    """Whether a call of ``module`` runs hooks other than the module's forward pre-hooks."""
     own = module._forward_hooks or module._backward_hooks or module._backward_pre_hooks
     return bool(own) or any(_HOOKS_OF_ALL)
 

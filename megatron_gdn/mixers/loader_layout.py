@@ -1,9 +1,9 @@
 """How the data loader cut packed documents over context-parallel ranks.
 
-Four sources name the cut: ``packed_seq_params.cp_partition_mode``; without it, the flags of a
+Four sources name the cut: ``packed_seq_params.cp_partition_mode``; if not set, the flags of a
 launch of Megatron's scripts; ``config.cp_partition_mode`` if it is ``"contiguous"``; and the
-layer's option ``cp_layout``. Newer Megatrons give all ``packed_seq_params`` the mode ``"zigzag"``,
-which counts only if the config has ``"contiguous"``. By default each document is cut in zigzag.
+layer's option ``cp_layout``. Newer Megatrons set ``"zigzag"`` in all ``packed_seq_params``; this
+mode counts only if the config has ``"contiguous"``. By default each document is cut in zigzag.
 Batches that are not packed are cut by ``cp_layout``, in zigzag if it is ``"auto"``.
 """
 
@@ -71,7 +71,7 @@ class LoaderLayout:
 def _resolve(
     option: str | SequenceLayout, mode: str | None, by_config: str | None, flag: str | None
 ) -> SequenceLayout:
-    """The cut by layer (``option``), packing (``mode``), config (``by_config``), or ``flag``."""
+    """The cut that ``option`` (layer), ``mode`` (packing), ``by_config`` and ``flag`` agree on."""
     said: dict[str, SequenceLayout] = {}  # the layout that each source names
     if option != AUTO:
         said[f"cp_layout={str(option)!r}"] = SequenceLayout(option)
@@ -111,7 +111,7 @@ class FollowsLoader:
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """How the loader cuts; the next forward reads a new value; set the same on all layers."""
+        """How the loader cuts. A new value holds from the next forward on; set it in all layers."""
         return self.loader_layout.option
 
     @cp_layout.setter

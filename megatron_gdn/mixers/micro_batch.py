@@ -1,7 +1,7 @@
 """The one place that decides how a micro-batch runs: its documents, its scheme and its rule.
 
 Models are moved and cast after they are built, and a micro-batch may bring its own context-parallel
-group. So a new layer chooses a rule for a guessed device and dtype, and another if the rows differ.
+group. So a new layer chooses a rule for a guessed device and dtype, and another if the guess fails.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ if TYPE_CHECKING:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
 _MOST_GROUPS = 16  # the number of groups whose schemes a layer keeps
-_MOST_MICRO_BATCHES = 32  # the number that a layer keeps, with their tables on the device
+_MOST_MICRO_BATCHES = 32  # the number of micro-batches whose tables a layer keeps
 _ANY_LAYOUT = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
-# ``choose(device, dtype, bits)`` returns the rule for rows of this kind, and the reason.
+# ``choose(device, dtype, bits)`` returns the rule for rows of this dtype, and the reason.
 ChooseRule = Callable[..., tuple[Rule, str]]
 
 
 @dataclass(frozen=True, eq=False)
 class MicroBatch:
-    """How a layer runs one micro-batch."""
+    """The documents of one micro-batch, and how a layer runs them."""
 
     documents: Documents | None  # None: the batch is not packed
     tokens: int  # tokens of one batch row over all context-parallel ranks
     rule: Rule  # the recurrence
     scheme: Scheme  # the heads and tokens that each rank computes
-    passage: Passage  # exchanges rows: open before the mixer, close after it
+    passage: Passage  # exchanges rows: ``open`` before the mixer runs, ``close`` afterwards
 
     @property
     def rows_stay(self) -> bool:
-        """Whether the front reads in_proj's output itself: no exchange of rows, not on the grid."""
+        """Whether the front reads in_proj's output as it is: no exchange, and not on the grid."""
         return not self.scheme.moves_rows and self.rule.bits is not Bits.ON_GRID
 
     def local_positions(self) -> Tensor:
@@ -72,9 +72,9 @@ class MicroBatches:
     ``config.batch_invariant_mode`` is on (:class:`..ops.rules.base.Bits`).
 
     ``layout`` and ``state`` are the projection columns and head states of one tensor-parallel rank,
-    ``taps`` are the convolution's, ``group`` is the context-parallel group of micro-batches that do
+    ``taps`` is W (convolution), ``group`` is the context-parallel group of micro-batches that do
     not bring their own, ``loader_layout`` finds the loader's cut. ``mixer`` and ``recurrence`` are
-    names for the log. If ``mode`` is headwise, heads that ``group`` cannot share are a ValueError.
+    names for the log. If ``mode`` is headwise, ``group`` must be able to share the heads.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class MicroBatches:
         mixer: str = "GatedDeltaNet",
         recurrence: str = "delta rule",
     ) -> None:
+        """``loader_layout``: how the loader cuts; ``recurrence``: the rule's name for the log."""
         self._config, self._layout, self._state, self._taps = config, layout, state, taps
         self._loader_layout = loader_layout
         self._mode, self._choose_rule = LinearCpMode.of(mode, config), choose_rule
@@ -118,7 +119,7 @@ class MicroBatches:
         self._config = self._loader_layout.config = config
 
     def use_group(self, group: Any) -> None:
-        """Set the group of micro-batches that bring none; raise if it cannot share the heads."""
+        """Set the group for micro-batches without one; raise if its ranks cannot share heads."""
         alone = group is None or group.size() == 1
         layout = _ANY_LAYOUT if alone else self._loader_layout.of_packed()
         self._schemes_of(group, self.latest_rule, layout)

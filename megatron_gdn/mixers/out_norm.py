@@ -42,7 +42,7 @@ def is_plain(module: Any) -> bool:
 def readout_norm(
     module: Any, group: dist.ProcessGroup | None, layout: Layout, activation: str = "silu"
 ) -> GatedNorm | SplitReadout:
-    """A plain norm's parameters for the readout kernels, or a readout that calls the module.
+    """If ``module`` is plain, its parameters for the readout kernels, else a readout calling it.
 
     The gradients of the norm's parameters are summed over ``group``.
     """
@@ -79,7 +79,7 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, gradient: Tensor):
-        # Other code may hold this gradient, so the sum is in a copy; fp32 rounds the sum once.
+        # Other code may use ``gradient``, so the sum is in a copy, in fp32 and rounded once.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)

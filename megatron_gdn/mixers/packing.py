@@ -107,7 +107,7 @@ def resolve_packed_seq_params(
 
 
 def _is_recomputed() -> bool:
-    """Whether this forward runs inside a backward, so it is a recomputation."""
+    """Whether this forward is a recomputation, which runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
 
 
@@ -165,7 +165,7 @@ def _read_documents(
     total_tokens: int,
     device: torch.device,
 ) -> Documents:
-    """Make documents of the offsets ``sources`` (of _BOUNDARIES); only a tree has ``parents``."""
+    """Make documents from offsets ``sources`` (see _BOUNDARIES); only a tree has ``parents``."""
     q_padded, q, kv_padded, kv = sources
     boundaries = q if q_padded is None else q_padded
     if boundaries is None:
@@ -269,5 +269,5 @@ class MicroBatchShare(NamedTuple):
         return tuple(x._replace(before=self.documents.tokens_before(x.start)) for x in spans)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather all ranks' rows, ``[s, ...]`` to ``[S, ...]``, in order; gradients are summed."""
+        """Gather all ranks' rows, ``[s, ...]`` to ``[S, ...]`` in sequence order; sum gradients."""
         return gather_in_order(x, self.group, self.lengths, self.layout)

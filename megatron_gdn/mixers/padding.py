@@ -37,7 +37,7 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
 
 
 def unpad_data(mask: Tensor) -> tuple[Tensor, Tensor, int]:
-    """The tokens' places in a padded batch, and lengths as variable-length kernels take them.
+    """The tokens' positions in a padded batch, and the lengths for variable-length kernels.
 
     Returns:
         int64 ``[T]``, the tokens' positions in the flattened mask; int32 ``[N + 1]``, the

@@ -20,7 +20,7 @@ from .loader_layout import launch_arguments
 
 logger = logging.getLogger(__name__)
 
-# The `missing_keys` of the last load that gave a warning; all modules of a load get the same list.
+# The `missing_keys` of the last load that warned; torch gives all modules of a load one list.
 _missing_keys_of_warned_load: list[str] | None = None
 
 
@@ -32,12 +32,9 @@ def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
 
 
 class Fp32Parameters(nn.Module):
-    """Mixin that keeps the parameters ``_keep_in_float32_parameter_names`` in fp32 or fp64.
+    """Mixin that keeps the parameters ``_keep_in_float32_parameter_names`` in fp32 or fp64."""
 
-    Megatron-Bridge reads ``_keep_in_float32_parameter_names`` too.
-    """
-
-    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()
+    _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()  # Megatron-Bridge reads it
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
         """Register as in torch; :func:`refuse_mixed_dtype_gather` checks fp32 parameters before."""
@@ -95,7 +92,7 @@ class Fp32Parameters(nn.Module):
 
 
 def refuse_mixed_dtype_gather(name: str, parameter: nn.Parameter | None) -> None:
-    """Raise an error if Megatron-FSDP would gather ``parameter`` with other dtypes over gloo.
+    """Raise an error if Megatron-FSDP would gather ``parameter`` over gloo with other dtypes.
 
     Megatron-FSDP gathers a layer's parameters in one collective. For outputs of several dtypes gloo
     returns wrong numbers without an error.
@@ -173,17 +170,11 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     **options: Any,
 ) -> Any:
-    """``torch.distributed.fsdp.fully_shard`` for a module with mixers.
+    """``torch.distributed.fsdp.fully_shard`` for modules with mixers: torch's arguments and result.
 
     The fp32 parameters of each mixer form a group of their own, which torch shards, gathers and
     reduces in fp32; ``mp_policy`` does not apply to this group. Parameters keep their names.
-    Mixers that are already sharded do not change.
-
-    Args:
-        module, mp_policy, ignored_params, options: as for torch's function.
-
-    Returns:
-        ``module``.
+    Mixers that are already sharded do not change. ``ignored_params``: not sharded, as in torch.
     """
     ignored = set(ignored_params or ())
     for root in module if isinstance(module, list) else [module]:

@@ -28,7 +28,7 @@ class _RowProgress:
 
     rows: int
     tokens: int  # tokens of each batch row that the layer has run
-    states: Tensor  # the whole batch's states; a reordering replaces this tensor
+    states: Tensor  # the whole batch's states; Megatron's reordering replaces this tensor
     steps: Memory | None = None  # the rows' memory before the last forward and after each token
 
 
@@ -44,7 +44,7 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     place = places.get((layer, start))
     _check_progress(context, layer, place, s, B)
     memories = context.key_value_memory_dict
-    if layer not in memories:  # memory of the whole batch, which is dimension 1 as in keys
+    if layer not in memories:  # memory for the whole batch, in dimension 1 as in keys
         made = parts.shape.zeros(context.max_batch_size, rows.dtype, rows.device)
         memories[layer] = made.history[None], made.state[None]
     buffers = memories[layer]
@@ -68,8 +68,8 @@ def roll_back(context: Any, accepted: int) -> None:
     """Keep only the first ``accepted`` tokens of the last forward, in every recurrent layer.
 
     This function also lowers the context's ``sequence_len_offset``, so attention layers overwrite
-    the keys of the dropped tokens. To keep another number of tokens in each batch row, use
-    Megatron's ``DynamicInferenceContext`` with speculated tokens.
+    the keys of the dropped tokens. If batch rows keep different numbers of tokens, use Megatron's
+    ``DynamicInferenceContext`` with speculated tokens.
 
     Args:
         context: Megatron's ``StaticInferenceContext``, after a forward of 2 to :data:`MOST_DECODED`

@@ -44,11 +44,11 @@ class TensorMap:
     megatron = cat(sources)[rows] + shift
     """
 
-    names: tuple[str, ...]  # keys in Megatron: first with Transformer Engine, then with local
+    names: tuple[str, ...]  # keys in Megatron with Transformer Engine, then with local modules
     sources: tuple[HFRef, ...]
     rows: Tensor | None = None  # Megatron's row i is rows[i] of cat(sources); None: i
     shard_dim: int | None = None  # dimension that ranks split; None: every rank has the whole
-    sections: tuple[int, ...] = ()  # sections of shard_dim, each split over the ranks; (): one
+    sections: tuple[int, ...] = ()  # sections of shard_dim, each split over ranks; (): one section
     shift: float = 0.0  # +1 or -1 if only Megatron or only the file stores a norm gain minus 1
     fp32: bool = False  # whether Megatron holds fp32, even if the file has another dtype
     is_expert: bool = False  # whether the expert-tensor-parallel group splits the tensor

@@ -45,8 +45,8 @@ def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
 def mark_packed(linear: nn.Module, sections: Sequence[int], use_muon: bool) -> None:
     """Mark a column-parallel linear whose rows are several sections, each split by itself.
 
-    Megatron's resharding reads ``partition_sizes``, its Muon ``qkv_split_shapes``. ``use_muon``:
-    whether Muon, and not Adam, updates the linear.
+    Megatron's resharding reads ``partition_sizes``, and Megatron's Muon ``qkv_split_shapes``.
+    ``use_muon``: whether Muon, and not Adam, updates the linear.
     """
     sizes, muon_splits = list(sections), muon_reads_sections()
     if not muon_splits:
@@ -98,7 +98,7 @@ class MarkedParameters(nn.Module):
             marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain_value(v)}
             self._marks[name] = {**marks, _MARK_OF_MARKED: True}
             setattr(parameter, _MARK_OF_MARKED, True)
-        # The hook is no bound method: a copy of this module would call the method on this module.
+        # The hook is a function, since copies of this module would call a bound method on this one.
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     def mark_parameters(self) -> None:
@@ -329,7 +329,7 @@ class FollowsGroups(nn.Module):
 
     @property
     def pg_collection(self) -> ProcessGroupCollection:
-        """The process groups; new ones give later micro-batches their context-parallel group."""
+        """The process groups; later micro-batches use the ``cp`` group of a collection set here."""
         return self._pg_collection
 
     @pg_collection.setter

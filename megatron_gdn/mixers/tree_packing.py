@@ -33,12 +33,12 @@ def tree_packed_seq_params(
     rows, at the next position, and attends to all its ancestors. A document has the same result as
     in one whole sequence of its ancestors and itself.
 
-    These documents work in the mixers (under context parallelism: headwise) and in the attention of
+    The mixers (under context parallelism: headwise) support trees, and so does the attention of
     `hybrid_stack_spec` and of local specs. Transformer Engine's attention refuses the format
     ``"thd_tree"``. Megatron's GatedDeltaNet and MLA would read all documents as one sequence.
 
     Args:
-        lengths: tokens of each document; children of a document of 0 tokens continue its parent.
+        lengths: tokens of each document; a child of an empty document continues that one's parent.
         parents: for each document the index of its parent, an earlier document; -1 for none.
         multiple_of: every document is padded to a multiple of this number of tokens (no document
             continues padding); ``2 * context_parallel_size`` if the buffer is cut in zigzag.
@@ -64,7 +64,7 @@ class PackedTree(NamedTuple):
     """Prompts and their responses in one buffer, as :func:`pack_tree` lays them out.
 
     The prompt's last token is the first token of each response's document, since the token's label
-    differs between responses. A prompt's document has the prompt's other tokens.
+    differs between responses. A prompt's document has all its tokens but the last.
 
     Attributes:
         tokens, position_ids, labels: int64 ``[1, T]``. A label is the next token of the prompt or
@@ -174,7 +174,7 @@ def pack_groups(
 
     Args:
         groups, multiple_of, device: as in :func:`pack_tree`.
-        most_tokens: the most tokens of a micro-batch, with the padding of slots.
+        most_tokens: the largest number of tokens of a micro-batch, padding included.
 
     Raises:
         ValueError: as in `pack_tree`; a prompt and its longest response exceed ``most_tokens``.

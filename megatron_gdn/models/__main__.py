@@ -41,7 +41,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
-    """Megatron's flags for model, precision, length and parallel sizes; not data, optimizer."""
+    """Megatron's flags for model, precision, length and parallel sizes, but not for data."""
     from ..hf.build import megatron_flags
 
     flags = "--bf16 --use-distributed-optimizer"
@@ -121,7 +121,7 @@ def _format_count(number: int) -> str:
 
 
 def _join_sizes(numbers: list[int]) -> str:
-    """The sizes as text with spaces between, such as "1 2 4"."""
+    """``numbers`` as text with spaces between, such as "1 2 4"."""
     return " ".join(map(str, numbers))
 
 

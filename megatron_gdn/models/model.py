@@ -28,7 +28,7 @@ class Model:
 
     @cached_property
     def hf(self) -> HFModelConfig:
-        """The parsed config: argument of `build_model`, `transformer_config`, `megatron_flags`."""
+        """The parsed config, for `build_model`, `transformer_config` and `megatron_flags`."""
         return parse_hf_config({"architectures": [self.architecture]} | self.fields)
 
     @property
@@ -65,7 +65,7 @@ class Model:
         ]
 
     def headwise_sizes(self, tp: int) -> list[int]:
-        """Legal context-parallel sizes of headwise: divisors of the heads on 1 of tp ranks."""
+        """Legal context-parallel sizes of headwise: divisors of a tensor-parallel rank's heads."""
         layout = self.dims.shard(tp).layout
         return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
 

@@ -150,7 +150,7 @@ class Stack:
             projections=2 * tokens * self._sum("weights"),
             convolution=2 * tokens * self._sum("convolution"),
             rule=2 * tokens * self._sum("rule"),
-            attention=squares * self._sum("attention"),  # 2 per multiply-add, in half of all pairs
+            attention=squares * self._sum("attention"),  # causal: 2 FLOPs for half of the pairs
             output=2 * tokens * self.outputs * self.hidden_size * self.vocab_size,
         )
 
@@ -229,8 +229,8 @@ def _mlp_matrices(config: Any) -> int:
 def stack_of_arguments(args: Any) -> Stack:
     """Make the stack that Megatron's parsed and validated arguments describe.
 
-    Megatron's arguments have no options of 'K' layers. The options are those of the last KDA stack
-    that was built. A layer that :class:`Stack` does not know is a ValueError.
+    Megatron's arguments have no options of 'K' layers, so those of the last `KDAHybridStack` that
+    was built are used. A layer that :class:`Stack` does not know is a ValueError.
     """
     from ..specs.gpt import GDN_VARIANTS, layer_kinds
     from ..specs.hybrid import KDAHybridStack

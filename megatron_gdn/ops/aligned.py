@@ -49,7 +49,7 @@ def front_on_grid(
     rows_before: Tensor | None = None,
     only: tuple[str, ...] | None = None,
 ) -> Any:
-    """The rule's inputs ``[B, S, ...]`` of ``rows`` ``[B, S, P]``.
+    """The rule's inputs ``[B, S, ...]``: ``front`` of ``rows [B, S, P]``, by chunks of ``grid``.
 
     ``rows_before`` ``[N, W - 1, P]`` are the rows before each non-empty sequence; None means zeros.
     ``only``: names of the inputs to compute (the others are None); None means all.
@@ -75,7 +75,7 @@ def front_on_grid(
 def readout_on_grid(
     readout: Readout, o: Tensor, rows: Tensor, gamma: Tensor | None, grid: ChunkTable
 ) -> Tensor:
-    """Rows for out_proj ``[B, S, H V]`` from the rule's ``o [B, S, H, V]`` and projection rows."""
+    """Rows for out_proj ``[B, S, H V]``: ``readout`` of each chunk of ``o [B, S, H, V]``."""
     gate, made = readout.gate, None
     for group in grid.groups:
         n = grid.chunks_in(group)

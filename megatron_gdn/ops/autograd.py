@@ -35,7 +35,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 def gradients(
     function: Callable[..., Any], inputs: Sequence[Tensor | None], d_outputs: Any
 ) -> tuple[Any, ...]:
-    """Run ``function`` again; return ``inputs``' gradients (None for None) from ``d_outputs``."""
+    """Run ``function`` again; return gradients of ``inputs`` (None for None) from ``d_outputs``."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
         made = function(*leaves)

@@ -92,7 +92,7 @@ def causal_conv1d(
     return y, final
 
 
-@uncompiled  # compiled by Dynamo, the backward would give x no gradient
+@uncompiled  # if Dynamo compiled this function, x would get no gradient
 def convolve_rows(
     x_BSC: Tensor,
     weight_CW: Tensor,

@@ -1,7 +1,7 @@
-"""Document boundaries of a packed buffer, resolved once, and the tables made from the boundaries.
+"""Document boundaries of a packed buffer, and the tables made from the boundaries.
 
-Torch operations on :attr:`Documents.starts` make a table. The operations run on the host, and the
-table is moved to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) the
+Each table is computed from :attr:`Documents.starts` by torch operations. They run on the host, and
+the table is moved to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) the
 operations run on the device, and the table has room for the largest number of documents.
 
 Legend: N documents, M sequences, which are the non-empty documents (in fixed buffers M = N + 1, and
@@ -42,9 +42,9 @@ class Documents:
     offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
     device: torch.device  # device of the tables that kernels read
 
-    why_headwise: ClassVar[str] = ""  # why only the headwise scheme runs such documents, or ""
-    why_not_on_grid: ClassVar[str] = ""  # why batch_invariant_mode refuses such documents, or ""
-    continue_others: ClassVar[bool] = False  # whether a document may continue another one
+    why_headwise: ClassVar[str] = ""  # the reason if only the headwise scheme can run this class
+    why_not_on_grid: ClassVar[str] = ""  # the reason if batch_invariant_mode refuses this class
+    continue_others: ClassVar[bool] = False  # whether a document may start from another one's state
     known: ClassVar[bool] = True  # whether the host knows the boundaries; False in fixed buffers
 
     def __post_init__(self) -> None:
@@ -80,8 +80,8 @@ class Documents:
         ``Documents`` that were made before.
 
         Raises:
-            TypeError: something else than a tensor, a sequence of integers or ``Documents``.
-            ValueError: a tensor that is not 1-D integer; offsets that decrease or are not 0 to T.
+            TypeError: ``cu_seqlens`` is no tensor, sequence of integers or ``Documents``.
+            ValueError: a tensor is not 1-D integer; offsets decrease or do not run from 0 to T.
         """
         if isinstance(cu_seqlens, Documents):
             documents = cu_seqlens
@@ -99,7 +99,7 @@ class Documents:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Integers that identify these boundaries among all boundaries of T tokens."""
+        """Integers that differ if the boundaries of two buffers of T tokens differ."""
         return self.offsets
 
     @cached_property
@@ -152,7 +152,7 @@ class Documents:
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         """Raise a RuntimeError if the boundaries changed between a forward and its backward.
 
-        ``stamp``: from the forward. ``saved``: from the forward or from its recomputation.
+        ``stamp``: the forward's. ``saved``: the stamp that the forward or its recomputation saved.
         """
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(changed_boundaries_message("those of another micro-batch"))
@@ -175,7 +175,7 @@ class Documents:
 
     @cached_property
     def plans(self) -> dict[Hashable, Any]:
-        """key -> object that a rule or scheme made from these documents."""
+        """Objects that rules and schemes made from these documents, by key."""
         return {}
 
     def plan[Made](self, key: Hashable, make: Callable[[], Made]) -> Made:
@@ -207,7 +207,7 @@ class Documents:
     def cut(
         self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
     ) -> Documents:
-        """Documents with offsets ``make(self)`` up to ``tokens``; at most ``most`` non-empty."""
+        """Documents with offsets ``make(self)`` up to ``tokens``; at most ``most`` have tokens."""
 
         def made() -> Documents:
             """The documents with offsets ``make(self)``, without those that have no tokens."""
@@ -232,7 +232,7 @@ class Documents:
         return sum(-(-length // size) for length in self.lengths)
 
     def chunks(self, size: int) -> ChunkPlaces:
-        """Sequence and number of every chunk of ``size`` tokens, numbered per sequence."""
+        """For every chunk of ``size`` tokens, its sequence and its number in the sequence."""
         return self.table(("chunks", size), lambda documents: chunk_places_of(documents, size))
 
     def tokens_before(self, start: int) -> tuple[slice, ...]:
@@ -241,7 +241,7 @@ class Documents:
 
     @property
     def longest_sequence(self) -> int:
-        """The largest number of tokens of a document plus the documents that it continues."""
+        """The most tokens of a document together with all documents that it continues."""
         return max(self.lengths)
 
     @property
@@ -252,7 +252,7 @@ class Documents:
 
 @cached_by_stream(32)
 def _shared_documents(offsets: tuple[int, ...], device: torch.device) -> Documents:
-    """Return one object for equal boundaries, so that micro-batches share its tables."""
+    """Return one object for equal ``offsets``, so that micro-batches share its tables."""
     return Documents(offsets, device)
 
 
@@ -310,7 +310,7 @@ def changed_boundaries_message(found: str) -> str:
 
 
 def require_one_row(rows: int, description: str) -> None:
-    """Raise a ValueError unless ``rows`` is 1; ``description``: of the tensor, for the error."""
+    """Raise a ValueError, which names the tensor by ``description``, unless ``rows`` is 1."""
     if rows != 1:
         raise ValueError(
             f"packed documents need a batch of 1, got {description}. Lay the rows end to end and "

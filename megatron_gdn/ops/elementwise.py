@@ -1,4 +1,4 @@
-"""Activations, norms and gates in plain torch; statistics are always fp32 (or fp64)."""
+"""Activations, norms and gates in plain torch; norms sum squares in fp32 (or fp64)."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# On a CPU torch computes the last few elements of a tensor by other code than its whole vectors,
-# and rounds these elements differently, so a token's value would depend on later tokens. Tensors
-# are therefore padded to whole vectors. (Padding helps with one thread, or up to 32768 elements.)
+# On a CPU torch computes the last few elements of a tensor by other code than its whole SIMD
+# vectors, with other rounding, so a token's value would depend on later tokens. Tensors are
+# therefore padded to whole vectors. (With several threads this helps only up to 32768 elements.)
 _WHOLE = 64  # 2 * 512 / 16: torch takes two vectors of at most 512 bits at once, of 16-bit elements
 
 

@@ -37,7 +37,7 @@ def to_device(table: Tensor, device: torch.device | str) -> Tensor:
 def require_no_capture(table_name: str) -> None:
     """Raise an error if a CUDA graph is being captured; ``table_name`` is for the error's text.
 
-    A captured copy would read host memory that is freed by then, or fill the table in replays only.
+    A captured copy would read freed host memory, and would fill the table in replays only.
     """
     if torch.cuda.is_initialized() and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(
@@ -71,7 +71,7 @@ def keep_if_captured[Made](tables: Made) -> Made:
 def cached_by_stream[**Arguments, Made](
     maxsize: int,
 ) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
-    """A decorator like ``lru_cache``, with up to ``maxsize`` tables over all CUDA streams."""
+    """A decorator like ``lru_cache``; ``maxsize``: most results kept, over all CUDA streams."""
 
     def decorate(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
         """The function ``make``, which makes device tables, with a cache for each CUDA stream."""

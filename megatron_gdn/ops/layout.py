@@ -1,4 +1,4 @@
-"""The columns of a mixer's input projection; ranks' shares and checkpoint keys follow them."""
+"""The columns of a mixer's input projection, which decide ranks' shares and checkpoint keys."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class SizeError(ValueError, AssertionError):
 
 
 def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
-    """Raise an error unless each field of ``dims`` is an int >= 1, or >= 0 in ``may_be_zero``."""
+    """Raise ValueError unless ``dims`` has ints >= 1; fields named in ``may_be_zero`` may be 0."""
     for field in fields(dims):
         size = getattr(dims, field.name)
         least = 0 if field.name in may_be_zero else 1
@@ -45,7 +45,7 @@ class Section(NamedTuple):
     heads: str  # kind of the heads, such as "key" or "value"; heads lie side by side, in order
     width: int
     conv: bool = False  # whether the columns are inputs of the causal convolution
-    gates: bool = False  # whether the columns are gates; these are never quantised
+    gates: bool = False  # whether the columns are gates, which are never quantised
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Layout:
     """Sections of a projection row, and how many heads of every kind a row has.
 
     Each head of the first kind has a recurrent state. Each head of another kind is shared by
-    neighbouring state heads, the same number for every head of the kind.
+    neighbouring state heads; their number is the same for all heads of that kind.
     """
 
     sections: tuple[Section, ...]  # in storage order; convolved sections are neighbours

@@ -81,9 +81,9 @@ def _checkpoint_readout(
 ) -> Tensor:
     """Run the readout's ``apart.call`` without keeping its output and intermediates.
 
-    The call runs three times: here, to refill the output, and in the backward.
+    The call runs three times: in the forward, to refill the output, and in the backward.
 
-    Megatron's checkpoint is not used, since it compiles a C++ extension in the first backward.
+    Megatron's checkpoint would compile a C++ extension in the first backward, so torch's is used.
     """
     made = checkpoint(apart.call, mixed, rows, use_reentrant=False, preserve_rng_state=False)
     assert isinstance(made, Tensor)
@@ -115,7 +115,7 @@ class _BackwardValues(NamedTuple):
 
     call: MixerArguments
     rule_plan: Any
-    stamp: Tensor | None  # of the documents; another stamp means other boundaries
+    stamp: Tensor | None  # identifies the documents' boundaries in the forward
     parameters: int  # the number of saved tensors that are parameters
     linked: int  # the number of saved tensors of the state link
     history: History | None
@@ -175,7 +175,7 @@ def _forward(
     del inputs  # without a backward nothing reads the inputs after the rule
     mixed = readout.forward(o, rows, gamma)
     if refilled is not None:
-        output = o.detach  # returns o; with a second run the next function replaces it
+        output = o.detach  # returns o; with a second run, o is computed again
         if second_run is not None:
             given = rows, of_front, history, linked, of_rule
             output = lambda: second_run.made(*given)[1]  # noqa: E731
@@ -188,7 +188,7 @@ def _forward(
 
 
 def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
-    """The gradients of the rows and of the parameters, from the output's in ``gradient``.
+    """The gradients of the rows and of the parameters; ``gradient``: a list with the output's.
 
     The function empties the lists ``saved`` and ``gradient``, so each tensor can be freed early.
     """
@@ -234,7 +234,7 @@ def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor])
 
 
 def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> None:
-    """Add to ``d_conv_sBC`` the gradients ``returned`` for rows that were read as history."""
+    """Add ``returned``, gradients of rows read as history, to the rows' gradient ``d_conv_sBC``."""
     if not table.additions.numel():
         return
     if why_not_triton(d_conv_sBC.device.type, d_conv_sBC.dtype, table.before.shape[1] + 1) is None:

@@ -33,7 +33,7 @@ class Obstacle(NamedTuple):
 
 
 def advice_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | None) -> str:
-    """If missing packages are why a rule runs in plain torch on a GPU, warn; return the advice."""
+    """Warn, and return the advice, if a rule runs in plain torch on a GPU for lack of packages."""
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""
@@ -101,7 +101,7 @@ def _needs_tilelang(major: int) -> bool:
 
 
 def fla_needs_tilelang(device: torch.device) -> bool:
-    """Whether fla needs TileLang on ``device``, since Triton miscompiles fla's backward there."""
+    """Whether fla needs TileLang, since Triton miscompiles fla's backward on ``device``."""
     return device.type == "cuda" and _needs_tilelang(torch.cuda.get_device_capability(device)[0])
 
 

@@ -58,7 +58,7 @@ class Parts(NamedTuple):
 
     @property
     def on_grid(self) -> bool:
-        """Whether a token's bits depend only on tokens of its sequence, as in :mod:`.aligned`."""
+        """Whether the mixer is in ``batch_invariant_mode``, with chunks from a sequence's start."""
         return self.rule.bits is Bits.ON_GRID
 
     @property
@@ -116,7 +116,7 @@ def parts_of(
         groups: the number of groups of heads for a norm per group; None: a norm per head.
         again: names of rule inputs that are not saved; the backward computes these inputs again.
         run_again: whether the backward computes front and rule again.
-        kernels: of the front and the norm: ``"auto"``, ``"triton"`` or ``"torch"``.
+        kernels: ``"auto"``, ``"triton"`` or ``"torch"``, for the front and the norm.
         gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` does not have these
             columns; not for generation.
 
@@ -176,7 +176,7 @@ class StateLink(Protocol):
     def leaving(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The forward's initial states and the final states' gradients; ``kept``: saved tensors."""
+        """The initial states and the final states' gradients; ``kept`` as in :meth:`entered`."""
         ...
 
 

@@ -45,7 +45,7 @@ class RefilledOutput:
         self._output, self._refill = output.detach(), refill
 
     def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
-        """Free ``output = send(x)`` instead of x, the remembered output; compute both again."""
+        """Remember ``output = send(x)`` instead of x, the output so far; a refill computes both."""
         made, refill = self._output, self._refill
         if made is None or refill is None:  # no tokens
             return
@@ -84,8 +84,8 @@ class RefilledOutput:
         hook = out.register_hook(fill_again)
 
 
-# Bytes of the smallest gradient that is stored. The autograd step takes the host about 50
-# microseconds. For a smaller gradient the GPU would wait for the host, to save little memory.
+# Bytes of the smallest gradient that a HandOver stores. Its autograd step takes the host about 50
+# microseconds. For a smaller gradient the GPU would wait for the host, and save little memory.
 LEAST_BYTES = 128 << 20
 
 
@@ -100,13 +100,13 @@ class HandOver:
         self.stored_gradients: dict[int, Tensor] = {}  # key: autograd's number of the backward pass
 
     def behind(self, out: Tensor) -> Tensor:
-        """``out`` followed by the storing step, unless its gradient is small or not needed."""
+        """Put the storing step behind ``out``, unless its gradient is small or not needed."""
         if not out.requires_grad or out.nbytes < LEAST_BYTES:
             return out
         return _StoreGradient.apply(out, self)
 
     def take(self, gradient: Tensor) -> Tensor:
-        """The gradient that the step stored in this backward, or else ``gradient``."""
+        """The gradient that the storing step stored in this backward; if none, ``gradient``."""
         return self.stored_gradients.pop(torch._C._current_graph_task_id(), gradient)
 
 
@@ -121,7 +121,7 @@ class _StoreGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, gradient: Tensor):
-        if torch.is_grad_enabled():  # create_graph=True, which the function's backward refuses
+        if torch.is_grad_enabled():  # create_graph=True; the mixer's backward will refuse it
             return gradient, None
         ctx.hand_over.stored_gradients[torch._C._current_graph_task_id()] = gradient
         return gradient.new_empty(()).expand(gradient.shape), None

@@ -42,9 +42,9 @@ class StaticDocuments(Documents):
     known = False
     boundaries: Tensor  # int32 [N + 1], the offsets of the last :meth:`fill`; unused entries are T
     longest: int
-    _key: Hashable  # of a :meth:`cut`, which shares _tables and _stamps; None: no cut
+    _key: Hashable  # the key of the :meth:`cut` that made this object, or None
     _tables: dict[Any, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
-    _stamps: dict[str, Tensor]  # "fill": of the latest fill; "read": of the fill a forward read
+    _stamps: dict[str, Tensor]  # "fill": of the latest fill; "read": of the last forward's fill
 
     def __init__(
         self,
@@ -82,14 +82,14 @@ class StaticDocuments(Documents):
         A graph that was captured with these documents reads the new boundaries at its next replay.
         Call ``fill`` on the stream of the replay, or let that stream wait for ``fill``. A backward
         reads the boundaries too, so every micro-batch in flight needs its own ``StaticDocuments``.
-        An eager backward raises an error if ``fill`` ran after its forward; a replay cannot check.
+        An eager backward raises an error if ``fill`` ran after its forward; a replay does not.
 
         Args:
             cu_seqlens: int ``[m + 1]``, m <= N; offsets from 0 to T that never decrease. A
                 device-side assertion checks offsets on a GPU; the host does not wait.
 
         Raises:
-            ValueError: more than N documents; offsets on the host that do not fit.
+            ValueError: more than N documents; offsets on the host that are not valid.
             TypeError: ``cu_seqlens`` is neither a tensor nor a sequence of integers.
         """
         if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
@@ -120,7 +120,7 @@ class StaticDocuments(Documents):
         self.refresh(check=offsets is cu_seqlens)
 
     def refresh(self, check: bool = True) -> None:
-        """Compute every table again from the boundaries; a CUDA graph can capture this call."""
+        """Compute all tables again, and ``check`` boundaries; a CUDA graph can capture the call."""
         with torch.inference_mode(False), torch.no_grad():
             self._stamps["fill"] = torch.empty(0, device="cpu")
             if check:
@@ -183,7 +183,7 @@ class StaticDocuments(Documents):
         return self.plan((StaticDocuments, key), made)
 
     def on_host(self) -> Documents:
-        """The documents of the latest fill; the host waits for a GPU, which a capture refuses."""
+        """The documents of the latest fill; the host waits for a GPU, so not during a capture."""
         require_no_capture("a copy of the documents' boundaries on the host")
         return Documents(tuple(self.boundaries.tolist()), self.device)
 
@@ -200,7 +200,7 @@ class StaticDocuments(Documents):
     def cu_seqlens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
         """int32 ``[M + 1]``: the boundaries without empty documents, then T.
 
-        The values change with each :meth:`fill`. Each call returns a new view, since packages cache
+        The values change with each :meth:`fill`. Each read returns a new view, since packages cache
         results by the identity of this tensor.
         """
         return self.table("cu_seqlens", _without_empty)[0].view(-1)
@@ -209,7 +209,7 @@ class StaticDocuments(Documents):
 
     @property
     def contents(self) -> tuple[int, int]:
-        """For comparing ranks: (-2, N); ordinary documents have their number instead of -2."""
+        """(-2, N), which ranks compare; ordinary documents have their number in place of -2."""
         return -2, self.most
 
     def most_chunks(self, size: int) -> int:

@@ -42,7 +42,7 @@ def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
     The rule sums over thousands of tokens, for which TF32's 11-bit factors are too coarse.
     """
     switch = _full_fp32[device_type == "cuda"]
-    # Entering torch.autocast takes longer than a small product; not needed if autocast is off.
+    # Entering torch.autocast takes longer than a small product, so enter it only if autocast is on.
     return (
         _outside_autocast(device_type, switch) if torch.is_autocast_enabled(device_type) else switch
     )
@@ -56,7 +56,7 @@ def _outside_autocast(device_type: str, switch: _Switch) -> Iterator[None]:
 
 
 def _turn(cuda: bool) -> Callable[[], None] | None:
-    """Set torch's switches to full fp32; return what restores them, or None if unchanged."""
+    """Set full fp32 for products on a GPU (``cuda``) or CPU; return an undo function or None."""
     backend = torch.backends.cuda if cuda else torch.backends.mkldnn
     matmul: Any = getattr(backend, "matmul", None)
     if not hasattr(matmul, "fp32_precision"):  # torch < 2.9
@@ -69,7 +69,7 @@ def _turn(cuda: bool) -> Callable[[], None] | None:
     if kept not in _REDUCED_PRECISIONS:
         return None
     if cuda and (old := _old_switch()) is not None:
-        # Set the old switch: torch refuses to read the old switch if a new switch contradicts it.
+        # Also sets the old switch, which torch refuses to read if a new switch contradicts it.
         matmul.allow_tf32 = False
         return lambda: _restore_old_switch(old)
     matmul.fp32_precision = "ieee"

@@ -31,7 +31,7 @@ from .rules.base import Rule, RuleBackward, RuleForward, RuleOutput, Saved, map_
 from .state_maps.state_map import StateMap
 from .switches import full_fp32_matmul
 
-ALIGNMENT = 16  # bytes; kernels need addresses of tensors that are multiples of it
+ALIGNMENT = 16  # bytes; kernels need tensors whose addresses are multiples of this number
 
 
 class Level(NamedTuple):
@@ -147,7 +147,7 @@ class TreeDocuments(Documents):
         return whole
 
     def history(self, past: int) -> HistoryOfParents | None:
-        """The ``past`` rows before each document, from its ancestors; None if there are none."""
+        """The last ``past`` rows of each document's ancestors; None if there are no such rows."""
         return self.plan((HistoryOfParents, past), lambda: self._history(past))
 
     def _history(self, past: int) -> HistoryOfParents | None:
@@ -230,7 +230,7 @@ class BackwardByLevel(RuleBackward):
             if d_entered is not None and d_final is not None:
                 maps = StateMap(d_entered, through).transposed(d_entered)
                 with full_fp32_matmul(d_final.device.type):
-                    # One product per document, so that its bits do not depend on other documents.
+                    # One product per document keeps its bits independent of other documents.
                     each = zip(*maps, d_final, strict=True)
                     d_entered = torch.stack([StateMap(*one).apply(d) for *one, d in each])
             grads.insert(0, begun.run(entered, d_final))

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["GenerationGap", "check_generation"]
 
 _aten = torch.ops.aten
-# Functions that compute each row of their first argument by itself. On a CPU torch rounds the last
-# elements of a buffer differently from the others, so RowByRow runs these functions on single rows.
+# Functions whose result for a row depends on this row of the first argument alone. On a CPU torch
+# rounds the last elements of a buffer differently, so RowByRow calls the functions on single rows.
 _ROWWISE_FUNCTIONS = {
     _aten.silu.default, _aten.sigmoid.default, _aten.exp.default, _aten.cos.default,
     _aten.sin.default, _aten.gelu.default, _aten.tanh.default, _aten.softplus.default,
@@ -69,7 +69,7 @@ class GenerationGap(NamedTuple):
     """Differences between generation and the training forward, over the tokens after the prompt.
 
     Attributes:
-        max_log_prob, mean_log_prob: absolute difference of the log-probability of a text token.
+        max_log_prob, mean_log_prob: absolute difference of a text token's log-probability.
         mean_kl, max_kl: KL(training || generation) over the vocabulary, in nats.
         equal: whether all log-probabilities of all tokens of the vocabulary have the same bits.
         backend: the rule of the model's first recurrent layer.
@@ -100,7 +100,7 @@ def check_generation(
 
     Raises:
         ValueError: no token is left after the prompt.
-        NotImplementedError: context parallelism.
+        NotImplementedError: the model has context parallelism.
     """
     from ..inference.generate import evaluating, next_logits, static_context, unwrap_model
     from ..mixers.generation import GeneratingMixer

@@ -3,7 +3,7 @@
     python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4 8 --modes headwise chunkwise
 
 The table has one row for every precision, scheme and number of ranks. An error is
-max|found - exact| / max|exact|. The error of the gradients is the largest error of any gradient.
+max|found - exact| / max|exact|. The error of the gradients is that of the worst gradient.
 
     layer       output and gradients against the same layer in fp64, with the same rounded weights
     policy      probabilities in a model with attention: q, against p of one rank in the same

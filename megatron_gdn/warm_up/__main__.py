@@ -34,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _end_with_the_run() -> None:
-    """When the run that started this process closes its standard input, kill the whole group."""
+    """Kill this process group as soon as the run that started it closes its standard input."""
 
     def kill_group_at_end_of_input() -> None:
         """Wait for the end of standard input; then kill this process, its forks and compilers."""
@@ -60,7 +60,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     model = model_of(arguments)
     with simulated_hopper(arguments.multiprocessors), ExitStack() as locks:
         tasks, heads = tasks_of(model, arguments)
-        if not arguments.for_a_run:  # the run that started this command holds the locks
+        if not arguments.for_a_run:  # with for_a_run, the run holds the locks
             # A run that starts now waits for the locks and does not compile the same kernels.
             for each in sorted(heads, key=str):
                 locks.enter_context(build_lock(each.lock, f"FlashQLA for {each}"))

@@ -28,7 +28,7 @@ def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
     properties = SimpleNamespace(
         major=9, minor=0, multi_processor_count=multiprocessors, name="Hopper", gcnArchName=""
     )
-    # The first fake tensor would make a real tensor if torch reported a GPU, so make it before.
+    # If torch reported a GPU, the first fake tensor would make a real one. So it is made here.
     torch._C._ensureCUDADeviceGuardSet()
     with FakeTensorMode():
         torch.empty(0, device="cuda")
@@ -126,7 +126,7 @@ def _run_backward(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """Replace autograd's engine, which would ask the GPU for streams; the arguments are the same.
+    """Replaces autograd's engine, which would ask the GPU for streams, with the same arguments.
 
     Each backward written in Python runs once, with gradients of zero, under autograd if
     ``create_graph``. torch's own backwards launch no kernels that need compiling, so they are

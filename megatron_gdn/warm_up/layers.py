@@ -1,7 +1,7 @@
 """Runs the layer on a simulated GPU and records a task for each kernel that the layer launches.
 
-So the kernels are those that the layer, FlashQLA and torch choose themselves. A rank of the run can
-make these calls of the layer, grouped by use of FlashQLA (``--parts``):
+So the layer, FlashQLA and torch choose the kernels as in a run. A rank of the run can make these
+calls of the layer, grouped by use of FlashQLA (``--parts``):
 
 cut      one long sequence, and long documents, which FlashQLA cuts into parts that run in parallel
 rows     a batch of whole rows
@@ -34,8 +34,8 @@ from .absent_gpu import without_computing
 from .tasks import Task, recorded_kernels
 
 _SHORT, _LONG = 208, 9216  # numbers of tokens; FlashQLA cuts sequences of _LONG, not of _SHORT
-# FlashQLA chooses one of three forward kernels by sequences * heads: one if this number is at least
-# this share of the GPU's multiprocessors, one for at least half of the share, one for less.
+# FlashQLA has three forward kernels. It takes the first if sequences * heads is at least this share
+# of the GPU's multiprocessors, the second for at least half of the share, else the third.
 _FULL_SHARE = 0.7
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 _HIDDEN_SIZE = 64  # no kernel depends on the hidden size
@@ -123,7 +123,7 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
 
     def call(part: str, tokens: int, rows: int = 1, documents: int | None = None) -> None:
         cp, layout = ranks, "zigzag"
-        if part == "states":  # a rank has one piece of a sole sequence, else two per document
+        if part == "states":  # a rank has one piece of a single sequence, two of each document
             cp = max(model.cp, 2)  # without context parallelism, compile as for two ranks
             layout = "contiguous" if documents == 1 else "zigzag"
             documents, tokens = max(1, (documents or 1) // 2), tokens * cp
@@ -185,7 +185,7 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
         linear_conv_kernel_dim=dims.conv_kernel_dim, gradient_accumulation_fusion=False,
         use_cpu_initialization=True, perform_initialization=False,
     )  # fmt: skip
-    # Set after construction: the constructor would require FlashAttention, which is not used here.
+    # Set here, since the constructor of the config would require FlashAttention, which is not used.
     config.batch_invariant_mode = call.part == "whole"
     if call.part == "again":
         options["recompute"] = "full"

@@ -1,4 +1,4 @@
-"""Records a task for each kernel that calls would launch, and compiles the kernels in forks.
+"""Records a task for each kernel that a layer would launch, and compiles them in forks.
 
 The keys of tilelang's and Triton's caches on disk are the kernel, the target and the versions, so a
 machine with a GPU can use a cache that was filled without a GPU.
@@ -126,7 +126,7 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
         patch.object(JITFunction, "run", record_triton),
         # fla's autotuned kernels are not compiled here: a run chooses them by timing on its GPU.
         patch.object(Autotuner, "run", lambda *_, **__: None),
-        # Every :class:`.launch.Launch` calls Triton's own run, which is patched above.
+        # With this patch every Launch calls Triton's own run, which is patched above.
         patch.object(launch, "_has_launch_hooks", lambda kernel: True),
         ExitStack() as patches,
     ):

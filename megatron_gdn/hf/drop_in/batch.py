@@ -52,7 +52,7 @@ def group_of(mesh: DeviceMesh | None) -> ProcessGroup | None:
 class ModelBatch:
     """The documents and the padding in the batch of one forward.
 
-    ``share.documents`` are those of all ranks' tokens, row after row; None: each row is one
+    ``share.documents`` are the documents of all ranks' tokens, row after row; None: each row is one
     sequence. A run of padding is a document too, so its state reaches no other document. ``ids``,
     int64 ``[B, S]`` on the host: the document number of every token of all ranks; 0 is padding.
     ``keep``, bool ``[B, s]``, is False at padding, where the output is exactly zero.
@@ -69,7 +69,7 @@ class ModelBatch:
 
     @property
     def kind(self) -> str:
-        """What transformers' own forward cannot do with this batch, in words for error messages."""
+        """What transformers' own forward lacks for this batch, in words for error messages."""
         return "packed documents" if self.share.group is None else "context parallelism"
 
     @property
@@ -101,9 +101,9 @@ def resolve_batch(
 ) -> ModelBatch | None:
     """Resolve one forward's batch; None if transformers' own forward continues from a cache.
 
-    ``x_BsH`` may be token ids ``[B, s]``; ``cache`` is transformers'; ``fills_cache``: the forward
-    makes a new cache. With context parallelism, masks, ids and positions are those of this rank's
-    tokens, offsets those of the whole buffer, and all ranks must give the same kinds of sources.
+    ``x_BsH`` may be token ids ``[B, s]``; ``cache``: of transformers; ``fills_cache``: the forward
+    makes a new cache. With context parallelism, ``sources`` has masks, ids and positions of this
+    rank's tokens and offsets of the whole buffer; all ranks must give the same kinds of sources.
     """
     (rows, tokens), group = x_BsH.shape[:2], group_of(options.cp_mesh)
     if group is None and cache is not None and cache.get_seq_length() > 0:
@@ -137,7 +137,7 @@ def _resolve(sources: Sources, rows: int, share: MicroBatchShare) -> ModelBatch:
     if ids is None:
         padded = share.group is None and mask is not None and mask.dim() == 2
         return ModelBatch(share, keep=mask != 0 if padded else None)
-    read_mask(ids)  # raises: padding inside a document, or documents out of order
+    read_mask(ids)  # raises if padding is inside a document or ids decrease
     own_Bs = ids if share.group is None else ids[:, share.positions]
     keep = None if bool((ids > 0).all()) else to_device(own_Bs > 0, share.device)
     if share.group is not None:
@@ -182,7 +182,7 @@ def _require_agreement(sources: Sources, rows: int, share: MicroBatchShare) -> N
 
 
 def _gather(own: Tensor, share: MicroBatchShare) -> Tensor:
-    """Gather the tensor ``own`` of every rank, of equal shapes: ``[cp, ...]`` on the host."""
+    """Gather all ranks' tensors ``own``, which have equal shapes: ``[cp, ...]`` on the host."""
     if share.group is None:
         return own[None].cpu()
     own = own[None].to(share.device).contiguous()
@@ -192,7 +192,7 @@ def _gather(own: Tensor, share: MicroBatchShare) -> Tensor:
 
 
 def _as_cut(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchShare:
-    """Set the layout of ``share`` (that of ``seq_index`` if given) and the lengths that it cuts."""
+    """Set ``share``'s layout (by ``seq_index`` if given) and the lengths that the layout cuts."""
     whole, total, index = share.lengths, sum(share.lengths), sources.seq_index
     tokens = total // share.size
     cut = {SequenceLayout.ZIGZAG_BUFFER: whole, SequenceLayout.CONTIGUOUS: whole}
@@ -216,7 +216,7 @@ def _as_cut(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchSh
         )
     positions = _gather(index[0], share)
     for layout, lengths in cut.items():
-        with suppress(SizeError):  # raised if the layout cannot cut the lengths
+        with suppress(SizeError):  # positions_of raises if the layout cannot cut the lengths
             if torch.equal(positions, positions_of(lengths, share.size, layout)):
                 return share._replace(layout=layout, lengths=lengths)
     raise ValueError(
@@ -228,7 +228,7 @@ def _as_cut(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchSh
 
 
 def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> Sources:
-    """Gather all ranks' masks, ids and positions in sequence order; keep the whole offsets."""
+    """Gather all ranks' masks, ids and positions in sequence order; offsets do not change."""
     if share.group is None:
         return sources
     mask, ids, offsets, given, *_ = sources
@@ -283,7 +283,7 @@ def context_parallel_share(
     cp_mesh: Any,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
 ) -> dict[str, Any]:
-    """Cut a packed batch to this rank's tokens: keep their columns of every tensor.
+    """Cut a packed batch to this rank's tokens: of every tensor, keep the tokens' columns.
 
     Args:
         batch: as :class:`.training.PackingCollator` makes it, the same on all ranks. Tensors

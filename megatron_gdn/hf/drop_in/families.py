@@ -32,7 +32,7 @@ class Mixer(NamedTuple):
     dims: Any
     rule: ChooseRule
     parts: Callable[..., Parts]  # called with rows, conv weight and bias, A_log, dt_bias
-    names: dict[str, Any]  # how errors of MicroBatches name mixer and recurrence
+    names: dict[str, Any]  # ``mixer`` and ``recurrence`` of MicroBatches, for error messages
 
 
 def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
@@ -63,7 +63,7 @@ def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
         forget_rank=0,
         output_rank=0,
     )
-    bound = getattr(gate, "safe_gate_lower_bound", None)  # GLM 5 next has a bound
+    bound = getattr(gate, "safe_gate_lower_bound", None)  # None, except in GLM 5 next
     if getattr(gate, "safe_gate", False):  # Bailing Hybrid
         bound = gate.lower_bound
     rule = partial(choose_kda, options.backend, dims.state, bound)
@@ -72,20 +72,20 @@ def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
 
 
 class Family(NamedTuple):
-    """The names in transformers of one family's linear-attention submodules.
+    """One family of models in transformers: names of its linear attention's submodules.
 
     The concatenated outputs of ``projections`` are the mixer's rows; "a > b" calls module b on the
-    output of a. Empty ``projections`` stand for Qwen3-Next's two projections:
+    output of a. If ``projections`` is empty, the module has Qwen3-Next's two projections:
 
         in_proj_qkvz: per key head [q | k | v of its value heads | z of its value heads]
         in_proj_ba:   per key head [b of its value heads | a of its value heads]
     """
 
-    package: str  # in transformers.models; equals the config's model_type without "_text"
+    package: str  # package in transformers.models: the config's model_type without "_text"
     projections: tuple[str, ...] = ()
     norm: str = "norm"
     out: str = "out_proj"
-    gate: str = ""  # the module that has A_log and dt_bias; empty: the module itself
+    gate: str = ""  # submodule with A_log and dt_bias; empty: the linear attention
     mixer: Callable[[Any, Any, Any], Mixer] = _gdn_mixer  # called with module, config, options
 
 
@@ -121,6 +121,7 @@ def transformers_class(module: nn.Module) -> type | None:
 
 
 def family_of(module: nn.Module) -> Family:
+    """The :class:`Family` of ``module``, a linear attention of transformers."""
     cls = transformers_class(module)
     assert cls is not None
     return FAMILIES[cls.__name__]
@@ -167,7 +168,7 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
 
 
 def refuse_modules_that_mix(config: Any, feature: str) -> None:
-    """Raise if modules beside linear attention cannot run with ``feature``, such as packing."""
+    """Raise if other modules than linear attention do not support ``feature``, such as packing."""
     indexed, why = "indexed_attention" in config.layer_types, ""
     if getattr(config, "ple_layer_ids", None):
         why = (
@@ -204,8 +205,8 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
     Without this call CPU tensors fail with ``0 active drivers ([])`` if flash-linear-attention is
     installed. :func:`.patching.patch` makes this call too. Functions of transformers' modeling
     files are replaced in this process; tensors on other devices run the same function as before.
-    Functions that the package ``kernels`` replaced by modules stay as they are; set
-    ``USE_HUB_KERNELS=NO`` to prevent such modules.
+    Functions that the package ``kernels`` has replaced by modules do not change; with
+    ``USE_HUB_KERNELS=NO`` it replaces none.
     """
     for cls in filter(None, map(transformers_class, model.modules())):
         source = sys.modules[cls.__module__]
@@ -222,7 +223,7 @@ def _call_by_device(
     chosen: Callable, plain: Callable, known: frozenset[str], x: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Call ``plain``, which has the arguments ``known``, for CPU tensors, else ``chosen``."""
-    # ``plain`` ignores boundaries of documents; transformers' ``chosen`` function refuses them.
+    # ``plain`` would ignore boundaries of documents; ``chosen`` refuses them on a CPU.
     packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
     if packed or x.device.type != "cpu":
         return chosen(x, *args, **kwargs)

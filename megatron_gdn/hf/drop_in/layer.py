@@ -74,7 +74,7 @@ class _DropInState:
 
     def micro_batch(self, batch: ModelBatch, proj_TBP: Tensor) -> MicroBatch:
         """The :class:`MicroBatch` of ``batch``, whose projections are ``proj_TBP``."""
-        if batch.share.group is not self.micro_batches.group:  # the mesh was set in another layer
+        if batch.share.group is not self.micro_batches.group:  # cp_mesh was set in another layer
             self.micro_batches.use_group(batch.share.group)
         self.loader_layout.option = batch.share.layout
         return self.micro_batches.of(None, proj_TBP, documents=batch.share.documents)
@@ -198,7 +198,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
 
 def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
-    """A fused norm if ``norm`` is transformers' unchanged norm, else a readout that calls it."""
+    """A fused norm if ``norm`` is transformers' unchanged norm, else a readout calling ``norm``."""
     cls, activation = type(norm), getattr(norm, "activation", None)
     plain = (
         cls.__name__.endswith("RMSNormGated")

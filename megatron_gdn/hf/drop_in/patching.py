@@ -62,12 +62,12 @@ def patch(
             Delta Attentions take `backend` only.
         unpacked: what runs a batch that is not packed, on one rank: ``"transformers"`` for
             transformers' own forward with the same bits, ``"fused"`` for this package's mixer.
-        attention: ``"gathered"`` lets the model's softmax attention run under context parallelism
-            too, also of packed documents: every rank gathers keys and values. None: the caller runs
-            attention (torch's ``context_parallel``, ring attention), without packed documents.
+        attention: ``"gathered"`` lets the model's softmax attention run under context
+            parallelism, also for packed documents (every rank gathers keys and values). None: the
+            caller runs attention (torch's ``context_parallel``, ring attention), without packing.
 
     Returns:
-        a handle with ``undo()``, which a ``with`` block calls; its ``repr`` says what was replaced.
+        a handle. A ``with`` block calls its ``undo()``; its ``repr`` lists the replaced modules.
 
     Raises:
         ValueError: the model has no modules to patch, is patched already, or refuses an option.
@@ -88,6 +88,7 @@ class Patch(AbstractContextManager):
     """A patched model; ``layers``: its new modules by name; ``gathers``: attention is gathered."""
 
     def __init__(self, model: nn.Module, options: DropInOptions, gathers: bool) -> None:
+        """Patch ``model``; ``gathers``: softmax attention gathers keys and values of all ranks."""
         self.model = model
         self.layers: dict[str, CPAwareGatedDeltaNet] = {}
         self._changes = ExitStack()  # callbacks that undo the patch
@@ -226,7 +227,7 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
     sources = Sources.from_keywords(of_linear, kwargs)
     x, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     x = kwargs.get("inputs_embeds") if x is None else x
-    if x is None:  # the model's forward raises and names what is missing
+    if x is None:  # the model's forward will raise: the input is missing
         return kwargs
     batch = cast(Any, resolve_batch)(options, sources, x, cache, bool(kwargs.get("use_cache")))
     if batch is None:

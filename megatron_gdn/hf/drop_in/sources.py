@@ -63,7 +63,7 @@ def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """Text positions ``[B or 1, S]``: the first table of ``[4, B, S]``; None for ``[3, B, S]``."""
+    """Text positions ``[B or 1, S]``: ``position_ids``, or table 0 of ``[4, B, S]``; else None."""
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
     return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else None
@@ -79,9 +79,9 @@ def starts_of(ids_BS: Tensor) -> Tensor:
 def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
     """Document ids, int64 ``[B, S]`` on the host; None when every row is one sequence.
 
-    If the other sources name no documents, ``position_ids`` are read: a token whose position is
-    not the previous token's plus 1 starts a document (as in transformers' attention masks). Tokens
-    with 0 in a 0/1 ``attention_mask`` are padding, whatever the source.
+    If no other source names documents, ``position_ids`` are read: a token whose position is not the
+    previous token's plus 1 starts a document (as in transformers' attention masks). Tokens with 0
+    in a 0/1 ``attention_mask`` are padding, whichever source names the documents.
     """
     mask, packed_seq_ids, cu_seqlens, position_ids, indices, _ = sources
     found: dict[str, Tensor] = {}
@@ -101,7 +101,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             f"indices of {indices.numel()} tokens without cu_seqlens, the offsets of documents "
             f"among these tokens. Give both, or the ids of documents as attention_mask."
         )
-    # A 4-D mask of whole rows names no documents, so the positions are read in this case too.
+    # A 4-D mask in which each row is one document names no boundaries, so positions are read too.
     unnamed = set(found) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in found.values())
     positions = text_positions(position_ids)
     if unnamed and positions is not None:
@@ -152,7 +152,7 @@ def to_host(name: str, x: Tensor, rows: int, tokens: int) -> Tensor:
 
 
 def _ids_from_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tokens: int) -> Tensor:
-    """Ids from offsets, which count the tokens at ``indices`` (None: all tokens)."""
+    """Document ids from ``cu_seqlens``, which counts tokens at ``indices`` (None: all tokens)."""
     slots = rows * tokens
     token_T = torch.arange(slots, device="cpu")
     if indices is not None:
@@ -180,7 +180,7 @@ def _ids_from_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tok
 def _document_ids_from_positions(
     positions: Tensor, keep: Tensor | None, rows: int, tokens: int
 ) -> Tensor | None:
-    """Start a document where positions of kept tokens jump; None if each row is one sequence."""
+    """Ids of documents, which start where ``positions`` of kept tokens jump; None: one per row."""
     if positions.shape[0] == 1:
         positions = positions.expand(rows, -1)
     position_BS = to_host("position_ids", positions, rows, tokens).long()

@@ -33,8 +33,8 @@ class PackingCollator:
     The batch has ``input_ids``, ``position_ids`` (from 0 in every document), ``labels`` (ignored at
     the start of a document, which no token predicts), ``shift_labels`` (what the token at each
     position must predict; ignored at the end of a document) and ``cu_seq_lens_q``,
-    ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. Given ``shift_labels``, transformers'
-    losses do not shift labels themselves: inside a rank's share of a row they would shift wrongly.
+    ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. With ``shift_labels`` transformers'
+    losses shift no labels; their shift would be wrong inside a rank's share of a row.
 
     Args:
         pad_to_multiple_of: the row is padded to a multiple of this number, by a document of
@@ -117,16 +117,16 @@ class ContextParallelTrainerMixin(Trainer):
         CPTrainer(model, args, train_dataset=dataset, data_collator=collator).train()
 
     The ranks of one ``cp_mesh`` get the same batches, and ``compute_loss`` gives the model this
-    rank's share of them. Gradients are those of one rank that has the whole batch: ``Trainer``
-    divides every rank's sum by the number of labels on all ranks. List the mixin before
-    ``Trainer`` or a subclass of it whose methods pass their arguments to ``super()``.
+    rank's share of them. Gradients equal those of a single rank with the whole batch: ``Trainer``
+    divides every rank's sum by the number of labels on all ranks. List the mixin before ``Trainer``
+    or a subclass of it whose methods pass their arguments to ``super()``.
 
     Raises:
         ValueError: the model is not patched; or, with context parallelism, the dataset is streamed,
             a batch has no ``shift_labels``, or ``label_smoothing_factor`` or ``compute_loss_func``
             is set.
         RuntimeError: training without a wrapper that sums gradients over the ranks.
-        NotImplementedError: predictions are asked for, but a rank has only those of its tokens.
+        NotImplementedError: predictions for the whole batch; a rank has those of its tokens only.
     """
 
     def get_train_dataloader(self) -> Any:
@@ -323,18 +323,18 @@ def assert_no_packing_leak(
         module: a model with ``get_input_embeddings`` and logits or ``last_hidden_state``, or a
             layer that maps hidden states ``[1, S, H]`` to hidden states.
         lengths: tokens of each document.
-        source: how the module is told the documents: ``"position_ids"``, ``"cu_seq_lens_q"``
-            (flash attention's keywords, which transformers refuses without flash kernels),
-            ``"packed_seq_ids"`` or ``"indexed_mask"``.
-        tolerance: changes up to this fraction of the largest output are not leaks. 0 asks for
-            equal bits; experts of an MoE may round a token's output by the tokens beside it.
+        source: the argument that gives the documents to the module: ``"position_ids"``,
+            ``"cu_seq_lens_q"`` (flash attention's keywords, which transformers refuses without
+            flash kernels), ``"packed_seq_ids"`` or ``"indexed_mask"``.
+        tolerance: changes up to this fraction of the largest output are not leaks. With 0 the bits
+            must be equal; in an MoE the rounding of a token's output may depend on other tokens.
         kwargs: other keywords of the module, and ``seed`` for the random documents.
 
     Returns:
         one line that says what was found; the line is also logged.
 
     Raises:
-        PackingLeak: a document changed another; the message says which, and by how much.
+        PackingLeak: a document changed another; the message names both and the change.
         ValueError: fewer than two documents, or an unknown source.
     """
     reach = packing_reach(module, lengths, source=source, **kwargs)

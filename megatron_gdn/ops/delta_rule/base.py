@@ -27,7 +27,7 @@ class RuleGrads(NamedTuple):
     """Gradients of the rule's inputs, which the front's backward reads.
 
     The gradients of q and k may have H heads; the front then sums over the value heads of each key
-    head. If ``factor`` is not None, each true gradient is the tensor here times ``factor[head]``. A
+    head. If ``factor`` is not None, each true gradient is the stored one times ``factor[head]``. A
     factor is a power of two, and the value heads of one key head have equal factors.
     """
 

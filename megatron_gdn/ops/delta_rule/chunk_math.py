@@ -103,7 +103,7 @@ def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
 
     The second result ``[b, C]`` says whether a token or an earlier token of its chunk was zeroed.
     In a product with a triangular matrix, 0 times a later token's NaN would make an earlier output
-    NaN. A q that is not finite stays, since it changes only the output of its own token.
+    NaN. A q that is not finite is not changed: only its own token's output depends on it.
     """
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
     # x * 0 is NaN if x is NaN or inf, so x * 0 != 0 finds the numbers that are not finite.
@@ -252,7 +252,7 @@ def _products_per_channel(x: Values, output: bool) -> _Products:
 
 
 def _decayed_products(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Decayed products ``[b, C, r, C]`` of r = 1 or 2 ``readers [b, C, r, K]`` (q, e) with k."""
+    """Products ``[b, C, r, C]`` with decays: k and r = 1 or 2 ``readers [b, C, r, K]`` (q, e)."""
     b, C, r, K = readers.shape
     # Products within blocks of `size` tokens, [blocks, size, r, size]; `size` doubles from 1 to C.
     pairs, size = (readers * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
@@ -324,7 +324,7 @@ class _SolveAndPassStates(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dS, dy, d_carried, d_final):
-        """Gradients of forward's tensors from those of S, y, the carried state and final states."""
+        """Gradients of forward's tensors; ``d_carried``: of the state after the group."""
         inverse, W, k_out, through, S, y = ctx.saved_tensors
         states = S.new_empty(len(S) // ctx.heads + 1, *d_carried.shape)
         if W is None:

@@ -1,7 +1,7 @@
 """Runs delta rules by fla's kernels, with a decay per head or per channel.
 
-A chunk with initial state S writes the values ``u - w S`` under keys ``k`` that are decayed to the
-chunk's end. Each rule computes w and u by kernels of its own.
+A chunk that starts with state S ends with the decayed S plus ``k^T (u - w S)``, where the keys
+``k`` are decayed to the chunk's end. Each subclass computes w and u by other kernels.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ CHANNEL_RULE_KERNELS = {
 class FlaDeltaRule(FlaRule):
     """A delta rule. :meth:`inside` returns k, w, u, and sums of g: g per head or gk per channel."""
 
-    # A subclass's method, which returns, for a backward, q, k, w, the sums of g, and dv. dv is the
-    # part of the written values' gradient that comes from d_o of the same chunk.
+    # A method of each subclass. It returns the arguments of a backward kernel: q, k, w, the sums of
+    # g, and dv, the share of the written values' gradient that comes from d_o of the same chunk.
     readers: Callable[..., dict[str, Tensor]]
 
     def sums(self, x: FlaForward | FlaBackward) -> Tensor:
-        """The sums of g from each chunk's start, divided by ln 2 for exp2, in fp32."""
+        """The sums of g from each chunk's start, in fp32, divided by ln 2 since fla uses exp2."""
         return self.fla.chunk_local_cumsum(
             x.inputs.g, chunk_size=CHUNK, scale=self.fla.RCP_LN2, **x.at
         )
@@ -55,7 +55,7 @@ class FlaDeltaRule(FlaRule):
 
     def state_map(self, x: FlaForward, products: ChunkProducts) -> StateMap:
         parts, u = parts_of(x.inputs, x.documents), products.chunks["u"]
-        # The state maps [local | through] of all parts, by the kernel of fla's context parallelism.
+        # fla's kernel for context parallelism makes the state maps [local | through] of all parts.
         (H, V), K, P = u.shape[2:], products.chunks["k"].shape[-1], len(parts.offsets) - 1
         maps = u.new_empty(P, H, K, V + K, dtype=torch.float32)
         rows = {name: of_rows.flatten(0, 1)[None] for name, of_rows in products.chunks.items()}
@@ -77,13 +77,13 @@ class FlaChannelRule(FlaDeltaRule):
     """A delta rule with a decay per channel. A forward saves Aqk, the chunks' products of q and k,
     and Akk, the inverses of the chunks' linear systems.
 
-    The backward computes the sums of g again, which are as large as q, k and v together. A subclass
-    names fla's functions ``within``, ``within_again`` and ``backward_within``.
+    The backward computes the sums of g again, since they are as large as q, k and v together. A
+    subclass names fla's functions ``within``, ``within_again`` and ``backward_within``.
     """
 
-    within: ClassVar[str]  # fla's function for w, u, _, decayed k, Aqk and Akk
-    within_again: ClassVar[str]  # fla's function for w, u, and decayed q and k from Akk
-    backward_within: ClassVar[str]  # fla's function for the gradients
+    within: ClassVar[str]  # name of fla's function; it returns w, u, an unused item, k, Aqk, Akk
+    within_again: ClassVar[str]  # name of fla's function; from Akk it computes w, u, q, k
+    backward_within: ClassVar[str]  # name of fla's function for all gradients
     gates: ClassVar[tuple[str, ...]]  # fla's argument names for the rule's inputs after g
     grads: ClassVar[Any] = RuleGrads
     settings: dict[str, Any] = {}  # noqa: RUF012  further arguments, which a subclass sets

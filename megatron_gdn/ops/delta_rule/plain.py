@@ -1,12 +1,12 @@
 """Linear-attention rules in chunks, in plain torch: any device, dtype and head dim.
 
-A mixer's rule converts its inputs to :class:`.chunk_math.Values`. The backward runs the forward
-again under autograd, one group of chunks at a time, so no pass keeps a tensor of size T * C. Every
-reduction has a fixed order, so results repeat bit for bit.
+Each mixer's subclass converts the rule's inputs to :class:`.chunk_math.Values`. The backward runs
+the forward again under autograd, one group of chunks at a time, so no pass keeps a tensor ``[T,
+C]``. Every reduction has a fixed order, so results repeat bit for bit.
 
-NaN or inf in any input of a token but q makes the head's outputs NaN from this token on; outputs of
-earlier tokens keep their bits. A log-decay may be -inf. If products of finite numbers overflow in a
-chunk, earlier outputs of the chunk and all gradients of the sequence may change.
+If an input of a token, except q, is NaN or inf, the head's outputs are NaN from this token on;
+outputs of earlier tokens keep their bits. A log-decay may be -inf. If products of finite numbers
+overflow in a chunk, earlier outputs of the chunk and all gradients of the sequence may change.
 
 C is the number of tokens of a chunk.
 """
@@ -35,7 +35,7 @@ class _ChunkedInputs:
     """The rule's inputs of ``stage``, a forward or backward, cut into groups of chunks."""
 
     def __init__(self, stage: Any, fixed: bool = False) -> None:
-        """``stage``: a forward or backward. With ``fixed`` a group on a CPU is one chunk."""
+        """``stage``: a forward or backward. With ``fixed`` a CPU runs groups of one chunk."""
         rule, self.inputs, documents = stage.rule, stage.inputs, stage.documents
         k, v = self.inputs.k, self.inputs.v
         self.values, self.wide = rule.values, torch.promote_types(v.dtype, torch.float32)
@@ -61,7 +61,7 @@ class _ChunkedInputs:
     def walk(
         self, groups: Sequence[ChunkGroup], initial: Tensor, more: int = 0
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Final states, and a list of the state before each group and after the last group.
+        """Final states, and a list of the states before each group and after the last group.
 
         The last ``more`` columns of the states are extra: no token writes a value to these columns.
         """
@@ -82,7 +82,7 @@ class PlainForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local``: final states from zeros. ``through``: final states from I if all values are 0.
+        """``local``: final states from zeros. ``through``: final states from I if v is 0.
 
         If the rule erases nothing, ``through`` is diagonal, so one column of ones replaces I.
         """
@@ -174,13 +174,13 @@ class PlainRule(Rule):
     """The gated delta rule, with a decay per head or per channel: ``backend="reference"``."""
 
     name = "reference"
-    bits = Bits.DETERMINISTIC  # the least promise on bits; the constructor may get a higher one
+    bits = Bits.DETERMINISTIC  # the weakest promise; ``bits`` of the constructor may be stronger
     reads_again = frozenset(RuleInputs._fields)
     forward, backward = PlainForward, PlainBackward
     grads: ClassVar[Any] = RuleGrads
     erases = True
     chunk_size = CHUNK
-    scale: float | None = None  # a factor on the output, by default 1 / sqrt(K)
+    scale: float | None = None  # factor of the output; None: 1 / sqrt(K)
 
     def __init__(
         self, bits: Bits = Bits.FREE, chunk_size: int = CHUNK, scale: float | None = None

@@ -19,7 +19,7 @@ LINEAR_SIZES = (
 class LinearDims:
     """Sizes of a whole mixer or of one rank's share; subclasses add ``layout`` and more sizes."""
 
-    hidden_size: int  # hidden size of the model, which ranks do not split
+    hidden_size: int  # of the model; tensor-parallel ranks do not split it
     num_key_heads: int  # each key head serves num_value_heads / num_key_heads value heads
     num_value_heads: int  # each value head has a state
     key_head_dim: int  # rows of a state
@@ -35,7 +35,7 @@ class LinearDims:
 
     @classmethod
     def from_config(cls, config: Any, **others: int) -> Self:
-        """The sizes of a Megatron ``TransformerConfig``; a ValueError if sizes do not fit."""
+        """The sizes in a Megatron ``TransformerConfig``; ValueError if a size is invalid."""
         sizes = {name: getattr(config, f"linear_{name}") for name in LINEAR_SIZES}
         return cls(hidden_size=config.hidden_size, **sizes, **others)
 

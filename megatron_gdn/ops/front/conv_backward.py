@@ -30,13 +30,13 @@ def _walk_one_token(
 ):  # fmt: skip
     """Compute d(pre-activation) of a token per segment, and dx of the token W - 1 earlier.
 
-    ``grad_ptr``: GROUP gradients to sum, times ``factor`` if SCALED. ``unfinished_dx``: dx of the
-    last W - 1 tokens so far. ``position_R``: places in documents. ``lead_ptr``: the lead-in, if
-    HAS_HISTORY. ``d_1D``: channels; ``real_1D``: which exist, if PADDED. MASKED: near an end of the
-    sequence or, if LOOK_OUT, of a document. ``place_ptr``: the tokens' rows of the lead-in.
-    ``t_R``, ``real_R``: the segments' tokens, and which exist. ``history``: the last W - 1 inputs,
-    newest first. All strides are elements from one token to the next. NORMALISE: the output has
-    unit length.
+    NORMALISE: the output has unit length. ``*_stride``: elements from token to token. ``bias_1D``:
+    the conv bias, if HAS_BIAS. MASKED: an end of the sequence is near or, if LOOK_OUT, of a
+    document. ``position_ptr``, ``position_R``: tokens' places in documents. ``grad_ptr``: GROUP
+    gradients to sum, times ``factor`` if SCALED. ``unfinished_dx``: dx of the last W - 1 tokens so
+    far. ``lead_ptr``, ``place_ptr``: the lead-in and the tokens' rows in it, if HAS_HISTORY.
+    ``d_1D``: channels; ``real_1D``: which exist, if PADDED. ``t_R``, ``real_R``: the segments'
+    tokens, and which exist. ``history``: the last W - 1 inputs, newest first.
     """
     x_RD = load_row(x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED)
     grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
@@ -81,7 +81,7 @@ def _walk_one_token(
     return x_RD, dpre_RD, waiting[W - 1], place_R, position_R, history, unfinished_dx
 
 
-@triton.jit(noinline=True)  # compiles faster, see :mod:`.conv_forward`
+@triton.jit(noinline=True)  # because Triton compiles small functions faster
 def walk_head_backward(
     proj_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr, d_proj_ptr,
     partial_ptr, d_lead_ptr,
@@ -91,16 +91,16 @@ def walk_head_backward(
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one head in ROWS segments of ``steps`` tokens, one token of each at a time.
+    """Gradients of one head in ROWS segments of ``steps`` tokens, one token of each per step.
 
-    ``column``: the head's first of CHANNELS channels. The function writes dx to ``d_proj_ptr``
-    (token stride ``d_stride_s``), sums for weight and bias to ``partial_ptr``, the lead-in's
-    gradient to ``d_lead_ptr``. PACKED: several documents. STAGES: ``num_stages`` of the loop.
-    BLOCK_D: D rounded up to a power of two.
+    ``proj_ptr``: projection rows. ``column``: the head's first channel, of CHANNELS. PACKED:
+    several documents. STAGES: the loop's ``num_stages``. BLOCK_D: D rounded up to a power of two.
+    Results: dx at ``d_proj_ptr`` (token stride ``d_stride_s``), sums of d(weight), d(bias) at
+    ``partial_ptr``, d(lead-in) at ``d_lead_ptr``.
 
-    A token's dx needs the d(pre) of the next W - 1 tokens. The loop keeps the terms of these tokens
-    in registers, so it reads every input once; only W - 1 tokens past each segment are computed
-    twice.
+    A token's dx is a sum over d(pre) of this and the next W - 1 tokens. The loop keeps unfinished
+    sums in registers, so it loads every input once; only W - 1 tokens past each segment are
+    computed twice.
     """
     LOOK_OUT: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
@@ -108,7 +108,7 @@ def walk_head_backward(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # counted from start, as the pointers below
+    first_R = tl.arange(0, ROWS) * steps  # counted from ``start``, where the pointers begin
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     dx_ptr = d_proj_ptr + base * d_stride_s + column
@@ -137,7 +137,7 @@ def walk_head_backward(
     d_bias_RD = tl.zeros((ROWS, BLOCK_D), tl.float32)
 
     # The unrolled loop shifts ``history`` and ``pending`` by renaming registers, without copies.
-    # The loop's stages load later steps to shared memory, since registers are too few.
+    # The loop's stages prefetch later steps to shared memory, since registers are too few.
     for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
         for turn in tl.static_range(UNROLL):
             step = lap + turn

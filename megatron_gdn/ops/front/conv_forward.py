@@ -19,7 +19,7 @@ UNROLL = tl.constexpr(4)  # steps per loop iteration; every walk has a multiple 
 
 @triton.jit
 def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Load a row of each segment from ``at_RD``, masked by ``real_R``, ``real_1D``; 0 elsewhere."""
+    """Load each segment's row at ``at_RD``; 0 unless ``real_R`` (MASKED), ``real_1D`` (PADDED)."""
     if MASKED and PADDED:
         return tl.load(at_RD, mask=real_R[:, None] & real_1D, other=0.0)
     elif MASKED:
@@ -77,7 +77,7 @@ def load_history(
     x_at_RD, stride, position_R, real_R, real_1D,
     W: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load the W - 1 inputs before ``x_at_RD``, newest first; 0 for tokens of other documents.
+    """Load the W - 1 inputs before those at ``x_at_RD``, newest first; 0 in other documents.
 
     ``stride``: elements between tokens. ``position_R``: the segments' places in their documents.
     """
@@ -101,7 +101,7 @@ def drop_other_document(history, position_R, W: tl.constexpr):
 
 @triton.jit
 def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The pre-activation of one token ``x_RD`` per segment, after the inputs ``history``."""
+    """The pre-activation of a token ``x_RD`` per segment; ``history``: the inputs before x."""
     pre_RD = taps[W - 1] * x_RD
     if HAS_BIAS:
         pre_RD += bias_1D
@@ -119,7 +119,7 @@ def load_lead_in(lead_at_1D, place_R, real_1D, stride):
 
 @triton.jit
 def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
-    """Whether a walk over ``tokens`` tokens, or a tap, passes an end of the sequence or a document.
+    """Whether a walk over ``tokens`` tokens, or one of its taps, leaves a document or the sequence.
 
     A walk that meets no boundary needs no masks; in a long sequence nearly all walks meet none.
     """
@@ -151,7 +151,7 @@ def walk_head(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # counted from start, as the pointers below
+    first_R = tl.arange(0, ROWS) * steps  # counted from ``start``, where the pointers begin
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     out_ptr += base * out_stride
@@ -166,7 +166,7 @@ def walk_head(
     history = load_history(x_at_RD, stride_s, seen_R, room_R > 0, real_1D, W, PADDED, MASKED)
 
     # The unrolled loop shifts ``history`` by renaming registers, without copies. The loop's stages
-    # load later steps to shared memory.
+    # prefetch later steps to shared memory.
     for lap in tl.range(0, steps, UNROLL, num_stages=STAGES):
         for turn in tl.static_range(UNROLL):
             step = lap + turn

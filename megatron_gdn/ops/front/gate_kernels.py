@@ -4,7 +4,7 @@
     function_backward(x, A_log, d_first, d_second, low, high) -> d_x, d_A_log
 
 All arithmetic is elementwise in fp32. A gate with one result returns the result twice, and ignores
-``d_same``, the second gradient. The caller ignores d_A_log of a gate without a rate.
+``d_same``, the second gradient. If a gate has no A_log, the caller ignores d_A_log.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ def time_step(x, A_log, low, high):
 
 @triton.jit
 def time_step_backward(x, A_log, d_g, d_dt, low, high):
-    """Gradients of x (0 where dt is clamped) and A_log from those of the log-decay and of dt."""
+    """Gradients of x (0 if dt is clamped) and A_log; ``d_g``: of the log-decay, ``d_dt``: of dt."""
     free = softplus(x)
     _, dt = time_step(x, A_log, low, high)
     of_decay, d_A_log = _log_decay_backward(dt, A_log, d_g)

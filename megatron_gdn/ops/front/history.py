@@ -7,8 +7,8 @@ these rows. The part of the convolution that reads these rows is a separate sum,
     pre[p]     = bias + the taps over the piece's own rows + lead_in[p]          0 <= p < W - 1
     lead_in[p] = sum of tap[W - 1 - p - age] * row[age] over 1 <= age < W - p
 
-Legend: s tokens of the batch, N pieces with a history, R rows of history, M tokens whose rows were
-sent.
+Legend: s tokens of the batch, N pieces with a history, R rows of history, M tokens whose rows this
+rank sent.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from ..host_tables import cached_by_stream, to_device
 class HistoryTable:
     """Indices of the rows of history; int32 on the device.
 
-    In fixed buffers, lines of pieces that do not exist hold -1; so does an unused addition's token.
+    In fixed buffers, unused pieces have indices -1, and unused lines of additions have token -1.
     """
 
-    before: Tensor  # [N, W - 1]: index of the row 1, 2, .. tokens before a piece, or -1; unique
-    edge: Tensor  # [N, W - 1]: indices of each piece's first tokens, -1 after a short piece
+    before: Tensor  # [N, W - 1]: indices of the rows 1, 2, .. tokens before a piece; -1: none
+    edge: Tensor  # [N, W - 1]: indices of each piece's first tokens; -1 past a short piece's end
     place: Tensor  # [s]: each token's index in the flattened ``edge``, -1 outside the edges
     # [M, 1 + most]: one line per token whose row was sent: the token's index, then the indices of
     # the returned gradients that are added to the token's gradient, in this order, then -1.
@@ -50,7 +50,7 @@ class HistoryTable:
         """Make the table of ``tokens`` tokens from tensors on the host.
 
         ``first``, ``count``: each piece's first token and number of tokens. ``sent``: the tokens
-        whose rows were sent, in the order in which their gradients return.
+        whose rows were sent, in the order in which their gradients return. ``before``: the field.
         """
         ahead = torch.arange(before.shape[1], device="cpu")
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)
@@ -83,7 +83,7 @@ class History(NamedTuple):
     def with_gradient_buffer(self) -> History:
         """The same history with a buffer of zeros as ``d_rows``."""
         wide = torch.promote_types(self.rows.dtype, torch.float32)
-        shape = self.rows.shape  # zeros: rows of fixed buffers may belong to no piece
+        shape = self.rows.shape  # zeros, since a backward skips unused rows of fixed buffers
         return self._replace(d_rows=torch.zeros(shape, dtype=wide, device=self.rows.device))
 
     def add_lead_in_to(self, pre_BsC: Tensor, weight_CW: Tensor) -> Tensor:
@@ -102,7 +102,7 @@ class History(NamedTuple):
 
 
 def history_of(history_NCW: Tensor, documents: Documents | None, tokens: int) -> History:
-    """The `History` of sequences after the rows ``history_NCW [N, C, W - 1]``, oldest row first."""
+    """The `History` of sequences that follow rows ``history_NCW [N, C, W - 1]``, oldest first."""
     packed, device = documents is not None, history_NCW.device
     rows = history_NCW.permute(2, 0, 1)
     if packed:
@@ -125,10 +125,10 @@ def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) ->
 def _last_row_indices(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For each of the last ``past`` rows: its index in new rows, in old rows, whether it is new."""
+    """Of each sequence's last ``past`` rows: index in new rows, index in old rows, whether new."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
-    # The place of each last row in its sequence; a negative place means a row of ``before``.
+    # The place of each last row in its sequence; a negative place means an old row.
     place = length - past + torch.arange(past, device="cpu")
     token = (start + place.clamp(min=0)).clamp(max=max(sum(lengths) - 1, 0))
     first_old = torch.arange(len(lengths), device="cpu")[:, None] * past
@@ -138,7 +138,7 @@ def _last_row_indices(
 
 
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
-    """The last p rows ``[N, C, p]`` of every sequence, filled up with rows of ``before_NCp``."""
+    """The last p rows ``[N, C, p]`` of each sequence, or of ``before_NCp`` if it has fewer."""
     N, _, past = before_NCp.shape
     if documents is None:
         # Copy no more than the last p of the new rows.
@@ -151,7 +151,7 @@ def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None)
 
 
 class HistoryLink(Protocol):
-    """Fetches the history of a batch, and sends the history's gradient back to its owners."""
+    """Fetches the history of a batch; sends its gradient to the pieces that have these rows."""
 
     def fetch(self, rows_sBC: Tensor) -> History:
         """Send the rows that other pieces need; wait for and return the history of this batch."""

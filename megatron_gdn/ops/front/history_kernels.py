@@ -67,7 +67,7 @@ def lead_in_backward_kernel(
     stride_r, stride_b, stride_c, columns,
     CHANNELS: tl.constexpr, W: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (N, blocks of channels, B): d_rows ``[R, B, C]``, and sums for the weight's gradient.
+    """grid (N, blocks of channels, B): write ``d_rows_ptr [R, B, C]``, and sums for d(weight).
 
     The sums are the first C W columns of ``partial_ptr [N B, columns]``. ``edge_ptr``: edge tokens.
     """
@@ -106,9 +106,9 @@ def add_rows_kernel(
     returned_ptr, additions_ptr, d_rows_ptr, most, stride_s, stride_b,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (M, blocks of channels, B): add up to ``most`` returned rows to a token's ``d_rows``.
+    """grid (M, blocks of channels, B): add rows at ``returned_ptr`` to rows at ``d_rows_ptr``.
 
-    A line of :attr:`.history.HistoryTable.additions` has the token and the indices of these rows.
+    A line at ``additions_ptr`` (`HistoryTable.additions`) has a token and up to ``most`` indices.
     """
     line_ptr = additions_ptr + tl.program_id(0) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)

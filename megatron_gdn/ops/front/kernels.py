@@ -35,8 +35,8 @@ def _convolve_slot(
 ):  # fmt: skip
     """Compute the head of program ``slot``, if section N of TABLE (CONVOLVED) has this slot.
 
-    ``b``, ``start``: batch row and first token of the tile. ONE_PATH: use the code with masks
-    always, and not only near an end of a document.
+    ``b``, ``start``: batch row and first token of the tile. ONE_PATH: always use the code with
+    masks, not only near an end of a document.
     """
     FIRST: tl.constexpr = TABLE[N][0]
     HEADS: tl.constexpr = TABLE[N][1]
@@ -121,14 +121,15 @@ def front_forward_kernel(
     ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
     HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr,
 ):  # fmt: skip
-    """The front's forward. Grid: (slots, token tiles, B); slots are of heads, then of gates.
+    """The front's forward. Grid: (slots of heads, then of gates; token tiles; B).
 
     Outputs of the convolved sections: ``x_ptr``, ``y_ptr``, ``z_ptr``; of the gates: ``g_ptr``,
-    ``h_ptr``, ``i_ptr``. CONVOLVED, GATES: tables of sections and gates. GATE, SECOND_GATE,
-    THIRD_GATE: the gates' functions. ``gates_ptr``: rows with the gates' columns. Program 0 has the
-    slot ``first_slot``. FIRST: the first convolved column. Heads are the fastest axis, so that
-    programs that run together read whole rows. If a table has only one gate, the gate may have two
-    results: the second goes to ``h_ptr``.
+    ``h_ptr``, ``i_ptr``. ``gates_ptr``: rows with the gates' columns. ``*stride_s``, ``*stride_b``:
+    elements between tokens, between batch rows. GATE, SECOND_GATE, THIRD_GATE: the gates'
+    functions. CONVOLVED, GATES: tables of sections and gates. Program 0 has slot ``first_slot``.
+    FIRST: the first convolved column. Programs of neighbouring heads run together, so they read
+    whole rows. If a table has only one gate, the gate may have two results: the second goes to
+    ``h_ptr``.
     """
     slot = tl.program_id(0) + first_slot
     tokens = ROWS * steps
@@ -218,7 +219,7 @@ def _gate_slot_backward(
     GROUP: tl.constexpr = TABLE[N][10]
     HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
     SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
-    # The GROUP gradients of an input are D elements apart if the gate is per channel, else 1.
+    # The GROUP gradients of an input lie D elements apart if the gate is per channel, else 1.
     MEMBER: tl.constexpr = D if CHANNELS else 1
     APART: tl.constexpr = 1 if CHANNELS else GROUP
     if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
@@ -287,13 +288,14 @@ def front_backward_kernel(
     HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr, H: tl.constexpr, RATES: tl.constexpr,
     COLUMNS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The front's backward. Grid: (slots, token tiles, B); gates come first, so none ends last.
+    """The front's backward. Grid: (slots, token tiles, B); gates start first, so none ends last.
 
     Gradients of the rule's inputs: ``dx_ptr``, ``dy_ptr``, ``dz_ptr`` from the convolved sections,
-    ``dg_ptr``, ``dh_ptr``, ``di_ptr`` from the gates. ``d_gates_ptr``: rows that receive the
-    gradients of the gates' columns. A tile has a row of COLUMNS partial sums for the gradients of
-    conv weight [C, W], conv bias [C] and, from column RATES on, A_log and dt_bias. Each program
-    writes some columns of its tile's row; a second launch adds the rows in a fixed order.
+    ``dg_ptr``, ``dh_ptr``, ``di_ptr`` from the gates. ``d_gates_ptr`` gets the gradients of the
+    gates' columns. ``*stride_s``, ``*stride_b``: elements between tokens, between batch rows. A
+    tile has a row of COLUMNS partial sums for the gradients of conv weight [C, W], conv bias [C]
+    and, from column RATES on, A_log and dt_bias. Each program writes some columns of its tile's
+    row; a second launch adds the rows in a fixed order.
     """
     slot = tl.program_id(0)
     tile = tl.program_id(1)

@@ -1,4 +1,4 @@
-"""A front with one Triton launch in each of forward and backward; :mod:`.plain` is the twin."""
+"""A front with one Triton launch forward and one backward; :mod:`.plain` is the twin."""
 
 from __future__ import annotations
 
@@ -33,15 +33,13 @@ _MOST_GATES = 3
 
 @dataclass(frozen=True, eq=False)
 class TritonFront(TableFront):
-    """The front in Triton. Columns of rows must be adjacent, the weight contiguous with W >= 2.
+    """The front in Triton. A row must be contiguous, and so must the conv weight, with W >= 2.
 
     With ``batch_invariant``, packed rows take one code path without fused multiply-adds, since a
     compiler may fuse a product and a sum in one copy of a loop and not in another copy.
     """
 
-    tile: SegmentTile | None = (
-        None  # None: the tile that :mod:`..kernels.tiles` chooses; tuning sets another
-    )
+    tile: SegmentTile | None = None  # None: :mod:`..kernels.tiles` chooses the tile
 
     triton: ClassVar[bool] = True
 
@@ -119,7 +117,7 @@ class TritonFront(TableFront):
 
 
 def _padded(outs: list[Any], filler: Any) -> list[Any]:
-    """Add ``filler`` to ``outs``, one element per gate, up to the three gates of the kernels."""
+    """Append ``filler`` to ``outs``, which has one element per gate, until there are three."""
     return [*outs, *[filler] * (_MOST_GATES - len(outs))]
 
 
@@ -203,8 +201,8 @@ def kernel_tables(
 ) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
     """The kernels' arguments CONVOLVED and GATES, and the gates' functions by argument name.
 
-    ``suffix`` of the gates' functions: "_backward" in the backward. ``groups``: for each input,
-    how many heads of its gradient belong to one head. ``apart``: the gates have rows of their own.
+    ``suffix`` of the gates' functions: "_backward" in the backward. ``groups``: for each input, how
+    many heads of its gradient are summed for one head. ``apart``: the gates have rows of their own.
     """
     layout, convolved, gates, place = front.layout, [], [], 3
     groups = [1] * len(front.names) if groups is None else groups

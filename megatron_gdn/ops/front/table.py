@@ -19,7 +19,7 @@ from ..layout import Layout
 from ..state_maps.state_map import StateShape
 from .history import History
 
-# The parameters of a front, in the order of the list in the docstring of TableFront.
+# The parameters of a front, in the order that TableFront's docstring lists.
 Parameters = Sequence[Any]
 
 
@@ -43,7 +43,7 @@ class Gate(NamedTuple):
     section: str
     rule_input: tuple[str, ...]  # names of the rule's inputs, one for each result of the function
     function: Callable[..., tuple[Tensor, ...]]  # of :mod:`.gates`
-    rated: bool = False  # uses A_log [heads] and dt_bias [columns]; one gate of every table does
+    rated: bool = False  # uses A_log [heads] and dt_bias [columns]; one gate per table is rated
     channels: bool = False  # a value per channel of each head, not a value per head
     low: float = 0.0
     high: float = 1.0
@@ -54,7 +54,7 @@ class FrontTable:
     """The sections of a row that a mixer's front reads, and the rule's inputs that it makes.
 
     A decode step updates the state S of each head. The sections ``step_sections`` give q, k and v.
-    The first gate is the log-decay g, the last the write strength w, the second of three is b:
+    The first gate is g, the log-decay; the last is w, the write strength; b is the second of three:
 
         S = exp(g) S
         S = S + w k (v - S^T k)^T  or  S + k (w v - S^T (b k))^T  with b,  if ``erases``
@@ -67,7 +67,7 @@ class FrontTable:
     state: StateShape
     convolved: tuple[Convolved, Convolved, Convolved]  # in the order of a row's columns
     gates: tuple[Gate, ...]
-    shared: str | None = None  # last input's name: a parameter ``[H]`` or ``[H V]`` for all tokens
+    shared: str | None = None  # name of an input that all tokens share, a parameter [H] or [H V]
     step_sections: tuple[str, str, str] = ("query", "key", "value")
     scale: float = 1.0
     erases: bool = True
@@ -100,7 +100,7 @@ class Batch(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class TableFront:
-    """Computes a rule's inputs from projection rows ``[S, B, P]``, and gradients, by ``table``.
+    """Computes a rule's inputs from projection rows ``[S, B, P]``; ``table`` says how.
 
     ``parameters``: conv weight ``[C, 1, W]``, conv bias ``[C]`` or None, A_log, dt_bias; the shared
     parameter, if the table has one; the gates' sections ``[S, B, .]``, if rows do not contain them.
@@ -178,7 +178,7 @@ class TableFront:
         """The rule's inputs, a NamedTuple, from rows with any strides of S and B.
 
         The convolution never crosses a document boundary; all batch rows have the same boundaries.
-        ``only``: the names to compute, adjacent in :attr:`names`; all other inputs are then None.
+        ``only``: the names to compute, adjacent in :attr:`names`; all other inputs are None.
         """
         given, wanted = self._named_parameters(parameters), self.names if only is None else only
         made: dict[str, Any] = dict.fromkeys(self.names)
@@ -214,7 +214,7 @@ class TableFront:
         return found if d_apart is None else (*found, d_apart)
 
     def _named_parameters(self, parameters: Parameters) -> FrontParameters:
-        """``parameters`` by name; those that the front does not have are None."""
+        """``parameters`` by name; parameters that the front does not have are None."""
         weight, bias, A_log, dt_bias, *others = parameters
         shared = None if self.table.shared is None else others.pop(0)
         return FrontParameters(weight, bias, A_log, dt_bias, shared, *(others or (None,)))

@@ -7,8 +7,8 @@ Rows after the chunk's last token may have any finite values.
 
 A decode step writes one row to every history, and computes every current chunk again from the state
 at the chunk's start, with calls of the same shapes as in training. A state is overwritten only when
-its chunk is full. The rule's inputs are computed again instead of saved: a copy would move as many
-bytes as the front reads, and on a CPU the front of a single row would round differently.
+its chunk is full. The rule's inputs are computed again, since a copy would move as many bytes as
+the front reads, and since on a CPU the front of a single row would round differently.
 
 Legend: s new tokens, B batch rows, N sequences, P columns of a projection row, W conv taps, H heads
 with a state, V columns of a state, T tokens of all current chunks together.
@@ -116,8 +116,8 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
 
 
 def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
-    """The rule's inputs ``[N, 64, ...]`` of N chunks; ``rows [N, W - 1 + 64, P]`` has each chunk
-    after the W - 1 rows before the chunk.
+    """The rule's inputs ``[N, 64, ...]`` of N chunks; ``rows [N, W - 1 + 64, P]``: the W - 1 rows
+    before each chunk, then the chunk's rows.
     """
     front, past = parts.front, parts.past
     if getattr(front, "triton", False):
@@ -186,7 +186,7 @@ class _PrefillIndices(NamedTuple):
         next_token = whole[:, None] - past + torch.arange(size, device="cpu")
         empty = next_token >= count[:, None]
         last = torch.minimum(next_token, count[:, None] - 1)
-        # Without tokens a sequence may copy any known row, since ``empty`` sets the copy to zero.
+        # A sequence without tokens may copy any known row, since ``empty`` zeroes the copy.
         kept = known(number[:, None], last).clamp(0, len(held) * size + int(more.sum()) - 1)
         return cls(
             known(n, token), (token >= old[n]).nonzero()[:, 0], in_full.nonzero()[:, 0],

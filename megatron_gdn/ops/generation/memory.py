@@ -38,7 +38,7 @@ class Memory(NamedTuple):
         return self.history.index_select(0, read), self.state.index_select(0, read)
 
     def write(self, history: Tensor, state: Tensor) -> None:
-        """Overwrite every sequence's history and state by ``history`` and ``state [N, ...]``."""
+        """Overwrite every sequence's history and state with ``history`` and ``state [N, ...]``."""
         for buffer, values in ((self.history, history), (self.state, state)):
             if self.slots is not None:
                 write_slots(buffer, self.slots, values)
@@ -46,7 +46,7 @@ class Memory(NamedTuple):
                 buffer.copy_(values)
 
     def after(self, token: int, slots: Tensor | None) -> Memory:
-        """A view of the memory after token ``token``; the buffers here are ``[M, s, ...]``."""
+        """A view of entry ``token`` of buffers ``[M, s, ...]``, with slot numbers ``slots``."""
         return Memory(self.history[:, token], self.state[:, token], slots)
 
     def steps(self, tokens: int) -> Memory:
@@ -56,7 +56,7 @@ class Memory(NamedTuple):
         the other entries, and :func:`choose` copies one entry of each sequence back.
 
         Raises:
-            ValueError: this memory is in slots.
+            ValueError: this memory has ``slots``.
         """
         if self.slots is not None:
             raise ValueError(
@@ -140,7 +140,7 @@ class MemoryShape(NamedTuple):
         )
 
     def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
-        """Check ``memory`` of N ``sequences``; in slots it may have M > N, W inputs, wider dtypes.
+        """Check ``memory`` of N ``sequences``; with slots, M > N, W inputs, wider dtypes are legal.
 
         Raises:
             ValueError: a wrong shape or dtype; the message names the expected and the actual one.

@@ -3,12 +3,12 @@
     prefill   many tokens of a sequence, in chunks; dense or packed
     decode    one or a few tokens of every sequence, one after the other
 
-Prefill and decode take the :class:`.parts.Parts` of training. The tokens of a sequence may be split
-over any number of calls, at any token; the results are those of one call. No call has a backward.
-Only a prefill on the grid makes the host wait for the GPU.
+Prefill and decode run the same :class:`.parts.Parts` as training. The tokens of a sequence may be
+split over any number of calls, at any token; the results are those of one call. No call has a
+backward. Only a prefill on the grid makes the host wait for the GPU.
 
 If the front runs in Triton, a decoded token takes two kernel launches (:mod:`.step_kernels`) and
-one launch of the readout. Otherwise plain torch gives the same results to rounding.
+one launch of the readout. Otherwise plain torch gives the same results up to rounding.
 
 Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed documents), C conv
 channels, W conv taps, H heads with a state, K rows of a state, V columns.
@@ -40,17 +40,14 @@ def prefill(
     *,
     begins: bool = False,
 ) -> Tensor:
-    """Mix the next tokens of N sequences; a call takes any number of tokens.
+    """Mix the next s tokens (any number) of N sequences; return ``[s, B, H * V]``.
 
     Args:
         proj: projection rows ``[s, B, P]``; s and B may have any strides.
         memory: the memory of the N sequences before these tokens; overwritten.
-        documents: boundaries if N sequences lie end to end in one batch row (B must be 1). A
-            sequence may be empty; then its memory stays as it was.
-        begins: whether the sequences begin with these tokens; the old memory is then ignored.
-
-    Returns:
-        ``[s, B, H * V]``.
+        documents: boundaries if N sequences lie end to end in one batch row (B must be 1). The
+            memory of an empty sequence stays as it was.
+        begins: whether the sequences begin with these tokens; if so, the old memory is ignored.
 
     Raises:
         ValueError: packed rows with B > 1, boundaries that do not cover the rows, or memory of
@@ -116,10 +113,10 @@ def decode(
     memory: Memory,
     steps: Memory | None = None,
 ) -> Tensor:
-    """Mix the next s tokens of every sequence, one token at a time.
+    """Mix the next s tokens of every sequence, one at a time; return ``[s, N, H * V]``.
 
     The bits of an output row do not depend on the number of tokens in a call. A CUDA graph can
-    capture the call, except for a mixer on the grid; each replay reads rows and slots again.
+    capture the call, except for a mixer on the grid; each replay reads the current rows and slots.
 
     Args:
         proj: projection rows ``[s, N, P]``.
@@ -127,9 +124,6 @@ def decode(
             is below zero, the rule's output is zero and no memory is written.
         steps: buffers whose last s entries receive the memory after each token: ``[M, s, ...]``
             with the slots and strides of ``memory``, or from :meth:`.memory.Memory.steps`.
-
-    Returns:
-        ``[s, N, H * V]``.
 
     Raises:
         ValueError: memory of a wrong number of sequences, wrong sizes or wrong dtypes; s is 0.
@@ -163,7 +157,7 @@ def _decode_token_in_torch(
     memory: Memory,
     after: Memory | None,
 ) -> Tensor:
-    """The plain-torch twin of :func:`.step_kernels.decode_token_in_slots`, same arguments."""
+    """The twin in plain torch of :func:`.step_kernels.decode_token_in_slots`."""
     table, layout = front.table, front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
     given = [None if x is None else x.to(wide) for x in parameters]

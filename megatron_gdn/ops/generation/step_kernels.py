@@ -3,10 +3,10 @@
     conv_step_kernel     row, history           -> q, k, v, and the history moved by one row
     state_step_kernel    q, k, v, gates, state  -> o, and the next state
 
-:mod:`.step` has the twin in plain torch, and the legend. Every program loads the number of its slot
-from GPU memory, and overwrites only elements that no other program reads. The front's table names
-the functions of the gates, which :mod:`..front.gate_kernels` defines. A gate with one value per
-head has this value in all rows of a state.
+:mod:`.step` has the twin in plain torch, and explains the letters. Every program loads the number
+of its slot from GPU memory, and overwrites only elements that no other program reads. The front's
+table names the functions of the gates, which :mod:`..front.gate_kernels` defines. A gate with one
+value per head has this value in all rows of a state.
 
 Legend: M slots, G heads of q and k; in names of tiles D is the number of channels of a head.
 """
@@ -128,13 +128,12 @@ def conv_step_kernel(
 ):  # fmt: skip
     """Convolve one head of one sequence; grid (2 G + H, N), with the heads of q, of k, then of v.
 
-    Writes ``out [N, C]`` in fp32 and moves the history by one input. ``row_ptr``: projection rows,
-    ``stride_n`` elements apart. ``history_ptr``: histories of HELD inputs, overwritten.
-    ``after_ptr``: buffers that also get the new histories (HAS_AFTER). ``history_stride``,
-    ``after_stride``: elements from slot to slot. ``slot_ptr``: slot numbers (HAS_SLOTS; else
-    sequence n is in slot n). ``first``: the first convolved column of a row. Q_AT, K_AT, V_AT:
-    first channels of q, k, v. UNIT: q and k get unit length. BLOCK_K, BLOCK_V: K, V rounded up to
-    powers of two.
+    Q_AT, K_AT, V_AT: first channels of q, k, v. BLOCK_K, BLOCK_V: K, V rounded up to powers of two.
+    UNIT: q and k get unit length. ``slot_ptr``: slot numbers (HAS_SLOTS; else sequence n is in slot
+    n). ``first``: first convolved column of a row. ``history_ptr``: histories of HELD inputs, moved
+    by one input. ``after_ptr``: buffers that also get the new histories (HAS_AFTER).
+    ``history_stride``, ``after_stride``: elements from slot to slot. ``row_ptr``: projection rows,
+    ``stride_n`` elements apart. ``out_ptr``: the result ``[N, C]`` in fp32.
     """
     head, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = n
@@ -213,10 +212,10 @@ def state_step_kernel(
 ):  # fmt: skip
     """Grid (ceil(V / BLOCK_V), H, N): a program computes BLOCK_V columns of a next state and of o.
 
-    ``convolved_ptr``: q, k, v of the first kernel. ``state_ptr``: states, overwritten,
-    ``state_stride`` elements from slot to slot. ``o_ptr``: the rule's output [N, H, V]. ``D_ptr``:
-    the parameter D, with SKIPS elements per head (0, 1 or V). ERASES: the state's value for k is
-    subtracted from v, as in the delta rule. TRANSPOSED: a state is [V, K] in memory. A third gate
+    ``convolved_ptr``: q, k, v of the first kernel. TRANSPOSED: a state is [V, K] in memory.
+    ``state_ptr``: states, overwritten, ``state_stride`` elements from slot to slot. ``o_ptr``: the
+    rule's output [N, H, V]. ``D_ptr``: the parameter D, with SKIPS elements per head (0, 1 or V).
+    ERASES: the state's value for k is subtracted from v, as in the delta rule. A third gate
     is the write strength, one value per column of the state; the second gate then only erases.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)

@@ -20,7 +20,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_QUICK = 0.5  # seconds; a shorter call only loads the kernel from disk and is not logged
+_QUICK = 0.5  # seconds; a shorter call only loads the kernel from disk, so it is not logged
 
 
 def compile_in_one_process(kernel: Any) -> None:
@@ -57,7 +57,7 @@ def compile_in_one_process(kernel: Any) -> None:
 def build_lock(
     path: Path, what: str, is_built: Callable[[], bool] = lambda: False, patience: float = 0.0
 ) -> Iterator[int | None]:
-    """Hold the lock of the file ``path`` while the caller builds ``what``, a name for the log.
+    """Hold the lock of the file ``path`` while the caller builds a kernel; ``what``: its name.
 
     The wait for the lock ends early if ``is_built()`` is true, and is logged after ``patience``
     seconds. Yields the file's descriptor if this process holds the lock, else None. A child process
@@ -75,7 +75,7 @@ def build_lock(
             time.sleep(0.1)
         if said:
             logger.warning("waited %.0f s for %s", time.monotonic() - began, what)
-        # Another process may have built it after the last is_built() and before the lock.
+        # Another process may have built ``what`` between the last is_built() and the lock.
         yield file if not there and taken and not is_built() else None
     finally:
         os.close(file)

@@ -17,7 +17,7 @@ from triton import JITFunction, knobs
 
 from .builds import compile_in_one_process
 
-_ALIGNED = 16  # bytes; for pointers that are no multiple of 16 Triton compiles another variant
+_ALIGNED = 16  # bytes; if a pointer is no multiple of 16, Triton compiles another variant
 MOST_PLANS = 256  # most launches in a cache, whose keys are shapes, strides and options
 
 
@@ -90,7 +90,8 @@ class Launch:
         """Return Triton's C launcher, its arguments before and after the pointers, ``compiled``.
 
         ``tensors`` is the number of pointers. ``compiled`` keeps the GPU function loaded. The
-        result is None if the launcher needs scratch memory or lacks an attribute that is read here.
+        result is None if the launcher needs scratch memory or lacks an attribute that this method
+        reads.
         """
         try:
             launcher = compiled.run

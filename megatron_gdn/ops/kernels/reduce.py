@@ -22,7 +22,7 @@ _MOST_OUTS = 4
 
 @triton.jit
 def _store_columns(out_ptr, sum_M, m_M, begin, end):
-    """Store the sums ``sum_M`` of columns ``m_M`` from ``begin`` up to ``end``, rounded once."""
+    """Store the sums ``sum_M`` of those columns ``m_M`` that are in [begin, end), rounded once."""
     if out_ptr is not None:
         rounded_M = sum_M.to(out_ptr.dtype.element_ty)
         tl.store(out_ptr + m_M - begin, rounded_M, mask=(m_M >= begin) & (m_M < end))
@@ -36,9 +36,9 @@ def _sum_rows_kernel(
     """Sum each group of ROWS * REPEATS rows; grid (blocks of BLOCK_M columns, groups of rows).
 
     A program adds ROWS rows at a time. If there are several groups, each writes one row of M
-    columns to ``a_ptr``. A single group writes up to four outputs: ``a_ptr`` gets the columns up to
-    ``a_end``, ``b_ptr`` the columns from there to ``b_end``, ``c_ptr`` from there to ``c_end``,
-    ``d_ptr`` from there to M. The pointer of an absent output is None.
+    columns to ``a_ptr``. A single group writes up to four outputs: ``a_ptr`` gets the columns
+    before ``a_end``, ``b_ptr`` those from ``a_end`` to ``b_end``, ``c_ptr`` those from ``b_end`` to
+    ``c_end``, ``d_ptr`` those from ``c_end`` on. The pointer of an absent output is None.
     """
     m_M = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     first = tl.program_id(1) * (ROWS * REPEATS)
@@ -73,7 +73,7 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
 
 @lru_cache(maxsize=MOST_PLANS)
 def _reduction_launches(N: int, M: int, sizes: tuple[int, ...]) -> tuple[tuple[int, Launch], ...]:
-    """The launches in order, as pairs (rows that the launch writes, launch); the last writes 1."""
+    """The launches in order, as pairs (rows written, launch); the last launch writes one row."""
     assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTS
     ends = tuple(accumulate(sizes))
     ends += (M,) * (_MOST_OUTS - 1 - len(ends))

@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 MOST_PROGRAMS = 65535  # the largest size of the second and the third axis of a grid
 _FEWEST_STEPS = 8  # fewest tokens of a segment; a convolution has at most 8 taps
-_STEPS_OF_A_STAGE = 4  # a copy of conv_forward.UNROLL: that file imports Triton
-# The most bytes of shared memory for a program's prefetched rows. Two such programs fit on a Hopper
-# multiprocessor, one on a small GPU's. A launch fails if a program needs more than there is.
+_STEPS_OF_A_STAGE = 4  # equals conv_forward.UNROLL, but importing that file needs Triton
+# The most bytes of shared memory for a program's prefetched rows. Two such programs fit on a
+# multiprocessor of Hopper, one on that of a small GPU. A launch fails if a program needs more.
 _MOST_COPIED = 96 << 10
 
 
@@ -40,14 +40,14 @@ class RowTile(NamedTuple):
 
 
 def block_dim(dim: int) -> int:
-    """``dim`` rounded up to a power of two, at least 16: a Triton tile has no other sizes."""
+    """``dim`` rounded up to a power of two, at least 16, as Triton's tiles require."""
     return max(16, 1 << (dim - 1).bit_length())
 
 
 def front_forward_tile(tokens: int, widest_head: int) -> SegmentTile:
     """The tile of the front's forward; ``widest_head`` is the number of columns of the widest head.
 
-    A thread computes only four channels, so its registers let nine programs share a multiprocessor.
+    A thread computes four channels with few registers, so nine programs share a multiprocessor.
     """
     return SegmentTile(_segments_of(widest_head), steps=32 if tokens >= 4096 else 8, warps=4)
 
@@ -74,7 +74,7 @@ def within_32_bit_offsets(
 
     A program also reads ``taps - 1`` tokens on either side of its tile, within the ``tokens`` of
     a row. ``strides`` has, for each tensor, the number of elements from one token to the next. A
-    stride of more than 32 bits is skipped, since offsets are then computed with 64 bits.
+    stride of more than 32 bits is skipped, since its offsets are computed with 64 bits.
 
     Raises:
         ValueError: even the smallest tile has offsets that do not fit into 32 bits.
@@ -132,7 +132,7 @@ def norm_forward_tile(width: int) -> RowTile:
 
 
 def norm_backward_tile(rows: int, width: int) -> RowTile:
-    """The tile of a norm's backward; its repeats keep the partial rows of d_gamma few."""
+    """The tile of a norm's backward; all repeats of a program share a partial row of d_gamma."""
     block = block_dim(width)
     size = max(1, 2048 // block)
     repeats = max(8 if rows >= 1 << 17 else 4, 16 // size)

@@ -51,7 +51,7 @@ class Readout(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of o, in the dtype of ``rows``, and of gamma.
 
-        Writes the gate's gradient to its columns of ``d_rows`` ``[S, B, P]``, and nothing else.
+        Of ``d_rows`` ``[S, B, P]`` only the gate's columns are written, with the gate's gradient.
         """
         ...
 
@@ -69,7 +69,7 @@ class PlainReadout:
     activation: str = "silu"  # the gate's activation; the other legal value is "sigmoid"
     eps: float = 1e-6  # added to the mean square
     zero_centered: bool = False  # whether a norm per head scales by ``1 + gamma``
-    groups: int | None = None  # groups of a norm after the gate; None: norm per head, before
+    groups: int | None = None  # groups of a norm after the gate; None: norm per head, before gate
 
     reads_o: ClassVar[bool] = True
 
@@ -84,7 +84,7 @@ class PlainReadout:
         return u if gamma is None else _norm_per_group(u, gamma, self.groups or 1, self.eps)
 
     def _wide_inputs(self, o: Tensor, rows: Tensor, gamma: Tensor | None) -> list[Tensor]:
-        """``o``, the gate's columns, and ``gamma`` unless None, in fp32 or fp64."""
+        """``o``, the gate's columns of ``rows``, and ``gamma`` unless None, in fp32 or fp64."""
         wide = torch.promote_types(rows.dtype, torch.float32)
         return [x.to(wide) for x in (o, rows[..., self.gate], gamma) if x is not None]
 
@@ -154,7 +154,7 @@ class PassThrough:
 
 @dataclass(frozen=True, eq=False)
 class SplitReadout:
-    """A readout in two steps: ``inside`` is part of the mixer's function, ``call`` runs after it.
+    """A readout in two steps: ``inside`` in the mixer's autograd function, then ``call``.
 
     If ``closed``, ``call`` runs after an exchange that gives this rank all heads of its tokens.
     Autograd differentiates ``call``.

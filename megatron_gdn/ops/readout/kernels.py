@@ -66,7 +66,7 @@ def _forward_launch(
     norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
     out_strides: tuple[int, ...],
 ) -> Launch:  # fmt: skip
-    """The launch of the forward; ``strides``: of S and B in the rows, ``out_strides``: in out."""
+    """The forward's launch; ``strides`` of S and B in the rows, ``out_strides`` in the output."""
     G, H, V = _row_sizes(norm, H, V)
     tile = norm_forward_tile(V)
     return Launch(
@@ -173,8 +173,8 @@ def gated_norm_backward_kernel(
     """Gradients of ROWS * REPEATS rows in one group; grid (tiles * G, B), with ``rows`` = S H.
 
     ``dy_ptr`` is the output's gradient, with strides ``dy_stride_s`` and ``dy_stride_b``;
-    ``do_ptr`` gets the gradient of o. ``z`` is the gate's first column. With s = act(z), the
-    norm n = u r and du = r (dn - n mean(dn n)), the second line holds for GATE_FIRST:
+    ``do_ptr`` gets the gradient of o. ``z`` is the gate's first column. Both lines use s = act(z),
+    the norm n = u r and du = r (dn - n mean(dn n)); the second line is for GATE_FIRST:
 
         u = o      d_gamma = sum dy n s    dn = dy gamma s    do = du      dz = dy n gamma act'(z)
         u = o s    d_gamma = sum dy n      dn = dy gamma      do = du s    dz = du o act'(z)

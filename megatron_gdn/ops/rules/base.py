@@ -4,7 +4,8 @@
     forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in if dS_out is 0
     forward.run(initial)    o and S_out          backward.run(initial, d_final)    d_inputs
 
-The two calls of a forward or backward share intermediates. No call waits for the device.
+The two calls of a forward share intermediates, and so do the two of a backward. No call waits for
+the device.
 
 States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. The N sequences are
 the batch rows, or the non-empty documents of all rows. An initial state of None means zeros.
@@ -28,7 +29,7 @@ class Bits(IntEnum):
 
     FREE = 0
     DETERMINISTIC = 1  # a sequence's bits do not depend on the run or on other sequences
-    ON_GRID = 2  # a token's bits depend only on tokens of its sequence, see :mod:`..aligned`
+    ON_GRID = 2  # a token's bits depend only on its sequence's tokens: batch_invariant_mode
 
 
 class Saved(NamedTuple):
@@ -93,7 +94,7 @@ class RuleBackward(_RuleCall):
         raise NotImplementedError
 
     def d_o_was_scaled(self, factor: Tensor) -> None:
-        """The caller multiplied d_o in place by ``factor [H, 1, 1]``: scale earlier results too."""
+        """Scale kept results by ``factor [H, 1, 1]``, as the caller did with d_o in place."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in a tuple whose type the rule chooses.
@@ -118,7 +119,7 @@ class Rule:
 
     name: str  # the value of ``backend`` that selects the rule
     bits: Bits = Bits.FREE
-    # The dtype of inputs and o; None: the dtype of projection rows. d_o has the rows' dtype always.
+    # The dtype of inputs and o; None: the dtype of projection rows. d_o always has the rows' dtype.
     operand_dtype: torch.dtype | None = None
     reads_again: frozenset[str] = frozenset()  # names of the inputs that the backward reads
     forward: ClassVar[Callable[..., RuleForward]]
@@ -147,7 +148,7 @@ class Rule:
         return self.backward(self, d_o, inputs, saved, documents)
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
-        """The tensors of ``saved`` that :meth:`run_again` needs, of few bytes per token."""
+        """The tensors of ``saved`` that :meth:`run_again` needs; they must be small."""
         return Saved()
 
     def run_again(

@@ -39,7 +39,7 @@ class Kernels(NamedTuple):
     fits: str = ""  # the log's reason if "auto" takes these kernels and skipped none
     unsteady: str | None = None  # why bits may depend on the run or on other sequences
     tested: Callable[[], RepeatabilityTest] | None = None  # tests repeatability; None: no test
-    by_name: bool = False  # if True, "auto" never takes these kernels
+    by_name: bool = False  # whether only their name selects these kernels, and never "auto"
 
 
 def choose(

@@ -1,4 +1,4 @@
-"""Tables of a batch's tokens in chunks and of groups of chunks, and the walk over a group.
+"""Tables of the chunks of a batch and of groups of chunks, and the walk over a group.
 
 The walk carries the state from chunk to chunk. At a chunk where a sequence begins, the sequence's
 initial state replaces the carried state. In fixed buffers only the device knows where sequences
@@ -33,7 +33,7 @@ def chunks_at_once(heads: int) -> int:
 
 
 def fills_last_group(device: torch.device) -> bool:
-    """Whether on ``device`` empty chunks fill up the last group to the size of all groups."""
+    """Whether on ``device`` empty chunks give the last group the size of the other groups."""
     return device.type == "cuda"
 
 
@@ -42,7 +42,7 @@ class ChunkGroup:
     """Consecutive chunks that are computed together; each chunk has C slots for tokens."""
 
     slots: slice  # the group's slots in the table
-    chunks: int  # the number of chunks that are walked; the group's other chunks are empty
+    chunks: int  # the number of chunks that are walked; later chunks of the group are empty
     token: Tensor | slice  # int64, the token in each slot; empty slots repeat some token
     empty: Tensor | None  # bool, whether each slot is empty; None: no slot is empty
     tokens: slice | None = None  # the group's tokens in the buffer; None: only the device knows
@@ -91,8 +91,9 @@ class ChunkGroup:
         if back:
             opens, closes, closing = closes, opens, self.begins
         # A sequence's final state and the next sequence's initial state have the same place in
-        # ``states``, so final states have a buffer of their own. (In a buffer
-        # of all sequences a state's alignment, and so on a CPU its last bits, would depend on n.)
+        # ``states``, so final states have a buffer of their own. (It has only this group's
+        # sequences: with all, a state's alignment, and so on a CPU its last bits, would depend on
+        # other sequences.)
         left = leaving[:0] if closes is None else leaving.index_select(0, closes[0])
         if carried is not None:
             entering[self.chunks - 1 if back else 0].copy_(carried)
@@ -170,7 +171,7 @@ class ChunkTable:
 
     @staticmethod
     def of(documents: Documents, chunk_size: int, heads: int, fixed: bool = False) -> ChunkTable:
-        """The cached table of ``documents``; ``fixed``: on a CPU, too, products have one shape."""
+        """The cached table of ``documents``; ``fixed``: products have one shape on a CPU, too."""
         fill_up = fills_last_group(documents.device)
         at_once = 1 if fixed and not fill_up else chunks_at_once(heads)
         key = ChunkTable, chunk_size, at_once, fill_up
@@ -257,7 +258,7 @@ def _token_places(documents: Documents, C: int, padded: int) -> _TokenPlaces:
 
 
 def _build_table(documents: Documents, C: int, at_once: int, fill_up: bool) -> ChunkTable:
-    """The table in groups of ``at_once`` chunks; ``fill_up``: add empty chunks to the last."""
+    """The table in groups of ``at_once`` chunks; ``fill_up``: pad the last with empty chunks."""
     n, N = documents.most_chunks(C), max(documents.sequences, 1)
     if n == 0:
         return ChunkTable(C, N, (), None)

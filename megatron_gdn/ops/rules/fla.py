@@ -1,6 +1,6 @@
 """fla (flash-linear-attention) as a rule: a mixer names fla's functions and their arguments.
 
-The rules call the same functions of fla 0.6 as fla's autograd classes, but not the classes, which
+The rules call the functions inside fla 0.6's autograd classes, and not the classes, because these
 copy strided inputs and save other tensors. :func:`why_not_callable` checks functions and arguments.
 The import of fla takes seconds, so fla is imported only if a rule for a GPU is chosen.
 """
@@ -101,7 +101,7 @@ class FlaBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        # fla computes this gradient only if it gets initial states; it does not read their values.
+        # fla computes this gradient only if initial states are passed; their values are not read.
         B, _, H, V = self.d_o.shape
         N = B if self.documents is None else len(self.documents.cu_seqlens) - 1
         some = self.d_o.new_empty(N, H, self.inputs.k.shape[-1], V, dtype=torch.float32)
@@ -144,7 +144,7 @@ class FlaRule(Rule):
         return f"fla takes key_head_dim up to 256, not {state.rows}" if state.rows > 256 else None
 
     def again(self, x: FlaBackward) -> tuple[Any, ...]:
-        """The tensors for ``kept``: the saved ones; a subclass may compute some of them again."""
+        """The tensors for ``kept``: those saved; a subclass may also compute some tensors again."""
         return x.saved.tensors
 
 
@@ -189,7 +189,7 @@ def why_not_fla(
     if sizes is not None:
         return Obstacle(sizes)
     package = why_not_fla_package(torch.cuda.get_device_capability(device)[0])
-    why = why_not_callable(rule) if package is None else None  # last, since it imports fla
+    why = why_not_callable(rule) if package is None else None  # last, since this call imports fla
     return package if why is None else Obstacle(why, ImportError)
 
 
@@ -197,7 +197,7 @@ def kernels_of_fla(
     rule: type[FlaRule], device: torch.device, dtype: torch.dtype, state: StateShape,
     make: Callable[[], FlaRule] | None = None,
 ) -> Kernels:  # fmt: skip
-    """fla's entry in a mixer's table of kernels; ``make`` builds a rule with options."""
+    """fla's entry in a mixer's table of kernels; ``make`` builds the rule; None: ``rule()``."""
     return Kernels(
         lambda: why_not_fla(rule, device, dtype, state), make or rule, "fla runs here", FLA_IS_TIMED
     )

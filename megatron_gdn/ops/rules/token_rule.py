@@ -36,7 +36,7 @@ def recurrence(
         beta: ``[B, T, H]``; None: the update with ``erased``, or without erasing.
         initial: ``[N, H, K, V]``; None means zeros.
         offsets: cumulative lengths of the sequences in one row; None: each row is a sequence.
-        erased: ``[B, T, G, K]``, the other key e. If it and beta are None, nothing is erased.
+        erased: ``[B, T, G, K]``, the other key e. If erased and beta are None, nothing is erased.
     """
     groups, K = k.shape[2:]
     v_BTGRV, g_BTGRK = v.unflatten(2, (groups, -1)), g.unflatten(2, (groups, -1))

@@ -25,11 +25,11 @@ def _follow_kernel(
 ):  # fmt: skip
     """Follow chain n; grid (N, H, tiles of columns), of which only N may be more than 65535.
 
-    ``local_ptr``, ``through_ptr``: the maps. ``steps_ptr``: ``Steps.table``. ``cuts_ptr``:
-    ``Cuts.flags``, read if CUT. START says what a chain starts from: GIVEN, the states at
-    ``start_ptr``; IDENTITY, the identity; any other value, zero. ``out_ptr`` gets the states. The
-    strides, in elements, are named by tensor and axis: n chains, p maps, q states written, h heads,
-    i rows, j columns; so ``local_p`` is the distance of two maps in ``local``.
+    Strides in elements have names of tensor and axis: n chains, p maps, q states written, h heads,
+    i rows, j columns; ``local_p`` is the distance of two maps in ``local``. ``local_ptr``,
+    ``through_ptr``: the maps. ``steps_ptr``: ``Steps.table``. ``cuts_ptr``: ``Cuts.flags``, read if
+    CUT. START says what a chain starts from: GIVEN, the states at ``start_ptr``; IDENTITY, the
+    identity; any other value, zero. ``out_ptr`` gets the states.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -87,7 +87,7 @@ def follow(
     X = out.shape[3]
     given = (
         start if isinstance(start, Tensor) else local
-    )  # if no states are given, the kernel gets ``local`` and does not read it
+    )  # without given states the kernel gets some pointer and ignores it
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
     kind = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
     strides = *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3]
@@ -100,7 +100,7 @@ def follow(
 def _follow_launch(
     N: int, L: int, H: int, K: int, V: int, X: int, strides: tuple[int, ...], kind: int, cut: bool
 ) -> Launch:
-    """The launch; ``kind`` of start: _ZERO, _GIVEN or _IDENTITY; ``cut``: if there are cuts."""
+    """The launch; ``kind`` of start: _ZERO, _GIVEN or _IDENTITY; ``cut``: whether cuts exist."""
     return Launch(
         _follow_kernel, (N, H, triton.cdiv(X, _COLUMNS)), L, V, X, *strides,
         K=K, BLOCK_K=block_dim(K), COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY,

@@ -45,7 +45,7 @@ def one_part_per_sequence(documents: Documents) -> Cut:
 
 
 def cut_at(documents: Documents, offsets: Sequence[int]) -> Cut:
-    """The cut with these ``offsets`` of parts, among which are the starts of all sequences."""
+    """The cut into parts that begin at ``offsets``; these include the starts of all sequences."""
     starts = documents.starts
     found = torch.tensor(offsets, dtype=torch.int32, device=starts.device)
     return Cut(found, torch.searchsorted(found, starts, out_int32=True))
@@ -67,7 +67,7 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
     count = ceil_div(chunks, step)
     P = documents.sequences + largest_number_of_cuts(
         documents, value_heads
-    )  # counts a part of the empty last sequence of fixed buffers too
+    )  # includes a part for the empty last sequence of fixed buffers
     if documents.known:
         P = int(count.sum())
     # Parts divide a sequence as chunks do, so chunk_places computes the places of parts too.
@@ -98,8 +98,8 @@ def _most_parts_and_fewest_chunks(value_heads: int) -> tuple[int, int]:
 class SequenceParts:
     """Tables of N sequences cut into P parts."""
 
-    sequences: Tensor  # int32 [N + 1], the first token of every sequence, and the end
-    offsets: Tensor  # int32 [P + 1], the first token of every part, and the end
+    sequences: Tensor  # int32 [N + 1], the first token of every sequence, and the end of the last
+    offsets: Tensor  # int32 [P + 1], the first token of every part, and the end of the last
     first: Tensor  # int32 [N + 1], the number of every sequence's first part, and P
     owner: Tensor  # int32 [P], the sequence of every part
     opens: Tensor  # bool [P], whether the part is the first of its sequence
@@ -107,7 +107,7 @@ class SequenceParts:
     no_part: Tensor  # bool [P], all false: a mask that selects no part
     chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per part, rounded up
     ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if no part does
-    places: ChunkPlaces  # of the parts in chunks of 64 tokens
+    places: ChunkPlaces  # of the chunks of 64 tokens of all parts
     whole: Steps  # these steps write the final state of each sequence
     entering: Steps  # these steps write the state that enters each part
     opening: Steps  # from last to first part, these steps write dS_in of each sequence

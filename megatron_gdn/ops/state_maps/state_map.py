@@ -95,7 +95,7 @@ class Steps:
 class Cuts(NamedTuple):
     """The steps of a chain that set the state to ``local`` alone, without the state before.
 
-    ``torch.where`` sets it, since a product 0 * NaN would carry NaN to the next document.
+    ``torch.where`` sets the state, since a product 0 * NaN would carry NaN to the next document.
     """
 
     flags: Tensor  # int32 [L] on the device, 1 for a cut step
