@@ -26,6 +26,6 @@ if not _asked <= set(_LAYERS):
         f"'gdn', 'mamba' or 'gdn,mamba'. Change it, or unset it for 'gdn'."
     )
 patch_megatron(**{name: name in _asked for name in _LAYERS})
-import_module("megatron_gdn.specs")  # lets hybrid patterns have the letter 'K'
+import_module("megatron_gdn.specs")  # makes hybrid patterns accept 'K'
 if torch.cuda.device_count() and obstacles.no_kernels_installed():
     warn_once(obstacles.PLAIN_ON_GPU)

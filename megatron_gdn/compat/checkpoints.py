@@ -61,7 +61,7 @@ def store_empty_shares(original: Callable, optimizer: Any, /, *args: Any, **kwar
 
 
 def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
-    """Add one padding entry to ``state`` for each bucket of which this rank has no parameter."""
+    """Add a padding entry to ``state`` for each bucket without a parameter of this rank."""
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
         for entries_of_buckets in state[index].values():
@@ -77,7 +77,7 @@ def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: Any) -> dict:
-    """Zeros ``[size]`` for a parameter and its states; dtypes of the entry ``example``, or fp32."""
+    """An entry of zeros ``[size]``; keys and dtypes: as in the entry ``example``, or fp32."""
     dtypes = {
         key: value.dtype
         for key, value in example.items()
@@ -90,13 +90,12 @@ def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: A
 
 
 def cut_without_padding(shard_state: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Let ``sharded_param_state_fully_reshardable`` (``shard_state``) cut states at right offsets.
+    """Correct the offsets of ``sharded_param_state_fully_reshardable`` (``shard_state``).
 
     With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers every state
     without the padding between buckets and then cuts the state at offsets that count the padding.
     Parameters after the first padding get values of other parameters, without an error (repaired on
-    Megatron's main). This wrapper gives the cutting code buffers without padding, so its offsets
-    fit.
+    Megatron's main). This wrapper gives Megatron buffers without padding, so the offsets fit.
     """
     gather, buffers = optimizer.get_parameter_state_dp_zero, optimizer.buffers
     if not any(b.grad_data.numel() != b.numel_unpadded for x in buffers for b in x.buckets[:-1]):
@@ -140,14 +139,14 @@ def _without_padding(buffer: Any) -> SimpleNamespace:
 def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
     """Let ``ChainedOptimizer.state_dict`` (``state_dict``) make states before a load.
 
-    Megatron's method ignores ``is_loading`` of the format torch_dcp. This wrapper then gives each
-    optimizer of ``chained`` empty states, which the load fills.
+    Megatron's method ignores ``is_loading`` of the format torch_dcp. If ``is_loading``, this
+    wrapper gives each optimizer of ``chained`` empty states to fill.
     """
     if is_loading:
         for one in chained.chained_optimizers:
             if not one.is_stub_optimizer:
                 one.init_state_fn(one.optimizer, one.config)
-                if isinstance(one.optimizer, torch.optim.Adam):  # other Adams have a step per group
+                if isinstance(one.optimizer, torch.optim.Adam):  # other Adams: a step per group
                     for state in one.optimizer.state.values():
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
     return state_dict(chained)
@@ -173,9 +172,8 @@ def leave_strides_out(
 
 
 # ``dp_reshardable`` (Megatron's default) and the separate file of ``--ckpt-format torch`` store the
-# optimizer's state as gradient buffers, without names of parameters. The buffers have other sizes
-# with fp32 ``A_log`` and ``dt_bias`` than with 16-bit ones. Megatron's error names only sizes, so
-# these notes are added to the error.
+# optimizer's state as gradient buffers, without names of parameters. If ``A_log`` and ``dt_bias``
+# are fp32, the buffers have other sizes. Megatron's error names only the sizes, so it gets a note.
 _BUCKET_SIZE_ERROR = re.compile(
     r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
 )
@@ -209,8 +207,7 @@ def warn_on_dp_reshardable(
 ) -> Any:
     """Warn if a save writes fp32 parameters as dp_reshardable; then call ``original``.
 
-    ``original`` is ``sharded_param_state_dp_reshardable`` of Megatron, which takes all other
-    arguments.
+    ``original``, Megatron's ``sharded_param_state_dp_reshardable``, takes all other arguments.
     """
     if not is_loading:
         _warn_of_fp32_parameters(optimizer, "dp_reshardable", _RESHARDABLE_FLAG)
@@ -252,9 +249,9 @@ explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 
 # megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
 # one after another. At another tensor-parallel size the tensor's rows load in a wrong order.
-# Megatron-Bridge stores a LoRA adapter in this way too (``in_proj.adapter.linear_out.weight``).
-# This package stores bias and adapter section by section. Two functions below also load the
-# sections from Megatron's one tensor; the sizes of the stored shards give the order of its rows.
+# Megatron-Bridge stores a LoRA adapter the same way (``in_proj.adapter.linear_out.weight``). This
+# package stores bias and adapter section by section. The functions below also load sections from
+# Megatron's tensor; the sizes of its stored shards tell the order of its rows.
 
 # Section's key -> (whole tensor's key and number of rows, section's first row and number of rows).
 _place_of: dict[str, tuple[str, int, int, int]] = {}
@@ -264,7 +261,7 @@ def register_sections_of_upstream(build: Callable) -> Callable:
     """Wrap ``build``, which cuts a tensor into sections; the wrapper records the sections' rows."""
 
     def build_sections(key: str, *given: Any) -> list[ShardedTensor]:
-        """Call ``build`` for the tensor ``key``; record each section's rows in ``_place_of``."""
+        """Call ``build`` for the tensor ``key``; record where its sections lie in ``_place_of``."""
         sections = build(key, *given)
         sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
         start = 0
@@ -323,7 +320,7 @@ def load_sections_from_whole_tensor(
 
 
 def _rows_of(section: ShardedTensor, whole_tensor: Tensor, saved: Any) -> Tensor:
-    """The rows of ``section`` in ``whole_tensor``; ``saved`` has the sizes of the stored shards."""
+    """The rows of ``section``, cut from ``whole_tensor``; ``saved``: its metadata in the file."""
     whole_key, width, start, size = _place_of[section.key]
     axis = section.prepend_axis_num
     shards = {chunk.sizes[axis] for chunk in saved.chunks}

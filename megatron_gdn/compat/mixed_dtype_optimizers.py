@@ -8,7 +8,7 @@ Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are
 2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` saves states of wrong parameters: it
    numbers 16-bit parameters only (repaired on main, 5929).
 3. ``DistributedOptimizer`` loads only this rank's shard of an fp32 parameter, so replicas may
-   differ. It also loads into a view of the parameter, which autograd refuses.
+   differ. The load also writes into a view of the parameter, which autograd refuses.
 4. ``Float16OptimizerWithFloat16Params.state_dict`` (``--ckpt-format torch``) lists only the
    masters of 16-bit parameters.
 5. ``Float16OptimizerWithFloat16Params`` reads ``main_grad`` of fp32 parameters, but under
@@ -16,8 +16,8 @@ Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are
 6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor.
 
 A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. Wrappers change
-nothing in models of one dtype. Files store an fp32 parameter as its own master, also if Megatron's
-own code is repaired. So layers with fp32 and with 16-bit ``A_log`` load each other's files.
+nothing in models of one dtype. Files store an fp32 parameter as its own master, also with a
+repaired Megatron. So layers with fp32 and with 16-bit ``A_log`` load each other's files.
 """
 
 from __future__ import annotations
@@ -154,7 +154,7 @@ def _load_equal_replicas(load: Callable, optimizer: Any, /, *args: Any, **kwargs
 
 
 def _lend_main_grads(copy: Callable, optimizer: Any) -> None:
-    """Call ``copy`` of gradients; fp32 parameters then have ``grad`` as ``main_grad`` (fault 5)."""
+    """Call ``copy`` of gradients, while fp32 parameters' ``main_grad`` is ``grad`` (fault 5)."""
     fp32 = [p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")]
     for parameter in fp32:
         parameter.main_grad = parameter.grad
@@ -172,7 +172,7 @@ def _store_all_parameters(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> dict[str, Any]:
-    """Wrap ``sharded_state_dict`` (``original``): it also stores fp32 parameters (fault 2)."""
+    """Wrap ``sharded_state_dict`` (``original``), to store fp32 parameters too (fault 2)."""
     if not _mixes_dtypes(optimizer):
         return original(optimizer, model_sharded_state_dict, is_loading, metadata)
     with _fp32_parameters_as_their_own_masters(optimizer):
@@ -185,7 +185,7 @@ def _store_all_parameters(
     for index, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
         if id(parameter) not in fp32_ids:
             others.append(master)
-        elif is_loading:  # the model's entry loads into the parameter, the master into a copy
+        elif is_loading:  # the parameter loads the model's entry, a copy loads the master
             state[_FP32_KEY][index] = replace(master, data=master.data.clone())
         else:
             state[_FP32_KEY][index] = master
@@ -201,7 +201,7 @@ def _mixes_dtypes(optimizer: Any) -> bool:
 
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
-    """Context: ``optimizer`` lists fp32 parameters among the 16-bit ones, as their own masters."""
+    """A context in which ``optimizer`` lists fp32 among 16-bit parameters, as their own masters."""
     half_parameters, masters = optimizer.float16_groups, optimizer.fp32_from_float16_groups
     model_of = {id(m): p for p, m in zip(_flat(half_parameters), _flat(masters), strict=True)}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
@@ -224,7 +224,7 @@ def _load_fp32_masters(load: Callable, optimizer: Any, state_dict: dict[str, Any
 
 
 def _list_every_master(state_dict: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Wrap ``state_dict``: it lists an fp32 parameter too, as its own master, in Adam's order."""
+    """Wrap ``state_dict``: list fp32 parameters too, as their own masters (fault 4)."""
     state = state_dict(optimizer, *args, **kwargs)
     if _mixes_dtypes(optimizer):
         state[_HALF_KEY] = [list(group["params"]) for group in optimizer.param_groups]
@@ -235,7 +235,7 @@ def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tenso
     """Remove the fp32 parameters' masters from ``state``; return them by their index in Adam."""
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
-        """The shape of each tensor, by group."""
+        """The shape of each tensor in ``groups``, one list per group."""
         return [[p.shape for p in group] for group in groups]
 
     saved = state.get(_HALF_KEY)
@@ -258,7 +258,7 @@ def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tenso
 
 @torch.no_grad()
 def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
-    """Broadcast fp32 parameters one by one; ``allgather_params`` of Megatron gathers others."""
+    """Broadcast fp32 parameters one by one; ``allgather_params`` (Megatron's): the others."""
     groups = optimizer.pg_collection
     whole = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
     try:
@@ -272,10 +272,9 @@ def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
 
 
 def _broadcast_fp32(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
-    """Broadcast the fp32 parameters in ``lists`` (one list per rank); return the other parameters.
+    """Broadcast fp32 parameters of ``lists``, one per rank of ``group``; return all others.
 
-    If the first rank's list has only fp32 parameters, all parameters of all lists are broadcast,
-    and None is returned.
+    If the first rank has only fp32 parameters, all parameters are broadcast; returns None.
     """
     others = [[p for p in ps if p.dtype != torch.float32] for ps in lists]
     for rank, parameters in enumerate(lists):

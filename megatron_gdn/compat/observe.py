@@ -19,7 +19,7 @@ _NO_RANGE = nullcontext()
 
 
 def nvtx_range_of(mixer: object, name: str) -> AbstractContextManager[None]:
-    """An NVTX range ``<class of mixer>.<name>`` if Megatron's profiling is on, else no range."""
+    """A context in the NVTX range ``<class of mixer>.<name>``, if Megatron's profiling is on."""
     utils = sys.modules.get("megatron.core.utils")
     if utils is None or not getattr(utils, "_nvtx_enabled", True):
         return _NO_RANGE

@@ -1,8 +1,8 @@
 """Megatron without torchrun and without a GPU, for a script or a test.
 
 Megatron-Core 0.19 asks CUDA for a device, a stream and a random generator even for plain tensor
-maths. The functions below `run_megatron_on_cpu` make CUDA's calls return CPU objects. Each
-docstring names the code of Megatron that needs the function, and when the function can be removed.
+maths. Functions after `run_megatron_on_cpu` make CUDA's calls return CPU objects. Their docstrings
+say which code of Megatron needs a function and when the function can go.
 """
 
 import importlib
@@ -50,7 +50,7 @@ def start_one_process(seed: int = 1234) -> torch.device:
 
 
 def end_one_process() -> None:
-    """Undo `start_one_process`; without this call torch warns when the script ends."""
+    """Undo `start_one_process`; a script that does not call this function ends with a warning."""
     parallel_state.destroy_model_parallel()
     dist.destroy_process_group()
 
@@ -170,7 +170,7 @@ _CREATORS = ("tensor", "zeros", "ones", "empty", "full", "arange", "empty_like",
 
 
 class _TorchOnCPU:
-    """Replaces ``torch`` in some of Megatron's files: "cuda" means the CPU, no memory is pinned."""
+    """Replaces ``torch`` in Megatron's files: "cuda" means the CPU, and no memory is pinned."""
 
     def __init__(self) -> None:
         for name in _CREATORS:
@@ -208,8 +208,7 @@ _FILES_WITH_CUDA_LITERALS = (
 def create_cuda_literals_on_cpu() -> None:
     """Let ``device="cuda"`` mean the CPU in `_FILES_WITH_CUDA_LITERALS`, and only there.
 
-    The function can be removed when the files use ``torch.cuda.current_device()`` or a gradient's
-    device.
+    The function can be removed when these files use the current device or a gradient's device.
     """
     proxy = _TorchOnCPU()
     for name in _FILES_WITH_CUDA_LITERALS:
@@ -274,7 +273,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
     set_states = optimizer_class._set_main_param_and_optimizer_states
 
     def state_dict_with_a_step(self) -> dict[str, Any]:
-        """Call ``state_dict``; meanwhile an Adam without parameters has a state with step 0."""
+        """Call ``state_dict``; during the call, an Adam without parameters has a step of 0."""
         adam = self.optimizer
         if any(group["params"] for group in adam.param_groups):
             return state_dict(self)
@@ -299,11 +298,11 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
 
     def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
         """Set the states of ``model_param`` from ``tensors``, except their step."""
-        # In the format dp_reshardable ``tensors`` have the step 0 of the optimizer before the load.
+        # In the format dp_reshardable ``tensors`` hold the step 0 that Adam had before the load.
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:
-        """Load, then give each parameter a step tensor of its own."""
+        """Load ``state_dict``, then give each parameter a step tensor of its own."""
         load_state_dict(self, state_dict)
         for state in self.optimizer.state.values():
             if isinstance(state.get("step"), torch.Tensor):
@@ -319,13 +318,12 @@ def gather_tensors_of_different_sizes() -> None:
     """Make ``torch.distributed.all_gather`` over gloo accept tensors of different sizes.
 
     Muon gathers such tensors under ``--use-distributed-optimizer``, since each rank holds whole
-    matrices. The function can be removed when gloo gathers tensors of different sizes, as NCCL
-    does.
+    matrices. The function can be removed when gloo, like NCCL, gathers different sizes.
     """
     gather_equal_sizes = dist.all_gather
 
     def all_gather(tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False):
-        """As ``torch.distributed``'s; if sizes differ, each rank broadcasts its ``tensor``."""
+        """Replaces torch's ``all_gather``; if sizes differ, each rank broadcasts ``tensor``."""
         if len({received.numel() for received in tensor_list}) == 1:
             return gather_equal_sizes(tensor_list, tensor, group=group, async_op=async_op)
         members: Any = group or dist.group.WORLD

@@ -34,14 +34,14 @@ from .layouts import SequenceLayout
 
 SWITCH = "MEGATRON_GDN_CHECK_RANKS"
 _LAYOUTS = tuple(SequenceLayout)
-_REMEMBERED = 256  # agreed micro-batches of a group; a pipeline has fewer in flight
+_REMEMBERED = 256  # latest micro-batches of a group; a pipeline has fewer in flight
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _latest_built = 0
 
 
 def number_of_new_layer() -> int:
-    """Return a number for a new layer; then every group chooses its comparing layer again."""
+    """Return a new layer's number; all groups then choose their comparing layers again."""
     global _latest_built
     _latest_built += 1
     return _latest_built
@@ -49,7 +49,7 @@ def number_of_new_layer() -> int:
 
 @dataclass
 class _Agreement:
-    """What the ranks of one group have agreed on, and the layer that compares for them."""
+    """The micro-batches that one group's ranks have agreed on, and the layer that compares them."""
 
     chosen_after: int = -1  # number of the layer built last when `layer` was chosen
     layer: int = 0  # the layer that compares
@@ -62,7 +62,7 @@ _groups: WeakKeyDictionary[Any, _Agreement] = WeakKeyDictionary()
 
 
 def _agreement_of(group: Any) -> _Agreement:
-    """The record of ``group``, made at the first call."""
+    """The :class:`_Agreement` of ``group``, made at the first call."""
     return _groups.get(group) or _groups.setdefault(group, _Agreement())
 
 
@@ -81,8 +81,7 @@ def require_agreement(
     of ``tokens`` tokens over all ranks; ``layout`` says how ``documents`` (None: not packed) were
     cut. The group's backend communicates on ``device``. Nothing is compared on one rank, on the
     meta device, while a CUDA graph is captured, or with ``MEGATRON_GDN_CHECK_RANKS=0`` in every
-    rank's environment. If boundaries are in fixed buffers, only the largest number of documents is
-    compared.
+    rank's environment. With fixed buffers only the largest number of documents is compared.
     """
     if group is None or group.size() == 1 or _cannot_send(device):
         return
@@ -112,7 +111,7 @@ def _cannot_send(device: torch.device) -> bool:
 
 @uncompiled
 def _gather(mine: Sequence[int], group: Any, device: torch.device) -> Tensor:
-    """All-gather the n numbers ``mine`` of each rank of ``group``: int64 ``[ranks, n]``."""
+    """All-gather each rank's n integers (here ``mine``) over ``group``: int64 ``[ranks, n]``."""
     own = to_device(torch.tensor(mine, dtype=torch.int64, device="cpu"), device)
     given = own.new_empty(group.size() * len(mine))
     dist.all_gather_into_tensor(given, own, group=group)
@@ -184,7 +183,7 @@ def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int
 
 
 def largest_shared_run(machines: Sequence[Hashable]) -> int:
-    """The largest n such that each n successive ranks share a machine; ``machines``: by rank."""
+    """The largest n such that each n successive ranks share one of ``machines`` (one per rank)."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 
 

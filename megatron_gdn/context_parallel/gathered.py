@@ -14,7 +14,7 @@ from .layouts import SequenceLayout, positions, rank_order_of_sequence
 
 
 class Span(NamedTuple):
-    """This rank's rows ``first:last`` of one document, and the keys that these rows see."""
+    """This rank's rows ``first:last`` of one document, and the keys that the rows attend to."""
 
     first: int
     last: int
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 def spans_of(
     lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout
 ) -> tuple[Span, ...]:
-    """One span per document that has rows on ``rank`` of ``size``; ``lengths`` of all documents."""
+    """One span per document (``lengths``: of all) with rows on ``rank`` of ``size`` ranks."""
     # A rank holds its tokens in sequence order, so the tokens of one document lie side by side.
     held = positions(lengths, size, layout)[rank]
     offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
@@ -63,7 +63,7 @@ def spans_of(
 def gather_in_order(
     x: Tensor, group: Any, lengths: tuple[int, ...], layout: SequenceLayout
 ) -> Tensor:
-    """Gather ``x`` ``[s, ...]`` of all ranks: ``[S, ...]`` in sequence order; sum its gradients."""
+    """Gather all ranks' ``x`` ``[s, ...]`` to ``[S, ...]`` in sequence order; sum gradients."""
     if group is None or group.size() == 1:
         return x
     place = rank_order_of_sequence(lengths, group.size(), layout)

@@ -42,11 +42,12 @@ class SequenceLayout(StrEnum):
 
     @classmethod
     def parse(cls, value: str | SequenceLayout) -> SequenceLayout:
+        """The layout named ``value``; raises a ValueError that lists the legal names."""
         return parse_member(cls, value, "context-parallel layout")
 
 
 def parse_member[Kind: StrEnum](kind: type[Kind], value: Any, what: str) -> Kind:
-    """The member of enum ``kind`` for ``value``; ``what`` names the setting in the ValueError."""
+    """The member of enum ``kind`` with ``value``; ``what`` names the setting in the ValueError."""
     try:
         return kind(value)
     except ValueError:
@@ -113,7 +114,7 @@ def rank_order_of_sequence(
 
 
 def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
-    """Every token's place in rank order; ``start_T`` and ``length_T`` are its document's."""
+    """Places in rank order; ``start_T``, ``length_T``: start and length of a token's document."""
     total = len(start_T)
     offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
@@ -159,14 +160,14 @@ def positions(lengths: tuple[int, ...], cp_size: int, layout: SequenceLayout) ->
 def documents_cut_by(
     layout: SequenceLayout, documents: Documents | None, tokens: int, device: torch.device
 ) -> Documents:
-    """What ``layout`` cuts: ``documents``, or the buffer of ``tokens`` as one document."""
+    """What ``layout`` cuts: ``documents`` (ZIGZAG), or the buffer of ``tokens`` as one document."""
     if documents is not None and layout is SequenceLayout.ZIGZAG:
         return documents
     return one_document(tokens, device)
 
 
 def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
-    """All ranks' :func:`positions`, on the device if only the device knows the boundaries."""
+    """:func:`positions` of ``cut``, on the device if only the device knows the boundaries."""
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)

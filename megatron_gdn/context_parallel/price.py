@@ -50,7 +50,7 @@ class LinearCpMode(StrEnum):
 
     @classmethod
     def of(cls, value: str | LinearCpMode | None, config: Any) -> LinearCpMode:
-        """``value``; None means ``config.linear_cp_mode`` (newer Megatrons have it), else AUTO."""
+        """The mode ``value``; if None, ``config.linear_cp_mode`` (newer Megatrons) or AUTO."""
         if value is None:
             value = getattr(config, "linear_cp_mode", None) or cls.AUTO
         return parse_member(cls, value, "linear_cp_mode")
@@ -64,18 +64,19 @@ class Price(NamedTuple):
 
     @property
     def cheaper(self) -> LinearCpMode:
+        """The scheme with the lower price; headwise if both are equal."""
         chunkwise = self.chunkwise < self.headwise
         return LinearCpMode.CHUNKWISE if chunkwise else LinearCpMode.HEADWISE
 
 
 def transfer_time(received: float, cp_size: int, per_machine: int, within: float = WITHIN) -> float:
-    """Milliseconds to receive bytes equally from all peers; ``within``: bytes per ms by NVLink."""
+    """Time (ms) of ``received`` bytes; ``per_machine`` ranks share NVLink (``within`` bytes/ms)."""
     across = received * (cp_size - per_machine) / (cp_size - 1)
     return max((received - across) / within, across / ACROSS)
 
 
 def row_bytes(inside: Layout, cp_size: int, local_rows: int, element_size: int) -> int:
-    """Bytes received in a headwise forward; ``inside``: a rank's columns in the head exchange."""
+    """Bytes a headwise forward receives for ``local_rows`` rows; ``inside``: a rank's columns."""
     return (cp_size - 1) * local_rows * (inside.width + inside.mixed_width) * element_size
 
 
@@ -86,7 +87,7 @@ def map_exchange_traffic(
     rows: int,
     lengths: tuple[int, ...] | None,
 ) -> tuple[float, int]:
-    """The bytes that a rank receives in a forward, and the number of products that a chain has."""
+    """Bytes of maps and states that a rank receives in a forward, and products per chain."""
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2

@@ -55,8 +55,7 @@ class Scheme:
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """The rows of a parameter that this rank's mixer needs.
 
-        ``param`` has a row per state head; with ``names``, a row per column (or head) of the
-        sections with these names.
+        ``param`` has a row per state head; with ``names``, per column (or head) of these sections.
         """
         return param
 
@@ -68,7 +67,7 @@ class Scheme:
 
 
 class Whole(Scheme):
-    """The scheme for whole sequences on every rank."""
+    """The scheme without context parallelism: each rank has whole sequences."""
 
     name = "whole"
 
@@ -85,7 +84,7 @@ class Whole(Scheme):
 def local_parameters(
     scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor, of: str | None = None
 ) -> list[Any]:
-    """This rank's rows of ``weight``, ``bias`` (convolution) and ``per_head`` (section ``of``)."""
+    """This rank's ``weight``, ``bias`` (convolution) and ``per_head`` (rows of section ``of``)."""
     if not scheme.moves_rows:
         return [weight, bias, *per_head]
     convolved = scheme.layout.conv_names

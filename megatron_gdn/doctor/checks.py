@@ -36,7 +36,7 @@ _REPEATS = 10
 
 
 class Finding(NamedTuple):
-    """The result of one check; the command's help defines the states."""
+    """The result of one check; ``--help`` of the command defines the states."""
 
     subject: str
     state: Literal["ok", "note", "wrong"]
@@ -44,6 +44,7 @@ class Finding(NamedTuple):
 
 
 def check_machine() -> Iterator[Finding]:
+    """Report the GPU and the CUDA version of torch."""
     torch_is = f"{torch.__version__}, CUDA {torch.version.cuda or 'none'}"
     if torch.cuda.is_available():
         major, minor = torch.cuda.get_device_capability()
@@ -76,7 +77,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def _check_package(asked: Requirement, extra: str | None) -> Finding:
-    """Compare the installed package with ``asked``, required by ``extra`` (None: by us)."""
+    """Compare a package with ``asked``; ``extra``: the extra that asks (None: no extra)."""
     name, install = asked.name, f'pip install "{asked.name}{asked.specifier}"'
     found = installed_version(name)
     if found is None and extra is None:
@@ -125,7 +126,7 @@ def check_kernel_versions() -> Iterator[Finding]:
 
 
 def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
-    """Check the rules of training and of deterministic mode on two packed documents."""
+    """Check the usual and the deterministic rule, with ``sizes``, on two documents (``tokens``)."""
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     choose = partial(resolve_rule, device=device, dtype=dtype, sizes=sizes)
@@ -160,6 +161,7 @@ def _compare_errors(subject: str, errors: dict[str, float], plain: dict[str, flo
 
 
 def _check_repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Finding:
+    """Check that _REPEATS runs of ``rule`` give equal bits."""
     first = _run_rule(rule, inputs, documents)
     for repeat in range(1, _REPEATS):
         now = _run_rule(rule, inputs, documents)
@@ -169,7 +171,7 @@ def _check_repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Find
 
 
 def _run_rule(rule: Rule, inputs: RuleInputs, documents: Documents) -> dict[str, Tensor]:
-    """The output and the inputs' gradients, by the names of _RESULTS."""
+    """The output of ``rule`` and the gradients of ``inputs``, with the names in _RESULTS."""
     leaves = RuleInputs(*(x.detach().requires_grad_() for x in inputs))
     with torch.enable_grad():
         out, _ = run_rule(rule, leaves, documents, use_qk_l2norm_in_kernel=True)
@@ -187,6 +189,7 @@ def _rms_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str,
 
 
 def _inputs(sizes: HeadSizes, tokens: int, device: torch.device, dtype: torch.dtype) -> RuleInputs:
+    """Random inputs of a rule: one row of ``tokens``, with heads of ``sizes``."""
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape: int) -> Tensor:

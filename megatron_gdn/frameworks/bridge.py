@@ -15,8 +15,7 @@ def in_published_dtypes(
 ) -> Iterator[tuple[str, Tensor]]:
     """Cast each weight to the dtype of the tensor with the same name in ``folder``.
 
-    Megatron-Bridge exports a parameter in the dtype of training, so ``A_log`` and ``dt_bias`` of a
-    bf16 model would be fp32 in the new files.
+    Megatron-Bridge itself exports ``A_log`` and ``dt_bias`` of a bf16 model in fp32.
 
     Args:
         weights: the pairs (Hugging Face name, tensor) that ``AutoBridge.export_hf_weights`` yields.

@@ -53,7 +53,7 @@ def build(
 
 
 def row_order_by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
-    """``[P]``: our row for every row of mcore-bridge's ``in_proj`` (with ``conv``: ``conv1d``)."""
+    """``[P]``: for each row of mcore-bridge's in_proj (``conv``: conv1d) our row's index."""
     return rows_by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
 
 
@@ -79,7 +79,7 @@ def in_order_of_bridge(layer: GatedDeltaNet) -> Iterator[None]:
 
 @cache
 def _reorder_in_the_bridge() -> None:
-    """Wrap the bridge's conversion, which then sees our layers' rows in the bridge's order."""
+    """Wrap mcore-bridge's conversion, so that it sees our layers' rows in mcore-bridge's order."""
     if (found := version("mcore-bridge")) != TESTED:
         logger.warning(
             f"mcore-bridge {found}: megatron_gdn orders weights as mcore-bridge {TESTED} stores "

@@ -56,7 +56,7 @@ def patch_megatron(
     classes = [_PatchedClass(*_GDN, gdn), _PatchedClass(*_MAMBA, mamba)]
     if has_gdn2():
         classes.insert(1, _PatchedClass(*_GDN2, gdn is not False if gdn2 is None else gdn2))
-    for each in classes:  # check all classes before one is changed
+    for each in classes:  # all, before one is changed
         each.check()
     for each in classes:
         each.install()
@@ -97,7 +97,7 @@ class _PatchedClass:
             self._require_known_constructor(given, taken)
 
     def _require_known_constructor(self, given: Arguments, taken: Arguments) -> None:
-        """Raise if ``taken`` (our arguments) lacks or changes one of ``given`` (Megatron's)."""
+        """Raise if our arguments, ``taken``, lack or change one of Megatron's, ``given``."""
         places = [name for name, each in taken.items() if each.kind is not each.KEYWORD_ONLY]
         wrong = []
         for place, (name, argument) in enumerate(given.items()):
@@ -106,7 +106,7 @@ class _PatchedClass:
                 wrong.append(f"{name} is not known")
             elif name in places and places.index(name) != place:
                 wrong.append(f"{name} has another place")
-            # None and 0 mean the same as the default of a pipeline stage's layer offset.
+            # As a default of pp_layer_offset, None and 0 mean the same.
             elif argument.default != our_argument.default and not (
                 {argument.default, our_argument.default} <= {None, 0, inspect.Parameter.empty}
             ):
@@ -125,11 +125,11 @@ class _PatchedClass:
         if self.replaced:
             self.theirs.__new__ = _make_new(self.theirs, self.ours, self.options)
         elif "__new__" in vars(self.theirs):
-            # Without any __new__ the class would refuse all arguments, so it gets a plain one.
+            # Without a ``__new__`` the class refuses all arguments, so it gets a plain one.
             self.theirs.__new__ = _make_new(self.theirs, None, {})
 
     def describe(self) -> str:
-        """A clause for the log that says which class is built."""
+        """Say for the log which class a call of Megatron's class builds."""
         theirs = f"Megatron's {self.theirs.__name__}"
         if not self.replaced:
             return f"{theirs} stays Megatron's"
@@ -141,7 +141,7 @@ class _PatchedClass:
 
 
 def _make_new(theirs: type, our_class: type | None, options: dict[str, Any]) -> Callable:
-    """A ``__new__`` of ``theirs`` that builds ``our_class`` with ``options`` (None: theirs)."""
+    """``__new__`` of ``theirs``: builds ``our_class`` with ``options`` (None: ``theirs``)."""
 
     def __new__(cls, *args, **kwargs):
         built = bool(args or kwargs)  # copy and pickle call __new__ alone, then fill the layer
@@ -160,6 +160,7 @@ def _make_new(theirs: type, our_class: type | None, options: dict[str, Any]) -> 
 
 @cache
 def _warn_of_subclass(cls: type, theirs: type) -> None:
+    """Warn once that ``cls``, a subclass of ``theirs``, is not replaced."""
     logger.warning(
         f"{_full_name(cls)} is a subclass of Megatron's {theirs.__name__} and is built as it is, "
         f"not as megatron_gdn's layer."
@@ -167,9 +168,11 @@ def _warn_of_subclass(cls: type, theirs: type) -> None:
 
 
 def _constructor_arguments(cls: type) -> Arguments:
+    """The arguments of ``cls.__init__`` by name, without ``self``."""
     parameters = inspect.signature(cls.__init__).parameters
     return {name: each for name, each in parameters.items() if name != "self"}
 
 
 def _full_name(cls: type) -> str:
+    """The module and name of ``cls``."""
     return f"{cls.__module__}.{cls.__qualname__}"

@@ -11,8 +11,8 @@ translated to parameters of slime's layer, which slime's loader and converter ca
     conv1d.weight, A_log, dt_bias       linear_attn.<the same>
     out_norm.weight, out_proj.weight    linear_attn.norm.weight, linear_attn.out_proj.weight
 
-slime splits a tensor over tensor-parallel ranks by contiguous rows, while each of our ranks holds a
-part of every section. So slime gets a tensor with all rows of rank 0, then of rank 1, ...
+slime gives a tensor-parallel rank contiguous rows of a tensor, while each of our ranks holds a part
+of every section. So slime gets a tensor with all rows of rank 0, then of rank 1, ...
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def _spec_with_our_layer(model: str, args: Any, config: Any, vp_stage: int | Non
             "gamma - 1. Add --apply-layernorm-1p, as in slime's scripts/models."
         )
     dims = read_hf_config(args.hf_checkpoint).gdn
-    _published_dtypes(args.hf_checkpoint)  # raises for a wrong file now, not after a rollout
+    _published_dtypes(args.hf_checkpoint)  # a wrong file is an error now, not after a rollout
     plugin = import_module(f"slime_plugins.models.{model}")
     block = getattr(plugin, f"get_{model}_spec")(args, config, vp_stage)
     vars(config).update(dims.config_fields)
@@ -98,7 +98,7 @@ def register_our_names() -> None:
 
 
 def _wrap_loader(slime_loader: Callable) -> Callable:
-    """Wrap slime's loader; for our parameters it returns all ranks' rows, rank 0's first."""
+    """Wrap slime's loader; it then also loads our parameters (all ranks' rows, rank 0's first)."""
 
     @wraps(slime_loader)
     def tensor(name: str, reader: Any, hf_config: Any) -> Tensor:
@@ -122,7 +122,7 @@ def _wrap_converter(theirs: Callable) -> Callable:
         if entry is None:
             return theirs(args, model_name, name, param)
         whole = _join_shards(entry, param)
-        wide = torch.float32 if entry.shift else whole.dtype  # the cast below is the only rounding
+        wide = torch.float32 if entry.shift else whole.dtype  # so only the cast below rounds
         pieces = entry.to_hf(whole, [wide] * len(entry.sources))
         published = _published_dtypes(args.hf_checkpoint)
         return [
@@ -153,7 +153,7 @@ def _wrap_quantizer(theirs: Callable) -> Callable:
 
 
 def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
-    """``name`` up to the layer, and the parameter's map, or None if it is not of our layer."""
+    """``name``'s part before our parameter, and the parameter's map (None: not ours)."""
     prefix, layer, rest = name.rpartition(_LAYER_PREFIX)
     return prefix + layer, _translations(str(folder)).get(rest) if layer else None
 
@@ -172,18 +172,18 @@ def _translations(folder: str) -> dict[str, TensorMap]:
 
 @cache
 def _published_dtypes(folder: str) -> dict[str, torch.dtype]:
-    """The dtypes of the folder's tensors by name, not of 8-bit tensors: slime quantises those."""
+    """Dtype of each tensor in ``folder``, but 8-bit tensors, which slime quantises itself."""
     specs = SafetensorsFolder(folder).specs.items()
     return {name: spec.torch_dtype for name, spec in specs if spec.torch_dtype.itemsize > 1}
 
 
 def _concatenate_shards(entry: TensorMap, whole: Tensor) -> Tensor:
-    """Reorder rows: ``[section 0 | section 1 | ..]`` to ``[rank 0's shard | rank 1's | ..]``."""
+    """Rows of parameter ``entry``: ``[section 0 | ..]`` to ``[rank 0's shard | rank 1's | ..]``."""
     return torch.cat(entry.shards(whole, _tensor_parallel_size())) if entry.sections else whole
 
 
 def _join_shards(entry: TensorMap, ranks: Tensor) -> Tensor:
-    """Reorder rows: ``[rank 0's shard | rank 1's | ..]`` to ``[section 0 | section 1 | ..]``."""
+    """Rows of parameter ``entry``: ``[rank 0's shard | rank 1's | ..]`` to ``[section 0 | ..]``."""
     return entry.unshard(ranks.chunk(_tensor_parallel_size())) if entry.sections else ranks
 
 

@@ -56,7 +56,7 @@ def gated_delta_rule(
         chunk_size: tokens per chunk; changes only the rounding. Kernels take only 64.
         backend: ``"recurrent"``, which computes one token at a time, or ``"flash_qla"``, ``"fla"``,
             ``"reference"`` or ``"auto"``, see :func:`.rule.resolve_rule`. After
-            ``torch.use_deterministic_algorithms(True)`` these four use ``Bits.DETERMINISTIC``.
+            ``torch.use_deterministic_algorithms(True)`` the last four use ``Bits.DETERMINISTIC``.
 
     Returns:
         ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]`` in fp32
@@ -181,7 +181,7 @@ def run_rule(
         q, k = l2norm(q), l2norm(k)
     if scale is not None:
         q = q * (scale * k.shape[-1] ** 0.5)
-    # A rule gets states of non-empty documents alone. An empty document keeps its initial state.
+    # A rule gets the states of non-empty documents only; an empty document's state stays as it was.
     filled, initial = None if documents is None else documents.filled, initial_state
     if filled is not None and initial is not None:
         # If no document has a token, the rule has one empty sequence and gets no initial state.
@@ -195,7 +195,7 @@ def run_rule(
 
 
 class _RunRule(torch.autograd.Function):
-    """Runs a rule in the forward, and the rule's own backward."""
+    """The autograd function of a rule: runs the rule's forward and the rule's own backward."""
 
     @staticmethod
     def forward(ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial):
@@ -212,7 +212,7 @@ class _RunRule(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
-        """Input gradients, from ``d_o`` of the output and ``d_final`` of final states."""
+        """The inputs' gradients; ``d_o`` and ``d_final``: of the output and of the final states."""
         # Under a checkpoint, ctx.saved_tensors may be read only once.
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs, saved = RuleInputs(q, k, v, g, beta), Saved(tuple(kept), ctx.plan)
@@ -231,7 +231,7 @@ class _RunRule(torch.autograd.Function):
 
 
 def gradients_of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
-    """Multiply gradients by their ``factor``; sum dq and dk over the value heads of a key head."""
+    """Gradients times ``grads.factor``; dq and dk summed over each key head's value heads."""
     dq, dk, dv, dg, dbeta, factor = grads
     if factor is not None:
         dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))

@@ -25,7 +25,7 @@ from ..ops.rules.base import Rule
 def gdn_table(
     sizes: HeadSizes, normalise_qk: bool = True, allow_neg_eigval: bool = False
 ) -> FrontTable:
-    """The front table of a Gated DeltaNet; the options are those of :func:`gdn_parts`."""
+    """The front table; ``normalise_qk``: unit q and k; ``allow_neg_eigval``: beta in (0, 2)."""
     g = Gate("alpha", ("g",), decay, rated=True)
     beta = Gate("beta", ("beta",), strength, high=largest_beta(allow_neg_eigval))
     sections, scale = delta_sections(normalise_qk), sizes.key_dim**-0.5
@@ -69,7 +69,7 @@ def gdn_parts(
             f"this rule takes q and k in {rule.operand_dtype}, but without unit length they may "
             f"overflow; pass normalise_qk=False to resolve_rule too, or choose operands='bf16'."
         )
-    again = ("q", "k", "v") if recompute_qkv else ("q",)  # recomputing q costs the least
+    again = ("q", "k", "v") if recompute_qkv else ("q",)  # q costs least to recompute
     return parts_of(
         gdn_table(sizes, normalise_qk, allow_neg_eigval), rows,
         (conv_weight, conv_bias, A_log, dt_bias),

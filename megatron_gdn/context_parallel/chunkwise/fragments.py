@@ -18,7 +18,7 @@ from ..layouts import SequenceLayout, require_cut, require_fragments
 
 
 class Nodes(NamedTuple):
-    """The nodes of a chain in order; node j is number ``slots[j]`` of rank ``hosts[j]``."""
+    """The nodes of a chain in order; node j is on rank ``hosts[j]``, at index ``slots[j]``."""
 
     hosts: tuple[int, ...]
     slots: tuple[int, ...]
@@ -45,7 +45,7 @@ class Cutting(NamedTuple):
 
     @property
     def own(self) -> slice:
-        """The indices of the nodes of a chain that ``rank`` holds."""
+        """The indices, among the nodes of a chain, of the nodes that ``rank`` holds."""
         cp_size, layout, rank = self
         if layout is SequenceLayout.CONTIGUOUS:
             return slice(rank, rank + 1)
@@ -53,7 +53,7 @@ class Cutting(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Where each fragment lies, int64 ``[n, C]``; all fields but local are sequence positions."""
+    """Where fragments lie, int64 ``[n, C]``; all fields but ``local``: sequence positions."""
 
     begin: Tensor
     end: Tensor
@@ -70,7 +70,7 @@ class Fragments(NamedTuple):
 
     @property
     def leaves(self) -> Tensor:
-        """Whether a state leaves a fragment: its last piece's document goes on."""
+        """Whether a state leaves a fragment: its last document continues after it."""
         return (self.last_end > self.end) & (self.begin < self.end)
 
     @property
@@ -127,7 +127,7 @@ def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
 
 
 def _piece_boundaries(documents: Documents, cutting: Cutting) -> tuple[Tensor]:
-    """The begins of this rank's pieces, then the number of its tokens: one int32 tensor."""
+    """One int32 tensor: the first token of each piece of this rank, then the rank's token count."""
     fragments, starts = fragments_of(documents, cutting), documents.starts
     begin, end, local = (x[cutting.own] for x in fragments[:3])
     if cutting.layout is SequenceLayout.ZIGZAG:

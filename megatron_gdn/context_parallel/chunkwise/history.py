@@ -39,7 +39,7 @@ class HistoryRoute(NamedTuple):
 
 
 def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryRoute | None:
-    """The rows to exchange for ``taps`` taps in a micro-batch; None if no rank needs any row."""
+    """The rows to exchange for a convolution of ``taps`` taps; None if no rank needs any row."""
     key = (HistoryRoute, cutting, taps)
     return documents.plan(key, lambda: _route(documents, cutting, taps - 1))
 
@@ -78,7 +78,7 @@ def _route(documents: Documents, cutting: Cutting, history_len: int) -> HistoryR
 
 
 def _list_rows(cutting: Cutting, chains: int, history_len: int, sending: bool) -> _TravellingRows:
-    """List rows of ``chains`` chains that this rank may send (``sending``) or receive, by peer."""
+    """Rows of ``chains`` chains that this rank may send (``sending``) or receive, by peer."""
     nodes, rank = cutting.nodes, cutting.rank
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
     for receiver in range(len(nodes.hosts)):
@@ -126,7 +126,7 @@ def _build_tables(
         return travels, torch.where(travels, number, -1), distance
 
     def by_piece(x: Tensor) -> Tensor:
-        """Flatten ``x [h, C]`` by chain, without each chain's first node, which has no history."""
+        """Flatten ``x [h, C]``, chain by chain; leave out first nodes, which have no history."""
         return x[rank == 0 :].T.flatten()
 
     h, C = local.shape

@@ -67,14 +67,14 @@ def states_entering_nodes(
 
 
 def _view_by_place(x: Tensor, m: int, h: int) -> Tensor:
-    """View ``x`` ``[ranks * m * h, K, .]`` as ``[places, m, K, .]``: place host * m * h + slot."""
+    """View ``x`` ``[ranks * m * h, K, .]`` as ``[places, m, K, .]``: m chains at a node's place."""
     K, X = x.shape[1:]
     return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
 
 
 @cached_by_stream(64)
 def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
-    """The steps from node to node of a chain; a node's map and state have the same place."""
+    """The steps from node to node of a chain; a node's map and state are at host * m * h + slot."""
     places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
     return Steps.build([[*((j, j) for j in places[:-1]), (places[-1], NONE)]], device)
 
@@ -85,7 +85,7 @@ def exchange_rows(
     receive_counts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send ``send_counts[r]`` rows to each rank r; return the received rows, sorted by sender."""
+    """Send ``send_counts[r]`` rows to rank r; return ``receive_counts[r]`` rows of each r."""
     received, counts = rows.new_empty(sum(receive_counts), *rows.shape[1:]), list(receive_counts)
     dist.all_to_all_single(received, rows.contiguous(), counts, list(send_counts), group=group)
     return received

@@ -1,7 +1,7 @@
 """Chunkwise context parallelism: activations stay on their rank, states travel.
 
 For each of its pieces, a rank receives the W - 1 projection rows before the piece (:mod:`.history`)
-and the state maps of earlier pieces, which give the entering state (:mod:`.states`).
+and the state that enters the piece (:mod:`.states`).
 """
 
 from __future__ import annotations
@@ -34,10 +34,9 @@ class Chunkwise(Scheme):
         self._taps = taps
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """The passage of a micro-batch: rows stay, other ranks' history and states come to pieces.
+        """The passage of a micro-batch: rows stay; pieces get history and states from other ranks.
 
-        ``tokens`` counts a row's tokens over all ranks, ``rows`` the batch rows; the mixer's rows
-        are on the device of ``like``.
+        Each of ``rows`` batch rows has ``tokens`` tokens over all ranks; ``like`` has their device.
         """
         whole = one_document(tokens, like.device) if documents is None else documents
         cutting = Cutting(self.size, self.sequence_layout, self.group.rank())

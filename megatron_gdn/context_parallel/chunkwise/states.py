@@ -39,8 +39,7 @@ class StateTable:
     sequences: Documents  # boundaries of all N pieces of this rank, batch rows laid end to end
     nodes: Nodes  # the nodes of every chain
     node_count: int  # h
-    # int64 [h * chains], the first and the last piece of every node of this rank; None if every
-    # node has exactly one piece.
+    # int64 [h * chains], first, last piece of this rank's nodes; None if each node is one piece.
     first: Tensor | None
     last: Tensor | None
     # Tokens and boundaries of the nodes' last pieces, whose maps alone are computed; set only if
@@ -66,13 +65,13 @@ class _NodeTensors(NamedTuple):
 
 
 def state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
-    """The table of a micro-batch of ``rows`` batch rows; None if all documents lie on one node."""
+    """The table of a micro-batch of ``rows`` rows; None if each document lies on a single node."""
     key = (StateTable, cutting, rows)
     return documents.plan(key, lambda: _state_table(documents, cutting, rows))
 
 
 def _state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
-    """Build :func:`state_table`."""
+    """The table that :func:`state_table` stores with ``documents``."""
     if not any_document_continues(documents, cutting):
         return None
     pieces, known = pieces_of(documents, cutting), documents.known
@@ -89,14 +88,14 @@ def _state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTabl
         return to_device(x, documents.device)
 
     def mask(x: Tensor, *unused: int) -> Tensor | None:
-        """``x`` on the device, or None if ``x`` is true at all nodes but ``unused``."""
+        """``x`` on the device; None if ``x`` is true at all nodes, ``unused`` nodes not counted."""
         ignored = torch.tensor([j in unused for j in range(n)], device="cpu")[cutting.own]
         if known and (x.view(len(ignored), -1) | ignored[:, None]).all():
             return None
         return to_device(x, documents.device)
 
     cuts, last_pieces = None, None
-    # Only a chain of several documents needs cuts.
+    # Only a chain with several documents can have nodes that no state passes.
     if cutting.layout is not SequenceLayout.ZIGZAG and not (known and not tensors.cuts[1:-1].any()):
         both = tensors.cuts, tensors.cuts_back
         flags = [tuple((x > 0).tolist()) if known else None for x in both]
@@ -131,7 +130,7 @@ def _node_tensors(
     ends = pieces.starts[1:].long()
 
     def piece(token: Tensor) -> Tensor:
-        """Indices of the pieces that hold this rank's tokens ``token``, for all batch rows."""
+        """The indices of the pieces that hold this rank's tokens ``token``, in every batch row."""
         found = torch.searchsorted(ends, token.contiguous(), right=True).clamp(max=N - 1)
         return (found[:, None] + row * N).flatten()
 
@@ -160,14 +159,14 @@ def _repeat_for_rows(pieces: Documents, rows: int) -> Documents:
 
 
 def _select_pieces(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
-    """``x_N[index]`` (``x_N`` if None), with zeros where ``mask`` is False; ``x_N``: by piece."""
+    """``x_N[index]`` (index None: all pieces), with zeros where ``mask`` is False."""
     x = x_N if index is None else x_N.index_select(0, index)
     # A product with the mask would keep NaN, because 0 * NaN is NaN.
     return x if mask is None else torch.where(mask, x, x.new_zeros(()))
 
 
 def _scatter_to_pieces(x: Tensor, index: Tensor | None, count: int) -> Tensor:
-    """Zeros for ``count`` pieces with ``x`` at the indices ``index``; ``x`` itself if None."""
+    """Zeros for ``count`` pieces, with ``x`` at pieces ``index`` (None: ``x`` is all pieces)."""
     return x if index is None else x.new_zeros(count, *x.shape[1:]).index_copy_(0, index, x)
 
 
@@ -187,7 +186,7 @@ class StatesOfPieces:
         return entering.view(maps.local.shape)
 
     def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
-        """Maps of this rank's nodes ``[h * chains, H, K, .]``, from ``forward`` or ``inputs``."""
+        """Maps of this rank's nodes, ``[h * chains, H, K, .]``: those of nodes' last pieces."""
         table, last = self._table, self._table.last
         if table.last_pieces is not None:
             tokens, pieces = table.last_pieces
@@ -201,7 +200,7 @@ class StatesOfPieces:
     def entering(
         self, rule: Rule, forward: RuleForward, inputs: Any
     ) -> tuple[Tensor, tuple[Tensor, ...]]:
-        """The states that enter pieces, and tensors that :meth:`leaving` gets as ``kept``."""
+        """The states that enter pieces, and the tensors to pass to :meth:`leaving` as ``kept``."""
         maps = self._maps_of_nodes(rule, forward, inputs)
         table = self._table
         cuts = None if table.cuts is None else table.cuts[0]
@@ -213,7 +212,7 @@ class StatesOfPieces:
         return _scatter_to_pieces(kept[0], self._table.first, self._count)
 
     def leaving(self, backward: RuleBackward, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """The states that entered pieces, and the gradients of states that leave pieces."""
+        """States that entered pieces, and gradients (by ``backward``) of states that leave."""
         table, (entering, through) = self._table, kept
         d_local = _select_pieces(backward.d_initial(), table.first, table.enters)
         maps = StateMap(entering, through).transposed(d_local)

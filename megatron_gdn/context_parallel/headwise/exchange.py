@@ -23,22 +23,22 @@ from ...ops.documents import Documents
 from ..layouts import SequenceLayout
 from .shares import HeadShares, Wave, waves_of
 
-# Rows travel in waves of at least WAVE_BYTES: one wave is packed (or unpacked) while the other
-# travels. On 4 H200, two waves take 0.75 times as long as one wave at 600 MB, 1.3 times at 150 MB.
+# Rows travel in waves of at least WAVE_BYTES: a wave is packed (or unpacked) while another travels.
+# On 4 H200, two waves take 0.75 times as long as one wave at 600 MB, 1.3 times at 150 MB.
 MOST_WAVES = 2
 WAVE_BYTES = 96 << 20
 # Fragments below MESSAGE_BYTES travel in one message per peer, since a message costs the host some
 # 30 microseconds; a second pass then orders the rows. On 4 H200, one message per fragment takes
 # 0.85 times as long with fragments of 30 to 100 MB, and 3.5 times with fragments of 3 MB.
 MESSAGE_BYTES = 28 << 20
-# A rank copies the rows that it keeps by a separate kernel, while the messages travel. The packing
-# kernel copies kept rows of up to OWN_BYTES itself, because a launch would take longer.
+# While messages travel, a separate kernel copies the rows that stay on their rank. If these have up
+# to OWN_BYTES, the packing kernel copies them instead, because a launch would take longer.
 OWN_BYTES = 16 << 20
 
 
 @dataclass(frozen=True, eq=False)
 class Exchange:
-    """The ranks of one exchange, each rank's columns, and the places of tokens."""
+    """The ranks of a head exchange, the columns of each rank, and the places of tokens."""
 
     group: dist.ProcessGroup
     rank: int
@@ -46,8 +46,8 @@ class Exchange:
     rank_width: int  # p
     whole_width: int  # P
     waves: tuple[Wave, ...]  # the waves in which tokens travel
-    direct_fragment: float  # fragments with as many tokens or more are sent singly
-    at_once: bool  # there is one wave, and the packing kernel also copies kept rows
+    direct_fragment: float  # tokens; fragments of this size or more are sent singly
+    at_once: bool  # whether the packing kernel also copies kept rows (one wave)
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class Exchange:
         layout: SequenceLayout,
         rows: Tensor,
     ) -> Exchange:
-        """The exchange of ``rows``, ``[s, B, P]`` or ``[S, B, p]``; ``cut`` are their documents."""
+        """For ``rows`` ``[s, B, P]`` or ``[S, B, p]``; ``cut``: documents, ``shares``: columns."""
         rank, rank_width = group.rank(), shares.rank_width
         local = cut.total_tokens // shares.ranks
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
@@ -88,7 +88,7 @@ def _packing_module(gpu: bool) -> ModuleType:
 
 
 def _exchange_messages(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor]:
-    """Exchange ``messages`` with peers; return transfers to wait for, and received messages."""
+    """Exchange ``messages`` with peers; return the transfers to wait for, and received messages."""
     received = torch.empty_like(messages)
     rows = [messages.shape[1]] * messages.shape[0]
     rows.insert(exchange.rank, 0)
@@ -102,7 +102,7 @@ def _exchange_messages(exchange: Exchange, messages: Tensor) -> tuple[list[dist.
 def _send_fragments(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
 ) -> list[dist.Work]:
-    """Send ``messages`` and receive ``full`` if ``to_heads``, else the reverse, by fragment."""
+    """Send ``messages``, receive ``full``, by fragment; the reverse if not ``to_heads``."""
     # Two ranks must list the messages between them in the same order.
     group, rank = exchange.group, exchange.rank
     start_own, start_peers = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)

@@ -25,7 +25,7 @@ _RESOLVED = "_megatron_gdn_boundaries"
 
 
 def _check_dimensions(name: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
-    """Raise a ValueError unless ``tensor`` has the dimensions that the function ``name`` takes."""
+    """Raise ``name``'s ValueError unless ``tensor`` is 3-D, ``seq_dim`` 0, ``head_dim`` last."""
     if tensor.dim() != 3 or seq_dim != 0 or head_dim not in (-1, 2):
         raise ValueError(
             f"{name} takes a [sequence, batch, heads] tensor with seq_dim=0 and head_dim=-1 "
@@ -34,7 +34,7 @@ def _check_dimensions(name: str, tensor: Tensor, seq_dim: int, head_dim: int) ->
 
 
 def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size: int) -> HeadShares:
-    """Equal shares of ``sections`` (sum: ``width``) for all ranks; ``name``: the caller."""
+    """Equal shares of ``sections`` (sum: ``width``) for ``cp_size`` ranks; ``name``: the caller."""
     sections = [width] if sections is None else list(sections)
     if sum(sections) != width or any(section % cp_size for section in sections):
         raise ValueError(
@@ -184,10 +184,9 @@ class MambaContextParallel:
         y    = cp.post_conv_ssm(y)                       [B, S, v] -> [B, s, V]
         out  = mixer.out_proj(mixer.norm(y))             a norm group may span all heads
 
-    The class is no module and owns no parameters. Every ``get_*`` call reads the current parameters
-    of ``mixer``, also those that sharded data parallelism has replaced. Gradients reach the whole
-    parameters; the gradients' sum over the group equals that of a run on one rank. Sequences
-    (documents) are in Megatron's zigzag layout.
+    The class owns no parameters: every ``get_*`` call reads the current parameters of ``mixer``,
+    also those that sharded data parallelism has replaced. Gradients reach the whole parameters;
+    their sum over the group equals that of one rank. All documents are in the zigzag layout.
 
     Args:
         num_heads, head_dim: number and width of the mixer's heads, before ranks share the heads.
@@ -213,7 +212,7 @@ class MambaContextParallel:
         d_state: int,
         mixer: Any,
     ) -> None:
-        """``n_groups`` groups of width ``d_state``, ``num_heads`` heads of width ``head_dim``."""
+        """``num_heads`` heads of width ``head_dim``; ``n_groups`` groups of B, C (``d_state``)."""
         self.cp_group, self.mixer = cp_group, mixer
         self.cp_size, self.cp_rank = cp_group.size(), cp_group.rank()
         self.num_heads, self.head_dim = num_heads, head_dim
@@ -260,24 +259,24 @@ class MambaContextParallel:
         return self._exchange_rows(output, "output", self.d_inner_local, cu_seqlens)
 
     def get_conv1d_weight(self) -> Tensor:
-        """``[channels of this rank, taps]``, from ``[channels, 1, taps]``."""
+        """This rank's rows of the convolution's weight: ``[channels of this rank, taps]``."""
         return self._share(self._conv_parameter("weight"), _CONVOLVED).squeeze(1)
 
     def get_conv1d_bias(self) -> Tensor | None:
-        """``[channels of this rank]``, or None."""
+        """This rank's part of the convolution's bias, ``[channels of this rank]``, or None."""
         bias = self._conv_parameter("bias")
         return None if bias is None else self._share(bias, _CONVOLVED)
 
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]``, from ``whole`` if the caller has gathered the parameter."""
+        """This rank's part of ``dt_bias``, ``[heads]``; ``whole``: the parameter, if gathered."""
         return self._share(self.mixer.dt_bias if whole is None else whole)
 
     def get_A_log(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]``, from ``whole`` if the caller has gathered the parameter."""
+        """This rank's part of ``A_log``, ``[heads]``; ``whole``: the parameter, if gathered."""
         return self._share(self.mixer.A_log if whole is None else whole)
 
     def get_D(self, whole: Tensor | None = None) -> Tensor:
-        """``[heads of this rank]`` or their channels, from ``whole`` if the caller gathered D."""
+        """This rank's part of D, by head or channel; ``whole``: D if the caller gathered it."""
         return self._share(self.mixer.D if whole is None else whole)
 
     def _conv_parameter(self, name: str) -> Any:
@@ -292,7 +291,7 @@ class MambaContextParallel:
     def _exchange_rows(
         self, x: Tensor, name: str, width: int, cu_seqlens: Tensor | Documents | None
     ) -> Tensor:
-        """Exchange ``x`` ``[(B,) tokens, width]``; if ``name`` is "output", back to tokens."""
+        """Exchange ``x`` ``[(B,) tokens, width]``, back to tokens if ``name`` is "output"."""
         if self.cp_size == 1:
             return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:
@@ -315,7 +314,7 @@ class MambaContextParallel:
 
 
 def _documents_of(cu_seqlens: Any, tokens: int, device: torch.device) -> Documents:
-    """The documents with offsets ``cu_seqlens``, stored on this tensor until its values change."""
+    """The documents with offsets ``cu_seqlens``, cached on the tensor until its values change."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
     key, kept = (cu_seqlens._version, device), getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))

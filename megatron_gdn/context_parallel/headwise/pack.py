@@ -7,7 +7,7 @@
     full rows     ``[S, B, p]``: the tokens of all ranks, this rank's columns
     place         int32 ``[s]``: the row of ``full`` that holds token t
 
-A rank's own columns of its own tokens are not sent, but copied from whole rows to full rows.
+For its own tokens a rank copies its own columns from whole rows to full rows, without sending.
 Legend: R rows of a tile, one per (token, batch row); D columns of a block.
 """
 
@@ -31,7 +31,7 @@ _LEFT_TO_TRANSFERS = 32
 
 
 def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
-    """How many programs share the ``tiles``; fewer while NCCL sends (``beside_transfer``)."""
+    """The number of programs for ``tiles`` tiles; fewer ``beside_transfer``, while NCCL sends."""
     if device.type != "cuda":
         return min(tiles, 3)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -48,7 +48,7 @@ def _rows_of_tile(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
 
 
 def _strides(whole: Tensor) -> tuple[int, int, int]:
-    """Strides of tokens and batch rows in units of ``align`` elements, and ``align`` itself."""
+    """Strides of ``whole``'s tokens and batch rows, in units of n elements, and n."""
     assert whole.stride(2) == 1 or whole.shape[2] == 1
     s, b = (whole.stride(d) if whole.shape[d] > 1 else 0 for d in (0, 1))
     align = alignment(s, b)
@@ -68,10 +68,10 @@ def _launch_copy(
     kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """If ``pack``, copy ``whole``'s columns to ``message_count`` messages ``rank_rows``; else back.
+    """Copy ``whole``'s columns to ``message_count`` messages ``rank_rows``; back if not ``pack``.
 
-    The messages are those of ``first_rank``, ``first_rank + 1``, ... without ``skipped_rank``. With
-    ``kept_rows`` (full rows, places) the rows of ``skipped_rank`` are copied to these full rows.
+    Messages belong to ranks ``first_rank``, ``first_rank + 1``, ... without ``skipped_rank``.
+    ``kept_rows`` (full rows, places): the rows of ``skipped_rank`` are copied to these full rows.
     """
     tokens, batch, _ = whole.shape
     if not tokens * batch or not message_count or not cut:
@@ -178,12 +178,12 @@ def _sum_launches(
     tokens: int, batch: int, strides: tuple[int, int, int], dtype: torch.dtype,
     device: torch.device, shares: HeadShares, rank: int, rank_width: int, beside_transfer: bool,
 ) -> tuple[Launch, ...]:  # fmt: skip
-    """Launches of `sum_copies_kernel`, one for each number of ranks that hold the same columns."""
+    """Launches of `sum_copies_kernel`, one per number of ranks that hold a copy of a column."""
     stride_s, stride_b, align = strides
     rows, launches = tokens * batch, []
     for copies in sorted(set(shares.copies) - {1}):
         cut = tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == copies)
-        # Sums are in a wider dtype than rows, so the tile of a sum has half as many rows as others.
+        # Sums are in a wider dtype than rows, so a tile of sums has half as many rows.
         at_once = max(1, _rows_of_tile(rows, dtype.itemsize, cut) // 2)
         tiles = triton.cdiv(rows, at_once) * (shares.ranks // copies)
         if tiles:
@@ -208,7 +208,7 @@ def move_rows(
 
 @triton.jit
 def _row_pointers(ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
-    """Pointers to rows (token ``t_R``, batch row ``b_R``) of ``ptr``; strides: ALIGN elements."""
+    """Pointers to rows (token ``t_R``, batch row ``b_R``) of ``ptr``; strides in ALIGN elements."""
     at_R = tl.cast(t_R, tl.int64) * stride_s + tl.cast(b_R, tl.int64) * stride_b
     return ptr + at_R * ALIGN
 
@@ -217,7 +217,7 @@ def _row_pointers(ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
 def _copy_strip(
     whole_R, own_R, real_R, rank, STRIPS: tl.constexpr, AT: tl.constexpr, PACK: tl.constexpr
 ):
-    """Copy ``rank``'s STRIPS[AT] from ``whole_R`` to ``own_R`` (PACK) or back, where ``real_R``."""
+    """Copy ``rank``'s STRIPS[AT] from ``whole_R`` to ``own_R`` (PACK) or back, if ``real_R``."""
     whole_R += STRIPS[AT][0] + rank // STRIPS[AT][3] * STRIPS[AT][2]
     own_R += STRIPS[AT][1]
     BLOCK: tl.constexpr = STRIPS[AT][4]
@@ -240,8 +240,8 @@ def copy_columns_kernel(
 
     Each rank has one message. PACK copies from whole rows to messages (``own_ptr``, RANK_WIDTH
     columns), else back. With PLACED there is one message, whose row ``place[t]`` holds token t.
-    KEPT also copies rank ``skipped``: row ``place[t]`` of ``full`` holds its token t. Any number of
-    programs share the ``tiles`` of all ranks, with ROWS rows each.
+    KEPT also copies the columns of rank ``skipped``, token t to (or from) row ``place[t]`` of
+    ``full``. Any number of programs share the ``tiles`` of all ranks, with ROWS rows each.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
@@ -277,7 +277,7 @@ def _sum_strip(
     whole_R, message_R, own_R, real_R, part, own_rank, message_size,
     STRIPS: tl.constexpr, AT: tl.constexpr, COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum block ``part`` of STRIPS[AT] over COPIES ranks, ``own_rank`` and peers, in dtype WIDE."""
+    """Sum STRIPS[AT] of block ``part`` over COPIES ranks: ``own_R``, and peers' ``message_R``."""
     whole_R += STRIPS[AT][0] + part * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
     own_R += STRIPS[AT][1]

@@ -70,7 +70,7 @@ class Headwise(Scheme):
     def _shares_of_parameter(
         self, rows: int, names: tuple[str, ...] | None
     ) -> tuple[HeadShares, ColumnBlock | None]:
-        """A parameter's shares; this rank's block if the parameter has one section, else None."""
+        """A parameter's shares; this rank's block if ``names`` is one section, else None."""
         if names is None:
             shares = HeadShares.even(self.size, (rows,))
         else:
@@ -83,7 +83,7 @@ class Headwise(Scheme):
 
 @cached_by_stream(16)
 def _own_rows(shares: HeadShares, rank: int, device: torch.device) -> Tensor:
-    """The indices of the rows of a whole parameter that ``rank`` holds."""
+    """The indices, in a whole parameter, of the rows that ``rank`` holds."""
     columns = [range(block.whole, block.whole + block.width) for block in shares.blocks(rank)]
     table = torch.tensor([row for rows in columns for row in rows], device="cpu")
     return to_device(table, device)

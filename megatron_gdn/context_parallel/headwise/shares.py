@@ -68,6 +68,7 @@ class HeadShares(NamedTuple):
 
 @lru_cache(maxsize=1024)
 def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
+    """Compute :meth:`HeadShares.blocks`, once for each ``rank``."""
     blocks, whole, own = [], 0, 0
     for section, width, copies in zip(shares.sections, shares.widths, shares.copies, strict=True):
         first = whole + rank // copies * width
@@ -78,9 +79,9 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 
 
 class Strip(NamedTuple):
-    """``repeats`` neighbouring blocks of columns, each ``block`` columns wide, a power of two.
+    """``repeats`` adjacent blocks of columns; each has ``block`` columns, a power of two.
 
-    A strip begins at ``whole + (rank // copies) * step`` of a whole row, ``own`` of a rank's row.
+    It begins at column ``whole + (rank // copies) * step`` of a whole row, ``own`` of a rank's row.
     """
 
     whole: int
@@ -93,7 +94,7 @@ class Strip(NamedTuple):
 
 @lru_cache(maxsize=64)
 def strips(shares: HeadShares, most: int) -> tuple[Strip, ...]:
-    """The columns of a rank in strips, whose blocks have at most ``most`` columns."""
+    """Strips that cover the columns of a rank, in blocks of at most ``most`` columns."""
     # Blocks are powers of two and cover the columns exactly, so kernels mask no columns.
     cut = []
     for whole, own, width, copies, *_ in shares.blocks(0):
@@ -136,7 +137,7 @@ class Wave:
 
     @cached_property
     def mean_fragment(self) -> float:
-        """Mean tokens per fragment on the rank with most fragments, so that all ranks agree."""
+        """Mean tokens per fragment, on the rank with most fragments; equal on all ranks."""
         if self.positions is None:
             return 0.0
         breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
@@ -164,7 +165,7 @@ def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
 def waves_of(
     cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
-    """The waves, of about equal size, in which rank ``cp_rank`` exchanges tokens of ``cut``."""
+    """``waves`` waves of about equal size in which rank ``cp_rank`` exchanges ``cut``'s tokens."""
     key = (Wave, cp_size, cp_rank, layout, waves)
     return cut.plan(key, lambda: _route(key, cut, cp_size, cp_rank, layout, waves))
 
@@ -176,7 +177,7 @@ def _route(
     table_Rs = positions_of(cut, cp_size, layout)
 
     def places_of(given: Documents) -> tuple[Tensor, ...]:
-        """This rank's and its peers' positions in each wave, for boundaries ``given``."""
+        """For each wave, positions of this rank's and its peers' tokens in ``given``."""
         table_Rs = positions_of(given, cp_size, layout)
         return tuple(chain(*(_split_places(table_Rs, cp_rank, tokens) for tokens in slices)))
 
@@ -188,13 +189,13 @@ def _route(
 
 
 def _wave_slices(tokens: int, waves: int) -> list[slice]:
-    """The slice of a rank's tokens that travels in each wave; no wave is empty."""
+    """For each wave the slice of a rank's ``tokens`` that travels in it; no wave is empty."""
     bounds = [tokens * wave // waves for wave in range(waves + 1)]
     return [slice(a, b) for a, b in pairwise(bounds) if a < b]
 
 
 def _split_places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:
-    """The positions of rank ``cp_rank``'s slice ``tokens``, and those of its peers' slices."""
+    """Of the slice ``tokens`` of ``positions_Rs``: rank ``cp_rank``'s positions, and its peers'."""
     place_Rs = positions_Rs[:, tokens].to(torch.int32)
     peers = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
     return place_Rs[cp_rank].contiguous(), peers.flatten()

@@ -1,7 +1,7 @@
 """FlashQLA's kernels are compiled once per machine, in parallel processes.
 
 The first process that needs a kernel takes a lock beside tilelang's cache and starts ``python -m
-megatron_gdn.warm_up``. Every process goes on once the cache has the kernel that the process calls.
+megatron_gdn.warm_up``. A process waits until the cache has the kernel that it calls.
 
 tilelang takes up to two seconds to compute its own key of a kernel. So this module keeps an empty
 file for every cached kernel, named by a digest of the function's source and arguments.
@@ -46,7 +46,7 @@ class Heads(NamedTuple):
 
     @property
     def operands(self) -> str:
-        """The dtype's name in flags and file names."""
+        """The name of the operands' dtype in flags and file names."""
         return "fp16" if self.dtype == torch.float16 else "bf16"
 
     @property
@@ -70,7 +70,7 @@ _started: dict[Heads, subprocess.Popen] = {}
 
 
 def set_next_calls(heads: Heads, part: str) -> None:
-    """Store the heads and the group of kernels (``part``) that FlashQLA's next calls will need."""
+    """Store what FlashQLA's next calls need: ``heads`` and the group of kernels, ``part``."""
     global _heads, _part
     _heads, _part = heads, part
 
@@ -89,7 +89,7 @@ def compile_once_per_machine(kernels: list[Any]) -> None:
 
 
 def _compile_once(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any) -> Any:
-    """Load ``kernel`` if a process has compiled it; else compile it by ``compile_here``."""
+    """Load ``kernel`` if any process has compiled it; else compile it with ``compile_here``."""
     if not tilelang_env().is_cache_enabled():
         return compile_here(*args, **kwargs)
     entry = cache_entry(kernel, args, kwargs, ".".join(map(str, _capability())))
@@ -105,11 +105,11 @@ def _compile_once(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any
                 compiled = compile_here(*args, **kwargs)
                 remember(entry, compiled)
                 return compiled
-    return compile_here(*args, **kwargs)  # tilelang finds the kernel on disk
+    return compile_here(*args, **kwargs)  # tilelang loads it from disk
 
 
 def _may_start() -> bool:
-    """Whether this process may start the warm-up command for the next calls' heads."""
+    """Whether this process may start the warm-up command for :func:`expected_heads`."""
     switched_on = os.environ.get(_SWITCH, "1") != "0"
     return _heads.key > 0 and _heads not in _started and switched_on and _capability() == HOPPER
 
@@ -145,7 +145,7 @@ def _capability() -> tuple[int, int]:
 
 
 def multiprocessors() -> int:
-    """The number of this GPU's multiprocessors, by which FlashQLA chooses kernels and cuts."""
+    """The GPU's number of multiprocessors; FlashQLA chooses kernels and cuts of sequences by it."""
     return torch.cuda.get_device_properties().multi_processor_count
 
 

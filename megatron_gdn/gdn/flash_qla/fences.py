@@ -1,12 +1,12 @@
 """Fences that FlashQLA's kernels lack before their bulk stores (docs/determinism.md).
 
 On Hopper, ordinary stores and bulk copies (TMA) reach shared memory through two proxies. Each
-thread that wrote to shared memory must issue ``fence.proxy.async`` before it signals that its part
-is done (PTX ISA, "Async proxy"); else the bulk store may send old contents. flash-qla 0.1.3 lacks
-this fence before stores of dq, dk, dv and o. tilelang 0.1.15 does not add the fence, because other
-warps issue the copy. In ``kkt_solve`` tilelang fences only the thread that issues the copy.
-A hook adds fences to a kernel's CUDA source before the source is compiled. The kernels for
-Blackwell were not examined.
+thread that wrote to shared memory must issue ``fence.proxy.async`` before it signals that its
+writes are done (PTX ISA, "Async proxy"); else the bulk store may send old contents. flash-qla 0.1.3
+lacks this fence before stores of dq, dk, dv and o. tilelang 0.1.15 does not add the fence, because
+other warps than the writing ones issue the copy. In ``kkt_solve`` tilelang fences only the thread
+that issues the copy. A hook adds fences to a kernel's CUDA source before the source is compiled.
+The kernels for Blackwell were not examined.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _KERNELS = re.compile(
     r"__global__ void .*\btilelang_(?:kkt_solve|fused_chunk_gdr_(?:fwd|bwd))_kernel"
 )
 # This flag is part of a kernel's key in tilelang's cache, so kernels compiled without fences are
-# not found. Raise the number when a change of ``missing_fences`` finds more fences.
+# not found. Raise the flag's number when ``missing_fences`` is changed to find more fences.
 _MARK = "-DMEGATRON_GDN_PROXY_FENCES=1"
 _FLAGS = "tl.device_compile_flags"
 _HOOK = "tilelang_callback_cuda_postproc"
@@ -59,7 +59,7 @@ def missing_fences(source: str) -> list[int]:
 
 
 def with_fences(source: str) -> str:
-    """The source with the fences that :func:`missing_fences` finds."""
+    """``source`` with a fence before each line that :func:`missing_fences` finds."""
     lines = source.split("\n")
     for number in reversed(missing_fences(source)):
         indent = lines[number][: len(lines[number]) - len(lines[number].lstrip())]
@@ -94,7 +94,7 @@ def fence_bulk_stores(*kernels: tuple[Any, str]) -> None:
 
 
 def _compile_with_check(name: str, compile: Callable) -> Callable:
-    """``compile`` of the kernel ``name``, with a check that the source has all fences."""
+    """Wrap ``compile`` of the kernel ``name``: the wrapper checks that no fence is missing."""
 
     def compile_and_check(*args: Any, **kwargs: Any) -> Any:
         """Compile a kernel; refuse it if fences are missing."""

@@ -22,10 +22,10 @@ _F32 = torch.float32
 
 
 class HopperStages:
-    """FlashQLA's stages; ``modules`` maps a stage's name to FlashQLA's own module for Hopper."""
+    """FlashQLA's stages for Hopper: the same functions as FlashQLA's, in less host time."""
 
     def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
-        """``library`` is FlashQLA's module of stages; ``modules`` has each stage's own module."""
+        """``library``: FlashQLA's module of stages; ``modules``: stage -> FlashQLA's own module."""
         self._modules, self.build_cp_context = modules, library.build_cp_context
         self.correct_initial_states = partial(self._correct_states, False)
         self.correct_terminal_states = partial(self._correct_states, True)
@@ -50,7 +50,7 @@ class HopperStages:
     def _sequences_and_chunks(
         self, like: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[int, Tensor, Tensor, int]:
-        """The number of sequences, offsets, first chunk of each sequence, and chunks per row."""
+        """Of ``like``'s sequences: number, offsets, first chunks; and the chunks of a row."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
             unread = self._unread((rows + 1,), torch.int32, like.device)
@@ -74,7 +74,7 @@ class HopperStages:
     ) -> Tensor:
         """Sums of ``g`` within chunks, fp32 ``[B, S, H]``; ``reverse``: from each chunk's end.
 
-        Sequences must cover all S; ``zero_last_chunk`` also writes zeros after the last one.
+        Sequences must cover S; ``zero_last_chunk`` also writes zeros after the last sequence.
         """
         (B, S, H), out = g.shape, torch.empty_like(g)
         lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
@@ -112,10 +112,10 @@ class HopperStages:
         ht_mask_bwd: Tensor,
         threshold: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """Chunks that the map needs, first chunks that S_in reaches, whether S and dS pass.
+        """How many last chunks a map needs, first chunks S_in reaches; whether S, dS pass.
 
-        These are four tensors ``[P, H]``. A state reaches a chunk until its log-decay sums to
-        ``threshold``. No S has to pass parts of ``ht_mask_fwd``, no dS those of ``ht_mask_bwd``.
+        Returns four tensors ``[P, H]``. A state reaches chunks until the log-decay sums to
+        ``threshold``. In parts of ``ht_mask_fwd`` S need not pass, in those of ``ht_mask_bwd`` dS.
         """
         P, H = ht_mask_fwd.shape[0], g.shape[2]
         run = self._kernel(
@@ -146,7 +146,10 @@ class HopperStages:
         num_warmup_chunks: Tensor | None = None,
         final_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """States at chunks (``output_h``); maps of parts' last ``num_warmup_chunks``."""
+        """States at chunks (``output_h``), final states and ``through`` (in ``final_dtype``).
+
+        With ``num_warmup_chunks`` only these last chunks of a part run: final states are ``local``.
+        """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         warm = num_warmup_chunks is not None
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
@@ -161,7 +164,7 @@ class HopperStages:
         # The kernel always writes ``through``: zeros if the caller did not ask for the maps.
         through = k.new_empty(N, H, K, K, dtype=final_dtype)
         start = initial_state
-        if start is None:  # the kernel reads no first states, so any tensor of their shape serves
+        if start is None:  # the kernel reads no first states, so any tensor of this shape will do
             unread = final if final_dtype is _F32 else None
             start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         run = self._kernel(
@@ -181,9 +184,9 @@ class HopperStages:
         self, backward: bool, given: Tensor | None, local: Tensor, through: Tensor, passes: Tensor,
         first: Tensor,
     ) -> Tensor:  # fmt: skip
-        """The states that enter parts ``[P, H, K, V]``; ``backward``: dS of states that leave.
+        """States that enter parts, or if ``backward`` dS of leaving states: [P, H, K, V].
 
-        ``given`` are states that enter sequences, or gradients of states that leave sequences.
+        ``given``: the same of sequences. ``passes``: whether S (or dS) passes each part.
         """
         P, H, K, V = local.shape
         dtype = _F32 if given is None else given.dtype
@@ -255,7 +258,7 @@ class HopperStages:
         num_warmup_chunks: Tensor,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """Gradients of states that enter parts, if leaving states have none; no ``output_dh``."""
+        """None (no ``output_dh``) and gradients of entering states, if leaving states have none."""
         assert not output_dh
         (G, K), (H, V) = k.shape[2:], do.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
@@ -287,7 +290,7 @@ class HopperStages:
         """Gradients of the inputs and of the first states.
 
         ``dht`` are gradients of the final states. With ``overwrite_dht`` the first states'
-        gradients replace them in ``dht``: every program reads its values of ``dht`` first.
+        gradients are written into ``dht``: every program reads its values of ``dht`` first.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)

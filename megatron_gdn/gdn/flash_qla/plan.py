@@ -79,7 +79,7 @@ def own_stages() -> ModuleType:
 
 
 def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
-    """Offsets of the parts by FlashQLA's cost model, or None if no sequence is cut."""
+    """Offsets of parts by FlashQLA's cost model for ``value_heads``; None if no sequence is cut."""
     with torch.device("cpu"):
         context = stages().build_cp_context(
             documents.starts, enable_intra=True, num_v_heads=value_heads,
@@ -92,9 +92,9 @@ def _cut_by_cost(documents: Documents, value_heads: int) -> list[int] | None:
 def plan_of_rows(
     rows: int, tokens: int, value_heads: int, device: torch.device
 ) -> SequenceParts | None:
-    """The parts of batch rows without initial states; None if the rows run uncut as one batch.
+    """The parts of ``rows`` batch rows without initial states; None if several rows run uncut.
 
-    Several rows may be cut only if rows times heads are fewer than multiprocessors.
+    Several rows are cut only if rows times heads are fewer than the GPU's multiprocessors.
     """
     documents = documents_of_rows((rows, tokens), device)
     full = rows * value_heads >= multiprocessors()
@@ -108,8 +108,8 @@ def plan_of(
 ) -> SequenceParts:
     """The parts of ``documents``, shared by all layers and their backward.
 
-    With ``batch_invariant`` a sequence is cut by its own length alone. ``with_states`` says whether
-    the documents have initial states.
+    If ``batch_invariant``, a sequence is cut by its own length and the number of heads alone.
+    ``with_states``: whether documents have initial states.
     """
     key = plan_of, value_heads, batch_invariant, with_states
     return documents.plan(key, lambda: _plan_of(documents, *key[1:]))
@@ -118,6 +118,7 @@ def plan_of(
 def _plan_of(
     documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
 ) -> SequenceParts:
+    """Compute :func:`plan_of`, whose result is stored with ``documents``."""
     if not documents.known and (
         with_states or not (batch_invariant or largest_number_of_cuts(documents, value_heads))
     ):
@@ -140,7 +141,7 @@ def plan_of_whole(documents: Documents) -> SequenceParts:
 
 
 def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceParts:
-    """Attach chunk tables to the offset tensors, so FlashQLA does not read these from the GPU."""
+    """Attach chunk tables to the offsets in ``parts``, so that FlashQLA reads none from the GPU."""
     if not documents.known and documents.total_tokens < CHUNK:
         # A thread block without tokens reads the buffer's last 64 tokens, so there must be 64.
         raise NotImplementedError(

@@ -55,7 +55,7 @@ class FlashQlaForward(RuleForward):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output; ``keep``: save tensors for the backward; ``final``: and final states."""
+        """The output; with ``final`` also final states, with ``keep`` tensors for the backward."""
         on_grid, maps = self.rule.bits is Bits.ON_GRID, self._maps
         if on_grid:
             parts, maps = self.rule.plan(self.inputs, self.documents, states=False), None
@@ -65,8 +65,8 @@ class FlashQlaForward(RuleForward):
             parts = maps.parts
         else:
             parts = self.rule.plan(self.inputs, self.documents, states=False)
-            # With batch_invariant, uncut sequences run in the kernels for parts too, because one
-            # longer sequence in the batch would make all sequences run in these kernels.
+            # With batch_invariant, uncut sequences run in the kernels for parts too, because all
+            # sequences run in these kernels as soon as one of them is cut.
             if parts is not None and (self.rule.batch_invariant or not parts.are_sequences):
                 maps = part_maps(in_one_row(self.inputs), parts, from_zero=True)
         inputs = self.inputs if parts is None else in_one_row(self.inputs)
@@ -98,7 +98,7 @@ class FlashQlaBackward(RuleBackward):
             self._cut_again()
 
     def _cut_again(self) -> None:
-        """Cut sequences as a forward with initial states does, even if this forward had none."""
+        """Cut sequences as a forward with initial states does; compute the parts' state maps."""
         documents = self.documents
         if documents is None:
             documents = documents_of_rows(self.rows, self.d_o.device)
@@ -126,7 +126,7 @@ class FlashQlaBackward(RuleBackward):
         return initial_gradients(self._d_entering_states(), self._kept.through, self._parts)
 
     def d_o_was_scaled(self, by: Tensor) -> None:
-        """Scale the gradients computed so far by ``by``, as the caller has scaled ``d_o``."""
+        """Scale gradients computed before the caller scaled ``d_o`` by ``by``, in the same way."""
         if self._d_entering is not None:
             self._d_entering = self._d_entering * by
 
@@ -156,10 +156,10 @@ class FlashQlaRule(Rule):
     Args:
         bits: By default FlashQLA's cost model cuts by all lengths of the batch, which is faster for
             a batch of long and short sequences. ``DETERMINISTIC`` cuts a sequence by its own length
-            and the number of heads alone. (FlashQLA chooses by the size of the batch how many value
-            columns a block computes, but no column's sums depend on that choice.) ``ON_GRID`` cuts
-            no sequence: a thread block computes one chunk after another with the state in fp32,
-            and can start at any chunk. The backward cuts as for ``DETERMINISTIC``.
+            and the number of heads alone. (How many value columns a block computes depends on the
+            size of the batch, but no column's sums depend on that number.) ``ON_GRID`` cuts no
+            sequence: a thread block computes one chunk after another with the state in fp32, and
+            can start at any chunk. The backward cuts as for ``DETERMINISTIC``.
     """
 
     name = "flash_qla"
@@ -167,6 +167,7 @@ class FlashQlaRule(Rule):
     forward, backward = FlashQlaForward, FlashQlaBackward
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:
+        """``bits`` chooses how sequences are cut; the docstring of the class explains it."""
         self.bits = bits
 
     def plan(
@@ -201,13 +202,13 @@ class FlashQlaRule(Rule):
         return f"flash_qla compiles for an even number of value heads per rank, not {heads}"
 
     def kept_to_run_again(self, saved: Saved) -> Saved:
-        """All saved tensors but g_sum and A, which the second run computes again."""
+        """``saved`` without g_sum and A, which the second run computes again."""
         return Saved(saved.tensors[2:], saved.plan)
 
     def run_again(
         self, inputs: RuleInputs, kept: Saved, documents: Documents | None, initial: Tensor | None
     ) -> RuleOutput:
-        """Compute in one pass the output and the states at chunks, which the backward reads.
+        """Compute the output and the states at chunks, which the backward reads, in one pass.
 
         Without a second run, another kernel computes the states at chunks with other roundings.
         """

@@ -32,9 +32,9 @@ class Kept(NamedTuple):
     entering: Tensor | None = None  # [P, H, K, V], the states that enter parts
     through: Tensor | None = None  # [P, H, K, K]
     # The next field is None if the forward needed no state maps.
-    chunks_back: Tensor | None = None  # [P, H] int32, number of first chunks that depend on S_in
+    chunks_back: Tensor | None = None  # [P, H] int32, how many first chunks depend on S_in
     # The next field is None if the sequences had initial states.
-    passes_back: Tensor | None = None  # bool [P, H], whether dS_in depends on dS_out
+    passes_back: Tensor | None = None  # bool [P, H], if dS_in depends on dS_out
 
     def leaving(
         self, d_entering: Tensor, parts: SequenceParts, d_final: Tensor | None
@@ -78,7 +78,7 @@ def part_maps(
     *,
     from_zero: bool = False,
 ) -> PartMaps:
-    """The state maps of parts; ``known`` are ``g_sum`` and ``A`` from an earlier forward.
+    """The state maps of parts; ``known``: ``g_sum`` and ``A``, if a forward has computed them.
 
     With ``from_zero`` the sequences begin with zero states, the maps have k's dtype, and the map of
     a sequence that is one part is not computed, as in FlashQLA.
@@ -94,8 +94,8 @@ def part_maps(
     options = {}
     if not from_zero:
         passes = passes_back = None
-        # The kernel counts chunks back from a part's end. If a part ends inside a chunk, that count
-        # would miss the chunk grid, so the kernel runs all chunks of the part.
+        # The kernel counts chunks back from a part's end. If a part ends inside a chunk, these are
+        # other chunks than the sequence's, so the kernel runs all chunks of the part.
         if parts.ragged is not None:
             chunks = torch.where(parts.ragged, parts.chunks, chunks)
         # FlashQLA's own function rounds the maps to k's dtype; HopperStages can return fp32.
@@ -112,7 +112,7 @@ def part_maps(
 
 
 def _boundaries(parts: SequenceParts | None) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """``cu_seqlens`` of the sequences, ``cu_seqlens`` of the parts, and each part's sequence."""
+    """Offsets of the sequences, offsets of the parts, and the sequence of each part."""
     if parts is None:
         return None, None, None
     return parts.sequences, parts.offsets, parts.owner
@@ -134,8 +134,7 @@ def run_forward(
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return ``o``, the states at chunks, and the states that leave sequences.
 
-    ``entering`` are the states that enter parts; None means zero. ``wanted`` are the kernel's flags
-    ``output_h`` and ``output_final_state``.
+    ``entering``: states that enter parts; None: zero. ``wanted``: output_h, output_final_state.
     """
     sequences, offsets, owners = _boundaries(parts)
     return stages().fused_gdr_fwd(
@@ -148,7 +147,7 @@ def run_forward(
 def given_or_zero(
     initial: Tensor | None, inputs: RuleInputs, parts: SequenceParts | None
 ) -> Tensor:
-    """``initial``, or zeros if None, so that training and generation run the same kernel."""
+    """``initial`` states, or zeros: with states, training and generation run the same kernel."""
     if initial is not None:
         return initial.contiguous()
     assert parts is not None
