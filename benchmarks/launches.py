@@ -57,6 +57,7 @@ TOY = """
     --hidden-size 64 --ffn-hidden-size 96 --num-attention-heads 4 --kv-channels 16
     --linear-num-key-heads 2 --linear-key-head-dim 16 --linear-num-value-heads 8
     --linear-value-head-dim 16 --seq-length 64 --max-position-embeddings 64 --vocab-size 256
+    --hybrid-layer-pattern G-*- --num-workers 0
 """
 
 

@@ -1,12 +1,14 @@
 """Run a script of a Megatron-LM clone on the CPU, behind torchrun: tests/launches/on_cpu.py
 [megatron_gdn.launch] MEGATRON_LM/pretrain_hybrid.py FLAGS, which end with `WITHOUT_GPU`."""
 
+import argparse
 import contextlib
 import functools
 import gc
 import importlib.metadata
 import importlib.util
 import json
+import multiprocessing
 import os
 import runpy
 import signal
@@ -14,6 +16,7 @@ import socket
 import sys
 import time
 import types
+from multiprocessing.connection import wait
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,6 +32,12 @@ WITHOUT_GPU = """
     --no-gradient-accumulation-fusion --no-rope-fusion --no-masked-softmax-fusion
     --cp-comm-type all_gather
 """
+# What a run imports after it has read its arguments, but the module that `--spec` names.
+IMPORTED_BY_A_RUN = (
+    "megatron.core.tokenizers.text.text_tokenizer", "megatron.core.models.mimo",
+    "megatron.core.datasets.helpers", "megatron_gdn.gdn.layer", "megatron_gdn.gdn2.layer",
+    "megatron_gdn.kda.layer", "megatron_gdn.mamba2.layer", "megatron_gdn.mixers.attention",
+)  # fmt: skip
 
 
 class MakeOnCPU(TorchFunctionMode):
@@ -169,55 +178,58 @@ def run(script: str, *flags: str) -> None:
             runpy.run_path(script, run_name="__main__")
 
 
-def fork(processes: int, environment: dict[str, str | None], log: str) -> list[int]:
-    """The ranks of a launch, whose output goes to these files; in a rank, nothing."""
-    with socket.socket() as listener:
-        listener.bind(("localhost", 0))
-        port = listener.getsockname()[1]
-    ranks = []
-    for rank in range(processes):
-        ranks.append(os.fork())
-        if not ranks[-1]:
-            os.setpgrp()
-            for name, value in environment.items():
-                os.environ.pop(name, None)
-                if value is not None:
-                    os.environ[name] = value
-            os.environ |= {
-                "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(processes),
-                "LOCAL_WORLD_SIZE": str(processes), "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(port),
-            }  # fmt: skip
-            for stream, kind in enumerate(("in", "out", "err")):
-                file = os.devnull if kind == "in" else f"{log}.{kind}"
-                os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND), stream)
-            return []
-    return ranks
+def be_rank(rank: int, port: int, asked: dict[str, Any]) -> None:
+    """One process of a launch, with the environment that torchrun gives it."""
+    os.setpgrp()
+    environment = asked["environment"] | {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(asked["processes"]),
+        "LOCAL_WORLD_SIZE": str(asked["processes"]), "MASTER_ADDR": "localhost",
+        "MASTER_PORT": str(port),
+    }  # fmt: skip
+    for name, value in environment.items():
+        os.environ.pop(name, None)
+        if value is not None:
+            os.environ[name] = value
+    for stream, kind in ((1, "out"), (2, "err")):
+        file = f"{asked['log']}.{kind}"
+        os.dup2(os.open(file, os.O_RDWR | os.O_CREAT | os.O_APPEND), stream)
+    if "--async-save" not in asked["arguments"]:
+        write_in_this_process()
+    run(*asked["arguments"])
 
 
-def code_of(ranks: list[int], seconds: float) -> int:
+def code_of(ranks: list[Any], seconds: float) -> int:
     """Of the first that fails, which ends the others soon; -1 if they did not end in time."""
     code, deadline = 0, time.monotonic() + seconds
-    running = set(ranks)
-    while running and time.monotonic() < deadline:
-        for rank in [*running]:
-            ended, status = os.waitpid(rank, os.WNOHANG)
-            if ended:
-                running.remove(rank)
-                if status and not code:
-                    code, deadline = os.waitstatus_to_exitcode(status), time.monotonic() + 2
-        time.sleep(0.02)
-    for rank in running:
-        os.killpg(rank, signal.SIGKILL)
-        os.waitpid(rank, 0)
+    running = {rank.sentinel: rank for rank in ranks}
+    while running and (left := deadline - time.monotonic()) > 0:
+        for ended in wait(list(running), left):
+            rank = running.pop(ended)
+            rank.join()
+            if rank.exitcode and not code:
+                code, deadline = rank.exitcode, time.monotonic() + 2
+    for rank in running.values():
+        os.killpg(rank.pid, signal.SIGKILL)
+        rank.join()
     return code or -bool(running)
 
 
-def serve(clone: Path) -> list[str]:
-    """Forks a launch per line of stdin and answers with its code; in a rank, what it is to run.
+def read_docstrings_once() -> None:
+    """Megatron's parser takes help from the source of its config classes, at every parse."""
+    from megatron.training.argument_utils import ArgumentGroupFactory
+    from megatron.training.arguments import add_megatron_arguments
 
-    Ranks have imported what the scripts of the clone import, and started no thread; only what is
-    saved beside the training has writers of its own, which import it all again.
+    read = ArgumentGroupFactory._get_field_docstrings.__get__(object.__new__(ArgumentGroupFactory))
+    ArgumentGroupFactory._get_field_docstrings = staticmethod(functools.cache(read))
+    add_megatron_arguments(argparse.ArgumentParser())
+
+
+def serve(clone: Path) -> None:
+    """Forks a launch per line of stdin and answers with its code.
+
+    Ranks have imported what the scripts of the clone import and our layers, not what ``--spec``
+    names, and started no thread; only what is saved beside the training has writers of its own,
+    which import it all again. A rank ends without Python's clean-up, which copies all it imported.
     """
     answers = open(os.dup(1), "w", buffering=1)  # noqa: SIM115
     os.dup2(2, 1)
@@ -225,24 +237,28 @@ def serve(clone: Path) -> list[str]:
     with MakeOnCPU():
         for script in ("pretrain_gpt.py", "pretrain_hybrid.py"):
             runpy.run_path(str(clone / script), run_name="imported")
+    for module in IMPORTED_BY_A_RUN:
+        importlib.import_module(module)
+    read_docstrings_once()
     gc.collect()
     gc.freeze()
+    context = multiprocessing.get_context("fork")
     for line in sys.stdin:
         asked = json.loads(line)
-        ranks = fork(asked["processes"], asked["environment"], asked["log"])
-        if not ranks:
-            if "--async-save" not in asked["arguments"]:
-                write_in_this_process()
-            return asked["arguments"]
+        with socket.socket() as listener:
+            listener.bind(("localhost", 0))
+            port = listener.getsockname()[1]
+        processes = range(asked["processes"])
+        ranks = [context.Process(target=be_rank, args=(rank, port, asked)) for rank in processes]
+        for rank in ranks:
+            rank.start()
         print(code_of(ranks, asked["seconds"]), file=answers)
-    return []
 
 
 if __name__ == "__main__":
     arguments = sys.argv[1:]
     if arguments[0] == "serve":
-        arguments = serve(Path(arguments[1]))
+        serve(Path(arguments[1]))
     else:
         prepare(Path(arguments[arguments[0] == "megatron_gdn.launch"]).resolve().parent)
-    if arguments:
         run(*arguments)
