@@ -24,8 +24,8 @@ from .layouts import SequenceLayout, documents_cut_by, positions_of
 class Passage(NamedTuple):
     """How the rows of one micro-batch reach the mixer and return."""
 
-    open: Callable[[Tensor], Tensor]  # [s, B, P] -> [S, B, p]
-    close: Callable[[Tensor], Tensor]  # [S, B, v] -> [s, B, V]
+    open: Callable[[Tensor], Tensor]  # projection rows: [s, B, P] -> [S, B, p]
+    close: Callable[[Tensor], Tensor]  # output rows: [S, B, v] -> [s, B, V]
     neighbours: SequenceContext  # boundaries, history and first states of the rows
 
 
