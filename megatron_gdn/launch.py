@@ -21,11 +21,7 @@ replaces Mamba2 layers too; the default is gdn.
 
 
 def script_file(script: str) -> Path:
-    """The file of ``script``, a path or the name of a script in the clone of Megatron-LM.
-
-    Raises:
-        FileNotFoundError: the current folder and the clone have no such file.
-    """
+    """The file of ``script``, a path or the name of a script in the clone of Megatron-LM."""
     folders = [Path(), *map(Path, filter(None, [os.environ.get("MEGATRON_LM")]))]
     for folder in folders:
         for path in (folder / script, folder / f"{script}.py"):

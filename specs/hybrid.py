@@ -105,10 +105,7 @@ def _hybrid_stack_spec(
     kda: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
-    """The spec for these options; ``qk_layernorm``: '*' layers norm query and key.
-
-    :meth:`HybridStackSpec.__call__` explains the other options.
-    """
+    """The spec for the options that :meth:`HybridStackSpec.__call__` explains."""
     modules, gdn_options = resolve_modules(modules), with_launch_options(GatedDeltaNet, options)
     shared = {name: value for name, value in gdn_options.items() if name in _SHARED}
     mamba_options, kda_options = (
@@ -244,15 +241,17 @@ def _with_kda_and_gdn2(
     layers: Mapping[str, ModuleSpec],
     config: TransformerConfig,
     letters: Iterable[str],
-    before: int,
+    layers_before: int,
 ) -> tuple[HybridStackSubmodules, list[str]]:
     """``submodules`` with a ``gdn_layer`` for 'G' and 'K' layers, and ``letters`` with 'G' for 'K'.
 
-    ``letters``: one per layer of this stage. ``before``: the number of layers on earlier pipeline
-    stages. ``layers``: the specs of 'K' layers and of "gdn2" layers.
+    ``letters``: one per layer of this stage. ``layers_before``: the number of layers on earlier
+    pipeline stages. ``layers``: the specs of 'K' layers and of "gdn2" layers.
     """
     letters = list(letters)
-    numbers = {before + place for place, letter in enumerate(letters, start=1) if letter == KDA}
+    numbers = {
+        layers_before + place for place, letter in enumerate(letters, start=1) if letter == KDA
+    }
     variant = config.experimental_attention_variant
     gdn = layers[GDN2] if variant == GDN2 else submodules.gdn_layer
     of_two = {"gdn": gdn, "kda": layers[KDA], "numbers": numbers}

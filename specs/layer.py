@@ -105,8 +105,8 @@ def mamba2_spec(modules: str = "auto", **options: Any) -> ModuleSpec:
     return _spec(Mamba2Mixer, Mamba2MixerSubmodules, modules, options)
 
 
-def _spec(mixer: type, parts: Any, modules: str, options: dict[str, Any]) -> ModuleSpec:
-    """The spec of ``mixer``; ``parts`` is the class of its submodules."""
+def _spec(mixer: type, submodules_class: Any, modules: str, options: dict[str, Any]) -> ModuleSpec:
+    """The spec of ``mixer``, with submodules of the class ``submodules_class``."""
     fused = resolve_modules(modules) == "te"
     classes: tuple[type, ...] = ColumnParallelLinear, RowParallelLinear, TorchRMSNorm
     if fused:
@@ -115,7 +115,9 @@ def _spec(mixer: type, parts: Any, modules: str, options: dict[str, Any]) -> Mod
     return ModuleSpec(
         module=mixer,
         params=options,
-        submodules=parts(**{field.name: places[field.name] for field in fields(parts)}),
+        submodules=submodules_class(
+            **{field.name: places[field.name] for field in fields(submodules_class)}
+        ),
         # Megatron's GPT block spec gives a layer a norm if this entry is False.
         metainfo={"fuse_input_layernorm": fused},
     )

@@ -17,13 +17,9 @@ from torch import Tensor
 from ..compat.observe import log_once
 
 _ATTENTION_ONLY = (
-    "key_value_states",
-    "padding_mask",
-    "rotary_pos_cos",
-    "rotary_pos_cos_sin",
-    "rotary_pos_emb",
+    "key_value_states", "padding_mask", "rotary_pos_cos", "rotary_pos_cos_sin", "rotary_pos_emb",
     "rotary_pos_sin",
-)
+)  # fmt: skip
 _CHECKED_MARK = "_megatron_gdn_causal"
 _MASK_HELP = (
     "This layer is causal and reads document boundaries from packed_seq_params "

@@ -137,7 +137,6 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return self.attention_dropout.p if self.training else 0.0
 
     def _runs_flex(self, query: Tensor) -> bool:
-        """Whether ``flex_attention`` runs for this query; if not, plain torch runs."""
         return (
             query.is_cuda
             and query.dtype is not torch.float64

@@ -184,9 +184,9 @@ class RecurrentMixer(
         # A checkpoint whose input needs no gradient would give the parameters no gradient.
         trains = self.training and hidden_states.requires_grad
         if self.recompute_whole and trains and context is None and not is_checkpointing():
-            given = {"packed_seq_params": packed_seq_params, "pg_collection": pg_collection}
-            again = partial(self.forward, attention_mask=attention_mask, **given)
-            return checkpoint(again, False, hidden_states)
+            keywords = {"packed_seq_params": packed_seq_params, "pg_collection": pg_collection}
+            rerun = partial(self.forward, attention_mask=attention_mask, **keywords)
+            return checkpoint(rerun, False, hidden_states)
         gates = None
         with nvtx_range_of(self, "in_proj"):
             if context is None and isinstance(self.in_proj, GatesOutsideFP8):
@@ -202,13 +202,13 @@ class RecurrentMixer(
             rows, gates = torch.cat([rows, gates], dim=-1), None
         if attention_mask is not None:
             require_causal(attention_mask, rows.shape[1], batch.tokens, batch.local_positions)
-        own = rows
+        own_rows = rows
         if batch.scheme.moves_rows:
-            own = rows if self.gates_own_rows else None
+            own_rows = rows if self.gates_own_rows else None
             with nvtx_range_of(self, "to_heads"):
                 rows = batch.passage.open(rows)
         with nvtx_range_of(self, "mixer"):
-            mixed_sBV, refilled = self._mix(rows, batch, own, gates)
+            mixed_sBV, refilled = self._mix(rows, batch, own_rows, gates)
         with nvtx_range_of(self, "out_proj"):
             out_sBD, out_bias = self.out_proj(mixed_sBV)
         if refilled is not None:
@@ -220,10 +220,7 @@ class RecurrentMixer(
         return out_sBD, out_bias
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Turn hidden states ``[s, B, D]`` into projection rows ``[s, B, P]``.
-
-        Under sequence parallelism the rows are those of all tensor-parallel ranks' tokens.
-        """
+        """Projection rows ``[s, B, P]``; with sequence parallelism of all tensor-parallel ranks."""
         if self.stays_wide:
             refuse_fp8_product(self.in_proj)
         rows, _ = self.in_proj(hidden_states)
@@ -323,7 +320,6 @@ class RecurrentMixer(
     ) -> None:
         """Make ``micro_batches``, and all parameters in their order in checkpoint files.
 
-        ``choose_rule(device, dtype, bits)`` returns the rule and the reason for this choice;
         ``fp32`` maps names of fp32 parameters to their rows on this rank; ``recomputed`` is from
         :func:`.arguments.recomputed_parts`.
         """
@@ -338,17 +334,10 @@ class RecurrentMixer(
         layout = layout_of_in_proj(dims)
         of_both = {"bias": bias, "is_expert": False, "tp_group": self.tp_group}
         self.in_proj = build_linear(
-            submodules.in_proj,
-            config,
-            whole.hidden_size,
-            layout_of_in_proj(whole).width,
-            init_method=config.init_method,
-            gather_output=False,
-            skip_bias_add=False,
-            tp_comm_buffer_name="fc1",
-            name=f"{path}in_proj" if path else None,
-            **of_both,
-        )
+            submodules.in_proj, config, whole.hidden_size, layout_of_in_proj(whole).width,
+            init_method=config.init_method, gather_output=False, skip_bias_add=False,
+            tp_comm_buffer_name="fc1", name=f"{path}in_proj" if path else None, **of_both,
+        )  # fmt: skip
         mark_packed(self.in_proj, layout.widths, self.use_muon)
         if may_use_fp8(config):
             compute_gates_outside_fp8(self.in_proj, layout, self.tp_group)
@@ -357,17 +346,11 @@ class RecurrentMixer(
         self._add_fp32(**fp32)
         self._build_out_norm(submodules)
         self.out_proj = build_linear(
-            submodules.out_proj,
-            config,
-            whole.state.heads * whole.state.columns,
-            whole.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
+            submodules.out_proj, config, whole.state.heads * whole.state.columns, whole.hidden_size,
+            init_method=config.output_layer_init_method, input_is_parallel=True,
             skip_bias_add=True,  # the forward returns the bias; Megatron adds it
-            tp_comm_buffer_name="fc2",
-            name=f"{path}out_proj" if path else None,
-            **of_both,
-        )
+            tp_comm_buffer_name="fc2", name=f"{path}out_proj" if path else None, **of_both,
+        )  # fmt: skip
         self.remember_marks()
         self.recompute_whole, self.recompute_rule = "whole" in recomputed, "rule" in recomputed
         if "norm_out" in recomputed:

@@ -35,10 +35,12 @@ class Mask(NamedTuple):
 
     @classmethod
     @torch.inference_mode(False)  # a backward may save the mask, which must be a normal tensor
-    def of(cls, documents: Documents, rows_s: Tensor) -> Mask:
-        """The mask of the queries at positions ``rows_s`` (int64, on the host) over all keys."""
+    def of(cls, documents: Documents, query_positions_s: Tensor) -> Mask:
+        """The mask of the queries at ``query_positions_s`` (int64, on the host) over all keys."""
         on_host = _key_places(documents)
-        query, key, end = (to_device(x, documents.device) for x in (on_host[0][rows_s], *on_host))
+        query, key, end = (
+            to_device(x, documents.device) for x in (on_host[0][query_positions_s], *on_host)
+        )
         (first_I, last_I), (first_J, last_J), (least_J, most_J) = map(
             _block_min_max, (query, key, end)
         )
@@ -47,8 +49,10 @@ class Mask(NamedTuple):
         # The kernels check the sequence's end only in blocks that are not in ``all_IJ``.
         all_IJ[-1] &= len(query) % BLOCK == 0
         all_IJ[:, -1] &= len(key) % BLOCK == 0
-        made = BlockMask.from_kv_blocks(*_list_blocks(some_IJ & ~all_IJ), *_list_blocks(all_IJ))
-        return cls(query, key, end, made.as_tuple()[2:10])
+        block_mask = BlockMask.from_kv_blocks(
+            *_list_blocks(some_IJ & ~all_IJ), *_list_blocks(all_IJ)
+        )
+        return cls(query, key, end, block_mask.as_tuple()[2:10])
 
     def sees(self, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
         """Whether query ``i`` sees key ``j``, in every batch row and head."""
@@ -71,14 +75,13 @@ def _compiled_attention() -> Callable[..., Tensor]:
     ``scale`` is a string: torch would trace a number as a symbol, which the kernel does not take.
     """
 
-    def masked(query: Tensor, key: Tensor, value: Tensor, scale: str, *tables: Any) -> Any:
-        """``flex_attention`` with a `Mask`, whose fields are ``tables``."""
+    def attend_masked(query: Tensor, key: Tensor, value: Tensor, scale: str, *tables: Any) -> Any:
         mask, lengths = Mask(*tables), (query.shape[2], key.shape[2])
         parts: Any = (lengths, *mask.blocks, (BLOCK, BLOCK), mask.sees)
         options: Any = {"scale": float(scale), "enable_gqa": query.shape[1] != key.shape[1]}
         return flex_attention(query, key, value, block_mask=BlockMask(*parts), **options)
 
-    return torch.compile(masked, dynamic=True, fullgraph=True)
+    return torch.compile(attend_masked, dynamic=True, fullgraph=True)
 
 
 def _key_places(documents: Documents) -> tuple[Tensor, Tensor]:

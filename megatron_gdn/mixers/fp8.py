@@ -247,10 +247,12 @@ class _CutRows(torch.autograd.Function):
     """Views of rows ``[:first]`` (main) and ``[first:]`` (gates) of ``weight``."""
 
     @staticmethod
-    def forward(ctx: Any, weight: nn.Parameter, first: int, added: bool) -> tuple[Tensor, Tensor]:
-        """``added``: the linears add both views' gradients to ``main_grad`` themselves."""
+    def forward(
+        ctx: Any, weight: nn.Parameter, first: int, adds_to_main_grad: bool
+    ) -> tuple[Tensor, Tensor]:
+        """``adds_to_main_grad``: the linears add both views' gradients to ``main_grad``."""
         ctx.set_materialize_grads(False)
-        ctx.weight, ctx.first, ctx.added = weight, first, added
+        ctx.weight, ctx.first, ctx.adds_to_main_grad = weight, first, adds_to_main_grad
         rows = weight.detach()
         return rows[:first], rows[first:]
 
@@ -259,7 +261,7 @@ class _CutRows(torch.autograd.Function):
     def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
         """The weight's gradient from those of the two views; None means zero."""
         weight = ctx.weight
-        if not ctx.added:
+        if not ctx.adds_to_main_grad:
             counts = (ctx.first, len(weight) - ctx.first)  # rows; the weight's memory may be freed
             parts = zip((d_main, d_gates), counts, strict=True)
             own = [weight.new_zeros(n, weight.shape[1]) if d is None else d for d, n in parts]

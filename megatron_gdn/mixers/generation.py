@@ -228,37 +228,31 @@ class GeneratingMixer:
         self, parts: Parts, rows: Tensor, conv: Tensor, states: Tensor, slots: Tensor | None = None
     ) -> Memory:
         """The memory in the context's buffers, after a check of their shapes and dtypes."""
-        memory = self._memory_of(conv, states, slots)
-        _check_buffers(memory, parts, rows.dtype, self.state_transposed)
-        return memory
+        dtype, (H, K, V) = rows.dtype, parts.shape.state
+        wide = torch.promote_types(dtype, torch.float32)
+        of_states = (H, V, K) if self.state_transposed else (H, K, V)
+        for name, buffer, of_request, least in (
+            ("conv", conv, parts.shape.window, dtype), ("states", states, of_states, wide)
+        ):  # fmt: skip
+            if tuple(buffer.shape[1:]) != of_request:
+                raise ValueError(
+                    f"the context holds {name} of shape {tuple(buffer.shape)}, and this layer's "
+                    f"are {of_request} per request. A dynamic context has room for recurrent "
+                    f"layers of one kind and size; generate with this model through a "
+                    f"StaticInferenceContext."
+                )
+            if torch.promote_types(buffer.dtype, least) != buffer.dtype:
+                raise ValueError(
+                    f"the context holds {name} in {buffer.dtype}, which would round them at every "
+                    f"token; they must be {least}. Build the context with "
+                    f"MambaInferenceStateConfig.from_model(model, conv_states_dtype={dtype}, "
+                    f"ssm_states_dtype={wide}); in a launch: "
+                    f"--mamba-inference-conv-states-dtype {_dtype_flag(dtype)} "
+                    f"--mamba-inference-ssm-states-dtype {_dtype_flag(wide)}."
+                )
+        return self._memory_of(conv, states, slots)
 
 
-def _check_buffers(memory: Memory, parts: Parts, dtype: torch.dtype, transposed: bool) -> None:
-    """Raise if ``memory`` does not fit or rounds values; ``transposed``: states ``[H, V, K]``."""
-    shape = parts.shape
-    wide, (H, K, V) = torch.promote_types(dtype, torch.float32), shape.state
-    window, states = shape.window, (H, V, K) if transposed else (H, K, V)
-    in_context = memory.state.mT if transposed else memory.state
-    for name, buffer, of_request, least in (
-        ("conv", memory.history, window, dtype), ("states", in_context, states, wide)
-    ):  # fmt: skip
-        if tuple(buffer.shape[1:]) != of_request:
-            raise ValueError(
-                f"the context holds {name} of shape {tuple(buffer.shape)}, and this layer's are "
-                f"{of_request} per request. A dynamic context has room for recurrent layers of "
-                f"one kind and size; generate with this model through a StaticInferenceContext."
-            )
-        if torch.promote_types(buffer.dtype, least) != buffer.dtype:
-            raise ValueError(
-                f"the context holds {name} in {buffer.dtype}, which would round them at every "
-                f"token; they must be {least}. Build the context with "
-                f"MambaInferenceStateConfig.from_model(model, conv_states_dtype={dtype}, "
-                f"ssm_states_dtype={wide}); in a launch: "
-                f"--mamba-inference-conv-states-dtype {_flag(dtype)} "
-                f"--mamba-inference-ssm-states-dtype {_flag(wide)}."
-            )
-
-
-def _flag(dtype: torch.dtype) -> str:
+def _dtype_flag(dtype: torch.dtype) -> str:
     """The name of ``dtype`` in Megatron's arguments: bf16, fp16 or fp32."""
     return f"{'bf' if dtype is torch.bfloat16 else 'fp'}{dtype.itemsize * 8}"

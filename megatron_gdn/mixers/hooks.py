@@ -95,10 +95,7 @@ def require_plain_conv(conv: nn.Module) -> None:
 
 
 def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
-    """Run all pre-hooks of a module that the mixer never calls, with the input of such a call.
-
-    ``make_input`` makes this input. A hook that returns another input is refused.
-    """
+    """Run all pre-hooks of a module that the mixer never calls; refuse another input."""
     name = type(module).__name__
     if _has_other_hooks(module):
         log_once(
@@ -108,17 +105,17 @@ def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
         )
     if not module._forward_pre_hooks:
         return
-    given = (make_input(),)
+    inputs = (make_input(),)
     for key, hook in list(module._forward_pre_hooks.items()):  # a hook may remove itself
         returned: Any
-        added: dict[str, Any] = {}
+        added_keywords: dict[str, Any] = {}
         if key in module._forward_pre_hooks_with_kwargs:
-            returned, added = hook(module, given, {}) or (given, {})
-        elif (returned := hook(module, given)) is None:
-            returned = given
+            returned, added_keywords = hook(module, inputs, {}) or (inputs, {})
+        elif (returned := hook(module, inputs)) is None:
+            returned = inputs
         if isinstance(returned, tuple) and len(returned) == 1:
             returned = returned[0]
-        if added or returned is not given[0]:
+        if added_keywords or returned is not inputs[0]:
             raise NotImplementedError(
                 f"a forward pre-hook of GatedDeltaNet's {name} ({hook}) returned another input. "
                 f"The mixer computes this module from the projection's rows, so a hook may read "

@@ -60,43 +60,45 @@ class LoaderLayout:
 
     def of_packed(self, mode: str | None = None) -> SequenceLayout:
         """How the loader cut packed micro-batches; ``mode`` is their ``cp_partition_mode``."""
-        given, flag = launch_arguments(), None
+        arguments, flag = launch_arguments(), None
         # With newer Megatrons' packing scheduler, config.cp_partition_mode decides, not a flag.
-        if given.get("sequence_packing_scheduler") is None:
-            flag = next((name for name in _FLAGS if given.get(name)), None)
-        return _resolve(self.option, mode, getattr(self.config, "cp_partition_mode", None), flag)
+        if arguments.get("sequence_packing_scheduler") is None:
+            flag = next((name for name in _FLAGS if arguments.get(name)), None)
+        return _layout_of_sources(
+            self.option, mode, getattr(self.config, "cp_partition_mode", None), flag
+        )
 
 
 @cache
-def _resolve(
+def _layout_of_sources(
     option: str | SequenceLayout, mode: str | None, by_config: str | None, flag: str | None
 ) -> SequenceLayout:
     """The cut that ``option`` (layer), ``mode`` (packing), ``by_config`` and ``flag`` agree on."""
-    said: dict[str, SequenceLayout] = {}  # the layout that each source names
+    named: dict[str, SequenceLayout] = {}  # source -> the layout that it names
     if option != AUTO:
-        said[f"cp_layout={str(option)!r}"] = SequenceLayout(option)
+        named[f"cp_layout={str(option)!r}"] = SequenceLayout(option)
     contiguous = by_config == SequenceLayout.CONTIGUOUS
     if contiguous:
-        said["config.cp_partition_mode='contiguous'"] = SequenceLayout.CONTIGUOUS
+        named["config.cp_partition_mode='contiguous'"] = SequenceLayout.CONTIGUOUS
     if mode is not None and (mode != SequenceLayout.ZIGZAG or contiguous):
         if mode not in tuple(SequenceLayout):
             raise ValueError(
                 f"packed_seq_params has cp_partition_mode={mode!r}; legal are "
                 f"{', '.join(repr(str(layout)) for layout in SequenceLayout)}."
             )
-        said[f"packed_seq_params.cp_partition_mode={mode!r}"] = SequenceLayout(mode)
+        named[f"packed_seq_params.cp_partition_mode={mode!r}"] = SequenceLayout(mode)
     elif flag is not None:
         layout = _FLAGS[flag]
         source = f"--{flag.replace('_', '-')}"
-        said[f"{source} (with which Megatron's loader cuts {str(layout)!r})"] = layout
-    if len(set(said.values())) > 1:
+        named[f"{source} (with which Megatron's loader cuts {str(layout)!r})"] = layout
+    if len(set(named.values())) > 1:
         raise ValueError(
-            f"{' and '.join(said)} contradict each other about how packed documents were cut over "
+            f"{' and '.join(named)} contradict each other about how packed documents were cut over "
             f"context-parallel ranks, so tokens would be in wrong places. Leave the layer's option "
             f"cp_layout at 'auto', and let config and packed_seq_params name the loader's cut."
         )
-    layout = next(iter(said.values()), SequenceLayout.ZIGZAG)
-    why = ", ".join(said) or "no setting names a layout"
+    layout = next(iter(named.values()), SequenceLayout.ZIGZAG)
+    why = ", ".join(named) or "no setting names a layout"
     log_once(
         f"cp_layout {str(option)!r}: packed documents are taken as cut {str(layout)!r} over "
         f"context-parallel ranks ({why})"

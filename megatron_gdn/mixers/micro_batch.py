@@ -100,7 +100,7 @@ class MicroBatches:
         self._layer, self._mixer, self._recurrence = number_of_new_layer(), mixer, recurrence
         self._whole: dict[tuple, MicroBatch] = {}
         self._schemes: dict[tuple[Any, Rule, SequenceLayout], tuple[Scheme, ...]] = {}
-        self._made: dict[tuple, MicroBatch] = {}
+        self._batches: dict[tuple, MicroBatch] = {}
         device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.latest_rule = self.whole(device, _dtype_of_rows(config)).rule
         self.use_group(group)
@@ -111,7 +111,7 @@ class MicroBatches:
         other._config = copy.deepcopy(self._config, memo)
         other._loader_layout = copy.deepcopy(self._loader_layout, memo)
         other._layer = number_of_new_layer()
-        other._whole, other._schemes, other._made = {}, {}, {}
+        other._whole, other._schemes, other._batches = {}, {}, {}
         return other
 
     def follow(self, config: TransformerConfig) -> None:
@@ -155,15 +155,15 @@ class MicroBatches:
             require_agreement(self._layer, group, tokens, B, documents, layout, device)
         # Documents are compared by identity: to hash lengths takes longer than a kernel launch.
         key = (stream_of_tables(), documents, group, layout, self._bits(), s, B, device, dtype)
-        found = self._made.get(key)
+        found = self._batches.get(key)
         if found is None:
             rule = self.whole(device, dtype).rule
             scheme = self._choose_scheme(group, rule, layout, documents, proj_sBP)
             passage = scheme.passage(documents, tokens, B, proj_sBP)
             found = MicroBatch(documents, tokens, rule, scheme, passage)
-            if len(self._made) >= _MOST_MICRO_BATCHES:
-                del self._made[next(iter(self._made))]
-            self._made[key] = found
+            if len(self._batches) >= _MOST_MICRO_BATCHES:
+                del self._batches[next(iter(self._batches))]
+            self._batches[key] = found
         self.latest_rule = found.rule
         return keep_if_captured(found)
 
@@ -193,7 +193,7 @@ class MicroBatches:
                 others = (known for known in self._schemes if known[0] is not self.group)
                 gone = self._schemes.pop(next(others, next(iter(self._schemes))))
                 # Micro-batches that the layer keeps would keep the removed schemes alive.
-                self._made = {k: v for k, v in self._made.items() if v.scheme not in gone}
+                self._batches = {k: v for k, v in self._batches.items() if v.scheme not in gone}
             self._schemes[key] = self._make_schemes(*key)
         return self._schemes[key]
 

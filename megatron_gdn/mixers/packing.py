@@ -30,14 +30,14 @@ _UNPACKED = ("sbhd", "bshd")
 class _ResolvedDocuments(NamedTuple):
     """The boundaries that a micro-batch's first layer read, for the later layers."""
 
-    given: tuple  # format, parents, number of tokens, device, and identities of the offsets
+    key: tuple  # format, parents, number of tokens, device, and identities of the offsets
     sources: tuple[Tensor | None, ...]  # one for each name in _BOUNDARIES
-    read: list[Any]  # the result of :func:`_state_of` for the sources
+    fingerprint: list[Any]  # the result of :func:`_fingerprint_of` for the sources
     documents: Documents
     by_stream: dict[int, Documents]  # a copy of documents for each CUDA stream that uses them
 
 
-def _state_of(sources: Sequence[Tensor | None]) -> list[Any]:
+def _fingerprint_of(sources: Sequence[Tensor | None]) -> list[Any]:
     """The offsets' values; on a GPU torch's version counters, so the host need not wait."""
     return [x if x is None else x._version if x.is_cuda else x.tolist() for x in sources]
 
@@ -66,13 +66,13 @@ def resolve_packed_seq_params(
     if params is None:
         return None
     if (fixed := static_documents_of(params)) is not None:
-        return _from_buffers(fixed, total_tokens, device) if _is_packed(params) else None
+        return _checked_buffers(fixed, total_tokens, device) if _is_packed(params) else None
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     sources = tuple(getattr(params, name) for name in _BOUNDARIES)
     parents = params.__dict__.get(PARENTS)
-    given = params.qkv_format, parents, total_tokens, device, *map(id, sources)
+    key = params.qkv_format, parents, total_tokens, device, *map(id, sources)
     known: _ResolvedDocuments | None = None if captured else params.__dict__.get(_RESOLVED)
-    if known is not None and known.given == given and known.read == _state_of(sources):
+    if known is not None and known.key == key and known.fingerprint == _fingerprint_of(sources):
         stream = stream_of_tables()
         if stream not in known.by_stream:
             known.by_stream[stream] = replace(known.documents)
@@ -101,7 +101,7 @@ def resolve_packed_seq_params(
         raise RuntimeError(changed_boundaries_message(found))
     by_stream = {stream_of_tables(): documents}
     params.__dict__[_RESOLVED] = _ResolvedDocuments(
-        given, sources, _state_of(sources), documents, by_stream
+        key, sources, _fingerprint_of(sources), documents, by_stream
     )
     return documents
 
@@ -117,7 +117,7 @@ def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
     return None if buffers is None else buffers.documents
 
 
-def _from_buffers(
+def _checked_buffers(
     documents: StaticDocuments, total_tokens: int, device: torch.device
 ) -> StaticDocuments:
     """Return ``documents``; raise if they do not fit the layer's tokens and device."""

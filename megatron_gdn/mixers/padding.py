@@ -207,6 +207,8 @@ def _packed_layout(
     return lengths, slots, to_device(row_T, device), to_device(packed_T, device)
 
 
-def _move_rows(x: Tensor, here: Tensor, there: Tensor, rows: int) -> Tensor:
-    """Return y with ``rows`` rows: ``y[there] = x[here]`` for row indices; other rows are 0."""
-    return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, there, x.index_select(0, here))
+def _move_rows(x: Tensor, source_rows: Tensor, target_rows: Tensor, rows: int) -> Tensor:
+    """Return y with ``rows`` rows: ``y[target_rows] = x[source_rows]``, and zeros elsewhere."""
+    return x.new_zeros(rows, *x.shape[1:]).index_copy_(
+        0, target_rows, x.index_select(0, source_rows)
+    )

@@ -50,7 +50,6 @@ class Fp32Parameters(nn.Module):
         protected = [*kept, *(p.grad for p in kept if p.grad is not None)]
 
         def apply(tensor: Tensor) -> Tensor:
-            """Apply ``fn``, but never make a protected tensor narrower than fp32."""
             moved = fn(tensor)
             if moved.dtype != tensor.dtype and any(tensor is p for p in protected):
                 return tensor.to(moved.device, torch.promote_types(moved.dtype, torch.float32))
@@ -75,8 +74,8 @@ class Fp32Parameters(nn.Module):
         _metadata, _strict, missing_keys, *_ = args
         names = self._keep_in_float32_parameter_names
         wide = {torch.float32, *(getattr(self, name).dtype for name in names)}
-        given = {key: state_dict.get(key) for key in (f"{prefix}{name}" for name in names)}
-        dtypes = {key: getattr(value, "dtype", torch.float32) for key, value in given.items()}
+        values = {key: state_dict.get(key) for key in (f"{prefix}{name}" for name in names)}
+        dtypes = {key: getattr(value, "dtype", torch.float32) for key, value in values.items()}
         rounded = [f"{key} ({str(d)[6:]})" for key, d in dtypes.items() if d not in wide]
         global _missing_keys_of_warned_load
         if rounded and missing_keys is not _missing_keys_of_warned_load:
@@ -191,9 +190,9 @@ def fully_shard(
 
 def _fully_shard_for_a_launch(module: Any, **options: Any) -> Any:
     """Like :func:`fully_shard`; refuses the checkpoint format torch_dist if ``--save`` is set."""
-    given = launch_arguments()
-    if given.get("save") and given.get("ckpt_format") == "torch_dist":
-        raise ValueError(f"--save {given['save']}: {NOT_BY_SECTION}")
+    arguments = launch_arguments()
+    if arguments.get("save") and arguments.get("ckpt_format") == "torch_dist":
+        raise ValueError(f"--save {arguments['save']}: {NOT_BY_SECTION}")
     return fully_shard(module, **options)
 
 

@@ -40,13 +40,13 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     """
     s, B = rows.shape[:2]
     start, offset = context.batch_size_offset, context.sequence_len_offset
-    places: dict[tuple[int, int], _RowProgress] = vars(context).setdefault(_PROGRESS, {})
-    place = places.get((layer, start))
-    _check_progress(context, layer, place, s, B)
+    progress_by_rows: dict[tuple[int, int], _RowProgress] = vars(context).setdefault(_PROGRESS, {})
+    progress = progress_by_rows.get((layer, start))
+    _check_progress(context, layer, progress, s, B)
     memories = context.key_value_memory_dict
     if layer not in memories:  # memory for the whole batch, in dimension 1 as in keys
-        made = parts.shape.zeros(context.max_batch_size, rows.dtype, rows.device)
-        memories[layer] = made.history[None], made.state[None]
+        new_memory = parts.shape.zeros(context.max_batch_size, rows.dtype, rows.device)
+        memories[layer] = new_memory.history[None], new_memory.state[None]
     buffers = memories[layer]
     memory = Memory(*[tensor[0, start : start + B] for tensor in buffers])
     steps = None
@@ -56,10 +56,10 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
         steps = memory.steps(s) if s > 1 else None
         mixed = decode(rows, parts, memory, steps)
     if offset == 0:  # forget the progress of other sets of rows that overlap these rows
-        for key, other in list(places.items()):
+        for key, other in list(progress_by_rows.items()):
             if key[0] == layer and key[1] < start + B and start < key[1] + other.rows:
-                del places[key]
-    places[layer, start] = _RowProgress(B, offset + s, buffers[1], steps)
+                del progress_by_rows[key]
+    progress_by_rows[layer, start] = _RowProgress(B, offset + s, buffers[1], steps)
     return mixed
 
 
@@ -80,30 +80,32 @@ def roll_back(context: Any, accepted: int) -> None:
         ValueError: the last forward cannot be rolled back, or ``accepted`` is out of range. The
             context is unchanged.
     """
-    places: dict[tuple[int, int], _RowProgress] = getattr(context, _PROGRESS, {})
-    if not places or not all(map(_tokens_of_last_step, places.values())):
+    progress_by_rows: dict[tuple[int, int], _RowProgress] = getattr(context, _PROGRESS, {})
+    if not progress_by_rows or not all(map(_tokens_of_last_step, progress_by_rows.values())):
         raise ValueError(
             f"there is no step to roll back: the last forward must have had 2 to {MOST_DECODED} "
             f"tokens at a sequence_len_offset above 0, in every recurrent layer."
         )
-    for (layer, _), place in places.items():
-        if context.key_value_memory_dict[layer][1] is not place.states:
+    for (layer, _), progress in progress_by_rows.items():
+        if context.key_value_memory_dict[layer][1] is not progress.states:
             raise ValueError(
                 "the batch was reordered (swap_key_value_dict) since its last step; roll back "
                 "before reordering."
             )
-        if not 0 <= accepted <= (most := _tokens_of_last_step(place)):
+        if not 0 <= accepted <= (most := _tokens_of_last_step(progress)):
             raise ValueError(
                 f"accepted={accepted} must be 0 to {most}, the tokens of the last step."
             )
-    for (layer, start), place in places.items():
-        rows, states = slice(start, start + place.rows), place.states
+    for (layer, start), progress in progress_by_rows.items():
+        rows, states = slice(start, start + progress.rows), progress.states
         memory = Memory(*(tensor[0, rows] for tensor in context.key_value_memory_dict[layer]))
-        assert place.steps is not None
-        choose(memory, place.steps, states.new_full((place.rows,), accepted, dtype=torch.int64))
-        place.tokens += accepted - _tokens_of_last_step(place)
-        context.sequence_len_offset = place.tokens
-        place.steps = None
+        assert progress.steps is not None
+        choose(
+            memory, progress.steps, states.new_full((progress.rows,), accepted, dtype=torch.int64)
+        )
+        progress.tokens += accepted - _tokens_of_last_step(progress)
+        context.sequence_len_offset = progress.tokens
+        progress.steps = None
 
 
 def _tokens_of_last_step(progress: _RowProgress) -> int:

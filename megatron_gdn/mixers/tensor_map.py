@@ -24,7 +24,6 @@ class HFRef:
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
-        """The shape of the tensor, or of the slice of one expert."""
         return self.shape if self.expert is None else self.shape[1:]
 
 
@@ -59,10 +58,7 @@ class TensorMap:
         return self.names[0]
 
     def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
-        """Refuse dtypes below 16 bits, and fp64 for an fp32 tensor unless ``may_round``.
-
-        ``where`` names the tensor in the error message.
-        """
+        """Refuse dtypes below 16 bits, and fp64 for an fp32 tensor unless ``may_round``."""
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:

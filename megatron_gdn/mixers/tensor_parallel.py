@@ -233,9 +233,8 @@ class OwnParameters(MarkedParameters):
         dim: int,
         sections: Sequence[int],
     ) -> None:
-        """Draw the parameter of all ranks, and copy this rank's share to ``parameter`` if not None.
+        """Fill the parameter of all ranks by ``method``; copy this rank's share to ``parameter``.
 
-        ``method`` fills the whole tensor in place, in fp32, from torch's default generators.
         ``sections`` are the tensor's global sizes along ``dim``, each split by itself.
         """
         if parameter is None:
@@ -261,14 +260,14 @@ class OwnParameters(MarkedParameters):
     def _init_others(self) -> None:
         """A subclass with more parameters fills them here, by :meth:`_fill_share`."""
 
-    def _fill_dt_bias(self, x: Tensor) -> None:
-        """Fill ``x``, all ranks' ``dt_bias``, with 1, or randomly if ``dt_init_range`` is set."""
+    def _fill_dt_bias(self, dt_bias: Tensor) -> None:
+        """Fill all ranks' ``dt_bias`` with 1, or randomly if ``dt_init_range`` is set."""
         if self.dt_init_range is None:
-            x.fill_(1)
+            dt_bias.fill_(1)
             return
         low, high = map(math.log, self.dt_init_range)
-        dt = x.uniform_(low, high).exp_().clamp_(min=self.dt_init_floor)
-        x.copy_(dt + torch.log(-torch.expm1(-dt)))
+        dt = dt_bias.uniform_(low, high).exp_().clamp_(min=self.dt_init_floor)
+        dt_bias.copy_(dt + torch.log(-torch.expm1(-dt)))
 
 
 class ConvModule(nn.Module):
@@ -285,22 +284,14 @@ class ConvModule(nn.Module):
         # Without skip_init, torch would draw a number for each weight on this rank, so all later
         # random numbers would depend on the tensor-parallel size.
         self.conv1d = nn.utils.skip_init(
-            nn.Conv1d,
-            channels,
-            channels,
-            taps,
-            groups=channels,
-            bias=bias,
-            padding=taps - 1,
-            device=device_for(self.config),
-            dtype=self.config.params_dtype,
-        )
+            nn.Conv1d, channels, channels, taps, groups=channels, bias=bias, padding=taps - 1,
+            device=device_for(self.config), dtype=self.config.params_dtype,
+        )  # fmt: skip
         for parameter in self.conv1d.parameters():
             mark_sharded(parameter, self.dims.layout.conv_widths)
 
     @property
     def conv_parameters(self) -> tuple[Any, Any]:
-        """The convolution's weight ``[C, 1, W]``, and its bias ``[C]`` or None."""
         return self.conv1d.weight, self.conv1d.bias
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:

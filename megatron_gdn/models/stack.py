@@ -156,21 +156,18 @@ class Stack:
 
 
 def _gdn_layer(dims: GDNDims) -> Layer:
-    """Count the weights and operations of a Gated DeltaNet layer."""
     G, (H, K, V) = dims.num_key_heads, dims.state[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K
     return _recurrent_layer(dims, gdn_layer_maps("", "", dims, "flat"), rule)
 
 
 def _kda_layer(dims: KDADims) -> Layer:
-    """Count the weights and operations of a Kimi Delta Attention layer."""
     H, K, V = dims.state[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K)
     return _recurrent_layer(dims, kda_layer_maps("", "", dims, "kimi_linear"), rule)
 
 
 def _mamba2_layer(dims: Mamba2Dims) -> Layer:
-    """Count the weights and operations of a Mamba2 layer."""
     G, (H, K, V) = dims.num_groups, dims.state[:3]
     rule = H * (2 * K * V + CHUNK * V) + G * CHUNK * K
     return _recurrent_layer(dims, mamba2_layer_maps("", "", dims), rule)
@@ -193,7 +190,6 @@ def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
 
 
 def _attention_layer(config: Any) -> Layer:
-    """Count the weights and operations of an attention layer."""
     D, d, n = config.hidden_size, config.kv_channels, config.num_attention_heads
     groups = config.num_query_groups
     gates = n if getattr(config, "attention_output_gate", False) else 0
@@ -203,13 +199,11 @@ def _attention_layer(config: Any) -> Layer:
 
 
 def _mlp_layer(config: Any) -> Layer:
-    """Count the weights and operations of an MLP layer."""
     D = config.hidden_size
     return Layer(weights=_mlp_matrices(config) * D * config.ffn_hidden_size, vectors=D)
 
 
 def _expert_layer(config: Any) -> Layer:
-    """Count the weights and operations of a layer of experts."""
     D, experts, used = config.hidden_size, config.num_moe_experts, config.moe_router_topk
     one = _mlp_matrices(config) * D * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
     shared = _mlp_matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)
@@ -284,10 +278,7 @@ def count_flops_in_megatron() -> None:
     def count(args: Any, *others: Any, **named: Any) -> float:
         try:
             return num_floating_point_operations(args, *others, **named)
-        except (
-            ValueError,
-            AttributeError,
-        ) as error:  # another Megatron version may lack an argument
+        except (ValueError, AttributeError) as error:  # another version may lack an argument
             log_once(f"Megatron's own count of FLOPs is used: {error}")
             return megatron_count(args, *others, **named)
 

@@ -33,12 +33,9 @@ from .rules.chunk_table import CHUNK, ChunkGroup, ChunkTable
 
 
 def grid_of(rows: Tensor, documents: Documents | None, heads: int) -> ChunkTable:
-    """The grid of rows ``[B, S, ...]``; ``documents`` are the boundaries of each batch row.
-
-    The number of chunks in a group depends on the device and on ``heads`` (states per sequence).
-    """
+    """The grid of rows ``[B, S, ...]``; ``documents`` are the boundaries of each batch row."""
     documents = documents_of_rows(rows.shape[:2], rows.device, documents)
-    return ChunkTable.of(documents, CHUNK, heads, fixed=True)
+    return ChunkTable.of(documents, CHUNK, heads, one_chunk_groups=True)
 
 
 def front_on_grid(
@@ -151,7 +148,6 @@ class AlignedFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        """The rule's inputs from ``proj [S, B, P]``, off the grid if there is a ``history``."""
         # With ``history`` the rows may begin inside a chunk of the grid, so they are not cut.
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)

@@ -19,7 +19,6 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def call(ctx: Any, *gradients: Any) -> Any:
-        """Call ``backward``, or raise if autograd would need a graph of ``backward`` itself."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "create_graph=True (a gradient penalty, a Hessian product): megatron_gdn computes "
@@ -38,9 +37,9 @@ def gradients(
     """Run ``function`` again; return gradients of ``inputs`` (None for None) from ``d_outputs``."""
     leaves = [None if x is None else x.detach().requires_grad_() for x in inputs]
     with torch.enable_grad():
-        made = function(*leaves)
-    found = iter(torch.autograd.grad(made, [x for x in leaves if x is not None], d_outputs))
-    return tuple(None if x is None else next(found) for x in leaves)
+        outputs = function(*leaves)
+    computed = iter(torch.autograd.grad(outputs, [x for x in leaves if x is not None], d_outputs))
+    return tuple(None if x is None else next(computed) for x in leaves)
 
 
 def uncompiled[F: Callable[..., Any]](function: F) -> F:
@@ -85,9 +84,8 @@ def output_without_tokens(rows: Tensor, *parameters: Tensor | None, width: int) 
     The parameters get zero gradients, so that every rank has a gradient of every parameter.
     """
 
-    def mixed(*given: Tensor | None) -> Tensor:
-        """The empty output, as a function of the rows and parameters ``given``."""
-        sums = [x.sum().to(rows.dtype) for x in given if x is not None]
+    def empty_output(*rows_and_parameters: Tensor | None) -> Tensor:
+        sums = [x.sum().to(rows.dtype) for x in rows_and_parameters if x is not None]
         return torch.stack(sums).sum().expand(*rows.shape[:2], width)
 
-    return run_saving_inputs(mixed, rows, *parameters)
+    return run_saving_inputs(empty_output, rows, *parameters)

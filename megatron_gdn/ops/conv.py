@@ -103,13 +103,15 @@ def convolve_rows(
 ) -> Tensor:
     """Convolve ``x_BSC`` and apply ``activation``; every batch row has the same ``documents``."""
     position_T = None if documents is None else documents.position_T
-    before, table = (None, None) if history is None else (history.rows, history.table)
+    rows_before, table = (None, None) if history is None else (history.rows, history.table)
 
-    def convolved(x: Tensor, weight: Tensor, bias: Tensor | None, before: Tensor | None) -> Tensor:
-        """The output for ``x``; ``before``: the rows before the sequences, None for zeros."""
+    def convolved(
+        x: Tensor, weight: Tensor, bias: Tensor | None, rows_before: Tensor | None
+    ) -> Tensor:
+        """The output for ``x``; ``rows_before`` of the sequences, None for zeros."""
         pre = _pre_activation(x, weight, bias, position_T)
-        if before is not None and table is not None:
-            pre = History(before, table).add_lead_in_to(pre, weight)
+        if rows_before is not None and table is not None:
+            pre = History(rows_before, table).add_lead_in_to(pre, weight)
         return (silu(pre) if activation else pre).to(x.dtype)
 
-    return run_saving_inputs(convolved, x_BSC, weight_CW, bias_C, before)
+    return run_saving_inputs(convolved, x_BSC, weight_CW, bias_C, rows_before)

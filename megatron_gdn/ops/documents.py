@@ -150,10 +150,7 @@ class Documents:
             return torch.tensor(self.numbers, device="cpu")
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
-        """Raise a RuntimeError if the boundaries changed between a forward and its backward.
-
-        ``stamp``: the forward's. ``saved``: the stamp that the forward or its recomputation saved.
-        """
+        """Raise if a backward with the stamp ``saved`` belongs to a forward with another stamp."""
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(changed_boundaries_message("those of another micro-batch"))
 
@@ -209,12 +206,11 @@ class Documents:
     ) -> Documents:
         """Documents with offsets ``make(self)`` up to ``tokens``; at most ``most`` have tokens."""
 
-        def made() -> Documents:
-            """The documents with offsets ``make(self)``, without those that have no tokens."""
+        def non_empty_documents() -> Documents:
             offsets = tuple(dict.fromkeys(make(self)[0].tolist()))
             return Documents(offsets if len(offsets) > 1 else (0, 0), self.device)
 
-        return self.plan((Documents, key), made)
+        return self.plan((Documents, key), non_empty_documents)
 
     def document_T(self) -> Tensor:
         """int64 ``[T]``, on the device of :attr:`starts`: the index of every token's sequence."""
@@ -264,10 +260,7 @@ def one_document(tokens: int, device: torch.device) -> Documents:
 def documents_of_rows(
     rows: Sequence[int], device: torch.device, documents: Documents | None = None
 ) -> Documents:
-    """The documents of B batch rows of S tokens, row after row; ``rows`` is ``(B, S)``.
-
-    Each row is one document, or has the boundaries ``documents``.
-    """
+    """Documents of batch rows ``(B, S)``: a row is one document, or has those of ``documents``."""
     if documents is not None and rows[0] == 1:
         return documents
     ends = (rows[1],) if documents is None else documents.offsets[1:]

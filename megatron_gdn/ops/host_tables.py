@@ -74,15 +74,12 @@ def cached_by_stream[**Arguments, Made](
     """A decorator like ``lru_cache``; ``maxsize``: most results kept, over all CUDA streams."""
 
     def decorate(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
-        """The function ``make``, which makes device tables, with a cache for each CUDA stream."""
-
         @lru_cache(maxsize=maxsize)
         def made(stream: int, *args: Any, **kwargs: Any) -> Made:
             return make(*args, **kwargs)
 
         @wraps(make)
         def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
-            """The cached result of ``make`` for these arguments and the current CUDA stream."""
             if not torch.cuda.is_initialized():
                 return made(0, *args, **kwargs)
             return keep_if_captured(made(stream_of_tables(), *args, **kwargs))

@@ -45,9 +45,9 @@ def mix(
     :class:`SplitReadout`, the caller must run its ``call`` after the exchange of heads.
     """
     rule, parameters, front, inside = parts.rule, parts.parameters, parts.front, parts.readout
-    apart = None
+    split_readout = None
     if isinstance(inside, SplitReadout):
-        apart, inside = inside, inside.inside
+        split_readout, inside = inside, inside.inside
     if parts.on_grid:
         front = cast(TableFront, AlignedFront(front))
         inside = AlignedReadout(inside, neighbours.documents) if inside.reads_o else inside
@@ -59,7 +59,7 @@ def mix(
         trained = [x for x in (rows, *parameters) if x is not None and x.requires_grad]
         keep = torch.is_grad_enabled() and bool(trained)
         hand_over = HandOver() if keep else None
-        of_function = refilled if apart is None else None
+        of_function = refilled if split_readout is None else None
         second_run = SecondRun(front, rule, neighbours) if keep and parts.run_again else None
         call = MixerArguments(
             front, rule, inside, neighbours, keep, of_function, hand_over, second_run
@@ -69,29 +69,29 @@ def mix(
     else:  # no rows on any rank that shares these sequences, so no rank waits for another
         width = inside.gate.stop - inside.gate.start
         mixed = output_without_tokens(rows, *parameters, width=width)
-    if apart is None or apart.closed:
+    if split_readout is None or split_readout.closed:
         return mixed
     if refilled is None:
-        return apart.call(mixed, rows)
-    return _checkpoint_readout(apart, mixed, rows, refilled)
+        return split_readout.call(mixed, rows)
+    return _checkpoint_readout(split_readout, mixed, rows, refilled)
 
 
 def _checkpoint_readout(
-    apart: SplitReadout, mixed: Tensor, rows: Tensor, refilled: RefilledOutput
+    split_readout: SplitReadout, mixed: Tensor, rows: Tensor, refilled: RefilledOutput
 ) -> Tensor:
-    """Run the readout's ``apart.call`` without keeping its output and intermediates.
+    """Run ``split_readout.call`` without keeping its output and intermediates.
 
-    The call runs three times: in the forward, to refill the output, and in the backward.
-
-    Megatron's checkpoint would compile a C++ extension in the first backward, so torch's is used.
+    The call runs three times: here, to refill the output, and in the backward. Megatron's
+    checkpoint is not used, since it compiles a C++ extension in the first backward.
     """
-    made = checkpoint(apart.call, mixed, rows, use_reentrant=False, preserve_rng_state=False)
+    made = checkpoint(
+        split_readout.call, mixed, rows, use_reentrant=False, preserve_rng_state=False
+    )
     assert isinstance(made, Tensor)
     mixed, rows = mixed.detach(), rows.detach()
 
     def refill(out: Tensor) -> None:
-        """Compute the readout again and write it to ``out``."""
-        out.copy_(apart.call(mixed, rows))
+        out.copy_(split_readout.call(mixed, rows))
 
     refilled.remember(made, refill)
     return made
@@ -177,8 +177,8 @@ def _forward(
     if refilled is not None:
         output = o.detach  # returns o; with a second run, o is computed again
         if second_run is not None:
-            given = rows, of_front, history, linked, of_rule
-            output = lambda: second_run.made(*given)[1]  # noqa: E731
+            arguments = rows, of_front, history, linked, of_rule
+            output = lambda: second_run.compute_once(*arguments)[1]  # noqa: E731
 
         def refill(out: Tensor) -> None:
             readout.forward(output(), rows, gamma, out=out)
@@ -188,10 +188,7 @@ def _forward(
 
 
 def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
-    """The gradients of the rows and of the parameters; ``gradient``: a list with the output's.
-
-    The function empties the lists ``saved`` and ``gradient``, so each tensor can be freed early.
-    """
+    """The gradients of rows and parameters; empties both lists, so tensors are freed early."""
     (front, rule, readout, neighbours, *_), history = values.call, values.history
     stamp, rows, o = saved[:3]
     if neighbours.documents is not None and values.stamp is not None:

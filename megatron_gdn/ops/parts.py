@@ -84,13 +84,7 @@ class Parts(NamedTuple):
     @property
     def shape(self) -> MemoryShape:
         """Sizes of the memory that generation keeps for one sequence."""
-        return _memory_shape(self.table, self.past + 1, self.on_grid)
-
-
-@lru_cache(maxsize=64)
-def _memory_shape(table: FrontTable, taps: int, on_grid: bool) -> MemoryShape:
-    """The sizes of :attr:`Parts.shape`, cached; ``taps`` is W."""
-    return MemoryShape.of(table.layout, table.state, taps, on_grid)
+        return MemoryShape.of(self.table.layout, self.state, self.past + 1, self.on_grid)
 
 
 def parts_of(

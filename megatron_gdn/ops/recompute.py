@@ -30,10 +30,9 @@ def saved_tensors_are_hooked() -> bool:
 
 
 class RefilledOutput:
-    """Frees the mixer's output, which out_proj saves, until out_proj's backward reads the output.
+    """Frees one forward's output, which out_proj saves, until out_proj's backward reads it.
 
-    The output is computed again from tensors that the mixer saves anyway. One object serves one
-    forward.
+    The output is computed again from tensors that the mixer saves anyway.
     """
 
     def __init__(self) -> None:
@@ -52,7 +51,6 @@ class RefilledOutput:
         shape = made.shape
 
         def refill_and_send(out: Tensor) -> None:
-            """Compute x again and write ``send(x)`` to ``out``."""
             rows = out.new_empty(shape)
             refill(rows)
             out.copy_(send(rows))
@@ -73,7 +71,6 @@ class RefilledOutput:
         size = storage.nbytes()
 
         def fill_again(_gradient: Tensor) -> None:
-            """Allocate and fill the storage again; ``_gradient`` (of ``out``) is not used."""
             if storage.nbytes() == 0:
                 storage.resize_(size)
                 with torch.no_grad():  # .data hides the write from autograd's change counter
@@ -115,7 +112,6 @@ class _StoreGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, out: Tensor, hand_over: HandOver) -> Tensor:
-        """Return a view of ``out``; the backward stores the gradient in ``hand_over``."""
         ctx.hand_over = hand_over
         return out.view_as(out)
 
@@ -132,9 +128,9 @@ class SecondRun:
 
     def __init__(self, front: TableFront, rule: Rule, neighbours: SequenceContext) -> None:
         self._front, self._rule, self._neighbours = front, rule, neighbours
-        self._made: tuple[Any, Tensor, Saved] | None = None
+        self._result: tuple[Any, Tensor, Saved] | None = None
 
-    def made(
+    def compute_once(
         self,
         rows: Tensor,
         of_front: Sequence[Tensor | None],
@@ -142,23 +138,19 @@ class SecondRun:
         linked: tuple[Tensor, ...],
         kept: Saved,
     ) -> tuple[Any, Tensor, Saved]:
-        """The rule's inputs, its output o and its saved tensors, computed at the first call.
-
-        ``linked`` are the tensors that the state link saved; ``kept`` is what the rule's
-        ``kept_to_run_again`` returned.
-        """
-        if self._made is None:
+        """The rule's inputs, its output o and its saved tensors, computed at the first call."""
+        if self._result is None:
             near = self._neighbours
             inputs = self._front.forward(rows, of_front, near.documents, history=history)
             initial = None if near.states is None else near.states.entered(linked)
             o, _, saved = self._rule.run_again(inputs, kept, near.of_rule, initial)
-            self._made = inputs, o, saved
-        return self._made
+            self._result = inputs, o, saved
+        return self._result
 
     def take(self, *arguments: Any) -> tuple[Any, Tensor, Saved]:
-        """Return and drop the result of :meth:`made`; inputs that the backward ignores are None."""
-        inputs, o, saved = self.made(*arguments)
-        self._made = None
+        """Return and drop that result; inputs that the backward ignores are None."""
+        inputs, o, saved = self.compute_once(*arguments)
+        self._result = None
         wanted = self._rule.reads_again
         named = zip(self._front.names, inputs, strict=True)
         return type(inputs)(*(x if n in wanted else None for n, x in named)), o, saved

@@ -20,20 +20,20 @@ class _Switch:
     """
 
     def __init__(self, change: Callable[[], Callable[[], None] | None]) -> None:
-        self._turn, self._turn_back = change, None
+        self._change, self._restore = change, None
         self._inside, self._lock = 0, threading.Lock()
 
     def __enter__(self) -> None:
         with self._lock:
             if self._inside == 0:
-                self._turn_back = self._turn()
+                self._restore = self._change()
             self._inside += 1
 
     def __exit__(self, *_error: Any) -> None:
         with self._lock:
             self._inside -= 1
-            if self._inside == 0 and self._turn_back is not None:
-                self._turn_back()
+            if self._inside == 0 and self._restore is not None:
+                self._restore()
 
 
 def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
@@ -43,9 +43,9 @@ def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
     """
     switch = _full_fp32[device_type == "cuda"]
     # Entering torch.autocast takes longer than a small product, so enter it only if autocast is on.
-    return (
-        _outside_autocast(device_type, switch) if torch.is_autocast_enabled(device_type) else switch
-    )
+    if not torch.is_autocast_enabled(device_type):
+        return switch
+    return _outside_autocast(device_type, switch)
 
 
 @contextmanager
@@ -55,7 +55,7 @@ def _outside_autocast(device_type: str, switch: _Switch) -> Iterator[None]:
         yield
 
 
-def _turn(cuda: bool) -> Callable[[], None] | None:
+def _set_full_fp32(cuda: bool) -> Callable[[], None] | None:
     """Set full fp32 for products on a GPU (``cuda``) or CPU; return an undo function or None."""
     backend = torch.backends.cuda if cuda else torch.backends.mkldnn
     matmul: Any = getattr(backend, "matmul", None)
@@ -99,7 +99,7 @@ def _restore_switch(switch: Any, value: str) -> None:
         switch.fp32_precision = value
 
 
-_full_fp32 = [_Switch(partial(_turn, False)), _Switch(partial(_turn, True))]
+_full_fp32 = [_Switch(partial(_set_full_fp32, False)), _Switch(partial(_set_full_fp32, True))]
 
 
 def leaves_memory_unfilled[**Arguments, Made](

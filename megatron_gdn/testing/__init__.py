@@ -34,17 +34,16 @@ class RowByRow(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        """Run ``function``, row by row where possible; ``types`` is not used."""
         kwargs = kwargs or {}
         if function is _aten.mm.default:
-            return _map_rows(lambda row: function(row, args[1]), args[0])
+            return _call_on_each_row(lambda row: function(row, args[1]), args[0])
         if function is _aten.addmm.default and args[0].dim() == 1:
-            return _map_rows(lambda row: function(args[0], row, args[2], **kwargs), args[1])
+            return _call_on_each_row(lambda row: function(args[0], row, args[2], **kwargs), args[1])
         # A softmax can be computed row by row only over the last dimension.
         by_row = function in _ROWWISE_FUNCTIONS and args[0].dim() > 1
         if by_row and ("softmax" not in str(function) or args[1] in (-1, args[0].dim() - 1)):
             flat = args[0].reshape(-1, args[0].shape[-1])
-            made = _map_rows(lambda row: function(row, *args[1:], **kwargs), flat)
+            made = _call_on_each_row(lambda row: function(row, *args[1:], **kwargs), flat)
             return made.view(*args[0].shape)
         if not _is_composite(function):
             return function(*args, **kwargs)
@@ -58,7 +57,7 @@ def _is_composite(function) -> bool:
     return function.has_kernel_for_dispatch_key(DispatchKey.CompositeImplicitAutograd)
 
 
-def _map_rows(function, x: Tensor) -> Tensor:
+def _call_on_each_row(function, x: Tensor) -> Tensor:
     """Call ``function`` on each row of ``x`` by itself, and join the results."""
     if len(x) == 0:
         return function(x)

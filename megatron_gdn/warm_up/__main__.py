@@ -22,7 +22,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Compile the kernels. Returns the exit status: 0, or 1 if a kernel failed, 2 for an error."""
     arguments = parse(argv)
     if arguments.for_a_run:
-        _end_with_the_run()
+        _exit_when_run_exits()
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
     try:
         return _compile(arguments)
@@ -33,7 +33,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 130
 
 
-def _end_with_the_run() -> None:
+def _exit_when_run_exits() -> None:
     """Kill this process group as soon as the run that started it closes its standard input."""
 
     def kill_group_at_end_of_input() -> None:

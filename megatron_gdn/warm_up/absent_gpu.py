@@ -56,18 +56,15 @@ def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
 
 
 class HopperDriver:
-    """The methods of a Triton driver that Triton calls to compile a kernel."""
+    """A Triton driver without a GPU: the methods that Triton calls to compile a kernel."""
 
     def get_current_device(self) -> HopperDriver:
-        """The device, which can be any object, since no kernel is launched."""
         return self
 
     def get_current_stream(self, device: HopperDriver) -> int:
-        """The default stream; Triton asks for a stream but launches nothing."""
         return 0
 
     def get_current_target(self) -> Any:
-        """The GPU to compile for: compute capability 9.0, 32 threads in a warp."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 90, 32)

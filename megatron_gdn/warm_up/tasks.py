@@ -115,7 +115,6 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
         compile = kernel._do_compile
 
         def record_variant(key: Any, *more: Any) -> None:
-            """Record a task that compiles the variant; replaces Triton's compile function."""
             task = Task(kernel.__name__, partial(_compile_triton, compile, key, *more))
             recorded.setdefault((kernel, repr(key)), task)
 
@@ -137,11 +136,11 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
         yield recorded
 
 
-def _compile_tilelang(entry: Path, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Compile ``kernel``; False if the file ``entry`` shows that tilelang's cache has it."""
-    if entry.exists():
+def _compile_tilelang(cache_file: Path, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
+    """Compile ``kernel``; False if ``cache_file`` shows that tilelang's cache has it."""
+    if cache_file.exists():
         return False
-    remember(entry, kernel.compile.__wrapped__(*args, **kwargs))
+    remember(cache_file, kernel.compile.__wrapped__(*args, **kwargs))
     return True
 
 

@@ -38,7 +38,7 @@ def forget_tables(layer) -> None:
     assert len(found) > 5
     for cache in found.values():
         cache.cache_clear()
-    layer.micro_batches._made.clear()
+    layer.micro_batches._batches.clear()
 
 
 @modes

@@ -19,8 +19,8 @@ from .stand_ins import keep_cache_in
 # As `python -m megatron_gdn.warm_up --for-a-run`: a fork compiles, the process ends with its input.
 COMPILES = """
 import os, pathlib, sys, time
-from megatron_gdn.warm_up.__main__ import _end_with_the_run
-_end_with_the_run()
+from megatron_gdn.warm_up.__main__ import _exit_when_run_exits
+_exit_when_run_exits()
 folder, quick, slow = pathlib.Path(sys.argv[1]), float(sys.argv[2]), float(sys.argv[3])
 if os.fork() == 0:
     (folder / "written").write_text(str(os.getpid()))

@@ -164,9 +164,8 @@ class _Decays(torch.autograd.Function):
     def forward(ctx, g: Tensor, *pairs: Tensor) -> tuple[Tensor, ...]:
         # Sums and differences of g are in fp64: after a strong decay G is in the thousands, and
         # the difference of two fp32 numbers of this size lacks the digits that exp() magnifies.
-        G = sum_to_diagonal(
-            g.double().clamp(min=least_log_decay(g.dtype)), 0
-        )  # clamped, since (-inf) - (-inf) would be NaN
+        # g is clamped, since (-inf) - (-inf) would be NaN.
+        G = sum_to_diagonal(g.double().clamp(min=least_log_decay(g.dtype)), 0)
         start, end = G.exp().to(g.dtype), (G[:, -1:] - G).exp_().to(g.dtype)
         if not pairs:
             return start, end
@@ -184,10 +183,7 @@ class _Decays(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_start: Tensor, d_end: Tensor, *d_decayed: Tensor):
-        """Gradients of g and ``pairs``; ``d_start``: of exp(G), ``d_end``: of exp(G_C - G).
-
-        The gradient of g_t sums over the pairs of a key before t and a query at t or later.
-        """
+        """The gradient of g_t sums over the pairs of a key before t and a query at t or later."""
         gamma, start, end, *decayed = ctx.saved_tensors
         crossing = d_decayed[0] * decayed[0]
         for d, x in zip(d_decayed[1:], decayed[1:], strict=True):
@@ -203,8 +199,8 @@ class _Decays(torch.autograd.Function):
 def _products_per_head(x: Values, output: bool) -> _Products:
     """The products if g is per head; value heads of a key head share the products q k^T, e k^T."""
     (m, C, _), b = x.k.shape, len(x.g)
-    readers = [t for t in (x.q if output else None, x.e) if t is not None]
-    start, end, *pairs = _Decays.apply(x.g, *(torch.bmm(t, x.k.mT) for t in readers))
+    queries = [t for t in (x.q if output else None, x.e) if t is not None]
+    start, end, *pairs = _Decays.apply(x.g, *(torch.bmm(t, x.k.mT) for t in queries))
     P, A, e_start = pairs[0] if output else None, None, start
     if x.e is not None:
         A = pairs[-1]
@@ -245,24 +241,24 @@ def _products_per_channel(x: Values, output: bool) -> _Products:
         # The halves' tensors take twice the memory of P and A, so the backward makes them again.
         pairs = run_saving_inputs(_decayed_products, torch.stack(made, 2), k, g).unbind(2)
         P, A = pairs[0] if output else None, None if e is None else pairs[-1]
-    start, end = _sum_later_tokens(g, 0, later=True).exp(), _sum_later_tokens(g, 1).exp()
+    start, end = _sum_tokens(g, 0, earlier=True).exp(), _sum_tokens(g, 1, earlier=False).exp()
     q_in, e_in = q * start if output else None, None if e is None else e * start
     made = P, A, q_in, e_in, k * end, start[:, -1, :, None]
     return _Products._make(of_heads(t, len(x.u)) for t in made)
 
 
-def _decayed_products(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Products ``[b, C, r, C]`` with decays: k and r = 1 or 2 ``readers [b, C, r, K]`` (q, e)."""
-    b, C, r, K = readers.shape
+def _decayed_products(queries: Tensor, k: Tensor, g: Tensor) -> Tensor:
+    """Products ``[b, C, r, C]`` with decays: k and r = 1 or 2 ``queries [b, C, r, K]`` (q, e)."""
+    b, C, r, K = queries.shape
     # Products within blocks of `size` tokens, [blocks, size, r, size]; `size` doubles from 1 to C.
-    pairs, size = (readers * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
+    pairs, size = (queries * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
     while size < C:
         first, second = g.view(-1, 2, size, K).unbind(1)
         late = (
-            readers.view(-1, 2, size, r, K)[:, 1]
-            * _sum_later_tokens(second, 0, later=True).exp()[:, :, None]
+            queries.view(-1, 2, size, r, K)[:, 1]
+            * _sum_tokens(second, 0, earlier=True).exp()[:, :, None]
         )
-        early = k.view(-1, 2, size, K)[:, 0] * _sum_later_tokens(first, 1).exp()
+        early = k.view(-1, 2, size, K)[:, 0] * _sum_tokens(first, 1, earlier=False).exp()
         corner = torch.bmm(late.flatten(1, 2), early.mT).view(-1, size, r, size)
         upper, lower = pairs.view(-1, 2, size, r, size).unbind(1)
         pairs = torch.cat([F.pad(upper, (0, size)), torch.cat([corner, lower], -1)], 1)
@@ -270,14 +266,14 @@ def _decayed_products(readers: Tensor, k: Tensor, g: Tensor) -> Tensor:
     return pairs.view(b, C, r, C)
 
 
-def _sum_later_tokens(g: Tensor, diagonal: int, later: bool = False) -> Tensor:
-    """Row i of the result sums the rows j of ``g [b, m, K]`` with j - i >= ``diagonal``.
+def _sum_tokens(g: Tensor, least_distance: int, *, earlier: bool) -> Tensor:
+    """Row i of the result sums the rows j of ``g [b, m, K]`` at ``least_distance`` or farther.
 
-    With ``later=True`` token i is the later one: row i sums the rows j with i - j >= ``diagonal``.
+    These are rows j <= i - ``least_distance`` if ``earlier``, else j >= i + ``least_distance``.
     """
     m = g.shape[1]
-    table = ones_from_diagonal(m, diagonal, g.dtype, g.device).expand(len(g), m, m)
-    return torch.bmm(table.mT if later else table, g)
+    table = ones_from_diagonal(m, least_distance, g.dtype, g.device).expand(len(g), m, m)
+    return torch.bmm(table.mT if earlier else table, g)
 
 
 def _minus_bmm(x: Tensor, y: Tensor) -> Tensor:
@@ -292,10 +288,7 @@ class _SolveAndPassStates(torch.autograd.Function):
     def forward(
         ctx, A, u, e_in, k_out, decay, carried, initial, group: ChunkGroup, pass_states: bool
     ):
-        """Per chunk: solve (I + A) y = u - e_in S, then S_next = decay S + k_out^T y.
-
-        ``e_in``: the erased keys, ``k_out``: the written keys, times decays (module docstring).
-        """
+        """Per chunk: solve (I + A) y = u - e_in S, then S_next = decay S + k_out^T y."""
         (H, K, V), y = initial.shape[1:], u
         states = u.new_empty(len(u) // H + 1, H, K, V)
         inverse = W = None
@@ -324,7 +317,6 @@ class _SolveAndPassStates(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dS, dy, d_carried, d_final):
-        """Gradients of forward's tensors; ``d_carried``: of the state after the group."""
         inverse, W, k_out, through, S, y = ctx.saved_tensors
         states = S.new_empty(len(S) // ctx.heads + 1, *d_carried.shape)
         if W is None:

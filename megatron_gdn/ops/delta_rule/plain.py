@@ -34,42 +34,40 @@ from .chunk_math import Values, run_group
 class _ChunkedInputs:
     """The rule's inputs of ``stage``, a forward or backward, cut into groups of chunks."""
 
-    def __init__(self, stage: Any, fixed: bool = False) -> None:
-        """``stage``: a forward or backward. With ``fixed`` a CPU runs groups of one chunk."""
+    def __init__(self, stage: Any, one_chunk_groups: bool = False) -> None:
+        """``one_chunk_groups``: as in :meth:`..rules.chunk_table.ChunkTable.of`."""
         rule, self.inputs, documents = stage.rule, stage.inputs, stage.documents
         k, v = self.inputs.k, self.inputs.v
         self.values, self.wide = rule.values, torch.promote_types(v.dtype, torch.float32)
         if documents is None:
             documents = documents_of_rows(stage.rows, v.device)
-        self.table = ChunkTable.of(documents, rule.chunk_size, v.shape[2], fixed)
+        self.table = ChunkTable.of(documents, rule.chunk_size, v.shape[2], one_chunk_groups)
         self.shape = (self.table.sequences, v.shape[2], k.shape[3], v.shape[3])
 
     def of(self, group: ChunkGroup, *tensors: Tensor) -> list[Tensor]:
         """The group's chunks ``[n heads, C, ...]`` of each tensor ``[B, T, heads, ...]``."""
         return [self.table.to_chunks(x, group, self.wide).flatten(0, 1) for x in tensors]
 
-    def state(self, given: Tensor | None) -> Tensor:
-        """The states ``given``, as a contiguous tensor ``[N, H, K, V]``; zeros for None."""
-        if given is None:
+    def state(self, states: Tensor | None) -> Tensor:
+        """``states`` as a contiguous tensor ``[N, H, K, V]``; zeros for None."""
+        if states is None:
             return self.inputs.v.new_zeros(self.shape, dtype=self.wide)
-        return given.to(self.wide).reshape(self.shape).contiguous()
+        return states.to(self.wide).reshape(self.shape).contiguous()
 
     def run(self, group: ChunkGroup, *chunks_and_states: Any, **how: bool) -> Any:
         *chunks, carried, initial = chunks_and_states
         return run_group(group, self.values(*chunks), carried, initial, **how)
 
     def walk(
-        self, groups: Sequence[ChunkGroup], initial: Tensor, more: int = 0
+        self, groups: Sequence[ChunkGroup], initial: Tensor, extra_columns: int = 0
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Final states, and a list of the states before each group and after the last group.
-
-        The last ``more`` columns of the states are extra: no token writes a value to these columns.
-        """
+        """Final states, and the state before each group and after the last group."""
         carried: list[Tensor | None] = [None]
         final = initial.clone()
         for group in groups:
             x = self.values(*self.of(group, *self.inputs))
-            x = x._replace(u=F.pad(x.u, (0, more))) if more else x
+            if extra_columns:  # columns to which no token writes a value
+                x = x._replace(u=F.pad(x.u, (0, extra_columns)))
             first = group.taken(initial)
             _, after, ended = run_group(group, x, carried[-1], first, output=False)
             group.put(final, ended)
@@ -88,14 +86,14 @@ class PlainForward(RuleForward):
         """
         chunks = _ChunkedInputs(self, self.rule.bits is Bits.ON_GRID)
         initial, (*_, K, V) = chunks.state(None), chunks.shape
-        more = K if self.rule.erases else 1
+        extra_columns = K if self.rule.erases else 1
         kind = {"dtype": initial.dtype, "device": initial.device}
         enters = torch.eye(K, **kind) if self.rule.erases else torch.ones(K, 1, **kind)
-        enters = enters.expand(*initial.shape[:3], more)
+        enters = enters.expand(*initial.shape[:3], extra_columns)
         with full_fp32_matmul(initial.device.type):
             wide = torch.cat([initial, enters], dim=-1)
-            final, _ = chunks.walk(chunks.table.groups, wide, more)
-        return StateMap(*(x.contiguous() for x in final.split([V, more], dim=-1)))
+            final, _ = chunks.walk(chunks.table.groups, wide, extra_columns)
+        return StateMap(*(x.contiguous() for x in final.split([V, extra_columns], dim=-1)))
 
     @torch.no_grad()
     def run(
@@ -139,10 +137,7 @@ class PlainBackward(RuleBackward):
     def _run(
         self, initial: Tensor | None, d_final: Tensor | None, of_inputs: bool = True
     ) -> tuple[Any, Tensor]:
-        """Gradients of the inputs (unless ``of_inputs`` is False) and of the initial states.
-
-        A first pass computes the states before all groups; a second pass runs one group at a time.
-        """
+        """Gradients of the inputs (unless ``of_inputs`` is False) and of the initial states."""
         chunks, inputs = _ChunkedInputs(self), self.inputs if of_inputs else ()
         table, entering = chunks.table, chunks.state(initial)
         rows, d_leaving = [table.rows_like(x) for x in inputs], chunks.state(d_final)
@@ -152,18 +147,18 @@ class PlainBackward(RuleBackward):
             if of_inputs:
                 starts = chunks.walk(table.groups[:-1], entering)[1]
             for group in reversed(table.groups):
-                fixed, leaves = chunks.of(group, *self.inputs), ()
+                constants, leaves = chunks.of(group, *self.inputs), ()
                 if of_inputs:
-                    fixed, leaves = (), fixed
+                    constants, leaves = (), constants
                 *grads, d_carried, d_first = gradients(
-                    partial(chunks.run, group, *fixed),
+                    partial(chunks.run, group, *constants),
                     (*leaves, starts.pop(), group.taken(entering)),
                     (*chunks.of(group, self.d_o), d_carried, group.taken(d_leaving, ends=True)),
                 )
                 group.put(d_entering, d_first, begins=True)
                 for to, gradient in zip(rows, grads, strict=True):
                     table.put(to, group, gradient)
-                del fixed, leaves, grads
+                del constants, leaves, grads
         if not of_inputs:
             return None, d_entering
         found = (table.to_tokens(to, like) for to, like in zip(rows, inputs, strict=True))

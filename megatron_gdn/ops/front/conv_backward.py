@@ -23,17 +23,17 @@ from .conv_forward import (
 @triton.jit
 def _walk_one_token(
     x_ptr, grad_ptr, position_ptr, lead_ptr, place_ptr, t_R, real_R, d_1D, real_1D,
-    factor, position_R, bias_1D, taps, history, unfinished_dx, stride_s, lead_stride, grad_stride,
+    factor, position_R, bias_1D, taps, history, partial_dx, stride_s, lead_stride, grad_stride,
     eps, D: tl.constexpr, W: tl.constexpr, GROUP: tl.constexpr, HAS_BIAS: tl.constexpr,
-    LOOK_OUT: tl.constexpr, HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr,
+    MASK_DOCUMENTS: tl.constexpr, HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr,
     SCALED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Compute d(pre-activation) of a token per segment, and dx of the token W - 1 earlier.
 
     NORMALISE: the output has unit length. ``*_stride``: elements from token to token. ``bias_1D``:
-    the conv bias, if HAS_BIAS. MASKED: an end of the sequence is near or, if LOOK_OUT, of a
+    the conv bias, if HAS_BIAS. MASKED: an end of the sequence is near or, if MASK_DOCUMENTS, of a
     document. ``position_ptr``, ``position_R``: tokens' places in documents. ``grad_ptr``: GROUP
-    gradients to sum, times ``factor`` if SCALED. ``unfinished_dx``: dx of the last W - 1 tokens so
+    gradients to sum, times ``factor`` if SCALED. ``partial_dx``: dx of the last W - 1 tokens so
     far. ``lead_ptr``, ``place_ptr``: the lead-in and the tokens' rows in it, if HAS_HISTORY.
     ``d_1D``: channels; ``real_1D``: which exist, if PADDED. ``t_R``, ``real_R``: the segments'
     tokens, and which exist. ``history``: the last W - 1 inputs, newest first.
@@ -44,7 +44,7 @@ def _walk_one_token(
     for member in tl.static_range(1, GROUP):
         grads = grads + (load_row(grad_at_RD + member * D, real_R, real_1D, PADDED, MASKED),)
     x_RD = x_RD.to(tl.float32)
-    if LOOK_OUT:
+    if MASK_DOCUMENTS:
         position_R = tl.load(position_ptr + t_R, mask=real_R, other=0)
         history = drop_other_document(history, position_R, W)
     pre_RD = convolve(x_RD, history, taps, bias_1D, W, HAS_BIAS)
@@ -72,13 +72,13 @@ def _walk_one_token(
     waiting = (taps[W - 1] * dpre_RD,)
     for delay in tl.static_range(1, W):
         sent_RD = dpre_RD
-        if LOOK_OUT:
+        if MASK_DOCUMENTS:
             # The mask comes before the product, so that the compiler fuses product and sum as in
             # code without masks: a document's bits must not depend on a boundary nearby.
             sent_RD = tl.where((position_R >= delay)[:, None], dpre_RD, 0.0)
-        waiting = waiting + (unfinished_dx[delay - 1] + taps[W - 1 - delay] * sent_RD,)
-    unfinished_dx = push_row(waiting[0], waiting[1:W], W - 1)
-    return x_RD, dpre_RD, waiting[W - 1], place_R, position_R, history, unfinished_dx
+        waiting = waiting + (partial_dx[delay - 1] + taps[W - 1 - delay] * sent_RD,)
+    partial_dx = push_row(waiting[0], waiting[1:W], W - 1)
+    return x_RD, dpre_RD, waiting[W - 1], place_R, position_R, history, partial_dx
 
 
 @triton.jit(noinline=True)  # because Triton compiles small functions faster
@@ -102,7 +102,7 @@ def walk_head_backward(
     sums in registers, so it loads every input once; only W - 1 tokens past each segment are
     computed twice.
     """
-    LOOK_OUT: tl.constexpr = PACKED and MASKED
+    MASK_DOCUMENTS: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
     d_D = tl.arange(0, BLOCK_D)
     real_D = d_D < D
@@ -118,7 +118,7 @@ def walk_head_backward(
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
     bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
 
-    if LOOK_OUT:
+    if MASK_DOCUMENTS:
         position_ptr += start
         seen_R = tl.load(position_ptr + first_R, mask=room_R > 0, other=0)
     else:
@@ -145,8 +145,8 @@ def walk_head_backward(
             x_RD, dpre_RD, dx_RD, place_R, seen_R, history, pending = _walk_one_token(
                 x_ptr, grad_ptr, position_ptr, lead_ptr, place_ptr, t_R, room_R > step, d_1D,
                 real_1D, factor, seen_R, bias_1D, taps, history, pending, stride_s, lead_stride,
-                grad_stride, eps, D, W, GROUP, HAS_BIAS, LOOK_OUT, HAS_HISTORY, NORMALISE, SCALED,
-                PADDED, MASKED,
+                grad_stride, eps, D, W, GROUP, HAS_BIAS, MASK_DOCUMENTS, HAS_HISTORY, NORMALISE,
+                SCALED, PADDED, MASKED,
             )  # fmt: skip
             if HAS_HISTORY:
                 at_RD = d_lead_ptr + tl.cast(place_R, tl.int64)[:, None] * lead_stride
@@ -170,7 +170,7 @@ def walk_head_backward(
         x_RD, _, dx_RD, _, seen_R, history, pending = _walk_one_token(
             x_ptr, grad_ptr, position_ptr, lead_ptr, place_ptr, t_R, room_R > step, d_1D,
             real_1D, factor, seen_R, bias_1D, taps, history, pending, stride_s, lead_stride,
-            grad_stride, eps, D, W, GROUP, HAS_BIAS, LOOK_OUT, HAS_HISTORY, NORMALISE, SCALED,
+            grad_stride, eps, D, W, GROUP, HAS_BIAS, MASK_DOCUMENTS, HAS_HISTORY, NORMALISE, SCALED,
             PADDED, MASKED,
         )  # fmt: skip
         dx_at_RD = dx_ptr + (t_R - (W - 1))[:, None] * d_stride_s + d_1D

@@ -145,7 +145,7 @@ def walk_head(
     ``proj_ptr`` points at token 0 of a batch row. Each input is loaded once; a tiled convolution
     would load each input W times. ``out_stride``: elements from one output token to the next.
     """
-    LOOK_OUT: tl.constexpr = PACKED and MASKED
+    MASK_DOCUMENTS: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
     d_D = tl.arange(0, BLOCK_D)
     real_D = d_D < D
@@ -158,7 +158,7 @@ def walk_head(
     room_R = S - start - first_R  # tokens between a segment's start and the sequence's end
     taps = load_taps(weight_ptr, column, d_D, real_D, W)
     bias_1D = load_bias(bias_ptr, column, d_D, real_D, BLOCK_D, HAS_BIAS)
-    if LOOK_OUT:
+    if MASK_DOCUMENTS:
         seen_R = tl.load(position_ptr + start + first_R, mask=room_R > 0, other=0)
     else:
         seen_R = start + first_R
@@ -173,7 +173,7 @@ def walk_head(
             t_R = first_R + step
             x_at_RD = x_ptr + t_R[:, None] * stride_s + d_1D
             x_RD = load_row(x_at_RD, room_R > step, real_1D, PADDED, MASKED)
-            if LOOK_OUT:
+            if MASK_DOCUMENTS:
                 seen_R = tl.load(position_ptr + start + t_R, mask=room_R > step, other=0)
                 history = drop_other_document(history, seen_R, W)
             x_RD = x_RD.to(tl.float32)

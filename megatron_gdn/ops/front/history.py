@@ -47,10 +47,9 @@ class HistoryTable:
         tokens: int,
         device: torch.device,
     ) -> HistoryTable:
-        """Make the table of ``tokens`` tokens from tensors on the host.
+        """The table from host tensors; ``first``, ``count``: each piece's first token, and tokens.
 
-        ``first``, ``count``: each piece's first token and number of tokens. ``sent``: the tokens
-        whose rows were sent, in the order in which their gradients return. ``before``: the field.
+        ``sent``: the tokens whose rows were sent, in the order in which their gradients return.
         """
         ahead = torch.arange(before.shape[1], device="cpu")
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)

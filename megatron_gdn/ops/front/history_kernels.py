@@ -141,8 +141,8 @@ def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: 
     (rows, table, d_rows), columns = history, partial.shape[1]
     partial.zero_()
     (N, _), (B, C) = table.before.shape, rows.shape[1:]
-    numbers, W = (*rows.stride(), columns), weight.shape[-1]
-    launch = _launch(lead_in_backward_kernel, N, B, C, *numbers, W=W)
+    scalars, W = (*rows.stride(), columns), weight.shape[-1]
+    launch = _launch(lead_in_backward_kernel, N, B, C, *scalars, W=W)
     launch(rows, weight, table.before, table.edge, d_lead, d_rows, partial)
 
 
@@ -154,7 +154,7 @@ def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
 
 
 @lru_cache(maxsize=MOST_PLANS)
-def _launch(kernel, N: int, B: int, C: int, *numbers: int, **taps: int) -> Launch:
+def _launch(kernel, N: int, B: int, C: int, *scalars: int, **constants: int) -> Launch:
     """A launch of ``kernel`` with these arguments on the grid (N, blocks of channels, B)."""
     grid = N, triton.cdiv(C, _CHANNELS), B
-    return Launch(kernel, grid, *numbers, CHANNELS=C, BLOCK=_CHANNELS, num_warps=4, **taps)
+    return Launch(kernel, grid, *scalars, CHANNELS=C, BLOCK=_CHANNELS, num_warps=4, **constants)

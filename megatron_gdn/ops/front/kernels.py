@@ -30,25 +30,25 @@ def _convolve_slot(
     rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
     slot, b, start, S, steps, stride_s, lead_stride, eps,
     ROWS: tl.constexpr, STAGES: tl.constexpr, W: tl.constexpr, HAS_BIAS: tl.constexpr,
-    PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr,
-    TABLE: tl.constexpr, N: tl.constexpr,
+    PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
+    TABLE: tl.constexpr, SECTION_INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Compute the head of program ``slot``, if section N of TABLE (CONVOLVED) has this slot.
+    """Compute the head of program ``slot``, if section SECTION_INDEX of TABLE (CONVOLVED) has it.
 
-    ``b``, ``start``: batch row and first token of the tile. ONE_PATH: always use the code with
-    masks, not only near an end of a document.
+    ``b``, ``start``: batch row and first token of the tile. ALWAYS_MASKED: use the code
+    with masks everywhere, not only near an end of a document.
     """
-    FIRST: tl.constexpr = TABLE[N][0]
-    HEADS: tl.constexpr = TABLE[N][1]
-    CHANNEL: tl.constexpr = TABLE[N][2]
-    D: tl.constexpr = TABLE[N][3]
-    BLOCK: tl.constexpr = TABLE[N][4]
-    UNIT: tl.constexpr = TABLE[N][5]
+    FIRST: tl.constexpr = TABLE[SECTION_INDEX][0]
+    HEADS: tl.constexpr = TABLE[SECTION_INDEX][1]
+    CHANNEL: tl.constexpr = TABLE[SECTION_INDEX][2]
+    D: tl.constexpr = TABLE[SECTION_INDEX][3]
+    BLOCK: tl.constexpr = TABLE[SECTION_INDEX][4]
+    UNIT: tl.constexpr = TABLE[SECTION_INDEX][5]
     if (slot >= FIRST) & (slot < FIRST + HEADS):
         head = slot - FIRST
         out_ptr += b * S * (HEADS * D) + head * D
         column = CHANNEL + head * D
-        if ONE_PATH or meets_a_boundary(position_ptr, start, S, ROWS * steps, W, PACKED):
+        if ALWAYS_MASKED or meets_a_boundary(position_ptr, start, S, ROWS * steps, W, PACKED):
             walk_head(
                 rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, out_ptr,
                 column, start, S, steps, stride_s, lead_stride, HEADS * D, eps,
@@ -65,23 +65,23 @@ def _convolve_slot(
 @triton.jit
 def _gate_slot(
     rows_ptr, A_log_ptr, dt_bias_ptr, first_ptr, second_ptr, slot, b, start, S, tokens, stride_s,
-    FUNCTION: tl.constexpr, TABLE: tl.constexpr, N: tl.constexpr,
+    FUNCTION: tl.constexpr, TABLE: tl.constexpr, GATE_INDEX: tl.constexpr,
 ):  # fmt: skip
-    """If gate N of TABLE (GATES) has this slot, write FUNCTION's results for the tile's tokens.
+    """If gate GATE_INDEX of TABLE (GATES) has this slot, write FUNCTION's results for the tile.
 
     ``first_ptr``, ``second_ptr``: receive the first and, if there is one, the second result.
     ``A_log_ptr``, ``dt_bias_ptr``: parameters, read if the gate has a rate.
     """
-    FIRST: tl.constexpr = TABLE[N][0]
-    PROGRAMS: tl.constexpr = TABLE[N][1]
-    COLUMN: tl.constexpr = TABLE[N][2]
-    D: tl.constexpr = TABLE[N][3]
-    BLOCK: tl.constexpr = TABLE[N][4]
-    CHANNELS: tl.constexpr = TABLE[N][5]
-    MAKES: tl.constexpr = TABLE[N][6]
-    RATED: tl.constexpr = TABLE[N][7]
-    LOW: tl.constexpr = TABLE[N][8]
-    HIGH: tl.constexpr = TABLE[N][9]
+    FIRST: tl.constexpr = TABLE[GATE_INDEX][0]
+    PROGRAMS: tl.constexpr = TABLE[GATE_INDEX][1]
+    COLUMN: tl.constexpr = TABLE[GATE_INDEX][2]
+    D: tl.constexpr = TABLE[GATE_INDEX][3]
+    BLOCK: tl.constexpr = TABLE[GATE_INDEX][4]
+    CHANNELS: tl.constexpr = TABLE[GATE_INDEX][5]
+    MAKES: tl.constexpr = TABLE[GATE_INDEX][6]
+    RATED: tl.constexpr = TABLE[GATE_INDEX][7]
+    LOW: tl.constexpr = TABLE[GATE_INDEX][8]
+    HIGH: tl.constexpr = TABLE[GATE_INDEX][9]
     SPAN: tl.constexpr = _SPAN // BLOCK if BLOCK < _SPAN else 1
     if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
         program = slot - FIRST
@@ -119,7 +119,7 @@ def front_forward_kernel(
     CONVOLVED: tl.constexpr, GATES: tl.constexpr, GATE: tl.constexpr, SECOND_GATE: tl.constexpr,
     THIRD_GATE: tl.constexpr, FIRST: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
     """The front's forward. Grid: (slots of heads, then of gates; token tiles; B).
 
@@ -151,7 +151,7 @@ def front_forward_kernel(
         _convolve_slot(
             rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, outs[n],
             slot, b, start, S, steps, stride_s, lead_stride, eps,
-            ROWS, STAGES, W, HAS_BIAS, PACKED, HAS_HISTORY, ONE_PATH, CONVOLVED, n,
+            ROWS, STAGES, W, HAS_BIAS, PACKED, HAS_HISTORY, ALWAYS_MASKED, CONVOLVED, n,
         )  # fmt: skip
 
 
@@ -162,22 +162,23 @@ def _convolve_slot_backward(
     slot, b, start, S, steps, stride_s, d_stride_s, lead_stride, eps,
     H: tl.constexpr, C: tl.constexpr, W: tl.constexpr, ROWS: tl.constexpr, STAGES: tl.constexpr,
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr,
-    ONE_PATH: tl.constexpr, SCALED: tl.constexpr, TABLE: tl.constexpr, N: tl.constexpr,
+    ALWAYS_MASKED: tl.constexpr, SCALED: tl.constexpr, TABLE: tl.constexpr,
+    SECTION_INDEX: tl.constexpr,
 ):  # fmt: skip
     """Backward of :func:`_convolve_slot`; ``factor_ptr``: each head's factor on its gradients."""
-    FIRST: tl.constexpr = TABLE[N][0]
-    HEADS: tl.constexpr = TABLE[N][1]
-    CHANNEL: tl.constexpr = TABLE[N][2]
-    D: tl.constexpr = TABLE[N][3]
-    BLOCK: tl.constexpr = TABLE[N][4]
-    UNIT: tl.constexpr = TABLE[N][5]
-    GROUP: tl.constexpr = TABLE[N][6]
+    FIRST: tl.constexpr = TABLE[SECTION_INDEX][0]
+    HEADS: tl.constexpr = TABLE[SECTION_INDEX][1]
+    CHANNEL: tl.constexpr = TABLE[SECTION_INDEX][2]
+    D: tl.constexpr = TABLE[SECTION_INDEX][3]
+    BLOCK: tl.constexpr = TABLE[SECTION_INDEX][4]
+    UNIT: tl.constexpr = TABLE[SECTION_INDEX][5]
+    GROUP: tl.constexpr = TABLE[SECTION_INDEX][6]
     if (slot >= FIRST) & (slot < FIRST + HEADS):
         head = slot - FIRST
         column = CHANNEL + head * D
         grad_ptr += (b * S * HEADS + head) * (GROUP * D)
         factor = tl.load(factor_ptr + head * (H // HEADS)) if SCALED else 1.0
-        if ONE_PATH or meets_a_boundary(position_ptr, start, S, ROWS * steps, W, PACKED):
+        if ALWAYS_MASKED or meets_a_boundary(position_ptr, start, S, ROWS * steps, W, PACKED):
             walk_head_backward(
                 rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grad_ptr,
                 d_rows_ptr, partial_ptr, d_lead_ptr, column, start, S, steps,
@@ -199,24 +200,24 @@ def _convolve_slot_backward(
 def _gate_slot_backward(
     rows_ptr, A_log_ptr, dt_bias_ptr, d_first_ptr, d_second_ptr, factor_ptr, d_rows_ptr,
     partial_ptr, slot, b, start, S, tokens, stride_s, d_stride_s,
-    H: tl.constexpr, SCALED: tl.constexpr, RATES: tl.constexpr, FUNCTION: tl.constexpr,
-    TABLE: tl.constexpr, N: tl.constexpr,
+    H: tl.constexpr, SCALED: tl.constexpr, RATE_COLUMN: tl.constexpr, FUNCTION: tl.constexpr,
+    TABLE: tl.constexpr, GATE_INDEX: tl.constexpr,
 ):  # fmt: skip
     """Backward of :func:`_gate_slot`; ``d_first_ptr``, ``d_second_ptr``: the results' gradients.
 
-    RATES: the column of ``partial_ptr`` where the sums for A_log and dt_bias begin.
+    RATE_COLUMN: the column of ``partial_ptr`` where the sums for A_log and dt_bias begin.
     """
-    FIRST: tl.constexpr = TABLE[N][0]
-    PROGRAMS: tl.constexpr = TABLE[N][1]
-    COLUMN: tl.constexpr = TABLE[N][2]
-    D: tl.constexpr = TABLE[N][3]
-    BLOCK: tl.constexpr = TABLE[N][4]
-    CHANNELS: tl.constexpr = TABLE[N][5]
-    MAKES: tl.constexpr = TABLE[N][6]
-    RATED: tl.constexpr = TABLE[N][7]
-    LOW: tl.constexpr = TABLE[N][8]
-    HIGH: tl.constexpr = TABLE[N][9]
-    GROUP: tl.constexpr = TABLE[N][10]
+    FIRST: tl.constexpr = TABLE[GATE_INDEX][0]
+    PROGRAMS: tl.constexpr = TABLE[GATE_INDEX][1]
+    COLUMN: tl.constexpr = TABLE[GATE_INDEX][2]
+    D: tl.constexpr = TABLE[GATE_INDEX][3]
+    BLOCK: tl.constexpr = TABLE[GATE_INDEX][4]
+    CHANNELS: tl.constexpr = TABLE[GATE_INDEX][5]
+    MAKES: tl.constexpr = TABLE[GATE_INDEX][6]
+    RATED: tl.constexpr = TABLE[GATE_INDEX][7]
+    LOW: tl.constexpr = TABLE[GATE_INDEX][8]
+    HIGH: tl.constexpr = TABLE[GATE_INDEX][9]
+    GROUP: tl.constexpr = TABLE[GATE_INDEX][10]
     HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
     SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
     # The GROUP gradients of an input lie D elements apart if the gate is per channel, else 1.
@@ -266,7 +267,7 @@ def _gate_slot_backward(
             tl.store(out_TD, d_x_TD.to(d_rows_ptr.dtype.element_ty), mask=real_TD)
         if RATED:
             d_A_D = tl.sum(d_A_TD, axis=0)
-            partial_ptr += RATES
+            partial_ptr += RATE_COLUMN
             if CHANNELS:
                 tl.store(partial_ptr + program, tl.sum(d_A_D, axis=0))
             else:
@@ -285,8 +286,8 @@ def front_backward_kernel(
     CONVOLVED: tl.constexpr, GATES: tl.constexpr, GATE: tl.constexpr, SECOND_GATE: tl.constexpr,
     THIRD_GATE: tl.constexpr, FIRST: tl.constexpr, C: tl.constexpr, W: tl.constexpr,
     ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
-    HAS_HISTORY: tl.constexpr, ONE_PATH: tl.constexpr, H: tl.constexpr, RATES: tl.constexpr,
-    COLUMNS: tl.constexpr, SCALED: tl.constexpr,
+    HAS_HISTORY: tl.constexpr, ALWAYS_MASKED: tl.constexpr, H: tl.constexpr,
+    RATE_COLUMN: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
     """The front's backward. Grid: (slots, token tiles, B); gates start first, so none ends last.
 
@@ -294,7 +295,7 @@ def front_backward_kernel(
     ``dg_ptr``, ``dh_ptr``, ``di_ptr`` from the gates. ``d_gates_ptr`` gets the gradients of the
     gates' columns. ``*stride_s``, ``*stride_b``: elements between tokens, between batch rows. A
     tile has a row of COLUMNS partial sums for the gradients of conv weight [C, W], conv bias [C]
-    and, from column RATES on, A_log and dt_bias. Each program writes some columns of its tile's
+    and, from RATE_COLUMN on, A_log and dt_bias. Each program writes some columns of its tile's
     row; a second launch adds the rows in a fixed order.
     """
     slot = tl.program_id(0)
@@ -316,7 +317,7 @@ def front_backward_kernel(
         _gate_slot_backward(
             gates_ptr, A_log_ptr, dt_bias_ptr, gates[n], dh_ptr, factor_ptr, d_gates_ptr,
             partial_ptr, slot, b, start, S, tokens, gates_stride_s, d_gates_stride_s,
-            H, SCALED, RATES, (GATE, SECOND_GATE, THIRD_GATE)[n], GATES, n,
+            H, SCALED, RATE_COLUMN, (GATE, SECOND_GATE, THIRD_GATE)[n], GATES, n,
         )  # fmt: skip
     grads = (dx_ptr, dy_ptr, dz_ptr)
     for n in tl.static_range(3):
@@ -324,6 +325,6 @@ def front_backward_kernel(
             rows_ptr, weight_ptr, bias_ptr, position_ptr, lead_ptr, place_ptr, grads[n],
             factor_ptr, d_rows_ptr, partial_ptr, d_lead_ptr,
             slot, b, start, S, steps, stride_s, d_stride_s, lead_stride, eps,
-            H, C, W, ROWS, STAGES, HAS_BIAS, PACKED, HAS_HISTORY, ONE_PATH, SCALED,
+            H, C, W, ROWS, STAGES, HAS_BIAS, PACKED, HAS_HISTORY, ALWAYS_MASKED, SCALED,
             CONVOLVED, n,
         )  # fmt: skip

@@ -56,28 +56,29 @@ class TritonFront(TableFront):
         proj, given, documents, history = batch
         S, B, _ = proj.shape
         made: dict[str, Tensor | None] = {}
-        used = [any(name in wanted for name in names) for names, _ in self.outputs]
-        if not any(used):
+        wanted_outputs = [any(name in wanted for name in names) for names, _ in self.outputs]
+        if not any(wanted_outputs):
             return made
         for place, (names, shape) in enumerate(self.outputs):
             dtype = self.dtype if place < 3 else torch.float32
             for name in names:
-                x = proj.new_empty(B, S, *shape, dtype=dtype) if used[place] else None
+                x = proj.new_empty(B, S, *shape, dtype=dtype) if wanted_outputs[place] else None
                 made[name] = x
-        raw = proj if given.apart is None else given.apart
-        lead, place = lead_in(history if any(used[:3]) else None, given.weight)
+        gate_rows = proj if given.apart is None else given.apart
+        lead, place = lead_in(history if any(wanted_outputs[:3]) else None, given.weight)
         launch = _forward_launch(
-            self, S, B, given.weight.shape[-1], proj.stride()[:2], raw.stride()[:2], tuple(used),
-            given.apart is not None, given.bias is not None, documents is not None,
-            lead is not None,
+            self, S, B, given.weight.shape[-1], proj.stride()[:2], gate_rows.stride()[:2],
+            tuple(wanted_outputs), given.apart is not None, given.bias is not None,
+            documents is not None, lead is not None,
         )  # fmt: skip
         # For an output that is not wanted, the kernel gets a pointer to another tensor of the same
         # dtype and does not use the pointer. So one compilation serves all choices of outputs.
         outs = list(made.values())
-        some = next((x for x in outs[:3] if x is not None), proj)
+        stand_in = next((x for x in outs[:3] if x is not None), proj)
         launch(
-            proj, raw, *given[:4], None if documents is None else documents.position_T, lead, place,
-            *(some if x is None else x for x in outs[:3]),
+            proj, gate_rows, *given[:4], None if documents is None else documents.position_T,
+            lead, place,
+            *(stand_in if x is None else x for x in outs[:3]),
             *(given.A_log if x is None else x for x in _padded(outs[3:], None)),
         )  # fmt: skip
         return made
@@ -90,13 +91,14 @@ class TritonFront(TableFront):
         S, B, _ = proj.shape
         d_made = [getattr(grads, name).contiguous() for names, _ in self.outputs for name in names]
         factor, (weight, bias, A_log, dt_bias, *_) = getattr(grads, "factor", None), given
-        raw, d_raw = (proj, d_proj) if d_apart is None else (given.apart, d_apart)
-        assert raw is not None
+        gate_rows, d_gate_rows = (proj, d_proj) if d_apart is None else (given.apart, d_apart)
+        assert gate_rows is not None
         lead, place = lead_in(history, weight)
         d_lead = None if lead is None else torch.empty_like(lead)
         launch, (tiles, columns) = _backward_plan(
             self, S, B, weight.shape[-1],
-            (*proj.stride()[:2], *raw.stride()[:2], *d_proj.stride()[:2], *d_raw.stride()[:2]),
+            (*proj.stride()[:2], *gate_rows.stride()[:2], *d_proj.stride()[:2],
+             *d_gate_rows.stride()[:2]),
             tuple([x.shape[2] for x in d_made]), (proj.element_size(), d_made[2].element_size()),
             d_apart is not None, bias is not None, documents is not None, factor is not None,
             lead is not None,
@@ -105,9 +107,9 @@ class TritonFront(TableFront):
         rows = B * (tiles + (0 if lead is None else len(lead)))
         partial = torch.empty(rows, columns, dtype=torch.float32, device=proj.device)
         launch(
-            proj, raw, weight, bias, A_log, dt_bias,
+            proj, gate_rows, weight, bias, A_log, dt_bias,
             None if documents is None else documents.position_T, lead, place, *d_made[:3],
-            *_padded(d_made[3:], A_log), factor, d_proj, d_raw, partial, d_lead,
+            *_padded(d_made[3:], A_log), factor, d_proj, d_gate_rows, partial, d_lead,
         )  # fmt: skip
         if history is not None and d_lead is not None:
             lead_in_backward(history, weight, d_lead, partial[B * tiles :])
@@ -116,32 +118,33 @@ class TritonFront(TableFront):
         return tuple(made)
 
 
-def _padded(outs: list[Any], filler: Any) -> list[Any]:
-    """Append ``filler`` to ``outs``, which has one element per gate, until there are three."""
-    return [*outs, *[filler] * (_MOST_GATES - len(outs))]
+def _padded(per_gate: list[Any], absent: Any) -> list[Any]:
+    """Append ``absent`` to ``per_gate`` until there are three elements, as in the kernels."""
+    return [*per_gate, *[absent] * (_MOST_GATES - len(per_gate))]
 
 
 @lru_cache(maxsize=MOST_PLANS)
 def _forward_launch(
     front: TritonFront, S: int, B: int, W: int, strides: tuple[int, int],
-    raw_strides: tuple[int, int], used: tuple[bool, ...], apart: bool, has_bias: bool,
-    packed: bool, has_history: bool,
+    gate_strides: tuple[int, int], wanted_outputs: tuple[bool, ...], gates_apart: bool,
+    has_bias: bool, packed: bool, has_history: bool,
 ) -> Launch:  # fmt: skip
-    """The forward's launch; ``used``: which outputs it computes.
+    """The forward's launch; ``wanted_outputs``: which outputs it computes.
 
-    ``apart``: the gates' columns have rows of their own, with the strides ``raw_strides``.
+    ``gates_apart``: the gates' columns have rows of their own; ``gate_strides``: of these rows.
     """
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
     tile = within_32_bit_offsets(
-        within_grid(tile, S, B), S, W, (strides[0], raw_strides[0], *_elements_per_token(front))
+        within_grid(tile, S, B), S, W, (strides[0], gate_strides[0], *_elements_per_token(front))
     )
-    convolved, gates, functions = kernel_tables(front, apart)
+    convolved, gates, functions = kernel_tables(front, gates_apart)
     slots = [of[1] for of in (*convolved, *gates)]
-    first, last = used.index(True), len(used) - used[::-1].index(True)
-    assert all(used[first:last]), "wanted sections must be adjacent"
+    first = wanted_outputs.index(True)
+    last = len(wanted_outputs) - wanted_outputs[::-1].index(True)
+    assert all(wanted_outputs[first:last]), "wanted sections must be adjacent"
     return Launch(
         front_forward_kernel, (sum(slots[first:last]), triton.cdiv(S, tile.tokens), B),
-        S, tile.steps, sum(slots[:first]), *strides, *raw_strides, _EPS,
+        S, tile.steps, sum(slots[:first]), *strides, *gate_strides, _EPS,
         CONVOLVED=convolved, GATES=gates, **functions,
         **_constants(front, tile, W, has_bias, packed, has_history),
     )  # fmt: skip
@@ -150,13 +153,13 @@ def _forward_launch(
 @lru_cache(maxsize=MOST_PLANS)
 def _backward_plan(
     front: TritonFront, S: int, B: int, W: int, strides: tuple[int, ...], d_heads: tuple[int, ...],
-    sizes: tuple[int, int], apart: bool, has_bias: bool, packed: bool, scaled: bool,
-    has_history: bool,
+    element_bytes: tuple[int, int], gates_apart: bool, has_bias: bool, packed: bool,
+    has_factor: bool, has_history: bool,
 ) -> tuple[Launch, tuple[int, int]]:  # fmt: skip
     """The backward's launch, and the numbers of tiles and of columns of the partial sums.
 
-    ``d_heads``: heads of each gradient; ``sizes``: bytes per element of the rows and of a gradient;
-    ``apart``: the gates' columns have rows of their own; ``scaled``: the gradients have a factor.
+    ``d_heads``: heads of each gradient; ``element_bytes``: of the rows and of a gradient;
+    ``gates_apart``: the gates' columns have rows of their own.
     """
     layout, heads = front.layout, [shape[0] for names, shape in front.outputs for _ in names]
     assert all(of % n == 0 for of, n in zip(d_heads, heads, strict=True)), (d_heads, heads)
@@ -167,20 +170,20 @@ def _backward_plan(
         group * width for group, width in zip(groups, _elements_per_token(front), strict=True)
     ]
     tile = within_32_bit_offsets(tile, S, W, (*strides[::2], *widths))
-    convolved, gates, functions = kernel_tables(front, apart, "_backward", groups)
-    copied = [of[4] * (sizes[0] + of[6] * sizes[1]) for of in convolved]
+    convolved, gates, functions = kernel_tables(front, gates_apart, "_backward", groups)
+    copied = [of[4] * (element_bytes[0] + of[6] * element_bytes[1]) for of in convolved]
     tile = within_shared_memory(tile, max(copied))
     assert tile.steps >= W - 1, "a segment must have at least W - 1 steps"
-    tiles, rates = triton.cdiv(S, tile.tokens), layout.conv_width * (W + has_bias)
+    tiles, rate_column = triton.cdiv(S, tile.tokens), layout.conv_width * (W + has_bias)
     (rated,) = (gate for gate in front.table.gates if gate.rated)
     n, width = layout.shape_of(rated.section)
-    columns = rates + n + n * width
+    columns = rate_column + n + n * width
     launch = Launch(
         front_backward_kernel, (sum(of[1] for of in (*gates, *convolved)), tiles, B),
         S, tile.steps, *strides, _EPS,
         CONVOLVED=convolved, GATES=gates, **functions,
         **_constants(front, tile, W, has_bias, packed, has_history),
-        H=layout.state_heads, RATES=rates, COLUMNS=columns, SCALED=scaled,
+        H=layout.state_heads, RATE_COLUMN=rate_column, COLUMNS=columns, SCALED=has_factor,
     )  # fmt: skip
     return launch, (tiles, columns)
 
@@ -197,12 +200,15 @@ def _elements_per_token(front: TritonFront) -> list[int]:
 
 
 def kernel_tables(
-    front: TableFront, apart: bool = False, suffix: str = "", groups: Sequence[int] | None = None
+    front: TableFront,
+    gates_apart: bool = False,
+    suffix: str = "",
+    groups: Sequence[int] | None = None,
 ) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
     """The kernels' arguments CONVOLVED and GATES, and the gates' functions by argument name.
 
-    ``suffix`` of the gates' functions: "_backward" in the backward. ``groups``: for each input, how
-    many heads of its gradient are summed for one head. ``apart``: the gates have rows of their own.
+    ``suffix``: of the gates' functions. ``groups``: for each input, how many heads of its gradient
+    are summed for one head. ``gates_apart``: the gates are in rows of their own.
     """
     layout, convolved, gates, place = front.layout, [], [], 3
     groups = [1] * len(front.names) if groups is None else groups
@@ -211,7 +217,7 @@ def kernel_tables(
     for gate in front.table.gates:
         heads, width = layout.shape_of(gate.section)
         programs, columns = (heads, width) if gate.channels else (1, heads)
-        first = layout.columns(gate.section).start - (layout.main_width if apart else 0)
+        first = layout.columns(gate.section).start - (layout.main_width if gates_apart else 0)
         gates.append((
             slot, programs, first, columns, block_dim(columns), gate.channels, len(gate.rule_input),
             gate.rated, float(gate.low), float(gate.high), groups[place],
@@ -233,10 +239,10 @@ def _constants(
 ) -> dict[str, Any]:
     """The constexpr arguments and compile options of both kernels, which cut tokens by ``tile``."""
     assert tile.steps % 4 == 0, "the loop is unrolled four times"
-    one_path, layout = front.batch_invariant and packed, front.layout
+    always_masked, layout = front.batch_invariant and packed, front.layout
     return {
         "FIRST": layout.conv_columns.start, "C": layout.conv_width, "W": W, "ROWS": tile.rows,
         "STAGES": tile.stages, "HAS_BIAS": has_bias, "PACKED": packed, "HAS_HISTORY": has_history,
-        "ONE_PATH": one_path, "num_warps": tile.warps, "maxnreg": tile.registers,
-        "enable_fp_fusion": not one_path,
+        "ALWAYS_MASKED": always_masked, "num_warps": tile.warps, "maxnreg": tile.registers,
+        "enable_fp_fusion": not always_masked,
     }  # fmt: skip

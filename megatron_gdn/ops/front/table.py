@@ -72,7 +72,7 @@ class FrontTable:
     scale: float = 1.0
     erases: bool = True
 
-    @property
+    @cached_property
     def unit_length(self) -> bool:
         """Whether at least one convolved section (q, k) is scaled to unit length."""
         return any(part.unit_length for part in self.convolved)
@@ -175,9 +175,8 @@ class TableFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        """The rule's inputs, a NamedTuple, from rows with any strides of S and B.
+        """The rule's inputs from rows with any strides of S and B.
 
-        The convolution never crosses a document boundary; all batch rows have the same boundaries.
         ``only``: the names to compute, adjacent in :attr:`names`; all other inputs are None.
         """
         given, wanted = self._named_parameters(parameters), self.names if only is None else only

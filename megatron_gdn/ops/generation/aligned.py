@@ -36,51 +36,47 @@ if TYPE_CHECKING:
 
 
 def prefill_on_grid(
-    proj: Tensor,
-    parts: Parts,
-    history: Tensor,
-    state: Tensor,
-    documents: Documents | None,
+    proj: Tensor, parts: Parts, history: Tensor, state: Tensor, documents: Documents | None,
     begins: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mix the tokens ``proj`` [s, B, P]; return the output, the next histories and the next states.
 
     ``history`` and ``state``: the memory of N sequences before these tokens. ``begins``: the
     sequences are new; otherwise the host waits to read the token counts in ``history``.
     """
     new, past, device = proj.transpose(0, 1), parts.past, proj.device
-    counted, history = history[:, :1], history[:, 1:].to(proj.dtype)
-    old = [0] * len(history) if begins else (counted[:, 0, 0].long() % CHUNK).tolist()
+    count_row, history = history[:, :1], history[:, 1:].to(proj.dtype)
+    old = [0] * len(history) if begins else (count_row[:, 0, 0].long() % CHUNK).tolist()
     lengths = (new.shape[1],) * new.shape[0] if documents is None else documents.lengths
-    held = [n + more for n, more in zip(old, lengths, strict=True)]
-    tables = _PrefillIndices.build(old, held, past)
+    total_counts = [n + length for n, length in zip(old, lengths, strict=True)]
+    tables = _PrefillIndices.build(old, total_counts, past)
     source, fresh, full, tail, kept, empty = (to_device(x, device) for x in tables)
     known = torch.cat([history.flatten(0, 1), new.flatten(0, 1)])
     rows = known.index_select(0, source)[None]
-    grid = grid_of(rows, _documents(held, device), parts.state.heads)
-    before = history[:, :past].index_select(0, _filled(held, device))
+    grid = grid_of(rows, _documents(total_counts, device), parts.state.heads)
+    before = history[:, :past].index_select(0, _indices_of_nonempty(total_counts, device))
     inputs = front_on_grid(parts.front, parts.of_front, rows, grid, before)
 
     # The rule first runs full chunks, which gives the next states, then all remaining tokens.
     o = None
-    whole = [n // CHUNK * CHUNK for n in held]
-    for tokens, counts in ((full, whole), (tail, [n % CHUNK for n in held])):
-        index = _filled(counts, device)
+    whole = [n // CHUNK * CHUNK for n in total_counts]
+    for tokens, counts in ((full, whole), (tail, [n % CHUNK for n in total_counts])):
+        index = _indices_of_nonempty(counts, device)
         if not len(index):
             continue
-        some = map_inputs(inputs, lambda x, tokens=tokens: x.index_select(1, tokens))
-        begun = parts.rule.begin(some, _documents(counts, device))
-        made = begun.run(state.index_select(0, index), keep=False, final=tokens is full)
-        if made.final is not None:
-            state = state.index_copy(0, index, made.final.to(state.dtype))
-        o = made.o.new_empty(1, rows.shape[1], *made.o.shape[2:]) if o is None else o
-        o.index_copy_(1, tokens, made.o)
+        selected = map_inputs(inputs, lambda x, tokens=tokens: x.index_select(1, tokens))
+        begun = parts.rule.begin(selected, _documents(counts, device))
+        result = begun.run(state.index_select(0, index), keep=False, final=tokens is full)
+        if result.final is not None:
+            state = state.index_copy(0, index, result.final.to(state.dtype))
+        o = result.o.new_empty(1, rows.shape[1], *result.o.shape[2:]) if o is None else o
+        o.index_copy_(1, tokens, result.o)
     assert o is not None, "there are tokens"
 
     mixed = _read_out_tokens(parts, o, rows, grid, fresh, proj)
     next_rows = known.index_select(0, kept).masked_fill_(empty[:, None], 0)
-    counted[:, 0, 0] = to_device(torch.tensor(held, device="cpu") % CHUNK, device)
-    in_parts = counted.to(next_rows.dtype), next_rows.unflatten(0, (len(held), -1))
+    count_row[:, 0, 0] = to_device(torch.tensor(total_counts, device="cpu") % CHUNK, device)
+    in_parts = count_row.to(next_rows.dtype), next_rows.unflatten(0, (len(total_counts), -1))
     return mixed, torch.cat(in_parts, dim=1), state
 
 
@@ -99,12 +95,12 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
     history[number, 1 + past + place] = row[0].to(history.dtype)
     rows = history[:, 1:].to(row.dtype)
     chunks = rows[:, past:]
-    made = parts.rule.begin(_rule_inputs(parts, rows), None).run(state, keep=False, final=True)
-    assert made.final is not None
+    result = parts.rule.begin(_rule_inputs(parts, rows), None).run(state, keep=False, final=True)
+    assert result.final is not None
     grid = grid_of(chunks, None, parts.state.heads)
-    mixed = _read_out_tokens(parts, made.o, chunks, grid, number * CHUNK + place, row)
+    mixed = _read_out_tokens(parts, result.o, chunks, grid, number * CHUNK + place, row)
     full = place == CHUNK - 1
-    write_slots(memory.state, slots.where(full, -1), made.final.to(state.dtype))
+    write_slots(memory.state, slots.where(full, -1), result.final.to(state.dtype))
     # Changed rows: the count, the new row and, if the chunk is full, rows before the next chunk.
     changed = torch.cat([history[:, :1], row.transpose(0, 1), history[:, 1 + CHUNK :]], 1)
     changed[:, 0, 0] = (place + 1) % CHUNK
@@ -130,18 +126,19 @@ def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
 
 
 def _read_out_tokens(
-    parts: Parts, o: Tensor, rows: Tensor, grid: ChunkTable, wanted: Tensor, new_rows: Tensor
+    parts: Parts, o: Tensor, rows: Tensor, grid: ChunkTable, token_indices: Tensor, new_rows: Tensor
 ) -> Tensor:
-    """The readout ``[s, B, H * V]`` of some tokens of ``o``, the rule's output for all chunks.
+    """The readout ``[s, B, H * V]`` of the rows ``token_indices`` of ``o``, all batch rows joined.
 
-    ``wanted``: the indices of these tokens in ``o``, batch rows end to end. ``new_rows``
-    [s, B, P]: the projection rows of these tokens. ``rows``: the projection rows of all tokens.
+    ``rows``, ``new_rows [s, B, P]``: the projection rows of all tokens and of these tokens.
     """
     readout, gamma = parts.readout, parts.parameters[-1]
     if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):
-        o = o.flatten(0, 1).index_select(0, wanted).unflatten(0, new_rows.shape[1::-1])
+        o = o.flatten(0, 1).index_select(0, token_indices).unflatten(0, new_rows.shape[1::-1])
         return readout.forward(o, new_rows, gamma)
-    mixed = readout_on_grid(readout, o, rows, gamma, grid).flatten(0, 1).index_select(0, wanted)
+    mixed = (
+        readout_on_grid(readout, o, rows, gamma, grid).flatten(0, 1).index_select(0, token_indices)
+    )
     return mixed.unflatten(0, new_rows.shape[1::-1]).transpose(0, 1).contiguous()
 
 
@@ -150,7 +147,7 @@ def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
     return Documents((0, *accumulate(lengths)), device)
 
 
-def _filled(counts: Sequence[int], device: torch.device) -> Tensor:
+def _indices_of_nonempty(counts: Sequence[int], device: torch.device) -> Tensor:
     """The indices n (int64) of the sequences whose number of tokens ``counts[n]`` is not zero."""
     index = [n for n, count in enumerate(counts) if count]
     return to_device(torch.tensor(index, dtype=torch.int64, device="cpu"), device)
@@ -167,18 +164,22 @@ class _PrefillIndices(NamedTuple):
     empty: Tensor  # bool, which rows of the next histories must be set to zero
 
     @classmethod
-    def build(cls, old_counts: Sequence[int], held: Sequence[int], past: int) -> _PrefillIndices:
-        """``old_counts[n]``: old tokens in sequence n's current chunk; ``held[n]``: old and new
-        tokens together; ``past``: W - 1.
+    def build(
+        cls, old_counts: Sequence[int], total_counts: Sequence[int], past: int
+    ) -> _PrefillIndices:
+        """``old_counts[n]``: old tokens in sequence n's current chunk; ``total_counts[n]``: old and
+        new tokens together; ``past``: W - 1.
         """
-        old, count = torch.tensor([old_counts, held], dtype=torch.int64, device="cpu")
-        size, more = past + CHUNK, count - old
-        start = len(held) * size + more.cumsum(0) - more  # known row of each first new token
+        old, count = torch.tensor([old_counts, total_counts], dtype=torch.int64, device="cpu")
+        size, new_count = past + CHUNK, count - old
+        start = (
+            len(total_counts) * size + new_count.cumsum(0) - new_count
+        )  # known row of each first new token
 
         def known(n: Tensor, token: Tensor) -> Tensor:
             return torch.where(token < old[n], n * size + past + token, start[n] + token - old[n])
 
-        number = torch.arange(len(held), device="cpu")
+        number = torch.arange(len(total_counts), device="cpu")
         n = number.repeat_interleave(count)
         token = torch.arange(len(n), device="cpu") - (count.cumsum(0) - count)[n]
         whole = count // CHUNK * CHUNK
@@ -187,7 +188,9 @@ class _PrefillIndices(NamedTuple):
         empty = next_token >= count[:, None]
         last = torch.minimum(next_token, count[:, None] - 1)
         # A sequence without tokens may copy any known row, since ``empty`` zeroes the copy.
-        kept = known(number[:, None], last).clamp(0, len(held) * size + int(more.sum()) - 1)
+        kept = known(number[:, None], last).clamp(
+            0, len(total_counts) * size + int(new_count.sum()) - 1
+        )
         return cls(
             known(n, token), (token >= old[n]).nonzero()[:, 0], in_full.nonzero()[:, 0],
             (~in_full).nonzero()[:, 0], kept.flatten(), empty.flatten(),

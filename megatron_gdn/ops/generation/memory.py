@@ -8,6 +8,7 @@ columns, W conv taps, H heads with a state, K rows of a state, V columns of a st
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
@@ -111,12 +112,13 @@ class MemoryShape(NamedTuple):
     columns: int
     rows_first: bool = False  # True: a history is [rows, channels] (on the grid)
 
-    @classmethod
-    def of(cls, layout: Layout, state: StateShape, taps: int, on_grid: bool = False) -> MemoryShape:
+    @staticmethod
+    @lru_cache(maxsize=64)
+    def of(layout: Layout, state: StateShape, taps: int, on_grid: bool = False) -> MemoryShape:
         """The sizes for this rank's ``layout``; ``on_grid``: for a mixer on the grid."""
         channels = layout.width if on_grid else layout.conv_width
         past = taps + CHUNK if on_grid else taps - 1
-        return cls(channels, past, *state[:3], on_grid)
+        return MemoryShape(channels, past, *state[:3], on_grid)
 
     @property
     def history(self) -> tuple[int, int]:
@@ -140,11 +142,7 @@ class MemoryShape(NamedTuple):
         )
 
     def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
-        """Check ``memory`` of N ``sequences``; with slots, M > N, W inputs, wider dtypes are legal.
-
-        Raises:
-            ValueError: a wrong shape or dtype; the message names the expected and the actual one.
-        """
+        """Check ``memory`` of N ``sequences``; slots may have M > N, W inputs and wider dtypes."""
         wide, slots = torch.promote_types(dtype, torch.float32), memory.slots
         for name, tensor, shape, least in (
             ("history", memory.history, self.history, dtype),

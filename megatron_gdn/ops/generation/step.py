@@ -80,13 +80,9 @@ def prefill(
 
 
 def _prefill_in_chunks(
-    proj: Tensor,
-    parts: Parts,
-    history: Tensor,
-    state: Tensor,
-    documents: Documents | None,
+    proj: Tensor, parts: Parts, history: Tensor, state: Tensor, documents: Documents | None,
     begins: bool,
-) -> tuple[Tensor, Tensor]:
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The output ``[s, B, H * V]`` and next states, for a mixer that is not on the grid."""
     past = None
     if parts.past and not begins:
@@ -107,12 +103,7 @@ def _prefill_in_chunks(
 
 
 @torch.no_grad()
-def decode(
-    proj: Tensor,
-    parts: Parts,
-    memory: Memory,
-    steps: Memory | None = None,
-) -> Tensor:
+def decode(proj: Tensor, parts: Parts, memory: Memory, steps: Memory | None = None) -> Tensor:
     """Mix the next s tokens of every sequence, one at a time; return ``[s, N, H * V]``.
 
     The bits of an output row do not depend on the number of tokens in a call. A CUDA graph can

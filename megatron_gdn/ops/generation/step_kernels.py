@@ -72,24 +72,16 @@ def decode_token_in_slots(
 
 @lru_cache(maxsize=MOST_PLANS)
 def _step_launches(
-    front: TableFront,
-    N: int,
-    row_stride: int,
-    taps: int,
-    history_rows: int,
-    has_bias: bool,
-    D_size: int,
-    transposed: bool,
-    has_slots: bool,
-    strides: tuple[int, int],
-    after: tuple[int, int] | None,
-) -> tuple[Launch, Launch]:
+    front: TableFront, N: int, row_stride: int, taps: int, history_rows: int, has_bias: bool,
+    D_size: int, transposed: bool, has_slots: bool, strides: tuple[int, int],
+    after_strides: tuple[int, int] | None,
+) -> tuple[Launch, Launch]:  # fmt: skip
     """The launches of the two kernels.
 
     ``row_stride``: elements between the rows of two sequences. ``history_rows``: inputs in a
     history. ``D_size``: elements of the parameter D, 0 without D. ``transposed``: a state is [V, K]
     in memory. ``has_slots``: the kernels load slot numbers. ``strides``: elements between two slots
-    of the history and of the state; ``after``: the same for the buffers of the next memory.
+    of the history and of the state; ``after_strides``: the same for the buffers of the next memory.
     """
     table, layout, (H, K, V, _) = front.table, front.layout, front.table.state
     starts = [front.channels(name).start for name in table.step_sections]
@@ -98,19 +90,19 @@ def _step_launches(
     shape = {
         "G": G, "H": H, "K": K, "V": V, "C": layout.conv_width,
         "Q_AT": starts[0], "K_AT": starts[1], "V_AT": starts[2], "BLOCK_K": block_dim(K),
-        "HAS_SLOTS": has_slots, "HAS_AFTER": after is not None,
+        "HAS_SLOTS": has_slots, "HAS_AFTER": after_strides is not None,
     }  # fmt: skip
-    after = after or (0, 0)
+    after_strides = after_strides or (0, 0)
     conv = Launch(
         conv_step_kernel, (2 * G + H, N),
-        row_stride, strides[0], after[0], layout.conv_columns.start, _EPS,
+        row_stride, strides[0], after_strides[0], layout.conv_columns.start, _EPS,
         W=taps, HELD=history_rows, BLOCK_V=block_dim(V), HAS_BIAS=has_bias, UNIT=table.unit_length,
         num_warps=1, **shape,
     )  # fmt: skip
     block_v = min(_BLOCK_V, block_dim(V))
     step = Launch(
         state_step_kernel, (triton.cdiv(V, block_v), H, N),
-        row_stride, strides[1], after[1], table.scale,
+        row_stride, strides[1], after_strides[1], table.scale,
         GATES=gates, **functions, BLOCK_V=block_v, SKIPS=D_size // H, ERASES=table.erases,
         TRANSPOSED=transposed, num_warps=4, **shape,
     )  # fmt: skip
@@ -239,15 +231,17 @@ def state_step_kernel(
     there_V = real_V & (slot >= 0)
     value_V = tl.load(convolved_ptr + h * V + V_AT + v_V, mask=there_V, other=0.0)
     row_ptr += n * stride_n
-    g_K, write_K = _gate(row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, GATE, GATES, 0, H, K)
+    g_K, write_K = _compute_gate(
+        row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, GATE, GATES, 0, H, K
+    )
     if SECOND_GATE is not None:
-        write_K, _ = _gate(
+        write_K, _ = _compute_gate(
             row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, SECOND_GATE, GATES, 1, H, K
         )  # fmt: skip
     S_KV = tl.load(at_KV, mask=real_KV, other=0.0).to(tl.float32) * tl.exp(g_K)[:, None]
     x_V = value_V
     if THIRD_GATE is not None:
-        write_V, _ = _gate(
+        write_V, _ = _compute_gate(
             row_ptr, A_log_ptr, dt_bias_ptr, h, v_V, real_V, THIRD_GATE, GATES, 2, H, V
         )  # fmt: skip
         x_V = write_V * value_V - tl.sum(S_KV * (write_K * key_K)[:, None], axis=0)
@@ -269,7 +263,7 @@ def state_step_kernel(
 
 
 @triton.jit
-def _gate(
+def _compute_gate(
     row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, TABLE: tl.constexpr,
     N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip

@@ -32,7 +32,6 @@ def compile_in_one_process(kernel: Any) -> None:
 
     @wraps(compile)
     def compile_under_lock(key: Any, *args: Any, **kwargs: Any) -> Any:
-        """Compile the variant ``key`` of the kernel while this process holds the variant's lock."""
         import triton
 
         name, variant = kernel.__name__, hashlib.sha256(repr(key).encode()).hexdigest()[:16]

@@ -22,10 +22,7 @@ MOST_PLANS = 256  # most launches in a cache, whose keys are shapes, strides and
 
 
 def pointers_and_key(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], tuple] | None:
-    """The pointers of ``tensors``, and the properties that choose the compiled kernel.
-
-    Returns None if a tensor is not on a GPU; Triton's own call then raises an error.
-    """
+    """The tensors' pointers and what chooses the compiled kernel; None if one is not on a GPU."""
     pointers: list[int | None] = []
     key: list[Any] = []
     low = 0
@@ -65,9 +62,8 @@ class Launch:
             compile_in_one_process(kernel)
 
     def __call__(self, *tensors: Tensor | None) -> None:
-        found = (
-            None if self._ordinary or _has_launch_hooks(self._kernel) else pointers_and_key(tensors)
-        )
+        hooked = self._ordinary or _has_launch_hooks(self._kernel)
+        found = None if hooked else pointers_and_key(tensors)
         if found is None:
             self._kernel[self._grid](*tensors, *self._numbers, **self._constants)
             return

@@ -21,11 +21,13 @@ _MOST_OUTS = 4
 
 
 @triton.jit
-def _store_columns(out_ptr, sum_M, m_M, begin, end):
-    """Store the sums ``sum_M`` of those columns ``m_M`` that are in [begin, end), rounded once."""
+def _store_columns(out_ptr, sum_M, m_M, first_column, end_column):
+    """Store ``sum_M`` of columns ``m_M`` from ``first_column`` up to ``end_column``, rounded."""
     if out_ptr is not None:
         rounded_M = sum_M.to(out_ptr.dtype.element_ty)
-        tl.store(out_ptr + m_M - begin, rounded_M, mask=(m_M >= begin) & (m_M < end))
+        tl.store(
+            out_ptr + m_M - first_column, rounded_M, mask=(m_M >= first_column) & (m_M < end_column)
+        )
 
 
 @triton.jit

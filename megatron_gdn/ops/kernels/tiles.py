@@ -75,14 +75,10 @@ def within_32_bit_offsets(
     A program also reads ``taps - 1`` tokens on either side of its tile, within the ``tokens`` of
     a row. ``strides`` has, for each tensor, the number of elements from one token to the next. A
     stride of more than 32 bits is skipped, since its offsets are computed with 64 bits.
-
-    Raises:
-        ValueError: even the smallest tile has offsets that do not fit into 32 bits.
     """
     stride = max((x for x in strides if x < 2**31), default=0)
 
     def fits(tile: SegmentTile) -> bool:
-        """Whether all offsets from the first token of ``tile`` fit into 32 bits."""
         return (min(tile.tokens + taps - 1, tokens) - 1) * stride < 2**31
 
     while not fits(tile) and tile.steps > _FEWEST_STEPS:
@@ -100,11 +96,7 @@ def within_32_bit_offsets(
 
 
 def within_grid(tile: SegmentTile, tokens: int, batch: int) -> SegmentTile:
-    """``tile``, with more steps if a batch row would have more tiles than a grid's axis takes.
-
-    Raises:
-        ValueError: ``batch`` is more than 65535 rows.
-    """
+    """``tile``, with more steps if a batch row would have more tiles than a grid's axis takes."""
     if batch > MOST_PROGRAMS:
         raise ValueError(
             f"the batch has {batch} rows, but the Triton kernels take at most {MOST_PROGRAMS}. Use "

@@ -68,12 +68,7 @@ class RuleForward(_RuleCall):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output for the initial states ``initial``; None means zeros.
-
-        Args:
-            keep: whether tensors are kept for a backward.
-            final: also return the final states.
-        """
+        """The output; ``keep``: for a backward too; ``final``: also return the final states."""
         raise NotImplementedError
 
 
@@ -99,8 +94,7 @@ class RuleBackward(_RuleCall):
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in a tuple whose type the rule chooses.
 
-        ``initial`` has the forward's initial states, ``d_final [N, H, K, V]`` the gradients of the
-        final states; None means zeros.
+        ``initial``: the forward's initial states; ``d_final``: the final states' gradients.
         """
         raise NotImplementedError
 
@@ -154,10 +148,9 @@ class Rule:
     def run_again(
         self, inputs: Any, kept: Saved, documents: Documents | None, initial: Tensor | None
     ) -> RuleOutput:
-        """Run a forward again, to compute ``o`` and the tensors for the backward.
+        """Run a forward again; ``kept`` is the result of :meth:`kept_to_run_again`.
 
-        ``inputs`` and the ``initial`` states have the same bits as in the first run. ``kept`` is
-        the result of :meth:`kept_to_run_again`.
+        ``inputs`` and the ``initial`` states have the same bits as in the first run.
         """
         return self.begin(inputs, documents).run(initial)
 

@@ -170,11 +170,13 @@ class ChunkTable:
         return all(len(group.begins) == group.chunks for group in self.groups)
 
     @staticmethod
-    def of(documents: Documents, chunk_size: int, heads: int, fixed: bool = False) -> ChunkTable:
-        """The cached table of ``documents``; ``fixed``: products have one shape on a CPU, too."""
+    def of(
+        documents: Documents, chunk_size: int, heads: int, one_chunk_groups: bool = False
+    ) -> ChunkTable:
+        """The cached table; groups of one chunk give products one shape on a CPU, as on a GPU."""
         fill_up = fills_last_group(documents.device)
-        at_once = 1 if fixed and not fill_up else chunks_at_once(heads)
-        key = ChunkTable, chunk_size, at_once, fill_up
+        chunks_per_group = 1 if one_chunk_groups and not fill_up else chunks_at_once(heads)
+        key = ChunkTable, chunk_size, chunks_per_group, fill_up
         return documents.plan(key, lambda: _build_table(documents, *key[1:]))
 
     def chunks_in(self, group: ChunkGroup) -> int:
@@ -184,12 +186,9 @@ class ChunkTable:
     def to_chunks(
         self, x: Tensor, group: ChunkGroup, dtype: torch.dtype, out: Tensor | None = None
     ) -> Tensor:
-        """Copy the group's tokens of ``x [B, T, H, ...]`` to chunks ``[n, H, C, ...]``.
-
-        Empty slots are zero: a token of zeros writes nothing, and the state does not decay.
-        """
+        """Copy the group's tokens of ``x [B, T, H, ...]`` to chunks ``[n, H, C, ...]``."""
         rows = x.flatten(0, 1)[group.token]
-        if group.empty is not None:
+        if group.empty is not None:  # zeros write nothing and do not decay a state
             rows.masked_fill_(group.empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
         chunks = rows.view(-1, self.chunk_size, *rows.shape[1:]).movedim(1, 2)
         if out is None:
@@ -233,13 +232,13 @@ class _TokenPlaces(NamedTuple):
     filled: Tensor  # bool [N], whether the sequence has tokens
 
 
-def _token_places(documents: Documents, C: int, padded: int) -> _TokenPlaces:
-    """The places in ``padded`` chunks of C tokens, which include empty chunks at the end."""
+def _token_places(documents: Documents, C: int, chunk_count: int) -> _TokenPlaces:
+    """The places in ``chunk_count`` chunks of C tokens, with empty chunks at the end."""
     starts, document_T = documents.starts.long(), documents.document_T()
     offset, indices = (x.long() for x in chunk_places_of(documents, C))
     device, T = starts.device, documents.total_tokens
-    sequence, place = F.pad(indices, (0, 0, 0, padded - len(indices))).unbind(1)
-    number = torch.arange(padded, device=device)
+    sequence, place = F.pad(indices, (0, 0, 0, chunk_count - len(indices))).unbind(1)
+    number = torch.arange(chunk_count, device=device)
     real = number < offset[-1]
     sequence = torch.where(real, sequence, documents.sequences - 1)
     token = (starts[sequence] + place * C)[:, None] + torch.arange(C, device=device)
@@ -257,18 +256,20 @@ def _token_places(documents: Documents, C: int, padded: int) -> _TokenPlaces:
     )
 
 
-def _build_table(documents: Documents, C: int, at_once: int, fill_up: bool) -> ChunkTable:
-    """The table in groups of ``at_once`` chunks; ``fill_up``: pad the last with empty chunks."""
+def _build_table(documents: Documents, C: int, chunks_per_group: int, fill_up: bool) -> ChunkTable:
+    """The table in groups of ``chunks_per_group``; ``fill_up``: add empty chunks to the last."""
     n, N = documents.most_chunks(C), max(documents.sequences, 1)
     if n == 0:
         return ChunkTable(C, N, (), None)
-    padded = -(-n // at_once) * at_once if fill_up else n
+    chunk_count = -(-n // chunks_per_group) * chunks_per_group if fill_up else n
     places = documents.table(
-        (_TokenPlaces, C, padded), lambda these: _token_places(these, C, padded), move=False
+        (_TokenPlaces, C, chunk_count),
+        lambda these: _token_places(these, C, chunk_count),
+        move=False,
     )
     groups = []
-    for start in range(0, n, at_once):
-        stop = min(start + at_once, padded)
+    for start in range(0, n, chunks_per_group):
+        stop = min(start + chunks_per_group, chunk_count)
         if documents.known:
             groups.append(_group(places, C, start, stop, min(stop, n), documents.device))
         else:
@@ -277,9 +278,9 @@ def _build_table(documents: Documents, C: int, at_once: int, fill_up: bool) -> C
 
 
 def _group(
-    places: _TokenPlaces, C: int, start: int, stop: int, end: int, device: torch.device
+    places: _TokenPlaces, C: int, start: int, stop: int, first_empty: int, device: torch.device
 ) -> ChunkGroup:
-    """Chunks ``start`` to ``stop`` of ``places``, as a group; chunks from ``end`` on are empty."""
+    """The group of chunks ``start`` to ``stop``, which have no tokens from ``first_empty`` on."""
     slots, chunks = slice(start * C, stop * C), slice(start, stop)
     token, empty = places.token[slots], places.empty[slots]
     of_tokens = (~empty).nonzero()[:, 0]
@@ -298,7 +299,7 @@ def _group(
     ends, end_index = index(places.ends)
     return ChunkGroup(
         slots=slots,
-        chunks=end - start,
+        chunks=first_empty - start,
         token=tokens if full else to_device(token, device),
         empty=None if full else to_device(empty, device),
         tokens=tokens,

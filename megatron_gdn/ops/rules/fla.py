@@ -104,8 +104,8 @@ class FlaBackward(RuleBackward):
         # fla computes this gradient only if initial states are passed; their values are not read.
         B, _, H, V = self.d_o.shape
         N = B if self.documents is None else len(self.documents.cu_seqlens) - 1
-        some = self.d_o.new_empty(N, H, self.inputs.k.shape[-1], V, dtype=torch.float32)
-        return self.rule.d_states(self, some)
+        any_states = self.d_o.new_empty(N, H, self.inputs.k.shape[-1], V, dtype=torch.float32)
+        return self.rule.d_states(self, any_states)
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
@@ -120,7 +120,7 @@ class FlaRule(Rule):
         walk(x, made, initial, final)      states at chunks, written values, final states or None
         state_map(x, made)                 a StateMap
         output(x, made, states, written)   [B, S, H, V]
-        d_states(x, some)                  the gradient of initial states, for any values ``some``
+        d_states(x, any_states)            the gradient of initial states, whatever their values
         gradients(x, initial, d_final)     gradients of the inputs, in a tuple of the mixer
 
     ``x`` is the forward or backward, with ``inputs``, ``documents``, and ``at``, fla's arguments

@@ -65,11 +65,9 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
     if longest_part is not None:
         step = step.clamp(max=longest_part // CHUNK)
     count = ceil_div(chunks, step)
-    P = documents.sequences + largest_number_of_cuts(
-        documents, value_heads
-    )  # includes a part for the empty last sequence of fixed buffers
-    if documents.known:
-        P = int(count.sum())
+    P = int(count.sum()) if documents.known else 0
+    if not documents.known:  # the empty last sequence of fixed buffers has a part too
+        P = documents.sequences + largest_number_of_cuts(documents, value_heads)
     # Parts divide a sequence as chunks do, so chunk_places computes the places of parts too.
     first, indices = chunk_places(count, P)
     owner, place = indices.unbind(1)
@@ -127,14 +125,16 @@ class SequenceParts:
     ) -> SequenceParts:
         """The parts of ``documents``, cached under ``key``, which names the cut."""
         key = SequenceParts, key
-        return documents.plan(key, lambda: cls._of(documents, key, cut))
+        return documents.plan(key, lambda: cls._build(documents, key, cut))
 
     @classmethod
-    def _of(
+    def _build(
         cls, documents: Documents, key: Hashable, cut: Callable[[Documents], Cut]
     ) -> SequenceParts:
         """Compute the tables for the parts of ``cut(documents)``."""
-        made = documents.table(("tables", key), lambda these: _tables(these, cut(these)), False)
+        made = documents.table(
+            ("tables", key), lambda these: _compute_tables(these, cut(these)), False
+        )
         *tables, ragged, first_chunks, indices = (to_device(x, documents.device) for x in made)
         chains: list[range] = []
         if documents.known:
@@ -148,7 +148,7 @@ class SequenceParts:
         return cls(*fields)
 
 
-def _tables(documents: Documents, cut: Cut) -> tuple[Tensor, ...]:
+def _compute_tables(documents: Documents, cut: Cut) -> tuple[Tensor, ...]:
     """The fields of :class:`SequenceParts` from ``offsets`` to ``ragged``, and ``places``."""
     (offsets, first), starts = cut, documents.starts
     number = torch.arange(len(offsets) - 1, dtype=torch.int32, device=starts.device)
@@ -176,10 +176,7 @@ def _steps_to_part_states(chains: Sequence[range], device: torch.device) -> Step
 
 
 def compose(local: Tensor, through: Tensor, parts: SequenceParts) -> tuple[Tensor, Tensor]:
-    """The maps of whole sequences; ``local`` [P, H, K, V], ``through`` [P, H, K, K]: of the parts.
-
-    If some sequence is cut, the results are views of one ``[N, H, K, V + K]`` tensor.
-    """
+    """The maps of whole sequences from the parts' ``local`` and ``through`` ``[P, H, K, .]``."""
     if parts.are_sequences:
         return local, through
     (_, H, K, V), N = local.shape, len(parts.whole.chains)
@@ -191,10 +188,7 @@ def compose(local: Tensor, through: Tensor, parts: SequenceParts) -> tuple[Tenso
 def entering_states(
     local: Tensor, through: Tensor, parts: SequenceParts, initial: Tensor | None
 ) -> Tensor | None:
-    """The state that enters every part, ``[P, H, K, V]``; None: all are zero.
-
-    ``initial`` ``[N, H, K, V]``: the initial states of the sequences; None: all are zero.
-    """
+    """The state that enters every part, ``[P, H, K, V]``; None for states means zeros."""
     if parts.are_sequences:
         return None if initial is None else initial.contiguous()
     initial = None if initial is None else initial.to(local.dtype).contiguous()
