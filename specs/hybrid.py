@@ -249,9 +249,7 @@ def _with_kda_and_gdn2(
     pipeline stages. ``layers``: the specs of 'K' layers and of "gdn2" layers.
     """
     letters = list(letters)
-    numbers = {
-        layers_before + place for place, letter in enumerate(letters, start=1) if letter == KDA
-    }
+    numbers = {n for n, letter in enumerate(letters, layers_before + 1) if letter == KDA}
     variant = config.experimental_attention_variant
     gdn = layers[GDN2] if variant == GDN2 else submodules.gdn_layer
     of_two = {"gdn": gdn, "kda": layers[KDA], "numbers": numbers}

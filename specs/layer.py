@@ -112,12 +112,11 @@ def _spec(mixer: type, submodules_class: Any, modules: str, options: dict[str, A
     if fused:
         classes = te.TELayerNormColumnParallelLinear, te.TERowParallelLinear, te.TENorm
     places: dict[str, type] = dict(zip(("in_proj", "out_proj", "out_norm"), classes, strict=True))
+    names = [field.name for field in fields(submodules_class)]
     return ModuleSpec(
         module=mixer,
         params=options,
-        submodules=submodules_class(
-            **{field.name: places[field.name] for field in fields(submodules_class)}
-        ),
+        submodules=submodules_class(**{name: places[name] for name in names}),
         # Megatron's GPT block spec gives a layer a norm if this entry is False.
         metainfo={"fuse_input_layernorm": fused},
     )

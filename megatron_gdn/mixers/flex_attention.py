@@ -38,9 +38,8 @@ class Mask(NamedTuple):
     def of(cls, documents: Documents, query_positions_s: Tensor) -> Mask:
         """The mask of the queries at ``query_positions_s`` (int64, on the host) over all keys."""
         on_host = _key_places(documents)
-        query, key, end = (
-            to_device(x, documents.device) for x in (on_host[0][query_positions_s], *on_host)
-        )
+        places = on_host[0][query_positions_s], *on_host
+        query, key, end = (to_device(x, documents.device) for x in places)
         (first_I, last_I), (first_J, last_J), (least_J, most_J) = map(
             _block_min_max, (query, key, end)
         )

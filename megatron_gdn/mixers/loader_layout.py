@@ -64,9 +64,8 @@ class LoaderLayout:
         # With newer Megatrons' packing scheduler, config.cp_partition_mode decides, not a flag.
         if arguments.get("sequence_packing_scheduler") is None:
             flag = next((name for name in _FLAGS if arguments.get(name)), None)
-        return _layout_of_sources(
-            self.option, mode, getattr(self.config, "cp_partition_mode", None), flag
-        )
+        by_config = getattr(self.config, "cp_partition_mode", None)
+        return _layout_of_sources(self.option, mode, by_config, flag)
 
 
 @cache

@@ -209,6 +209,5 @@ def _packed_layout(
 
 def _move_rows(x: Tensor, source_rows: Tensor, target_rows: Tensor, rows: int) -> Tensor:
     """Return y with ``rows`` rows: ``y[target_rows] = x[source_rows]``, and zeros elsewhere."""
-    return x.new_zeros(rows, *x.shape[1:]).index_copy_(
-        0, target_rows, x.index_select(0, source_rows)
-    )
+    moved = x.index_select(0, source_rows)
+    return x.new_zeros(rows, *x.shape[1:]).index_copy_(0, target_rows, moved)

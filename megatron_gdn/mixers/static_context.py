@@ -100,9 +100,8 @@ def roll_back(context: Any, accepted: int) -> None:
         rows, states = slice(start, start + progress.rows), progress.states
         memory = Memory(*(tensor[0, rows] for tensor in context.key_value_memory_dict[layer]))
         assert progress.steps is not None
-        choose(
-            memory, progress.steps, states.new_full((progress.rows,), accepted, dtype=torch.int64)
-        )
+        accepted_N = states.new_full((progress.rows,), accepted, dtype=torch.int64)
+        choose(memory, progress.steps, accepted_N)
         progress.tokens += accepted - _tokens_of_last_step(progress)
         context.sequence_len_offset = progress.tokens
         progress.steps = None

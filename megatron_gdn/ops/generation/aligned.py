@@ -136,9 +136,8 @@ def _read_out_tokens(
     if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):
         o = o.flatten(0, 1).index_select(0, token_indices).unflatten(0, new_rows.shape[1::-1])
         return readout.forward(o, new_rows, gamma)
-    mixed = (
-        readout_on_grid(readout, o, rows, gamma, grid).flatten(0, 1).index_select(0, token_indices)
-    )
+    mixed = readout_on_grid(readout, o, rows, gamma, grid).flatten(0, 1)
+    mixed = mixed.index_select(0, token_indices)
     return mixed.unflatten(0, new_rows.shape[1::-1]).transpose(0, 1).contiguous()
 
 
@@ -172,9 +171,8 @@ class _PrefillIndices(NamedTuple):
         """
         old, count = torch.tensor([old_counts, total_counts], dtype=torch.int64, device="cpu")
         size, new_count = past + CHUNK, count - old
-        start = (
-            len(total_counts) * size + new_count.cumsum(0) - new_count
-        )  # known row of each first new token
+        # The known row of each sequence's first new token.
+        start = len(total_counts) * size + new_count.cumsum(0) - new_count
 
         def known(n: Tensor, token: Tensor) -> Tensor:
             return torch.where(token < old[n], n * size + past + token, start[n] + token - old[n])

@@ -25,9 +25,8 @@ def _store_columns(out_ptr, sum_M, m_M, first_column, end_column):
     """Store ``sum_M`` of columns ``m_M`` from ``first_column`` up to ``end_column``, rounded."""
     if out_ptr is not None:
         rounded_M = sum_M.to(out_ptr.dtype.element_ty)
-        tl.store(
-            out_ptr + m_M - first_column, rounded_M, mask=(m_M >= first_column) & (m_M < end_column)
-        )
+        kept_M = (m_M >= first_column) & (m_M < end_column)
+        tl.store(out_ptr + m_M - first_column, rounded_M, mask=kept_M)
 
 
 @triton.jit

@@ -65,8 +65,9 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
     if longest_part is not None:
         step = step.clamp(max=longest_part // CHUNK)
     count = ceil_div(chunks, step)
-    P = int(count.sum()) if documents.known else 0
-    if not documents.known:  # the empty last sequence of fixed buffers has a part too
+    if documents.known:
+        P = int(count.sum())
+    else:  # the empty last sequence of fixed buffers has a part too
         P = documents.sequences + largest_number_of_cuts(documents, value_heads)
     # Parts divide a sequence as chunks do, so chunk_places computes the places of parts too.
     first, indices = chunk_places(count, P)
@@ -132,9 +133,7 @@ class SequenceParts:
         cls, documents: Documents, key: Hashable, cut: Callable[[Documents], Cut]
     ) -> SequenceParts:
         """Compute the tables for the parts of ``cut(documents)``."""
-        made = documents.table(
-            ("tables", key), lambda these: _compute_tables(these, cut(these)), False
-        )
+        made = documents.table(("tables", key), lambda x: _compute_tables(x, cut(x)), False)
         *tables, ragged, first_chunks, indices = (to_device(x, documents.device) for x in made)
         chains: list[range] = []
         if documents.known:
