@@ -220,7 +220,7 @@ class RecurrentMixer(
         return out_sBD, out_bias
 
     def project(self, hidden_states: Tensor) -> Tensor:
-        """Turn ``[s, B, D]`` into rows ``[s, B, P]``, of the tokens of all tensor-parallel ranks."""
+        """Turn ``[s, B, D]`` into rows ``[s, B, P]`` of the tokens of all tensor-parallel ranks."""
         if self.stays_wide:
             refuse_fp8_product(self.in_proj)
         rows, _ = self.in_proj(hidden_states)
