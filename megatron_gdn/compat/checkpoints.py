@@ -261,7 +261,7 @@ def register_sections_of_upstream(build: Callable) -> Callable:
     """Wrap ``build``, which cuts a tensor into sections; the wrapper records the sections' rows."""
 
     def build_sections(key: str, *given: Any) -> list[ShardedTensor]:
-        """Call ``build`` for the tensor ``key`` and write each section's rows into ``_place_of``."""
+        """Call ``build`` for tensor ``key`` and write each section's rows into ``_place_of``."""
         sections = build(key, *given)
         sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
         start = 0
