@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.bits_by_shape import hold_if_asked
-from tests.ranks import RankPool
+from tests.ranks import RankPool, fork_server
 
 # Laws on a GPU take few kernels of many numbers of heads.
 os.environ.setdefault("MEGATRON_GDN_COMPILE_AHEAD", "0")
@@ -55,9 +55,11 @@ def _cover(cases, size):
         case.add_marker("nightly")
 
 
-def pytest_collection_finish():
+def pytest_collection_finish(session):
     gc.freeze()
     gc.enable()
+    if any("pools" in getattr(item, "fixturenames", ()) for item in session.items):
+        fork_server()
 
 
 @pytest.fixture(scope="session")

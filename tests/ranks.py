@@ -1,7 +1,8 @@
 """Runs module-level functions on real processes joined by gloo (or, on GPUs, nccl). gloo's are
-forked from a server that has imported Megatron; a pool starts once per session. What a function
-returns comes back, one value per rank, and what it raises is raised in the test. A test that is
-nothing but what its ranks do is decorated by `on_ranks`."""
+forked from a server that has imported Megatron: a fork of the session, before its first test. A
+pool starts once per session. What a function returns comes back, one value per rank, and what it
+raises is raised in the test. A test that is nothing but what its ranks do is decorated by
+`on_ranks`."""
 
 import contextlib
 import faulthandler
@@ -20,15 +21,19 @@ import time
 import traceback
 from collections.abc import Callable
 from datetime import timedelta
+from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any
+from unittest import mock
+
+import torch
 
 # Answers within this, or the pool is stopped. On a GPU a first call tunes kernels, for minutes.
 TIMEOUT_S = {"gloo": 120, "nccl": 600}
 # After one rank raised, the others answer within this: they may be waiting for it.
 GRACE_S = 5
-# What every rank imports. The server runs nothing of it: no thread holds a lock when it forks.
+# What every rank imports. The server runs none of it: no thread holds a lock when it forks.
 _IMPORTED_ONCE = [
     "pytest",
     "megatron_gdn.specs",
@@ -47,6 +52,31 @@ def _context(backend: str):
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(_IMPORTED_ONCE)
     return context
+
+
+def fork_server() -> None:
+    """Let the server be a fork of this process, which need not import all that again."""
+    if torch.cuda.device_count():
+        return  # drivers may have been asked already, and do not live through a fork
+    _context("gloo")
+    resource_tracker.ensure_running()
+    with mock.patch.object(util, "spawnv_passfds", _fork_and_execute):
+        forkserver.ensure_running()
+
+
+def _fork_and_execute(path: bytes, arguments: list, files: list[int]) -> int:
+    """Run the ``-c`` command of these arguments in a fork, which ends when the session does."""
+    if pid := os.fork():
+        return pid
+    try:
+        _listener, alive, *_ = files
+        for file in map(int, os.listdir("/dev/fd")):
+            with contextlib.suppress(OSError):
+                if file != alive and os.path.sameopenfile(file, alive):
+                    os.close(file)  # the end of the pipe that the session keeps open
+        exec(arguments[-1])
+    finally:
+        os._exit(0)
 
 
 def _end_with_parent() -> None:
@@ -99,7 +129,6 @@ def _serve(rank: int, size: int, pipe, backend: str, timeout_s: float, stacks: P
     os.setpgrp()  # what a rank starts (checkpoint writers) is stopped with it
     faulthandler.register(signal.SIGUSR1, stacks.open("w"))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
-    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
