@@ -1,5 +1,6 @@
 import gc
 import os
+import sys
 from collections import defaultdict
 from itertools import combinations
 
@@ -9,6 +10,8 @@ import torch
 from tests.bits_by_shape import hold_if_asked
 from tests.ranks import RankPool, fork_server
 
+# Megatron imports fla, whose layers and models nothing here uses: they take seconds to import.
+sys.modules.update({"fla.layers": None, "fla.models": None})
 # Laws on a GPU take few kernels of many numbers of heads.
 os.environ.setdefault("MEGATRON_GDN_COMPILE_AHEAD", "0")
 # What the test files import stays, half a million objects: they are not searched for garbage.
@@ -55,11 +58,16 @@ def _cover(cases, size):
         case.add_marker("nightly")
 
 
-def pytest_collection_finish(session):
+def pytest_collection_finish():
     gc.freeze()
     gc.enable()
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)  # before pytest changes warnings and logs
+def pytest_runtestloop(session):
     if any("pools" in getattr(item, "fixturenames", ()) for item in session.items):
         fork_server()
+    return (yield)
 
 
 @pytest.fixture(scope="session")

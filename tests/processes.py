@@ -38,6 +38,27 @@ def imported_python(script: Path, *arguments: object, timeout=300) -> str:
     return script.with_suffix(".out").read_text()
 
 
+# Forgets these packages, and ours, which imports them; what imports one from now on fails.
+_WITHOUT = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] in {names}:
+            raise ModuleNotFoundError(f"{{name}} is absent", name=name)
+sys.meta_path.insert(0, Absent())
+for module in list(sys.modules):
+    if module.split(".")[0] in {names} | {{"megatron_gdn"}}:
+        del sys.modules[module]
+"""
+
+
+def python_without(names: str, code: str, folder: Path, *arguments: object) -> str:
+    """What the code prints where none of these packages can be imported, as `imported_python`."""
+    script = folder / "without.py"
+    script.write_text(_WITHOUT.format(names=set(names.split())) + code)
+    return imported_python(script, *arguments).strip()
+
+
 def _run_script(script: Path, *arguments: object) -> None:
     os.chdir(script.parent)
     sys.stdout, sys.stderr = (script.with_suffix(end).open("w", 1) for end in (".out", ".err"))

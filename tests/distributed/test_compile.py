@@ -27,11 +27,11 @@ LENGTHS = (8, 24, 16)
         pytest.param(1, RECOMPUTE, False, id="recompute-batch", marks=nightly),
         pytest.param(1, RECOMPUTE, True, id="recompute-packed", marks=slow),
         pytest.param(2, {"linear_cp_mode": "headwise"}, False, id="headwise-batch", marks=nightly),
-        pytest.param(2, {"linear_cp_mode": "headwise"}, True, id="headwise-packed", marks=slow),
+        pytest.param(2, {"linear_cp_mode": "headwise"}, True, id="headwise-packed", marks=nightly),
         pytest.param(
             2, {"linear_cp_mode": "chunkwise"}, False, id="chunkwise-batch", marks=nightly
         ),
-        pytest.param(2, {"linear_cp_mode": "chunkwise"}, True, id="chunkwise-packed"),
+        pytest.param(2, {"linear_cp_mode": "chunkwise"}, True, id="chunkwise-packed", marks=slow),
     ],
 )
 @on_ranks(cp="cp")

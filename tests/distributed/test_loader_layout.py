@@ -1,8 +1,11 @@
 """Without ``cp_layout`` layers read how documents were cut from the loader and the launch."""
 
 import sys
+from argparse import Namespace
 from collections.abc import Iterator
 from contextlib import contextmanager
+from copy import copy
+from functools import cache
 from unittest.mock import patch
 
 import pytest
@@ -32,14 +35,20 @@ BUFFER = "--dataloader-inter-document-masking"
 LENGTHS = (8, 24, 16)  # multiples of 2 cp: every layout can cut them
 
 
+@cache
+def arguments_of(*flags: str) -> Namespace:
+    from megatron.training import arguments
+
+    with patch.object(sys, "argv", ["pretrain_hybrid.py", *flags]):
+        return arguments.parse_args()
+
+
 @contextmanager
 def launched_with(*flags: str) -> Iterator[None]:
     """Megatron's arguments, as its scripts set them before they build a model."""
-    from megatron.training import arguments, global_vars
+    from megatron.training import global_vars
 
-    with patch.object(sys, "argv", ["pretrain_hybrid.py", *flags]):
-        args = arguments.parse_args()
-    with patch.object(global_vars, "_GLOBAL_ARGS", args):
+    with patch.object(global_vars, "_GLOBAL_ARGS", copy(arguments_of(*flags))):
         yield
 
 

@@ -22,7 +22,9 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.each_value
-@pytest.mark.parametrize(("size", "told"), [(8, 2), (8, 4), (16, 8)])
+@pytest.mark.parametrize(
+    ("size", "told"), [(8, 2), (8, 4), pytest.param(16, 8, marks=pytest.mark.nightly)]
+)
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
 @on_ranks("size")
 def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layout):
@@ -60,11 +62,12 @@ def test_collectives_bytes_and_steps_are_those_that_are_priced(size, told, layou
     assert products == [steps - 1]  # nothing follows the last node
 
 
-def test_sixteen_ranks_equal_one_rank(pools):
+@pytest.mark.parametrize("ranks", [8, pytest.param(16, marks=pytest.mark.nightly)])
+def test_ranks_of_two_machines_equal_one_rank(pools, ranks):
     two_key_heads = {"linear_num_key_heads": 2, "linear_num_value_heads": 4}
-    pools(16).run(
-        parallel_equals_one_rank, GDN, 1, 16, lengths=(32, 0, 64), changes=two_key_heads,
-        mode="chunkwise", cp_ranks_per_machine=8,
+    pools(ranks).run(
+        parallel_equals_one_rank, GDN, 1, ranks, lengths=(32, 0, 64), changes=two_key_heads,
+        mode="chunkwise", cp_ranks_per_machine=ranks // 2,
     )  # fmt: skip
 
 

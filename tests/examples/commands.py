@@ -3,6 +3,7 @@
 import re
 import shlex
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,8 +33,11 @@ def pages(root: Path) -> list[Path]:
     return first + [page for page in docs if page not in first] + more
 
 
+_parse = cache(_MARKDOWN.parse)
+
+
 def tokens_of(page: Path) -> Iterator[Token]:
-    for token in _MARKDOWN.parse(page.read_text()):
+    for token in _parse(page.read_text()):
         yield token
         yield from token.children or ()
 

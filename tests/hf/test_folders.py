@@ -16,8 +16,7 @@ from megatron_gdn.hf.model_map import plan_of
 from megatron_gdn.hf.safetensors_files import SafetensorsFolder
 from tests.hf.model_laws import save_with_plain_norms, stored_tensors
 from tests.hf.tiny_models import FOLDERS
-from tests.processes import python
-from tests.unit.test_imports import BLOCK
+from tests.processes import python, python_without
 
 
 def digests(folder):
@@ -270,11 +269,12 @@ def test_a_target_that_cannot_be_made_is_named(copy, tmp_path, refused):
         assert said.count("\n") == 1
 
 
-def test_flags_need_no_megatron(hf_folder):
+def test_flags_need_no_megatron(hf_folder, tmp_path):
     """The command line imports it for the commands that build a model."""
-    flags = "from megatron_gdn.hf.__main__ import main; sys.exit(main(['flags', sys.argv[1]]))"
-    done = python("-c", BLOCK.format(names={"megatron"}) + flags, hf_folder("dense"))
-    assert "--hidden-dropout 0.0 " in done.stdout
+    flags = "from megatron_gdn.hf.__main__ import main; main(['flags', sys.argv[1]])"
+    assert "--hidden-dropout 0.0 " in python_without(
+        "megatron", flags, tmp_path, hf_folder("dense")
+    )
 
 
 def test_flags_are_not_guessed(capsys):

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from megatron_gdn.hf import state_dict_adapter as adapter
-from tests.processes import python
+from tests.processes import python_without
 
 A_LOG = "model.layers.0.linear_attn.A_log"
 HELD = "model.layers.0.linear_attn._fp32_params.A_log"
@@ -108,10 +108,6 @@ def test_loaded_dtypes_under_the_contract():
     assert state[A_LOG].dtype == state[A_LOG]._hf_compute_dtype == F32
 
 
-def test_the_contract_imports_with_torch_alone():
-    code = (
-        "import sys\n"
-        "sys.modules.update(dict.fromkeys(['megatron', 'safetensors', 'transformers', 'tqdm']))\n"
-        "import megatron_gdn.hf.state_dict_adapter, megatron_gdn.gdn.hf\n"
-    )
-    python("-c", code)
+def test_the_contract_imports_with_torch_alone(tmp_path):
+    code = "import megatron_gdn.hf.state_dict_adapter, megatron_gdn.gdn.hf"
+    python_without("megatron safetensors transformers tqdm", code, tmp_path)

@@ -20,13 +20,19 @@ PACKAGES = [
 ]
 
 
-slow = pytest.mark.slow
+slow, nightly = pytest.mark.slow, pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
 def ddp(pools):
     """``ddp(*arguments of laws.losses)``: what two ranks lose without FSDP."""
     return cache(partial(pools(2).run, laws.losses, "ddp"))
+
+
+@pytest.fixture(scope="module")
+def ddp_over_four(pools):
+    """``ddp_over_four(pattern)``: what four ranks lose in fp32 without FSDP, tp 2."""
+    return cache(lambda pattern: pools(4).run(laws.losses, "ddp", FP32, pattern, tp=2))
 
 
 @pytest.fixture(scope="module")
@@ -43,23 +49,22 @@ def saved(pools, tmp_path_factory):
 
 
 @pytest.mark.parametrize(
-    ("pattern", "strategies"),
+    ("pattern", "strategies", "norms_called"),
     [
-        ("G-", ["no_shard", "optim", "optim_grads", "optim_grads_params"]),
-        ("M-", ["optim_grads_params"]),
-        pytest.param("M-", ["no_shard", "optim", "optim_grads"], marks=slow),
+        ("G-", ["optim_grads_params"], False),
+        ("G-", ["optim_grads"], True),
+        ("M-", ["optim_grads_params"], False),
+        pytest.param("G-", ["no_shard", "optim", "optim_grads"], False, marks=slow),
+        pytest.param("M-", ["no_shard", "optim", "optim_grads"], False, marks=nightly),
     ],
 )
-def test_with_tensor_parallelism_every_strategy_trains_as_ddp(pools, pattern, strategies):
+def test_with_tensor_parallelism_every_strategy_trains_as_ddp(
+    pools, ddp_over_four, pattern, strategies, norms_called
+):
     """tp 2 x dp 2."""
-    pool = pools(4)
-    ddp = pool.run(laws.losses, "ddp", FP32, pattern, tp=2)
     for strategy in strategies:
-        fsdp = pool.run(laws.losses, "fsdp", FP32, pattern, strategy, tp=2)
-        laws.require_exact_in_fp32(ddp, fsdp)
-    if pattern == "G-":
-        fsdp = pool.run(laws.losses, "fsdp", FP32, pattern, "optim_grads", tp=2, norms_called=True)
-        laws.require_exact_in_fp32(ddp, fsdp)
+        fsdp = pools(4).run(laws.losses, "fsdp", FP32, pattern, strategy, 2, norms_called)
+        laws.require_exact_in_fp32(ddp_over_four(pattern), fsdp)
 
 
 @pytest.mark.each_value
@@ -131,7 +136,7 @@ WEIGHT = "model.module.decoder.layers.0.self_attention.in_proj.weight."
     [
         (False, 1),
         pytest.param(True, 2, marks=slow),
-        *(pytest.param(*x, marks=pytest.mark.nightly) for x in ((True, 1), (False, 2))),
+        *(pytest.param(*x, marks=nightly) for x in ((True, 1), (False, 2))),
     ],
 )
 def test_a_run_goes_on_from_an_fsdp_dtensor_checkpoint(pools, saved, split, tp):
@@ -143,7 +148,7 @@ def test_a_run_goes_on_from_an_fsdp_dtensor_checkpoint(pools, saved, split, tp):
     assert found == ({"query", "key", "value", "z", "beta", "alpha"} if split else set())
 
 
-@pytest.mark.slow
+@slow
 def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_size(
     pools, ddp, saved
 ):
@@ -153,7 +158,7 @@ def test_an_fsdp_dtensor_checkpoint_by_section_loads_at_another_tensor_parallel_
     laws.require_as_exact_as_ddp([x[1:] for x in ddp(FP32, "G-")], losses, loaded[::2])
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("pattern", "split"),
@@ -178,7 +183,7 @@ def test_sections_are_not_taken_for_the_whole(pools, saved, written_by_section):
         assert "Load it with" in message
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("reader", ["ours", "upstream"])
 def test_a_run_goes_on_from_the_other_layers_fsdp_dtensor_checkpoint(pools, ddp, saved, reader):
     """bf16's error: Megatron's layer rounds A_log. Its files do not say how rows lie in them."""

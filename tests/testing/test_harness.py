@@ -110,7 +110,8 @@ def sleep_on_the_first_rank() -> None:
         time.sleep(1000)
 
 
-def test_what_a_later_rank_raises_is_told_while_the_first_waits_for_it(pool):
+def test_what_a_later_rank_raises_is_told_while_the_first_waits_for_it(pool, monkeypatch):
+    monkeypatch.setattr("tests.ranks.GRACE_S", 1)
     start = time.monotonic()
     with pytest.raises(RankError, match="rank 1:(.|\n)*the only reason"):
         pool.run(raise_on_the_second_rank)

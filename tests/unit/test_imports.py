@@ -1,20 +1,10 @@
-"""What an import may need, each tried in a fresh process."""
+"""What an import may need, each tried in a process of its own."""
 
 import tomllib
 
 import pytest
 
-from tests.processes import ROOT, python
-
-BLOCK = """
-import sys
-class Blocked:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in {names}:
-            raise ModuleNotFoundError(f"{{name}} is blocked", name=name)
-sys.meta_path.insert(0, Blocked())
-"""
-
+from tests.processes import ROOT, python, python_without
 
 RULE = """
 import torch, megatron_gdn.inference, megatron_gdn.ops as ops
@@ -33,18 +23,14 @@ print(torch.cuda.is_initialized())
 """
 
 
-def without(names: str, code: str) -> str:
-    """What the code prints where none of these packages can be imported."""
-    return python("-c", BLOCK.format(names=names.split()) + code).stdout.strip()
+def test_ops_and_carried_states_need_torch_alone(tmp_path):
+    others = "megatron fla triton transformers transformer_engine numpy"
+    python_without(others, RULE, tmp_path)
 
 
-def test_ops_and_carried_states_need_torch_alone():
-    without("megatron fla triton transformers transformer_engine numpy", RULE)
-
-
-def test_the_layer_needs_torch_and_megatron_alone_and_touches_no_gpu():
+def test_the_layer_needs_torch_and_megatron_alone_and_touches_no_gpu(tmp_path):
     others = "fla transformers transformer_engine causal_conv1d flash_qla safetensors"
-    assert without(others, LAYER) == "False"
+    assert python_without(others, LAYER, tmp_path) == "False"
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ import torch
 from tests.hf.drop_in.conftest import DENSE, KIMI, NEXT, in_float64
 from tests.hf.drop_in.test_layer import bare
 from tests.parallel import assert_close
-from tests.processes import python
-from tests.unit.test_imports import BLOCK
+from tests.processes import python_without
 
+FAMILIES = [NEXT, DENSE, KIMI]
 DOCUMENTS = [[3, 17, 5, 60, 2], [8, 41, 9, 22, 1, 7, 30], [66, 4, 12, 50]]
 TRAIN = """
 import torch
@@ -32,9 +32,9 @@ torch.save(found, sys.argv[1])
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory):
-    file = tmp_path_factory.mktemp("found") / "gradients.pt"
-    train = TRAIN.format(families=[NEXT, DENSE, KIMI], documents=DOCUMENTS)
-    python("-c", BLOCK.format(names={"megatron"}) + train, file)
+    folder = tmp_path_factory.mktemp("found")
+    file, train = folder / "gradients.pt", TRAIN.format(families=FAMILIES, documents=DOCUMENTS)
+    python_without("megatron", train, folder, file)
     return torch.load(file)
 
 
@@ -47,7 +47,7 @@ def gradients(model) -> dict[str, torch.Tensor]:
     return {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", [NEXT, DENSE, KIMI])
+@pytest.mark.parametrize("family", FAMILIES)
 def test_gradients_of_packed_documents_are_those_of_each_alone(fresh, found, family):
     """fp32; where transformers errs by more than 1e-5, they may differ by that."""
     ours = {bare(name): gradient for name, gradient in found[family].items()}
