@@ -1,10 +1,8 @@
 """Without ``cp_layout`` layers read how documents were cut from the loader and the launch."""
 
-import sys
-from argparse import Namespace
+from argparse import ArgumentParser
 from collections.abc import Iterator
 from contextlib import contextmanager
-from copy import copy
 from functools import cache
 from unittest.mock import patch
 
@@ -36,11 +34,10 @@ LENGTHS = (8, 24, 16)  # multiples of 2 cp: every layout can cut them
 
 
 @cache
-def arguments_of(*flags: str) -> Namespace:
-    from megatron.training import arguments
+def parser_of_megatron() -> ArgumentParser:
+    from megatron.training.arguments import add_megatron_arguments
 
-    with patch.object(sys, "argv", ["pretrain_hybrid.py", *flags]):
-        return arguments.parse_args()
+    return add_megatron_arguments(ArgumentParser())
 
 
 @contextmanager
@@ -48,7 +45,7 @@ def launched_with(*flags: str) -> Iterator[None]:
     """Megatron's arguments, as its scripts set them before they build a model."""
     from megatron.training import global_vars
 
-    with patch.object(global_vars, "_GLOBAL_ARGS", copy(arguments_of(*flags))):
+    with patch.object(global_vars, "_GLOBAL_ARGS", parser_of_megatron().parse_args(flags)):
         yield
 
 

@@ -222,7 +222,7 @@ def small(folder, dim: int) -> str:
 def _print_noted(config: str) -> None:
     from megatron_gdn.warm_up.absent_gpu import simulated_hopper
 
-    parts = "--parts uncut states whole --multiprocessors 4"  # of a small GPU, fewer sequences
+    parts = "--parts uncut states whole --multiprocessors 8"  # a small GPU, few sequences
     arguments = parse(f"--config {config} --cp 2 --kernels triton {parts}".split())
     with simulated_hopper(arguments.multiprocessors):
         tasks, heads = layers.tasks_of(model_of(arguments), arguments)

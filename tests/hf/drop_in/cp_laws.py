@@ -184,15 +184,14 @@ def tables_do_not_follow_the_default_device() -> None:
     mine = own_positions("zigzag_buffer", TOKENS)
     offsets = offsets_of((5, 1, 23, 19))
 
+    index = {"seq_index": mine}
     sources = [
-        {**told, **index}
-        for index in ({}, {"seq_index": mine})
-        for told in (
-            {},
-            {"attention_mask": ids[:, mine]},
-            {"position_ids": positions[:, mine]},
-            {"cu_seq_lens_q": offsets},
-        )
+        {},
+        index,
+        {"attention_mask": ids[:, mine]},
+        {"position_ids": positions[:, mine], **index},
+        {"cu_seq_lens_q": offsets},
+        {"cu_seq_lens_q": offsets, **index},
     ]
     usual = results(model, tokens[:, mine], sources, weight[:, mine])
     with torch.device("meta"):

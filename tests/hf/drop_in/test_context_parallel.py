@@ -76,7 +76,7 @@ def test_other_models_equal_one_rank(pools, family):
     pools(2).run(laws.models_equal_one_rank, family, cases)
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.nightly)])
 def test_a_mesh_set_on_a_built_layer_counts(pools, ranks):
     pools(ranks).run(laws.a_mesh_that_is_set_counts, [None, ANY])
 

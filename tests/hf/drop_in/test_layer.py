@@ -21,6 +21,8 @@ from tests.hf.float64_layer import float64_layer
 from tests.parallel import assert_close
 
 TOKENS = 70  # past the 64 of a chunk
+# Their text models are those of two of the families.
+IMAGES = [pytest.param(name, marks=pytest.mark.nightly) for name in (VISION, VISION_MOE)]
 
 
 def bare(name: str) -> str:
@@ -31,7 +33,7 @@ def gradients(module) -> dict[str, torch.Tensor]:
     return {bare(name): p.grad for name, p in module.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])
+@pytest.mark.parametrize("family", [*FAMILIES, *IMAGES, GLM])
 def test_unpacked_batches_have_the_bits_of_transformers(fresh, family):
     theirs, ours = fresh(family), fresh(family)
     assert len(patch(ours).layers) == 3
@@ -76,7 +78,7 @@ def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, fa
         assert_close(name, our_gradients[name], their_gradients[name], 1e-5 + noise)
 
 
-@pytest.mark.parametrize("family", [*FAMILIES, VISION, VISION_MOE, GLM])
+@pytest.mark.parametrize("family", [*FAMILIES, *IMAGES, GLM])
 def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh, family):
     """fp32 may err as transformers does in the worst of four runs, three of moved embeddings."""
     theirs, ours, truth = fresh(family), fresh(family), in_float64(fresh(family))
