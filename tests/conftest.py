@@ -5,9 +5,7 @@ from collections import defaultdict
 from itertools import combinations
 
 import pytest
-import torch
 
-from tests.bits_by_shape import hold_if_asked
 from tests.ranks import RankPool, fork_server
 
 # Megatron imports fla, whose layers and models nothing here uses: they take seconds to import.
@@ -16,10 +14,18 @@ sys.modules.update({"fla.layers": None, "fla.models": None})
 os.environ.setdefault("MEGATRON_GDN_COMPILE_AHEAD", "0")
 # What the test files import stays, half a million objects: they are not searched for garbage.
 gc.disable()
-hold_if_asked()
+
+
+def pytest_pycollect_makemodule():
+    """Before a test file is imported. xdist's first process imports none, and no torch."""
+    from tests.bits_by_shape import hold_if_asked
+
+    hold_if_asked()
 
 
 def pytest_runtest_setup(item):
+    import torch
+
     if item.get_closest_marker("gpu") and not torch.cuda.is_available():
         pytest.skip("needs a GPU")
 

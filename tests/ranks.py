@@ -27,8 +27,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import torch
-
 # Answers within this, or the pool is stopped. On a GPU a first call tunes kernels, for minutes.
 TIMEOUT_S = {"gloo": 120, "nccl": 600}
 # After one rank raised, the others answer within this: they may be waiting for it.
@@ -56,6 +54,8 @@ def _context(backend: str):
 
 def fork_server() -> None:
     """Let the server be a fork of this process, which need not import all that again."""
+    import torch
+
     if torch.cuda.device_count():
         return  # drivers may have been asked already, and do not live through a fork
     _context("gloo")
@@ -129,6 +129,7 @@ def _serve(rank: int, size: int, pipe, backend: str, timeout_s: float, stacks: P
     os.setpgrp()  # what a rank starts (checkpoint writers) is stopped with it
     faulthandler.register(signal.SIGUSR1, stacks.open("w"))
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank))
+    import torch
     import torch.distributed as dist
 
     torch.set_num_threads(1)
