@@ -48,6 +48,7 @@ def assert_same_file(given, expected):
         assert torch.equal(given[key], tensor), key
 
 
+@pytest.mark.each_pair
 @pytest.mark.parametrize("storage", ["interleaved", "flat", "separate", "separate, one conv"])
 @pytest.mark.parametrize("ratio", [1, 2, 3, 4])
 @pytest.mark.parametrize("tp_size", [1, 2, 4])
