@@ -1,6 +1,5 @@
 import gc
 import os
-import sys
 from collections import defaultdict
 from itertools import combinations
 
@@ -8,8 +7,6 @@ import pytest
 
 from tests.ranks import RankPool, fork_server
 
-# Megatron imports fla, whose layers and models nothing here uses: they take seconds to import.
-sys.modules.update({"fla.layers": None, "fla.models": None})
 # Laws on a GPU take few kernels of many numbers of heads.
 os.environ.setdefault("MEGATRON_GDN_COMPILE_AHEAD", "0")
 # What the test files import stays, half a million objects: they are not searched for garbage.
