@@ -101,9 +101,9 @@ def cut_without_padding(shard_state: Callable, optimizer: Any, /, *args: Any, **
     if not any(b.grad_data.numel() != b.numel_unpadded for x in buffers for b in x.buckets[:-1]):
         return shard_state(optimizer, *args, **kwargs)
 
-    def gather_then_leave_padding_out(*given: Any, **named: Any) -> Any:
+    def gather_then_leave_padding_out(*args: Any, **kwargs: Any) -> Any:
         """Gather the states, then replace ``optimizer.buffers`` by copies without padding."""
-        gathered = gather(*given, **named)
+        gathered = gather(*args, **kwargs)
         optimizer.buffers = [_without_padding(buffer) for buffer in buffers]
         return gathered
 
@@ -143,11 +143,12 @@ def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = F
     wrapper gives each optimizer of ``chained`` empty states to fill.
     """
     if is_loading:
-        for one in chained.chained_optimizers:
-            if not one.is_stub_optimizer:
-                one.init_state_fn(one.optimizer, one.config)
-                if isinstance(one.optimizer, torch.optim.Adam):  # other Adams: a step per group
-                    for state in one.optimizer.state.values():
+        for member in chained.chained_optimizers:
+            if not member.is_stub_optimizer:
+                member.init_state_fn(member.optimizer, member.config)
+                # Other Adams have a step per group.
+                if isinstance(member.optimizer, torch.optim.Adam):
+                    for state in member.optimizer.state.values():
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
     return state_dict(chained)
 
@@ -205,10 +206,7 @@ def warn_on_dp_reshardable(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> Any:
-    """Warn if a save writes fp32 parameters as dp_reshardable; then call ``original``.
-
-    ``original``, Megatron's ``sharded_param_state_dp_reshardable``, takes all other arguments.
-    """
+    """Warn if a save writes fp32 parameters as dp_reshardable; then call ``original``."""
     if not is_loading:
         _warn_of_fp32_parameters(optimizer, "dp_reshardable", _RESHARDABLE_FLAG)
     return original(optimizer, model_sharded_state_dict, is_loading, metadata)
@@ -217,8 +215,8 @@ def warn_on_dp_reshardable(
 def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
     """Warn if fp32 parameters are saved in the format torch; then ``save`` to ``filename``."""
     flags = f"--ckpt-format torch_dist --auto-detect-ckpt-format {_RESHARDABLE_FLAG}"
-    for one in getattr(optimizer, "chained_optimizers", [optimizer]):
-        _warn_of_fp32_parameters(one, "--ckpt-format torch", flags)
+    for member in getattr(optimizer, "chained_optimizers", [optimizer]):
+        _warn_of_fp32_parameters(member, "--ckpt-format torch", flags)
     save(optimizer, filename)
 
 
@@ -260,9 +258,9 @@ _place_of: dict[str, tuple[str, int, int, int]] = {}
 def register_sections_of_upstream(build: Callable) -> Callable:
     """Wrap ``build``, which cuts a tensor into sections; the wrapper records the sections' rows."""
 
-    def build_sections(key: str, *given: Any) -> list[ShardedTensor]:
-        """Call ``build`` for tensor ``key`` and write each section's rows into ``_place_of``."""
-        sections = build(key, *given)
+    def build_sections(key: str, *args: Any) -> list[ShardedTensor]:
+        """Call ``build`` for the tensor ``key``; record each section's rows in ``_place_of``."""
+        sections = build(key, *args)
         sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
         start = 0
         for section, size in zip(sections, sizes, strict=True):
@@ -296,22 +294,22 @@ def load_sections_from_whole_tensor(
 
     if not any(map(is_section, nested_values(sharded_state_dict))):
         return load(strategy, sharded_state_dict, checkpoint_dir, *args, **kwargs)
-    saved: dict[str, Any] = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
+    stored: dict[str, Any] = FileSystemReader(checkpoint_dir).read_metadata().state_dict_metadata
     upstream, others = extract_matching_values(
         sharded_state_dict,
-        lambda v: is_section(v) and v.key not in saved and _place_of[v.key][0] in saved,
+        lambda v: is_section(v) and v.key not in stored and _place_of[v.key][0] in stored,
     )
 
     @cache
     def whole_tensor(key: str) -> Tensor:
-        stored: Any = saved[key]
-        state = {key: torch.empty(stored.size, dtype=stored.properties.dtype)}
+        metadata: Any = stored[key]
+        state = {key: torch.empty(metadata.size, dtype=metadata.properties.dtype)}
         load_tensors(state, storage_reader=FileSystemReader(checkpoint_dir), no_dist=True)
         return state[key]
 
     def read(section: ShardedTensor) -> Tensor:
         key = _place_of[section.key][0]
-        return _rows_of(section, whole_tensor(key), saved[key])
+        return _rows_of(section, whole_tensor(key), stored[key])
 
     dict_list_map_inplace(read, upstream)
     loaded = load(strategy, others, checkpoint_dir, *args, **kwargs)
@@ -319,11 +317,11 @@ def load_sections_from_whole_tensor(
     return loaded
 
 
-def _rows_of(section: ShardedTensor, whole_tensor: Tensor, saved: Any) -> Tensor:
-    """The rows of ``section``, cut from ``whole_tensor``; ``saved``: its metadata in the file."""
+def _rows_of(section: ShardedTensor, whole_tensor: Tensor, stored: Any) -> Tensor:
+    """The rows of ``section`` in ``whole_tensor``; ``stored`` has the sizes of the shards."""
     whole_key, width, start, size = _place_of[section.key]
     axis = section.prepend_axis_num
-    shards = {chunk.sizes[axis] for chunk in saved.chunks}
+    shards = {chunk.sizes[axis] for chunk in stored.chunks}
     shard = shards.pop()
     if whole_tensor.shape[axis] != width or shards or width % shard or size % (width // shard):
         raise ValueError(

@@ -96,11 +96,10 @@ def _wrapped(original: Callable, wrapper: Callable) -> Callable:
     """A method that calls ``wrapper`` with the method ``original`` as first argument."""
 
     @wraps(original)
-    def method(self, *args: Any, **kwargs: Any) -> Any:
-        """Call ``wrapper`` with the replaced method, the optimizer and the method's arguments."""
+    def call_wrapper(self, *args: Any, **kwargs: Any) -> Any:
         return wrapper(original, self, *args, **kwargs)
 
-    return method
+    return call_wrapper
 
 
 def restore_mixed_dtype_optimizers() -> None:
@@ -149,17 +148,17 @@ def _load_equal_replicas(load: Callable, optimizer: Any, /, *args: Any, **kwargs
         return
     group = optimizer.data_parallel_group
     for bucket in _flat(b.buckets for b in buffers if b.param_dtype == torch.float32):
-        mine = bucket.param_data.chunk(group.size())[group.rank()]
-        dist.all_gather_into_tensor(bucket.param_data, mine.clone(), group=group)
+        shard = bucket.param_data.chunk(group.size())[group.rank()]
+        dist.all_gather_into_tensor(bucket.param_data, shard.clone(), group=group)
 
 
-def _lend_main_grads(copy: Callable, optimizer: Any) -> None:
-    """Call ``copy`` of gradients, while fp32 parameters' ``main_grad`` is ``grad`` (fault 5)."""
+def _lend_main_grads(copy_grads: Callable, optimizer: Any) -> None:
+    """Call ``copy_grads`` while fp32 parameters have their ``grad`` as ``main_grad`` (fault 5)."""
     fp32 = [p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")]
     for parameter in fp32:
         parameter.main_grad = parameter.grad
     try:
-        copy(optimizer)
+        copy_grads(optimizer)
     finally:
         for parameter in fp32:
             del parameter.main_grad
@@ -180,16 +179,16 @@ def _store_all_parameters(
     log_repair("fp32 parameters were added to Float16Optimizer's checkpoint.")
     fp32_ids = {id(parameter) for parameter in _flat(optimizer.fp32_from_fp32_groups)}
     parameters = _flat(group["params"] for group in optimizer.optimizer.param_groups)
-    state[_FP32_KEY], others = {}, []
+    state[_FP32_KEY], half_masters = {}, []
     masters = _flat(state[_HALF_KEY])
     for index, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
         if id(parameter) not in fp32_ids:
-            others.append(master)
-        elif is_loading:  # the parameter loads the model's entry, a copy loads the master
+            half_masters.append(master)
+        elif is_loading:  # the model's entry loads into the parameter, the master into a copy
             state[_FP32_KEY][index] = replace(master, data=master.data.clone())
         else:
             state[_FP32_KEY][index] = master
-    rest = iter(others)
+    rest = iter(half_masters)
     state[_HALF_KEY] = [[next(rest) for _ in group] for group in optimizer.fp32_from_float16_groups]
     return state
 
@@ -235,7 +234,6 @@ def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tenso
     """Remove the fp32 parameters' masters from ``state``; return them by their index in Adam."""
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
-        """The shape of each tensor in ``groups``, one list per group."""
         return [[p.shape for p in group] for group in groups]
 
     saved = state.get(_HALF_KEY)
@@ -251,7 +249,7 @@ def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tenso
             f"--no-load-optim loads the parameters alone."
         )
     half = {id(master) for master in _flat(optimizer.fp32_from_float16_groups)}
-    pairs = [list(zip(*both, strict=True)) for both in zip(groups, saved, strict=True)]
+    pairs = [list(zip(*group_pair, strict=True)) for group_pair in zip(groups, saved, strict=True)]
     state[_HALF_KEY] = [[master for p, master in group if id(p) in half] for group in pairs]
     return {index: master for index, (p, master) in enumerate(_flat(pairs)) if id(p) not in half}
 
@@ -271,13 +269,14 @@ def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
         vars(optimizer).update(whole)
 
 
-def _broadcast_fp32(lists: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
-    """Broadcast fp32 parameters of ``lists``, one per rank of ``group``; return all others.
+def _broadcast_fp32(params_by_rank: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
+    """Broadcast the fp32 parameters of each rank; return the other parameters.
 
-    If the first rank has only fp32 parameters, all parameters are broadcast; returns None.
+    If the first rank has only fp32 parameters, all parameters of all ranks are broadcast, and None
+    is returned.
     """
-    others = [[p for p in ps if p.dtype != torch.float32] for ps in lists]
-    for rank, parameters in enumerate(lists):
+    others = [[p for p in ps if p.dtype != torch.float32] for ps in params_by_rank]
+    for rank, parameters in enumerate(params_by_rank):
         for parameter in parameters:
             if parameter.dtype == torch.float32 or not others[0]:
                 dist.broadcast(parameter.data, dist.get_global_rank(group, rank), group)

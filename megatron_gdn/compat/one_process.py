@@ -99,23 +99,18 @@ class _FinishedStream:
         self._recorded_at = 0.0
 
     def record(self, stream: object = None) -> None:
-        """Record the host's time; ``stream`` is ignored, since no work is ever pending."""
         self._recorded_at = perf_counter()
 
     def record_event(self, event: "_FinishedStream | None" = None) -> "_FinishedStream":
-        """Record ``event``, or a new event, and return it."""
         event = event or _FinishedStream()
         event.record()
         return event
 
-    def wait(self, *args: object) -> None:
-        """Return at once: no work is ever pending."""
-        ...
+    def wait(self, *args: object) -> None: ...
 
     wait_event = wait_stream = synchronize = wait
 
     def query(self) -> bool:
-        """Return True: no work is ever pending."""
         return True
 
     def elapsed_time(self, end_event: "_FinishedStream") -> float:
@@ -152,7 +147,6 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
         return torch.get_rng_state()
 
     def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False):
-        """Set the CPU generator to ``new_state``; ignore ``device`` and ``graph_safe``."""
         torch.set_rng_state(new_state)
 
     torch.cuda.get_rng_state = get_state
@@ -227,19 +221,17 @@ def accept_cpu_tensors_in_optimizers() -> None:
         """Whether a file of megatron.core called the replaced method of the tensor."""
         return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
 
-    def type_(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Replaces ``Tensor.type``: in Megatron's files it returns the name of the CUDA type."""
-        answer = tensor_type(self, *args, **kwargs)
-        if isinstance(answer, str) and called_from_megatron():
-            return answer.replace("torch.", "torch.cuda.", 1)
-        return answer
+    def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        name_or_tensor = tensor_type(self, *args, **kwargs)
+        if isinstance(name_or_tensor, str) and called_from_megatron():
+            return name_or_tensor.replace("torch.", "torch.cuda.", 1)
+        return name_or_tensor
 
-    def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Replaces ``Tensor.cuda``: in Megatron's files it returns the CPU tensor itself."""
+    def cuda_or_itself(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         return self if called_from_megatron() else tensor_cuda(self, *args, **kwargs)
 
-    torch.Tensor.type = type_
-    torch.Tensor.cuda = cuda
+    torch.Tensor.type = cuda_type
+    torch.Tensor.cuda = cuda_or_itself
 
 
 def use_torch_norm_after_the_last_hybrid_layer() -> None:
@@ -297,8 +289,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        """Set the states of ``model_param`` from ``tensors``, except their step."""
-        # In the format dp_reshardable ``tensors`` hold the step 0 that Adam had before the load.
+        # In the format dp_reshardable ``tensors`` have the step 0 of the optimizer before the load.
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:

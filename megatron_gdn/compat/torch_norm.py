@@ -18,7 +18,6 @@ class TorchRMSNorm(nn.Module):
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5) -> None:
-        """``hidden_size``: size of the last dimension; ``eps``: added to the mean of squares."""
         super().__init__()
         if config.normalization != "RMSNorm":
             raise ValueError(
@@ -48,5 +47,4 @@ class TorchRMSNorm(nn.Module):
         return nn.functional.rms_norm(x.to(wide), (self.hidden_size,), gamma, self.eps).to(x.dtype)
 
     def extra_repr(self) -> str:
-        """Size, eps and kind of gamma, which torch prints with the module."""
         return f"{self.hidden_size}, eps={self.eps}, zero_centered_gamma={self.zero_centered_gamma}"

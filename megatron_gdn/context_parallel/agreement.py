@@ -62,7 +62,6 @@ _groups: WeakKeyDictionary[Any, _Agreement] = WeakKeyDictionary()
 
 
 def _agreement_of(group: Any) -> _Agreement:
-    """The :class:`_Agreement` of ``group``, made at the first call."""
     return _groups.get(group) or _groups.setdefault(group, _Agreement())
 
 
@@ -83,7 +82,7 @@ def require_agreement(
     meta device, while a CUDA graph is captured, or with ``MEGATRON_GDN_CHECK_RANKS=0`` in every
     rank's environment. With fixed buffers only the largest number of documents is compared.
     """
-    if group is None or group.size() == 1 or _cannot_send(device):
+    if group is None or group.size() == 1 or _cannot_compare(device):
         return
     known = _agreement_of(group)
     if known.chosen_after != _latest_built:
@@ -91,53 +90,53 @@ def require_agreement(
     if known.layer != layer or os.environ.get(SWITCH, "1") == "0":
         return
     packed = (-1, 0) if documents is None else documents.contents
-    mine = (tokens, rows, *packed, _LAYOUTS.index(layout))
-    gathered = _gather(mine, group, device)
-    if mine in known.agreed and device.type == "cuda":
+    integers = (tokens, rows, *packed, _LAYOUTS.index(layout))
+    gathered = _gather(integers, group, device)
+    if integers in known.agreed and device.type == "cuda":
         return
-    given = [tuple(theirs) for theirs in gathered.tolist()]
-    if given.count(mine) != len(given):
-        raise ValueError(_disagreement_message(given, documents))
+    integers_by_rank = [tuple(row) for row in gathered.tolist()]
+    if integers_by_rank.count(integers) != len(integers_by_rank):
+        raise ValueError(_disagreement_message(integers_by_rank, documents))
     if len(known.agreed) == _REMEMBERED:
         known.agreed.clear()
-    known.agreed.add(mine)
+    known.agreed.add(integers)
 
 
-def _cannot_send(device: torch.device) -> bool:
+def _cannot_compare(device: torch.device) -> bool:
     """Whether ranks cannot compare: meta tensors have no values, or a CUDA graph is captured."""
     capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     return device.type == "meta" or capturing
 
 
 @uncompiled
-def _gather(mine: Sequence[int], group: Any, device: torch.device) -> Tensor:
-    """All-gather each rank's n integers (here ``mine``) over ``group``: int64 ``[ranks, n]``."""
-    own = to_device(torch.tensor(mine, dtype=torch.int64, device="cpu"), device)
-    given = own.new_empty(group.size() * len(mine))
-    dist.all_gather_into_tensor(given, own, group=group)
-    return given.view(-1, len(mine))
+def _gather(numbers: Sequence[int], group: Any, device: torch.device) -> Tensor:
+    """All-gather n ``numbers`` of each rank of ``group``: int64 ``[ranks, n]``."""
+    sent = to_device(torch.tensor(numbers, dtype=torch.int64, device="cpu"), device)
+    received = sent.new_empty(group.size() * len(numbers))
+    dist.all_gather_into_tensor(received, sent, group=group)
+    return received.view(-1, len(numbers))
 
 
-def _disagreement_message(given: list[tuple[int, ...]], documents: Documents | None) -> str:
-    """The error message for ranks that disagree; ``given`` has the five integers of each rank."""
+def _disagreement_message(by_rank: list[tuple[int, ...]], documents: Documents | None) -> str:
+    """The error message for ranks that disagree; ``by_rank`` has the five integers of each rank."""
     ranks: dict[tuple[int, ...], list[int]] = {}
-    for rank, theirs in enumerate(given):
-        ranks.setdefault(theirs, []).append(rank)
-    said = "; ".join(
-        f"rank{'s' * (len(who) > 1)} {', '.join(map(str, who))}: {_description(*what)}"
-        for what, who in ranks.items()
+    for rank, integers in enumerate(by_rank):
+        ranks.setdefault(integers, []).append(rank)
+    descriptions = "; ".join(
+        f"rank{'s' * (len(members) > 1)} {', '.join(map(str, members))}: {_description(*integers)}"
+        for integers, members in ranks.items()
     )
-    own = ""
+    boundaries = ""
     if documents is not None and documents.known:
         offsets = [str(offset) for offset in documents.offsets]
         if len(offsets) > 20:
             offsets[10:-2] = [f"... {offsets[-3]}"]
-        own = f" This rank was given cu_seqlens=[{', '.join(offsets)}]."
+        boundaries = f" This rank was given cu_seqlens=[{', '.join(offsets)}]."
     return (
-        f"the ranks of a context-parallel group disagree about the micro-batch. {said}.{own} Every "
-        f"rank must hold the same number of tokens of the same rows, and be given the same global "
-        f"boundaries: those of the whole packed buffer, before any split (make them once and "
-        f"broadcast them)."
+        f"the ranks of a context-parallel group disagree about the micro-batch. "
+        f"{descriptions}.{boundaries} Every rank must hold the same number of tokens of the same "
+        f"rows, and be given the same global boundaries: those of the whole packed buffer, before "
+        f"any split (make them once and broadcast them)."
     )
 
 
@@ -161,24 +160,24 @@ def check_ranks_per_machine(ranks: Any) -> int | None:
     )
 
 
-def ranks_per_machine(group: Any, told: int | None, device: torch.device) -> int:
+def ranks_per_machine(group: Any, configured: int | None, device: torch.device) -> int:
     """How many successive ranks of ``group`` share a machine; the number divides the group's size.
 
-    ``told``, the option cp_ranks_per_machine, is the number of ranks on each machine; the last
-    machine may have fewer. If None, the ranks compare the names of their hosts. All ranks must call
-    together: the first call with a value of ``told`` is a collective on ``device``, and raises a
-    ValueError on all ranks if their ``told`` differ. On the meta device and while a CUDA graph is
-    captured, None means one machine.
+    ``configured``, the option cp_ranks_per_machine, is the number of ranks on each machine; the
+    last machine may have fewer. If None, the ranks compare the names of their hosts. All ranks must
+    call together: the first call with a value of ``configured`` is a collective on ``device``, and
+    raises a ValueError on all ranks if their values differ. On the meta device and while a CUDA
+    graph is captured, None means one machine.
     """
     known = _agreement_of(group).per_machine
-    if told in known:
-        return known[told]
-    silent = _cannot_send(device)
-    machines = [0] * group.size() if silent else _hosts(group, told, device)
-    if told is not None:
-        machines = [rank // told for rank in range(group.size())]
+    if configured in known:
+        return known[configured]
+    silent = _cannot_compare(device)
+    machines = [0] * group.size() if silent else _hosts(group, configured, device)
+    if configured is not None:
+        machines = [rank // configured for rank in range(group.size())]
     if not silent:
-        known[told] = largest_shared_run(machines)
+        known[configured] = largest_shared_run(machines)
     return largest_shared_run(machines)
 
 
@@ -188,15 +187,15 @@ def largest_shared_run(machines: Sequence[Hashable]) -> int:
 
 
 @uncompiled
-def _hosts(group: Any, told: int | None, device: torch.device) -> list[int]:
-    """A number per rank, equal for ranks on the same host; raises an error if ``told`` differs."""
+def _hosts(group: Any, configured: int | None, device: torch.device) -> list[int]:
+    """A number per rank, equal for ranks on the same host; an error if ``configured`` differs."""
     host = int.from_bytes(blake2b(_own_host().encode(), digest_size=8).digest(), signed=True)
-    given, hosts = _gather((told or 0, host), group, device).T.tolist()
-    if len(set(given)) > 1:
+    configured_by_rank, hosts = _gather((configured or 0, host), group, device).T.tolist()
+    if len(set(configured_by_rank)) > 1:
         raise ValueError(
             f"the ranks of a context-parallel group were given different cp_ranks_per_machine: "
-            f"{[number or None for number in given]}, by rank. Give all ranks the same number, or "
-            f"give no rank a number."
+            f"{[number or None for number in configured_by_rank]}, by rank. Give all ranks the "
+            f"same number, or give no rank a number."
         )
     return hosts
 

@@ -32,12 +32,12 @@ class Span(NamedTuple):
         """bool ``[rows, keys]``: which keys each row sees; None if row i sees the keys 0 to i."""
         if self.position is None and not self.before:
             return None
-        before = sum(keys.stop - keys.start for keys in self.before)
+        earlier_keys = sum(keys.stop - keys.start for keys in self.before)
         position = self.position
         if position is None:
             position = torch.arange(self.last - self.first, device="cpu")
-        position = position.to(device, non_blocking=True) + before
-        key = torch.arange(before + self.end - self.start, device=device)
+        position = position.to(device, non_blocking=True) + earlier_keys
+        key = torch.arange(earlier_keys + self.end - self.start, device=device)
         return position[:, None] >= key
 
 
@@ -47,16 +47,16 @@ def spans_of(
 ) -> tuple[Span, ...]:
     """One span per document (``lengths``: of all) with rows on ``rank`` of ``size`` ranks."""
     # A rank holds its tokens in sequence order, so the tokens of one document lie side by side.
-    held = positions(lengths, size, layout)[rank]
+    own_positions = positions(lengths, size, layout)[rank]
     offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
-    cuts = torch.searchsorted(held, offsets).tolist()
+    cuts = torch.searchsorted(own_positions, offsets).tolist()
     spans = []
     for start, first, last in zip(offsets.tolist(), cuts, cuts[1:], strict=False):
         if first < last:
-            position = held[first:last] - start
-            seen = int(position[-1]) + 1
-            whole = seen == last - first
-            spans.append(Span(first, last, start, start + seen, None if whole else position))
+            position = own_positions[first:last] - start
+            seen_keys = int(position[-1]) + 1
+            whole = seen_keys == last - first
+            spans.append(Span(first, last, start, start + seen_keys, None if whole else position))
     return tuple(spans)
 
 

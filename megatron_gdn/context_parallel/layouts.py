@@ -46,13 +46,13 @@ class SequenceLayout(StrEnum):
         return parse_member(cls, value, "context-parallel layout")
 
 
-def parse_member[Kind: StrEnum](kind: type[Kind], value: Any, what: str) -> Kind:
-    """The member of enum ``kind`` with ``value``; ``what`` names the setting in the ValueError."""
+def parse_member[Kind: StrEnum](kind: type[Kind], value: Any, setting: str) -> Kind:
+    """The member of enum ``kind`` for ``value``; a ValueError names the ``setting``."""
     try:
         return kind(value)
     except ValueError:
-        legal = ", ".join(repr(one.value) for one in kind)
-        raise ValueError(f"unknown {what} {value!r}; use one of {legal}.") from None
+        legal = ", ".join(repr(member.value) for member in kind)
+        raise ValueError(f"unknown {setting} {value!r}; use one of {legal}.") from None
 
 
 def check_lengths(
@@ -63,18 +63,18 @@ def check_lengths(
     if cp_size == 1:
         return
     if layout is SequenceLayout.ZIGZAG:
-        multiple, wholes, what = 2 * cp_size, lengths, "sequence"
+        multiple, wholes, unit = 2 * cp_size, lengths, "sequence"
     else:
         multiple = cp_size if layout is SequenceLayout.CONTIGUOUS else 2 * cp_size
-        wholes, what = [sum(lengths)], "packed buffer"
+        wholes, unit = [sum(lengths)], "packed buffer"
     for index, length in enumerate(wholes):
         if length % multiple:
             by_document = layout is SequenceLayout.ZIGZAG
             passed = " and pass the padded boundaries as cu_seqlens_q_padded" if by_document else ""
             raise SizeError(
-                f"{what} {index} has {length} tokens, which is not a multiple of {multiple}: the "
+                f"{unit} {index} has {length} tokens, which is not a multiple of {multiple}: the "
                 f"{layout.value!r} layout cuts it into {multiple} equal fragments for "
-                f"context_parallel_size={cp_size}. Pad the {what} to "
+                f"context_parallel_size={cp_size}. Pad the {unit} to "
                 f"{-(-length // multiple) * multiple} tokens{passed}; or, if the data loader uses "
                 f"another layout, name that layout as cp_layout: "
                 f"{', '.join(repr(other.value) for other in SequenceLayout if other != layout)}."
@@ -171,7 +171,7 @@ def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)
-    return cut.table(("zigzag", cp_size), lambda given: _zigzag_positions(given, cp_size))[0]
+    return cut.table(("zigzag", cp_size), lambda these: _zigzag_positions(these, cp_size))[0]
 
 
 def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:

@@ -69,15 +69,18 @@ class Price(NamedTuple):
         return LinearCpMode.CHUNKWISE if chunkwise else LinearCpMode.HEADWISE
 
 
-def transfer_time(received: float, cp_size: int, per_machine: int, within: float = WITHIN) -> float:
-    """Time (ms) of ``received`` bytes; ``per_machine`` ranks share NVLink (``within`` bytes/ms)."""
-    across = received * (cp_size - per_machine) / (cp_size - 1)
-    return max((received - across) / within, across / ACROSS)
+def transfer_time(
+    received: float, cp_size: int, ranks_per_machine: int, nvlink_speed: float = WITHIN
+) -> float:
+    """Milliseconds to receive bytes equally from all peers; ``nvlink_speed``: in bytes per ms."""
+    across = received * (cp_size - ranks_per_machine) / (cp_size - 1)
+    return max((received - across) / nvlink_speed, across / ACROSS)
 
 
-def row_bytes(inside: Layout, cp_size: int, local_rows: int, element_size: int) -> int:
-    """Bytes a headwise forward receives for ``local_rows`` rows; ``inside``: a rank's columns."""
-    return (cp_size - 1) * local_rows * (inside.width + inside.mixed_width) * element_size
+def row_bytes(rank_layout: Layout, cp_size: int, local_rows: int, element_size: int) -> int:
+    """Bytes received in a headwise forward; ``rank_layout``: columns inside the head exchange."""
+    width = rank_layout.width + rank_layout.mixed_width
+    return (cp_size - 1) * local_rows * width * element_size
 
 
 def map_exchange_traffic(
@@ -91,34 +94,35 @@ def map_exchange_traffic(
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
-    own = per_rank * chains * state.map_bytes
-    shared = (1 + state.columns / state.map_columns) * own  # maps are sent, states come back
-    return (cp_size - 1) / cp_size * shared, per_rank * cp_size
+    rank_bytes = per_rank * chains * state.map_bytes
+    # Maps are sent, states come back.
+    exchanged_bytes = (1 + state.columns / state.map_columns) * rank_bytes
+    return (cp_size - 1) / cp_size * exchanged_bytes, per_rank * cp_size
 
 
 def price(
     state: StateShape,
-    inside: Layout,
+    rank_layout: Layout,
     cp_size: int,
     layout: SequenceLayout,
     tokens: int,
     rows: int,
     lengths: tuple[int, ...] | None,
     element_size: int,
-    per_machine: int,
+    ranks_per_machine: int,
 ) -> Price:
     """The price of a layer's forward; each of ``rows`` batch rows has ``tokens`` over all ranks.
 
-    ``state`` has the states of one tensor-parallel rank's heads, ``inside`` the projection columns
-    inside the head exchange. ``lengths`` are of packed documents, or None. ``element_size`` is the
-    bytes of an activation's element, ``per_machine`` the number of ranks on a machine.
+    ``state`` has the states of one tensor-parallel rank's heads, ``rank_layout`` the projection
+    columns inside the head exchange. ``lengths`` are of packed documents, or None.
+    ``element_size`` is the bytes of an activation's element.
     """
     local = tokens // cp_size * rows
-    received = row_bytes(inside, cp_size, local, element_size)
-    of_maps, steps = map_exchange_traffic(state, cp_size, layout, rows, lengths)
-    exchange = transfer_time(of_maps, cp_size, per_machine) + 2 * LATENCY + steps * STEP
-    fixed = FIXED if per_machine == cp_size else FIXED_ACROSS
+    received = row_bytes(rank_layout, cp_size, local, element_size)
+    map_bytes, steps = map_exchange_traffic(state, cp_size, layout, rows, lengths)
+    exchange = transfer_time(map_bytes, cp_size, ranks_per_machine) + 2 * LATENCY + steps * STEP
+    fixed = FIXED if ranks_per_machine == cp_size else FIXED_ACROSS
     return Price(
-        headwise=transfer_time(received, cp_size, per_machine),
+        headwise=transfer_time(received, cp_size, ranks_per_machine),
         chunkwise=exchange + state.map_bytes * local * SUMMARY + fixed,
     )

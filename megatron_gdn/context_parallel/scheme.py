@@ -82,15 +82,19 @@ class Whole(Scheme):
 
 
 def local_parameters(
-    scheme: Scheme, weight: Tensor, bias: Tensor | None, *per_head: Tensor, of: str | None = None
+    scheme: Scheme,
+    weight: Tensor,
+    bias: Tensor | None,
+    *per_head: Tensor,
+    section: str | None = None,
 ) -> list[Any]:
-    """This rank's ``weight``, ``bias`` (convolution) and ``per_head`` (rows of section ``of``)."""
+    """This rank's rows of ``weight``, ``bias`` (convolution) and ``per_head`` (of ``section``)."""
     if not scheme.moves_rows:
         return [weight, bias, *per_head]
     convolved = scheme.layout.conv_names
-    of_conv = [x if x is None else scheme.local(x, convolved) for x in (weight, bias)]
-    heads = None if of is None else (of,)
-    return [*of_conv, *[scheme.local(x, heads) for x in per_head]]
+    of_convolution = [x if x is None else scheme.local(x, convolved) for x in (weight, bias)]
+    heads = None if section is None else (section,)
+    return [*of_convolution, *[scheme.local(x, heads) for x in per_head]]
 
 
 def keep_in_place(rows: Tensor) -> Tensor:

@@ -54,8 +54,8 @@ def check_machine() -> Iterator[Finding]:
             "torch is built without CUDA" if torch.version.cuda is None
             else "the driver may be too old for it, or CUDA_VISIBLE_DEVICES empty"
         )  # fmt: skip
-        said = f"nvidia-smi is here, and torch {torch_is} sees no GPU: {why}"
-        yield Finding("gpu", "wrong", said)
+        text = f"nvidia-smi is here, and torch {torch_is} sees no GPU: {why}"
+        yield Finding("gpu", "wrong", text)
     else:
         yield Finding("gpu", "note", "none: everything runs on the CPU, in plain torch")
     yield Finding("cuda", "ok", f"{torch.version.cuda or 'none'}, of torch {torch.__version__}")
@@ -79,22 +79,22 @@ def check_packages() -> Iterator[Finding]:
 def _check_package(asked: Requirement, extra: str | None) -> Finding:
     """Compare a package with ``asked``; ``extra``: the extra that asks (None: no extra)."""
     name, install = asked.name, f'pip install "{asked.name}{asked.specifier}"'
-    found = installed_version(name)
-    if found is None and extra is None:
+    installed = installed_version(name)
+    if installed is None and extra is None:
         return Finding(name, "wrong", f"is required and not installed; {install}")
-    if found is None:
+    if installed is None:
         return Finding(name, "note", f"not installed (pip install 'megatron-gdn[{extra}]')")
-    if not asked.specifier.contains(found, prereleases=True):
+    if not asked.specifier.contains(installed, prereleases=True):
         # Megatron layers do not use the packages of the extra "hf", so their versions may differ.
         state = "note" if extra == "hf" else "wrong"
-        return Finding(name, state, f"{found} is installed, {asked.specifier} works; {install}")
+        return Finding(name, state, f"{installed} is installed, {asked.specifier} works; {install}")
     try:
         if name == "transformer-engine":  # compiled for one version of torch
             import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken build may raise any exception
         rebuild = f"build it for torch {torch.__version__}"
-        return Finding(name, "wrong", f"{found} cannot be imported: {error}; {rebuild}")
-    return Finding(name, "ok", found)
+        return Finding(name, "wrong", f"{installed} cannot be imported: {error}; {rebuild}")
+    return Finding(name, "ok", installed)
 
 
 def check_kernel_versions() -> Iterator[Finding]:
@@ -181,10 +181,10 @@ def _run_rule(rule: Rule, inputs: RuleInputs, documents: Documents) -> dict[str,
     )
 
 
-def _rms_errors(found: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
-    """The relative RMS error of every tensor in ``found`` against ``exact``, by name."""
+def _rms_errors(results: dict[str, Tensor], exact: dict[str, Tensor]) -> dict[str, float]:
+    """The relative RMS error of every tensor in ``results`` against ``exact``, by name."""
     return {
-        name: ((found[name].double() - x).norm() / x.norm()).item() for name, x in exact.items()
+        name: ((results[name].double() - x).norm() / x.norm()).item() for name, x in exact.items()
     }
 
 
@@ -192,10 +192,10 @@ def _inputs(sizes: HeadSizes, tokens: int, device: torch.device, dtype: torch.dt
     """Random inputs of a rule: one row of ``tokens``, with heads of ``sizes``."""
     generator = torch.Generator().manual_seed(1)
 
-    def draw(*shape: int) -> Tensor:
+    def random_rows(*shape: int) -> Tensor:
         return torch.randn(1, tokens, *shape, generator=generator)
 
     key, value = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)
-    q, k, v = (draw(*shape).to(device, dtype) for shape in (key, key, value))
-    g = -draw(sizes.value_heads).exp().to(device)
-    return RuleInputs(q, k, v, g, draw(sizes.value_heads).sigmoid().to(device))
+    q, k, v = (random_rows(*shape).to(device, dtype) for shape in (key, key, value))
+    g = -random_rows(sizes.value_heads).exp().to(device)
+    return RuleInputs(q, k, v, g, random_rows(sizes.value_heads).sigmoid().to(device))

@@ -79,11 +79,12 @@ def in_order_of_bridge(layer: GatedDeltaNet) -> Iterator[None]:
 
 @cache
 def _reorder_in_the_bridge() -> None:
-    """Wrap mcore-bridge's conversion, so that it sees our layers' rows in mcore-bridge's order."""
-    if (found := version("mcore-bridge")) != TESTED:
+    """Wrap the bridge's conversion, which then sees our layers' rows in the bridge's order."""
+    if (installed := version("mcore-bridge")) != TESTED:
         logger.warning(
-            f"mcore-bridge {found}: megatron_gdn orders weights as mcore-bridge {TESTED} stores "
-            f"them, and was not tested with {found}. Compare the logits of a small model first."
+            f"mcore-bridge {installed}: megatron_gdn orders weights as mcore-bridge {TESTED} "
+            f"stores them, and was not tested with {installed}. Compare the logits of a small "
+            f"model first."
         )
     from mcore_bridge.bridge import GPTBridge  # pyright: ignore[reportMissingImports]
 

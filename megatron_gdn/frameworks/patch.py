@@ -60,8 +60,8 @@ def patch_megatron(
         each.check()
     for each in classes:
         each.install()
-    said = "; ".join(each.describe() for each in classes)
-    log_single_rank(logger, logging.WARNING, f"{said}.")
+    description = "; ".join(each.describe() for each in classes)
+    log_single_rank(logger, logging.WARNING, f"{description}.")
 
 
 def has_gdn2() -> bool:
@@ -79,29 +79,29 @@ class _PatchedClass:
 
     def check(self) -> None:
         """Raise if other code replaced ``__new__``, or our class lacks an option or argument."""
-        found = vars(self.theirs).get("__new__")
-        if found is not None and inspect.unwrap(found).__module__ != __name__:
+        replacement = vars(self.theirs).get("__new__")
+        if replacement is not None and inspect.unwrap(replacement).__module__ != __name__:
             raise RuntimeError(
-                f"{_full_name(self.theirs)}.__new__ was replaced by other code ({found!r}). "
+                f"{_full_name(self.theirs)}.__new__ was replaced by other code ({replacement!r}). "
                 f"megatron_gdn would undo that patch, so nothing was changed. Call "
                 f"patch_megatron() without the other patch, or put {self.public} in your specs."
             )
         if self.replaced:
-            given, taken = _constructor_arguments(self.theirs), _constructor_arguments(self.ours)
-            known = taken.keys() - given.keys()
+            theirs, ours = _constructor_arguments(self.theirs), _constructor_arguments(self.ours)
+            known = ours.keys() - theirs.keys()
             if unknown := sorted(self.options.keys() - known):
                 raise TypeError(
                     f"{self.public} has no option {', '.join(unknown)}. Its options are "
                     f"{', '.join(sorted(known))}."
                 )
-            self._require_known_constructor(given, taken)
+            self._require_known_constructor(theirs, ours)
 
-    def _require_known_constructor(self, given: Arguments, taken: Arguments) -> None:
-        """Raise if our arguments, ``taken``, lack or change one of Megatron's, ``given``."""
-        places = [name for name, each in taken.items() if each.kind is not each.KEYWORD_ONLY]
+    def _require_known_constructor(self, theirs: Arguments, ours: Arguments) -> None:
+        """Raise if ``ours`` lacks or changes an argument of ``theirs``, Megatron's."""
+        places = [name for name, each in ours.items() if each.kind is not each.KEYWORD_ONLY]
         wrong = []
-        for place, (name, argument) in enumerate(given.items()):
-            our_argument = taken.get(name)
+        for place, (name, argument) in enumerate(theirs.items()):
+            our_argument = ours.get(name)
             if our_argument is None:
                 wrong.append(f"{name} is not known")
             elif name in places and places.index(name) != place:
@@ -133,11 +133,11 @@ class _PatchedClass:
         theirs = f"Megatron's {self.theirs.__name__}"
         if not self.replaced:
             return f"{theirs} stays Megatron's"
-        given = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
-        also = ""
+        options = ", ".join(f"{name}={value!r}" for name, value in self.options.items())
+        subclass_clause = ""
         if _MCORE_BRIDGE_CLASS.endswith(self.theirs.__name__) and find_spec("mcore_bridge"):
-            also = ", mcore-bridge's subclass of it too"
-        return f"{theirs} is built as {self.public}({given}){also}"
+            subclass_clause = ", mcore-bridge's subclass of it too"
+        return f"{theirs} is built as {self.public}({options}){subclass_clause}"
 
 
 def _make_new(theirs: type, our_class: type | None, options: dict[str, Any]) -> Callable:

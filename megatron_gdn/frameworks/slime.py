@@ -101,26 +101,24 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
     """Wrap slime's loader; it then also loads our parameters (all ranks' rows, rank 0's first)."""
 
     @wraps(slime_loader)
-    def tensor(name: str, reader: Any, hf_config: Any) -> Tensor:
-        """Load the parameter ``name`` with ``reader``, slime's reader of the Hugging Face files."""
+    def load(name: str, reader: Any, hf_config: Any) -> Tensor:
         prefix, entry = _translation(name, reader.path)
         if entry is None:
             return slime_loader(name, reader, hf_config)
         pieces = [slime_loader(prefix + source.key, reader, hf_config) for source in entry.sources]
         return _concatenate_shards(entry, entry.to_megatron(pieces))
 
-    return tensor
+    return load
 
 
-def _wrap_converter(theirs: Callable) -> Callable:
+def _wrap_converter(slime_converter: Callable) -> Callable:
     """Wrap slime's converter, which turns a whole parameter into named Hugging Face tensors."""
 
-    @wraps(theirs)
+    @wraps(slime_converter)
     def convert(args: Any, model_name: str, name: str, param: Tensor) -> list[tuple[str, Tensor]]:
-        """Convert parameter ``name`` to pairs (Hugging Face name, tensor)."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
-            return theirs(args, model_name, name, param)
+            return slime_converter(args, model_name, name, param)
         whole = _join_shards(entry, param)
         wide = torch.float32 if entry.shift else whole.dtype  # so only the cast below rounds
         pieces = entry.to_hf(whole, [wide] * len(entry.sources))
@@ -128,34 +126,33 @@ def _wrap_converter(theirs: Callable) -> Callable:
         return [
             (hf_name, tensor.to(published.get(hf_name, param.dtype)))
             for source, piece in zip(entry.sources, pieces, strict=True)
-            for hf_name, tensor in theirs(args, model_name, prefix + source.key, piece)
+            for hf_name, tensor in slime_converter(args, model_name, prefix + source.key, piece)
         ]
 
     return convert
 
 
-def _wrap_quantizer(theirs: Callable) -> Callable:
+def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
     """Wrap slime's quantizer, which chooses the tensors to quantise by slime's names."""
 
-    @wraps(theirs)
-    def quantize(args: Any, name: str, converted: list, *settings: Any, **more: Any) -> list:
-        """Quantise ``converted``, the Hugging Face (name, tensor) pairs of parameter ``name``."""
+    @wraps(slime_quantizer)
+    def quantize(args: Any, name: str, converted: list, *settings: Any, **options: Any) -> list:
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
-            return theirs(args, name, converted, *settings, **more)
+            return slime_quantizer(args, name, converted, *settings, **options)
         return [
             pair
-            for source, one in zip(entry.sources, converted, strict=True)
-            for pair in theirs(args, prefix + source.key, [one], *settings, **more)
+            for source, named in zip(entry.sources, converted, strict=True)
+            for pair in slime_quantizer(args, prefix + source.key, [named], *settings, **options)
         ]
 
     return quantize
 
 
 def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
-    """``name``'s part before our parameter, and the parameter's map (None: not ours)."""
-    prefix, layer, rest = name.rpartition(_LAYER_PREFIX)
-    return prefix + layer, _translations(str(folder)).get(rest) if layer else None
+    """``name`` up to the layer, and the parameter's map, or None if it is not of our layer."""
+    prefix, layer, parameter = name.rpartition(_LAYER_PREFIX)
+    return prefix + layer, _translations(str(folder)).get(parameter) if layer else None
 
 
 @cache

@@ -212,19 +212,18 @@ class _RunRule(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
-        """The inputs' gradients; ``d_o`` and ``d_final``: of the output and of the final states."""
         # Under a checkpoint, ctx.saved_tensors may be read only once.
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs, saved = RuleInputs(q, k, v, g, beta), Saved(tuple(kept), ctx.plan)
-        read = inputs._replace(
+        needed = inputs._replace(
             **{name: None for name in RuleInputs._fields if name not in ctx.rule.reads_again}
         )
-        begun = ctx.rule.begin_backward(d_o.contiguous(), read, saved, ctx.documents)
+        rule_backward = ctx.rule.begin_backward(d_o.contiguous(), needed, saved, ctx.documents)
         if ctx.needs_input_grad[8]:
             maps = lambda: ctx.rule.begin(inputs, ctx.documents).state_map()  # noqa: E731
-            grads, d_initial = begun.run_to_states(initial, d_final, maps)
+            grads, d_initial = rule_backward.run_to_states(initial, d_final, maps)
         else:
-            grads, d_initial = begun.run(initial, d_final), None
+            grads, d_initial = rule_backward.run(initial, d_final), None
         grads = gradients_of_key_heads(grads, inputs.k.shape[2])
         grads = (x.to(dtype) for x, dtype in zip(grads, ctx.dtypes, strict=True))
         return None, None, None, *grads, d_initial

@@ -4,14 +4,13 @@ Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keep
 11 bits at the same speed, but only for numbers of 2^-14 to 65504:
 
 - q, k, v and states are not scaled: q and k have unit length, v is the output of a SiLU, and a
-  state is a weighted mean of values v. Values beyond 65504 become inf.
-- Gradients may have any size. So d_o is multiplied by a power of two, which the device chooses for
-  each key head. The rule's backward is linear in d_o, and the front multiplies the rule's gradients
-  by the inverse power in fp32 (:class:`..ops.delta_rule.base.RuleGrads`). Both scalings are exact.
+  state is a weighted mean of values v.
+- Gradients may have any size. So d_o is multiplied by a power of two for each key head, and the
+  front multiplies the rule's gradients by the inverse power (`RuleGrads.factor`). Both are exact.
 
 The power brings the largest |d_o| of the key head's value heads below 1, which leaves room for
 sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient is at most T / sqrt(K)
-long, 2^13.5 for K = 128 and 2^17 tokens. A sum beyond fp16's range becomes inf, a visible error.
+long, 2^13.5 for K = 128 and 2^17 tokens. A value beyond 65504 becomes inf, a visible error.
 
 In context parallelism the power also brings the gradient of the final states below 2^5, because
 tokens of other ranks may have far larger gradients. All documents of a rank have the same powers.
@@ -42,7 +41,7 @@ class HalfBackward(RuleBackward):
         self, rule: Any, d_o: Tensor, inputs: RuleInputs, saved: Saved, documents: Documents | None
     ) -> None:
         self._key_heads = inputs.k.shape[2]
-        self._half, self._up, self._down = _kernels(d_o).to_half(d_o, self._key_heads, LARGEST_D_O)
+        self._half, self._up, self._down = _scaler(d_o).to_half(d_o, self._key_heads, LARGEST_D_O)
         del d_o  # frees d_o's memory if the caller keeps no reference
         self._backward = rule.rule.begin_backward(self._half, inputs, saved, documents)
 
@@ -51,7 +50,7 @@ class HalfBackward(RuleBackward):
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         if d_final is not None:
-            ratio, self._up, self._down = _kernels(self._half).lower_powers(
+            ratio, self._up, self._down = _scaler(self._half).lower_powers(
                 self._half, self._up, d_final, self._key_heads, LARGEST_D_FINAL
             )
             self._backward.d_o_was_scaled(_as_state_factor(ratio))
@@ -80,7 +79,7 @@ class HalfOperands(Rule):
         return HalfOperands(wrapper(self.rule))
 
 
-def _kernels(x: Tensor) -> ModuleType:
+def _scaler(x: Tensor) -> ModuleType:
     """The module that scales ``x``: Triton kernels on a GPU, else (or for fp64) plain torch."""
     if not x.is_cuda or x.dtype == torch.float64:
         return half_torch

@@ -99,9 +99,9 @@ def _scale_kernel(
 def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
     """fp32 bits of each tile's and key head's largest |x|, ``[N, G]``, and N. C is ``columns``."""
     tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
-    found = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
-    launch(x, found)
-    return found, tiles
+    largest = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
+    launch(x, largest)
+    return largest, tiles
 
 
 @lru_cache(maxsize=MOST_PLANS)
@@ -132,16 +132,16 @@ def _scale_launch(
 
 
 def lower_powers(
-    half: Tensor, powers: Tensor, states: Tensor, key_heads: int, log2_bound: int
+    half: Tensor, up: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower the ``powers [H]`` of the fp16 ``half``, as :func:`.half_torch.lower_powers` does."""
+    """Lower the powers ``up [H]`` of the fp16 ``half``, as :func:`.half_torch.lower_powers` does."""
     B, S, H, V = half.shape
     assert half.is_contiguous()
     ratio, K = H // key_heads, states.shape[2]
-    found, tiles = _largest_of(states.contiguous(), key_heads, states.shape[3], ratio * K)
+    largest, tiles = _largest_of(states.contiguous(), key_heads, states.shape[3], ratio * K)
     ratio_H, up_H, down_H = torch.empty(3, H, dtype=torch.float32, device=half.device).unbind()
     launch = _scale_launch(B * S, tiles, log2_bound, key_heads, ratio, ratio * V, True)
-    launch(half, half, found, powers, ratio_H, up_H, down_H)
+    launch(half, half, largest, up, ratio_H, up_H, down_H)
     return ratio_H, up_H, down_H
 
 
@@ -150,9 +150,9 @@ def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor,
     x = x.contiguous()
     B, S, H, V = x.shape
     ratio = H // key_heads
-    found, tiles = _largest_of(x, key_heads, ratio * V)
+    largest, tiles = _largest_of(x, key_heads, ratio * V)
     half = torch.empty_like(x, dtype=torch.float16)
     up, down = torch.empty(2, H, dtype=torch.float32, device=x.device).unbind()
     launch = _scale_launch(B * S, tiles, log2_bound, key_heads, ratio, ratio * V, False)
-    launch(x, half, found, None, None, up, down)  # no old powers or ratios without LOWER
+    launch(x, half, largest, None, None, up, down)  # no old powers or ratios without LOWER
     return half, up, down

@@ -21,25 +21,20 @@ def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor,
 
 
 def lower_powers(
-    half: Tensor, up: Tensor, states: Tensor, key_heads: int, largest: int
+    half: Tensor, up: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower the powers of :func:`to_half` so that powers times ``states`` stay below ``2^largest``.
+    """Lower the powers of :func:`to_half`, so that powers times ``states`` are below 2^log2_bound.
 
-    Args:
-        half, up: from :func:`to_half`. ``half`` is changed in place; elements that become smaller
-            than fp16's normal numbers are rounded again.
-        states: ``[N, H, K, V]`` fp32, which the caller multiplies by the new powers.
-
-    Returns:
-        Three tensors ``[H]`` fp32: new powers over old powers; new powers; inverse new powers.
+    ``half`` is changed in place; elements that become smaller than fp16's normal numbers are
+    rounded again. Returns new powers over old ones, new powers and inverse ones, each ``[H]`` fp32.
     """
-    ceiling = power_exponent(states, key_heads, largest, (0, 2, 3))
+    ceiling = power_exponent(states, key_heads, log2_bound, (0, 2, 3))
     H = len(up)
-    old = up.view(torch.int32)[:: H // key_heads] >> MANTISSA
-    new = torch.minimum(old, ceiling)
+    old_exponent = up.view(torch.int32)[:: H // key_heads] >> MANTISSA
+    new_exponent = torch.minimum(old_exponent, ceiling)
     # If ``change`` is 0, ``ratio`` is 0: every element of ``half`` would underflow in fp16.
-    change = (new - old + BIAS).clamp(min=0)
-    ratio, up, down = (_power(e, H) for e in (change, new, 2 * BIAS - new))
+    change = (new_exponent - old_exponent + BIAS).clamp(min=0)
+    ratio, up, down = (_power(e, H) for e in (change, new_exponent, 2 * BIAS - new_exponent))
     half.mul_(ratio[:, None])
     return ratio, up, down
 

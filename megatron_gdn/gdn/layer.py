@@ -125,7 +125,6 @@ class GatedDeltaNet(UpstreamNames):
         output_gate_activation: str | None = None,
         allow_neg_eigval: bool | None = None,
     ) -> None:
-        """Build this rank's part of the layer; the class's docstring describes the arguments."""
         if config.experimental_attention_variant == "gdn2":
             raise ValueError(
                 "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and this layer "
@@ -160,13 +159,6 @@ class GatedDeltaNet(UpstreamNames):
             cp_ranks_per_machine=cp_ranks_per_machine, recomputed=again,
         )  # fmt: skip
 
-    def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
-        """Call :func:`.front.gdn_parts` with this layer's options."""
-        return gdn_parts(
-            rows,
-            *parameters,
-            normalise_qk=self.use_qk_l2norm,
-            allow_neg_eigval=self.allow_neg_eigval,
-            recompute_qkv=self.recompute_qkv,
-            **given,
-        )
+    def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:
+        others |= {"normalise_qk": self.use_qk_l2norm, "recompute_qkv": self.recompute_qkv}
+        return gdn_parts(rows, *parameters, allow_neg_eigval=self.allow_neg_eigval, **others)

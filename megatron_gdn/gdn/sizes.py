@@ -14,5 +14,4 @@ class GDNDims(LinearDims):
 
     @property
     def layout(self) -> Layout:
-        """The columns of the input projection."""
         return self.heads.layout

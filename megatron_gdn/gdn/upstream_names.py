@@ -55,9 +55,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
         """The name of the convolution's activation."""
         return "silu"
 
-    def _setup_variant_attrs(self) -> None:
-        """Set the sizes again: Megatron-Bridge calls this method after changing process groups."""
-        self._name_sizes()
+    _setup_variant_attrs = _name_sizes  # Megatron-Bridge calls it after changing process groups
 
     @property
     def gated_delta_rule(self) -> Callable:

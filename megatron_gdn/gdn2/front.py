@@ -45,15 +45,9 @@ def gdn2_parts(
 ) -> Parts:
     """The :class:`Parts` of a Gated DeltaNet-2, whose backward computes the gates again.
 
-    Args:
-        rows: ``[S, B, P]``.
-        conv_weight, conv_bias: ``[C, 1, W]``; ``[C]`` or None.
-        A_log, dt_bias: ``[G]`` and ``[G K]``, both fp32.
-        layout: the sections of a row, query | key | value | z | f | b | w.
-        normalise_qk: scale q and k to unit length.
-        recompute_qkv: compute also q, k and v again in the backward instead of saving them.
-        others: keywords of :func:`..ops.parts.parts_of`, which lists the errors too; ``rule`` is
-            the result of :func:`.rule.choose_gdn2`.
+    The arguments are those of :func:`..gdn.front.gdn_parts`, with ``A_log`` ``[G]`` and ``dt_bias``
+    ``[G K]``. ``others`` are for :func:`..ops.parts.parts_of`, which lists the errors; ``rule`` is
+    one of them, the result of :func:`.rule.choose_gdn2`.
     """
     again = GDN2Inputs._fields if recompute_qkv else GATES
     table, parameters = gdn2_table(layout, normalise_qk), (conv_weight, conv_bias, A_log, dt_bias)

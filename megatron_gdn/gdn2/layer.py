@@ -95,6 +95,6 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
             recomputed=again,
         )  # fmt: skip
 
-    def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
-        given |= {"normalise_qk": self.use_qk_l2norm, "recompute_qkv": self.recompute_qkv}
-        return gdn2_parts(rows, *parameters, **given)
+    def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:
+        others |= {"normalise_qk": self.use_qk_l2norm, "recompute_qkv": self.recompute_qkv}
+        return gdn2_parts(rows, *parameters, **others)

@@ -16,7 +16,7 @@ _DESCRIPTION = "Weights between Hugging Face folders and Megatron checkpoints."
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command. Returns 0 for success, 1 if compared weights differ, 2 for an error."""
-    given = vars(_parser().parse_args(argv))
+    options = vars(_parser().parse_args(argv))
     # Hide warnings of Megatron and torch about absent packages and deprecated names.
     warnings.simplefilter("ignore")
     for name in ("megatron.core", "torch.utils.cpp_extension"):
@@ -24,13 +24,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     from safetensors import SafetensorError
 
     try:
-        return _run(**given)
+        return _run(**options)
     except (ValueError, NotImplementedError, ImportError, OSError, SafetensorError) as error:
-        said = (str(error) or type(error).__name__).splitlines()[0]
-        folders = [given[name] for name in ("source", "left", "right", "target") if name in given]
-        if not any(folder in said for folder in folders):  # for example if the disk is full
-            said = f"{' or '.join(folders)} cannot be read or written: {said}"
-        return print_error(said)
+        message = (str(error) or type(error).__name__).splitlines()[0]
+        folders = [
+            options[name] for name in ("source", "left", "right", "target") if name in options
+        ]
+        if not any(folder in message for folder in folders):  # for example if the disk is full
+            message = f"{' or '.join(folders)} cannot be read or written: {message}"
+        return print_error(message)
 
 
 def _parser() -> Parser:
@@ -38,9 +40,8 @@ def _parser() -> Parser:
     metavar = "import | export | compare | flags"
     commands = parser.add_subparsers(required=True, dest="command", metavar=metavar)
 
-    def add(name: str, about: str) -> Callable[..., Any]:
-        """Add the command ``name`` with the help text ``about``; return its ``add_argument``."""
-        return commands.add_parser(name, help=about).add_argument
+    def add(name: str, help_text: str) -> Callable[..., Any]:
+        return commands.add_parser(name, help=help_text).add_argument
 
     argument = add("import", "Hugging Face folder to a Megatron checkpoint")
     argument("source", help="folder with config.json and safetensors weights")
@@ -50,10 +51,10 @@ def _parser() -> Parser:
     argument = add("export", "a Megatron checkpoint to Hugging Face files")
     argument("source", help="folder of checkpoints, or of one iteration")
     argument("target", help="new Hugging Face folder")
-    about = "the Hugging Face folder it was made from"
-    argument("--like", required=True, metavar="FOLDER", help=about)
-    about = "write A_log and dt_bias as F32 even where the source had BF16"
-    argument("--fp32-gates", action="store_true", help=about)
+    help_text = "the Hugging Face folder it was made from"
+    argument("--like", required=True, metavar="FOLDER", help=help_text)
+    help_text = "write A_log and dt_bias as F32 even where the source had BF16"
+    argument("--fp32-gates", action="store_true", help=help_text)
 
     argument = add("flags", "flags of a Megatron launch that builds the model")
     argument("source", help="folder with config.json")
@@ -65,19 +66,18 @@ def _parser() -> Parser:
     return parser
 
 
-def _run(command: str, **given: Any) -> int:
-    """Run ``command`` with its arguments; return the exit code of :func:`main`."""
+def _run(command: str, **options: Any) -> int:
     if command == "flags":
         from .build import megatron_flags
         from .model_map import read_hf_config
 
-        print(shlex.join(megatron_flags(read_hf_config(given["source"]), given["model"])))
+        print(shlex.join(megatron_flags(read_hf_config(options["source"]), options["model"])))
         return 0
     if command == "compare":
         from .safetensors_files import compare_folders
 
         differences = 0
-        for difference in compare_folders(**given):
+        for difference in compare_folders(**options):
             print(difference)
             differences += 1
         print(f"{differences} tensors differ" if differences else "every tensor is equal")
@@ -85,8 +85,8 @@ def _run(command: str, **given: Any) -> int:
     from . import folders  # imports Megatron, which flags and compare do not need
 
     convert = folders.import_folder if command == "import" else folders.export_folder
-    convert(**given)
-    print(f"{command}ed {given['source']} to {given['target']}")
+    convert(**options)
+    print(f"{command}ed {options['source']} to {options['target']}")
     return 0
 
 

@@ -153,11 +153,11 @@ def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> lis
     Raises:
         NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers.
     """
-    words = []
+    flags = []
     for name, value in _launch_settings(config, model).items():
         flag = f"--{_FLAGS.get(name, name).replace('_', '-')}"
-        words += [flag] if isinstance(value, bool) else [flag, *str(value).split(" ")]
-    return words
+        flags += [flag] if isinstance(value, bool) else [flag, *str(value).split(" ")]
+    return flags
 
 
 def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") -> Namespace:

@@ -23,10 +23,15 @@ from torch.distributed.checkpoint.api import CheckpointException
 from ..compat.one_process import in_one_process
 from .build import build_model, megatron_arguments
 from .megatron_model import load_hf_weights, save_hf_weights
-from .model_map import Architecture, HFModelConfig, count_of_others, read_hf_config
+from .model_map import Architecture, count_of_others, read_hf_config
 from .safetensors_files import new_folder, refuse_existing
 
 _TRACKER, _RELEASE, _FORMAT = "latest_checkpointed_iteration.txt", "release", "metadata.json"
+# Arguments of `build_model` for a model on the CPU, whose weights have no values yet.
+_ON_CPU: dict[str, Any] = {
+    "modules": "local", "dtype": torch.bfloat16, "vocab_divisible_by": 1,
+    "use_cpu_initialization": True, "perform_initialization": False,
+}  # fmt: skip
 # Metadata of Megatron's own checkpoints, which says how a model shards its state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
 # Keys of a model's tensors start with one of these words; other keys are optimizer states.
@@ -55,13 +60,9 @@ def import_folder(source: str | Path, target: str | Path, model: Architecture = 
         RuntimeError: torch.distributed runs several processes.
     """
     config = read_hf_config(source)
-    common = {
-        "args": megatron_arguments(config, model),
-        "checkpoint_version": 3.0,
-        "iteration": 0,
-    }
+    common = {"args": megatron_arguments(config, model), "checkpoint_version": 3.0, "iteration": 0}
     with new_folder(target) as folder, in_one_process():
-        built = _build_on_cpu(config, model)
+        built, _ = build_model(config, model, **_ON_CPU)
         load_hf_weights(built, source, keep_dtypes=True)
         (folder / _RELEASE).mkdir()
         state = _with_extra_states_of_te(built.sharded_state_dict()) | common
@@ -92,38 +93,24 @@ def export_folder(
 def find_checkpoint(folder: str | Path) -> Path:
     """The folder of one iteration: ``folder``, or the subfolder that its tracker file names."""
     folder = Path(folder)
-    found = folder
+    iteration = folder
     if (folder / _TRACKER).is_file():
         name = (folder / _TRACKER).read_text().strip()
-        found = folder / (f"iter_{int(name):07d}" if name.isdigit() else name)
-    if not (found / _FORMAT).is_file():
+        iteration = folder / (f"iter_{int(name):07d}" if name.isdigit() else name)
+    if not (iteration / _FORMAT).is_file():
         raise FileNotFoundError(
-            f"{found} is no distributed checkpoint: it has no {_FORMAT}. Give a folder that "
+            f"{iteration} is no distributed checkpoint: it has no {_FORMAT}. Give a folder that "
             f"Megatron's --save or the import wrote (it has {_TRACKER}), or one of its iterations."
         )
-    return found
-
-
-def _build_on_cpu(config: HFModelConfig, model: Architecture, **changes: Any) -> Any:
-    """Build the model with weights that have no values yet; ``changes``: see `build_model`."""
-    return build_model(
-        config,
-        model,
-        modules="local",
-        dtype=torch.bfloat16,
-        vocab_divisible_by=1,
-        use_cpu_initialization=True,
-        perform_initialization=False,
-        **changes,
-    )[0]
+    return iteration
 
 
 def _with_extra_states_of_te(state: dict[str, Any]) -> dict[str, Any]:
     """Add the ``_extra_state`` entries that a model of Transformer Engine's modules looks for."""
-    modules = [one.key.removesuffix(".weight") for one in state.values()]
+    modules = [tensor.key.removesuffix(".weight") for tensor in state.values()]
     modules += [name.replace("linear_proj", "core_attention") for name in modules]
-    found = {name for name in modules if name.endswith(_STATEFUL_IN_TE)} | {"output_layer"}
-    keys = (f"{name}._extra_state" for name in found)
+    stateful = {name for name in modules if name.endswith(_STATEFUL_IN_TE)} | {"output_layer"}
+    keys = (f"{name}._extra_state" for name in stateful)
     return state | {key: mapping.ShardedObject(key, None, (1,), (0,)) for key in keys}
 
 
@@ -142,19 +129,21 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     centred = getattr(args, "apply_layernorm_1p", True)
     centred = getattr(args, "layernorm_zero_centered_gamma", centred)
     kind: Architecture = "hybrid" if "decoder.final_norm.weight" in stored else "gpt"
-    model = _build_on_cpu(read_hf_config(like), kind, layernorm_zero_centered_gamma=centred)
+    config = read_hf_config(like)
+    model, _ = build_model(config, kind, layernorm_zero_centered_gamma=centred, **_ON_CPU)
     pairs = model.sharded_state_dict().items()
-    state = {name: one for name, one in pairs if not isinstance(one, mapping.ShardedObject)}
-    wanted = dict(state)
-    mapping.apply_factories(wanted)
-    by_key = {one.key: one for one in dict_utils.nested_values(wanted)}
+    state = {name: entry for name, entry in pairs if not isinstance(entry, mapping.ShardedObject)}
+    expected = dict(state)
+    mapping.apply_factories(expected)
+    by_key = {entry.key: entry for entry in dict_utils.nested_values(expected)}
     _refuse_another_model(stored, by_key, folder, like)
-    for one in state.values():
-        # The checkpoint stores a fused projection by its sections.
-        key = one.key if one.key in stored else next(k for k in stored if k.startswith(one.key))
-        one.data = torch.empty_like(one.data, dtype=cast(Any, stored[key]).dtype)
-        if isinstance(one, mapping.ShardedTensor):
-            one.dtype = one.data.dtype
+    for entry in state.values():
+        key = entry.key
+        if key not in stored:  # the checkpoint stores a fused projection by its sections
+            key = next(stored_key for stored_key in stored if stored_key.startswith(key))
+        entry.data = torch.empty_like(entry.data, dtype=cast(Any, stored[key]).dtype)
+        if isinstance(entry, mapping.ShardedTensor):
+            entry.dtype = entry.data.dtype
     with _errors_begin_with(damaged):
         loaded = dist_checkpointing.load(state, str(folder))
     model.load_state_dict(loaded, strict=False, assign=True)
@@ -162,24 +151,24 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
 
 
 @contextmanager
-def _errors_begin_with(words: str) -> Iterator[None]:
+def _errors_begin_with(prefix: str) -> Iterator[None]:
     """Turn an error of torch or Megatron into a ValueError of one line, ``words: cause``."""
     try:
         yield
     except (Exception, CheckpointException) as error:
         cause: BaseException = error
         if isinstance(error, CheckpointException):
-            cause = next(found for found, _ in error.failures.values())
-        said = (str(cause) or type(cause).__name__).splitlines()[0]
-        raise ValueError(f"{words}: {said}") from error
+            cause = next(failure for failure, _ in error.failures.values())
+        line = (str(cause) or type(cause).__name__).splitlines()[0]
+        raise ValueError(f"{prefix}: {line}") from error
 
 
 def _refuse_another_model(
-    stored: dict[str, Any], wanted: dict[str, Any], folder: Path, like: str | Path
+    stored: dict[str, Any], expected: dict[str, Any], folder: Path, like: str | Path
 ) -> None:
-    """Refuse a checkpoint whose tensors ``stored`` differ in key or shape from ``wanted``."""
-    held = {key for key in stored if key.startswith(_MODEL_PREFIXES)}
-    missing, unknown = wanted.keys() - held, held - wanted.keys()
+    """Refuse a checkpoint whose tensors ``stored`` differ in key or shape from ``expected``."""
+    stored_keys = {key for key in stored if key.startswith(_MODEL_PREFIXES)}
+    missing, unknown = expected.keys() - stored_keys, stored_keys - expected.keys()
     if adapters := sorted(key for key in unknown if ".adapter." in key):
         raise ValueError(
             f"{folder} has adapters, {adapters[0]}{count_of_others(adapters)}, but not their "
@@ -187,13 +176,13 @@ def _refuse_another_model(
             f"megatron_gdn.hf.save_hf_weights, which merges them."
         )
     if keys := sorted(missing or unknown):
-        who = "the checkpoint has no" if missing else "the Hugging Face model has no place for"
+        lacks = "the checkpoint has no" if missing else "the Hugging Face model has no place for"
         first = f"{keys[0]}{count_of_others(keys)}"
-        raise ValueError(f"{folder} and {like} are not the same model: {who} {first}.")
-    for key, one in sorted(wanted.items()):
-        shape, asked = tuple(stored[key].global_shape), tuple(one.global_shape)
+        raise ValueError(f"{folder} and {like} are not the same model: {lacks} {first}.")
+    for key, entry in sorted(expected.items()):
+        shape, asked = tuple(stored[key].global_shape), tuple(entry.global_shape)
         # Runs may pad the vocabulary differently; rows of padding follow the vocabulary's rows.
-        rows = max(shape[0], asked[0]) if one.allow_shape_mismatch else asked[0]
+        rows = max(shape[0], asked[0]) if entry.allow_shape_mismatch else asked[0]
         if shape != (rows, *asked[1:]):
             raise ValueError(
                 f"{key} has shape {shape} in {folder}, but config.json of {like} asks for {asked}."

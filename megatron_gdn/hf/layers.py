@@ -48,9 +48,9 @@ def layer_from_hf(
     maps = _maps_of(dims, stored)
     sources = {source.key: source for entry in maps for source in entry.sources}
     if hf_state.keys() != sources.keys():
-        how = ", ".join(f"{name}={value!r}" for name, value in stored.items())
+        settings = ", ".join(f"{name}={value!r}" for name, value in stored.items())
         raise ValueError(
-            f"a layer of {type(dims).__name__}({how}) has {sorted(sources)}; missing "
+            f"a layer of {type(dims).__name__}({settings}) has {sorted(sources)}; missing "
             f"{sorted(sources.keys() - hf_state.keys())}, not known "
             f"{sorted(hf_state.keys() - sources.keys())}."
         )
@@ -95,7 +95,6 @@ def layer_to_hf(
 
 
 def _maps_of(dims: Any, stored: dict[str, Any]) -> list[TensorMap]:
-    """The maps of a layer of sizes ``dims``; ``stored``: as in `layer_from_hf`."""
     if type(dims) not in _MAPS:
         raise TypeError(
             f"dims is a {type(dims).__name__}; give the sizes of a layer with published weights: "

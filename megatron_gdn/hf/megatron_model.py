@@ -45,10 +45,10 @@ _PUBLISHED_OPTIONS = {
 }
 
 
-def _place(of: str) -> tuple[int, int]:
-    """This rank's index in Megatron's group ``of`` (such as tensor_model), and the group's size."""
+def _rank_and_size(kind: str) -> tuple[int, int]:
+    """This rank's index in Megatron's group ``kind`` (such as tensor_model), and its size."""
     state: Any = parallel_state  # Any, since Megatron annotates some functions wrongly
-    rank, size = (getattr(state, f"get_{of}_parallel_{what}") for what in ("rank", "world_size"))
+    rank, size = (getattr(state, f"get_{kind}_parallel_{part}") for part in ("rank", "world_size"))
     return rank(), size()
 
 
@@ -75,7 +75,7 @@ def load_hf_weights(model: nn.Module, folder: str | Path, *, keep_dtypes: bool =
     targets = _match_parameters(plan, params, config)
     rounded = []
     for entry, names in progress_bar(targets, "load"):
-        pieces = [weights.read_finite(one.key, one.expert) for one in entry.sources]
+        pieces = [weights.read_finite(source.key, source.expert) for source in entry.sources]
         for name in names:
             piece = _local_shard(entry, pieces, params[name])
             if keep_dtypes:
@@ -96,10 +96,7 @@ def load_hf_weights(model: nn.Module, folder: str | Path, *, keep_dtypes: bool =
 
 
 def save_hf_weights(
-    model: nn.Module,
-    folder: str | Path,
-    like: str | Path,
-    fp32_gates: bool = False,
+    model: nn.Module, folder: str | Path, like: str | Path, fp32_gates: bool = False
 ) -> None:
     """Write ``model`` as a Hugging Face folder with the files, keys and dtypes of ``like``.
 
@@ -120,8 +117,8 @@ def save_hf_weights(
         NotImplementedError: pipeline or expert parallelism, or an adapter that cannot be merged.
     """
     groups = "pipeline_model", "expert_model", "expert_tensor"
-    (_, pp), (_, ep), (_, expert_tp) = map(_place, groups)
-    tp_rank, tp = _place("tensor_model")
+    (_, pp), (_, ep), (_, expert_tp) = map(_rank_and_size, groups)
+    tp_rank, tp = _rank_and_size("tensor_model")
     if (pp, ep, expert_tp) != (1, 1, tp):
         raise NotImplementedError(
             f"pipeline_model_parallel_size={pp}, expert_model_parallel_size={ep} and "
@@ -162,8 +159,8 @@ class _Export:
         self.rounded: set[str] = set()
         self._maps_of: dict[str, list[tuple[TensorMap, HFRef]]] = {}
         for entry in plan.maps:
-            for one in entry.sources:
-                self._maps_of.setdefault(one.key, []).append((entry, one))
+            for tensor in entry.sources:
+                self._maps_of.setdefault(tensor.key, []).append((entry, tensor))
         self._maps_of |= {key: self._maps_of[same_as] for key, same_as in plan.aliases.items()}
         # Files store the tensors of a fused projection close together, so four cached maps suffice.
         self._cached_pieces = lru_cache(maxsize=4)(self._pieces)
@@ -183,7 +180,6 @@ class _Export:
         return packed
 
     def _dtype_of(self, key: str) -> torch.dtype:
-        """The dtype in which the tensor ``key`` is written."""
         widened = self._fp32_gates and is_gated_delta_net_fp32_param_key(key)
         return torch.float32 if widened else self._source.specs[key].torch_dtype
 
@@ -206,7 +202,7 @@ class _Export:
         # Reading the merged weight is a collective of the tensor-parallel ranks.
         weight = parameter if wrapper is None else cast(Tensor, wrapper.weight)
         shard = dequantised(weight.detach())
-        _, size = _place("tensor_model")
+        _, size = _rank_and_size("tensor_model")
         if size == 1:
             return [shard]
         shards = [torch.empty_like(shard) for _ in range(size)]
@@ -237,10 +233,10 @@ def _plan_model(
         )
     for name, module in bare.named_modules():
         for option, value in _PUBLISHED_OPTIONS.items():
-            given = getattr(module, option, value)
-            if given != value:
+            built = getattr(module, option, value)
+            if built != value:
                 raise ValueError(
-                    f"{name} was built with {option}={given!r}, but Hugging Face models with these "
+                    f"{name} was built with {option}={built!r}, but Hugging Face models with these "
                     f"weights compute with {value!r}. Build the layer with {option}={value!r}."
                 )
     return plan, _global_parameters(bare)
@@ -249,17 +245,17 @@ def _plan_model(
 def _global_parameters(model: Any) -> dict[str, nn.Parameter]:
     """Parameters outside adapters, named with the layer and expert numbers of the whole model."""
     layers = [layer.layer_number - 1 for layer in model.decoder.layers]
-    ep_rank, ep = _place("expert_model")
+    ep_rank, ep = _rank_and_size("expert_model")
     first_expert = ep_rank * ((model.config.num_moe_experts or 0) // ep)
-    found = {}
+    parameters = {}
     for name, parameter in model.named_parameters():
         owner, of_adapter, _ = name.partition(".adapter.")
         if of_adapter and _is_adapter_wrapper(model.get_submodule(owner)):
             continue
         name = name.replace(".to_wrap.", ".")
         name = _LAYER.sub(lambda m: f"decoder.layers.{layers[int(m[1])]}.", name, count=1)
-        found[_EXPERT.sub(lambda m: str(int(m[0]) + first_expert), name)] = parameter
-    return found
+        parameters[_EXPERT.sub(lambda m: str(int(m[0]) + first_expert), name)] = parameter
+    return parameters
 
 
 def _check_source_tensors(folder: SafetensorsFolder, plan: TensorPlan) -> None:
@@ -297,23 +293,23 @@ def _match_parameters(
             targets.append((entry, here))
         else:
             unplaced.append(entry.name)
-    if unplaced and _place("pipeline_model")[1] == _place("expert_model")[1] == 1:
+    if unplaced and _rank_and_size("pipeline_model")[1] == _rank_and_size("expert_model")[1] == 1:
         raise ValueError(
             f"the model has no {unplaced[0]}{count_of_others(unplaced)}. Build it with "
             f"config.json's sizes and the layer pattern {config.hybrid_layer_pattern!r}."
         )
     filled = {name for _, here in targets for name in here}
-    if rest := [name for name in params if name not in filled]:
+    if unfilled := [name for name in params if name not in filled]:
         raise ValueError(
-            f"the files have no tensor for {rest[0]}{count_of_others(rest)} of the model; build "
-            f"the model with config.json's sizes."
+            f"the files have no tensor for {unfilled[0]}{count_of_others(unfilled)} of the model; "
+            f"build the model with config.json's sizes."
         )
     return targets
 
 
 def _local_shard(entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter) -> Tensor:
     """This rank's shard of the map ``entry``; vocabulary rows are padded to those of ``param``."""
-    rank, size = _place("expert_tensor" if entry.is_expert else "tensor_model")
+    rank, size = _rank_and_size("expert_tensor" if entry.is_expert else "tensor_model")
     full = entry.to_megatron(pieces)
     if entry.pad_rows:
         rows = param.shape[0] * size

@@ -164,37 +164,37 @@ def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     text = config.get("text_config") or config
     rope = text.get("rope_parameters") or text.get("rope_scaling") or {}
     rope = {"rope_type": rope.get("type"), **rope}
-    fields: dict[str, Any] = {**text, **rope, "architecture": architecture}
-    given = _Fields(
+    entries: dict[str, Any] = {**text, **rope, "architecture": architecture}
+    fields = _Fields(
         (_NAMES_OF_NEMOTRON.get(name, name), value)
-        for name, value in fields.items()
+        for name, value in entries.items()
         if value is not None
     )
     for name, legal in _LEGAL.items():
-        if (value := given.get(name, legal[0])) not in legal:
+        if (value := fields.get(name, legal[0])) not in legal:
             value, best = (json.dumps(one).replace('"', "'") for one in (value, legal[0]))
             raise ValueError(
                 f"{name}={value} is not supported in whole models; it must be {best}. Layers "
                 f"convert one by one, see layer_from_hf of megatron_gdn.hf."
             )
     is_nemotron = architecture == _NEMOTRON
-    pattern = given["hybrid_override_pattern"] if is_nemotron else _layer_pattern(given)
+    pattern = fields["hybrid_override_pattern"] if is_nemotron else _layer_pattern(fields)
     tables = [table for kind, table in _SIZES.items() if kind in pattern]
     pairs = (pair for table in tables for pair in table.items())
-    sizes = SimpleNamespace(**{ours: given[theirs] for ours, theirs in pairs})
+    sizes = SimpleNamespace(**{field: fields[hf_name] for field, hf_name in pairs})
     head_dim = sizes.hidden_size // sizes.num_attention_heads
-    sizes.kv_channels = given.get("head_dim", head_dim)
-    sizes.layernorm_epsilon = given.get("rms_norm_eps", 1e-6)
-    if "routed_scaling_factor" in given:
-        sizes.moe_router_topk_scaling_factor = given["routed_scaling_factor"]
+    sizes.kv_channels = fields.get("head_dim", head_dim)
+    sizes.layernorm_epsilon = fields.get("rms_norm_eps", 1e-6)
+    if "routed_scaling_factor" in fields:
+        sizes.moe_router_topk_scaling_factor = fields["routed_scaling_factor"]
     return HFModelConfig(
         architecture=architecture,
         hybrid_layer_pattern=pattern,
         sizes=sizes,
-        vocab_size=given["vocab_size"],
+        vocab_size=fields["vocab_size"],
         tied=bool(config.get("tie_word_embeddings", False)),
-        rope_theta=given.get("rope_theta", 10_000_000.0),
-        rotary_fraction=0.0 if is_nemotron else given.get("partial_rotary_factor", 0.25),
+        rope_theta=fields.get("rope_theta", 10_000_000.0),
+        rotary_fraction=0.0 if is_nemotron else fields.get("partial_rotary_factor", 0.25),
     )
 
 
@@ -205,12 +205,12 @@ class _Fields(dict[str, Any]):
         raise ValueError(f"config.json of a {self['architecture']} has no {name!r}.")
 
 
-def _layer_pattern(given: _Fields) -> str:
+def _layer_pattern(fields: _Fields) -> str:
     """A HybridModel's pattern: for each layer the symbols of its mixer and of its MLP."""
-    count = given["num_hidden_layers"]
-    types = given.get("layer_types")
+    count = fields["num_hidden_layers"]
+    types = fields.get("layer_types")
     if types is None:
-        interval = given.get("full_attention_interval", 4)
+        interval = fields.get("full_attention_interval", 4)
         kinds = "linear_attention", "full_attention"
         types = [kinds[(layer + 1) % interval == 0] for layer in range(count)]
     symbols = {"linear_attention": "G", "full_attention": "*"}
@@ -220,8 +220,8 @@ def _layer_pattern(given: _Fields) -> str:
             f"layer_types must be {count} times 'linear_attention' or 'full_attention'; it has "
             f"{len(types)} entries{f' and also {unknown}' if unknown else ''}."
         )
-    step, dense = given.get("decoder_sparse_step", 1), given.get("mlp_only_layers", [])
-    has_experts = bool(given.get("num_experts"))
+    step, dense = fields.get("decoder_sparse_step", 1), fields.get("mlp_only_layers", [])
+    has_experts = bool(fields.get("num_experts"))
     is_moe = [has_experts and (n + 1) % step == 0 and n not in dense for n in range(count)]
     return "".join(symbols[kind] + "-E"[moe] for kind, moe in zip(types, is_moe, strict=True))
 
@@ -363,11 +363,11 @@ def plan_of(
                 f"{key} has shape {specs[key].shape}, but config.json asks for {shape}."
             )
     aliases = {_LM_HEAD: maps[0].sources[0].key} if config.tied and _LM_HEAD in specs else {}
-    rest = [key for key in specs if key not in shapes and key not in aliases]
-    if unknown := [key for key in rest if not key.startswith(_PASSTHROUGH)]:
+    unmapped = [key for key in specs if key not in shapes and key not in aliases]
+    if unknown := [key for key in unmapped if not key.startswith(_PASSTHROUGH)]:
         raise ValueError(
             f"unknown key {unknown[0]!r}{count_of_others(unknown)}: it is no weight of {whose}, "
             f"and starts with none of {', '.join(_PASSTHROUGH)}, which an export copies "
             f"unchanged."
         )
-    return TensorPlan(maps, rest, aliases)
+    return TensorPlan(maps, unmapped, aliases)

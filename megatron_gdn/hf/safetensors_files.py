@@ -47,10 +47,10 @@ class SafetensorsFolder:
         index = self._read_index()
         names = [SINGLE_NAME] if index is None else sorted(set(index.values()))
         self.files = {name: self._open(name) for name in names}
-        stored = [(key, name) for name in names for key in self.files[name].offset_keys()]
+        pairs = [(key, name) for name in names for key in self.files[name].offset_keys()]
         if index is not None:
-            self._require_index_matches(index, stored)
-        self.file_of = dict(stored)
+            self._require_index_matches(index, pairs)
+        self.file_of = dict(pairs)
         self.specs = {key: self._read_spec(key) for key in self.file_of}
 
     def read(self, key: str, expert: int | None = None) -> Tensor:
@@ -100,14 +100,14 @@ class SafetensorsFolder:
                 f"{path} is not an index of weights: it needs a 'weight_map' ({error})."
             ) from error
 
-    def _require_index_matches(self, index: dict[str, str], stored: list[tuple[str, str]]) -> None:
-        """Raise if ``index`` differs from ``stored``, pairs of a key and the file that has it."""
-        if wrong := set(stored) ^ set(index.items()):
+    def _require_index_matches(self, index: dict[str, str], pairs: list[tuple[str, str]]) -> None:
+        """Raise if ``index`` differs from ``pairs`` of a key and the file that stores it."""
+        if wrong := set(pairs) ^ set(index.items()):
             key = min(wrong)[0]
-            found = [name for one, name in stored if one == key]
+            files = [name for stored_key, name in pairs if stored_key == key]
             raise ValueError(
                 f"{self.folder / INDEX_NAME} says that {key!r} is in {index.get(key, 'no file')}, "
-                f"but it is stored in {' and '.join(found) or 'no file'}. Each tensor must be in "
+                f"but it is stored in {' and '.join(files) or 'no file'}. Each tensor must be in "
                 f"the one file that the index names. Download the index and all files of one "
                 f"revision again."
             )
@@ -213,19 +213,19 @@ class Difference(NamedTuple):
 
 def compare_folders(left: str | Path, right: str | Path) -> Iterator[Difference]:
     """Yield the tensors whose key, dtype, shape or bits differ between folders left and right."""
-    one, other = SafetensorsFolder(left), SafetensorsFolder(right)
-    for key in progress_bar(one.specs, "compare"):
-        if key not in other.specs:
+    left_files, right_files = SafetensorsFolder(left), SafetensorsFolder(right)
+    for key in progress_bar(left_files.specs, "compare"):
+        if key not in right_files.specs:
             yield Difference(key, f"only in {left}")
             continue
-        a, b = one.specs[key], other.specs[key]
+        a, b = left_files.specs[key], right_files.specs[key]
         if a != b:
             yield Difference(key, f"{a.dtype} {list(a.shape)} against {b.dtype} {list(b.shape)}")
             continue
-        mine, theirs = one.read(key), other.read(key)
-        if count := int((bits_of(mine) != bits_of(theirs)).sum()):
-            most = (mine.double() - theirs.double()).abs().max().item()
-            what = f"{count} of {mine.numel()} differ, by at most {most:.3g}"
-            yield Difference(key, what)
-    for key in sorted(other.specs.keys() - one.specs.keys()):
+        left_tensor, right_tensor = left_files.read(key), right_files.read(key)
+        if count := int((bits_of(left_tensor) != bits_of(right_tensor)).sum()):
+            largest = (left_tensor.double() - right_tensor.double()).abs().max().item()
+            difference = f"{count} of {left_tensor.numel()} differ, by at most {largest:.3g}"
+            yield Difference(key, difference)
+    for key in sorted(right_files.specs.keys() - left_files.specs.keys()):
         yield Difference(key, f"only in {right}")

@@ -102,8 +102,8 @@ def is_gated_delta_net_fp32_param_key(
 
 def route_fp32_holder_key(key: str, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES) -> str:
     """Rename ``...linear_attn.A_log`` to ``...linear_attn._fp32_params.A_log``; keep other keys."""
-    layer, found, name = key.rpartition(_LAYER)
-    return f"{layer}{found}{HOLDER_NAME}.{name}" if found and name in param_names else key
+    layer, separator, name = key.rpartition(_LAYER)
+    return f"{layer}{separator}{HOLDER_NAME}.{name}" if separator and name in param_names else key
 
 
 def strip_fp32_holder_key(key: str) -> str:
@@ -124,5 +124,5 @@ def upcast_gated_delta_net_fp32_state_tensor(
 def forced_gated_delta_net_fp32_dtype_mapping(state_dict: Mapping[str, object]) -> dict[str, str]:
     """``{key: "F32"}`` for the floating-point gate parameters, which an exporter writes as F32."""
     keys = filter(is_gated_delta_net_fp32_param_key, state_dict)
-    found = ((key, state_dict[key]) for key in keys)
-    return {k: "F32" for k, x in found if isinstance(x, Tensor) and x.is_floating_point()}
+    gates = ((key, state_dict[key]) for key in keys)
+    return {k: "F32" for k, x in gates if isinstance(x, Tensor) and x.is_floating_point()}

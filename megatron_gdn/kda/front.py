@@ -45,14 +45,8 @@ def kda_parts(
 ) -> Parts:
     """The :class:`Parts` of Kimi Delta Attention; the backward computes g again.
 
-    Args:
-        rows: ``[S, B, P]``.
-        conv_weight, conv_bias: ``[C, 1, W]``, and ``[C]`` or None.
-        A_log, dt_bias: fp32 ``[H]`` and ``[H K]``.
-        layout: columns of a row: query | key | value | f | z | beta.
-        rule: from :func:`.rule.choose_kda`.
-        lower_bound: lower bound of the log-decay, below 0; None: no bound.
-        others: arguments of :func:`..ops.parts.parts_of`, which also lists the errors.
+    The arguments are those of :func:`..gdn.front.gdn_parts`, with ``dt_bias`` ``[H K]`` and
+    ``rule`` from :func:`.rule.choose_kda`. The log-decay is above ``lower_bound``; None: no bound.
     """
     again = tuple(name for name in ("g",) if name in rule.reads_again)
     table, parameters = kda_table(layout, lower_bound), (conv_weight, conv_bias, A_log, dt_bias)

@@ -105,7 +105,6 @@ class KimiDeltaAttention(RecurrentMixer):
         cp_ranks_per_machine: int | None = None,
         recompute: str | None = None,
     ) -> None:
-        """Build the layer; ``forget_rank``, ``output_rank``: widths of the gates' narrow halves."""
         if A_init_range is None:
             A_init_range = (1, 16) if gate_lower_bound is None else (1, 1)
         if gate_lower_bound is not None and not gate_lower_bound < 0:
@@ -151,8 +150,8 @@ class KimiDeltaAttention(RecurrentMixer):
         in_proj, row, group = self.dims.in_proj_layout, self.dims.layout, self.tp_group
         sections = list(narrow.split(in_proj.widths, -1))
         halved = [i for i, name in enumerate(row.names) if name != in_proj.names[i]]
-        own = torch.cat([sections[i] for i in halved], -1)
-        of_ranks = all_gather_last_dim_from_tensor_parallel_region(own, group)
+        own_columns = torch.cat([sections[i] for i in halved], -1)
+        of_ranks = all_gather_last_dim_from_tensor_parallel_region(own_columns, group)
         widths = [in_proj.widths[i] for i in halved]
         lows = of_ranks.unflatten(-1, (group.size(), -1)).split(widths, -1)
         for i, low, weight in zip(halved, lows, weights, strict=True):
@@ -160,8 +159,8 @@ class KimiDeltaAttention(RecurrentMixer):
             sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
         return torch.cat(sections, -1)
 
-    def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
-        return kda_parts(rows, *parameters, lower_bound=self.gate_lower_bound, **given)
+    def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:
+        return kda_parts(rows, *parameters, lower_bound=self.gate_lower_bound, **others)
 
     def _add_others(self) -> None:
         """Add ``f_b_weight`` and ``z_b_weight``, which widen the gates' narrow halves, if any."""
@@ -172,7 +171,6 @@ class KimiDeltaAttention(RecurrentMixer):
                 self._add_parameter(f"{gate}_b_weight", (columns.stop - columns.start,), rank)
 
     def _init_others(self) -> None:
-        """Fill ``f_b_weight`` and ``z_b_weight`` by the config's ``init_method``."""
         assert (method := self.config.init_method) is not None
         layout = self.global_dims.layout
         widths = dict(zip(layout.names, layout.widths, strict=True))

@@ -46,13 +46,9 @@ def choose_kda(
 ) -> Choice:
     """Choose the rule of a Kimi Delta Attention by dtype, device and installed packages.
 
-    Args:
-        backend: ``"fla"``, ``"cudnn"`` (cudnn-frontend's kernels for Hopper, never taken by
-            ``"auto"``), ``"reference"`` (plain torch) or ``"auto"``: fla if it runs here, else
-            the reference.
-        lower_bound: the lower bound of the log-decay. With a bound of -5 or more fla runs faster
-            kernels; cuDNN needs such a bound.
-        bits: whether a result's bits must repeat (:class:`..ops.rules.base.Bits`).
+    ``backend`` is ``"fla"``, ``"cudnn"`` (cudnn-frontend's kernels for Hopper), ``"reference"``
+    (plain torch) or ``"auto"``: fla if it runs here, else the reference. If the log-decay has a
+    ``lower_bound`` of -5 or more, fla runs faster kernels; cuDNN needs such a bound.
     """
     K, V = state.rows, state.columns
     kernels = {

@@ -29,9 +29,9 @@ class KDADims(LinearDims):
         cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
     ) -> KDADims:
         """The sizes of a config; a rank of None is the value head's dim."""
-        given = {"forget_rank": forget_rank, "output_rank": output_rank}
+        ranks = {"forget_rank": forget_rank, "output_rank": output_rank}
         V = config.linear_value_head_dim
-        return cls.from_config(config, **{k: V if n is None else n for k, n in given.items()})
+        return cls.from_config(config, **{k: V if n is None else n for k, n in ranks.items()})
 
     @property
     def layout(self) -> Layout:

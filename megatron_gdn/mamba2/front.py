@@ -52,10 +52,9 @@ def mamba2_parts(
 ) -> Parts:
     """The :class:`Parts` of a Mamba2 mixer, with all inputs of the rule saved for the backward.
 
+    The first arguments are those of :func:`..gdn.front.gdn_parts`.
+
     Args:
-        rows: ``[S, Bt, P]``.
-        conv_weight, conv_bias: ``[C, 1, W]``, and ``[C]`` or None.
-        A_log, dt_bias: ``[H]``, fp32.
         D: ``[H]`` or ``[H V]``, fp32; the rule gets a view that repeats D for every token.
         layout: columns of a row: z | x | B | C | dt.
         dt_limit: the least and the greatest time step dt.

@@ -134,7 +134,6 @@ class Mamba2Mixer(RecurrentMixer):
         dt_limit: tuple[float, float] = UNLIMITED,
         norm_eps: float = 1e-5,
     ) -> None:
-        """Build the mixer; arguments before ``*`` have the meaning of Megatron's MambaMixer."""
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         check_ranges((dt_min, dt_max), dt_init_floor, dt_limit)
         super().__init__(
@@ -179,8 +178,8 @@ class Mamba2Mixer(RecurrentMixer):
         if self.rmsnorm:
             self.norm.weight.fill_(1)
 
-    def make_parts(self, rows: Tensor, *parameters: Any, **given: Any) -> Parts:
-        return mamba2_parts(rows, *parameters, dt_limit=self.dt_limit, **given)
+    def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:
+        return mamba2_parts(rows, *parameters, dt_limit=self.dt_limit, **others)
 
     @property
     def gates_own_rows(self) -> bool:
@@ -232,7 +231,6 @@ class GroupedRMSNorm(nn.Module):
         mark_sharded(self.weight, (channels,))
 
     def forward(self, x: Tensor, gate: Tensor | None = None) -> Tensor:
-        """The normed ``x`` ``[..., channels]``, in ``x.dtype``."""
         if gate is None:
             return grouped_rms_norm(x, self.weight, self.groups, self.eps)
         wide = torch.promote_types(x.dtype, torch.float32)

@@ -76,9 +76,9 @@ def _operands(inputs: SSDInputs) -> tuple[Tensor, Tensor, Tensor]:
     return q.contiguous(), k.contiguous(), v
 
 
-def _chunk_arguments(at: Boundaries) -> dict[str, Any]:
+def _chunk_arguments(boundaries: Boundaries) -> dict[str, Any]:
     """Boundaries for functions of fla that take ``chunk_size`` but no ``chunk_indices``."""
-    return {"cu_seqlens": at["cu_seqlens"], "chunk_size": CHUNK}
+    return {"cu_seqlens": boundaries["cu_seqlens"], "chunk_size": CHUNK}
 
 
 class FlaSSD(FlaRule):
@@ -158,16 +158,9 @@ class FlaSSD(FlaRule):
         """The initial states' gradients, which do not depend on the values of ``any_states``."""
         g_sum, q, k, v = x.kept
         _, d_local = self.fla.chunk_bwd_dh(
-            q=q,
-            k=k,
-            v=v,
-            do=x.d_o,
-            h0=any_states,
-            dht=None,
-            scale=1.0,
-            g=g_sum,
+            q=q, k=k, v=v, do=x.d_o, h0=any_states, dht=None, scale=1.0, g=g_sum,
             **_chunk_arguments(x.at),
-        )
+        )  # fmt: skip
         return d_local
 
     def gradients(
@@ -178,11 +171,11 @@ class FlaSSD(FlaRule):
         # forward writes them. TileLang raises for the fp32 states of fla's chunk_simple_gla_bwd.
         states = {"states_in_fp32": not fla_needs_tilelang(q.device), **_chunk_arguments(x.at)}
         h, _ = fla.chunk_fwd_h(k=k, v=v, g=g_sum, h0=initial, output_final_state=False, **states)
-        both = {"q": q, "k": k, "do": x.d_o, "g": g_sum, "scale": 1.0}
-        d_h, _ = fla.chunk_bwd_dh(v=v, h0=initial, dht=d_final, **both, **states)
+        common = {"q": q, "k": k, "do": x.d_o, "g": g_sum, "scale": 1.0}
+        d_h, _ = fla.chunk_bwd_dh(v=v, h0=initial, dht=d_final, **common, **states)
         places = {"chunk_indices": x.at["chunk_indices"], **_chunk_arguments(x.at)}
-        d_q, d_k, _, d_g = fla.chunk_bwd_dqkwg(v=v, h=h, dh=d_h, **both, **places)
-        d_v = fla.chunk_bwd_dv(dh=d_h, **both, **places)
+        d_q, d_k, _, d_g = fla.chunk_bwd_dqkwg(v=v, h=h, dh=d_h, **common, **places)
+        d_v = fla.chunk_bwd_dv(dh=d_h, **common, **places)
         d_g = fla.chunk_local_cumsum(d_g, chunk_size=CHUNK, reverse=True, **x.at)
         groups = inputs.B.shape[2]
         d_C, d_B = (

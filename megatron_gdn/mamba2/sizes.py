@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..ops.layout import Layout, Section, SizeError, require_shares, require_sizes
+from ..context_parallel.headwise.functional import mamba_layout
+from ..ops.layout import Layout, SizeError, require_shares, require_sizes
 from ..ops.state_maps.state_map import StateShape
 
 
@@ -57,17 +58,7 @@ class Mamba2Dims:
 
     @property
     def layout(self) -> Layout:
-        """The columns of the input projection."""
-        return Layout(
-            (
-                Section("z", "head", self.head_dim),
-                Section("x", "head", self.head_dim, conv=True),
-                Section("B", "group", self.state_dim, conv=True),
-                Section("C", "group", self.state_dim, conv=True),
-                Section("dt", "head", 1, gates=True),
-            ),
-            (("head", self.num_heads), ("group", self.num_groups)),
-        )
+        return mamba_layout(self.num_heads, self.num_groups, self.head_dim, self.state_dim)
 
     @property
     def state(self) -> StateShape:
@@ -95,9 +86,7 @@ def refuse_unsupported_arguments(
 
 
 def check_ranges(
-    dt_init_range: tuple[float, float],
-    dt_init_floor: float,
-    dt_limit: tuple[float, float],
+    dt_init_range: tuple[float, float], dt_init_floor: float, dt_limit: tuple[float, float]
 ) -> None:
     """Raise if a range of time steps, ``dt_init_range`` or ``dt_limit``, is empty or illegal."""
     low, high = dt_init_range

@@ -263,7 +263,7 @@ class RecurrentMixer(
         scheme, own = batch.scheme, (*self.conv_parameters, *self.fp32_parameters())
         return self.make_parts(
             rows,
-            *local_parameters(scheme, *own, of=self.decay_section),
+            *local_parameters(scheme, *own, section=self.decay_section),
             layout=scheme.layout,
             rule=batch.rule,
             norm=self._norm_for(scheme),

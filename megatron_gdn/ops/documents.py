@@ -14,9 +14,9 @@ import operator
 from array import array
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, wraps
 from hashlib import blake2b
-from typing import Any, ClassVar, NamedTuple, cast
+from typing import Any, ClassVar, Concatenate, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -244,6 +244,19 @@ class Documents:
     def position_in_sequence_T(self) -> Tensor:
         """int32 ``[T]``: :attr:`position_T` plus the number of tokens of continued documents."""
         return self.position_T
+
+
+def planned[**Options, Made](
+    make: Callable[Concatenate[Documents, Options], Made],
+) -> Callable[Concatenate[Documents, Options], Made]:
+    """Let ``make`` run once for each ``Documents`` object and its further arguments."""
+
+    @wraps(make)
+    def make_once(documents: Documents, *args: Options.args, **kwargs: Options.kwargs) -> Made:
+        key = make, args, *kwargs.items()
+        return documents.plan(key, lambda: make(documents, *args, **kwargs))
+
+    return make_once
 
 
 @cached_by_stream(32)

@@ -76,19 +76,19 @@ def test_packing_and_unpacking_equal_the_twin(shares, device, s, B, dtype):
 def test_own_rows_go_along_with_the_peers(shares, device, s, B):
     rows = Rows(shares, device, s=s, B=B)
     pack_peers = "whole", "messages", "shares", "rank"
-    rows.both("pack_peers", "messages", *pack_peers, own=(rows.full.clone(), rows.own_place))
+    rows.both("pack_peers", "messages", *pack_peers, kept_rows=(rows.full.clone(), rows.own_place))
     fulls = []
     for module, way in ((pack, {}), (pack_torch, {}), (pack_torch, {"apart": True})):
         full, given = torch.full_like(rows.full, 7.0), [vars(rows)[name] for name in pack_peers]
-        own = None if way else (full, rows.own_place)
-        module.pack_peers(*given, own=own)
+        kept_rows = None if way else (full, rows.own_place)
+        module.pack_peers(*given, kept_rows=kept_rows)
         if way:
             module.copy_kept_rows(rows.whole, full, shares, rows.rank, rows.own_place, to_full=True)
         fulls.append(full)
     assert torch.equal(fulls[0], fulls[2]) and torch.equal(fulls[1], fulls[2])
     rows.both(
         "unpack_peers", "whole", "messages", "full", "whole", "shares", "rank", "own_place",
-        with_own=True,
+        with_kept_rows=True,
     )  # fmt: skip
 
 

@@ -24,7 +24,6 @@ class Nodes(NamedTuple):
     slots: tuple[int, ...]
 
     def backwards(self) -> Nodes:
-        """The same nodes in reverse order."""
         return Nodes(self.hosts[::-1], self.slots[::-1])
 
 
@@ -83,7 +82,7 @@ def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
     """All fragments, cut by ``cutting``; raises the errors of :func:`..layouts.check_lengths`."""
     require_cut(documents, cutting.cp_size, cutting.layout)
     key = (Fragments, cutting)
-    return documents.table(key, lambda given: _cut_fragments(given, cutting), move=False)
+    return documents.table(key, lambda these: _cut_fragments(these, cutting), move=False)
 
 
 def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
@@ -123,7 +122,7 @@ def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
     if cutting.layout is SequenceLayout.ZIGZAG:
         most = 2 * documents.most
     tokens = documents.total_tokens // cutting.cp_size
-    return documents.cut(cutting, lambda given: _piece_boundaries(given, cutting), most, tokens)
+    return documents.cut(cutting, lambda these: _piece_boundaries(these, cutting), most, tokens)
 
 
 def _piece_boundaries(documents: Documents, cutting: Cutting) -> tuple[Tensor]:

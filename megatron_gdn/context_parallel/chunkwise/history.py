@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.documents import Documents
+from ...ops.documents import Documents, planned
 from ...ops.front.history import History, HistoryTable
 from ...ops.host_tables import to_device
 from ..layouts import SequenceLayout
@@ -38,12 +38,6 @@ class HistoryRoute(NamedTuple):
     table: HistoryTable  # maps received rows to pieces, and gradients to sent rows
 
 
-def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryRoute | None:
-    """The rows to exchange for a convolution of ``taps`` taps; None if no rank needs any row."""
-    key = (HistoryRoute, cutting, taps)
-    return documents.plan(key, lambda: _route(documents, cutting, taps - 1))
-
-
 class _TravellingRows(NamedTuple):
     """Rows that may travel, int64; sender and receiver list the rows in the same order."""
 
@@ -55,17 +49,21 @@ class _TravellingRows(NamedTuple):
     peer: Tensor  # the rank that gets the row from this rank, or sends it
 
 
-def _route(documents: Documents, cutting: Cutting, history_len: int) -> HistoryRoute | None:
-    """Build :func:`history_route`; ``history_len`` is W - 1, the number of rows before a piece."""
+@planned
+def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryRoute | None:
+    """The rows to exchange for ``taps`` taps in a micro-batch; None if no rank needs any row."""
+    history_len = taps - 1  # the number of rows before a piece
     if not (history_len and any_document_continues(documents, cutting)):
         return None
     chains = documents.most if cutting.layout is SequenceLayout.ZIGZAG else 1
     listed = [_list_rows(cutting, chains, history_len, sending) for sending in (True, False)]
     device = documents.starts.device
-    sent, received = (_TravellingRows(*(to_device(x, device) for x in rows)) for rows in listed)
+    sendable, receivable = (
+        _TravellingRows(*(to_device(x, device) for x in rows)) for rows in listed
+    )
     *tables, of_sent, of_received = documents.table(
         (HistoryTable, cutting, history_len),
-        lambda given: _build_tables(given, cutting, history_len, sent, received),
+        lambda these: _build_tables(these, cutting, history_len, sendable, receivable),
         move=False,
     )
     counts = []
@@ -83,9 +81,9 @@ def _list_rows(cutting: Cutting, chains: int, history_len: int, sending: bool) -
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
     for receiver in range(len(nodes.hosts)):
         for k in range(min(history_len, receiver), 0, -1):
-            own, other = (receiver - k, receiver) if sending else (receiver, receiver - k)
-            if nodes.hosts[own] == rank:
-                peer, slot = nodes.hosts[other], nodes.slots[own]
+            own_node, other_node = (receiver - k, receiver) if sending else (receiver, receiver - k)
+            if nodes.hosts[own_node] == rank:
+                peer, slot = nodes.hosts[other_node], nodes.slots[own_node]
                 distances = range(history_len - k + 1, 0, -1)
                 messages[peer] += [(slot, k, m, receiver, peer) for m in distances]
     of_all_peers = []
@@ -100,16 +98,16 @@ def _build_tables(
     documents: Documents,
     cutting: Cutting,
     history_len: int,
-    sent: _TravellingRows,
-    received: _TravellingRows,
+    sendable: _TravellingRows,
+    receivable: _TravellingRows,
 ) -> tuple[Tensor, ...]:
     """Return ``send_rows``, the fields of :class:`HistoryTable`, and two masks.
 
-    The masks say which rows of ``sent`` and ``received`` travel. If the host knows the documents,
-    rows that do not travel are left out of the tables.
+    The masks say which rows of ``sendable`` and ``receivable`` travel. If the host knows the
+    documents, rows that do not travel are left out of the tables.
     """
     fragments, own, rank = fragments_of(documents, cutting), cutting.own, cutting.rank
-    seen = torch.where(fragments.enters, fragments.begin - fragments.first, 0).clamp(
+    history_tokens = torch.where(fragments.enters, fragments.begin - fragments.first, 0).clamp(
         max=history_len
     )
     length = fragments.end - fragments.begin
@@ -119,7 +117,7 @@ def _build_tables(
         """Per row: whether it travels, its index in messages (or -1), its distance to its piece."""
         tokens = length[rows.receiver, rows.chain]
         distance = (rows.k - 1) * tokens + rows.m
-        travels = (rows.m <= tokens) & (distance <= seen[rows.receiver, rows.chain])
+        travels = (rows.m <= tokens) & (distance <= history_tokens[rows.receiver, rows.chain])
         number = torch.arange(len(tokens), device=tokens.device)
         if documents.known:
             number = travels.cumsum(0) - 1
@@ -130,24 +128,25 @@ def _build_tables(
         return x[rank == 0 :].T.flatten()
 
     h, C = local.shape
-    arrives, number, distance = travelling_rows(received)
-    slots, slot = (h - 1, received.slot - 1) if rank == 0 else (h, received.slot)
-    place = (received.chain * slots + slot) * history_len + distance - 1
+    arrives, number, distance = travelling_rows(receivable)
+    slots, slot = (h - 1, receivable.slot - 1) if rank == 0 else (h, receivable.slot)
+    place = (receivable.chain * slots + slot) * history_len + distance - 1
     before = _scatter(torch.where(arrives, place, -1), number, C * slots * history_len).view(
         -1, history_len
     )
 
     ahead = torch.arange(history_len, device=local.device)
     end = torch.minimum(fragments.end, fragments.first_end)[own] - fragments.begin[own] + local
-    continues = by_piece(seen[own]) > 0
+    continues = by_piece(history_tokens[own]) > 0
     token = by_piece(local)[:, None] + ahead
     edge = torch.where(continues[:, None] & (token < by_piece(end)[:, None]), token, -1)
 
-    travels, number, _ = travelling_rows(sent)
-    row = local[sent.slot, sent.chain] + length[sent.receiver, sent.chain] - sent.m
+    travels, number, _ = travelling_rows(sendable)
+    chain, slot, k, m, receiver, _ = sendable
+    row = local[slot, chain] + length[receiver, chain] - m
     send_rows = row.clamp(0, max(tokens - 1, 0))
     W = history_len + 1
-    place = ((sent.chain * h + sent.slot) * W + sent.m) * W + sent.k
+    place = ((chain * h + slot) * W + m) * W + k
     sources = _scatter(place, number, C * h * W * W).view(C * h, W, W)[:, 1:, 1:]
     # Sort the sources, so that the gradients of a row are added in a fixed order.
     sources = torch.where(sources < 0, len(place), sources).sort(-1).values
@@ -164,10 +163,10 @@ def _build_tables(
     return send_rows, *tables, travels, arrives
 
 
-def _scatter(place: Tensor, values: Tensor, size: int) -> Tensor:
-    """A table ``[size]`` of -1 with ``values[i]`` at ``place[i]``; a place of -1 is left out."""
-    table = torch.full((size + 1,), -1, dtype=torch.int64, device=place.device)
-    table[torch.where(place < 0, size, place)] = values
+def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
+    """A table ``[size]`` of -1 with ``values[i]`` at ``indices[i]``; a place of -1 is left out."""
+    table = torch.full((size + 1,), -1, dtype=torch.int64, device=indices.device)
+    table[torch.where(indices < 0, size, indices)] = values
     return table[:size]
 
 
@@ -175,7 +174,6 @@ class HistoryOfPieces:
     """A :class:`~megatron_gdn.ops.front.history.HistoryLink` that fetches rows of other ranks."""
 
     def __init__(self, route: HistoryRoute, group: dist.ProcessGroup) -> None:
-        """``route`` lists the rows that this rank exchanges with the ranks of ``group``."""
         self._route, self._group = route, group
 
     def fetch(self, rows_sBC: Tensor) -> History:

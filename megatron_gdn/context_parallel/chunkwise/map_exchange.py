@@ -39,11 +39,7 @@ def join_maps(local: Tensor, through: Tensor) -> Tensor:
 
 
 def states_entering_nodes(
-    maps: Tensor,
-    value_dim: int,
-    nodes: Nodes,
-    group: dist.ProcessGroup,
-    cuts: Cuts | None = None,
+    maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup, cuts: Cuts | None = None
 ) -> Tensor:
     """The states that enter this rank's nodes, ``[h, M, K, V]``; zero for the first node.
 
@@ -54,15 +50,15 @@ def states_entering_nodes(
     n = group.size()
     shares = [M // n + (r < M % n) for r in range(n)]
     m = shares[group.rank()]
-    theirs, mine = [h * share for share in shares], [h * m] * n
+    send_counts, receive_counts = [h * share for share in shares], [h * m] * n
     by_chain_MhKX = maps.transpose(0, 1).reshape(M * h, K, X)
-    links = exchange_rows(by_chain_MhKX, theirs, mine, group)
+    links = exchange_rows(by_chain_MhKX, send_counts, receive_counts, group)
     states = maps.new_empty(n * m * h, K, value_dim)
     if m:
         local, through = _view_by_place(links, m, h).split([value_dim, X - value_dim], dim=-1)
         steps = _steps_of_share(nodes, m, h, maps.device)
         follow_chains(local, through, steps, _view_by_place(states, m, h), None, cuts)
-    returned = exchange_rows(states, mine, theirs, group)
+    returned = exchange_rows(states, receive_counts, send_counts, group)
     return returned.view(M, h, K, value_dim).transpose(0, 1).contiguous()
 
 

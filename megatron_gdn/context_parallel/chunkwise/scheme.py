@@ -34,10 +34,7 @@ class Chunkwise(Scheme):
         self._taps = taps
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """The passage of a micro-batch: rows stay; pieces get history and states from other ranks.
-
-        Each of ``rows`` batch rows has ``tokens`` tokens over all ranks; ``like`` has their device.
-        """
+        """Rows stay on their rank; pieces get history and states from other ranks."""
         whole = one_document(tokens, like.device) if documents is None else documents
         cutting = Cutting(self.size, self.sequence_layout, self.group.rank())
         pieces, table = pieces_of(whole, cutting), state_table(whole, cutting, rows)

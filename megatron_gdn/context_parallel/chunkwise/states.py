@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...ops.documents import Documents
+from ...ops.documents import Documents, planned
 from ...ops.front.history import ranges
 from ...ops.host_tables import to_device
 from ...ops.rules.base import Rule, RuleBackward, RuleForward, map_inputs
@@ -64,20 +64,15 @@ class _NodeTensors(NamedTuple):
     cuts_back: Tensor
 
 
+@planned
 def state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
-    """The table of a micro-batch of ``rows`` rows; None if each document lies on a single node."""
-    key = (StateTable, cutting, rows)
-    return documents.plan(key, lambda: _state_table(documents, cutting, rows))
-
-
-def _state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable | None:
-    """The table that :func:`state_table` stores with ``documents``."""
+    """The table of a micro-batch of ``rows`` batch rows; None if all documents lie on one node."""
     if not any_document_continues(documents, cutting):
         return None
     pieces, known = pieces_of(documents, cutting), documents.known
     tensors = documents.table(
         (_NodeTensors, cutting, rows),
-        lambda given: _node_tensors(given, pieces, cutting, rows),
+        lambda these: _node_tensors(these, pieces, cutting, rows),
         move=False,
     )
     nodes, n, N = cutting.nodes, len(cutting.nodes.hosts), pieces.sequences
@@ -97,15 +92,18 @@ def _state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTabl
     cuts, last_pieces = None, None
     # Only a chain with several documents can have nodes that no state passes.
     if cutting.layout is not SequenceLayout.ZIGZAG and not (known and not tensors.cuts[1:-1].any()):
-        both = tensors.cuts, tensors.cuts_back
-        flags = [tuple((x > 0).tolist()) if known else None for x in both]
+        cut_tensors = tensors.cuts, tensors.cuts_back
+        flags = [tuple((x > 0).tolist()) if known else None for x in cut_tensors]
         forward, backward = (
-            Cuts(to_device(x, documents.device), f) for x, f in zip(both, flags, strict=True)
+            Cuts(to_device(x, documents.device), f) for x, f in zip(cut_tensors, flags, strict=True)
         )
         cuts = forward, backward
     if known and rows == 1:
         last_pieces = _last_pieces(pieces, tensors.last)
-    sequences = pieces if rows == 1 else _repeat_for_rows(pieces, rows)
+    sequences = pieces
+    if rows != 1:  # lay the pieces of the rows end to end
+        ends = accumulate(pieces.lengths * rows) if rows else (0,)
+        sequences = Documents((0, *ends), pieces.device)
     return StateTable(
         sequences=sequences,
         nodes=nodes,
@@ -129,33 +127,28 @@ def _node_tensors(
     row = torch.arange(rows, device=begin.device).view(1, rows, 1)
     ends = pieces.starts[1:].long()
 
-    def piece(token: Tensor) -> Tensor:
-        """The indices of the pieces that hold this rank's tokens ``token``, in every batch row."""
-        found = torch.searchsorted(ends, token.contiguous(), right=True).clamp(max=N - 1)
-        return (found[:, None] + row * N).flatten()
+    def pieces_at(tokens: Tensor) -> Tensor:
+        """Indices of the pieces that hold ``tokens`` of this rank, for all batch rows."""
+        indices = torch.searchsorted(ends, tokens.contiguous(), right=True).clamp(max=N - 1)
+        return (indices[:, None] + row * N).flatten()
 
     def mask(x: Tensor) -> Tensor:
         return x[own][:, None].expand(-1, rows, -1).reshape(-1, 1, 1, 1)
 
     cuts = (~fragments.passes[:, 0]).int()
     return _NodeTensors(
-        piece(local), piece(local + (end - begin - 1).clamp(min=0)), mask(fragments.enters),
+        pieces_at(local), pieces_at(local + (end - begin - 1).clamp(min=0)), mask(fragments.enters),
         mask(fragments.leaves), mask(fragments.passes), cuts, cuts.flip(0),
     )  # fmt: skip
 
 
-def _last_pieces(pieces: Documents, last: Tensor) -> tuple[Tensor, Documents] | None:
+def _last_pieces(pieces: Documents, indices: Tensor) -> tuple[Tensor, Documents] | None:
     """Tokens and boundaries of ``pieces[last]``; None if these have over half of the tokens."""
-    begin, length = pieces.starts[last].long(), pieces.starts.diff()[last].long()
+    begin, length = pieces.starts[indices].long(), pieces.starts.diff()[indices].long()
     if 2 * int(length.sum()) > pieces.total_tokens:
         return None
     boundaries = Documents((0, *length.cumsum(0).tolist()), pieces.device)
     return to_device(ranges(begin, length), pieces.device), boundaries
-
-
-def _repeat_for_rows(pieces: Documents, rows: int) -> Documents:
-    """The ``pieces`` of one batch row, repeated for ``rows`` rows laid end to end."""
-    return Documents((0, *(accumulate(pieces.lengths * rows) if rows else (0,))), pieces.device)
 
 
 def _select_pieces(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
@@ -174,7 +167,6 @@ class StatesOfPieces:
     """The states that enter this rank's pieces: a :class:`~megatron_gdn.ops.parts.StateLink`."""
 
     def __init__(self, table: StateTable, group: dist.ProcessGroup) -> None:
-        """``table`` has this rank's pieces and nodes; the ranks of ``group`` exchange maps."""
         self.documents, self._count = table.sequences, table.sequences.sequences
         self._table, self._group = table, group
 

@@ -43,8 +43,6 @@ class Exchange:
     group: dist.ProcessGroup
     rank: int
     shares: HeadShares
-    rank_width: int  # p
-    whole_width: int  # P
     waves: tuple[Wave, ...]  # the waves in which tokens travel
     direct_fragment: float  # tokens; fragments of this size or more are sent singly
     at_once: bool  # whether the packing kernel also copies kept rows (one wave)
@@ -58,16 +56,14 @@ class Exchange:
         layout: SequenceLayout,
         rows: Tensor,
     ) -> Exchange:
-        """For ``rows`` ``[s, B, P]`` or ``[S, B, p]``; ``cut``: documents, ``shares``: columns."""
-        rank, rank_width = group.rank(), shares.rank_width
-        local = cut.total_tokens // shares.ranks
-        row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
-        waves = min(MOST_WAVES, max(1, local * (shares.ranks - 1) * row_bytes // WAVE_BYTES))
-        made = waves_of(cut, shares.ranks, rank, layout, waves)
-        at_once = waves == 1 and local * row_bytes <= OWN_BYTES
+        """The exchange of ``rows``, ``[s, B, P]`` or ``[S, B, p]``; ``cut`` are their documents."""
+        rank, local = group.rank(), cut.total_tokens // shares.ranks
+        row_bytes = max(1, rows.shape[1] * shares.rank_width * rows.element_size())
+        wave_count = min(MOST_WAVES, max(1, local * (shares.ranks - 1) * row_bytes // WAVE_BYTES))
+        waves = waves_of(cut, shares.ranks, rank, layout, wave_count)
+        at_once = wave_count == 1 and local * row_bytes <= OWN_BYTES
         return cls(
-            group, rank, shares, rank_width, shares.whole_width, made,
-            direct_fragment=MESSAGE_BYTES / row_bytes, at_once=at_once,
+            group, rank, shares, waves, direct_fragment=MESSAGE_BYTES / row_bytes, at_once=at_once,
         )  # fmt: skip
 
     def sends_fragments(self, wave: Wave) -> bool:
@@ -115,20 +111,20 @@ def _send_fragments(
 
 
 def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
-    """Compute :func:`to_heads` without autograd."""
     pack, shares, rank = _packing_module(whole.is_cuda), exchange.shares, exchange.rank
     if whole.stride(-1) != 1:
         whole = whole.contiguous()
     s, B, _ = whole.shape
-    full = whole.new_empty(s * shares.ranks, B, exchange.rank_width)
+    full = whole.new_empty(s * shares.ranks, B, shares.rank_width)
     sent = []  # keeps the messages in memory until all are sent
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
-        messages, received = whole.new_empty(peers, wave.size, B, exchange.rank_width), None
-        kept = (full, wave.own_place) if exchange.at_once else None
+        messages, received = whole.new_empty(peers, wave.size, B, shares.rank_width), None
+        kept_rows = (full, wave.own_place) if exchange.at_once else None
         pack.pack_peers(
-            whole[wave.tokens], messages, shares, rank, own=kept, beside_transfer=bool(sent)
-        )
+            whole[wave.tokens], messages, shares, rank, kept_rows=kept_rows,
+            beside_transfer=bool(sent),
+        )  # fmt: skip
         if exchange.sends_fragments(wave):
             works = _send_fragments(exchange, wave, messages, full, to_heads=True)
         else:
@@ -147,15 +143,14 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
 
 
 def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
-    """Compute :func:`to_sequence` without autograd."""
     pack, shares, rank = _packing_module(full.is_cuda), exchange.shares, exchange.rank
     full = full.contiguous()
     S, B, _ = full.shape
-    whole = full.new_empty(S // shares.ranks, B, exchange.whole_width)
+    whole = full.new_empty(S // shares.ranks, B, shares.whole_width)
     awaited = []  # keeps the messages in memory until all are received
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
-        received = messages = full.new_empty(peers, wave.size, B, exchange.rank_width)
+        received = messages = full.new_empty(peers, wave.size, B, shares.rank_width)
         if exchange.sends_fragments(wave):
             works = _send_fragments(exchange, wave, messages, full, to_heads=False)
         else:
@@ -171,7 +166,7 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
             work.wait()
         pack.unpack_peers(
             received, full, whole[wave.tokens], shares, rank, wave.own_place,
-            with_own=exchange.at_once, beside_transfer=wave is not exchange.waves[-1],
+            with_kept_rows=exchange.at_once, beside_transfer=wave is not exchange.waves[-1],
         )  # fmt: skip
     return whole
 

@@ -24,22 +24,24 @@ from .shares import HeadShares
 _RESOLVED = "_megatron_gdn_boundaries"
 
 
-def _check_dimensions(name: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
-    """Raise ``name``'s ValueError unless ``tensor`` is 3-D, ``seq_dim`` 0, ``head_dim`` last."""
+def _check_dimensions(caller: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
+    """Raise a ValueError unless ``tensor`` has the dimensions that ``caller`` takes."""
     if tensor.dim() != 3 or seq_dim != 0 or head_dim not in (-1, 2):
         raise ValueError(
-            f"{name} takes a [sequence, batch, heads] tensor with seq_dim=0 and head_dim=-1 "
+            f"{caller} takes a [sequence, batch, heads] tensor with seq_dim=0 and head_dim=-1 "
             f"or 2, got shape {tuple(tensor.shape)}, seq_dim={seq_dim}, head_dim={head_dim}."
         )
 
 
-def _even_shares(name: str, width: int, sections: Sequence[int] | None, cp_size: int) -> HeadShares:
-    """Equal shares of ``sections`` (sum: ``width``) for ``cp_size`` ranks; ``name``: the caller."""
+def _even_shares(
+    caller: str, width: int, sections: Sequence[int] | None, cp_size: int
+) -> HeadShares:
+    """Equal shares of ``sections`` (sum: ``width``) for all ranks; errors name ``caller``."""
     sections = [width] if sections is None else list(sections)
     if sum(sections) != width or any(section % cp_size for section in sections):
         raise ValueError(
-            f"{name}: sections {sections} must add up to the width {width} and each be a multiple "
-            f"of the context-parallel size {cp_size}."
+            f"{caller}: sections {sections} must add up to the width {width} and each be a "
+            f"multiple of the context-parallel size {cp_size}."
         )
     return HeadShares.even(cp_size, sections)
 
@@ -169,11 +171,23 @@ def get_parameter_local_cp(
         return param
     width, cp_size = param.shape[dim], cp_group.size()
     shares = _even_shares("get_parameter_local_cp", width, split_sections, cp_size)
-    mine = [param.narrow(dim, b.whole, b.width) for b in shares.blocks(cp_group.rank())]
-    return mine[0] if len(mine) == 1 else torch.cat(mine, dim=dim)
+    blocks = [param.narrow(dim, b.whole, b.width) for b in shares.blocks(cp_group.rank())]
+    return blocks[0] if len(blocks) == 1 else torch.cat(blocks, dim=dim)
 
 
 _CONVOLVED = ("x", "B", "C")
+
+
+def mamba_layout(heads: int, groups: int, head_dim: int, state_dim: int) -> Layout:
+    """The columns z | x | B | C | dt of a Mamba2 mixer's input projection."""
+    sections = (
+        Section("z", "head", head_dim),
+        Section("x", "head", head_dim, conv=True),
+        Section("B", "group", state_dim, conv=True),
+        Section("C", "group", state_dim, conv=True),
+        Section("dt", "head", 1, gates=True),
+    )
+    return Layout(sections, (("head", heads), ("group", groups)))
 
 
 class MambaContextParallel:
@@ -212,23 +226,13 @@ class MambaContextParallel:
         d_state: int,
         mixer: Any,
     ) -> None:
-        """``num_heads`` heads of width ``head_dim``; ``n_groups`` groups of B, C (``d_state``)."""
         self.cp_group, self.mixer = cp_group, mixer
         self.cp_size, self.cp_rank = cp_group.size(), cp_group.rank()
         self.num_heads, self.head_dim = num_heads, head_dim
         self.n_groups, self.d_state = n_groups, d_state
         if num_heads % n_groups:
             raise SizeError(f"num_heads={num_heads} is not a multiple of n_groups={n_groups}.")
-        layout = Layout(
-            (
-                Section("z", "head", head_dim),
-                Section("x", "head", head_dim, conv=True),
-                Section("B", "group", d_state, conv=True),
-                Section("C", "group", d_state, conv=True),
-                Section("dt", "head", 1, gates=True),
-            ),
-            (("head", num_heads), ("group", n_groups)),
-        )
+        layout = mamba_layout(num_heads, n_groups, head_dim, d_state)
         self._scheme = Headwise(layout, cp_group, SequenceLayout.ZIGZAG)
         local = self._scheme.layout
         self.num_heads_local, self.n_groups_local = local.heads("head"), local.heads("group")
@@ -289,17 +293,18 @@ class MambaContextParallel:
         return param if self.cp_size == 1 else self._scheme.local(param, sections)
 
     def _exchange_rows(
-        self, x: Tensor, name: str, width: int, cu_seqlens: Tensor | Documents | None
+        self, x: Tensor, argument: str, width: int, cu_seqlens: Tensor | Documents | None
     ) -> Tensor:
-        """Exchange ``x`` ``[(B,) tokens, width]``, back to tokens if ``name`` is "output"."""
+        """Exchange ``x`` ``[(B,) tokens, width]``; if ``argument`` is "output", back to tokens."""
         if self.cp_size == 1:
             return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:
             raise ValueError(
-                f"{name} must be [B, tokens, {width}] or [tokens, {width}], got {tuple(x.shape)}."
+                f"{argument} must be [B, tokens, {width}] or [tokens, {width}], got "
+                f"{tuple(x.shape)}."
             )
         rows = x.unsqueeze(1) if x.dim() == 2 else x.transpose(0, 1)
-        to_heads = name == "projected_states"
+        to_heads = argument == "projected_states"
         tokens, documents = rows.shape[0] * (self.cp_size if to_heads else 1), None
         if cu_seqlens is not None:
             if rows.shape[1] != 1:

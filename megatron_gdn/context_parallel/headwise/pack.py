@@ -95,7 +95,6 @@ def _copy_launch(
     message_count: int, first_rank: int, skipped_rank: int, has_places: bool, kept: bool,
     pack: bool, beside_transfer: bool,
 ) -> Launch:  # fmt: skip
-    """The launch of `copy_columns_kernel` with PLACED=has_places, KEPT=kept and PACK=pack."""
     stride_s, stride_b, align = strides
     at_once = _rows_of_tile(tokens * batch, element_size, cut)
     tiles = triton.cdiv(tokens * batch, at_once) * message_count
@@ -113,23 +112,22 @@ def pack_peers(
     shares: HeadShares,
     rank: int,
     *,
-    own: tuple[Tensor, Tensor] | None = None,
+    kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
     """Copy every peer's columns of ``whole`` to that peer's message.
 
-    With ``own`` (full rows, places) this rank's own columns are also copied to these full rows.
+    With ``kept_rows`` (full rows, places) this rank's columns are also copied to these full rows.
     """
     _launch_copy(
         whole, messages, None, strips(shares, _COLUMNS),
-        message_count=shares.ranks - (own is None), skipped_rank=rank, pack=True, kept_rows=own,
-        beside_transfer=beside_transfer,
+        message_count=shares.ranks - (kept_rows is None), skipped_rank=rank, pack=True,
+        kept_rows=kept_rows, beside_transfer=beside_transfer,
     )  # fmt: skip
 
 
 @cache
 def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
-    """The strips whose columns each belong to one rank alone."""
     return tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == 1)
 
 
@@ -151,18 +149,18 @@ def unpack_peers(
     rank: int,
     place: Tensor,
     *,
-    with_own: bool = False,
+    with_kept_rows: bool = False,
     beside_transfer: bool = False,
 ) -> None:
     """Write to ``whole`` the columns that peers hold. Columns that several ranks hold are summed.
 
     The sum adds ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once. This rank's
-    term comes from ``full``. ``with_own`` also copies this rank's own columns from ``full``.
+    term comes from ``full``. ``with_kept_rows`` also copies this rank's own columns from ``full``.
     """
     _launch_copy(
         whole, messages, None, _unshared_strips(shares),
-        message_count=shares.ranks - (not with_own), skipped_rank=rank, pack=False,
-        kept_rows=(full, place) if with_own else None, beside_transfer=beside_transfer,
+        message_count=shares.ranks - (not with_kept_rows), skipped_rank=rank, pack=False,
+        kept_rows=(full, place) if with_kept_rows else None, beside_transfer=beside_transfer,
     )  # fmt: skip
     tokens, batch, _ = whole.shape
     launches = _sum_launches(
@@ -207,121 +205,121 @@ def move_rows(
 
 
 @triton.jit
-def _row_pointers(ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
-    """Pointers to rows (token ``t_R``, batch row ``b_R``) of ``ptr``; strides in ALIGN elements."""
+def _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
+    """Pointers to whole rows (token ``t_R``, batch row ``b_R``); strides are in ALIGN elements."""
     at_R = tl.cast(t_R, tl.int64) * stride_s + tl.cast(b_R, tl.int64) * stride_b
-    return ptr + at_R * ALIGN
+    return whole_ptr + at_R * ALIGN
 
 
 @triton.jit
 def _copy_strip(
-    whole_R, own_R, real_R, rank, STRIPS: tl.constexpr, AT: tl.constexpr, PACK: tl.constexpr
+    whole_R, message_R, real_R, rank, STRIPS: tl.constexpr, AT: tl.constexpr, PACK: tl.constexpr
 ):
-    """Copy ``rank``'s STRIPS[AT] from ``whole_R`` to ``own_R`` (PACK) or back, if ``real_R``."""
+    """Copy ``rank``'s STRIPS[AT] of real rows from ``whole_R`` to ``message_R`` (PACK) or back."""
     whole_R += STRIPS[AT][0] + rank // STRIPS[AT][3] * STRIPS[AT][2]
-    own_R += STRIPS[AT][1]
+    message_R += STRIPS[AT][1]
     BLOCK: tl.constexpr = STRIPS[AT][4]
-    for block in tl.range(0, STRIPS[AT][5]):
-        at_D = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    for repeat in tl.range(0, STRIPS[AT][5]):
+        at_D = repeat * BLOCK + tl.arange(0, BLOCK)[None, :]
         if PACK:
-            tl.store(own_R + at_D, tl.load(whole_R + at_D, mask=real_R), mask=real_R)
+            tl.store(message_R + at_D, tl.load(whole_R + at_D, mask=real_R), mask=real_R)
         else:
-            tl.store(whole_R + at_D, tl.load(own_R + at_D, mask=real_R), mask=real_R)
+            tl.store(whole_R + at_D, tl.load(message_R + at_D, mask=real_R), mask=real_R)
 
 
-@triton.jit(do_not_specialize=["first", "skipped", "tokens", "tiles"])
+@triton.jit(do_not_specialize=["first_rank", "skipped_rank", "tokens", "tiles"])
 def copy_columns_kernel(
-    whole_ptr, own_ptr, full_ptr, place_ptr,
-    first, skipped, tokens, batch, tiles, stride_s, stride_b,
+    whole_ptr, message_ptr, full_ptr, place_ptr,
+    first_rank, skipped_rank, tokens, batch, tiles, stride_s, stride_b,
     STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     PLACED: tl.constexpr, KEPT: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Copy the STRIPS of ranks ``first``, ``first + 1``, ... without ``skipped``.
+    """Copy the STRIPS of ranks ``first_rank``, ``first_rank + 1``, ... without ``skipped_rank``.
 
-    Each rank has one message. PACK copies from whole rows to messages (``own_ptr``, RANK_WIDTH
+    Each rank has one message. PACK copies from whole rows to messages (``message_ptr``, RANK_WIDTH
     columns), else back. With PLACED there is one message, whose row ``place[t]`` holds token t.
-    KEPT also copies the columns of rank ``skipped``, token t to (or from) row ``place[t]`` of
-    ``full``. Any number of programs share the ``tiles`` of all ranks, with ROWS rows each.
+    KEPT also copies rank ``skipped_rank``: row ``place[t]`` of ``full`` holds its token t. Any
+    number of programs share the ``tiles`` of all ranks, with ROWS rows each.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
         message = tile // tiles_per_rank
-        rank = first + message
+        rank = first_rank + message
         if not KEPT:
-            rank += (rank >= skipped).to(tl.int32)
+            rank += (rank >= skipped_rank).to(tl.int32)
         row_R = tile % tiles_per_rank * ROWS + tl.arange(0, ROWS)
         real_R = (row_R < rows)[:, None]
         t_R = row_R // batch
         b_R = row_R % batch
         if PLACED:
             place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
-            own_row_R = tl.cast(place_R, tl.int64) * batch + b_R
+            message_row_R = tl.cast(place_R, tl.int64) * batch + b_R
         else:
             if KEPT:
-                message -= (rank > skipped).to(tl.int32)
-            own_row_R = tl.cast(message, tl.int64) * rows + row_R
+                message -= (rank > skipped_rank).to(tl.int32)
+            message_row_R = tl.cast(message, tl.int64) * rows + row_R
         whole_R = _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
-        own_R = own_ptr + own_row_R * RANK_WIDTH
+        message_R = message_ptr + message_row_R * RANK_WIDTH
         if KEPT:  # noqa: SIM102 - a constant, and a number that only the GPU knows
-            if rank == skipped:
+            if rank == skipped_rank:
                 place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
-                own_R = full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH
-        own_R = own_R[:, None]
+                message_R = full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH
+        message_R = message_R[:, None]
         for strip in tl.static_range(len(STRIPS)):
-            _copy_strip(whole_R, own_R, real_R, rank, STRIPS, strip, PACK)
+            _copy_strip(whole_R, message_R, real_R, rank, STRIPS, strip, PACK)
 
 
 @triton.jit
 def _sum_strip(
-    whole_R, message_R, own_R, real_R, part, own_rank, message_size,
+    whole_R, message_R, full_R, real_R, block_index, own_rank, message_size,
     STRIPS: tl.constexpr, AT: tl.constexpr, COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum STRIPS[AT] of block ``part`` over COPIES ranks: ``own_R``, and peers' ``message_R``."""
-    whole_R += STRIPS[AT][0] + part * STRIPS[AT][2]
+    """Sum one block of STRIPS[AT] over the COPIES ranks that hold it, in dtype WIDE."""
+    whole_R += STRIPS[AT][0] + block_index * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
-    own_R += STRIPS[AT][1]
+    full_R += STRIPS[AT][1]
     BLOCK: tl.constexpr = STRIPS[AT][4]
-    for block in tl.range(0, STRIPS[AT][5]):
-        at_D = block * BLOCK + tl.arange(0, BLOCK)[None, :]
+    for repeat in tl.range(0, STRIPS[AT][5]):
+        at_D = repeat * BLOCK + tl.arange(0, BLOCK)[None, :]
         total_RD = tl.zeros((real_R.shape[0], BLOCK), WIDE)
         for copy in tl.static_range(COPIES):
-            rank = part * COPIES + copy
+            rank = block_index * COPIES + copy
             if rank == own_rank:
-                x_RD = tl.load(own_R + at_D, mask=real_R, other=0.0)
+                x_RD = tl.load(full_R + at_D, mask=real_R, other=0.0)
             else:
-                before = (rank - (rank > own_rank).to(tl.int32)) * message_size
-                x_RD = tl.load(message_R + before + at_D, mask=real_R, other=0.0)
+                offset = (rank - (rank > own_rank).to(tl.int32)) * message_size
+                x_RD = tl.load(message_R + offset + at_D, mask=real_R, other=0.0)
             total_RD += x_RD.to(WIDE)
         tl.store(whole_R + at_D, total_RD.to(whole_R.dtype.element_ty), mask=real_R)
 
 
-@triton.jit(do_not_specialize=["me", "tokens", "tiles"])
+@triton.jit(do_not_specialize=["own_rank", "tokens", "tiles"])
 def sum_copies_kernel(
-    whole_ptr, message_ptr, mine_ptr, place_ptr,
-    me, tokens, batch, tiles, stride_s, stride_b,
+    whole_ptr, message_ptr, full_ptr, place_ptr,
+    own_rank, tokens, batch, tiles, stride_s, stride_b,
     STRIPS: tl.constexpr, RANK_WIDTH: tl.constexpr, ALIGN: tl.constexpr, ROWS: tl.constexpr,
     COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
     """Sum every strip over the COPIES ranks that hold it, in rank order and dtype WIDE.
 
-    A peer's rows lie in the peer's message. Token t of this rank (``me``) is row ``place[t]`` of
-    ``mine``. Any number of programs share ``tiles``, the tiles of all ranks / COPIES blocks.
+    A peer's rows lie in the peer's message. Token t of this rank (``own_rank``) is row ``place[t]``
+    of ``full``. Any number of programs share ``tiles``, the tiles of all ranks / COPIES blocks.
     """
     rows = tokens * batch
     tiles_per_block = tl.cdiv(rows, ROWS)
     for tile in tl.range(tl.program_id(0), tiles, tl.num_programs(0)):
-        part = tile // tiles_per_block
+        block_index = tile // tiles_per_block
         row_R = tile % tiles_per_block * ROWS + tl.arange(0, ROWS)
         real_R = (row_R < rows)[:, None]
         t_R = row_R // batch
         b_R = row_R % batch
         place_R = tl.load(place_ptr + t_R, mask=row_R < rows, other=0)
-        mine_R = (mine_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH)[:, None]
+        full_R = (full_ptr + (tl.cast(place_R, tl.int64) * batch + b_R) * RANK_WIDTH)[:, None]
         whole_R = _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN)[:, None]
         message_R = (message_ptr + tl.cast(row_R, tl.int64) * RANK_WIDTH)[:, None]
         for strip in tl.static_range(len(STRIPS)):
             _sum_strip(
-                whole_R, message_R, mine_R, real_R, part, me, tl.cast(rows, tl.int64) * RANK_WIDTH,
-                STRIPS, strip, COPIES, WIDE,
+                whole_R, message_R, full_R, real_R, block_index, own_rank,
+                tl.cast(rows, tl.int64) * RANK_WIDTH, STRIPS, strip, COPIES, WIDE,
             )  # fmt: skip

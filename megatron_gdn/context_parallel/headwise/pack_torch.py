@@ -14,11 +14,11 @@ def pack_peers(
     shares: HeadShares,
     rank: int,
     *,
-    own: tuple[Tensor, Tensor] | None = None,
+    kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    if own is not None:
-        full, place = own
+    if kept_rows is not None:
+        full, place = kept_rows
         copy_kept_rows(whole, full, shares, rank, place, to_full=True)
     for message, peer in zip(messages, shares.peers(rank), strict=True):
         for block in shares.blocks(peer):
@@ -43,10 +43,10 @@ def unpack_peers(
     rank: int,
     place: Tensor,
     *,
-    with_own: bool = False,
+    with_kept_rows: bool = False,
     beside_transfer: bool = False,
 ) -> None:
-    if with_own:
+    if with_kept_rows:
         copy_kept_rows(whole, full, shares, rank, place, to_full=False)
     wide = torch.promote_types(whole.dtype, torch.float32)
     totals: dict[tuple[int, int], Tensor] = {}

@@ -61,8 +61,8 @@ class Headwise(Scheme):
         The backward gives gradients to these rows alone. Megatron's data-parallel reduction
         adds up the gradients of the group's ranks to the gradient of a run on one rank.
         """
-        wanted = param.shape[0], None if names is None else tuple(names)
-        shares, block = self._of_parameters.get(wanted) or self._shares_of_parameter(*wanted)
+        key = param.shape[0], None if names is None else tuple(names)
+        shares, block = self._of_parameters.get(key) or self._shares_of_parameter(*key)
         if block is not None:
             return param.narrow(0, block.whole, block.width)
         return param.index_select(0, _own_rows(shares, self._rank, param.device))

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ...ops.documents import Documents
+from ...ops.documents import Documents, planned
 from ..layouts import SequenceLayout, positions_of
 
 
@@ -93,12 +93,12 @@ class Strip(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def strips(shares: HeadShares, most: int) -> tuple[Strip, ...]:
-    """Strips that cover the columns of a rank, in blocks of at most ``most`` columns."""
+def strips(shares: HeadShares, largest_block: int) -> tuple[Strip, ...]:
+    """The columns of a rank in strips, whose blocks have at most ``largest_block`` columns."""
     # Blocks are powers of two and cover the columns exactly, so kernels mask no columns.
     cut = []
     for whole, own, width, copies, *_ in shares.blocks(0):
-        done, block = 0, most
+        done, block = 0, largest_block
         while done < width:
             while block > width - done:
                 block //= 2
@@ -162,36 +162,26 @@ def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
     )
 
 
+@planned
 def waves_of(
     cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
-    """``waves`` waves of about equal size in which rank ``cp_rank`` exchanges ``cut``'s tokens."""
-    key = (Wave, cp_size, cp_rank, layout, waves)
-    return cut.plan(key, lambda: _route(key, cut, cp_size, cp_rank, layout, waves))
-
-
-def _route(
-    key: tuple, cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int
-) -> tuple[Wave, ...]:
-    slices = _wave_slices(cut.total_tokens // cp_size, waves)
+    """The waves, of about equal size, in which rank ``cp_rank`` exchanges tokens of ``cut``."""
+    tokens = cut.total_tokens // cp_size
+    bounds = [tokens * wave // waves for wave in range(waves + 1)]
+    slices = [slice(a, b) for a, b in pairwise(bounds) if a < b]  # no wave is empty
     table_Rs = positions_of(cut, cp_size, layout)
 
-    def places_of(given: Documents) -> tuple[Tensor, ...]:
-        """For each wave, positions of this rank's and its peers' tokens in ``given``."""
-        table_Rs = positions_of(given, cp_size, layout)
+    def places_of_waves(boundaries: Documents) -> tuple[Tensor, ...]:
+        """This rank's and its peers' positions in each wave."""
+        table_Rs = positions_of(boundaries, cp_size, layout)
         return tuple(chain(*(_split_places(table_Rs, cp_rank, tokens) for tokens in slices)))
 
-    places = cut.table(("places", *key), places_of)
+    places = cut.table((Wave, cp_size, cp_rank, layout, waves), places_of_waves)
     return tuple(
-        Wave(tokens, own, peers, table_Rs[:, tokens] if cut.known else None)
-        for tokens, own, peers in zip(slices, places[::2], places[1::2], strict=True)
+        Wave(tokens, own_place, peer_place, table_Rs[:, tokens] if cut.known else None)
+        for tokens, own_place, peer_place in zip(slices, places[::2], places[1::2], strict=True)
     )
-
-
-def _wave_slices(tokens: int, waves: int) -> list[slice]:
-    """For each wave the slice of a rank's ``tokens`` that travels in it; no wave is empty."""
-    bounds = [tokens * wave // waves for wave in range(waves + 1)]
-    return [slice(a, b) for a, b in pairwise(bounds) if a < b]
 
 
 def _split_places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:

@@ -94,14 +94,14 @@ def _compile_once(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any
         return compile_here(*args, **kwargs)
     entry = cache_entry(kernel, args, kwargs, ".".join(map(str, _capability())))
     if not entry.exists():
-        what = f"FlashQLA's {kernel_of(entry)} for {_heads}"
-        with build_lock(_heads.lock, what, entry.exists) as lock:
+        description = f"FlashQLA's {kernel_of(entry)} for {_heads}"
+        with build_lock(_heads.lock, description, entry.exists) as lock:
             if lock is not None and _may_start():
                 process = _start_command(lock)
                 while not entry.exists() and process.poll() is None:
                     time.sleep(0.1)
             if lock is not None and not entry.exists():
-                logger.warning("compiles %s in this process; takes up to a minute", what)
+                logger.warning("compiles %s in this process; takes up to a minute", description)
                 compiled = compile_here(*args, **kwargs)
                 remember(entry, compiled)
                 return compiled
@@ -140,7 +140,6 @@ def warm_up_command(heads: Heads, part: str) -> list[str]:
 
 
 def _capability() -> tuple[int, int]:
-    """The compute capability of the current GPU, such as (9, 0)."""
     return torch.cuda.get_device_capability()
 
 

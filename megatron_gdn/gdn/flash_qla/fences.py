@@ -1,12 +1,10 @@
 """Fences that FlashQLA's kernels lack before their bulk stores (docs/determinism.md).
 
 On Hopper, ordinary stores and bulk copies (TMA) reach shared memory through two proxies. Each
-thread that wrote to shared memory must issue ``fence.proxy.async`` before it signals that its
-writes are done (PTX ISA, "Async proxy"); else the bulk store may send old contents. flash-qla 0.1.3
-lacks this fence before stores of dq, dk, dv and o. tilelang 0.1.15 does not add the fence, because
-other warps than the writing ones issue the copy. In ``kkt_solve`` tilelang fences only the thread
-that issues the copy. A hook adds fences to a kernel's CUDA source before the source is compiled.
-The kernels for Blackwell were not examined.
+thread that wrote to shared memory must issue ``fence.proxy.async`` before it signals that its part
+is done (PTX ISA, "Async proxy"); else the bulk store may send old contents. flash-qla 0.1.3, as
+tilelang 0.1.15 compiles it, lacks fences. A hook adds them to a kernel's CUDA source. The kernels
+for Blackwell were not examined.
 """
 
 from __future__ import annotations
@@ -45,17 +43,17 @@ def missing_fences(source: str) -> list[int]:
         return []
     target = rf"\(\(\w+\s?\*\)(?:{buffers})\)"
     write = re.compile(rf"stmatrix\w*\(.*{target}|{target}[^=;]*\)? = |{target}\[.*\] = ")
-    found = []
+    missing = []
     pending = False
     for number, line in enumerate(lines):
         if _FENCE in line:
             pending = False
         elif pending and _SIGNAL.search(line):
-            found.append(number)
+            missing.append(number)
             pending = False
         if "tma_" not in line and write.search(line):
             pending = True
-    return found
+    return missing
 
 
 def with_fences(source: str) -> str:
@@ -97,7 +95,6 @@ def _compile_with_check(name: str, compile: Callable) -> Callable:
     """Wrap ``compile`` of the kernel ``name``: the wrapper checks that no fence is missing."""
 
     def compile_and_check(*args: Any, **kwargs: Any) -> Any:
-        """Compile a kernel; refuse it if fences are missing."""
         compiled = compile(*args, **kwargs)
         source = compiled.get_kernel_source()
         if missing_fences(source):

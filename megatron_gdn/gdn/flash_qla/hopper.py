@@ -25,7 +25,6 @@ class HopperStages:
     """FlashQLA's stages for Hopper: the same functions as FlashQLA's, in less host time."""
 
     def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
-        """``library``: FlashQLA's module of stages; ``modules``: stage -> FlashQLA's own module."""
         self._modules, self.build_cp_context = modules, library.build_cp_context
         self.correct_initial_states = partial(self._correct_states, False)
         self.correct_terminal_states = partial(self._correct_states, True)
@@ -58,10 +57,10 @@ class HopperStages:
         offsets, chunks = self._index.prepare_chunk_offsets(cu_seqlens, CHUNK)
         return cu_seqlens.shape[0] - 1, cu_seqlens, offsets.to(cu_seqlens.dtype), chunks
 
-    def _chunk_states(self, is_output: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
-        """Memory for the states at chunks, or a tensor without elements if not ``is_output``."""
+    def _chunk_states(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
+        """Memory for the states at chunks, or a tensor without elements if not ``wanted``."""
         (B, _, _, K), (H, V) = k.shape, v.shape[2:]
-        if is_output:
+        if wanted:
             return k.new_empty(B, chunks, H, K, V)
         return self._unread((B, 0, H, K, V), k.dtype, k.device)
 
@@ -181,22 +180,22 @@ class HopperStages:
         return h if output_h else None, final, through if output_final_state else None
 
     def _correct_states(
-        self, backward: bool, given: Tensor | None, local: Tensor, through: Tensor, passes: Tensor,
+        self, backward: bool, states: Tensor | None, local: Tensor, through: Tensor, passes: Tensor,
         first: Tensor,
     ) -> Tensor:  # fmt: skip
         """States that enter parts, or if ``backward`` dS of leaving states: [P, H, K, V].
 
-        ``given``: the same of sequences. ``passes``: whether S (or dS) passes each part.
+        ``states`` are states that enter sequences, or gradients of states that leave sequences.
         """
         P, H, K, V = local.shape
-        dtype = _F32 if given is None else given.dtype
+        dtype = _F32 if states is None else states.dtype
         run = self._kernel(
             "correct_initial_states", "tilelang_correct_h0",
             H, K, V, dtype, "float32", local.dtype, through.dtype, first.dtype, passes.dtype,
-            given is not None, False, backward, backward,
+            states is not None, False, backward, backward,
         )  # fmt: skip
         out = local.new_empty(P, H, K, V, dtype=dtype)
-        run(*(() if given is None else (given,)), local, through, passes, first, out)
+        run(*(() if states is None else (states,)), local, through, passes, first, out)
         return out
 
     def fused_gdr_fwd(
@@ -232,8 +231,8 @@ class HopperStages:
             unread = final if whole == N else None
             start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         ending = start[:whole] if final is None else final
-        programs, many = N * H, self._modules["fused_gdr_fwd"].TARGET_NUM_CTAS
-        block = 128 if programs >= many else 64 if programs * 2 >= many else 32
+        programs, target = N * H, self._modules["fused_gdr_fwd"].TARGET_NUM_CTAS
+        block = 128 if programs >= target else 64 if programs * 2 >= target else 32
         o = torch.empty_like(v)
         run = self._kernel(
             "fused_gdr_fwd", "tilelang_fused_chunk_gdr_fwd",

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...ops.documents import Documents, documents_of_rows
+from ...ops.documents import Documents, documents_of_rows, planned
 from ...ops.host_tables import cached_by_stream
 from ...ops.state_maps.parts import (
     CHUNK,
@@ -103,6 +103,7 @@ def plan_of_rows(
     return plan_of(documents, value_heads, False, False)
 
 
+@planned
 def plan_of(
     documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
 ) -> SequenceParts:
@@ -111,14 +112,6 @@ def plan_of(
     If ``batch_invariant``, a sequence is cut by its own length and the number of heads alone.
     ``with_states``: whether documents have initial states.
     """
-    key = plan_of, value_heads, batch_invariant, with_states
-    return documents.plan(key, lambda: _plan_of(documents, *key[1:]))
-
-
-def _plan_of(
-    documents: Documents, value_heads: int, batch_invariant: bool, with_states: bool
-) -> SequenceParts:
-    """Compute :func:`plan_of`, whose result is stored with ``documents``."""
     if not documents.known and (
         with_states or not (batch_invariant or largest_number_of_cuts(documents, value_heads))
     ):
@@ -133,11 +126,10 @@ def _plan_of(
     return _store_chunk_tables(parts, documents)
 
 
+@planned
 def plan_of_whole(documents: Documents) -> SequenceParts:
     """The plan that cuts no sequence: each sequence is one part."""
-    return documents.plan(
-        plan_of_whole, lambda: _store_chunk_tables(SequenceParts.of(documents, "whole"), documents)
-    )
+    return _store_chunk_tables(SequenceParts.of(documents, "whole"), documents)
 
 
 def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceParts:
@@ -152,6 +144,6 @@ def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceP
         (parts.sequences, documents.chunks(CHUNK)), (parts.offsets, parts.places)
     ):  # fmt: skip
         # FlashQLA's ``prepare_varlen_metadata`` stores its table in the same attribute.
-        made = CHUNK, places.offsets, len(places.indices), places.indices
-        offsets._flash_qla_prepared_varlen = made  # pyright: ignore[reportAttributeAccessIssue]
+        table = CHUNK, places.offsets, len(places.indices), places.indices
+        offsets._flash_qla_prepared_varlen = table  # pyright: ignore[reportAttributeAccessIssue]
     return parts

@@ -30,7 +30,7 @@ from .plan import plan_of, plan_of_rows, plan_of_whole, stages
 from .states import (
     Kept,
     PartMaps,
-    given_or_zero,
+    initial_or_zero,
     gradients,
     part_maps,
     run_forward,
@@ -59,7 +59,7 @@ class FlashQlaForward(RuleForward):
         on_grid, maps = self.rule.bits is Bits.ON_GRID, self._maps
         if on_grid:
             parts, maps = self.rule.plan(self.inputs, self.documents, states=False), None
-            initial = given_or_zero(initial, self.inputs, parts)
+            initial = initial_or_zero(initial, self.inputs, parts)
         elif initial is not None or maps is not None:
             maps = self._part_maps()
             parts = maps.parts
@@ -104,7 +104,7 @@ class FlashQlaBackward(RuleBackward):
             documents = documents_of_rows(self.rows, self.d_o.device)
         self.d_o, self.inputs, self._at_chunks = in_one_row(self.d_o), in_one_row(self.inputs), None
         heads, g_sum, A = self.inputs.v.shape[2], in_one_row(self._kept.g_sum), self._kept.A
-        self._parts = plan_of(documents, heads, self.rule.batch_invariant, with_states=True)
+        self._parts = plan_of(documents, heads, self.rule.batch_invariant, True)
         self._maps = part_maps(self.inputs, self._parts, (g_sum, in_one_row(A)))
         self._kept = self._maps.saved(entering=None)
 
@@ -125,10 +125,10 @@ class FlashQlaBackward(RuleBackward):
             self._cut_again()  # a forward without initial states saves no maps
         return initial_gradients(self._d_entering_states(), self._kept.through, self._parts)
 
-    def d_o_was_scaled(self, by: Tensor) -> None:
-        """Scale gradients computed before the caller scaled ``d_o`` by ``by``, in the same way."""
+    def d_o_was_scaled(self, factor: Tensor) -> None:
+        """Scale the gradients computed so far by ``factor``, as the caller has scaled ``d_o``."""
         if self._d_entering is not None:
-            self._d_entering = self._d_entering * by
+            self._d_entering = self._d_entering * factor
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:
         kept, first, last_grad = self._kept, initial, d_final
@@ -219,7 +219,7 @@ class FlashQlaRule(Rule):
         again = Kept(*sums_and_inverses(inputs, parts), *kept.tensors)
         entering = initial if again.entering is None else again.entering
         if on_grid:
-            entering = given_or_zero(initial, inputs, parts)
+            entering = initial_or_zero(initial, inputs, parts)
         o, at_chunks, _ = run_forward(
             inputs, again, entering, parts, output_h=not on_grid, output_final_state=on_grid
         )

@@ -130,21 +130,22 @@ def run_forward(
     kept: Kept,
     entering: Tensor | None,
     parts: SequenceParts | None,
-    **wanted: bool,
+    **output_flags: bool,
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Return ``o``, the states at chunks, and the states that leave sequences.
 
-    ``entering``: states that enter parts; None: zero. ``wanted``: output_h, output_final_state.
+    ``entering`` are the states that enter parts; None means zero. ``output_flags`` are
+    the kernel's flags ``output_h`` and ``output_final_state``.
     """
     sequences, offsets, owners = _boundaries(parts)
     return stages().fused_gdr_fwd(
         q=inputs.q, k=inputs.k, v=inputs.v, a=kept.A, g=kept.g_sum, b=inputs.beta,
         scale=inputs.k.shape[-1] ** -0.5, initial_state=entering, cu_seqlens=offsets,
-        cp_seq_map=owners, raw_cu_seqlens=sequences, **wanted,
+        cp_seq_map=owners, raw_cu_seqlens=sequences, **output_flags,
     )  # fmt: skip
 
 
-def given_or_zero(
+def initial_or_zero(
     initial: Tensor | None, inputs: RuleInputs, parts: SequenceParts | None
 ) -> Tensor:
     """``initial`` states, or zeros: with states, training and generation run the same kernel."""
@@ -168,9 +169,9 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, in the order of :class:`RuleInputs`.
 
-    ``g_sum``, ``A``: as in :class:`Kept`. ``states_in``: states that enter parts. ``d_states_out``:
-    gradients of states that leave parts. ``states``: states at chunks; if None, computed here.
-    ``overwrite_last`` allows the kernel to write over ``d_states_out``.
+    ``states_in`` enter parts; ``d_states_out`` are gradients of states that leave parts. ``states``
+    at chunks are computed here if None. With ``overwrite_last`` the kernel may write over
+    ``d_states_out``.
     """
     run = stages()
     sequences, offsets, _ = _boundaries(parts)

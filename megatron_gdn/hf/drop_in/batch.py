@@ -107,8 +107,8 @@ def resolve_batch(
     """
     (rows, tokens), group = x_BsH.shape[:2], group_of(options.cp_mesh)
     if group is None and cache is not None and cache.get_seq_length() > 0:
-        told = ("packed_seq_ids", "cu_seqlens", "indices", "seq_index")
-        if given := [name for name in told if getattr(sources, name) is not None]:
+        names = ("packed_seq_ids", "cu_seqlens", "indices", "seq_index")
+        if given := [name for name in names if getattr(sources, name) is not None]:
             raise ValueError(
                 f"{', '.join(given)} with a batch that goes on from a cache, which holds one "
                 f"sequence per row. Leave these arguments out, or pass no past_key_values."
@@ -117,7 +117,7 @@ def resolve_batch(
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
     whole, layout = (tokens * size,), options.cp_layout
     share = MicroBatchShare(None, group, size, rank, layout, whole, x_BsH.device)
-    batch = _resolve(sources, rows, share)
+    batch = _find_documents(sources, rows, share)
     if (cache is not None or fills_cache) and not batch.is_plain:
         raise ValueError(
             f"a cache cannot be filled with {batch.kind}: it holds one state per row. Pass "
@@ -126,10 +126,10 @@ def resolve_batch(
     return batch
 
 
-def _resolve(sources: Sources, rows: int, share: MicroBatchShare) -> ModelBatch:
+def _find_documents(sources: Sources, rows: int, share: MicroBatchShare) -> ModelBatch:
     """Find the documents and padding of ``rows`` rows; ``share.documents`` is None so far."""
     _require_agreement(sources, rows, share)
-    share = _as_cut(sources, rows, share)
+    share = _with_layout(sources, rows, share)
     sources = _in_sequence_order(sources, rows, share)
     ids, mask = document_ids(sources, rows, sum(share.lengths)), sources.attention_mask
     if share.group is not None and ids is None and mask is not None and bool((mask == 0).any()):
@@ -145,10 +145,10 @@ def _resolve(sources: Sources, rows: int, share: MicroBatchShare) -> ModelBatch:
         if one_each and not bool((ids.diff() > 0).any()):  # each row: one document, then padding
             return ModelBatch(share, ids, keep)
         if rows > 1:
-            what = "padding before tokens" if one_each else "packed documents"
+            refused = "padding before tokens" if one_each else "packed documents"
             raise ValueError(
-                f"context parallelism takes {what} in one row only, got {rows} rows. Lay the rows "
-                f"end to end (megatron_gdn.hf.PackingCollator does)."
+                f"context parallelism takes {refused} in one row only, got {rows} rows. Lay the "
+                f"rows end to end (megatron_gdn.hf.PackingCollator does)."
             )
     starts = starts_of(ids).flatten().nonzero().flatten().tolist()
     documents = Documents.from_cu_seqlens([*starts, ids.numel()], ids.numel())
@@ -160,17 +160,17 @@ def _require_agreement(sources: Sources, rows: int, share: MicroBatchShare) -> N
     if share.group is None:
         return
     offsets = b"" if sources.cu_seqlens is None else sources.cu_seqlens.long().numpy().tobytes()
-    told = {"rows": rows, "tokens": sum(share.lengths)}
+    facts = {"rows": rows, "tokens": sum(share.lengths)}
     for name, x in sources._asdict().items():
-        told[f"kinds of {name}"] = 0 if x is None else x.dim()
-    told |= {"numbers of offsets": len(offsets), "offsets": zlib.crc32(offsets)}
-    all_cT = _gather(torch.tensor([*told.values()], device="cpu"), share)
+        facts[f"kinds of {name}"] = 0 if x is None else x.dim()
+    facts |= {"numbers of offsets": len(offsets), "offsets": zlib.crc32(offsets)}
+    all_cT = _gather(torch.tensor([*facts.values()], device="cpu"), share)
     differs = (all_cT != all_cT[0]).any(0).tolist()
     if any(differs):
         raise ValueError(
             f"the {share.size} context-parallel ranks were given different "
-            f"{', '.join(compress(told, differs))}: they must have shares of one batch. Give all "
-            f"of them the same batches (megatron_gdn.hf.ContextParallelTrainerMixin does in "
+            f"{', '.join(compress(facts, differs))}: they must have shares of one batch. Give "
+            f"all of them the same batches (megatron_gdn.hf.ContextParallelTrainerMixin does in "
             f"transformers' Trainer) and cut each by context_parallel_share."
         )
     if sources.indices is not None:
@@ -181,17 +181,17 @@ def _require_agreement(sources: Sources, rows: int, share: MicroBatchShare) -> N
         )
 
 
-def _gather(own: Tensor, share: MicroBatchShare) -> Tensor:
-    """Gather all ranks' tensors ``own``, which have equal shapes: ``[cp, ...]`` on the host."""
+def _gather(tensor: Tensor, share: MicroBatchShare) -> Tensor:
+    """Gather every rank's ``tensor``, which have equal shapes: ``[cp, ...]`` on the host."""
     if share.group is None:
-        return own[None].cpu()
-    own = own[None].to(share.device).contiguous()
-    given = own.new_empty(share.size, *own.shape[1:])
-    dist.all_gather_into_tensor(given, own, group=share.group)
-    return given.cpu()
+        return tensor[None].cpu()
+    tensor = tensor[None].to(share.device).contiguous()
+    gathered = tensor.new_empty(share.size, *tensor.shape[1:])
+    dist.all_gather_into_tensor(gathered, tensor, group=share.group)
+    return gathered.cpu()
 
 
-def _as_cut(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchShare:
+def _with_layout(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchShare:
     """Set ``share``'s layout (by ``seq_index`` if given) and the lengths that the layout cuts."""
     whole, total, index = share.lengths, sum(share.lengths), sources.seq_index
     tokens = total // share.size
@@ -231,26 +231,26 @@ def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> S
     """Gather all ranks' masks, ids and positions in sequence order; offsets do not change."""
     if share.group is None:
         return sources
-    mask, ids, offsets, given, *_ = sources
-    tokens, of_text = sum(share.lengths) // share.size, text_positions(given)
+    mask, ids, offsets, position_ids, *_ = sources
+    tokens, text_position = sum(share.lengths) // share.size, text_positions(position_ids)
     if mask is not None and mask.dim() != 2:
         raise ValueError(
             f"an attention_mask of shape {tuple(mask.shape)} says nothing about the tokens of "
             f"other context-parallel ranks; name the documents by cu_seq_lens_q (of the whole "
             f"buffer) or by this rank's _packed_seq_ids."
         )
-    if given is not None and of_text is None:
+    if position_ids is not None and text_position is None:
         raise ValueError(
-            f"position_ids of shape {tuple(given.shape)} with context parallelism: a "
+            f"position_ids of shape {tuple(position_ids.shape)} with context parallelism: a "
             f"vision-language model computes such positions from the tokens that it sees, here "
             f"only a share. Compute them from the whole sequence and give this rank's columns as "
             f"[4, {rows}, {tokens}], text positions first."
         )
     if offsets is not None:
-        of_text = None
-    elif of_text is not None and of_text.shape[0] == 1:
-        of_text = of_text.expand(rows, -1)
-    tables = {"attention_mask": mask, "_packed_seq_ids": ids, "position_ids": of_text}
+        text_position = None
+    elif text_position is not None and text_position.shape[0] == 1:
+        text_position = text_position.expand(rows, -1)
+    tables = {"attention_mask": mask, "_packed_seq_ids": ids, "position_ids": text_position}
     for name, x_Bs in tables.items():
         if x_Bs is None:
             continue
@@ -264,16 +264,16 @@ def _in_sequence_order(sources: Sources, rows: int, share: MicroBatchShare) -> S
         tables[name] = share.gather(own_sB.to(share.device)).T.cpu()
     mask, ids, position_BS = tables.values()
     if position_BS is not None:
-        before, after = position_BS[:, :-1], position_BS[:, 1:]
-        wrong = ((after != before + 1) & (after != 0)).nonzero()
+        position, next_position = position_BS[:, :-1], position_BS[:, 1:]
+        wrong = ((next_position != position + 1) & (next_position != 0)).nonzero()
         if len(wrong):
-            row, at = wrong[0].tolist()
+            row, token = wrong[0].tolist()
             raise ValueError(
-                f"in sequence order position_ids go from {before[row, at]} to {after[row, at]} at "
-                f"token {at + 1} of row {row}: they neither go on nor start again at 0. Either "
-                f"they are not this rank's share of the sequence's positions, or the tokens were "
-                f"not cut as {share.layout.value!r}; give seq_index, or the cp_layout they were "
-                f"cut by."
+                f"in sequence order position_ids go from {position[row, token]} to "
+                f"{next_position[row, token]} at token {token + 1} of row {row}: they "
+                f"neither go on nor start again at 0. Either they are not this rank's share of the "
+                f"sequence's positions, or the tokens were not cut as {share.layout.value!r}; give "
+                f"seq_index, or the cp_layout they were cut by."
             )
     return Sources(mask, ids, offsets, position_BS)
 
@@ -301,15 +301,15 @@ def context_parallel_share(
     lengths = [tokens]
     if layout is SequenceLayout.ZIGZAG and "cu_seq_lens_q" in batch:
         lengths = batch["cu_seq_lens_q"].diff().tolist()
-    own = local_indices(lengths, cp_mesh.size(), cp_mesh.get_local_rank(), layout)
+    own_indices = local_indices(lengths, cp_mesh.size(), cp_mesh.get_local_rank(), layout)
     share = {}
     for name, x in batch.items():
         if not isinstance(x, Tensor) or name in _OFFSETS or tokens not in x.shape:
             share[name] = x
         elif x.shape[:2] == (rows, tokens):
-            share[name] = x[:, own.to(x.device)]
+            share[name] = x[:, own_indices.to(x.device)]
         elif x.dim() == 3 and x.shape[1:] == (rows, tokens):
-            share[name] = x[..., own.to(x.device)]
+            share[name] = x[..., own_indices.to(x.device)]
         else:
             raise ValueError(
                 f"{name} of shape {tuple(x.shape)} beside input_ids [{rows}, {tokens}]: it is not "

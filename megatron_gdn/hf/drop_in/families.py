@@ -36,16 +36,14 @@ class Mixer(NamedTuple):
 
 
 def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
-    """This package's mixer for ``module``, a Gated DeltaNet; ``options``: as in `patch`."""
     dims = GDNDims.from_config(config)
     rule = partial(resolve_rule, options.backend, sizes=dims.heads, operands=options.rule_operands)
     negative = getattr(module, "allow_neg_eigval", False)
-    how = {"allow_neg_eigval": negative, "recompute_qkv": options.recompute_qkv}
-    return Mixer(dims, rule, partial(gdn_parts, **how), {})
+    settings = {"allow_neg_eigval": negative, "recompute_qkv": options.recompute_qkv}
+    return Mixer(dims, rule, partial(gdn_parts, **settings), {})
 
 
 def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
-    """This package's mixer for ``module``, a Kimi Delta Attention; ``options``: as in `patch`."""
     if options.rule_operands != "fp16" or options.recompute_qkv:
         raise ValueError(
             f"rule_operands={options.rule_operands!r}, recompute_qkv={options.recompute_qkv}: "

@@ -80,7 +80,6 @@ class HoldsGates:
 
     @property
     def _gates(self) -> SSMGate:
-        """The child module that has ``A_log`` and ``dt_bias``."""
         return self._modules[HOLDER_NAME]
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
@@ -172,9 +171,9 @@ def gates_in_fp32() -> Iterator[None]:
     """
     from transformers import PreTrainedModel
 
-    before = PreTrainedModel._keep_in_fp32_modules_strict
-    PreTrainedModel._keep_in_fp32_modules_strict = {*(before or ()), *FP32_GDN_PARAM_NAMES}
+    names_before = PreTrainedModel._keep_in_fp32_modules_strict
+    PreTrainedModel._keep_in_fp32_modules_strict = {*(names_before or ()), *FP32_GDN_PARAM_NAMES}
     try:
         yield
     finally:
-        PreTrainedModel._keep_in_fp32_modules_strict = before
+        PreTrainedModel._keep_in_fp32_modules_strict = names_before

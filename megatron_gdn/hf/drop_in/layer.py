@@ -67,13 +67,7 @@ class _DropInState:
     loader_layout: LoaderLayout  # the sequence layout of ``micro_batches``
     stored: dict[str, torch.dtype]  # dtypes of A_log and dt_bias before they became fp32
 
-    def set_mesh(self, cp_mesh: Any) -> None:
-        """Use another context-parallel mesh from the next forward on; None means one rank."""
-        self.micro_batches.use_group(group_of(cp_mesh))
-        self.options.cp_mesh = cp_mesh
-
     def micro_batch(self, batch: ModelBatch, proj_TBP: Tensor) -> MicroBatch:
-        """The :class:`MicroBatch` of ``batch``, whose projections are ``proj_TBP``."""
         if batch.share.group is not self.micro_batches.group:  # cp_mesh was set in another layer
             self.micro_batches.use_group(batch.share.group)
         self.loader_layout.option = batch.share.layout
@@ -103,8 +97,8 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
     def __new__(cls, config: Any = None, *args: Any, **kwargs: Any):
         if cls is CPAwareGatedDeltaNet:
-            theirs = families.class_for_config(config)
-            return super().__new__(families.subclass("CPAware", cls, theirs))
+            original = families.class_for_config(config)
+            return super().__new__(families.subclass("CPAware", cls, original))
         return super().__new__(cls)
 
     def __init__(self, config: Any, layer_idx: int, **options: Any) -> None:
@@ -118,7 +112,8 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
     @_cp_mesh.setter
     def _cp_mesh(self, cp_mesh: Any) -> None:
-        self.drop_in.set_mesh(cp_mesh)
+        self.drop_in.micro_batches.use_group(group_of(cp_mesh))
+        self.drop_in.options.cp_mesh = cp_mesh
 
     def _compute_gate(self, a: Tensor) -> Tensor:
         """The log-decay g = -exp(A_log) * softplus(a + dt_bias) of ``a`` ``[..., num_v_heads]``."""
@@ -211,7 +206,6 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
         return GatedNorm(norm.weight, norm.variance_epsilon, activation=activation)
 
     def call_norm(o: Tensor, z: Tensor) -> Tensor:
-        """Call ``norm`` on outputs ``o`` and gates ``z`` with one row per head."""
         return norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1])).view(o.shape)
 
     return readout_by_module(layout.gate_columns, layout.state_heads, call_norm)
@@ -249,8 +243,8 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
         choose_rule=mixer.rule, **mixer.names,
     )  # fmt: skip
     if not isinstance(module, CPAwareGatedDeltaNet):
-        theirs: Any = families.transformers_class(module)
-        module.__class__ = families.subclass("CPAware", CPAwareGatedDeltaNet, theirs)
+        original: Any = families.transformers_class(module)
+        module.__class__ = families.subclass("CPAware", CPAwareGatedDeltaNet, original)
     families.plain_functions_on_cpu(module)
     if not isinstance(owner, HoldsGates):
         owner.__class__ = families.subclass("Holding", HoldsGates, type(owner))

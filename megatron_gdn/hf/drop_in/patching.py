@@ -35,11 +35,7 @@ logger = logging.getLogger(__name__)
 
 
 def patch(
-    model: nn.Module,
-    cp_mesh: Any = None,
-    *,
-    attention: str | None = None,
-    **options: Any,
+    model: nn.Module, cp_mesh: Any = None, *, attention: str | None = None, **options: Any
 ) -> Patch:
     """Let this package run every linear-attention module of a transformers model, in place.
 
@@ -128,8 +124,8 @@ class Patch(AbstractContextManager):
         runs = "every batch runs this package's mixer"
         if group is None and options.unpacked == "transformers":
             runs = "packed batches run this package's mixer, others transformers' own forward"
-        what = f"{count} linear-attention modules ({first} is the first) on {ranks}"
-        return f"Patch of {name}: {what}; {runs}"
+        summary = f"{count} linear-attention modules ({first} is the first) on {ranks}"
+        return f"Patch of {name}: {summary}; {runs}"
 
     def undo(self) -> None:
         """Put back transformers' own classes and the dtypes of ``A_log`` and ``dt_bias``.
@@ -139,8 +135,8 @@ class Patch(AbstractContextManager):
                 a text model's ``forward`` was replaced.
         """
         for name, layer in self.layers.items():
-            mine = type(layer).__mro__[1] is CPAwareGatedDeltaNet
-            if not mine or type(gate_owner(layer)._gates).__name__ != "SSMGate":
+            is_replaced = type(layer).__mro__[1] is CPAwareGatedDeltaNet
+            if not is_replaced or type(gate_owner(layer)._gates).__name__ != "SSMGate":
                 raise RuntimeError(
                     f"{name} has become a {type(layer).__name__} since it was replaced (sharded?), "
                     f"so the patch cannot be undone. Undo a patch before wrapping the model."
@@ -179,19 +175,18 @@ class Patch(AbstractContextManager):
         before_patch = text.config._attn_implementation
 
         @torch.compiler.disable  # the host reads boundaries
-        def prepare(module: Any, given: dict[str, Any]) -> dict[str, Any]:
-            """Add the resolved batch to ``given``, the arguments of the text model's forward."""
+        def prepare(module: Any, arguments: dict[str, Any]) -> dict[str, Any]:
             options, config = next(linear_attentions(module)).drop_in.options, module.config
             if gathers and config._attn_implementation in (GATHERED, before_patch):
                 alone = group_of(options.cp_mesh) is None
                 config._attn_implementation = before_patch if alone else GATHERED
-            return prepare_forward(module, options, given)
+            return prepare_forward(module, options, arguments)
 
         @wraps(type(text).forward)
         def forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            given = cast(Any, prepare)(module, dict(zip(names, args, strict=False)) | kwargs)
-            before = vars(module)[_FORWARD_BEFORE] or MethodType(type(module).forward, module)
-            return before(**given)
+            arguments = cast(Any, prepare)(module, dict(zip(names, args, strict=False)) | kwargs)
+            wrapped = vars(module)[_FORWARD_BEFORE] or MethodType(type(module).forward, module)
+            return wrapped(**arguments)
 
         if gathers:
             self._changes.callback(setattr, text.config, "_attn_implementation", before_patch)
@@ -206,10 +201,9 @@ class Patch(AbstractContextManager):
 
 
 def _restore_forward(text: Any) -> None:
-    """Give the text model back the ``forward`` that it had before the patch."""
     del vars(text)["forward"]
-    if (before := vars(text).pop(_FORWARD_BEFORE)) is not None:
-        vars(text)["forward"] = before
+    if (wrapped := vars(text).pop(_FORWARD_BEFORE)) is not None:
+        vars(text)["forward"] = wrapped
 
 
 def _drop_resolved_batch(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
@@ -271,8 +265,10 @@ def _attention_mask(text: Any, batch: ModelBatch, x: Tensor, position_ids: Tenso
     assert batch.ids is not None
     if "flash" in implementation:  # flash attention finds the documents of one row by positions
         positions, starts = text_positions(position_ids), batch.ids.diff(dim=-1) != 0
-        told = positions is not None and bool(((positions.cpu().diff(dim=-1) != 1) == starts).all())
-        if len(batch.ids) > 1 or batch.keep is not None or not told:
+        positions_restart = positions is not None and bool(
+            ((positions.cpu().diff(dim=-1) != 1) == starts).all()
+        )
+        if len(batch.ids) > 1 or batch.keep is not None or not positions_restart:
             raise ValueError(
                 f"{implementation!r} keeps packed documents apart only in one row without padding "
                 f"whose position_ids start again at every document. Lay the rows end to end "

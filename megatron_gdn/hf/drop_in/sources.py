@@ -84,40 +84,40 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
     in a 0/1 ``attention_mask`` are padding, whichever source names the documents.
     """
     mask, packed_seq_ids, cu_seqlens, position_ids, indices, _ = sources
-    found: dict[str, Tensor] = {}
+    ids_of: dict[str, Tensor] = {}
     if mask is not None and mask.dim() == 4:
-        found[_BLOCKS], mask = _ids_from_block_mask(mask, rows, tokens), None
+        ids_of[_BLOCKS], mask = _ids_from_block_mask(mask, rows, tokens), None
     elif mask is not None:
         mask = to_host("attention_mask", mask, rows, tokens)
         if is_indexed_packed_mask(mask):
-            found["attention_mask"] = mask.long()
+            ids_of["attention_mask"] = mask.long()
     if packed_seq_ids is not None:
         ids = to_host("_packed_seq_ids", packed_seq_ids, rows, tokens)
-        found["_packed_seq_ids"] = ids.long()
+        ids_of["_packed_seq_ids"] = ids.long()
     if cu_seqlens is not None:
-        found["cu_seq_lens_q"] = _ids_from_offsets(cu_seqlens, indices, rows, tokens)
+        ids_of["cu_seq_lens_q"] = _ids_from_offsets(cu_seqlens, indices, rows, tokens)
     elif indices is not None:
         raise ValueError(
             f"indices of {indices.numel()} tokens without cu_seqlens, the offsets of documents "
             f"among these tokens. Give both, or the ids of documents as attention_mask."
         )
     # A 4-D mask in which each row is one document names no boundaries, so positions are read too.
-    unnamed = set(found) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in found.values())
+    unnamed = set(ids_of) <= {_BLOCKS} and all(bool((ids <= 1).all()) for ids in ids_of.values())
     positions = text_positions(position_ids)
     if unnamed and positions is not None:
-        ids = _document_ids_from_positions(positions, found.get(_BLOCKS, mask), rows, tokens)
-        found |= {} if ids is None else {"position_ids": ids}
-    if not found:
+        ids = _document_ids_from_positions(positions, ids_of.get(_BLOCKS, mask), rows, tokens)
+        ids_of |= {} if ids is None else {"position_ids": ids}
+    if not ids_of:
         return None
-    (first, ids), *others = found.items()
-    for name, theirs in others:
-        if not torch.equal(_renumber(ids), _renumber(theirs)):
+    (first, ids), *others = ids_of.items()
+    for name, other_ids in others:
+        if not torch.equal(_renumber(ids), _renumber(other_ids)):
             raise ValueError(
                 f"{first} and {name} put the boundaries of documents in different places: "
-                f"{_describe_documents(ids)} and {_describe_documents(theirs)}. Give one of them, "
-                f"or make them agree."
+                f"{_describe_documents(ids)} and {_describe_documents(other_ids)}. Give one of "
+                f"them, or make them agree."
             )
-    if mask is not None and "attention_mask" not in found:
+    if mask is not None and "attention_mask" not in ids_of:
         padding_BS = mask == 0
         if indices is not None and not torch.equal(padding_BS, ids == 0):
             raise ValueError(
@@ -126,7 +126,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
             )
         ids = ids.masked_fill(padding_BS, 0)
     # True if the mask has document ids, or if a row has several documents or padding.
-    packed = "attention_mask" in found or bool(((ids == 0) | (ids != ids[:, :1])).any())
+    packed = "attention_mask" in ids_of or bool(((ids == 0) | (ids != ids[:, :1])).any())
     return ids if packed else None
 
 

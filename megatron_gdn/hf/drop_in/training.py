@@ -67,7 +67,6 @@ class PackingCollator:
         lengths = [len(row) for row in rows]
 
         def one_row(lists: Iterable[Iterable[int]]) -> Tensor:
-            """The lists, joined, as a tensor ``[1, S]``."""
             return torch.tensor([*chain.from_iterable(lists)], device="cpu")[None]
 
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")
@@ -155,10 +154,10 @@ class ContextParallelTrainerMixin(Trainer):
                 f"train(); set eval_on_start=True instead."
             )
         share = context_parallel_share(inputs, options.cp_mesh, options.cp_layout)
-        found = super().compute_loss(model, share, *args, **kwargs)
+        result = super().compute_loss(model, share, *args, **kwargs)
         if trains:
-            return found
-        loss, *outputs = found if isinstance(found, tuple) else (found,)
+            return result
+        loss, *outputs = result if isinstance(result, tuple) else (result,)
         loss = loss.clone()
         dist.all_reduce(loss)
         loss /= dist.get_world_size()
@@ -279,23 +278,23 @@ def packing_reach(
     }
     if source not in sources:
         raise ValueError(f"source={source!r} is not known; use one of {', '.join(sources)}.")
-    told = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in sources[source].items()}
-    told |= kwargs
+    keywords = {k: x.to(device) if isinstance(x, Tensor) else x for k, x in sources[source].items()}
+    keywords |= kwargs
     if hasattr(module, "get_input_embeddings"):
-        told.setdefault("use_cache", False)
+        keywords.setdefault("use_cache", False)
     spans = [slice(*ends) for ends in pairwise(row["cu_seq_lens_q"].tolist())]
     generator = torch.Generator("cpu").manual_seed(seed)
-    first, other = (_draw_inputs(module, sum(lengths), generator).to(device) for _ in range(2))
+    inputs, others = (_draw_inputs(module, sum(lengths), generator).to(device) for _ in range(2))
     training = module.training
     module.eval()
     try:
         with torch.no_grad():
-            reference = _output_tensor(module(first, **told))
+            reference = _output_tensor(module(inputs, **keywords))
             change = torch.empty(len(spans), len(spans), device="cpu")
             for origin, replaced in enumerate(spans):
-                changed = first.clone()
-                changed[:, replaced] = other[:, replaced]
-                difference = (_output_tensor(module(changed, **told)) - reference).abs()
+                changed = inputs.clone()
+                changed[:, replaced] = others[:, replaced]
+                difference = (_output_tensor(module(changed, **keywords)) - reference).abs()
                 for into, span in enumerate(spans):
                     change[origin, into] = difference[:, span].max()
     finally:
@@ -339,14 +338,14 @@ def assert_no_packing_leak(
     """
     reach = packing_reach(module, lengths, source=source, **kwargs)
     name, lengths = type(module).__name__, tuple(lengths)
-    if found := reach.leaks(tolerance):
-        said = f"packed documents of {lengths} tokens reach each other in {name}:"
-        for i, j in found:
-            said += (
+    if leaks := reach.leaks(tolerance):
+        message = f"packed documents of {lengths} tokens reach each other in {name}:"
+        for i, j in leaks:
+            message += (
                 f"\n  document {i} changes document {j} by {reach.change[i, j]:.3e} "
                 f"(its largest output is {reach.largest[j]:.3e})"
             )
-        raise PackingLeak(said, found)
+        raise PackingLeak(message, leaks)
     others = reach.change.clone().fill_diagonal_(0)
     line = (
         f"{name}: no packed document of {lengths} tokens, told by {source}, reaches another "

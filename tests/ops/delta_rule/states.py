@@ -63,9 +63,9 @@ class InHalf(PlainRule):
 
 
 class InHalfBackward(PlainBackward):
-    def d_o_was_scaled(self, by):
-        assert torch.equal(by.log2(), by.log2().round())
-        super().d_o_was_scaled(by)
+    def d_o_was_scaled(self, factor):
+        assert torch.equal(factor.log2(), factor.log2().round())
+        super().d_o_was_scaled(factor)
 
     def run(self, initial=None, d_final=None):
         d_o = self.d_o
