@@ -134,7 +134,7 @@ def _scale_launch(
 def lower_powers(
     half: Tensor, up: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower the powers ``up [H]`` of the fp16 ``half``, as :func:`.half_torch.lower_powers` does."""
+    """Lower powers ``up [H]`` of the fp16 ``half``, as :func:`.half_torch.lower_powers` does."""
     B, S, H, V = half.shape
     assert half.is_contiguous()
     ratio, K = H // key_heads, states.shape[2]
