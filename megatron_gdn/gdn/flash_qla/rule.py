@@ -30,8 +30,8 @@ from .plan import plan_of, plan_of_rows, plan_of_whole, stages
 from .states import (
     Kept,
     PartMaps,
-    initial_or_zero,
     gradients,
+    initial_or_zero,
     part_maps,
     run_forward,
     sums_and_inverses,
