@@ -223,6 +223,7 @@ def _print_noted(config: str) -> None:
     from megatron_gdn.warm_up.absent_gpu import simulated_hopper
 
     parts = "--parts uncut states whole --multiprocessors 8"  # a small GPU, few sequences
+    layers._LONG = 640  # the plain rule takes one chunk after the other
     arguments = parse(f"--config {config} --cp 2 --kernels triton {parts}".split())
     with simulated_hopper(arguments.multiprocessors):
         tasks, heads = layers.tasks_of(model_of(arguments), arguments)
