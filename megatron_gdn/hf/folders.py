@@ -62,7 +62,7 @@ def import_folder(source: str | Path, target: str | Path, model: Architecture = 
     config = read_hf_config(source)
     common = {"args": megatron_arguments(config, model), "checkpoint_version": 3.0, "iteration": 0}
     with new_folder(target) as folder, in_one_process():
-        built, _ = build_model(config, model, **_ON_CPU)
+        built: Any = build_model(config, model, **_ON_CPU)[0]
         load_hf_weights(built, source, keep_dtypes=True)
         (folder / _RELEASE).mkdir()
         state = _with_extra_states_of_te(built.sharded_state_dict()) | common
@@ -130,7 +130,8 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     centred = getattr(args, "layernorm_zero_centered_gamma", centred)
     kind: Architecture = "hybrid" if "decoder.final_norm.weight" in stored else "gpt"
     config = read_hf_config(like)
-    model, _ = build_model(config, kind, layernorm_zero_centered_gamma=centred, **_ON_CPU)
+    built = build_model(config, kind, layernorm_zero_centered_gamma=centred, **_ON_CPU)
+    model: Any = built[0]
     pairs = model.sharded_state_dict().items()
     state = {name: entry for name, entry in pairs if not isinstance(entry, mapping.ShardedObject)}
     expected = dict(state)
@@ -152,7 +153,7 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
 
 @contextmanager
 def _errors_begin_with(prefix: str) -> Iterator[None]:
-    """Turn an error of torch or Megatron into a ValueError of one line, ``words: cause``."""
+    """Turn an error of torch or Megatron into a ValueError of one line, ``prefix: cause``."""
     try:
         yield
     except (Exception, CheckpointException) as error:
