@@ -1,4 +1,4 @@
-"""Parses the options of the package's commands, without torch; suggests names for wrong ones."""
+"""Parses the commands' options without torch; suggests right names in place of wrong ones."""
 
 from __future__ import annotations
 

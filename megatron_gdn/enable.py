@@ -1,4 +1,4 @@
-"""An import of this module calls `megatron_gdn.patch_megatron` and allows 'K' in hybrid patterns.
+"""Importing this module calls `megatron_gdn.patch_megatron` and allows 'K' in hybrid patterns.
 
 Some launchers take the name of a module to import in each process that builds a model::
 

@@ -49,7 +49,7 @@ _get_block_submodules = transformer_block._get_block_submodules
 # the next function replaces the model's ``_get_block_submodules`` and calls the original.
 @functools.wraps(_get_block_submodules)
 def _submodules_of(config: TransformerConfig, spec: Any, *stage: int | None, **named: Any) -> Any:
-    """Megatron's function, but ``spec`` may also be a function that returns a spec."""
+    """Megatron's ``_get_block_submodules``, but ``spec`` may be a function that makes a spec."""
     if callable(spec) and not isinstance(spec, ModuleSpec | TransformerBlockSubmodules):
         taken = inspect.signature(spec).parameters
         given = dict(zip(("vp_stage", "pp_rank"), stage, strict=False)) | named

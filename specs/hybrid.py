@@ -5,8 +5,8 @@
 
 A 'G' is a Gated DeltaNet-2 if ``config.experimental_attention_variant`` is "gdn2". Megatron's
 patterns have no letter for Kimi Delta Attention (0.19, main and dev of November 2026), so this file
-passes 'G' for each 'K' to Megatron and builds the layer from another spec. ``"M*G-/M*/M*"`` is the
-model ``M*G-`` with two heads of multi-token prediction, each with layers ``M*``.
+passes 'G' for each 'K' to Megatron and builds 'K' layers from their own spec. ``"M*G-/M*/M*"`` is
+the model ``M*G-`` with two heads of multi-token prediction, each with layers ``M*``.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ class HybridStackSpec(ModuleSpec):
         Args:
             modules: ``"te"`` is Megatron's hybrid stack with our 'G' and 'M' mixers; ``"local"`` is
                 plain torch (GDN, Mamba2, MLP, attention, experts); ``"auto"`` is ``"te"`` if
-                Transformer Engine is installed. "te" and "local" share checkpoints. Documents that
-                continue others (`megatron_gdn.pack_tree`) run torch's attention, on a GPU
-                ``flex_attention``, with "te" and with "local".
+                Transformer Engine is installed. "te" and "local" load each other's checkpoints.
+                Documents that continue others (`megatron_gdn.pack_tree`) run torch's attention, on
+                a GPU ``flex_attention``, with "te" and with "local".
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
             mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention constructors.
             **options: keyword arguments of the GatedDeltaNet constructor, or of GatedDeltaNet2's if
@@ -181,7 +181,7 @@ def _local_submodules(
         "mlp_layer": ModuleSpec(module=MLPLayer, submodules=mlp),
         "moe_layer": ModuleSpec(module=LocalMoELayer, submodules=experts),
     }
-    # Megatron's versions differ in layers. A layer without a spec would become an identity.
+    # Megatron's versions have different fields; a layer field left unset would become an identity.
     places = {field.name for field in fields(HybridStackSubmodules)}
     for place in sorted(place for place in places - layers.keys() if place.endswith("_layer")):
         symbol = {"symbol": _SYMBOLS.get(place, place)}
@@ -276,7 +276,7 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
 
     Megatron shifts tokens, labels and loss masks by one token per head, document by document, and
     assumes that each document begins at its offset in ``cu_seqlens_q`` and is cut in zigzag over
-    context-parallel ranks. Otherwise tokens would get other tokens' labels.
+    context-parallel ranks. For other documents tokens would get other tokens' labels.
     """
 
     def __init__(

@@ -54,7 +54,7 @@ BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
 
 def resolve_modules(modules: str) -> Literal["te", "local"]:
-    """``modules``, or the choice for ``"auto"``; an error if "te" is asked for and missing."""
+    """``modules``, or the choice for ``"auto"``; an error for "te" without Transformer Engine."""
     if modules not in MODULES:
         raise ValueError(
             f"unknown modules {modules!r}; use one of {', '.join(MODULES)}. (The delta rule is "
@@ -117,7 +117,7 @@ def _spec(mixer: type, submodules_class: Any, modules: str, options: dict[str, A
         module=mixer,
         params=options,
         submodules=submodules_class(**{name: places[name] for name in names}),
-        # Megatron's GPT block spec gives a layer a norm if this entry is False.
+        # Megatron's GPT block spec adds a norm before the mixer if this entry is False.
         metainfo={"fuse_input_layernorm": fused},
     )
 
@@ -156,7 +156,7 @@ def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> M
 
 
 class LocalMoELayer(MoETransformerLayer):
-    """Experts in plain torch, built in the constructor, which knows the number of experts."""
+    """Experts in plain torch, built in the constructor, where ``config`` has their number."""
 
     def __init__(
         self, config: TransformerConfig, submodules: TransformerLayerSubmodules, **others: Any
@@ -182,7 +182,7 @@ class UnavailableLayer:
 
 
 def with_launch_options(mixer: type, named: Mapping[str, Any]) -> dict[str, Any]:
-    """``named``, a call's options, plus those other options of the launch that ``mixer`` has."""
+    """``named`` (a call's options), and the launch's other options that ``mixer`` has."""
     known = _options_of(mixer)
     return {**{name: value for name, value in _launch_options().items() if name in known}, **named}
 

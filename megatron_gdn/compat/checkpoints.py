@@ -37,9 +37,9 @@ def log_repair(message: str) -> None:
 def store_empty_shares(original: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
     """Let ``sharded_param_state_dp_reshardable`` (``original``) store shares without parameters.
 
-    A rank's share of the small fp32 bucket may hold no parameter. Megatron refuses to save such a
-    share ("empty bucket encountered"; NVIDIA/Megatron-LM pull request 6191 covers shares of
-    padding). This wrapper gives the share one entry marked as padding, which a load skips.
+    The fp32 bucket is small, so a rank's share of it may hold no parameter. Megatron refuses to
+    save such a share ("empty bucket encountered"; NVIDIA/Megatron-LM pull request 6191 covers
+    shares of padding). This wrapper adds an entry marked as padding, which a load skips.
     """
     try:
         return original(optimizer, *args, **kwargs)
@@ -61,7 +61,7 @@ def store_empty_shares(original: Callable, optimizer: Any, /, *args: Any, **kwar
 
 
 def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
-    """Add a padding entry to ``state`` for each bucket without a parameter of this rank."""
+    """Add an entry to ``optimizer``'s ``state`` for each bucket without parameters of this rank."""
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
         for entries_of_buckets in state[index].values():
@@ -77,7 +77,7 @@ def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: Any) -> dict:
-    """An entry of zeros ``[size]``; keys and dtypes: as in the entry ``example``, or fp32."""
+    """An entry of zeros ``[size]`` on ``device``, with the dtypes of ``example`` (empty: fp32)."""
     dtypes = {
         key: value.dtype
         for key, value in example.items()
@@ -140,7 +140,7 @@ def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = F
     """Let ``ChainedOptimizer.state_dict`` (``state_dict``) make states before a load.
 
     Megatron's method ignores ``is_loading`` of the format torch_dcp. If ``is_loading``, this
-    wrapper gives each optimizer of ``chained`` empty states to fill.
+    wrapper makes states in each optimizer of ``chained``, for the load to fill.
     """
     if is_loading:
         for member in chained.chained_optimizers:
@@ -158,7 +158,7 @@ def leave_strides_out(
 ) -> Any:
     """Wrap ``TorchDistLoadShardedStrategy.load_tensors_metadata`` for files of torch 2.15.
 
-    ``read`` (the wrapped method) passes a tensor's stored properties to ``torch.empty``, which
+    ``read`` (``strategy``'s method) passes a tensor's stored properties to ``torch.empty``, which
     refuses the strides that torch 2.15 stores; so the strides are removed from ``metadata`` first.
     If ``metadata`` is None, it is read from the files in ``checkpoint_dir``.
     """
@@ -173,8 +173,9 @@ def leave_strides_out(
 
 
 # ``dp_reshardable`` (Megatron's default) and the separate file of ``--ckpt-format torch`` store the
-# optimizer's state as gradient buffers, without names of parameters. If ``A_log`` and ``dt_bias``
-# are fp32, the buffers have other sizes. Megatron's error names only the sizes, so it gets a note.
+# optimizer's state as gradient buffers, without names of parameters. With fp32 ``A_log`` and
+# ``dt_bias`` the buffers have other sizes than with bf16. Megatron's error names only sizes; we add
+# a note.
 _BUCKET_SIZE_ERROR = re.compile(
     r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
 )
@@ -235,7 +236,7 @@ def _add_note(pattern: re.Pattern, note: str, load: Callable, /, *args: Any, **k
     """Call ``load``; add ``note`` to an error whose message matches ``pattern``."""
     try:
         return load(*args, **kwargs)
-    except BaseException as error:  # torch's CheckpointException is no Exception
+    except BaseException as error:  # CheckpointException of torch is a BaseException
         if pattern.search(str(error)) and note not in getattr(error, "__notes__", ()):
             error.add_note(note)
         raise

@@ -200,7 +200,7 @@ def _mixes_dtypes(optimizer: Any) -> bool:
 
 @contextmanager
 def _fp32_parameters_as_their_own_masters(optimizer: Any) -> Iterator[None]:
-    """A context in which ``optimizer`` lists fp32 among 16-bit parameters, as their own masters."""
+    """In this context ``optimizer`` lists fp32 parameters as 16-bit, with themselves as masters."""
     half_parameters, masters = optimizer.float16_groups, optimizer.fp32_from_float16_groups
     model_of = {id(m): p for p, m in zip(_flat(half_parameters), _flat(masters), strict=True)}
     groups = [group["params"] for group in optimizer.optimizer.param_groups]
@@ -256,7 +256,7 @@ def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tenso
 
 @torch.no_grad()
 def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
-    """Broadcast fp32 parameters one by one; ``allgather_params`` (Megatron's): the others."""
+    """Broadcast fp32 parameters one by one; Megatron's ``allgather_params`` does the others."""
     groups = optimizer.pg_collection
     whole = {name: getattr(optimizer, name, None) for name in _PARAMS_LISTS}
     try:

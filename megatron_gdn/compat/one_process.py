@@ -1,8 +1,8 @@
 """Megatron without torchrun and without a GPU, for a script or a test.
 
 Megatron-Core 0.19 asks CUDA for a device, a stream and a random generator even for plain tensor
-maths. Functions after `run_megatron_on_cpu` make CUDA's calls return CPU objects. Their docstrings
-say which code of Megatron needs a function and when the function can go.
+maths. Functions after `run_megatron_on_cpu` make CUDA's calls return CPU objects. Each function's
+docstring says which code of Megatron needs it and when it can be removed.
 """
 
 import importlib
@@ -133,7 +133,7 @@ def replace_cuda_device_and_streams() -> None:
 def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
     """Replace the CUDA generator, which Megatron forks, seeds and saves, by the CPU generator.
 
-    tensor_parallel/random.py needs this function until its tracker takes a device.
+    tensor_parallel/random.py needs this function until its tracker of random states takes a device.
     """
     from megatron.core.tensor_parallel import random as megatron_random
 
@@ -251,8 +251,8 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
 
     distrib_optimizer.py expects a fused Adam; with torch's Adam it has three faults. It reads one
     common step from every rank's state, also if the state is empty. It copies "step" from loaded
-    tensors, which hold no step. It gives all parameters the same step tensor, so each update adds
-    one per parameter. The function can be removed when the three faults are repaired.
+    tensors, which hold no step. It gives all parameters the same step tensor, so each update counts
+    one step per parameter. The function can be removed when the three faults are repaired.
     """
     from megatron.core.optimizer import distrib_optimizer
 
@@ -314,7 +314,7 @@ def gather_tensors_of_different_sizes() -> None:
     gather_equal_sizes = dist.all_gather
 
     def all_gather(tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False):
-        """Replaces torch's ``all_gather``; if sizes differ, each rank broadcasts ``tensor``."""
+        """Replaces torch's ``all_gather`` (same arguments); for unequal sizes it broadcasts."""
         if len({received.numel() for received in tensor_list}) == 1:
             return gather_equal_sizes(tensor_list, tensor, group=group, async_op=async_op)
         members: Any = group or dist.group.WORLD

@@ -1,7 +1,7 @@
 """The ranks of a context-parallel group compare their micro-batches and their machines.
 
 If ranks were given different tokens, rows, document boundaries or layouts, they would hang or
-exchange wrong rows. So in each of its forwards one layer all-gathers and compares five integers:
+exchange wrong rows. So one layer all-gathers and compares five integers in each of its forwards:
 tokens, rows, number and hash of documents, layout. The comparing layer is the first to run over the
 group after the latest layer was built, so all ranks choose the same layer. On a GPU the host waits
 for the result only if this rank's integers are new.
@@ -34,7 +34,7 @@ from .layouts import SequenceLayout
 
 SWITCH = "MEGATRON_GDN_CHECK_RANKS"
 _LAYOUTS = tuple(SequenceLayout)
-_REMEMBERED = 256  # latest micro-batches of a group; a pipeline has fewer in flight
+_REMEMBERED = 256  # remembered micro-batches per group; a pipeline has fewer in flight
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _latest_built = 0

@@ -20,8 +20,8 @@ class Span(NamedTuple):
     last: int
     start: int  # the document's first key, in sequence order
     end: int  # one past the last key that a row sees
-    position: Tensor | None  # int64, each row's position in its document; None if 0, 1, ..
-    before: tuple[slice, ...] = ()  # spans of keys of earlier documents, which all rows see
+    position: Tensor | None  # int64, each row's position in its document; None: 0, 1, 2, ...
+    before: tuple[slice, ...] = ()  # the keys of earlier documents that all rows see
 
     def keys(self, whole: Tensor) -> Tensor:
         """The keys that at least one row sees, out of ``whole`` ``[S, ...]`` in sequence order."""
@@ -45,7 +45,7 @@ class Span(NamedTuple):
 def spans_of(
     lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout
 ) -> tuple[Span, ...]:
-    """One span per document (``lengths``: of all) with rows on ``rank`` of ``size`` ranks."""
+    """A span per document with rows on ``rank`` of ``size`` ranks; ``lengths``: all documents'."""
     # A rank holds its tokens in sequence order, so the tokens of one document lie side by side.
     own_positions = positions(lengths, size, layout)[rank]
     offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)
@@ -63,7 +63,7 @@ def spans_of(
 def gather_in_order(
     x: Tensor, group: Any, lengths: tuple[int, ...], layout: SequenceLayout
 ) -> Tensor:
-    """Gather all ranks' ``x`` ``[s, ...]`` to ``[S, ...]`` in sequence order; sum gradients."""
+    """All ranks' ``x [s, ...]`` as ``[S, ...]`` in sequence order; the backward sums gradients."""
     if group is None or group.size() == 1:
         return x
     place = rank_order_of_sequence(lengths, group.size(), layout)

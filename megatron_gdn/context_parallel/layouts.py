@@ -1,4 +1,4 @@
-"""Index arithmetic of context-parallel sequence layouts, without communication.
+"""Computes the token indices of context-parallel sequence layouts, without communication.
 
     sequence order   document 0, document 1, ...
     rank order       the tokens of rank 0, of rank 1, ..., concatenated
@@ -58,7 +58,7 @@ def parse_member[Kind: StrEnum](kind: type[Kind], value: Any, setting: str) -> K
 def check_lengths(
     lengths: Sequence[int], cp_size: int, layout: str | SequenceLayout = SequenceLayout.ZIGZAG
 ) -> None:
-    """Raise a ValueError if ``cp_size`` ranks cannot share these lengths in this layout."""
+    """Raise a ValueError if ``cp_size`` ranks cannot share documents of these ``lengths``."""
     layout = SequenceLayout.parse(layout)
     if cp_size == 1:
         return
@@ -84,7 +84,7 @@ def check_lengths(
 def rank_order_of_sequence(
     lengths: Sequence[int], cp_size: int, layout: str | SequenceLayout = SequenceLayout.ZIGZAG
 ) -> Tensor:
-    """The place in rank order of every position in sequence order.
+    """For every token in sequence order, its place in rank order.
 
     Args:
         lengths: tokens of each document of the buffer, in order (one entry when not packed);
@@ -96,7 +96,7 @@ def rank_order_of_sequence(
         int64 ``[T]`` on the CPU, a permutation of ``0 .. T-1`` with ``T = sum(lengths)``.
 
     Raises:
-        ValueError: the ranks cannot share a length, see :func:`check_lengths`.
+        ValueError: the ranks cannot divide a length equally among them (:func:`check_lengths`).
     """
     layout = SequenceLayout.parse(layout)
     check_lengths(lengths, cp_size, layout)
@@ -114,7 +114,7 @@ def rank_order_of_sequence(
 
 
 def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
-    """Places in rank order; ``start_T``, ``length_T``: start and length of a token's document."""
+    """Each token's place in rank order, from ``start_T`` and ``length_T`` of its document."""
     total = len(start_T)
     offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
@@ -167,7 +167,7 @@ def documents_cut_by(
 
 
 def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
-    """:func:`positions` of ``cut``, on the device if only the device knows the boundaries."""
+    """The result of :func:`positions` for ``cut``; on the device if only it knows the lengths."""
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)
@@ -175,7 +175,7 @@ def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor
 
 
 def require_cut(documents: Documents, cp_size: int, layout: SequenceLayout) -> None:
-    """Raise a ValueError if the ranks cannot share a length that the host knows."""
+    """Raise a ValueError if the host knows a length that the ranks cannot divide among them."""
     lengths = documents.lengths if documents.known else (documents.total_tokens,)
     check_lengths(lengths, cp_size, layout)
 

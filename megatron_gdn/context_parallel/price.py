@@ -1,4 +1,4 @@
-"""The cheaper context-parallel scheme for a micro-batch, from its lengths alone.
+"""Finds the cheaper context-parallel scheme for a micro-batch from its lengths alone.
 
 A scheme's price is the milliseconds that it adds to one forward (``docs/context_parallel.md``):
 
@@ -35,8 +35,8 @@ SUMMARY = 1 / 7000 / WITHIN  # ms to compute the maps of pieces, per token and b
 # Small launches and the history of one layer take 0.22 ms in a CUDA graph and 0.7 ms with a slow
 # host (H200, flash_qla, 16 key and 32 value heads, 8192 tokens on each of four ranks).
 FIXED = 0.46  # ms, a value between the two times above
-FIXED_ACROSS = 0.22  # ms on several machines; hosts issue launches while GPUs await the network
-# ms, estimated: a GPU takes 10 to 28 us for a small collective, a slow host 300 us to start it.
+FIXED_ACROSS = 0.22  # ms on several machines, where hosts issue launches while GPUs await messages
+# ms, estimated: a small collective takes a GPU 10 to 28 us, and a slow host 300 us to launch.
 LATENCY = 0.0575
 STEP = 0.0054  # ms per product of a chain; each product waits for the one before
 
@@ -72,13 +72,13 @@ class Price(NamedTuple):
 def transfer_time(
     received: float, cp_size: int, ranks_per_machine: int, nvlink_speed: float = WITHIN
 ) -> float:
-    """Milliseconds to receive bytes equally from all peers; ``nvlink_speed``: in bytes per ms."""
+    """Milliseconds to get ``received`` bytes evenly from all peers; ``nvlink_speed``: bytes/ms."""
     across = received * (cp_size - ranks_per_machine) / (cp_size - 1)
     return max((received - across) / nvlink_speed, across / ACROSS)
 
 
 def row_bytes(rank_layout: Layout, cp_size: int, local_rows: int, element_size: int) -> int:
-    """Bytes received in a headwise forward; ``rank_layout``: columns inside the head exchange."""
+    """Bytes a rank of ``local_rows`` rows receives; ``rank_layout``: columns in the exchange."""
     width = rank_layout.width + rank_layout.mixed_width
     return (cp_size - 1) * local_rows * width * element_size
 
@@ -90,7 +90,7 @@ def map_exchange_traffic(
     rows: int,
     lengths: tuple[int, ...] | None,
 ) -> tuple[float, int]:
-    """Bytes of maps and states that a rank receives in a forward, and products per chain."""
+    """Bytes of maps and states that a rank receives in a forward; matrix products per chain."""
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2

@@ -26,7 +26,7 @@ class Passage(NamedTuple):
 
     open: Callable[[Tensor], Tensor]  # projection rows: [s, B, P] -> [S, B, p]
     close: Callable[[Tensor], Tensor]  # output rows: [S, B, v] -> [s, B, V]
-    neighbours: SequenceContext  # boundaries, history and first states of the rows
+    neighbours: SequenceContext  # boundaries, history and initial states of the rows
 
 
 class Scheme:
@@ -55,7 +55,7 @@ class Scheme:
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """The rows of a parameter that this rank's mixer needs.
 
-        ``param`` has a row per state head; with ``names``, per column (or head) of these sections.
+        ``param`` has a row per state head; with ``names``, per column or head of those sections.
         """
         return param
 

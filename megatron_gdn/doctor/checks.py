@@ -89,7 +89,7 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
         state = "note" if extra == "hf" else "wrong"
         return Finding(name, state, f"{installed} is installed, {asked.specifier} works; {install}")
     try:
-        if name == "transformer-engine":  # compiled for one version of torch
+        if name == "transformer-engine":  # it is compiled for one torch version, so import it
             import_module("transformer_engine.pytorch")
     except Exception as error:  # a broken build may raise any exception
         rebuild = f"build it for torch {torch.__version__}"

@@ -53,7 +53,7 @@ def build(
 
 
 def row_order_by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
-    """``[P]``: for each row of mcore-bridge's in_proj (``conv``: conv1d) our row's index."""
+    """For each row of mcore-bridge's in_proj (``conv``: conv1d), the index of our row: ``[P]``."""
     return rows_by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
 
 
@@ -93,7 +93,7 @@ def _reorder_in_the_bridge() -> None:
     @wraps(convert)
     def _set_linear_attn_state(self: Any, mg_attn: Any, *args: Any, **kwargs: Any) -> Any:
         """Load or save the layer ``mg_attn``; if it is ours, its rows are in the bridge's order."""
-        if not isinstance(mg_attn, GatedDeltaNet):  # mg_attn is None if another stage has the layer
+        if not isinstance(mg_attn, GatedDeltaNet):  # None if another stage has the layer
             return convert(self, mg_attn, *args, **kwargs)
         with in_order_of_bridge(mg_attn):
             return convert(self, mg_attn, *args, **kwargs)

@@ -56,7 +56,7 @@ def patch_megatron(
     classes = [_PatchedClass(*_GDN, gdn), _PatchedClass(*_MAMBA, mamba)]
     if has_gdn2():
         classes.insert(1, _PatchedClass(*_GDN2, gdn is not False if gdn2 is None else gdn2))
-    for each in classes:  # all, before one is changed
+    for each in classes:  # check all classes before a class is changed
         each.check()
     for each in classes:
         each.install()
@@ -125,7 +125,7 @@ class _PatchedClass:
         if self.replaced:
             self.theirs.__new__ = _make_new(self.theirs, self.ours, self.options)
         elif "__new__" in vars(self.theirs):
-            # Without a ``__new__`` the class refuses all arguments, so it gets a plain one.
+            # Without ``__new__`` the class refuses all arguments, so it gets a plain ``__new__``.
             self.theirs.__new__ = _make_new(self.theirs, None, {})
 
     def describe(self) -> str:

@@ -11,8 +11,8 @@ translated to parameters of slime's layer, which slime's loader and converter ca
     conv1d.weight, A_log, dt_bias       linear_attn.<the same>
     out_norm.weight, out_proj.weight    linear_attn.norm.weight, linear_attn.out_proj.weight
 
-slime gives a tensor-parallel rank contiguous rows of a tensor, while each of our ranks holds a part
-of every section. So slime gets a tensor with all rows of rank 0, then of rank 1, ...
+slime gives a tensor-parallel rank contiguous rows of a tensor, while each of our ranks has rows of
+every section. So slime gets a tensor with all rows of rank 0, then of rank 1, ...
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
 
 
 def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
-    """``name`` up to the layer, and the parameter's map, or None if it is not of our layer."""
+    """``name`` up to the layer's prefix, and the parameter's map (None: not of our layer)."""
     prefix, layer, parameter = name.rpartition(_LAYER_PREFIX)
     return prefix + layer, _translations(str(folder)).get(parameter) if layer else None
 
@@ -169,18 +169,18 @@ def _translations(folder: str) -> dict[str, TensorMap]:
 
 @cache
 def _published_dtypes(folder: str) -> dict[str, torch.dtype]:
-    """Dtype of each tensor in ``folder``, but 8-bit tensors, which slime quantises itself."""
+    """Dtype of each tensor in ``folder`` except 8-bit tensors, which slime quantises itself."""
     specs = SafetensorsFolder(folder).specs.items()
     return {name: spec.torch_dtype for name, spec in specs if spec.torch_dtype.itemsize > 1}
 
 
 def _concatenate_shards(entry: TensorMap, whole: Tensor) -> Tensor:
-    """Rows of parameter ``entry``: ``[section 0 | ..]`` to ``[rank 0's shard | rank 1's | ..]``."""
+    """Reorder rows of ``entry``: ``[section 0 | ..]`` to ``[rank 0's shard | rank 1's | ..]``."""
     return torch.cat(entry.shards(whole, _tensor_parallel_size())) if entry.sections else whole
 
 
 def _join_shards(entry: TensorMap, ranks: Tensor) -> Tensor:
-    """Rows of parameter ``entry``: ``[rank 0's shard | rank 1's | ..]`` to ``[section 0 | ..]``."""
+    """Reorder rows of ``entry``: ``[rank 0's shard | rank 1's | ..]`` to ``[section 0 | ..]``."""
     return entry.unshard(ranks.chunk(_tensor_parallel_size())) if entry.sections else ranks
 
 

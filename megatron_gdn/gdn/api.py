@@ -53,7 +53,7 @@ def gated_delta_rule(
         cu_seqlens: cumulative lengths ``[N + 1]`` of documents packed into one row (B must be 1),
             or a :class:`~megatron_gdn.ops.Documents`. Every document starts from its own initial
             state, or from zero.
-        chunk_size: tokens per chunk; changes only the rounding. Kernels take only 64.
+        chunk_size: tokens per chunk; changes only the rounding. Kernels refuse any but 64.
         backend: ``"recurrent"``, which computes one token at a time, or ``"flash_qla"``, ``"fla"``,
             ``"reference"`` or ``"auto"``, see :func:`.rule.resolve_rule`. After
             ``torch.use_deterministic_algorithms(True)`` the last four use ``Bits.DETERMINISTIC``.
@@ -64,7 +64,7 @@ def gated_delta_rule(
 
     Raises:
         ValueError: shapes that do not fit, offsets that do not cover the tokens, an unknown
-            backend, a chunk size that a kernel does not take.
+            backend, a chunk size that a kernel refuses.
         ImportError: the backend's package is missing.
     """
     if backend not in ("auto", "recurrent", *RULES):
@@ -149,7 +149,7 @@ def recurrent_gated_delta_rule(
     scale: float | None = None,
     cu_seqlens: Tensor | Sequence[int] | Documents | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule, one token at a time, in fp32 (fp64 if ``value`` is fp64): the oracle.
+    """The gated delta rule, one token at a time, in fp32 (fp64 if ``value`` is fp64), for tests.
 
     Args, returns and errors: as :func:`megatron_gdn.ops.gated_delta_rule`.
     """
@@ -199,7 +199,7 @@ class _RunRule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial):
-        """The output and, if ``with_final``, final states; ``initial``: first states or None."""
+        """The output and, if ``with_final``, final states; ``initial``: initial states or None."""
         heads = (x if isinstance(rule, PlainRule) else x.contiguous() for x in (q, k, v))
         gates = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (g, beta))
         inputs = RuleInputs(*heads, *gates)
@@ -230,7 +230,7 @@ class _RunRule(torch.autograd.Function):
 
 
 def gradients_of_key_heads(grads: RuleGrads, key_heads: int) -> tuple[Tensor, ...]:
-    """Gradients times ``grads.factor``; dq and dk summed over each key head's value heads."""
+    """The gradients times ``grads.factor``, with dq and dk summed to ``key_heads`` heads."""
     dq, dk, dv, dg, dbeta, factor = grads
     if factor is not None:
         dq, dk, dv = (x * factor[:, None] for x in (dq, dk, dv))

@@ -46,7 +46,7 @@ def gdn_parts(
     recompute_qkv: bool = False,
     **others: Any,
 ) -> Parts:
-    """The :class:`Parts` of a Gated DeltaNet; ``others`` are given to :func:`..ops.parts.parts_of`.
+    """The :class:`Parts` of a Gated DeltaNet; ``others``: for :func:`..ops.parts.parts_of`.
 
     Args:
         rows: ``[S, B, P]``.

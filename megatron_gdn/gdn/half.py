@@ -9,8 +9,8 @@ Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keep
   front multiplies the rule's gradients by the inverse power (`RuleGrads.factor`). Both are exact.
 
 The power brings the largest |d_o| of the key head's value heads below 1, which leaves room for
-sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient is at most T / sqrt(K)
-long, 2^13.5 for K = 128 and 2^17 tokens. A value beyond 65504 becomes inf, a visible error.
+sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient has a norm up to T /
+sqrt(K), 2^13.5 for K = 128 and 2^17 tokens. A value beyond 65504 becomes inf, a visible error.
 
 In context parallelism the power also brings the gradient of the final states below 2^5, because
 tokens of other ranks may have far larger gradients. All documents of a rank have the same powers.
@@ -80,7 +80,7 @@ class HalfOperands(Rule):
 
 
 def _scaler(x: Tensor) -> ModuleType:
-    """The module that scales ``x``: Triton kernels on a GPU, else (or for fp64) plain torch."""
+    """The module that scales ``x``: Triton kernels, or plain torch on a CPU and for fp64."""
     if not x.is_cuda or x.dtype == torch.float64:
         return half_torch
     from . import half_kernels
@@ -89,5 +89,5 @@ def _scaler(x: Tensor) -> ModuleType:
 
 
 def _as_state_factor(x_H: Tensor) -> Tensor:
-    """Reshape a factor per value head, ``[H]``, to multiply states ``[N, H, K, V]``."""
+    """Reshape ``x_H``, a factor per value head, to multiply states ``[N, H, K, V]``."""
     return x_H.view(-1, 1, 1)

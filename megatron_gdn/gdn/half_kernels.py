@@ -4,7 +4,7 @@
 
 Legend: x gradients of tokens or of states; G key heads; T rows of x per key head (tokens, or rows
 of states); C columns of such a row; N tiles of rows. x has RUN neighbouring rows of one key head (1
-for tokens), then those of the next key head.
+for tokens), then RUN rows of the next one.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ def _largest_kernel(
 ):  # fmt: skip
     """Grid (N, G): store the fp32 bits of a key head's largest |x| in a tile of ``tokens`` rows.
 
-    A program loads ``[ROWS, BLOCK_C]`` elements at a time. It skips inf and NaN: as integers, their
-    bits exceed those of all numbers.
+    A program loads ``[ROWS, BLOCK_C]`` elements at a time, and skips inf and NaN, whose bits as
+    integers exceed those of all finite numbers.
     """
     INFINITY: tl.constexpr = 0x7F800000
     g = tl.program_id(1)
@@ -97,7 +97,7 @@ def _scale_kernel(
 
 
 def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
-    """fp32 bits of each tile's and key head's largest |x|, ``[N, G]``, and N. C is ``columns``."""
+    """fp32 bits of the largest |x| per tile and key head, ``[N, G]``, and N. C is ``columns``."""
     tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
     largest = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
     launch(x, largest)
@@ -154,5 +154,5 @@ def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor,
     half = torch.empty_like(x, dtype=torch.float16)
     up, down = torch.empty(2, H, dtype=torch.float32, device=x.device).unbind()
     launch = _scale_launch(B * S, tiles, log2_bound, key_heads, ratio, ratio * V, False)
-    launch(x, half, largest, None, None, up, down)  # no old powers or ratios without LOWER
+    launch(x, half, largest, None, None, up, down)  # None: only LOWER has old powers and ratios
     return half, up, down

@@ -48,7 +48,7 @@ class GatedDeltaNet(UpstreamNames):
     Constructor, parameters and checkpoint keys are those of ``megatron.core.ssm.gated_delta_net``.
 
     Args:
-        config: gives ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes.
+        config: has ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes.
         layer_number: number of this layer in the model, from 1.
         bias: whether the projections have biases.
         conv_bias: whether the convolution has a bias.
@@ -71,15 +71,15 @@ class GatedDeltaNet(UpstreamNames):
             itself), ``"zigzag_buffer"`` (the whole packed buffer) or ``"contiguous"``; ``"auto"``
             means Megatron's setting, else zigzag, see :mod:`megatron_gdn.mixers.loader_layout`. A
             value that contradicts Megatron's setting raises a ValueError.
-        linear_cp_mode: ``"headwise"`` (all-to-all to whole sequences of some heads),
+        linear_cp_mode: ``"headwise"`` (an all-to-all gives a rank all tokens of some heads),
             ``"chunkwise"`` (ranks send states, not activations) or ``"auto"``, the cheaper for each
             micro-batch; default ``config.linear_cp_mode`` if Megatron has it, else ``"auto"``.
         cp_ranks_per_machine: the number of successive context-parallel ranks that NVLink joins;
             ``linear_cp_mode="auto"`` needs it to estimate costs. The last machine may have fewer
             ranks. None (default): the ranks exchange their hosts' names once to find the number.
-        recompute: what the backward computes again instead of saving: ``"none"``, ``"light"``
-            (query, key, value, and the normed output that out_proj reads) or ``"full"`` (also the
-            output of the delta rule and the inverses of its chunks). Megatron's
+        recompute: tensors that the backward computes again and the forward does not keep:
+            ``"none"``, ``"light"`` (query, key, value, the normed output that out_proj reads) or
+            ``"full"`` (also the delta rule's output and the inverses of its chunks). Megatron's
             ``--recompute-modules gdn_norm_out`` adds the normed output; ``gdn`` of newer Megatrons
             computes the whole layer again.
         output_gate_activation: the activation of z, ``"silu"`` or ``"sigmoid"``
@@ -125,6 +125,11 @@ class GatedDeltaNet(UpstreamNames):
         output_gate_activation: str | None = None,
         allow_neg_eigval: bool | None = None,
     ) -> None:
+        """``A_init_range``, ``conv_init``: ranges of first values. ``cp_layout``: the loader's cut.
+        ``linear_cp_mode``: headwise, chunkwise or auto. ``cp_ranks_per_machine``: ranks that NVLink
+        joins. ``recompute``: tensors that the backward computes again. ``rule_operands``: dtype of
+        products inside a chunk. The class's docstring describes the other arguments.
+        """
         if config.experimental_attention_variant == "gdn2":
             raise ValueError(
                 "experimental_attention_variant='gdn2' asks for Gated DeltaNet 2, and this layer "
@@ -160,5 +165,6 @@ class GatedDeltaNet(UpstreamNames):
         )  # fmt: skip
 
     def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:
+        """Make the mixer's parts with this layer's options (:func:`.front.gdn_parts`)."""
         others |= {"normalise_qk": self.use_qk_l2norm, "recompute_qkv": self.recompute_qkv}
         return gdn_parts(rows, *parameters, allow_neg_eigval=self.allow_neg_eigval, **others)

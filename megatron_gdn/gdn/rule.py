@@ -46,7 +46,7 @@ class FlaGDN(FlaDeltaRule):
     def output(
         self, x: FlaForward, products: ChunkProducts, states: Any, written: Tensor
     ) -> Tensor:
-        """The output; ``states``: before each chunk; ``written``: values that tokens wrote."""
+        """The output from ``products``, ``states`` before chunks and ``written`` values."""
         q, k, *_ = x.inputs
         return self.fla.chunk_fwd_o(
             q=q, k=k, v=written, h=states, g=products.chunks["g"], scale=k.shape[-1] ** -0.5, **x.at
@@ -90,9 +90,9 @@ def resolve_rule(
             backend that is asked for by name is never replaced by another backend.
         bits: with ``Bits.DETERMINISTIC`` results repeat bit for bit, from run to run and process to
             process, and a sequence's results do not depend on other sequences. ``"auto"`` takes
-            flash_qla if this combination was tested for repeatability, else the reference. fla is
-            refused, since fla picks its kernels by timing. ``"flash_qla"`` runs even if untested;
-            the log then says so. ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
+            flash_qla if ``REPEATABLE`` covers GPU, dtype, heads and versions, else the reference.
+            fla is refused, since fla picks its kernels by timing. ``"flash_qla"`` runs even if
+            untested; the log then says so. ``Bits.ON_GRID``: see :func:`..ops.rules.choice.choose`.
         operands: the dtype to which flash_qla and fla round operands of products in a bf16 layer:
             ``"fp16"``, or ``"bf16"``, with three bits less but a wider range (see :mod:`.half`). If
             fp16 would be more exact but cannot be used, the choice's ``reason`` says why.

@@ -39,7 +39,6 @@ class GatedDeltaNet2(ConvModule, RecurrentMixer):
     ``megatron.core.ssm.gated_delta_net``.
 
     Args:
-        submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
         backend: implementation of the recurrence: ``"fla"`` (fla's kernels, on a GPU),
             ``"reference"`` (plain torch, deterministic) or ``"auto"``, see
             `megatron_gdn.gdn2.rule`.

@@ -36,11 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> Parser:
+    """The parser of the four commands' options."""
     parser = Parser("python -m megatron_gdn.hf", description=_DESCRIPTION)
     metavar = "import | export | compare | flags"
     commands = parser.add_subparsers(required=True, dest="command", metavar=metavar)
 
     def add(name: str, help_text: str) -> Callable[..., Any]:
+        """Add the command ``name``; return its ``add_argument``."""
         return commands.add_parser(name, help=help_text).add_argument
 
     argument = add("import", "Hugging Face folder to a Megatron checkpoint")
@@ -67,6 +69,7 @@ def _parser() -> Parser:
 
 
 def _run(command: str, **options: Any) -> int:
+    """Run ``command`` with its ``options``; return the exit code."""
     if command == "flags":
         from .build import megatron_flags
         from .model_map import read_hf_config
@@ -82,7 +85,7 @@ def _run(command: str, **options: Any) -> int:
             differences += 1
         print(f"{differences} tensors differ" if differences else "every tensor is equal")
         return 1 if differences else 0
-    from . import folders  # imports Megatron, which flags and compare do not need
+    from . import folders  # this imports Megatron, which `flags` and `compare` do not need
 
     convert = folders.import_folder if command == "import" else folders.export_folder
     convert(**options)

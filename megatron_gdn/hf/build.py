@@ -43,7 +43,7 @@ def build_model(
             on a machine with a GPU, else fp32.
         max_sequence_length: tokens of the longest sequence.
         vocab_divisible_by: the vocabulary is padded to a multiple of this number times the
-            tensor-parallel size. The softmax counts padded rows; published models need no padding.
+            tensor-parallel size. The softmax includes padded rows; published models need none.
         layer_pattern: the config's pattern with ``|`` between pipeline stages; None: without ``|``.
         vp_stage: number of the virtual pipeline stage to build; None if there are no such stages.
         parallel_output: keep logits split over tensor-parallel ranks, as Megatron's loss needs.
@@ -179,7 +179,7 @@ def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") ->
 
 
 def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, Any]:
-    """The model's settings under the names of Megatron's arguments, in the order of the flags."""
+    """The model's settings by names of Megatron's arguments, as `megatron_flags` orders them."""
     settings = config.megatron_settings(model)
     activation = "swiglu" if settings.pop("gated_linear_unit") else "squared_relu"
     del settings["activation_func"]

@@ -32,9 +32,9 @@ _ON_CPU: dict[str, Any] = {
     "modules": "local", "dtype": torch.bfloat16, "vocab_divisible_by": 1,
     "use_cpu_initialization": True, "perform_initialization": False,
 }  # fmt: skip
-# Metadata of Megatron's own checkpoints, which says how a model shards its state.
+# Megatron's own checkpoints have this metadata, which says how a model shards its state.
 _CONTENT = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
-# Keys of a model's tensors start with one of these words; other keys are optimizer states.
+# Keys of a model's tensors start with one of these; all other keys are optimizer states.
 _MODEL_PREFIXES = ("embedding.", "decoder.", "output_layer.")
 # Modules that have an ``_extra_state`` in Transformer Engine; local modules have none.
 _STATEFUL_IN_TE = (
@@ -124,7 +124,7 @@ def _load_checkpoint(source: str | Path, like: str | Path) -> Any:
     with _errors_begin_with(damaged):
         stored = dist_checkpointing.load_tensors_metadata(str(folder))
         common = dist_checkpointing.load_common_state_dict(folder)
-    args = common.get("args")  # arguments of the run; if None, norms are taken as zero-centred
+    args = common.get("args")  # arguments of the run; if None, we assume zero-centred norms
     # Older versions of Megatron name the setting apply_layernorm_1p.
     centred = getattr(args, "apply_layernorm_1p", True)
     centred = getattr(args, "layernorm_zero_centered_gamma", centred)

@@ -83,8 +83,8 @@ def layer_to_hf(
         ranks: one Megatron state dict for each tensor-parallel rank.
         dims, stored: as for `layer_from_hf`.
         dtypes: the dtype of each Hugging Face tensor; default: the original's, or Megatron's.
-        originals: the imported Hugging Face tensors (see `TensorMap.to_hf`). Only the weight of a
-            zero-centred norm needs its original to keep its bits.
+        originals: the imported Hugging Face tensors (see `TensorMap.to_hf`). Only a zero-centred
+            norm's weight needs the imported tensor to keep its bits.
     """
     state: dict[str, Tensor] = {}
     for entry in _maps_of(dims, stored):

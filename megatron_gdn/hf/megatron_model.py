@@ -149,7 +149,7 @@ def save_hf_weights(
 class _Export:
     """Computes the tensors of a save; all tensor-parallel ranks call `read` for the same tensor.
 
-    ``rounded`` holds the keys of gates that lost bits.
+    ``rounded`` has the keys of each ``A_log`` and ``dt_bias`` that lost bits.
     """
 
     def __init__(self, model: nn.Module, source: SafetensorsFolder, fp32_gates: bool) -> None:

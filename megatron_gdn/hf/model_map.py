@@ -45,7 +45,7 @@ _SIZES = {
         "mamba_num_groups": "n_groups",
     },
     "E": {
-        "ffn_hidden_size": "moe_intermediate_size",  # Megatron wants it; "-" layers override it
+        "ffn_hidden_size": "moe_intermediate_size",  # Megatron requires it, also without "-"
         "num_moe_experts": "num_experts",
         "moe_ffn_hidden_size": "moe_intermediate_size",
         "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
@@ -78,7 +78,7 @@ class HFModelConfig:
     hybrid_layer_pattern: str  # G: GDN, M: Mamba2, *: attention, -: MLP, E: experts
     sizes: SimpleNamespace  # fields of a TransformerConfig
     vocab_size: int
-    tied: bool  # the output layer uses the embedding's weight
+    tied: bool  # whether the output layer uses the embedding's weight
     rope_theta: float
     rotary_fraction: float  # 0 means no rotary embedding
 

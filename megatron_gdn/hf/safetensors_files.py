@@ -76,7 +76,7 @@ class SafetensorsFolder:
         return self.folder / self.file_of[key]
 
     def other_files(self) -> Iterator[Path]:
-        """Yield the paths, relative to the folder, of visible files that hold no weights."""
+        """Yield the paths, relative to the folder, of files without weights that are not hidden."""
         for path in sorted(self.folder.rglob("*")):
             relative = path.relative_to(self.folder)
             hidden = any(part.startswith(".") for part in relative.parts)

@@ -1,8 +1,8 @@
-"""Convert state dicts of Hugging Face models to those of files and back, with fp32 gates.
+"""Convert state dicts of Hugging Face models to state dicts of files and back, with fp32 gates.
 
 ``A_log`` and ``dt_bias`` stay fp32 even if a file has another dtype: rounding them changes the
 decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``, and the recurrence compounds the change. Some
-models keep the two in a child module, the *holder* ``_fp32_params``, which keys of files omit.
+models keep both in a child module, the *holder* ``_fp32_params``; keys of files lack its name.
 
 Names and signatures are those of nemo_automodel's gated_delta_net_fp32. Unlike in nemo_automodel, a
 parameter name must be the key's whole last component (``my_A_log`` is not ``A_log``).
@@ -78,7 +78,10 @@ def loaded_dtype(
 def restore_loaded_dtypes(
     hf_config: object, state_dict: Mapping[str, Tensor], file_dtypes: Mapping[str, torch.dtype]
 ) -> dict[str, Tensor]:
-    """Cast to the storage dtype of `loaded_dtype`; set ``_hf_compute_dtype`` of each tensor."""
+    """Cast tensors to `loaded_dtype`'s storage dtype; set their ``_hf_compute_dtype``.
+
+    ``file_dtypes``: the dtype of each key in the file.
+    """
     restored = {}
     for key, tensor in state_dict.items():
         storage, compute = loaded_dtype(hf_config, key, file_dtypes[key], tensor.dtype)
@@ -96,7 +99,7 @@ def has_gated_delta_net_fp32_checkpoint_contract(hf_config: object) -> bool:
 def is_gated_delta_net_fp32_param_key(
     key: str, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES
 ) -> bool:
-    """Whether ``key`` names one of ``param_names`` in a linear attention or in its holder."""
+    """Whether ``key`` is one of ``param_names`` of a linear attention or of its holder module."""
     return _LAYER in key and key.rpartition(".")[2] in param_names
 
 
@@ -114,7 +117,7 @@ def strip_fp32_holder_key(key: str) -> str:
 def upcast_gated_delta_net_fp32_state_tensor(
     key: str, tensor: object, param_names: tuple[str, ...] = FP32_GDN_PARAM_NAMES
 ) -> object:
-    """``tensor`` in fp32 if it has a float dtype and ``key`` names a gate; else the same object."""
+    """``tensor`` in fp32 if it has a float dtype and ``key`` names a gate; else unchanged."""
     demanded = is_gated_delta_net_fp32_param_key(key, param_names)
     if demanded and isinstance(tensor, Tensor) and tensor.is_floating_point():
         return tensor.to(torch.float32)

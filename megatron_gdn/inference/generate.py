@@ -1,4 +1,4 @@
-"""Generates text with a Megatron model during training: prefill, then one token at a time.
+"""Generates text with a Megatron model that is in training: a prefill, then token by token.
 
 The model may use tensor, sequence and context parallelism. To serve a model, use Megatron's engine.
 """
@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..mixers.attention import TorchAttention
 
-# Sequence parallelism and FP8 cannot run single tokens; these values switch the two off.
+# Sequence parallelism and FP8 cannot run single tokens; these values switch both off.
 _OFF_IN_MODULES = {
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
@@ -47,7 +47,7 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
             f"without pipeline stages."
         )
     cp = config.context_parallel_size
-    # Megatron cuts the rotary angles into two pieces for each rank, so the length must be even.
+    # Megatron cuts rotary angles into two pieces per rank, so the number of tokens must be even.
     context = StaticInferenceContext(rows, tokens if cp == 1 else tokens + tokens % 2)
     if cp > 1:
         others = {
@@ -69,7 +69,7 @@ def static_context(model: nn.Module, rows: int, tokens: int) -> StaticInferenceC
 def next_logits(model: nn.Module, tokens: Tensor, context: StaticInferenceContext) -> Tensor:
     """Run the next tokens ``[B, s]`` through the model and return their logits ``[B, s, V]``.
 
-    In Megatron's ``InferenceMode`` the context's config may ask for the last token's logits alone.
+    In Megatron's ``InferenceMode`` the context's config may limit the logits to the last token.
     """
     start = context.sequence_len_offset
     positions = torch.arange(start, start + tokens.shape[1], device=tokens.device)
@@ -93,9 +93,8 @@ def generate(
     """Continue prompts of equal length; every rank of the model calls this function.
 
     Args:
-        model: a HybridModel or GPTModel, wrapped or not, without pipeline stages. The model runs in
-            evaluation mode, without sequence parallelism, which cannot cut a single token, and
-            without FP8, which needs at least 16 tokens.
+        model: a HybridModel or GPTModel, wrapped or not, without pipeline stages. It runs in
+            evaluation mode, without sequence parallelism and FP8, which cannot run single tokens.
         prompt: int64 ``[B, S]`` with S >= 1, the same on every rank.
         count: number of tokens to append.
         pick: maps fp32 logits ``[B, V]`` to tokens ``[B]``, the same tokens on every rank.
@@ -133,7 +132,7 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """In this context the model is in evaluation mode, without sequence parallelism and FP8."""
+    """A context manager: the model is in evaluation mode, without sequence parallelism and FP8."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -146,7 +145,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def ready_for_single_tokens(model: nn.Module) -> Iterator[None]:
-    """In this context sequence parallelism and FP8 are off in modules and configurations."""
+    """A context manager: sequence parallelism and FP8 are off in modules and configurations."""
     owners: list[Any] = list(model.modules())
     owners += {id(m.config): m.config for m in owners if hasattr(m, "config")}.values()
     before: list[tuple[Any, str, Any]] = []

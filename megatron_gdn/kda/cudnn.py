@@ -5,8 +5,8 @@
     states                            fp32, ``[N, H, V, K]``, transposed at each call
 
 The kernels cut a sequence into stretches and start each from a zero state, not from the true state.
-So they first run earlier tokens, after which at most 2^-20 of the true state would be left (keys of
-length 1, beta up to 1). If states decay slowly, these tokens reach to the sequence's start.
+So the kernels also run tokens before a stretch, so many that at most 2^-20 of a state would be left
+(keys of length 1, beta up to 1). With slow decay these tokens begin at the sequence's start.
 
 cuDNN builds and keeps a graph for each number of tokens and of sequences. In version 1.32.0 a graph
 keeps a buffer for every state that a call leaves out, so each call passes all states.
@@ -43,7 +43,7 @@ def why_not_cudnn(
     value_dim: int | None,
     lower_bound: float | None,
 ) -> Obstacle | None:
-    """Why cuDNN cannot train these heads with g >= ``lower_bound``, and the fix; None if it can."""
+    """Why cuDNN cannot train these heads with g >= ``lower_bound``, and a fix; None: cuDNN can."""
     if device.type != "cuda":
         return Obstacle(f"cuDNN runs on a GPU, not on {device}")
     if dtype != torch.bfloat16:
@@ -161,7 +161,7 @@ class CudnnBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        return self._run(None, None)[5].mT.contiguous()  # equal for all initial states
+        return self._run(None, None)[5].mT.contiguous()  # the same for every initial state
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:

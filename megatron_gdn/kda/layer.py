@@ -46,9 +46,8 @@ class KimiDeltaAttention(RecurrentMixer):
     (Kimi Team, "Kimi Linear: An Expressive, Efficient Attention Architecture", 2025.)
 
     Args:
-        config: gives ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes. Each
+        config: has ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes. Each
             value head has gates and a state; Kimi Linear has as many key heads as value heads.
-        submodules: specs of ``in_proj``, ``out_norm`` and ``out_proj``.
         A_init_range: as in :class:`megatron_gdn.GatedDeltaNet`; default (1, 16), or (1, 1) with
             ``gate_lower_bound``.
         backend: implementation of the recurrence: ``"fla"``, ``"cudnn"`` (Hopper; ``"auto"`` never
@@ -105,6 +104,7 @@ class KimiDeltaAttention(RecurrentMixer):
         cp_ranks_per_machine: int | None = None,
         recompute: str | None = None,
     ) -> None:
+        """``forget_rank``, ``output_rank``: gates' narrow widths; ``gate_lower_bound``: least g."""
         if A_init_range is None:
             A_init_range = (1, 16) if gate_lower_bound is None else (1, 1)
         if gate_lower_bound is not None and not gate_lower_bound < 0:
@@ -141,7 +141,7 @@ class KimiDeltaAttention(RecurrentMixer):
 
         Each tensor-parallel rank computes some columns of the narrow halves, gathers ``[s, B, R]``,
         and computes its heads' columns of the gates with weights ``[C, R]``. The narrow halves are
-        saved for the backward. In in_proj's columns, ``f_a`` is in the place of ``f``.
+        saved for the backward. In the columns of in_proj, ``f_a`` is where the rows have ``f``.
         """
         narrow = super().project(hidden_states)
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
@@ -163,7 +163,7 @@ class KimiDeltaAttention(RecurrentMixer):
         return kda_parts(rows, *parameters, lower_bound=self.gate_lower_bound, **others)
 
     def _add_others(self) -> None:
-        """Add ``f_b_weight`` and ``z_b_weight``, which widen the gates' narrow halves, if any."""
+        """Add ``f_b_weight`` and ``z_b_weight``, which widen gates with a narrow half."""
         for gate, rank in self.global_dims.ranks.items():
             self.register_parameter(f"{gate}_b_weight", None)
             if rank:
@@ -171,6 +171,7 @@ class KimiDeltaAttention(RecurrentMixer):
                 self._add_parameter(f"{gate}_b_weight", (columns.stop - columns.start,), rank)
 
     def _init_others(self) -> None:
+        """Fill ``f_b_weight`` and ``z_b_weight`` by the config's ``init_method``."""
         assert (method := self.config.init_method) is not None
         layout = self.global_dims.layout
         widths = dict(zip(layout.names, layout.widths, strict=True))

@@ -28,7 +28,7 @@ class KDADims(LinearDims):
     def of(
         cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
     ) -> KDADims:
-        """The sizes of a config; a rank of None is the value head's dim."""
+        """The sizes in ``config``; if a rank is None, it is the value head's dim."""
         ranks = {"forget_rank": forget_rank, "output_rank": output_rank}
         V = config.linear_value_head_dim
         return cls.from_config(config, **{k: V if n is None else n for k, n in ranks.items()})
@@ -53,7 +53,7 @@ class KDADims(LinearDims):
 
     @property
     def ranks(self) -> dict[str, int]:
-        """Gate's section -> columns of the gate's narrow half; 0 if the gate has no narrow half."""
+        """For each gate's section, the columns of its narrow half; 0 if it has no narrow half."""
         return {"f": self.forget_rank, "z": self.output_rank}
 
 

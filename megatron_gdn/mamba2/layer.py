@@ -82,8 +82,8 @@ class Mamba2Mixer(RecurrentMixer):
         dt_limit: least and greatest time step.
         norm_eps: epsilon of the output norm.
 
-    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass ``backend`` and later
-    arguments through ``ModuleSpec(params={...})``.
+    The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass ``backend`` and the
+    arguments after it through ``ModuleSpec(params={...})``.
 
     Raises:
         ValueError: sizes that do not fit each other or the parallel sizes, or an argument that
@@ -193,7 +193,7 @@ class Mamba2Mixer(RecurrentMixer):
         """The norm for rows of this scheme; None without ``rmsnorm``.
 
         The norm needs all heads of a group. If a head exchange puts these heads on several ranks,
-        the gate is applied before the exchange back, and the norm after it.
+        the gate is applied before the exchange back, and the norm after this exchange.
         """
         if not self.rmsnorm:
             return None

@@ -16,7 +16,7 @@ class Mamba2Dims:
 
     hidden_size: int  # the model's; never split
     num_heads: int  # heads of x; each has a state
-    num_groups: int  # neighbouring heads in a group use the same B and C
+    num_groups: int  # groups of neighbouring heads that use the same B and C
     head_dim: int  # channels of x per head, columns of a state
     state_dim: int  # width of B and C, rows of a state
     conv_kernel_dim: int

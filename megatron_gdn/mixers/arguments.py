@@ -41,7 +41,7 @@ def require_causal(
     of this rank's s tokens.
 
     The first layer that gets a mask checks its values, which waits for the device, and marks the
-    tensor for later layers. For inference tensors torch counts no writes: every layer checks.
+    tensor for later layers. torch counts no writes to inference tensors; every layer checks.
     """
     # While Megatron captures graphs, it passes placeholders (such as zeros), which are not checked.
     if mask is None or is_graph_capturing():
@@ -106,7 +106,7 @@ def refuse_unsupported(sequence_len_offset: Any, keywords: dict[str, Any]) -> No
 class ConfigFields(NamedTuple):
     """Fields of Megatron's config that concern one mixer, and which of them have an effect."""
 
-    prefixes: tuple[str, ...]  # every field about this mixer begins with one of these
+    prefixes: tuple[str, ...]  # the name of every field about this mixer begins with one of these
     read: Collection[str]  # fields that the mixer or the spec of its model reads
     without_effect: Mapping[str, str]  # fields that change nothing in this mixer, and the reason
 
@@ -170,7 +170,7 @@ def recomputed_parts(config: TransformerConfig, recompute: str | None) -> frozen
 
 
 def check_config_fields(mixer: str, config_fields: ConfigFields, config: TransformerConfig) -> None:
-    """Refuse to shard weights beyond tensor parallelism; log ``config_fields`` without effect."""
+    """Refuse weights cut beyond tensor parallelism; log set ``config_fields`` without effect."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "

@@ -68,7 +68,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     @property
     def cp_group(self) -> Any:
-        """``pg_collection.cp``; a group set here or in ``pg_collection`` is used from then on."""
+        """``pg_collection.cp``; later calls use a group set here or in ``pg_collection``."""
         return self.pg_collection.cp
 
     @cp_group.setter
@@ -148,7 +148,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     def _attend(
         self, span: Span, query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, exact: bool
     ) -> Tensor:
-        """Attend with the queries in ``span``, of one document; ``exact``: one query at a time."""
+        """Attend with the queries in ``span`` (of one document); ``exact``: one query at a time."""
         query = query_sBHD[span.first : span.last]
         key, value = span.keys(key_SBGD), span.keys(value_SBGD)
         if exact:
@@ -303,7 +303,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         rotary_pos_emb: Tensor | tuple[Tensor, Tensor] | None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Run Megatron's forward on whole sequences; the context stores their keys and values."""
+        """Run Megatron's forward on whole sequences; the inference context stores k and v."""
         if self.pg_collection.cp.size() == 1:
             return super().forward(hidden_states, rotary_pos_emb=rotary_pos_emb, **kwargs)
         if not getattr(kwargs["inference_context"], "whole_on_every_rank", False):
@@ -387,5 +387,5 @@ def _gather_angles(angles: Tensor, group: Any) -> Tensor:
 
 
 def _for_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The angles of queries and the angles of keys; if ``angles`` is one tensor, it is both."""
+    """The angles of queries and the angles of keys; one tensor ``angles`` serves as both."""
     return angles if isinstance(angles, tuple) else (angles, angles)

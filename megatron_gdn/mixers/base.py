@@ -94,7 +94,7 @@ class RecurrentMixer(
     use_muon: ClassVar[bool] = True  # Muon updates in_proj by sections; False: Adam
     in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
     stays_wide: ClassVar[bool] = False  # whether in_proj, which makes the gates, refuses FP8
-    decay_section: ClassVar[str | None] = None  # section with A_log's heads; None: all heads
+    decay_section: ClassVar[str | None] = None  # A_log has this section's heads; None: all heads
     output_gate_activation: str = "silu"  # activation of the output gate z
     gates_own_rows: bool = False  # whether the readout runs after passage.close
     recompute_whole: bool = False  # whether training keeps only the layer's input
@@ -181,7 +181,7 @@ class RecurrentMixer(
         graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config, packed_seq_params)
-        # A checkpoint whose input needs no gradient would give the parameters no gradient.
+        # If its input needed no gradient, a checkpoint would give the parameters no gradient.
         trains = self.training and hidden_states.requires_grad
         if self.recompute_whole and trains and context is None and not is_checkpointing():
             keywords = {"packed_seq_params": packed_seq_params, "pg_collection": pg_collection}
@@ -214,8 +214,8 @@ class RecurrentMixer(
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
         if out_bias is not None and not torch.is_grad_enabled():
-            # A reentrant checkpoint puts its outputs into its graph: the bias parameter would no
-            # longer be a leaf, and the backward would enter the checkpoint without end.
+            # The outputs of a reentrant checkpoint get its backward. The bias parameter would then
+            # be no leaf, and the backward would enter the checkpoint without end.
             out_bias = out_bias.detach()
         return out_sBD, out_bias
 
@@ -320,8 +320,8 @@ class RecurrentMixer(
     ) -> None:
         """Make ``micro_batches``, and all parameters in their order in checkpoint files.
 
-        ``fp32`` maps names of fp32 parameters to their rows on this rank; ``recomputed`` is from
-        :func:`.arguments.recomputed_parts`.
+        ``fp32`` maps names of fp32 parameters to their rows on this rank; ``recomputed`` is the
+        result of :func:`.arguments.recomputed_parts`.
         """
         config, dims = self.config, self.dims
         self.micro_batches = MicroBatches(
@@ -377,7 +377,9 @@ class RecurrentMixer(
         self._backward_out_proj()
 
     def _backward_in_proj(self) -> None:
+        """Compute the delayed weight gradient of in_proj."""
         self.in_proj.backward_dw()
 
     def _backward_out_proj(self) -> None:
+        """Compute the delayed weight gradient of out_proj."""
         self.out_proj.backward_dw()

@@ -69,7 +69,7 @@ class ShardedBySections(nn.Module):
         metadata: dict | None = None,
         tp_group: Any = None,
     ) -> dict[str, Any]:
-        """The parameters for distributed checkpoints, under the keys of Megatron's mixer."""
+        """Megatron's method: the parameters for distributed checkpoints, with Megatron's keys."""
         if any(isinstance(parameter, DTensor) for parameter in self.parameters()):
             raise ValueError(f"{prefix}in_proj.weight: {NOT_BY_SECTION}")
         layout = layout_of_in_proj(self.dims)
@@ -144,7 +144,7 @@ class ShardedBySections(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _row_order(self) -> int:
-        """A number for the order of in_proj's stored rows: tensor-parallel size; 0: by sections."""
+        """The tensor-parallel size whose order in_proj's stored rows have; 0: by sections."""
         scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
         cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
         return _SECTIONS if self.stored_by_section and cut else self.tp_size
@@ -158,7 +158,7 @@ def _load_files_without_entry() -> None:
 
     @wraps(set_up)
     def set_up_planner(self: Any, state_dict: Any, metadata: Any = None, *args: Any, **kwargs: Any):
-        """torch's method; it then drops entries for the order that the file does not have."""
+        """Call torch's method, then drop entries for the row order that the file lacks."""
         set_up(self, state_dict, metadata, *args, **kwargs)
         stored = metadata.state_dict_metadata if metadata is not None else {}
         for key in [key for key in self.state_dict if key.endswith(f".{_ENTRY_KEY}")]:

@@ -1,7 +1,7 @@
 """Attention over packed documents on a GPU: torch's ``flex_attention`` with a mask of blocks.
 
-Every token has a place: documents in order, each directly followed by its continuations. The end
-of a key is the place after the last continuation of the key's document. A query sees a key if
+A token's place is its index if each document is directly followed by its continuations. The end of
+a key is the place after the last continuation of the key's document. A query sees a key if
 
     place of the key  <=  place of the query  <  end of the key
 
@@ -34,7 +34,7 @@ class Mask(NamedTuple):
     blocks: Any  # tensors of a `BlockMask`, from kv_num_blocks to full_q_indices
 
     @classmethod
-    @torch.inference_mode(False)  # a backward may save the mask, which must be a normal tensor
+    @torch.inference_mode(False)  # autograd cannot save tensors of inference mode
     def of(cls, documents: Documents, query_positions_s: Tensor) -> Mask:
         """The mask of the queries at ``query_positions_s`` (int64, on the host) over all keys."""
         on_host = _key_places(documents)
@@ -111,6 +111,6 @@ def _block_min_max(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _list_blocks(dense_IJ: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of ``dense_IJ``: the number of True; indices of key blocks, True ones first."""
+    """For each row of ``dense_IJ``: the number of True, and all key blocks, True ones first."""
     order_IJ = dense_IJ.int().argsort(dim=1, descending=True, stable=True)
     return dense_IJ.sum(1, dtype=torch.int32)[None, None], order_IJ.int()[None, None]

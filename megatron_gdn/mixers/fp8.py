@@ -51,7 +51,7 @@ def check_fp8_settings(config: Any, mixer: str, layout: Layout, refuses_fp8: boo
             f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
             f"GatedDeltaNet and Mamba2Mixer in bf16."
         )
-    # No check if there is a quantization recipe: it may keep this mixer's linears out of FP8.
+    # No check with a quantization recipe, which may keep this mixer's linears out of FP8.
     if config.fp8 and config.quant_recipe is None:
         if refuses_fp8:
             raise NotImplementedError(_STAYS_WIDE)
@@ -184,7 +184,7 @@ class GatesOutsideFP8(nn.Module):
             return (torch.cat([out[0], gates], dim=-1), *out[1:]), None
         return torch.cat([out, gates], dim=-1), None
 
-    @uncompiled  # Dynamo loses gradients of views of the weight, and of the gates
+    @uncompiled  # Dynamo would lose the gradients of the gates and of the weight's views
     def _main_and_gate_columns(
         self, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[Any, Tensor]:
@@ -207,7 +207,7 @@ class GatesOutsideFP8(nn.Module):
         return out, gates if bias is None else gates + bias[self._main_rows :]
 
     def _gate_product_inputs(self, x: Tensor, weight: Tensor) -> tuple[Any, ...]:
-        """Arguments x, weight, gamma, eps of `GateProduct`; gamma, eps: of the linear's norm."""
+        """`GateProduct`'s arguments x, weight, gamma, eps; gamma and eps are those of the norm."""
         norm: Any = self
         gamma = self._parameters.get("layer_norm_weight")
         if gamma is None:
@@ -238,7 +238,7 @@ class GatesOutsideFP8(nn.Module):
 
 @cache
 def _with_gates_outside_fp8(kind: type[nn.Module]) -> type[nn.Module]:
-    """A subclass of ``kind`` and `GatesOutsideFP8`, named as ``kind``: frameworks look it up."""
+    """A subclass of ``kind`` and `GatesOutsideFP8` with the class name that frameworks look up."""
     return type(kind.__name__, (GatesOutsideFP8, kind), {"__module__": kind.__module__})
 
 
@@ -259,10 +259,10 @@ class _CutRows(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, d_main: Tensor | None, d_gates: Tensor | None):
-        """The weight's gradient from those of the two views; None means zero."""
+        """The weight's gradient from ``d_main``, ``d_gates`` of the two views; None means zero."""
         weight = ctx.weight
         if not ctx.adds_to_main_grad:
-            counts = (ctx.first, len(weight) - ctx.first)  # rows; the weight's memory may be freed
+            counts = (ctx.first, len(weight) - ctx.first)  # row counts: the rows may be freed
             parts = zip((d_main, d_gates), counts, strict=True)
             own = [weight.new_zeros(n, weight.shape[1]) if d is None else d for d, n in parts]
             return torch.cat(own), None, None
@@ -280,12 +280,12 @@ class GateProduct(torch.autograd.Function):
         y = r (x @ (gamma weight)^T)
 
     The normed rows are neither written nor saved. Ranks exchange gates and the gates' weights (64
-    columns), not ``x`` (2048). The weight's gradient is summed in fp32, and added to
+    columns), not ``x`` (2048 columns). The weight's gradient is summed in fp32, and added to
     ``weight.main_grad`` if the weight has one.
 
     ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` is ``[p, D]``,
-    ``gamma`` is ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``; only the linear of the
-    other columns may use it. The backward adds the gates' part to the linear's d_x in place,
+    ``gamma`` is ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``, which only the linear
+    of the other columns may use. The backward adds the gates' term to that linear's d_x in place,
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
     """
@@ -321,7 +321,7 @@ class GateProduct(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, d_gates: Tensor | None, d_x: Tensor | None) -> tuple[Tensor | None, ...]:
-        """``d_gates``: gradient of y; ``d_x``: of x from the other columns; None: zero."""
+        """``d_gates``: gradient of y; ``d_x``: of x through the other columns; None means zero."""
         if d_gates is None:
             return d_x, None, None, None, None, None
         x, whole, factor, gamma, r_T1, y = ctx.saved_tensors

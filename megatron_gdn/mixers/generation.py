@@ -1,8 +1,8 @@
 """A mixer's generation in Megatron's static and dynamic contexts.
 
-A ``DynamicInferenceContext`` lays the tokens of a step end to end: s = 1 + num_speculative_tokens
-of each decoding request, then prompts or chunks of prompts, then padding. A slot of the context's
-buffers holds one request's states and last W inputs of the convolution; padding has slot -1.
+A ``DynamicInferenceContext`` lays the tokens of a step end to end: first s = 1 +
+num_speculative_tokens of each decoding request, then prompts or chunks of prompts, then padding. A
+slot of the context's buffers has a request's states and last W conv inputs; padding has slot -1.
 
 Legend: N requests, M slots, s tokens of one request, t tokens of a step.
 """
@@ -91,7 +91,7 @@ class GeneratingMixer:
             return mix_static(rows, self.whole_parts(rows), context, self.layer_number)
 
     def _refuse_generation(self, rows: Tensor, context: Any) -> None:
-        """Refuse contexts and layers that cannot generate, and rows that need a gradient."""
+        """Raise for a context or layer that cannot generate, and for rows that need a gradient."""
         static = getattr(context, "is_static_batching", None)
         if static is None or not (static() or hasattr(context, "mamba_states_cache")):
             raise NotImplementedError(
@@ -177,7 +177,7 @@ class GeneratingMixer:
     ) -> Tensor:
         """Turn ``projected [N, s, P]``, N requests' next tokens, into rows ``[N, s, H V]``.
 
-        ``conv_state`` and ``ssm_state`` are the context's buffers; request n is in their slot
+        ``conv_state`` and ``ssm_state`` are the context's buffers; in both, request n has slot
         ``batch_indices[n]`` (default n). The intermediate buffers ``[M, s, ...]`` receive the
         memory after each token, and the context later keeps the memory after the last accepted
         token. Several tokens without intermediate buffers raise a ValueError.
@@ -200,9 +200,9 @@ class GeneratingMixer:
     def ssm_prefill(
         self, projected: Tensor, conv_state: Tensor, ssm_state: Tensor, context: Any
     ) -> Tensor:
-        """Run prompts, or chunks of prompts, each from the memory in its request's slot.
+        """Run prompts or chunks of prompts; each continues from the memory in its request's slot.
 
-        ``projected [t, 1, P]`` has rows of sequences, then of padding. The result ``[t, 1, H V]``
+        ``projected [t, 1, P]`` has the sequences' rows, then padding. The result ``[t, 1, H V]``
         is zero at padding. The capture of a CUDA graph raises a NotImplementedError.
         """
         if projected.is_cuda and torch.cuda.is_current_stream_capturing():

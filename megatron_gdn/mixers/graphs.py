@@ -1,7 +1,7 @@
 """CUDA graphs: packed documents that a graph can replay, and Megatron's own graphs of layers.
 
 Under ``cuda_graph_impl="local"`` Megatron copies each dataclass argument of a layer, fills the
-tensors of the copy before each replay, and refuses a step in which a field of another kind has
+tensors of the copy before each replay, and refuses a step in which a field that is no tensor has
 changed. So the field ``buffers`` below makes Megatron refuse documents in other buffers.
 """
 
@@ -52,7 +52,7 @@ class StaticPackedSeqParams(PackedSeqParams):
     def __setattr__(self, name: str, value: Any) -> None:
         fields = {**vars(self), name: value}
         buffers: FixedBuffers | None = fields.get("buffers")
-        # Megatron's captures set the boundaries to descriptions, and later to the graph's tensors.
+        # While capturing, Megatron sets these fields to descriptions, then to the graph's tensors.
         if buffers is not None and not is_graph_capturing():
             boundaries = buffers.documents.boundaries
             for side in ("q", "kv"):
@@ -132,7 +132,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
 
 def in_layer_graph(config: TransformerConfig) -> bool:
-    """Whether Megatron captures the mixer in a graph; raise if each micro-batch has a cp group."""
+    """Whether Megatron captures the mixer in a graph; raise if micro-batches bring cp groups."""
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
     modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}
@@ -175,10 +175,7 @@ def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Modul
 
     Unless ``apply_rope_fusion`` is on, the rotary embedding of packed documents reads boundaries on
     the host, which a graph cannot capture. Megatron's setting ``cuda_graph_modules`` is the same
-    for all layers. Call this function before the first step.
-
-    Returns:
-        The layers that were left out.
+    for all layers. Call this function before the first step. Returns the layers left out.
     """
     left_out = [
         layer

@@ -20,7 +20,7 @@ _HOOKS_OF_ALL = (  # torch never replaces these dictionaries
     of_all_modules._global_backward_hooks,
 )
 _MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
-_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # end of module names: megatron-core contains a copy
+_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # compared with name ends: megatron-core has a copy
 
 
 def _waits_for_parameters(hook: Callable) -> bool:

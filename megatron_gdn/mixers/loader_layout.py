@@ -1,10 +1,10 @@
 """How the data loader cut packed documents over context-parallel ranks.
 
-Four sources name the cut: ``packed_seq_params.cp_partition_mode``; if not set, the flags of a
+Four sources name the cut: ``packed_seq_params.cp_partition_mode`` or, if it is None, the flags of a
 launch of Megatron's scripts; ``config.cp_partition_mode`` if it is ``"contiguous"``; and the
-layer's option ``cp_layout``. Newer Megatrons set ``"zigzag"`` in all ``packed_seq_params``; this
-mode counts only if the config has ``"contiguous"``. By default each document is cut in zigzag.
-Batches that are not packed are cut by ``cp_layout``, in zigzag if it is ``"auto"``.
+layer's option ``cp_layout``. Newer Megatrons set ``"zigzag"`` in all ``packed_seq_params``, so
+``"zigzag"`` is ignored unless the config has ``"contiguous"``. By default each document is cut in
+zigzag. Batches that are not packed are cut by ``cp_layout``, in zigzag if it is ``"auto"``.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ class FollowsLoader:
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """How the loader cuts. A new value holds from the next forward on; set it in all layers."""
+        """How the loader cuts. The next forward uses a new value; set it in all layers."""
         return self.loader_layout.option
 
     @cp_layout.setter

@@ -1,7 +1,7 @@
 """The one place that decides how a micro-batch runs: its documents, its scheme and its rule.
 
 Models are moved and cast after they are built, and a micro-batch may bring its own context-parallel
-group. So a new layer chooses a rule for a guessed device and dtype, and another if the guess fails.
+group. So a new layer guesses device and dtype for its rule; a forward corrects the choice.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ class MicroBatch:
     documents: Documents | None  # None: the batch is not packed
     tokens: int  # tokens of one batch row over all context-parallel ranks
     rule: Rule  # the recurrence
-    scheme: Scheme  # the heads and tokens that each rank computes
+    scheme: Scheme  # decides which heads and tokens each rank computes
     passage: Passage  # exchanges rows: ``open`` before the mixer runs, ``close`` afterwards
 
     @property
@@ -68,12 +68,12 @@ class MicroBatches:
     """Decides how one layer runs each micro-batch.
 
     Rules are deterministic while ``config.deterministic_mode`` or
-    ``torch.use_deterministic_algorithms`` is on. They run on the grid of ``ops/aligned.py`` while
+    ``torch.use_deterministic_algorithms`` is on. Rules run on the grid of ``ops/aligned.py`` while
     ``config.batch_invariant_mode`` is on (:class:`..ops.rules.base.Bits`).
 
     ``layout`` and ``state`` are the projection columns and head states of one tensor-parallel rank,
-    ``taps`` is W (convolution), ``group`` is the context-parallel group of micro-batches that do
-    not bring their own, ``loader_layout`` finds the loader's cut. ``mixer`` and ``recurrence`` are
+    ``taps`` is W, ``group`` is the context-parallel group of micro-batches that do not bring their
+    own, ``loader_layout`` finds how the loader cut sequences. ``mixer`` and ``recurrence`` are
     names for the log. If ``mode`` is headwise, ``group`` must be able to share the heads.
     """
 
@@ -115,11 +115,11 @@ class MicroBatches:
         return other
 
     def follow(self, config: TransformerConfig) -> None:
-        """Read ``deterministic_mode`` and the other modes from this config from now on."""
+        """From now on read ``deterministic_mode`` and the other modes from ``config``."""
         self._config = self._loader_layout.config = config
 
     def use_group(self, group: Any) -> None:
-        """Set the group for micro-batches without one; raise if its ranks cannot share heads."""
+        """Set the group of micro-batches that bring none; raise if its ranks cannot share heads."""
         alone = group is None or group.size() == 1
         layout = _ANY_LAYOUT if alone else self._loader_layout.of_packed()
         self._schemes_of(group, self.latest_rule, layout)
@@ -192,7 +192,7 @@ class MicroBatches:
             if len(self._schemes) >= _MOST_GROUPS:
                 others = (known for known in self._schemes if known[0] is not self.group)
                 gone = self._schemes.pop(next(others, next(iter(self._schemes))))
-                # Micro-batches that the layer keeps would keep the removed schemes alive.
+                # Stored micro-batches would keep the removed schemes in memory.
                 self._batches = {k: v for k, v in self._batches.items() if v.scheme not in gone}
             self._schemes[key] = self._make_schemes(*key)
         return self._schemes[key]
@@ -223,7 +223,7 @@ class MicroBatches:
     def _choose_scheme(
         self, group: Any, rule: Rule, layout: SequenceLayout, documents: Documents | None, x: Tensor
     ) -> Scheme:
-        """The scheme for projection rows ``x``: the cheaper, unless a setting decides."""
+        """The scheme for rows ``x``: the one that settings or documents demand, else the faster."""
         first, *others = self._schemes_of(group, rule, layout)
         scheme, on_grid, why = first, self._config.batch_invariant_mode, ""
         if documents is not None:

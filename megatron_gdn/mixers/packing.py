@@ -28,13 +28,13 @@ _UNPACKED = ("sbhd", "bshd")
 
 
 class _ResolvedDocuments(NamedTuple):
-    """The boundaries that a micro-batch's first layer read, for the later layers."""
+    """The boundaries that a micro-batch's first layer read, stored for the later layers."""
 
     key: tuple  # format, parents, number of tokens, device, and identities of the offsets
-    sources: tuple[Tensor | None, ...]  # one for each name in _BOUNDARIES
+    sources: tuple[Tensor | None, ...]  # the offsets, one tensor for each name in _BOUNDARIES
     fingerprint: list[Any]  # the result of :func:`_fingerprint_of` for the sources
     documents: Documents
-    by_stream: dict[int, Documents]  # a copy of documents for each CUDA stream that uses them
+    by_stream: dict[int, Documents]  # for each CUDA stream, its own copy of ``documents``
 
 
 def _fingerprint_of(sources: Sequence[Tensor | None]) -> list[Any]:
@@ -50,11 +50,11 @@ def resolve_packed_seq_params(
     The first layer of a micro-batch reads ``cu_seqlens`` from the device, checks the offsets and
     stores the documents on ``params``. Later layers and recomputations check that the offsets are
     the same: on the CPU by value, on a GPU by torch's version counter. Collectives and writes to
-    ``.data`` do not raise this counter, so give every micro-batch new tensors of offsets.
+    ``.data`` do not change this counter, so give every micro-batch new tensors of offsets.
 
     Boundaries are ``cu_seqlens_q_padded`` if given, else ``cu_seqlens_q``: global offsets, before
     any context-parallel split, up to ``total_tokens`` of all ranks. Padding is at the end of a
-    document's slot, so a causal layer's tokens do not see padding. Rows of padding must be finite,
+    document's slot, so no token of a causal layer sees padding. Rows of padding must be finite,
     since weights get gradients from all rows and 0 * NaN is NaN; mask these rows in the loss.
 
     Raises:
@@ -94,7 +94,7 @@ def resolve_packed_seq_params(
             )
     documents = _read_documents(params.qkv_format, parents, sources, total_tokens, device)
     if any(source is not None and source.is_inference() for source in sources):
-        return documents  # not stored, since torch counts no writes to an inference tensor
+        return documents  # not stored, since torch does not count writes to inference tensors
     before = known.documents if known is not None and _is_recomputed() else documents
     if not torch.equal(documents.stamp, before.stamp):
         found = f"{list(documents.offsets)} after {list(before.offsets)}"
@@ -112,7 +112,7 @@ def _is_recomputed() -> bool:
 
 
 def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:
-    """The documents in the fixed buffers of ``params``; None without such buffers."""
+    """The documents in the fixed buffers of ``params``; None if ``params`` has no fixed buffers."""
     buffers = params.__dict__.get("buffers")
     return None if buffers is None else buffers.documents
 
@@ -133,7 +133,7 @@ def _checked_buffers(
 
 
 def _is_packed(params: PackedSeqParams) -> bool:
-    """Whether ``params`` pack documents; refuse boundaries in a format that is not packed."""
+    """Whether ``params`` has packed documents; raise for boundaries in another format."""
     layout = params.qkv_format
     if layout in ("thd", TREE):
         return True
@@ -210,7 +210,7 @@ def _read_documents(
 
 
 def context_parallel_group_of(packed: PackedSeqParams | None, group: Any) -> Any:
-    """The micro-batch's own context-parallel group (None for one rank), else ``group``."""
+    """The micro-batch's context-parallel group (None: one rank) if it names one, else ``group``."""
     if packed is None or (packed.cp_group is None and packed.local_cp_size is None):
         return group
     group, size = packed.cp_group, packed.local_cp_size
@@ -248,7 +248,7 @@ class MicroBatchShare(NamedTuple):
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         total = tokens * size
         documents = resolve_packed_seq_params(packed, total, device)
-        documents = None if documents is None else documents.on_host()  # raises in a capture
+        documents = None if documents is None else documents.on_host()  # raises in graph capture
         layout = SequenceLayout.ZIGZAG  # on one rank all layouts are equal
         if total != tokens:
             layout = layout_of(None if documents is None else packed)
@@ -262,12 +262,12 @@ class MicroBatchShare(NamedTuple):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """Stretches of this rank's rows, each within one document; none for an empty document."""
+        """This rank's rows of each document as a stretch; an empty document has no stretch."""
         spans = spans_of(self.lengths, self.size, self.rank, self.layout)
         if self.documents is None:
             return spans
         return tuple(x._replace(before=self.documents.tokens_before(x.start)) for x in spans)
 
     def gather(self, x: Tensor) -> Tensor:
-        """Gather all ranks' rows, ``[s, ...]`` to ``[S, ...]`` in sequence order; sum gradients."""
+        """All ranks' ``[s, ...]`` as ``[S, ...]`` in sequence order; backward: sum gradients."""
         return gather_in_order(x, self.group, self.lengths, self.layout)

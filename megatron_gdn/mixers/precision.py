@@ -20,7 +20,7 @@ from .loader_layout import launch_arguments
 
 logger = logging.getLogger(__name__)
 
-# The `missing_keys` of the last load that warned; torch gives all modules of a load one list.
+# `missing_keys` of the last load that warned; a load passes the same list to all modules.
 _missing_keys_of_warned_load: list[str] | None = None
 
 

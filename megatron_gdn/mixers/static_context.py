@@ -24,7 +24,7 @@ _PROGRESS = "megatron_gdn_places"
 
 @dataclass
 class _RowProgress:
-    """How many tokens one layer has run of each of ``rows`` successive batch rows."""
+    """How many tokens one layer has run in each of ``rows`` successive batch rows."""
 
     rows: int
     tokens: int  # tokens of each batch row that the layer has run
@@ -55,7 +55,7 @@ def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     else:
         steps = memory.steps(s) if s > 1 else None
         mixed = decode(rows, parts, memory, steps)
-    if offset == 0:  # forget the progress of other sets of rows that overlap these rows
+    if offset == 0:  # forget progress of other row ranges that overlap this one
         for key, other in list(progress_by_rows.items()):
             if key[0] == layer and key[1] < start + B and start < key[1] + other.rows:
                 del progress_by_rows[key]
@@ -108,7 +108,7 @@ def roll_back(context: Any, accepted: int) -> None:
 
 
 def _tokens_of_last_step(progress: _RowProgress) -> int:
-    """The number of tokens of the last forward, or 0 if `roll_back` cannot undo this forward."""
+    """The tokens of ``progress``'s last forward, or 0 if `roll_back` cannot undo this forward."""
     return 0 if progress.steps is None else progress.steps.history.shape[1] - 1
 
 

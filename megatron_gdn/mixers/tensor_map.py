@@ -49,7 +49,7 @@ class TensorMap:
     shard_dim: int | None = None  # dimension that ranks split; None: every rank has the whole
     sections: tuple[int, ...] = ()  # sections of shard_dim, each split over ranks; (): one section
     shift: float = 0.0  # +1 or -1 if only Megatron or only the file stores a norm gain minus 1
-    fp32: bool = False  # whether Megatron holds fp32, even if the file has another dtype
+    fp32: bool = False  # whether Megatron's tensor is fp32, even if the file's is not
     is_expert: bool = False  # whether the expert-tensor-parallel group splits the tensor
     pad_rows: bool = False  # whether zero rows may be added at the end (vocabulary)
 
@@ -58,7 +58,7 @@ class TensorMap:
         return self.names[0]
 
     def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
-        """Refuse dtypes below 16 bits, and fp64 for an fp32 tensor unless ``may_round``."""
+        """Refuse 8-bit dtypes, and fp64 for fp32 unless ``may_round``; ``where``: for the error."""
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:
@@ -103,7 +103,7 @@ class TensorMap:
     def exported(
         self, full: Tensor, dtypes: Mapping[str, torch.dtype], originals: Mapping[str, Tensor]
     ) -> dict[HFRef, Tensor]:
-        """`to_hf` as a dict; default of ``dtypes``: the original's dtype, else that of ``full``."""
+        """`to_hf` as a dict; keys not in ``dtypes``: dtype of the original or of ``full``."""
         keys = [source.key for source in self.sources]
         known = [originals[key] for key in keys] if originals.keys() >= set(keys) else None
         natural = [tensor.dtype for tensor in known or [full] * len(keys)]
@@ -156,7 +156,7 @@ def tensor_map(
     shard_dim: int | None = None,
     **how: Any,
 ) -> TensorMap:
-    """A `TensorMap` of ``sources`` (key -> shape); ``shard_dim``, ``how``: its attributes."""
+    """A `TensorMap` of ``sources`` (key -> shape); ``shard_dim``, ``how``: other attributes."""
     names = (names,) if isinstance(names, str) else names
     refs = tuple(HFRef(key, shape) for key, shape in sources.items())
     return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
@@ -186,7 +186,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def conv_map(name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool) -> TensorMap:
-    """The map of the convolution's weight; ``in_three``: a file has 3 weights (q, k, v)."""
+    """The map of the convolution's weight; ``in_three``: if files have 3 (q, k, v)."""
     rows = {"": layout.conv_width}
     if in_three:
         rows = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))

@@ -68,7 +68,7 @@ def muon_reads_sections() -> bool:
     return "qkv_split_shapes" in layers._MODEL_PARALLEL_ATTRIBUTE_DEFAULTS
 
 
-_MARK_OF_MARKED = "marked_by_gdn"  # an attribute that only parameters with marks have
+_MARK_OF_MARKED = "marked_by_gdn"  # the attribute that tells that a parameter has marks
 
 
 def _is_plain_value(value: Any) -> bool:
@@ -98,7 +98,7 @@ class MarkedParameters(nn.Module):
             marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain_value(v)}
             self._marks[name] = {**marks, _MARK_OF_MARKED: True}
             setattr(parameter, _MARK_OF_MARKED, True)
-        # The hook is a function, since copies of this module would call a bound method on this one.
+        # The hook is a function, since copies of this module would call a method of this module.
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     def mark_parameters(self) -> None:
@@ -148,7 +148,7 @@ class OwnParameters(MarkedParameters):
     dt_bias: Any
     A_init_range: tuple[float, ...]
     conv_init: float | None = None
-    conv_init_of_bias: ClassVar[bool] = True  # whether conv_init is the bias's bound too
+    conv_init_of_bias: ClassVar[bool] = True  # whether conv_init also bounds the conv bias
     dt_init_range: tuple[float, float] | None = None  # range of softplus(dt_bias); None: dt_bias 1
     dt_init_floor: float = 0.0
 

@@ -38,11 +38,11 @@ def tree_packed_seq_params(
     ``"thd_tree"``. Megatron's GatedDeltaNet and MLA would read all documents as one sequence.
 
     Args:
-        lengths: tokens of each document; a child of an empty document continues that one's parent.
+        lengths: tokens of each document; a child of an empty document continues its grandparent.
         parents: for each document the index of its parent, an earlier document; -1 for none.
-        multiple_of: every document is padded to a multiple of this number of tokens (no document
-            continues padding); ``2 * context_parallel_size`` if the buffer is cut in zigzag.
-        device: the device of the result, which is that of the layers.
+        multiple_of: every document is padded to a multiple of this number of tokens (children
+            ignore the padding); ``2 * context_parallel_size`` if the buffer is cut in zigzag.
+        device: the device of the result; it must be the layers' device.
 
     Returns:
         int32 boundaries ``[N + 1]``: ``cu_seqlens_*`` of tokens, ``cu_seqlens_*_padded`` of slots;
@@ -71,7 +71,7 @@ class PackedTree(NamedTuple):
             of the response; 0 at padding.
         loss_mask: fp32 ``[1, T]``, 1 if the label is a token of a response.
         packed_seq_params: from :func:`tree_packed_seq_params`.
-        responses: for every prompt, the slices of rows that predict each response's tokens.
+        responses: per prompt, for each response the slice of tokens that predict its tokens.
     """
 
     tokens: Tensor
@@ -84,8 +84,8 @@ class PackedTree(NamedTuple):
     def unpack(self, token_values: Tensor) -> list[list[Tensor]]:
         """For every prompt, a list with the values ``[n, ...]`` of each response.
 
-        ``token_values`` is ``[1, T, ...]``, for example log-probabilities of the labels. Row j of
-        a response is the value at the place that predicts the response's j-th token.
+        ``token_values`` is ``[1, T, ...]``, for example log-probabilities of the labels. Entry j of
+        a response is the value at the token that predicts the response's j-th token.
         """
         if token_values.shape[:2] != self.tokens.shape:
             raise ValueError(

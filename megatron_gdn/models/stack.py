@@ -174,7 +174,7 @@ def _mamba2_layer(dims: Mamba2Dims) -> Layer:
 
 
 def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
-    """Counts of a layer; ``maps``: all parameters but the first norm's; ``rule``: multiply-adds."""
+    """Counts of a layer; ``maps``: all parameters but the input norm's; ``rule``: multiply-adds."""
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
     D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width
@@ -223,8 +223,8 @@ def _mlp_matrices(config: Any) -> int:
 def stack_of_arguments(args: Any) -> Stack:
     """Make the stack that Megatron's parsed and validated arguments describe.
 
-    Megatron's arguments have no options of 'K' layers, so those of the last `KDAHybridStack` that
-    was built are used. A layer that :class:`Stack` does not know is a ValueError.
+    Megatron's arguments have no options of 'K' layers, so the options of the last `KDAHybridStack`
+    that was built are used. A layer that :class:`Stack` does not know is a ValueError.
     """
     from ..specs.gpt import GDN_VARIANTS, layer_kinds
     from ..specs.hybrid import KDAHybridStack

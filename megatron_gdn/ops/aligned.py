@@ -54,7 +54,7 @@ def front_on_grid(
     past, flat = parameters[0].shape[-1] - 1, rows.flatten(0, 1)
     made: list[_GroupResults | None] = []
     kind: Any = tuple
-    triton = getattr(front, "triton", False)  # Triton's packed code has one path for all tokens
+    triton = getattr(front, "triton", False)  # Triton's packed code treats all tokens alike
     for group in grid.groups:
         buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
         _fill_chunks(buffer[past:], rows, grid, group)

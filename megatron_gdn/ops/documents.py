@@ -1,7 +1,7 @@
 """Document boundaries of a packed buffer, and the tables made from the boundaries.
 
-Each table is computed from :attr:`Documents.starts` by torch operations. They run on the host, and
-the table is moved to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) the
+Each table is computed from :attr:`Documents.starts` by torch operations. These run on the host, and
+the table is copied to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) the
 operations run on the device, and the table has room for the largest number of documents.
 
 Legend: N documents, M sequences, which are the non-empty documents (in fixed buffers M = N + 1, and
@@ -25,7 +25,7 @@ from .host_tables import cached_by_stream, to_device
 
 
 class ChunkPlaces(NamedTuple):
-    """The chunks of all sequences, one sequence after the other, then chunks without tokens."""
+    """The chunks of all sequences, sequence by sequence, then unused chunks without tokens."""
 
     offsets: Tensor  # int32 [M + 1]: index of every sequence's first chunk, then chunk count
     # int32 [n, 2]: sequence, chunk number in the sequence; a chunk without tokens has (M - 1, 0).
@@ -36,14 +36,14 @@ class ChunkPlaces(NamedTuple):
 class Documents:
     """Boundaries of the N documents packed into one buffer of T tokens.
 
-    Tensors are made at the first use and kept, so layers with the same object share its tensors.
+    Each tensor is made at its first use and stored here, so layers that use one object share it.
     """
 
     offsets: tuple[int, ...]  # N + 1 cumulative lengths on the host, from 0 to T, never decreasing
     device: torch.device  # device of the tables that kernels read
 
-    why_headwise: ClassVar[str] = ""  # the reason if only the headwise scheme can run this class
-    why_not_on_grid: ClassVar[str] = ""  # the reason if batch_invariant_mode refuses this class
+    why_headwise: ClassVar[str] = ""  # the reason, if only the headwise scheme runs these documents
+    why_not_on_grid: ClassVar[str] = ""  # the reason, if batch_invariant_mode refuses documents
     continue_others: ClassVar[bool] = False  # whether a document may start from another one's state
     known: ClassVar[bool] = True  # whether the host knows the boundaries; False in fixed buffers
 
@@ -99,7 +99,7 @@ class Documents:
 
     @property
     def numbers(self) -> tuple[int, ...]:
-        """Integers that differ if the boundaries of two buffers of T tokens differ."""
+        """Integers that are equal for two buffers of T tokens only if the boundaries are equal."""
         return self.offsets
 
     @cached_property
@@ -186,9 +186,8 @@ class Documents:
     ) -> Made:
         """The tensors that ``make(self)`` returned at the first call with this key, on the device.
 
-        If the boundaries are not ``known``, shapes must not depend on the boundaries, and every
-        change of boundaries writes the tensors again. ``move=False`` leaves the tensors on the
-        device of :attr:`starts`.
+        In fixed buffers shapes must not depend on the boundaries, and every change of boundaries
+        runs ``make`` again. ``move=False`` leaves the tensors on the device of :attr:`starts`.
         """
         found = self.plans.get((key, move))
         if found is None:
@@ -204,7 +203,7 @@ class Documents:
     def cut(
         self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
     ) -> Documents:
-        """Documents with offsets ``make(self)`` up to ``tokens``; at most ``most`` have tokens."""
+        """Documents with offsets ``make(self)`` (0 to ``tokens``); at most ``most`` have tokens."""
 
         def non_empty_documents() -> Documents:
             offsets = tuple(dict.fromkeys(make(self)[0].tolist()))

@@ -12,7 +12,7 @@ from torch import Tensor
 # On a CPU torch computes the last few elements of a tensor by other code than its whole SIMD
 # vectors, with other rounding, so a token's value would depend on later tokens. Tensors are
 # therefore padded to whole vectors. (With several threads this helps only up to 32768 elements.)
-_WHOLE = 64  # 2 * 512 / 16: torch takes two vectors of at most 512 bits at once, of 16-bit elements
+_WHOLE = 64  # 2 * 512 / 16: torch computes two vectors at once, each 512 bits of 16-bit elements
 
 
 def silu(x: Tensor) -> Tensor:
@@ -90,7 +90,7 @@ def least_log_decay(dtype: torch.dtype) -> float:
 def largest_A_log(dtype: torch.dtype) -> float:
     """An upper bound of A_log: 66 in fp32, 532 in fp64, so exp(A_log) times a gradient is finite.
 
-    With A_log at the fp32 bound, any softplus above 2e-27 gives a decay of exactly 0.
+    If A_log is at its fp32 bound, every softplus above 2e-27 gives a decay of exactly 0.
     """
     return float(math.floor(0.75 * math.log(torch.finfo(dtype).max)))
 

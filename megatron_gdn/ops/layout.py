@@ -1,4 +1,4 @@
-"""The columns of a mixer's input projection, which decide ranks' shares and checkpoint keys."""
+"""The columns of a mixer's input projection, which define ranks' shares and checkpoint keys."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Layout:
     """Sections of a projection row, and how many heads of every kind a row has.
 
     Each head of the first kind has a recurrent state. Each head of another kind is shared by
-    neighbouring state heads; their number is the same for all heads of that kind.
+    neighbouring state heads, and every head of that kind by the same number of them.
     """
 
     sections: tuple[Section, ...]  # in storage order; convolved sections are neighbours
@@ -109,7 +109,7 @@ class Layout:
 
     @cached_property
     def main_width(self) -> int:
-        """The number of columns that a quantised product may compute: all but the rule's gates."""
+        """The number of columns without the rule's gates; a quantised product may compute these."""
         pairs = zip(self.sections, self.widths, strict=True)
         return sum(width for section, width in pairs if not section.gates)
 

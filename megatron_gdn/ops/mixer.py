@@ -66,7 +66,7 @@ def mix(
         )
         mixed = MixerFunction.apply(call, rows, *parameters)
         mixed = mixed if hand_over is None else hand_over.behind(mixed)
-    else:  # no rows on any rank that shares these sequences, so no rank waits for another
+    else:  # no rank of the group has rows of these sequences, so no rank waits for another
         width = inside.gate.stop - inside.gate.start
         mixed = output_without_tokens(rows, *parameters, width=width)
     if split_readout is None or split_readout.closed:
@@ -79,7 +79,7 @@ def mix(
 def _checkpoint_readout(
     split_readout: SplitReadout, mixed: Tensor, rows: Tensor, refilled: RefilledOutput
 ) -> Tensor:
-    """Run ``split_readout.call`` without keeping its output and intermediates.
+    """Run ``split_readout.call`` on ``mixed``; do not keep the call's output and intermediates.
 
     The call runs three times: here, to refill the output, and in the backward. Megatron's
     checkpoint is not used, since it compiles a C++ extension in the first backward.
@@ -91,6 +91,7 @@ def _checkpoint_readout(
     mixed, rows = mixed.detach(), rows.detach()
 
     def refill(out: Tensor) -> None:
+        """Compute the readout again and write it to ``out``."""
         out.copy_(split_readout.call(mixed, rows))
 
     refilled.remember(made, refill)
@@ -111,18 +112,18 @@ class MixerArguments(NamedTuple):
 
 
 class _BackwardValues(NamedTuple):
-    """What the backward needs besides the tensors that autograd saves."""
+    """Values that the backward needs besides the tensors that autograd saves."""
 
     call: MixerArguments
     rule_plan: Any
     stamp: Tensor | None  # identifies the documents' boundaries in the forward
     parameters: int  # the number of saved tensors that are parameters
-    linked: int  # the number of saved tensors of the state link
+    linked: int  # the number of saved tensors of ``neighbours.states``
     history: History | None
 
 
 class MixerFunction(torch.autograd.Function):
-    """Projection rows ``[S, B, P]`` -> ``[S, B, H V]``; the last parameter is gamma or None."""
+    """Maps rows ``[S, B, P]`` to ``[S, B, H V]``; the last of ``parameters`` is gamma or None."""
 
     @staticmethod
     @leaves_memory_unfilled
@@ -138,7 +139,7 @@ class MixerFunction(torch.autograd.Function):
     def backward(ctx, d_out: Tensor):
         """The gradients of ``rows`` and of all parameters; ``d_out``: that of the output."""
         saved, hand_over = list(ctx.saved_tensors), ctx.kept.call.hand_over
-        # From here on each saved tensor is freed after its last read, unless retain_graph=True.
+        # From here on each saved tensor is freed after its last use, unless retain_graph=True.
         ctx.maybe_clear_saved_tensors()
         gradient = [d_out if hand_over is None else hand_over.take(d_out)]
         del d_out
@@ -213,7 +214,7 @@ def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor])
         inputs = type(made)(*[x if y is None else y for x, y in zip(read, made, strict=True)])
         del made
     del read
-    # This function holds no reference to d_o, so a rule that converts d_o can free the original.
+    # This function keeps no reference to d_o, so a rule that converts d_o can free the original.
     begun = rule.begin_backward(gradient.pop(), inputs, of_rule, neighbours.of_rule)
     del inputs, of_rule
     initial = d_final = None
@@ -240,7 +241,7 @@ def add_returned(d_conv_sBC: Tensor, returned: Tensor, table: HistoryTable) -> N
         add_rows(d_conv_sBC, returned, table.additions)
         return
     tokens, sources = table.additions[:, 0], table.additions[:, 1:]
-    nothing = returned.new_zeros(1, *returned.shape[1:])  # index -1 (no source) reads these zeros
+    nothing = returned.new_zeros(1, *returned.shape[1:])  # index -1 (no source) selects these zeros
     further = torch.cat([returned, nothing])[sources.long()].sum(1)
     further = further.masked_fill((tokens < 0)[:, None, None], 0)
     whole = d_conv_sBC.to(returned.dtype).index_add(0, tokens.clamp(min=0), further)

@@ -33,7 +33,7 @@ class Obstacle(NamedTuple):
 
 
 def advice_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | None) -> str:
-    """Warn, and return the advice, if a rule runs in plain torch on a GPU for lack of packages."""
+    """If a rule runs in plain torch on a GPU for lack of packages, warn and return the advice."""
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""
@@ -156,5 +156,5 @@ def log_obstacle_once(message: str, device_type: str) -> None:
 
 @cache
 def warn_once(message: str) -> None:
-    """Issue a RuntimeWarning in every process, since machines may have different packages."""
+    """Issue a RuntimeWarning, once per process: other machines may have other packages."""
     warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -58,7 +58,7 @@ class Parts(NamedTuple):
 
     @property
     def on_grid(self) -> bool:
-        """Whether the mixer is in ``batch_invariant_mode``, with chunks from a sequence's start."""
+        """Whether chunks are counted from each sequence's start (``batch_invariant_mode``)."""
         return self.rule.bits is Bits.ON_GRID
 
     @property
@@ -112,7 +112,7 @@ def parts_of(
         run_again: whether the backward computes front and rule again.
         kernels: ``"auto"``, ``"triton"`` or ``"torch"``, for the front and the norm.
         gates: the columns of the gates' sections ``[S, B, .]``, if ``rows`` does not have these
-            columns; not for generation.
+            columns. Generation has no ``gates``.
 
     Raises:
         ValueError: rows or gates have a wrong shape or stride; the conv weight has a wrong number
@@ -164,13 +164,13 @@ class StateLink(Protocol):
         ...
 
     def entered(self, kept: tuple[Tensor, ...]) -> Tensor | None:
-        """The initial states once more; ``kept`` has the tensors that :meth:`entering` saved."""
+        """The initial states, for a second run; ``kept``: the tensors :meth:`entering` saved."""
         ...
 
     def leaving(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The initial states and the final states' gradients; ``kept`` as in :meth:`entered`."""
+        """The initial states, and gradients of the final states; ``kept`` as in :meth:`entered`."""
         ...
 
 

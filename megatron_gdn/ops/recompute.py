@@ -44,7 +44,7 @@ class RefilledOutput:
         self._output, self._refill = output.detach(), refill
 
     def remember_sent(self, output: Tensor, send: Callable[[Tensor], Tensor]) -> None:
-        """Remember ``output = send(x)`` instead of x, the output so far; a refill computes both."""
+        """Store ``output = send(x)`` in place of the stored x; a refill computes x, then output."""
         made, refill = self._output, self._refill
         if made is None or refill is None:  # no tokens
             return
@@ -97,7 +97,7 @@ class HandOver:
         self.stored_gradients: dict[int, Tensor] = {}  # key: autograd's number of the backward pass
 
     def behind(self, out: Tensor) -> Tensor:
-        """Put the storing step behind ``out``, unless its gradient is small or not needed."""
+        """Put `_StoreGradient` behind ``out``, unless the gradient is small or not needed."""
         if not out.requires_grad or out.nbytes < LEAST_BYTES:
             return out
         return _StoreGradient.apply(out, self)
@@ -138,7 +138,7 @@ class SecondRun:
         linked: tuple[Tensor, ...],
         kept: Saved,
     ) -> tuple[Any, Tensor, Saved]:
-        """The rule's inputs, its output o and its saved tensors, computed at the first call."""
+        """The rule's inputs, o and saved tensors, computed once; ``linked``: of `StateLink`."""
         if self._result is None:
             near = self._neighbours
             inputs = self._front.forward(rows, of_front, near.documents, history=history)
@@ -148,7 +148,7 @@ class SecondRun:
         return self._result
 
     def take(self, *arguments: Any) -> tuple[Any, Tensor, Saved]:
-        """Return and drop that result; inputs that the backward ignores are None."""
+        """Return and drop the result of :meth:`compute_once`; inputs not read again are None."""
         inputs, o, saved = self.compute_once(*arguments)
         self._result = None
         wanted = self._rule.reads_again

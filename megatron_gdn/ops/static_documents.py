@@ -44,7 +44,7 @@ class StaticDocuments(Documents):
     longest: int
     _key: Hashable  # the key of the :meth:`cut` that made this object, or None
     _tables: dict[Any, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
-    _stamps: dict[str, Tensor]  # "fill": of the latest fill; "read": of the last forward's fill
+    _stamps: dict[str, Tensor]  # "fill": stamp of the latest fill; "read": the last forward's
 
     def __init__(
         self,
@@ -68,7 +68,7 @@ class StaticDocuments(Documents):
             boundaries = torch.arange(max_documents + 1, device="cpu") * longest
             boundaries = boundaries.clamp_(max=total_tokens).to(torch.int32)
             boundaries = to_device(boundaries, device)
-        # Frozen like its base class: caches use the object as a key, by identity.
+        # ``vars``, since the class is frozen: caches use the object as a key, by identity.
         vars(self).update(
             device=boundaries.device, most=max_documents, boundaries=boundaries, longest=longest,
             total_tokens=total_tokens, _key=None, _tables={}, _stamps={},
@@ -137,7 +137,7 @@ class StaticDocuments(Documents):
 
     @property
     def stamp(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """A tensor that every :meth:`fill` replaces by a new tensor."""
+        """A new tensor at every :meth:`fill`, by which a backward detects a later ``fill``."""
         return self._stamps["fill"]
 
     def record_forward(self, recomputed: bool) -> None:
@@ -154,7 +154,7 @@ class StaticDocuments(Documents):
     def table[Made: tuple[Tensor, ...]](
         self, key: Hashable, make: Callable[[Any], Made], move: bool = True
     ) -> Made:
-        """The tensors of ``make(self)``; a new table is refused while a graph is captured."""
+        """The tensors of ``make(self)``, stored by ``key``; a graph capture refuses a new table."""
         found = self._tables.get((self._key, key))
         if found is None:
             require_no_capture("a table of packed documents")
@@ -168,7 +168,7 @@ class StaticDocuments(Documents):
     def cut(
         self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
     ) -> Documents:
-        """Documents with boundaries ``make(self)``, which every :meth:`fill` also overwrites."""
+        """Up to ``most`` documents with boundaries ``make(self)``, updated by :meth:`fill` too."""
 
         def made() -> StaticDocuments:
             (boundaries,) = self.table(key, make)

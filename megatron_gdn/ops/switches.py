@@ -1,4 +1,4 @@
-"""Settings of torch for the whole process that a mixer changes while the mixer runs."""
+"""Process-wide settings of torch that a mixer changes while the mixer runs."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class _Switch:
 
 
 def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
-    """A context with exact fp32 factors in products: autocast and TF32 have no effect inside.
+    """A context in which products have exact fp32 factors; autocast and TF32 have no effect in it.
 
     The rule sums over thousands of tokens, for which TF32's 11-bit factors are too coarse.
     """
@@ -69,7 +69,7 @@ def _set_full_fp32(cuda: bool) -> Callable[[], None] | None:
     if kept not in _REDUCED_PRECISIONS:
         return None
     if cuda and (old := _old_switch()) is not None:
-        # Also sets the old switch, which torch refuses to read if a new switch contradicts it.
+        # This also sets the old switch, which torch refuses to read if a new switch contradicts it.
         matmul.allow_tf32 = False
         return lambda: _restore_old_switch(old)
     matmul.fp32_precision = "ieee"

@@ -103,7 +103,7 @@ class TreeDocuments(Documents):
 
     @property
     def longest_sequence(self) -> int:
-        """The most tokens of a document with its padding, plus the tokens of its ancestors."""
+        """The largest sum of a document's tokens, its padding and the tokens of its ancestors."""
         return max(map(sum, zip(self._count_before, self.lengths, strict=True)))
 
     @cached_property
@@ -172,8 +172,7 @@ class TreeDocuments(Documents):
 
 
 class HistoryOfParents(NamedTuple):
-    """A :class:`.front.history.HistoryLink`. Every child gets a copy of its ancestors' last rows;
-    the gradients of the copies are summed in a fixed order."""
+    """A `HistoryLink`: copies of ancestors' last rows; their gradients are summed in order."""
 
     table: HistoryTable
     rows: Tensor  # int64, indices of the copied rows in the buffer
@@ -230,7 +229,7 @@ class BackwardByLevel(RuleBackward):
             if d_entered is not None and d_final is not None:
                 maps = StateMap(d_entered, through).transposed(d_entered)
                 with full_fp32_matmul(d_final.device.type):
-                    # One product per document keeps its bits independent of other documents.
+                    # One product each, since a document's bits must not depend on others.
                     each = zip(*maps, d_final, strict=True)
                     d_entered = torch.stack([StateMap(*one).apply(d) for *one, d in each])
             grads.insert(0, begun.run(entered, d_final))

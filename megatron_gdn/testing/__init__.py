@@ -1,6 +1,6 @@
-"""Measures whether a model generates with the same probabilities as in training.
+"""Measures whether generation gives tokens the same probabilities as the training forward.
 
-``python -m megatron_gdn.testing.certificate`` measures what context parallelism changes in results.
+``python -m megatron_gdn.testing.certificate`` measures how context parallelism changes results.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 __all__ = ["GenerationGap", "check_generation"]
 
 _aten = torch.ops.aten
-# Functions whose result for a row depends on this row of the first argument alone. On a CPU torch
+# Functions whose result for a row depends only on this row of the first argument. On a CPU torch
 # rounds the last elements of a buffer differently, so RowByRow calls the functions on single rows.
 _ROWWISE_FUNCTIONS = {
     _aten.silu.default, _aten.sigmoid.default, _aten.exp.default, _aten.cos.default,
@@ -88,7 +88,7 @@ def check_generation(
 ) -> GenerationGap:
     """Compare a text's log-probabilities in the training forward and in prefill and decode.
 
-    With ``config.batch_invariant_mode`` both paths should give the same bits.
+    With ``config.batch_invariant_mode`` the two computations should give the same bits.
 
     Args:
         model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline

@@ -117,9 +117,7 @@ def certificate(args: argparse.Namespace) -> list[Row]:
 
 
 def _make_row(name: str, mode: str, cp: int, found: Any, exact: Any, one_rank: Any) -> Row:
-    """Compare ``found``, the results of ``cp`` ranks, with those in fp64 (``exact``) and with
-    ``one_rank``, those of one rank in the same precision.
-    """
+    """Compare results ``found`` of ``cp`` ranks with ``exact`` (fp64) and ``one_rank`` (cp 1)."""
     gradients = [
         _relative_error(found[x], exact[x]) for x in exact if x not in ("output", "logits", "token")
     ]

@@ -28,7 +28,7 @@ def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
     properties = SimpleNamespace(
         major=9, minor=0, multi_processor_count=multiprocessors, name="Hopper", gcnArchName=""
     )
-    # If torch reported a GPU, the first fake tensor would make a real one. So it is made here.
+    # Make the first fake tensor here: if torch reported a GPU, it would allocate a real tensor.
     torch._C._ensureCUDADeviceGuardSet()
     with FakeTensorMode():
         torch.empty(0, device="cuda")
@@ -123,7 +123,7 @@ def _run_backward(
     *_: Any,
     **__: Any,
 ) -> tuple[Tensor, ...]:
-    """Replaces autograd's engine, which would ask the GPU for streams, with the same arguments.
+    """Replaces autograd's engine (same arguments), which would ask the GPU for streams.
 
     Each backward written in Python runs once, with gradients of zero, under autograd if
     ``create_graph``. torch's own backwards launch no kernels that need compiling, so they are

@@ -1,6 +1,6 @@
 """Runs the layer on a simulated GPU and records a task for each kernel that the layer launches.
 
-So the layer, FlashQLA and torch choose the kernels as in a run. A rank of the run can make these
+The layer, FlashQLA and torch then choose kernels as in a run. A rank of the run can make these
 calls of the layer, grouped by use of FlashQLA (``--parts``):
 
 cut      one long sequence, and long documents, which FlashQLA cuts into parts that run in parallel
@@ -34,8 +34,8 @@ from .absent_gpu import without_computing
 from .tasks import Task, recorded_kernels
 
 _SHORT, _LONG = 208, 9216  # numbers of tokens; FlashQLA cuts sequences of _LONG, not of _SHORT
-# FlashQLA has three forward kernels. It takes the first if sequences * heads is at least this share
-# of the GPU's multiprocessors, the second for at least half of the share, else the third.
+# FlashQLA has three forward kernels: one if sequences * heads is at least this share of the GPU's
+# multiprocessors, another if it is at least half of this share, and a third for less.
 _FULL_SHARE = 0.7
 _SIZES = ("num_key_heads", "num_value_heads", "key_head_dim", "value_head_dim", "conv_kernel_dim")
 _HIDDEN_SIZE = 64  # no kernel depends on the hidden size
@@ -99,7 +99,7 @@ class Call(NamedTuple):
 
     part: str
     cp: int
-    tokens: int  # tokens of a row, over all ranks
+    tokens: int  # tokens of a batch row, of all ranks together
     rows: int
     documents: int | None  # number of equally long documents in the row; None: not packed
     layout: str
@@ -153,7 +153,7 @@ def tasks_of(model: Model, arguments: argparse.Namespace) -> tuple[list[Task], s
 
     FlashQLA's kernels take longest to compile, so their tasks come first.
     """
-    torch.set_num_threads(1)  # a fork has none of torch's other threads
+    torch.set_num_threads(1)  # a forked process does not have torch's other threads
     backend = "flash_qla" if "flash_qla" in arguments.kernels else "auto"
     calls = calls_of(model, arguments.linear_cp_mode, arguments.parts, arguments.multiprocessors)
     found: set[Heads] = set()
@@ -185,7 +185,7 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
         linear_conv_kernel_dim=dims.conv_kernel_dim, gradient_accumulation_fusion=False,
         use_cpu_initialization=True, perform_initialization=False,
     )  # fmt: skip
-    # Set here, since the constructor of the config would require FlashAttention, which is not used.
+    # Set after the constructor, which would require FlashAttention; the layer does not use it.
     config.batch_invariant_mode = call.part == "whole"
     if call.part == "again":
         options["recompute"] = "full"
@@ -212,7 +212,7 @@ def run_layer(model: Model, call: Call, **options: Any) -> None:
 
 @contextmanager
 def _fake_groups(tp: int, cp: int) -> Iterator[Any]:
-    """Process groups of rank 0 of ``tp`` * ``cp`` ranks, of which the others do not exist."""
+    """Process groups of rank 0 among ``tp`` * ``cp`` ranks; the other ranks do not exist."""
     from megatron.core.process_groups_config import ProcessGroupCollection
     from torch.testing._internal.distributed.fake_pg import FakeStore
 

@@ -137,7 +137,7 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
 
 
 def _compile_tilelang(cache_file: Path, kernel: Any, args: tuple, kwargs: dict[str, Any]) -> bool:
-    """Compile ``kernel``; False if ``cache_file`` shows that tilelang's cache has it."""
+    """Compile ``kernel``; return False if tilelang's cache has it (``cache_file`` exists)."""
     if cache_file.exists():
         return False
     remember(cache_file, kernel.compile.__wrapped__(*args, **kwargs))
@@ -145,7 +145,7 @@ def _compile_tilelang(cache_file: Path, kernel: Any, args: tuple, kwargs: dict[s
 
 
 def _compile_triton(compile: Callable, *variant: Any) -> bool:
-    """Compile the variant; return False if it was in Triton's cache on disk."""
+    """Compile the variant by ``compile``; return False if Triton's disk cache had it."""
     import triton
 
     found: list[bool] = []

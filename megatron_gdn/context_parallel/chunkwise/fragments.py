@@ -24,6 +24,7 @@ class Nodes(NamedTuple):
     slots: tuple[int, ...]
 
     def backwards(self) -> Nodes:
+        """The same nodes in reverse order."""
         return Nodes(self.hosts[::-1], self.slots[::-1])
 
 
@@ -52,11 +53,11 @@ class Cutting(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Where fragments lie, int64 ``[n, C]``; all fields but ``local``: sequence positions."""
+    """Where fragments lie, int64 ``[n, C]``; all fields but ``local`` are sequence positions."""
 
     begin: Tensor
     end: Tensor
-    local: Tensor  # index of the fragment's first token among its rank's tokens
+    local: Tensor  # index of the fragment's first token among the tokens of the fragment's rank
     first: Tensor  # begin and end of the document to which the fragment's first token belongs
     first_end: Tensor
     last: Tensor  # begin and end of the document to which the fragment's last token belongs
@@ -64,12 +65,12 @@ class Fragments(NamedTuple):
 
     @property
     def enters(self) -> Tensor:
-        """Whether a state enters a fragment: its first piece continues a document."""
+        """Whether a state enters a fragment: True if its first piece continues a document."""
         return (self.first < self.begin) & (self.begin < self.end)
 
     @property
     def leaves(self) -> Tensor:
-        """Whether a state leaves a fragment: its last document continues after it."""
+        """Whether a state leaves a fragment: True if its last document goes on elsewhere."""
         return (self.last_end > self.end) & (self.begin < self.end)
 
     @property
@@ -117,7 +118,7 @@ def any_document_continues(documents: Documents, cutting: Cutting) -> bool:
 def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
     """Boundaries of the pieces that ``cutting.rank`` holds, counted in this rank's tokens."""
     fragments_of(documents, cutting)
-    # A rank has at most two fragments of the buffer, and at most one document lies in both.
+    # A rank has at most two fragments of the buffer, and at most one document is in both fragments.
     most = documents.most + 1
     if cutting.layout is SequenceLayout.ZIGZAG:
         most = 2 * documents.most

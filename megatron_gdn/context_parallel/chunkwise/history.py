@@ -39,14 +39,14 @@ class HistoryRoute(NamedTuple):
 
 
 class _TravellingRows(NamedTuple):
-    """Rows that may travel, int64; sender and receiver list the rows in the same order."""
+    """Rows that may travel, int64 fields; sender and receiver list the rows in the same order."""
 
     chain: Tensor
     slot: Tensor  # the index of the fragment among this rank's fragments of the chain
     k: Tensor
     m: Tensor
     receiver: Tensor  # the node that needs the row
-    peer: Tensor  # the rank that gets the row from this rank, or sends it
+    peer: Tensor  # the other rank, which receives or sends the row
 
 
 @planned
@@ -76,7 +76,7 @@ def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryR
 
 
 def _list_rows(cutting: Cutting, chains: int, history_len: int, sending: bool) -> _TravellingRows:
-    """Rows of ``chains`` chains that this rank may send (``sending``) or receive, by peer."""
+    """Rows of ``chains`` chains that this rank may send (``sending``) or receive, peer by peer."""
     nodes, rank = cutting.nodes, cutting.rank
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
     for receiver in range(len(nodes.hosts)):
@@ -124,7 +124,7 @@ def _build_tables(
         return travels, torch.where(travels, number, -1), distance
 
     def by_piece(x: Tensor) -> Tensor:
-        """Flatten ``x [h, C]``, chain by chain; leave out first nodes, which have no history."""
+        """Flatten ``x [h, C]`` by chain, without first nodes of chains, which have no history."""
         return x[rank == 0 :].T.flatten()
 
     h, C = local.shape
@@ -183,6 +183,6 @@ class HistoryOfPieces:
         return History(exchange_rows(sent, send, receive, self._group), table)
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
-        """Send gradients ``[R, B, C]`` of fetched rows back; return those of the rows sent."""
+        """Send gradients ``[R, B, C]`` of fetched rows back; return gradients of the sent rows."""
         _, send, receive, _ = self._route
         return exchange_rows(d_rows_RBC, receive, send, self._group)

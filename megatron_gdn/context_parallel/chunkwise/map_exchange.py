@@ -2,8 +2,8 @@
 
     S_out = through @ S_in + local                 the map of a piece
 
-The state that enters a piece is computed from a zero state by the maps of all earlier pieces of its
-chain. One all-to-all gives every rank all maps of its share of the chains. The rank applies the
+The maps of all earlier pieces of a chain, applied to a zero state, give the state that enters a
+piece. One all-to-all gives every rank all maps of its share of the chains. The rank applies the
 maps of each chain one after the other, in fp32, and another all-to-all returns the states.
 
 Legend: h nodes of a chain on this rank; M chains over the same nodes (one per sequence, batch row
@@ -44,7 +44,7 @@ def states_entering_nodes(
     """The states that enter this rank's nodes, ``[h, M, K, V]``; zero for the first node.
 
     ``maps`` ``[h, M, K, X]`` are the maps of this rank's nodes by slot: ``value_dim`` columns of
-    ``local``, then ``through``. ``cuts`` marks those of the ``nodes`` that no state passes.
+    ``local``, then ``through``. ``cuts`` marks the ``nodes`` through which no state passes.
     """
     h, M, K, X = maps.shape
     n = group.size()
@@ -63,7 +63,7 @@ def states_entering_nodes(
 
 
 def _view_by_place(x: Tensor, m: int, h: int) -> Tensor:
-    """View ``x`` ``[ranks * m * h, K, .]`` as ``[places, m, K, .]``: m chains at a node's place."""
+    """View ``x [ranks * m * h, K, .]`` as ``[places, m, K, .]``; axis 1 are a node's m chains."""
     K, X = x.shape[1:]
     return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
 
@@ -81,7 +81,7 @@ def exchange_rows(
     receive_counts: Sequence[int],
     group: dist.ProcessGroup,
 ) -> Tensor:
-    """Send ``send_counts[r]`` rows to rank r; return ``receive_counts[r]`` rows of each r."""
+    """Send ``send_counts[r]`` rows to each rank r; return ``receive_counts[r]`` rows from each."""
     received, counts = rows.new_empty(sum(receive_counts), *rows.shape[1:]), list(receive_counts)
     dist.all_to_all_single(received, rows.contiguous(), counts, list(send_counts), group=group)
     return received

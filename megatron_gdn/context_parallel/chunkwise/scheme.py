@@ -30,6 +30,7 @@ class Chunkwise(Scheme):
     def __init__(
         self, layout: Layout, taps: int, group: dist.ProcessGroup, sequence_layout: SequenceLayout
     ) -> None:
+        """``sequence_layout``: how the data loader cut sequences over the ranks."""
         super().__init__(layout, group, sequence_layout)
         self._taps = taps
 

@@ -39,7 +39,7 @@ class StateTable:
     sequences: Documents  # boundaries of all N pieces of this rank, batch rows laid end to end
     nodes: Nodes  # the nodes of every chain
     node_count: int  # h
-    # int64 [h * chains], first, last piece of this rank's nodes; None if each node is one piece.
+    # int64 [h * chains]: first and last piece of each node here; None if each node is one piece.
     first: Tensor | None
     last: Tensor | None
     # Tokens and boundaries of the nodes' last pieces, whose maps alone are computed; set only if
@@ -53,7 +53,7 @@ class StateTable:
 
 
 class _NodeTensors(NamedTuple):
-    """The tensors of :class:`StateTable` for this rank's nodes by slot, for all batch rows."""
+    """The tensors of :class:`StateTable` for this rank's nodes, for all batch rows."""
 
     first: Tensor
     last: Tensor
@@ -178,7 +178,7 @@ class StatesOfPieces:
         return entering.view(maps.local.shape)
 
     def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
-        """Maps of this rank's nodes, ``[h * chains, H, K, .]``: those of nodes' last pieces."""
+        """Maps of this rank's nodes, ``[h * chains, H, K, .]``: the maps of their last pieces."""
         table, last = self._table, self._table.last
         if table.last_pieces is not None:
             tokens, pieces = table.last_pieces
@@ -204,7 +204,7 @@ class StatesOfPieces:
         return _scatter_to_pieces(kept[0], self._table.first, self._count)
 
     def leaving(self, backward: RuleBackward, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """States that entered pieces, and gradients (by ``backward``) of states that leave."""
+        """States that entered pieces, and dS (by ``backward``) of states that leave pieces."""
         table, (entering, through) = self._table, kept
         d_local = _select_pieces(backward.d_initial(), table.first, table.enters)
         maps = StateMap(entering, through).transposed(d_local)

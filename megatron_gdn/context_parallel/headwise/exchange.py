@@ -31,8 +31,8 @@ WAVE_BYTES = 96 << 20
 # 30 microseconds; a second pass then orders the rows. On 4 H200, one message per fragment takes
 # 0.85 times as long with fragments of 30 to 100 MB, and 3.5 times with fragments of 3 MB.
 MESSAGE_BYTES = 28 << 20
-# While messages travel, a separate kernel copies the rows that stay on their rank. If these have up
-# to OWN_BYTES, the packing kernel copies them instead, because a launch would take longer.
+# While messages travel, a separate kernel copies the rows that stay on their rank. If these rows
+# have at most OWN_BYTES, the packing kernel copies them, because a launch would take longer.
 OWN_BYTES = 16 << 20
 
 
@@ -45,7 +45,7 @@ class Exchange:
     shares: HeadShares
     waves: tuple[Wave, ...]  # the waves in which tokens travel
     direct_fragment: float  # tokens; fragments of this size or more are sent singly
-    at_once: bool  # whether the packing kernel also copies kept rows (one wave)
+    at_once: bool  # whether one wave's packing kernel also copies the rows that stay
 
     @classmethod
     def of(
@@ -98,7 +98,7 @@ def _exchange_messages(exchange: Exchange, messages: Tensor) -> tuple[list[dist.
 def _send_fragments(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
 ) -> list[dist.Work]:
-    """Send ``messages``, receive ``full``, by fragment; the reverse if not ``to_heads``."""
+    """Send ``messages`` and receive ``full`` by fragment; if not ``to_heads``, send ``full``."""
     # Two ranks must list the messages between them in the same order.
     group, rank = exchange.group, exchange.rank
     start_own, start_peers = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)

@@ -1,4 +1,4 @@
-"""The head exchange under Megatron's names: functions, and an adapter for Mamba2 mixers.
+"""Head-exchange functions with Megatron's names, and an adapter for Mamba2 mixers.
 
 Legend: S tokens of the whole sequence, s = S / cp tokens on one rank, B batch, D the exchanged
 width, d = D / cp; P width of a Mamba2 row z | x | B | C | dt, p width of one rank's heads in that
@@ -47,7 +47,7 @@ def _even_shares(
 
 
 def _layout_of(is_balanced: bool) -> SequenceLayout:
-    """Zigzag if ``is_balanced``, the order that balances causal attention, else contiguous."""
+    """Zigzag if ``is_balanced`` (zigzag balances causal attention), else contiguous."""
     return SequenceLayout.ZIGZAG if is_balanced else SequenceLayout.CONTIGUOUS
 
 
@@ -65,11 +65,10 @@ def tensor_a2a_cp2hp(
 
     Args:
         tensor: ``[s, B, D]``.
-        seq_dim: 0.
-        head_dim: -1 or 2.
+        seq_dim, head_dim: must be 0, and -1 or 2.
         cp_group: the ranks that share the sequence.
-        split_sections: widths of the sections of D (query heads, key heads, ...); the ranks
-            share each section. None treats D as one section.
+        split_sections: widths of the sections of D (query heads, key heads, ...), each of which is
+            split over the ranks. None: D is one section.
         undo_attention_load_balancing: if True, ranks hold a zigzag of one sequence, and the result
             is in sequence order; if False, the result has rank 0's tokens first, then rank 1's, ...
 
@@ -102,7 +101,7 @@ def tensor_a2a_hp2cp(
 ) -> Tensor:
     """All-to-all from a share of the columns to a share of the tokens: ``[S, B, d] -> [s, B, D]``.
 
-    The inverse of :func:`tensor_a2a_cp2hp`, whose sections are cp times as wide.
+    This is the inverse of :func:`tensor_a2a_cp2hp`, whose sections are cp times as wide.
 
     Args:
         tensor: ``[S, B, d]``.
@@ -159,7 +158,7 @@ def get_parameter_local_cp(
         param: the whole parameter.
         dim: the dimension of the heads.
         cp_group: the context-parallel group.
-        split_sections: widths of the sections of ``dim``; the ranks share each section.
+        split_sections: widths of the sections of ``dim``, each of which is split over the ranks.
 
     Returns:
         A view of ``param`` if there is one section, else a new tensor.
@@ -200,11 +199,11 @@ class MambaContextParallel:
 
     The class owns no parameters: every ``get_*`` call reads the current parameters of ``mixer``,
     also those that sharded data parallelism has replaced. Gradients reach the whole parameters;
-    their sum over the group equals that of one rank. All documents are in the zigzag layout.
+    their sum over the group is that of a run on one rank. All documents are in zigzag layout.
 
     Args:
         num_heads, head_dim: number and width of the mixer's heads, before ranks share the heads.
-        n_groups: groups of B and C. With fewer groups than ranks, several ranks hold each group.
+        n_groups: groups of B and C. If ranks outnumber groups, several ranks hold the same group.
         d_state: width of a group of B, and of C.
         mixer: has ``dt_bias``, ``A_log``, ``D``, and ``conv1d`` or ``conv1d_weight`` and
             ``conv1d_bias``.
@@ -243,9 +242,9 @@ class MambaContextParallel:
     def pre_conv_ssm(
         self, projected_states: Tensor, cu_seqlens: Tensor | Documents | None = None
     ) -> Tensor:
-        """Exchange ``[B, s, P]`` or ``[T / cp, P]`` for this rank's columns of all tokens.
+        """Exchange ``projected_states`` ``[B, s, P]`` or ``[T / cp, P]`` for columns of all tokens.
 
-        ``cu_seqlens`` ``[N + 1]`` are global offsets of N documents, before the split; the host
+        ``cu_seqlens`` ``[N + 1]`` are offsets of N documents in the tokens of all ranks; the host
         reads a tensor of offsets once, at its first use. The result, ``[B, S, p]`` or ``[T, p]``,
         is in sequence order.
 
@@ -272,11 +271,11 @@ class MambaContextParallel:
         return None if bias is None else self._share(bias, _CONVOLVED)
 
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
-        """This rank's part of ``dt_bias``, ``[heads]``; ``whole``: the parameter, if gathered."""
+        """This rank's part of ``dt_bias`` [heads]; ``whole``: dt_bias if the caller gathered it."""
         return self._share(self.mixer.dt_bias if whole is None else whole)
 
     def get_A_log(self, whole: Tensor | None = None) -> Tensor:
-        """This rank's part of ``A_log``, ``[heads]``; ``whole``: the parameter, if gathered."""
+        """This rank's part of ``A_log`` [heads]; ``whole``: A_log if the caller gathered it."""
         return self._share(self.mixer.A_log if whole is None else whole)
 
     def get_D(self, whole: Tensor | None = None) -> Tensor:
@@ -319,7 +318,7 @@ class MambaContextParallel:
 
 
 def _documents_of(cu_seqlens: Any, tokens: int, device: torch.device) -> Documents:
-    """The documents with offsets ``cu_seqlens``, cached on the tensor until its values change."""
+    """The documents with offsets ``cu_seqlens``, cached on this tensor until its values change."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
     key, kept = (cu_seqlens._version, device), getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))

@@ -41,14 +41,14 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
 
 
 def _rows_of_tile(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
-    """The number of rows of a tile, so that its widest block of ``cut`` has about _TILE_BYTES."""
+    """The rows of a tile, whose widest block of ``cut`` has about _TILE_BYTES or fewer."""
     tile = _TILE_BYTES if rows >= 4096 else _TILE_BYTES // 4
     widest = max(strip.block for strip in cut) * element_size
     return max(1, min(128, tile // widest))
 
 
 def _strides(whole: Tensor) -> tuple[int, int, int]:
-    """Strides of ``whole``'s tokens and batch rows, in units of n elements, and n."""
+    """Strides of ``whole``'s tokens and batch rows in units of n elements, then n itself."""
     assert whole.stride(2) == 1 or whole.shape[2] == 1
     s, b = (whole.stride(d) if whole.shape[d] > 1 else 0 for d in (0, 1))
     align = alignment(s, b)
@@ -71,7 +71,7 @@ def _launch_copy(
     """Copy ``whole``'s columns to ``message_count`` messages ``rank_rows``; back if not ``pack``.
 
     Messages belong to ranks ``first_rank``, ``first_rank + 1``, ... without ``skipped_rank``.
-    ``kept_rows`` (full rows, places): the rows of ``skipped_rank`` are copied to these full rows.
+    ``kept_rows`` (full rows, places): the columns of ``skipped_rank`` are copied to these rows.
     """
     tokens, batch, _ = whole.shape
     if not tokens * batch or not message_count or not cut:
@@ -134,7 +134,7 @@ def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
 def copy_kept_rows(
     whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
 ) -> None:
-    """Copy ``rank``'s columns to ``full[place]``; if not ``to_full``, its unshared ones back."""
+    """Copy ``rank``'s columns to ``full[place]``, or back only those that no other rank holds."""
     _launch_copy(
         whole, full, place, strips(shares, _COLUMNS) if to_full else _unshared_strips(shares),
         message_count=1, first_rank=rank, pack=to_full, beside_transfer=True,
@@ -239,7 +239,7 @@ def copy_columns_kernel(
     Each rank has one message. PACK copies from whole rows to messages (``message_ptr``, RANK_WIDTH
     columns), else back. With PLACED there is one message, whose row ``place[t]`` holds token t.
     KEPT also copies rank ``skipped_rank``: row ``place[t]`` of ``full`` holds its token t. Any
-    number of programs share the ``tiles`` of all ranks, with ROWS rows each.
+    number of programs share the ``tiles`` of all ranks; a tile has ROWS rows.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
@@ -303,8 +303,8 @@ def sum_copies_kernel(
 ):  # fmt: skip
     """Sum every strip over the COPIES ranks that hold it, in rank order and dtype WIDE.
 
-    A peer's rows lie in the peer's message. Token t of this rank (``own_rank``) is row ``place[t]``
-    of ``full``. Any number of programs share ``tiles``, the tiles of all ranks / COPIES blocks.
+    A peer's rows are in the peer's message. Token t of this rank (``own_rank``) is row ``place[t]``
+    of ``full``. Every COPIES ranks hold one block; programs share the ``tiles`` of all blocks.
     """
     rows = tokens * batch
     tiles_per_block = tl.cdiv(rows, ROWS)

@@ -20,7 +20,7 @@ from .shares import ColumnBlock, HeadShares
 
 
 class Headwise(Scheme):
-    """Head-exchanging context parallelism: a rank runs its share of the heads on all tokens.
+    """Context parallelism by head exchange: a rank runs its share of the heads on all tokens.
 
     Every rank gets the same number of state heads, and the key heads that its state heads use. If
     there are more ranks than key heads, neighbouring ranks hold the same key head, whose gradients
@@ -56,7 +56,7 @@ class Headwise(Scheme):
         )
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
-        """This rank's rows of ``param``; ``names``: sections of its rows, None: a row per head.
+        """This rank's rows of ``param``; ``names``: the sections of its rows. None: a row per head.
 
         The backward gives gradients to these rows alone. Megatron's data-parallel reduction
         adds up the gradients of the group's ranks to the gradient of a run on one rank.

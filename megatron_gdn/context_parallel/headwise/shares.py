@@ -17,7 +17,7 @@ from ..layouts import SequenceLayout, positions_of
 
 
 class ColumnBlock(NamedTuple):
-    """Columns of one section on one rank; ``copies`` ranks hold the same columns."""
+    """The columns of one section that a rank holds; ``copies`` ranks hold the same columns."""
 
     whole: int  # the first column in the whole row
     own: int  # the first column in the rank's row
@@ -81,7 +81,7 @@ def _blocks(shares: HeadShares, rank: int) -> tuple[ColumnBlock, ...]:
 class Strip(NamedTuple):
     """``repeats`` adjacent blocks of columns; each has ``block`` columns, a power of two.
 
-    It begins at column ``whole + (rank // copies) * step`` of a whole row, ``own`` of a rank's row.
+    The first column is ``whole + (rank // copies) * step`` in a whole row, ``own`` in a rank's row.
     """
 
     whole: int
@@ -127,8 +127,8 @@ class Wave:
     tokens: slice
     own_place: Tensor  # int32 [size], sequence positions of this rank's tokens
     peer_place: Tensor  # int32 [(R - 1) * size], sequence positions of all peers' tokens
-    # int64 [R, size] on the CPU, sequence positions of every rank's tokens. None if only the device
-    # knows positions; the wave then travels in one message per peer.
+    # int64 [R, size] on the CPU, sequence positions of every rank's tokens. If only the device
+    # knows positions, this is None and the wave travels in one message per peer.
     positions: Tensor | None
 
     @cached_property
@@ -137,7 +137,7 @@ class Wave:
 
     @cached_property
     def mean_fragment(self) -> float:
-        """Mean tokens per fragment, on the rank with most fragments; equal on all ranks."""
+        """Mean tokens per fragment of the rank with most fragments; all ranks get this number."""
         if self.positions is None:
             return 0.0
         breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
@@ -166,14 +166,14 @@ def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
 def waves_of(
     cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
-    """The waves, of about equal size, in which rank ``cp_rank`` exchanges tokens of ``cut``."""
+    """``waves`` waves of about equal size in which rank ``cp_rank`` exchanges ``cut``'s tokens."""
     tokens = cut.total_tokens // cp_size
     bounds = [tokens * wave // waves for wave in range(waves + 1)]
     slices = [slice(a, b) for a, b in pairwise(bounds) if a < b]  # no wave is empty
     table_Rs = positions_of(cut, cp_size, layout)
 
     def places_of_waves(boundaries: Documents) -> tuple[Tensor, ...]:
-        """This rank's and its peers' positions in each wave."""
+        """For each wave, the positions in ``boundaries`` of this rank's and its peers' tokens."""
         table_Rs = positions_of(boundaries, cp_size, layout)
         return tuple(chain(*(_split_places(table_Rs, cp_rank, tokens) for tokens in slices)))
 
@@ -185,7 +185,7 @@ def waves_of(
 
 
 def _split_places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:
-    """Of the slice ``tokens`` of ``positions_Rs``: rank ``cp_rank``'s positions, and its peers'."""
+    """Rank ``cp_rank``'s and its peers' positions in the slice ``tokens`` of ``positions_Rs``."""
     place_Rs = positions_Rs[:, tokens].to(torch.int32)
     peers = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
     return place_Rs[cp_rank].contiguous(), peers.flatten()

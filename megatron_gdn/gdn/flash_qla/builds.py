@@ -81,7 +81,7 @@ def expected_heads() -> Heads:
 
 
 def compile_once_per_machine(kernels: list[Any]) -> None:
-    """Make each of ``kernels``, tilelang's objects, compile once per machine."""
+    """Make ``kernels`` (tilelang's kernel objects) compile only once per machine."""
     for kernel in kernels:
         # The warm-up command calls tilelang's own ``compile`` as ``__wrapped__``.
         compile_once = partial(_compile_once, kernel, kernel.compile)
@@ -105,7 +105,7 @@ def _compile_once(kernel: Any, compile_here: Callable, *args: Any, **kwargs: Any
                 compiled = compile_here(*args, **kwargs)
                 remember(entry, compiled)
                 return compiled
-    return compile_here(*args, **kwargs)  # tilelang loads it from disk
+    return compile_here(*args, **kwargs)  # here tilelang loads the kernel from disk
 
 
 def _may_start() -> bool:
@@ -115,7 +115,7 @@ def _may_start() -> bool:
 
 
 def _start_command(lock: int) -> subprocess.Popen:
-    """Start the warm-up command, which inherits open file ``lock`` and ends with this process."""
+    """Start the warm-up command, which gets the open file ``lock`` and ends with this process."""
     logger.warning(
         "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d cores, into %s. "
         "`python -m megatron_gdn.warm_up %s` does this before a run.",
@@ -144,7 +144,7 @@ def _capability() -> tuple[int, int]:
 
 
 def multiprocessors() -> int:
-    """The GPU's number of multiprocessors; FlashQLA chooses kernels and cuts of sequences by it."""
+    """The GPU's number of multiprocessors; FlashQLA uses it to choose kernels and cuts."""
     return torch.cuda.get_device_properties().multi_processor_count
 
 

@@ -49,7 +49,7 @@ class HopperStages:
     def _sequences_and_chunks(
         self, like: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[int, Tensor, Tensor, int]:
-        """Of ``like``'s sequences: number, offsets, first chunks; and the chunks of a row."""
+        """Of ``like``'s sequences: number, offsets, first chunks; and the chunk count of a row."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
             unread = self._unread((rows + 1,), torch.int32, like.device)
@@ -73,7 +73,7 @@ class HopperStages:
     ) -> Tensor:
         """Sums of ``g`` within chunks, fp32 ``[B, S, H]``; ``reverse``: from each chunk's end.
 
-        Sequences must cover S; ``zero_last_chunk`` also writes zeros after the last sequence.
+        Sequences must cover all S tokens; ``zero_last_chunk`` writes zeros after the last sequence.
         """
         (B, S, H), out = g.shape, torch.empty_like(g)
         lengths = "int32" if cu_seqlens is None else cu_seqlens.dtype
@@ -111,10 +111,12 @@ class HopperStages:
         ht_mask_bwd: Tensor,
         threshold: float,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """How many last chunks a map needs, first chunks S_in reaches; whether S, dS pass.
+        """How many chunks of each part matter for states, and which parts states pass.
 
-        Returns four tensors ``[P, H]``. A state reaches chunks until the log-decay sums to
-        ``threshold``. In parts of ``ht_mask_fwd`` S need not pass, in those of ``ht_mask_bwd`` dS.
+        Returns four tensors ``[P, H]``: numbers of last chunks that a part's map needs and of first
+        chunks that S_in reaches; whether S and whether dS passes the part. A state reaches chunks
+        until the log-decay sums to ``threshold``. S need not pass parts of ``ht_mask_fwd``, nor dS
+        those of ``ht_mask_bwd``.
         """
         P, H = ht_mask_fwd.shape[0], g.shape[2]
         run = self._kernel(
@@ -126,8 +128,8 @@ class HopperStages:
             cu_seqlens.new_empty(P, H), cu_seqlens.new_empty(P, H),
             ht_mask_fwd.new_empty(P, H), ht_mask_fwd.new_empty(P, H),
         )  # fmt: skip
-        # The second ``cu_seqlens`` stands for a table of parts, which the kernel reads only at
-        # boundaries between ranks. This batch has no such boundaries.
+        # The second ``cu_seqlens`` is passed in place of a table of parts, which the kernel reads
+        # only at boundaries between ranks. This batch has no such boundaries.
         run(g, ht_mask_fwd, ht_mask_bwd, cu_seqlens, cu_seqlens, *results)
         return results
 
@@ -147,7 +149,7 @@ class HopperStages:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """States at chunks (``output_h``), final states and ``through`` (in ``final_dtype``).
 
-        With ``num_warmup_chunks`` only these last chunks of a part run: final states are ``local``.
+        With ``num_warmup_chunks`` only so many last chunks of a part run; this gives ``local``.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         warm = num_warmup_chunks is not None
@@ -183,7 +185,7 @@ class HopperStages:
         self, backward: bool, states: Tensor | None, local: Tensor, through: Tensor, passes: Tensor,
         first: Tensor,
     ) -> Tensor:  # fmt: skip
-        """States that enter parts, or if ``backward`` dS of leaving states: [P, H, K, V].
+        """States that enter parts or, if ``backward``, dS of states that leave parts: [P, H, K, V].
 
         ``states`` are states that enter sequences, or gradients of states that leave sequences.
         """
@@ -216,7 +218,7 @@ class HopperStages:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The output, the states at chunks and the final states; states not asked for are None.
 
-        ``cu_seqlens`` bounds parts, ``raw_cu_seqlens`` sequences; ``cp_seq_map``: part to sequence.
+        ``cu_seqlens`` bounds parts, ``raw_cu_seqlens`` sequences; ``cp_seq_map``: parts' sequences.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
@@ -257,7 +259,7 @@ class HopperStages:
         num_warmup_chunks: Tensor,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """None (no ``output_dh``) and gradients of entering states, if leaving states have none."""
+        """None, and dS of the states that enter parts, computed as if leaving states had dS = 0."""
         assert not output_dh
         (G, K), (H, V) = k.shape[2:], do.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
@@ -289,7 +291,7 @@ class HopperStages:
         """Gradients of the inputs and of the first states.
 
         ``dht`` are gradients of the final states. With ``overwrite_dht`` the first states'
-        gradients are written into ``dht``: every program reads its values of ``dht`` first.
+        gradients overwrite ``dht``; each program reads its values of ``dht`` before it writes.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)

@@ -42,7 +42,7 @@ UNFENCED = {
 
 @cache
 def stages() -> Any:
-    """FlashQLA's stages: :class:`HopperStages` on Hopper, elsewhere FlashQLA's own module."""
+    """FlashQLA's stages: :class:`HopperStages` on Hopper, on other GPUs FlashQLA's own module."""
     chunk = own_stages()
     return HopperStages(chunk, _modules_of_stages(chunk)) if _for_hopper(chunk) else chunk
 
@@ -59,7 +59,7 @@ def _modules_of_stages(chunk: ModuleType) -> dict[str, ModuleType]:
 
 @cache
 def own_stages() -> ModuleType:
-    """FlashQLA's own module, which holds the stages for this GPU's architecture."""
+    """FlashQLA's own module, which has the stages for this GPU's architecture."""
     from flash_qla.ops.gated_delta_rule import chunk  # pyright: ignore[reportMissingImports]
 
     try:
@@ -135,7 +135,7 @@ def plan_of_whole(documents: Documents) -> SequenceParts:
 def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceParts:
     """Attach chunk tables to the offsets in ``parts``, so that FlashQLA reads none from the GPU."""
     if not documents.known and documents.total_tokens < CHUNK:
-        # A thread block without tokens reads the buffer's last 64 tokens, so there must be 64.
+        # A thread block without tokens reads the buffer's last 64 tokens, so the buffer needs 64.
         raise NotImplementedError(
             f"flash_qla takes documents in fixed buffers of at least {CHUNK} tokens per rank, not "
             f"{documents.total_tokens}; use backend='fla' or larger buffers."

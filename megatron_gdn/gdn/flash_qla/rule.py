@@ -1,8 +1,8 @@
 """FlashQLA as a rule that calls FlashQLA's stages one by one.
 
 FlashQLA's own entry function waits for sequence lengths from the GPU. It also sums dq and dk over
-value heads in an extra pass. In this module the plan uses offsets on the host, and the backward of
-the front sums dq and dk over heads.
+value heads in an extra pass. This module cuts sequences by offsets on the host, and the backward of
+the front sums dq and dk over value heads.
 """
 
 from __future__ import annotations
@@ -154,12 +154,12 @@ class FlashQlaRule(Rule):
     bf16 rounding).
 
     Args:
-        bits: By default FlashQLA's cost model cuts by all lengths of the batch, which is faster for
-            a batch of long and short sequences. ``DETERMINISTIC`` cuts a sequence by its own length
-            and the number of heads alone. (How many value columns a block computes depends on the
-            size of the batch, but no column's sums depend on that number.) ``ON_GRID`` cuts no
-            sequence: a thread block computes one chunk after another with the state in fp32, and
-            can start at any chunk. The backward cuts as for ``DETERMINISTIC``.
+        bits: By default FlashQLA's cost model cuts sequences by all lengths of the batch, which is
+            faster for a batch of long and short sequences. ``DETERMINISTIC`` cuts a sequence by its
+            own length and the number of heads alone. (How many value columns a block computes
+            depends on the size of the batch, but no column's sums depend on that number.)
+            ``ON_GRID`` cuts no sequence: a thread block computes one chunk after another with the
+            state in fp32, and can start at any chunk. The backward cuts as for ``DETERMINISTIC``.
     """
 
     name = "flash_qla"

@@ -32,9 +32,9 @@ class Kept(NamedTuple):
     entering: Tensor | None = None  # [P, H, K, V], the states that enter parts
     through: Tensor | None = None  # [P, H, K, K]
     # The next field is None if the forward needed no state maps.
-    chunks_back: Tensor | None = None  # [P, H] int32, how many first chunks depend on S_in
+    chunks_back: Tensor | None = None  # [P, H] int32, count of first chunks that depend on S_in
     # The next field is None if the sequences had initial states.
-    passes_back: Tensor | None = None  # bool [P, H], if dS_in depends on dS_out
+    passes_back: Tensor | None = None  # bool [P, H], whether dS_in depends on dS_out
 
     def leaving(
         self, d_entering: Tensor, parts: SequenceParts, d_final: Tensor | None
@@ -94,8 +94,8 @@ def part_maps(
     options = {}
     if not from_zero:
         passes = passes_back = None
-        # The kernel counts chunks back from a part's end. If a part ends inside a chunk, these are
-        # other chunks than the sequence's, so the kernel runs all chunks of the part.
+        # The kernel counts chunks back from a part's end. If a part ends inside a chunk, its chunks
+        # are not those of its sequence, so the kernel runs all chunks of the part.
         if parts.ragged is not None:
             chunks = torch.where(parts.ragged, parts.chunks, chunks)
         # FlashQLA's own function rounds the maps to k's dtype; HopperStages can return fp32.
@@ -148,7 +148,7 @@ def run_forward(
 def initial_or_zero(
     initial: Tensor | None, inputs: RuleInputs, parts: SequenceParts | None
 ) -> Tensor:
-    """``initial`` states, or zeros: with states, training and generation run the same kernel."""
+    """``initial``, or zero states, so that training and generation run the same kernel."""
     if initial is not None:
         return initial.contiguous()
     assert parts is not None

@@ -1,6 +1,6 @@
-"""Run transformers models in place, with context parallelism and with documents kept apart.
+"""Runs transformers models in place, with context parallelism and with separate documents.
 
-transformers is imported where a function needs it; Megatron is never imported.
+A function that needs transformers imports it when called; Megatron is never imported.
 """
 
 from .. import __getattr__ as __getattr__  # `megatron_gdn.hf` lists the names

@@ -53,9 +53,9 @@ class ModelBatch:
     """The documents and the padding in the batch of one forward.
 
     ``share.documents`` are the documents of all ranks' tokens, row after row; None: each row is one
-    sequence. A run of padding is a document too, so its state reaches no other document. ``ids``,
-    int64 ``[B, S]`` on the host: the document number of every token of all ranks; 0 is padding.
-    ``keep``, bool ``[B, s]``, is False at padding, where the output is exactly zero.
+    sequence. Padding counts as a document, so its state reaches no other document. ``ids``, int64
+    ``[B, S]`` on the host: the document number of every token of all ranks; 0 is padding. ``keep``,
+    bool ``[B, s]``, is False at padding, where the output is exactly zero.
     """
 
     share: MicroBatchShare
@@ -69,7 +69,7 @@ class ModelBatch:
 
     @property
     def kind(self) -> str:
-        """What transformers' own forward lacks for this batch, in words for error messages."""
+        """The feature of this batch that transformers' own forward lacks, for error messages."""
         return "packed documents" if self.share.group is None else "context parallelism"
 
     @property
@@ -192,7 +192,7 @@ def _gather(tensor: Tensor, share: MicroBatchShare) -> Tensor:
 
 
 def _with_layout(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchShare:
-    """Set ``share``'s layout (by ``seq_index`` if given) and the lengths that the layout cuts."""
+    """``share`` with its layout (found from ``seq_index`` if given) and the lengths to be cut."""
     whole, total, index = share.lengths, sum(share.lengths), sources.seq_index
     tokens = total // share.size
     cut = {SequenceLayout.ZIGZAG_BUFFER: whole, SequenceLayout.CONTIGUOUS: whole}

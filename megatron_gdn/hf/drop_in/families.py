@@ -83,7 +83,7 @@ class Family(NamedTuple):
     projections: tuple[str, ...] = ()
     norm: str = "norm"
     out: str = "out_proj"
-    gate: str = ""  # submodule with A_log and dt_bias; empty: the linear attention
+    gate: str = ""  # submodule with A_log and dt_bias; empty: the module itself
     mixer: Callable[[Any, Any, Any], Mixer] = _gdn_mixer  # called with module, config, options
 
 
@@ -203,8 +203,8 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
     Without this call CPU tensors fail with ``0 active drivers ([])`` if flash-linear-attention is
     installed. :func:`.patching.patch` makes this call too. Functions of transformers' modeling
     files are replaced in this process; tensors on other devices run the same function as before.
-    Functions that the package ``kernels`` has replaced by modules do not change; with
-    ``USE_HUB_KERNELS=NO`` it replaces none.
+    Functions that the package ``kernels`` has replaced by modules stay replaced; set
+    ``USE_HUB_KERNELS=NO`` to prevent this.
     """
     for cls in filter(None, map(transformers_class, model.modules())):
         source = sys.modules[cls.__module__]

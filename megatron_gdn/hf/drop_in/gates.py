@@ -72,7 +72,7 @@ class HoldsGates:
     _modules: dict[str, Any]
 
     def __getattr__(self, name: str) -> Any:
-        """Take gate parameters from the holder, unless the instance's ``__dict__`` has them."""
+        """Look gate parameters up in the holder, unless the instance's ``__dict__`` has them."""
         holder = self.__dict__.get("_modules", {}).get(HOLDER_NAME)
         if holder is not None and name in FP32_GDN_PARAM_NAMES:
             return getattr(holder, name)
@@ -98,10 +98,10 @@ def gate_owner(module: Any) -> Any:
 
 
 def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SSMGate:
-    """Move the bare ``A_log`` and ``dt_bias`` of ``module`` into a holder; return the holder.
+    """Move ``A_log`` and ``dt_bias`` of ``module`` into a new holder; return the holder.
 
     The parameters stay the same objects. 16-bit parameters become ``fp32_dtype``; fp64 parameters
-    stay fp64. Missing parameters raise a KeyError, another ``fp32_dtype`` a ValueError.
+    stay fp64. Missing parameters raise a KeyError, a dtype but fp32 and fp64 a ValueError.
     """
     holder = SSMGate(len(module._parameters["A_log"]), fp32_dtype)
     for name in FP32_GDN_PARAM_NAMES:

@@ -24,7 +24,7 @@ from .batch import ModelBatch, group_of, resolve_batch
 from .gates import HoldsGates, gate_owner, install_ssm_gate, release_gates
 from .sources import Sources
 
-# Keywords that are not passed to transformers' own forward; the batch holds their content.
+# Keywords that transformers' own forward does not get; :class:`ModelBatch` has their content.
 _NOT_PASSED_ON = (
     *("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "seq_idx"),
     *("position_ids", "cache_position", "qkv_format"),
@@ -33,7 +33,7 @@ _NOT_PASSED_ON = (
 
 @dataclass(kw_only=True, eq=False)
 class DropInOptions:
-    """The options of :func:`.patching.patch`; all layers of a patched model share one object."""
+    """The options of :func:`.patching.patch`, in one object for all layers of a patched model."""
 
     cp_mesh: Any = None
     cp_layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER
@@ -53,13 +53,13 @@ class DropInOptions:
             )
 
     def __deepcopy__(self, memo: dict) -> DropInOptions:
-        """Copy the options with the same mesh, since process groups cannot be copied."""
+        """Copy the options; the copy has the same mesh, since process groups cannot be copied."""
         return replace(self)
 
 
 @dataclass(eq=False)
 class _DropInState:
-    """What a replaced module needs to run this package's mixer."""
+    """The objects with which a replaced module runs this package's mixer."""
 
     options: DropInOptions
     mixer: families.Mixer
@@ -68,7 +68,8 @@ class _DropInState:
     stored: dict[str, torch.dtype]  # dtypes of A_log and dt_bias before they became fp32
 
     def micro_batch(self, batch: ModelBatch, proj_TBP: Tensor) -> MicroBatch:
-        if batch.share.group is not self.micro_batches.group:  # cp_mesh was set in another layer
+        """The :class:`MicroBatch` of ``batch``; ``proj_TBP``: the projections of its tokens."""
+        if batch.share.group is not self.micro_batches.group:  # another layer has set cp_mesh
             self.micro_batches.use_group(batch.share.group)
         self.loader_layout.option = batch.share.layout
         return self.micro_batches.of(None, proj_TBP, documents=batch.share.documents)
@@ -102,6 +103,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         return super().__new__(cls)
 
     def __init__(self, config: Any, layer_idx: int, **options: Any) -> None:
+        """``layer_idx``: the layer's index in the model; ``options``: as in the class."""
         super().__init__(config, layer_idx)
         become_drop_in(self, config, DropInOptions(**options))
 
@@ -133,12 +135,12 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         Args:
             hidden_states: ``[B, S, H]``, this rank's tokens.
             cache_params: transformers' cache; with a cache, transformers' own forward runs. Later
-                arguments are keyword-only, since their order differs in transformers' versions.
+                arguments are keyword-only, since their order depends on transformers' version.
             attention_mask: ``[B, S]``, 0 at padding, or document ids 1, 2, ... if packed.
-            gdn_batch: the batch's boundaries, which a patched model finds once for all layers.
+            gdn_batch: the batch's boundaries; a patched model finds them once for all layers.
             kwargs: ``position_ids``, ``cu_seqlens`` (or ``cu_seq_lens_q``), ``_packed_seq_ids``:
-                other sources of documents (:mod:`.sources`). ``indices``: int ``[T]``, which of
-                the ``B * S`` tokens ``cu_seqlens`` counts; other tokens are padding. ``seq_index``:
+                other sources of documents (:mod:`.sources`). ``indices``: int ``[T]``, the
+                tokens of ``B * S`` that ``cu_seqlens`` counts; others are padding. ``seq_index``:
                 with context parallelism, the sequence positions of this rank's tokens.
                 ``cache_position`` and ``qkv_format`` are not read. Other keywords go to
                 transformers' kernels.
@@ -167,7 +169,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         return batch.leave(out_proj(mixed.transpose(0, 1)), hidden_states)
 
     def _run_original(self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any) -> Tensor:
-        """Run transformers' own forward with the gates of the holder."""
+        """Run transformers' own forward with the holder module's ``A_log`` and ``dt_bias``."""
         owner = gate_owner(self)
         A_log, dt_bias = owner._gates()
         owner.__dict__.update(A_log=A_log, dt_bias=dt_bias)
@@ -178,7 +180,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
     @torch.compiler.disable  # the host computes tables, which torch.compile cannot trace
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
-        """Run conv, delta rule and gated norm on the outputs ``proj_TBP`` of the projections."""
+        """Run conv, rule and norm on the projections ``proj_TBP`` of the batch ``model_batch``."""
         batch = self.drop_in.micro_batch(model_batch, proj_TBP)
         scheme, conv = batch.scheme, self.conv1d
         rows, layout = batch.passage.open(proj_TBP), batch.scheme.layout
@@ -193,7 +195,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
 
 def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
-    """A fused norm if ``norm`` is transformers' unchanged norm, else a readout calling ``norm``."""
+    """A fused norm if ``norm`` is transformers' norm, unchanged; else a readout that calls it."""
     cls, activation = type(norm), getattr(norm, "activation", None)
     plain = (
         cls.__name__.endswith("RMSNormGated")
@@ -206,6 +208,7 @@ def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
         return GatedNorm(norm.weight, norm.variance_epsilon, activation=activation)
 
     def call_norm(o: Tensor, z: Tensor) -> Tensor:
+        """Call ``norm`` on outputs ``o`` and gates ``z`` with one row per head."""
         return norm(o.reshape(-1, o.shape[-1]), z.reshape(-1, z.shape[-1])).view(o.shape)
 
     return readout_by_module(layout.gate_columns, layout.state_heads, call_norm)

@@ -54,8 +54,8 @@ def patch(
         cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
             (DualChunkSwap of the whole row), ``"contiguous"``, or ``"zigzag"`` (of every document).
         linear_cp_mode: ``"headwise"`` (ranks send rows), ``"chunkwise"`` (states) or ``"auto"``.
-        backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; Kimi
-            Delta Attentions take `backend` only.
+        backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; a Kimi
+            Delta Attention takes only `backend`.
         unpacked: what runs a batch that is not packed, on one rank: ``"transformers"`` for
             transformers' own forward with the same bits, ``"fused"`` for this package's mixer.
         attention: ``"gathered"`` lets the model's softmax attention run under context
@@ -63,7 +63,7 @@ def patch(
             caller runs attention (torch's ``context_parallel``, ring attention), without packing.
 
     Returns:
-        a handle. A ``with`` block calls its ``undo()``; its ``repr`` lists the replaced modules.
+        a handle. The end of a ``with`` block calls ``undo()``; ``repr`` lists the replaced modules.
 
     Raises:
         ValueError: the model has no modules to patch, is patched already, or refuses an option.
@@ -170,7 +170,7 @@ class Patch(AbstractContextManager):
             )
 
     def _wrap_forward(self, text: Any, gathers: bool) -> None:
-        """Resolve the batch before the text model's forward; ``gathers``: attention is gathered."""
+        """Find documents before the text model's forward; ``gathers``: attention gathers keys."""
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         before_patch = text.config._attn_implementation
 
@@ -207,28 +207,28 @@ def _restore_forward(text: Any) -> None:
 
 
 def _drop_resolved_batch(layer: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Pre-hook: drop the resolved batch, which transformers' own attention does not take."""
+    """Pre-hook: drop ``gdn_batch``, an argument that transformers' own attention does not have."""
     if layer.self_attn.config._attn_implementation != GATHERED:
         kwargs.pop("gdn_batch", None)
     return args, kwargs
 
 
 def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Add the resolved batch and masks to the keywords of the text model's forward."""
+    """Add ``gdn_batch`` (documents, padding) and masks to the text model's ``kwargs``."""
     kwargs.pop("gdn_batch", None)
     mask = kwargs.get("attention_mask")
     of_linear = mask.get("linear_attention") if isinstance(mask, dict) else mask
     sources = Sources.from_keywords(of_linear, kwargs)
     x, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
     x = kwargs.get("inputs_embeds") if x is None else x
-    if x is None:  # the model's forward will raise: the input is missing
+    if x is None:  # no input, so the model's forward will raise an error
         return kwargs
     batch = cast(Any, resolve_batch)(options, sources, x, cache, bool(kwargs.get("use_cache")))
     if batch is None:
         return kwargs
     kwargs["gdn_batch"] = batch
     if _has_four_dimensions(mask):
-        mask = kwargs["attention_mask"] = None  # the batch holds the mask's content
+        mask = kwargs["attention_mask"] = None  # ``batch`` has what the mask says
     if batch.is_plain:
         return kwargs
     kwargs["use_cache"] = False

@@ -1,4 +1,4 @@
-"""Document boundaries, in any form that a trainer gives, as one table of document ids.
+"""Reads document boundaries in any form that a trainer passes; makes one table of document ids.
 
 | source                                        | who gives it                                    |
 |-----------------------------------------------|-------------------------------------------------|
@@ -25,7 +25,7 @@ from torch import Tensor
 from ...ops.documents import Documents
 
 _BLOCKS = "attention_mask (4-D)"
-_EXCLUDED = -1e4  # this number or a lower one, added to a score, makes an attention weight 0
+_EXCLUDED = -1e4  # a score plus this number, or plus a lower one, gives the attention weight 0
 
 
 class Sources(NamedTuple):
@@ -33,7 +33,7 @@ class Sources(NamedTuple):
 
     attention_mask: Tensor | None = None
     packed_seq_ids: Tensor | None = None
-    cu_seqlens: Tensor | None = None  # offsets of documents, counted among ``indices`` if given
+    cu_seqlens: Tensor | None = None  # offsets of documents, in tokens of ``indices`` if given
     position_ids: Tensor | None = None
     indices: Tensor | None = None  # places of tokens in flattened [B * S]; other places are padding
     seq_index: Tensor | None = None
@@ -63,7 +63,7 @@ def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:
 
 
 def text_positions(position_ids: Tensor | None) -> Tensor | None:
-    """Text positions ``[B or 1, S]``: ``position_ids``, or table 0 of ``[4, B, S]``; else None."""
+    """Text positions ``[B or 1, S]``: 2-D ``position_ids``, table 0 of ``[4, B, S]``, or None."""
     if position_ids is None or position_ids.dim() == 2:
         return position_ids
     return position_ids[0] if position_ids.dim() == 3 and position_ids.shape[0] == 4 else None
@@ -180,7 +180,7 @@ def _ids_from_offsets(cu_seqlens: Tensor, indices: Tensor | None, rows: int, tok
 def _document_ids_from_positions(
     positions: Tensor, keep: Tensor | None, rows: int, tokens: int
 ) -> Tensor | None:
-    """Ids of documents, which start where ``positions`` of kept tokens jump; None: one per row."""
+    """Ids of documents, which start where ``positions`` jump; None if each row is one document."""
     if positions.shape[0] == 1:
         positions = positions.expand(rows, -1)
     position_BS = to_host("position_ids", positions, rows, tokens).long()

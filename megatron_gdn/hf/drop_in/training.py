@@ -33,8 +33,8 @@ class PackingCollator:
     The batch has ``input_ids``, ``position_ids`` (from 0 in every document), ``labels`` (ignored at
     the start of a document, which no token predicts), ``shift_labels`` (what the token at each
     position must predict; ignored at the end of a document) and ``cu_seq_lens_q``,
-    ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. With ``shift_labels`` transformers'
-    losses shift no labels; their shift would be wrong inside a rank's share of a row.
+    ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. Given ``shift_labels``, transformers'
+    losses do not shift ``labels``, which would be wrong inside a rank's share of a row.
 
     Args:
         pad_to_multiple_of: the row is padded to a multiple of this number, by a document of
@@ -42,7 +42,7 @@ class PackingCollator:
 
     Raises:
         ValueError: no tokens, labels of another length than their document, documents with padding
-            (an ``attention_mask`` with 0), or columns that would be lost.
+            (an ``attention_mask`` with 0), or columns that packing would drop.
     """
 
     def __init__(self, pad_to_multiple_of: int = 1, pad_token_id: int = 0) -> None:
@@ -81,7 +81,7 @@ class PackingCollator:
 
 
 def _require_packable(number: int, document: Mapping[str, Any]) -> None:
-    """Raise if ``document``, at index ``number``, has padding, unknown or uneven columns."""
+    """Raise if ``document`` (number ``number``) has padding, unknown columns or unequal lengths."""
     count = len(document["input_ids"])
     for name, column in document.items():
         if name not in _COLUMNS:
@@ -117,15 +117,15 @@ class ContextParallelTrainerMixin(Trainer):
 
     The ranks of one ``cp_mesh`` get the same batches, and ``compute_loss`` gives the model this
     rank's share of them. Gradients equal those of a single rank with the whole batch: ``Trainer``
-    divides every rank's sum by the number of labels on all ranks. List the mixin before ``Trainer``
-    or a subclass of it whose methods pass their arguments to ``super()``.
+    divides every rank's sum by the number of labels on all ranks. List the mixin before
+    ``Trainer``, or before a subclass whose methods pass their arguments to ``super()``.
 
     Raises:
         ValueError: the model is not patched; or, with context parallelism, the dataset is streamed,
             a batch has no ``shift_labels``, or ``label_smoothing_factor`` or ``compute_loss_func``
             is set.
         RuntimeError: training without a wrapper that sums gradients over the ranks.
-        NotImplementedError: predictions for the whole batch; a rank has those of its tokens only.
+        NotImplementedError: predictions are asked for; a rank can predict its own tokens only.
     """
 
     def get_train_dataloader(self) -> Any:
@@ -135,7 +135,7 @@ class ContextParallelTrainerMixin(Trainer):
         return self._share_batches_in_group(super().get_eval_dataloader(*args, **kwargs))
 
     def get_cp_size(self) -> int:
-        """How many processes share a batch; ``Trainer`` divides its counts by this number."""
+        """How many processes share a batch; ``Trainer`` divides the number of processes by it."""
         return 1 if self._group is None else self._group.size()
 
     def compute_loss(
@@ -236,6 +236,7 @@ class PackingLeak(AssertionError):
     """Raised by :func:`assert_no_packing_leak`; ``leaks``: pairs (changing, changed document)."""
 
     def __init__(self, message: str, leaks: list[tuple[int, int]]) -> None:
+        """``leaks``: the pairs (changing, changed document) that ``message`` describes."""
         super().__init__(message)
         self.leaks = leaks
 

@@ -36,7 +36,7 @@ from .triangular import unit_lower_inverse
 
 
 class Values(NamedTuple):
-    """What `run_group` reads of a group's tokens, in fp32 (fp64 if the rule's inputs are fp64)."""
+    """Inputs of `run_group` for a group's tokens, in fp32 (fp64 if the rule's inputs are fp64)."""
 
     q: Tensor  # [m, C, K]
     k: Tensor  # [m, C, K]
@@ -83,7 +83,7 @@ def run_group(
     P, A, q_in, e_in, k_out, decay = (
         _products_per_head if x.g.dim() == 2 else _products_per_channel
     )(x, output)
-    if reached is not None:  # NaN in the written keys makes the state after the chunk NaN
+    if reached is not None:  # NaN in k_out makes the state after the chunk NaN
         k_out = k_out.masked_fill_(reached[:, -1:, None], float("nan"))
     S, y, carried, final = _SolveAndPassStates.apply(
         A, x.u, e_in, k_out, decay, carried, initial, group, pass_states
@@ -103,7 +103,7 @@ def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
 
     The second result ``[b, C]`` says whether a token or an earlier token of its chunk was zeroed.
     In a product with a triangular matrix, 0 times a later token's NaN would make an earlier output
-    NaN. A q that is not finite is not changed: only its own token's output depends on it.
+    NaN. A q that is not finite is not changed, since only its own token's output depends on it.
     """
     g = x.g.clamp(min=least_log_decay(x.g.dtype))  # -inf is legal
     # x * 0 is NaN if x is NaN or inf, so x * 0 != 0 finds the numbers that are not finite.
@@ -183,7 +183,10 @@ class _Decays(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_start: Tensor, d_end: Tensor, *d_decayed: Tensor):
-        """The gradient of g_t sums over the pairs of a key before t and a query at t or later."""
+        """``d_start``, ``d_end``: the gradients of exp(G) and of exp(G_C - G).
+
+        The gradient of g_t sums over the pairs of a key before t and a query at t or later.
+        """
         gamma, start, end, *decayed = ctx.saved_tensors
         crossing = d_decayed[0] * decayed[0]
         for d, x in zip(d_decayed[1:], decayed[1:], strict=True):
@@ -222,7 +225,7 @@ def _products_per_channel(x: Values, output: bool) -> _Products:
 
     exp(-G_j) alone would overflow, since G reaches -320 in a chunk with fast gates. So a chunk is
     cut into halves, and every half again, down to single tokens. One matrix product multiplies the
-    queries i of a second half and the keys j of its first half, whose last token is r:
+    queries i of a second half by the keys j of the first half, whose last token is r:
 
         exp(G_i - G_j) = exp(G_i - G_r) exp(G_r - G_j)         both exponents are <= 0
     """
@@ -248,7 +251,7 @@ def _products_per_channel(x: Values, output: bool) -> _Products:
 
 
 def _decayed_products(queries: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Products ``[b, C, r, C]`` with decays: k and r = 1 or 2 ``queries [b, C, r, K]`` (q, e)."""
+    """Products ``[b, C, r, C]`` of k and ``queries [b, C, r, K]`` (q, e or both), with decays."""
     b, C, r, K = queries.shape
     # Products within blocks of `size` tokens, [blocks, size, r, size]; `size` doubles from 1 to C.
     pairs, size = (queries * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
@@ -317,6 +320,7 @@ class _SolveAndPassStates(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dS, dy, d_carried, d_final):
+        """``dS``: gradient of the states before chunks; ``d_carried``: of that after the group."""
         inverse, W, k_out, through, S, y = ctx.saved_tensors
         states = S.new_empty(len(S) // ctx.heads + 1, *d_carried.shape)
         if W is None:

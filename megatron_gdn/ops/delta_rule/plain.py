@@ -61,7 +61,10 @@ class _ChunkedInputs:
     def walk(
         self, groups: Sequence[ChunkGroup], initial: Tensor, extra_columns: int = 0
     ) -> tuple[Tensor, list[Tensor | None]]:
-        """Final states, and the state before each group and after the last group."""
+        """Final states, and the state before each group and after the last group.
+
+        No token writes a value to the last ``extra_columns`` columns of the states.
+        """
         carried: list[Tensor | None] = [None]
         final = initial.clone()
         for group in groups:

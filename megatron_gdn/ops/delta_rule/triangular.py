@@ -25,7 +25,7 @@ def unit_lower_inverse(L: Tensor) -> Tensor:
 
 
 def _by_substitution(L: Tensor) -> Tensor:
-    """Invert by a triangular solve, which on a CPU is faster than many small products."""
+    """Invert I + L by a triangular solve; on a CPU this is faster than many small products."""
     identity = torch.eye(L.shape[-1], dtype=L.dtype, device=L.device)
     return torch.linalg.solve_triangular(
         L, identity.expand(L.shape), upper=False, unitriangular=True

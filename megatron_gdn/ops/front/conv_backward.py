@@ -28,15 +28,16 @@ def _walk_one_token(
     MASK_DOCUMENTS: tl.constexpr, HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr,
     SCALED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute d(pre-activation) of a token per segment, and dx of the token W - 1 earlier.
+    """Compute d(pre-activation) of one token per segment, and dx of the token W - 1 before it.
 
-    NORMALISE: the output has unit length. ``*_stride``: elements from token to token. ``bias_1D``:
-    the conv bias, if HAS_BIAS. MASKED: an end of the sequence is near or, if MASK_DOCUMENTS, of a
-    document. ``position_ptr``, ``position_R``: tokens' places in documents. ``grad_ptr``: GROUP
-    gradients to sum, times ``factor`` if SCALED. ``partial_dx``: dx of the last W - 1 tokens so
-    far. ``lead_ptr``, ``place_ptr``: the lead-in and the tokens' rows in it, if HAS_HISTORY.
-    ``d_1D``: channels; ``real_1D``: which exist, if PADDED. ``t_R``, ``real_R``: the segments'
-    tokens, and which exist. ``history``: the last W - 1 inputs, newest first.
+    NORMALISE: the output has unit length. ``stride_s``, ``*_stride``: elements from token to token.
+    ``bias_1D``: the conv bias, if HAS_BIAS. MASKED: an end of the sequence is near or, if
+    MASK_DOCUMENTS, of a document. ``position_ptr``, ``position_R``: tokens' places in documents.
+    ``grad_ptr``: gradients of GROUP copies of the head, to sum, times ``factor`` if SCALED.
+    ``partial_dx``: dx of the last W - 1 tokens so far. ``lead_ptr``, ``place_ptr``: the lead-in and
+    the tokens' rows in it, if HAS_HISTORY. ``d_1D``: channels; ``real_1D``: which exist, if PADDED.
+    ``t_R``, ``real_R``: the segments' tokens, and which exist. ``history``: the last W - 1 inputs,
+    newest first.
     """
     x_RD = load_row(x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED)
     grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
@@ -91,16 +92,16 @@ def walk_head_backward(
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one head in ROWS segments of ``steps`` tokens, one token of each per step.
+    """Gradients of one head in ROWS segments of ``steps`` tokens; a step computes one of each.
 
-    ``proj_ptr``: projection rows. ``column``: the head's first channel, of CHANNELS. PACKED:
-    several documents. STAGES: the loop's ``num_stages``. BLOCK_D: D rounded up to a power of two.
-    Results: dx at ``d_proj_ptr`` (token stride ``d_stride_s``), sums of d(weight), d(bias) at
-    ``partial_ptr``, d(lead-in) at ``d_lead_ptr``.
+    ``proj_ptr``: projection rows. ``column``: the head's first channel, of CHANNELS. PACKED: the
+    rows have several documents. STAGES: the loop's ``num_stages``. BLOCK_D: D rounded up to a power
+    of two. Results: dx at ``d_proj_ptr`` (token stride ``d_stride_s``), sums of d(weight), d(bias)
+    at ``partial_ptr``, d(lead-in) at ``d_lead_ptr``.
 
-    A token's dx is a sum over d(pre) of this and the next W - 1 tokens. The loop keeps unfinished
-    sums in registers, so it loads every input once; only W - 1 tokens past each segment are
-    computed twice.
+    A token's dx is a sum over d(pre-activation) of this token and of the next W - 1 tokens. The
+    loop keeps unfinished sums in registers, so it loads every input once; only W - 1 tokens past
+    each segment are computed twice.
     """
     MASK_DOCUMENTS: tl.constexpr = PACKED and MASKED
     PADDED: tl.constexpr = D != BLOCK_D
@@ -108,7 +109,7 @@ def walk_head_backward(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # counted from ``start``, where the pointers begin
+    first_R = tl.arange(0, ROWS) * steps  # from token ``start``, where x_ptr, dx_ptr begin
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     dx_ptr = d_proj_ptr + base * d_stride_s + column

@@ -2,7 +2,7 @@
 
 The time of the coalescing pass of Triton 3.6 grows with the cube of a function's size. So each walk
 along the sequence is a function that is not inlined, and constants are computed before the loop.
-The number of steps is a launch argument, so one compilation serves all sequence lengths.
+The number of steps is a launch argument, so all sequence lengths share one compilation.
 
 Legend: D channels of the head, R segments of the sequence that one program computes side by side.
 """
@@ -19,7 +19,7 @@ UNROLL = tl.constexpr(4)  # steps per loop iteration; every walk has a multiple 
 
 @triton.jit
 def load_row(at_RD, real_R, real_1D, PADDED: tl.constexpr, MASKED: tl.constexpr):
-    """Load each segment's row at ``at_RD``; 0 unless ``real_R`` (MASKED), ``real_1D`` (PADDED)."""
+    """Load a row per segment at ``at_RD``; masks: ``real_R`` if MASKED, ``real_1D`` if PADDED."""
     if MASKED and PADDED:
         return tl.load(at_RD, mask=real_R[:, None] & real_1D, other=0.0)
     elif MASKED:
@@ -77,9 +77,9 @@ def load_history(
     x_at_RD, stride, position_R, real_R, real_1D,
     W: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load the W - 1 inputs before those at ``x_at_RD``, newest first; 0 in other documents.
+    """Load the W - 1 inputs before those at ``x_at_RD``, newest first; 0 for other documents.
 
-    ``stride``: elements between tokens. ``position_R``: the segments' places in their documents.
+    ``stride``: elements between tokens. ``position_R``: each token's place in its document.
     """
     history = ()
     for delay in tl.static_range(1, W):
@@ -121,12 +121,12 @@ def load_lead_in(lead_at_1D, place_R, real_1D, stride):
 def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl.constexpr):
     """Whether a walk over ``tokens`` tokens, or one of its taps, leaves a document or the sequence.
 
-    A walk that meets no boundary needs no masks; in a long sequence nearly all walks meet none.
+    A walk that meets no boundary needs no masks. In a long sequence few walks meet a boundary.
     """
     end = start + tokens + (W - 1)  # one past the last token that the walk reads
     meets = (start < W - 1) | (end > S)
     if PACKED:
-        # The last token's position tells whether its document has all taps of token ``start``.
+        # The last token's position shows whether all taps of ``start`` are in its document.
         last = tl.load(position_ptr + end - 1, mask=end <= S, other=0)
         meets = meets | (last - (end - 1 - start) < W - 1)
     return meets
@@ -151,7 +151,7 @@ def walk_head(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # counted from ``start``, where the pointers begin
+    first_R = tl.arange(0, ROWS) * steps  # each segment's first token, counted from ``start``
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     out_ptr += base * out_stride

@@ -3,8 +3,8 @@
     function(x, A_log, low, high)                             -> first, second
     function_backward(x, A_log, d_first, d_second, low, high) -> d_x, d_A_log
 
-All arithmetic is elementwise in fp32. A gate with one result returns the result twice, and ignores
-``d_same``, the second gradient. If a gate has no A_log, the caller ignores d_A_log.
+All arithmetic is elementwise in fp32. A gate with one result returns it twice, and its backward
+ignores ``d_same``, the second gradient. If a gate has no A_log, the caller ignores d_A_log.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@
 
 x is the gate's columns, plus ``dt_bias`` if the gate has a rate (:class:`.table.Gate`). Log-decays
 are clamped at :func:`..elementwise.least_log_decay`, ``A_log`` at
-:func:`..elementwise.largest_A_log`. The clamps change neither the decay exp(g) nor its gradient:
-where a clamp acts, decay and gradient are exactly 0 without the clamp, too.
+:func:`..elementwise.largest_A_log`. The clamps change neither the decay exp(g) nor its gradient,
+since both are exactly 0 wherever a clamp acts, with or without the clamp.
 """
 
 from __future__ import annotations

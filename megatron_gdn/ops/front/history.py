@@ -27,7 +27,7 @@ from ..host_tables import cached_by_stream, to_device
 class HistoryTable:
     """Indices of the rows of history; int32 on the device.
 
-    In fixed buffers, unused pieces have indices -1, and unused lines of additions have token -1.
+    In fixed buffers, unused pieces have indices -1, unused lines of ``additions`` have token -1.
     """
 
     before: Tensor  # [N, W - 1]: indices of the rows 1, 2, .. tokens before a piece; -1: none
@@ -47,7 +47,7 @@ class HistoryTable:
         tokens: int,
         device: torch.device,
     ) -> HistoryTable:
-        """The table from host tensors; ``first``, ``count``: each piece's first token, and tokens.
+        """The table from host tensors; ``first``, ``count``: a piece's first token and token count.
 
         ``sent``: the tokens whose rows were sent, in the order in which their gradients return.
         """
@@ -124,7 +124,7 @@ def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) ->
 def _last_row_indices(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Of each sequence's last ``past`` rows: index in new rows, index in old rows, whether new."""
+    """For the last ``past`` rows of each sequence: index in new rows, in old rows; whether new."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
     # The place of each last row in its sequence; a negative place means an old row.
@@ -137,7 +137,7 @@ def _last_row_indices(
 
 
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
-    """The last p rows ``[N, C, p]`` of each sequence, or of ``before_NCp`` if it has fewer."""
+    """The last p rows ``[N, C, p]`` of each sequence, which continues ``before_NCp``."""
     N, _, past = before_NCp.shape
     if documents is None:
         # Copy no more than the last p of the new rows.

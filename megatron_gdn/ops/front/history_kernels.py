@@ -108,7 +108,7 @@ def add_rows_kernel(
 ):  # fmt: skip
     """grid (M, blocks of channels, B): add rows at ``returned_ptr`` to rows at ``d_rows_ptr``.
 
-    A line at ``additions_ptr`` (`HistoryTable.additions`) has a token and up to ``most`` indices.
+    Line m at ``additions_ptr``: a token of ``d_rows_ptr``, then indices of ``most`` rows or -1.
     """
     line_ptr = additions_ptr + tl.program_id(0) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -147,7 +147,7 @@ def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: 
 
 
 def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
-    """Add rows of fp32 ``returned [., B, C]`` to ``d_rows``, as `HistoryTable.additions` lists."""
+    """Add rows of fp32 ``returned [., B, C]`` to ``d_rows``, by ``additions`` of `HistoryTable`."""
     (M, columns), (B, C) = additions.shape, returned.shape[1:]
     launch = _launch(add_rows_kernel, M, B, C, columns - 1, *d_rows.stride()[:2])
     launch(returned, additions, d_rows)

@@ -1,17 +1,17 @@
-"""The forward kernel and the backward kernel of a front, each for all sections of a row (Triton).
+"""The Triton kernels of a front's forward and backward; each computes all sections of a row.
 
 Element (t, b, column) of the rows is at ``t * stride_s + b * stride_b + column``. Arithmetic is
 fp32, with one rounding at the store. The backward computes activations again from the rows.
 :mod:`.launches` passes the front's table as two constant tuples:
 
-    CONVOLVED   three times (first slot, heads, first channel, dim, block, unit length, gradients
-                per head)
-    GATES       (first slot, programs, first column, columns of a program, block, per channel,
-                inputs made, has a rate, low, high, gradients per head)
+    CONVOLVED   for each of three sections (first slot, heads, first channel, dim, block,
+                unit length, gradients per head)
+    GATES       for each gate (first slot, programs, first column, columns of a program, block,
+                per channel, inputs made, has a rate, low, high, gradients per head)
 
 Each gate's function is a separate constant, because Triton's cache key contains the source of a
-function only if the function itself is a constant. In tile names T is tokens, D is columns. A
-*slot* is a program's number in its token tile; the program computes a head or columns of a gate.
+function only if the function itself is a constant. In names of tiles T is tokens, D is columns.
+*Slots* number the programs of one token tile; each computes a head or some columns of a gate.
 """
 
 from __future__ import annotations
@@ -127,9 +127,9 @@ def front_forward_kernel(
     ``h_ptr``, ``i_ptr``. ``gates_ptr``: rows with the gates' columns. ``*stride_s``, ``*stride_b``:
     elements between tokens, between batch rows. GATE, SECOND_GATE, THIRD_GATE: the gates'
     functions. CONVOLVED, GATES: tables of sections and gates. Program 0 has slot ``first_slot``.
-    FIRST: the first convolved column. Programs of neighbouring heads run together, so they read
-    whole rows. If a table has only one gate, the gate may have two results: the second goes to
-    ``h_ptr``.
+    FIRST: the first convolved column. Programs of neighbouring heads run at the same time, so
+    together they read whole rows. If a table has only one gate, the gate may have two results: the
+    second goes to ``h_ptr``.
     """
     slot = tl.program_id(0) + first_slot
     tokens = ROWS * steps
@@ -165,7 +165,7 @@ def _convolve_slot_backward(
     ALWAYS_MASKED: tl.constexpr, SCALED: tl.constexpr, TABLE: tl.constexpr,
     SECTION_INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Backward of :func:`_convolve_slot`; ``factor_ptr``: each head's factor on its gradients."""
+    """Backward of :func:`_convolve_slot`; ``factor_ptr``: multiplies each head's gradients."""
     FIRST: tl.constexpr = TABLE[SECTION_INDEX][0]
     HEADS: tl.constexpr = TABLE[SECTION_INDEX][1]
     CHANNEL: tl.constexpr = TABLE[SECTION_INDEX][2]
@@ -220,7 +220,7 @@ def _gate_slot_backward(
     GROUP: tl.constexpr = TABLE[GATE_INDEX][10]
     HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
     SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
-    # The GROUP gradients of an input lie D elements apart if the gate is per channel, else 1.
+    # GROUP gradients are summed: D elements apart if the gate is per channel, else 1 element.
     MEMBER: tl.constexpr = D if CHANNELS else 1
     APART: tl.constexpr = 1 if CHANNELS else GROUP
     if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
@@ -289,7 +289,7 @@ def front_backward_kernel(
     HAS_HISTORY: tl.constexpr, ALWAYS_MASKED: tl.constexpr, H: tl.constexpr,
     RATE_COLUMN: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The front's backward. Grid: (slots, token tiles, B); gates start first, so none ends last.
+    """The front's backward. Grid: (slots, token tiles, B); the gates' slots come first.
 
     Gradients of the rule's inputs: ``dx_ptr``, ``dy_ptr``, ``dz_ptr`` from the convolved sections,
     ``dg_ptr``, ``dh_ptr``, ``di_ptr`` from the gates. ``d_gates_ptr`` gets the gradients of the

@@ -33,7 +33,7 @@ _MOST_GATES = 3
 
 @dataclass(frozen=True, eq=False)
 class TritonFront(TableFront):
-    """The front in Triton. A row must be contiguous, and so must the conv weight, with W >= 2.
+    """The front in Triton. Rows and the conv weight must be contiguous; W is at least 2.
 
     With ``batch_invariant``, packed rows take one code path without fused multiply-adds, since a
     compiler may fuse a product and a sum in one copy of a loop and not in another copy.
@@ -45,14 +45,14 @@ class TritonFront(TableFront):
 
     @cached_property
     def outputs(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        """Per section: its rule inputs by name, and their shape ``[heads]`` or ``[heads, dim]``."""
+        """Per section: the names and shape (``[heads]`` or ``[heads, dim]``) of its rule inputs."""
         shape_of, table = self.layout.shape_of, self.table
         made = [((part.rule_input,), shape_of(part.section)) for part in table.convolved]
         gates = [(x.rule_input, shape_of(x.section)[: 1 + x.channels]) for x in table.gates]
         return (*made, *gates)
 
     def _make_inputs(self, batch: Batch, wanted: tuple[str, ...]) -> dict[str, Tensor | None]:
-        """The ``wanted`` inputs of the rule by name, in one launch."""
+        """Compute the rule's inputs that ``wanted`` names, in one launch."""
         proj, given, documents, history = batch
         S, B, _ = proj.shape
         made: dict[str, Tensor | None] = {}
@@ -72,7 +72,7 @@ class TritonFront(TableFront):
             documents is not None, lead is not None,
         )  # fmt: skip
         # For an output that is not wanted, the kernel gets a pointer to another tensor of the same
-        # dtype and does not use the pointer. So one compilation serves all choices of outputs.
+        # dtype and does not use the pointer. So all choices of outputs share one compilation.
         outs = list(made.values())
         stand_in = next((x for x in outs[:3] if x is not None), proj)
         launch(
@@ -86,7 +86,7 @@ class TritonFront(TableFront):
     def _compute_gradients(
         self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of the parameters; writes ``d_proj``, and ``d_apart`` if it is not None."""
+        """Gradients of parameters; writes ``d_proj``, and ``d_apart`` if gates have own rows."""
         proj, given, documents, history = batch
         S, B, _ = proj.shape
         d_made = [getattr(grads, name).contiguous() for names, _ in self.outputs for name in names]
@@ -131,7 +131,7 @@ def _forward_launch(
 ) -> Launch:  # fmt: skip
     """The forward's launch; ``wanted_outputs``: which outputs it computes.
 
-    ``gates_apart``: the gates' columns have rows of their own; ``gate_strides``: of these rows.
+    ``gates_apart``: the gates' columns have rows of their own; ``gate_strides``: their strides.
     """
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
     tile = within_32_bit_offsets(
@@ -158,8 +158,8 @@ def _backward_plan(
 ) -> tuple[Launch, tuple[int, int]]:  # fmt: skip
     """The backward's launch, and the numbers of tiles and of columns of the partial sums.
 
-    ``d_heads``: heads of each gradient; ``element_bytes``: of the rows and of a gradient;
-    ``gates_apart``: the gates' columns have rows of their own.
+    ``d_heads``: heads of each gradient; ``element_bytes``: of an element of the rows
+    and of a gradient; ``has_factor``: gradients have a factor; ``gates_apart``: as in the forward.
     """
     layout, heads = front.layout, [shape[0] for names, shape in front.outputs for _ in names]
     assert all(of % n == 0 for of, n in zip(d_heads, heads, strict=True)), (d_heads, heads)
@@ -194,7 +194,7 @@ def _widest_head(front: TritonFront) -> int:
 
 
 def _elements_per_token(front: TritonFront) -> list[int]:
-    """For every input of the rule, its number of elements per token."""
+    """The number of elements per token of every input of the rule."""
     made = [(names, torch.Size(shape).numel()) for names, shape in front.outputs]
     return [width for names, width in made for _ in names]
 
@@ -207,7 +207,7 @@ def kernel_tables(
 ) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
     """The kernels' arguments CONVOLVED and GATES, and the gates' functions by argument name.
 
-    ``suffix``: of the gates' functions. ``groups``: for each input, how many heads of its gradient
+    ``suffix``: end of function names. ``groups``: for each input, how many heads of its gradient
     are summed for one head. ``gates_apart``: the gates are in rows of their own.
     """
     layout, convolved, gates, place = front.layout, [], [], 3

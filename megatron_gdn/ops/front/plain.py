@@ -1,6 +1,6 @@
 """The front of a mixer in plain torch, on any device; fp64 rows are computed in fp64.
 
-:mod:`.launches` is the Triton twin; :func:`front_of` chooses between the two.
+:mod:`.launches` has the same front in Triton; :func:`front_of` chooses between the two.
 """
 
 from __future__ import annotations

@@ -43,7 +43,7 @@ class Gate(NamedTuple):
     section: str
     rule_input: tuple[str, ...]  # names of the rule's inputs, one for each result of the function
     function: Callable[..., tuple[Tensor, ...]]  # of :mod:`.gates`
-    rated: bool = False  # uses A_log [heads] and dt_bias [columns]; one gate per table is rated
+    rated: bool = False  # whether it uses A_log [heads], dt_bias [columns]; one gate per table does
     channels: bool = False  # a value per channel of each head, not a value per head
     low: float = 0.0
     high: float = 1.0
@@ -108,7 +108,7 @@ class TableFront:
 
     table: FrontTable
     dtype: torch.dtype | None = None  # dtype of the convolved inputs; None: the rows' dtype
-    batch_invariant: bool = False  # a document's bits do not depend on its place in the buffer
+    batch_invariant: bool = False  # whether bits must not depend on places in the buffer
     again: tuple[str, ...] = ()  # inputs that the backward computes again, adjacent in ``names``
 
     triton: ClassVar[bool] = False

@@ -1,9 +1,9 @@
 """Prefill and decode in ``batch_invariant_mode``, with the chunks of training (:mod:`..aligned`).
 
 The memory of a sequence holds the state at the start of the current chunk of 64 tokens, and a
-history. Row 0 of the history has the number of the chunk's tokens so far, in its first element. The
+history. The first element of the history's row 0 is the number of the chunk's tokens so far. The
 next W - 1 rows are the projection rows before the chunk; the last 64 rows are the chunk's rows.
-Rows after the chunk's last token may have any finite values.
+Rows after the chunk's last token may contain any finite values.
 
 A decode step writes one row to every history, and computes every current chunk again from the state
 at the chunk's start, with calls of the same shapes as in training. A state is overwritten only when
@@ -57,7 +57,7 @@ def prefill_on_grid(
     before = history[:, :past].index_select(0, _indices_of_nonempty(total_counts, device))
     inputs = front_on_grid(parts.front, parts.of_front, rows, grid, before)
 
-    # The rule first runs full chunks, which gives the next states, then all remaining tokens.
+    # The rule runs full chunks first, which give the next states, then the remaining tokens.
     o = None
     whole = [n // CHUNK * CHUNK for n in total_counts]
     for tokens, counts in ((full, whole), (tail, [n % CHUNK for n in total_counts])):
@@ -101,7 +101,7 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
     mixed = _read_out_tokens(parts, result.o, chunks, grid, number * CHUNK + place, row)
     full = place == CHUNK - 1
     write_slots(memory.state, slots.where(full, -1), result.final.to(state.dtype))
-    # Changed rows: the count, the new row and, if the chunk is full, rows before the next chunk.
+    # Rows that change: the count, the new row and, for a full chunk, rows before the next chunk.
     changed = torch.cat([history[:, :1], row.transpose(0, 1), history[:, 1 + CHUNK :]], 1)
     changed[:, 0, 0] = (place + 1) % CHUNK
     before = torch.arange(1, 1 + past, device=slots.device).where(full[:, None], -1)
@@ -128,9 +128,9 @@ def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
 def _read_out_tokens(
     parts: Parts, o: Tensor, rows: Tensor, grid: ChunkTable, token_indices: Tensor, new_rows: Tensor
 ) -> Tensor:
-    """The readout ``[s, B, H * V]`` of the rows ``token_indices`` of ``o``, all batch rows joined.
+    """The readout ``[s, B, H * V]`` of ``o``'s tokens ``token_indices``, counted across batch rows.
 
-    ``rows``, ``new_rows [s, B, P]``: the projection rows of all tokens and of these tokens.
+    ``rows``: the projection rows of all tokens; ``new_rows [s, B, P]``: those of these tokens.
     """
     readout, gamma = parts.readout, parts.parameters[-1]
     if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):
@@ -142,7 +142,7 @@ def _read_out_tokens(
 
 
 def _documents(lengths: Sequence[int], device: torch.device) -> Documents:
-    """Documents of these ``lengths``, one after another."""
+    """Successive documents with these ``lengths``."""
     return Documents((0, *accumulate(lengths)), device)
 
 
@@ -153,14 +153,14 @@ def _indices_of_nonempty(counts: Sequence[int], device: torch.device) -> Tensor:
 
 
 class _PrefillIndices(NamedTuple):
-    """Indices of a prefill. "Known rows" are the rows of the N histories, then the new rows."""
+    """Indices of a prefill. "Known rows" are the N histories' rows, followed by the new rows."""
 
-    source: Tensor  # int64 [T], for each token of a chunk the index of its known row
+    source: Tensor  # int64 [T], for each of the T tokens the index of its known row
     fresh: Tensor  # int64, indices of the new tokens among the T tokens
     full: Tensor  # int64, indices of the tokens in full chunks among the T tokens
     tail: Tensor  # int64, indices of the T tokens that are after the last full chunk
-    kept: Tensor  # int64 [N * (W - 1 + 64)], known rows to copy to the next histories
-    empty: Tensor  # bool, which rows of the next histories must be set to zero
+    kept: Tensor  # int64 [N * (W - 1 + 64)], indices of known rows to copy to the next histories
+    empty: Tensor  # bool, True for rows of the next histories that must be set to zero
 
     @classmethod
     def build(

@@ -142,7 +142,7 @@ class MemoryShape(NamedTuple):
         )
 
     def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
-        """Check ``memory`` of N ``sequences``; slots may have M > N, W inputs and wider dtypes."""
+        """Check ``memory`` of N ``sequences``; slots allow M > N, W inputs and wider dtypes."""
         wide, slots = torch.promote_types(dtype, torch.float32), memory.slots
         for name, tensor, shape, least in (
             ("history", memory.history, self.history, dtype),

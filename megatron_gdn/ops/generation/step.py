@@ -1,14 +1,14 @@
 """Generation with a recurrent mixer: each call reads and overwrites a :class:`.memory.Memory`.
 
-    prefill   many tokens of a sequence, in chunks; dense or packed
-    decode    one or a few tokens of every sequence, one after the other
+    prefill   computes many tokens of a sequence, in chunks; dense or packed
+    decode    computes one or a few tokens of every sequence, one after the other
 
 Prefill and decode run the same :class:`.parts.Parts` as training. The tokens of a sequence may be
 split over any number of calls, at any token; the results are those of one call. No call has a
-backward. Only a prefill on the grid makes the host wait for the GPU.
+backward. Of all calls, only a prefill on the grid makes the host wait for the GPU.
 
 If the front runs in Triton, a decoded token takes two kernel launches (:mod:`.step_kernels`) and
-one launch of the readout. Otherwise plain torch gives the same results up to rounding.
+one launch of the readout. Without Triton, plain torch gives the same results up to rounding.
 
 Legend: s tokens, B batch rows, P projection width, N sequences (B, or the packed documents), C conv
 channels, W conv taps, H heads with a state, K rows of a state, V columns.
@@ -43,7 +43,7 @@ def prefill(
     """Mix the next s tokens (any number) of N sequences; return ``[s, B, H * V]``.
 
     Args:
-        proj: projection rows ``[s, B, P]``; s and B may have any strides.
+        proj: projection rows ``[s, B, P]``; dimensions s and B may have any strides.
         memory: the memory of the N sequences before these tokens; overwritten.
         documents: boundaries if N sequences lie end to end in one batch row (B must be 1). The
             memory of an empty sequence stays as it was.

@@ -1,12 +1,12 @@
-"""Decode one token of N sequences in two Triton launches; their memory may be in slots.
+"""Decode one token of N sequences in two Triton launches; histories and states may be in slots.
 
     conv_step_kernel     row, history           -> q, k, v, and the history moved by one row
     state_step_kernel    q, k, v, gates, state  -> o, and the next state
 
 :mod:`.step` has the twin in plain torch, and explains the letters. Every program loads the number
 of its slot from GPU memory, and overwrites only elements that no other program reads. The front's
-table names the functions of the gates, which :mod:`..front.gate_kernels` defines. A gate with one
-value per head has this value in all rows of a state.
+table names the functions of the gates, which :mod:`..front.gate_kernels` defines. If a gate
+has one value per head, every row of the head's state uses this value.
 
 Legend: M slots, G heads of q and k; in names of tiles D is the number of channels of a head.
 """
@@ -31,8 +31,8 @@ from ..kernels.tiles import block_dim
 # History, state and slots, the three fields of a :class:`.memory.Memory`.
 type Buffers = tuple[Tensor, Tensor, Tensor | None]
 
-_BLOCK_V = 32  # columns of a state per program; so few that one sequence has many programs
-_EPS = 1e-6  # as in :func:`..elementwise.l2norm`
+_BLOCK_V = 32  # columns of a state per program; few, so that one sequence has many programs
+_EPS = 1e-6  # the same as in :func:`..elementwise.l2norm`
 
 
 def decode_token_in_slots(
@@ -120,12 +120,12 @@ def conv_step_kernel(
 ):  # fmt: skip
     """Convolve one head of one sequence; grid (2 G + H, N), with the heads of q, of k, then of v.
 
-    Q_AT, K_AT, V_AT: first channels of q, k, v. BLOCK_K, BLOCK_V: K, V rounded up to powers of two.
-    UNIT: q and k get unit length. ``slot_ptr``: slot numbers (HAS_SLOTS; else sequence n is in slot
-    n). ``first``: first convolved column of a row. ``history_ptr``: histories of HELD inputs, moved
-    by one input. ``after_ptr``: buffers that also get the new histories (HAS_AFTER).
-    ``history_stride``, ``after_stride``: elements from slot to slot. ``row_ptr``: projection rows,
-    ``stride_n`` elements apart. ``out_ptr``: the result ``[N, C]`` in fp32.
+    ``history_ptr``: HELD inputs per slot, shifted by one input; if HAS_AFTER, also written to
+    ``after_ptr``. ``history_stride``, ``after_stride``: from slot to slot. ``row_ptr``: rows,
+    ``stride_n`` apart. Q_AT, K_AT, V_AT: first channels. UNIT: q, k get unit length. ``slot_ptr``:
+    slot numbers; without HAS_SLOTS sequence n is in slot n. BLOCK_K, BLOCK_V: K, V rounded up to
+    powers of two. ``first``: first convolved column of a row. ``out_ptr``: the result ``[N, C]`` in
+    fp32.
     """
     head, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = n
@@ -161,7 +161,7 @@ def conv_head_step(
     """Convolve one head of one row, and shift the HELD inputs of the head's history by one input.
 
     The program is one warp, so all its lanes load an input before a lane overwrites it. If
-    ``has_slot`` is False, the sequence has no slot and the program reads and writes no memory.
+    ``has_slot`` is False, the sequence has no slot and the program loads and stores nothing.
     """
     d_D = tl.arange(0, BLOCK_D)
     real_D = (d_D < D) & has_slot
@@ -207,8 +207,8 @@ def state_step_kernel(
     ``convolved_ptr``: q, k, v of the first kernel. TRANSPOSED: a state is [V, K] in memory.
     ``state_ptr``: states, overwritten, ``state_stride`` elements from slot to slot. ``o_ptr``: the
     rule's output [N, H, V]. ``D_ptr``: the parameter D, with SKIPS elements per head (0, 1 or V).
-    ERASES: the state's value for k is subtracted from v, as in the delta rule. A third gate
-    is the write strength, one value per column of the state; the second gate then only erases.
+    ERASES: the value that the state has for k is subtracted from v, as in the delta rule. A third
+    gate is the write strength of each state column; with a third gate, the second only erases.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = n
@@ -267,7 +267,7 @@ def _compute_gate(
     row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, TABLE: tl.constexpr,
     N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The values of gate N for channels ``k_K`` of head h; ``real_K``: which channels exist.
+    """The values of gate N for channels ``k_K`` of head h; ``real_K``: mask of k_K < K.
 
     FUNCTION: the gate's function. TABLE: columns and settings of all gates, as ``GATES`` in
     :mod:`..front.kernels`.

@@ -1,7 +1,7 @@
 """File locks: one process of a machine compiles a kernel, and all others load it from disk.
 
 Each variant of a kernel (dtypes, sizes, alignments) has its own lock (``flock``). The operating
-system releases a lock when the last process that holds the lock ends, also after a crash.
+system releases a lock when all processes that hold it have ended, also after a crash.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any
 
 logger = logging.getLogger(__name__)
 
-_QUICK = 0.5  # seconds; a shorter call only loads the kernel from disk, so it is not logged
+_QUICK = 0.5  # seconds; a shorter call only loads a kernel from disk and is not logged
 
 
 def compile_in_one_process(kernel: Any) -> None:
@@ -32,6 +32,7 @@ def compile_in_one_process(kernel: Any) -> None:
 
     @wraps(compile)
     def compile_under_lock(key: Any, *args: Any, **kwargs: Any) -> Any:
+        """Compile the variant ``key`` of the kernel while this process holds its lock."""
         import triton
 
         name, variant = kernel.__name__, hashlib.sha256(repr(key).encode()).hexdigest()[:16]

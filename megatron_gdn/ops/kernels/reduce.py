@@ -61,7 +61,7 @@ def _sum_rows_kernel(
 def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
     """Sum the rows of ``partial_NM`` in fp32, in an order that depends on N alone, into ``outs``.
 
-    ``outs``: one to four contiguous tensors of any shape and dtype, filled one after the other.
+    ``outs``: one to four contiguous tensors of any shape and dtype; each gets the next columns.
     """
     sizes = tuple([out.numel() for out in outs])
     *earlier, (_, last) = _reduction_launches(*partial_NM.shape, sizes)

@@ -55,8 +55,8 @@ def front_forward_tile(tokens: int, widest_head: int) -> SegmentTile:
 def front_backward_tile(tokens: int, widest_head: int) -> SegmentTile:
     """The tile of the front's backward, where a thread needs some twenty registers per channel.
 
-    With 96 registers per thread, five programs of four warps share a multiprocessor instead of
-    four. In long segments fewer tokens are computed twice; short segments give a GPU more programs.
+    With 96 registers per thread, five programs of four warps fit on a multiprocessor, not four. In
+    long segments fewer tokens are computed twice; short segments give a GPU more programs.
     """
     steps = 128 if tokens >= 32768 else 64 if tokens >= 8192 else 32 if tokens >= 2048 else 16
     return SegmentTile(_segments_of(widest_head), steps, warps=4, registers=96)
@@ -124,7 +124,7 @@ def norm_forward_tile(width: int) -> RowTile:
 
 
 def norm_backward_tile(rows: int, width: int) -> RowTile:
-    """The tile of a norm's backward; all repeats of a program share a partial row of d_gamma."""
+    """The tile of a norm's backward; all repeats of a program add to one row of partial d_gamma."""
     block = block_dim(width)
     size = max(1, 2048 // block)
     repeats = max(8 if rows >= 1 << 17 else 4, 16 // size)

@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": s
 
 
 class Readout(Protocol):
-    """The norm and the gate of a rule's output, without autograd: callers call the backward."""
+    """The norm and the gate of a rule's output; autograd does not run `backward`, callers do."""
 
     reads_o: ClassVar[bool]  # whether the backward reads o
 
@@ -51,7 +51,7 @@ class Readout(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of o, in the dtype of ``rows``, and of gamma.
 
-        Of ``d_rows`` ``[S, B, P]`` only the gate's columns are written, with the gate's gradient.
+        The gate's gradient is written to the gate's columns of ``d_rows`` ``[S, B, P]``, no others.
         """
         ...
 

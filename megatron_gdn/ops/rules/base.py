@@ -45,7 +45,7 @@ class RuleOutput(NamedTuple):
 
     o: Tensor  # [B, S, H, V]
     final: Tensor | None  # [N, H, K, V], the final states; None if not asked for
-    saved: Saved  # what the backward needs; without tensors if keep is False
+    saved: Saved  # values for the backward; no tensors if keep is False
 
 
 class _RuleCall:
@@ -68,7 +68,7 @@ class RuleForward(_RuleCall):
     def run(
         self, initial: Tensor | None = None, *, keep: bool = True, final: bool = False
     ) -> RuleOutput:
-        """The output; ``keep``: for a backward too; ``final``: also return the final states."""
+        """The output; with ``keep`` also tensors for a backward, with ``final`` final states."""
         raise NotImplementedError
 
 
@@ -89,7 +89,7 @@ class RuleBackward(_RuleCall):
         raise NotImplementedError
 
     def d_o_was_scaled(self, factor: Tensor) -> None:
-        """Scale kept results by ``factor [H, 1, 1]``, as the caller did with d_o in place."""
+        """Scale stored results by ``factor [H, 1, 1]``; the caller has scaled d_o in place."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in a tuple whose type the rule chooses.
@@ -101,7 +101,7 @@ class RuleBackward(_RuleCall):
     def run_to_states(
         self, initial: Tensor | None, d_final: Tensor | None, maps: Callable[[], StateMap]
     ) -> tuple[Any, Tensor]:
-        """The result of :meth:`run` and the initial states' gradient; ``maps()``: state maps."""
+        """The result of :meth:`run` and the initial states' gradient; ``maps()``: the maps."""
         d_initial = self.d_initial()
         if d_final is not None:
             d_initial = maps().transposed(d_initial).apply(d_final)
@@ -121,7 +121,7 @@ class Rule:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether other sequences and the place in a batch do not change a sequence's bits."""
+        """Whether a sequence's bits are the same beside any sequences, at any place in a batch."""
         return self.bits >= Bits.DETERMINISTIC
 
     def why_not_heads(self, heads: int) -> str | None:

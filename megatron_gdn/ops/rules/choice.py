@@ -124,5 +124,5 @@ def _choose_by_name(
 
 
 def _build_rule(kernels: Kernels, bits: Bits) -> Rule:
-    """The rule of ``kernels``; only kernels with a test take ``bits``."""
+    """The rule of ``kernels``; only kernels with a repeatability test take ``bits``."""
     return kernels.rule(bits) if kernels.tested else kernels.rule()

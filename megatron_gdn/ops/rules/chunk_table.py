@@ -91,9 +91,9 @@ class ChunkGroup:
         if back:
             opens, closes, closing = closes, opens, self.begins
         # A sequence's final state and the next sequence's initial state have the same place in
-        # ``states``, so final states have a buffer of their own. (It has only this group's
-        # sequences: with all, a state's alignment, and so on a CPU its last bits, would depend on
-        # other sequences.)
+        # ``states``, so final states have a buffer of their own. This buffer has only this group's
+        # sequences; with all sequences, a state's alignment would depend on other sequences, and so
+        # on a CPU its last bits.
         left = leaving[:0] if closes is None else leaving.index_select(0, closes[0])
         if carried is not None:
             entering[self.chunks - 1 if back else 0].copy_(carried)
@@ -111,7 +111,7 @@ class ChunkGroup:
 
 
 def _multiply_add(through: Tensor) -> Any:
-    """torch's in-place method that adds ``through S``, for a matrix or for factors of rows."""
+    """torch's in-place method that adds ``through S``; ``through``: matrices or factors of rows."""
     return torch.Tensor.baddbmm_ if through.shape[-1] > 1 else torch.Tensor.addcmul_
 
 
@@ -207,7 +207,7 @@ class ChunkTable:
 
     def put_tokens(self, rows: Tensor, group: ChunkGroup, chunks: Tensor) -> None:
         """Write chunks ``[n, C, ...]`` to the group's tokens in ``rows``."""
-        if group.slot is not None:  # the group has empty slots, so a copy without them comes first
+        if group.slot is not None:  # the group has empty slots, which this copy leaves out
             rows[group.tokens] = chunks.flatten(0, 1).index_select(0, group.slot).to(rows.dtype)
             return
         to = rows[group.slots if group.tokens is None else group.tokens]

@@ -1,8 +1,8 @@
-"""fla (flash-linear-attention) as a rule: a mixer names fla's functions and their arguments.
+"""fla (flash-linear-attention) as a rule: a mixer lists the functions of fla that it calls.
 
-The rules call the functions inside fla 0.6's autograd classes, and not the classes, because these
-copy strided inputs and save other tensors. :func:`why_not_callable` checks functions and arguments.
-The import of fla takes seconds, so fla is imported only if a rule for a GPU is chosen.
+The rules call the functions inside fla 0.6's autograd classes, and not the classes, because the
+classes copy strided inputs and save other tensors. :func:`why_not_callable` checks functions and
+arguments. The import of fla takes seconds, so fla is imported only if a rule for a GPU is chosen.
 """
 
 from __future__ import annotations
@@ -53,8 +53,6 @@ def contiguous_state(state: Tensor | None) -> Tensor | None:
 
 
 class FlaForward(RuleForward):
-    """The forward of a :class:`FlaRule`."""
-
     _made: ChunkProducts | None = None
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
@@ -89,8 +87,6 @@ class FlaForward(RuleForward):
 
 
 class FlaBackward(RuleBackward):
-    """The backward of a :class:`FlaRule`."""
-
     @property
     def at(self) -> Boundaries:
         return self.saved.plan
@@ -144,7 +140,7 @@ class FlaRule(Rule):
         return f"fla takes key_head_dim up to 256, not {state.rows}" if state.rows > 256 else None
 
     def again(self, x: FlaBackward) -> tuple[Any, ...]:
-        """The tensors for ``kept``: those saved; a subclass may also compute some tensors again."""
+        """The tensors of ``x.kept``: the saved ones; a subclass may compute more of them again."""
         return x.saved.tensors
 
 
@@ -189,7 +185,7 @@ def why_not_fla(
     if sizes is not None:
         return Obstacle(sizes)
     package = why_not_fla_package(torch.cuda.get_device_capability(device)[0])
-    why = why_not_callable(rule) if package is None else None  # last, since this call imports fla
+    why = why_not_callable(rule) if package is None else None  # last check, since it imports fla
     return package if why is None else Obstacle(why, ImportError)
 
 
@@ -213,6 +209,6 @@ def choose_fla_or_plain(
     dtype: torch.dtype,
     bits: Bits = Bits.FREE,
 ) -> Choice:
-    """Choose fla's kernels (``fla_rule``) or plain torch, as :func:`.choice.choose` does."""
+    """Choose ``fla_rule`` or ``plain`` for the layer named ``mixer``, by :func:`.choice.choose`."""
     kernels = {"fla": kernels_of_fla(fla_rule, device, dtype, state)}
     return choose(backend, mixer, kernels, plain, device=device, bits=bits)

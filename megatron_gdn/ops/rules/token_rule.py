@@ -30,7 +30,7 @@ def recurrence(
     """The output ``[B, T, H, V]`` and the final states ``[N, H, K, V]``; differentiable.
 
     Args:
-        q, k: ``[B, T, G, K]``; R neighbouring heads share one. All tensors have one dtype.
+        q, k: ``[B, T, G, K]``; R heads of v share one head of q, k. All tensors have one dtype.
         v: ``[B, T, H, V]``.
         g: ``[B, T, H]``, ``[B, T, H, K]`` or ``[B, T, G, K]``.
         beta: ``[B, T, H]``; None: the update with ``erased``, or without erasing.

@@ -25,11 +25,10 @@ def _follow_kernel(
 ):  # fmt: skip
     """Follow chain n; grid (N, H, tiles of columns), of which only N may be more than 65535.
 
-    Strides in elements have names of tensor and axis: n chains, p maps, q states written, h heads,
-    i rows, j columns; ``local_p`` is the distance of two maps in ``local``. ``local_ptr``,
-    ``through_ptr``: the maps. ``steps_ptr``: ``Steps.table``. ``cuts_ptr``: ``Cuts.flags``, read if
-    CUT. START says what a chain starts from: GIVEN, the states at ``start_ptr``; IDENTITY, the
-    identity; any other value, zero. ``out_ptr`` gets the states.
+    START: a chain starts from the state at ``start_ptr`` (GIVEN), from the identity (IDENTITY) or
+    from zero. Strides in elements have names of tensor and axis: n chains, p maps, q written
+    states, h heads, i rows, j columns. ``local_ptr``, ``through_ptr``: the maps. ``steps_ptr``:
+    ``Steps.table``. ``cuts_ptr``: ``Cuts.flags``, read if CUT. ``out_ptr`` gets the states.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -87,7 +86,7 @@ def follow(
     X = out.shape[3]
     given = (
         start if isinstance(start, Tensor) else local
-    )  # without given states the kernel gets some pointer and ignores it
+    )  # without initial states the kernel gets any pointer and ignores it
     assert local.stride(3) == out.stride(3) == given.stride(3) == 1
     kind = _GIVEN if given is start else _ZERO if start is None else _IDENTITY
     strides = *local.stride()[:3], *through.stride(), *given.stride()[:3], *out.stride()[:3]

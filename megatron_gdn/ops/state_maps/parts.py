@@ -1,7 +1,7 @@
 """Sequences cut into parts that a rule computes in parallel, so that one sequence can fill a GPU.
 
 Each part is an affine map of its initial state, ``S_out = through @ S_in + local``, and the maps of
-one sequence form a chain. In fixed buffers the host does not know the chains, so the callers do
+one sequence form a chain. In fixed buffers the host does not know the chains, so callers must
 not cut sequences with initial states. P is the number of parts; N, H, K, V are as in
 :mod:`.state_map`.
 """
@@ -21,8 +21,8 @@ from ..host_tables import to_device
 from .state_map import IDENTITY, NONE, Steps, follow_chains
 
 CHUNK = 64
-# Parts times heads of one sequence, about the 132 multiprocessors of an H200. The number is the
-# same on every GPU, because the cut decides rounding.
+# The aim for (parts of a sequence) * heads: about the 132 multiprocessors of an H200. The number is
+# the same on every GPU, because the cut decides rounding.
 PROGRAMS_OF_A_FULL_GPU = 128
 _FEWEST_CHUNKS = 32
 
@@ -45,7 +45,7 @@ def one_part_per_sequence(documents: Documents) -> Cut:
 
 
 def cut_at(documents: Documents, offsets: Sequence[int]) -> Cut:
-    """The cut into parts that begin at ``offsets``; these include the starts of all sequences."""
+    """The cut into parts that begin at ``offsets``, which include the starts of all sequences."""
     starts = documents.starts
     found = torch.tensor(offsets, dtype=torch.int32, device=starts.device)
     return Cut(found, torch.searchsorted(found, starts, out_int32=True))
@@ -55,7 +55,7 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
     """Cut every sequence; the cut depends only on the sequence's length and the number of heads.
 
     A sequence is cut into as many parts as fill the GPU. But a part has at least 32 chunks, because
-    other sequences fill the GPU too. If ``value_heads`` is less than 32, a part has at least
+    other sequences also fill the GPU. If ``value_heads`` is less than 32, a part has at least
     ``value_heads`` chunks, and at least 8. No part has more than ``longest_part`` tokens (a
     multiple of 64).
     """
@@ -103,10 +103,10 @@ class SequenceParts:
     owner: Tensor  # int32 [P], the sequence of every part
     opens: Tensor  # bool [P], whether the part is the first of its sequence
     closes: Tensor  # bool [P], whether the part is the last of its sequence
-    no_part: Tensor  # bool [P], all false: a mask that selects no part
+    no_part: Tensor  # bool [P], False everywhere: a mask that selects no part
     chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per part, rounded up
     ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if no part does
-    places: ChunkPlaces  # of the chunks of 64 tokens of all parts
+    places: ChunkPlaces  # where the chunks of 64 tokens of all parts lie
     whole: Steps  # these steps write the final state of each sequence
     entering: Steps  # these steps write the state that enters each part
     opening: Steps  # from last to first part, these steps write dS_in of each sequence
@@ -187,7 +187,7 @@ def compose(local: Tensor, through: Tensor, parts: SequenceParts) -> tuple[Tenso
 def entering_states(
     local: Tensor, through: Tensor, parts: SequenceParts, initial: Tensor | None
 ) -> Tensor | None:
-    """The state that enters every part, ``[P, H, K, V]``; None for states means zeros."""
+    """The state that enters every part, ``[P, H, K, V]``; ``initial`` or a result None is zero."""
     if parts.are_sequences:
         return None if initial is None else initial.contiguous()
     initial = None if initial is None else initial.to(local.dtype).contiguous()

@@ -23,7 +23,7 @@ from ..host_tables import to_device
 from ..switches import full_fp32_matmul
 
 IDENTITY = "identity"
-MOST_ROWS = 128  # the most rows of a state for the kernel, since one program loads all rows
+MOST_ROWS = 128  # the most rows of a state in the kernel, in which one program loads all rows
 NONE = -1
 
 
@@ -45,7 +45,7 @@ class StateShape(NamedTuple):
 
     @property
     def map_bytes(self) -> int:
-        """Bytes of one fp32 :class:`StateMap` of all heads."""
+        """Bytes of one fp32 :class:`StateMap`, with the maps of all heads."""
         return self.heads * self.rows * self.map_columns * 4
 
 
@@ -93,7 +93,7 @@ class Steps:
 
 
 class Cuts(NamedTuple):
-    """The steps of a chain that set the state to ``local`` alone, without the state before.
+    """The steps of a chain that set the state to ``local`` and ignore the state before the step.
 
     ``torch.where`` sets the state, since a product 0 * NaN would carry NaN to the next document.
     """
@@ -125,7 +125,7 @@ def follow_chains(
         cuts: the cut steps, the same for every chain; not with IDENTITY.
 
     Returns:
-        ``out``, computed in fp32 whatever torch's TF32 switches are. The GPU kernel replaces each
+        ``out``, computed in fp32 even if torch's TF32 switches are on. The GPU kernel replaces each
         factor by a sum of two TF32 numbers, to within 2^-20, and adds in a fixed order.
     """
     P, H, K, V = local.shape
