@@ -199,6 +199,7 @@ def test_every_command_of_the_docs_is_understood(tmp_path, monkeypatch):
         assert calls_of(model_of(arguments), arguments.linear_cp_mode, arguments.parts, 132)
 
 
+@pytest.mark.slow
 def test_the_launches_of_a_call_are_noted_by_name_without_a_gpu(tmp_path, capfd):
     """Both ways over two ranks of either mode, with small heads whose rule is plain torch here."""
     pytest.importorskip("triton", minversion="3.6")
