@@ -234,6 +234,7 @@ def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tenso
     """Remove the fp32 parameters' masters from ``state``; return them by their index in Adam."""
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
+        """The shapes of the parameters of every optimizer group."""
         return [[p.shape for p in group] for group in groups]
 
     saved = state.get(_HALF_KEY)

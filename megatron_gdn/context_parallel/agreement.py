@@ -62,6 +62,7 @@ _groups: WeakKeyDictionary[Any, _Agreement] = WeakKeyDictionary()
 
 
 def _agreement_of(group: Any) -> _Agreement:
+    """The `_Agreement` of ``group``, made at the first call."""
     return _groups.get(group) or _groups.setdefault(group, _Agreement())
 
 

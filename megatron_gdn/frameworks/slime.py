@@ -102,6 +102,7 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
 
     @wraps(slime_loader)
     def load(name: str, reader: Any, hf_config: Any) -> Tensor:
+        """Load parameter ``name`` from Hugging Face tensors; ``reader`` reads the files."""
         prefix, entry = _translation(name, reader.path)
         if entry is None:
             return slime_loader(name, reader, hf_config)
@@ -116,6 +117,7 @@ def _wrap_converter(slime_converter: Callable) -> Callable:
 
     @wraps(slime_converter)
     def convert(args: Any, model_name: str, name: str, param: Tensor) -> list[tuple[str, Tensor]]:
+        """The Hugging Face tensors, with their names, of the Megatron parameter ``param``."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
             return slime_converter(args, model_name, name, param)
@@ -137,6 +139,7 @@ def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
 
     @wraps(slime_quantizer)
     def quantize(args: Any, name: str, converted: list, *settings: Any, **options: Any) -> list:
+        """Quantize the pairs of name and tensor that ``convert`` returned for ``name``."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
             return slime_quantizer(args, name, converted, *settings, **options)

@@ -38,6 +38,7 @@ class FlaGDN(FlaDeltaRule):
     }  # fmt: skip
 
     def inside(self, x: FlaForward) -> ChunkProducts:
+        """The products inside each chunk, which need no state."""
         _, k, v, _, beta = x.inputs
         g_sum = self.sums(x)
         w, u, A = self.fla.chunk_gated_delta_rule_fwd_intra(k=k, v=v, g=g_sum, beta=beta, **x.at)

@@ -95,6 +95,7 @@ def layer_to_hf(
 
 
 def _maps_of(dims: Any, stored: dict[str, Any]) -> list[TensorMap]:
+    """The maps of a layer of sizes ``dims``; ``stored``: how the published model stores weights."""
     if type(dims) not in _MAPS:
         raise TypeError(
             f"dims is a {type(dims).__name__}; give the sizes of a layer with published weights: "

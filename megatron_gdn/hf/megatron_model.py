@@ -180,6 +180,7 @@ class _Export:
         return packed
 
     def _dtype_of(self, key: str) -> torch.dtype:
+        """The dtype in which the tensor ``key`` is written."""
         widened = self._fp32_gates and is_gated_delta_net_fp32_param_key(key)
         return torch.float32 if widened else self._source.specs[key].torch_dtype
 
@@ -350,4 +351,5 @@ def _adapter_wrappers(model: nn.Module) -> dict[nn.Parameter, nn.Module]:
 
 
 def _is_adapter_wrapper(module: nn.Module) -> bool:
+    """Whether ``module`` wraps a linear layer and its LoRA adapter."""
     return {"to_wrap", "adapter"} <= module._modules.keys()

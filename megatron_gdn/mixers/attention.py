@@ -137,6 +137,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return self.attention_dropout.p if self.training else 0.0
 
     def _runs_flex(self, query: Tensor) -> bool:
+        """Whether ``flex_attention`` can compute the attention of ``query``."""
         return (
             query.is_cuda
             and query.dtype is not torch.float64

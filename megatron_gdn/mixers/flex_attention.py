@@ -75,6 +75,7 @@ def _compiled_attention() -> Callable[..., Tensor]:
     """
 
     def attend_masked(query: Tensor, key: Tensor, value: Tensor, scale: str, *tables: Any) -> Any:
+        """Attention over the tokens that the mask of ``tables`` allows."""
         mask, lengths = Mask(*tables), (query.shape[2], key.shape[2])
         parts: Any = (lengths, *mask.blocks, (BLOCK, BLOCK), mask.sees)
         options: Any = {"scale": float(scale), "enable_gqa": query.shape[1] != key.shape[1]}

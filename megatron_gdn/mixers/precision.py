@@ -50,6 +50,7 @@ class Fp32Parameters(nn.Module):
         protected = [*kept, *(p.grad for p in kept if p.grad is not None)]
 
         def apply(tensor: Tensor) -> Tensor:
+            """Apply ``fn``, but cast no protected tensor to a dtype narrower than fp32."""
             moved = fn(tensor)
             if moved.dtype != tensor.dtype and any(tensor is p for p in protected):
                 return tensor.to(moved.device, torch.promote_types(moved.dtype, torch.float32))

@@ -156,18 +156,21 @@ class Stack:
 
 
 def _gdn_layer(dims: GDNDims) -> Layer:
+    """Counts of a Gated DeltaNet layer."""
     G, (H, K, V) = dims.num_key_heads, dims.state[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K
     return _recurrent_layer(dims, gdn_layer_maps("", "", dims, "flat"), rule)
 
 
 def _kda_layer(dims: KDADims) -> Layer:
+    """Counts of a Kimi Delta Attention layer."""
     H, K, V = dims.state[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K)
     return _recurrent_layer(dims, kda_layer_maps("", "", dims, "kimi_linear"), rule)
 
 
 def _mamba2_layer(dims: Mamba2Dims) -> Layer:
+    """Counts of a Mamba2 layer."""
     G, (H, K, V) = dims.num_groups, dims.state[:3]
     rule = H * (2 * K * V + CHUNK * V) + G * CHUNK * K
     return _recurrent_layer(dims, mamba2_layer_maps("", "", dims), rule)
@@ -190,6 +193,7 @@ def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
 
 
 def _attention_layer(config: Any) -> Layer:
+    """Counts of an attention layer."""
     D, d, n = config.hidden_size, config.kv_channels, config.num_attention_heads
     groups = config.num_query_groups
     gates = n if getattr(config, "attention_output_gate", False) else 0
@@ -199,11 +203,13 @@ def _attention_layer(config: Any) -> Layer:
 
 
 def _mlp_layer(config: Any) -> Layer:
+    """Counts of an MLP."""
     D = config.hidden_size
     return Layer(weights=_mlp_matrices(config) * D * config.ffn_hidden_size, vectors=D)
 
 
 def _expert_layer(config: Any) -> Layer:
+    """Counts of a layer of experts."""
     D, experts, used = config.hidden_size, config.num_moe_experts, config.moe_router_topk
     one = _mlp_matrices(config) * D * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
     shared = _mlp_matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)

@@ -85,6 +85,7 @@ def output_without_tokens(rows: Tensor, *parameters: Tensor | None, width: int) 
     """
 
     def empty_output(*rows_and_parameters: Tensor | None) -> Tensor:
+        """An output without tokens that depends on every given tensor."""
         sums = [x.sum().to(rows.dtype) for x in rows_and_parameters if x is not None]
         return torch.stack(sums).sum().expand(*rows.shape[:2], width)
 

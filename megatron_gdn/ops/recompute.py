@@ -51,6 +51,7 @@ class RefilledOutput:
         shape = made.shape
 
         def refill_and_send(out: Tensor) -> None:
+            """Compute the rows again and write what ``send`` makes of them to ``out``."""
             rows = out.new_empty(shape)
             refill(rows)
             out.copy_(send(rows))
@@ -71,6 +72,7 @@ class RefilledOutput:
         size = storage.nbytes()
 
         def fill_again(_gradient: Tensor) -> None:
+            """Allocate the storage and compute the output again, if the storage is empty."""
             if storage.nbytes() == 0:
                 storage.resize_(size)
                 with torch.no_grad():  # .data hides the write from autograd's change counter

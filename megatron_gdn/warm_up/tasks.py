@@ -115,6 +115,7 @@ def recorded_kernels() -> Iterator[dict[Any, Task]]:
         compile = kernel._do_compile
 
         def record_variant(key: Any, *more: Any) -> None:
+            """Record a task that compiles this variant of the kernel, in place of compiling it."""
             task = Task(kernel.__name__, partial(_compile_triton, compile, key, *more))
             recorded.setdefault((kernel, repr(key)), task)
 

@@ -111,6 +111,7 @@ def _send_fragments(
 
 
 def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
+    """Exchange ``[s, B, P]`` of all columns to ``[S, B, p]`` of this rank's columns."""
     pack, shares, rank = _packing_module(whole.is_cuda), exchange.shares, exchange.rank
     if whole.stride(-1) != 1:
         whole = whole.contiguous()
@@ -143,6 +144,7 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
 
 
 def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
+    """Exchange ``[S, B, p]`` of this rank's columns to ``[s, B, P]`` of all columns."""
     pack, shares, rank = _packing_module(full.is_cuda), exchange.shares, exchange.rank
     full = full.contiguous()
     S, B, _ = full.shape

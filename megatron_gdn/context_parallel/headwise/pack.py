@@ -95,6 +95,7 @@ def _copy_launch(
     message_count: int, first_rank: int, skipped_rank: int, has_places: bool, kept: bool,
     pack: bool, beside_transfer: bool,
 ) -> Launch:  # fmt: skip
+    """The launch that packs or unpacks messages; ``kept``: own rows are copied too."""
     stride_s, stride_b, align = strides
     at_once = _rows_of_tile(tokens * batch, element_size, cut)
     tiles = triton.cdiv(tokens * batch, at_once) * message_count
@@ -128,6 +129,7 @@ def pack_peers(
 
 @cache
 def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
+    """The strips of columns that one rank alone holds."""
     return tuple(strip for strip in strips(shares, _COLUMNS) if strip.copies == 1)
 
 

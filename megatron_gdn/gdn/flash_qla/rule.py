@@ -39,6 +39,8 @@ from .states import (
 
 
 class FlashQlaForward(RuleForward):
+    """The forward of one call of FlashQLA's rule."""
+
     _maps: PartMaps | None = None
 
     def _part_maps(self) -> PartMaps:
@@ -83,6 +85,8 @@ class FlashQlaForward(RuleForward):
 
 
 class FlashQlaBackward(RuleBackward):
+    """The backward of one call of FlashQLA's rule."""
+
     _maps: PartMaps | None = None  # set if the backward cuts the sequences itself
     _d_entering: Any = None  # [P, H, K, V], the result of _d_entering_states
 

@@ -36,6 +36,7 @@ class Mixer(NamedTuple):
 
 
 def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
+    """The `Mixer` of a module of transformers that computes Gated DeltaNet."""
     dims = GDNDims.from_config(config)
     rule = partial(resolve_rule, options.backend, sizes=dims.heads, operands=options.rule_operands)
     negative = getattr(module, "allow_neg_eigval", False)
@@ -44,6 +45,7 @@ def _gdn_mixer(module: Any, config: Any, options: Any) -> Mixer:
 
 
 def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
+    """The `Mixer` of a module of transformers that computes Kimi Delta Attention."""
     if options.rule_operands != "fp16" or options.recompute_qkv:
         raise ValueError(
             f"rule_operands={options.rule_operands!r}, recompute_qkv={options.recompute_qkv}: "

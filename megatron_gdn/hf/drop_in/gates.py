@@ -80,6 +80,7 @@ class HoldsGates:
 
     @property
     def _gates(self) -> SSMGate:
+        """The submodule that holds ``A_log`` and ``dt_bias``."""
         return self._modules[HOLDER_NAME]
 
     def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:

@@ -176,6 +176,7 @@ class Patch(AbstractContextManager):
 
         @torch.compiler.disable  # the host reads boundaries
         def prepare(module: Any, arguments: dict[str, Any]) -> dict[str, Any]:
+            """The arguments of the model's forward, with documents and padding resolved."""
             options, config = next(linear_attentions(module)).drop_in.options, module.config
             if gathers and config._attn_implementation in (GATHERED, before_patch):
                 alone = group_of(options.cp_mesh) is None
@@ -201,6 +202,7 @@ class Patch(AbstractContextManager):
 
 
 def _restore_forward(text: Any) -> None:
+    """Remove the wrapper of ``text.forward``."""
     del vars(text)["forward"]
     if (wrapped := vars(text).pop(_FORWARD_BEFORE)) is not None:
         vars(text)["forward"] = wrapped

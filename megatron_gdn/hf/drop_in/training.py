@@ -67,6 +67,7 @@ class PackingCollator:
         lengths = [len(row) for row in rows]
 
         def one_row(lists: Iterable[Iterable[int]]) -> Tensor:
+            """The numbers of all ``lists``, joined to one row ``[1, tokens]``."""
             return torch.tensor([*chain.from_iterable(lists)], device="cpu")[None]
 
         offsets = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, device="cpu")

@@ -101,7 +101,7 @@ def run_group(
 def _zero_nonfinite_tokens(x: Values) -> tuple[Values, Tensor]:
     """Zero the tokens whose k, e, u, g or strength is not finite, in place.
 
-    The second result ``[b, C]`` says whether a token or an earlier token of its chunk was zeroed.
+    The second result, bool ``[b, C]``, is True from the first zeroed token of a chunk on.
     In a product with a triangular matrix, 0 times a later token's NaN would make an earlier output
     NaN. A q that is not finite is not changed, since only its own token's output depends on it.
     """

@@ -79,6 +79,7 @@ def within_32_bit_offsets(
     stride = max((x for x in strides if x < 2**31), default=0)
 
     def fits(tile: SegmentTile) -> bool:
+        """Whether 32 bits hold the offsets inside ``tile``."""
         return (min(tile.tokens + taps - 1, tokens) - 1) * stride < 2**31
 
     while not fits(tile) and tile.steps > _FEWEST_STEPS:

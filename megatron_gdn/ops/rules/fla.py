@@ -53,6 +53,8 @@ def contiguous_state(state: Tensor | None) -> Tensor | None:
 
 
 class FlaForward(RuleForward):
+    """The forward of one call of a rule that runs fla's functions."""
+
     _made: ChunkProducts | None = None
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
@@ -87,6 +89,8 @@ class FlaForward(RuleForward):
 
 
 class FlaBackward(RuleBackward):
+    """The backward of one call of a rule that runs fla's functions."""
+
     @property
     def at(self) -> Boundaries:
         return self.saved.plan

@@ -6,7 +6,7 @@ A chain has the maps of a sequence's parts (:mod:`.parts`), or of its pieces on 
 a GPU one launch follows all chains (:mod:`.chains_kernels`).
 
 Legend: N stretches or chains, H heads, K rows of a state, V columns, L steps of the longest chain,
-P maps, Q states written, X columns of a followed state.
+P maps, Q states that a call writes, X columns of the state to which a chain is applied.
 """
 
 from __future__ import annotations
