@@ -43,6 +43,8 @@ class Exchange:
     group: dist.ProcessGroup
     rank: int
     shares: HeadShares
+    rank_width: int  # p
+    whole_width: int  # P
     waves: tuple[Wave, ...]  # the waves in which tokens travel
     direct_fragment: float  # tokens; fragments of this size or more are sent singly
     at_once: bool  # whether one wave's packing kernel also copies the rows that stay
@@ -57,13 +59,15 @@ class Exchange:
         rows: Tensor,
     ) -> Exchange:
         """The exchange of ``rows``, ``[s, B, P]`` or ``[S, B, p]``; ``cut`` are their documents."""
-        rank, local = group.rank(), cut.total_tokens // shares.ranks
-        row_bytes = max(1, rows.shape[1] * shares.rank_width * rows.element_size())
+        rank, rank_width = group.rank(), shares.rank_width
+        local = cut.total_tokens // shares.ranks
+        row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
         wave_count = min(MOST_WAVES, max(1, local * (shares.ranks - 1) * row_bytes // WAVE_BYTES))
         waves = waves_of(cut, shares.ranks, rank, layout, wave_count)
         at_once = wave_count == 1 and local * row_bytes <= OWN_BYTES
         return cls(
-            group, rank, shares, waves, direct_fragment=MESSAGE_BYTES / row_bytes, at_once=at_once,
+            group, rank, shares, rank_width, shares.whole_width, waves,
+            direct_fragment=MESSAGE_BYTES / row_bytes, at_once=at_once,
         )  # fmt: skip
 
     def sends_fragments(self, wave: Wave) -> bool:
@@ -116,11 +120,11 @@ def _to_heads(whole: Tensor, exchange: Exchange) -> Tensor:
     if whole.stride(-1) != 1:
         whole = whole.contiguous()
     s, B, _ = whole.shape
-    full = whole.new_empty(s * shares.ranks, B, shares.rank_width)
+    full = whole.new_empty(s * shares.ranks, B, exchange.rank_width)
     sent = []  # keeps the messages in memory until all are sent
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
-        messages, received = whole.new_empty(peers, wave.size, B, shares.rank_width), None
+        messages, received = whole.new_empty(peers, wave.size, B, exchange.rank_width), None
         kept_rows = (full, wave.own_place) if exchange.at_once else None
         pack.pack_peers(
             whole[wave.tokens], messages, shares, rank, kept_rows=kept_rows,
@@ -148,11 +152,11 @@ def _to_sequence(full: Tensor, exchange: Exchange) -> Tensor:
     pack, shares, rank = _packing_module(full.is_cuda), exchange.shares, exchange.rank
     full = full.contiguous()
     S, B, _ = full.shape
-    whole = full.new_empty(S // shares.ranks, B, shares.whole_width)
+    whole = full.new_empty(S // shares.ranks, B, exchange.whole_width)
     awaited = []  # keeps the messages in memory until all are received
     peers = exchange.shares.ranks - 1
     for wave in exchange.waves:
-        received = messages = full.new_empty(peers, wave.size, B, shares.rank_width)
+        received = messages = full.new_empty(peers, wave.size, B, exchange.rank_width)
         if exchange.sends_fragments(wave):
             works = _send_fragments(exchange, wave, messages, full, to_heads=False)
         else:
