@@ -36,7 +36,7 @@ class Parser(argparse.ArgumentParser):
         return did_you_mean([word for word in words if word not in known], known)
 
     def _options(self) -> list[str]:
-        """The options of this parser and of its subcommands."""
+        """Option strings, such as ``--tokens``, of this parser and of its subcommands."""
         choices = (action.choices for action in self._actions if action.nargs == argparse.PARSER)
         commands = [command for each in choices for command in dict(each or {}).values()]
         known = [name for command in commands for name in command._option_string_actions]
@@ -44,7 +44,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def heads(text: str) -> tuple[int, int]:
-    """Parse ``KEY:VALUE``, the numbers of key and value heads."""
+    """The numbers of key heads and of value heads in ``text``, which is ``KEY:VALUE``."""
     key, _, value = text.partition(":")
     numbers = key.isdecimal() and value.isdecimal() and int(key) and int(value)
     if not numbers or int(value) % int(key):

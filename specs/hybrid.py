@@ -105,7 +105,7 @@ def _hybrid_stack_spec(
     kda: dict[str, Any] | None = None,
     **options: Any,
 ) -> HybridStackSpec:
-    """The spec for the options that :meth:`HybridStackSpec.__call__` explains."""
+    """The spec of a hybrid stack with these options, as in :meth:`HybridStackSpec.__call__`."""
     modules, gdn_options = resolve_modules(modules), with_launch_options(GatedDeltaNet, options)
     shared = {name: value for name, value in gdn_options.items() if name in _SHARED}
     mamba_options, kda_options = (
@@ -190,7 +190,7 @@ def _local_submodules(
 
 
 def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
-    """A layer of one mixer, with a norm before its module ``linear``; None: without a norm."""
+    """Spec of a layer of one mixer, with a norm before its ``linear``; None: without a norm."""
     norm = {} if linear is None else norms_before(input_layernorm=f"self_attention.{linear}")
     return ModuleSpec(
         module=TransformerLayer,
@@ -201,7 +201,7 @@ def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
 
 
 def _mamba_layer(mixer: ModuleSpec, **norm: Any) -> ModuleSpec:
-    """A Mamba layer of one mixer; ``norm``: the arguments for a norm before the mixer, if any."""
+    """Spec of a MambaLayer; ``norm``: the arguments for a norm before the mixer, if any."""
     return ModuleSpec(
         module=MambaLayer,
         submodules=MambaLayerSubmodules(mixer=mixer, mamba_bda=BIAS_DROPOUT_ADD, **norm),
@@ -226,7 +226,7 @@ class KDAHybridStack(HybridStack):
         pp_layer_offset: int = 0,
         **others: Any,
     ) -> None:
-        """``layers``: the specs of 'K' and "gdn2"; ``layer_type_list``: the stage's letters."""
+        """``layers``: specs of 'K', "gdn2"; ``layer_type_list``: letters of the stage's layers."""
         KDAHybridStack.kda_options = cast(Any, layers[KDA].submodules).self_attention.params
         submodules, letters = _with_kda_and_gdn2(
             submodules, layers, config, layer_type_list, pp_layer_offset
@@ -362,7 +362,7 @@ def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
 
 
 def _local_mtp_spec() -> ModuleSpec:
-    """Multi-token prediction in plain torch, with Transformer Engine's checkpoint keys."""
+    """Spec of multi-token prediction in torch, with Transformer Engine's checkpoint keys."""
     parts = mtp.MultiTokenPredictionLayerSubmodules(
         enorm=TorchRMSNorm,
         hnorm=TorchRMSNorm,

@@ -123,7 +123,7 @@ def _spec(mixer: type, submodules_class: Any, modules: str, options: dict[str, A
 
 
 def norms_before(**linears: str) -> dict[str, Any]:
-    """A layer's norms, whose checkpoint keys equal those of Transformer Engine's fused norms.
+    """Arguments for a layer's norms, with the checkpoint keys of Transformer Engine's fused norms.
 
     ``linears`` maps the place of each norm to the linear after the norm.
     """
@@ -140,7 +140,7 @@ def local_mlp_builder():
 
 
 def local_attention_spec(qk_layernorm: bool = False, cp_layout: str = AUTO) -> ModuleSpec:
-    """Causal self-attention in torch, for batches and documents, with context parallelism."""
+    """Spec of causal self-attention in torch, for batches, documents and context parallelism."""
     qk_norm = {"q_layernorm": TorchRMSNorm, "k_layernorm": TorchRMSNorm} if qk_layernorm else {}
     return ModuleSpec(
         module=TorchSelfAttention,
@@ -182,7 +182,7 @@ class UnavailableLayer:
 
 
 def with_launch_options(mixer: type, named: Mapping[str, Any]) -> dict[str, Any]:
-    """``named`` (a call's options), and the launch's other options that ``mixer`` has."""
+    """``named`` (a call's options), plus other options of the environment that ``mixer`` has."""
     known = _options_of(mixer)
     return {**{name: value for name, value in _launch_options().items() if name in known}, **named}
 

@@ -61,7 +61,7 @@ def store_empty_shares(original: Callable, optimizer: Any, /, *args: Any, **kwar
 
 
 def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
-    """Add an entry to ``optimizer``'s ``state`` for each bucket without parameters of this rank."""
+    """Return ``optimizer``'s ``state`` with entries for buckets without parameters of this rank."""
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
         for entries_of_buckets in state[index].values():
@@ -77,7 +77,7 @@ def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: Any) -> dict:
-    """An entry of zeros ``[size]`` on ``device``, with the dtypes of ``example`` (empty: fp32)."""
+    """A state entry of zeros ``[size]``, with the dtypes of the entry ``example`` (empty: fp32)."""
     dtypes = {
         key: value.dtype
         for key, value in example.items()
@@ -90,7 +90,7 @@ def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: A
 
 
 def cut_without_padding(shard_state: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
-    """Correct the offsets of ``sharded_param_state_fully_reshardable`` (``shard_state``).
+    """Call ``sharded_param_state_fully_reshardable`` (``shard_state``) with corrected offsets.
 
     With several buckets (``overlap_grad_reduce``, a shared embedding) Megatron gathers every state
     without the padding between buckets and then cuts the state at offsets that count the padding.
@@ -102,7 +102,7 @@ def cut_without_padding(shard_state: Callable, optimizer: Any, /, *args: Any, **
         return shard_state(optimizer, *args, **kwargs)
 
     def gather_then_leave_padding_out(*args: Any, **kwargs: Any) -> Any:
-        """Gather the states, then replace ``optimizer.buffers`` by copies without padding."""
+        """Return the gathered states; replace ``optimizer.buffers`` by copies without padding."""
         gathered = gather(*args, **kwargs)
         optimizer.buffers = [_without_padding(buffer) for buffer in buffers]
         return gathered
@@ -207,14 +207,14 @@ def warn_on_dp_reshardable(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> Any:
-    """Warn if a save writes fp32 parameters as dp_reshardable; then call ``original``."""
+    """Warn of fp32 in a save, then call ``sharded_param_state_dp_reshardable`` (``original``)."""
     if not is_loading:
         _warn_of_fp32_parameters(optimizer, "dp_reshardable", _RESHARDABLE_FLAG)
     return original(optimizer, model_sharded_state_dict, is_loading, metadata)
 
 
 def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
-    """Warn if fp32 parameters are saved in the format torch; then ``save`` to ``filename``."""
+    """Warn of fp32 parameters, then ``save`` (Megatron's) to ``filename`` in the format torch."""
     flags = f"--ckpt-format torch_dist --auto-detect-ckpt-format {_RESHARDABLE_FLAG}"
     for member in getattr(optimizer, "chained_optimizers", [optimizer]):
         _warn_of_fp32_parameters(member, "--ckpt-format torch", flags)
@@ -222,7 +222,7 @@ def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
 
 
 def _warn_of_fp32_parameters(optimizer: Any, file_format: str, flags: str) -> None:
-    """If ``optimizer`` has fp32 parameters, warn of ``file_format`` and advise to use ``flags``."""
+    """If ``optimizer`` has fp32 parameters, warn of ``file_format``; advise options ``flags``."""
     if any(buffer.param_dtype == torch.float32 for buffer in getattr(optimizer, "buffers", ())):
         log_once(
             f"Megatron's own layer does not load this checkpoint's optimizer state ({file_format}, "
@@ -319,7 +319,7 @@ def load_sections_from_whole_tensor(
 
 
 def _rows_of(section: ShardedTensor, whole_tensor: Tensor, stored: Any) -> Tensor:
-    """The rows of ``section`` in ``whole_tensor``; ``stored`` has the sizes of the shards."""
+    """The rows of ``section`` in ``whole_tensor``; ``stored``: its metadata, with shards' sizes."""
     whole_key, width, start, size = _place_of[section.key]
     axis = section.prepend_axis_num
     shards = {chunk.sizes[axis] for chunk in stored.chunks}

@@ -56,7 +56,7 @@ _originals: list[tuple[type, str, Callable]] = []
 
 
 def repair_mixed_dtype_optimizers() -> None:
-    """Install the wrappers of Megatron's methods, once per process, without touching a GPU."""
+    """Wrap Megatron's optimizers and file reader, once per process, without touching a GPU."""
     if _originals:
         return
     from megatron.core.dist_checkpointing.strategies.torch import TorchDistLoadShardedStrategy
@@ -97,20 +97,21 @@ def _wrapped(original: Callable, wrapper: Callable) -> Callable:
 
     @wraps(original)
     def call_wrapper(self, *args: Any, **kwargs: Any) -> Any:
+        """Call ``wrapper`` with the method ``original``, its object ``self`` and all arguments."""
         return wrapper(original, self, *args, **kwargs)
 
     return call_wrapper
 
 
 def restore_mixed_dtype_optimizers() -> None:
-    """Remove the wrappers, until the next layer with fp32 parameters installs them again."""
+    """Put Megatron's methods back, until the next layer with fp32 parameters wraps them again."""
     while _originals:
         owner, name, original = _originals.pop()
         setattr(owner, name, original)
 
 
 def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Run ``init``, then number the parameters of ``optimizer`` in Adam's order (fault 1)."""
+    """Run ``__init__`` (``init``), then number ``optimizer``'s parameters as Adam (fault 1)."""
     init(optimizer, *args, **kwargs)
     places = _places_in_adam(optimizer)
     if places is not None and places != optimizer.model_param_group_index_map:
@@ -153,7 +154,7 @@ def _load_equal_replicas(load: Callable, optimizer: Any, /, *args: Any, **kwargs
 
 
 def _lend_main_grads(copy_grads: Callable, optimizer: Any) -> None:
-    """Call ``copy_grads`` while fp32 parameters have their ``grad`` as ``main_grad`` (fault 5)."""
+    """Call Megatron's ``copy_grads`` with fp32 parameters' ``grad`` as ``main_grad`` (fault 5)."""
     fp32 = [p for p in _flat(optimizer.fp32_from_fp32_groups) if not hasattr(p, "main_grad")]
     for parameter in fp32:
         parameter.main_grad = parameter.grad
@@ -234,7 +235,7 @@ def _take_fp32_masters(optimizer: Any, state: dict[str, Any]) -> dict[int, Tenso
     """Remove the fp32 parameters' masters from ``state``; return them by their index in Adam."""
 
     def shapes(groups: Iterable[Iterable[Tensor]]) -> list[list[torch.Size]]:
-        """The shapes of the parameters of every optimizer group."""
+        """The shapes of the parameters in each of ``groups``."""
         return [[p.shape for p in group] for group in groups]
 
     saved = state.get(_HALF_KEY)
@@ -271,10 +272,9 @@ def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
 
 
 def _broadcast_fp32(params_by_rank: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
-    """Broadcast the fp32 parameters of each rank; return the other parameters.
+    """Broadcast fp32 parameters in ``group``, each from its rank; return the others by rank.
 
-    If the first rank has only fp32 parameters, all parameters of all ranks are broadcast, and None
-    is returned.
+    If rank 0 of the group has only fp32 parameters, all are broadcast, and None is returned.
     """
     others = [[p for p in ps if p.dtype != torch.float32] for ps in params_by_rank]
     for rank, parameters in enumerate(params_by_rank):

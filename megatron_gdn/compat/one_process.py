@@ -1,8 +1,7 @@
 """Megatron without torchrun and without a GPU, for a script or a test.
 
-Megatron-Core 0.19 asks CUDA for a device, a stream and a random generator even for plain tensor
-maths. Functions after `run_megatron_on_cpu` make CUDA's calls return CPU objects. Each function's
-docstring says which code of Megatron needs it and when it can be removed.
+Megatron-Core 0.19 asks CUDA for devices, streams and generators even for plain tensor maths. The
+functions after `run_megatron_on_cpu` replace these; each docstring says who needs it until when.
 """
 
 import importlib
@@ -99,9 +98,11 @@ class _FinishedStream:
         self._recorded_at = 0.0
 
     def record(self, stream: object = None) -> None:
+        """Store the host's time; ``stream`` is ignored, since a CPU's work never waits."""
         self._recorded_at = perf_counter()
 
     def record_event(self, event: "_FinishedStream | None" = None) -> "_FinishedStream":
+        """Record and return ``event``, or a new event if None."""
         event = event or _FinishedStream()
         event.record()
         return event
@@ -147,6 +148,7 @@ def draw_model_parallel_randomness_from_the_cpu_generator() -> None:
         return torch.get_rng_state()
 
     def set_state(new_state: torch.Tensor, device: object = None, graph_safe: bool = False):
+        """Set the CPU generator's state to ``new_state``; ignore the other arguments."""
         torch.set_rng_state(new_state)
 
     torch.cuda.get_rng_state = get_state
@@ -222,12 +224,14 @@ def accept_cpu_tensors_in_optimizers() -> None:
         return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
 
     def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
+        """Replaces ``Tensor.type``; in Megatron's files the type's name says ``torch.cuda.``."""
         name_or_tensor = tensor_type(self, *args, **kwargs)
         if isinstance(name_or_tensor, str) and called_from_megatron():
             return name_or_tensor.replace("torch.", "torch.cuda.", 1)
         return name_or_tensor
 
     def cuda_or_itself(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        """Replaces ``Tensor.cuda``; in Megatron's files it returns the tensor itself."""
         return self if called_from_megatron() else tensor_cuda(self, *args, **kwargs)
 
     torch.Tensor.type = cuda_type
@@ -289,7 +293,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        # In the format dp_reshardable ``tensors`` have the step 0 of the optimizer before the load.
+        """Load ``tensors`` as states of ``model_param``, without "step" (0 in dp_reshardable)."""
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:

@@ -41,7 +41,7 @@ _latest_built = 0
 
 
 def number_of_new_layer() -> int:
-    """Return a new layer's number; all groups then choose their comparing layers again."""
+    """Return a new layer's number; each group then chooses anew the layer that compares ranks."""
     global _latest_built
     _latest_built += 1
     return _latest_built
@@ -119,7 +119,7 @@ def _gather(numbers: Sequence[int], group: Any, device: torch.device) -> Tensor:
 
 
 def _disagreement_message(by_rank: list[tuple[int, ...]], documents: Documents | None) -> str:
-    """The error message for ranks that disagree; ``by_rank`` has the five integers of each rank."""
+    """The error's text; ``by_rank[r]``: rank r's tokens, rows, documents, their hash, layout."""
     ranks: dict[tuple[int, ...], list[int]] = {}
     for rank, integers in enumerate(by_rank):
         ranks.setdefault(integers, []).append(rank)
@@ -151,7 +151,7 @@ def _description(tokens: int, rows: int, count: int, fingerprint: int, layout: i
 
 
 def check_ranks_per_machine(ranks: Any) -> int | None:
-    """Return ``ranks`` if it is None or an integer of at least 1; else raise a ValueError."""
+    """Return ``ranks``, the option cp_ranks_per_machine, if None or at least 1; else raise."""
     if ranks is None or (type(ranks) is int and ranks >= 1):
         return ranks
     raise ValueError(
@@ -183,7 +183,7 @@ def ranks_per_machine(group: Any, configured: int | None, device: torch.device) 
 
 
 def largest_shared_run(machines: Sequence[Hashable]) -> int:
-    """The largest n such that each n successive ranks share one of ``machines`` (one per rank)."""
+    """The largest n such that each n successive ranks share a machine; ``machines``: by rank."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 
 

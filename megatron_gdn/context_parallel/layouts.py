@@ -47,7 +47,7 @@ class SequenceLayout(StrEnum):
 
 
 def parse_member[Kind: StrEnum](kind: type[Kind], value: Any, setting: str) -> Kind:
-    """The member of enum ``kind`` for ``value``; a ValueError names the ``setting``."""
+    """The member of enum ``kind`` for ``value``; ``setting`` is the option's name for errors."""
     try:
         return kind(value)
     except ValueError:

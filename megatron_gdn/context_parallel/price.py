@@ -78,7 +78,7 @@ def transfer_time(
 
 
 def row_bytes(rank_layout: Layout, cp_size: int, local_rows: int, element_size: int) -> int:
-    """Bytes a rank of ``local_rows`` rows receives; ``rank_layout``: columns in the exchange."""
+    """Bytes that a rank of ``local_rows`` rows receives; ``rank_layout``: exchanged columns."""
     width = rank_layout.width + rank_layout.mixed_width
     return (cp_size - 1) * local_rows * width * element_size
 
@@ -111,11 +111,10 @@ def price(
     element_size: int,
     ranks_per_machine: int,
 ) -> Price:
-    """The price of a layer's forward; each of ``rows`` batch rows has ``tokens`` over all ranks.
+    """The `Price` of a layer's forward; each of ``rows`` batch rows has ``tokens`` over all ranks.
 
     ``state`` has the states of one tensor-parallel rank's heads, ``rank_layout`` the projection
-    columns inside the head exchange. ``lengths`` are of packed documents, or None.
-    ``element_size`` is the bytes of an activation's element.
+    columns inside the head exchange. ``lengths``: of packed documents. ``element_size``: in bytes.
     """
     local = tokens // cp_size * rows
     received = row_bytes(rank_layout, cp_size, local, element_size)

@@ -30,10 +30,7 @@ class Passage(NamedTuple):
 
 
 class Scheme:
-    """A way to run a mixer over the ranks of a context-parallel group.
-
-    ``layout`` describes the projection columns on which a rank's mixer runs.
-    """
+    """A way to run a mixer over the ranks of ``group``; ``layout``: a rank's columns."""
 
     name: ClassVar[str]  # a value of linear_cp_mode, or "whole"
     moves_rows: ClassVar[bool] = False  # whether Passage.close moves outputs to other ranks
@@ -88,7 +85,7 @@ def local_parameters(
     *per_head: Tensor,
     section: str | None = None,
 ) -> list[Any]:
-    """This rank's rows of ``weight``, ``bias`` (convolution) and ``per_head`` (of ``section``)."""
+    """This rank's rows of convolution ``weight``, ``bias``; of ``per_head`` (in ``section``)."""
     if not scheme.moves_rows:
         return [weight, bias, *per_head]
     convolved = scheme.layout.conv_names

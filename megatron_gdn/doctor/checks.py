@@ -150,7 +150,7 @@ def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
 
 
 def _compare_errors(subject: str, errors: dict[str, float], plain: dict[str, float]) -> Finding:
-    """Compare a rule's RMS ``errors`` with ``plain`` torch's; ``subject`` names the rule."""
+    """Compare RMS ``errors`` (by tensor) of the rule ``subject`` with those of ``plain`` torch."""
     subject = f"{subject}, errors"
     worst = max(_RESULTS, key=lambda name: errors[name] / plain[name])
     ratio = errors[worst] / plain[worst]
@@ -193,6 +193,7 @@ def _inputs(sizes: HeadSizes, tokens: int, device: torch.device, dtype: torch.dt
     generator = torch.Generator().manual_seed(1)
 
     def random_rows(*shape: int) -> Tensor:
+        """Normal random numbers ``[1, tokens, *shape]``."""
         return torch.randn(1, tokens, *shape, generator=generator)
 
     key, value = (sizes.key_heads, sizes.key_dim), (sizes.value_heads, sizes.value_dim)

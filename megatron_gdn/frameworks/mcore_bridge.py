@@ -41,7 +41,7 @@ _UNSUPPORTED_FIELDS = {
 def build(
     config: TransformerConfig, submodules: GatedDeltaNetSubmodules, *args: Any, **kwargs: Any
 ) -> GatedDeltaNet:
-    """Build our layer for a call of ``mcore_bridge.model.modules.GatedDeltaNet``."""
+    """Build our layer with the arguments of ``mcore_bridge.model.modules.GatedDeltaNet``."""
     for field, why in _UNSUPPORTED_FIELDS.items():
         if getattr(config, field, False):
             raise NotImplementedError(
@@ -53,7 +53,7 @@ def build(
 
 
 def row_order_by_key_head(layout: Layout, *, conv: bool = False) -> Tensor:
-    """For each row of mcore-bridge's in_proj (``conv``: conv1d), the index of our row: ``[P]``."""
+    """For each row of mcore-bridge's in_proj (if ``conv``, of conv1d), our row's index: ``[P]``."""
     return rows_by_group(layout.conv_widths if conv else layout.widths, layout.heads("key"))
 
 

@@ -32,7 +32,7 @@ Arguments = dict[str, inspect.Parameter]
 def patch_megatron(
     *, gdn: Options = True, mamba: Options = False, gdn2: Options | None = None
 ) -> None:
-    """Let every later call of Megatron's own class in this process build our layer.
+    """Let all later calls of Megatron's classes (``gdn``, ``mamba``, ``gdn2``) build our layers.
 
     Specs, partials and providers made before the call build our layer too; existing layers do not
     change. ``patch_megatron(gdn=False)`` restores Megatron's layer. A subclass of Megatron's class
@@ -97,7 +97,7 @@ class _PatchedClass:
             self._require_known_constructor(theirs, ours)
 
     def _require_known_constructor(self, theirs: Arguments, ours: Arguments) -> None:
-        """Raise if ``ours`` lacks or changes an argument of ``theirs``, Megatron's."""
+        """Raise if our constructor (``ours``) lacks or changes an argument of Megatron's."""
         places = [name for name, each in ours.items() if each.kind is not each.KEYWORD_ONLY]
         wrong = []
         for place, (name, argument) in enumerate(theirs.items()):
@@ -141,7 +141,7 @@ class _PatchedClass:
 
 
 def _make_new(theirs: type, our_class: type | None, options: dict[str, Any]) -> Callable:
-    """``__new__`` of ``theirs``: builds ``our_class`` with ``options`` (None: ``theirs``)."""
+    """A ``__new__`` for ``theirs``: builds ``our_class`` (None: ``theirs``) with ``options``."""
 
     def __new__(cls, *args, **kwargs):
         built = bool(args or kwargs)  # copy and pickle call __new__ alone, then fill the layer

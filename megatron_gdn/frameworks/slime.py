@@ -102,7 +102,7 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
 
     @wraps(slime_loader)
     def load(name: str, reader: Any, hf_config: Any) -> Tensor:
-        """Load parameter ``name`` from Hugging Face tensors; ``reader`` reads the files."""
+        """Load parameter ``name``; ``reader`` reads Hugging Face's files of ``hf_config``."""
         prefix, entry = _translation(name, reader.path)
         if entry is None:
             return slime_loader(name, reader, hf_config)
@@ -117,7 +117,7 @@ def _wrap_converter(slime_converter: Callable) -> Callable:
 
     @wraps(slime_converter)
     def convert(args: Any, model_name: str, name: str, param: Tensor) -> list[tuple[str, Tensor]]:
-        """The Hugging Face tensors, with their names, of the Megatron parameter ``param``."""
+        """(name, Hugging Face tensor) pairs of ``param``, parameter ``name`` of ``model_name``."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
             return slime_converter(args, model_name, name, param)
@@ -135,7 +135,7 @@ def _wrap_converter(slime_converter: Callable) -> Callable:
 
 
 def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
-    """Wrap slime's quantizer, which chooses the tensors to quantise by slime's names."""
+    """Wrap slime's quantizer, which chooses tensors by slime's names, so that it gets these."""
 
     @wraps(slime_quantizer)
     def quantize(args: Any, name: str, converted: list, *settings: Any, **options: Any) -> list:
@@ -153,7 +153,7 @@ def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
 
 
 def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
-    """``name`` up to the layer's prefix, and the parameter's map (None: not of our layer)."""
+    """``name`` through "self_attention.", and the parameter's map (None: not of our layer)."""
     prefix, layer, parameter = name.rpartition(_LAYER_PREFIX)
     return prefix + layer, _translations(str(folder)).get(parameter) if layer else None
 
@@ -178,12 +178,12 @@ def _published_dtypes(folder: str) -> dict[str, torch.dtype]:
 
 
 def _concatenate_shards(entry: TensorMap, whole: Tensor) -> Tensor:
-    """Reorder rows of ``entry``: ``[section 0 | ..]`` to ``[rank 0's shard | rank 1's | ..]``."""
+    """Reorder ``whole``'s rows by ``entry``: ``[section 0 | ..]`` to ``[rank 0's shard | ..]``."""
     return torch.cat(entry.shards(whole, _tensor_parallel_size())) if entry.sections else whole
 
 
 def _join_shards(entry: TensorMap, ranks: Tensor) -> Tensor:
-    """Reorder rows of ``entry``: ``[rank 0's shard | rank 1's | ..]`` to ``[section 0 | ..]``."""
+    """Reorder ``ranks``' rows by ``entry``: ``[rank 0's shard | ..]`` to ``[section 0 | ..]``."""
     return entry.unshard(ranks.chunk(_tensor_parallel_size())) if entry.sections else ranks
 
 

@@ -25,7 +25,7 @@ from ..ops.rules.base import Rule
 def gdn_table(
     sizes: HeadSizes, normalise_qk: bool = True, allow_neg_eigval: bool = False
 ) -> FrontTable:
-    """The front table; ``normalise_qk``: unit q and k; ``allow_neg_eigval``: beta in (0, 2)."""
+    """The front table; ``normalise_qk``: |q| = |k| = 1; ``allow_neg_eigval``: beta in (0, 2)."""
     g = Gate("alpha", ("g",), decay, rated=True)
     beta = Gate("beta", ("beta",), strength, high=largest_beta(allow_neg_eigval))
     sections, scale = delta_sections(normalise_qk), sizes.key_dim**-0.5

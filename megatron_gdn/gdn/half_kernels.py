@@ -32,8 +32,8 @@ def _largest_kernel(
 ):  # fmt: skip
     """Grid (N, G): store the fp32 bits of a key head's largest |x| in a tile of ``tokens`` rows.
 
-    A program loads ``[ROWS, BLOCK_C]`` elements at a time, and skips inf and NaN, whose bits as
-    integers exceed those of all finite numbers.
+    x is ``[T / RUN, G, RUN, C]``, ``largest`` int32 ``[N, G]``. A program loads ``[ROWS, BLOCK_C]``
+    elements at a time, and skips inf and NaN, whose bits as integers exceed all finite numbers'.
     """
     INFINITY: tl.constexpr = 0x7F800000
     g = tl.program_id(1)
@@ -62,10 +62,10 @@ def _scale_kernel(
 ):  # fmt: skip
     """Grid (tiles of ROWS tokens, G): write x times a power of two, in fp16, to ``out``.
 
-    The power's exponent is EXPONENT minus that of max |x|, from the N <= TILES maxima in
-    ``largest``; BIAS and MANTISSA: fp32's exponent bias and mantissa bits. ``up`` gets the power,
-    ``down`` its inverse, for each of a key head's RATIO value heads. With LOWER the exponent is at
-    most that of ``old``, and x is multiplied by ``ratio``, new power / old power.
+    The power's exponent is EXPONENT minus that of max |x|, from N <= TILES maxima in ``largest``.
+    ``up`` gets the power, ``down`` its inverse, for a key head's RATIO value heads. With LOWER the
+    power is at most ``old``, and x is multiplied by new / old power, stored in ``ratio``.
+    BIAS, MANTISSA: fp32's exponent bias, mantissa bits.
     """
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
@@ -97,7 +97,7 @@ def _scale_kernel(
 
 
 def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
-    """fp32 bits of the largest |x| per tile and key head, ``[N, G]``, and N. C is ``columns``."""
+    """fp32 bits ``[N, G]`` of the largest |x| per tile, head; N. x: ``[.., G, run, columns]``."""
     tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
     largest = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
     launch(x, largest)
@@ -106,7 +106,7 @@ def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[
 
 @lru_cache(maxsize=MOST_PLANS)
 def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int, Launch]:
-    """The number N of tiles, and the launch of `_largest_kernel` with C ``columns``."""
+    """The number N of tiles, and the launch of `_largest_kernel`; C, RUN: ``columns``, ``run``."""
     block = block_dim(columns)
     rows = max(1, _ELEMENTS // block)
     tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
@@ -121,7 +121,7 @@ def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int
 def _scale_launch(
     T: int, tiles: int, log2_bound: int, key_heads: int, ratio: int, columns: int, lower: bool
 ) -> Launch:
-    """The launch of `_scale_kernel` for |x| < 2^log2_bound, RATIO ``ratio``, LOWER ``lower``."""
+    """`_scale_kernel` launch to |x| < 2^log2_bound; ``ratio``: H/G; ``lower``: lower old powers."""
     block = block_dim(columns)
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     return Launch(
@@ -134,7 +134,7 @@ def _scale_launch(
 def lower_powers(
     half: Tensor, up: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower powers ``up [H]`` of the fp16 ``half``, as :func:`.half_torch.lower_powers` does."""
+    """Lower powers ``up [H]`` that scaled ``half``, as :func:`.half_torch.lower_powers` does."""
     B, S, H, V = half.shape
     assert half.is_contiguous()
     ratio, K = H // key_heads, states.shape[2]
@@ -146,7 +146,7 @@ def lower_powers(
 
 
 def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale ``x`` to fp16 as :func:`.half_torch.to_half` does, for any dtype but fp64."""
+    """Scale ``x`` (not fp64) by powers of two to fp16; return it, powers and inverses ``[H]``."""
     x = x.contiguous()
     B, S, H, V = x.shape
     ratio = H // key_heads

@@ -42,10 +42,10 @@ def lower_powers(
 def power_exponent(x: Tensor, key_heads: int, log2_bound: int, dims: tuple[int, ...]) -> Tensor:
     """Biased exponents ``[G]`` int32 of powers of two that bring |x| below ``2^log2_bound``.
 
-    After scaling, the largest |x| of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``, or
-    below 2^2 if |x| was near the end of fp32's range. inf and NaN in one document count as zero, so
-    that other documents keep their power. The powers lie in 2^-126 .. 2^126. ``dims`` are all
-    dimensions of x but that of the H value heads.
+    ``dims`` are all dimensions of x but that of the H value heads. After scaling, the largest |x|
+    of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``, or below 2^2 if |x| was near the end
+    of fp32's range. inf and NaN in one document count as zero, so that other documents keep their
+    power. The powers lie in 2^-126 .. 2^126.
     """
     if x.numel() == 0:
         most_G = torch.zeros(key_heads, device=x.device)

@@ -61,7 +61,7 @@ def interleaved_rows(dims: GDNDims) -> Tensor:
 def gdn_layer_maps(
     prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage, zero_centered_gamma: bool = True
 ) -> list[TensorMap]:
-    """The maps of a layer's parameters without input norm; ``storage``: a key of `PROJECTIONS`.
+    """A layer's maps without input norm; ``storage``: how files hold in_proj, key of `PROJECTIONS`.
 
     Args:
         prefix: start of Megatron's keys, such as ``decoder.layers.0.self_attention.``.

@@ -50,8 +50,7 @@ class GatedDeltaNet(UpstreamNames):
     Args:
         config: has ``hidden_size``, ``layernorm_epsilon`` and the ``linear_*`` sizes.
         layer_number: number of this layer in the model, from 1.
-        bias: whether the projections have biases.
-        conv_bias: whether the convolution has a bias.
+        bias, conv_bias: whether the projections have biases, whether the convolution has one.
         conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(W).
         use_qk_l2norm: scale query and key heads to unit length.
         A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
@@ -125,10 +124,11 @@ class GatedDeltaNet(UpstreamNames):
         output_gate_activation: str | None = None,
         allow_neg_eigval: bool | None = None,
     ) -> None:
-        """``A_init_range``, ``conv_init``: ranges of first values. ``cp_layout``: the loader's cut.
-        ``linear_cp_mode``: headwise, chunkwise or auto. ``cp_ranks_per_machine``: ranks that NVLink
-        joins. ``recompute``: tensors that the backward computes again. ``rule_operands``: dtype of
-        products inside a chunk. The class's docstring describes the other arguments.
+        """``A_init_range``, ``conv_init``: ranges of first exp(A_log), conv weights.
+        ``cp_layout``: how the loader cut sequences. ``linear_cp_mode``: headwise, chunkwise, auto.
+        ``cp_ranks_per_machine``: ranks that NVLink joins. ``recompute``: what the backward computes
+        again. ``rule_operands``: dtype of products in a chunk. ``cp_comm_type``, ``is_mtp_layer``:
+        no effect. Others: see the class.
         """
         if config.experimental_attention_variant == "gdn2":
             raise ValueError(

@@ -89,7 +89,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
     def _prepare_qkv_for_gated_delta_rule(
         self, qkv: Tensor, gate: Tensor, beta: Tensor, alpha: Tensor, batch: int, seq_len: int
     ) -> tuple[Tensor, ...]:
-        """`_prepare_input_for_gated_delta_rule` as megatron-core before 0.19 names and calls it."""
+        """`_prepare_input_for_gated_delta_rule` in mcore < 0.19; ``beta``, ``alpha`` unchanged."""
         gate = gate.reshape(batch, seq_len, -1, self.value_head_dim)
         return self._prepare_input_for_gated_delta_rule(qkv, gate, batch, seq_len, beta, alpha)
 

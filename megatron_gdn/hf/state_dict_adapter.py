@@ -50,7 +50,7 @@ def to_file_state(
 def from_file_state(
     state_dict: Mapping[str, object], route_linear_attn_fp32_params: bool = True
 ) -> dict[str, object]:
-    """A file's state with fp32 gates, under holder keys if ``route_linear_attn_fp32_params``."""
+    """A file's state with fp32 gates, in ``_fp32_params`` if ``route_linear_attn_fp32_params``."""
     return {
         route_fp32_holder_key(key) if route_linear_attn_fp32_params else key: (
             upcast_gated_delta_net_fp32_state_tensor(key, tensor)

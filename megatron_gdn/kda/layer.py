@@ -104,7 +104,7 @@ class KimiDeltaAttention(RecurrentMixer):
         cp_ranks_per_machine: int | None = None,
         recompute: str | None = None,
     ) -> None:
-        """``forget_rank``, ``output_rank``: gates' narrow widths; ``gate_lower_bound``: least g."""
+        """``forget_rank``, ``output_rank``: low ranks of f and z; ``gate_lower_bound``: least g."""
         if A_init_range is None:
             A_init_range = (1, 16) if gate_lower_bound is None else (1, 1)
         if gate_lower_bound is not None and not gate_lower_bound < 0:

@@ -63,24 +63,19 @@ class Mamba2Mixer(RecurrentMixer):
     Args:
         config: gives the ``mamba_*`` sizes.
         submodules: specs of ``in_proj`` and ``out_proj``.
-        d_model: hidden size.
-        d_conv: taps of the convolution.
-        conv_init: draw convolution weights from U(-conv_init, conv_init); default 1 / sqrt(d_conv).
+        d_model, d_conv: hidden size, and taps of the convolution.
         expand: d_inner / d_model; used if ``config.mamba_num_heads`` is None.
-        A_init_range: initial decay rates exp(A_log) are drawn from U(low, high), low > 0.
         D_has_hdim: whether D has a value for every channel, or only one for every head.
         rmsnorm: apply the gate and a norm before ``out_proj``; if False, only the gate.
         norm_before_gate, dt_init, dt_scale, bias: must be False, ``"random"``, 1 and False.
         dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between ``dt_min`` and
             ``dt_max``, but not below ``dt_init_floor``.
-        conv_bias: whether the convolution has a bias.
         chunk_size: Megatron's dynamic context may cut prompts at its multiples; results stay equal.
         backend: implementation of the recurrence: ``"fla"``, ``"reference"`` (plain torch,
             deterministic) or ``"auto"``, see `megatron_gdn.mamba2.rule`.
         linear_cp_mode: as in :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group
             may be on several ranks; each of these ranks holds a copy of the group's B and C.
-        dt_limit: least and greatest time step.
-        norm_eps: epsilon of the output norm.
+        dt_limit, norm_eps: least and greatest time step; epsilon of the output norm.
 
     The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass ``backend`` and the
     arguments after it through ``ModuleSpec(params={...})``.
@@ -134,6 +129,11 @@ class Mamba2Mixer(RecurrentMixer):
         dt_limit: tuple[float, float] = UNLIMITED,
         norm_eps: float = 1e-5,
     ) -> None:
+        """``d_model``: hidden size. ``d_conv``: taps. ``expand``: d_inner / d_model.
+        ``D_has_hdim``: D per channel. ``rmsnorm``: norm before out_proj, with epsilon ``norm_eps``.
+        softplus(dt_bias) starts in ``dt_min`` .. ``dt_max``, at least at ``dt_init_floor``. Only
+        the defaults of ``dt_init``, ``dt_scale``, ``norm_before_gate`` and ``bias`` are legal.
+        """
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         check_ranges((dt_min, dt_max), dt_init_floor, dt_limit)
         super().__init__(

@@ -129,7 +129,7 @@ class FlaSSD(FlaRule):
     def walk(
         self, x: FlaForward, products: ChunkProducts, initial: Tensor | None, final: bool
     ) -> Any:
-        """The states before each chunk, v, and the last states if ``final``."""
+        """The states before each chunk, the written values v, and the last states if ``final``."""
         states, last = self.fla.chunk_fwd_h(
             **products.chunks, h0=initial, output_final_state=final, states_in_fp32=False,
             **_chunk_arguments(x.at),
@@ -155,7 +155,7 @@ class FlaSSD(FlaRule):
         return *x.saved.tensors, *_operands(x.inputs)
 
     def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:
-        """The initial states' gradients, which do not depend on the values of ``any_states``."""
+        """Gradients of initial states; ``any_states`` has their shape, its values are not read."""
         g_sum, q, k, v = x.kept
         _, d_local = self.fla.chunk_bwd_dh(
             q=q, k=k, v=v, do=x.d_o, h0=any_states, dht=None, scale=1.0, g=g_sum,

@@ -170,7 +170,7 @@ def recomputed_parts(config: TransformerConfig, recompute: str | None) -> frozen
 
 
 def check_config_fields(mixer: str, config_fields: ConfigFields, config: TransformerConfig) -> None:
-    """Refuse weights cut beyond tensor parallelism; log set ``config_fields`` without effect."""
+    """Refuse weights cut beyond tp; log set fields that, by ``config_fields``, have no effect."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "

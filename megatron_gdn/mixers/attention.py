@@ -91,7 +91,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
         ``query`` is ``[s, B, H, D]``; ``key`` and ``value`` have G heads. In generation the keys
         are those of all tokens so far, and the queries those of the last tokens. Packed inputs may
-        lack the dimension B.
+        lack the dimension B. ``attn_mask_type`` (Megatron's) says which keys a query sees.
         """
         how = self.cp_group, self.loader_layout.of, query.shape[0], query.device
         micro_batch = MicroBatchShare.of(packed_seq_params, *how)
@@ -356,7 +356,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
         return same_group and (share.size == 1 or share.layout is SequenceLayout.ZIGZAG)
 
     def _local_angles(self, angles: Tensor, share: MicroBatchShare) -> Tensor:
-        """The angles ``[s, 1, 1, D]`` of this rank's tokens.
+        """The rotary angles ``[s, 1, 1, D]`` of this rank's tokens.
 
         ``angles`` from the model are those of positions ``0 .. max_seqlen - 1`` for packed
         documents, and of this rank's zigzag share for other batches and for trees.
@@ -382,11 +382,11 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
 
 
 def _gather_angles(angles: Tensor, group: Any) -> Tensor:
-    """Gather the angles of all positions; ``angles`` are this rank's share in zigzag."""
+    """Gather the rotary angles of all positions; ``angles`` are this rank's share in zigzag."""
     total = len(angles) * (1 if group is None else group.size())
     return gather_in_order(angles, group, (total,), SequenceLayout.ZIGZAG)
 
 
 def _for_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The angles of queries and the angles of keys; one tensor ``angles`` serves as both."""
+    """The rotary angles of queries and of keys; one tensor ``angles`` serves as both."""
     return angles if isinstance(angles, tuple) else (angles, angles)

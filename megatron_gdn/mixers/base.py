@@ -320,8 +320,8 @@ class RecurrentMixer(
     ) -> None:
         """Make ``micro_batches``, and all parameters in their order in checkpoint files.
 
-        ``fp32`` maps names of fp32 parameters to their rows on this rank; ``recomputed`` is the
-        result of :func:`.arguments.recomputed_parts`.
+        ``choose_rule(device, dtype, bits)`` returns rule and reason; ``fp32``: fp32 parameters'
+        names -> lengths on this rank; ``recomputed``: from :func:`.arguments.recomputed_parts`.
         """
         config, dims = self.config, self.dims
         self.micro_batches = MicroBatches(

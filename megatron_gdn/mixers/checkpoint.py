@@ -144,7 +144,7 @@ class ShardedBySections(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *args)
 
     def _row_order(self) -> int:
-        """The tensor-parallel size whose order in_proj's stored rows have; 0: by sections."""
+        """The tensor-parallel size that orders in_proj's stored rows; 0: section by section."""
         scripts = [vars(sys.modules[name]) for name in _SCRIPTS if name in sys.modules]
         cut = any(script.get("handle_gdn_in_state_dict") for script in scripts)
         return _SECTIONS if self.stored_by_section and cut else self.tp_size
@@ -170,7 +170,7 @@ def _load_files_without_entry() -> None:
 
 
 def _order_in_words(stored_by: int) -> str:
-    """Describe the order of in_proj's rows for a message; ``stored_by``: from `_row_order`."""
+    """Words for in_proj's row order; ``stored_by``: tensor-parallel size, or 0 (by section)."""
     if stored_by == _SECTIONS:
         return "each section by itself"
     return f"all rows in one tensor, in the order of tensor_model_parallel_size={stored_by}"

@@ -54,7 +54,7 @@ class Mask(NamedTuple):
         return cls(query, key, end, block_mask.as_tuple()[2:10])
 
     def sees(self, batch: Tensor, head: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        """Whether query ``i`` sees key ``j``, in every batch row and head."""
+        """Whether query ``i`` sees key ``j``; ``batch`` and ``head`` (indices) do not matter."""
         place = self.query_s[i]
         return (self.key_S[j] <= place) & (place < self.end_S[j])
 
@@ -62,7 +62,7 @@ class Mask(NamedTuple):
 def attend(
     query_sBHD: Tensor, key_SBGD: Tensor, value_SBGD: Tensor, mask: Mask, scale: float
 ) -> Tensor:
-    """The attention's output ``[s, B, H, D]``."""
+    """The output ``[s, B, H, D]`` of attention under ``mask``, with the softmax's ``scale``."""
     heads_first = (x.permute(1, 2, 0, 3) for x in (query_sBHD, key_SBGD, value_SBGD))
     return _compiled_attention()(*heads_first, repr(scale), *mask).permute(2, 0, 1, 3)
 
@@ -85,7 +85,7 @@ def _compiled_attention() -> Callable[..., Tensor]:
 
 
 def _key_places(documents: Documents) -> tuple[Tensor, Tensor]:
-    """For each key its place, and the place after the last query that sees it: int32 ``[S]``."""
+    """Each key's place in the mask's order, the place after its last query: int32 ``[S]`` each."""
     slots, lengths, parents = documents.lengths, documents.lengths, (-1,) * len(documents.lengths)
     if isinstance(documents, TreeDocuments):
         lengths, parents = documents.lengths_without_padding, documents.parents
@@ -106,12 +106,12 @@ def _key_places(documents: Documents) -> tuple[Tensor, Tensor]:
 
 
 def _block_min_max(x: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the greatest value in every block of tokens."""
+    """The least and the greatest value of ``x`` in every block of tokens, ``[blocks]`` each."""
     token = torch.arange(-(-len(x) // BLOCK) * BLOCK, device=x.device).clamp(max=len(x) - 1)
     return x[token].view(-1, BLOCK).aminmax(dim=1)
 
 
 def _list_blocks(dense_IJ: Tensor) -> tuple[Tensor, Tensor]:
-    """For each row of ``dense_IJ``: the number of True, and all key blocks, True ones first."""
+    """Per query block (row of bool ``dense_IJ``): its number of True; key blocks, True first."""
     order_IJ = dense_IJ.int().argsort(dim=1, descending=True, stable=True)
     return dense_IJ.sum(1, dtype=torch.int32)[None, None], order_IJ.int()[None, None]

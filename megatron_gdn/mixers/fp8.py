@@ -147,7 +147,7 @@ class GatesOutsideFP8(nn.Module):
     fuse_wgrad_accumulation: bool
 
     def finish_init(self, quantization_config: Any) -> None:
-        """Megatron's model calls this method with the quantization recipe that fits the linear."""
+        """Set the linear's quantization recipe (Megatron calls this); refuse an illegal one."""
         super().finish_init(quantization_config)  # pyright: ignore[reportAttributeAccessIssue]
         self.refuse_fp4_and_delayed_gradients()
 

@@ -177,7 +177,7 @@ class GeneratingMixer:
     ) -> Tensor:
         """Turn ``projected [N, s, P]``, N requests' next tokens, into rows ``[N, s, H V]``.
 
-        ``conv_state`` and ``ssm_state`` are the context's buffers; in both, request n has slot
+        ``conv_state``, ``ssm_state``: the context's histories and states; request n has slot
         ``batch_indices[n]`` (default n). The intermediate buffers ``[M, s, ...]`` receive the
         memory after each token, and the context later keeps the memory after the last accepted
         token. Several tokens without intermediate buffers raise a ValueError.
@@ -221,7 +221,7 @@ class GeneratingMixer:
         return mixed
 
     def _memory_of(self, conv: Tensor, states: Tensor, slots: Tensor | None = None) -> Memory:
-        """A Memory in the context's buffers, states as ``[H, K, V]``; ``slots``: per request."""
+        """A Memory of the context's buffers, states ``[H, K, V]``; request n has ``slots[n]``."""
         return Memory(conv, states.mT if self.state_transposed else states, slots)
 
     def _checked_memory(

@@ -34,7 +34,7 @@ _buffer_numbers = count()
 
 @dataclass(frozen=True, init=False, eq=False)
 class FixedBuffers:
-    """Documents in fixed buffers, and the buffers' number, which Megatron compares."""
+    """Documents in fixed buffers, and the buffers' number, by which Megatron tells them apart."""
 
     number: int
     documents: ClassVar[Any]  # not a field, because Megatron compares all fields

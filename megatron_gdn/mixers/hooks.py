@@ -95,7 +95,7 @@ def require_plain_conv(conv: nn.Module) -> None:
 
 
 def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
-    """Run the pre-hooks of a module that the mixer never calls; none may replace the input."""
+    """Run pre-hooks of a module never called, on ``make_input()``; none may replace the input."""
     name = type(module).__name__
     if _has_other_hooks(module):
         log_once(

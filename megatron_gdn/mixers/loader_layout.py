@@ -72,7 +72,7 @@ class LoaderLayout:
 def _layout_of_sources(
     option: str | SequenceLayout, mode: str | None, by_config: str | None, flag: str | None
 ) -> SequenceLayout:
-    """The cut that ``option`` (layer), ``mode`` (packing), ``by_config`` and ``flag`` agree on."""
+    """The cut named by ``option`` (layer), ``mode`` (packing), ``by_config``, ``flag`` (launch)."""
     named: dict[str, SequenceLayout] = {}  # source -> the layout that it names
     if option != AUTO:
         named[f"cp_layout={str(option)!r}"] = SequenceLayout(option)
@@ -106,7 +106,7 @@ def _layout_of_sources(
 
 
 class FollowsLoader:
-    """Mixin of a module with the option ``cp_layout``."""
+    """Mixin of a module with the option ``cp_layout``: how the loader cuts sequences."""
 
     loader_layout: LoaderLayout
 

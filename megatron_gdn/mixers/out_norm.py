@@ -79,6 +79,7 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, gradient: Tensor):
+        """Sum ``gradient``, that of the output, over the ranks of the group."""
         # Other code may use ``gradient``, so the sum is in a copy, in fp32 and rounded once.
         wide = torch.promote_types(gradient.dtype, torch.float32)
         total = gradient.to(wide, copy=True, memory_format=torch.contiguous_format)

@@ -165,7 +165,7 @@ def _read_documents(
     total_tokens: int,
     device: torch.device,
 ) -> Documents:
-    """Make documents from offsets ``sources`` (see _BOUNDARIES); only a tree has ``parents``."""
+    """Documents from offsets ``sources`` (as _BOUNDARIES); ``parents``: a tree's parent indices."""
     q_padded, q, kv_padded, kv = sources
     boundaries = q if q_padded is None else q_padded
     if boundaries is None:

@@ -54,7 +54,7 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
     Padding is never read, and may hold NaN; padding's gradient is 0. The host reads the mask once.
 
     With context parallelism, pack the rows of all ranks, with slots of a multiple of
-    ``2 * context_parallel_size`` rows. Each rank takes its own rows from the result:
+    ``2 * context_parallel_size`` rows (``multiple_of``). Each rank takes its rows of the result:
 
         packed, params = pack_rows(x, mask, multiple_of=2 * cp)
         slots = params.cu_seqlens_q_padded.diff().tolist()
@@ -195,7 +195,7 @@ def packed_seq_params_of(
 def _packed_layout(
     mask: Tensor, multiple_of: int, device: torch.device
 ) -> tuple[tuple[int, ...], tuple[int, ...], Tensor, Tensor]:
-    """Lengths of documents and of slots, each token's place in ``S * B`` rows and in P rows."""
+    """Lengths of documents, of slots; each token's row in the ``S * B`` rows, in packed rows."""
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
     slots = slot_lengths(lengths, multiple_of)

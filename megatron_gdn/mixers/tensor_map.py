@@ -24,6 +24,7 @@ class HFRef:
 
     @property
     def piece_shape(self) -> tuple[int, ...]:
+        """The shape of the tensor, or of the expert's slice."""
         return self.shape if self.expert is None else self.shape[1:]
 
 
@@ -58,7 +59,7 @@ class TensorMap:
         return self.names[0]
 
     def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
-        """Refuse 8-bit dtypes, and fp64 for fp32 unless ``may_round``; ``where``: for the error."""
+        """Refuse 8-bit dtypes, and fp64 for fp32 unless ``may_round``; errors name ``where``."""
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:
@@ -156,7 +157,7 @@ def tensor_map(
     shard_dim: int | None = None,
     **how: Any,
 ) -> TensorMap:
-    """A `TensorMap` of ``sources`` (key -> shape); ``shard_dim``, ``how``: other attributes."""
+    """A `TensorMap` of ``sources`` (key -> shape); ranks cut ``shard_dim``; ``how``: the rest."""
     names = (names,) if isinstance(names, str) else names
     refs = tuple(HFRef(key, shape) for key, shape in sources.items())
     return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
@@ -186,7 +187,7 @@ def bits_of(tensor: Tensor) -> Tensor:
 
 
 def conv_map(name: str, hf_prefix: str, layout: Layout, taps: int, in_three: bool) -> TensorMap:
-    """The map of the convolution's weight; ``in_three``: if files have 3 (q, k, v)."""
+    """The map of the convolution's weight; ``in_three``: files have one tensor each for q, k, v."""
     rows = {"": layout.conv_width}
     if in_three:
         rows = dict(zip(("q_", "k_", "v_"), layout.conv_widths, strict=True))

@@ -79,7 +79,7 @@ def _is_plain_value(value: Any) -> bool:
 
 
 class MarkedParameters(nn.Module):
-    """Mixin of a module that stores the marks of its parameters by name.
+    """Mixin of a module that stores its parameters' marks (plain attributes), by parameter name.
 
     New parameters are marked when the module is moved, cast, loaded, copied or unpickled, and
     before any code iterates over its modules or parameters.
@@ -102,7 +102,7 @@ class MarkedParameters(nn.Module):
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     def mark_parameters(self) -> None:
-        """Put the stored marks on new parameters."""
+        """Put the stored marks (attributes) on new parameters."""
         for name, parameter in self._parameters_by_name():
             if name in self._marks and not hasattr(parameter, _MARK_OF_MARKED):
                 vars(parameter).update(self._marks[name])

@@ -50,7 +50,7 @@ class Model:
         return Mamba2Dims.from_config(config, config.hidden_size, MAMBA_TAPS, 2)
 
     def tensor_parallel_sizes(self) -> list[int]:
-        """Legal tensor-parallel sizes divide the heads and the MLP width; experts are not split."""
+        """Tensor-parallel sizes that divide the heads and the MLP width; experts are not split."""
         sizes, key_heads = self.hf.sizes, self.dims.layout.counts[-1][1]  # groups in Mamba2
         heads, groups = sizes.num_attention_heads, sizes.num_query_groups
         cut = [heads, key_heads]
@@ -65,7 +65,7 @@ class Model:
         ]
 
     def headwise_sizes(self, tp: int) -> list[int]:
-        """Legal context-parallel sizes of headwise divide the heads of a tensor-parallel rank."""
+        """Context-parallel sizes of headwise that divide the heads of a tensor-parallel rank."""
         layout = self.dims.shard(tp).layout
         return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
 

@@ -148,6 +148,7 @@ class AlignedFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
+        """The rule's inputs from rows ``proj [S, B, P]``; with ``history``, not on the grid."""
         # With ``history`` the rows may begin inside a chunk of the grid, so they are not cut.
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)

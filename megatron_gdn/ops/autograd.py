@@ -19,6 +19,7 @@ def first_derivative_only(backward: Callable[..., Any]) -> Callable[..., Any]:
 
     @wraps(backward)
     def call(ctx: Any, *gradients: Any) -> Any:
+        """Run ``backward``; raise if its results shall be differentiated again."""
         if torch.is_grad_enabled():
             raise NotImplementedError(
                 "create_graph=True (a gradient penalty, a Hessian product): megatron_gdn computes "

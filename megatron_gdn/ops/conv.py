@@ -108,7 +108,7 @@ def convolve_rows(
     def convolved(
         x: Tensor, weight: Tensor, bias: Tensor | None, rows_before: Tensor | None
     ) -> Tensor:
-        """The output for ``x``; ``rows_before`` of the sequences, None for zeros."""
+        """The convolution of ``x``; ``rows_before``: the rows of history, None for zeros."""
         pre = _pre_activation(x, weight, bias, position_T)
         if rows_before is not None and table is not None:
             pre = History(rows_before, table).add_lead_in_to(pre, weight)

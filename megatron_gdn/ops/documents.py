@@ -206,6 +206,7 @@ class Documents:
         """Documents with offsets ``make(self)`` (0 to ``tokens``); at most ``most`` have tokens."""
 
         def non_empty_documents() -> Documents:
+            """The documents that have tokens, by the offsets ``make(self)``."""
             offsets = tuple(dict.fromkeys(make(self)[0].tolist()))
             return Documents(offsets if len(offsets) > 1 else (0, 0), self.device)
 
@@ -252,6 +253,7 @@ def planned[**Options, Made](
 
     @wraps(make)
     def make_once(documents: Documents, *args: Options.args, **kwargs: Options.kwargs) -> Made:
+        """The result of ``make``, stored in ``documents`` at the first call."""
         key = make, args, *kwargs.items()
         return documents.plan(key, lambda: make(documents, *args, **kwargs))
 

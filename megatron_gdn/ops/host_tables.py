@@ -74,12 +74,16 @@ def cached_by_stream[**Arguments, Made](
     """A decorator like ``lru_cache``; ``maxsize``: most results kept, over all CUDA streams."""
 
     def decorate(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
+        """Return ``make`` with a cache of its results per CUDA stream and arguments."""
+
         @lru_cache(maxsize=maxsize)
         def made(stream: int, *args: Any, **kwargs: Any) -> Made:
+            """The result of ``make``, cached by ``stream`` and the arguments."""
             return make(*args, **kwargs)
 
         @wraps(make)
         def look_up(*args: Arguments.args, **kwargs: Arguments.kwargs) -> Made:
+            """The result of ``make`` for the current stream, from the cache if it is there."""
             if not torch.cuda.is_initialized():
                 return made(0, *args, **kwargs)
             return keep_if_captured(made(stream_of_tables(), *args, **kwargs))

@@ -28,7 +28,7 @@ def require_sizes(dims: Any, may_be_zero: Container[str] = ()) -> None:
 
 
 def require_shares(ranks: int, counts: Sequence[int], held: str) -> None:
-    """Raise an error unless ``ranks`` divides all ``counts``; ``held``: the counts in words."""
+    """Raise an error, with ``held`` (``counts`` in words), unless ``ranks`` divides all counts."""
     if ranks < 1 or any(count % ranks for count in counts):
         most = max(counts)
         legal = [n for n in range(1, most + 1) if not any(count % n for count in counts)]
@@ -183,5 +183,5 @@ class Layout:
 
 
 def layout_of_in_proj(dims: Any) -> Layout:
-    """The columns of in_proj: ``dims.in_proj_layout`` if there is one, else ``dims.layout``."""
+    """The layout of in_proj's rows: ``dims.in_proj_layout`` if it exists, else ``dims.layout``."""
     return getattr(dims, "in_proj_layout", dims.layout)

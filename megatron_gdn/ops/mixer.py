@@ -79,7 +79,7 @@ def mix(
 def _checkpoint_readout(
     split_readout: SplitReadout, mixed: Tensor, rows: Tensor, refilled: RefilledOutput
 ) -> Tensor:
-    """Run ``split_readout.call`` on ``mixed``; do not keep the call's output and intermediates.
+    """Run ``split_readout.call`` on ``mixed [S, B, H V]``; keep neither output nor intermediates.
 
     The call runs three times: here, to refill the output, and in the backward. Megatron's
     checkpoint is not used, since it compiles a C++ extension in the first backward.
@@ -99,7 +99,7 @@ def _checkpoint_readout(
 
 
 class MixerArguments(NamedTuple):
-    """The arguments of one run of a mixer that are not tensors."""
+    """The arguments of a mixer's run that are not tensors, such as its front, rule and readout."""
 
     front: TableFront
     rule: Rule

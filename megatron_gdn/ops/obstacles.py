@@ -26,14 +26,14 @@ _FLASH_QLA_CAPABILITIES = ((9, 0), (10, 0), (10, 3))
 
 
 class Obstacle(NamedTuple):
-    """Why a backend cannot run."""
+    """Why a backend cannot run, and the type of the error if it was asked for by name."""
 
     why: str
     error: type[Exception] = ValueError  # ImportError if installing a package would help
 
 
 def advice_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | None) -> str:
-    """If a rule runs in plain torch on a GPU for lack of packages, warn and return the advice."""
+    """If a rule runs in plain torch on a GPU for lack of packages, warn, return advice; else ""."""
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""

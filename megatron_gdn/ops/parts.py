@@ -48,7 +48,7 @@ def _norm_and_gate(
 
 
 class Parts(NamedTuple):
-    """The parts of a mixer, for rows of one device, dtype and scheme."""
+    """A mixer's front, rule, readout and parameters, for rows of one device, dtype and scheme."""
 
     front: TableFront  # computes the rule's inputs from projection rows
     rule: Rule  # the recurrence

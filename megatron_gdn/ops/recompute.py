@@ -72,7 +72,7 @@ class RefilledOutput:
         size = storage.nbytes()
 
         def fill_again(_gradient: Tensor) -> None:
-            """Allocate the storage and compute the output again, if the storage is empty."""
+            """Compute the output again if its storage is empty; ``_gradient`` is not read."""
             if storage.nbytes() == 0:
                 storage.resize_(size)
                 with torch.no_grad():  # .data hides the write from autograd's change counter
@@ -99,7 +99,7 @@ class HandOver:
         self.stored_gradients: dict[int, Tensor] = {}  # key: autograd's number of the backward pass
 
     def behind(self, out: Tensor) -> Tensor:
-        """Put `_StoreGradient` behind ``out``, unless the gradient is small or not needed."""
+        """Return ``out``, with `_StoreGradient` behind it if the gradient is large and needed."""
         if not out.requires_grad or out.nbytes < LEAST_BYTES:
             return out
         return _StoreGradient.apply(out, self)
@@ -114,6 +114,7 @@ class _StoreGradient(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, out: Tensor, hand_over: HandOver) -> Tensor:
+        """Return a view of ``out``; its gradient will be stored in ``hand_over``."""
         ctx.hand_over = hand_over
         return out.view_as(out)
 
@@ -140,7 +141,7 @@ class SecondRun:
         linked: tuple[Tensor, ...],
         kept: Saved,
     ) -> tuple[Any, Tensor, Saved]:
-        """The rule's inputs, o and saved tensors, computed once; ``linked``: of `StateLink`."""
+        """The rule's inputs, o and saved tensors, made once; ``linked``: kept by `StateLink`."""
         if self._result is None:
             near = self._neighbours
             inputs = self._front.forward(rows, of_front, near.documents, history=history)

@@ -15,9 +15,7 @@ _REDUCED_PRECISIONS = ("tf32", "bf16")
 
 
 class _Switch:
-    """A context manager for several threads. The first thread that enters calls ``change``; the
-    last thread that leaves calls the function that ``change`` returned.
-    """
+    """A context shared by threads; the first in calls ``change``, the last out calls its result."""
 
     def __init__(self, change: Callable[[], Callable[[], None] | None]) -> None:
         self._change, self._restore = change, None
@@ -85,7 +83,7 @@ def _old_switch() -> str | None:
 
 
 def _restore_old_switch(precision: str) -> None:
-    """Set torch's old switch to ``precision``, but keep the CPU's new switch unchanged."""
+    """Set float32_matmul_precision (the old switch) to ``precision``; keep the CPU's new switch."""
     host: Any = getattr(torch.backends.mkldnn, "matmul")  # noqa: B009 - torch declares no type
     kept_host = host.fp32_precision
     torch.set_float32_matmul_precision(precision)
@@ -105,7 +103,7 @@ _full_fp32 = [_Switch(partial(_set_full_fp32, False)), _Switch(partial(_set_full
 def leaves_memory_unfilled[**Arguments, Made](
     function: Callable[Arguments, Made],
 ) -> Callable[Arguments, Made]:
-    """Run ``function`` with torch's filling of new memory switched off.
+    """A decorator that runs ``function`` with torch's filling of new memory switched off.
 
     In deterministic mode torch fills every result of ``torch.empty`` with NaN, by one launch each.
     The mixers need no filling, since they write every element before they read it, as tests show.

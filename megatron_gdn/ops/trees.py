@@ -151,7 +151,7 @@ class TreeDocuments(Documents):
         return self.plan((HistoryOfParents, past), lambda: self._history(past))
 
     def _history(self, past: int) -> HistoryOfParents | None:
-        """Compute the result of :meth:`history`, which caches it."""
+        """Compute the last ``past`` rows of documents' ancestors, which :meth:`history` caches."""
         begin, length = self.offsets, self.lengths_without_padding
         continuing = [i for i, path in enumerate(self.paths) if path and length[i]]
         if not (continuing and past):
@@ -185,7 +185,7 @@ class HistoryOfParents(NamedTuple):
 
 
 class ForwardByLevel(RuleForward):
-    """The forward of :class:`RuleByLevel`."""
+    """The forward of :class:`RuleByLevel`: the inner rule's forwards, one level after another."""
 
     documents: TreeDocuments
 
@@ -210,7 +210,7 @@ class ForwardByLevel(RuleForward):
 
 
 class BackwardByLevel(RuleBackward):
-    """The backward of :class:`RuleByLevel`."""
+    """The backward of :class:`RuleByLevel`: the inner rule's backwards, last level first."""
 
     documents: TreeDocuments
 

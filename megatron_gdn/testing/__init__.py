@@ -34,6 +34,7 @@ class RowByRow(TorchDispatchMode):
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        """Call ``function``, row by row if rows are independent; ``types`` is not used."""
         kwargs = kwargs or {}
         if function is _aten.mm.default:
             return _call_on_each_row(lambda row: function(row, args[1]), args[0])
@@ -88,7 +89,7 @@ def check_generation(
 ) -> GenerationGap:
     """Compare a text's log-probabilities in the training forward and in prefill and decode.
 
-    With ``config.batch_invariant_mode`` the two computations should give the same bits.
+    Decode takes ``at_once`` tokens a step. In ``batch_invariant_mode`` both should give equal bits.
 
     Args:
         model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline

@@ -59,12 +59,15 @@ class HopperDriver:
     """A Triton driver without a GPU: the methods that Triton calls to compile a kernel."""
 
     def get_current_device(self) -> HopperDriver:
+        """This driver, in place of a device number."""
         return self  # any object, since no kernel is launched
 
     def get_current_stream(self, device: HopperDriver) -> int:
+        """The handle of the default stream; nothing runs on it."""
         return 0
 
     def get_current_target(self) -> Any:
+        """What Triton compiles for: Hopper, with warps of 32 threads."""
         from triton.backends.compiler import GPUTarget
 
         return GPUTarget("cuda", 90, 32)

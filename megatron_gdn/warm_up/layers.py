@@ -62,8 +62,7 @@ def model_of(arguments: argparse.Namespace) -> Model:
 
 def read_model(path: str | Path) -> Model:
     """Read the sizes from ``config.json``, a folder with this file, a launch script
-    (``--linear-num-key-heads 16``) or YAML with Megatron's arguments
-    (``linear_num_key_heads: 16``)."""
+    (``--linear-num-key-heads 16``) or Megatron's YAML (``linear_num_key_heads: 16``)."""
     path = Path(path)
     if path.is_dir():
         path = path / "config.json"

@@ -18,7 +18,7 @@ from ..layouts import SequenceLayout, require_cut, require_fragments
 
 
 class Nodes(NamedTuple):
-    """The nodes of a chain in order; node j is on rank ``hosts[j]``, at index ``slots[j]``."""
+    """The nodes of a chain in order; node j is number ``slots[j]`` on rank ``hosts[j]``."""
 
     hosts: tuple[int, ...]
     slots: tuple[int, ...]
@@ -53,7 +53,7 @@ class Cutting(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Where fragments lie, int64 ``[n, C]``; all fields but ``local`` are sequence positions."""
+    """Where fragments lie: int64 ``[nodes, chains]``, sequence positions except for ``local``."""
 
     begin: Tensor
     end: Tensor
@@ -80,7 +80,7 @@ class Fragments(NamedTuple):
 
 
 def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
-    """All fragments, cut by ``cutting``; raises the errors of :func:`..layouts.check_lengths`."""
+    """The fragments of ``documents`` by ``cutting``; errors: :func:`..layouts.check_lengths`."""
     require_cut(documents, cutting.cp_size, cutting.layout)
     key = (Fragments, cutting)
     return documents.table(key, lambda these: _cut_fragments(these, cutting), move=False)

@@ -30,7 +30,7 @@ from .map_exchange import exchange_rows
 
 
 class HistoryRoute(NamedTuple):
-    """The rows that one rank sends and receives."""
+    """The projection rows that one rank sends and receives as history of pieces."""
 
     send_rows: Tensor  # indices of the local rows to send, sorted by receiving rank
     send_counts: tuple[int, ...]  # the number of rows sent to each rank
@@ -39,7 +39,7 @@ class HistoryRoute(NamedTuple):
 
 
 class _TravellingRows(NamedTuple):
-    """Rows that may travel, int64 fields; sender and receiver list the rows in the same order."""
+    """Rows that may travel, one per entry of each int64 field; both ranks have the same order."""
 
     chain: Tensor
     slot: Tensor  # the index of the fragment among this rank's fragments of the chain
@@ -51,7 +51,7 @@ class _TravellingRows(NamedTuple):
 
 @planned
 def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryRoute | None:
-    """The rows to exchange for ``taps`` taps in a micro-batch; None if no rank needs any row."""
+    """The rows to exchange for a convolution of ``taps`` taps; None if no rank needs any row."""
     history_len = taps - 1  # the number of rows before a piece
     if not (history_len and any_document_continues(documents, cutting)):
         return None
@@ -76,7 +76,7 @@ def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryR
 
 
 def _list_rows(cutting: Cutting, chains: int, history_len: int, sending: bool) -> _TravellingRows:
-    """Rows of ``chains`` chains that this rank may send (``sending``) or receive, peer by peer."""
+    """Rows that may leave (``sending``) or come: ``history_len`` per node of ``chains`` chains."""
     nodes, rank = cutting.nodes, cutting.rank
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
     for receiver in range(len(nodes.hosts)):
@@ -101,10 +101,10 @@ def _build_tables(
     sendable: _TravellingRows,
     receivable: _TravellingRows,
 ) -> tuple[Tensor, ...]:
-    """Return ``send_rows``, the fields of :class:`HistoryTable`, and two masks.
+    """Return ``send_rows``, the fields of :class:`HistoryTable`, and two masks of rows that travel.
 
-    The masks say which rows of ``sendable`` and ``receivable`` travel. If the host knows the
-    documents, rows that do not travel are left out of the tables.
+    The masks are of ``sendable`` and ``receivable``. If the host knows the documents, rows that do
+    not travel are left out of the tables.
     """
     fragments, own, rank = fragments_of(documents, cutting), cutting.own, cutting.rank
     history_tokens = torch.where(fragments.enters, fragments.begin - fragments.first, 0).clamp(
@@ -114,7 +114,7 @@ def _build_tables(
     local, tokens = fragments.local[own], documents.total_tokens // cutting.cp_size
 
     def travelling_rows(rows: _TravellingRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Per row: whether it travels, its index in messages (or -1), its distance to its piece."""
+        """Per row: whether it travels, its index in messages (or -1), distance to its reader."""
         tokens = length[rows.receiver, rows.chain]
         distance = (rows.k - 1) * tokens + rows.m
         travels = (rows.m <= tokens) & (distance <= history_tokens[rows.receiver, rows.chain])
@@ -124,7 +124,7 @@ def _build_tables(
         return travels, torch.where(travels, number, -1), distance
 
     def by_piece(x: Tensor) -> Tensor:
-        """Flatten ``x [h, C]`` by chain, without first nodes of chains, which have no history."""
+        """Flatten ``x [nodes here, chains]`` by chain, without chains' first nodes (no history)."""
         return x[rank == 0 :].T.flatten()
 
     h, C = local.shape
@@ -174,15 +174,16 @@ class HistoryOfPieces:
     """A :class:`~megatron_gdn.ops.front.history.HistoryLink` that fetches rows of other ranks."""
 
     def __init__(self, route: HistoryRoute, group: dist.ProcessGroup) -> None:
+        """``route``: which rows go to and come from which ranks of ``group``."""
         self._route, self._group = route, group
 
     def fetch(self, rows_sBC: Tensor) -> History:
-        """Send local rows ``[s, B, C]`` to the ranks that need them; return this rank's history."""
+        """Send projection rows ``[s, B, C]`` where needed; return this rank's history."""
         send_rows, send, receive, table = self._route
         sent = rows_sBC.index_select(0, send_rows)
         return History(exchange_rows(sent, send, receive, self._group), table)
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
-        """Send gradients ``[R, B, C]`` of fetched rows back; return gradients of the sent rows."""
+        """Send gradients ``[R, B, C]`` of R fetched rows back; return the sent rows' gradients."""
         _, send, receive, _ = self._route
         return exchange_rows(d_rows_RBC, receive, send, self._group)

@@ -25,7 +25,7 @@ from .fragments import Nodes
 
 
 def join_maps(local: Tensor, through: Tensor) -> Tensor:
-    """Join ``local`` and ``through`` of maps to ``[..., X]``: a view if memory allows it."""
+    """Join ``local`` and ``through`` of maps along their columns: a view if memory allows it."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):
@@ -41,7 +41,7 @@ def join_maps(local: Tensor, through: Tensor) -> Tensor:
 def states_entering_nodes(
     maps: Tensor, value_dim: int, nodes: Nodes, group: dist.ProcessGroup, cuts: Cuts | None = None
 ) -> Tensor:
-    """The states that enter this rank's nodes, ``[h, M, K, V]``; zero for the first node.
+    """States ``[h, M, K, V]`` that enter this rank's h nodes of M chains; zero for the first node.
 
     ``maps`` ``[h, M, K, X]`` are the maps of this rank's nodes by slot: ``value_dim`` columns of
     ``local``, then ``through``. ``cuts`` marks the ``nodes`` through which no state passes.
@@ -63,14 +63,14 @@ def states_entering_nodes(
 
 
 def _view_by_place(x: Tensor, m: int, h: int) -> Tensor:
-    """View ``x [ranks * m * h, K, .]`` as ``[places, m, K, .]``; axis 1 are a node's m chains."""
+    """View ``x [ranks * m chains * h nodes, K, .]`` as ``[places, m, K, .]``; axis 1: m chains."""
     K, X = x.shape[1:]
     return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
 
 
 @cached_by_stream(64)
 def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
-    """The steps from node to node of a chain; a node's map and state are at host * m * h + slot."""
+    """Steps from node to node of m chains, h nodes a rank; a node's place: host * m * h + slot."""
     places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
     return Steps.build([[*((j, j) for j in places[:-1]), (places[-1], NONE)]], device)
 

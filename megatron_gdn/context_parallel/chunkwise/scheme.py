@@ -20,22 +20,19 @@ from .states import StatesOfPieces, state_table
 
 
 class Chunkwise(Scheme):
-    """State-passing context parallelism over ``group`` for one tensor-parallel rank's heads.
-
-    ``layout`` has one tensor-parallel rank's columns; ``taps`` is the convolution's width.
-    """
+    """State-passing context parallelism in ``group`` for a tensor-parallel rank's ``layout``."""
 
     name = "chunkwise"
 
     def __init__(
         self, layout: Layout, taps: int, group: dist.ProcessGroup, sequence_layout: SequenceLayout
     ) -> None:
-        """``sequence_layout``: how the data loader cut sequences over the ranks."""
+        """``taps``: of the convolution; ``sequence_layout``: how the data loader cut sequences."""
         super().__init__(layout, group, sequence_layout)
         self._taps = taps
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """Rows stay on their rank; pieces get history and states from other ranks."""
+        """Rows stay, pieces get history and states; ``like``: a tensor on the rows' device."""
         whole = one_document(tokens, like.device) if documents is None else documents
         cutting = Cutting(self.size, self.sequence_layout, self.group.rank())
         pieces, table = pieces_of(whole, cutting), state_table(whole, cutting, rows)

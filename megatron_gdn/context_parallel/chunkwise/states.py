@@ -128,7 +128,7 @@ def _node_tensors(
     ends = pieces.starts[1:].long()
 
     def pieces_at(tokens: Tensor) -> Tensor:
-        """Indices of the pieces that hold ``tokens`` of this rank, for all batch rows."""
+        """Indices of the pieces that hold ``tokens`` (indices on this rank), for all batch rows."""
         indices = torch.searchsorted(ends, tokens.contiguous(), right=True).clamp(max=N - 1)
         return (indices[:, None] + row * N).flatten()
 
@@ -143,7 +143,7 @@ def _node_tensors(
 
 
 def _last_pieces(pieces: Documents, indices: Tensor) -> tuple[Tensor, Documents] | None:
-    """Tokens and boundaries of ``pieces[last]``; None if these have over half of the tokens."""
+    """Tokens and boundaries of ``pieces[indices]``; None if these have over half of the tokens."""
     begin, length = pieces.starts[indices].long(), pieces.starts.diff()[indices].long()
     if 2 * int(length.sum()) > pieces.total_tokens:
         return None
@@ -152,7 +152,7 @@ def _last_pieces(pieces: Documents, indices: Tensor) -> tuple[Tensor, Documents]
 
 
 def _select_pieces(x_N: Tensor, index: Tensor | None, mask: Tensor | None) -> Tensor:
-    """``x_N[index]`` (index None: all pieces), with zeros where ``mask`` is False."""
+    """Pieces' entries ``x_N[index]`` (None: all), with zeros where ``mask`` (if any) is False."""
     x = x_N if index is None else x_N.index_select(0, index)
     # A product with the mask would keep NaN, because 0 * NaN is NaN.
     return x if mask is None else torch.where(mask, x, x.new_zeros(()))
@@ -167,18 +167,19 @@ class StatesOfPieces:
     """The states that enter this rank's pieces: a :class:`~megatron_gdn.ops.parts.StateLink`."""
 
     def __init__(self, table: StateTable, group: dist.ProcessGroup) -> None:
+        """``table``: this rank's pieces and nodes; ``group``: the ranks that exchange states."""
         self.documents, self._count = table.sequences, table.sequences.sequences
         self._table, self._group = table, group
 
     def _states_of_nodes(self, maps: StateMap, nodes: Nodes, cuts: Cuts | None) -> Tensor:
-        """The states that enter this rank's nodes, ``[h * chains, H, K, V]``."""
+        """The states that enter this rank's h nodes of each chain: ``[h * chains, H, K, V]``."""
         packed = join_maps(*maps)
         packed = packed.view(self._table.node_count, -1, *packed.shape[2:])
         entering = states_entering_nodes(packed, maps.local.shape[-1], nodes, self._group, cuts)
         return entering.view(maps.local.shape)
 
     def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
-        """Maps of this rank's nodes, ``[h * chains, H, K, .]``: the maps of their last pieces."""
+        """Maps ``[h * chains, H, K, .]`` of nodes' last pieces; ``forward``: run on ``inputs``."""
         table, last = self._table, self._table.last
         if table.last_pieces is not None:
             tokens, pieces = table.last_pieces
@@ -204,7 +205,7 @@ class StatesOfPieces:
         return _scatter_to_pieces(kept[0], self._table.first, self._count)
 
     def leaving(self, backward: RuleBackward, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """States that entered pieces, and dS (by ``backward``) of states that leave pieces."""
+        """States that entered pieces, and by ``backward`` gradients of states that leave pieces."""
         table, (entering, through) = self._table, kept
         d_local = _select_pieces(backward.d_initial(), table.first, table.enters)
         maps = StateMap(entering, through).transposed(d_local)

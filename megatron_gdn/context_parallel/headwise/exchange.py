@@ -58,7 +58,7 @@ class Exchange:
         layout: SequenceLayout,
         rows: Tensor,
     ) -> Exchange:
-        """The exchange of ``rows``, ``[s, B, P]`` or ``[S, B, p]``; ``cut`` are their documents."""
+        """The exchange of ``rows`` ``[s or S, B, .]``; ``cut``: documents; ``shares``: columns."""
         rank, rank_width = group.rank(), shares.rank_width
         local = cut.total_tokens // shares.ranks
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
@@ -102,7 +102,7 @@ def _exchange_messages(exchange: Exchange, messages: Tensor) -> tuple[list[dist.
 def _send_fragments(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
 ) -> list[dist.Work]:
-    """Send ``messages`` and receive ``full`` by fragment; if not ``to_heads``, send ``full``."""
+    """Send ``messages``, receive ``full``, by fragments of ``wave``; back if not ``to_heads``."""
     # Two ranks must list the messages between them in the same order.
     group, rank = exchange.group, exchange.rank
     start_own, start_peers = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)

@@ -25,7 +25,7 @@ _RESOLVED = "_megatron_gdn_boundaries"
 
 
 def _check_dimensions(caller: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
-    """Raise a ValueError unless ``tensor`` has the dimensions that ``caller`` takes."""
+    """Raise ``caller``'s ValueError unless 3-D ``tensor``, ``seq_dim`` 0, ``head_dim`` -1 or 2."""
     if tensor.dim() != 3 or seq_dim != 0 or head_dim not in (-1, 2):
         raise ValueError(
             f"{caller} takes a [sequence, batch, heads] tensor with seq_dim=0 and head_dim=-1 "
@@ -36,7 +36,7 @@ def _check_dimensions(caller: str, tensor: Tensor, seq_dim: int, head_dim: int) 
 def _even_shares(
     caller: str, width: int, sections: Sequence[int] | None, cp_size: int
 ) -> HeadShares:
-    """Equal shares of ``sections`` (sum: ``width``) for all ranks; errors name ``caller``."""
+    """Even shares of ``sections`` (sum: ``width``) for ``cp_size`` ranks; ``caller``: in errors."""
     sections = [width] if sections is None else list(sections)
     if sum(sections) != width or any(section % cp_size for section in sections):
         raise ValueError(
@@ -61,19 +61,17 @@ def tensor_a2a_cp2hp(
 ) -> Tensor:
     """All-to-all from a share of the tokens to a share of the columns: ``[s, B, D] -> [S, B, d]``.
 
-    Rank r receives the r-th of cp equal shares of every section, for all tokens.
-
     Args:
         tensor: ``[s, B, D]``.
         seq_dim, head_dim: must be 0, and -1 or 2.
         cp_group: the ranks that share the sequence.
-        split_sections: widths of the sections of D (query heads, key heads, ...), each of which is
-            split over the ranks. None: D is one section.
+        split_sections: widths of D's sections (query heads, ...), each split over the ranks.
         undo_attention_load_balancing: if True, ranks hold a zigzag of one sequence, and the result
             is in sequence order; if False, the result has rank 0's tokens first, then rank 1's, ...
 
     Returns:
-        ``[S, B, d]``. The forward and the backward take one collective each.
+        ``[S, B, d]``: on rank r the r-th of cp equal shares of every section, for all tokens. The
+        forward and the backward take one collective each.
 
     Raises:
         ValueError: for another dimension order, for a section that is not a multiple of cp, or for
@@ -105,8 +103,7 @@ def tensor_a2a_hp2cp(
 
     Args:
         tensor: ``[S, B, d]``.
-        split_sections: widths of the sections of **d** in ``tensor``: the widths given to
-            :func:`tensor_a2a_cp2hp`, each divided by cp. None treats d as one section.
+        split_sections: the widths given to :func:`tensor_a2a_cp2hp`, each divided by cp.
         redo_attention_load_balancing: if True, ``tensor`` is in sequence order, and the result is
             this rank's zigzag share; if False, ``tensor`` has rank 0's tokens first, then 1's, ...
 
@@ -178,7 +175,7 @@ _CONVOLVED = ("x", "B", "C")
 
 
 def mamba_layout(heads: int, groups: int, head_dim: int, state_dim: int) -> Layout:
-    """The columns z | x | B | C | dt of a Mamba2 mixer's input projection."""
+    """Columns z | x | B | C | dt of Mamba2's in_proj; a group of B, or of C, has ``state_dim``."""
     sections = (
         Section("z", "head", head_dim),
         Section("x", "head", head_dim, conv=True),
@@ -294,7 +291,7 @@ class MambaContextParallel:
     def _exchange_rows(
         self, x: Tensor, argument: str, width: int, cu_seqlens: Tensor | Documents | None
     ) -> Tensor:
-        """Exchange ``x`` ``[(B,) tokens, width]``; if ``argument`` is "output", back to tokens."""
+        """Exchange ``x [(B,) tokens, width]``; back if its name ``argument`` is "output"."""
         if self.cp_size == 1:
             return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:

@@ -41,7 +41,7 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
 
 
 def _rows_of_tile(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
-    """The rows of a tile, whose widest block of ``cut`` has about _TILE_BYTES or fewer."""
+    """Number of rows of a tile, whose widest block of ``cut`` has about _TILE_BYTES or fewer."""
     tile = _TILE_BYTES if rows >= 4096 else _TILE_BYTES // 4
     widest = max(strip.block for strip in cut) * element_size
     return max(1, min(128, tile // widest))
@@ -70,8 +70,8 @@ def _launch_copy(
 ) -> None:
     """Copy ``whole``'s columns to ``message_count`` messages ``rank_rows``; back if not ``pack``.
 
-    Messages belong to ranks ``first_rank``, ``first_rank + 1``, ... without ``skipped_rank``.
-    ``kept_rows`` (full rows, places): the columns of ``skipped_rank`` are copied to these rows.
+    Messages of ranks ``first_rank``, ``first_rank + 1``, ... without ``skipped_rank``; ``place[t]``
+    is token t's row in a message. Columns of ``skipped_rank`` go to ``kept_rows`` (rows, places).
     """
     tokens, batch, _ = whole.shape
     if not tokens * batch or not message_count or not cut:
@@ -95,7 +95,7 @@ def _copy_launch(
     message_count: int, first_rank: int, skipped_rank: int, has_places: bool, kept: bool,
     pack: bool, beside_transfer: bool,
 ) -> Launch:  # fmt: skip
-    """The launch that packs or unpacks messages; ``kept``: own rows are copied too."""
+    """Launch of `copy_columns_kernel`: KEPT=kept, PLACED=has_places; ``strides``: of `_strides`."""
     stride_s, stride_b, align = strides
     at_once = _rows_of_tile(tokens * batch, element_size, cut)
     tiles = triton.cdiv(tokens * batch, at_once) * message_count
@@ -136,7 +136,7 @@ def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
 def copy_kept_rows(
     whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
 ) -> None:
-    """Copy ``rank``'s columns to ``full[place]``, or back only those that no other rank holds."""
+    """Copy ``rank``'s columns to ``full[place]``; if not ``to_full``, back, only unshared ones."""
     _launch_copy(
         whole, full, place, strips(shares, _COLUMNS) if to_full else _unshared_strips(shares),
         message_count=1, first_rank=rank, pack=to_full, beside_transfer=True,
@@ -208,7 +208,7 @@ def move_rows(
 
 @triton.jit
 def _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
-    """Pointers to whole rows (token ``t_R``, batch row ``b_R``); strides are in ALIGN elements."""
+    """Pointers to R whole rows (tokens ``t_R``, batch rows ``b_R``); strides in units of ALIGN."""
     at_R = tl.cast(t_R, tl.int64) * stride_s + tl.cast(b_R, tl.int64) * stride_b
     return whole_ptr + at_R * ALIGN
 
@@ -217,7 +217,7 @@ def _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
 def _copy_strip(
     whole_R, message_R, real_R, rank, STRIPS: tl.constexpr, AT: tl.constexpr, PACK: tl.constexpr
 ):
-    """Copy ``rank``'s STRIPS[AT] of real rows from ``whole_R`` to ``message_R`` (PACK) or back."""
+    """Copy STRIPS[AT] of rows ``whole_R`` to ``message_R`` (PACK) or back; ``real_R``: mask."""
     whole_R += STRIPS[AT][0] + rank // STRIPS[AT][3] * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
     BLOCK: tl.constexpr = STRIPS[AT][4]
@@ -238,10 +238,10 @@ def copy_columns_kernel(
 ):  # fmt: skip
     """Copy the STRIPS of ranks ``first_rank``, ``first_rank + 1``, ... without ``skipped_rank``.
 
-    Each rank has one message. PACK copies from whole rows to messages (``message_ptr``, RANK_WIDTH
-    columns), else back. With PLACED there is one message, whose row ``place[t]`` holds token t.
-    KEPT also copies rank ``skipped_rank``: row ``place[t]`` of ``full`` holds its token t. Any
-    number of programs share the ``tiles`` of all ranks; a tile has ROWS rows.
+    PACK copies from whole rows to each rank's message (``message_ptr``, RANK_WIDTH columns), else
+    back. A tile has ROWS rows; programs share the ``tiles``. With PLACED, row ``place[t]`` of the
+    only message holds token t. KEPT also copies rank ``skipped_rank``: row ``place[t]`` of ``full``
+    holds its token t.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
@@ -277,7 +277,11 @@ def _sum_strip(
     whole_R, message_R, full_R, real_R, block_index, own_rank, message_size,
     STRIPS: tl.constexpr, AT: tl.constexpr, COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum one block of STRIPS[AT] over the COPIES ranks that hold it, in dtype WIDE."""
+    """Sum block ``block_index`` of STRIPS[AT] over its COPIES ranks in dtype WIDE to ``whole_R``.
+
+    Pointers to R rows: ``full_R`` (for ``own_rank``), and ``message_R`` of the first message; a
+    message has ``message_size`` elements. ``real_R`` masks the rows.
+    """
     whole_R += STRIPS[AT][0] + block_index * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
     full_R += STRIPS[AT][1]

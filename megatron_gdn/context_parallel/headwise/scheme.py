@@ -23,9 +23,8 @@ class Headwise(Scheme):
     """Context parallelism by head exchange: a rank runs its share of the heads on all tokens.
 
     Every rank gets the same number of state heads, and the key heads that its state heads use. If
-    there are more ranks than key heads, neighbouring ranks hold the same key head, whose gradients
-    are summed. ``self.layout`` describes one rank's columns. Raises a ValueError if the ranks of
-    ``group`` cannot share the heads.
+    ranks outnumber key heads, neighbouring ranks hold the same key head, whose gradients are
+    summed. ``self.layout``: one rank's columns. A ValueError says why ranks cannot share the heads.
     """
 
     name = "headwise"
@@ -70,7 +69,7 @@ class Headwise(Scheme):
     def _shares_of_parameter(
         self, rows: int, names: tuple[str, ...] | None
     ) -> tuple[HeadShares, ColumnBlock | None]:
-        """A parameter's shares; this rank's block if ``names`` is one section, else None."""
+        """Shares of a parameter's ``rows`` (sections ``names``); the own block, None if several."""
         if names is None:
             shares = HeadShares.even(self.size, (rows,))
         else:

@@ -185,7 +185,7 @@ def waves_of(
 
 
 def _split_places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:
-    """Rank ``cp_rank``'s and its peers' positions in the slice ``tokens`` of ``positions_Rs``."""
+    """Split ``positions_Rs [ranks, s]`` in slice ``tokens``: rank ``cp_rank``'s and its peers'."""
     place_Rs = positions_Rs[:, tokens].to(torch.int32)
     peers = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
     return place_Rs[cp_rank].contiguous(), peers.flatten()

@@ -46,7 +46,7 @@ class Heads(NamedTuple):
 
     @property
     def operands(self) -> str:
-        """The name of the operands' dtype in flags and file names."""
+        """The name of the operands' dtype in flags and file names, "fp16" or "bf16"."""
         return "fp16" if self.dtype == torch.float16 else "bf16"
 
     @property
@@ -115,7 +115,7 @@ def _may_start() -> bool:
 
 
 def _start_command(lock: int) -> subprocess.Popen:
-    """Start the warm-up command, which gets the open file ``lock`` and ends with this process."""
+    """Start the warm-up command, which gets file descriptor ``lock`` and ends with this process."""
     logger.warning(
         "FlashQLA's kernels and Triton's for %s are compiled from here on, on %d cores, into %s. "
         "`python -m megatron_gdn.warm_up %s` does this before a run.",
@@ -131,7 +131,7 @@ def _start_command(lock: int) -> subprocess.Popen:
 
 
 def warm_up_command(heads: Heads, part: str) -> list[str]:
-    """The command line that compiles the kernels for ``heads``, those of ``part`` first."""
+    """The command line that compiles kernels for ``heads``, those of the group ``part`` first."""
     parts = [part, *(other for other in USUAL_PARTS if other != part)]
     return [
         sys.executable, "-m", "megatron_gdn.warm_up", *heads.flags.split(), "--parts", *parts,
@@ -140,6 +140,7 @@ def warm_up_command(heads: Heads, part: str) -> list[str]:
 
 
 def _capability() -> tuple[int, int]:
+    """The GPU's compute capability, such as (9, 0)."""
     return torch.cuda.get_device_capability()
 
 
@@ -163,7 +164,7 @@ def cache_folder() -> Path:
 
 
 def cache_entry(kernel: Any, args: tuple, kwargs: dict[str, Any], arch: str) -> Path:
-    """The file that exists once tilelang has cached ``kernel`` for these arguments and ``arch``."""
+    """The file that exists once tilelang cached ``kernel`` for these arguments and GPU ``arch``."""
     configs = sorted((kernel.pass_configs or {}).items())
     described = kernel.func_source, args, sorted(kwargs.items()), configs, arch
     digest = sha256(repr(described).encode()).hexdigest()[:32]

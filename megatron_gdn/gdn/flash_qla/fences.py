@@ -95,6 +95,7 @@ def _compile_with_check(name: str, compile: Callable) -> Callable:
     """Wrap ``compile`` of the kernel ``name``: the wrapper checks that no fence is missing."""
 
     def compile_and_check(*args: Any, **kwargs: Any) -> Any:
+        """Return the kernel that ``compile`` makes; raise if its source lacks a fence."""
         compiled = compile(*args, **kwargs)
         source = compiled.get_kernel_source()
         if missing_fences(source):

@@ -22,9 +22,10 @@ _F32 = torch.float32
 
 
 class HopperStages:
-    """FlashQLA's stages for Hopper: the same functions as FlashQLA's, in less host time."""
+    """FlashQLA's stages (functions that launch one kernel each) on Hopper, in less host time."""
 
     def __init__(self, library: ModuleType, modules: dict[str, ModuleType]) -> None:
+        """``library``: FlashQLA's module ``chunk``; ``modules``: the module of each stage."""
         self._modules, self.build_cp_context = modules, library.build_cp_context
         self.correct_initial_states = partial(self._correct_states, False)
         self.correct_terminal_states = partial(self._correct_states, True)
@@ -36,7 +37,7 @@ class HopperStages:
         )
 
     def _find_kernel(self, stage: str, factory: str, *args: Any) -> Callable[..., None]:
-        """The compiled function that a stage's ``factory`` in FlashQLA returns for ``args``."""
+        """The kernel that function ``factory`` in the module of ``stage`` makes for ``args``."""
         return compiled_function(getattr(self._modules[stage], factory)(*args))
 
     @cached_property
@@ -49,7 +50,7 @@ class HopperStages:
     def _sequences_and_chunks(
         self, like: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[int, Tensor, Tensor, int]:
-        """Of ``like``'s sequences: number, offsets, first chunks; and the chunk count of a row."""
+        """Number of sequences in ``like [B, S, ..]``, offsets, first chunks; chunks per row."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
             unread = self._unread((rows + 1,), torch.int32, like.device)
@@ -58,7 +59,7 @@ class HopperStages:
         return cu_seqlens.shape[0] - 1, cu_seqlens, offsets.to(cu_seqlens.dtype), chunks
 
     def _chunk_states(self, wanted: bool, k: Tensor, v: Tensor, chunks: int) -> Tensor:
-        """Memory for the states at chunks, or a tensor without elements if not ``wanted``."""
+        """Memory for states at ``chunks`` chunks per row; without elements if not ``wanted``."""
         (B, _, _, K), (H, V) = k.shape, v.shape[2:]
         if wanted:
             return k.new_empty(B, chunks, H, K, V)
@@ -115,8 +116,8 @@ class HopperStages:
 
         Returns four tensors ``[P, H]``: numbers of last chunks that a part's map needs and of first
         chunks that S_in reaches; whether S and whether dS passes the part. A state reaches chunks
-        until the log-decay sums to ``threshold``. S need not pass parts of ``ht_mask_fwd``, nor dS
-        those of ``ht_mask_bwd``.
+        until the log-decay sums to ``threshold``. True in ``ht_mask_fwd`` (``ht_mask_bwd``), bool
+        ``[P]``: S (dS) need not pass the part.
         """
         P, H = ht_mask_fwd.shape[0], g.shape[2]
         run = self._kernel(
@@ -147,9 +148,9 @@ class HopperStages:
         num_warmup_chunks: Tensor | None = None,
         final_dtype: torch.dtype | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """States at chunks (``output_h``), final states and ``through`` (in ``final_dtype``).
+        """States at chunks if ``output_h``, final states and ``through``, both in ``final_dtype``.
 
-        With ``num_warmup_chunks`` only so many last chunks of a part run; this gives ``local``.
+        With ``num_warmup_chunks [P, H]`` only so many last chunks of a part run, for ``local``.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         warm = num_warmup_chunks is not None
@@ -187,7 +188,8 @@ class HopperStages:
     ) -> Tensor:  # fmt: skip
         """States that enter parts or, if ``backward``, dS of states that leave parts: [P, H, K, V].
 
-        ``states`` are states that enter sequences, or gradients of states that leave sequences.
+        ``states`` are states that enter sequences, or gradients of states that leave sequences;
+        None: zero. ``first``, int32 ``[N + 1]``: the number of every sequence's first part, and P.
         """
         P, H, K, V = local.shape
         dtype = _F32 if states is None else states.dtype
@@ -218,7 +220,7 @@ class HopperStages:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The output, the states at chunks and the final states; states not asked for are None.
 
-        ``cu_seqlens`` bounds parts, ``raw_cu_seqlens`` sequences; ``cp_seq_map``: parts' sequences.
+        ``cu_seqlens`` bounds parts, ``raw_cu_seqlens`` sequences; ``cp_seq_map``: part to sequence.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
@@ -259,7 +261,7 @@ class HopperStages:
         num_warmup_chunks: Tensor,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """None, and dS of the states that enter parts, computed as if leaving states had dS = 0."""
+        """None and dS of states entering parts, for leaving dS = 0; ``output_dh`` must be False."""
         assert not output_dh
         (G, K), (H, V) = k.shape[2:], do.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)

@@ -171,7 +171,7 @@ class FlashQlaRule(Rule):
     forward, backward = FlashQlaForward, FlashQlaBackward
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:
-        """``bits`` chooses how sequences are cut; the docstring of the class explains it."""
+        """``bits``: FREE cuts by all lengths, DETERMINISTIC by each; ON_GRID: no cut in forward."""
         self.bits = bits
 
     def plan(

@@ -171,7 +171,7 @@ def gradients(
 
     ``states_in`` enter parts; ``d_states_out`` are gradients of states that leave parts. ``states``
     at chunks are computed here if None. With ``overwrite_last`` the kernel may write over
-    ``d_states_out``.
+    ``d_states_out``. ``g_sum`` (log-decay summed within chunks) and ``A``: see :class:`Kept`.
     """
     run = stages()
     sequences, offsets, _ = _boundaries(parts)

@@ -127,7 +127,7 @@ def resolve_batch(
 
 
 def _find_documents(sources: Sources, rows: int, share: MicroBatchShare) -> ModelBatch:
-    """Find the documents and padding of ``rows`` rows; ``share.documents`` is None so far."""
+    """Find documents and padding of ``rows`` rows; this rank's ``share`` has no documents yet."""
     _require_agreement(sources, rows, share)
     share = _with_layout(sources, rows, share)
     sources = _in_sequence_order(sources, rows, share)
@@ -192,7 +192,7 @@ def _gather(tensor: Tensor, share: MicroBatchShare) -> Tensor:
 
 
 def _with_layout(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchShare:
-    """``share`` with its layout (found from ``seq_index`` if given) and the lengths to be cut."""
+    """``share`` with layout (by ``seq_index`` if given) and lengths of the sequences it cuts."""
     whole, total, index = share.lengths, sum(share.lengths), sources.seq_index
     tokens = total // share.size
     cut = {SequenceLayout.ZIGZAG_BUFFER: whole, SequenceLayout.CONTIGUOUS: whole}

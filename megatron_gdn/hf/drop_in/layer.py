@@ -59,7 +59,7 @@ class DropInOptions:
 
 @dataclass(eq=False)
 class _DropInState:
-    """The objects with which a replaced module runs this package's mixer."""
+    """Options, mixer, micro-batches and old gate dtypes of a module that became a drop-in."""
 
     options: DropInOptions
     mixer: families.Mixer

@@ -39,6 +39,7 @@ def patch(
 ) -> Patch:
     """Let this package run every linear-attention module of a transformers model, in place.
 
+    With ``attention="gathered"`` softmax attention gathers all ranks' keys and values.
     Supported: Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and
     Bailing Hybrid, also inside their vision-language classes. Modules, parameters, state-dict keys
     and optimizers stay valid; ``A_log`` and ``dt_bias`` become fp32.
@@ -58,8 +59,7 @@ def patch(
             Delta Attention takes only `backend`.
         unpacked: what runs a batch that is not packed, on one rank: ``"transformers"`` for
             transformers' own forward with the same bits, ``"fused"`` for this package's mixer.
-        attention: ``"gathered"`` lets the model's softmax attention run under context
-            parallelism, also for packed documents (every rank gathers keys and values). None: the
+        attention: ``"gathered"`` serves context parallelism, also with packed documents. None: the
             caller runs attention (torch's ``context_parallel``, ring attention), without packing.
 
     Returns:
@@ -300,7 +300,7 @@ def gathered_attention(
     gdn_batch: ModelBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention for transformers: ``query [B, H, s, D]`` in, ``[B, s, H, D]`` out."""
+    """Causal attention: ``query [B, H, s, D]`` to ``[B, s, H, D]``; ``scaling`` of q . k."""
     if attention_mask is not None or gdn_batch is None:
         raise ValueError(
             f"{GATHERED!r} attention runs inside a model that megatron_gdn.hf.patch has patched "

@@ -154,7 +154,7 @@ def sum_to_diagonal(x: Tensor, diagonal: int) -> Tensor:
 
 
 class _Decays(torch.autograd.Function):
-    """Make exp(G), exp(G_C - G) of g ``[b, C]``, and multiply each of ``pairs`` by exp(G_i - G_j).
+    """exp(G), exp(G_C - G) for G = cumsum(g ``[b, C]``); all ``pairs`` times exp(G_i - G_j).
 
     Each of ``pairs`` ``[m, C, C]`` holds the products of k_j with q_i or with e_i. The decayed
     pairs are lower triangles ``[b, C, C]``. The backward never subtracts two large sums.
@@ -211,7 +211,7 @@ def _products_per_head(x: Values, output: bool) -> _Products:
             A, e_start = A * x.strength[..., None], start * x.strength
 
     def of_heads(t: Tensor, decay: Tensor) -> Tensor:
-        """Repeat ``t [m, C, K]`` for the value heads of each key head, times ``decay [b, C]``."""
+        """``t [m, C, K]``, repeated for a key head's value heads, times their ``decay [b, C]``."""
         return (t[:, None] * decay.view(m, -1, C, 1)).view(b, C, -1)
 
     return _Products(
@@ -251,7 +251,7 @@ def _products_per_channel(x: Values, output: bool) -> _Products:
 
 
 def _decayed_products(queries: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Products ``[b, C, r, C]`` of k and ``queries [b, C, r, K]`` (q, e or both), with decays."""
+    """Products ``[b, C, r, C]`` of k with r = 1 or 2 ``queries [b, C, r, K]`` (q, e), decayed."""
     b, C, r, K = queries.shape
     # Products within blocks of `size` tokens, [blocks, size, r, size]; `size` doubles from 1 to C.
     pairs, size = (queries * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
@@ -291,7 +291,7 @@ class _SolveAndPassStates(torch.autograd.Function):
     def forward(
         ctx, A, u, e_in, k_out, decay, carried, initial, group: ChunkGroup, pass_states: bool
     ):
-        """Per chunk: solve (I + A) y = u - e_in S, then S_next = decay S + k_out^T y."""
+        """Solve (I + A) y = u - e_in S; S_next = decay S + k_out^T y; e_in, k_out: decayed keys."""
         (H, K, V), y = initial.shape[1:], u
         states = u.new_empty(len(u) // H + 1, H, K, V)
         inverse = W = None

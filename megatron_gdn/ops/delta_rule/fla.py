@@ -34,7 +34,7 @@ CHANNEL_RULE_KERNELS = {
 
 
 class FlaDeltaRule(FlaRule):
-    """A delta rule. :meth:`inside` returns k, w, u, and sums of g (``g``; per channel: ``gk``)."""
+    """fla's delta rule; :meth:`inside` returns k, w, u, sums of g (``g``, per channel ``gk``)."""
 
     # A method of each subclass. It returns the arguments of a backward kernel: q, k, w, the sums of
     # g, and dv, the share of the written values' gradient that comes from d_o of the same chunk.

@@ -35,7 +35,7 @@ class _ChunkedInputs:
     """The rule's inputs of ``stage``, a forward or backward, cut into groups of chunks."""
 
     def __init__(self, stage: Any, one_chunk_groups: bool = False) -> None:
-        """``one_chunk_groups``: as in :meth:`..rules.chunk_table.ChunkTable.of`."""
+        """``one_chunk_groups``: on a CPU a group has one chunk, so all products have one shape."""
         rule, self.inputs, documents = stage.rule, stage.inputs, stage.documents
         k, v = self.inputs.k, self.inputs.v
         self.values, self.wide = rule.values, torch.promote_types(v.dtype, torch.float32)

@@ -28,16 +28,15 @@ def _walk_one_token(
     MASK_DOCUMENTS: tl.constexpr, HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr,
     SCALED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Compute d(pre-activation) of one token per segment, and dx of the token W - 1 before it.
+    """d(pre-activation) of a token per segment, and dx of the token W - 1 before it.
 
-    NORMALISE: the output has unit length. ``stride_s``, ``*_stride``: elements from token to token.
-    ``bias_1D``: the conv bias, if HAS_BIAS. MASKED: an end of the sequence is near or, if
-    MASK_DOCUMENTS, of a document. ``position_ptr``, ``position_R``: tokens' places in documents.
-    ``grad_ptr``: gradients of GROUP copies of the head, to sum, times ``factor`` if SCALED.
-    ``partial_dx``: dx of the last W - 1 tokens so far. ``lead_ptr``, ``place_ptr``: the lead-in and
-    the tokens' rows in it, if HAS_HISTORY. ``d_1D``: channels; ``real_1D``: which exist, if PADDED.
-    ``t_R``, ``real_R``: the segments' tokens, and which exist. ``history``: the last W - 1 inputs,
-    newest first.
+    ``d_1D``: channels; if PADDED, ``real_1D`` exist. ``position_*``: tokens' places in documents.
+    ``partial_dx``: dx of the last W - 1 tokens so far. HAS_HISTORY: a lead-in is at ``lead_ptr``.
+    MASKED: near a sequence's end or, if MASK_DOCUMENTS, a document's. ``grad_ptr``: gradients of
+    GROUP copies, to sum; SCALED: times ``factor``. NORMALISE: outputs have unit length.
+    ``stride_s``, ``*_stride``: elements from token to token. ``bias_1D``: the bias, if HAS_BIAS.
+    ``place_ptr``: tokens' rows in the lead-in. ``t_R``, ``real_R``: the segments' tokens, and which
+    exist. ``history``: the last W - 1 inputs, newest first.
     """
     x_RD = load_row(x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED)
     grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
@@ -94,10 +93,10 @@ def walk_head_backward(
 ):  # fmt: skip
     """Gradients of one head in ROWS segments of ``steps`` tokens; a step computes one of each.
 
-    ``proj_ptr``: projection rows. ``column``: the head's first channel, of CHANNELS. PACKED: the
-    rows have several documents. STAGES: the loop's ``num_stages``. BLOCK_D: D rounded up to a power
-    of two. Results: dx at ``d_proj_ptr`` (token stride ``d_stride_s``), sums of d(weight), d(bias)
-    at ``partial_ptr``, d(lead-in) at ``d_lead_ptr``.
+    ``proj_ptr``: rows. ``weight_ptr``, ``bias_ptr``: the convolution's. Results: dx at
+    ``d_proj_ptr`` (token stride ``d_stride_s``), d(lead-in) at ``d_lead_ptr``, sums of d(weight),
+    d(bias) at ``partial_ptr``. ``column``: the head's first channel, of CHANNELS. STAGES:
+    ``num_stages``. PACKED: several documents. BLOCK_D: D rounded up to a power of two.
 
     A token's dx is a sum over d(pre-activation) of this token and of the next W - 1 tokens. The
     loop keeps unfinished sums in registers, so it loads every input once; only W - 1 tokens past

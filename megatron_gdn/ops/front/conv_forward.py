@@ -112,7 +112,7 @@ def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constex
 
 @triton.jit
 def load_lead_in(lead_at_1D, place_R, real_1D, stride):
-    """The lead-in of one token per segment: row ``place_R`` at ``lead_at_1D``, 0 if place_R < 0."""
+    """A token's lead-in per segment: row ``place_R`` from pointers ``lead_at_1D`` on, 0 if < 0."""
     at_RD = lead_at_1D + tl.cast(place_R, tl.int64)[:, None] * stride
     return tl.load(at_RD, mask=(place_R >= 0)[:, None] & real_1D, other=0.0)
 

@@ -34,14 +34,14 @@ def _log_decay_backward(dt, A_log, d_g):
 
 @triton.jit
 def decay(x, A_log, low, high):
-    """The log-decay ``-exp(A_log) softplus(x)``, twice; ``low`` and ``high`` are not used."""
+    """The log-decay ``-exp(A_log) softplus(x)``, twice; bounds ``low``, ``high`` are not used."""
     g = _log_decay(softplus(x), A_log)
     return g, g
 
 
 @triton.jit
 def decay_backward(x, A_log, d_g, d_same, low, high):
-    """Gradients of x and A_log from the log-decay's gradient ``d_g``; ``d_same`` is not used."""
+    """Gradients of x, A_log from ``d_g`` of the log-decay; ``d_same``, of its copy, is not used."""
     d_dt, d_A_log = _log_decay_backward(softplus(x), A_log, d_g)
     return d_dt * sigmoid(x), d_A_log
 
@@ -55,7 +55,7 @@ def bounded_decay(x, A_log, low, high):
 
 @triton.jit
 def bounded_decay_backward(x, A_log, d_g, d_same, low, high):
-    """Gradients of x and A_log from the log-decay's gradient ``d_g``; ``d_same`` is not used."""
+    """Gradients of x, A_log from ``d_g`` of the log-decay; ``d_same``, of its copy, is not used."""
     rate = -minus_rate(A_log)
     sig = sigmoid(rate * x)
     d_x = d_g * low * sig * (1.0 - sig) * rate

@@ -59,16 +59,14 @@ def decay_and_write_gates(
         g    = -exp(A_log) * softplus(alpha + dt_bias)
         beta = sigmoid(beta_H), or 2 sigmoid(beta_H) with ``allow_neg_eigval``
 
-    Arithmetic is fp32 for inputs of any dtype, because the recurrence compounds a rounding error of
-    ``A_log`` over the whole sequence.
-
     Args:
         alpha_H, beta_H: ``[..., H]``, the alpha and beta sections of the projection.
         A_log_H, dt_bias_H: ``[H]``, the parameters of the log-decay.
         allow_neg_eigval: allow write strengths up to 2, which give negative eigenvalues.
 
     Returns:
-        ``g`` and ``beta``, both ``[..., H]`` in fp32 (fp64 for fp64 parameters).
+        ``g`` and ``beta``, both ``[..., H]``, computed in fp32 (fp64 for fp64 parameters), because
+        the recurrence compounds a rounding error of ``A_log`` over the whole sequence.
     """
     wide = torch.promote_types(A_log_H.dtype, torch.float32)
     (g_H,) = decay(alpha_H.to(wide) + dt_bias_H.to(wide), A_log_H.to(wide), 0.0, 1.0)

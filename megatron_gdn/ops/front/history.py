@@ -49,7 +49,8 @@ class HistoryTable:
     ) -> HistoryTable:
         """The table from host tensors; ``first``, ``count``: a piece's first token and token count.
 
-        ``sent``: the tokens whose rows were sent, in the order in which their gradients return.
+        ``before``: indices of the rows before a piece, newest first; ``sent``: the tokens whose
+        rows were sent, in the order in which their gradients return.
         """
         ahead = torch.arange(before.shape[1], device="cpu")
         edge = torch.where(ahead < count[:, None], first[:, None] + ahead, -1)
@@ -137,7 +138,7 @@ def _last_row_indices(
 
 
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
-    """The last p rows ``[N, C, p]`` of each sequence, which continues ``before_NCp``."""
+    """The last p rows ``[N, C, p]`` of each sequence: ``rows_sBC`` behind rows ``before_NCp``."""
     N, _, past = before_NCp.shape
     if documents is None:
         # Copy no more than the last p of the new rows.

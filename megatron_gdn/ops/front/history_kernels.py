@@ -23,8 +23,7 @@ _CHANNELS = 256  # per program
 def _rows_before(rows_ptr, before_ptr, stride_r, at_1C, real_1C, W: tl.constexpr):
     """Load the W - 1 rows before a piece, newest first, by indices at ``before_ptr``; -1 gives 0.
 
-    ``stride_r``: elements between rows. ``at_1C``: offsets of the channels; ``real_1C``: which
-    channels exist.
+    ``stride_r``: elements between rows. ``at_1C``: channels' offsets; ``real_1C``: which exist.
     """
     rows = ()
     for age in tl.static_range(1, W):
@@ -69,7 +68,7 @@ def lead_in_backward_kernel(
 ):  # fmt: skip
     """grid (N, blocks of channels, B): write ``d_rows_ptr [R, B, C]``, and sums for d(weight).
 
-    The sums are the first C W columns of ``partial_ptr [N B, columns]``. ``edge_ptr``: edge tokens.
+    Sums: the first C W columns of ``partial_ptr [N B, columns]``. ``edge_ptr``: edge tokens or -1.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -106,9 +105,9 @@ def add_rows_kernel(
     returned_ptr, additions_ptr, d_rows_ptr, most, stride_s, stride_b,
     CHANNELS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """grid (M, blocks of channels, B): add rows at ``returned_ptr`` to rows at ``d_rows_ptr``.
+    """grid (M, blocks of channels, B): add gradients at ``returned_ptr`` to ``d_rows_ptr``.
 
-    Line m at ``additions_ptr``: a token of ``d_rows_ptr``, then indices of ``most`` rows or -1.
+    Line m at ``additions_ptr``: token of ``d_rows_ptr``, then ``most`` indices of gradients or -1.
     """
     line_ptr = additions_ptr + tl.program_id(0) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -137,7 +136,7 @@ def lead_in(history: History | None, weight: Tensor) -> tuple[Tensor | None, Ten
 
 
 def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: Tensor) -> None:
-    """From ``d_lead`` write ``history.d_rows``, and d(weight)'s sums to ``partial``."""
+    """From ``d_lead`` of the lead-in write ``history.d_rows``; d(weight)'s sums to ``partial``."""
     (rows, table, d_rows), columns = history, partial.shape[1]
     partial.zero_()
     (N, _), (B, C) = table.before.shape, rows.shape[1:]
@@ -147,7 +146,7 @@ def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: 
 
 
 def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
-    """Add rows of fp32 ``returned [., B, C]`` to ``d_rows``, by ``additions`` of `HistoryTable`."""
+    """Add fp32 gradients ``returned [., B, C]`` to ``d_rows``; ``additions``: of `HistoryTable`."""
     (M, columns), (B, C) = additions.shape, returned.shape[1:]
     launch = _launch(add_rows_kernel, M, B, C, columns - 1, *d_rows.stride()[:2])
     launch(returned, additions, d_rows)

@@ -33,8 +33,9 @@ def _convolve_slot(
     PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
     TABLE: tl.constexpr, SECTION_INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Compute the head of program ``slot``, if section SECTION_INDEX of TABLE (CONVOLVED) has it.
+    """Convolve one head, if section SECTION_INDEX of TABLE has the head that ``slot`` numbers.
 
+    ``slot``: this program's number within the tile. TABLE: CONVOLVED, with one tuple per section.
     ``b``, ``start``: batch row and first token of the tile. ALWAYS_MASKED: use the code
     with masks everywhere, not only near an end of a document.
     """
@@ -67,10 +68,10 @@ def _gate_slot(
     rows_ptr, A_log_ptr, dt_bias_ptr, first_ptr, second_ptr, slot, b, start, S, tokens, stride_s,
     FUNCTION: tl.constexpr, TABLE: tl.constexpr, GATE_INDEX: tl.constexpr,
 ):  # fmt: skip
-    """If gate GATE_INDEX of TABLE (GATES) has this slot, write FUNCTION's results for the tile.
+    """If gate GATE_INDEX of TABLE (GATES) has ``slot``, write its FUNCTION's results for the tile.
 
     ``first_ptr``, ``second_ptr``: receive the first and, if there is one, the second result.
-    ``A_log_ptr``, ``dt_bias_ptr``: parameters, read if the gate has a rate.
+    ``A_log_ptr``, ``dt_bias_ptr``: parameters A_log and dt_bias, read if the gate has a rate.
     """
     FIRST: tl.constexpr = TABLE[GATE_INDEX][0]
     PROGRAMS: tl.constexpr = TABLE[GATE_INDEX][1]
@@ -121,15 +122,14 @@ def front_forward_kernel(
     ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
     HAS_HISTORY: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The front's forward. Grid: (slots of heads, then of gates; token tiles; B).
+    """The front's forward. Grid: (slots of heads, then gates; token tiles; B).
 
-    Outputs of the convolved sections: ``x_ptr``, ``y_ptr``, ``z_ptr``; of the gates: ``g_ptr``,
-    ``h_ptr``, ``i_ptr``. ``gates_ptr``: rows with the gates' columns. ``*stride_s``, ``*stride_b``:
-    elements between tokens, between batch rows. GATE, SECOND_GATE, THIRD_GATE: the gates'
-    functions. CONVOLVED, GATES: tables of sections and gates. Program 0 has slot ``first_slot``.
-    FIRST: the first convolved column. Programs of neighbouring heads run at the same time, so
-    together they read whole rows. If a table has only one gate, the gate may have two results: the
-    second goes to ``h_ptr``.
+    Outputs: convolved ``x_ptr``, ``y_ptr``, ``z_ptr``; gates ``g_ptr``, ``h_ptr``, ``i_ptr``.
+    ``gates_ptr``: rows with gates. ``*stride_*``: elements per token (s), per batch row (b). GATE,
+    SECOND_GATE, THIRD_GATE: functions. CONVOLVED, GATES: tables of sections, gates. FIRST: first
+    convolved column. ``first_slot``: of program 0. Programs of neighbouring heads run at the same
+    time, so together they read whole rows. If a table has only one gate, the gate may have two
+    results: the second goes to ``h_ptr``.
     """
     slot = tl.program_id(0) + first_slot
     tokens = ROWS * steps
@@ -165,7 +165,7 @@ def _convolve_slot_backward(
     ALWAYS_MASKED: tl.constexpr, SCALED: tl.constexpr, TABLE: tl.constexpr,
     SECTION_INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Backward of :func:`_convolve_slot`; ``factor_ptr``: multiplies each head's gradients."""
+    """Backward of :func:`_convolve_slot`; if SCALED, ``factor_ptr [H]`` multiplies gradients."""
     FIRST: tl.constexpr = TABLE[SECTION_INDEX][0]
     HEADS: tl.constexpr = TABLE[SECTION_INDEX][1]
     CHANNEL: tl.constexpr = TABLE[SECTION_INDEX][2]
@@ -291,12 +291,12 @@ def front_backward_kernel(
 ):  # fmt: skip
     """The front's backward. Grid: (slots, token tiles, B); the gates' slots come first.
 
-    Gradients of the rule's inputs: ``dx_ptr``, ``dy_ptr``, ``dz_ptr`` from the convolved sections,
-    ``dg_ptr``, ``dh_ptr``, ``di_ptr`` from the gates. ``d_gates_ptr`` gets the gradients of the
-    gates' columns. ``*stride_s``, ``*stride_b``: elements between tokens, between batch rows. A
-    tile has a row of COLUMNS partial sums for the gradients of conv weight [C, W], conv bias [C]
-    and, from RATE_COLUMN on, A_log and dt_bias. Each program writes some columns of its tile's
-    row; a second launch adds the rows in a fixed order.
+    Gradients of the rule's inputs: ``dx_ptr``, ``dy_ptr``, ``dz_ptr`` (of convolved sections),
+    ``dg_ptr``, ``dh_ptr``, ``di_ptr`` (of gates); results: ``d_rows_ptr``, ``d_gates_ptr`` (of the
+    gates' columns). ``*stride_s``, ``*stride_b``: elements between tokens, between batch rows. A
+    tile has COLUMNS partial sums, a row of ``partial_ptr``, for the gradients of conv weight
+    [C, W], conv bias [C] and, from RATE_COLUMN on, A_log and dt_bias. Each program writes some
+    columns of its tile's row; a second launch adds the rows in a fixed order.
     """
     slot = tl.program_id(0)
     tile = tl.program_id(1)

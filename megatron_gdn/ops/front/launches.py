@@ -86,7 +86,7 @@ class TritonFront(TableFront):
     def _compute_gradients(
         self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Gradients of parameters; writes ``d_proj``, and ``d_apart`` if gates have own rows."""
+        """Parameters' gradients; writes those of rows to ``d_proj``, gates' own to ``d_apart``."""
         proj, given, documents, history = batch
         S, B, _ = proj.shape
         d_made = [getattr(grads, name).contiguous() for names, _ in self.outputs for name in names]
@@ -119,7 +119,7 @@ class TritonFront(TableFront):
 
 
 def _padded(per_gate: list[Any], absent: Any) -> list[Any]:
-    """Append ``absent`` to ``per_gate`` until there are three elements, as in the kernels."""
+    """``per_gate`` (one element for each gate), filled up with ``absent`` to three elements."""
     return [*per_gate, *[absent] * (_MOST_GATES - len(per_gate))]
 
 
@@ -129,9 +129,10 @@ def _forward_launch(
     gate_strides: tuple[int, int], wanted_outputs: tuple[bool, ...], gates_apart: bool,
     has_bias: bool, packed: bool, has_history: bool,
 ) -> Launch:  # fmt: skip
-    """The forward's launch; ``wanted_outputs``: which outputs it computes.
+    """The forward's launch; ``wanted_outputs``: for each section, whether its output is computed.
 
-    ``gates_apart``: the gates' columns have rows of their own; ``gate_strides``: their strides.
+    ``gates_apart``: the gates' columns have rows of their own. ``gate_strides``: strides of S and B
+    in these rows. ``has_bias``: the convolution has a bias; ``has_history``: a history is given.
     """
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
     tile = within_32_bit_offsets(
@@ -158,8 +159,8 @@ def _backward_plan(
 ) -> tuple[Launch, tuple[int, int]]:  # fmt: skip
     """The backward's launch, and the numbers of tiles and of columns of the partial sums.
 
-    ``d_heads``: heads of each gradient; ``element_bytes``: of an element of the rows
-    and of a gradient; ``has_factor``: gradients have a factor; ``gates_apart``: as in the forward.
+    ``d_heads``: heads of each gradient; ``element_bytes``: of an element of the rows and of a
+    gradient; ``has_factor``: a factor multiplies gradients; ``gates_apart``: as in the forward.
     """
     layout, heads = front.layout, [shape[0] for names, shape in front.outputs for _ in names]
     assert all(of % n == 0 for of, n in zip(d_heads, heads, strict=True)), (d_heads, heads)
@@ -207,8 +208,8 @@ def kernel_tables(
 ) -> tuple[tuple[tuple, ...], tuple[tuple, ...], dict[str, Any]]:
     """The kernels' arguments CONVOLVED and GATES, and the gates' functions by argument name.
 
-    ``suffix``: end of function names. ``groups``: for each input, how many heads of its gradient
-    are summed for one head. ``gates_apart``: the gates are in rows of their own.
+    ``suffix``: end of the functions' names, "" or "_backward". ``groups``: for each input, how many
+    heads of its gradient are summed for one head. ``gates_apart``: the gates have their own rows.
     """
     layout, convolved, gates, place = front.layout, [], [], 3
     groups = [1] * len(front.names) if groups is None else groups

@@ -59,6 +59,7 @@ class PlainFront(TableFront):
         wide = torch.promote_types(proj.dtype, torch.float32)
 
         def run(proj: Tensor, before: Tensor | None, apart: Tensor | None, *parameters: Tensor):
+            """The rule's inputs; ``before``: history rows; ``apart``: the gates' own rows."""
             weight, bias, A_log, dt_bias = parameters
             of = FrontParameters(weight, bias, A_log, dt_bias, None, apart)
             inner = Batch(proj, of, documents, history and history._replace(rows=before))

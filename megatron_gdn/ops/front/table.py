@@ -79,7 +79,7 @@ class FrontTable:
 
 
 class FrontParameters(NamedTuple):
-    """The parameters of a front by name."""
+    """A front's parameters: conv weight and bias, A_log, dt_bias, a shared one, gates' own rows."""
 
     weight: Tensor  # [C, 1, W]
     bias: Tensor | None  # [C]
@@ -90,7 +90,7 @@ class FrontParameters(NamedTuple):
 
 
 class Batch(NamedTuple):
-    """The tensors that a front's forward and backward both read."""
+    """Rows, parameters, documents and history, which a front's forward and backward both read."""
 
     proj: Tensor  # [S, B, P]
     given: FrontParameters

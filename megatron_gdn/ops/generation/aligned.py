@@ -112,9 +112,7 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
 
 
 def _rule_inputs(parts: Parts, rows: Tensor) -> Any:
-    """The rule's inputs ``[N, 64, ...]`` of N chunks; ``rows [N, W - 1 + 64, P]``: the W - 1 rows
-    before each chunk, then the chunk's rows.
-    """
+    """The rule's inputs ``[N, 64, ...]``; ``rows [N, W - 1 + 64, P]``: history, then the chunk."""
     front, past = parts.front, parts.past
     if getattr(front, "triton", False):
         path = one_document(rows.shape[1], rows.device)
@@ -175,6 +173,7 @@ class _PrefillIndices(NamedTuple):
         start = len(total_counts) * size + new_count.cumsum(0) - new_count
 
         def known(n: Tensor, token: Tensor) -> Tensor:
+            """The known row's index; ``token`` counts from the start of sequence n's chunk."""
             return torch.where(token < old[n], n * size + past + token, start[n] + token - old[n])
 
         number = torch.arange(len(total_counts), device="cpu")

@@ -47,7 +47,7 @@ class Memory(NamedTuple):
                 buffer.copy_(values)
 
     def after(self, token: int, slots: Tensor | None) -> Memory:
-        """A view of entry ``token`` of buffers ``[M, s, ...]``, with slot numbers ``slots``."""
+        """The memory after a token: entry ``token`` of buffers ``[M, s, ...]``, with ``slots``."""
         return Memory(self.history[:, token], self.state[:, token], slots)
 
     def steps(self, tokens: int) -> Memory:

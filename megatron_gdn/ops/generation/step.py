@@ -148,7 +148,7 @@ def _decode_token_in_torch(
     memory: Memory,
     after: Memory | None,
 ) -> Tensor:
-    """The twin in plain torch of :func:`.step_kernels.decode_token_in_slots`."""
+    """Decode one token in torch; twin of :func:`.step_kernels.decode_token_in_slots`."""
     table, layout = front.table, front.layout
     wide = torch.promote_types(row.dtype, torch.float32)
     given = [None if x is None else x.to(wide) for x in parameters]

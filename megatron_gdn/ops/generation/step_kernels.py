@@ -42,9 +42,7 @@ def decode_token_in_slots(
     memory: Buffers,
     after: Buffers | None,
 ) -> Tensor:
-    """Run convolution, gates and rule for one token of each sequence.
-
-    Returns the rule's output ``[N, 1, H, V]`` in fp32.
+    """Run front and rule for one token of each sequence; return o ``[N, 1, H, V]`` in fp32.
 
     Args:
         row: the tokens' projection rows ``[1, N, P]``; columns must be adjacent in memory.
@@ -76,12 +74,12 @@ def _step_launches(
     D_size: int, transposed: bool, has_slots: bool, strides: tuple[int, int],
     after_strides: tuple[int, int] | None,
 ) -> tuple[Launch, Launch]:  # fmt: skip
-    """The launches of the two kernels.
+    """The launches of :func:`conv_step_kernel` and :func:`state_step_kernel`.
 
-    ``row_stride``: elements between the rows of two sequences. ``history_rows``: inputs in a
-    history. ``D_size``: elements of the parameter D, 0 without D. ``transposed``: a state is [V, K]
-    in memory. ``has_slots``: the kernels load slot numbers. ``strides``: elements between two slots
-    of the history and of the state; ``after_strides``: the same for the buffers of the next memory.
+    ``row_stride``: elements between two sequences' rows. ``history_rows``: inputs in a history.
+    ``D_size``: elements of parameter D, 0 without D. ``transposed``: a state is [V, K] in memory.
+    ``has_slots``: the kernels load slot numbers. ``strides``: elements between two slots of the
+    history, of the state; ``after_strides``: the same in the buffers of the next memory.
     """
     table, layout, (H, K, V, _) = front.table, front.layout, front.table.state
     starts = [front.channels(name).start for name in table.step_sections]
@@ -120,12 +118,11 @@ def conv_step_kernel(
 ):  # fmt: skip
     """Convolve one head of one sequence; grid (2 G + H, N), with the heads of q, of k, then of v.
 
-    ``history_ptr``: HELD inputs per slot, shifted by one input; if HAS_AFTER, also written to
-    ``after_ptr``. ``history_stride``, ``after_stride``: from slot to slot. ``row_ptr``: rows,
-    ``stride_n`` apart. Q_AT, K_AT, V_AT: first channels. UNIT: q, k get unit length. ``slot_ptr``:
-    slot numbers; without HAS_SLOTS sequence n is in slot n. BLOCK_K, BLOCK_V: K, V rounded up to
-    powers of two. ``first``: first convolved column of a row. ``out_ptr``: the result ``[N, C]`` in
-    fp32.
+    ``row_ptr``: rows, ``stride_n`` apart. ``history_ptr``: HELD inputs per slot, shifted by one,
+    and if HAS_AFTER copied to ``after_ptr``. ``*_stride``: from slot to slot. ``slot_ptr``: slot
+    numbers, if HAS_SLOTS. Q_AT, K_AT, V_AT: first channels of q, k, v. UNIT: q, k get unit length.
+    BLOCK_K, BLOCK_V: K, V rounded up to powers of two. Without HAS_SLOTS sequence n is in slot n.
+    ``first``: first convolved column of a row. ``out_ptr``: the result ``[N, C]`` in fp32.
     """
     head, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = n
@@ -205,10 +202,10 @@ def state_step_kernel(
     """Grid (ceil(V / BLOCK_V), H, N): a program computes BLOCK_V columns of a next state and of o.
 
     ``convolved_ptr``: q, k, v of the first kernel. TRANSPOSED: a state is [V, K] in memory.
-    ``state_ptr``: states, overwritten, ``state_stride`` elements from slot to slot. ``o_ptr``: the
-    rule's output [N, H, V]. ``D_ptr``: the parameter D, with SKIPS elements per head (0, 1 or V).
-    ERASES: the value that the state has for k is subtracted from v, as in the delta rule. A third
-    gate is the write strength of each state column; with a third gate, the second only erases.
+    ``state_ptr``: states, overwritten, ``state_stride`` elements from slot to slot. ``o_ptr``:
+    output [N, H, V]. ``D_ptr``: the parameter D, SKIPS elements per head (0, 1 or V). ERASES: the
+    state's value for k is subtracted from v, as in the delta rule. A third gate is the write
+    strength of each state column; with a third gate, the second only erases.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = n

@@ -57,7 +57,7 @@ def compile_in_one_process(kernel: Any) -> None:
 def build_lock(
     path: Path, what: str, is_built: Callable[[], bool] = lambda: False, patience: float = 0.0
 ) -> Iterator[int | None]:
-    """Hold the lock of the file ``path`` while the caller builds a kernel; ``what``: its name.
+    """Hold the lock of the file ``path`` while the caller builds the kernel named ``what``.
 
     The wait for the lock ends early if ``is_built()`` is true, and is logged after ``patience``
     seconds. Yields the file's descriptor if this process holds the lock, else None. A child process

@@ -22,7 +22,7 @@ MOST_PLANS = 256  # most launches in a cache, whose keys are shapes, strides and
 
 
 def pointers_and_key(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], tuple] | None:
-    """The tensors' pointers and what chooses the compiled kernel; None if one is not on a GPU."""
+    """The tensors' pointers, and a key of the compiled variant; None if one is not on a GPU."""
     pointers: list[int | None] = []
     key: list[Any] = []
     low = 0
@@ -85,9 +85,8 @@ class Launch:
     def _prepare(self, compiled: Any, tensors: int) -> tuple[Any, tuple, tuple, Any] | None:
         """Return Triton's C launcher, its arguments before and after the pointers, ``compiled``.
 
-        ``tensors`` is the number of pointers. ``compiled`` keeps the GPU function loaded. The
-        result is None if the launcher needs scratch memory or lacks an attribute that this method
-        reads.
+        ``tensors`` is the number of pointers. ``compiled`` keeps the GPU function loaded. None: the
+        launcher needs scratch memory, or lacks an attribute that this method reads.
         """
         try:
             launcher = compiled.run

@@ -22,7 +22,7 @@ _MOST_OUTS = 4
 
 @triton.jit
 def _store_columns(out_ptr, sum_M, m_M, first_column, end_column):
-    """Store ``sum_M`` of columns ``m_M`` from ``first_column`` up to ``end_column``, rounded."""
+    """Store ``sum_M``, the sums of columns ``m_M``, for ``first_column`` <= m < ``end_column``."""
     if out_ptr is not None:
         rounded_M = sum_M.to(out_ptr.dtype.element_ty)
         kept_M = (m_M >= first_column) & (m_M < end_column)
@@ -74,7 +74,7 @@ def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
 
 @lru_cache(maxsize=MOST_PLANS)
 def _reduction_launches(N: int, M: int, sizes: tuple[int, ...]) -> tuple[tuple[int, Launch], ...]:
-    """The launches in order, as pairs (rows written, launch); the last launch writes one row."""
+    """The launches that sum N rows, as pairs (rows written, launch); the last writes one row."""
     assert sum(sizes) == M and 1 <= len(sizes) <= _MOST_OUTS
     ends = tuple(accumulate(sizes))
     ends += (M,) * (_MOST_OUTS - 1 - len(ends))

@@ -124,6 +124,7 @@ def grouped_rms_norm(x: Tensor, gamma: Tensor, groups: int, eps: float = 1e-5) -
     wide = torch.promote_types(x.dtype, torch.float32)
 
     def normed(x: Tensor, gamma: Tensor) -> Tensor:
+        """The norm of ``x`` per group, times ``gamma``; computed in fp32 or fp64."""
         return _norm_per_group(x.to(wide), gamma.to(wide), groups, eps).to(x.dtype)
 
     return run_saving_inputs(normed, x, gamma)

@@ -41,7 +41,7 @@ class Saved(NamedTuple):
 
 
 class RuleOutput(NamedTuple):
-    """The result of one forward."""
+    """The result of a rule's forward: the output, final states and values for the backward."""
 
     o: Tensor  # [B, S, H, V]
     final: Tensor | None  # [N, H, K, V], the final states; None if not asked for

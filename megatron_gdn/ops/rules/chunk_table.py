@@ -28,7 +28,7 @@ _PRODUCTS_PER_GROUP = 1536
 
 
 def chunks_at_once(heads: int) -> int:
-    """The number of chunks of a group, for ``heads`` heads."""
+    """The number of chunks that a group computes together, for ``heads`` heads."""
     return max(1, _PRODUCTS_PER_GROUP // heads)
 
 
@@ -233,7 +233,7 @@ class _TokenPlaces(NamedTuple):
 
 
 def _token_places(documents: Documents, C: int, chunk_count: int) -> _TokenPlaces:
-    """The places in ``chunk_count`` chunks of C tokens, with empty chunks at the end."""
+    """The tokens' places in ``chunk_count`` chunks of C tokens, with empty chunks at the end."""
     starts, document_T = documents.starts.long(), documents.document_T()
     offset, indices = (x.long() for x in chunk_places_of(documents, C))
     device, T = starts.device, documents.total_tokens
@@ -277,7 +277,7 @@ def _build_table(documents: Documents, C: int, chunks_per_group: int, fill_up: b
 def _group(
     places: _TokenPlaces, C: int, start: int, stop: int, first_empty: int, device: torch.device
 ) -> ChunkGroup:
-    """The group of chunks ``start`` to ``stop``, which have no tokens from ``first_empty`` on."""
+    """The group of chunks ``start`` to ``stop``; chunks number ``first_empty`` and on are empty."""
     slots, chunks = slice(start * C, stop * C), slice(start, stop)
     token, empty = places.token[slots], places.empty[slots]
     of_tokens = (~empty).nonzero()[:, 0]
@@ -285,6 +285,7 @@ def _group(
     tokens = slice(first, first + len(of_tokens))
 
     def index(here: Tensor) -> tuple[tuple[int, ...], tuple[Tensor, Tensor] | None]:
+        """Chunks where ``here`` is True, on the host; they and their sequences, on the device."""
         chunk = here[chunks].nonzero()[:, 0]
         if not len(chunk):
             return (), None

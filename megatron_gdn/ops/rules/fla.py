@@ -68,7 +68,7 @@ class FlaForward(RuleForward):
         self.at = boundaries_of(documents)
 
     def _inside(self) -> ChunkProducts:
-        """The result of the rule's ``inside``, computed at the first call."""
+        """The :class:`ChunkProducts` of these inputs, computed by the rule at the first call."""
         made = self.rule.inside(self) if self._made is None else self._made
         self._made = made
         return made
@@ -135,7 +135,7 @@ class FlaRule(Rule):
 
     @cached_property
     def fla(self) -> Any:
-        """The functions of :attr:`called`, by name."""
+        """fla's functions that :attr:`called` lists, each an attribute of the result."""
         return _functions_of(type(self))
 
     @classmethod
@@ -156,7 +156,7 @@ def why_not_callable(rule: type[FlaRule]) -> str | None:
 
 @cache
 def _functions_of(rule: type[FlaRule]) -> SimpleNamespace | str:
-    """The functions that the rule calls, by name; or why the installed fla lacks one of them."""
+    """fla's functions that the rule calls, as attributes; or why the installed fla lacks one."""
     functions = SimpleNamespace()
     for place, wanted in {**rule.called, "fla.ops.utils.constant RCP_LN2": ""}.items():
         home, name = place.split()

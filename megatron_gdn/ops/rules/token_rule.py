@@ -33,10 +33,10 @@ def recurrence(
         q, k: ``[B, T, G, K]``; R heads of v share one head of q, k. All tensors have one dtype.
         v: ``[B, T, H, V]``.
         g: ``[B, T, H]``, ``[B, T, H, K]`` or ``[B, T, G, K]``.
-        beta: ``[B, T, H]``; None: the update with ``erased``, or without erasing.
+        beta: ``[B, T, H]``, for the update ``S += beta k (v - S^T k)^T``.
+        erased: ``[B, T, G, K]``, for ``S += k (v - S^T erased)^T``; both None: ``S += k v^T``.
         initial: ``[N, H, K, V]``; None means zeros.
         offsets: cumulative lengths of the sequences in one row; None: each row is a sequence.
-        erased: ``[B, T, G, K]``, the other key e. If erased and beta are None, nothing is erased.
     """
     groups, K = k.shape[2:]
     v_BTGRV, g_BTGRK = v.unflatten(2, (groups, -1)), g.unflatten(2, (groups, -1))

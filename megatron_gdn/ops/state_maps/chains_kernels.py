@@ -23,12 +23,12 @@ def _follow_kernel(
     K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, START: tl.constexpr,
     GIVEN: tl.constexpr, IDENTITY: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Follow chain n; grid (N, H, tiles of columns), of which only N may be more than 65535.
+    """Follow chain n of maps; grid (N, H, tiles of columns).
 
-    START: a chain starts from the state at ``start_ptr`` (GIVEN), from the identity (IDENTITY) or
-    from zero. Strides in elements have names of tensor and axis: n chains, p maps, q written
-    states, h heads, i rows, j columns. ``local_ptr``, ``through_ptr``: the maps. ``steps_ptr``:
-    ``Steps.table``. ``cuts_ptr``: ``Cuts.flags``, read if CUT. ``out_ptr`` gets the states.
+    START is GIVEN (from the state at ``start_ptr``), IDENTITY (from the identity) or 0 (from zero).
+    Strides in elements, named by tensor and axis: n chains, p maps, q written states, h heads,
+    i rows, j columns. ``local_ptr``, ``through_ptr``: the maps. ``steps_ptr``: ``Steps.table``.
+    ``cuts_ptr``: ``Cuts.flags``, read if CUT. ``out_ptr`` gets the states. Only N may exceed 65535.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     h = tl.cast(tl.program_id(1), tl.int64)
@@ -99,7 +99,7 @@ def follow(
 def _follow_launch(
     N: int, L: int, H: int, K: int, V: int, X: int, strides: tuple[int, ...], kind: int, cut: bool
 ) -> Launch:
-    """The launch; ``kind`` of start: _ZERO, _GIVEN or _IDENTITY; ``cut``: whether cuts exist."""
+    """The kernel's launch; ``kind`` (of start): _ZERO, _GIVEN or _IDENTITY; ``cut``: cuts exist."""
     return Launch(
         _follow_kernel, (N, H, triton.cdiv(X, _COLUMNS)), L, V, X, *strides,
         K=K, BLOCK_K=block_dim(K), COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY,

@@ -56,8 +56,7 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
 
     A sequence is cut into as many parts as fill the GPU. But a part has at least 32 chunks, because
     other sequences also fill the GPU. If ``value_heads`` is less than 32, a part has at least
-    ``value_heads`` chunks, and at least 8. No part has more than ``longest_part`` tokens (a
-    multiple of 64).
+    ``value_heads`` chunks, and at least 8. ``longest_part``: most tokens of a part, 64 times n.
     """
     starts, (most, fewest) = documents.starts, _most_parts_and_fewest_chunks(value_heads)
     chunks = ceil_div(starts.diff(), CHUNK)

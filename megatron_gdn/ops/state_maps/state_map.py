@@ -119,9 +119,8 @@ def follow_chains(
         local: ``[P, H, K, V]`` fp32 (or fp64, in plain torch).
         through: ``[P, H, K, K]``, any strides; or ``[P, H, K, 1]``, one factor per row.
         out: ``[Q, H, K, X]``, overwritten; X is V, or with IDENTITY V plus ``through``'s columns.
-        start: ``[N, H, K, V]``, the states before the first maps; None: zero. With IDENTITY the
-            maps are composed, and ``out`` gets ``local`` and ``through`` of the results, side by
-            side.
+        start: ``[N, H, K, V]``, the states before the first maps; None: zero. IDENTITY: compose the
+            maps, and write ``local`` and ``through`` of the results side by side to ``out``.
         cuts: the cut steps, the same for every chain; not with IDENTITY.
 
     Returns:
