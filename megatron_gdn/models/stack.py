@@ -156,28 +156,28 @@ class Stack:
 
 
 def _gdn_layer(dims: GDNDims) -> Layer:
-    """Counts of a Gated DeltaNet layer."""
+    """The parameters and multiply-adds of a Gated DeltaNet layer."""
     G, (H, K, V) = dims.num_key_heads, dims.state[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V) + 2 * G * CHUNK * K
     return _recurrent_layer(dims, gdn_layer_maps("", "", dims, "flat"), rule)
 
 
 def _kda_layer(dims: KDADims) -> Layer:
-    """Counts of a Kimi Delta Attention layer."""
+    """The parameters and multiply-adds of a Kimi Delta Attention layer."""
     H, K, V = dims.state[:3]
     rule = H * (3 * K * V + 2 * CHUNK * V + 2 * CHUNK * K)
     return _recurrent_layer(dims, kda_layer_maps("", "", dims, "kimi_linear"), rule)
 
 
 def _mamba2_layer(dims: Mamba2Dims) -> Layer:
-    """Counts of a Mamba2 layer."""
+    """The parameters and multiply-adds of a Mamba2 layer."""
     G, (H, K, V) = dims.num_groups, dims.state[:3]
     rule = H * (2 * K * V + CHUNK * V) + G * CHUNK * K
     return _recurrent_layer(dims, mamba2_layer_maps("", "", dims), rule)
 
 
 def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
-    """Counts of a layer; ``maps``: all parameters but the input norm's; ``rule``: multiply-adds."""
+    """The layer with the parameters of ``maps`` and ``rule`` multiply-adds per token in its rule."""
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
     D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width
@@ -193,7 +193,7 @@ def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
 
 
 def _attention_layer(config: Any) -> Layer:
-    """Counts of an attention layer."""
+    """The parameters and multiply-adds of an attention layer."""
     D, d, n = config.hidden_size, config.kv_channels, config.num_attention_heads
     groups = config.num_query_groups
     gates = n if getattr(config, "attention_output_gate", False) else 0
@@ -203,13 +203,13 @@ def _attention_layer(config: Any) -> Layer:
 
 
 def _mlp_layer(config: Any) -> Layer:
-    """Counts of an MLP."""
+    """The parameters and multiply-adds of an MLP."""
     D = config.hidden_size
     return Layer(weights=_mlp_matrices(config) * D * config.ffn_hidden_size, vectors=D)
 
 
 def _expert_layer(config: Any) -> Layer:
-    """Counts of a layer of experts."""
+    """The parameters and multiply-adds of a layer of experts."""
     D, experts, used = config.hidden_size, config.num_moe_experts, config.moe_router_topk
     one = _mlp_matrices(config) * D * (config.moe_ffn_hidden_size or config.ffn_hidden_size)
     shared = _mlp_matrices(config) * D * (config.moe_shared_expert_intermediate_size or 0)

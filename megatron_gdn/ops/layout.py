@@ -165,8 +165,8 @@ class Layout:
         heads share. A head that state heads of several ranks share is on all of these ranks.
 
         Raises:
-            ValueError: ``ranks`` does not divide the state heads, or on some rank two
-                heads would have unequal numbers of state heads; the message lists the legal sizes.
+            ValueError: ``ranks`` does not divide the state heads, or some rank would
+                have heads with unequal numbers of state heads; the message lists the legal sizes.
         """
         if ranks < 1 or not self.shares_among(ranks):
             legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]

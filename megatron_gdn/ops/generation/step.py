@@ -113,8 +113,8 @@ def decode(proj: Tensor, parts: Parts, memory: Memory, steps: Memory | None = No
         proj: projection rows ``[s, N, P]``.
         memory: the memory of the N sequences before these tokens; overwritten. If a sequence's slot
             is below zero, the rule's output is zero and no memory is written.
-        steps: buffers whose last s entries receive the memory after each token: ``[M, s, ...]``
-            with the slots and strides of ``memory``, or from :meth:`.memory.Memory.steps`.
+        steps: buffers that receive the memory after each token in their last s entries: ``[M, s,
+            ...]`` with the slots of ``memory``, or ``[N, s + 1, ...]`` from `Memory.steps`.
 
     Raises:
         ValueError: memory of a wrong number of sequences, wrong sizes or wrong dtypes; s is 0.
