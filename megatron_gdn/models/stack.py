@@ -177,7 +177,7 @@ def _mamba2_layer(dims: Mamba2Dims) -> Layer:
 
 
 def _recurrent_layer(dims: Any, maps: list[TensorMap], rule: int) -> Layer:
-    """The layer with the parameters of ``maps`` and ``rule`` multiply-adds per token in its rule."""
+    """A layer with the parameters of ``maps``, whose rule has ``rule`` multiply-adds per token."""
     shapes = [source.shape for entry in maps for source in entry.sources]
     matrices = sum(prod(shape) for shape in shapes if len(shape) == 2)
     D, W, channels = dims.hidden_size, dims.conv_kernel_dim, dims.layout.conv_width

@@ -114,7 +114,7 @@ def decode(proj: Tensor, parts: Parts, memory: Memory, steps: Memory | None = No
         memory: the memory of the N sequences before these tokens; overwritten. If a sequence's slot
             is below zero, the rule's output is zero and no memory is written.
         steps: buffers that receive the memory after each token in their last s entries: ``[M, s,
-            ...]`` with the slots of ``memory``, or ``[N, s + 1, ...]`` from `Memory.steps`.
+            ...]`` with slots and strides of ``memory``, or ``[N, s + 1, ...]`` of `Memory.steps`.
 
     Raises:
         ValueError: memory of a wrong number of sequences, wrong sizes or wrong dtypes; s is 0.
