@@ -11,7 +11,7 @@ from typing import Any, NoReturn
 
 
 class Parser(argparse.ArgumentParser):
-    """Parses the options of the command ``prog``; refuses short forms; prints one-line errors."""
+    """Parses a command's options, which may not be abbreviated; prints errors in one line."""
 
     def __init__(self, prog: str, **settings: Any) -> None:
         """``prog``: the command's name in its messages; ``settings``: as for ``ArgumentParser``."""

@@ -10,8 +10,8 @@ From a checkpoint of Megatron's layer, this package's layer gets these values:
 | DistributedOptimizer, dp_reshardable     | Megatron refuses it   | the rounded value        |
 | none                                     |                       | the rounded value        |
 
-dp_reshardable files hold gradient buffers, not named tensors. To use such masters, first load the
-checkpoint with the old layer and save it as fully_reshardable.
+dp_reshardable files hold gradient buffers, not named tensors. To use the masters in such files,
+first load the checkpoint with the old layer and save it as fully_reshardable.
 """
 
 from __future__ import annotations
@@ -37,10 +37,10 @@ def load_fp32_masters(
     folder: str | Path,
     metadata: dict[str, Any] | None = None,
 ) -> list[str]:
-    """Set parameters marked ``keep_in_fp32`` to the checkpoint's fp32 masters.
+    """Set parameters marked ``keep_in_fp32`` to their fp32 masters in the checkpoint ``folder``.
 
     Only parameters that are 16-bit in the checkpoint's model and fp32 in its optimizer are set; the
-    optimizer is not changed. Every rank calls this function after the load, at any TP size.
+    optimizer is not changed. Every rank must call this function after the load, at any TP size.
 
     Args:
         model: a Megatron model or its pipeline chunks, bare or wrapped.

@@ -64,7 +64,7 @@ transformer_block._get_block_submodules = _submodules_of
 def gpt_block_spec(
     config: Any, vp_stage: int | None = None, pp_rank: int | None = None, **options: Any
 ) -> TransformerBlockSubmodules:
-    """The layer specs, Gated DeltaNet and attention, of pipeline stage ``vp_stage``, ``pp_rank``.
+    """The specs of the Gated DeltaNet and attention layers on one pipeline stage.
 
     ``config.linear_attention_freq = N`` makes every N-th layer full attention; a list of 0 and 1
     marks the Gated DeltaNet layers with 1. MLPs are dense or MoE by ``config.moe_layer_freq``.
@@ -73,7 +73,7 @@ def gpt_block_spec(
     Args:
         config: a ``TransformerConfig``, or the ``GPTModelConfig`` that
             ``--spec megatron_gdn.specs gpt_block_spec`` passes.
-        vp_stage, pp_rank: the pipeline stage; None is the stage of this process.
+        vp_stage, pp_rank: the virtual stage and the pipeline rank; None: those of this process.
         **options: keyword arguments of the constructor of GatedDeltaNet, or of GatedDeltaNet2 for
             the variant "gdn2".
 
@@ -158,7 +158,7 @@ def layer_kinds(config: Any) -> list[tuple[int, int]]:
 
 
 def _layers_of_stage(config: TransformerConfig, vp_stage: int | None, pp_rank: int | None):
-    """The numbers of the layers on one pipeline stage, counted from 0."""
+    """The numbers (from 0, in the whole model) of the layers on one pipeline stage."""
     stage = {"vp_stage": vp_stage, "pp_rank": pp_rank}
     layout = cast(PipelineParallelLayerLayout | None, config.pipeline_model_parallel_layout)
     if layout is not None:

@@ -76,8 +76,8 @@ class HybridStackSpec(ModuleSpec):
             modules: ``"te"`` is Megatron's hybrid stack with our 'G' and 'M' mixers; ``"local"`` is
                 plain torch (GDN, Mamba2, MLP, attention, experts); ``"auto"`` is ``"te"`` if
                 Transformer Engine is installed. "te" and "local" load each other's checkpoints.
-                Documents that continue others (`megatron_gdn.pack_tree`) run torch's attention, on
-                a GPU ``flex_attention``, with "te" and with "local".
+                Documents that continue others (`megatron_gdn.pack_tree`) use torch's attention in
+                '*' layers (on a GPU ``flex_attention``), with "te" and with "local".
             qk_layernorm: norms on query and key in the '*' layers (``config.qk_layernorm``).
             mamba, kda: keyword arguments of the Mamba2Mixer and KimiDeltaAttention constructors.
             **options: keyword arguments of the GatedDeltaNet constructor, or of GatedDeltaNet2's if
@@ -86,11 +86,11 @@ class HybridStackSpec(ModuleSpec):
                 unless ``mamba`` or ``kda`` gives another value; '*' layers get ``cp_layout``.
 
         Returns:
-            a HybridStackSpec; a ``HybridStack`` if ``modules`` is a config, since Megatron calls a
-            spec to build the stack.
+            a HybridStackSpec; if the first argument is a config, a ``HybridStack``, because
+            Megatron calls a spec to build the stack.
 
         Raises:
-            ValueError, ImportError: unknown ``modules``, or "te" without Transformer Engine.
+            ValueError: ``modules`` is unknown. ImportError: "te" without Transformer Engine.
         """
         if "config" in options or (args and isinstance(args[0], TransformerConfig)):
             return super().__call__(*args, **options)
@@ -190,7 +190,7 @@ def _local_submodules(
 
 
 def _layer(mixer: ModuleSpec, linear: str | None = None) -> ModuleSpec:
-    """Spec of a layer of one mixer, with a norm before its ``linear``; None: without a norm."""
+    """Spec of a layer of ``mixer``, with a norm before its submodule ``linear`` (None: no norm)."""
     norm = {} if linear is None else norms_before(input_layernorm=f"self_attention.{linear}")
     return ModuleSpec(
         module=TransformerLayer,
@@ -226,7 +226,7 @@ class KDAHybridStack(HybridStack):
         pp_layer_offset: int = 0,
         **others: Any,
     ) -> None:
-        """``layers``: specs of 'K', "gdn2"; ``layer_type_list``: letters of the stage's layers."""
+        """``layers``: specs for 'K' and "gdn2" layers; ``layer_type_list``: the stage's letters."""
         KDAHybridStack.kda_options = cast(Any, layers[KDA].submodules).self_attention.params
         submodules, letters = _with_kda_and_gdn2(
             submodules, layers, config, layer_type_list, pp_layer_offset
@@ -243,7 +243,7 @@ def _with_kda_and_gdn2(
     letters: Iterable[str],
     layers_before: int,
 ) -> tuple[HybridStackSubmodules, list[str]]:
-    """``submodules`` with a ``gdn_layer`` for 'G' and 'K' layers, and ``letters`` with 'G' for 'K'.
+    """``submodules`` whose ``gdn_layer`` builds 'G' and 'K' layers; ``letters`` with 'K' made 'G'.
 
     ``letters``: one per layer of this stage. ``layers_before``: the number of layers on earlier
     pipeline stages. ``layers``: the specs of 'K' layers and of "gdn2" layers.
@@ -274,9 +274,9 @@ class _GDNOrKDALayer:
 class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     """Megatron's MTP layer, which refuses documents that Megatron would shift wrongly.
 
-    Megatron shifts tokens, labels and loss masks by one token per head, document by document, and
+    Megatron shifts tokens, labels and loss masks by one per MTP head, document by document, and
     assumes that each document begins at its offset in ``cu_seqlens_q`` and is cut in zigzag over
-    context-parallel ranks. For other documents tokens would get other tokens' labels.
+    context-parallel ranks. Other documents would get the labels of wrong tokens.
     """
 
     def __init__(
@@ -309,7 +309,7 @@ class HybridMTPLayer(FollowsLoader, mtp.MultiTokenPredictionLayer):
     def forward(
         self, *args: Any, packed_seq_params: PackedSeqParams | None = None, **others: Any
     ) -> tuple[Tensor | None, ...]:
-        """Megatron's forward; documents that Megatron would shift wrongly are refused."""
+        """Megatron's forward, but refuse documents that Megatron would shift wrongly."""
         _require_shiftable(packed_seq_params, self.cp_group)
         if self.cp_group.size() > 1:
             _require_zigzag(self.loader_layout.of(packed_seq_params), self.cp_group)
@@ -330,7 +330,7 @@ def _require_zigzag(layout: SequenceLayout, cp_group: Any) -> None:
 def _require_shiftable(packed: PackedSeqParams | None, cp_group: Any) -> None:
     """Raise an error if Megatron would shift labels from one packed document to another.
 
-    If ``cu_seqlens_q`` and ``cu_seqlens_q_padded`` are two tensors, the host waits for the GPU.
+    If ``cu_seqlens_q`` and ``cu_seqlens_q_padded`` are two tensors, the host waits to compare them.
     """
     if packed is None:
         return
@@ -376,7 +376,7 @@ def _local_mtp_spec() -> ModuleSpec:
 
 
 def checked_mtp_spec(theirs: ModuleSpec, **options: Any) -> ModuleSpec:
-    """Megatron's spec ``theirs``, with :class:`HybridMTPLayer` and ``options`` for its layers."""
+    """Megatron's spec ``theirs``; its layers are :class:`HybridMTPLayer` with ``options``."""
     layers = [
         replace(layer, module=HybridMTPLayer, params={**layer.params, **options})
         for layer in cast(Any, theirs.submodules).layer_specs

@@ -49,12 +49,12 @@ _MEGATRON_ARGUMENTS = {
     "self", "config", "submodules", "layer_number", "pg_collection", "name", "cp_comm_type",
     "pp_layer_offset", "is_mtp_layer",
 }  # fmt: skip
-# Megatron calls this function; only the annotation of the spec's field asks for a class.
+# The spec's field is annotated as a class, but Megatron calls its value, which may be a function.
 BIAS_DROPOUT_ADD = cast(type, get_bias_dropout_add)
 
 
 def resolve_modules(modules: str) -> Literal["te", "local"]:
-    """``modules``, or the choice for ``"auto"``; an error for "te" without Transformer Engine."""
+    """``modules``, or the choice for ``"auto"``; raises for "te" without Transformer Engine."""
     if modules not in MODULES:
         raise ValueError(
             f"unknown modules {modules!r}; use one of {', '.join(MODULES)}. (The delta rule is "
@@ -123,9 +123,9 @@ def _spec(mixer: type, submodules_class: Any, modules: str, options: dict[str, A
 
 
 def norms_before(**linears: str) -> dict[str, Any]:
-    """Arguments for a layer's norms, with the checkpoint keys of Transformer Engine's fused norms.
+    """Arguments that give a layer norms with the checkpoint keys of Transformer Engine's norms.
 
-    ``linears`` maps the place of each norm to the linear after the norm.
+    ``linears`` maps the name of each norm in the layer to the name of the linear after the norm.
     """
     keys = {f"{place}.": f"{linear}.layer_norm_" for place, linear in linears.items()}
     return {**dict.fromkeys(linears, TorchRMSNorm), "sharded_state_dict_keys_map": keys}

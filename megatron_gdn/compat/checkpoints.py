@@ -61,7 +61,7 @@ def store_empty_shares(original: Callable, optimizer: Any, /, *args: Any, **kwar
 
 
 def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
-    """Return ``optimizer``'s ``state`` with entries for buckets without parameters of this rank."""
+    """Return ``state`` with an added entry for each bucket in which this rank has no parameter."""
     group = optimizer.data_parallel_group
     for index, buffer in enumerate(optimizer.buffers):
         for entries_of_buckets in state[index].values():
@@ -77,7 +77,7 @@ def _with_padding(optimizer: Any, state: dict[Any, Any]) -> dict[Any, Any]:
 
 
 def _padding_entry(optimizer: Any, example: dict[str, Any], size: int, device: Any) -> dict:
-    """A state entry of zeros ``[size]``, with the dtypes of the entry ``example`` (empty: fp32)."""
+    """An entry with zeros ``[size]`` in the dtypes of ``example``, in fp32 if that is empty."""
     dtypes = {
         key: value.dtype
         for key, value in example.items()
@@ -139,14 +139,14 @@ def _without_padding(buffer: Any) -> SimpleNamespace:
 def make_states_to_load(state_dict: Callable, chained: Any, is_loading: bool = False) -> Any:
     """Let ``ChainedOptimizer.state_dict`` (``state_dict``) make states before a load.
 
-    Megatron's method ignores ``is_loading`` of the format torch_dcp. If ``is_loading``, this
-    wrapper makes states in each optimizer of ``chained``, for the load to fill.
+    Megatron's method ignores ``is_loading``, which a load of the format torch_dcp sets. If it is
+    set, this wrapper first makes states in each optimizer of ``chained``, for the load to fill.
     """
     if is_loading:
         for member in chained.chained_optimizers:
             if not member.is_stub_optimizer:
                 member.init_state_fn(member.optimizer, member.config)
-                # Other Adams have a step per group.
+                # Only torch's Adam has a step per parameter; others have a step per group.
                 if isinstance(member.optimizer, torch.optim.Adam):
                     for state in member.optimizer.state.values():
                         state.setdefault("step", torch.zeros((), dtype=torch.float32))
@@ -174,8 +174,8 @@ def leave_strides_out(
 
 # ``dp_reshardable`` (Megatron's default) and the separate file of ``--ckpt-format torch`` store the
 # optimizer's state as gradient buffers, without names of parameters. With fp32 ``A_log`` and
-# ``dt_bias`` the buffers have other sizes than with bf16. Megatron's error names only sizes; we add
-# a note.
+# ``dt_bias`` the buffers have other sizes than with bf16. Megatron's error names only the sizes, so
+# we add a note.
 _BUCKET_SIZE_ERROR = re.compile(
     r"Global shape mismatch.*bucket_idx|bucket_idx\S* from model not in state dict"
 )
@@ -207,7 +207,7 @@ def warn_on_dp_reshardable(
     is_loading: bool = False,
     metadata: Any = None,
 ) -> Any:
-    """Warn of fp32 in a save, then call ``sharded_param_state_dp_reshardable`` (``original``)."""
+    """In a save, warn of fp32 parameters; then call ``original``, Megatron's own method."""
     if not is_loading:
         _warn_of_fp32_parameters(optimizer, "dp_reshardable", _RESHARDABLE_FLAG)
     return original(optimizer, model_sharded_state_dict, is_loading, metadata)
@@ -222,7 +222,7 @@ def warn_on_torch_file(save: Callable, optimizer: Any, filename: str) -> None:
 
 
 def _warn_of_fp32_parameters(optimizer: Any, file_format: str, flags: str) -> None:
-    """If ``optimizer`` has fp32 parameters, warn of ``file_format``; advise options ``flags``."""
+    """If ``optimizer`` has fp32 parameters, warn of ``file_format`` and advise to use ``flags``."""
     if any(buffer.param_dtype == torch.float32 for buffer in getattr(optimizer, "buffers", ())):
         log_once(
             f"Megatron's own layer does not load this checkpoint's optimizer state ({file_format}, "
@@ -247,7 +247,7 @@ explain_file_sizes = partial(_add_note, _FILE_SIZE_ERROR, _FILE_SIZE_NOTE)
 explain_bucket_sizes = partial(_add_note, _BUCKET_SIZE_ERROR, _BUCKET_SIZE_NOTE)
 
 # megatron-core 0.19 stores ``in_proj.bias`` as one tensor, the shards of the tensor-parallel ranks
-# one after another. At another tensor-parallel size the tensor's rows load in a wrong order.
+# one after another. A load at another tensor-parallel size puts the rows in a wrong order.
 # Megatron-Bridge stores a LoRA adapter the same way (``in_proj.adapter.linear_out.weight``). This
 # package stores bias and adapter section by section. The functions below also load sections from
 # Megatron's tensor; the sizes of its stored shards tell the order of its rows.
@@ -257,10 +257,10 @@ _place_of: dict[str, tuple[str, int, int, int]] = {}
 
 
 def register_sections_of_upstream(build: Callable) -> Callable:
-    """Wrap ``build``, which cuts a tensor into sections; the wrapper records the sections' rows."""
+    """Wrap ``build``, which cuts a tensor into sections; the wrapper notes which rows each has."""
 
     def build_sections(key: str, *args: Any) -> list[ShardedTensor]:
-        """Call ``build`` for the tensor ``key``; record each section's rows in ``_place_of``."""
+        """Call ``build`` for ``key``; store each section's first row and size in ``_place_of``."""
         sections = build(key, *args)
         sizes = [section.global_shape[section.prepend_axis_num] for section in sections]
         start = 0
@@ -280,7 +280,7 @@ def load_sections_from_whole_tensor(
     *args: Any,
     **kwargs: Any,
 ) -> dict[str, Any]:
-    """Call Megatron's ``load``; cut sections that the file lacks from the file's whole tensor."""
+    """Call Megatron's ``load``; sections absent in the file are cut from its whole tensor."""
     from megatron.core.dist_checkpointing import ShardedTensor
     from megatron.core.dist_checkpointing.dict_utils import (
         dict_list_map_inplace,
@@ -319,7 +319,7 @@ def load_sections_from_whole_tensor(
 
 
 def _rows_of(section: ShardedTensor, whole_tensor: Tensor, stored: Any) -> Tensor:
-    """The rows of ``section`` in ``whole_tensor``; ``stored``: its metadata, with shards' sizes."""
+    """The rows of ``section`` in ``whole_tensor``, whose metadata ``stored`` has shards' sizes."""
     whole_key, width, start, size = _place_of[section.key]
     axis = section.prepend_axis_num
     shards = {chunk.sizes[axis] for chunk in stored.chunks}

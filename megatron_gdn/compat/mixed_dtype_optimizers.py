@@ -4,9 +4,9 @@ Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are
 
 1. ``DistributedOptimizer`` saves and loads states of wrong parameters: it numbers parameters in the
    order of the gradient buffers, but Adam has the fp32 parameters first (NVIDIA/Megatron-LM issue
-   2777, repaired on dev, 5835).
+   2777, repaired on dev by 5835).
 2. ``Float16OptimizerWithFloat16Params.sharded_state_dict`` saves states of wrong parameters: it
-   numbers 16-bit parameters only (repaired on main, 5929).
+   numbers 16-bit parameters only (repaired on main by 5929).
 3. ``DistributedOptimizer`` loads only this rank's shard of an fp32 parameter, so replicas may
    differ. The load also writes into a view of the parameter, which autograd refuses.
 4. ``Float16OptimizerWithFloat16Params.state_dict`` (``--ckpt-format torch``) lists only the
@@ -16,8 +16,8 @@ Faults of megatron-core 0.19 in a bf16 model whose ``A_log`` and ``dt_bias`` are
 6. ``LayerWiseDistributedOptimizer`` (Muon) gathers parameters of several dtypes as one tensor.
 
 A wrapper is called as ``wrapper(method, optimizer, *the method's arguments)``. Wrappers change
-nothing in models of one dtype. Files store an fp32 parameter as its own master, also with a
-repaired Megatron. So layers with fp32 and with 16-bit ``A_log`` load each other's files.
+nothing in models of one dtype. In files an fp32 parameter is its own master copy, with a repaired
+Megatron too. So layers with fp32 and with 16-bit ``A_log`` load each other's files.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def restore_mixed_dtype_optimizers() -> None:
 
 
 def _order_as_adam(init: Callable, optimizer: Any, /, *args: Any, **kwargs: Any) -> None:
-    """Run ``__init__`` (``init``), then number ``optimizer``'s parameters as Adam (fault 1)."""
+    """Run ``__init__`` (``init``), then give parameters the numbers that Adam uses (fault 1)."""
     init(optimizer, *args, **kwargs)
     places = _places_in_adam(optimizer)
     if places is not None and places != optimizer.model_param_group_index_map:
@@ -185,7 +185,7 @@ def _store_all_parameters(
     for index, (parameter, master) in enumerate(zip(parameters, masters, strict=True)):
         if id(parameter) not in fp32_ids:
             half_masters.append(master)
-        elif is_loading:  # the model's entry loads into the parameter, the master into a copy
+        elif is_loading:  # the model's entry loads into the parameter, the master's into a copy
             state[_FP32_KEY][index] = replace(master, data=master.data.clone())
         else:
             state[_FP32_KEY][index] = master
@@ -274,7 +274,7 @@ def _gather_by_dtype(allgather_params: Callable, optimizer: Any) -> None:
 def _broadcast_fp32(params_by_rank: list[list[Tensor]], group: Any) -> list[list[Tensor]] | None:
     """Broadcast fp32 parameters in ``group``, each from its rank; return the others by rank.
 
-    If rank 0 of the group has only fp32 parameters, all are broadcast, and None is returned.
+    If rank 0 of the group has only fp32 parameters, other dtypes are broadcast too; returns None.
     """
     others = [[p for p in ps if p.dtype != torch.float32] for ps in params_by_rank]
     for rank, parameters in enumerate(params_by_rank):

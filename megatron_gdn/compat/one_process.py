@@ -1,7 +1,7 @@
 """Megatron without torchrun and without a GPU, for a script or a test.
 
 Megatron-Core 0.19 asks CUDA for devices, streams and generators even for plain tensor maths. The
-functions after `run_megatron_on_cpu` replace these; each docstring says who needs it until when.
+functions after `run_megatron_on_cpu` replace these calls; docstrings say how long each is needed.
 """
 
 import importlib
@@ -25,7 +25,7 @@ _installed = False
 
 
 def start_one_process(seed: int = 1234) -> torch.device:
-    """Set up a process group of one, Megatron's parallel state (all sizes 1) and random ``seed``.
+    """Set up a group of one process, Megatron's parallel state (all sizes 1) and random seeds.
 
     Returns:
         the device for the model and its inputs: the current GPU, else the CPU.
@@ -224,7 +224,7 @@ def accept_cpu_tensors_in_optimizers() -> None:
         return sys._getframe(2).f_globals.get("__name__", "").startswith("megatron.core.")
 
     def cuda_type(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        """Replaces ``Tensor.type``; in Megatron's files the type's name says ``torch.cuda.``."""
+        """Replaces ``Tensor.type``; in Megatron's files names begin with ``torch.cuda.``."""
         name_or_tensor = tensor_type(self, *args, **kwargs)
         if isinstance(name_or_tensor, str) and called_from_megatron():
             return name_or_tensor.replace("torch.", "torch.cuda.", 1)
@@ -253,9 +253,9 @@ def use_torch_norm_after_the_last_hybrid_layer() -> None:
 def resume_distributed_optimizer_with_torch_adam() -> None:
     """Let DistributedOptimizer load checkpoints into torch's Adam (without Apex and TE).
 
-    distrib_optimizer.py expects a fused Adam; with torch's Adam it has three faults. It reads one
-    common step from every rank's state, also if the state is empty. It copies "step" from loaded
-    tensors, which hold no step. It gives all parameters the same step tensor, so each update counts
+    distrib_optimizer.py expects a fused Adam. With torch's Adam it has three faults: it reads one
+    common step from every rank's state, also if the state is empty; it copies "step" from loaded
+    tensors, which hold no step; it gives all parameters the same step tensor, so each update counts
     one step per parameter. The function can be removed when the three faults are repaired.
     """
     from megatron.core.optimizer import distrib_optimizer
@@ -293,7 +293,7 @@ def resume_distributed_optimizer_with_torch_adam() -> None:
         return sharded_state_dict(self, *args, **kwargs)
 
     def set_states_without_step(self, model_param: torch.Tensor, tensors: dict[str, Any]) -> None:
-        """Load ``tensors`` as states of ``model_param``, without "step" (0 in dp_reshardable)."""
+        """Load ``tensors`` without "step" as the states of ``model_param``."""
         set_states(self, model_param, {**tensors, "step": None})
 
     def load_state_dict_with_own_steps(self, state_dict: dict[str, Any]) -> None:
@@ -318,7 +318,7 @@ def gather_tensors_of_different_sizes() -> None:
     gather_equal_sizes = dist.all_gather
 
     def all_gather(tensor_list: list[Any], tensor: Any, group: Any = None, async_op: bool = False):
-        """Replaces torch's ``all_gather`` (same arguments); for unequal sizes it broadcasts."""
+        """Replaces torch's ``all_gather`` (same arguments); broadcasts unequal tensors."""
         if len({received.numel() for received in tensor_list}) == 1:
             return gather_equal_sizes(tensor_list, tensor, group=group, async_op=async_op)
         members: Any = group or dist.group.WORLD

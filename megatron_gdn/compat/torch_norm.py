@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 
 class TorchRMSNorm(nn.Module):
-    """RMSNorm over the last dimension; ``config`` has the dtype and whether gamma is 1 + weight.
+    """RMSNorm over the last dimension; ``config`` says the dtype and whether gamma is 1 + weight.
 
         y = x * rsqrt(mean(x^2) + eps) * gamma          (gamma = 1 + weight when zero-centred)
 

@@ -1,4 +1,4 @@
-"""Context parallelism: sequence layouts and the schemes that run a mixer over them."""
+"""Context parallelism: sequence layouts, and schemes that run a mixer on several ranks."""
 
 from .chunkwise.scheme import Chunkwise
 from .headwise.functional import (

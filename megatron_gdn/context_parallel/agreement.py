@@ -4,7 +4,7 @@ If ranks were given different tokens, rows, document boundaries or layouts, they
 exchange wrong rows. So one layer all-gathers and compares five integers in each of its forwards:
 tokens, rows, number and hash of documents, layout. The comparing layer is the first to run over the
 group after the latest layer was built, so all ranks choose the same layer. On a GPU the host waits
-for the result only if this rank's integers are new.
+for the gathered integers only if this rank's integers are new.
 
 A scheme's price depends on which ranks share a machine (are joined by NVLink). The ranks exchange
 the names of their hosts once per group, because not every launcher sets ``LOCAL_WORLD_SIZE``.
@@ -41,7 +41,7 @@ _latest_built = 0
 
 
 def number_of_new_layer() -> int:
-    """Return a new layer's number; each group then chooses anew the layer that compares ranks."""
+    """Count a new layer, return its number; groups then choose their comparing layer again."""
     global _latest_built
     _latest_built += 1
     return _latest_built
@@ -51,7 +51,7 @@ def number_of_new_layer() -> int:
 class _Agreement:
     """The micro-batches that one group's ranks have agreed on, and the layer that compares them."""
 
-    chosen_after: int = -1  # number of the layer built last when `layer` was chosen
+    chosen_after: int = -1  # _latest_built when `layer` was chosen
     layer: int = 0  # the layer that compares
     agreed: set[tuple[int, ...]] = field(default_factory=set)  # the integers of micro-batches
     # Value of the option cp_ranks_per_machine -> number of successive ranks on one machine.
@@ -81,7 +81,7 @@ def require_agreement(
     of ``tokens`` tokens over all ranks; ``layout`` says how ``documents`` (None: not packed) were
     cut. The group's backend communicates on ``device``. Nothing is compared on one rank, on the
     meta device, while a CUDA graph is captured, or with ``MEGATRON_GDN_CHECK_RANKS=0`` in every
-    rank's environment. With fixed buffers only the largest number of documents is compared.
+    rank's environment. Of fixed buffers only the largest number of documents is compared.
     """
     if group is None or group.size() == 1 or _cannot_compare(device):
         return
@@ -168,7 +168,7 @@ def ranks_per_machine(group: Any, configured: int | None, device: torch.device) 
     last machine may have fewer. If None, the ranks compare the names of their hosts. All ranks must
     call together: the first call with a value of ``configured`` is a collective on ``device``, and
     raises a ValueError on all ranks if their values differ. On the meta device and while a CUDA
-    graph is captured, None means one machine.
+    graph is captured, None means that all ranks are on one machine.
     """
     known = _agreement_of(group).per_machine
     if configured in known:
@@ -183,13 +183,13 @@ def ranks_per_machine(group: Any, configured: int | None, device: torch.device) 
 
 
 def largest_shared_run(machines: Sequence[Hashable]) -> int:
-    """The largest n such that each n successive ranks share a machine; ``machines``: by rank."""
+    """The largest n for which ranks [0, n), [n, 2 n), ... each lie on one of ``machines``."""
     return gcd(*(len(list(ranks)) for _, ranks in groupby(machines)))
 
 
 @uncompiled
 def _hosts(group: Any, configured: int | None, device: torch.device) -> list[int]:
-    """A number per rank, equal for ranks on the same host; an error if ``configured`` differs."""
+    """For each rank a hash of its host; raise if ``configured`` differs between the ranks."""
     host = int.from_bytes(blake2b(_own_host().encode(), digest_size=8).digest(), signed=True)
     configured_by_rank, hosts = _gather((configured or 0, host), group, device).T.tolist()
     if len(set(configured_by_rank)) > 1:

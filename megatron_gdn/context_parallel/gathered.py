@@ -45,7 +45,7 @@ class Span(NamedTuple):
 def spans_of(
     lengths: tuple[int, ...], size: int, rank: int, layout: SequenceLayout
 ) -> tuple[Span, ...]:
-    """A span per document with rows on ``rank`` of ``size`` ranks; ``lengths``: all documents'."""
+    """A span for each document with rows on ``rank``; ``lengths``: tokens of every document."""
     # A rank holds its tokens in sequence order, so the tokens of one document lie side by side.
     own_positions = positions(lengths, size, layout)[rank]
     offsets = torch.tensor((0, *lengths), device="cpu").cumsum(0)

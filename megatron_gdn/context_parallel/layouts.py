@@ -87,8 +87,8 @@ def rank_order_of_sequence(
     """For every token in sequence order, its place in rank order.
 
     Args:
-        lengths: tokens of each document of the buffer, in order (one entry when not packed);
-            zero is allowed.
+        lengths: tokens of each document of the buffer, in order; zero is allowed. One entry if
+            nothing is packed.
         cp_size: number of context-parallel ranks.
         layout: how the buffer was cut.
 
@@ -114,7 +114,7 @@ def rank_order_of_sequence(
 
 
 def zigzag_places(start_T: Tensor, length_T: Tensor, cp_size: int) -> Tensor:
-    """Each token's place in rank order, from ``start_T`` and ``length_T`` of its document."""
+    """Each token's place in rank order; ``start_T``, ``length_T``: its document's start, length."""
     total = len(start_T)
     offset_T = torch.arange(total, device=start_T.device) - start_T
     fragment_tokens_T = length_T // (2 * cp_size)
@@ -144,7 +144,7 @@ def local_indices(
     """Sequence positions of one rank's tokens, in the rank's order: int64 ``[T / cp_size]``, CPU.
 
     A data loader gives the rank ``tokens[..., local_indices(lengths, cp, rank)]``. For batch rows
-    of s tokens that are not packed, ``lengths`` is ``[s]``.
+    that are not packed, ``lengths`` has one entry, the tokens of a row.
     """
     if not 0 <= cp_rank < cp_size:
         raise ValueError(f"cp_rank={cp_rank} is not one of 0 .. {cp_size - 1}.")
@@ -167,7 +167,7 @@ def documents_cut_by(
 
 
 def positions_of(cut: Documents, cp_size: int, layout: SequenceLayout) -> Tensor:
-    """The result of :func:`positions` for ``cut``; on the device if only it knows the lengths."""
+    """:func:`positions` of documents ``cut``; on their device if the host knows no lengths."""
     if cut.known:
         return positions(cut.lengths, cp_size, layout)
     require_cut(cut, cp_size, layout)

@@ -3,14 +3,14 @@
 A scheme's price is the milliseconds that it adds to one forward (``docs/context_parallel.md``):
 
     wire(b)     max(within / WITHIN, across / ACROSS): bytes from this machine and from others
-                come at the same time; across = (cp - n) / (cp - 1) * b
+                come at the same time; across = (cp - n) / (cp - 1) * b, within = b - across
     headwise    wire((cp - 1) * s * B * (p + h V) * element size)    rows in, outputs back
     chunkwise   map * s * B * SUMMARY + FIXED                        computing maps, small launches
                 + wire((cp - 1) / cp * r * d) + 2 * LATENCY          sending maps and states
                 + l * STEP                                           applying maps in order
                 d = bytes of a rank's maps = map * chains * nodes of a chain on a rank
 
-map = H K (K + V) * 4 bytes, or H K (1 + V) * 4 bytes if the rule does not mix the rows of a state.
+Bytes of a map: map = H K (K + V) * 4, or H K (1 + V) * 4 if the rule does not mix a state's rows.
 r = 1 + V / (K + V), or 1 + V / (1 + V), since maps are sent and states come back. A chain is a
 document in zigzag, else a batch row; a chain has l nodes. No price was measured across machines.
 
@@ -78,7 +78,7 @@ def transfer_time(
 
 
 def row_bytes(rank_layout: Layout, cp_size: int, local_rows: int, element_size: int) -> int:
-    """Bytes that a rank of ``local_rows`` rows receives; ``rank_layout``: exchanged columns."""
+    """Bytes that a rank with ``local_rows`` rows receives in a head exchange of ``rank_layout``."""
     width = rank_layout.width + rank_layout.mixed_width
     return (cp_size - 1) * local_rows * width * element_size
 
@@ -90,7 +90,7 @@ def map_exchange_traffic(
     rows: int,
     lengths: tuple[int, ...] | None,
 ) -> tuple[float, int]:
-    """Bytes of maps and states that a rank receives in a forward; matrix products per chain."""
+    """Bytes of maps and states that a rank receives in a forward, and the products per chain."""
     documents = lengths if layout is SequenceLayout.ZIGZAG else None
     chains = rows if documents is None else sum(n > 0 for n in documents)
     per_rank = 1 if layout is SequenceLayout.CONTIGUOUS else 2
@@ -113,8 +113,8 @@ def price(
 ) -> Price:
     """The `Price` of a layer's forward; each of ``rows`` batch rows has ``tokens`` over all ranks.
 
-    ``state`` has the states of one tensor-parallel rank's heads, ``rank_layout`` the projection
-    columns inside the head exchange. ``lengths``: of packed documents. ``element_size``: in bytes.
+    ``state`` has a tensor-parallel rank's states, ``rank_layout`` the projection columns inside
+    the head exchange. ``lengths`` are those of packed documents; ``element_size`` is in bytes.
     """
     local = tokens // cp_size * rows
     received = row_bytes(rank_layout, cp_size, local, element_size)

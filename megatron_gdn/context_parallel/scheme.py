@@ -30,7 +30,7 @@ class Passage(NamedTuple):
 
 
 class Scheme:
-    """A way to run a mixer over the ranks of ``group``; ``layout``: a rank's columns."""
+    """A way to run a mixer over the ranks of ``group``; ``layout`` has the columns of one rank."""
 
     name: ClassVar[str]  # a value of linear_cp_mode, or "whole"
     moves_rows: ClassVar[bool] = False  # whether Passage.close moves outputs to other ranks
@@ -52,12 +52,12 @@ class Scheme:
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
         """The rows of a parameter that this rank's mixer needs.
 
-        ``param`` has a row per state head; with ``names``, per column or head of those sections.
+        ``param`` has a row per column or head of the sections ``names``, by default per state head.
         """
         return param
 
     def local_positions(self, documents: Documents | None, tokens: int) -> Tensor:
-        """This rank's tokens' positions in the sequence, in the rank's order: int64 ``[s]``."""
+        """int64 ``[s]``: positions in the sequence of this rank's tokens, in the rank's order."""
         device = torch.device("cpu") if documents is None else documents.device
         cut = documents_cut_by(self.sequence_layout, documents, tokens, device)
         return positions_of(cut, self.size, self.sequence_layout)[self.group.rank()]
@@ -85,7 +85,7 @@ def local_parameters(
     *per_head: Tensor,
     section: str | None = None,
 ) -> list[Any]:
-    """This rank's rows of convolution ``weight``, ``bias``; of ``per_head`` (in ``section``)."""
+    """This rank's rows of the parameters; ``per_head`` have a row per head (of ``section``)."""
     if not scheme.moves_rows:
         return [weight, bias, *per_head]
     convolved = scheme.layout.conv_names

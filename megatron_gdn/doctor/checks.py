@@ -77,7 +77,7 @@ def check_packages() -> Iterator[Finding]:
 
 
 def _check_package(asked: Requirement, extra: str | None) -> Finding:
-    """Compare a package with ``asked``; ``extra``: the extra that asks (None: no extra)."""
+    """Check a package against ``asked``, a requirement of ``extra`` (None: of megatron_gdn)."""
     name, install = asked.name, f'pip install "{asked.name}{asked.specifier}"'
     installed = installed_version(name)
     if installed is None and extra is None:
@@ -98,7 +98,7 @@ def _check_package(asked: Requirement, extra: str | None) -> Finding:
 
 
 def check_kernel_versions() -> Iterator[Finding]:
-    """Look for faulty versions of the rules' packages; without a GPU a fault is only a note."""
+    """Look for faulty versions of the rules' packages; without a GPU these are only notes."""
     gpu = torch.cuda.is_available()
     major = torch.cuda.get_device_capability()[0] if gpu else _HOPPER
     if triton := installed_version("triton"):
@@ -126,7 +126,7 @@ def check_kernel_versions() -> Iterator[Finding]:
 
 
 def check_rules(sizes: HeadSizes, tokens: int) -> Iterator[Finding]:
-    """Check the usual and the deterministic rule, with ``sizes``, on two documents (``tokens``)."""
+    """Check the usual and the deterministic rule on two documents with ``tokens`` in total."""
     gpu = torch.cuda.is_available()
     device, dtype = ("cuda", torch.bfloat16) if gpu else ("cpu", torch.float32)
     choose = partial(resolve_rule, device=device, dtype=dtype, sizes=sizes)
@@ -171,7 +171,7 @@ def _check_repeats(rule: Rule, inputs: RuleInputs, documents: Documents) -> Find
 
 
 def _run_rule(rule: Rule, inputs: RuleInputs, documents: Documents) -> dict[str, Tensor]:
-    """The output of ``rule`` and the gradients of ``inputs``, with the names in _RESULTS."""
+    """Run ``rule``; return its output and the gradients of ``inputs`` by the names in _RESULTS."""
     leaves = RuleInputs(*(x.detach().requires_grad_() for x in inputs))
     with torch.enable_grad():
         out, _ = run_rule(rule, leaves, documents, use_qk_l2norm_in_kernel=True)

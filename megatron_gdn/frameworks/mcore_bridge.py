@@ -93,7 +93,7 @@ def _reorder_in_the_bridge() -> None:
     @wraps(convert)
     def _set_linear_attn_state(self: Any, mg_attn: Any, *args: Any, **kwargs: Any) -> Any:
         """Load or save the layer ``mg_attn``; our layer's rows are put in the bridge's order."""
-        if not isinstance(mg_attn, GatedDeltaNet):  # None if another stage has the layer
+        if not isinstance(mg_attn, GatedDeltaNet):  # mg_attn is None if another stage has it
             return convert(self, mg_attn, *args, **kwargs)
         with in_order_of_bridge(mg_attn):
             return convert(self, mg_attn, *args, **kwargs)

@@ -15,7 +15,7 @@ def enable(args: Any) -> None:
     """
     spec = getattr(args, "spec", None) or ""
     module = spec if isinstance(spec, str) else spec[0]
-    by_bridge = getattr(args, "megatron_to_hf_mode", None) == "bridge"  # the bridge reads no spec
+    by_bridge = getattr(args, "megatron_to_hf_mode", None) == "bridge"  # then --spec is not read
     if module.startswith(_PLUGIN_MODULES) and not by_bridge:
         raise ValueError(
             f"--spec {module} builds layers of its own, and megatron_gdn replaces only Megatron's "

@@ -40,8 +40,8 @@ def patch_megatron(
     mcore-bridge's subclass is built as our layer (see :mod:`.mcore_bridge`).
 
     Args:
-        gdn: for ``megatron.core.ssm.gated_delta_net.GatedDeltaNet``: True for our
-            :class:`GatedDeltaNet`, False for Megatron's own, or a dict of options for ours, such as
+        gdn: what ``megatron.core.ssm.gated_delta_net.GatedDeltaNet`` builds. True: our
+            :class:`GatedDeltaNet`; False: Megatron's own; a dict: ours with these options, such as
             ``{"backend": "fla"}``. An argument in the spec overrides an option of the same name.
         mamba: the same for ``megatron.core.ssm.mamba_mixer.MambaMixer`` and our
             :class:`Mamba2Mixer`.
@@ -49,8 +49,8 @@ def patch_megatron(
             ``gdn`` is False.
 
     Raises:
-        TypeError: our layer does not know an option; or our constructor lacks an argument of
-            Megatron's constructor, or has another default or position for one.
+        TypeError: our layer does not know an option; or an argument of Megatron's constructor is
+            absent in our constructor, or has another default or position there.
         RuntimeError: other code has replaced ``__new__`` of Megatron's class.
     """
     classes = [_PatchedClass(*_GDN, gdn), _PatchedClass(*_MAMBA, mamba)]
@@ -121,7 +121,7 @@ class _PatchedClass:
             )
 
     def install(self) -> None:
-        """Make Megatron's class build our layer, or its own again after an earlier patch."""
+        """Make Megatron's class build our layer, or undo an earlier patch."""
         if self.replaced:
             self.theirs.__new__ = _make_new(self.theirs, self.ours, self.options)
         elif "__new__" in vars(self.theirs):
@@ -141,7 +141,7 @@ class _PatchedClass:
 
 
 def _make_new(theirs: type, our_class: type | None, options: dict[str, Any]) -> Callable:
-    """A ``__new__`` for ``theirs``: builds ``our_class`` (None: ``theirs``) with ``options``."""
+    """Make a ``__new__`` of ``theirs`` that builds ``our_class``; None: it builds ``theirs``."""
 
     def __new__(cls, *args, **kwargs):
         built = bool(args or kwargs)  # copy and pickle call __new__ alone, then fill the layer

@@ -1,4 +1,4 @@
-"""Our layer in slime's models of Qwen3.5 and Qwen3-Next, with slime's names of weights.
+"""Builds our layer in slime's models of Qwen3.5 and Qwen3-Next; weights get slime's names.
 
     --spec megatron_gdn.frameworks.slime get_qwen3_5_spec
 
@@ -66,7 +66,7 @@ def _spec_with_our_layer(model: str, args: Any, config: Any, vp_stage: int | Non
             "gamma - 1. Add --apply-layernorm-1p, as in slime's scripts/models."
         )
     dims = read_hf_config(args.hf_checkpoint).gdn
-    _published_dtypes(args.hf_checkpoint)  # a wrong file is an error now, not after a rollout
+    _published_dtypes(args.hf_checkpoint)  # so a wrong file raises now, not after a rollout
     plugin = import_module(f"slime_plugins.models.{model}")
     block = getattr(plugin, f"get_{model}_spec")(args, config, vp_stage)
     vars(config).update(dims.config_fields)
@@ -98,7 +98,7 @@ def register_our_names() -> None:
 
 
 def _wrap_loader(slime_loader: Callable) -> Callable:
-    """Wrap slime's loader; it then also loads our parameters (all ranks' rows, rank 0's first)."""
+    """Let ``slime_loader`` load our parameters too, with all ranks' rows, rank 0's first."""
 
     @wraps(slime_loader)
     def load(name: str, reader: Any, hf_config: Any) -> Tensor:
@@ -113,11 +113,11 @@ def _wrap_loader(slime_loader: Callable) -> Callable:
 
 
 def _wrap_converter(slime_converter: Callable) -> Callable:
-    """Wrap slime's converter, which turns a whole parameter into named Hugging Face tensors."""
+    """Let slime's converter of parameters into Hugging Face's tensors convert ours too."""
 
     @wraps(slime_converter)
     def convert(args: Any, model_name: str, name: str, param: Tensor) -> list[tuple[str, Tensor]]:
-        """(name, Hugging Face tensor) pairs of ``param``, parameter ``name`` of ``model_name``."""
+        """Make pairs of name and Hugging Face tensor from ``param``, the parameter ``name``."""
         prefix, entry = _translation(name, args.hf_checkpoint)
         if entry is None:
             return slime_converter(args, model_name, name, param)
@@ -135,7 +135,7 @@ def _wrap_converter(slime_converter: Callable) -> Callable:
 
 
 def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
-    """Wrap slime's quantizer, which chooses tensors by slime's names, so that it gets these."""
+    """Wrap slime's quantizer, so that it gets slime's names, by which it chooses tensors."""
 
     @wraps(slime_quantizer)
     def quantize(args: Any, name: str, converted: list, *settings: Any, **options: Any) -> list:
@@ -153,7 +153,7 @@ def _wrap_quantizer(slime_quantizer: Callable) -> Callable:
 
 
 def _translation(name: str, folder: str | Path) -> tuple[str, TensorMap | None]:
-    """``name`` through "self_attention.", and the parameter's map (None: not of our layer)."""
+    """Return ``name`` up to and with "self_attention.", and the map of our parameter or None."""
     prefix, layer, parameter = name.rpartition(_LAYER_PREFIX)
     return prefix + layer, _translations(str(folder)).get(parameter) if layer else None
 

@@ -37,15 +37,15 @@ def gated_delta_rule(
         S_t = exp(g_t) S_{t-1} + beta_t k_t (v_t - (exp(g_t) S_{t-1})^T k_t)^T
         o_t = scale * S_t^T q_t
 
-    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) Only ``"recurrent"`` has second
-    derivatives; other backends refuse a backward with ``create_graph=True``.
+    (Yang, Kautz, Hatamizadeh, "Gated Delta Networks", 2024.) Only the backend ``"recurrent"`` has
+    second derivatives; the others refuse a backward with ``create_graph=True``.
 
     Args:
-        query, key: ``[B, T, G, K]``, any float dtype. G key heads; value head h uses key head
-            ``h // (H // G)``. Key heads are never repeated in memory.
+        query, key: ``[B, T, G, K]``, any float dtype; value head h uses key head ``h // (H // G)``.
         value: ``[B, T, H, V]``.
         g: ``[B, T, H]``, natural logarithm of the decay, <= 0, fp32.
-        beta: ``[B, T, H]``, write strength in (0, 1), or in (0, 2) for negative eigenvalues.
+        beta: ``[B, T, H]``, write strength in (0, 1); with values in (0, 2) the factor
+            ``I - beta k k^T`` of the state may have negative eigenvalues.
         scale: defaults to ``1 / sqrt(K)``.
         initial_state: ``[N, H, K, V]``; zeros when None. N is B, or the number of documents.
         output_final_state: also return the state after the last token of every sequence.
@@ -55,8 +55,8 @@ def gated_delta_rule(
             state, or from zero.
         chunk_size: tokens per chunk; changes only the rounding. Kernels refuse any but 64.
         backend: ``"recurrent"``, which computes one token at a time, or ``"flash_qla"``, ``"fla"``,
-            ``"reference"`` or ``"auto"``, see :func:`.rule.resolve_rule`. After
-            ``torch.use_deterministic_algorithms(True)`` the last four use ``Bits.DETERMINISTIC``.
+            ``"reference"`` or ``"auto"``, see :func:`.rule.resolve_rule`. If torch's deterministic
+            algorithms are on, the rule is chosen for equal bits in every run.
 
     Returns:
         ``o``, ``[B, T, H, V]`` in ``value.dtype``, and the final state ``[N, H, K, V]`` in fp32
@@ -118,13 +118,13 @@ def torch_chunk_gated_delta_rule(
     scale: float | None = None,
     cu_seqlens: Tensor | Sequence[int] | Documents | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """The gated delta rule in chunks, in plain torch: deterministic, and runs everywhere.
+    """The gated delta rule in chunks, in plain torch, deterministic, on any device.
 
     The function computes in fp32 (fp64 for fp64 input). The backward runs the forward again, so
     autograd saves only the inputs. A second derivative is refused.
 
-    Args, returns and errors: as :func:`megatron_gdn.ops.gated_delta_rule`. ``chunk_size``, the
-    number of tokens per chunk, changes only rounding, speed and memory.
+    Arguments, result and errors are those of :func:`megatron_gdn.ops.gated_delta_rule`.
+    ``chunk_size``, the number of tokens per chunk, changes only rounding, speed and memory.
     """
     documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
     if chunk_size < 1:
@@ -151,7 +151,7 @@ def recurrent_gated_delta_rule(
 ) -> tuple[Tensor, Tensor | None]:
     """The gated delta rule, one token at a time, in fp32 (fp64 if ``value`` is fp64), for tests.
 
-    Args, returns and errors: as :func:`megatron_gdn.ops.gated_delta_rule`.
+    Arguments, result and errors are those of :func:`megatron_gdn.ops.gated_delta_rule`.
     """
     documents = check_rule_inputs(query, key, value, g, beta, initial_state, cu_seqlens)
     if use_qk_l2norm_in_kernel:
@@ -199,7 +199,7 @@ class _RunRule(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, rule: Rule, documents, with_final: bool, q, k, v, g, beta, initial):
-        """The output and, if ``with_final``, final states; ``initial``: initial states or None."""
+        """The output, and the final states if ``with_final``; ``initial`` may be None (zeros)."""
         heads = (x if isinstance(rule, PlainRule) else x.contiguous() for x in (q, k, v))
         gates = (x.to(torch.promote_types(x.dtype, torch.float32)) for x in (g, beta))
         inputs = RuleInputs(*heads, *gates)
@@ -212,7 +212,7 @@ class _RunRule(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, d_o: Tensor, d_final: Tensor | None):
-        # Under a checkpoint, ctx.saved_tensors may be read only once.
+        # Under activation checkpointing, ctx.saved_tensors may be read only once.
         q, k, v, g, beta, initial, *kept = ctx.saved_tensors
         inputs, saved = RuleInputs(q, k, v, g, beta), Saved(tuple(kept), ctx.plan)
         needed = inputs._replace(

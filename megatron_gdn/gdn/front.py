@@ -60,7 +60,7 @@ def gdn_parts(
             ``2 (G K + H V)`` bytes per token in bf16 and costs one more pass over the projection.
 
     Raises:
-        ValueError: ``rule`` has fp16 operands but not ``normalise_qk``; or raised by ``parts_of``.
+        ValueError: ``rule`` has fp16 operands without ``normalise_qk``, or as in ``parts_of``.
     """
     sizes = HeadSizes.of(layout)
     require_even_groups(sizes.key_heads, sizes.value_heads)

@@ -6,13 +6,13 @@ Operands of a chunk's products are rounded to the dtype of q, k and v. bf16 keep
 - q, k, v and states are not scaled: q and k have unit length, v is the output of a SiLU, and a
   state is a weighted mean of values v.
 - Gradients may have any size. So d_o is multiplied by a power of two for each key head, and the
-  front multiplies the rule's gradients by the inverse power (`RuleGrads.factor`). Both are exact.
+  front multiplies the rule's gradients by its inverse (`RuleGrads.factor`). Both steps are exact.
 
 This power of two brings the largest |d_o| of the key head's value heads below 1, which leaves room
 for sums: with g <= 0, beta <= 2 and unit keys, a column of the state's gradient has a norm up to
 T / sqrt(K), 2^13.5 for K = 128 and 2^17 tokens. A value beyond 65504 becomes inf, a visible error.
 
-In context parallelism the power also brings the gradient of the final states below 2^5, because
+In context parallelism the power of two also brings gradients of final states below 2^5, because
 tokens of other ranks may have far larger gradients. All documents of a rank have the same powers.
 """
 

@@ -20,7 +20,7 @@ from ..ops.kernels.launch import MOST_PLANS, Launch
 from ..ops.kernels.tiles import block_dim
 from .half_torch import BIAS, MANTISSA
 
-_TILES = 64  # the largest number of tiles; the second launch reads the maxima of all
+_TILES = 64  # the largest number of tiles; the second launch reads the maxima of all tiles
 _ELEMENTS = 4096  # the number of elements that a program loads at a time
 
 
@@ -62,10 +62,10 @@ def _scale_kernel(
 ):  # fmt: skip
     """Grid (tiles of ROWS tokens, G): write x times a power of two, in fp16, to ``out``.
 
-    The power's exponent is EXPONENT minus that of max |x|, from N <= TILES maxima in ``largest``.
-    ``up`` gets the power, ``down`` its inverse, for a key head's RATIO value heads. With LOWER the
-    power is at most ``old``, and x is multiplied by new / old power, stored in ``ratio``.
-    BIAS, MANTISSA: fp32's exponent bias, mantissa bits.
+    ``largest`` has N <= TILES maxima of a key head. The power's exponent is EXPONENT minus the
+    exponent of the largest. ``up`` gets the power, ``down`` its inverse, for the head's RATIO value
+    heads. With LOWER, x was scaled by ``old`` before: the power is at most ``old``, and x is scaled
+    by power / old, which ``ratio`` gets. BIAS, MANTISSA: fp32's exponent bias, mantissa bits.
     """
     g = tl.program_id(1)
     n_N = tl.arange(0, TILES)
@@ -97,7 +97,7 @@ def _scale_kernel(
 
 
 def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[Tensor, int]:
-    """fp32 bits ``[N, G]`` of the largest |x| per tile, head; N. x: ``[.., G, run, columns]``."""
+    """fp32 bits ``[N, G]`` of tiles' largest |x| per head, and N; x: ``[.., G, run, columns]``."""
     tiles, launch = _largest_launch(x.numel() // (key_heads * columns), key_heads, columns, run)
     largest = torch.empty(tiles, key_heads, dtype=torch.int32, device=x.device)
     launch(x, largest)
@@ -106,7 +106,7 @@ def _largest_of(x: Tensor, key_heads: int, columns: int, run: int = 1) -> tuple[
 
 @lru_cache(maxsize=MOST_PLANS)
 def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int, Launch]:
-    """The number N of tiles, and the launch of `_largest_kernel`; C, RUN: ``columns``, ``run``."""
+    """N, the number of tiles, and `_largest_kernel`'s launch; ``columns``: C, ``run``: RUN."""
     block = block_dim(columns)
     rows = max(1, _ELEMENTS // block)
     tokens = triton.cdiv(triton.cdiv(T, _TILES), rows) * rows
@@ -121,7 +121,7 @@ def _largest_launch(T: int, key_heads: int, columns: int, run: int) -> tuple[int
 def _scale_launch(
     T: int, tiles: int, log2_bound: int, key_heads: int, ratio: int, columns: int, lower: bool
 ) -> Launch:
-    """`_scale_kernel` launch to |x| < 2^log2_bound; ``ratio``: H/G; ``lower``: lower old powers."""
+    """`_scale_kernel`'s launch for |x| < 2^log2_bound; ``ratio``: RATIO, ``lower``: LOWER."""
     block = block_dim(columns)
     rows = max(1, (4 if lower else 1) * _ELEMENTS // block)
     return Launch(
@@ -134,7 +134,7 @@ def _scale_launch(
 def lower_powers(
     half: Tensor, up: Tensor, states: Tensor, key_heads: int, log2_bound: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Lower powers ``up [H]`` that scaled ``half``, as :func:`.half_torch.lower_powers` does."""
+    """Lower the powers ``up [H]`` of ``half``, as :func:`.half_torch.lower_powers` does."""
     B, S, H, V = half.shape
     assert half.is_contiguous()
     ratio, K = H // key_heads, states.shape[2]
@@ -146,7 +146,7 @@ def lower_powers(
 
 
 def to_half(x: Tensor, key_heads: int, log2_bound: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Scale ``x`` (not fp64) by powers of two to fp16; return it, powers and inverses ``[H]``."""
+    """Scale ``x`` (not fp64) to fp16; return the result, the powers of two, 1 / powers ``[H]``."""
     x = x.contiguous()
     B, S, H, V = x.shape
     ratio = H // key_heads

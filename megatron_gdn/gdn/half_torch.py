@@ -26,7 +26,7 @@ def lower_powers(
     """Lower the powers of :func:`to_half`, so that powers times ``states`` are below 2^log2_bound.
 
     ``half`` is changed in place; elements that become smaller than fp16's normal numbers are
-    rounded again. Returns new powers over old ones, new powers and inverse ones, each ``[H]`` fp32.
+    rounded again. Returns ratios new / old, the new powers and their inverses, each ``[H]`` fp32.
     """
     ceiling = power_exponent(states, key_heads, log2_bound, (0, 2, 3))
     H = len(up)
@@ -43,8 +43,8 @@ def power_exponent(x: Tensor, key_heads: int, log2_bound: int, dims: tuple[int, 
     """Biased exponents ``[G]`` int32 of powers of two that bring |x| below ``2^log2_bound``.
 
     ``dims`` are all dimensions of x but that of the H value heads. After scaling, the largest |x|
-    of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``, or below 2^2 if |x| was near the end
-    of fp32's range. inf and NaN in one document count as zero, so that other documents keep their
+    of a key head is in ``[2^(log2_bound - 1), 2^log2_bound)``, or below 2^2 if |x| is near fp32's
+    largest number. inf and NaN in one document count as zero, so that other documents keep their
     power. The powers lie in 2^-126 .. 2^126.
     """
     if x.numel() == 0:

@@ -6,8 +6,8 @@ projections "interleaved" (Qwen3-Next: for each key head [q | k | v of its value
 decay input (alpha). Convolution channels are [q | k | v]. Files of "separate" layers have three
 convolutions, which transformers joins, and o_norm and o_proj in place of norm and out_proj.
 
-Qwen4-Exp's layers need its ``output_gate_type`` as the option `output_gate_activation`, OLMo
-Hybrid's layers need `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
+Qwen4-Exp's layers need the config's ``output_gate_type`` as the option `output_gate_activation`,
+OLMo Hybrid's layers need `allow_neg_eigval` and ``layernorm_epsilon=1e-5``.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ def interleaved_rows(dims: GDNDims) -> Tensor:
 def gdn_layer_maps(
     prefix: str, hf_prefix: str, dims: GDNDims, storage: Storage, zero_centered_gamma: bool = True
 ) -> list[TensorMap]:
-    """A layer's maps without input norm; ``storage``: how files hold in_proj, key of `PROJECTIONS`.
+    """Maps of a layer's tensors but the input norm; ``storage``: a key of `PROJECTIONS`.
 
     Args:
         prefix: start of Megatron's keys, such as ``decoder.layers.0.self_attention.``.

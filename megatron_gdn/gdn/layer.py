@@ -58,7 +58,7 @@ class GatedDeltaNet(UpstreamNames):
         name: path of this module in the model, for TE's precision settings.
         pp_layer_offset: number of layers on earlier pipeline stages. Megatron's
             ``DynamicInferenceContext`` counts only the layers of this stage.
-        cp_comm_type, is_mtp_layer: Megatron passes them; they have no effect.
+        cp_comm_type, is_mtp_layer: have no effect; Megatron passes them to every such layer.
         backend: implementation of the delta rule: ``"flash_qla"``, ``"fla"``, ``"reference"``
             (plain torch, deterministic) or ``"auto"``, the first of these three that supports the
             device and dtype of the rows; see :func:`megatron_gdn.gdn.rule.resolve_rule`.
@@ -124,11 +124,11 @@ class GatedDeltaNet(UpstreamNames):
         output_gate_activation: str | None = None,
         allow_neg_eigval: bool | None = None,
     ) -> None:
-        """``A_init_range``, ``conv_init``: ranges of first exp(A_log), conv weights.
+        """``A_init_range``: range of first exp(A_log). ``conv_init``: bound of first conv weights.
         ``cp_layout``: how the loader cut sequences. ``linear_cp_mode``: headwise, chunkwise, auto.
         ``cp_ranks_per_machine``: ranks that NVLink joins. ``recompute``: what the backward computes
-        again. ``rule_operands``: dtype of products in a chunk. ``cp_comm_type``, ``is_mtp_layer``:
-        no effect. Others: see the class.
+        again. ``rule_operands``: dtype of products in a chunk. ``cp_comm_type``, ``is_mtp_layer``
+        have no effect. The class documents all arguments.
         """
         if config.experimental_attention_variant == "gdn2":
             raise ValueError(

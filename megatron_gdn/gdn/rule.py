@@ -54,7 +54,7 @@ class FlaGDN(FlaDeltaRule):
         )
 
     def readers(self, x: FlaBackward) -> dict[str, Tensor]:
-        """Arguments for fla's kernel of state gradients; ``dv``: gradient of the written values."""
+        """Arguments for fla's kernel of state gradients, as :class:`FlaDeltaRule` lists them."""
         (q, k, v, _, beta), (g_sum, A) = x.inputs, x.kept
         w, _ = self.fla.recompute_w_u_fwd(k=k, v=v, beta=beta, A=A, g=g_sum, **x.at)
         dv = self.fla.chunk_bwd_dv_local(
@@ -87,8 +87,8 @@ def resolve_rule(
 
     Args:
         backend: ``"flash_qla"``, ``"fla"``, ``"reference"`` (plain torch), or ``"auto"``, the first
-            backend of this list that runs here; if it is not flash_qla, the log says why, once. A
-            backend that is asked for by name is never replaced by another backend.
+            backend of this list that runs here. If "auto" skips flash_qla, the log says why, once.
+            A backend that is asked for by name is never replaced by another backend.
         bits: with ``Bits.DETERMINISTIC`` results repeat bit for bit, from run to run and process to
             process, and a sequence's results do not depend on other sequences. ``"auto"`` takes
             flash_qla if ``REPEATABLE`` covers GPU, dtype, heads and versions, else the reference.
@@ -134,7 +134,7 @@ def resolve_rule(
 def _why_not_flash_qla(
     device: torch.device, dtype: torch.dtype, sizes: HeadSizes
 ) -> Obstacle | None:
-    """Why flash_qla cannot run these head sizes in this dtype on this device; None if it can."""
+    """Why flash_qla cannot run ``sizes`` in ``dtype`` on ``device``; None if flash_qla can."""
     obstacle = why_not_flash_qla(device, dtype, sizes.key_dim, sizes.value_dim)
     heads = FlashQlaRule().why_not_heads(sizes.value_heads)
     return Obstacle(heads) if obstacle is None and heads is not None else obstacle

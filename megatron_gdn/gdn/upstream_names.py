@@ -55,7 +55,7 @@ class UpstreamNames(ConvModule, RecurrentMixer):
         """The name of the convolution's activation."""
         return "silu"
 
-    _setup_variant_attrs = _name_sizes  # Megatron-Bridge calls it after changing process groups
+    _setup_variant_attrs = _name_sizes  # Megatron-Bridge calls this name after changing groups
 
     @property
     def gated_delta_rule(self) -> Callable:

@@ -46,8 +46,8 @@ def gdn2_parts(
     """The :class:`Parts` of a Gated DeltaNet-2, whose backward computes the gates again.
 
     The arguments are those of :func:`..gdn.front.gdn_parts`, with ``A_log`` ``[G]`` and ``dt_bias``
-    ``[G K]``. ``others`` are for :func:`..ops.parts.parts_of`, which lists the errors; ``rule`` is
-    one of them, the result of :func:`.rule.choose_gdn2`.
+    ``[G K]``. ``others`` are for :func:`..ops.parts.parts_of`, which lists the errors; one of
+    ``others`` is ``rule``, the result of :func:`.rule.choose_gdn2`.
     """
     again = GDN2Inputs._fields if recompute_qkv else GATES
     table, parameters = gdn2_table(layout, normalise_qk), (conv_weight, conv_bias, A_log, dt_bias)

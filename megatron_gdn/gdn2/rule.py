@@ -23,7 +23,7 @@ from ..ops.rules.fla import SEQUENCES, choose_fla_or_plain
 
 
 class GDN2Inputs(NamedTuple):
-    """The rule's inputs, or their gradients; the gradients of q and k may have H heads, not G."""
+    """The rule's inputs or their gradients; gradients of q, k, g, b may have H heads, not G."""
 
     q: Tensor  # [B, S, G, K], unit length
     k: Tensor  # [B, S, G, K]
@@ -61,7 +61,7 @@ class FlaGDN2(FlaChannelRule):
     grads = GDN2Inputs
 
     def begin(self, inputs: GDN2Inputs, documents: Documents | None) -> Any:
-        """Begin a forward, in which value heads have copies of their key head's tensors."""
+        """Begin a forward, in which each value head has a copy of its key head's tensors."""
         return super().begin(_repeat_key_heads(inputs), documents)
 
     def begin_backward(

@@ -43,8 +43,8 @@ def build_model(
             on a machine with a GPU, else fp32.
         max_sequence_length: tokens of the longest sequence.
         vocab_divisible_by: the vocabulary is padded to a multiple of this number times the
-            tensor-parallel size. The softmax includes padded rows; published models need none.
-        layer_pattern: the config's pattern with ``|`` between pipeline stages; None: without ``|``.
+            tensor-parallel size. The softmax includes added rows; published models add none.
+        layer_pattern: the config's pattern with ``|`` between pipeline stages; None adds no ``|``.
         vp_stage: number of the virtual pipeline stage to build; None if there are no such stages.
         parallel_output: keep logits split over tensor-parallel ranks, as Megatron's loss needs.
         layer_options: options of the Gated DeltaNet layer (`gated_delta_net_spec`).
@@ -56,8 +56,8 @@ def build_model(
         ``TransformerConfig``.
 
     Raises:
-        FileNotFoundError, ValueError: ``config.json`` is missing or describes another model;
-            ``layer_pattern`` has other layers than the config.
+        FileNotFoundError, ValueError: ``config.json`` is missing or describes a model that is not
+            supported; ``layer_pattern`` has other layers than the config.
         ImportError: ``modules="te"`` without Transformer Engine.
     """
     from megatron.core import parallel_state
@@ -147,8 +147,8 @@ _FLAGS = {
 def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> list[str]:
     """The flags of a Megatron launch that builds the model: sizes, norms, rotary, dropout 0.
 
-    The list has no flags of parallel sizes, data, tokenizer and optimizer; add them. Megatron
-    pads the vocabulary; a checkpoint loads with any padding.
+    The caller must add the flags of parallel sizes, data, tokenizer and optimizer. Megatron pads
+    the vocabulary; the model's checkpoint loads with any padding.
 
     Raises:
         NotImplementedError: ``model`` is "gpt" and the model has Mamba2 layers.
@@ -161,7 +161,7 @@ def megatron_flags(config: HFModelConfig, model: Architecture = "hybrid") -> lis
 
 
 def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") -> Namespace:
-    """The ``args`` to store in a Megatron checkpoint of this model: only the model's settings."""
+    """The ``args`` to store in a Megatron checkpoint: the settings that describe this model."""
     args = Namespace(
         num_layers=config.megatron_settings(model)["num_layers"],
         hybrid_layer_pattern=None,
@@ -179,7 +179,7 @@ def megatron_arguments(config: HFModelConfig, model: Architecture = "hybrid") ->
 
 
 def _launch_settings(config: HFModelConfig, model: Architecture) -> dict[str, Any]:
-    """The model's settings by names of Megatron's arguments, as `megatron_flags` orders them."""
+    """The model's settings by names of Megatron's arguments, in the order of `megatron_flags`."""
     settings = config.megatron_settings(model)
     activation = "swiglu" if settings.pop("gated_linear_unit") else "squared_relu"
     del settings["activation_func"]

@@ -1,8 +1,8 @@
 """Convert whole Hugging Face folders to Megatron distributed checkpoints, and back.
 
 Each function builds Megatron's model on the CPU, with local (torch) modules, and holds all weights
-in memory in the dtypes of the file. An imported checkpoint has weights alone (a
-*release*); Megatron's ``--load`` reads a release at any parallel sizes.
+in memory in the dtypes of the file. An imported checkpoint has weights alone (Megatron calls it a
+*release*); Megatron's ``--load`` reads a release at any parallel sizes. The folder has:
 
     latest_checkpointed_iteration.txt    "release", or the number of the newest iteration
     release/ or iter_0000160/            metadata.json and torch.distributed.checkpoint's files
@@ -78,12 +78,12 @@ def export_folder(
 
     Args:
         source: a folder of checkpoints, of which the newest is read, or the folder of one
-            iteration. A checkpoint may be saved at any parallel sizes.
+            iteration. The checkpoint may have been saved at any parallel sizes.
         target: a new folder. like: the Hugging Face folder that the model came from.
         fp32_gates: write ``A_log`` and ``dt_bias`` as F32 even where ``like`` has BF16.
 
     Raises:
-        FileNotFoundError, FileExistsError, ValueError, RuntimeError: as in `import_folder`.
+        FileNotFoundError, FileExistsError, ValueError, RuntimeError: see `import_folder`.
     """
     refuse_existing(target)
     with in_one_process():

@@ -82,9 +82,9 @@ def layer_to_hf(
     Args:
         ranks: one Megatron state dict for each tensor-parallel rank.
         dims, stored: as for `layer_from_hf`.
-        dtypes: the dtype of each Hugging Face tensor; default: the original's, or Megatron's.
+        dtypes: the dtype of each Hugging Face tensor; default: that of ``originals`` or Megatron's.
         originals: the imported Hugging Face tensors (see `TensorMap.to_hf`). Only a zero-centred
-            norm's weight needs the imported tensor to keep its bits.
+            norm's weight needs its original to be exported bit for bit.
     """
     state: dict[str, Tensor] = {}
     for entry in _maps_of(dims, stored):

@@ -46,7 +46,7 @@ _PUBLISHED_OPTIONS = {
 
 
 def _rank_and_size(kind: str) -> tuple[int, int]:
-    """This rank's index in Megatron's group ``kind`` (such as tensor_model), and its size."""
+    """This rank's index in the group ``kind`` (such as tensor_model), and the group's size."""
     state: Any = parallel_state  # Any, since Megatron annotates some functions wrongly
     rank, size = (getattr(state, f"get_{kind}_parallel_{part}") for part in ("rank", "world_size"))
     return rank(), size()
@@ -147,7 +147,7 @@ def save_hf_weights(
 
 
 class _Export:
-    """Computes the tensors of a save; all tensor-parallel ranks call `read` for the same tensor.
+    """Computes the tensors of a save; tensor-parallel ranks must `read` the same keys in one order.
 
     ``rounded`` has the keys of each ``A_log`` and ``dt_bias`` that lost bits.
     """
@@ -162,7 +162,7 @@ class _Export:
             for tensor in entry.sources:
                 self._maps_of.setdefault(tensor.key, []).append((entry, tensor))
         self._maps_of |= {key: self._maps_of[same_as] for key, same_as in plan.aliases.items()}
-        # Files store the tensors of a fused projection close together, so four cached maps suffice.
+        # Files store a fused projection's tensors close together, so pieces of four maps suffice.
         self._cached_pieces = lru_cache(maxsize=4)(self._pieces)
 
     def read(self, key: str) -> Tensor:
@@ -222,7 +222,7 @@ def _unwrapped(model: Any) -> Any:
 def _plan_model(
     model: nn.Module, config: HFModelConfig, files: SafetensorsFolder
 ) -> tuple[TensorPlan, dict[str, nn.Parameter]]:
-    """The plan to fill ``model`` from ``files``, and the model's parameters by global names."""
+    """The plan to fill ``model`` from ``files``, and the result of :func:`_global_parameters`."""
     bare = _unwrapped(model)
     kind: Architecture = "hybrid" if isinstance(bare.decoder, HybridStack) else "gpt"
     plan = plan_of(config, files.specs, kind, bare.config.layernorm_zero_centered_gamma)
@@ -309,7 +309,7 @@ def _match_parameters(
 
 
 def _local_shard(entry: TensorMap, pieces: Sequence[Tensor], param: nn.Parameter) -> Tensor:
-    """This rank's shard of the map ``entry``; vocabulary rows are padded to those of ``param``."""
+    """This rank's shard of the map ``entry``; a vocabulary is padded to the rows of ``param``."""
     rank, size = _rank_and_size("expert_tensor" if entry.is_expert else "tensor_model")
     full = entry.to_megatron(pieces)
     if entry.pad_rows:

@@ -45,7 +45,7 @@ _SIZES = {
         "mamba_num_groups": "n_groups",
     },
     "E": {
-        "ffn_hidden_size": "moe_intermediate_size",  # Megatron requires it, also without "-"
+        "ffn_hidden_size": "moe_intermediate_size",  # Megatron needs it also without "-" layers
         "num_moe_experts": "num_experts",
         "moe_ffn_hidden_size": "moe_intermediate_size",
         "moe_shared_expert_intermediate_size": "shared_expert_intermediate_size",
@@ -135,7 +135,7 @@ class HFModelConfig:
 
 
 def read_hf_config(folder: str | Path) -> HFModelConfig:
-    """Read ``folder/config.json``; errors are FileNotFoundError and those of `parse_hf_config`."""
+    """Read ``folder/config.json``; raise a FileNotFoundError, or as `parse_hf_config` does."""
     path = Path(folder) / "config.json"
     if not path.is_file():
         raise FileNotFoundError(f"{path} does not exist; give a Hugging Face model folder.")
@@ -149,8 +149,8 @@ def read_hf_config(folder: str | Path) -> HFModelConfig:
 def parse_hf_config(config: Mapping[str, Any]) -> HFModelConfig:
     """Flatten a parsed ``config.json``; if it has a ``text_config``, sizes are read there.
 
-    ``tie_word_embeddings`` is read at the top level only: the nested default is wrong for some
-    published models. An unknown architecture, missing field or illegal setting is a ValueError.
+    ``tie_word_embeddings`` is read at the top level: that of ``text_config`` is wrong for some
+    published models. An unknown architecture, missing field or illegal setting raises a ValueError.
     """
     known = sorted(GDN_FP32_CHECKPOINT_ARCHITECTURES)
     named = config.get("architectures") or []
@@ -251,7 +251,7 @@ def model_maps(
     root = next((root for root in roots if root.startswith("model.")), "model.")
 
     def norm(names: str | tuple[str, ...], key: str, size: int = hidden) -> TensorMap:
-        # The file stores w of the gain 1 + w; a plain Megatron norm stores the whole gain.
+        # For a gain of 1 + w the file stores w; a plain Megatron norm stores the gain itself.
         return tensor_map(names, {key: (size,)}, shift=float(not zero_centered_gamma))
 
     embedding, output = "embedding.word_embeddings.weight", "output_layer.weight"
@@ -305,7 +305,7 @@ def _attention_maps(p: str, hf: str, config: HFModelConfig) -> Iterator[TensorMa
 
 
 def _mlp_maps(p: str, hf: str, hidden: int, ffn: int) -> Iterator[TensorMap]:
-    """The maps of an MLP from ``hidden`` to ``ffn`` columns; ``p``, ``hf`` are key prefixes."""
+    """The maps of an MLP from ``hidden`` to ``ffn``; ``p``, ``hf``: Megatron's, HF's key prefix."""
     up = {f"{hf}{name}_proj.weight": (ffn, hidden) for name in ("gate", "up")}
     yield tensor_map(f"{p}linear_fc1.weight", up, 0, sections=(ffn, ffn))
     yield tensor_map(f"{p}linear_fc2.weight", {f"{hf}down_proj.weight": (hidden, ffn)}, 1)

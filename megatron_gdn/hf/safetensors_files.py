@@ -101,7 +101,7 @@ class SafetensorsFolder:
             ) from error
 
     def _require_index_matches(self, index: dict[str, str], pairs: list[tuple[str, str]]) -> None:
-        """Raise if ``index`` differs from ``pairs`` of a key and the file that stores it."""
+        """Raise if ``index`` is not equal to ``pairs``, the keys and the files that store them."""
         if wrong := set(pairs) ^ set(index.items()):
             key = min(wrong)[0]
             files = [name for stored_key, name in pairs if stored_key == key]
@@ -158,7 +158,7 @@ def refuse_existing(target: str | Path) -> None:
 
 @contextmanager
 def new_folder(target: str | Path) -> Iterator[Path]:
-    """Yield an empty folder, which is renamed ``target`` on success and deleted on any error."""
+    """Yield an empty folder, which becomes ``target`` at the end, and is deleted on any error."""
     refuse_existing(target)
     target = Path(target).absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
@@ -176,7 +176,7 @@ def new_folder(target: str | Path) -> Iterator[Path]:
 def write_folder(
     target: str | Path, like: SafetensorsFolder, read: Callable[[str], Tensor]
 ) -> None:
-    """Write the weight files of ``like`` with tensors ``read(key)``; copy all other files."""
+    """Write folder ``target``: files as in ``like``, but each tensor ``key`` is ``read(key)``."""
     from safetensors.torch import save_file
 
     with new_folder(target) as folder:

@@ -2,7 +2,7 @@
 
 ``A_log`` and ``dt_bias`` stay fp32 even if a file has another dtype: rounding them changes the
 decay ``g = -exp(A_log) * softplus(alpha + dt_bias)``, and the recurrence compounds the change. Some
-models keep both in a child module, the *holder* ``_fp32_params``; keys of files lack its name.
+models keep the two in a child module, the *holder* ``_fp32_params``; file keys lack this name.
 
 Names and signatures are those of nemo_automodel's gated_delta_net_fp32. Unlike in nemo_automodel, a
 parameter name must be the key's whole last component (``my_A_log`` is not ``A_log``).
@@ -65,7 +65,7 @@ def loaded_dtype(
     """``(storage, compute)`` dtype of a parameter loaded from a file.
 
     Storage is ``promote_types(file_dtype, requested_dtype)``, compute is ``file_dtype``. A gate
-    parameter of a model with fp32 gates counts as fp32 in the file. Integer tensors are not cast.
+    parameter of a model with fp32 gates is taken as fp32 in the file. Integers are not cast.
     """
     if not file_dtype.is_floating_point:
         return file_dtype, file_dtype

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from ..mixers.attention import TorchAttention
 
-# Sequence parallelism and FP8 cannot run single tokens; these values switch both off.
+# These values switch off sequence parallelism and FP8, which cannot run single tokens.
 _OFF_IN_MODULES = {
     "sequence_parallel": False,
     "scatter_to_sequence_parallel": False,
@@ -90,23 +90,23 @@ def generate(
     stop: int | None = None,
     chunk: int | None = None,
 ) -> Tensor:
-    """Continue prompts of equal length; every rank of the model calls this function.
+    """Continue prompts of equal length; every rank of the model must call this function.
 
     Args:
-        model: a HybridModel or GPTModel, wrapped or not, without pipeline stages. It runs in
-            evaluation mode, without sequence parallelism and FP8, which cannot run single tokens.
-        prompt: int64 ``[B, S]`` with S >= 1, the same on every rank.
+        model: a HybridModel or GPTModel, wrapped or not, without pipeline stages. The model runs
+            in evaluation mode, without sequence parallelism and FP8: neither runs single tokens.
+        prompt: int64 ``[B, S]`` with S >= 1, which must be the same on every rank.
         count: number of tokens to append.
-        pick: maps fp32 logits ``[B, V]`` to tokens ``[B]``, the same tokens on every rank.
+        pick: maps fp32 logits ``[B, V]`` to tokens ``[B]``; must give the same on every rank.
         stop: a token id; generation ends when each row has this token after its prompt.
         chunk: number of tokens to prefill at a time, which bounds memory; None: the whole prompt.
 
     Returns:
-        int64 ``[B, S + count]``, or fewer columns after ``stop``.
+        int64 ``[B, S + count]``, with fewer columns if ``stop`` ended the generation.
 
     Raises:
         ValueError: a prompt that is empty or not ``[B, S]``.
-        NotImplementedError: pipeline stages, or an attention that :func:`static_context` refuses.
+        NotImplementedError: :func:`static_context` refuses the pipeline stages or the attention.
     """
     if prompt.dim() != 2 or 0 in prompt.shape:
         raise ValueError(
@@ -132,7 +132,7 @@ def generate(
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """A context manager: the model is in evaluation mode, without sequence parallelism and FP8."""
+    """In this context the model is in evaluation mode, without sequence parallelism and FP8."""
     training = [module for module in model.modules() if module.training]
     model.eval()
     try:
@@ -145,7 +145,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextmanager
 def ready_for_single_tokens(model: nn.Module) -> Iterator[None]:
-    """A context manager: sequence parallelism and FP8 are off in modules and configurations."""
+    """In this context sequence parallelism and FP8 are off in modules and configurations."""
     owners: list[Any] = list(model.modules())
     owners += {id(m.config): m.config for m in owners if hasattr(m, "config")}.values()
     before: list[tuple[Any, str, Any]] = []

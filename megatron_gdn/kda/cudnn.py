@@ -5,8 +5,8 @@
     states                            fp32, ``[N, H, V, K]``, transposed at each call
 
 The kernels cut a sequence into stretches and start each from a zero state, not from the true state.
-So the kernels also run tokens before a stretch, so many that at most 2^-20 of a state would be left
-(keys of length 1, beta up to 1). With slow decay these tokens begin at the sequence's start.
+So before each stretch the kernels run so many earlier tokens that at most 2^-20 of the state before
+these tokens would be left (keys of length 1, beta up to 1): with slow decay, all earlier tokens.
 
 cuDNN builds and keeps a graph for each number of tokens and of sequences. In version 1.32.0 a graph
 keeps a buffer for every state that a call leaves out, so each call passes all states.
@@ -43,7 +43,7 @@ def why_not_cudnn(
     value_dim: int | None,
     lower_bound: float | None,
 ) -> Obstacle | None:
-    """Why cuDNN cannot train these heads with g >= ``lower_bound``, and a fix; None: cuDNN can."""
+    """Why cuDNN cannot train such heads with g >= ``lower_bound``, and a fix; None if it can."""
     if device.type != "cuda":
         return Obstacle(f"cuDNN runs on a GPU, not on {device}")
     if dtype != torch.bfloat16:
@@ -105,7 +105,7 @@ class _CudnnArguments:
         self.tokens = tuple(x[0].contiguous() for x in in_one_row(inputs))
 
     def states(self, rows: Tensor | None = None) -> Tensor:
-        """Transpose the states ``rows [..., K, V]`` of all sequences and heads; None: zeros."""
+        """Transpose the states ``rows [..., K, V]`` of all sequences and heads; zeros for None."""
         shape = len(self.offsets) - 1, self.heads, HEAD_DIM, HEAD_DIM
         if rows is None:
             return self.tokens[3].new_zeros(shape)
@@ -129,7 +129,7 @@ class CudnnForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local``: final states for zero states; ``through``: for unit matrices and v = 0."""
+        """``local`` is the final state from zeros, ``through`` that from unit matrices if v = 0."""
         v, states = self._call.tokens[2], self._call.states
         _, local = self._run(v, states())
         _, through = self._run(torch.zeros_like(v), states(torch.eye(HEAD_DIM, device=v.device)))
@@ -161,7 +161,7 @@ class CudnnBackward(RuleBackward):
 
     @torch.no_grad()
     def d_initial(self) -> Tensor:
-        return self._run(None, None)[5].mT.contiguous()  # the same for every initial state
+        return self._run(None, None)[5].mT.contiguous()  # does not depend on initial states
 
     @torch.no_grad()
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> RuleGrads:

@@ -28,7 +28,7 @@ def kda_layer_maps(
     in_files: bool = True,
     zero_centered_gamma: bool = True,
 ) -> list[TensorMap]:
-    """The maps of every parameter of one layer except its input norm.
+    """The maps between the two formats, for every parameter of one layer except its input norm.
 
     ``family`` is the ``model_type`` of the model. Hugging Face names are those
     of files, or of transformers' module if ``in_files`` is False.

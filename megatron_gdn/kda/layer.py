@@ -1,6 +1,6 @@
 """The Kimi Delta Attention layer for Megatron-Core.
 
-Legend: R columns of a gate's narrow half on all tensor-parallel ranks, C columns of a gate.
+Legend: R columns of a gate's narrow half on all tensor-parallel ranks, C of a gate on this rank.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class KimiDeltaAttention(RecurrentMixer):
             ``in_proj``.
         gate_lower_bound: a number below 0 for the gate
             ``g = gate_lower_bound * sigmoid(exp(A_log) (f + dt_bias))``.
-        recompute: as in :class:`megatron_gdn.GatedDeltaNet`; ``"light"`` recomputes ``out_norm``.
+        recompute: as in `GatedDeltaNet`, but ``"light"`` recomputes only ``out_norm``.
 
     The other arguments are as in :class:`megatron_gdn.GatedDeltaNet`. Pass ``backend`` and later
     arguments through ``ModuleSpec(params={...})``.
@@ -104,7 +104,7 @@ class KimiDeltaAttention(RecurrentMixer):
         cp_ranks_per_machine: int | None = None,
         recompute: str | None = None,
     ) -> None:
-        """``forget_rank``, ``output_rank``: low ranks of f and z; ``gate_lower_bound``: least g."""
+        """``forget_rank``, ``output_rank``: columns of f_a, z_a. ``gate_lower_bound``: least g."""
         if A_init_range is None:
             A_init_range = (1, 16) if gate_lower_bound is None else (1, 1)
         if gate_lower_bound is not None and not gate_lower_bound < 0:
@@ -141,7 +141,7 @@ class KimiDeltaAttention(RecurrentMixer):
 
         Each tensor-parallel rank computes some columns of the narrow halves, gathers ``[s, B, R]``,
         and computes its heads' columns of the gates with weights ``[C, R]``. The narrow halves are
-        saved for the backward. In the columns of in_proj, ``f_a`` is where the rows have ``f``.
+        saved for the backward. ``in_proj`` itself has f_a and z_a in the places of f and z.
         """
         narrow = super().project(hidden_states)
         weights = [w for w in (self.f_b_weight, self.z_b_weight) if w is not None]
@@ -155,7 +155,7 @@ class KimiDeltaAttention(RecurrentMixer):
         widths = [in_proj.widths[i] for i in halved]
         lows = of_ranks.unflatten(-1, (group.size(), -1)).split(widths, -1)
         for i, low, weight in zip(halved, lows, weights, strict=True):
-            # A copy, as a view would keep all of of_ranks in memory and other strides change bits.
+            # A copy: a view would keep all of of_ranks in memory, and other strides change bits.
             sections[i] = F.linear(low.flatten(-2).contiguous(), weight)
         return torch.cat(sections, -1)
 

@@ -17,7 +17,7 @@ _SAFE_LOWER_BOUND = -5.0  # fla's faster kernels compute exp of the sum of 16 lo
 
 
 class FlaKDA(FlaChannelRule):
-    """fla's kernels of KDA; if g has a ``lower_bound`` of -5 or more, fla's faster kernels."""
+    """KDA by fla's kernels, by the faster ones if g has a ``lower_bound`` of -5 or more."""
 
     reads_again = frozenset(RuleInputs._fields)
     called = {

@@ -28,7 +28,7 @@ class KDADims(LinearDims):
     def of(
         cls, config: Any, forget_rank: int | None = None, output_rank: int | None = None
     ) -> KDADims:
-        """The sizes in ``config``; if a rank is None, it is the value head's dim."""
+        """The sizes in ``config``; a gate's low rank that is None becomes the value head's dim."""
         ranks = {"forget_rank": forget_rank, "output_rank": output_rank}
         V = config.linear_value_head_dim
         return cls.from_config(config, **{k: V if n is None else n for k, n in ranks.items()})
@@ -40,7 +40,7 @@ class KDADims(LinearDims):
 
     @property
     def in_proj_layout(self) -> Layout:
-        """The columns of in_proj: :attr:`layout`, but each gate is replaced by its narrow half.
+        """The columns of in_proj: :attr:`layout` with each gate's narrow half in place of the gate.
 
         Each tensor-parallel rank has its own columns of a narrow half, not a copy of all.
         """
@@ -53,7 +53,7 @@ class KDADims(LinearDims):
 
     @property
     def ranks(self) -> dict[str, int]:
-        """For each gate's section, the columns of its narrow half; 0 if it has no narrow half."""
+        """For each gate's section, the number of columns of its narrow half; 0 if it has none."""
         return {"f": self.forget_rank, "z": self.output_rank}
 
 

@@ -52,14 +52,14 @@ def mamba2_parts(
 ) -> Parts:
     """The :class:`Parts` of a Mamba2 mixer, with all inputs of the rule saved for the backward.
 
-    The first arguments are those of :func:`..gdn.front.gdn_parts`.
+    The arguments up to ``dt_bias`` are those of :func:`..gdn.front.gdn_parts`.
 
     Args:
         D: ``[H]`` or ``[H V]``, fp32; the rule gets a view that repeats D for every token.
-        layout: columns of a row: z | x | B | C | dt.
-        dt_limit: the least and the greatest time step dt.
-        others: arguments of :func:`..ops.parts.parts_of`, which lists the errors. ``rule`` is
-            from :func:`.rule.choose_ssd`; for a norm over each group, gamma is ``[H V]``.
+        layout: the sections of a row, z | x | B | C | dt.
+        dt_limit: the least and the greatest value to which the time step dt is clamped.
+        others: for :func:`..ops.parts.parts_of`, which lists the errors. ``rule`` must come from
+            :func:`.rule.choose_ssd`; ``gamma`` is ``[H V]`` if the norm runs over each group.
     """
     parameters, table = (conv_weight, conv_bias, A_log, dt_bias, D), mamba2_table(layout, dt_limit)
     return parts_of(table, rows, parameters, groups=layout.heads("group"), **others)

@@ -70,7 +70,7 @@ class Mamba2Mixer(RecurrentMixer):
         norm_before_gate, dt_init, dt_scale, bias: must be False, ``"random"``, 1 and False.
         dt_min, dt_max, dt_init_floor: softplus(dt_bias) starts log-uniform between ``dt_min`` and
             ``dt_max``, but not below ``dt_init_floor``.
-        chunk_size: Megatron's dynamic context may cut prompts at its multiples; results stay equal.
+        chunk_size: Megatron's dynamic context may cut prompts at multiples of it; any is correct.
         backend: implementation of the recurrence: ``"fla"``, ``"reference"`` (plain torch,
             deterministic) or ``"auto"``, see `megatron_gdn.mamba2.rule`.
         linear_cp_mode: as in :class:`megatron_gdn.GatedDeltaNet`. With headwise, heads of one group
@@ -131,8 +131,8 @@ class Mamba2Mixer(RecurrentMixer):
     ) -> None:
         """``d_model``: hidden size. ``d_conv``: taps. ``expand``: d_inner / d_model.
         ``D_has_hdim``: D per channel. ``rmsnorm``: norm before out_proj, with epsilon ``norm_eps``.
-        softplus(dt_bias) starts in ``dt_min`` .. ``dt_max``, at least at ``dt_init_floor``. Only
-        the defaults of ``dt_init``, ``dt_scale``, ``norm_before_gate`` and ``bias`` are legal.
+        softplus(dt_bias) starts between ``dt_min`` and ``dt_max``, not below ``dt_init_floor``.
+        ``dt_init``, ``dt_scale``, ``norm_before_gate`` and ``bias`` must have their defaults.
         """
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         check_ranges((dt_min, dt_max), dt_init_floor, dt_limit)
@@ -154,7 +154,7 @@ class Mamba2Mixer(RecurrentMixer):
         )  # fmt: skip
 
     def _name_sizes(self) -> None:
-        """Set the sizes that tools look up under the names of Megatron's mixer."""
+        """Set attributes with sizes, named as in Megatron's mixer, for code that reads them."""
         whole, local = self.global_dims, self.dims
         self.d_state, self.headdim = whole.state_dim, whole.head_dim
         self.nheads, self.ngroups, self.d_inner = whole.num_heads, whole.num_groups, whole.d_inner
@@ -183,7 +183,7 @@ class Mamba2Mixer(RecurrentMixer):
 
     @property
     def gates_own_rows(self) -> bool:
-        """Whether the readout calls the norm's module, on the rows after ``passage.close``."""
+        """Whether the readout runs after ``passage.close``, and calls the module ``norm``."""
         if not self.rmsnorm:
             return False
         plain = is_plain(self.norm) and only_waits_for_parameters(self.norm)
@@ -193,7 +193,7 @@ class Mamba2Mixer(RecurrentMixer):
         """The norm for rows of this scheme; None without ``rmsnorm``.
 
         The norm needs all heads of a group. If a head exchange puts these heads on several ranks,
-        the gate is applied before the exchange back, and the norm after this exchange.
+        the gate is applied before ``passage.close``, and the norm after ``passage.close``.
         """
         if not self.rmsnorm:
             return None

@@ -6,7 +6,7 @@ Each head is linear attention with a scalar decay (Dao, Gu, *Transformers are SS
 H / G neighbouring heads of a group use the same B and C.
 
 fla's ``simple_gla`` gets q = C, k = B and v = dt x, with B and C repeated for the heads of a group;
-the skip D x is added afterwards. With packed documents the host reads a length from the GPU.
+the skip D x is added afterwards. If documents are packed, fla reads a length on the host.
 """
 
 from __future__ import annotations
@@ -151,7 +151,7 @@ class FlaSSD(FlaRule):
         return o.addcmul_(x.inputs.x, x.inputs.D).to(x.inputs.x.dtype)
 
     def again(self, x: FlaBackward) -> tuple[Tensor, ...]:
-        """The saved tensors, and q, k, v of `_operands`, computed again for the backward."""
+        """The saved tensors, then q, k and v of `_operands`, which are computed again here."""
         return *x.saved.tensors, *_operands(x.inputs)
 
     def d_states(self, x: FlaBackward, any_states: Tensor) -> Tensor:

@@ -41,7 +41,7 @@ def require_causal(
     of this rank's s tokens.
 
     The first layer that gets a mask checks its values, which waits for the device, and marks the
-    tensor for later layers. torch counts no writes to inference tensors; every layer checks.
+    tensor for later layers. torch counts no writes to inference tensors, so all layers check these.
     """
     # While Megatron captures graphs, it passes placeholders (such as zeros), which are not checked.
     if mask is None or is_graph_capturing():
@@ -126,7 +126,7 @@ GDN_FIELDS = ConfigFields(
 
 # The part of the mixer that each name of `--recompute-modules` computes again.
 _RECOMPUTED = {"gdn": "whole", "gdn_norm_out": "norm_out"}
-# What the backward computes again for each value of the option `recompute`. "qkv": k and v (q is
+# What the backward computes again for each value of the option `recompute`. "qkv" is k and v (q is
 # always computed again), "norm_out" is out_proj's input, "rule" is the rule's output, its gates and
 # the inverses of its chunks.
 RECOMPUTE_LEVELS = {
@@ -170,7 +170,7 @@ def recomputed_parts(config: TransformerConfig, recompute: str | None) -> frozen
 
 
 def check_config_fields(mixer: str, config_fields: ConfigFields, config: TransformerConfig) -> None:
-    """Refuse weights cut beyond tp; log set fields that, by ``config_fields``, have no effect."""
+    """Refuse weights cut further than by tp; log set fields of this mixer without effect."""
     if getattr(config, "gtp_weight_remat_size", 1) > 1:
         raise NotImplementedError(
             f"--tensor-parallel-num-weight-shards {config.tensor_parallel_num_weight_shards} cuts "

@@ -43,7 +43,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
     A batch that is not packed, on one context-parallel rank, runs in Megatron's DotProductAttention
     with all its options. With packed documents or context parallelism, every rank gathers the keys
     and values of all ranks and attends with its own queries, so the number of heads does not limit
-    the number of ranks. A GPU runs ``flex_attention``. On a CPU, in fp64, with dropout, with head
+    the number of ranks. GPUs run ``flex_attention``. On a CPU, in fp64, with dropout, with head
     sizes below 16 and in ``batch_invariant_mode``, plain torch runs each document by itself.
 
     Constructor arguments are those of DotProductAttention, and ``cp_layout`` as in `GatedDeltaNet`.
@@ -68,7 +68,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
 
     @property
     def cp_group(self) -> Any:
-        """``pg_collection.cp``; later calls use a group set here or in ``pg_collection``."""
+        """The group ``pg_collection.cp``. It may be set, here or in ``pg_collection``."""
         return self.pg_collection.cp
 
     @cp_group.setter
@@ -87,7 +87,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         attention_bias: Tensor | None = None,
         packed_seq_params: PackedSeqParams | None = None,
     ) -> Tensor:
-        """Attend with this rank's queries to the keys of all ranks: ``[s, B, H * D]``.
+        """Attend with this rank's queries to all ranks' keys; return ``[s, B, H * D]``.
 
         ``query`` is ``[s, B, H, D]``; ``key`` and ``value`` have G heads. In generation the keys
         are those of all tokens so far, and the queries those of the last tokens. Packed inputs may
@@ -104,7 +104,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
                 attention_mask = (place > place[keys - queries :, None])[None, None]
             given = query, key, value, attention_mask, attn_mask_type, attention_bias
             config, self.config = self.config, _config_of_one_rank(self.config)
-            try:  # Megatron's dev branch gathers keys if config.context_parallel_size > 1
+            try:  # with a context_parallel_size above 1, Megatron's dev would gather the keys here
                 return super().forward(*given)
             finally:
                 self.config = config
@@ -172,7 +172,7 @@ class TorchAttention(FollowsLoader, DotProductAttention):
         return out_BHsD.permute(2, 0, 1, 3)
 
     def _query_by_query(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Attend with one query at a time (slow): a query's bits depend on its own keys alone."""
+        """Attend with one query at a time (slow), so that only its keys decide a query's result."""
         self._require_plain("batch_invariant_mode")
         before, shared_by = key.shape[0] - query.shape[0], query.shape[2] // key.shape[2]
         rows = []
@@ -213,7 +213,7 @@ def _shared_mask(share: MicroBatchShare) -> Mask:
 
 
 def _config_of_one_rank(config: TransformerConfig) -> TransformerConfig:
-    """The config, or a copy of it, with a context_parallel_size of 1."""
+    """``config`` if its context_parallel_size is 1, else a copy of it with this size."""
     alone = config if config.context_parallel_size == 1 else copy.copy(config)
     alone.context_parallel_size = 1
     return alone
@@ -233,7 +233,7 @@ def class_with_tree_attention(theirs: type) -> type:
 
         def __init__(self, *args: Any, cp_layout: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
-            # The first batch of trees builds the TorchAttention, which refuses some configs.
+            # Built at the first tree: TorchAttention refuses some configs that run without trees.
             self._make_attention = partial(TorchAttention, *args, cp_layout=cp_layout, **kwargs)
             # A list hides the module from torch, since a submodule would add keys to checkpoints.
             self._attention_made: list[TorchAttention] = []
@@ -252,8 +252,8 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
     """``SelfAttention`` that rotates queries and keys by the positions of this rank's tokens.
 
     Megatron's ``SelfAttention`` rotates for the zigzag layout and the model's context-parallel
-    group. For any other layout or group, and for trees, this class rotates; otherwise Megatron's
-    code does. Constructor arguments: SelfAttention's, and ``cp_layout`` as in `GatedDeltaNet`.
+    group. For any other layout or group, and for trees, this class rotates in place of Megatron.
+    Constructor arguments are those of SelfAttention, and ``cp_layout`` as in `GatedDeltaNet`.
     """
 
     core_attention: Any
@@ -261,7 +261,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
     def __init__(self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.loader_layout = LoaderLayout(cp_layout, self.config)
-        # Angles of queries and of keys while a forward runs in which this class rotates, else None.
+        # While a forward runs in which this class rotates: its angles of q and of k. Else None.
         self._rotations: tuple[Tensor, ...] | None = None
 
     def forward(
@@ -324,7 +324,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
             core.pg_collection = groups
 
     def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> tuple:
-        """Megatron's q, k, v, ...; q and k are rotated if this class rotates in this forward."""
+        """Megatron's q, k, v, ...; q and k are rotated if ``_rotations`` has their angles."""
         tensors: Any = super().get_query_key_value_tensors(*args, **kwargs)
         if self._rotations is None:
             return tensors
@@ -388,5 +388,5 @@ def _gather_angles(angles: Tensor, group: Any) -> Tensor:
 
 
 def _for_q_and_k(angles: Tensor | tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """The rotary angles of queries and of keys; one tensor ``angles`` serves as both."""
+    """The rotary angles of queries and of keys; a single tensor ``angles`` is for both."""
     return angles if isinstance(angles, tuple) else (angles, angles)

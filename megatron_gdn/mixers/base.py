@@ -94,7 +94,7 @@ class RecurrentMixer(
     use_muon: ClassVar[bool] = True  # Muon updates in_proj by sections; False: Adam
     in_layer_graphs: ClassVar[bool] = False  # whether Megatron may capture the mixer in a graph
     stays_wide: ClassVar[bool] = False  # whether in_proj, which makes the gates, refuses FP8
-    decay_section: ClassVar[str | None] = None  # A_log has this section's heads; None: all heads
+    decay_section: ClassVar[str | None] = None  # the section whose heads A_log has; None: all heads
     output_gate_activation: str = "silu"  # activation of the output gate z
     gates_own_rows: bool = False  # whether the readout runs after passage.close
     recompute_whole: bool = False  # whether training keeps only the layer's input
@@ -157,15 +157,15 @@ class RecurrentMixer(
             packed_seq_params: boundaries of packed documents (``qkv_format="thd"``, global
                 offsets), and the micro-batch's own context-parallel group if it has one.
             pg_collection: process groups of this forward; ``cp`` may differ from the mixer's group.
-                A group in ``packed_seq_params`` takes precedence over these two groups.
-            kwargs: arguments of attention are ignored; others and sequence_len_offset are errors.
+                A group in ``packed_seq_params`` takes precedence over this ``cp`` and the mixer's.
+            kwargs: arguments of attention, ignored; any other, or a sequence_len_offset, raises.
 
         Returns:
-            ``[s, B, D]``, and the output bias that Megatron adds later, or None.
+            ``[s, B, D]``, and the output bias (or None), which Megatron adds later.
 
         Raises:
-            ValueError: lengths, boundaries or head counts that do not fit; a rounded parameter.
-            NotImplementedError: a mask, a context or a CUDA graph that the mixer cannot honour.
+            ValueError: sizes, boundaries or lengths do not fit, or an fp32 parameter was rounded.
+            NotImplementedError: the mixer cannot honour a mask, a context or a CUDA graph.
         """
         if kwargs or sequence_len_offset is not None:
             refuse_unsupported(sequence_len_offset, kwargs)
@@ -181,7 +181,7 @@ class RecurrentMixer(
         graphs = self.in_layer_graphs and self._config.cuda_graph_impl != "none"
         if graphs and packed_seq_params is not None and context is None:
             refuse_packed(self._config, packed_seq_params)
-        # If its input needed no gradient, a checkpoint would give the parameters no gradient.
+        # If the input needed no gradient, a checkpoint would give the parameters no gradient.
         trains = self.training and hidden_states.requires_grad
         if self.recompute_whole and trains and context is None and not is_checkpointing():
             keywords = {"packed_seq_params": packed_seq_params, "pg_collection": pg_collection}
@@ -191,7 +191,7 @@ class RecurrentMixer(
         with nvtx_range_of(self, "in_proj"):
             if context is None and isinstance(self.in_proj, GatesOutsideFP8):
                 rows, gates = self.in_proj(hidden_states, together=False)
-                # Megatron's padding for FP8 inference crops only the first output of a linear.
+                # For FP8 inference Megatron pads rows and crops only a linear's first output again.
                 gates = None if gates is None else gates[: len(rows)]
             else:
                 rows = self.project(hidden_states)
@@ -214,8 +214,8 @@ class RecurrentMixer(
         if refilled is not None:
             refilled.drop_until_backward_of(out_sBD)
         if out_bias is not None and not torch.is_grad_enabled():
-            # The outputs of a reentrant checkpoint get its backward. The bias parameter would then
-            # be no leaf, and the backward would enter the checkpoint without end.
+            # A reentrant checkpoint gives every output a backward. The bias parameter would then be
+            # no leaf, and the backward would enter the checkpoint without end.
             out_bias = out_bias.detach()
         return out_sBD, out_bias
 
@@ -259,7 +259,7 @@ class RecurrentMixer(
         return mixed, refilled
 
     def parts(self, rows: Tensor, batch: MicroBatch, gates: Tensor | None = None) -> Parts:
-        """The parts for rows ``[S, B, p]`` after ``passage.open``; ``gates`` as in :meth:`_mix`."""
+        """The parts for rows ``[S, B, p]`` after ``passage.open``; ``gates``: see :meth:`_mix`."""
         scheme, own = batch.scheme, (*self.conv_parameters, *self.fp32_parameters())
         return self.make_parts(
             rows,
@@ -275,7 +275,7 @@ class RecurrentMixer(
         """The parts that :func:`..ops.parts.parts_of` makes with this mixer's settings.
 
         ``parameters`` are the convolution's weight and bias and the fp32 parameters; ``given`` has
-        ``layout``, the columns of ``rows``, and the keyword arguments of `parts_of`.
+        ``layout`` (the columns of ``rows``) and the keyword arguments of `parts_of`.
         """
         raise NotImplementedError
 
@@ -320,8 +320,8 @@ class RecurrentMixer(
     ) -> None:
         """Make ``micro_batches``, and all parameters in their order in checkpoint files.
 
-        ``choose_rule(device, dtype, bits)`` returns rule and reason; ``fp32``: fp32 parameters'
-        names -> lengths on this rank; ``recomputed``: from :func:`.arguments.recomputed_parts`.
+        ``choose_rule(device, dtype, bits)`` returns rule and reason; ``fp32`` maps fp32 parameters'
+        names to lengths on this rank; ``recomputed`` is from :func:`.arguments.recomputed_parts`.
         """
         config, dims = self.config, self.dims
         self.micro_batches = MicroBatches(

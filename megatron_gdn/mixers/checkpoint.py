@@ -53,7 +53,7 @@ class ShardedBySections(nn.Module):
 
     Weights and biases of ``in_proj`` and ``conv1d``, and adapters' tensors with the rows of
     ``in_proj``, are stored section by section. Megatron's layer stores biases and adapters whole,
-    and such files load too. Megatron-FSDP's files without the entry for the size load unchecked.
+    and such files load too. Megatron-FSDP's files without `_ENTRY_KEY` load without a check.
     """
 
     tp_size: int
@@ -158,7 +158,7 @@ def _load_files_without_entry() -> None:
 
     @wraps(set_up)
     def set_up_planner(self: Any, state_dict: Any, metadata: Any = None, *args: Any, **kwargs: Any):
-        """Call torch's method, then drop entries for the row order that the file lacks."""
+        """Call torch's method, then drop the entries `_ENTRY_KEY` that the file does not have."""
         set_up(self, state_dict, metadata, *args, **kwargs)
         stored = metadata.state_dict_metadata if metadata is not None else {}
         for key in [key for key in self.state_dict if key.endswith(f".{_ENTRY_KEY}")]:
@@ -170,7 +170,7 @@ def _load_files_without_entry() -> None:
 
 
 def _order_in_words(stored_by: int) -> str:
-    """Words for in_proj's row order; ``stored_by``: tensor-parallel size, or 0 (by section)."""
+    """Describe in_proj's row order; ``stored_by`` is a tensor-parallel size, or 0 (sections)."""
     if stored_by == _SECTIONS:
         return "each section by itself"
     return f"all rows in one tensor, in the order of tensor_model_parallel_size={stored_by}"

@@ -1,7 +1,7 @@
 """Attention over packed documents on a GPU: torch's ``flex_attention`` with a mask of blocks.
 
-A token's place is its index if each document is directly followed by its continuations. The end of
-a key is the place after the last continuation of the key's document. A query sees a key if
+A token's place is the index that it would have if each document's continuations directly followed
+it. A key's end is the place after the last continuation of its document. A query sees a key if
 
     place of the key  <=  place of the query  <  end of the key
 
@@ -71,7 +71,7 @@ def attend(
 def _compiled_attention() -> Callable[..., Tensor]:
     """``flex_attention`` compiled once for micro-batches of all lengths.
 
-    ``scale`` is a string: torch would trace a number as a symbol, which the kernel does not take.
+    ``scale`` is a string, since torch would trace a number as a symbol, which the kernel refuses.
     """
 
     def attend_masked(query: Tensor, key: Tensor, value: Tensor, scale: str, *tables: Any) -> Any:
@@ -85,7 +85,7 @@ def _compiled_attention() -> Callable[..., Tensor]:
 
 
 def _key_places(documents: Documents) -> tuple[Tensor, Tensor]:
-    """Each key's place in the mask's order, the place after its last query: int32 ``[S]`` each."""
+    """The place of each key and the end of each key, as the module defines them: int32 ``[S]``."""
     slots, lengths, parents = documents.lengths, documents.lengths, (-1,) * len(documents.lengths)
     if isinstance(documents, TreeDocuments):
         lengths, parents = documents.lengths_without_padding, documents.parents
@@ -100,7 +100,7 @@ def _key_places(documents: Documents) -> tuple[Tensor, Tensor]:
     table = torch.tensor([starts, documents.offsets[:-1], lengths, slots, whole], device="cpu")
     start, offset, length, slot, tree = table.repeat_interleave(table[3], dim=1)
     position = torch.arange(documents.total_tokens, device="cpu") - offset
-    # No document continues padding, so only later padding in the same slot sees a row of padding.
+    # No document continues padding, so only later padding in its slot sees a key of padding.
     end = start + torch.where(position < length, tree, slot)
     return (start + position).int(), end.int()
 
@@ -112,6 +112,6 @@ def _block_min_max(x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _list_blocks(dense_IJ: Tensor) -> tuple[Tensor, Tensor]:
-    """Per query block (row of bool ``dense_IJ``): its number of True; key blocks, True first."""
+    """Per row of bool ``dense_IJ``: the number of True, and its columns, those of True first."""
     order_IJ = dense_IJ.int().argsort(dim=1, descending=True, stable=True)
     return dense_IJ.sum(1, dtype=torch.int32)[None, None], order_IJ.int()[None, None]

@@ -51,7 +51,7 @@ def check_fp8_settings(config: Any, mixer: str, layout: Layout, refuses_fp8: boo
             f"recurrence compounds their error. Switch fp4 off; fp8 keeps the gates of "
             f"GatedDeltaNet and Mamba2Mixer in bf16."
         )
-    # No check with a quantization recipe, which may keep this mixer's linears out of FP8.
+    # A recipe may keep this mixer's linears out of FP8, so with a recipe nothing is checked here.
     if config.fp8 and config.quant_recipe is None:
         if refuses_fp8:
             raise NotImplementedError(_STAYS_WIDE)
@@ -59,7 +59,7 @@ def check_fp8_settings(config: Any, mixer: str, layout: Layout, refuses_fp8: boo
 
 
 def refuse_fp8_product(in_proj: nn.Module) -> None:
-    """Refuse an in_proj that a quantization recipe runs in FP8."""
+    """Raise if a quantization recipe runs ``in_proj`` in FP8."""
     if any(map(runs_in_fp8, in_proj.modules())):  # in an adapter, the linear is a submodule
         raise NotImplementedError(_STAYS_WIDE)
 
@@ -77,7 +77,7 @@ def require_fp8_widths(layout: Layout, multiple: int) -> None:
 
 
 def compute_gates_outside_fp8(in_proj: Any, layout: Layout, group: Any) -> None:
-    """Make ``in_proj``, whose columns are ``layout``, compute the gates outside of FP8."""
+    """Make ``in_proj``, whose columns ``layout`` describes, compute the gates outside of FP8."""
     if not hasattr(in_proj, "fp8_meta"):
         log_once(
             f"FP8 has no effect on projections of {type(in_proj).__name__}: they compute in the "
@@ -279,13 +279,13 @@ class GateProduct(torch.autograd.Function):
         r = 1 / sqrt(mean(x^2) + eps)
         y = r (x @ (gamma weight)^T)
 
-    The normed rows are neither written nor saved. Ranks exchange gates and the gates' weights (64
-    columns), not ``x`` (2048 columns). The weight's gradient is summed in fp32, and added to
+    The normed rows are neither written nor saved. Ranks exchange the gates (64 columns) and their
+    weights, not ``x`` (2048 columns). The weight's gradient is summed in fp32, and added to
     ``weight.main_grad`` if the weight has one.
 
     ``x`` is ``[S, B, D]``, with ``sequence_parallel`` ``[s, B, D]``; ``weight`` is ``[p, D]``,
-    ``gamma`` is ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``, which only the linear
-    of the other columns may use. The backward adds the gates' term to that linear's d_x in place,
+    ``gamma`` ``[D]`` or None. The results are y ``[S, B, p]`` and ``x``, to be passed only to the
+    other columns' linear. The backward adds the gates' term to that linear's d_x in place,
 
         d_x += (r d_y) @ (gamma weight) - r^2 / D (y . d_y) x
     """
@@ -295,7 +295,7 @@ class GateProduct(torch.autograd.Function):
         ctx: Any, x: Tensor, weight: Tensor, gamma: Tensor | None, eps: float, group: Any,
         sequence_parallel: bool,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        """Return y and x; ``gamma``, ``eps``: of the norm; ``sequence_parallel``: x is a share."""
+        """Return y and x; ``gamma``, ``eps``: the norm's; ``sequence_parallel``: x is split."""
         ctx.set_materialize_grads(False)
         whole = gather_from_sequence_parallel_region(weight, group=group)  # all ranks' rows
         x_TD, factor = x.flatten(0, 1), whole
@@ -321,7 +321,7 @@ class GateProduct(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx: Any, d_gates: Tensor | None, d_x: Tensor | None) -> tuple[Tensor | None, ...]:
-        """``d_gates``: gradient of y; ``d_x``: of x through the other columns; None means zero."""
+        """``d_gates`` is the gradient of y, ``d_x`` of the result ``x``; None means zero."""
         if d_gates is None:
             return d_x, None, None, None, None, None
         x, whole, factor, gamma, r_T1, y = ctx.saved_tensors

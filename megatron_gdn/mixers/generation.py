@@ -1,7 +1,7 @@
 """A mixer's generation in Megatron's static and dynamic contexts.
 
-A ``DynamicInferenceContext`` lays the tokens of a step end to end: first s = 1 +
-num_speculative_tokens of each decoding request, then prompts or chunks of prompts, then padding. A
+A ``DynamicInferenceContext`` lays the tokens of a step end to end: first the s tokens of each
+decoding request (s = 1 + num_speculative_tokens), then prompts or chunks of them, then padding. A
 slot of the context's buffers has a request's states and last W conv inputs; padding has slot -1.
 
 Legend: N requests, M slots, s tokens of one request, t tokens of a step.
@@ -51,10 +51,10 @@ class GeneratingMixer:
         raise NotImplementedError
 
     def whole_parts(self, rows: Tensor) -> Parts:
-        """The parts for rows ``[s, B, P]`` of whole sequences."""
+        """The parts for rows ``[s, B, P]`` of sequences that this rank holds whole."""
         return self.parts(rows, self.micro_batches.whole(rows.device, rows.dtype))
 
-    @uncompiled  # torch.compile would gain nothing: kernels and tables are cached by value
+    @uncompiled  # torch.compile would gain nothing: kernels and tables are cached already
     def generate(
         self,
         rows: Tensor,
@@ -118,7 +118,7 @@ class GeneratingMixer:
             )
 
     def _dynamic_step(self, rows: Tensor, context: Any) -> Tensor:
-        """Turn the rows of one step with padding, ``[t, 1, P]``, into ``[t, 1, H V]``."""
+        """Turn a step's rows ``[t, 1, P]``, padding included, into rows ``[t, 1, H V]``."""
         if not getattr(context, "is_hybrid_model", False):
             raise ValueError(
                 f"this {type(context).__name__} has no buffers for recurrent states; give its "
@@ -211,7 +211,7 @@ class GeneratingMixer:
                 "set use_cuda_graphs_for_non_decode_steps=False in the InferenceConfig."
             )
         parts, metadata = self.whole_parts(projected), context.mamba_metadata
-        offsets = tuple(metadata.cu_seqlens_list)  # offsets of the requests, no padding
+        offsets = tuple(metadata.cu_seqlens_list)  # offsets of the requests' tokens
         memory = self._checked_memory(parts, projected, conv_state, ssm_state)
         mixed = projected.new_zeros(len(projected), 1, parts.state.heads * parts.state.columns)
         if len(offsets) > 1:
@@ -221,7 +221,7 @@ class GeneratingMixer:
         return mixed
 
     def _memory_of(self, conv: Tensor, states: Tensor, slots: Tensor | None = None) -> Memory:
-        """A Memory of the context's buffers, states ``[H, K, V]``; request n has ``slots[n]``."""
+        """The Memory in these buffers, states ``[H, K, V]``; request n has slot ``slots[n]``."""
         return Memory(conv, states.mT if self.state_transposed else states, slots)
 
     def _checked_memory(

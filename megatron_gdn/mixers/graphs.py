@@ -2,7 +2,7 @@
 
 Under ``cuda_graph_impl="local"`` Megatron copies each dataclass argument of a layer, fills the
 tensors of the copy before each replay, and refuses a step in which a field that is no tensor has
-changed. So the field ``buffers`` below makes Megatron refuse documents in other buffers.
+changed. Documents in other buffers change the field ``buffers`` below, so Megatron refuses them.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _buffer_numbers = count()
 
 @dataclass(frozen=True, init=False, eq=False)
 class FixedBuffers:
-    """Documents in fixed buffers, and the buffers' number, by which Megatron tells them apart."""
+    """Documents in fixed buffers, with a number by which Megatron notices other buffers."""
 
     number: int
     documents: ClassVar[Any]  # not a field, because Megatron compares all fields
@@ -45,14 +45,14 @@ class FixedBuffers:
 
 @dataclass
 class StaticPackedSeqParams(PackedSeqParams):
-    """The result of :func:`static_packed_seq_params`; its copies have the same buffers."""
+    """The result of :func:`static_packed_seq_params`; a copy refers to the same buffers."""
 
     buffers: FixedBuffers | None = None
 
     def __setattr__(self, name: str, value: Any) -> None:
         fields = {**vars(self), name: value}
         buffers: FixedBuffers | None = fields.get("buffers")
-        # While capturing, Megatron sets these fields to descriptions, then to the graph's tensors.
+        # While capturing, Megatron sets ``cu_seqlens_*`` to descriptions, then to graph tensors.
         if buffers is not None and not is_graph_capturing():
             boundaries = buffers.documents.boundaries
             for side in ("q", "kv"):
@@ -78,8 +78,8 @@ def static_packed_seq_params(
 ) -> PackedSeqParams:
     """Boundaries of packed documents in fixed buffers, so that a CUDA graph can be captured.
 
-    Every replay uses the boundaries that :func:`set_documents` wrote last; at first these are
-    documents of ``max_seqlen`` tokens. ``docs/cuda_graphs.md`` has an example.
+    Every replay uses the boundaries that :func:`set_documents` wrote last; before the first call
+    the documents have ``max_seqlen`` tokens each. ``docs/cuda_graphs.md`` has an example.
 
     Args:
         total_tokens: tokens of the packed buffer over all context-parallel ranks; the same for
@@ -95,7 +95,7 @@ def static_packed_seq_params(
         ``[max_documents + 1]``, whose unused entries are ``total_tokens``.
 
     Raises:
-        ValueError: no token, no document, or ``max_documents * max_seqlen < total_tokens``.
+        ValueError: an argument is below 1, or ``max_documents * max_seqlen < total_tokens``.
     """
     documents = StaticDocuments(total_tokens, max_documents, device, max_seqlen)
     longest = total_tokens if max_seqlen is None else max_seqlen
@@ -118,9 +118,9 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
             ``total_tokens``; padded offsets if documents have padded slots.
 
     Raises:
-        TypeError: ``params`` without fixed buffers.
-        ValueError: too many or too long documents, or offsets that do not fit. A ``cu_seqlens`` on
-            the GPU is checked on the GPU, by an assertion.
+        TypeError: ``params`` has no fixed buffers.
+        ValueError: documents are too many or too long, or the offsets are not valid. An assertion
+            on the GPU checks the offsets of a ``cu_seqlens`` on the GPU.
     """
     documents = static_documents_of(params)
     if documents is None:
@@ -132,7 +132,7 @@ def set_documents(params: PackedSeqParams, cu_seqlens: Tensor | Sequence[int]) -
 
 
 def in_layer_graph(config: TransformerConfig) -> bool:
-    """Whether Megatron captures the mixer in a graph; raise if micro-batches bring cp groups."""
+    """Whether Megatron captures the mixer in a graph; if so, raise if cp groups can change."""
     if config.cuda_graph_impl not in ("local", "transformer_engine"):
         return False
     modules = {module.name for module in cast(Iterable[Any], config.cuda_graph_modules)}
@@ -174,8 +174,8 @@ def leave_attention_out_of_graphs(model: torch.nn.Module) -> list[torch.nn.Modul
     """Let layers with softmax attention run eagerly under ``cuda_graph_impl="local"``.
 
     Unless ``apply_rope_fusion`` is on, the rotary embedding of packed documents reads boundaries on
-    the host, which a graph cannot capture. Megatron's setting ``cuda_graph_modules`` is the same
-    for all layers. Call this function before the first step. Returns the layers left out.
+    the host, which a graph cannot capture. Megatron's setting ``cuda_graph_modules`` cannot leave
+    out only these layers. Call this function before the first step. Returns the layers left out.
     """
     left_out = [
         layer

@@ -20,7 +20,7 @@ _HOOKS_OF_ALL = (  # torch never replaces these dictionaries
     of_all_modules._global_backward_hooks,
 )
 _MEGATRON_DDP = "megatron.core.distributed.distributed_data_parallel"
-_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # compared with name ends: megatron-core has a copy
+_MEGATRON_FSDP = "megatron_fsdp.megatron_fsdp"  # end of a module's name: megatron-core has a copy
 
 
 def _waits_for_parameters(hook: Callable) -> bool:
@@ -95,7 +95,7 @@ def require_plain_conv(conv: nn.Module) -> None:
 
 
 def run_pre_hooks(module: nn.Module, make_input: Callable[[], Tensor]) -> None:
-    """Run pre-hooks of a module never called, on ``make_input()``; none may replace the input."""
+    """Run the pre-hooks of a module that is never called; none may replace ``make_input()``."""
     name = type(module).__name__
     if _has_other_hooks(module):
         log_once(

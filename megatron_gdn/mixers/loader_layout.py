@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 AUTO = "auto"
 _LEGAL = (AUTO, *SequenceLayout)
-# How ``get_batch`` of Megatron's scripts cuts under a flag; the first flag that is set decides.
+# The cut of ``get_batch`` in Megatron's scripts, by flag; the first flag that is set decides.
 _FLAGS = {
     "hybrid_context_parallel": SequenceLayout.ZIGZAG_BUFFER,
     "sft": SequenceLayout.ZIGZAG,
@@ -72,7 +72,7 @@ class LoaderLayout:
 def _layout_of_sources(
     option: str | SequenceLayout, mode: str | None, by_config: str | None, flag: str | None
 ) -> SequenceLayout:
-    """The cut named by ``option`` (layer), ``mode`` (packing), ``by_config``, ``flag`` (launch)."""
+    """The cut that the layer's ``option``, packing ``mode``, config and launch ``flag`` name."""
     named: dict[str, SequenceLayout] = {}  # source -> the layout that it names
     if option != AUTO:
         named[f"cp_layout={str(option)!r}"] = SequenceLayout(option)
@@ -106,13 +106,13 @@ def _layout_of_sources(
 
 
 class FollowsLoader:
-    """Mixin of a module with the option ``cp_layout``: how the loader cuts sequences."""
+    """Mixin for modules with the option ``cp_layout``, which says how the loader cuts sequences."""
 
     loader_layout: LoaderLayout
 
     @property
     def cp_layout(self) -> str | SequenceLayout:
-        """How the loader cuts. The next forward uses a new value; set it in all layers."""
+        """How the loader cuts. Set a new value in all layers; it holds from the next forward on."""
         return self.loader_layout.option
 
     @cp_layout.setter

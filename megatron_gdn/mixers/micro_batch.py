@@ -1,7 +1,7 @@
 """The one place that decides how a micro-batch runs: its documents, its scheme and its rule.
 
 Models are moved and cast after they are built, and a micro-batch may bring its own context-parallel
-group. So a new layer guesses device and dtype for its rule; a forward corrects the choice.
+group. So a new layer takes a rule for a guessed device and dtype; a forward corrects the rule.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class MicroBatch:
 
     @property
     def rows_stay(self) -> bool:
-        """Whether the front reads in_proj's output as it is: no exchange, and not on the grid."""
+        """Whether the front reads in_proj's output itself: not exchanged, and not on the grid."""
         return not self.scheme.moves_rows and self.rule.bits is not Bits.ON_GRID
 
     def local_positions(self) -> Tensor:
@@ -74,7 +74,7 @@ class MicroBatches:
     ``layout`` and ``state`` are the projection columns and head states of one tensor-parallel rank,
     ``taps`` is W, ``group`` is the context-parallel group of micro-batches that do not bring their
     own, ``loader_layout`` finds how the loader cut sequences. ``mixer`` and ``recurrence`` are
-    names for the log. If ``mode`` is headwise, ``group`` must be able to share the heads.
+    names for the log. If ``mode`` is headwise, ``group``'s ranks must be able to share the heads.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class MicroBatches:
         mixer: str = "GatedDeltaNet",
         recurrence: str = "delta rule",
     ) -> None:
-        """``loader_layout``: how the loader cuts; ``recurrence``: the rule's name for the log."""
+        """``loader_layout`` tells the loader's cut; ``recurrence`` names the rule in the log."""
         self._config, self._layout, self._state, self._taps = config, layout, state, taps
         self._loader_layout = loader_layout
         self._mode, self._choose_rule = LinearCpMode.of(mode, config), choose_rule
@@ -119,7 +119,7 @@ class MicroBatches:
         self._config = self._loader_layout.config = config
 
     def use_group(self, group: Any) -> None:
-        """Set the group of micro-batches that bring none; raise if its ranks cannot share heads."""
+        """Set the group of micro-batches that bring none; raise if the layer cannot run over it."""
         alone = group is None or group.size() == 1
         layout = _ANY_LAYOUT if alone else self._loader_layout.of_packed()
         self._schemes_of(group, self.latest_rule, layout)
@@ -168,7 +168,7 @@ class MicroBatches:
         return keep_if_captured(found)
 
     def _bits(self) -> Bits:
-        """The promise about bits (:class:`Bits`) that the config and torch ask for now."""
+        """What the config and torch now demand of results' bits: a value of :class:`Bits`."""
         config = self._config
         if config.batch_invariant_mode:
             return Bits.ON_GRID
@@ -176,7 +176,7 @@ class MicroBatches:
         return Bits.DETERMINISTIC if deterministic else Bits.FREE
 
     def whole(self, device: torch.device, dtype: torch.dtype) -> MicroBatch:
-        """The micro-batch for whole sequences of any length on this rank, as in generation."""
+        """The micro-batch for whole sequences of any length on one rank; generation uses it."""
         key = device.type, dtype, self._bits()
         if key not in self._whole:
             rule, reason = self._choose_rule(device=device, dtype=dtype, bits=key[2])
@@ -223,7 +223,7 @@ class MicroBatches:
     def _choose_scheme(
         self, group: Any, rule: Rule, layout: SequenceLayout, documents: Documents | None, x: Tensor
     ) -> Scheme:
-        """The scheme for rows ``x``: the one that settings or documents demand, else the faster."""
+        """The scheme for rows ``x``: the one that settings or documents need, else the cheaper."""
         first, *others = self._schemes_of(group, rule, layout)
         scheme, on_grid, why = first, self._config.batch_invariant_mode, ""
         if documents is not None:

@@ -42,7 +42,7 @@ def is_plain(module: Any) -> bool:
 def readout_norm(
     module: Any, group: dist.ProcessGroup | None, layout: Layout, activation: str = "silu"
 ) -> GatedNorm | SplitReadout:
-    """Parameters of a plain ``module`` for the readout kernels, else a readout that calls it.
+    """The parameters of a plain norm ``module`` for our kernels, else a readout that calls it.
 
     The gradients of the norm's parameters are summed over ``group``.
     """
@@ -61,7 +61,7 @@ def apply_gated_norm(
     norm: nn.Module, x: Tensor, gate: Tensor, group: dist.ProcessGroup | None = None,
     activation: str = "silu",
 ) -> Tensor:  # fmt: skip
-    """``norm(x) * act(gate)``, ``[..., H, V]``: multiplied in fp32 or fp64, in ``x.dtype``."""
+    """``norm(x) * act(gate)`` in ``x.dtype``, ``[..., H, V]``; the product is in fp32 or fp64."""
     with gathered_parameters(norm), gradients_summed(norm, group):
         normed = norm(x)
     wide = torch.promote_types(x.dtype, torch.float32)

@@ -30,7 +30,7 @@ _UNPACKED = ("sbhd", "bshd")
 class _ResolvedDocuments(NamedTuple):
     """The boundaries that a micro-batch's first layer read, stored for the later layers."""
 
-    key: tuple  # format, parents, number of tokens, device, and identities of the offsets
+    key: tuple  # format, parents, number of tokens, device, ids of the tensors of offsets
     sources: tuple[Tensor | None, ...]  # the offsets, one tensor for each name in _BOUNDARIES
     fingerprint: list[Any]  # the result of :func:`_fingerprint_of` for the sources
     documents: Documents
@@ -38,7 +38,7 @@ class _ResolvedDocuments(NamedTuple):
 
 
 def _fingerprint_of(sources: Sequence[Tensor | None]) -> list[Any]:
-    """The offsets' values; on a GPU torch's version counters, so the host need not wait."""
+    """The offsets' values; for offsets on a GPU torch's version counters, read without a wait."""
     return [x if x is None else x._version if x.is_cuda else x.tolist() for x in sources]
 
 
@@ -50,16 +50,16 @@ def resolve_packed_seq_params(
     The first layer of a micro-batch reads ``cu_seqlens`` from the device, checks the offsets and
     stores the documents on ``params``. Later layers and recomputations check that the offsets are
     the same: on the CPU by value, on a GPU by torch's version counter. Collectives and writes to
-    ``.data`` do not change this counter, so give every micro-batch new tensors of offsets.
+    ``.data`` do not change this counter, so every micro-batch must have new tensors of offsets.
 
     Boundaries are ``cu_seqlens_q_padded`` if given, else ``cu_seqlens_q``: global offsets, before
     any context-parallel split, up to ``total_tokens`` of all ranks. Padding is at the end of a
     document's slot, so no token of a causal layer sees padding. Rows of padding must be finite,
-    since weights get gradients from all rows and 0 * NaN is NaN; mask these rows in the loss.
+    since weights get gradients from all rows and 0 * NaN is NaN; the loss must mask these rows.
 
     Raises:
         RuntimeError: a recomputed forward finds other boundaries than the first forward.
-        TypeError, ValueError: boundaries or a ``qkv_format`` that do not fit.
+        TypeError, ValueError: boundaries or a ``qkv_format`` that this layer cannot run.
         NotImplementedError: a CUDA graph is being captured, and the boundaries are not those of
             :func:`.graphs.static_packed_seq_params`.
     """
@@ -165,7 +165,7 @@ def _read_documents(
     total_tokens: int,
     device: torch.device,
 ) -> Documents:
-    """Documents from offsets ``sources`` (as _BOUNDARIES); ``parents``: a tree's parent indices."""
+    """Documents from offsets ``sources``, ordered as _BOUNDARIES; ``parents``: those of a tree."""
     q_padded, q, kv_padded, kv = sources
     boundaries = q if q_padded is None else q_padded
     if boundaries is None:
@@ -243,7 +243,7 @@ class MicroBatchShare(NamedTuple):
         tokens: int,
         device: torch.device,
     ) -> MicroBatchShare:
-        """The share of a rank with ``tokens`` tokens; ``layout_of(packed)`` is the loader's cut."""
+        """The share of a rank of ``tokens`` tokens; ``layout_of(packed)``: the loader's layout."""
         group = context_parallel_group_of(packed, group)
         size, rank = (1, 0) if group is None else (group.size(), group.rank())
         total = tokens * size
@@ -262,7 +262,7 @@ class MicroBatchShare(NamedTuple):
 
     @property
     def spans(self) -> tuple[Span, ...]:
-        """This rank's rows of each document as a stretch; an empty document has no stretch."""
+        """For each document with tokens on this rank, the stretch of rows that they fill."""
         spans = spans_of(self.lengths, self.size, self.rank, self.layout)
         if self.documents is None:
             return spans

@@ -31,7 +31,7 @@ def seqlens_of_mask(mask: Tensor) -> tuple[int, ...]:
             skipped, and padding may be before, between and after documents.
 
     Raises:
-        ValueError: another dtype or shape, ids that decrease along a row, padding in a document.
+        ValueError: a wrong dtype or shape; ids that decrease along a row; padding in a document.
     """
     return read_mask(mask).lengths
 
@@ -66,12 +66,12 @@ def pack_rows(x: Tensor, mask: Tensor, *, multiple_of: int = 1) -> tuple[Tensor,
         multiple_of: zeros fill every document's slot up to a multiple of this number.
 
     Returns:
-        ``[P, 1, ...]`` and the boundaries for all layers of the micro-batch (``"thd"``, int32, on
-        x's device): ``cu_seqlens_*`` counts tokens, ``cu_seqlens_*_padded`` slots (None for
-        ``multiple_of=1``), ``max_seqlen_*`` is the longest slot. No tokens give one empty document.
+        ``[P, 1, ...]`` and the micro-batch's boundaries (``"thd"``, int32, on x's device):
+        ``cu_seqlens_*`` of documents, ``cu_seqlens_*_padded`` of slots (None if ``multiple_of`` is
+        1), and ``max_seqlen_*``, the longest slot. A mask without tokens gives one empty document.
 
     Raises:
-        ValueError: as in :func:`seqlens_of_mask`; shapes that do not fit; a bad ``multiple_of``.
+        ValueError: as in :func:`seqlens_of_mask`; x does not fit the mask; ``multiple_of`` < 1.
     """
     lengths, slots, row_T, packed_T = _packed_layout(mask, multiple_of, x.device)
     if x.shape[:2] != mask.shape[::-1]:
@@ -95,7 +95,7 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
         ``[S, B, ...]``.
 
     Raises:
-        ValueError: as in :func:`seqlens_of_mask`; another number of rows than the mask has.
+        ValueError: as in :func:`seqlens_of_mask`; the mask's slots need another number of rows.
     """
     _, slots, row_T, packed_T = _packed_layout(mask, multiple_of, packed.device)
     if packed.shape[:2] != (sum(slots), 1):
@@ -109,7 +109,7 @@ def unpack_rows(packed: Tensor, mask: Tensor, *, multiple_of: int = 1) -> Tensor
 
 
 class MaskOnHost(NamedTuple):
-    """The tokens and documents of a mask, on the CPU."""
+    """The tokens of a mask and their documents, in tensors on the CPU."""
 
     token_T: Tensor  # int64, positions in the flattened mask
     document_T: Tensor  # int64, the document of each token, counted over the whole batch
@@ -176,7 +176,7 @@ def packed_seq_params_of(
     longest: int,
     device: torch.device | str,
 ) -> PackedSeqParams:
-    """PackedSeqParams of documents; ``slots``: lengths with padding; ``longest``: max_seqlen."""
+    """PackedSeqParams of ``lengths``; ``slots``: lengths with padding; ``longest``: max_seqlen."""
     from megatron.core.packed_seq_params import PackedSeqParams
 
     tokens = cu_seqlens(lengths, device)
@@ -195,7 +195,7 @@ def packed_seq_params_of(
 def _packed_layout(
     mask: Tensor, multiple_of: int, device: torch.device
 ) -> tuple[tuple[int, ...], tuple[int, ...], Tensor, Tensor]:
-    """Lengths of documents, of slots; each token's row in the ``S * B`` rows, in packed rows."""
+    """The lengths of documents and slots; each token's row in ``[S * B]`` and in packed rows."""
     token_T, document_T, lengths = read_mask(mask)
     lengths = lengths or (0,)
     slots = slot_lengths(lengths, multiple_of)

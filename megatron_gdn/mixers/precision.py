@@ -1,6 +1,6 @@
 """Keeps a mixer's decay parameters in fp32 when a wrapper casts or shards the model.
 
-``A_log`` is in an exponent: rounding to bf16 changes the decay rate by up to 0.8%. Megatron's
+exp(A_log) is the decay rate; rounding ``A_log`` to bf16 changes the rate by up to 0.8%. Megatron's
 ``Float16Module`` casts every parameter; torch's ``fully_shard`` (FSDP2) gathers a group in one
 dtype, so the fp32 parameters form a group of their own.
 """
@@ -32,12 +32,12 @@ def mark_keep_in_fp32(parameter: nn.Parameter) -> None:
 
 
 class Fp32Parameters(nn.Module):
-    """Mixin that keeps the parameters ``_keep_in_float32_parameter_names`` in fp32 or fp64."""
+    """Mixin: parameters named in ``_keep_in_float32_parameter_names`` stay fp32 or fp64."""
 
     _keep_in_float32_parameter_names: ClassVar[tuple[str, ...]] = ()  # Megatron-Bridge reads it
 
     def register_parameter(self, name: str, param: nn.Parameter | None) -> None:
-        """Register as in torch; :func:`refuse_mixed_dtype_gather` checks fp32 parameters before."""
+        """Register as torch does, after :func:`refuse_mixed_dtype_gather` of an fp32 parameter."""
         if name in self._keep_in_float32_parameter_names:
             refuse_mixed_dtype_gather(name, param)
         super().register_parameter(name, param)
@@ -170,11 +170,11 @@ def fully_shard(
     ignored_params: set[nn.Parameter] | None = None,
     **options: Any,
 ) -> Any:
-    """``torch.distributed.fsdp.fully_shard`` for modules with mixers: torch's arguments and result.
+    """``torch.distributed.fsdp.fully_shard`` for modules that have mixers; arguments as in torch.
 
     The fp32 parameters of each mixer form a group of their own, which torch shards, gathers and
     reduces in fp32; ``mp_policy`` does not apply to this group. Parameters keep their names.
-    Mixers that are already sharded do not change. ``ignored_params``: not sharded, as in torch.
+    Mixers that are already sharded do not change. ``ignored_params`` are not sharded, as in torch.
     """
     ignored = set(ignored_params or ())
     for root in module if isinstance(module, list) else [module]:

@@ -35,7 +35,7 @@ class _RowProgress:
 def mix_static(rows: Tensor, parts: Parts, context: Any, layer: int) -> Tensor:
     """Run the mixer for the next s tokens of B batch rows, from ``context.batch_size_offset`` on.
 
-    ``rows``: ``[s, B, P]``. If ``context.sequence_len_offset`` is 0, the sequences begin. Else they
+    ``rows``: ``[s, B, P]``. If ``context.sequence_len_offset`` is 0, the sequences begin, else they
     continue: up to :data:`MOST_DECODED` tokens run one by one, more tokens run as one prefill.
     """
     s, B = rows.shape[:2]

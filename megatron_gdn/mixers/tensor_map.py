@@ -59,7 +59,7 @@ class TensorMap:
         return self.names[0]
 
     def check_dtype(self, dtype: torch.dtype, where: str, may_round: bool = False) -> None:
-        """Refuse 8-bit dtypes, and fp64 for fp32 unless ``may_round``; errors name ``where``."""
+        """Refuse 8-bit dtypes, and fp64 if `fp32` unless ``may_round``; errors name ``where``."""
         legal = (torch.bfloat16, torch.float16, torch.float32)
         legal += (torch.float64,) if may_round or not self.fp32 else ()
         if dtype not in legal:
@@ -104,7 +104,7 @@ class TensorMap:
     def exported(
         self, full: Tensor, dtypes: Mapping[str, torch.dtype], originals: Mapping[str, Tensor]
     ) -> dict[HFRef, Tensor]:
-        """`to_hf` as a dict; keys not in ``dtypes``: dtype of the original or of ``full``."""
+        """`to_hf` by source; a key not in ``dtypes`` keeps its original's dtype, or ``full``'s."""
         keys = [source.key for source in self.sources]
         known = [originals[key] for key in keys] if originals.keys() >= set(keys) else None
         natural = [tensor.dtype for tensor in known or [full] * len(keys)]
@@ -157,14 +157,14 @@ def tensor_map(
     shard_dim: int | None = None,
     **how: Any,
 ) -> TensorMap:
-    """A `TensorMap` of ``sources`` (key -> shape); ranks cut ``shard_dim``; ``how``: the rest."""
+    """A `TensorMap` of ``sources`` (key -> shape); ``how``: further fields of the `TensorMap`."""
     names = (names,) if isinstance(names, str) else names
     refs = tuple(HFRef(key, shape) for key, shape in sources.items())
     return TensorMap(names=names, sources=refs, shard_dim=shard_dim, **how)
 
 
 def take_share(whole: Tensor, dim: int, sections: Sequence[int], rank: int, size: int) -> Tensor:
-    """Cut every section of dimension ``dim`` over ``size`` ranks; join the shares of ``rank``."""
+    """Cut every section of dimension ``dim`` into ``size`` shares; join those of ``rank``."""
     return torch.cat([s.chunk(size, dim)[rank] for s in whole.split(list(sections), dim)], dim)
 
 

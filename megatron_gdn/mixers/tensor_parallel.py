@@ -28,7 +28,7 @@ from .tensor_map import take_share
 
 
 def device_for(config: Any) -> torch.device:
-    """The device of a mixer's own parameters: the CPU or the current GPU, by ``config``."""
+    """The device of a mixer's own parameters: the CPU or the current GPU, as ``config`` says."""
     # Never the meta device: Megatron initialises no module after ``to_empty``, and Megatron-FSDP
     # would initialise the projections again after it has sharded them.
     if config.use_cpu_initialization or not torch.cuda.is_available():
@@ -37,7 +37,7 @@ def device_for(config: Any) -> torch.device:
 
 
 def mark_sharded(parameter: nn.Parameter, sections: Sequence[int]) -> None:
-    """Mark a parameter: each of its ``sections`` of rows is split over tensor-parallel ranks."""
+    """Mark ``parameter``: its rows are ``sections``, each split over tensor-parallel ranks."""
     vars(parameter).update(tensor_model_parallel=True, partition_dim=0, partition_stride=1)
     vars(parameter).update(partition_sizes=list(sections))
 
@@ -98,7 +98,7 @@ class MarkedParameters(nn.Module):
             marks = {k: v for k, v in vars(parameter).items() if k[0] != "_" and _is_plain_value(v)}
             self._marks[name] = {**marks, _MARK_OF_MARKED: True}
             setattr(parameter, _MARK_OF_MARKED, True)
-        # The hook is a function, since copies of this module would call a method of this module.
+        # The hook is no method: copies of this module would call it on this module.
         self.register_load_state_dict_post_hook(_mark_loaded)
 
     def mark_parameters(self) -> None:
@@ -115,7 +115,7 @@ class MarkedParameters(nn.Module):
                     yield f"{path}.{name}" if path else name, parameter
 
     def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
-        """torch's method; it first puts the stored marks on new parameters."""
+        """First put the stored marks on new parameters, then do what torch's method does."""
         self.mark_parameters()
         yield from super().named_modules(*args, **kwargs)
 
@@ -187,7 +187,7 @@ class OwnParameters(MarkedParameters):
             mark_keep_in_fp32(self.get_parameter(name))
 
     def reset_parameters(self) -> None:
-        """Set the initial values of all parameters, which are equal at every tensor-parallel size.
+        """Set all parameters' initial values, the same values at every tensor-parallel size.
 
         ============================  ===============================================
         parameter                     value
@@ -235,7 +235,7 @@ class OwnParameters(MarkedParameters):
     ) -> None:
         """Fill the parameter of all ranks by ``method``; copy this rank's share to ``parameter``.
 
-        ``sections`` are the tensor's global sizes along ``dim``, each split by itself.
+        ``sections`` are sizes of all ranks' parameter along ``dim``; each is split by itself.
         """
         if parameter is None:
             return
@@ -320,7 +320,7 @@ class FollowsGroups(nn.Module):
 
     @property
     def pg_collection(self) -> ProcessGroupCollection:
-        """The process groups; later micro-batches use the ``cp`` group of a collection set here."""
+        """The mixer's process groups; if replaced, later micro-batches use the new ``cp`` group."""
         return self._pg_collection
 
     @pg_collection.setter
@@ -374,7 +374,7 @@ class FollowsGroups(nn.Module):
         )
 
     def cp_group_of(self, groups: ProcessGroupCollection, context: Any) -> Any:
-        """The context-parallel group of ``groups``, checked for one forward with ``context``."""
+        """The ``cp`` group of ``groups``; raise if a forward with ``context`` cannot use it."""
         self.require_same_tensor_ranks(groups)
         if context is not None and groups.cp.size() != self.cp_size:
             raise NotImplementedError(

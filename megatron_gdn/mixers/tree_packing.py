@@ -30,26 +30,26 @@ def tree_packed_seq_params(
     """Boundaries of packed documents, each of which may continue an earlier one.
 
     A document continues its parent: it starts from the parent's last state and last convolution
-    rows, at the next position, and attends to all its ancestors. A document has the same result as
-    in one whole sequence of its ancestors and itself.
+    rows, at the next position, and attends to all its ancestors. A document's result is the
+    same as at the end of one sequence that has the document's ancestors before it.
 
-    The mixers (under context parallelism: headwise) support trees, and so does the attention of
-    `hybrid_stack_spec` and of local specs. Transformer Engine's attention refuses the format
+    The mixers support trees (under context parallelism only headwise), and so does the attention of
+    `hybrid_stack_spec` and of local specs. Transformer Engine's attention refuses ``qkv_format``
     ``"thd_tree"``. Megatron's GatedDeltaNet and MLA would read all documents as one sequence.
 
     Args:
-        lengths: tokens of each document; a child of an empty document continues its grandparent.
+        lengths: token count of each document; a child of an empty one continues its grandparent.
         parents: for each document the index of its parent, an earlier document; -1 for none.
         multiple_of: every document is padded to a multiple of this number of tokens (children
             ignore the padding); ``2 * context_parallel_size`` if the buffer is cut in zigzag.
         device: the device of the result; it must be the layers' device.
 
     Returns:
-        int32 boundaries ``[N + 1]``: ``cu_seqlens_*`` of tokens, ``cu_seqlens_*_padded`` of slots;
-        ``max_seqlen_*`` is the length of the longest sequence, rounded up to ``multiple_of``.
+        int32 ``[N + 1]``: ``cu_seqlens_*`` without padding, ``cu_seqlens_*_padded`` with padding;
+        ``max_seqlen_*`` is the largest length of a document with all its ancestors, padded.
 
     Raises:
-        ValueError: ``lengths`` and ``parents`` do not fit each other; ``multiple_of`` is below 1.
+        ValueError: ``lengths`` and ``parents`` do not fit, or ``multiple_of`` is below 1.
     """
     slots = slot_lengths(lengths, multiple_of)
     given = tuple(parents), tuple(lengths)
@@ -68,10 +68,10 @@ class PackedTree(NamedTuple):
 
     Attributes:
         tokens, position_ids, labels: int64 ``[1, T]``. A label is the next token of the prompt or
-            of the response; 0 at padding.
+            of the response. All three are 0 at padding.
         loss_mask: fp32 ``[1, T]``, 1 if the label is a token of a response.
         packed_seq_params: from :func:`tree_packed_seq_params`.
-        responses: per prompt, for each response the slice of tokens that predict its tokens.
+        responses: for each prompt and response, the slice of the buffer that predicts its tokens.
     """
 
     tokens: Tensor
@@ -107,13 +107,13 @@ def pack_tree(
 
     Args:
         prompts: token ids of each prompt, integers ``[n]`` or a list, at least one token each.
-        responses: for each prompt a list of responses, each in the form of a prompt; an empty
-            response has no rows in the buffer.
+        responses: for each prompt a list of responses, each given as token ids like a prompt;
+            an empty response has no tokens in the buffer.
         multiple_of: as in :func:`tree_packed_seq_params`.
         device: the device of the result; None: the device of the first prompt.
 
     Raises:
-        ValueError: a prompt without tokens or without a list of responses; tokens not ``[n]``.
+        ValueError: a prompt has no tokens or no list of responses, or tokens are not ``[n]``.
     """
     if len(prompts) != len(responses) or not prompts:
         raise ValueError(
@@ -153,7 +153,7 @@ class PackedGroups(NamedTuple):
     def unpack(self, token_values: Sequence[Tensor]) -> list[list[Tensor]]:
         """For every group, a list with the values ``[n, ...]`` of each response, in order.
 
-        ``token_values``: a tensor ``[1, T, ...]`` of each micro-batch (:meth:`PackedTree.unpack`).
+        ``token_values`` has one tensor per micro-batch, each as for :meth:`PackedTree.unpack`.
         """
         both = zip(self.micro_batches, token_values, strict=True)
         rows = (row for packed, x in both for each in packed.unpack(x) for row in each)
@@ -177,7 +177,7 @@ def pack_groups(
         most_tokens: the largest number of tokens of a micro-batch, padding included.
 
     Raises:
-        ValueError: as in `pack_tree`; a prompt and its longest response exceed ``most_tokens``.
+        ValueError: as in `pack_tree`, or if a prompt and one response exceed ``most_tokens``.
     """
     cut: list[list[tuple[Tokens, list[Tokens]]]] = []
     room = 0
@@ -206,7 +206,7 @@ def pack_groups(
 
 
 def _on_host(tokens: Tokens, index: int) -> Tensor:
-    """Token ids as int64 ``[n]`` on the CPU; ``index`` is the prompt's number, for the error."""
+    """Token ids as int64 ``[n]`` on the CPU; an error message names prompt number ``index``."""
     x = torch.as_tensor(tokens, device="cpu")
     if x.dim() != 1 or (x.is_floating_point() and len(x)):  # torch makes an empty list fp32
         raise ValueError(

@@ -58,7 +58,7 @@ def launch_flags(model: Model, options: argparse.Namespace) -> list[str]:
 
 
 def _flag_lines(model: Model, options: argparse.Namespace) -> Iterator[str]:
-    """Lines of one shell command; each line has a flag and its values."""
+    """Yield the launch flags as lines of a shell command, one flag and its values per line."""
     line: list[str] = []
     for word in launch_flags(model, options):
         if word.startswith("--") and line:

@@ -65,7 +65,7 @@ class Model:
         ]
 
     def headwise_sizes(self, tp: int) -> list[int]:
-        """Context-parallel sizes of headwise that divide the heads of a tensor-parallel rank."""
+        """Context-parallel sizes at which headwise can split a tensor-parallel rank's heads."""
         layout = self.dims.shard(tp).layout
         return [n for n in range(1, layout.state_heads + 1) if layout.shares_among(n)]
 

@@ -3,11 +3,11 @@
 ``docs/models.md`` has the equations. The delta rule computes these products for a chunk of C
 tokens, where S is the state before the chunk and A the chunk's triangular inverse:
 
-    k k^T,  q k^T                                         C C K each, once for a key head
-    k S,  q S,  k^T x                                     C K V each, for every value head
-    x = A (v - k S),  (q k^T) x                           C C V each, for every value head
+    k k^T,  q k^T                                 C C K multiply-adds each, per key head
+    k S,  q S,  k^T x                             C K V multiply-adds each, per value head
+    x = A (v - k S),  (q k^T) x                   C C V multiply-adds each, per value head
 
-Kimi Delta Attention computes k k^T and q k^T for every value head. Mamba2 has no k k^T, k S and A.
+Kimi Delta Attention computes k k^T and q k^T per value head. Mamba2 has no k k^T, k S and A.
 Only matrix products are counted. A backward counts as two forwards; recomputation is not counted.
 
 Legend: G key heads (groups in Mamba2), n attention heads, d dims of an attention head.
@@ -128,12 +128,12 @@ class Stack:
 
     @property
     def state_bytes(self) -> int:
-        """Bytes of one sequence's fp32 states."""
+        """Bytes of one sequence's fp32 states in all layers."""
         return self._sum("state_bytes")
 
     @property
     def conv_bytes(self) -> int:
-        """Bytes of one sequence's bf16 convolution histories."""
+        """Bytes of one sequence's bf16 convolution histories in all layers."""
         return self._sum("conv_bytes")
 
     def _sum(self, field: str) -> int:
@@ -262,7 +262,7 @@ def num_floating_point_operations(
     seqlen_squared_sum_in_batch: float | None = None,
     total_real_tokens_in_batch: float | None = None,
 ) -> float:
-    """FLOPs of a step, with the arguments of Megatron's function of this name.
+    """FLOPs of a training step; name and arguments are those of Megatron's function.
 
     For packed documents the last two arguments are the sum of squared lengths and the number of
     tokens without padding; None means ``batch_size`` sequences of ``args.seq_length`` tokens.
@@ -276,7 +276,7 @@ def num_floating_point_operations(
 
 
 def count_flops_in_megatron() -> None:
-    """Replace Megatron's count of FLOPs by this module's, if the module knows all layers."""
+    """Let Megatron count FLOPs by this module, except for models with layers unknown here."""
     from megatron.training import training
 
     megatron_count = training.num_floating_point_operations

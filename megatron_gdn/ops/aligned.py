@@ -46,7 +46,7 @@ def front_on_grid(
     rows_before: Tensor | None = None,
     only: tuple[str, ...] | None = None,
 ) -> Any:
-    """The rule's inputs ``[B, S, ...]``: ``front`` of ``rows [B, S, P]``, by chunks of ``grid``.
+    """The rule's inputs ``[B, S, ...]``, computed from ``rows [B, S, P]`` by chunks of ``grid``.
 
     ``rows_before`` ``[N, W - 1, P]`` are the rows before each non-empty sequence; None means zeros.
     ``only``: names of the inputs to compute (the others are None); None means all.
@@ -54,7 +54,7 @@ def front_on_grid(
     past, flat = parameters[0].shape[-1] - 1, rows.flatten(0, 1)
     made: list[_GroupResults | None] = []
     kind: Any = tuple
-    triton = getattr(front, "triton", False)  # Triton's packed code treats all tokens alike
+    triton = getattr(front, "triton", False)  # Triton's code for documents treats tokens alike
     for group in grid.groups:
         buffer = flat.new_empty(past + CHUNK, grid.chunks_in(group), rows.shape[-1])
         _fill_chunks(buffer[past:], rows, grid, group)
@@ -72,7 +72,7 @@ def front_on_grid(
 def readout_on_grid(
     readout: Readout, o: Tensor, rows: Tensor, gamma: Tensor | None, grid: ChunkTable
 ) -> Tensor:
-    """Rows for out_proj ``[B, S, H V]``: ``readout`` of each chunk of ``o [B, S, H, V]``."""
+    """Rows for out_proj ``[B, S, H V]``: run ``readout`` on each chunk of ``o [B, S, H, V]``."""
     gate, made = readout.gate, None
     for group in grid.groups:
         n = grid.chunks_in(group)
@@ -88,7 +88,7 @@ def readout_on_grid(
 
 
 def _fill_chunks(buffer: Tensor, rows: Tensor, grid: ChunkTable, group: ChunkGroup) -> None:
-    """Write the group's tokens to ``buffer`` ``[64, n, D]``, and zeros to its empty slots."""
+    """Write the group's tokens to ``buffer`` ``[64, n, D]``, zeros where a chunk has no token."""
     out = buffer.transpose(0, 1)[:, None]
     grid.to_chunks(rows[:, :, None], group, buffer.dtype, out=out)
 
@@ -113,11 +113,11 @@ def _fill_history(
 
 
 class _GroupResults:
-    """Collects the results ``[n, 64, ...]`` of one stage, and puts them in tokens' order."""
+    """Collects the results ``[n, 64, ...]`` of one stage; returns them in token order."""
 
     def __init__(self, grid: ChunkTable, like: Tensor) -> None:
         self._grid = grid
-        # A parameter that all tokens share (strides 0) is not copied per token.
+        # An input of the rule that all tokens share (strides 0) is not copied per token.
         self._shared = like[:1, :1] if like.stride()[:2] == (0, 0) else None
         self._rows = grid.rows_like(like if self._shared is None else like[..., :0])
 
@@ -149,7 +149,7 @@ class AlignedFront:
         history: History | None = None,
     ) -> Any:
         """The rule's inputs from rows ``proj [S, B, P]``; with ``history``, not on the grid."""
-        # With ``history`` the rows may begin inside a chunk of the grid, so they are not cut.
+        # With ``history`` the rows may begin inside a chunk of the grid, so they are not chunked.
         if history is not None or (only is not None and not only):
             return self._front.forward(proj, parameters, documents, only, history)
         if getattr(self._front, "triton", False):

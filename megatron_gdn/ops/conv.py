@@ -53,7 +53,7 @@ def causal_conv1d(
         x: ``[B, T, C]``, any float dtype, any strides.
         weight: ``[C, W]``.
         bias: ``[C]`` or None.
-        activation: ``"silu"`` (or its other name ``"swish"``) or None.
+        activation: ``"silu"``, ``"swish"`` (the same function) or None (no activation).
         cu_seqlens: cumulative lengths of packed documents (then B must be 1).
         initial_state: ``[N, C, W]``, the last W inputs before each sequence (N = B, or the number
             of documents). The oldest of the W inputs is never read.
@@ -101,7 +101,7 @@ def convolve_rows(
     history: History | None = None,
     activation: str | None = "silu",
 ) -> Tensor:
-    """Convolve ``x_BSC`` and apply ``activation``; every batch row has the same ``documents``."""
+    """Convolve ``x_BSC``, apply ``activation``; ``documents`` are those of every batch row."""
     position_T = None if documents is None else documents.position_T
     rows_before, table = (None, None) if history is None else (history.rows, history.table)
 

@@ -1,8 +1,8 @@
 """Document boundaries of a packed buffer, and the tables made from the boundaries.
 
-Each table is computed from :attr:`Documents.starts` by torch operations. These run on the host, and
-the table is copied to the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) the
-operations run on the device, and the table has room for the largest number of documents.
+Each table is computed from :attr:`Documents.starts` by torch operations on the host, and copied to
+the device. In fixed buffers (:class:`.static_documents.StaticDocuments`) the operations run on the
+device, and the table has room for the largest number of documents.
 
 Legend: N documents, M sequences, which are the non-empty documents (in fixed buffers M = N + 1, and
 the last sequence is empty), T tokens of the buffer, n chunks.
@@ -81,7 +81,7 @@ class Documents:
 
         Raises:
             TypeError: ``cu_seqlens`` is no tensor, sequence of integers or ``Documents``.
-            ValueError: a tensor is not 1-D integer; offsets decrease or do not run from 0 to T.
+            ValueError: a tensor is not 1-D of integers; offsets decrease or do not run from 0 to T.
         """
         if isinstance(cu_seqlens, Documents):
             documents = cu_seqlens
@@ -150,7 +150,7 @@ class Documents:
             return torch.tensor(self.numbers, device="cpu")
 
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
-        """Raise if a backward with the stamp ``saved`` belongs to a forward with another stamp."""
+        """Raise if ``saved``, the stamp that autograd saved, is not the forward's ``stamp``."""
         if saved is not stamp and not torch.equal(saved, stamp):
             raise RuntimeError(changed_boundaries_message("those of another micro-batch"))
 
@@ -206,7 +206,7 @@ class Documents:
         """Documents with offsets ``make(self)`` (0 to ``tokens``); at most ``most`` have tokens."""
 
         def non_empty_documents() -> Documents:
-            """The documents that have tokens, by the offsets ``make(self)``."""
+            """The documents with offsets ``make(self)``, without those that have no tokens."""
             offsets = tuple(dict.fromkeys(make(self)[0].tolist()))
             return Documents(offsets if len(offsets) > 1 else (0, 0), self.device)
 
@@ -224,7 +224,7 @@ class Documents:
         )[0]
 
     def most_chunks(self, size: int) -> int:
-        """An upper bound of the number of chunks if each has at most ``size`` tokens."""
+        """An upper bound of the number of chunks of ``size`` tokens in these documents."""
         return sum(-(-length // size) for length in self.lengths)
 
     def chunks(self, size: int) -> ChunkPlaces:
@@ -249,7 +249,7 @@ class Documents:
 def planned[**Options, Made](
     make: Callable[Concatenate[Documents, Options], Made],
 ) -> Callable[Concatenate[Documents, Options], Made]:
-    """Let ``make`` run once for each ``Documents`` object and its further arguments."""
+    """Let ``make`` run once for each ``Documents`` object and each choice of further arguments."""
 
     @wraps(make)
     def make_once(documents: Documents, *args: Options.args, **kwargs: Options.kwargs) -> Made:
@@ -274,7 +274,7 @@ def one_document(tokens: int, device: torch.device) -> Documents:
 def documents_of_rows(
     rows: Sequence[int], device: torch.device, documents: Documents | None = None
 ) -> Documents:
-    """Documents of batch rows ``(B, S)``: a row is one document, or has those of ``documents``."""
+    """Documents of ``rows`` (B, S): a batch row is one document, or is cut as ``documents`` are."""
     if documents is not None and rows[0] == 1:
         return documents
     ends = (rows[1],) if documents is None else documents.offsets[1:]
@@ -294,7 +294,7 @@ def chunk_places_of(documents: Documents, size: int) -> ChunkPlaces:
 
 
 def chunk_places(count: Tensor, chunks: int) -> ChunkPlaces:
-    """Places of ``chunks`` chunks; ``count``, int32 ``[M]``: each sequence's number of chunks."""
+    """The places of ``chunks`` chunks; ``count`` (int32 ``[M]``) is the number in each sequence."""
     offsets = torch.cat([count.new_zeros(1), count.cumsum(0, dtype=torch.int32)])
     number = torch.arange(chunks, device=count.device, dtype=torch.int32)
     sequence = torch.searchsorted(offsets[1:], number, right=True).clamp_(max=len(count) - 1)
@@ -326,7 +326,7 @@ def require_one_row(rows: int, description: str) -> None:
 
 
 def _offsets_of(source: Tensor | Sequence[int]) -> tuple[int, ...]:
-    """``cu_seqlens`` as integers; for a tensor on a GPU, the host waits for the GPU."""
+    """The integers of ``cu_seqlens``; to read a tensor on a GPU, the host waits for the GPU."""
     if isinstance(source, Tensor):
         integers = not (source.is_floating_point() or source.is_complex())
         if source.dim() != 1 or not integers or source.dtype == torch.bool or source.is_meta:

@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 # On a CPU torch computes the last few elements of a tensor by other code than its whole SIMD
-# vectors, with other rounding, so a token's value would depend on later tokens. Tensors are
-# therefore padded to whole vectors. (With several threads this helps only up to 32768 elements.)
+# vectors, with other rounding, so a token's value would depend on the number of later tokens. So
+# tensors are padded to whole vectors. (With several threads this helps only up to 32768 elements.)
 _WHOLE = 64  # 2 * 512 / 16: torch computes two vectors at once, each 512 bits of 16-bit elements
 
 

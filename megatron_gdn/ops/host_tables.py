@@ -71,7 +71,7 @@ def keep_if_captured[Made](tables: Made) -> Made:
 def cached_by_stream[**Arguments, Made](
     maxsize: int,
 ) -> Callable[[Callable[Arguments, Made]], Callable[Arguments, Made]]:
-    """A decorator like ``lru_cache``; ``maxsize``: most results kept, over all CUDA streams."""
+    """A decorator like ``lru_cache`` that keeps ``maxsize`` results, over all CUDA streams."""
 
     def decorate(make: Callable[Arguments, Made]) -> Callable[Arguments, Made]:
         """Return ``make`` with a cache of its results per CUDA stream and arguments."""

@@ -52,8 +52,8 @@ class Section(NamedTuple):
 class Layout:
     """Sections of a projection row, and how many heads of every kind a row has.
 
-    Each head of the first kind has a recurrent state. Each head of another kind is shared by
-    neighbouring state heads, and every head of that kind by the same number of them.
+    Each head of the first kind has a recurrent state. Each head of another kind serves neighbouring
+    state heads, and all heads of one kind serve equal numbers of state heads.
     """
 
     sections: tuple[Section, ...]  # in storage order; convolved sections are neighbours
@@ -109,7 +109,7 @@ class Layout:
 
     @cached_property
     def main_width(self) -> int:
-        """The number of columns without the rule's gates; a quantised product may compute these."""
+        """The number of columns that are not gates; a quantised product may compute them."""
         pairs = zip(self.sections, self.widths, strict=True)
         return sum(width for section, width in pairs if not section.gates)
 
@@ -161,12 +161,12 @@ class Layout:
     def share(self, ranks: int) -> Layout:
         """The layout on one of ``ranks`` ranks, each with an equal share of the H state heads.
 
-        Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that these state
-        heads share. A head that state heads of several ranks share is on all of these ranks.
+        Rank r gets state heads ``[r H / ranks, (r + 1) H / ranks)`` and the heads that serve these
+        state heads. A head that serves state heads of several ranks is on all of these ranks.
 
         Raises:
-            ValueError: ``ranks`` does not divide the state heads, or some rank would
-                have heads with unequal numbers of state heads; the message lists the legal sizes.
+            ValueError: ``ranks`` does not divide the state heads, or on some rank two heads of one
+                kind would serve unequal numbers of state heads; the message lists the legal sizes.
         """
         if ranks < 1 or not self.shares_among(ranks):
             legal = [n for n in range(1, self.state_heads + 1) if self.shares_among(n)]

@@ -81,8 +81,8 @@ def _checkpoint_readout(
 ) -> Tensor:
     """Run ``split_readout.call`` on ``mixed [S, B, H V]``; keep neither output nor intermediates.
 
-    The call runs three times: here, to refill the output, and in the backward. Megatron's
-    checkpoint is not used, since it compiles a C++ extension in the first backward.
+    ``call`` runs three times: here, when the output is refilled, and in ``call``'s backward.
+    Megatron's checkpoint is not used, since it compiles a C++ extension in the first backward.
     """
     made = checkpoint(
         split_readout.call, mixed, rows, use_reentrant=False, preserve_rng_state=False
@@ -107,7 +107,7 @@ class MixerArguments(NamedTuple):
     neighbours: SequenceContext
     keep: bool  # whether tensors are kept for a backward
     refilled: RefilledOutput | None
-    hand_over: HandOver | None  # lets the backward free the gradient of the output
+    hand_over: HandOver | None  # lets the backward free the output's gradient early
     second_run: SecondRun | None  # None if front and rule run only once
 
 
@@ -116,7 +116,7 @@ class _BackwardValues(NamedTuple):
 
     call: MixerArguments
     rule_plan: Any
-    stamp: Tensor | None  # identifies the documents' boundaries in the forward
+    stamp: Tensor | None  # from :attr:`Documents.stamp`, the boundaries in the forward
     parameters: int  # the number of saved tensors that are parameters
     linked: int  # the number of saved tensors of ``neighbours.states``
     history: History | None
@@ -137,7 +137,7 @@ class MixerFunction(torch.autograd.Function):
     @first_derivative_only
     @leaves_memory_unfilled
     def backward(ctx, d_out: Tensor):
-        """The gradients of ``rows`` and of all parameters; ``d_out``: that of the output."""
+        """The gradients of ``rows`` and all parameters from ``d_out``, the output's gradient."""
         saved, hand_over = list(ctx.saved_tensors), ctx.kept.call.hand_over
         # From here on each saved tensor is freed after its last use, unless retain_graph=True.
         ctx.maybe_clear_saved_tensors()
@@ -173,7 +173,7 @@ def _forward(
         saved = (stamp, rows, of_readout, *parameters, *read, *linked, *of_rule.tensors)
         kept = _BackwardValues(call, of_rule.plan, stamp, len(parameters), len(linked), history)
         del read
-    del inputs  # without a backward nothing reads the inputs after the rule
+    del inputs  # if nothing is kept for a backward, this frees the rule's inputs
     mixed = readout.forward(o, rows, gamma)
     if refilled is not None:
         output = o.detach  # returns o; with a second run, o is computed again
@@ -189,7 +189,7 @@ def _forward(
 
 
 def _backward(values: _BackwardValues, saved: list[Any], gradient: list[Tensor]) -> tuple[Any, ...]:
-    """The gradients of rows and parameters; empties both lists, so tensors are freed early."""
+    """The gradients of rows and parameters; empties ``saved``, ``gradient`` to free tensors."""
     (front, rule, readout, neighbours, *_), history = values.call, values.history
     stamp, rows, o = saved[:3]
     if neighbours.documents is not None and values.stamp is not None:

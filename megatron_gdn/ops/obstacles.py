@@ -33,7 +33,7 @@ class Obstacle(NamedTuple):
 
 
 def advice_about_plain_rule(device: torch.device | str, *obstacles: Obstacle | None) -> str:
-    """If a rule runs in plain torch on a GPU for lack of packages, warn, return advice; else ""."""
+    """If a GPU runs a rule in plain torch for lack of packages, warn and return advice, else ""."""
     missing = any(each is not None and each.error is ImportError for each in obstacles)
     if torch.device(device).type != "cuda" or not missing:
         return ""
@@ -121,7 +121,7 @@ def why_not_fla_package(major: int) -> Obstacle | None:
     elif triton is None:
         why = "flash-linear-attention needs triton, which is not installed"
     elif _needs_tilelang(major) and find_spec("tilelang") is None:
-        # fla issue 640: with this Triton, dg and db are wrong on Hopper, and fla raises an error.
+        # fla issue 640: with such a Triton dg and db are wrong on Hopper, and fla raises an error.
         why = (
             f"Triton {triton} miscompiles fla's backward on Hopper; install tilelang, or Triton "
             f"3.7.1 or newer"
@@ -156,5 +156,5 @@ def log_obstacle_once(message: str, device_type: str) -> None:
 
 @cache
 def warn_once(message: str) -> None:
-    """Issue a RuntimeWarning, once per process: other machines may have other packages."""
+    """Issue a RuntimeWarning once in each process, since machines may have different packages."""
     warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -28,7 +28,7 @@ from .state_maps.state_map import StateShape
 
 
 class GatedNorm(NamedTuple):
-    """The output norm ``RMSNorm(o) * gamma * act(z)``; with 1 + gamma if ``zero_centered``."""
+    """The output norm ``RMSNorm(o) * gamma * act(z)``; 1 + gamma for gamma if ``zero_centered``."""
 
     gamma: Tensor  # [V]
     eps: float = 1e-6
@@ -103,11 +103,11 @@ def parts_of(
     """The front, rule and readout of a mixer whose front is described by ``table``.
 
     Args:
-        rows: ``[S, B, P]``, any strides of S and B; its device and dtype choose the kernels.
+        rows: ``[S, B, P]``, S and B with any strides; the device and dtype decide the kernels.
         parameters: the front's parameters, without ``gates``.
         norm: the gated output norm (gamma and its settings), or a readout that calls the norm.
             If None, the readout applies the gate and no norm.
-        groups: the number of groups of heads for a norm per group; None: a norm per head.
+        groups: if each group of heads has one norm, the number of groups; None: a norm per head.
         again: names of rule inputs that are not saved; the backward computes these inputs again.
         run_again: whether the backward computes front and rule again.
         kernels: ``"auto"``, ``"triton"`` or ``"torch"``, for the front and the norm.
@@ -170,7 +170,7 @@ class StateLink(Protocol):
     def leaving(
         self, backward: RuleBackward, kept: tuple[Tensor, ...]
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The initial states, and gradients of the final states; ``kept`` as in :meth:`entered`."""
+        """The initial states, and gradients of the final states; ``kept``: see :meth:`entered`."""
         ...
 
 

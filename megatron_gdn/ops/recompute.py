@@ -89,10 +89,10 @@ LEAST_BYTES = 128 << 20
 
 
 class HandOver:
-    """Lets a backward free its output's gradient, which autograd keeps until the backward returns.
+    """Lets a mixer's backward free the output's gradient, which autograd keeps until the return.
 
     An autograd step after the mixer's function stores the gradient in this object and passes on a
-    stub without memory; the function's backward calls :meth:`take`. One object serves one forward.
+    stub without memory; the mixer's backward calls :meth:`take`. One object serves one forward.
     """
 
     def __init__(self) -> None:
@@ -141,7 +141,7 @@ class SecondRun:
         linked: tuple[Tensor, ...],
         kept: Saved,
     ) -> tuple[Any, Tensor, Saved]:
-        """The rule's inputs, o and saved tensors, made once; ``linked``: kept by `StateLink`."""
+        """The rule's inputs, o and saved tensors, made once; ``linked``: what `StateLink` kept."""
         if self._result is None:
             near = self._neighbours
             inputs = self._front.forward(rows, of_front, near.documents, history=history)
@@ -151,7 +151,7 @@ class SecondRun:
         return self._result
 
     def take(self, *arguments: Any) -> tuple[Any, Tensor, Saved]:
-        """Return and drop the result of :meth:`compute_once`; inputs not read again are None."""
+        """Return and drop the result of :meth:`compute_once`; inputs not read later are None."""
         inputs, o, saved = self.compute_once(*arguments)
         self._result = None
         wanted = self._rule.reads_again

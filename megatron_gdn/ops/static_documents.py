@@ -28,8 +28,8 @@ _FILLED_AGAIN = (
 class StaticDocuments(Documents):
     """Up to N documents packed into one buffer of T tokens, with boundaries that change in place.
 
-    Kernels read a StaticDocuments as they read :class:`Documents`. The host may not read
-    ``offsets`` and ``lengths``. The documents of a micro-batch have T tokens together. Before
+    Kernels read a StaticDocuments as they read :class:`Documents`. On the host ``offsets`` and
+    ``lengths`` raise an error. The documents of a micro-batch have T tokens together. Before
     the first :meth:`fill` the buffer has documents of ``longest`` tokens, by default T.
     """
 
@@ -44,7 +44,7 @@ class StaticDocuments(Documents):
     longest: int
     _key: Hashable  # the key of the :meth:`cut` that made this object, or None
     _tables: dict[Any, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
-    _stamps: dict[str, Tensor]  # "fill": stamp of the latest fill; "read": the last forward's
+    _stamps: dict[str, Tensor]  # "fill": the latest fill's stamp; "read": stamp at the last forward
 
     def __init__(
         self,
@@ -120,7 +120,7 @@ class StaticDocuments(Documents):
         self.refresh(check=offsets is cu_seqlens)
 
     def refresh(self, check: bool = True) -> None:
-        """Compute all tables again, and ``check`` boundaries; a CUDA graph can capture the call."""
+        """Compute all tables; if ``check``, check the boundaries. A CUDA graph can capture this."""
         with torch.inference_mode(False), torch.no_grad():
             self._stamps["fill"] = torch.empty(0, device="cpu")
             if check:
@@ -141,7 +141,7 @@ class StaticDocuments(Documents):
         return self._stamps["fill"]
 
     def record_forward(self, recomputed: bool) -> None:
-        """Record the fill that a forward reads; error if a recomputed forward has another fill."""
+        """Record which fill a forward reads; raise if a ``recomputed`` forward reads another."""
         if not recomputed:
             self._stamps["read"] = self.stamp
         elif self._stamps["read"] is not self.stamp:
@@ -154,7 +154,7 @@ class StaticDocuments(Documents):
     def table[Made: tuple[Tensor, ...]](
         self, key: Hashable, make: Callable[[Any], Made], move: bool = True
     ) -> Made:
-        """The tensors of ``make(self)``, stored by ``key``; a graph capture refuses a new table."""
+        """The tensors of ``make(self)``, stored by ``key``; a new key during a capture raises."""
         found = self._tables.get((self._key, key))
         if found is None:
             require_no_capture("a table of packed documents")
@@ -168,7 +168,7 @@ class StaticDocuments(Documents):
     def cut(
         self, key: Hashable, make: Callable[[Any], tuple[Tensor]], most: int, tokens: int
     ) -> Documents:
-        """Up to ``most`` documents with boundaries ``make(self)``, updated by :meth:`fill` too."""
+        """Up to ``most`` documents with boundaries ``make(self)``; :meth:`fill` updates both."""
 
         def made() -> StaticDocuments:
             (boundaries,) = self.table(key, make)
@@ -198,7 +198,7 @@ class StaticDocuments(Documents):
 
     @property
     def cu_seqlens(self) -> Tensor:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """int32 ``[M + 1]``: the boundaries without empty documents, then T.
+        """int32 ``[M + 1]``: the boundaries of documents that are not empty; other entries are T.
 
         The values change with each :meth:`fill`. Each read returns a new view, since packages cache
         results by the identity of this tensor.
@@ -209,7 +209,7 @@ class StaticDocuments(Documents):
 
     @property
     def contents(self) -> tuple[int, int]:
-        """(-2, N), which ranks compare; ordinary documents have their number in place of -2."""
+        """(-2, N), compared by ranks; ordinary documents have their count in place of -2."""
         return -2, self.most
 
     def most_chunks(self, size: int) -> int:

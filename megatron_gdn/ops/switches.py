@@ -15,7 +15,7 @@ _REDUCED_PRECISIONS = ("tf32", "bf16")
 
 
 class _Switch:
-    """A context shared by threads; the first in calls ``change``, the last out calls its result."""
+    """A context for all threads: the first in calls ``change``, the last out undoes the change."""
 
     def __init__(self, change: Callable[[], Callable[[], None] | None]) -> None:
         self._change, self._restore = change, None
@@ -35,7 +35,7 @@ class _Switch:
 
 
 def full_fp32_matmul(device_type: str) -> AbstractContextManager[None]:
-    """A context in which products have exact fp32 factors; autocast and TF32 have no effect in it.
+    """A context in which products do not round fp32 factors, even under autocast or with TF32 on.
 
     The rule sums over thousands of tokens, for which TF32's 11-bit factors are too coarse.
     """

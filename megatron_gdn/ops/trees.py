@@ -229,7 +229,7 @@ class BackwardByLevel(RuleBackward):
             if d_entered is not None and d_final is not None:
                 maps = StateMap(d_entered, through).transposed(d_entered)
                 with full_fp32_matmul(d_final.device.type):
-                    # One product each, since a document's bits must not depend on others.
+                    # One product per document, so that other documents do not change its bits.
                     each = zip(*maps, d_final, strict=True)
                     d_entered = torch.stack([StateMap(*one).apply(d) for *one, d in each])
             grads.insert(0, begun.run(entered, d_final))

@@ -29,8 +29,8 @@ _ROWWISE_FUNCTIONS = {
 class RowByRow(TorchDispatchMode):
     """Compute linear layers and elementwise functions one row at a time, on a CPU.
 
-    Otherwise a CPU library chooses its kernel by the number of rows, and another kernel gives other
-    bits. On a GPU use Megatron's batch-invariant kernels instead.
+    A CPU library chooses its kernel by the number of rows, and another kernel would give other
+    bits. On a GPU use Megatron's batch-invariant kernels instead of this mode.
     """
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
@@ -48,7 +48,7 @@ class RowByRow(TorchDispatchMode):
             return made.view(*args[0].shape)
         if not _is_composite(function):
             return function(*args, **kwargs)
-        with self:  # in inference mode torch does not decompose a function before this call
+        with self:  # in inference mode torch has not decomposed ``function`` yet
             return function.decompose(*args, **kwargs)
 
 
@@ -69,8 +69,8 @@ class GenerationGap(NamedTuple):
     """Differences between generation and the training forward, over the tokens after the prompt.
 
     Attributes:
-        max_log_prob, mean_log_prob: absolute difference of a text token's log-probability.
-        mean_kl, max_kl: KL(training || generation) over the vocabulary, in nats.
+        max_log_prob, mean_log_prob: largest, mean |difference| of a text token's log-probability.
+        mean_kl, max_kl: mean, largest KL(training || generation) over the vocabulary, in nats.
         equal: whether all log-probabilities of all tokens of the vocabulary have the same bits.
         backend: the rule of the model's first recurrent layer.
     """
@@ -89,7 +89,7 @@ def check_generation(
 ) -> GenerationGap:
     """Compare a text's log-probabilities in the training forward and in prefill and decode.
 
-    Decode takes ``at_once`` tokens a step. In ``batch_invariant_mode`` both should give equal bits.
+    In ``batch_invariant_mode`` the training forward and generation should give equal bits.
 
     Args:
         model: a HybridModel or GPTModel, wrapped or not, without context parallelism or pipeline

@@ -1,4 +1,4 @@
-"""Measures how context parallelism changes a layer, and a policy model of reinforcement learning.
+"""Measures how context parallelism changes results of a layer and of a model used as RL policy.
 
     python -m megatron_gdn.testing.certificate --heads 16:32 --cp 2 4 8 --modes headwise chunkwise
 
@@ -6,7 +6,7 @@ The table has one row for every precision, scheme and number of ranks. An error 
 max|found - exact| / max|exact|. The error of the gradients is that of the worst gradient.
 
     layer       output and gradients against the same layer in fp64, with the same rounded weights
-    policy      probabilities in a model with attention: q, against p of one rank in the same
+    policy      probabilities q of a model with attention, against p of one rank in the same
                 precision: KL = mean_t sum_v p_v log(p_v / q_v),  ratio_t = q(token) / p(token)
 
 Each rank has one GPU; without GPUs, ranks are processes over gloo and the rule is plain torch.
@@ -37,7 +37,7 @@ VOCABULARY, PATTERN = 512, "G-*-G-"
 
 
 def precisions() -> dict[str, tuple[torch.dtype, str]]:
-    """For each precision's name, the dtype of weights and activations, and ``rule_operands``."""
+    """By the name of a precision: the dtype of weights and activations, and ``rule_operands``."""
     half = {"bf16": "fp16"}
     if torch.cuda.is_available():
         half = {f"bf16, {operands} operands": operands for operands in ("fp16", "bf16")}
@@ -117,7 +117,7 @@ def certificate(args: argparse.Namespace) -> list[Row]:
 
 
 def _make_row(name: str, mode: str, cp: int, found: Any, exact: Any, one_rank: Any) -> Row:
-    """Compare results ``found`` of ``cp`` ranks with ``exact`` (fp64) and ``one_rank`` (cp 1)."""
+    """Errors of ``found`` against ``exact`` (fp64); its KL and ratios against ``one_rank``."""
     gradients = [
         _relative_error(found[x], exact[x]) for x in exact if x not in ("output", "logits", "token")
     ]

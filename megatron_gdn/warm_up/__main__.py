@@ -38,7 +38,7 @@ def _exit_when_run_exits() -> None:
 
     def kill_group_at_end_of_input() -> None:
         """Wait for the end of standard input; then kill this process, its forks and compilers."""
-        # os.read, because a fork closes sys.stdin and would wait for the lock of a reading thread.
+        # os.read takes no lock. A fork closes sys.stdin and would wait for the lock of a reader.
         while os.read(0, 4096):
             pass
         os.killpg(0, signal.SIGKILL)
@@ -60,7 +60,7 @@ def _compile(arguments: argparse.Namespace) -> int:
     model = model_of(arguments)
     with simulated_hopper(arguments.multiprocessors), ExitStack() as locks:
         tasks, heads = tasks_of(model, arguments)
-        if not arguments.for_a_run:  # with for_a_run, the run holds the locks
+        if not arguments.for_a_run:  # else the run that started this command holds the locks
             # A run that starts now waits for the locks and does not compile the same kernels.
             for each in sorted(heads, key=str):
                 locks.enter_context(build_lock(each.lock, f"FlashQLA for {each}"))

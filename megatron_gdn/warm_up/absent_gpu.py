@@ -28,7 +28,7 @@ def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
     properties = SimpleNamespace(
         major=9, minor=0, multi_processor_count=multiprocessors, name="Hopper", gcnArchName=""
     )
-    # Make the first fake tensor here: if torch reported a GPU, it would allocate a real tensor.
+    # Make the first fake tensor before torch reports a GPU; later torch would allocate a real one.
     torch._C._ensureCUDADeviceGuardSet()
     with FakeTensorMode():
         torch.empty(0, device="cuda")
@@ -56,11 +56,11 @@ def simulated_hopper(multiprocessors: int = 132) -> Iterator[None]:
 
 
 class HopperDriver:
-    """A Triton driver without a GPU: the methods that Triton calls to compile a kernel."""
+    """A Triton driver without a GPU; it has the methods that Triton calls to compile a kernel."""
 
     def get_current_device(self) -> HopperDriver:
         """This driver, in place of a device number."""
-        return self  # any object, since no kernel is launched
+        return self  # any object would do, since no kernel is launched
 
     def get_current_stream(self, device: HopperDriver) -> int:
         """The handle of the default stream; nothing runs on it."""
@@ -75,7 +75,7 @@ class HopperDriver:
 
 @contextmanager
 def without_computing() -> Iterator[None]:
-    """In this context GPU tensors have no memory; layers and their backward run without values."""
+    """In this context GPU tensors have no memory; forward and backward run without values."""
 
     def address(tensor: Tensor) -> int:
         """``data_ptr`` of a fake tensor, as if its storage were at address 0."""
@@ -92,7 +92,7 @@ def without_computing() -> Iterator[None]:
 class _FakeModeWithoutDevice(FakeTensorMode):
     """A mode for fake tensors that never initialises a GPU."""
 
-    avoid_device_init = property(lambda self: True)  # torch reports a GPU that does not exist
+    avoid_device_init = property(lambda self: True)  # the GPU that torch reports does not exist
 
 
 class _FakeGpuTensors(TorchDispatchMode):
@@ -113,7 +113,7 @@ class _FakeGpuTensors(TorchDispatchMode):
 
 
 def _is_on_gpu(x: Any) -> bool:
-    """Whether ``x`` is a fake tensor, which is always on the GPU, or names a GPU."""
+    """Whether ``x`` is a fake tensor, which is always on the GPU, or a device that is a GPU."""
     return isinstance(x, FakeTensor) or (isinstance(x, torch.device) and x.type == "cuda")
 
 

@@ -1,7 +1,7 @@
 """Runs the layer on a simulated GPU and records a task for each kernel that the layer launches.
 
-The layer, FlashQLA and torch then choose kernels as in a run. A rank of the run can make these
-calls of the layer, grouped by use of FlashQLA (``--parts``):
+The layer, FlashQLA and torch then choose kernels as in a run. These are the calls of the layer that
+a rank of a run can make, in groups that use FlashQLA in different ways (option ``--parts``):
 
 cut      one long sequence, and long documents, which FlashQLA cuts into parts that run in parallel
 rows     a batch of whole rows
@@ -74,7 +74,7 @@ def read_model(path: str | Path) -> Model:
     text = path.read_text()
 
     def number_after(argument: str) -> int | None:
-        """The number after the name ``argument`` in the file; - and _ in the name are equal."""
+        """The number after the name ``argument`` in the file, with - or _ between its words."""
         words = r"[-_]".join(argument.split("_"))
         found = set(re.findall(rf"(?<![\w]){words}[\"']?\s*[:=\s]\s*(\d+)\b", text))
         if len(found) > 1:
@@ -122,7 +122,7 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
 
     def call(part: str, tokens: int, rows: int = 1, documents: int | None = None) -> None:
         cp, layout = ranks, "zigzag"
-        if part == "states":  # a rank has one piece of a single sequence, two of each document
+        if part == "states":  # a rank has one piece of a lone document, else two of each
             cp = max(model.cp, 2)  # without context parallelism, compile as for two ranks
             layout = "contiguous" if documents == 1 else "zigzag"
             documents, tokens = max(1, (documents or 1) // 2), tokens * cp
@@ -148,11 +148,11 @@ def calls_of(model: Model, mode: str, parts: list[str] | None, multiprocessors: 
 
 
 def tasks_of(model: Model, arguments: argparse.Namespace) -> tuple[list[Task], set[Heads]]:
-    """Return one task per variant of a kernel, and the heads that FlashQLA's kernels are built for.
+    """Return a task per kernel variant, and the numbers of heads that FlashQLA is compiled for.
 
     FlashQLA's kernels take longest to compile, so their tasks come first.
     """
-    torch.set_num_threads(1)  # a forked process does not have torch's other threads
+    torch.set_num_threads(1)  # forked processes lack torch's other threads
     backend = "flash_qla" if "flash_qla" in arguments.kernels else "auto"
     calls = calls_of(model, arguments.linear_cp_mode, arguments.parts, arguments.multiprocessors)
     found: set[Heads] = set()
@@ -167,7 +167,7 @@ def tasks_of(model: Model, arguments: argparse.Namespace) -> tuple[list[Task], s
 
 
 def run_layer(model: Model, call: Call, **options: Any) -> None:
-    """Run the layer forward and backward on one of the call's ranks, without sending messages."""
+    """Run the layer forward and backward as one of the call's ranks; nothing is sent."""
     from megatron.core.packed_seq_params import PackedSeqParams
     from megatron.core.transformer.spec_utils import build_module
     from megatron.core.transformer.transformer_config import TransformerConfig

@@ -1,4 +1,4 @@
-"""Records a task for each kernel that a layer would launch, and compiles them in forks.
+"""Records a task for each kernel that a layer would launch, and runs the tasks in forks.
 
 The keys of tilelang's and Triton's caches on disk are the kernel, the target and the versions, so a
 machine with a GPU can use a cache that was filled without a GPU.
@@ -40,7 +40,7 @@ class Task(NamedTuple):
 
 
 def run_tasks(tasks: Iterable[Task], processes: int | None) -> tuple[int, dict[str, str]]:
-    """Run every task in a fork, which has this process's imports already, and print the progress.
+    """Run every task in a fork of its own, which has this process's imports; print the progress.
 
     At most ``processes`` forks run at a time, by default one per core. Side effects of a task
     (recorded launches, patches, a crash) do not reach other tasks. Returns the number of tasks that

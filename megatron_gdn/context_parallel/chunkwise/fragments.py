@@ -18,7 +18,7 @@ from ..layouts import SequenceLayout, require_cut, require_fragments
 
 
 class Nodes(NamedTuple):
-    """The nodes of a chain in order; node j is number ``slots[j]`` on rank ``hosts[j]``."""
+    """The nodes of a chain in order; node j is fragment ``slots[j]`` of rank ``hosts[j]``."""
 
     hosts: tuple[int, ...]
     slots: tuple[int, ...]
@@ -45,7 +45,7 @@ class Cutting(NamedTuple):
 
     @property
     def own(self) -> slice:
-        """The indices, among the nodes of a chain, of the nodes that ``rank`` holds."""
+        """A slice that selects the nodes of ``rank`` among the nodes of a chain."""
         cp_size, layout, rank = self
         if layout is SequenceLayout.CONTIGUOUS:
             return slice(rank, rank + 1)
@@ -53,7 +53,7 @@ class Cutting(NamedTuple):
 
 
 class Fragments(NamedTuple):
-    """Where fragments lie: int64 ``[nodes, chains]``, sequence positions except for ``local``."""
+    """Where fragments lie: int64 ``[nodes, chains]``, all sequence positions but ``local``."""
 
     begin: Tensor
     end: Tensor
@@ -70,17 +70,17 @@ class Fragments(NamedTuple):
 
     @property
     def leaves(self) -> Tensor:
-        """Whether a state leaves a fragment: True if its last document goes on elsewhere."""
+        """Whether a state leaves a fragment: True if its last document goes on in the next one."""
         return (self.last_end > self.end) & (self.begin < self.end)
 
     @property
     def passes(self) -> Tensor:
-        """Whether a state passes through a fragment, which lies inside one document."""
+        """Whether a state enters and leaves a fragment that lies inside one document."""
         return self.enters & self.leaves & (self.first == self.last)
 
 
 def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
-    """The fragments of ``documents`` by ``cutting``; errors: :func:`..layouts.check_lengths`."""
+    """The fragments that ``cutting`` makes; errors as in :func:`..layouts.check_lengths`."""
     require_cut(documents, cutting.cp_size, cutting.layout)
     key = (Fragments, cutting)
     return documents.table(key, lambda these: _cut_fragments(these, cutting), move=False)

@@ -39,7 +39,7 @@ class HistoryRoute(NamedTuple):
 
 
 class _TravellingRows(NamedTuple):
-    """Rows that may travel, one per entry of each int64 field; both ranks have the same order."""
+    """Int64 fields with one entry per row that may travel, in the same order on both ranks."""
 
     chain: Tensor
     slot: Tensor  # the index of the fragment among this rank's fragments of the chain
@@ -76,7 +76,7 @@ def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryR
 
 
 def _list_rows(cutting: Cutting, chains: int, history_len: int, sending: bool) -> _TravellingRows:
-    """Rows that may leave (``sending``) or come: ``history_len`` per node of ``chains`` chains."""
+    """The rows that this rank may send, if ``sending``, or else receive, in ``chains`` chains."""
     nodes, rank = cutting.nodes, cutting.rank
     messages: list[list[tuple[int, ...]]] = [[] for _ in nodes.hosts]
     for receiver in range(len(nodes.hosts)):
@@ -103,8 +103,8 @@ def _build_tables(
 ) -> tuple[Tensor, ...]:
     """Return ``send_rows``, the fields of :class:`HistoryTable`, and two masks of rows that travel.
 
-    The masks are of ``sendable`` and ``receivable``. If the host knows the documents, rows that do
-    not travel are left out of the tables.
+    The masks tell which rows of ``sendable`` and which of ``receivable`` travel. If the host knows
+    the documents, rows that do not travel are left out of the tables.
     """
     fragments, own, rank = fragments_of(documents, cutting), cutting.own, cutting.rank
     history_tokens = torch.where(fragments.enters, fragments.begin - fragments.first, 0).clamp(
@@ -114,7 +114,7 @@ def _build_tables(
     local, tokens = fragments.local[own], documents.total_tokens // cutting.cp_size
 
     def travelling_rows(rows: _TravellingRows) -> tuple[Tensor, Tensor, Tensor]:
-        """Per row: whether it travels, its index in messages (or -1), distance to its reader."""
+        """Per row: whether it travels, its index in messages or -1, its distance to the piece."""
         tokens = length[rows.receiver, rows.chain]
         distance = (rows.k - 1) * tokens + rows.m
         travels = (rows.m <= tokens) & (distance <= history_tokens[rows.receiver, rows.chain])
@@ -164,7 +164,7 @@ def _build_tables(
 
 
 def _scatter(indices: Tensor, values: Tensor, size: int) -> Tensor:
-    """A table ``[size]`` of -1 with ``values[i]`` at ``indices[i]``; a place of -1 is left out."""
+    """A table ``[size]`` of -1 with ``values[i]`` at ``indices[i]``; indices of -1 are skipped."""
     table = torch.full((size + 1,), -1, dtype=torch.int64, device=indices.device)
     table[torch.where(indices < 0, size, indices)] = values
     return table[:size]
@@ -184,6 +184,6 @@ class HistoryOfPieces:
         return History(exchange_rows(sent, send, receive, self._group), table)
 
     def give_back(self, d_rows_RBC: Tensor) -> Tensor:
-        """Send gradients ``[R, B, C]`` of R fetched rows back; return the sent rows' gradients."""
+        """Send back gradients ``[R, B, C]`` of fetched rows; return those of rows sent before."""
         _, send, receive, _ = self._route
         return exchange_rows(d_rows_RBC, receive, send, self._group)

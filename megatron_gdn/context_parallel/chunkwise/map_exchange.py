@@ -25,7 +25,7 @@ from .fragments import Nodes
 
 
 def join_maps(local: Tensor, through: Tensor) -> Tensor:
-    """Join ``local`` and ``through`` of maps along their columns: a view if memory allows it."""
+    """Join ``local`` and ``through`` by columns; a view if both are adjacent in one memory."""
     V, X = local.shape[-1], local.shape[-1] + through.shape[-1]
     strides = local.stride()
     if strides == through.stride() and strides[-2:] == (X, 1):
@@ -43,8 +43,8 @@ def states_entering_nodes(
 ) -> Tensor:
     """States ``[h, M, K, V]`` that enter this rank's h nodes of M chains; zero for the first node.
 
-    ``maps`` ``[h, M, K, X]`` are the maps of this rank's nodes by slot: ``value_dim`` columns of
-    ``local``, then ``through``. ``cuts`` marks the ``nodes`` through which no state passes.
+    ``maps`` ``[h, M, K, X]``: maps of this rank's nodes in the order of ``nodes.slots``, with the
+    ``value_dim`` columns of ``local`` first. ``cuts`` marks nodes through which no state passes.
     """
     h, M, K, X = maps.shape
     n = group.size()
@@ -63,14 +63,14 @@ def states_entering_nodes(
 
 
 def _view_by_place(x: Tensor, m: int, h: int) -> Tensor:
-    """View ``x [ranks * m chains * h nodes, K, .]`` as ``[places, m, K, .]``; axis 1: m chains."""
+    """View ``x [ranks * m * h, K, .]`` as ``[places, m, K, .]``; entry [p, c] is row p + c h."""
     K, X = x.shape[1:]
     return x.as_strided((len(x) - (m - 1) * h, m, K, X), (K * X, h * K * X, X, 1))
 
 
 @cached_by_stream(64)
 def _steps_of_share(nodes: Nodes, m: int, h: int, device: torch.device) -> Steps:
-    """Steps from node to node of m chains, h nodes a rank; a node's place: host * m * h + slot."""
+    """Steps from node to node. A node of m chains is at place host * m * h + slot of the view."""
     places = [host * m * h + slot for host, slot in zip(nodes.hosts, nodes.slots, strict=True)]
     return Steps.build([[*((j, j) for j in places[:-1]), (places[-1], NONE)]], device)
 

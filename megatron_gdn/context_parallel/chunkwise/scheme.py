@@ -27,12 +27,12 @@ class Chunkwise(Scheme):
     def __init__(
         self, layout: Layout, taps: int, group: dist.ProcessGroup, sequence_layout: SequenceLayout
     ) -> None:
-        """``taps``: of the convolution; ``sequence_layout``: how the data loader cut sequences."""
+        """The convolution has ``taps`` taps; ``sequence_layout``: how the loader cut sequences."""
         super().__init__(layout, group, sequence_layout)
         self._taps = taps
 
     def passage(self, documents: Documents | None, tokens: int, rows: int, like: Tensor) -> Passage:
-        """Rows stay, pieces get history and states; ``like``: a tensor on the rows' device."""
+        """The passage leaves rows in place, and gives history and states to this rank's pieces."""
         whole = one_document(tokens, like.device) if documents is None else documents
         cutting = Cutting(self.size, self.sequence_layout, self.group.rank())
         pieces, table = pieces_of(whole, cutting), state_table(whole, cutting, rows)

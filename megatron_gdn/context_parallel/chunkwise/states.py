@@ -1,8 +1,8 @@
 """The states that enter and leave a rank's pieces of sequences.
 
-Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. One exchange of maps
-gives the states that enter pieces. The backward follows the chains in reverse, with transposed
-``through`` maps and with gradients of states in place of ``local``.
+Every rank computes the maps of its pieces, ``S_out = through @ S_in + local``. From one exchange of
+maps each rank knows the states that enter its pieces. The backward follows the chains in reverse,
+with transposed ``through`` maps and with gradients of states in place of ``local``.
 
 Legend: N pieces on this rank, over all batch rows; h nodes of a chain on this rank.
 """
@@ -33,19 +33,19 @@ class StateTable:
 
     In zigzag every document is a chain of 2 * cp nodes with one piece each. In the other layouts
     the buffer is one chain. A state enters a node by the node's first piece and leaves the node by
-    its last piece, so no state passes a node of several pieces.
+    its last piece, so no state passes through a node of several pieces.
     """
 
     sequences: Documents  # boundaries of all N pieces of this rank, batch rows laid end to end
     nodes: Nodes  # the nodes of every chain
     node_count: int  # h
-    # int64 [h * chains]: first and last piece of each node here; None if each node is one piece.
+    # int64 [h * chains]: this rank's nodes' first and last piece; None: each node is one piece.
     first: Tensor | None
     last: Tensor | None
     # Tokens and boundaries of the nodes' last pieces, whose maps alone are computed; set only if
     # the last pieces have at most half of the tokens. If None, the maps of all pieces are computed.
     last_pieces: tuple[Tensor, Documents] | None
-    # Three masks, bool [h * chains, 1, 1, 1]; None if true everywhere but at the ends of chains.
+    # Three masks, bool [h * chains, 1, 1, 1]; a mask is None if true except at ends of chains.
     enters: Tensor | None  # the first piece continues a document
     leaves: Tensor | None  # the last piece's document continues on another node
     passes: Tensor | None  # a state passes from the node's begin to its end
@@ -83,7 +83,7 @@ def state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable
         return to_device(x, documents.device)
 
     def mask(x: Tensor, *unused: int) -> Tensor | None:
-        """``x`` on the device; None if ``x`` is true at all nodes, ``unused`` nodes not counted."""
+        """``x`` on the device; None if ``x`` is true at all nodes that are not ``unused``."""
         ignored = torch.tensor([j in unused for j in range(n)], device="cpu")[cutting.own]
         if known and (x.view(len(ignored), -1) | ignored[:, None]).all():
             return None
@@ -179,7 +179,7 @@ class StatesOfPieces:
         return entering.view(maps.local.shape)
 
     def _maps_of_nodes(self, rule: Rule, forward: RuleForward, inputs: Any) -> StateMap:
-        """Maps ``[h * chains, H, K, .]`` of nodes' last pieces; ``forward``: run on ``inputs``."""
+        """Maps ``[h * chains, H, K, .]`` of nodes' last pieces; ``forward`` has ``inputs``."""
         table, last = self._table, self._table.last
         if table.last_pieces is not None:
             tokens, pieces = table.last_pieces
@@ -205,7 +205,7 @@ class StatesOfPieces:
         return _scatter_to_pieces(kept[0], self._table.first, self._count)
 
     def leaving(self, backward: RuleBackward, kept: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
-        """States that entered pieces, and by ``backward`` gradients of states that leave pieces."""
+        """The states that entered pieces, and the gradients of the states that leave pieces."""
         table, (entering, through) = self._table, kept
         d_local = _select_pieces(backward.d_initial(), table.first, table.enters)
         maps = StateMap(entering, through).transposed(d_local)

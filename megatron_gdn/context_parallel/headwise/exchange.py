@@ -28,8 +28,8 @@ from .shares import HeadShares, Wave, waves_of
 MOST_WAVES = 2
 WAVE_BYTES = 96 << 20
 # Fragments below MESSAGE_BYTES travel in one message per peer, since a message costs the host some
-# 30 microseconds; a second pass then orders the rows. On 4 H200, one message per fragment takes
-# 0.85 times as long with fragments of 30 to 100 MB, and 3.5 times with fragments of 3 MB.
+# 30 microseconds; a second copy orders the rows. On 4 H200, one message per fragment takes 0.85
+# times as long as one per peer with fragments of 30 to 100 MB, 3.5 times with those of 3 MB.
 MESSAGE_BYTES = 28 << 20
 # While messages travel, a separate kernel copies the rows that stay on their rank. If these rows
 # have at most OWN_BYTES, the packing kernel copies them, because a launch would take longer.
@@ -46,8 +46,8 @@ class Exchange:
     rank_width: int  # p
     whole_width: int  # P
     waves: tuple[Wave, ...]  # the waves in which tokens travel
-    direct_fragment: float  # tokens; fragments of this size or more are sent singly
-    at_once: bool  # whether one wave's packing kernel also copies the rows that stay
+    direct_fragment: float  # fragments of this many tokens or more get a message each
+    at_once: bool  # whether the kernel that packs the only wave also copies the rows that stay
 
     @classmethod
     def of(
@@ -58,7 +58,7 @@ class Exchange:
         layout: SequenceLayout,
         rows: Tensor,
     ) -> Exchange:
-        """The exchange of ``rows`` ``[s or S, B, .]``; ``cut``: documents; ``shares``: columns."""
+        """The exchange of ``rows`` ``[s or S, B, .]`` of documents ``cut`` by column ``shares``."""
         rank, rank_width = group.rank(), shares.rank_width
         local = cut.total_tokens // shares.ranks
         row_bytes = max(1, rows.shape[1] * rank_width * rows.element_size())
@@ -88,7 +88,7 @@ def _packing_module(gpu: bool) -> ModuleType:
 
 
 def _exchange_messages(exchange: Exchange, messages: Tensor) -> tuple[list[dist.Work], Tensor]:
-    """Exchange ``messages`` with peers; return the transfers to wait for, and received messages."""
+    """Send ``messages`` to the peers; return transfers to wait for, and the peers' messages."""
     received = torch.empty_like(messages)
     rows = [messages.shape[1]] * messages.shape[0]
     rows.insert(exchange.rank, 0)
@@ -102,7 +102,7 @@ def _exchange_messages(exchange: Exchange, messages: Tensor) -> tuple[list[dist.
 def _send_fragments(
     exchange: Exchange, wave: Wave, messages: Tensor, full: Tensor, to_heads: bool
 ) -> list[dist.Work]:
-    """Send ``messages``, receive ``full``, by fragments of ``wave``; back if not ``to_heads``."""
+    """Send fragments of ``messages`` to peers' ``full``, or without ``to_heads`` the reverse."""
     # Two ranks must list the messages between them in the same order.
     group, rank = exchange.group, exchange.rank
     start_own, start_peers = (dist.isend, dist.irecv) if to_heads else (dist.irecv, dist.isend)

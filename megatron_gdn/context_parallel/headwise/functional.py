@@ -25,7 +25,7 @@ _RESOLVED = "_megatron_gdn_boundaries"
 
 
 def _check_dimensions(caller: str, tensor: Tensor, seq_dim: int, head_dim: int) -> None:
-    """Raise ``caller``'s ValueError unless 3-D ``tensor``, ``seq_dim`` 0, ``head_dim`` -1 or 2."""
+    """Raise a ValueError unless ``tensor`` is 3-D, ``seq_dim`` is 0 and ``head_dim`` -1 or 2."""
     if tensor.dim() != 3 or seq_dim != 0 or head_dim not in (-1, 2):
         raise ValueError(
             f"{caller} takes a [sequence, batch, heads] tensor with seq_dim=0 and head_dim=-1 "
@@ -36,7 +36,7 @@ def _check_dimensions(caller: str, tensor: Tensor, seq_dim: int, head_dim: int) 
 def _even_shares(
     caller: str, width: int, sections: Sequence[int] | None, cp_size: int
 ) -> HeadShares:
-    """Even shares of ``sections`` (sum: ``width``) for ``cp_size`` ranks; ``caller``: in errors."""
+    """Even shares of ``sections``, which must add up to ``width``; errors begin with ``caller``."""
     sections = [width] if sections is None else list(sections)
     if sum(sections) != width or any(section % cp_size for section in sections):
         raise ValueError(
@@ -63,21 +63,21 @@ def tensor_a2a_cp2hp(
 
     Args:
         tensor: ``[s, B, D]``.
-        seq_dim, head_dim: must be 0, and -1 or 2.
+        seq_dim, head_dim: ``seq_dim`` must be 0, ``head_dim`` must be -1 or 2.
         cp_group: the ranks that share the sequence.
-        split_sections: widths of D's sections (query heads, ...), each split over the ranks.
-        undo_attention_load_balancing: if True, ranks hold a zigzag of one sequence, and the result
+        split_sections: widths of the sections of D (query heads, ...); ranks share each section.
+        undo_attention_load_balancing: if True, tokens are cut in zigzag over ranks, and the result
             is in sequence order; if False, the result has rank 0's tokens first, then rank 1's, ...
 
     Returns:
-        ``[S, B, d]``: on rank r the r-th of cp equal shares of every section, for all tokens. The
+        ``[S, B, d]``: rank r has the r-th of cp equal shares of every section, for all tokens. The
         forward and the backward take one collective each.
 
     Raises:
         ValueError: for another dimension order, for a section that is not a multiple of cp, or for
             an S that is not a multiple of ``2 * cp`` if the zigzag is undone.
 
-    Source: the contract of ``megatron.core.ssm.gated_delta_net.tensor_a2a_cp2hp``.
+    Arguments and result are those of ``megatron.core.ssm.gated_delta_net.tensor_a2a_cp2hp``.
     """
     cp_size = cp_group.size()
     if cp_size == 1:
@@ -114,7 +114,7 @@ def tensor_a2a_hp2cp(
         ValueError: for another dimension order, for sections that do not add up to d, or for an S
             that is not a multiple of cp (of ``2 * cp`` if the zigzag is redone).
 
-    Source: the contract of ``megatron.core.ssm.gated_delta_net.tensor_a2a_hp2cp``.
+    Arguments and result are those of ``megatron.core.ssm.gated_delta_net.tensor_a2a_hp2cp``.
     """
     cp_size = cp_group.size()
     if cp_size == 1:
@@ -146,14 +146,14 @@ def get_parameter_local_cp(
     cp_group: dist.ProcessGroup,
     split_sections: Sequence[int] | None = None,
 ) -> Tensor:
-    """This rank's share of a parameter whose ``dim`` is split by heads.
+    """This rank's share of a parameter whose dimension ``dim`` is split by heads.
 
     Gradients reach only this rank's rows of ``param``. Megatron's data-parallel reduction sums the
     gradients over the group, and the sum equals the gradient of a run on one rank.
 
     Args:
         param: the whole parameter.
-        dim: the dimension of the heads.
+        dim: the dimension that the ranks share.
         cp_group: the context-parallel group.
         split_sections: widths of the sections of ``dim``, each of which is split over the ranks.
 
@@ -175,7 +175,7 @@ _CONVOLVED = ("x", "B", "C")
 
 
 def mamba_layout(heads: int, groups: int, head_dim: int, state_dim: int) -> Layout:
-    """Columns z | x | B | C | dt of Mamba2's in_proj; a group of B, or of C, has ``state_dim``."""
+    """Columns z | x | B | C | dt of in_proj; a group of B or of C has ``state_dim`` columns."""
     sections = (
         Section("z", "head", head_dim),
         Section("x", "head", head_dim, conv=True),
@@ -187,23 +187,23 @@ def mamba_layout(heads: int, groups: int, head_dim: int, state_dim: int) -> Layo
 
 
 class MambaContextParallel:
-    """Head-exchanging context parallelism around a Mamba2 mixer that owns its parameters.
+    """Context parallelism by head exchange around a Mamba2 mixer, which owns the parameters.
 
         rows = cp.pre_conv_ssm(mixer.in_proj(x))         [B, s, P] -> [B, S, p]
         y    = ...                                       convolution and recurrence, cp.get_*()
         y    = cp.post_conv_ssm(y)                       [B, S, v] -> [B, s, V]
-        out  = mixer.out_proj(mixer.norm(y))             a norm group may span all heads
+        out  = mixer.out_proj(mixer.norm(y))             on all heads: a norm group may span them
 
     The class owns no parameters: every ``get_*`` call reads the current parameters of ``mixer``,
-    also those that sharded data parallelism has replaced. Gradients reach the whole parameters;
-    their sum over the group is that of a run on one rank. All documents are in zigzag layout.
+    also those that sharded data parallelism has replaced. Gradients of the whole parameters, summed
+    over the group, are those of a run on one rank. The caller must cut every document in zigzag.
 
     Args:
         num_heads, head_dim: number and width of the mixer's heads, before ranks share the heads.
         n_groups: groups of B and C. If ranks outnumber groups, several ranks hold the same group.
         d_state: width of a group of B, and of C.
-        mixer: has ``dt_bias``, ``A_log``, ``D``, and ``conv1d`` or ``conv1d_weight`` and
-            ``conv1d_bias``.
+        mixer: a module with ``dt_bias``, ``A_log``, ``D``, and with either ``conv1d``, or
+            ``conv1d_weight`` and ``conv1d_bias``.
 
     Attributes:
         num_heads_local, n_groups_local, d_inner_local: heads, groups and channels of one rank.
@@ -239,7 +239,7 @@ class MambaContextParallel:
     def pre_conv_ssm(
         self, projected_states: Tensor, cu_seqlens: Tensor | Documents | None = None
     ) -> Tensor:
-        """Exchange ``projected_states`` ``[B, s, P]`` or ``[T / cp, P]`` for columns of all tokens.
+        """Exchange rows ``[B, s, P]`` or ``[T / cp, P]`` for this rank's columns of all tokens.
 
         ``cu_seqlens`` ``[N + 1]`` are offsets of N documents in the tokens of all ranks; the host
         reads a tensor of offsets once, at its first use. The result, ``[B, S, p]`` or ``[T, p]``,
@@ -247,7 +247,7 @@ class MambaContextParallel:
 
         Raises:
             ValueError: for rows of another width, for offsets with more than one batch row, for
-                offsets that do not end at T, or for a length that is not a multiple of 2 cp.
+                offsets that do not end at T, or for a sequence length that is no multiple of 2 cp.
         """
         return self._exchange_rows(projected_states, "projected_states", self._width, cu_seqlens)
 
@@ -268,30 +268,30 @@ class MambaContextParallel:
         return None if bias is None else self._share(bias, _CONVOLVED)
 
     def get_dt_bias(self, whole: Tensor | None = None) -> Tensor:
-        """This rank's part of ``dt_bias`` [heads]; ``whole``: dt_bias if the caller gathered it."""
+        """This rank's part of ``dt_bias`` [heads], or of ``whole``, which the caller gathered."""
         return self._share(self.mixer.dt_bias if whole is None else whole)
 
     def get_A_log(self, whole: Tensor | None = None) -> Tensor:
-        """This rank's part of ``A_log`` [heads]; ``whole``: A_log if the caller gathered it."""
+        """This rank's part of ``A_log`` [heads], or of ``whole``, which the caller gathered."""
         return self._share(self.mixer.A_log if whole is None else whole)
 
     def get_D(self, whole: Tensor | None = None) -> Tensor:
-        """This rank's part of D, by head or channel; ``whole``: D if the caller gathered it."""
+        """This rank's part of D (per head or channel), or of a gathered ``whole``."""
         return self._share(self.mixer.D if whole is None else whole)
 
     def _conv_parameter(self, name: str) -> Any:
-        """The mixer's ``conv1d.weight`` or ``conv1d_weight``; with ``name`` "bias" the bias."""
+        """The mixer's ``conv1d.<name>`` or ``conv1d_<name>``; the name is "weight" or "bias"."""
         conv = getattr(self.mixer, "conv1d", None)
         return getattr(self.mixer, f"conv1d_{name}") if conv is None else getattr(conv, name)
 
     def _share(self, param: Tensor, sections: Sequence[str] | None = None) -> Tensor:
-        """This rank's rows of ``param``, which has a row per head or per column of ``sections``."""
+        """This rank's rows of ``param``; a row is of a head, or of a column of ``sections``."""
         return param if self.cp_size == 1 else self._scheme.local(param, sections)
 
     def _exchange_rows(
         self, x: Tensor, argument: str, width: int, cu_seqlens: Tensor | Documents | None
     ) -> Tensor:
-        """Exchange ``x [(B,) tokens, width]``; back if its name ``argument`` is "output"."""
+        """Exchange ``x [(B,) tokens, width]`` to heads; to tokens if ``argument`` is "output"."""
         if self.cp_size == 1:
             return x
         if x.dim() not in (2, 3) or x.shape[-1] != width:
@@ -315,7 +315,7 @@ class MambaContextParallel:
 
 
 def _documents_of(cu_seqlens: Any, tokens: int, device: torch.device) -> Documents:
-    """The documents with offsets ``cu_seqlens``, cached on this tensor until its values change."""
+    """The documents with offsets ``cu_seqlens``, cached on that tensor until its values change."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.is_inference():
         return Documents.from_cu_seqlens(cu_seqlens, tokens, device=device)
     key, kept = (cu_seqlens._version, device), getattr(cu_seqlens, _RESOLVED, (None, cu_seqlens))

@@ -31,7 +31,7 @@ _LEFT_TO_TRANSFERS = 32
 
 
 def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
-    """The number of programs for ``tiles`` tiles; fewer ``beside_transfer``, while NCCL sends."""
+    """The number of programs for ``tiles`` tiles; fewer if NCCL sends (``beside_transfer``)."""
     if device.type != "cuda":
         return min(tiles, 3)
     processors = torch.cuda.get_device_properties(device).multi_processor_count
@@ -41,14 +41,14 @@ def _programs(tiles: int, device: torch.device, beside_transfer: bool) -> int:
 
 
 def _rows_of_tile(rows: int, element_size: int, cut: tuple[Strip, ...]) -> int:
-    """Number of rows of a tile, whose widest block of ``cut`` has about _TILE_BYTES or fewer."""
+    """How many rows a tile has: its widest block of the strips ``cut`` has <= _TILE_BYTES bytes."""
     tile = _TILE_BYTES if rows >= 4096 else _TILE_BYTES // 4
     widest = max(strip.block for strip in cut) * element_size
     return max(1, min(128, tile // widest))
 
 
 def _strides(whole: Tensor) -> tuple[int, int, int]:
-    """Strides of ``whole``'s tokens and batch rows in units of n elements, then n itself."""
+    """Return s, b, n: tokens of ``whole`` are s * n elements apart, batch rows b * n elements."""
     assert whole.stride(2) == 1 or whole.shape[2] == 1
     s, b = (whole.stride(d) if whole.shape[d] > 1 else 0 for d in (0, 1))
     align = alignment(s, b)
@@ -68,10 +68,10 @@ def _launch_copy(
     kept_rows: tuple[Tensor, Tensor] | None = None,
     beside_transfer: bool = False,
 ) -> None:
-    """Copy ``whole``'s columns to ``message_count`` messages ``rank_rows``; back if not ``pack``.
+    """If ``pack``, copy columns of ``whole`` to messages ``rank_rows``, else copy them back.
 
-    Messages of ranks ``first_rank``, ``first_rank + 1``, ... without ``skipped_rank``; ``place[t]``
-    is token t's row in a message. Columns of ``skipped_rank`` go to ``kept_rows`` (rows, places).
+    The messages are of ``message_count`` ranks from ``first_rank`` on. Columns of ``skipped_rank``
+    go to ``kept_rows`` (rows, places) or nowhere. ``place[t]`` is token t's row in a message.
     """
     tokens, batch, _ = whole.shape
     if not tokens * batch or not message_count or not cut:
@@ -95,7 +95,7 @@ def _copy_launch(
     message_count: int, first_rank: int, skipped_rank: int, has_places: bool, kept: bool,
     pack: bool, beside_transfer: bool,
 ) -> Launch:  # fmt: skip
-    """Launch of `copy_columns_kernel`: KEPT=kept, PLACED=has_places; ``strides``: of `_strides`."""
+    """The launch of `copy_columns_kernel` for these arguments; `_strides` returns ``strides``."""
     stride_s, stride_b, align = strides
     at_once = _rows_of_tile(tokens * batch, element_size, cut)
     tiles = triton.cdiv(tokens * batch, at_once) * message_count
@@ -136,7 +136,7 @@ def _unshared_strips(shares: HeadShares) -> tuple[Strip, ...]:
 def copy_kept_rows(
     whole: Tensor, full: Tensor, shares: HeadShares, rank: int, place: Tensor, *, to_full: bool
 ) -> None:
-    """Copy ``rank``'s columns to ``full[place]``; if not ``to_full``, back, only unshared ones."""
+    """If ``to_full``, copy ``rank``'s columns to ``full[place]``, else copy unshared ones back."""
     _launch_copy(
         whole, full, place, strips(shares, _COLUMNS) if to_full else _unshared_strips(shares),
         message_count=1, first_rank=rank, pack=to_full, beside_transfer=True,
@@ -157,7 +157,7 @@ def unpack_peers(
     """Write to ``whole`` the columns that peers hold. Columns that several ranks hold are summed.
 
     The sum adds ranks in ascending order, in fp32 (fp64 for fp64), and is rounded once. This rank's
-    term comes from ``full``. ``with_kept_rows`` also copies this rank's own columns from ``full``.
+    term comes from ``full``. If ``with_kept_rows``, own columns are also copied from ``full``.
     """
     _launch_copy(
         whole, messages, None, _unshared_strips(shares),
@@ -199,7 +199,7 @@ def _sum_launches(
 def move_rows(
     messages: Tensor, full: Tensor, place: Tensor, *, to_full: bool, beside_transfer: bool = False
 ) -> None:
-    """Copy ``messages``, laid end to end, to ``full[place]``; or back if not ``to_full``."""
+    """If ``to_full``, copy row t of the joined ``messages`` to ``full[place[t]]``, else back."""
     rows, cut = messages.flatten(0, 1), strips(HeadShares.even(1, messages.shape[-1:]), _COLUMNS)
     _launch_copy(
         rows, full, place, cut, message_count=1, pack=to_full, beside_transfer=beside_transfer
@@ -217,7 +217,7 @@ def _row_pointers(whole_ptr, t_R, b_R, stride_s, stride_b, ALIGN: tl.constexpr):
 def _copy_strip(
     whole_R, message_R, real_R, rank, STRIPS: tl.constexpr, AT: tl.constexpr, PACK: tl.constexpr
 ):
-    """Copy STRIPS[AT] of rows ``whole_R`` to ``message_R`` (PACK) or back; ``real_R``: mask."""
+    """If PACK, copy STRIPS[AT] of rows ``whole_R`` to ``message_R``, else back; mask ``real_R``."""
     whole_R += STRIPS[AT][0] + rank // STRIPS[AT][3] * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
     BLOCK: tl.constexpr = STRIPS[AT][4]
@@ -238,10 +238,10 @@ def copy_columns_kernel(
 ):  # fmt: skip
     """Copy the STRIPS of ranks ``first_rank``, ``first_rank + 1``, ... without ``skipped_rank``.
 
-    PACK copies from whole rows to each rank's message (``message_ptr``, RANK_WIDTH columns), else
-    back. A tile has ROWS rows; programs share the ``tiles``. With PLACED, row ``place[t]`` of the
-    only message holds token t. KEPT also copies rank ``skipped_rank``: row ``place[t]`` of ``full``
-    holds its token t.
+    With PACK columns go from whole rows to messages of RANK_WIDTH columns at ``message_ptr``, else
+    back. A tile has ROWS rows; the programs share the ``tiles``. With PLACED there is one message,
+    whose row ``place[t]`` holds token t. With KEPT columns of ``skipped_rank`` are copied too: row
+    ``place[t]`` of ``full`` holds token t.
     """
     rows = tokens * batch
     tiles_per_rank = tl.cdiv(rows, ROWS)
@@ -277,10 +277,10 @@ def _sum_strip(
     whole_R, message_R, full_R, real_R, block_index, own_rank, message_size,
     STRIPS: tl.constexpr, AT: tl.constexpr, COPIES: tl.constexpr, WIDE: tl.constexpr,
 ):  # fmt: skip
-    """Sum block ``block_index`` of STRIPS[AT] over its COPIES ranks in dtype WIDE to ``whole_R``.
+    """Write to ``whole_R`` the sum of block ``block_index`` of STRIPS[AT] over its COPIES ranks.
 
-    Pointers to R rows: ``full_R`` (for ``own_rank``), and ``message_R`` of the first message; a
-    message has ``message_size`` elements. ``real_R`` masks the rows.
+    ``full_R`` points to R rows of ``own_rank``, ``message_R`` to R rows of the first message; a
+    message has ``message_size`` elements. ``real_R`` masks the rows. The sum is in dtype WIDE.
     """
     whole_R += STRIPS[AT][0] + block_index * STRIPS[AT][2]
     message_R += STRIPS[AT][1]
@@ -310,7 +310,7 @@ def sum_copies_kernel(
     """Sum every strip over the COPIES ranks that hold it, in rank order and dtype WIDE.
 
     A peer's rows are in the peer's message. Token t of this rank (``own_rank``) is row ``place[t]``
-    of ``full``. Every COPIES ranks hold one block; programs share the ``tiles`` of all blocks.
+    of ``full``. COPIES successive ranks hold one block; programs share the ``tiles`` of all blocks.
     """
     rows = tokens * batch
     tiles_per_block = tl.cdiv(rows, ROWS)

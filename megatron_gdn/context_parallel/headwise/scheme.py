@@ -24,7 +24,7 @@ class Headwise(Scheme):
 
     Every rank gets the same number of state heads, and the key heads that its state heads use. If
     ranks outnumber key heads, neighbouring ranks hold the same key head, whose gradients are
-    summed. ``self.layout``: one rank's columns. A ValueError says why ranks cannot share the heads.
+    summed. ``self.layout``: one rank's columns. Raises a ValueError if ranks cannot share heads.
     """
 
     name = "headwise"
@@ -55,9 +55,9 @@ class Headwise(Scheme):
         )
 
     def local(self, param: Tensor, names: Sequence[str] | None = None) -> Tensor:
-        """This rank's rows of ``param``; ``names``: the sections of its rows. None: a row per head.
+        """This rank's rows of ``param``, which has the sections ``names``; None: a row per head.
 
-        The backward gives gradients to these rows alone. Megatron's data-parallel reduction
+        In the backward all other rows get zeros. Megatron's data-parallel reduction
         adds up the gradients of the group's ranks to the gradient of a run on one rank.
         """
         key = param.shape[0], None if names is None else tuple(names)
@@ -69,7 +69,7 @@ class Headwise(Scheme):
     def _shares_of_parameter(
         self, rows: int, names: tuple[str, ...] | None
     ) -> tuple[HeadShares, ColumnBlock | None]:
-        """Shares of a parameter's ``rows`` (sections ``names``); the own block, None if several."""
+        """Shares of ``rows`` in sections ``names``; this rank's block, None if it has several."""
         if names is None:
             shares = HeadShares.even(self.size, (rows,))
         else:

@@ -30,8 +30,8 @@ class ColumnBlock(NamedTuple):
 class HeadShares(NamedTuple):
     """Sections of a row, each cut into equal blocks of whole heads.
 
-    A section of ``c`` copies is cut into ``ranks / c`` blocks, and rank r holds block ``r // c``. A
-    rank's row consists of the rank's blocks, in the order of the sections.
+    If c ranks hold each column of a section, the section is cut into ``ranks / c`` blocks, and rank
+    r holds block ``r // c``. A rank's row has the rank's blocks in the order of the sections.
     """
 
     ranks: int
@@ -137,7 +137,7 @@ class Wave:
 
     @cached_property
     def mean_fragment(self) -> float:
-        """Mean tokens per fragment of the rank with most fragments; all ranks get this number."""
+        """Mean tokens per fragment on the rank with the most fragments; equal on all ranks."""
         if self.positions is None:
             return 0.0
         breaks = (self.positions.diff(dim=1) != 1).sum(dim=1)
@@ -166,7 +166,7 @@ def fragments_of(positions_s: Tensor) -> tuple[Fragment, ...]:
 def waves_of(
     cut: Documents, cp_size: int, cp_rank: int, layout: SequenceLayout, waves: int = 1
 ) -> tuple[Wave, ...]:
-    """``waves`` waves of about equal size in which rank ``cp_rank`` exchanges ``cut``'s tokens."""
+    """Cut rank ``cp_rank``'s exchange of ``cut`` into ``waves`` waves of about equal size."""
     tokens = cut.total_tokens // cp_size
     bounds = [tokens * wave // waves for wave in range(waves + 1)]
     slices = [slice(a, b) for a, b in pairwise(bounds) if a < b]  # no wave is empty
@@ -185,7 +185,7 @@ def waves_of(
 
 
 def _split_places(positions_Rs: Tensor, cp_rank: int, tokens: slice) -> tuple[Tensor, Tensor]:
-    """Split ``positions_Rs [ranks, s]`` in slice ``tokens``: rank ``cp_rank``'s and its peers'."""
+    """From columns ``tokens`` of ``positions_Rs`` return row ``cp_rank``, then all other rows."""
     place_Rs = positions_Rs[:, tokens].to(torch.int32)
     peers = torch.cat([place_Rs[:cp_rank], place_Rs[cp_rank + 1 :]])
     return place_Rs[cp_rank].contiguous(), peers.flatten()

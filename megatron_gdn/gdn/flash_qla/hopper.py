@@ -50,7 +50,7 @@ class HopperStages:
     def _sequences_and_chunks(
         self, like: Tensor, cu_seqlens: Tensor | None
     ) -> tuple[int, Tensor, Tensor, int]:
-        """Number of sequences in ``like [B, S, ..]``, offsets, first chunks; chunks per row."""
+        """Of ``like [B, S, ..]``: number, offsets, first chunks of sequences; chunks per row."""
         if cu_seqlens is None:
             rows, tokens = like.shape[:2]
             unread = self._unread((rows + 1,), torch.int32, like.device)
@@ -72,7 +72,7 @@ class HopperStages:
         reverse: bool = False,
         zero_last_chunk: bool = False,
     ) -> Tensor:
-        """Sums of ``g`` within chunks, fp32 ``[B, S, H]``; ``reverse``: from each chunk's end.
+        """Running sums of ``g`` in chunks, fp32 ``[B, S, H]``; ``reverse``: from a chunk's end.
 
         Sequences must cover all S tokens; ``zero_last_chunk`` writes zeros after the last sequence.
         """
@@ -114,10 +114,10 @@ class HopperStages:
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """How many chunks of each part matter for states, and which parts states pass.
 
-        Returns four tensors ``[P, H]``: numbers of last chunks that a part's map needs and of first
-        chunks that S_in reaches; whether S and whether dS passes the part. A state reaches chunks
-        until the log-decay sums to ``threshold``. True in ``ht_mask_fwd`` (``ht_mask_bwd``), bool
-        ``[P]``: S (dS) need not pass the part.
+        Returns four tensors ``[P, H]``: how many of a part's last chunks its map needs; how many of
+        its first chunks S_in reaches; whether S passes the part; whether dS does. S reaches a chunk
+        if the log-decay up to it sums to more than ``threshold``. Where ``ht_mask_fwd``
+        (``ht_mask_bwd``), bool ``[P]``, is True, S (dS) need not pass the part.
         """
         P, H = ht_mask_fwd.shape[0], g.shape[2]
         run = self._kernel(
@@ -150,7 +150,7 @@ class HopperStages:
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """States at chunks if ``output_h``, final states and ``through``, both in ``final_dtype``.
 
-        With ``num_warmup_chunks [P, H]`` only so many last chunks of a part run, for ``local``.
+        With ``num_warmup_chunks [P, H]`` final states count only so many last chunks of a part.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         warm = num_warmup_chunks is not None
@@ -166,7 +166,7 @@ class HopperStages:
         # The kernel always writes ``through``: zeros if the caller did not ask for the maps.
         through = k.new_empty(N, H, K, K, dtype=final_dtype)
         start = initial_state
-        if start is None:  # the kernel reads no first states, so any tensor of this shape will do
+        if start is None:  # the kernel reads no initial states; any tensor of this shape will do
             unread = final if final_dtype is _F32 else None
             start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         run = self._kernel(
@@ -188,8 +188,8 @@ class HopperStages:
     ) -> Tensor:  # fmt: skip
         """States that enter parts or, if ``backward``, dS of states that leave parts: [P, H, K, V].
 
-        ``states`` are states that enter sequences, or gradients of states that leave sequences;
-        None: zero. ``first``, int32 ``[N + 1]``: the number of every sequence's first part, and P.
+        ``states`` enter sequences or, if ``backward``, are dS of states that leave sequences; None:
+        zero. ``first``, int32 ``[N + 1]``: the number of every sequence's first part, and P.
         """
         P, H, K, V = local.shape
         dtype = _F32 if states is None else states.dtype
@@ -220,7 +220,7 @@ class HopperStages:
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """The output, the states at chunks and the final states; states not asked for are None.
 
-        ``cu_seqlens`` bounds parts, ``raw_cu_seqlens`` sequences; ``cp_seq_map``: part to sequence.
+        ``cu_seqlens`` bounds parts, ``raw_cu_seqlens`` sequences; ``cp_seq_map``: parts' sequences.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]
         N, boundaries, first, chunks = self._sequences_and_chunks(k, cu_seqlens)
@@ -231,7 +231,7 @@ class HopperStages:
         if output_final_state or initial_state is None:
             final = k.new_empty(whole, H, K, V, dtype=_F32)
         start = initial_state
-        if start is None:  # the kernel reads no first states
+        if start is None:  # the kernel reads no initial states
             unread = final if whole == N else None
             start = k.new_empty(N, H, K, V, dtype=_F32) if unread is None else unread
         ending = start[:whole] if final is None else final
@@ -261,7 +261,7 @@ class HopperStages:
         num_warmup_chunks: Tensor,
         output_dh: bool = False,
     ) -> tuple[None, Tensor]:
-        """None and dS of states entering parts, for leaving dS = 0; ``output_dh`` must be False."""
+        """None, and dS at parts' starts if dS at their ends is 0; ``output_dh`` must be False."""
         assert not output_dh
         (G, K), (H, V) = k.shape[2:], do.shape[2:]
         N, boundaries, first, _ = self._sequences_and_chunks(k, cu_seqlens)
@@ -290,9 +290,9 @@ class HopperStages:
         cu_seqlens: Tensor | None = None,
         overwrite_dht: bool = False,
     ) -> tuple[Tensor, ...]:
-        """Gradients of the inputs and of the first states.
+        """Gradients of the inputs and of the states that enter parts or uncut sequences.
 
-        ``dht`` are gradients of the final states. With ``overwrite_dht`` the first states'
+        ``dht``: gradients of the states that leave. With ``overwrite_dht`` the entering states'
         gradients overwrite ``dht``; each program reads its values of ``dht`` before it writes.
         """
         (G, K), (H, V) = k.shape[2:], v.shape[2:]

@@ -2,7 +2,7 @@
 
 For documents in fixed buffers, the host knows only the largest number of parts and chunks. Each
 sequence in such buffers is cut by its own length and the number of heads. Kernels are launched for
-the largest number, and a thread block without tokens writes nothing.
+the largest numbers, and a thread block without tokens writes nothing.
 """
 
 from __future__ import annotations
@@ -133,7 +133,7 @@ def plan_of_whole(documents: Documents) -> SequenceParts:
 
 
 def _store_chunk_tables(parts: SequenceParts, documents: Documents) -> SequenceParts:
-    """Attach chunk tables to the offsets in ``parts``, so that FlashQLA reads none from the GPU."""
+    """Attach chunk tables to the offsets in ``parts``, so that FlashQLA need not make them."""
     if not documents.known and documents.total_tokens < CHUNK:
         # A thread block without tokens reads the buffer's last 64 tokens, so the buffer needs 64.
         raise NotImplementedError(

@@ -1,8 +1,8 @@
 """FlashQLA as a rule that calls FlashQLA's stages one by one.
 
-FlashQLA's own entry function waits for sequence lengths from the GPU. It also sums dq and dk over
-value heads in an extra pass. This module cuts sequences by offsets on the host, and the backward of
-the front sums dq and dk over value heads.
+FlashQLA's own entry function waits for sequence lengths from the GPU. FlashQLA also sums dq and dk
+over value heads in an extra pass. This module cuts sequences by offsets on the host, and the
+backward of the front sums dq and dk over value heads.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ class FlashQlaForward(RuleForward):
 class FlashQlaBackward(RuleBackward):
     """The backward of one call of FlashQLA's rule."""
 
-    _maps: PartMaps | None = None  # set if the backward cuts the sequences itself
+    _maps: PartMaps | None = None  # None unless this backward cuts sequences itself
     _d_entering: Any = None  # [P, H, K, V], the result of _d_entering_states
 
     def __init__(
@@ -113,7 +113,7 @@ class FlashQlaBackward(RuleBackward):
         self._kept = self._maps.saved(entering=None)
 
     def _d_entering_states(self) -> Tensor:
-        """Gradients of states that enter parts, if the states that leave parts have no gradient."""
+        """Gradients of states that enter parts, if those of states that leave parts are zero."""
         if self._d_entering is None:
             q, k, *_, beta = self.inputs
             _, self._d_entering = stages().fused_gdr_dh(
@@ -163,7 +163,7 @@ class FlashQlaRule(Rule):
             own length and the number of heads alone. (How many value columns a block computes
             depends on the size of the batch, but no column's sums depend on that number.)
             ``ON_GRID`` cuts no sequence: a thread block computes one chunk after another with the
-            state in fp32, and can start at any chunk. The backward cuts as for ``DETERMINISTIC``.
+            state in fp32, and can start at any chunk. Its backward cuts as ``DETERMINISTIC`` does.
     """
 
     name = "flash_qla"
@@ -171,7 +171,7 @@ class FlashQlaRule(Rule):
     forward, backward = FlashQlaForward, FlashQlaBackward
 
     def __init__(self, bits: Bits = Bits.FREE) -> None:
-        """``bits``: FREE cuts by all lengths, DETERMINISTIC by each; ON_GRID: no cut in forward."""
+        """``bits``: how sequences are cut into parts; see the docstring of the class."""
         self.bits = bits
 
     def plan(

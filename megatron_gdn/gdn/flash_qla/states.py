@@ -1,7 +1,7 @@
 """Calls FlashQLA's kernels, which compute state maps, outputs and gradients.
 
 FlashQLA computes a map of states, ``S_out = through @ S_in + local``, for each part of a sequence
-and each head. Context parallelism sends the maps; the forward applies them to S_in.
+and each head. Context parallelism sends the maps; the forward applies the maps to S_in.
 
 If a head's log-decay sums to less than -20 within a part, ``through`` is zero. ``local`` is then
 computed from the last chunks alone, whose log-decay sums to -20: e^-20 = 2e-9 is below the
@@ -148,7 +148,7 @@ def run_forward(
 def initial_or_zero(
     initial: Tensor | None, inputs: RuleInputs, parts: SequenceParts | None
 ) -> Tensor:
-    """``initial``, or zero states, so that training and generation run the same kernel."""
+    """``initial``, or zeros for None; so training and generation run the same kernel."""
     if initial is not None:
         return initial.contiguous()
     assert parts is not None
@@ -169,9 +169,9 @@ def gradients(
 ) -> tuple[Tensor, ...]:
     """The gradients of the inputs, in the order of :class:`RuleInputs`.
 
-    ``states_in`` enter parts; ``d_states_out`` are gradients of states that leave parts. ``states``
-    at chunks are computed here if None. With ``overwrite_last`` the kernel may write over
-    ``d_states_out``. ``g_sum`` (log-decay summed within chunks) and ``A``: see :class:`Kept`.
+    ``states_in`` are states that enter parts, ``d_states_out`` gradients of states that leave
+    parts. ``states`` are those at chunks, computed here if None. With ``overwrite_last`` the kernel
+    may write over ``d_states_out``. ``g_sum``, ``A``: see :class:`Kept`.
     """
     run = stages()
     sequences, offsets, _ = _boundaries(parts)

@@ -74,7 +74,7 @@ class ModelBatch:
 
     @property
     def positions(self) -> Tensor:
-        """int64 ``[B or 1, s]`` on the host: tokens' positions in their documents, 0 at padding."""
+        """Positions of tokens in documents, 0 at padding; int64 ``[B or 1, s]`` on the host."""
         documents, ids = self.share.documents, self.ids
         if documents is None or ids is None:
             return self.share.positions[None]
@@ -101,7 +101,7 @@ def resolve_batch(
 ) -> ModelBatch | None:
     """Resolve one forward's batch; None if transformers' own forward continues from a cache.
 
-    ``x_BsH`` may be token ids ``[B, s]``; ``cache``: of transformers; ``fills_cache``: the forward
+    ``x_BsH`` may be token ids ``[B, s]``; ``cache`` is transformers'; ``fills_cache``: the forward
     makes a new cache. With context parallelism, ``sources`` has masks, ids and positions of this
     rank's tokens and offsets of the whole buffer; all ranks must give the same kinds of sources.
     """
@@ -182,7 +182,7 @@ def _require_agreement(sources: Sources, rows: int, share: MicroBatchShare) -> N
 
 
 def _gather(tensor: Tensor, share: MicroBatchShare) -> Tensor:
-    """Gather every rank's ``tensor``, which have equal shapes: ``[cp, ...]`` on the host."""
+    """Gather all ranks' tensors, which have one shape, into ``[cp, ...]`` on the host."""
     if share.group is None:
         return tensor[None].cpu()
     tensor = tensor[None].to(share.device).contiguous()
@@ -192,7 +192,7 @@ def _gather(tensor: Tensor, share: MicroBatchShare) -> Tensor:
 
 
 def _with_layout(sources: Sources, rows: int, share: MicroBatchShare) -> MicroBatchShare:
-    """``share`` with layout (by ``seq_index`` if given) and lengths of the sequences it cuts."""
+    """``share`` with its layout (from any ``seq_index``) and the lengths that this layout cuts."""
     whole, total, index = share.lengths, sum(share.lengths), sources.seq_index
     tokens = total // share.size
     cut = {SequenceLayout.ZIGZAG_BUFFER: whole, SequenceLayout.CONTIGUOUS: whole}
@@ -283,7 +283,7 @@ def context_parallel_share(
     cp_mesh: Any,
     layout: str | SequenceLayout = SequenceLayout.ZIGZAG_BUFFER,
 ) -> dict[str, Any]:
-    """Cut a packed batch to this rank's tokens: of every tensor, keep the tokens' columns.
+    """Cut a packed batch to this rank's tokens: every tensor keeps only these tokens' columns.
 
     Args:
         batch: as :class:`.training.PackingCollator` makes it, the same on all ranks. Tensors

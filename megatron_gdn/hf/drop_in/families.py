@@ -72,7 +72,7 @@ def _kda_mixer(module: Any, config: Any, options: Any) -> Mixer:
 
 
 class Family(NamedTuple):
-    """One family of models in transformers: names of its linear attention's submodules.
+    """A family of models in transformers, with the names of its linear attention's submodules.
 
     The concatenated outputs of ``projections`` are the mixer's rows; "a > b" calls module b on the
     output of a. If ``projections`` is empty, the module has Qwen3-Next's two projections:
@@ -168,7 +168,7 @@ def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:
 
 
 def refuse_modules_that_mix(config: Any, feature: str) -> None:
-    """Raise if other modules than linear attention do not support ``feature``, such as packing."""
+    """Raise if one of the model's other modules does not support ``feature``, such as packing."""
     indexed, why = "indexed_attention" in config.layer_types, ""
     if getattr(config, "ple_layer_ids", None):
         why = (
@@ -203,10 +203,9 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
     """Let transformers' own linear attention run on CPU tensors, whatever packages are installed.
 
     Without this call CPU tensors fail with ``0 active drivers ([])`` if flash-linear-attention is
-    installed. :func:`.patching.patch` makes this call too. Functions of transformers' modeling
-    files are replaced in this process; tensors on other devices run the same function as before.
-    Functions that the package ``kernels`` has replaced by modules stay replaced; set
-    ``USE_HUB_KERNELS=NO`` to prevent this.
+    installed; :func:`.patching.patch` calls this too. Functions of transformers' modeling files are
+    replaced in this process; tensors on other devices run the same functions as before. Functions
+    that the package ``kernels`` has replaced by modules stay unless ``USE_HUB_KERNELS=NO`` is set.
     """
     for cls in filter(None, map(transformers_class, model.modules())):
         source = sys.modules[cls.__module__]
@@ -222,7 +221,7 @@ def plain_functions_on_cpu(model: nn.Module) -> None:
 def _call_by_device(
     chosen: Callable, plain: Callable, known: frozenset[str], x: Any, *args: Any, **kwargs: Any
 ) -> Any:
-    """Call ``plain``, which has the arguments ``known``, for CPU tensors, else ``chosen``."""
+    """Call ``plain``, whose arguments are ``known``, if ``x`` is on the CPU, else ``chosen``."""
     # ``plain`` would ignore boundaries of documents; ``chosen`` refuses them on a CPU.
     packed = kwargs.get("cu_seqlens") is not None or kwargs.get("seq_idx") is not None
     if packed or x.device.type != "cpu":

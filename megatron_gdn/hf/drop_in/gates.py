@@ -27,7 +27,7 @@ class SSMGate(Fp32Parameters, nn.Module):
 
         g = -exp(A_log) * softplus(a + dt_bias)
 
-    g is at least -104 (-746 in fp64), where the decay exp(g) rounds to 0. The initial values are
+    g is clamped at -104 (-746 in fp64), below which exp(g) is 0 anyway. The initial values are
     0 for ``A_log`` and 1 for ``dt_bias``. Another ``dtype`` than fp32 or fp64 raises a ValueError.
     """
 
@@ -102,7 +102,7 @@ def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SS
     """Move ``A_log`` and ``dt_bias`` of ``module`` into a new holder; return the holder.
 
     The parameters stay the same objects. 16-bit parameters become ``fp32_dtype``; fp64 parameters
-    stay fp64. Missing parameters raise a KeyError, a dtype but fp32 and fp64 a ValueError.
+    stay fp64. Missing parameters raise a KeyError, a 16-bit ``fp32_dtype`` raises a ValueError.
     """
     holder = SSMGate(len(module._parameters["A_log"]), fp32_dtype)
     for name in FP32_GDN_PARAM_NAMES:

@@ -84,7 +84,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     :func:`.patching.patch` gives a model's modules this class. Parameters, state-dict keys and the
     class that ``isinstance`` sees are transformers' own. ``A_log`` and ``dt_bias`` stay fp32.
 
-    On one rank, a batch that is not packed runs transformers' own forward, with the same bits,
+    On one rank, a batch that is not packed runs transformers' own forward, with its bits,
     kernels and cache (unless ``unpacked="fused"``). Every other batch runs this package's mixer.
 
     ``options`` are those of :func:`.patching.patch` except ``attention``.
@@ -133,20 +133,20 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         """Run the layer.
 
         Args:
-            hidden_states: ``[B, S, H]``, this rank's tokens.
+            hidden_states: ``[B, S, D]``, this rank's tokens.
             cache_params: transformers' cache; with a cache, transformers' own forward runs. Later
                 arguments are keyword-only, since their order depends on transformers' version.
             attention_mask: ``[B, S]``, 0 at padding, or document ids 1, 2, ... if packed.
             gdn_batch: the batch's boundaries; a patched model finds them once for all layers.
             kwargs: ``position_ids``, ``cu_seqlens`` (or ``cu_seq_lens_q``), ``_packed_seq_ids``:
-                other sources of documents (:mod:`.sources`). ``indices``: int ``[T]``, the
-                tokens of ``B * S`` that ``cu_seqlens`` counts; others are padding. ``seq_index``:
+                other sources of documents (:mod:`.sources`). ``indices``: int ``[T]``, which
+                of the ``B * S`` tokens ``cu_seqlens`` counts; others are padding. ``seq_index``:
                 with context parallelism, the sequence positions of this rank's tokens.
                 ``cache_position`` and ``qkv_format`` are not read. Other keywords go to
                 transformers' kernels.
 
         Returns:
-            ``[B, S, H]``; exactly zero at the padding of packed rows.
+            ``[B, S, D]``; exactly zero at the padding of packed rows.
 
         Raises:
             ValueError: boundaries, ids, positions or lengths do not fit or contradict each other,
@@ -195,7 +195,7 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
 
 def _gated_norm(norm: Any, layout: Layout) -> GatedNorm | SplitReadout:
-    """A fused norm if ``norm`` is transformers' norm, unchanged; else a readout that calls it."""
+    """The fused norm if ``norm`` is transformers' unpatched norm, else a readout that calls it."""
     cls, activation = type(norm), getattr(norm, "activation", None)
     plain = (
         cls.__name__.endswith("RMSNormGated")

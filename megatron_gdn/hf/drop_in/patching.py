@@ -39,7 +39,6 @@ def patch(
 ) -> Patch:
     """Let this package run every linear-attention module of a transformers model, in place.
 
-    With ``attention="gathered"`` softmax attention gathers all ranks' keys and values.
     Supported: Qwen3-Next, Qwen3.5, Qwen3.5-MoE, Qwen4-Exp, OLMo Hybrid, Kimi Linear, GLM 5 next and
     Bailing Hybrid, also inside their vision-language classes. Modules, parameters, state-dict keys
     and optimizers stay valid; ``A_log`` and ``dt_bias`` become fp32.
@@ -54,16 +53,17 @@ def patch(
         cp_mesh: one-dimensional device mesh over the context-parallel ranks.
         cp_layout: how sequences are cut, if there is no ``seq_index``: ``"zigzag_buffer"``
             (DualChunkSwap of the whole row), ``"contiguous"``, or ``"zigzag"`` (of every document).
-        linear_cp_mode: ``"headwise"`` (ranks send rows), ``"chunkwise"`` (states) or ``"auto"``.
+        linear_cp_mode: ranks send rows (``"headwise"``), states (``"chunkwise"``), or ``"auto"``.
         backend, rule_operands, recompute_qkv: as in :class:`megatron_gdn.GatedDeltaNet`; a Kimi
             Delta Attention takes only `backend`.
         unpacked: what runs a batch that is not packed, on one rank: ``"transformers"`` for
-            transformers' own forward with the same bits, ``"fused"`` for this package's mixer.
-        attention: ``"gathered"`` serves context parallelism, also with packed documents. None: the
-            caller runs attention (torch's ``context_parallel``, ring attention), without packing.
+            transformers' own forward, bit for bit, ``"fused"`` for this package's mixer.
+        attention: ``"gathered"`` lets softmax attention gather all ranks' keys and values, also for
+            packed documents. If None, the caller must run softmax attention under context
+            parallelism (torch's ``context_parallel``, ring attention), without packed documents.
 
     Returns:
-        a handle. The end of a ``with`` block calls ``undo()``; ``repr`` lists the replaced modules.
+        a handle. Its ``undo()``, or the end of a ``with`` block, restores the model.
 
     Raises:
         ValueError: the model has no modules to patch, is patched already, or refuses an option.
@@ -81,10 +81,10 @@ def patch(
 
 
 class Patch(AbstractContextManager):
-    """A patched model; ``layers``: its new modules by name; ``gathers``: attention is gathered."""
+    """A patched model; ``layers`` has the replaced modules by name."""
 
     def __init__(self, model: nn.Module, options: DropInOptions, gathers: bool) -> None:
-        """Patch ``model``; ``gathers``: softmax attention gathers keys and values of all ranks."""
+        """Patch ``model``; if ``gathers``, softmax attention gathers all ranks' keys and values."""
         self.model = model
         self.layers: dict[str, CPAwareGatedDeltaNet] = {}
         self._changes = ExitStack()  # callbacks that undo the patch
@@ -170,7 +170,7 @@ class Patch(AbstractContextManager):
             )
 
     def _wrap_forward(self, text: Any, gathers: bool) -> None:
-        """Find documents before the text model's forward; ``gathers``: attention gathers keys."""
+        """Find documents before each forward of ``text``; ``gathers``: as in :meth:`__init__`."""
         names = tuple(inspect.signature(type(text).forward).parameters)[1:]
         before_patch = text.config._attn_implementation
 
@@ -230,7 +230,7 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
         return kwargs
     kwargs["gdn_batch"] = batch
     if _has_four_dimensions(mask):
-        mask = kwargs["attention_mask"] = None  # ``batch`` has what the mask says
+        mask = kwargs["attention_mask"] = None  # ``batch`` has the mask's documents and padding
     if batch.is_plain:
         return kwargs
     kwargs["use_cache"] = False
@@ -253,7 +253,7 @@ def _has_four_dimensions(mask: Any) -> bool:
 
 
 def _attention_mask(text: Any, batch: ModelBatch, x: Tensor, position_ids: Tensor) -> Any:
-    """The mask that keeps documents apart; None if ``position_ids`` or ``batch`` suffice."""
+    """The mask that keeps documents apart; None if attention reads positions or ``batch``."""
     implementation = text.config._attn_implementation
     if batch.share.group is not None:
         if batch.share.documents is not None and implementation != GATHERED:
@@ -300,7 +300,7 @@ def gathered_attention(
     gdn_batch: ModelBatch | None = None,
     **kwargs: Any,
 ) -> tuple[Tensor, None]:
-    """Causal attention: ``query [B, H, s, D]`` to ``[B, s, H, D]``; ``scaling`` of q . k."""
+    """Causal attention of ``query [B, H, s, D]``, as ``[B, s, H, D]``; ``scaling`` scales q . k."""
     if attention_mask is not None or gdn_batch is None:
         raise ValueError(
             f"{GATHERED!r} attention runs inside a model that megatron_gdn.hf.patch has patched "

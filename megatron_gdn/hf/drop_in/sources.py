@@ -10,7 +10,7 @@
 | ``position_ids`` ``[B, S]`` that start again  | TRL, veRL, transformers' flattening collator    |
 
 Ids count documents from 1 along each row; 0 is padding. The table is on the host. A 4-D mask is 1
-or True where a token sees another token. A float mask is added to scores; 0 means "sees".
+or True where a token sees another token; a float mask, which is added to scores, is 0 there.
 
 Legend: B batch, S tokens of a row, N documents, T tokens without padding.
 """
@@ -125,7 +125,7 @@ def document_ids(sources: Sources, rows: int, tokens: int) -> Tensor | None:
                 f"{int((ids > 0).sum())} of indices. Give one of them, or make them agree."
             )
         ids = ids.masked_fill(padding_BS, 0)
-    # True if the mask has document ids, or if a row has several documents or padding.
+    # Ids are needed if the mask gave them, or if a row has several documents or padding.
     packed = "attention_mask" in ids_of or bool(((ids == 0) | (ids != ids[:, :1])).any())
     return ids if packed else None
 

@@ -33,8 +33,8 @@ class PackingCollator:
     The batch has ``input_ids``, ``position_ids`` (from 0 in every document), ``labels`` (ignored at
     the start of a document, which no token predicts), ``shift_labels`` (what the token at each
     position must predict; ignored at the end of a document) and ``cu_seq_lens_q``,
-    ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. Given ``shift_labels``, transformers'
-    losses do not shift ``labels``, which would be wrong inside a rank's share of a row.
+    ``cu_seq_lens_k``, ``max_length_q``, ``max_length_k``. With ``shift_labels`` transformers'
+    losses shift no labels, because a shift would be wrong inside a rank's share of a row.
 
     Args:
         pad_to_multiple_of: the row is padded to a multiple of this number, by a document of
@@ -125,7 +125,7 @@ class ContextParallelTrainerMixin(Trainer):
         ValueError: the model is not patched; or, with context parallelism, the dataset is streamed,
             a batch has no ``shift_labels``, or ``label_smoothing_factor`` or ``compute_loss_func``
             is set.
-        RuntimeError: training without a wrapper that sums gradients over the ranks.
+        RuntimeError: the model trains without a wrapper that sums gradients over the ranks.
         NotImplementedError: predictions are asked for; a rank can predict its own tokens only.
     """
 
@@ -136,7 +136,7 @@ class ContextParallelTrainerMixin(Trainer):
         return self._share_batches_in_group(super().get_eval_dataloader(*args, **kwargs))
 
     def get_cp_size(self) -> int:
-        """How many processes share a batch; ``Trainer`` divides the number of processes by it."""
+        """How many processes share a batch; ``Trainer`` divides their total by this number."""
         return 1 if self._group is None else self._group.size()
 
     def compute_loss(
@@ -212,7 +212,7 @@ class ContextParallelTrainerMixin(Trainer):
         return loader
 
     def _require_shifted(self, inputs: dict[str, Any]) -> None:
-        """Refuse inputs or options whose loss would shift labels inside a rank's share."""
+        """Refuse inputs or options with which the loss of a rank's share would be wrong."""
         owners = {"label_smoothing_factor": self.args, "compute_loss_func": self}
         for name, owner in owners.items():
             if getattr(owner, name):
@@ -322,7 +322,7 @@ def assert_no_packing_leak(
 
     Args:
         module: a model with ``get_input_embeddings`` and logits or ``last_hidden_state``, or a
-            layer that maps hidden states ``[1, S, H]`` to hidden states.
+            layer that maps hidden states ``[1, S, D]`` to hidden states.
         lengths: tokens of each document.
         source: the argument that gives the documents to the module: ``"position_ids"``,
             ``"cu_seq_lens_q"`` (flash attention's keywords, which transformers refuses without

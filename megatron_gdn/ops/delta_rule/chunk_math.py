@@ -51,7 +51,7 @@ class _Products(NamedTuple):
     """The matrices of a group that do not depend on states; names as in the module's docstring."""
 
     P: Tensor | None  # [b, C, C]; P and q_in are None if no output is asked for
-    A: Tensor | None  # [b, C, C], read below the diagonal; A and e_in are None if e is None
+    A: Tensor | None  # [b, C, C], read only below the diagonal; None, as e_in, if e is None
     q_in: Tensor | None  # [b, C, K]
     e_in: Tensor | None  # [b, C, K]
     k_out: Tensor  # [b, C, K]
@@ -68,7 +68,7 @@ def run_group(
     pass_states: bool = True,
     set_aside: bool = False,
 ) -> tuple[Tensor | None, Tensor | None, Tensor]:
-    """Compute a group: the output ``[b, C, V]``, the state after the group, and final states.
+    """Return the output ``[b, C, V]``, the state after the group, and its sequences' final states.
 
     Args:
         carried: ``[H, K, V]``, the state after the previous group; None for the first group.
@@ -154,10 +154,10 @@ def sum_to_diagonal(x: Tensor, diagonal: int) -> Tensor:
 
 
 class _Decays(torch.autograd.Function):
-    """exp(G), exp(G_C - G) for G = cumsum(g ``[b, C]``); all ``pairs`` times exp(G_i - G_j).
+    """Returns exp(G), exp(G_C - G) and each of ``pairs`` times exp(G_i - G_j); G = cumsum(g).
 
-    Each of ``pairs`` ``[m, C, C]`` holds the products of k_j with q_i or with e_i. The decayed
-    pairs are lower triangles ``[b, C, C]``. The backward never subtracts two large sums.
+    g is ``[b, C]``. Each of ``pairs`` ``[m, C, C]`` holds the products of k_j with q_i or with e_i;
+    decayed they are lower triangles ``[b, C, C]``. The backward never subtracts two large sums.
     """
 
     @staticmethod
@@ -172,8 +172,8 @@ class _Decays(torch.autograd.Function):
         b, C = g.shape
         gamma = g.new_empty(b, C, C)  # exp(G_i - G_j)
         torch.sub(G[:, :, None], G[:, None, :], out=gamma)  # subtracts in fp64, then rounds
-        # Masked before exp: above the diagonal the exponent is positive and may overflow. The mask
-        # is 0 and not -inf, since exp(-inf) takes ten times as long on a CPU.
+        # The exponent is masked before exp, since above the diagonal it is positive and exp may
+        # overflow. The mask is 0 and not -inf: exp(-inf) takes ten times as long on a CPU.
         gamma.tril_().exp_().tril_()
         decayed = [(x[:, None] * gamma.view(len(x), -1, C, C)).flatten(0, 1) for x in pairs]
         ctx.save_for_backward(gamma, start, end, *decayed)
@@ -191,7 +191,7 @@ class _Decays(torch.autograd.Function):
         crossing = d_decayed[0] * decayed[0]
         for d, x in zip(d_decayed[1:], decayed[1:], strict=True):
             crossing.addcmul_(d, x)
-        # Element (i, t) of the product sums over keys j < t; sum(-2) sums over queries i >= t.
+        # Element (i, t) of sum_to_diagonal sums over keys j < t; sum(-2) over queries i >= t.
         dg = sum_to_diagonal(crossing, 1).tril_().sum(-2)
         C, dtype, device = gamma.shape[-1], gamma.dtype, gamma.device
         dg.addmm_(d_start * start, ones_from_diagonal(C, 0, dtype, device).mT)
@@ -251,7 +251,7 @@ def _products_per_channel(x: Values, output: bool) -> _Products:
 
 
 def _decayed_products(queries: Tensor, k: Tensor, g: Tensor) -> Tensor:
-    """Products ``[b, C, r, C]`` of k with r = 1 or 2 ``queries [b, C, r, K]`` (q, e), decayed."""
+    """Products ``[b, C, r, C]`` of keys k and ``queries [b, C, r, K]`` (q, e or both), decayed."""
     b, C, r, K = queries.shape
     # Products within blocks of `size` tokens, [blocks, size, r, size]; `size` doubles from 1 to C.
     pairs, size = (queries * k[:, :, None]).sum(-1).view(-1, 1, r, 1), 1
@@ -270,9 +270,9 @@ def _decayed_products(queries: Tensor, k: Tensor, g: Tensor) -> Tensor:
 
 
 def _sum_tokens(g: Tensor, least_distance: int, *, earlier: bool) -> Tensor:
-    """Row i of the result sums the rows j of ``g [b, m, K]`` at ``least_distance`` or farther.
+    """Row i of the result is the sum of the rows j of ``g [b, m, K]`` on one side of i.
 
-    These are rows j <= i - ``least_distance`` if ``earlier``, else j >= i + ``least_distance``.
+    Rows j <= i - ``least_distance`` are summed if ``earlier``, else j >= i + ``least_distance``.
     """
     m = g.shape[1]
     table = ones_from_diagonal(m, least_distance, g.dtype, g.device).expand(len(g), m, m)
@@ -291,7 +291,7 @@ class _SolveAndPassStates(torch.autograd.Function):
     def forward(
         ctx, A, u, e_in, k_out, decay, carried, initial, group: ChunkGroup, pass_states: bool
     ):
-        """Solve (I + A) y = u - e_in S; S_next = decay S + k_out^T y; e_in, k_out: decayed keys."""
+        """Solve (I + A) y = u - e_in S in every chunk; then S_next is decay S + k_out^T y."""
         (H, K, V), y = initial.shape[1:], u
         states = u.new_empty(len(u) // H + 1, H, K, V)
         inverse = W = None
@@ -320,7 +320,7 @@ class _SolveAndPassStates(torch.autograd.Function):
     @staticmethod
     @first_derivative_only
     def backward(ctx, dS, dy, d_carried, d_final):
-        """``dS``: gradient of the states before chunks; ``d_carried``: of that after the group."""
+        """``dS``, ``d_carried``: gradients of the states before chunks and after the group."""
         inverse, W, k_out, through, S, y = ctx.saved_tensors
         states = S.new_empty(len(S) // ctx.heads + 1, *d_carried.shape)
         if W is None:

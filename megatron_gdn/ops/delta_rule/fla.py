@@ -1,7 +1,7 @@
 """Runs delta rules by fla's kernels, with a decay per head or per channel.
 
 A chunk that starts with state S ends with the decayed S plus ``k^T (u - w S)``, where the keys
-``k`` are decayed to the chunk's end. Each subclass computes w and u by other kernels.
+``k`` are decayed to the chunk's end. Each subclass computes w and u by kernels of its own.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ CHANNEL_RULE_KERNELS = {
 
 
 class FlaDeltaRule(FlaRule):
-    """fla's delta rule; :meth:`inside` returns k, w, u, sums of g (``g``, per channel ``gk``)."""
+    """fla's delta rule; :meth:`inside` returns k, w, u, g's sums (``g``; per channel: ``gk``)."""
 
-    # A method of each subclass. It returns the arguments of a backward kernel: q, k, w, the sums of
+    # Each subclass has this method. It returns arguments of a backward kernel: q, k, w, the sums of
     # g, and dv, the share of the written values' gradient that comes from d_o of the same chunk.
     readers: Callable[..., dict[str, Tensor]]
 
@@ -81,9 +81,9 @@ class FlaChannelRule(FlaDeltaRule):
     subclass names fla's functions ``within``, ``within_again`` and ``backward_within``.
     """
 
-    within: ClassVar[str]  # name of fla's function; it returns w, u, an unused item, k, Aqk, Akk
-    within_again: ClassVar[str]  # name of fla's function; from Akk it computes w, u, q, k
-    backward_within: ClassVar[str]  # name of fla's function for all gradients
+    within: ClassVar[str]  # name of fla's function for w, u, an unused item, k, Aqk, Akk
+    within_again: ClassVar[str]  # name of fla's function that computes w, u, q, k from Akk
+    backward_within: ClassVar[str]  # name of fla's function that computes all gradients
     gates: ClassVar[tuple[str, ...]]  # fla's argument names for the rule's inputs after g
     grads: ClassVar[Any] = RuleGrads
     settings: dict[str, Any] = {}  # noqa: RUF012  further arguments, which a subclass sets

@@ -1,8 +1,8 @@
-"""Linear-attention rules in chunks, in plain torch: any device, dtype and head dim.
+"""Linear-attention rules in chunks, in plain torch, for any device, dtype and head dim.
 
-Each mixer's subclass converts the rule's inputs to :class:`.chunk_math.Values`. The backward runs
-the forward again under autograd, one group of chunks at a time, so no pass keeps a tensor ``[T,
-C]``. Every reduction has a fixed order, so results repeat bit for bit.
+Each mixer's rule is a subclass of :class:`PlainRule` that makes :class:`.chunk_math.Values` of its
+inputs. The backward runs the forward again under autograd, one group of chunks at a time, so no
+pass keeps a tensor ``[T, C]``. Every reduction has a fixed order, so results repeat bit for bit.
 
 If an input of a token, except q, is NaN or inf, the head's outputs are NaN from this token on;
 outputs of earlier tokens keep their bits. A log-decay may be -inf. If products of finite numbers
@@ -35,7 +35,7 @@ class _ChunkedInputs:
     """The rule's inputs of ``stage``, a forward or backward, cut into groups of chunks."""
 
     def __init__(self, stage: Any, one_chunk_groups: bool = False) -> None:
-        """``one_chunk_groups``: on a CPU a group has one chunk, so all products have one shape."""
+        """``one_chunk_groups``: let groups have one chunk on a CPU, so products have one shape."""
         rule, self.inputs, documents = stage.rule, stage.inputs, stage.documents
         k, v = self.inputs.k, self.inputs.v
         self.values, self.wide = rule.values, torch.promote_types(v.dtype, torch.float32)
@@ -83,7 +83,7 @@ class PlainForward(RuleForward):
 
     @torch.no_grad()
     def state_map(self) -> StateMap:
-        """``local``: final states from zeros. ``through``: final states from I if v is 0.
+        """``local``: final states from zeros. ``through``: final states from I without writes of v.
 
         If the rule erases nothing, ``through`` is diagonal, so one column of ones replaces I.
         """
@@ -169,10 +169,10 @@ class PlainBackward(RuleBackward):
 
 
 class PlainRule(Rule):
-    """The gated delta rule, with a decay per head or per channel: ``backend="reference"``."""
+    """The gated delta rule of ``backend="reference"``, with a decay per head or per channel."""
 
     name = "reference"
-    bits = Bits.DETERMINISTIC  # the weakest promise; ``bits`` of the constructor may be stronger
+    bits = Bits.DETERMINISTIC  # the least promise; the constructor's ``bits`` may promise more
     reads_again = frozenset(RuleInputs._fields)
     forward, backward = PlainForward, PlainBackward
     grads: ClassVar[Any] = RuleGrads

@@ -27,7 +27,7 @@ class LinearDims:
     conv_kernel_dim: int
 
     may_be_zero: ClassVar[tuple[str, ...]] = ()  # names of sizes that may be 0
-    also_shared: ClassVar[tuple[str, ...]] = ()  # names of more sizes that are split over ranks
+    also_shared: ClassVar[tuple[str, ...]] = ()  # names of more sizes that :meth:`shard` divides
 
     def __post_init__(self) -> None:
         require_sizes(self, self.may_be_zero)

@@ -7,8 +7,8 @@ Algorithms", 14.2):
     [ A    ]^-1   [  A^-1                ]
     [ B  D ]    = [ -D^-1 B A^-1    D^-1 ]
 
-The product (I - L)(I + L^2)(I + L^4)... is not used: if a key repeats, L has entries near one, and
-powers of L reach 1e18 before they cancel.
+(I + L)^-1 = (I - L)(I + L^2)(I + L^4)... is not used: if a key repeats, L has entries near one,
+and powers of L reach 1e18 before they cancel.
 """
 
 from __future__ import annotations

@@ -28,15 +28,15 @@ def _walk_one_token(
     MASK_DOCUMENTS: tl.constexpr, HAS_HISTORY: tl.constexpr, NORMALISE: tl.constexpr,
     SCALED: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """d(pre-activation) of a token per segment, and dx of the token W - 1 before it.
+    """d(pre-activation) of one token per segment, and dx of the token W - 1 tokens earlier.
 
-    ``d_1D``: channels; if PADDED, ``real_1D`` exist. ``position_*``: tokens' places in documents.
-    ``partial_dx``: dx of the last W - 1 tokens so far. HAS_HISTORY: a lead-in is at ``lead_ptr``.
-    MASKED: near a sequence's end or, if MASK_DOCUMENTS, a document's. ``grad_ptr``: gradients of
-    GROUP copies, to sum; SCALED: times ``factor``. NORMALISE: outputs have unit length.
-    ``stride_s``, ``*_stride``: elements from token to token. ``bias_1D``: the bias, if HAS_BIAS.
-    ``place_ptr``: tokens' rows in the lead-in. ``t_R``, ``real_R``: the segments' tokens, and which
-    exist. ``history``: the last W - 1 inputs, newest first.
+    ``t_R``: one token of each segment; ``real_R``: whether it exists. ``d_1D``: the channels; if
+    PADDED, only ``real_1D`` exist. ``position_*``: tokens' places in documents. ``history``: the
+    last W - 1 inputs, newest first; ``partial_dx``: the unfinished dx of these tokens. If
+    HAS_HISTORY, the lead-in is at ``lead_ptr``, and ``place_ptr`` has tokens' rows in it. MASKED: a
+    sequence or, if MASK_DOCUMENTS, a document may end nearby. ``grad_ptr``: gradients of GROUP
+    copies of the output, which are summed and, if SCALED, multiplied by ``factor``. NORMALISE:
+    outputs have unit length. ``stride_s``, ``*_stride``: elements from token to token.
     """
     x_RD = load_row(x_ptr + t_R[:, None] * stride_s + d_1D, real_R, real_1D, PADDED, MASKED)
     grad_at_RD = grad_ptr + t_R[:, None] * grad_stride + d_1D
@@ -91,12 +91,12 @@ def walk_head_backward(
     HAS_BIAS: tl.constexpr, PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, MASKED: tl.constexpr,
     NORMALISE: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of one head in ROWS segments of ``steps`` tokens; a step computes one of each.
+    """Gradients of one head in ROWS segments of ``steps`` tokens; a step takes a token of each.
 
-    ``proj_ptr``: rows. ``weight_ptr``, ``bias_ptr``: the convolution's. Results: dx at
-    ``d_proj_ptr`` (token stride ``d_stride_s``), d(lead-in) at ``d_lead_ptr``, sums of d(weight),
-    d(bias) at ``partial_ptr``. ``column``: the head's first channel, of CHANNELS. STAGES:
-    ``num_stages``. PACKED: several documents. BLOCK_D: D rounded up to a power of two.
+    ``proj_ptr``: rows. ``weight_ptr``, ``bias_ptr``: the convolution's. Writes dx to ``d_proj_ptr``
+    (token stride ``d_stride_s``), d(lead-in) to ``d_lead_ptr``, and sums of d(weight) and d(bias)
+    over the segments to ``partial_ptr``. ``column``: the head's first of the CHANNELS channels.
+    STAGES: ``num_stages``. PACKED: several documents. BLOCK_D: D rounded up to a power of two.
 
     A token's dx is a sum over d(pre-activation) of this token and of the next W - 1 tokens. The
     loop keeps unfinished sums in registers, so it loads every input once; only W - 1 tokens past
@@ -108,7 +108,7 @@ def walk_head_backward(
     real_D = d_D < D
     d_1D = d_D[None, :]
     real_1D = real_D[None, :]
-    first_R = tl.arange(0, ROWS) * steps  # from token ``start``, where x_ptr, dx_ptr begin
+    first_R = tl.arange(0, ROWS) * steps  # counted from token ``start``
     base = tl.cast(start, tl.int64)
     x_ptr = proj_ptr + base * stride_s + column
     dx_ptr = d_proj_ptr + base * d_stride_s + column

@@ -77,7 +77,7 @@ def load_history(
     x_at_RD, stride, position_R, real_R, real_1D,
     W: tl.constexpr, PADDED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Load the W - 1 inputs before those at ``x_at_RD``, newest first; 0 for other documents.
+    """Load the W - 1 inputs before ``x_at_RD``, newest first; 0 where these are another document's.
 
     ``stride``: elements between tokens. ``position_R``: each token's place in its document.
     """
@@ -101,7 +101,7 @@ def drop_other_document(history, position_R, W: tl.constexpr):
 
 @triton.jit
 def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constexpr):
-    """The pre-activation of a token ``x_RD`` per segment; ``history``: the inputs before x."""
+    """Convolve one token ``x_RD`` per segment; ``history``: the W - 1 inputs before x."""
     pre_RD = taps[W - 1] * x_RD
     if HAS_BIAS:
         pre_RD += bias_1D
@@ -112,7 +112,7 @@ def convolve(x_RD, history, taps, bias_1D, W: tl.constexpr, HAS_BIAS: tl.constex
 
 @triton.jit
 def load_lead_in(lead_at_1D, place_R, real_1D, stride):
-    """A token's lead-in per segment: row ``place_R`` from pointers ``lead_at_1D`` on, 0 if < 0."""
+    """For each segment, load row ``place_R`` of the lead-ins at ``lead_at_1D``; 0 if it is < 0."""
     at_RD = lead_at_1D + tl.cast(place_R, tl.int64)[:, None] * stride
     return tl.load(at_RD, mask=(place_R >= 0)[:, None] & real_1D, other=0.0)
 
@@ -123,7 +123,7 @@ def meets_a_boundary(position_ptr, start, S, tokens, W: tl.constexpr, PACKED: tl
 
     A walk that meets no boundary needs no masks. In a long sequence few walks meet a boundary.
     """
-    end = start + tokens + (W - 1)  # one past the last token that the walk reads
+    end = start + tokens + (W - 1)  # one past the last token that a walk or its taps read
     meets = (start < W - 1) | (end > S)
     if PACKED:
         # The last token's position shows whether all taps of ``start`` are in its document.

@@ -24,7 +24,7 @@ def _log_decay(dt, A_log):
 
 @triton.jit
 def _log_decay_backward(dt, A_log, d_g):
-    """Gradients of dt and A_log from ``d_g``, the log-decay's gradient; 0 if the decay is 0."""
+    """Gradients of dt and A_log from ``d_g`` of the log-decay; 0 where it is LEAST_LOG_DECAY."""
     rate = minus_rate(A_log)
     held = rate * dt < LEAST_LOG_DECAY
     d_g = tl.where(held, 0.0, d_g)  # masked before the products: inf * 0 would be NaN
@@ -41,7 +41,7 @@ def decay(x, A_log, low, high):
 
 @triton.jit
 def decay_backward(x, A_log, d_g, d_same, low, high):
-    """Gradients of x, A_log from ``d_g`` of the log-decay; ``d_same``, of its copy, is not used."""
+    """Gradients of x and A_log from the log-decay's gradient ``d_g``; ``d_same`` is ignored."""
     d_dt, d_A_log = _log_decay_backward(softplus(x), A_log, d_g)
     return d_dt * sigmoid(x), d_A_log
 
@@ -55,7 +55,7 @@ def bounded_decay(x, A_log, low, high):
 
 @triton.jit
 def bounded_decay_backward(x, A_log, d_g, d_same, low, high):
-    """Gradients of x, A_log from ``d_g`` of the log-decay; ``d_same``, of its copy, is not used."""
+    """Gradients of x and A_log from the log-decay's gradient ``d_g``; ``d_same`` is ignored."""
     rate = -minus_rate(A_log)
     sig = sigmoid(rate * x)
     d_x = d_g * low * sig * (1.0 - sig) * rate
@@ -73,7 +73,7 @@ def time_step(x, A_log, low, high):
 
 @triton.jit
 def time_step_backward(x, A_log, d_g, d_dt, low, high):
-    """Gradients of x (0 if dt is clamped) and A_log; ``d_g``: of the log-decay, ``d_dt``: of dt."""
+    """Gradients of x (0 if dt is clamped) and A_log from ``d_g`` (log-decay) and ``d_dt`` (dt)."""
     free = softplus(x)
     _, dt = time_step(x, A_log, low, high)
     of_decay, d_A_log = _log_decay_backward(dt, A_log, d_g)

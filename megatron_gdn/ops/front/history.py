@@ -125,7 +125,7 @@ def _history_table(lengths: tuple[int, ...], past: int, device: torch.device) ->
 def _last_row_indices(
     lengths: tuple[int, ...], past: int, device: torch.device
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """For the last ``past`` rows of each sequence: index in new rows, in old rows; whether new."""
+    """For each sequence's last ``past`` rows: indices in new rows, in old rows; which are new."""
     length = torch.tensor(lengths, dtype=torch.int64, device="cpu")[:, None]
     start = length.cumsum(0) - length
     # The place of each last row in its sequence; a negative place means an old row.
@@ -138,7 +138,7 @@ def _last_row_indices(
 
 
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
-    """The last p rows ``[N, C, p]`` of each sequence: ``rows_sBC`` behind rows ``before_NCp``."""
+    """The last p rows ``[N, C, p]`` of each sequence: first ``before_NCp``, then ``rows_sBC``."""
     N, _, past = before_NCp.shape
     if documents is None:
         # Copy no more than the last p of the new rows.
@@ -151,7 +151,7 @@ def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None)
 
 
 class HistoryLink(Protocol):
-    """Fetches the history of a batch; sends its gradient to the pieces that have these rows."""
+    """Fetches the history of a batch; sends the gradient to the pieces whose rows these are."""
 
     def fetch(self, rows_sBC: Tensor) -> History:
         """Send the rows that other pieces need; wait for and return the history of this batch."""

@@ -23,7 +23,7 @@ _CHANNELS = 256  # per program
 def _rows_before(rows_ptr, before_ptr, stride_r, at_1C, real_1C, W: tl.constexpr):
     """Load the W - 1 rows before a piece, newest first, by indices at ``before_ptr``; -1 gives 0.
 
-    ``stride_r``: elements between rows. ``at_1C``: channels' offsets; ``real_1C``: which exist.
+    Rows lie ``stride_r`` elements apart. ``at_1C`` are channels' offsets, ``real_1C`` their mask.
     """
     rows = ()
     for age in tl.static_range(1, W):
@@ -40,7 +40,7 @@ def lead_in_kernel(
 ):  # fmt: skip
     """grid (N, blocks of channels, B): write the lead-in ``[N, W - 1, B, C]`` to ``lead_ptr``.
 
-    ``stride_r``, ``stride_b``, ``stride_c``: of the rows ``[R, B, C]``. BLOCK: channels of a block.
+    The rows ``[R, B, C]`` have the three strides. A block has BLOCK of the CHANNELS.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -68,7 +68,7 @@ def lead_in_backward_kernel(
 ):  # fmt: skip
     """grid (N, blocks of channels, B): write ``d_rows_ptr [R, B, C]``, and sums for d(weight).
 
-    Sums: the first C W columns of ``partial_ptr [N B, columns]``. ``edge_ptr``: edge tokens or -1.
+    Sums go to columns [0, C W) of ``partial_ptr [N B, columns]``; at ``edge_ptr`` -1 is no token.
     """
     n = tl.cast(tl.program_id(0), tl.int64)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -107,7 +107,7 @@ def add_rows_kernel(
 ):  # fmt: skip
     """grid (M, blocks of channels, B): add gradients at ``returned_ptr`` to ``d_rows_ptr``.
 
-    Line m at ``additions_ptr``: token of ``d_rows_ptr``, then ``most`` indices of gradients or -1.
+    Line m at ``additions_ptr`` has a token to add to, then ``most`` indices of gradients or -1.
     """
     line_ptr = additions_ptr + tl.program_id(0) * (1 + most)
     b = tl.cast(tl.program_id(2), tl.int64)
@@ -124,7 +124,7 @@ def add_rows_kernel(
 
 
 def lead_in(history: History | None, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
-    """The lead-in ``[N, W - 1, B, C]`` in fp32, and ``table.place``; None, None without history."""
+    """The fp32 lead-in ``[N, W - 1, B, C]`` and ``table.place``; both None without history."""
     if history is None or not len(history.table.before):
         return None, None
     rows, table = history.rows, history.table
@@ -136,7 +136,7 @@ def lead_in(history: History | None, weight: Tensor) -> tuple[Tensor | None, Ten
 
 
 def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: Tensor) -> None:
-    """From ``d_lead`` of the lead-in write ``history.d_rows``; d(weight)'s sums to ``partial``."""
+    """From ``d_lead`` compute ``history.d_rows``, and sums of d(weight) into ``partial``."""
     (rows, table, d_rows), columns = history, partial.shape[1]
     partial.zero_()
     (N, _), (B, C) = table.before.shape, rows.shape[1:]
@@ -146,7 +146,7 @@ def lead_in_backward(history: History, weight: Tensor, d_lead: Tensor, partial: 
 
 
 def add_rows(d_rows: Tensor, returned: Tensor, additions: Tensor) -> None:
-    """Add fp32 gradients ``returned [., B, C]`` to ``d_rows``; ``additions``: of `HistoryTable`."""
+    """Add ``returned [., B, C]`` to ``d_rows`` by ``HistoryTable.additions``, in fp32."""
     (M, columns), (B, C) = additions.shape, returned.shape[1:]
     launch = _launch(add_rows_kernel, M, B, C, columns - 1, *d_rows.stride()[:2])
     launch(returned, additions, d_rows)

@@ -4,14 +4,14 @@ Element (t, b, column) of the rows is at ``t * stride_s + b * stride_b + column`
 fp32, with one rounding at the store. The backward computes activations again from the rows.
 :mod:`.launches` passes the front's table as two constant tuples:
 
-    CONVOLVED   for each of three sections (first slot, heads, first channel, dim, block,
-                unit length, gradients per head)
-    GATES       for each gate (first slot, programs, first column, columns of a program, block,
-                per channel, inputs made, has a rate, low, high, gradients per head)
+    CONVOLVED   for each of three sections: first slot, heads, first channel, dim, block,
+                unit length or not, gradients summed per head
+    GATES       for each gate: first slot, programs, first column, columns of a program, block,
+                per channel or not, number of results, rate or not, low, high, gradients summed
 
 Each gate's function is a separate constant, because Triton's cache key contains the source of a
 function only if the function itself is a constant. In names of tiles T is tokens, D is columns.
-*Slots* number the programs of one token tile; each computes a head or some columns of a gate.
+A *slot* is a program's number in its token tile; a program computes a head or columns of a gate.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ def _convolve_slot(
     PACKED: tl.constexpr, HAS_HISTORY: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
     TABLE: tl.constexpr, SECTION_INDEX: tl.constexpr,
 ):  # fmt: skip
-    """Convolve one head, if section SECTION_INDEX of TABLE has the head that ``slot`` numbers.
+    """If ``slot`` belongs to a head of section SECTION_INDEX of TABLE, convolve this head.
 
     ``slot``: this program's number within the tile. TABLE: CONVOLVED, with one tuple per section.
-    ``b``, ``start``: batch row and first token of the tile. ALWAYS_MASKED: use the code
-    with masks everywhere, not only near an end of a document.
+    ``b``, ``start``: batch row and first token of the tile. ALWAYS_MASKED: run the code with masks
+    in every tile, not only in a tile that meets an end of a document or of the sequence.
     """
     FIRST: tl.constexpr = TABLE[SECTION_INDEX][0]
     HEADS: tl.constexpr = TABLE[SECTION_INDEX][1]
@@ -68,7 +68,7 @@ def _gate_slot(
     rows_ptr, A_log_ptr, dt_bias_ptr, first_ptr, second_ptr, slot, b, start, S, tokens, stride_s,
     FUNCTION: tl.constexpr, TABLE: tl.constexpr, GATE_INDEX: tl.constexpr,
 ):  # fmt: skip
-    """If gate GATE_INDEX of TABLE (GATES) has ``slot``, write its FUNCTION's results for the tile.
+    """If ``slot`` belongs to gate GATE_INDEX of TABLE (GATES), write FUNCTION's results for a tile.
 
     ``first_ptr``, ``second_ptr``: receive the first and, if there is one, the second result.
     ``A_log_ptr``, ``dt_bias_ptr``: parameters A_log and dt_bias, read if the gate has a rate.
@@ -122,14 +122,14 @@ def front_forward_kernel(
     ROWS: tl.constexpr, STAGES: tl.constexpr, HAS_BIAS: tl.constexpr, PACKED: tl.constexpr,
     HAS_HISTORY: tl.constexpr, ALWAYS_MASKED: tl.constexpr,
 ):  # fmt: skip
-    """The front's forward. Grid: (slots of heads, then gates; token tiles; B).
+    """The front's forward. Grid: (slots of heads, then of gates; token tiles; B).
 
-    Outputs: convolved ``x_ptr``, ``y_ptr``, ``z_ptr``; gates ``g_ptr``, ``h_ptr``, ``i_ptr``.
-    ``gates_ptr``: rows with gates. ``*stride_*``: elements per token (s), per batch row (b). GATE,
-    SECOND_GATE, THIRD_GATE: functions. CONVOLVED, GATES: tables of sections, gates. FIRST: first
-    convolved column. ``first_slot``: of program 0. Programs of neighbouring heads run at the same
-    time, so together they read whole rows. If a table has only one gate, the gate may have two
-    results: the second goes to ``h_ptr``.
+    Writes the convolved sections to ``x_ptr``, ``y_ptr``, ``z_ptr`` and the gates to ``g_ptr``,
+    ``h_ptr``, ``i_ptr``; a table's only gate may write a second result, to ``h_ptr``.
+    ``gates_ptr``: rows with the gates' columns. ``*stride_s``, ``*stride_b``: elements from a token
+    or batch row to the next. GATE, SECOND_GATE, THIRD_GATE: the gates' functions. FIRST: first
+    convolved column. ``first_slot``: the slot of program 0. Programs of neighbouring heads run at
+    the same time, so together they read whole rows.
     """
     slot = tl.program_id(0) + first_slot
     tokens = ROWS * steps
@@ -220,7 +220,7 @@ def _gate_slot_backward(
     GROUP: tl.constexpr = TABLE[GATE_INDEX][10]
     HEADS: tl.constexpr = PROGRAMS if CHANNELS else D
     SPAN: tl.constexpr = _SPAN // 2 // BLOCK if BLOCK < _SPAN // 2 else 1
-    # GROUP gradients are summed: D elements apart if the gate is per channel, else 1 element.
+    # GROUP gradients are summed, which are D elements apart if the gate is per channel, else 1.
     MEMBER: tl.constexpr = D if CHANNELS else 1
     APART: tl.constexpr = 1 if CHANNELS else GROUP
     if (slot >= FIRST) & (slot < FIRST + PROGRAMS):
@@ -289,14 +289,14 @@ def front_backward_kernel(
     HAS_HISTORY: tl.constexpr, ALWAYS_MASKED: tl.constexpr, H: tl.constexpr,
     RATE_COLUMN: tl.constexpr, COLUMNS: tl.constexpr, SCALED: tl.constexpr,
 ):  # fmt: skip
-    """The front's backward. Grid: (slots, token tiles, B); the gates' slots come first.
+    """The front's backward. Grid: (slots of gates, then of heads; token tiles; B).
 
-    Gradients of the rule's inputs: ``dx_ptr``, ``dy_ptr``, ``dz_ptr`` (of convolved sections),
-    ``dg_ptr``, ``dh_ptr``, ``di_ptr`` (of gates); results: ``d_rows_ptr``, ``d_gates_ptr`` (of the
-    gates' columns). ``*stride_s``, ``*stride_b``: elements between tokens, between batch rows. A
-    tile has COLUMNS partial sums, a row of ``partial_ptr``, for the gradients of conv weight
-    [C, W], conv bias [C] and, from RATE_COLUMN on, A_log and dt_bias. Each program writes some
-    columns of its tile's row; a second launch adds the rows in a fixed order.
+    Reads the gradients of the convolved sections (``dx_ptr``, ``dy_ptr``, ``dz_ptr``) and of the
+    gates (``dg_ptr``, ``dh_ptr``, ``di_ptr``). Writes the gradients of the rows to ``d_rows_ptr``,
+    of the gates' columns to ``d_gates_ptr``. Strides are as in the forward. Each tile has a row of
+    COLUMNS partial sums in ``partial_ptr`` for the gradients of conv weight [C, W], conv bias [C]
+    and, from column RATE_COLUMN on, A_log and dt_bias. Each program writes some columns of its
+    tile's row; a second launch adds the rows of all tiles in a fixed order.
     """
     slot = tl.program_id(0)
     tile = tl.program_id(1)

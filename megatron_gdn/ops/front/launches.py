@@ -45,7 +45,7 @@ class TritonFront(TableFront):
 
     @cached_property
     def outputs(self) -> tuple[tuple[tuple[str, ...], tuple[int, ...]], ...]:
-        """Per section: the names and shape (``[heads]`` or ``[heads, dim]``) of its rule inputs."""
+        """Names and shape (``[heads]``, ``[heads, dim]``) of the rule inputs of each section."""
         shape_of, table = self.layout.shape_of, self.table
         made = [((part.rule_input,), shape_of(part.section)) for part in table.convolved]
         gates = [(x.rule_input, shape_of(x.section)[: 1 + x.channels]) for x in table.gates]
@@ -86,7 +86,7 @@ class TritonFront(TableFront):
     def _compute_gradients(
         self, batch: Batch, grads: Any, d_proj: Tensor, d_apart: Tensor | None
     ) -> tuple[Tensor | None, ...]:
-        """Parameters' gradients; writes those of rows to ``d_proj``, gates' own to ``d_apart``."""
+        """Return gradients of the parameters; write those of rows to ``d_proj`` and ``d_apart``."""
         proj, given, documents, history = batch
         S, B, _ = proj.shape
         d_made = [getattr(grads, name).contiguous() for names, _ in self.outputs for name in names]
@@ -119,7 +119,7 @@ class TritonFront(TableFront):
 
 
 def _padded(per_gate: list[Any], absent: Any) -> list[Any]:
-    """``per_gate`` (one element for each gate), filled up with ``absent`` to three elements."""
+    """The list ``per_gate``, one element for each gate, filled up to three with ``absent``."""
     return [*per_gate, *[absent] * (_MOST_GATES - len(per_gate))]
 
 
@@ -132,7 +132,7 @@ def _forward_launch(
     """The forward's launch; ``wanted_outputs``: for each section, whether its output is computed.
 
     ``gates_apart``: the gates' columns have rows of their own. ``gate_strides``: strides of S and B
-    in these rows. ``has_bias``: the convolution has a bias; ``has_history``: a history is given.
+    in the gates' rows. ``has_bias``: the convolution has a bias. ``has_history``: history is given.
     """
     tile = front.tile or front_forward_tile(S * B, _widest_head(front))
     tile = within_32_bit_offsets(
@@ -159,8 +159,8 @@ def _backward_plan(
 ) -> tuple[Launch, tuple[int, int]]:  # fmt: skip
     """The backward's launch, and the numbers of tiles and of columns of the partial sums.
 
-    ``d_heads``: heads of each gradient; ``element_bytes``: of an element of the rows and of a
-    gradient; ``has_factor``: a factor multiplies gradients; ``gates_apart``: as in the forward.
+    ``d_heads``: the number of heads of each gradient. ``element_bytes``: the bytes of an element of
+    the rows, of a gradient. ``has_factor``: gradients get a factor per head.
     """
     layout, heads = front.layout, [shape[0] for names, shape in front.outputs for _ in names]
     assert all(of % n == 0 for of, n in zip(d_heads, heads, strict=True)), (d_heads, heads)
@@ -238,7 +238,7 @@ def kernel_tables(
 def _constants(
     front: TritonFront, tile: SegmentTile, W: int, has_bias: bool, packed: bool, has_history: bool
 ) -> dict[str, Any]:
-    """The constexpr arguments and compile options of both kernels, which cut tokens by ``tile``."""
+    """Constexpr arguments and compile options of both kernels; ``tile``: how tokens are cut."""
     assert tile.steps % 4 == 0, "the loop is unrolled four times"
     always_masked, layout = front.batch_invariant and packed, front.layout
     return {

@@ -107,7 +107,7 @@ def front_of(
     Args:
         kernels: ``"auto"`` (Triton on a GPU, for 2 to 8 taps and any dtype but fp64), ``"triton"``
             or ``"torch"``.
-        operands: the rule's dtype of q, k and v; None: ``rows_dtype``.
+        operands: the dtype of the q, k and v that the rule gets; None: ``rows_dtype``.
         again: names of the rule's inputs that the backward computes again.
     """
     if kernels not in ("auto", "triton", "torch"):

@@ -43,7 +43,7 @@ class Gate(NamedTuple):
     section: str
     rule_input: tuple[str, ...]  # names of the rule's inputs, one for each result of the function
     function: Callable[..., tuple[Tensor, ...]]  # of :mod:`.gates`
-    rated: bool = False  # whether it uses A_log [heads], dt_bias [columns]; one gate per table does
+    rated: bool = False  # if it uses A_log [heads], dt_bias [columns]; in a table one gate does
     channels: bool = False  # a value per channel of each head, not a value per head
     low: float = 0.0
     high: float = 1.0
@@ -51,10 +51,10 @@ class Gate(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class FrontTable:
-    """The sections of a row that a mixer's front reads, and the rule's inputs that it makes.
+    """The sections of a row that a mixer's front reads, and the rule's inputs that the front makes.
 
     A decode step updates the state S of each head. The sections ``step_sections`` give q, k and v.
-    The first gate is g, the log-decay; the last is w, the write strength; b is the second of three:
+    The first gate is the log-decay g, the last the write strength w; of three the second is b:
 
         S = exp(g) S
         S = S + w k (v - S^T k)^T  or  S + k (w v - S^T (b k))^T  with b,  if ``erases``
@@ -79,13 +79,13 @@ class FrontTable:
 
 
 class FrontParameters(NamedTuple):
-    """A front's parameters: conv weight and bias, A_log, dt_bias, a shared one, gates' own rows."""
+    """The parameters of a front by name; a parameter that the front does not have is None."""
 
     weight: Tensor  # [C, 1, W]
     bias: Tensor | None  # [C]
     A_log: Tensor  # [heads], fp32
     dt_bias: Tensor  # [heads * width], fp32
-    shared: Tensor | None
+    shared: Tensor | None  # the rule's input that all tokens share
     apart: Tensor | None  # the gates' sections [S, B, .] if the rows do not contain them
 
 
@@ -146,7 +146,7 @@ class TableFront:
     ) -> dict[str, Tensor]:
         """The gates' values by names of the rule's inputs; differentiable, in fp32 or wider.
 
-        ``apart``: rows of the gates' columns, if ``proj`` lacks them. ``wanted``: names; None: all.
+        ``apart``: gate columns if ``proj`` lacks them. ``wanted``: names to compute; None: all.
         """
         wide = torch.promote_types(torch.promote_types(proj.dtype, A_log.dtype), torch.float32)
         rows = (proj if apart is None else apart).transpose(0, 1)
@@ -175,7 +175,7 @@ class TableFront:
         only: tuple[str, ...] | None = None,
         history: History | None = None,
     ) -> Any:
-        """The rule's inputs from rows with any strides of S and B.
+        """The rule's inputs from rows ``proj``, whose dimensions S and B may have any strides.
 
         ``only``: the names to compute, adjacent in :attr:`names`; all other inputs are None.
         """
@@ -213,7 +213,7 @@ class TableFront:
         return found if d_apart is None else (*found, d_apart)
 
     def _named_parameters(self, parameters: Parameters) -> FrontParameters:
-        """``parameters`` by name; parameters that the front does not have are None."""
+        """The list ``parameters``, in the order of the class's docstring, by name."""
         weight, bias, A_log, dt_bias, *others = parameters
         shared = None if self.table.shared is None else others.pop(0)
         return FrontParameters(weight, bias, A_log, dt_bias, shared, *(others or (None,)))

@@ -7,8 +7,8 @@ Rows after the chunk's last token may contain any finite values.
 
 A decode step writes one row to every history, and computes every current chunk again from the state
 at the chunk's start, with calls of the same shapes as in training. A state is overwritten only when
-its chunk is full. The rule's inputs are computed again, since a copy would move as many bytes as
-the front reads, and since on a CPU the front of a single row would round differently.
+its chunk is full. The rule's inputs are computed again, not stored: a copy would move as many bytes
+as the front reads, and on a CPU the front of a single row would round differently.
 
 Legend: s new tokens, B batch rows, N sequences, P columns of a projection row, W conv taps, H heads
 with a state, V columns of a state, T tokens of all current chunks together.
@@ -41,7 +41,7 @@ def prefill_on_grid(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Mix the tokens ``proj`` [s, B, P]; return the output, the next histories and the next states.
 
-    ``history`` and ``state``: the memory of N sequences before these tokens. ``begins``: the
+    ``history`` and ``state``: the memory of N sequences before these tokens. If ``begins``, the
     sequences are new; otherwise the host waits to read the token counts in ``history``.
     """
     new, past, device = proj.transpose(0, 1), parts.past, proj.device
@@ -101,7 +101,7 @@ def decode_on_grid(row: Tensor, parts: Parts, memory: Memory) -> Tensor:
     mixed = _read_out_tokens(parts, result.o, chunks, grid, number * CHUNK + place, row)
     full = place == CHUNK - 1
     write_slots(memory.state, slots.where(full, -1), result.final.to(state.dtype))
-    # Rows that change: the count, the new row and, for a full chunk, rows before the next chunk.
+    # Rows to write: the count, the new row and, after a full chunk, the rows before the next one.
     changed = torch.cat([history[:, :1], row.transpose(0, 1), history[:, 1 + CHUNK :]], 1)
     changed[:, 0, 0] = (place + 1) % CHUNK
     before = torch.arange(1, 1 + past, device=slots.device).where(full[:, None], -1)
@@ -128,7 +128,7 @@ def _read_out_tokens(
 ) -> Tensor:
     """The readout ``[s, B, H * V]`` of ``o``'s tokens ``token_indices``, counted across batch rows.
 
-    ``rows``: the projection rows of all tokens; ``new_rows [s, B, P]``: those of these tokens.
+    ``rows`` has the projection rows of all tokens, ``new_rows [s, B, P]`` only of those tokens.
     """
     readout, gamma = parts.readout, parts.parameters[-1]
     if isinstance(readout, SplitReadout) or getattr(readout, "by_row", False):

@@ -47,11 +47,11 @@ class Memory(NamedTuple):
                 buffer.copy_(values)
 
     def after(self, token: int, slots: Tensor | None) -> Memory:
-        """The memory after a token: entry ``token`` of buffers ``[M, s, ...]``, with ``slots``."""
+        """Entry ``token`` of buffers ``[M, s, ...]`` with the memory after each of s tokens."""
         return Memory(self.history[:, token], self.state[:, token], slots)
 
     def steps(self, tokens: int) -> Memory:
-        """Buffers ``[N, s + 1, ...]`` for the memory before and after each of s ``tokens``.
+        """Buffers ``[N, s + 1, ...]``: for the memory before s ``tokens`` and after each of them.
 
         Entry 0 is a copy of this memory. :func:`.step.decode` writes the memory after each token to
         the other entries, and :func:`choose` copies one entry of each sequence back.
@@ -134,7 +134,7 @@ class MemoryShape(NamedTuple):
         return self.heads, self.rows, self.columns
 
     def zeros(self, sequences: int, dtype: torch.dtype, device: torch.device) -> Memory:
-        """The memory of ``sequences`` new sequences; ``dtype``: that of the projection rows."""
+        """The memory of ``sequences`` new sequences; ``dtype``: the projection rows' dtype."""
         wide = torch.promote_types(dtype, torch.float32)
         return Memory(
             torch.zeros(sequences, *self.history, dtype=dtype, device=device),
@@ -142,7 +142,7 @@ class MemoryShape(NamedTuple):
         )
 
     def check(self, memory: Memory, sequences: int, dtype: torch.dtype) -> None:
-        """Check ``memory`` of N ``sequences``; slots allow M > N, W inputs and wider dtypes."""
+        """Check ``memory`` of N ``sequences``; with slots, M > N, W inputs, wide dtypes fit too."""
         wide, slots = torch.promote_types(dtype, torch.float32), memory.slots
         for name, tensor, shape, least in (
             ("history", memory.history, self.history, dtype),

@@ -117,7 +117,7 @@ def decode(proj: Tensor, parts: Parts, memory: Memory, steps: Memory | None = No
             ...]`` with slots and strides of ``memory``, or ``[N, s + 1, ...]`` of `Memory.steps`.
 
     Raises:
-        ValueError: memory of a wrong number of sequences, wrong sizes or wrong dtypes; s is 0.
+        ValueError: s is 0, or the memory has a wrong number of sequences, wrong sizes or dtypes.
     """
     s, N, _ = proj.shape
     if s == 0:

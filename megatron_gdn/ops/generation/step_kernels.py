@@ -1,14 +1,14 @@
-"""Decode one token of N sequences in two Triton launches; histories and states may be in slots.
+"""Decode one token of each of N sequences in two Triton launches.
 
     conv_step_kernel     row, history           -> q, k, v, and the history moved by one row
     state_step_kernel    q, k, v, gates, state  -> o, and the next state
 
-:mod:`.step` has the twin in plain torch, and explains the letters. Every program loads the number
-of its slot from GPU memory, and overwrites only elements that no other program reads. The front's
-table names the functions of the gates, which :mod:`..front.gate_kernels` defines. If a gate
+:mod:`.step` has the twin in plain torch. If sequences have slot numbers, every program loads its
+sequence's number from GPU memory. A program overwrites only elements that no other program reads.
+The front's table names the gates' functions; :mod:`..front.gate_kernels` defines them. If a gate
 has one value per head, every row of the head's state uses this value.
 
-Legend: M slots, G heads of q and k; in names of tiles D is the number of channels of a head.
+Legend: as in :mod:`.step`; M slots, G heads of q and k; D in a tile's name: channels of a head.
 """
 
 from __future__ import annotations
@@ -45,10 +45,10 @@ def decode_token_in_slots(
     """Run front and rule for one token of each sequence; return o ``[N, 1, H, V]`` in fp32.
 
     Args:
-        row: the tokens' projection rows ``[1, N, P]``; columns must be adjacent in memory.
-        memory: each history ``[C, W - 1]`` or ``[C, W]``, contiguous; each state ``[H, K, V]``,
-            contiguous or a view of contiguous ``[H, V, K]``; overwritten.
-        after: None, or buffers of the same form that receive the memory after the token.
+        row: the tokens' projection rows ``[1, N, P]``; a row's columns are adjacent in memory.
+        memory: is overwritten. Each history is a contiguous ``[C, W - 1]`` or ``[C, W]``; each
+            state ``[H, K, V]`` is contiguous, or a view of a contiguous ``[H, V, K]``.
+        after: None, or second buffers, to which this function also writes the new memory.
     """
     weight, bias, A_log, dt_bias, *skip = parameters
     D, N = skip[0] if skip else None, row.shape[1]
@@ -76,10 +76,10 @@ def _step_launches(
 ) -> tuple[Launch, Launch]:  # fmt: skip
     """The launches of :func:`conv_step_kernel` and :func:`state_step_kernel`.
 
-    ``row_stride``: elements between two sequences' rows. ``history_rows``: inputs in a history.
+    ``row_stride``: elements from row to row. ``history_rows``: inputs per channel in a history.
     ``D_size``: elements of parameter D, 0 without D. ``transposed``: a state is [V, K] in memory.
-    ``has_slots``: the kernels load slot numbers. ``strides``: elements between two slots of the
-    history, of the state; ``after_strides``: the same in the buffers of the next memory.
+    ``has_slots``: the kernels load slot numbers. ``strides``: elements from slot to slot of the
+    histories and of the states; ``after_strides``: the same for a second memory, or None.
     """
     table, layout, (H, K, V, _) = front.table, front.layout, front.table.state
     starts = [front.channels(name).start for name in table.step_sections]
@@ -118,11 +118,11 @@ def conv_step_kernel(
 ):  # fmt: skip
     """Convolve one head of one sequence; grid (2 G + H, N), with the heads of q, of k, then of v.
 
-    ``row_ptr``: rows, ``stride_n`` apart. ``history_ptr``: HELD inputs per slot, shifted by one,
-    and if HAS_AFTER copied to ``after_ptr``. ``*_stride``: from slot to slot. ``slot_ptr``: slot
-    numbers, if HAS_SLOTS. Q_AT, K_AT, V_AT: first channels of q, k, v. UNIT: q, k get unit length.
-    BLOCK_K, BLOCK_V: K, V rounded up to powers of two. Without HAS_SLOTS sequence n is in slot n.
-    ``first``: first convolved column of a row. ``out_ptr``: the result ``[N, C]`` in fp32.
+    ``row_ptr``: rows, ``stride_n`` elements apart. ``history_ptr``: HELD inputs per channel, which
+    the kernel shifts by one, and if HAS_AFTER also writes to ``after_ptr``. ``*_stride``: elements
+    from slot to slot. ``slot_ptr``: slot numbers if HAS_SLOTS, else sequence n is in slot n. UNIT:
+    q, k get unit length. Q_AT, K_AT, V_AT: first channels of q, k, v. BLOCK_*: K, V rounded up to
+    powers of two. ``first``: first convolved column of a row. ``out_ptr``: result [N, C], fp32.
     """
     head, n = tl.program_id(0), tl.program_id(1).to(tl.int64)
     slot = n
@@ -199,13 +199,13 @@ def state_step_kernel(
     SKIPS: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr, ERASES: tl.constexpr,
     TRANSPOSED: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_AFTER: tl.constexpr,
 ):  # fmt: skip
-    """Grid (ceil(V / BLOCK_V), H, N): a program computes BLOCK_V columns of a next state and of o.
+    """Grid (ceil(V / BLOCK_V), H, N): compute BLOCK_V columns of a head's next state and of its o.
 
-    ``convolved_ptr``: q, k, v of the first kernel. TRANSPOSED: a state is [V, K] in memory.
+    ``convolved_ptr``: q, k, v from `conv_step_kernel`. TRANSPOSED: a state is [V, K] in memory.
     ``state_ptr``: states, overwritten, ``state_stride`` elements from slot to slot. ``o_ptr``:
-    output [N, H, V]. ``D_ptr``: the parameter D, SKIPS elements per head (0, 1 or V). ERASES: the
-    state's value for k is subtracted from v, as in the delta rule. A third gate is the write
-    strength of each state column; with a third gate, the second only erases.
+    output [N, H, V]. ``D_ptr``: the parameter D, SKIPS elements per head (0, 1 or V). ERASES: S^T k
+    is subtracted from v, as in the delta rule. A third gate is the write strength of each state
+    column; with a third gate, the second gate is only the strength with which S^T k is subtracted.
     """
     h, n = tl.program_id(1), tl.program_id(2).to(tl.int64)
     slot = n
@@ -264,9 +264,9 @@ def _compute_gate(
     row_ptr, A_log_ptr, dt_bias_ptr, h, k_K, real_K, FUNCTION: tl.constexpr, TABLE: tl.constexpr,
     N: tl.constexpr, H: tl.constexpr, K: tl.constexpr,
 ):  # fmt: skip
-    """The values of gate N for channels ``k_K`` of head h; ``real_K``: mask of k_K < K.
+    """Both results of FUNCTION, gate N's function, for channels ``k_K`` of head h.
 
-    FUNCTION: the gate's function. TABLE: columns and settings of all gates, as ``GATES`` in
+    ``real_K``: mask of k_K < K. TABLE: columns and settings of all gates, as ``GATES`` in
     :mod:`..front.kernels`.
     """
     COLUMN: tl.constexpr = TABLE[N][2]
@@ -283,7 +283,7 @@ def _compute_gate(
 
 
 def write_slots_on_gpu(buffer: Tensor, slots: Tensor, values: Tensor) -> None:
-    """``buffer[slots] = values``, skipping slots below zero; each slot's values are contiguous."""
+    """``buffer[slots] = values`` for slots from 0 up; the values of a slot must be contiguous."""
     size = values[0].numel()
     write_slots_kernel[(triton.cdiv(size, 4096), len(values))](
         buffer, slots, values, buffer.stride(0), size, BLOCK=4096, num_warps=8

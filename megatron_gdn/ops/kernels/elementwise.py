@@ -38,7 +38,7 @@ def sigmoid(x):
 
 @triton.jit
 def gate_activation(z, sig, SIGMOID: tl.constexpr):
-    """A gate's activation: sigmoid(z) if SIGMOID, else silu(z); ``sig`` is sigmoid(z)."""
+    """The activation of a gate z, sigmoid(z) if SIGMOID, else silu(z); ``sig`` is sigmoid(z)."""
     y = sig
     if not SIGMOID:
         y = z * sig

@@ -18,11 +18,11 @@ from triton import JITFunction, knobs
 from .builds import compile_in_one_process
 
 _ALIGNED = 16  # bytes; if a pointer is no multiple of 16, Triton compiles another variant
-MOST_PLANS = 256  # most launches in a cache, whose keys are shapes, strides and options
+MOST_PLANS = 256  # size of a cache of launches, whose keys are shapes, strides and options
 
 
 def pointers_and_key(tensors: Sequence[Tensor | None]) -> tuple[list[int | None], tuple] | None:
-    """The tensors' pointers, and a key of the compiled variant; None if one is not on a GPU."""
+    """The tensors' pointers, and a key of the compiled variant; None if a tensor is on no GPU."""
     pointers: list[int | None] = []
     key: list[Any] = []
     low = 0
@@ -85,14 +85,14 @@ class Launch:
     def _prepare(self, compiled: Any, tensors: int) -> tuple[Any, tuple, tuple, Any] | None:
         """Return Triton's C launcher, its arguments before and after the pointers, ``compiled``.
 
-        ``tensors`` is the number of pointers. ``compiled`` keeps the GPU function loaded. None: the
-        launcher needs scratch memory, or lacks an attribute that this method reads.
+        ``tensors`` is the number of pointers. ``compiled`` keeps the GPU function loaded. Returns
+        None if the launcher needs scratch memory or lacks an attribute that this method reads.
         """
         try:
             launcher = compiled.run
             if launcher.global_scratch_size or launcher.profile_scratch_size:
                 return None
-            before = (  # the function, two flags, no scratch memory, metadata, no hooks
+            before = (  # function, two flags, two None for scratch memory, metadata, no hooks
                 compiled.function, launcher.launch_cooperative_grid, launcher.launch_pdl, None,
                 None, compiled.packed_metadata, None, None, None,
             )  # fmt: skip

@@ -1,4 +1,4 @@
-"""The second stage of every sum over tokens: partial rows are summed in a fixed order.
+"""The second stage of every sum over tokens: rows of partial sums are added in a fixed order.
 
 Legend: N partial rows, M columns.
 """
@@ -61,7 +61,7 @@ def _sum_rows_kernel(
 def sum_rows(partial_NM: Tensor, *outs: Tensor) -> None:
     """Sum the rows of ``partial_NM`` in fp32, in an order that depends on N alone, into ``outs``.
 
-    ``outs``: one to four contiguous tensors of any shape and dtype; each gets the next columns.
+    ``outs`` are one to four contiguous tensors of any dtype; each gets the next numel() columns.
     """
     sizes = tuple([out.numel() for out in outs])
     *earlier, (_, last) = _reduction_launches(*partial_NM.shape, sizes)

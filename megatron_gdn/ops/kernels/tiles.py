@@ -13,7 +13,7 @@ MOST_PROGRAMS = 65535  # the largest size of the second and the third axis of a 
 _FEWEST_STEPS = 8  # fewest tokens of a segment; a convolution has at most 8 taps
 _STEPS_OF_A_STAGE = 4  # equals conv_forward.UNROLL, but importing that file needs Triton
 # The most bytes of shared memory for a program's prefetched rows. Two such programs fit on a
-# multiprocessor of Hopper, one on that of a small GPU. A launch fails if a program needs more.
+# multiprocessor of Hopper, one on that of a small GPU. A launch fails if a program asks for more.
 _MOST_COPIED = 96 << 10
 
 
@@ -55,8 +55,8 @@ def front_forward_tile(tokens: int, widest_head: int) -> SegmentTile:
 def front_backward_tile(tokens: int, widest_head: int) -> SegmentTile:
     """The tile of the front's backward, where a thread needs some twenty registers per channel.
 
-    With 96 registers per thread, five programs of four warps fit on a multiprocessor, not four. In
-    long segments fewer tokens are computed twice; short segments give a GPU more programs.
+    With 96 registers per thread, five programs of four warps fit on a multiprocessor, else four.
+    Long segments compute fewer tokens twice; short segments give a GPU more programs.
     """
     steps = 128 if tokens >= 32768 else 64 if tokens >= 8192 else 32 if tokens >= 2048 else 16
     return SegmentTile(_segments_of(widest_head), steps, warps=4, registers=96)

@@ -29,7 +29,7 @@ ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {"silu": silu, "sigmoid": s
 
 
 class Readout(Protocol):
-    """The norm and the gate of a rule's output; autograd does not run `backward`, callers do."""
+    """The norm and the gate of a rule's output; callers, not autograd, run `backward`."""
 
     reads_o: ClassVar[bool]  # whether the backward reads o
 
@@ -51,7 +51,7 @@ class Readout(Protocol):
     ) -> tuple[Tensor, Tensor | None]:
         """Gradients of o, in the dtype of ``rows``, and of gamma.
 
-        The gate's gradient is written to the gate's columns of ``d_rows`` ``[S, B, P]``, no others.
+        Writes the gate's gradient to the gate's columns of ``d_rows`` ``[S, B, P]``, to no others.
         """
         ...
 
@@ -69,7 +69,7 @@ class PlainReadout:
     activation: str = "silu"  # the gate's activation; the other legal value is "sigmoid"
     eps: float = 1e-6  # added to the mean square
     zero_centered: bool = False  # whether a norm per head scales by ``1 + gamma``
-    groups: int | None = None  # groups of a norm after the gate; None: norm per head, before gate
+    groups: int | None = None  # groups of a norm after the gate; None: a norm per head before it
 
     reads_o: ClassVar[bool] = True
 
@@ -154,7 +154,7 @@ class PassThrough:
 
 @dataclass(frozen=True, eq=False)
 class SplitReadout:
-    """A readout in two steps: ``inside`` in the mixer's autograd function, then ``call``.
+    """A readout in two steps: ``inside`` in the mixer's autograd function, ``call`` after it.
 
     If ``closed``, ``call`` runs after an exchange that gives this rank all heads of its tokens.
     Autograd differentiates ``call``.

@@ -1,7 +1,7 @@
 """The norm and the gate of a rule's output in Triton: one launch forward, one launch backward.
 
 Arithmetic is fp32. A program computes tiles of rows; a row is one head of one token.
-For a norm per group, each of the G groups counts as one head of V columns. Else G = 1.
+If the norm is per group, each of the G groups counts as one head of V columns; otherwise G is 1.
 
 Legend: R rows of a tile, whose columns belong to one group.
 """
@@ -66,7 +66,7 @@ def _forward_launch(
     norm: TritonReadout, S: int, B: int, H: int, V: int, strides: tuple[int, ...],
     out_strides: tuple[int, ...],
 ) -> Launch:  # fmt: skip
-    """The forward's launch; strides of S and B in the rows, and (``out_strides``) in the output."""
+    """The forward's launch; ``strides`` of S and B in the rows, ``out_strides`` in the output."""
     G, H, V = _row_sizes(norm, H, V)
     tile = norm_forward_tile(V)
     return Launch(
@@ -91,7 +91,7 @@ def _backward_launch(
 
 
 def _row_sizes(norm: TritonReadout, H: int, V: int) -> tuple[int, int, int]:
-    """The G, H and V that the kernels get for a rule's output with H heads of V columns."""
+    """The kernels' G, H and V, for a rule's output that has ``H`` heads of ``V`` columns."""
     return (1, H, V) if norm.groups is None else (norm.groups, 1, H * V // norm.groups)
 
 
@@ -105,10 +105,10 @@ def _constants(norm: TritonReadout, G: int, H: int, V: int, tile: RowTile) -> di
 
 @triton.jit
 def _row_offsets(row_R, first, H: tl.constexpr, V: tl.constexpr, stride_s):
-    """Offsets in elements of rows number ``first + row_R``, where row s H + h is head h of token s.
+    """Offsets, in elements, of the rows ``first + row_R``; row s H + h is head h of token s.
 
-    Tokens are ``stride_s`` elements apart. Offsets start at the token of row ``first``, so they fit
-    into 32 bits at any length.
+    Tokens are ``stride_s`` elements apart. Offsets count from the token of row ``first``, so they
+    fit into 32 bits at any length.
     """
     return ((first + row_R) // H - first // H) * stride_s + (first + row_R) % H * V
 
@@ -173,8 +173,8 @@ def gated_norm_backward_kernel(
     """Gradients of ROWS * REPEATS rows in one group; grid (tiles * G, B), with ``rows`` = S H.
 
     ``dy_ptr`` is the output's gradient, with strides ``dy_stride_s`` and ``dy_stride_b``;
-    ``do_ptr`` gets the gradient of o. ``z`` is the gate's first column. Both lines use s = act(z),
-    the norm n = u r and du = r (dn - n mean(dn n)). The second line is for GATE_FIRST:
+    ``do_ptr`` gets the gradient of o. ``z`` is the gate's first column. Below, s = act(z), the norm
+    n = u r, r = rsqrt(mean(u^2) + eps), and du = r (dn - n mean(dn n)). GATE_FIRST uses line 2:
 
         u = o      d_gamma = sum dy n s    dn = dy gamma s    do = du      dz = dy n gamma act'(z)
         u = o s    d_gamma = sum dy n      dn = dy gamma      do = du s    dz = du o act'(z)

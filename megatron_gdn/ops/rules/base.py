@@ -4,8 +4,8 @@
     forward.state_map()     S_out(S_in)          backward.d_initial()   dS_in if dS_out is 0
     forward.run(initial)    o and S_out          backward.run(initial, d_final)    d_inputs
 
-The two calls of a forward share intermediates, and so do the two of a backward. No call waits for
-the device.
+The calls ``state_map`` and ``run`` share intermediates, and so do ``d_initial`` and ``run`` of the
+backward. No call waits for the device.
 
 States and their gradients are fp32 (fp64 for fp64 inputs), ``[N, H, K, V]``. The N sequences are
 the batch rows, or the non-empty documents of all rows. An initial state of None means zeros.
@@ -49,7 +49,7 @@ class RuleOutput(NamedTuple):
 
 
 class _RuleCall:
-    """A forward or backward with its inputs; with documents, inputs are ``[1, B S, ...]``."""
+    """A forward or backward with its inputs, which are ``[1, B S, ...]`` if documents are given."""
 
     def __init__(self, rule: Any, inputs: Any, documents: Documents | None) -> None:
         self.rule, self.documents = rule, documents
@@ -89,7 +89,7 @@ class RuleBackward(_RuleCall):
         raise NotImplementedError
 
     def d_o_was_scaled(self, factor: Tensor) -> None:
-        """Scale stored results by ``factor [H, 1, 1]``; the caller has scaled d_o in place."""
+        """d_o was scaled in place by ``factor [H, 1, 1]``; scale what was computed from it."""
 
     def run(self, initial: Tensor | None = None, d_final: Tensor | None = None) -> Any:
         """The gradients of the inputs, in a tuple whose type the rule chooses.
@@ -101,7 +101,7 @@ class RuleBackward(_RuleCall):
     def run_to_states(
         self, initial: Tensor | None, d_final: Tensor | None, maps: Callable[[], StateMap]
     ) -> tuple[Any, Tensor]:
-        """The result of :meth:`run` and the initial states' gradient; ``maps()``: the maps."""
+        """Results of :meth:`run` and d_initial; ``maps()`` returns the forward's state maps."""
         d_initial = self.d_initial()
         if d_final is not None:
             d_initial = maps().transposed(d_initial).apply(d_final)
@@ -121,7 +121,7 @@ class Rule:
 
     @property
     def batch_invariant(self) -> bool:
-        """Whether a sequence's bits are the same beside any sequences, at any place in a batch."""
+        """Whether a sequence's bits do not depend on other sequences or its place in the batch."""
         return self.bits >= Bits.DETERMINISTIC
 
     def why_not_heads(self, heads: int) -> str | None:
@@ -150,7 +150,7 @@ class Rule:
     ) -> RuleOutput:
         """Run a forward again; ``kept`` is the result of :meth:`kept_to_run_again`.
 
-        ``inputs`` and the ``initial`` states have the same bits as in the first run.
+        The caller must give ``inputs`` and ``initial`` with the same bits as in the first run.
         """
         return self.begin(inputs, documents).run(initial)
 
@@ -168,5 +168,5 @@ def in_one_row(x: Any) -> Any:
 
 
 def in_rows(x: Tensor, rows: Sequence[int]) -> Tensor:
-    """View ``x`` ``[1, B S, ...]`` as ``[B, S, ...]``; ``rows`` is ``[B, S]``."""
+    """View ``x`` ``[1, B S, ...]`` as ``[B, S, ...]``; ``rows`` holds the numbers B, S."""
     return x if x.shape[0] == rows[0] else x.reshape(*rows, *x.shape[2:])

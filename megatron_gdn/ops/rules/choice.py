@@ -58,9 +58,9 @@ def choose(
             ``kernels`` that runs here, or else the reference. The log says once why "auto" skipped
             kernels. A backend that is asked for by name is never replaced by another backend.
         plain: builds the reference, a rule in plain torch, for the argument ``bits``.
-        bits: what the rule must promise. Above ``FREE``, ``"auto"`` takes kernels that were tested
-            for repeatability, or the reference. For ``DETERMINISTIC`` a name may select untested
-            kernels; the log then says that they are untested.
+        bits: what the rule must promise. For more than ``FREE``, ``"auto"`` takes kernels whose
+            repeatability was tested, or the reference. A name may select other kernels for
+            ``DETERMINISTIC``; the log then says that they are untested.
 
     Raises:
         ValueError: an unknown name, or a backend that cannot run here or keep the promise.

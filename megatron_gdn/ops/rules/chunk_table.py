@@ -28,7 +28,7 @@ _PRODUCTS_PER_GROUP = 1536
 
 
 def chunks_at_once(heads: int) -> int:
-    """The number of chunks that a group computes together, for ``heads`` heads."""
+    """The number of chunks of a group, which are computed together, for ``heads`` heads."""
     return max(1, _PRODUCTS_PER_GROUP // heads)
 
 
@@ -42,7 +42,7 @@ class ChunkGroup:
     """Consecutive chunks that are computed together; each chunk has C slots for tokens."""
 
     slots: slice  # the group's slots in the table
-    chunks: int  # the number of chunks that are walked; later chunks of the group are empty
+    chunks: int  # the number of chunks that :meth:`walk` visits; later chunks are empty
     token: Tensor | slice  # int64, the token in each slot; empty slots repeat some token
     empty: Tensor | None  # bool, whether each slot is empty; None: no slot is empty
     tokens: slice | None = None  # the group's tokens in the buffer; None: only the device knows
@@ -54,7 +54,7 @@ class ChunkGroup:
     ends: tuple[int, ...] = ()  # end_index[0] on the host
 
     def taken(self, states: Tensor, *, ends: bool = False) -> Tensor:
-        """The rows of ``states`` of sequences that begin (with ``ends``: end) in the group."""
+        """The ``states`` of the sequences that begin (with ``ends``: that end) in the group."""
         index = self.end_index if ends else self.begin_index
         return states[:0] if index is None else states.index_select(0, index[1])
 
@@ -80,7 +80,7 @@ class ChunkGroup:
                 ``states[1:]`` (``back``: in ``states[:-1]``).
             carried: ``[H, K, V]``, the state from the group before (``back``: the group after);
                 None if a sequence begins with the group.
-            given: the states of sequences that begin in the group, as :meth:`taken` returns.
+            given: what :meth:`taken` returns; ``back``: what ``taken(.., ends=True)`` returns.
 
         Returns:
             The state that enters every chunk ``[n, H, K, V]``, the state that leaves the group, and
@@ -92,8 +92,8 @@ class ChunkGroup:
             opens, closes, closing = closes, opens, self.begins
         # A sequence's final state and the next sequence's initial state have the same place in
         # ``states``, so final states have a buffer of their own. This buffer has only this group's
-        # sequences; with all sequences, a state's alignment would depend on other sequences, and so
-        # on a CPU its last bits.
+        # sequences: in a buffer of all sequences a state's alignment, and so its last bits on a
+        # CPU, would depend on other sequences.
         left = leaving[:0] if closes is None else leaving.index_select(0, closes[0])
         if carried is not None:
             entering[self.chunks - 1 if back else 0].copy_(carried)
@@ -111,13 +111,13 @@ class ChunkGroup:
 
 
 def _multiply_add(through: Tensor) -> Any:
-    """torch's in-place method that adds ``through S``; ``through``: matrices or factors of rows."""
+    """torch's in-place method that adds ``through S``, for matrices or row factors ``through``."""
     return torch.Tensor.baddbmm_ if through.shape[-1] > 1 else torch.Tensor.addcmul_
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class GroupOnDevice(ChunkGroup):
-    """A group in fixed buffers, maybe with empty chunks: only the device knows the sequences."""
+    """A group in fixed buffers: only the device knows which chunk belongs to which sequence."""
 
     sequence: Tensor  # int64 [n], the sequence of each chunk
     begin: Tensor  # bool [n], whether a sequence begins with the chunk
@@ -173,7 +173,7 @@ class ChunkTable:
     def of(
         documents: Documents, chunk_size: int, heads: int, one_chunk_groups: bool = False
     ) -> ChunkTable:
-        """The cached table; groups of one chunk give products one shape on a CPU, as on a GPU."""
+        """The cached table; with ``one_chunk_groups`` a group on a CPU has one chunk."""
         fill_up = fills_last_group(documents.device)
         chunks_per_group = 1 if one_chunk_groups and not fill_up else chunks_at_once(heads)
         key = ChunkTable, chunk_size, chunks_per_group, fill_up
@@ -188,7 +188,7 @@ class ChunkTable:
     ) -> Tensor:
         """Copy the group's tokens of ``x [B, T, H, ...]`` to chunks ``[n, H, C, ...]``."""
         rows = x.flatten(0, 1)[group.token]
-        if group.empty is not None:  # zeros write nothing and do not decay a state
+        if group.empty is not None:  # zeros neither change nor decay a state
             rows.masked_fill_(group.empty.view(-1, *(1,) * (rows.dim() - 1)), 0)
         chunks = rows.view(-1, self.chunk_size, *rows.shape[1:]).movedim(1, 2)
         if out is None:
@@ -257,7 +257,7 @@ def _token_places(documents: Documents, C: int, chunk_count: int) -> _TokenPlace
 
 
 def _build_table(documents: Documents, C: int, chunks_per_group: int, fill_up: bool) -> ChunkTable:
-    """The table in groups of ``chunks_per_group``; ``fill_up``: add empty chunks to the last."""
+    """The table in groups of ``chunks_per_group``; ``fill_up``: fill the last with empty chunks."""
     n, N = documents.most_chunks(C), max(documents.sequences, 1)
     if n == 0:
         return ChunkTable(C, N, (), None)
@@ -285,7 +285,7 @@ def _group(
     tokens = slice(first, first + len(of_tokens))
 
     def index(here: Tensor) -> tuple[tuple[int, ...], tuple[Tensor, Tensor] | None]:
-        """Chunks where ``here`` is True, on the host; they and their sequences, on the device."""
+        """Chunks where ``here`` is True, as ints; these chunks and their sequences, as tensors."""
         chunk = here[chunks].nonzero()[:, 0]
         if not len(chunk):
             return (), None
@@ -316,7 +316,7 @@ def _group_on_device(
     slots, chunks = slice(start * C, stop * C), slice(start, stop)
 
     def of_sequences(_: Documents) -> tuple[Tensor, ...]:
-        """The group's ``first``, ``last``, ``first_here`` and ``last_here``."""
+        """The group's fields ``first``, ``last``, ``first_here`` and ``last_here``."""
         both = places.first, places.last
         inside = [(chunk - start).clamp(0, stop - start - 1) for chunk in both]
         here = [places.filled & (chunk >= start) & (chunk < stop) for chunk in both]

@@ -121,10 +121,10 @@ class FlaRule(Rule):
         state_map(x, made)                 a StateMap
         output(x, made, states, written)   [B, S, H, V]
         d_states(x, any_states)            the gradient of initial states, whatever their values
-        gradients(x, initial, d_final)     gradients of the inputs, in a tuple of the mixer
+        gradients(x, initial, d_final)     gradients of the inputs, in a NamedTuple
 
     ``x`` is the forward or backward, with ``inputs``, ``documents``, and ``at``, fla's arguments
-    for boundaries; a backward also has ``d_o`` and ``kept``, the tensors that the forward saved.
+    for boundaries; a backward also has ``d_o`` and ``kept``, the result of :meth:`again`.
     """
 
     name = "fla"
@@ -144,7 +144,7 @@ class FlaRule(Rule):
         return f"fla takes key_head_dim up to 256, not {state.rows}" if state.rows > 256 else None
 
     def again(self, x: FlaBackward) -> tuple[Any, ...]:
-        """The tensors of ``x.kept``: the saved ones; a subclass may compute more of them again."""
+        """The tensors of ``x.kept``: the saved ones; a subclass may add tensors computed again."""
         return x.saved.tensors
 
 
@@ -197,7 +197,7 @@ def kernels_of_fla(
     rule: type[FlaRule], device: torch.device, dtype: torch.dtype, state: StateShape,
     make: Callable[[], FlaRule] | None = None,
 ) -> Kernels:  # fmt: skip
-    """fla's entry in a mixer's table of kernels; ``make`` builds the rule; None: ``rule()``."""
+    """fla's entry in a mixer's table of kernels; the rule is ``make()``, or ``rule()`` if None."""
     return Kernels(
         lambda: why_not_fla(rule, device, dtype, state), make or rule, "fla runs here", FLA_IS_TIMED
     )

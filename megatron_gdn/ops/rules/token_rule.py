@@ -8,7 +8,7 @@ Each head has a state ``S [K, V]``. For each token S decays, then gets one of th
     S_t = S_t + k_t v_t^T                                 erases nothing
     o_t = S_t^T q_t
 
-R is the number of heads with a state per key head, H = G R.
+R is the number of value heads per key head, H = G R.
 """
 
 from __future__ import annotations
@@ -34,7 +34,8 @@ def recurrence(
         v: ``[B, T, H, V]``.
         g: ``[B, T, H]``, ``[B, T, H, K]`` or ``[B, T, G, K]``.
         beta: ``[B, T, H]``, for the update ``S += beta k (v - S^T k)^T``.
-        erased: ``[B, T, G, K]``, for ``S += k (v - S^T erased)^T``; both None: ``S += k v^T``.
+        erased: ``[B, T, G, K]``, for ``S += k (v - S^T erased)^T``. If ``beta`` and ``erased`` are
+            None, the update is ``S += k v^T``.
         initial: ``[N, H, K, V]``; None means zeros.
         offsets: cumulative lengths of the sequences in one row; None: each row is a sequence.
     """

@@ -23,7 +23,7 @@ def _follow_kernel(
     K: tl.constexpr, BLOCK_K: tl.constexpr, COLUMNS: tl.constexpr, START: tl.constexpr,
     GIVEN: tl.constexpr, IDENTITY: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
-    """Follow chain n of maps; grid (N, H, tiles of columns).
+    """Follow one chain of maps for one head; grid (N, H, tiles of columns).
 
     START is GIVEN (from the state at ``start_ptr``), IDENTITY (from the identity) or 0 (from zero).
     Strides in elements, named by tensor and axis: n chains, p maps, q written states, h heads,
@@ -99,7 +99,7 @@ def follow(
 def _follow_launch(
     N: int, L: int, H: int, K: int, V: int, X: int, strides: tuple[int, ...], kind: int, cut: bool
 ) -> Launch:
-    """The kernel's launch; ``kind`` (of start): _ZERO, _GIVEN or _IDENTITY; ``cut``: cuts exist."""
+    """The kernel's launch; ``kind`` of start: _ZERO, _GIVEN, _IDENTITY; ``cut``: are there cuts."""
     return Launch(
         _follow_kernel, (N, H, triton.cdiv(X, _COLUMNS)), L, V, X, *strides,
         K=K, BLOCK_K=block_dim(K), COLUMNS=_COLUMNS, START=kind, GIVEN=_GIVEN, IDENTITY=_IDENTITY,

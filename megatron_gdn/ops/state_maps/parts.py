@@ -56,7 +56,7 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
 
     A sequence is cut into as many parts as fill the GPU. But a part has at least 32 chunks, because
     other sequences also fill the GPU. If ``value_heads`` is less than 32, a part has at least
-    ``value_heads`` chunks, and at least 8. ``longest_part``: most tokens of a part, 64 times n.
+    ``value_heads`` chunks, and at least 8. ``longest_part``: a part's most tokens, divisible by 64.
     """
     starts, (most, fewest) = documents.starts, _most_parts_and_fewest_chunks(value_heads)
     chunks = ceil_div(starts.diff(), CHUNK)
@@ -68,7 +68,7 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
         P = int(count.sum())
     else:  # the empty last sequence of fixed buffers has a part too
         P = documents.sequences + largest_number_of_cuts(documents, value_heads)
-    # Parts divide a sequence as chunks do, so chunk_places computes the places of parts too.
+    # Parts follow each other in a sequence as chunks do, so chunk_places gives their places too.
     first, indices = chunk_places(count, P)
     owner, place = indices.unbind(1)
     start = torch.minimum(starts[owner] + place * step[owner] * CHUNK, starts[owner + 1])
@@ -78,7 +78,7 @@ def cut_by_length(documents: Documents, value_heads: int, longest_part: int | No
 
 
 def largest_number_of_cuts(documents: Documents, value_heads: int) -> int:
-    """The largest number of cuts that :func:`cut_by_length` makes in buffers of this size.
+    """The largest number of cuts that :func:`cut_by_length` makes in a buffer of T tokens.
 
     A document of c chunks has more than 64 * (c - 1) tokens. If each of its parts has at least
     ``fewest`` chunks, the document has at most (c - 1) // fewest cuts.
@@ -105,11 +105,11 @@ class SequenceParts:
     no_part: Tensor  # bool [P], False everywhere: a mask that selects no part
     chunks: Tensor  # int32 [P, 1], chunks of 64 tokens per part, rounded up
     ragged: Tensor | None  # bool [P, 1], whether the part ends inside a chunk; None if no part does
-    places: ChunkPlaces  # where the chunks of 64 tokens of all parts lie
+    places: ChunkPlaces  # of each chunk of 64 tokens: its part, its number in the part
     whole: Steps  # these steps write the final state of each sequence
     entering: Steps  # these steps write the state that enters each part
-    opening: Steps  # from last to first part, these steps write dS_in of each sequence
-    leaving: Steps  # from last to first part, these steps write dS_out of each part
+    opening: Steps  # from last to first part, these steps write the gradient of each initial state
+    leaving: Steps  # from last to first part: the gradient of the state that leaves each part
 
     @property
     def are_sequences(self) -> bool:
@@ -123,7 +123,7 @@ class SequenceParts:
         key: Hashable,
         cut: Callable[[Documents], Cut] = one_part_per_sequence,
     ) -> SequenceParts:
-        """The parts of ``documents``, cached under ``key``, which names the cut."""
+        """The parts of ``documents``, stored there under ``key``, which must name the ``cut``."""
         key = SequenceParts, key
         return documents.plan(key, lambda: cls._build(documents, key, cut))
 
@@ -160,14 +160,14 @@ def _compute_tables(documents: Documents, cut: Cut) -> tuple[Tensor, ...]:
 
 
 def _steps_to_final_states(chains: Sequence[range], device: torch.device) -> Steps:
-    """Steps that write the state after the n-th chain to place n."""
+    """Steps that write the state at the end of the n-th chain to index n of the output."""
     return Steps.build(
         [[*((NONE, part) for part in chain), (n, NONE)] for n, chain in enumerate(chains)], device
     )
 
 
 def _steps_to_part_states(chains: Sequence[range], device: torch.device) -> Steps:
-    """Steps that write the state before each part to the part's place."""
+    """Steps that write the state before each part to the part's index in the output."""
     return Steps.build(
         [[*((part, part) for part in chain[:-1]), (chain[-1], NONE)] for chain in chains], device
     )
@@ -186,7 +186,7 @@ def compose(local: Tensor, through: Tensor, parts: SequenceParts) -> tuple[Tenso
 def entering_states(
     local: Tensor, through: Tensor, parts: SequenceParts, initial: Tensor | None
 ) -> Tensor | None:
-    """The state that enters every part, ``[P, H, K, V]``; ``initial`` or a result None is zero."""
+    """The state that enters every part, ``[P, H, K, V]``; None, given or returned, means zeros."""
     if parts.are_sequences:
         return None if initial is None else initial.contiguous()
     initial = None if initial is None else initial.to(local.dtype).contiguous()
@@ -198,9 +198,9 @@ def leaving_gradients(
 ) -> Tensor | None:
     """The gradient of the state that leaves every part, ``[P, H, K, V]``; None: all are zero.
 
-    Computes ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to the first,
-    so ``d_local`` is each part's dS_in if dS_out is 0. ``d_local`` and ``through`` may be None if
-    no sequence is cut. ``d_final``: the gradients of the final states; None: all are zero.
+    Computes ``dS_in = through^T dS_out + d_local`` from the last part of a sequence to the first;
+    ``d_local`` is the dS_in that a part has if its dS_out is 0. ``d_local`` and ``through`` may be
+    None if no sequence is cut. ``d_final``: the gradients of the final states; None: all are zero.
     """
     if parts.are_sequences:
         return None if d_final is None else d_final.contiguous()
@@ -212,7 +212,7 @@ def leaving_gradients(
 
 
 def initial_gradients(d_local: Tensor, through: Tensor | None, parts: SequenceParts) -> Tensor:
-    """The gradient of the initial states ``[N, H, K, V]`` if that of the final states is 0."""
+    """The gradient of the initial states ``[N, H, K, V]`` if the final states have gradient 0."""
     if parts.are_sequences:
         return d_local
     assert through is not None

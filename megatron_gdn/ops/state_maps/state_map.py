@@ -23,7 +23,7 @@ from ..host_tables import to_device
 from ..switches import full_fp32_matmul
 
 IDENTITY = "identity"
-MOST_ROWS = 128  # the most rows of a state in the kernel, in which one program loads all rows
+MOST_ROWS = 128  # the most rows of a state that the kernel takes; one program loads all rows
 NONE = -1
 
 
@@ -40,12 +40,12 @@ class StateShape(NamedTuple):
 
     @property
     def map_columns(self) -> int:
-        """Columns of ``local`` and ``through`` side by side."""
+        """The number of columns of ``local`` and ``through`` together."""
         return self.columns + (1 if self.diagonal else self.rows)
 
     @property
     def map_bytes(self) -> int:
-        """Bytes of one fp32 :class:`StateMap`, with the maps of all heads."""
+        """Bytes of one sequence's fp32 :class:`StateMap`, all heads together."""
         return self.heads * self.rows * self.map_columns * 4
 
 
@@ -65,7 +65,7 @@ class StateMap(NamedTuple):
         return self.through.shape[-1] == 1
 
     def apply(self, state: Tensor) -> Tensor:
-        """S_out, ``[N, H, K, V]``, from S_in ``state``."""
+        """The state S_out after the map, ``[N, H, K, V]``; ``state`` is S_in."""
         carried = self.through * state if self.is_diagonal else self.through @ state
         return carried + self.local
 
@@ -78,8 +78,8 @@ class StateMap(NamedTuple):
 class Steps:
     """For each chain, the maps that are applied and the places where states are written.
 
-    A step is ``(target, map)``: write the state to ``target``, then apply ``map``. NONE as target
-    or map skips the write or the map. Every chain has at least one step.
+    A step is ``(target, map)``: write the state to index ``target`` of the output, then apply the
+    map of index ``map``. NONE skips the write or the map. Every chain has at least one step.
     """
 
     chains: tuple[tuple[tuple[int, int], ...], ...]
@@ -119,9 +119,9 @@ def follow_chains(
         local: ``[P, H, K, V]`` fp32 (or fp64, in plain torch).
         through: ``[P, H, K, K]``, any strides; or ``[P, H, K, 1]``, one factor per row.
         out: ``[Q, H, K, X]``, overwritten; X is V, or with IDENTITY V plus ``through``'s columns.
-        start: ``[N, H, K, V]``, the states before the first maps; None: zero. IDENTITY: compose the
-            maps, and write ``local`` and ``through`` of the results side by side to ``out``.
-        cuts: the cut steps, the same for every chain; not with IDENTITY.
+        start: ``[N, H, K, V]``, the states before the first maps; None: zero. With IDENTITY ``out``
+            gets each chain's composed map instead of states, ``local`` beside ``through``.
+        cuts: the cut steps, the same for every chain; not allowed with IDENTITY.
 
     Returns:
         ``out``, computed in fp32 even if torch's TF32 switches are on. The GPU kernel replaces each
