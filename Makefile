@@ -1,12 +1,12 @@
 # `make demo` trains a small model, `make test` runs the tests; both set up .venv first. `make test`
 # leaves out what is slow: whole launches, and more sizes of laws that it holds at one.
 # `make test-all` adds the slow tests and the kernels in Triton's interpreter. `make test-shapes` runs
-# the laws of numbers as on another machine, where sums are taken in other orders. .ci/run asks for
+# laws of equal bits as on another machine, where sums are taken in other orders. .ci/run asks for
 # both.
 # `make nightly` (hours on two cores) runs the rest: every combination of the parameters of a law;
 # runs that are ended at random steps, again and again; the commands of the pages as they are, from
-# a fresh clone; the package installed from a clone and a wheel; kernels compiled for Hopper; on
-# another machine, weights and resumed runs too.
+# a fresh clone; the package installed from a clone and a wheel; kernels compiled for Hopper; as
+# on another machine, the laws of mixers, weights and resumed runs.
 #
 # `make test-versions` runs other versions of torch, megatron-core, Python and transformers, one at
 # a time, each in an environment of its own (some GB, removed after its row), and fills the table of
@@ -32,8 +32,9 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow"
 
-# Folders in which products of two shapes have the same bits; checkpoints and files keep theirs.
-SHAPES = distributed gdn gdn2 hf/drop_in inference kda layer mamba2 ops
+# Laws over ranks, of generation and of layers: most of those by which products of two shapes have
+# the same bits. `make nightly` runs the other folders so.
+SHAPES = distributed inference layer
 
 # Compiled code in a cache of its own: torch would take, and fail to build, what another capability made.
 test-shapes: $(VENV)/.ready
@@ -50,7 +51,7 @@ test-kernels: $(VENV)/.ready
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -m nightly tests/kernels
-	$(MAKE) test-shapes SHAPES="hf precision"
+	$(MAKE) test-shapes SHAPES="gdn gdn2 hf kda mamba2 ops precision"
 
 # A clone's own scripts run launches, one of them by torchrun, and fill the table of docs/support.md, and its source is read
 # for what its layers ask of ours: make test-launches MEGATRON_LM=folder

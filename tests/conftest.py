@@ -34,13 +34,14 @@ def pytest_collection_modifyitems(items):
         cases_of = defaultdict(list)
         for item in items:
             if item.get_closest_marker(mark) and not _runs_elsewhere(item):
-                cases_of[item.path, item.originalname].append(item)
+                slow = bool(item.get_closest_marker("slow"))
+                cases_of[item.path, item.originalname, slow].append(item)
         for cases in cases_of.values():
             _cover(cases, size)
 
 
 def _runs_elsewhere(item):
-    return any(item.get_closest_marker(name) for name in ("gpu", "nightly", "slow"))
+    return any(item.get_closest_marker(name) for name in ("gpu", "nightly"))
 
 
 def _cover(cases, size):

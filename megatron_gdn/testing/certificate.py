@@ -96,7 +96,7 @@ def parse_arguments(given: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def certificate(args: argparse.Namespace) -> list[Row]:
-    """Run all ranks and return the rows; ``args``: the result of :func:`parse_arguments`."""
+    """Compare schemes on all ranks with fp64; return the table's rows; ``args``: parsed options."""
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         for cp in (1, *args.cp):

@@ -40,10 +40,7 @@ def whole(text, tmp_path_factory) -> list[dict]:
 
 @pytest.mark.parametrize(
     "seed",
-    [
-        pytest.param(0, marks=pytest.mark.slow),
-        *(pytest.param(seed, marks=pytest.mark.nightly) for seed in range(1, 16)),
-    ],
+    [pytest.param(seed, marks=pytest.mark.nightly) for seed in range(16)],
 )
 def test_a_run_that_is_ended_in_every_way_at_random_steps_has_the_losses_of_one_that_was_not(
     seed, whole, text, small_disk, tmp_path

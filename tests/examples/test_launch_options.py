@@ -132,7 +132,7 @@ def test_a_file_is_legal_bash(file):
     assert os.access(file, os.X_OK)
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_one_node_starts_a_process_for_each_gpu(tmp_path):
     assert launch(tmp_path, "one_node.sh", GPUS="2") == "[1.0, 1.0] ['--lr'] True"
 

@@ -80,6 +80,7 @@ def test_held_out_documents_depend_on_their_content_alone():
     assert hold_out(Corpus((b"a", b"b")))[1].documents == ()
 
 
+@pytest.mark.slow
 def test_a_run_continued_in_a_new_folder_has_the_losses_of_the_uninterrupted_one_bit_for_bit(
     packed_run, tmp_path
 ):

@@ -71,6 +71,7 @@ def test_the_learning_rate_of_the_command_line_is_taken(trained):
     assert [m["lr"] for m in metrics(trained / "runs/pretrain_hybrid-2")] == [0.05, 0.05]
 
 
+@pytest.mark.slow
 def test_a_second_run_gets_a_folder_of_its_own_and_leaves_the_first_as_it_is(trained, parse):
     assert parse().output_dir == Path("runs/pretrain_hybrid-2")
     Path("runs/pretrain_hybrid-2").mkdir()  # of a run that did not come to its first step

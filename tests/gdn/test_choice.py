@@ -129,6 +129,7 @@ def test_a_slower_rule_and_slower_kernels_are_announced_once(caplog):
     assert "plain torch" in kernels and "not on cpu" in kernels
 
 
+@pytest.mark.slow
 def test_importing_the_mixer_loads_no_kernel_package():
     program = (
         "import sys, megatron_gdn.ops.mixer; "

@@ -85,6 +85,7 @@ def test_every_rank_loads_its_share_at_any_size(pools, imported, name, kind, siz
         assert all(set(names) < set().union(*held) for names in held)
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @pytest.mark.parametrize(

@@ -28,8 +28,10 @@ def digests(folder):
 
 
 AS_GPT = ("next dense layer", "moe packed")
-KINDS = [(name, "hybrid") for name in FOLDERS] + [
-    pytest.param(name, "gpt", marks=[] if name in AS_GPT else pytest.mark.slow) for name in FOLDERS
+KINDS = [
+    pytest.param(name, kind, marks=[] if name in AS_GPT else pytest.mark.slow)
+    for kind in ("hybrid", "gpt")
+    for name in FOLDERS
 ]
 
 
@@ -43,7 +45,9 @@ def test_export_gives_the_source_files_back_byte_for_byte(hf_folder, tmp_path, n
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["next", "moe packed", "dense tied"])
+@pytest.mark.parametrize(
+    "name", [pytest.param("next", marks=pytest.mark.nightly), "moe packed", "dense tied"]
+)
 def test_a_run_with_plain_norms_exports_to_the_source_files(pools, hf_folder, tmp_path, name):
     """Its arguments, which its checkpoint holds, tell that gains are whole."""
     folder, saved = hf_folder(name), tmp_path / "saved"

@@ -19,7 +19,7 @@ def assert_logits_agree(found, noisy=False):
     assert found["cosine"] > 0.99999, found
 
 
-@pytest.mark.parametrize("kind", ["hybrid", pytest.param("gpt", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", ["hybrid", pytest.param("gpt", marks=pytest.mark.nightly)])
 @pytest.mark.parametrize("name", DENSE + MOE)
 def test_an_imported_model_has_the_logits_of_transformers(pools, hf_folder, name, kind):
     (found,) = pools(1).run(laws.logits_agree, hf_folder(name), kind)

@@ -49,6 +49,7 @@ def tiny_arguments(monkeypatch, *more: str, flags=None) -> argparse.Namespace:
     return args
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize(("name", "kind"), LAUNCHED)
 def test_megatron_takes_the_flags_and_counts_the_flops_of_the_catalogue(monkeypatch, name, kind):

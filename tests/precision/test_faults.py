@@ -124,6 +124,7 @@ MODELS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @remedies
 @pytest.mark.parametrize("model", MODELS)

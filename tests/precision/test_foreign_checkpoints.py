@@ -152,6 +152,7 @@ def written(pools, tmp_path_factory):
     return get
 
 
+@pytest.mark.slow
 @layouts
 def test_an_upstream_checkpoint_gives_every_replica_its_fp32_master(
     pools, written, tmp_path, kind, tp, size
@@ -178,6 +179,7 @@ def test_without_the_optimizer_it_is_the_rounded_value_or_the_master_on_request(
     assert all(torch.equal(rank["model"], old["master"]) for rank in masters)
 
 
+@pytest.mark.slow
 @layouts
 def test_our_checkpoint_gives_upstream_its_fp32_master(pools, written, tmp_path, kind, tp, size):
     folder, new = written(kind, False)

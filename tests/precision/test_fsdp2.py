@@ -184,6 +184,7 @@ def test_a_policy_that_rounds_weights_leaves_gates_that_stand_apart():
     assert torch.equal(layer(x, None)[0], one(x.bfloat16(), None)[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["fp32", "bf16"])
 @on_ranks(2)
 def test_a_run_goes_on_from_a_torch_dcp_file(tmp_path, dtype):

@@ -77,6 +77,7 @@ def saved(pools, tmp_path_factory):
     return get
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("kind", "tp", "ranks"),
     [pytest.param(*x, marks=[] if x in SHORT else pytest.mark.slow) for x in LAYOUTS],

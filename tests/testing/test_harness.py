@@ -31,6 +31,7 @@ def test_a_shuffled_sum_is_found_and_is_the_only_one():
     assert "weight differs in repeat" in str(report)
 
 
+@pytest.mark.slow
 def test_a_read_of_memory_never_written_is_found():
     """In a new process, whose heap has the same history every time."""
     with ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:

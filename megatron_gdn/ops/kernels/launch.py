@@ -48,7 +48,7 @@ class Launch:
         launch = Launch(kernel, (tiles, B), S, stride, H=32, BLOCK_H=32, num_warps=4)
         launch(x, out)          # as kernel[(tiles, B)](x, out, S, stride, H=32, ...)
 
-    In the interpreter, and while Triton's launch hooks are set, every call is Triton's own call.
+    In the interpreter, and while Triton's launch hooks are set, every call runs `kernel[grid]`.
     Triton's other settings (``TRITON_DEBUG`` and the like) are read at the first call only.
     """
 

@@ -170,7 +170,7 @@ def gated_norm_backward_kernel(
     BLOCK_V: tl.constexpr, GATE_FIRST: tl.constexpr, ZERO_CENTERED: tl.constexpr,
     SIGMOID: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of ROWS * REPEATS rows in one group; grid (tiles * G, B), with ``rows`` = S H.
+    """Gradients of ROWS * REPEATS rows in one of G norm groups; grid (tiles * G, B), rows = S H.
 
     ``dy_ptr`` is the output's gradient, with strides ``dy_stride_s`` and ``dy_stride_b``;
     ``do_ptr`` gets the gradient of o. ``z`` is the gate's first column. Below, s = act(z), the norm

@@ -46,7 +46,7 @@ def test_the_example_trains_and_saves_what_transformers_loads(tmp_path):
     assert loaded.model.layers[0].linear_attn.A_log.dtype == torch.float32
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @on_cpu
 def test_the_benchmark_runs_tiny_on_the_cpu():
     said = python("benchmarks/bench_hf_dropin.py", "--tiny").stdout.splitlines()
@@ -60,7 +60,7 @@ def test_the_benchmark_runs_tiny_on_the_cpu():
         assert all(error < 1e-5 for error in record["error"].values()), record
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_picture_shows_the_leak_and_that_a_patched_model_has_none(tmp_path):
     image = tmp_path / "leaks.png"
     done = python("examples/show_leaks.py", image, TORCHDYNAMO_DISABLE="1")

@@ -67,6 +67,7 @@ def test_a_model_with_attention_equals_one_rank(pools, ranks):
     pools(ranks).run(laws.models_equal_one_rank, "Qwen3_5ForCausalLM", cases)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family",
     [NEXT, VISION, OLMO, KIMI, *(pytest.param(x, marks=pytest.mark.slow) for x in EXPERTS)],
