@@ -69,7 +69,7 @@ class GenerationGap(NamedTuple):
     """Differences between generation and the training forward, over the tokens after the prompt.
 
     Attributes:
-        max_log_prob, mean_log_prob: largest, mean |difference| of a text token's log-probability.
+        max_log_prob, mean_log_prob: largest and mean absolute error of a token's log-probability.
         mean_kl, max_kl: mean, largest KL(training || generation) over the vocabulary, in nats.
         equal: whether all log-probabilities of all tokens of the vocabulary have the same bits.
         backend: the rule of the model's first recurrent layer.
