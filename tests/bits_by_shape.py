@@ -10,19 +10,19 @@ from torch import Tensor
 from torch import library as operators
 
 ASKED_BY = "BITS_BY_SHAPE"
-_libraries: list[operators.Library] = []  # a library that is freed takes its kernels along
+_registered: list[operators.Library] = []  # kernels last as long as the object that set them
 
 
 def hold_if_asked() -> None:
     """Replaces the CPU's products in this process if the environment has ``BITS_BY_SHAPE=1``."""
-    if os.environ.get(ASKED_BY) != "1" or _libraries:
+    if os.environ.get(ASKED_BY) != "1" or _registered:
         return
-    library = operators.Library("aten", "IMPL")
-    _libraries.append(library)
+    registration = operators.Library("aten", "IMPL")
+    _registered.append(registration)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # replaces kernels: that is the aim
         for name, kernel in _KERNELS.items():
-            library.impl(name, kernel, "CPU", allow_override=True)
+            registration.impl(name, kernel, "CPU", allow_override=True)
     torch.backends.cuda.enable_flash_sdp(False)  # attention in products, on a CPU too
 
 

@@ -166,5 +166,5 @@ class GatedDeltaNet(UpstreamNames):
 
     def make_parts(self, rows: Tensor, *parameters: Any, **others: Any) -> Parts:
         """Make the mixer's parts with this layer's options (:func:`.front.gdn_parts`)."""
-        others |= {"normalise_qk": self.use_qk_l2norm, "recompute_qkv": self.recompute_qkv}
-        return gdn_parts(rows, *parameters, allow_neg_eigval=self.allow_neg_eigval, **others)
+        options = {"allow_neg_eigval": self.allow_neg_eigval, "recompute_qkv": self.recompute_qkv}
+        return gdn_parts(rows, *parameters, normalise_qk=self.use_qk_l2norm, **options, **others)

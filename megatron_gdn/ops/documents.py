@@ -220,7 +220,8 @@ class Documents:
     def position_T(self) -> Tensor:
         """int32 ``[T]``: how many tokens of the same document come before each token."""
         return self.table(
-            "position_T", lambda these: (_tokens_of(these) - these.starts[these.document_T()],)
+            "position_T",
+            lambda bounds: (_tokens_of(bounds) - bounds.starts[bounds.document_T()],),
         )[0]
 
     def most_chunks(self, size: int) -> int:
@@ -249,11 +250,11 @@ class Documents:
 def planned[**Options, Made](
     make: Callable[Concatenate[Documents, Options], Made],
 ) -> Callable[Concatenate[Documents, Options], Made]:
-    """Let ``make`` run once for each ``Documents`` object and each choice of further arguments."""
+    """Let ``make`` run once for each ``Documents`` object, which keeps the result, and each choice
+    of further arguments; an argument by place and the same one by name are two choices."""
 
     @wraps(make)
     def make_once(documents: Documents, *args: Options.args, **kwargs: Options.kwargs) -> Made:
-        """The result of ``make``, stored in ``documents`` at the first call."""
         key = make, args, *kwargs.items()
         return documents.plan(key, lambda: make(documents, *args, **kwargs))
 

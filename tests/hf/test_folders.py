@@ -27,9 +27,9 @@ def digests(folder):
     }
 
 
-AS_GPT = ("next dense layer", "moe packed")
+QUICK = ("next dense layer", "moe packed")
 KINDS = [
-    pytest.param(name, kind, marks=[] if name in AS_GPT else pytest.mark.slow)
+    pytest.param(name, kind, marks=[] if name in QUICK else pytest.mark.slow)
     for kind in ("hybrid", "gpt")
     for name in FOLDERS
 ]

@@ -48,7 +48,7 @@ def saved(pools, tmp_path_factory):
     return save
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("pattern", "strategies", "norms_called"),
     [
@@ -68,7 +68,7 @@ def test_with_tensor_parallelism_every_strategy_trains_as_ddp(
         laws.require_exact_in_fp32(ddp_over_four(pattern), fsdp)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.each_value
 @pytest.mark.parametrize("strategy", ["optim_grads_params", "optim_grads"])
 @pytest.mark.parametrize("pattern", ["G-", "M-"], ids=["gdn", "mamba2"])
@@ -94,14 +94,14 @@ def test_fp32_gates_in_a_bf16_model_are_refused_by_name(pools, pattern):
         assert "nccl" in message and "data_parallel_sharding_strategy" in message
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("strategy", ["no_shard", "optim_grads"])
 def test_where_parameters_are_gathered_by_dtype_they_are_taken(pools, ddp, strategy):
     fsdp = pools(2).run(laws.losses, "fsdp", BF16, strategy=strategy)
     laws.require_as_exact_as_ddp(ddp(FP32), ddp(BF16), fsdp)
 
 
-@pytest.mark.slow
+@slow
 def test_it_is_gloos_one_gather_of_two_dtypes_that_is_wrong(pools, ddp):
     """Gathered one by one they train as under DDP; once both do, the refusal can go."""
     run, both = pools(2).run, (ddp(FP32), ddp(BF16))
@@ -135,7 +135,7 @@ def test_fully_shard_takes_a_bf16_model_where_dtypes_are_gathered_apart(pools, p
 WEIGHT = "model.module.decoder.layers.0.self_attention.in_proj.weight."
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize(
     ("split", "tp"),
     [
@@ -179,7 +179,7 @@ def test_rows_of_another_tensor_parallel_size_are_refused(pools, saved, pattern,
         assert "Load it with --tensor-model-parallel-size 1" in message
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("written_by_section", [True, False])
 def test_sections_are_not_taken_for_the_whole(pools, saved, written_by_section):
     """Under ``--no-strict-fsdp-dtensor-load`` torch leaves weights that it misses as they are."""

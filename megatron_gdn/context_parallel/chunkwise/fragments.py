@@ -83,7 +83,7 @@ def fragments_of(documents: Documents, cutting: Cutting) -> Fragments:
     """The fragments that ``cutting`` makes; errors as in :func:`..layouts.check_lengths`."""
     require_cut(documents, cutting.cp_size, cutting.layout)
     key = (Fragments, cutting)
-    return documents.table(key, lambda these: _cut_fragments(these, cutting), move=False)
+    return documents.table(key, lambda bounds: _cut_fragments(bounds, cutting), move=False)
 
 
 def _cut_fragments(documents: Documents, cutting: Cutting) -> Fragments:
@@ -123,7 +123,7 @@ def pieces_of(documents: Documents, cutting: Cutting) -> Documents:
     if cutting.layout is SequenceLayout.ZIGZAG:
         most = 2 * documents.most
     tokens = documents.total_tokens // cutting.cp_size
-    return documents.cut(cutting, lambda these: _piece_boundaries(these, cutting), most, tokens)
+    return documents.cut(cutting, lambda bounds: _piece_boundaries(bounds, cutting), most, tokens)
 
 
 def _piece_boundaries(documents: Documents, cutting: Cutting) -> tuple[Tensor]:

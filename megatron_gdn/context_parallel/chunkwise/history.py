@@ -63,7 +63,7 @@ def history_route(documents: Documents, cutting: Cutting, taps: int) -> HistoryR
     )
     *tables, of_sent, of_received = documents.table(
         (HistoryTable, cutting, history_len),
-        lambda these: _build_tables(these, cutting, history_len, sendable, receivable),
+        lambda bounds: _build_tables(bounds, cutting, history_len, sendable, receivable),
         move=False,
     )
     counts = []

@@ -72,7 +72,7 @@ def state_table(documents: Documents, cutting: Cutting, rows: int) -> StateTable
     pieces, known = pieces_of(documents, cutting), documents.known
     tensors = documents.table(
         (_NodeTensors, cutting, rows),
-        lambda these: _node_tensors(these, pieces, cutting, rows),
+        lambda bounds: _node_tensors(bounds, pieces, cutting, rows),
         move=False,
     )
     nodes, n, N = cutting.nodes, len(cutting.nodes.hosts), pieces.sequences

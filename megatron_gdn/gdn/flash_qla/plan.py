@@ -121,8 +121,8 @@ def plan_of(
         offsets = _cut_by_cost(documents, value_heads)
         if offsets is None:
             return plan_of_whole(documents)
-        key, cut = ("by cost", value_heads), lambda these, _: cut_at(these, offsets)
-    parts = SequenceParts.of(documents, key, lambda these: cut(these, value_heads))
+        key, cut = ("by cost", value_heads), lambda bounds, _: cut_at(bounds, offsets)
+    parts = SequenceParts.of(documents, key, lambda bounds: cut(bounds, value_heads))
     return _store_chunk_tables(parts, documents)
 
 

@@ -108,7 +108,8 @@ class FlashQlaBackward(RuleBackward):
             documents = documents_of_rows(self.rows, self.d_o.device)
         self.d_o, self.inputs, self._at_chunks = in_one_row(self.d_o), in_one_row(self.inputs), None
         heads, g_sum, A = self.inputs.v.shape[2], in_one_row(self._kept.g_sum), self._kept.A
-        self._parts = plan_of(documents, heads, self.rule.batch_invariant, True)
+        with_states = True
+        self._parts = plan_of(documents, heads, self.rule.batch_invariant, with_states)
         self._maps = part_maps(self.inputs, self._parts, (g_sum, in_one_row(A)))
         self._kept = self._maps.saved(entering=None)
 

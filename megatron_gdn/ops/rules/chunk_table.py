@@ -263,7 +263,7 @@ def _build_table(documents: Documents, C: int, chunks_per_group: int, fill_up: b
         return ChunkTable(C, N, (), None)
     chunk_count = -(-n // chunks_per_group) * chunks_per_group if fill_up else n
     key = _TokenPlaces, C, chunk_count
-    places = documents.table(key, lambda these: _token_places(these, C, chunk_count), move=False)
+    places = documents.table(key, lambda bounds: _token_places(bounds, C, chunk_count), move=False)
     groups = []
     for start in range(0, n, chunks_per_group):
         stop = min(start + chunks_per_group, chunk_count)
