@@ -34,7 +34,7 @@ def read(name: str) -> list[dict]:
 
 def layer_table(records: list[dict]) -> str:
     rows = [["case", "delta rule", "layer", "forward ms", "", "forward + backward ms", "",
-             "saved MiB", "", "peak MiB", ""]]  # fmt: skip
+             "saved MiB", ""]]  # fmt: skip
     for case, core in dict.fromkeys((r["case"], r["core"]) for r in records):
         here = [r for r in records if (r["case"], r["core"]) == (case, core)]
         timed = [r for r in here if "layer" in r]
@@ -45,7 +45,6 @@ def layer_table(records: list[dict]) -> str:
                 lambda x: x["forward"]["median"],
                 lambda x: x["forward_backward"]["median"],
                 lambda x: x["saved"],
-                lambda x: x["peak"],
             ):
                 digits = 0 if value(r) > 100 else 2
                 cells += [f"{value(r):.{digits}f}", f"{value(r) / value(base):.2f}"]
@@ -57,7 +56,7 @@ def layer_table(records: list[dict]) -> str:
                     r["floor"]["total"], ("forward", "forward_backward"), strict=True
                 ):
                     cells += [f"{time:.2f}", f"{time / base[key]['median']:.2f}"]
-                rows.append([*cells, "", "", "", ""])
+                rows.append([*cells, "", ""])
     return markdown(rows)
 
 
