@@ -101,7 +101,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): pip fetches torch, megatron-core and the rest, some GB and minutes ..."
 	$(PYTHON) -m venv $(VENV)
 	grep -vE "$(if $(TORCH),^(torch==|triton==|nvidia-|cuda-),^$$)" constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --progress-bar on --constraint $(VENV)/constraints.txt \
+	$(BIN)/python -m pip install --no-compile --progress-bar on --constraint $(VENV)/constraints.txt \
 		--editable ".[dev]" $(if $(TORCH),torch==$(TORCH))
 	@touch $@
 	@echo "$(VENV) is ready."

@@ -1,6 +1,7 @@
 """Processes of their own: this Python with other arguments, forks, and waiting for what they do."""
 
 import fcntl
+import gc
 import multiprocessing
 import os
 import runpy
@@ -12,6 +13,8 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 FORK = multiprocessing.get_context("fork")
 PATIENCE = 30  # seconds on a busy machine
+# The garbage of this process may wait, when it is deleted, for threads that a fork does not have.
+os.register_at_fork(after_in_child=gc.freeze)
 
 
 def python(*arguments, cwd=ROOT, timeout=300, ends=0, **environment):
