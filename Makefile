@@ -6,7 +6,7 @@
 # `make nightly` (hours on two cores) runs the rest: every combination of the parameters of a law;
 # runs that are ended at random steps, again and again; the commands of the pages as they are, from
 # a fresh clone; the package installed from a clone and a wheel; kernels compiled for Hopper; as
-# on another machine, the laws of mixers, weights and resumed runs.
+# on another machine, the laws of mixers, layers, weights and resumed runs.
 #
 # `make test-versions` runs other versions of torch, megatron-core, Python and transformers, one at
 # a time, each in an environment of its own (some GB, removed after its row), and fills the table of
@@ -32,9 +32,9 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile -m "not gpu and not nightly and not slow"
 
-# Laws over ranks, of generation and of layers: most of those by which products of two shapes have
-# the same bits. `make nightly` runs the other folders so.
-SHAPES = distributed inference layer
+# Laws over ranks and of generation: most of those by which products of two shapes have the same
+# bits. `make nightly` runs the other folders so.
+SHAPES = distributed inference
 
 # Compiled code in a cache of its own: torch would take, and fail to build, what another capability made.
 test-shapes: $(VENV)/.ready
@@ -51,7 +51,7 @@ test-kernels: $(VENV)/.ready
 nightly: $(VENV)/.ready
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -m nightly
 	OMP_NUM_THREADS=1 TRITON_INTERPRET=1 $(BIN)/python -m pytest -n auto -m nightly tests/kernels
-	$(MAKE) test-shapes SHAPES="gdn gdn2 hf kda mamba2 ops precision"
+	$(MAKE) test-shapes SHAPES="gdn gdn2 hf kda layer mamba2 ops precision"
 
 # A clone's own scripts run launches, one of them by torchrun, and fill the table of docs/support.md, and its source is read
 # for what its layers ask of ours: make test-launches MEGATRON_LM=folder
@@ -101,7 +101,7 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 	@echo "Setting up $(VENV): pip fetches torch, megatron-core and the rest, some GB and minutes ..."
 	$(PYTHON) -m venv $(VENV)
 	grep -vE "$(if $(TORCH),^(torch==|triton==|nvidia-|cuda-),^$$)" constraints.txt > $(VENV)/constraints.txt
-	$(BIN)/python -m pip install --no-compile --progress-bar on --constraint $(VENV)/constraints.txt \
+	$(BIN)/python -m pip install --progress-bar on --constraint $(VENV)/constraints.txt \
 		--editable ".[dev]" $(if $(TORCH),torch==$(TORCH))
 	@touch $@
 	@echo "$(VENV) is ready."

@@ -126,7 +126,9 @@ def test_plain_python_trains_in_one_process(text, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("launcher", ["--nproc-per-node", "torchrun"])
+@pytest.mark.parametrize(
+    "launcher", ["--nproc-per-node", pytest.param("torchrun", marks=pytest.mark.nightly)]
+)
 def test_the_line_that_says_what_is_wrong_stands_last(launcher, tmp_path):
     """Below it torchrun has nothing but a frame; started by the script, it has nothing at all."""
     script = EXAMPLES / "pretrain_hybrid.py"

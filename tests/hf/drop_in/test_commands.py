@@ -110,7 +110,7 @@ torch.save(found, sys.argv[1])
 """
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(torch.cuda.is_available(), reason="the kernels run here")
 def test_unpacked_batches_and_generation_run_where_fla_is_installed(fresh, tmp_path):
     """With the bits that transformers has where fla is not installed."""
