@@ -22,7 +22,7 @@ LENGTHS = (8, 24, 16)
 @pytest.mark.parametrize(
     ("cp", "options", "packed"),
     [
-        pytest.param(1, {}, False, id="one rank-batch"),
+        pytest.param(1, {}, False, id="one rank-batch", marks=slow),
         pytest.param(1, {}, True, id="one rank-packed", marks=slow),
         pytest.param(1, RECOMPUTE, False, id="recompute-batch", marks=nightly),
         pytest.param(1, RECOMPUTE, True, id="recompute-packed", marks=slow),

@@ -44,6 +44,7 @@ def test_tensor_and_sequence_parallel_equal_one_rank(pools, sequence_parallel, m
     pools(2).run(parallel_equals_one_rank, mixers, 2, 1, sequence_parallel)
 
 
+@pytest.mark.slow
 @pytest.mark.each_pair
 @pytest.mark.parametrize(
     "mixers", [GDN, GDN2, MAMBA2, KDA, TOY], ids=["gdn", "gdn2", "mamba2", "kda", "toy"]

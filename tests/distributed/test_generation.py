@@ -238,6 +238,7 @@ def test_in_batch_invariant_mode_many_tokens_have_the_bits_of_training(pattern, 
     require_no_gap(check_generation(model, greedy, prompt=tokens - 70))
 
 
+@pytest.mark.slow
 @on_ranks(1)
 def test_in_batch_invariant_mode_packing_changes_no_bit():
     """A packed document has the bits of the document alone, in training and in generation."""

@@ -84,6 +84,7 @@ def test_the_hosts_say_how_many_ranks_a_machine_has():
     assert ranks_per_machine(group, None, CPU) == 4  # this host's real name
 
 
+@pytest.mark.slow
 @on_ranks(cp=16)
 def test_auto_follows_the_option():
     """4096 tokens on each of 16 ranks: 0.43 ms to 0.80 on one machine, 1.35 to 0.64 on two."""

@@ -121,6 +121,7 @@ def test_a_host_read_is_seen():
         offsets.repeat_interleave(offsets)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("cp", "mode"), [(1, None), (2, "headwise"), (2, "chunkwise")])
 @on_ranks(cp="cp")
 def test_a_layer_in_megatrons_graphs_reads_the_buffers(cp, mode):

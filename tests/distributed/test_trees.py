@@ -114,6 +114,7 @@ def test_headwise_equals_one_rank(pools, layout, seed, mixers):
     pools(2).run(parallel_equals_one_rank, mixers, 1, 2, tree=tree, layout=layout)
 
 
+@pytest.mark.slow
 @each
 def test_headwise_over_four_ranks_equals_one_rank(pools, mixers):
     tree = random_tree(3, multiple=8)
@@ -146,9 +147,8 @@ def test_a_model_on_shared_prompts_equals_separate_sequences(pools, cp, recomput
         assert_close(name, value, apart[name], 1e-11)
 
 
-@pytest.mark.parametrize(
-    "most_tokens", [40, *(pytest.param(n, marks=pytest.mark.slow) for n in (64, 35))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("most_tokens", [40, 64, 35])
 def test_a_hybrid_of_16_layers_on_groups_equals_separate_sequences(pools, most_tokens):
     """fp64, groups together, one group per micro-batch, and one that is cut in two."""
     pool = pools(1)

@@ -91,6 +91,7 @@ def rank(tmp_path, monkeypatch):
         process.kill()
 
 
+@pytest.mark.slow
 def test_ranks_go_on_with_their_kernel_while_one_command_compiles_the_rest(tmp_path, rank):
     for _ in range(3):
         rank(0.2, 3, "quick")

@@ -167,6 +167,7 @@ def test_an_upstream_checkpoint_gives_every_replica_its_fp32_master(
         assert torch.equal(rank["master"], old["master"])
 
 
+@pytest.mark.slow
 @layouts
 def test_without_the_optimizer_it_is_the_rounded_value_or_the_master_on_request(
     pools, written, tmp_path, kind, tp, size

@@ -111,6 +111,7 @@ def sleep_on_the_first_rank() -> None:
         time.sleep(1000)
 
 
+@pytest.mark.slow
 def test_what_a_later_rank_raises_is_told_while_the_first_waits_for_it(pool, monkeypatch):
     monkeypatch.setattr("tests.ranks.GRACE_S", 1)
     start = time.monotonic()
@@ -119,6 +120,7 @@ def test_what_a_later_rank_raises_is_told_while_the_first_waits_for_it(pool, mon
     assert time.monotonic() - start < pool.timeout_s / 2
 
 
+@pytest.mark.slow
 def test_a_rank_that_does_not_answer_tells_where_it_is(pool):
     pool.run(dist.barrier)
     pool.timeout_s = 1

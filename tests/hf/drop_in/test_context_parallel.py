@@ -46,8 +46,11 @@ MORE = [
         pytest.param(NEXT, 2, MORE, marks=pytest.mark.slow),
         (DENSE, 4, FEW),
         pytest.param(DENSE, 4, MORE, marks=pytest.mark.slow),
-        *((family, 2, FEW[1:]) for family in (OLMO, QWEN4, BAILING)),
-        (KIMI, 2, FEW),
+        *(
+            pytest.param(family, 2, FEW[1:], marks=pytest.mark.slow)
+            for family in (OLMO, QWEN4, BAILING)
+        ),
+        pytest.param(KIMI, 2, FEW, marks=pytest.mark.slow),
         (GLM, 4, FEW[1:]),
     ],
 )
@@ -55,7 +58,8 @@ def test_a_layer_equals_one_rank(pools, family, ranks, cases):
     pools(ranks).run(laws.layers_equal_one_rank, family, cases)
 
 
-@pytest.mark.parametrize("ranks", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("ranks", [2, 4])
 def test_a_model_with_attention_equals_one_rank(pools, ranks):
     cases = [
         ("zigzag_buffer", "auto", None, None),

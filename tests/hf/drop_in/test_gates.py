@@ -83,6 +83,7 @@ def test_a_bf16_model_keeps_the_gates_of_its_file(fresh, tmp_path, family):
     assert {p.dtype for p in rounded.parameters()} == {torch.bfloat16}
 
 
+@pytest.mark.slow
 @pytest.mark.each_value
 @pytest.mark.parametrize(
     ("unpacked", "use_cache"), [("transformers", True), ("fused", True), ("fused", False)]

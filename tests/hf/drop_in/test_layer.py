@@ -78,6 +78,7 @@ def test_the_fused_mixer_has_the_outputs_and_gradients_of_transformers(fresh, fa
         assert_close(name, our_gradients[name], their_gradients[name], 1e-5 + noise)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", [*FAMILIES, *IMAGES, GLM])
 def test_a_whole_model_runs_fused_with_the_gradients_of_float64(fresh, family):
     """fp32 may err as transformers does in the worst of four runs, three of moved embeddings."""

@@ -159,6 +159,7 @@ def test_padded_rows_of_documents_go_through_a_model(fresh):
             assert_close("alone", logits[row, start:end], alone, 1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_leak_of_unpatched_models_is_found_and_of_patched_ones_is_not_there(fresh, family):
     model = fresh(family)
