@@ -1,5 +1,5 @@
 # `make demo` trains a small model, `make test` runs the tests; both set up .venv first. `make test`
-# leaves out what is slow: whole launches, and more sizes of laws that it holds at one.
+# leaves out what is slow: whole launches, laws over many ranks, and more sizes of laws.
 # `make test-all` adds the slow tests and the kernels in Triton's interpreter. `make test-shapes` runs
 # laws of equal bits as on another machine, where sums are taken in other orders. .ci/run asks for
 # both.

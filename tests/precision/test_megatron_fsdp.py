@@ -110,7 +110,7 @@ def test_it_is_gloos_one_gather_of_two_dtypes_that_is_wrong(pools, ddp):
         laws.require_as_exact_as_ddp(*both, run(laws.losses_if_accepted, BF16))
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_fully_shard_trains_an_fp32_model_as_summed_gradients_do(pools, package):
     pool = pools(2)
@@ -121,7 +121,7 @@ def test_fully_shard_trains_an_fp32_model_as_summed_gradients_do(pools, package)
         laws.require_exact_in_fp32(whole, fsdp)
 
 
-@pytest.mark.slow
+@slow
 @pytest.mark.parametrize("package", PACKAGES)
 def test_fully_shard_takes_a_bf16_model_where_dtypes_are_gathered_apart(pools, package):
     pool = pools(2)

@@ -72,10 +72,7 @@ def test_a_model_with_attention_equals_one_rank(pools, ranks):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family",
-    [NEXT, VISION, OLMO, KIMI, *(pytest.param(x, marks=pytest.mark.slow) for x in EXPERTS)],
-)
+@pytest.mark.parametrize("family", [NEXT, VISION, OLMO, KIMI, *EXPERTS])
 def test_other_models_equal_one_rank(pools, family):
     cases = [("zigzag_buffer", "auto", None, None), ("contiguous", "auto", ANY, "offsets")]
     pools(2).run(laws.models_equal_one_rank, family, cases)
