@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from ..context_parallel.gathered import Span, gather_in_order, spans_of
 from ..context_parallel.layouts import SequenceLayout, positions
@@ -20,6 +22,8 @@ if TYPE_CHECKING:
     from megatron.core.packed_seq_params import PackedSeqParams
 
 _RESOLVED = "_megatron_gdn_documents"
+# The attribute of a checkpoint's autograd context with stamps of the documents that it has read.
+_READ_IN_CHECKPOINT = "_megatron_gdn_stamps"
 PARENTS = "_megatron_gdn_parents"  # attribute with the parents of a tree's documents
 # Not "thd", so that layers which do not know trees refuse the documents.
 TREE = "thd_tree"
@@ -58,13 +62,19 @@ def resolve_packed_seq_params(
     since weights get gradients from all rows and 0 * NaN is NaN; the loss must mask these rows.
 
     Raises:
-        RuntimeError: a recomputed forward finds other boundaries than the first forward.
+        RuntimeError: a recomputed forward finds other boundaries than its own first forward.
         TypeError, ValueError: boundaries or a ``qkv_format`` that this layer cannot run.
         NotImplementedError: a CUDA graph is being captured, and the boundaries are not those of
             :func:`.graphs.static_packed_seq_params`.
     """
-    if params is None:
-        return None
+    documents = None if params is None else _resolve(params, total_tokens, device)
+    if documents is not None:
+        _check_recomputation(documents)
+    return documents
+
+
+def _resolve(params: PackedSeqParams, total_tokens: int, device: torch.device) -> Documents | None:
+    """The documents of ``params``, read now or by an earlier layer of the micro-batch."""
     if (fixed := static_documents_of(params)) is not None:
         return _checked_buffers(fixed, total_tokens, device) if _is_packed(params) else None
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -109,6 +119,36 @@ def resolve_packed_seq_params(
 def _is_recomputed() -> bool:
     """Whether this forward is a recomputation, which runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _check_recomputation(documents: Documents) -> None:
+    """Let a checkpoint remember ``documents``; raise if its recomputation reads others.
+
+    Other micro-batches may run between a forward and its recomputation, and a reentrant checkpoint
+    passes no saved tensor to the recomputation. What both runs have in common is the checkpoint's
+    autograd context: an argument of a caller in the first run, the current node in the second.
+    """
+    node = torch._C._current_autograd_node()
+    stamps = getattr(node, _READ_IN_CHECKPOINT, None)
+    if stamps and not any(documents.has_stamp(stamp) for stamp in stamps):
+        raise RuntimeError(documents.changed_message(stamps[-1]))
+    if torch.is_grad_enabled():
+        return  # a reentrant checkpoint runs its first forward without gradients
+    for context in _contexts_of_callers():
+        read = vars(context).setdefault(_READ_IN_CHECKPOINT, [])
+        if not any(documents.has_stamp(stamp) for stamp in read):
+            read.append(documents.stamp)
+
+
+def _contexts_of_callers() -> Iterator[FunctionCtx]:
+    """The contexts of the autograd functions whose forward or backward runs at the moment."""
+    frame = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_varnames[:1] == ("ctx",):
+            context = frame.f_locals["ctx"]
+            if isinstance(context, FunctionCtx):
+                yield context
+        frame = frame.f_back
 
 
 def static_documents_of(params: PackedSeqParams) -> StaticDocuments | None:

@@ -149,6 +149,14 @@ class Documents:
         with torch.inference_mode(False):  # autograd cannot save an inference tensor
             return torch.tensor(self.numbers, device="cpu")
 
+    def has_stamp(self, stamp: Tensor) -> bool:
+        """Whether documents with this :attr:`stamp` have the boundaries of these documents."""
+        return stamp is self.stamp or torch.equal(stamp, self.stamp)
+
+    def changed_message(self, stamp: Tensor) -> str:
+        """The error message if a recomputation found these documents in place of ``stamp``'s."""
+        return changed_boundaries_message(f"{self.stamp.tolist()} after {stamp.tolist()}")
+
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         """Raise if ``saved``, the stamp that autograd saved, is not the forward's ``stamp``."""
         if saved is not stamp and not torch.equal(saved, stamp):

@@ -147,6 +147,12 @@ class StaticDocuments(Documents):
         elif self._stamps["read"] is not self.stamp:
             raise RuntimeError(_FILLED_AGAIN)
 
+    def has_stamp(self, stamp: Tensor) -> bool:
+        return stamp is self.stamp
+
+    def changed_message(self, stamp: Tensor) -> str:
+        return _FILLED_AGAIN
+
     def require_unchanged(self, stamp: Tensor, saved: Tensor) -> None:
         if stamp is not self.stamp:
             raise RuntimeError(_FILLED_AGAIN)

@@ -3,18 +3,26 @@ that stay, or change between one step and the next, are not."""
 
 import pytest
 import torch
+from megatron.core.tensor_parallel import random
 
 from megatron_gdn import set_documents, static_packed_seq_params
 from tests.distributed.layer_laws import by_megatron, checkpointed, reentrant, thd
 from tests.distributed.mixers import whole
 from tests.parallel import assert_close
 
-pytestmark = pytest.mark.usefixtures("one_rank")
+pytestmark = pytest.mark.usefixtures("one_rank", "no_checkpoint_left")
 
 TOKENS = 24
 FIRST, SECOND = (0, 8, 24), (0, 13, 24)
 FIXED = "set_documents was called"
 RECOMPUTED = "boundaries of the documents changed"
+
+
+@pytest.fixture
+def no_checkpoint_left():
+    """An error in Megatron's checkpoint leaves its flag set, and layers would then not use it."""
+    yield
+    random._unset_checkpointing()
 
 
 def build(kind):
@@ -59,9 +67,19 @@ def offloaded(run, x, packed):
         return run(x, packed)
 
 
+def nested(run, x, packed):
+    return reentrant(lambda x: 2 * reentrant(run, x, packed), x)
+
+
+def in_one_block(run, x, packed):
+    """Megatron's full recomputation: the checkpoint holds a layer with a checkpoint of its own."""
+    return by_megatron(lambda x: 2 * reentrant(run, x, packed), x)
+
+
 KINDS = pytest.mark.parametrize("kind", ["fused layer", "layer of modules", "Mamba2"])
 LAYERS = pytest.mark.parametrize("kind", ["fused layer", "layer of modules"])  # take buffers
 CHECKPOINTS = pytest.mark.parametrize("around", [checkpointed, reentrant, by_megatron])
+IN_FLIGHT = [checkpointed, reentrant, by_megatron, nested, in_one_block]
 ALL = pytest.mark.parametrize("around", [plain, offloaded, checkpointed, reentrant, by_megatron])
 WRITES = pytest.mark.parametrize("write", [in_place, by_new_tensors])
 
@@ -76,15 +94,35 @@ def test_buffers_that_are_filled_again_before_the_backward(kind, around):
         out.sum().backward()
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("first_goes_back", ["first", "last"])
 @LAYERS
-@pytest.mark.parametrize("around", [plain, checkpointed])
-def test_two_micro_batches_in_flight_over_one_set_of_buffers(kind, around):
+@pytest.mark.parametrize("around", [plain, *IN_FLIGHT])
+def test_two_micro_batches_in_flight_over_one_set_of_buffers(kind, around, first_goes_back):
     run, packed = build(kind), fixed()
     first = around(run, rows(), packed)
     set_documents(packed, SECOND)
     second = around(run, rows(), packed)
-    second.sum().backward()
+    if first_goes_back == "last":
+        second.sum().backward()
     with pytest.raises(RuntimeError, match=FIXED):
+        first.sum().backward()
+    if first_goes_back == "first":
+        second.sum().backward()
+
+
+@pytest.mark.parametrize("make", [fixed, ordinary])
+def test_two_micro_batches_in_flight_in_layers_that_run_again_themselves(make):
+    layer, packed = whole("gdn"), make()
+    layer.recompute_whole = True
+    x = rows()[..., : layer.config.hidden_size]
+    first, _ = layer(x, None, packed_seq_params=packed)
+    if make is fixed:
+        set_documents(packed, SECOND)
+    else:
+        in_place(packed, SECOND)
+    layer(x, None, packed_seq_params=packed)
+    with pytest.raises(RuntimeError, match=FIXED if make is fixed else RECOMPUTED):
         first.sum().backward()
 
 
@@ -99,15 +137,51 @@ def test_boundaries_that_change_before_the_recomputation(kind, around, write):
         out.sum().backward()
 
 
+@pytest.mark.each_value
+@pytest.mark.parametrize("first_goes_back", ["first", "last"])
 @KINDS
+@pytest.mark.parametrize("around", IN_FLIGHT)
 @WRITES
-def test_boundaries_that_another_forward_has_read_before_the_recomputation(kind, write):
+def test_two_micro_batches_in_flight_over_one_packed_seq_params(
+    kind, around, write, first_goes_back
+):
     run, packed = build(kind), ordinary()
-    first = checkpointed(run, rows(), packed)
+    first = around(run, rows(), packed)
     write(packed, SECOND)
-    checkpointed(run, rows(), packed).sum().backward()
+    second = around(run, rows(), packed)
+    if first_goes_back == "last":
+        second.sum().backward()
     with pytest.raises(RuntimeError, match=RECOMPUTED):
         first.sum().backward()
+
+
+@pytest.mark.parametrize("make", [fixed, ordinary])
+@pytest.mark.parametrize("around", IN_FLIGHT)
+def test_two_micro_batches_in_flight_whose_boundaries_are_the_same(around, make):
+    run, packed = build("fused layer"), make()
+    first = around(run, rows(), packed)
+    second = around(run, rows(), packed)
+    first.sum().backward()
+    second.sum().backward()
+
+
+@pytest.mark.parametrize("make", [fixed, ordinary])
+@pytest.mark.parametrize("around", [reentrant, by_megatron, nested])
+def test_one_checkpoint_around_micro_batches_with_boundaries_of_their_own(around, make):
+    run, one, other, x = build("fused layer"), make(), make(), rows()
+    leaf = x.detach().requires_grad_()
+    if make is fixed:
+        set_documents(other, SECOND)
+    else:
+        in_place(other, SECOND)
+
+    def both(x, packed):
+        return run(x, packed) + run(x, other)
+
+    around(both, x, one).square().sum().backward()
+    factor = 2 if around is nested else 1
+    (factor * both(leaf, one)).square().sum().backward()
+    assert_close("d_x", x.grad, leaf.grad, 1e-5)
 
 
 def step(run, around, packed, offsets) -> None:
