@@ -1,7 +1,7 @@
 """cuDNN's Hopper kernels of Kimi Delta Attention as a rule: cudnn-frontend's ``kda_hopper_cuda``.
 
     q, k, v, o and their gradients    bf16, as many key as value heads, K = V = 128, normed q and k
-    g, beta and their gradients       fp32
+    g, beta and their gradients       fp32; 16-bit g gives wrong results (cudnn-frontend issue 1130)
     states                            fp32, ``[N, H, V, K]``, transposed at each call
 
 The kernels cut a sequence into stretches and start each from a zero state, not from the true state.
@@ -94,6 +94,11 @@ class _CudnnArguments:
             raise NotImplementedError(
                 f"backend='cudnn' takes as many key heads as value heads, not {inputs.k.shape[2]} "
                 f"and {inputs.v.shape[2]} on a rank. Use backend='fla' or 'auto'."
+            )
+        if inputs.g.element_size() == 2:
+            raise NotImplementedError(
+                f"backend='cudnn' takes log-decays g in fp32, not {inputs.g.dtype}: cuDNN computes "
+                f"a wrong output from 16-bit g on Hopper. Give g.float(), or use backend='fla'."
             )
         self.rows = inputs.v.shape[:2]
         (B, S), device = self.rows, inputs.v.device

@@ -149,3 +149,11 @@ def test_fewer_key_heads_and_documents_in_fixed_buffers_are_refused():
     inputs = inputs._replace(q=inputs.q[:, :, :1], k=inputs.k[:, :, :1])
     with pytest.raises(NotImplementedError, match="as many key heads as value heads, not 1 and 2"):
         rule.begin(inputs, None)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_log_decays_of_16_bits_which_cudnn_computes_wrong_are_refused(dtype):
+    """cudnn-frontend issue 1130: its 16-bit gate path on Hopper."""
+    inputs = inputs_of(1, 9)
+    with pytest.raises(NotImplementedError, match=f"g in fp32, not {dtype}"):
+        cudnn.CudnnKDA().begin(inputs._replace(g=inputs.g.to(dtype)), None)

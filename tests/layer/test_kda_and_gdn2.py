@@ -5,6 +5,7 @@ import torch
 import torch.nn.functional as F
 
 from megatron_gdn.gdn2.rule import FlaGDN2, PlainGDN2, choose_gdn2
+from megatron_gdn.ops.delta_rule.plain import PlainRule
 from megatron_gdn.ops.rules.base import Bits
 from megatron_gdn.ops.state_maps.state_map import StateShape
 from tests.distributed.mixers import GDN2_FP32, KDA_FP32, whole
@@ -87,3 +88,19 @@ def test_auto_of_gdn2_takes_fla_on_a_gpu_unless_bits_must_repeat(monkeypatch):
     given = StateShape(2, 128, 128), torch.device("cuda"), torch.bfloat16
     assert type(choose_gdn2("auto", *given).rule) is FlaGDN2
     assert type(choose_gdn2("auto", *given, Bits.DETERMINISTIC).rule) is PlainGDN2
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_16_bit_layer_gives_its_rule_log_decays_in_fp32(dtype, monkeypatch):
+    """cuDNN computes 16-bit ones wrong, and `CudnnKDA` refuses them."""
+    seen = []
+    begin = PlainRule.begin
+
+    def watch(rule, inputs, documents):
+        seen.append(inputs.g.dtype)
+        return begin(rule, inputs, documents)
+
+    monkeypatch.setattr(PlainRule, "begin", watch)
+    layer = whole("kda", {"params_dtype": dtype})
+    layer(torch.randn(5, 1, layer.config.hidden_size, dtype=dtype), None)
+    assert seen == [torch.float32]
