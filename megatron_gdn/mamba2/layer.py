@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial, wraps
 from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
 from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer
 from megatron.core.transformer.identity_op import IdentityOp
 from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
@@ -96,6 +97,7 @@ class Mamba2Mixer(RecurrentMixer):
     split_by_heads = ("norm.weight",)
     D: Tensor
     norm: Any
+    mask_of_layer: Tensor | None = None  # the attention_mask of the MambaLayer that is running
 
     def __init__(
         self,
@@ -134,6 +136,7 @@ class Mamba2Mixer(RecurrentMixer):
         softplus(dt_bias) starts between ``dt_min`` and ``dt_max``, not below ``dt_init_floor``.
         ``dt_init``, ``dt_scale``, ``norm_before_gate`` and ``bias`` must have their defaults.
         """
+        pass_masks_to_mixers()
         refuse_unsupported_arguments(norm_before_gate, dt_init, dt_scale, bias)
         check_ranges((dt_min, dt_max), dt_init_floor, dt_limit)
         super().__init__(
@@ -160,6 +163,13 @@ class Mamba2Mixer(RecurrentMixer):
         self.nheads, self.ngroups, self.d_inner = whole.num_heads, whole.num_groups, whole.d_inner
         self.nheads_local_tp, self.ngroups_local_tp = local.num_heads, local.num_groups
         self.d_inner_local_tp, self.layout = local.d_inner, local.layout
+
+    @wraps(RecurrentMixer.forward)  # other code reads the signature
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        mask = self.mask_of_layer if attention_mask is None else attention_mask
+        return super().forward(hidden_states, mask, *args, **kwargs)
 
     @property
     def activation(self) -> str:
@@ -239,3 +249,30 @@ class GroupedRMSNorm(nn.Module):
 
 
 PLAIN_FORWARDS[GroupedRMSNorm] = GroupedRMSNorm.forward
+
+
+@cache
+def pass_masks_to_mixers() -> None:
+    """Let Megatron's MambaLayer tell a :class:`Mamba2Mixer` its mask, which it would drop.
+
+    The mixer refuses the masks that the other mixers refuse, such as those of documents.
+    """
+    theirs = MambaLayer.forward
+
+    @wraps(theirs)
+    def forward(
+        self: MambaLayer,
+        hidden_states: Tensor,
+        attention_mask: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        if attention_mask is None or not isinstance(self.mixer, Mamba2Mixer):
+            return theirs(self, hidden_states, attention_mask, *args, **kwargs)
+        self.mixer.mask_of_layer = attention_mask
+        try:
+            return theirs(self, hidden_states, attention_mask, *args, **kwargs)
+        finally:
+            self.mixer.mask_of_layer = None
+
+    MambaLayer.forward = forward

@@ -24,7 +24,8 @@ _CHECKED_MARK = "_megatron_gdn_causal"
 _MASK_HELP = (
     "This layer is causal and reads document boundaries from packed_seq_params "
     "(qkv_format='thd', cu_seqlens_q) only. Pass attention_mask=None or a causal mask; put padding "
-    "at the end of a sequence, and pack documents instead of masking between them: "
+    "at the end of a sequence. Leave out --reset-attention-mask, with which Megatron masks between "
+    "documents, and pack documents instead: "
     "megatron_gdn.pack_rows(x, mask) lays the documents of a mask [b, S] (ids from 1, 0 at "
     "padding) end to end and gives packed_seq_params, megatron_gdn.unpack_rows brings them back."
 )

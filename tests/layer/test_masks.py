@@ -1,0 +1,94 @@
+"""Every kind of layer refuses the same attention masks, and computes the same with the others."""
+
+import pytest
+import torch
+from megatron.core.datasets.gpt_dataset import _get_ltor_masks_and_position_ids
+from megatron.core.process_groups_config import ProcessGroupCollection
+from megatron.core.ssm.mamba_layer import MambaLayer, MambaLayerSubmodules
+from megatron.core.transformer.spec_utils import ModuleSpec, build_module
+
+from megatron_gdn.compat.torch_norm import TorchRMSNorm
+from megatron_gdn.specs import mamba2_spec
+from megatron_gdn.specs.layer import BIAS_DROPOUT_ADD
+from tests.parallel import hybrid_model, model_config
+
+pytestmark = pytest.mark.usefixtures("one_rank")
+
+TOKENS, END = 8, 9
+
+
+def causal():
+    return torch.ones(TOKENS, TOKENS).triu(1).bool()[None, None]
+
+
+def of_megatrons_dataset(tokens):
+    """What Megatron's dataset makes of one sample, in a batch."""
+    made = _get_ltor_masks_and_position_ids(tokens, END, False, True, False, True)
+    return made[0][None]
+
+
+def of_documents():
+    return of_megatrons_dataset(torch.tensor([1, 2, END, 3, 4, 5, 6, 7]))
+
+
+def of_one_document():
+    return of_megatrons_dataset(torch.tensor([1, 2, 3, 4, 5, 6, 7, END]))
+
+
+def of_padding():
+    return torch.tensor([[1, 1, 1, 1, 1, 1, 0, 0]])
+
+
+def of_padding_first():
+    return of_padding().flip(-1)
+
+
+def of_nothing():
+    return torch.ones(1, TOKENS)
+
+
+def built(letter):
+    """``"gdn2"`` is a 'G' of another config."""
+    variant = {"experimental_attention_variant": "gdn2"} if letter == "gdn2" else {}
+    pattern = "G" if letter == "gdn2" else letter
+    return hybrid_model(model_config(pattern, **variant), pattern).decoder
+
+
+EACH = pytest.mark.parametrize("letter", ["G", "gdn2", "K", "M"])
+
+
+@EACH
+@pytest.mark.parametrize("mask", [of_documents, of_padding, of_padding_first])
+def test_masks_of_documents_and_of_padding_are_refused(letter, mask):
+    with pytest.raises(NotImplementedError, match="not a causal mask.*--reset-attention-mask"):
+        built(letter)(torch.randn(TOKENS, 1, 24), attention_mask=mask())
+
+
+@EACH
+@pytest.mark.parametrize("mask", [causal, of_one_document, of_nothing])
+def test_masks_that_mask_the_future_alone_change_no_bit(letter, mask):
+    stack, x = built(letter), torch.randn(TOKENS, 1, 24)
+    assert torch.equal(stack(x, attention_mask=mask()), stack(x, attention_mask=None))
+
+
+@pytest.mark.parametrize("letter", ["G", "M"])
+def test_a_mask_is_refused_in_a_recomputed_layer(letter):
+    stack = built(letter)
+    config = stack.config
+    config.recompute_granularity, config.recompute_method = "full", "uniform"
+    config.recompute_num_layers = 1
+    x = torch.randn(TOKENS, 1, 24, requires_grad=True)
+    with pytest.raises(NotImplementedError, match="not a causal mask"):
+        stack(x, attention_mask=of_documents())
+
+
+def test_a_mamba_layer_of_another_spec_checks_the_mask_and_forgets_it():
+    parts = MambaLayerSubmodules(
+        norm=TorchRMSNorm, mixer=mamba2_spec("local"), mamba_bda=BIAS_DROPOUT_ADD
+    )
+    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+    spec = ModuleSpec(module=MambaLayer, submodules=parts)
+    layer, x = build_module(spec, model_config("M"), pg_collection=groups), torch.randn(8, 1, 24)
+    with pytest.raises(NotImplementedError, match="not a causal mask"):
+        layer(x, of_documents())
+    assert torch.equal(layer(x), layer(x, attention_mask=causal()))
