@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .autograd import run_saving_inputs, uncompiled
+from .autograd import output_without_tokens, run_saving_inputs, uncompiled
 from .documents import Documents, require_one_row
 from .elementwise import silu
 from .front.history import History, history_of, last_rows
@@ -104,6 +104,9 @@ def convolve_rows(
     """Convolve ``x_BSC``, apply ``activation``; ``documents`` are those of every batch row."""
     position_T = None if documents is None else documents.position_T
     rows_before, table = (None, None) if history is None else (history.rows, history.table)
+    if not x_BSC.numel():
+        given = weight_CW, bias_C, rows_before
+        return output_without_tokens(x_BSC, *given, width=x_BSC.shape[2])
 
     def convolved(
         x: Tensor, weight: Tensor, bias: Tensor | None, rows_before: Tensor | None

@@ -87,6 +87,24 @@ def test_two_halves_with_carried_state_equal_the_whole(cut):
                 [whole, end, *gradients(whole, (x, weight, bias))])  # fmt: skip
 
 
+@pytest.mark.parametrize("W", [1, 2, 4])
+@pytest.mark.parametrize("activation", ["silu", None])
+@pytest.mark.parametrize("offsets", [[0, 0], [0, 0, 0], None])
+def test_sequences_without_tokens_give_their_states_back_and_gradients_of_zero(
+    offsets, activation, W
+):
+    N = 2 if offsets is None else len(offsets) - 1
+    x, weight, bias = make(B=2 if offsets is None else 1, T=0, W=W)
+    state = torch.randn(N, 5, W, dtype=torch.float64, requires_grad=True)
+    options = {"cu_seqlens": offsets, "initial_state": state, "output_final_state": True}
+    y, final = causal_conv1d(x, weight, bias, activation, **options)
+    assert y.shape == x.shape and torch.equal(final, state)
+    given = (x, weight, bias, state) if W > 1 else (x, weight, bias)  # one tap reads no state
+    assert_same(gradients(y, given), map(torch.zeros_like, given))
+    _, final = causal_conv1d(x, weight, bias, cu_seqlens=offsets, output_final_state=True)
+    assert_same([final], [torch.zeros_like(state)])
+
+
 def test_bf16_rounds_once():
     x, weight, bias = (t.detach().bfloat16() for t in make())
     y, _ = causal_conv1d(x, weight, bias)

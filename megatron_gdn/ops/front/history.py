@@ -140,9 +140,9 @@ def _last_row_indices(
 def last_rows(rows_sBC: Tensor, before_NCp: Tensor, documents: Documents | None) -> Tensor:
     """The last p rows ``[N, C, p]`` of each sequence: first ``before_NCp``, then ``rows_sBC``."""
     N, _, past = before_NCp.shape
-    if documents is None:
+    if documents is None or not len(rows_sBC):
         # Copy no more than the last p of the new rows.
-        tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0)
+        tail = rows_sBC[max(rows_sBC.shape[0] - past, 0) :].permute(1, 2, 0).expand(N, -1, -1)
         return torch.cat([before_NCp, tail], dim=2)[..., tail.shape[2] :].contiguous()
     token, old, fresh = _last_row_indices(documents.lengths, past, rows_sBC.device)
     before = before_NCp.transpose(1, 2).flatten(0, 1).index_select(0, old)
