@@ -45,6 +45,7 @@ class GatedDeltaNet(UpstreamNames):
         y                = out_proj(RMSNorm(o) * act(z))         act: SiLU, or the sigmoid
 
     (Yang, Kautz, Hatamizadeh, "Gated Delta Networks: Improving Mamba2 with Delta Rule", 2024.)
+    :mod:`megatron_gdn.gdn.reference` is this equation as code.
     Constructor, parameters and checkpoint keys are those of ``megatron.core.ssm.gated_delta_net``.
 
     Args:

@@ -1,0 +1,89 @@
+"""The Kimi Delta Attention layer for one sequence, step by step in plain torch.
+
+A Gated DeltaNet with a decay for each channel of a key ("Kimi Linear: An Expressive, Efficient
+Attention Architecture", 2025). The layer computes this function in fewer passes;
+``tests/layer/test_equation.py`` compares the two in fp64.
+
+Legend: T tokens, D hidden size, G key heads, H value heads, K key dim, V value dim. A gate of a
+low rank R is a narrow half of in_proj, ``[T, R]``, times a weight ``[columns, R]``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..gdn.reference import causal_conv1d, unit_length
+from .sizes import KDADims
+
+
+def kimi_delta_attention(
+    x_TD: Tensor,
+    parameters: Mapping[str, Tensor],
+    dims: KDADims,
+    *,
+    norm_eps: float = 1e-6,
+    zero_centered_norm: bool = False,
+    gate_lower_bound: float | None = None,
+) -> Tensor:
+    """The layer's output ``[T, D]`` for one sequence ``[T, D]``; differentiable.
+
+    Args:
+        parameters: the layer's parameters by name, whole (tensor-parallel size 1).
+        dims: the sizes of the layer; a ``forget_rank`` or ``output_rank`` of 0 is a full gate.
+        norm_eps, zero_centered_norm: of ``out_norm``; zero-centred: the factor is 1 + weight.
+        gate_lower_bound: as in :class:`megatron_gdn.KimiDeltaAttention`.
+    """
+    p = parameters
+    wide = torch.promote_types(x_TD.dtype, torch.float32)  # of the gates and the state
+    G, H = dims.num_key_heads, dims.num_value_heads
+    K, V = dims.key_head_dim, dims.value_head_dim
+
+    # Project; widen gates of a low rank.
+    row_TP = F.linear(x_TD, p["in_proj.weight"], p.get("in_proj.bias"))
+    f_width = dims.forget_rank or H * K
+    z_width = dims.output_rank or H * V
+    widths = (G * K, G * K, H * V, f_width, z_width, H)
+    query, key, value, f, z, b_TH = row_TP.split(widths, dim=-1)
+    if dims.forget_rank:
+        f = F.linear(f, p["f_b_weight"])
+    if dims.output_rank:
+        z = F.linear(z, p["z_b_weight"])
+
+    # A causal convolution of each channel, then SiLU.
+    qkv_TC = torch.cat([query, key, value], dim=-1)
+    qkv_TC = F.silu(causal_conv1d(qkv_TC, p["conv1d_weight"], p.get("conv1d_bias")))
+    q, k, v = qkv_TC.split((G * K, G * K, H * V), dim=-1)
+    q_TGK = unit_length(q.unflatten(-1, (G, K)).to(wide))
+    k_TGK = unit_length(k.unflatten(-1, (G, K)).to(wide))
+    v_THV = v.unflatten(-1, (H, V)).to(wide)
+    q_THK = q_TGK.repeat_interleave(H // G, dim=1) / K**0.5
+    k_THK = k_TGK.repeat_interleave(H // G, dim=1)
+
+    # Log-decay of each channel, and write strength.
+    rate_HK = p["A_log"].exp()[:, None]
+    f_THK = (f.to(wide) + p["dt_bias"]).unflatten(-1, (H, K))
+    if gate_lower_bound is None:
+        g_THK = -rate_HK * F.softplus(f_THK)
+    else:
+        g_THK = gate_lower_bound * (rate_HK * f_THK).sigmoid()
+    beta_TH = b_TH.to(wide).sigmoid()
+
+    # The delta rule: decay, erase what the key reads, write the value, read by the query.
+    S_HKV = x_TD.new_zeros(H, K, V, dtype=wide)
+    outputs = []
+    for q_HK, k_HK, v_HV, g_HK, beta_H in zip(q_THK, k_THK, v_THV, g_THK, beta_TH, strict=True):
+        S_HKV = g_HK.exp()[:, :, None] * S_HKV
+        read_HV = torch.einsum("hkv,hk->hv", S_HKV, k_HK)
+        written_HV = beta_H[:, None] * (v_HV - read_HV)
+        S_HKV = S_HKV + torch.einsum("hk,hv->hkv", k_HK, written_HV)
+        outputs.append(torch.einsum("hkv,hk->hv", S_HKV, q_HK))
+    o_THV = torch.stack(outputs).to(x_TD.dtype)
+
+    # Norm over each head, gate, project back.
+    gamma_V = p["out_norm.weight"] + int(zero_centered_norm)
+    o_THV = F.rms_norm(o_THV, (V,), gamma_V, norm_eps) * z.unflatten(-1, (H, V)).sigmoid()
+    return F.linear(o_THV.flatten(1), p["out_proj.weight"], p.get("out_proj.bias"))
