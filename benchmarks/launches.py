@@ -11,14 +11,8 @@ Steps are timed by Megatron, which waits for the GPU in each (``--log-interval 1
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
 import json
-import os
-import re
-import signal
-import socket
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -28,13 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-ROOT = Path(__file__).parents[1]
-# First of all: a process that is held, see `hold`.
-HOLD = "--hold"
-SPECS = {
-    "ours": "megatron_gdn.specs hybrid_stack_spec",
-    "upstream": "megatron.core.models.hybrid.hybrid_layer_specs hybrid_stack_spec",
-}
+from lib.launching import SPECS, Launch, times_and_losses
+from lib.pages import markdown
+
 # A mask of sequence x sequence, made and copied for every sample, is what no layer here reads.
 FLAGS = """
     --hybrid-layer-pattern G-G-G-*-G-G-G-*- --linear-num-key-heads 16 --linear-key-head-dim 128
@@ -102,119 +92,25 @@ ROWS = {
     "1x32768": Row(tokens=(1, 32768, 1), compile=()),
     "resumed": Row("--deterministic-mode", steps=(24, 0), layers=("ours",), compile=()),
 }
-SAVED_AT, KILLED_AFTER = 10, 15
+SAVED_AT = 10
+KILLED_AFTER = r"iteration +15/"
 
 
-def hold(script: str, flags: list[str]) -> None:
-    """Import what a launch imports, wait for a line of stdin, and be ``python script flags``."""
-    import runpy
-    from importlib import import_module
-
-    sys.path[0] = str(Path(script).parent)
-    import_module("megatron.training")
-    import_module(flags[flags.index("--spec") + 1])
-    sys.stdin.readline()
-    sys.argv = [script, *flags]
-    runpy.run_path(script, run_name="__main__")
+def begin(args: argparse.Namespace, flags: list[str], name: str, **more: str) -> Launch:
+    """A launch on one GPU, held; its log is ``NAME.log``."""
+    if args.toy:
+        flags = on_cpu(flags)
+    script = args.megatron_lm.resolve() / "pretrain_hybrid.py"
+    return Launch(script, flags, args.out / f"{name}.log", toy=args.toy, **more)
 
 
-class Launch:
-    """A process that runs the script once it is released.
+def on_cpu(flags: list[str]) -> list[str]:
+    """The flags of a tiny launch without a GPU."""
+    from tests.launches.on_cpu import WITHOUT_GPU
 
-    Args:
-        log: where its output goes.
-    """
-
-    def __init__(self, args: argparse.Namespace, flags: list[str], log: Path, **more: str) -> None:
-        script = str(args.megatron_lm.resolve() / "pretrain_hybrid.py")
-        command = [sys.executable, str(Path(__file__)), HOLD, script, *flags]
-        environment = os.environ | {
-            "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()),
-            "CUDA_DEVICE_MAX_CONNECTIONS": "1", **more,
-        }  # fmt: skip
-        if args.toy:
-            from tests.launches.on_cpu import WITHOUT_GPU
-
-            upstream = "tests.launches.upstream_layers hybrid_stack"
-            flags = " ".join(flags).replace(SPECS["upstream"], upstream).split()
-            command = [sys.executable, "-m", "tests.launches.on_cpu", script, *flags]
-            command += [*TOY.split(), *WITHOUT_GPU.split()]
-            environment["TORCHDYNAMO_DISABLE"] = "1"
-        self.log, self.released = log, False
-        with log.open("w") as file:
-            self.process = subprocess.Popen(
-                command, env=environment, stdin=subprocess.PIPE, stdout=file, stderr=file,
-                text=True, cwd=ROOT, start_new_session=True,
-            )  # fmt: skip
-
-    def release(self) -> None:
-        assert self.process.stdin is not None
-        with contextlib.suppress(BrokenPipeError):  # it has failed: its log says why
-            self.process.stdin.write("\n")
-            self.process.stdin.close()
-
-    def kill(self) -> None:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self.process.pid, signal.SIGKILL)
-        self.process.wait()
-
-    def finish(self, seconds: float, after: int | None = None) -> str:
-        """Wait for the end, or kill it ``after`` a step; what went wrong, if anything."""
-        end = time.monotonic() + seconds
-        while self.process.poll() is None:
-            if after is not None and after in self.read()[0]:
-                self.kill()
-                return ""
-            if time.monotonic() > end:
-                self.kill()
-                return f"killed after {seconds:.0f} s"
-            time.sleep(0.05)
-        if self.process.returncode == 0:
-            return ""
-        lines = self.log.read_text(errors="replace").splitlines()
-        errors = [line for line in lines if re.match(r"\S*(Error|Exception)\b", line)]
-        return (errors or lines or ["no output"])[-1][:300]
-
-    def read(self) -> tuple[dict[int, tuple[float, float]], float]:
-        """By step its milliseconds and loss; and the peak of allocated memory in MiB.
-
-        Megatron's second line has the means of the first two steps.
-        """
-        text = self.log.read_text(errors="replace")
-        line = r"iteration +(\d+)/.*?iteration \(ms\): (\S+) .*?lm loss: (\S+)"
-        found = [(int(n), float(ms), float(loss)) for n, ms, loss in re.findall(line, text)]
-        if len(found) > 1:
-            (_, ms, loss), (second, mean_ms, mean_loss) = found[:2]
-            found[1] = (second, round(2 * mean_ms - ms, 1), round(2 * mean_loss - loss, 6))
-        peaks = re.findall(r"max allocated: ([\d.]+)", text)
-        return {n: (ms, loss) for n, ms, loss in found}, max(map(float, peaks), default=0.0)
-
-
-def free_port() -> int:
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        return found.getsockname()[1]
-
-
-def spread(times: list[float]) -> dict[str, float]:
-    """Of the steps after warm-up: a fifth of them, in which kernels compile and graphs are made."""
-    kept = sorted(times[len(times) // 5 :])
-    return {
-        "median": statistics.median(kept), "least": kept[0], "p10": kept[len(kept) // 10],
-        "p90": kept[-1 - len(kept) // 10], "n": len(kept),
-    }  # fmt: skip
-
-
-def record_of(launch: Launch) -> dict[str, Any]:
-    steps, peak = launch.read()
-    if not steps:
-        return {}
-    return {
-        "step_ms": spread([ms for ms, _ in steps.values()]),
-        "first_ms": [ms for ms, _ in steps.values()][:2], "peak": peak,
-        "losses": {step: loss for step, (_, loss) in steps.items()},
-    }  # fmt: skip
+    upstream = "tests.launches.upstream_layers hybrid_stack"
+    flags = " ".join(flags).replace(SPECS["upstream"], upstream).split()
+    return [*flags, *TOY.split(), *WITHOUT_GPU.split()]
 
 
 def fill_caches(args: argparse.Namespace) -> None:
@@ -226,10 +122,9 @@ def fill_caches(args: argparse.Namespace) -> None:
         flags = [*ROWS[name].all_flags(layer, 2), "--hybrid-layer-pattern", "G-*-"]
         flags += ["--global-batch-size", str(ROWS[name].tokens[0])]
         began = time.monotonic()
-        log = args.out / f"compile-{name}-{layer}.log"
         # fla would keep what it tuned while others used the GPU; inductor starts many processes.
         alone = {"FLA_CACHE_RESULTS": "0", "TORCHINDUCTOR_COMPILE_THREADS": "1"}
-        launch = Launch(args, flags, log, **alone)
+        launch = begin(args, flags, f"compile-{name}-{layer}", **alone)
         launch.release()
         failed = launch.finish(args.compile_seconds)
         print(f"compiled {name} {layer}: {time.monotonic() - began:.0f} s {failed}", flush=True)
@@ -275,14 +170,14 @@ def measure(args: argparse.Namespace, setting: dict[str, Any]) -> list[dict[str,
         if args.left() < 40:
             print(f"{log}: not begun, out of time", flush=True)
             continue
-        launch = ready.pop() if ready else Launch(args, flags, args.out / f"{log}.log")
+        launch = ready.pop() if ready else begin(args, flags, log)
         began = time.monotonic()
         launch.release()
         if todo and not args.toy:
-            ready.append(Launch(args, todo[0][3], args.out / f"{todo[0][2]}.log"))
+            ready.append(begin(args, todo[0][3], todo[0][2]))
         limit = min(args.launch_seconds, args.left())
-        failed = launch.finish(limit, KILLED_AFTER if case == "killed" else None)
-        record = {"case": case, "layer": layer, **record_of(launch), **setting}
+        failed = launch.finish(limit, KILLED_AFTER if case == "killed" else "")
+        record = {"case": case, "layer": layer, **times_and_losses(launch), **setting}
         record["seconds"] = round(time.monotonic() - began, 1)
         if failed:
             record["failed"] = failed
@@ -372,16 +267,10 @@ def main() -> None:
             fill_caches(args)
     with tempfile.TemporaryDirectory() as args.folder:  # of a checkpoint of some 9 GB
         records = measure(args, setting.result())
-    sys.path.insert(0, str(Path(__file__).parent))
-    from lib.pages import markdown
-
     print(markdown(launch_table(records)))
     failed = [f"{r['case']} {r['layer']}: {r['failed']}" for r in records if "failed" in r]
     raise SystemExit("\n".join(failed) or None)
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == [HOLD]:
-        hold(sys.argv[2], sys.argv[3:])
-    else:
-        main()
+    main()

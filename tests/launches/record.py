@@ -17,7 +17,8 @@ from tests.launches.launching import CLONE
 RECORDS = ROOT / "docs" / "launches.jsonl"
 PAGE = ROOT / "docs" / "support.md"
 KEY = ("script", "processes", "launch", "held to", "branch")
-BRANCHES = ("core_r0.19.0", "main", "dev")
+# Columns of the table: a branch on a CPU, or on GPUs (benchmarks/parallel_launches.py).
+BRANCHES = ("core_r0.19.0", "main", "dev", "core_r0.19.0 on H200", "main on H200")
 
 
 class Result:
