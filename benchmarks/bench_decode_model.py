@@ -110,10 +110,11 @@ def their_steps(
 ) -> tuple[list[torch.Tensor], list[float]]:
     """Logits of the first steps after the prompt; a step's milliseconds with cuDNN and without."""
     out, found = model(text[:, :PROMPT], use_cache=True), []
-    cache = out.past_key_values
+    name = "cache" if "cache" in out else "past_key_values"  # transformers 5.24, and before
+    cache = out[name]
 
     def step(token: torch.Tensor) -> torch.Tensor:
-        return model(token, past_key_values=cache, use_cache=True).logits
+        return model(token, use_cache=True, **{name: cache}).logits
 
     for n in range(COMPARED):
         found.append(step(text[:, PROMPT + n : PROMPT + n + 1]))

@@ -12,6 +12,7 @@ from megatron_gdn.hf import layer_from_hf, load_hf_weights, read_hf_config
 from megatron_gdn.inference.generate import generate
 from megatron_gdn.specs import hybrid_stack_spec
 from tests.hf.model_laws import build_megatron, hf_model
+from tests.hf.tiny_models import cache_name
 from tests.parallel import make_config, parallel
 from tests.processes import ROOT, python
 
@@ -22,12 +23,13 @@ def continuations(folder: Path, kind: str, count: int = 20) -> tuple[list, list,
     torch.manual_seed(5)
     prompt = torch.randint(config.vocab_size, (2, 9))
     theirs_model = hf_model(folder)
+    name = cache_name(theirs_model)
     with torch.no_grad():
         theirs, out = prompt, theirs_model(prompt, use_cache=True)
         for _ in range(count):
             token = out.logits[:, -1:].argmax(-1)
             theirs = torch.cat([theirs, token], dim=1)
-            out = theirs_model(token, past_key_values=out.past_key_values, use_cache=True)
+            out = theirs_model(token, **{name: out[name]}, use_cache=True)
         best = theirs_model(theirs, use_cache=False).logits[:, 8:-1].topk(2).values
     with parallel():
         model = build_megatron(config, kind)

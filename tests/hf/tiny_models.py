@@ -1,5 +1,6 @@
 """Tiny models of every family, built by transformers and saved as published folders look."""
 
+import inspect
 import json
 import sys
 from pathlib import Path
@@ -74,6 +75,12 @@ def model_class(family: str):
         if module is not None:
             sys.modules[name] = module
     return found
+
+
+def cache_name(model) -> str:
+    """The keyword by which transformers' ``model`` takes and returns its cache."""
+    taken = inspect.signature(type(model).forward).parameters
+    return "cache" if "cache" in taken else "past_key_values"
 
 
 def build(family: str, **changes):

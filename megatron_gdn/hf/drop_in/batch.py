@@ -111,7 +111,7 @@ def resolve_batch(
         if given := [name for name in names if getattr(sources, name) is not None]:
             raise ValueError(
                 f"{', '.join(given)} with a batch that goes on from a cache, which holds one "
-                f"sequence per row. Leave these arguments out, or pass no past_key_values."
+                f"sequence per row. Leave these arguments out, or pass no cache."
             )
         return None
     size, rank = (1, 0) if group is None else (group.size(), group.rank())
@@ -121,7 +121,7 @@ def resolve_batch(
     if (cache is not None or fills_cache) and not batch.is_plain:
         raise ValueError(
             f"a cache cannot be filled with {batch.kind}: it holds one state per row. Pass "
-            f"use_cache=False and no past_key_values; generate on one rank, one sequence per row."
+            f"use_cache=False and no cache; generate on one rank, one sequence per row."
         )
     return batch
 

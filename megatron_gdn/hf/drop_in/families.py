@@ -24,6 +24,7 @@ from ...kda.rule import choose_kda
 from ...kda.sizes import KDADims
 from ...mixers.micro_batch import ChooseRule
 from ...ops.parts import Parts
+from .sources import CACHE_NAMES
 
 
 class Mixer(NamedTuple):
@@ -149,6 +150,13 @@ def class_for_config(config: Any) -> type:
 def subclass(prefix: str, mixin: type, cls: type) -> type[Any]:
     """A class with the bases ``mixin`` and ``cls``, named ``prefix`` + the name of ``cls``."""
     return type(f"{prefix}{cls.__name__}", (mixin, cls), {"__doc__": cls.__doc__})
+
+
+@lru_cache
+def cache_parameter(function: Callable) -> str:
+    """The name under which transformers' ``function`` takes the cache."""
+    known = inspect.signature(function).parameters
+    return next((name for name in CACHE_NAMES if name in known), CACHE_NAMES[-1])
 
 
 def project(module: Any, x_BSH: Tensor, dims: Any) -> Tensor:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -172,9 +173,17 @@ def gates_in_fp32() -> Iterator[None]:
     """
     from transformers import PreTrainedModel
 
-    names_before = PreTrainedModel._keep_in_fp32_modules_strict
-    PreTrainedModel._keep_in_fp32_modules_strict = {*(names_before or ()), *FP32_GDN_PARAM_NAMES}
+    post_init = PreTrainedModel.post_init
+
+    @wraps(post_init)
+    def post_init_with_gates(model: Any) -> None:
+        """Build the model; add the gates to those names of its class that stay fp32."""
+        post_init(model)
+        names = model._keep_in_fp32_modules_strict or ()
+        model._keep_in_fp32_modules_strict = {*names, *FP32_GDN_PARAM_NAMES}
+
+    PreTrainedModel.post_init = post_init_with_gates
     try:
         yield
     finally:
-        PreTrainedModel._keep_in_fp32_modules_strict = names_before
+        PreTrainedModel.post_init = post_init

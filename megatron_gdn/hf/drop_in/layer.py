@@ -22,7 +22,7 @@ from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import families
 from .batch import ModelBatch, group_of, resolve_batch
 from .gates import HoldsGates, gate_owner, install_ssm_gate, release_gates
-from .sources import Sources
+from .sources import Sources, cache_in
 
 # Keywords that transformers' own forward does not get; :class:`ModelBatch` has their content.
 _NOT_PASSED_ON = (
@@ -66,6 +66,7 @@ class _DropInState:
     micro_batches: MicroBatches
     loader_layout: LoaderLayout  # the sequence layout of ``micro_batches``
     stored: dict[str, torch.dtype]  # dtypes of A_log and dt_bias before they became fp32
+    cache_name: str  # the name under which transformers' own forward takes the cache
 
     def micro_batch(self, batch: ModelBatch, proj_TBP: Tensor) -> MicroBatch:
         """The :class:`MicroBatch` of ``batch``; ``proj_TBP``: the projections of its tokens."""
@@ -124,8 +125,9 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     def forward(
         self,
         hidden_states: Tensor,
-        cache_params: Any = None,
+        cache: Any = None,
         *,
+        cache_params: Any = None,
         attention_mask: Tensor | None = None,
         gdn_batch: ModelBatch | None = None,
         **kwargs: Any,
@@ -134,8 +136,9 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
 
         Args:
             hidden_states: ``[B, S, D]``, this rank's tokens.
-            cache_params: transformers' cache; with a cache, transformers' own forward runs. Later
+            cache: transformers' cache; with a cache, transformers' own forward runs. Later
                 arguments are keyword-only, since their order depends on transformers' version.
+            cache_params: the same cache, by the name that transformers gave it before 5.24.
             attention_mask: ``[B, S]``, 0 at padding, or document ids 1, 2, ... if packed.
             gdn_batch: the batch's boundaries; a patched model finds them once for all layers.
             kwargs: ``position_ids``, ``cu_seqlens`` (or ``cu_seq_lens_q``), ``_packed_seq_ids``:
@@ -153,16 +156,17 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
                 or a cache comes with packed documents or context parallelism.
         """
         batch, options = gdn_batch, self.drop_in.options
+        cache = cache_in({"cache": cache, "cache_params": cache_params})
         if batch is None:
             sources = Sources.from_keywords(attention_mask, kwargs)
-            batch = cast(Any, resolve_batch)(options, sources, hidden_states, cache_params)
+            batch = cast(Any, resolve_batch)(options, sources, hidden_states, cache)
         for name in _NOT_PASSED_ON:
             kwargs.pop(name, None)
         if attention_mask is not None and attention_mask.dim() == 4:
             attention_mask = None  # the batch holds the mask's documents and padding
-        original = cache_params is not None or options.unpacked == "transformers"
+        original = cache is not None or options.unpacked == "transformers"
         if batch is None or (batch.is_plain and original):
-            return self._run_original(hidden_states, cache_params, attention_mask, kwargs)
+            return self._run_original(hidden_states, cache, attention_mask, kwargs)
         proj_BTP = families.project(self, batch.enter(hidden_states), self.drop_in.mixer.dims)
         mixed = cast(Any, self._mix)(proj_BTP.transpose(0, 1), batch)
         out_proj = self._modules[families.family_of(self).out]
@@ -171,10 +175,11 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
     def _run_original(self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any) -> Tensor:
         """Run transformers' own forward with the holder module's ``A_log`` and ``dt_bias``."""
         owner = gate_owner(self)
+        kwargs[self.drop_in.cache_name] = cache
         A_log, dt_bias = owner._gates()
         owner.__dict__.update(A_log=A_log, dt_bias=dt_bias)
         try:
-            return super().forward(hidden_states, cache_params=cache, attention_mask=mask, **kwargs)
+            return super().forward(hidden_states, attention_mask=mask, **kwargs)
         finally:
             del owner.__dict__["A_log"], owner.__dict__["dt_bias"]
 
@@ -245,14 +250,15 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
         group_of(options.cp_mesh), loader_layout, mode=options.linear_cp_mode,
         choose_rule=mixer.rule, **mixer.names,
     )  # fmt: skip
+    original: Any = families.transformers_class(module)
     if not isinstance(module, CPAwareGatedDeltaNet):
-        original: Any = families.transformers_class(module)
         module.__class__ = families.subclass("CPAware", CPAwareGatedDeltaNet, original)
     families.plain_functions_on_cpu(module)
     if not isinstance(owner, HoldsGates):
         owner.__class__ = families.subclass("Holding", HoldsGates, type(owner))
     install_ssm_gate(owner)
-    module.drop_in = _DropInState(options, mixer, micro_batches, loader_layout, stored)
+    cache_name = families.cache_parameter(original.forward)
+    module.drop_in = _DropInState(options, mixer, micro_batches, loader_layout, stored, cache_name)
     return module
 
 

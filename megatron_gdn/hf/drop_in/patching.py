@@ -22,10 +22,16 @@ from torch import Tensor, nn
 
 from ...ops.host_tables import to_device
 from .batch import ModelBatch, group_of, resolve_batch
-from .families import LEGAL, linear_attentions, refuse_modules_that_mix, transformers_class
+from .families import (
+    LEGAL,
+    cache_parameter,
+    linear_attentions,
+    refuse_modules_that_mix,
+    transformers_class,
+)
 from .gates import gate_owner
 from .layer import CPAwareGatedDeltaNet, DropInOptions, become_drop_in, undo_drop_in
-from .sources import Sources, text_positions
+from .sources import Sources, cache_in, text_positions
 
 GATHERED = "megatron_gdn_gathered"
 # Under this name a patched text model keeps the forward that another tool had set, or None.
@@ -221,11 +227,12 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
     mask = kwargs.get("attention_mask")
     of_linear = mask.get("linear_attention") if isinstance(mask, dict) else mask
     sources = Sources.from_keywords(of_linear, kwargs)
-    x, cache = kwargs.get("input_ids"), kwargs.get("past_key_values")
+    x, cache = kwargs.get("input_ids"), cache_in(kwargs)
     x = kwargs.get("inputs_embeds") if x is None else x
     if x is None:  # no input, so the model's forward will raise an error
         return kwargs
     batch = cast(Any, resolve_batch)(options, sources, x, cache, bool(kwargs.get("use_cache")))
+    _refuse_unread_cache(text, kwargs)
     if batch is None:
         return kwargs
     kwargs["gdn_batch"] = batch
@@ -246,6 +253,16 @@ def prepare_forward(text: Any, options: DropInOptions, kwargs: dict[str, Any]) -
             masks[kind] = _attention_mask(text, batch, x, kwargs["position_ids"])
     kwargs["attention_mask"] = masks
     return kwargs
+
+
+def _refuse_unread_cache(text: Any, kwargs: dict[str, Any]) -> None:
+    """Raise if ``kwargs`` name the cache as only transformers 5.24 and later versions do."""
+    known = inspect.signature(type(text).forward).parameters
+    if kwargs.get("cache") is not None and "cache" not in known:
+        raise ValueError(
+            f"cache= is the name of transformers 5.24; the installed version's "
+            f"{type(text).__name__} would ignore it. Pass the cache as past_key_values."
+        )
 
 
 def _has_four_dimensions(mask: Any) -> bool:
@@ -281,10 +298,10 @@ def _attention_mask(text: Any, batch: ModelBatch, x: Tensor, position_ids: Tenso
 
     weight = text.get_input_embeddings().weight
     return create_causal_mask(
+        **{cache_parameter(create_causal_mask): None},
         config=text.config,
         inputs_embeds=torch.empty(*x.shape[:2], 1, dtype=weight.dtype, device=x.device),
         attention_mask=batch.keep,
-        past_key_values=None,
         and_mask_function=packed_sequence_mask_function(to_device(batch.ids, x.device)),
     )
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from ...ops.documents import Documents
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
 _BLOCKS = "attention_mask (4-D)"
 _EXCLUDED = -1e4  # a score plus this number, or plus a lower one, gives the attention weight 0
 
@@ -53,6 +54,21 @@ class Sources(NamedTuple):
         if offsets is not None:
             offsets = torch.as_tensor(offsets, device="cpu").detach()
         return cls(mask, ids, offsets, keywords.get("position_ids"), indices, seq_index)
+
+
+def cache_in(keywords: dict[str, Any]) -> Any:
+    """transformers' cache among the ``keywords`` of a forward, under any of its names; or None.
+
+    Models of transformers 5.24 take the cache as ``cache``; models of earlier versions take it as
+    ``past_key_values``, and their linear attentions as ``cache_params``.
+    """
+    given = {name: keywords[name] for name in CACHE_NAMES if keywords.get(name) is not None}
+    caches = list(given.values())
+    if any(other is not caches[0] for other in caches[1:]):
+        raise ValueError(
+            f"{' and '.join(given)} are different caches; they are names of one thing. Give one."
+        )
+    return caches[0] if caches else None
 
 
 def is_indexed_packed_mask(mask: object) -> TypeGuard[Tensor]:

@@ -13,7 +13,7 @@ from megatron_gdn.hf.drop_in import patch, shard_gates
 from megatron_gdn.hf.drop_in.layer import DropInOptions, become_drop_in
 from megatron_gdn.hf.drop_in.patching import GATHERED
 from tests.hf.drop_in.conftest import in_float64, mixer_of, results
-from tests.hf.tiny_models import build
+from tests.hf.tiny_models import build, cache_name
 from tests.parallel import assert_close
 
 TOKENS = 48
@@ -118,7 +118,7 @@ def a_mesh_that_is_set_counts(cases: list[tuple]) -> None:
         what = f"over {size} ranks {lengths}"
         compare_layers(one, many, mine, told, told, what, times=dist.get_world_size() // size)
     x = torch.randn(1, TOKENS, 24, dtype=torch.float64)
-    cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True).past_key_values
+    cache = model(torch.zeros(1, 3, dtype=torch.long), use_cache=True)[cache_name(model)]
     with pytest.raises(ValueError, match="a cache cannot be filled"):
         many(x[:, mine], cache)
     many._cp_mesh = None

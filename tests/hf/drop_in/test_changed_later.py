@@ -10,7 +10,7 @@ from megatron_gdn.hf import PackingCollator, context_parallel_share, patch
 from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, NEXT, QWEN4, VISION, mixer_of
 from tests.hf.drop_in.test_collator import Mesh
 from tests.hf.drop_in.test_sources import read
-from tests.hf.tiny_models import build
+from tests.hf.tiny_models import build, cache_name
 from tests.parallel import assert_close
 
 LENGTHS = (5, 7, 3)
@@ -144,7 +144,8 @@ def test_seq_index_on_one_rank_is_read(patched):
 def test_documents_cannot_follow_what_a_cache_holds(patched):
     model = patched()
     tokens = torch.randint(67, (1, 4))
-    cache = model(tokens, use_cache=True).past_key_values
+    name = cache_name(model)
+    cache = model(tokens, use_cache=True)[name]
     layer, x = mixer_of(model), torch.randn(1, 4, 24)
     for more in (
         {"_packed_seq_ids": torch.tensor([[1, 1, 2, 2]])},
@@ -153,9 +154,33 @@ def test_documents_cannot_follow_what_a_cache_holds(patched):
         {"seq_index": torch.arange(4)},
     ):
         with pytest.raises(ValueError, match="goes on from a cache"):
-            model(tokens, past_key_values=cache, **more)
+            model(tokens, **{name: cache}, **more)
+        with pytest.raises(ValueError, match="goes on from a cache"):
+            model(tokens, cache=cache, **more)
         with pytest.raises(ValueError, match="goes on from a cache"):
             layer(x, cache, **more)
+
+
+@torch.no_grad()
+def test_a_cache_counts_under_each_name_that_transformers_has_for_it(patched):
+    """``cache_params`` before transformers 5.24, ``cache`` since then."""
+    model = patched(unpacked="fused")
+    tokens = torch.randint(67, (1, 5))
+    layer, x = mixer_of(model), torch.randn(1, 1, 24)
+    name = cache_name(model)
+
+    def filled():
+        return model(tokens, use_cache=True)[name]
+
+    expected = layer(x, filled())
+    assert not torch.equal(expected, layer(x))
+    for keyword in ("cache", "cache_params"):
+        assert torch.equal(layer(x, **{keyword: filled()}), expected)
+    with pytest.raises(ValueError, match="cache and cache_params are different caches"):
+        layer(x, cache=filled(), cache_params=filled())
+    if name == "past_key_values":
+        with pytest.raises(ValueError, match="cache= is the name of transformers 5.24"):
+            model(tokens, cache=filled())
 
 
 def test_documents_that_per_layer_embeddings_would_mix_are_refused():

@@ -7,6 +7,7 @@ from megatron_gdn import unpad_data
 from megatron_gdn.hf import patch
 from tests.hf.drop_in.conftest import DENSE, NEXT
 from tests.hf.drop_in.test_sources import block_mask
+from tests.hf.tiny_models import cache_name
 from tests.parallel import assert_close
 
 IDS = [[1, 1, 1, 1, 1, 2, 2, 3, 3]]
@@ -52,9 +53,10 @@ def test_a_causal_mask_is_no_mask(model, kind):
     assert_close(
         "whole", model(TOKENS, attention_mask=mask, use_cache=False).logits, expected, 1e-5
     )
-    cache = model(TOKENS[:, :8], attention_mask=mask[..., :8, :8], use_cache=True).past_key_values
+    name = cache_name(model)
+    cache = model(TOKENS[:, :8], attention_mask=mask[..., :8, :8], use_cache=True)[name]
     last = as_added(block_mask([[1] * 9]))[..., 8:, :]  # transformers' own forward reads it
-    step = model(TOKENS[:, 8:], attention_mask=last, past_key_values=cache).logits
+    step = model(TOKENS[:, 8:], attention_mask=last, **{name: cache}).logits
     assert_close("a step on a cache", step, expected[:, 8:], 1e-5)
     layer, x = model.model.layers[0].linear_attn, torch.randn(1, 9, 24, dtype=torch.float64)
     assert torch.equal(layer(x, attention_mask=mask), layer(x))

@@ -16,6 +16,7 @@ from tests.hf.drop_in.conftest import (
     results,
 )
 from tests.hf.drop_in.test_sources import block_mask
+from tests.hf.tiny_models import cache_name
 from tests.parallel import assert_close
 from tests.whole_groups import whole_groups
 
@@ -189,8 +190,9 @@ def test_a_cache_and_packed_documents_do_not_go_together(patched):
 
     model = patched()
     tokens, ids = torch.randint(67, (1, 4)), torch.tensor([[1, 1, 2, 2]])
-    assert model(tokens, _packed_seq_ids=ids).past_key_values is None
-    for more in ({"use_cache": True}, {"past_key_values": DynamicCache(config=model.config)}):
+    name = cache_name(model)
+    assert model(tokens, _packed_seq_ids=ids).get(name) is None
+    for more in ({"use_cache": True}, {name: DynamicCache(config=model.config)}):
         with pytest.raises(ValueError, match="a cache cannot be filled with packed documents"):
             model(tokens, _packed_seq_ids=ids, **more)
 
