@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import StrEnum
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..ops.documents import Documents, one_document
 from ..ops.layout import SizeError
-from ..ops.static_documents import require_on_device
+from ..ops.static_documents import StaticDocuments, require_on_device
 
 
 class SequenceLayout(StrEnum):
@@ -190,8 +190,10 @@ def _zigzag_positions(documents: Documents, cp_size: int) -> tuple[Tensor]:
 
 
 def require_fragments(documents: Documents, length: Tensor, cp_size: int) -> None:
-    """Check on the device that ``2 * cp_size`` divides each document's ``length``."""
-    if not documents.known:
+    """Check that ``2 * cp_size`` divides each document's ``length``: here, and in each ``fill``."""
+    if isinstance(documents, StaticDocuments):
+        demand = partial(check_lengths, cp_size=cp_size, layout=SequenceLayout.ZIGZAG)
+        documents.add_check((require_fragments, cp_size), demand)
         require_on_device(
             (length % (2 * cp_size) == 0).all(),
             f"every document must be a multiple of {2 * cp_size} tokens: the 'zigzag' layout cuts "

@@ -44,6 +44,8 @@ class StaticDocuments(Documents):
     longest: int
     _key: Hashable  # the key of the :meth:`cut` that made this object, or None
     _tables: dict[Any, tuple[Callable[[], tuple[Tensor, ...]], tuple[Tensor, ...]]]
+    # What the layouts that read these documents demand of the lengths; see :meth:`add_check`.
+    _checks: dict[Hashable, Callable[[Sequence[int]], None]]
     _stamps: dict[str, Tensor]  # "fill": the latest fill's stamp; "read": stamp at the last forward
 
     def __init__(
@@ -71,7 +73,7 @@ class StaticDocuments(Documents):
         # ``vars``, since the class is frozen: caches use the object as a key, by identity.
         vars(self).update(
             device=boundaries.device, most=max_documents, boundaries=boundaries, longest=longest,
-            total_tokens=total_tokens, _key=None, _tables={}, _stamps={},
+            total_tokens=total_tokens, _key=None, _tables={}, _checks={}, _stamps={},
         )  # fmt: skip
         self.refresh(check=False)
         self.record_forward(recomputed=False)
@@ -89,9 +91,11 @@ class StaticDocuments(Documents):
                 device-side assertion checks offsets on a GPU; the host does not wait.
 
         Raises:
-            ValueError: more than N documents; offsets on the host that are not valid.
+            ValueError: more than N documents; offsets on the host that are not valid, or that a
+                layer which has run with these documents cannot cut. Nothing was overwritten then.
             TypeError: ``cu_seqlens`` is neither a tensor nor a sequence of integers.
         """
+        documents = None  # offsets on a GPU are not known here
         if isinstance(cu_seqlens, Tensor) and cu_seqlens.is_cuda:
             offsets = cu_seqlens
             if offsets.dim() != 1 or offsets.is_floating_point() or len(offsets) < 2:
@@ -114,10 +118,20 @@ class StaticDocuments(Documents):
                 f"max_documents={self.most}. Make larger buffers and capture again, or "
                 f"pack fewer documents."
             )
+        if documents is not None:
+            for check in self._checks.values():
+                check(documents.lengths)
         with torch.inference_mode(False), torch.no_grad():
             self.boundaries[: given + 1].copy_(to_device(offsets, self.device))
             self.boundaries[given + 1 :].fill_(self.total_tokens)
         self.refresh(check=offsets is cu_seqlens)
+
+    def add_check(self, key: Hashable, check: Callable[[Sequence[int]], None]) -> None:
+        """Let :meth:`fill` call ``check(lengths)``, which raises, before it overwrites anything.
+
+        ``fill`` cannot check the lengths of documents whose offsets are on a GPU.
+        """
+        self._checks[key] = check
 
     def refresh(self, check: bool = True) -> None:
         """Compute all tables; if ``check``, check the boundaries. A CUDA graph can capture this."""
@@ -182,7 +196,7 @@ class StaticDocuments(Documents):
             vars(cut).update(
                 device=self.device, boundaries=boundaries, most=most, longest=tokens,
                 total_tokens=tokens, _key=(self._key, key), _tables=self._tables,
-                _stamps=self._stamps,
+                _checks={}, _stamps=self._stamps,
             )  # fmt: skip
             return cut
 

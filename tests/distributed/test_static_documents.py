@@ -178,10 +178,24 @@ def test_a_number_that_is_not_finite_stays_in_its_document(mode, layout, start):
         assert found[name][~others].isnan().any()
 
 
+@pytest.mark.parametrize("mode", ["headwise", "chunkwise"])
 @on_ranks(cp=2)
-def test_zigzag_refuses_a_document_that_it_cannot_cut():
-    """On the device: the host does not know it."""
-    packed = static_packed_seq_params(32, 2, device="cpu")
-    over_ranks(linear_cp_mode="chunkwise")(torch.randn(16, 1, 24), None, packed_seq_params=packed)
-    with pytest.raises(RuntimeError, match="must be a multiple of 4 tokens"):
+def test_documents_that_zigzag_cannot_cut_are_refused_before_anything_is_written(mode):
+    packed, x = static_packed_seq_params(32, 2, device="cpu"), torch.randn(16, 1, 24)
+    set_documents(packed, [0, 12, 32])
+    layer = over_ranks(linear_cp_mode=mode)
+    expected = forward_backward(layer, x, packed)
+    with pytest.raises(ValueError, match="sequence 0 has 18 tokens, .* not a multiple of 4"):
         set_documents(packed, [0, 18, 32])
+    assert packed.cu_seqlens_q.tolist() == [0, 12, 32]
+    require_same_bits(forward_backward(layer, x, packed), expected)
+
+
+@on_ranks(cp=2)
+def test_a_forward_refuses_documents_that_zigzag_cannot_cut():
+    packed = static_packed_seq_params(32, 2, device="cpu")
+    set_documents(packed, [0, 18, 32])  # no layer has run with these buffers yet
+    layer = over_ranks(linear_cp_mode="chunkwise")
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match="must be a multiple of 4 tokens"):
+            layer(torch.randn(16, 1, 24), None, packed_seq_params=packed)
