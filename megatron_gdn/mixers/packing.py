@@ -14,7 +14,7 @@ from torch.autograd.function import FunctionCtx
 from ..context_parallel.gathered import Span, gather_in_order, spans_of
 from ..context_parallel.layouts import SequenceLayout, positions
 from ..ops.documents import Documents, changed_boundaries_message
-from ..ops.host_tables import stream_of_tables
+from ..ops.host_tables import stream_of_tables, to_device
 from ..ops.static_documents import StaticDocuments
 from ..ops.trees import TreeDocuments
 
@@ -34,7 +34,7 @@ _UNPACKED = ("sbhd", "bshd")
 class _ResolvedDocuments(NamedTuple):
     """The boundaries that a micro-batch's first layer read, stored for the later layers."""
 
-    key: tuple  # format, parents, number of tokens, device, ids of the tensors of offsets
+    key: tuple  # format, parents, numbers of tokens, device, ids of seq_idx and the offsets
     sources: tuple[Tensor | None, ...]  # the offsets, one tensor for each name in _BOUNDARIES
     fingerprint: list[Any]  # the result of :func:`_fingerprint_of` for the sources
     documents: Documents
@@ -60,6 +60,7 @@ def resolve_packed_seq_params(
     any context-parallel split, up to ``total_tokens`` of all ranks. Padding is at the end of a
     document's slot, so no token of a causal layer sees padding. Rows of padding must be finite,
     since weights get gradients from all rows and 0 * NaN is NaN; the loss must mask these rows.
+    ``total_tokens`` and ``seq_idx``, which Megatron's Mamba layers read, are only compared.
 
     Raises:
         RuntimeError: a recomputed forward finds other boundaries than its own first forward.
@@ -76,11 +77,16 @@ def resolve_packed_seq_params(
 def _resolve(params: PackedSeqParams, total_tokens: int, device: torch.device) -> Documents | None:
     """The documents of ``params``, read now or by an earlier layer of the micro-batch."""
     if (fixed := static_documents_of(params)) is not None:
-        return _checked_buffers(fixed, total_tokens, device) if _is_packed(params) else None
+        if not _is_packed(params):
+            return None
+        documents = _checked_buffers(fixed, total_tokens, device)
+        _require_same_tokens(params, documents)
+        return documents
     captured = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
     sources = tuple(getattr(params, name) for name in _BOUNDARIES)
     parents = params.__dict__.get(PARENTS)
-    key = params.qkv_format, parents, total_tokens, device, *map(id, sources)
+    given = params.total_tokens, id(params.seq_idx)
+    key = params.qkv_format, parents, total_tokens, device, *given, *map(id, sources)
     known: _ResolvedDocuments | None = None if captured else params.__dict__.get(_RESOLVED)
     if known is not None and known.key == key and known.fingerprint == _fingerprint_of(sources):
         stream = stream_of_tables()
@@ -103,6 +109,7 @@ def _resolve(params: PackedSeqParams, total_tokens: int, device: torch.device) -
                 f"tensor of global cumulative lengths: torch.tensor({name}, dtype=torch.int32)."
             )
     documents = _read_documents(params.qkv_format, parents, sources, total_tokens, device)
+    _require_same_tokens(params, documents)
     if any(source is not None and source.is_inference() for source in sources):
         return documents  # not stored, since torch does not count writes to inference tensors
     before = known.documents if known is not None and _is_recomputed() else documents
@@ -119,6 +126,33 @@ def _resolve(params: PackedSeqParams, total_tokens: int, device: torch.device) -
 def _is_recomputed() -> bool:
     """Whether this forward is a recomputation, which runs inside a backward."""
     return torch._C._current_graph_task_id() != -1
+
+
+def _require_same_tokens(params: PackedSeqParams, documents: Documents) -> None:
+    """Refuse ``total_tokens`` and ``seq_idx`` that contradict the documents' boundaries."""
+    given, tokens, index = params.total_tokens, documents.total_tokens, params.seq_idx
+    if given is not None and given != tokens:
+        raise ValueError(
+            f"packed_seq_params has total_tokens={given}, and its documents have {tokens} tokens "
+            f"over all context-parallel ranks. Give this number, or None."
+        )
+    if index is None:
+        return
+    if not documents.known:
+        raise ValueError(
+            "packed_seq_params with fixed buffers has a seq_idx, which set_documents would not "
+            "change. Leave total_tokens and seq_idx None."
+        )
+    changes = index.flatten().diff() != 0
+    starts = torch.tensor(documents.filled_offsets[1:-1], dtype=torch.int64, device="cpu")
+    expected = torch.zeros(max(tokens - 1, 0), dtype=torch.bool, device="cpu")
+    expected[starts - 1] = True
+    if index.numel() != tokens or not torch.equal(changes, to_device(expected, index.device)):
+        raise ValueError(
+            f"packed_seq_params has a seq_idx of shape {tuple(index.shape)} whose documents are "
+            f"not those of cu_seqlens, {list(documents.offsets)}. Make it [1, {tokens}] with "
+            f"another number in each document (Megatron does if total_tokens is given), or None."
+        )
 
 
 def _check_recomputation(documents: Documents) -> None:

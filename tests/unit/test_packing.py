@@ -168,6 +168,52 @@ def test_bad_boundaries_are_refused(params, message):
         resolve_packed_seq_params(params, 12, CPU)
 
 
+def of_tokens(total, index=None, q=(0, 5, 5, 12), q_padded=None):
+    """As Megatron makes them, with ``seq_idx`` from total_tokens, unless ``index`` is given."""
+    params = replace(thd(q, q_padded, kv_padded=q_padded), total_tokens=total)
+    if index is not None:
+        params.seq_idx = torch.tensor([index], dtype=torch.int32)
+    return params
+
+
+@pytest.mark.parametrize(
+    "params",
+    [
+        of_tokens(12), of_tokens(12, q=[0, 3, 9], q_padded=[0, 4, 12]), of_tokens(12, q=[0, 12]),
+        of_tokens(None, [0] * 5 + [1] * 7), of_tokens(None, [3] * 5 + [0] * 7),
+    ],
+)  # fmt: skip
+def test_a_number_of_tokens_and_numbers_of_documents_that_agree_are_accepted(params):
+    assert resolve_packed_seq_params(params, 12, CPU).total_tokens == 12
+    assert (params.total_tokens is None) or params.seq_idx.shape == (1, 12)
+
+
+@pytest.mark.parametrize(
+    "params, message",
+    [
+        (of_tokens(6), "total_tokens=6, and its documents have 12 tokens over all"),
+        (of_tokens(13), "total_tokens=13"),
+        (of_tokens(None, [0] * 6 + [1] * 6), r"seq_idx .* not those of cu_seqlens, \[0, 5, 5, 12]"),
+        (of_tokens(None, [0] * 12), "seq_idx"),
+        (of_tokens(None, [0] * 5 + [1] * 6 + [2]), "seq_idx"),
+        (of_tokens(None, [0] * 5 + [1]), r"seq_idx of shape \(1, 6\)"),
+        (of_tokens(12, [0] * 3 + [1] * 6 + [2] * 3, q=[0, 3, 9], q_padded=[0, 4, 12]), "seq_idx"),
+        (replace(static_packed_seq_params(12, 2, device="cpu"), total_tokens=12), "fixed buffers"),
+    ],
+)  # fmt: skip
+def test_a_number_of_tokens_and_numbers_of_documents_that_contradict_are_refused(params, message):
+    with pytest.raises(ValueError, match=message):
+        resolve_packed_seq_params(params, 12, CPU)
+
+
+def test_numbers_of_documents_that_are_given_later_are_compared_too():
+    params = of_tokens(None)
+    resolve_packed_seq_params(params, 12, CPU)
+    params.seq_idx = torch.zeros(1, 12, dtype=torch.int32)
+    with pytest.raises(ValueError, match="seq_idx"):
+        resolve_packed_seq_params(params, 12, CPU)
+
+
 PROMPTS = [torch.tensor([7, 8, 9]), torch.tensor([5])]
 RESPONSES = [[torch.tensor([1, 2]), torch.tensor([3])], [torch.tensor([4, 6])]]
 
