@@ -31,6 +31,7 @@ from .arguments import require_causal
 from .flex_attention import Mask, attend
 from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .packing import TREE, MicroBatchShare
+from .rotary_lengths import explain_rotary_lengths
 
 _CAUSAL = (AttnMaskType.causal, AttnMaskType.padding_causal)
 
@@ -260,6 +261,7 @@ class TorchSelfAttention(FollowsLoader, SelfAttention):
 
     def __init__(self, *args: Any, cp_layout: str | SequenceLayout = AUTO, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        explain_rotary_lengths()
         self.loader_layout = LoaderLayout(cp_layout, self.config)
         # While a forward runs in which this class rotates: its angles of q and of k. Else None.
         self._rotations: tuple[Tensor, ...] | None = None

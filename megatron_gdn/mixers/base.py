@@ -52,6 +52,7 @@ from .loader_layout import AUTO, FollowsLoader, LoaderLayout
 from .micro_batch import ChooseRule, MicroBatch, MicroBatches
 from .out_norm import readout_norm
 from .precision import SeparatelyShardedFp32
+from .rotary_lengths import explain_rotary_lengths
 from .tensor_parallel import FollowsGroups, OwnParameters, mark_packed
 
 
@@ -115,6 +116,7 @@ class RecurrentMixer(
         conv_init: float | None = None,
     ) -> None:
         super().__init__(config)
+        explain_rotary_lengths()
         mixer = type(self).__name__
         if not 0 < A_init_range[0] <= A_init_range[1]:
             raise ValueError(
