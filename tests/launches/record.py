@@ -85,13 +85,16 @@ def read() -> list[dict[str, str]]:
 
 
 def table() -> str:
+    """A column for each branch that has records."""
     cells: dict[tuple[str, ...], dict[str, str]] = {}
     for line in read():
         cells.setdefault(tuple(line[key] for key in KEY[:-1]), {})[line["branch"]] = line["result"]
-    rows = [["script", "processes", "launch", "held to", *BRANCHES]]
+    recorded_on = {line["branch"] for line in read()}
+    branches = [name for name in BRANCHES if name in recorded_on]
+    rows = [["script", "processes", "launch", "held to", *branches]]
     for (script, processes, launch, held_to), results in cells.items():
         flags = f"`{launch}`".replace("|", r"\|")
-        of_branches = (results.get(name, "") for name in BRANCHES)
+        of_branches = (results.get(name, "") for name in branches)
         rows.append([f"`{script}`", processes, flags, held_to, *of_branches])
     ran = {
         f"{line['branch']} at {line['commit']}, torch {line['torch']}, {line['date']}"

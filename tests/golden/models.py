@@ -1,0 +1,66 @@
+"""The small models whose checkpoints are kept, what is done with them on the ranks of a test."""
+
+import json
+from pathlib import Path
+
+from tests.parallel import parallel
+from tests.precision.training import (
+    Training,
+    build_model,
+    load,
+    save,
+    tensors_in,
+    train_step,
+    wrap,
+)
+
+FILES = Path(__file__).parent / "files"
+KIND = "fully_reshardable"
+RANKS = (1, 2)  # tensor-parallel sizes
+# Pattern, and changes of the config.
+MODELS = {
+    "gdn": ("G-", {}),
+    "gdn2": ("G-", {"experimental_attention_variant": "gdn2"}),
+    "kda": ("K-", {}),
+    "mamba2": ("M-", {}),
+}
+STEPS = range(2)  # that were taken before the checkpoint; the next one's loss is kept
+
+
+def build(name: str, tp: int, seed: int = 5) -> Training:
+    pattern, changes = MODELS[name]
+    return wrap(KIND, build_model(tp, pattern=pattern, seed=seed, **changes))
+
+
+def train_and_save(name: str, tp: int, folder: str) -> None:
+    """A checkpoint in ``folder``, and beside it the loss of the next step."""
+    with parallel(tp=tp):
+        training = build(name, tp)
+        for step in STEPS:
+            train_step(training, step)
+        save(training, folder)
+        loss = train_step(training, len(STEPS))
+        Path(f"{folder}.json").write_text(json.dumps(loss))
+
+
+def load_and_save(name: str, tp: int, folder: str, again: str) -> float:
+    """Loads a kept checkpoint into other weights, saves it again, and takes the next step."""
+    with parallel(tp=tp):
+        training = build(name, tp, seed=99)
+        load(training, folder)
+        save(training, again)
+        return train_step(training, len(STEPS))
+
+
+def differences(folder: str, again: str) -> list[str]:
+    """The tensors of two checkpoints that are not equal bit for bit, and those of one side only."""
+    kept = tensors_in(folder)
+    found = tensors_in(again)
+    return sorted(
+        key
+        for key in kept.keys() | found.keys()
+        if key not in kept
+        or key not in found
+        or kept[key].dtype != found[key].dtype
+        or not kept[key].equal(found[key])
+    )

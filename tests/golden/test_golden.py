@@ -1,0 +1,46 @@
+"""Checkpoints of earlier versions load, optimizer included, at every tensor-parallel size."""
+
+import json
+import tarfile
+from pathlib import Path
+
+import pytest
+
+from tests.golden.models import FILES, MODELS, RANKS, differences, load_and_save
+
+VERSIONS = sorted(file.name.removesuffix(".tar.xz") for file in FILES.iterdir())
+CASES = [
+    (version, name, saved_at, tp)
+    for version in VERSIONS
+    for name in MODELS
+    for saved_at in RANKS
+    for tp in RANKS
+]
+
+
+@pytest.fixture(scope="module")
+def kept(tmp_path_factory):
+    """``kept(version)``: the folder with the checkpoints of a version."""
+    made: dict[str, Path] = {}
+
+    def unpacked(version: str) -> Path:
+        if version not in made:
+            made[version] = tmp_path_factory.mktemp(version)
+            with tarfile.open(FILES / f"{version}.tar.xz") as archive:
+                archive.extractall(made[version], filter="data")
+        return made[version]
+
+    return unpacked
+
+
+@pytest.mark.each_pair
+@pytest.mark.parametrize(("version", "name", "saved_at", "tp"), CASES)
+def test_an_earlier_versions_checkpoint_loads_bit_for_bit(
+    pools, kept, tmp_path, version, name, saved_at, tp
+):
+    folder = str(kept(version) / f"{name}-tp{saved_at}")
+    losses = pools(tp).run(load_and_save, name, tp, folder, str(tmp_path / "again"))
+    assert pools(tp).run(differences, folder, str(tmp_path / "again"))[0] == []
+    wanted = json.loads(Path(f"{folder}.json").read_text())
+    # Another machine or tensor-parallel size rounds some twenty bf16 products otherwise.
+    assert losses == pytest.approx([wanted] * tp, rel=2**-8)
