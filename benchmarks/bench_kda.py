@@ -1,9 +1,11 @@
-"""Our Kimi Delta Attention beside fla's own layer: forward and backward, one run, same sizes.
+"""Our Kimi Delta Attention beside fla's own layer and Megatron's, in one run, at the same sizes.
 
     python3 benchmarks/bench_kda.py --out results.jsonl      1 x 8192 and packed, on a GPU
+    MEGATRON_LM=FOLDER python3 benchmarks/bench_kda.py      beside Megatron's own layer, too
     python3 benchmarks/bench_kda.py --tiny                  a few tokens of ours, on any machine
 
-Both layers project, convolve, gate, run the recurrence, norm and project back, in bf16 with local
+FOLDER is a clone of Megatron-LM with KimiDeltaAttention (pull request 6556); ours runs in it too.
+All layers project, convolve, gate, run the recurrence, norm and project back, in bf16 with local
 linears; their weights differ. Ours runs fla's kernels of the recurrence or cuDNN's. Every case's
 times are printed as soon as they are known.
 
@@ -13,19 +15,26 @@ Legend: S seq, B batch, D hidden, H heads, K head dim.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from importlib import import_module
 from importlib.util import find_spec
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-import torch
-from lib.layers import DEVICE, Case, start_megatron, thd
-from lib.measure import environment, table, time_of, write_lines
-from torch import nn
+CLONE = Path(os.environ.get("MEGATRON_LM", "shared/megatron-lm"))
+HAS_MEGATRONS = (CLONE / "megatron/core/ssm/gated_delta_net/kda.py").is_file()
+if HAS_MEGATRONS:  # before anything imports Megatron
+    sys.path.insert(0, str(CLONE.resolve()))
 
-from megatron_gdn import KimiDeltaAttention, KimiDeltaAttentionSubmodules
+import torch  # noqa: E402
+from lib.layers import DEVICE, Case, start_megatron, thd  # noqa: E402
+from lib.measure import environment, table, time_of, write_lines  # noqa: E402
+from torch import nn  # noqa: E402
+
+from megatron_gdn import KimiDeltaAttention, KimiDeltaAttentionSubmodules  # noqa: E402
 
 CASES = (Case("1x8192", 1, 8192), Case("thd8192", 1, 8192, documents=16))
 TINY = (Case("2x96", 2, 96), Case("thd160", 1, 160, documents=3))
@@ -52,18 +61,15 @@ def arguments() -> argparse.Namespace:
     return args
 
 
-def build_ours(args: argparse.Namespace, backend: str) -> nn.Module:
-    from megatron.core.process_groups_config import ProcessGroupCollection
-    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+def config_of(args: argparse.Namespace, **more: Any) -> Any:
     from megatron.core.transformer.transformer_config import TransformerConfig
 
-    from megatron_gdn.compat.torch_norm import TorchRMSNorm
-
-    config = TransformerConfig(
+    return TransformerConfig(
         num_layers=1,
         hidden_size=args.hidden,
         num_attention_heads=4,
         normalization="RMSNorm",
+        activation_func=nn.functional.silu,  # Megatron's class takes no other
         linear_num_key_heads=args.heads,
         linear_num_value_heads=args.heads,
         linear_key_head_dim=args.head_dim,
@@ -73,16 +79,48 @@ def build_ours(args: argparse.Namespace, backend: str) -> nn.Module:
         params_dtype=torch.bfloat16,
         gradient_accumulation_fusion=False,
         use_cpu_initialization=DEVICE == "cpu",
+        **more,
     )
-    local = KimiDeltaAttentionSubmodules(
-        in_proj=ColumnParallelLinear, out_norm=TorchRMSNorm, out_proj=RowParallelLinear
-    )
-    groups = ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+
+
+def local_modules() -> dict[str, Any]:
+    from megatron.core.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+
+    from megatron_gdn.compat.torch_norm import TorchRMSNorm
+
+    return {
+        "in_proj": ColumnParallelLinear,
+        "out_norm": TorchRMSNorm,
+        "out_proj": RowParallelLinear,
+    }
+
+
+def groups() -> Any:
+    from megatron.core.process_groups_config import ProcessGroupCollection
+
+    return ProcessGroupCollection.use_mpu_process_groups(["tp", "cp"])
+
+
+def build_ours(args: argparse.Namespace, backend: str, **ranks: int) -> nn.Module:
     mixer = KimiDeltaAttention(
-        config, local, pg_collection=groups, gate_lower_bound=args.lower_bound,
+        config_of(args),
+        KimiDeltaAttentionSubmodules(**local_modules()),
+        pg_collection=groups(),
+        gate_lower_bound=args.lower_bound,
         backend=backend,
-    )  # fmt: skip
+        **ranks,
+    )
     return mixer.to(DEVICE)
+
+
+def build_megatrons(args: argparse.Namespace) -> nn.Module:
+    """Megatron's own class, whose gates have full width."""
+    upstream: Any = import_module("megatron.core.ssm.gated_delta_net")
+    bound = args.lower_bound
+    config = config_of(args, kda_safe_gate=bound is not None, kda_lower_bound=bound)
+    modules = local_modules()
+    submodules = upstream.KimiDeltaAttentionSubmodules(**modules, beta_proj=modules["in_proj"])
+    return upstream.KimiDeltaAttention(config, submodules, 1, pg_collection=groups()).to(DEVICE)
 
 
 def build_theirs(args: argparse.Namespace) -> nn.Module:
@@ -147,6 +185,10 @@ def main() -> None:
     backends = args.backends if DEVICE == "cuda" else ["reference"]
     ours = {f"ours, {backend}": build_ours(args, backend) for backend in backends}
     theirs = build_theirs(args) if DEVICE == "cuda" else None
+    if HAS_MEGATRONS and DEVICE == "cuda":
+        full = {"forget_rank": 0, "output_rank": 0}
+        ours["ours, full gates"] = build_ours(args, backends[0], **full)
+        ours["Megatron's"] = build_megatrons(args)
     if args.configurations is not None:
         tune_over(args.configurations)
     rows = [["case", "whose", "fwd ms", "fwd+bwd ms", "kept MiB", "of fla's"]]
@@ -159,7 +201,10 @@ def main() -> None:
         x.requires_grad_()
         packed = thd(offsets)
         runs: dict[str, Any] = {
-            whose: (layer, lambda x=x, p=packed, layer=layer: layer(x, packed_seq_params=p)[0])
+            whose: (
+                layer,
+                lambda x=x, p=packed, layer=layer: layer(x, None, packed_seq_params=p)[0],
+            )
             for whose, layer in ours.items()
         }
         if theirs is not None:
