@@ -116,7 +116,7 @@ def results_of(layer: torch.nn.Module, x: torch.Tensor, told: dict) -> dict[str,
     y.backward(torch.randn(y.shape, device=x.device, generator=generator).to(dtype))
     found = {"y": y.detach(), "dx": x.grad}
     for name, parameter in layer.named_parameters():
-        found[name.replace("_fp32_params.", "")] = parameter.grad
+        found[name] = parameter.grad
     layer.zero_grad(set_to_none=True)
     return found
 

@@ -71,8 +71,11 @@ class Fp32Parameters(nn.Module):
                 )
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
-        """Load as torch does, with one warning per load if the file has rounded values."""
-        _metadata, _strict, missing_keys, *_ = args
+        """Load as torch does, with one warning per load if the file has rounded values.
+
+        With ``assign=True`` torch takes the dtypes of the state dict; 16-bit values become fp32.
+        """
+        metadata, _strict, missing_keys, *_ = args
         names = self._keep_in_float32_parameter_names
         wide = {torch.float32, *(getattr(self, name).dtype for name in names)}
         values = {key: state_dict.get(key) for key in (f"{prefix}{name}" for name in names)}
@@ -88,6 +91,11 @@ class Fp32Parameters(nn.Module):
                 "megatron_gdn.fp32_masters.load_fp32_masters(model, folder) brings them back.",
                 ", ".join(rounded),
             )
+        if metadata.get("assign_to_params_buffers", False):
+            for key, value in values.items():
+                if isinstance(value, Tensor) and value.is_floating_point():
+                    wide_dtype = torch.promote_types(value.dtype, torch.float32)
+                    state_dict[key] = value.to(wide_dtype)
         super()._load_from_state_dict(state_dict, prefix, *args)
 
 

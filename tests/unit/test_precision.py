@@ -70,6 +70,22 @@ def test_a_rounded_parameter_is_named_once_per_load(caplog, dtype):
     assert torch.equal(model[0].A_log, state["0.A_log"].float())
 
 
+@pytest.mark.parametrize(
+    ("dtype", "wide"), [(torch.bfloat16, F32), (torch.float16, F32), (F32, F32), (F64, F64)]
+)
+def test_what_is_assigned_is_fp32_or_wider(dtype, wide):
+    module = Small("meta")
+    state = {
+        key: torch.rand(value.shape, dtype=dtype) for key, value in module.state_dict().items()
+    }
+    given = dict(state)
+    module.load_state_dict(state, assign=True)
+    assert module.A_log.dtype == wide and module.weight.dtype == dtype
+    assert torch.equal(module.A_log, given["A_log"].to(wide)) and state["A_log"] is given["A_log"]
+    assert module.A_log.keep_in_fp32
+    module.require_fp32_parameters()
+
+
 @pytest.mark.parametrize("dtype", [F32, F64])
 def test_a_state_of_the_modules_own_dtype_is_not_called_rounded(caplog, dtype):
     module = Small().to(dtype)

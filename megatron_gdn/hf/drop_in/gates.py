@@ -1,23 +1,25 @@
-"""``A_log`` and ``dt_bias`` of a transformers module, kept in fp32 by a child module.
+"""``A_log`` and ``dt_bias`` of a transformers module, kept in fp32.
 
-The child is the *holder* ``_fp32_params``, which sharded data parallelism can shard as a group of
-its own. Keys of state dicts leave out the holder, as in ``linear_attn.A_log``.
+A replaced module keeps both parameters, under transformers' names and in transformers' order. Its
+child module ``_fp32_params``, the *holder*, shows the same two parameters, so that sharded data
+parallelism can shard them as a group of their own.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import wraps
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
 from ...mixers.precision import Fp32Parameters
 from ...ops.front.gates import decay_and_write_gates
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES, HOLDER_NAME
-from .families import family_of
+from .families import family_of, subclass
 
 
 class SSMGate(Fp32Parameters, nn.Module):
@@ -67,30 +69,118 @@ class SSMGate(Fp32Parameters, nn.Module):
         super()._save_to_state_dict(destination, bare, keep_vars)
 
 
-class HoldsGates:
-    """Mixin of a module whose ``A_log`` and ``dt_bias`` are in a child module, the holder."""
+class OwnersGate(SSMGate):
+    """The holder of a replaced module: an :class:`SSMGate` with the parameters of its *owner*.
+
+    The owner's ``_parameters`` has the two parameters and this module's has none. So a model that
+    contains both lists, saves, loads and casts each parameter once, as a parameter of the owner.
+    """
+
+    _owner: HoldsGates
+
+    def __init__(self, owner: HoldsGates) -> None:
+        nn.Module.__init__(self)
+        vars(self)["_owner"] = owner  # not as a submodule: the owner already contains this module
+
+    def __getattr__(self, name: str) -> Any:
+        if name in FP32_GDN_PARAM_NAMES:
+            return self._owner._parameters[name]
+        return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        """Set the owner's parameter; sharded data parallelism does so for each forward."""
+        if name in FP32_GDN_PARAM_NAMES:
+            self._owner._parameters[name] = value
+        else:
+            super().__setattr__(name, value)
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The owner's two parameters, for callers that ask this module itself."""
+        for name in FP32_GDN_PARAM_NAMES:
+            yield f"{prefix}.{name}" if prefix else name, getattr(self, name)
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> OwnersGate:
+        """Apply ``fn`` to the owner's two parameters."""
+        Fp32Parameters._apply(self._owner, fn, recurse=False)
+        return self
+
+    def _save_to_state_dict(self, *args: Any) -> None: ...
+
+    def _load_from_state_dict(self, *args: Any) -> None: ...
+
+
+class HoldsGates(Fp32Parameters):
+    """Mixin of a module with ``A_log`` and ``dt_bias``, the owner of a holder."""
 
     _modules: dict[str, Any]
 
-    def __getattr__(self, name: str) -> Any:
-        """Look gate parameters up in the holder, unless the instance's ``__dict__`` has them."""
-        holder = self.__dict__.get("_modules", {}).get(HOLDER_NAME)
-        if holder is not None and name in FP32_GDN_PARAM_NAMES:
-            return getattr(holder, name)
-        return super().__getattr__(name)  # pyright: ignore
+    @property
+    def _keep_in_float32_parameter_names(self) -> tuple[str, ...]:
+        """The names of the gate parameters; none before :func:`hold_gates`."""
+        return FP32_GDN_PARAM_NAMES if HOLDER_NAME in self._modules else ()
 
     @property
-    def _gates(self) -> SSMGate:
-        """The submodule that holds ``A_log`` and ``dt_bias``."""
+    def _gates(self) -> OwnersGate:
+        """The child module that shows ``A_log`` and ``dt_bias``."""
         return self._modules[HOLDER_NAME]
 
-    def _load_from_state_dict(self, state_dict: dict, prefix: str, *args: Any) -> None:
-        """Load the gate parameters from keys without the holder's name."""
-        if HOLDER_NAME in self._modules:
-            for name in FP32_GDN_PARAM_NAMES:
-                if prefix + name in state_dict:
-                    state_dict[f"{prefix}{HOLDER_NAME}.{name}"] = state_dict.pop(prefix + name)
-        super()._load_from_state_dict(state_dict, prefix, *args)  # pyright: ignore
+    @property
+    def _gates_are_sharded(self) -> bool:
+        """Whether torch's ``fully_shard`` has made the holder a group of its own."""
+        return isinstance(self._modules.get(HOLDER_NAME), FSDPModule)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """As torch does, but without the holder, unless it is a group of its own.
+
+        Code that walks through the children would handle the two parameters twice.
+        """
+        for name, child in super().named_children():
+            if name != HOLDER_NAME or self._gates_are_sharded:
+                yield name, child
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """As torch does; what this module has without its children excludes sharded gates.
+
+        ``fully_shard`` of an outer module would shard these a second time.
+        """
+        own_only = self._gates_are_sharded and not recurse
+        for name, parameter in super().named_parameters(prefix, recurse, remove_duplicate):
+            if not own_only or name.rpartition(".")[2] not in FP32_GDN_PARAM_NAMES:
+                yield name, parameter
+
+    def _fqn_modifiers(self) -> dict[str, str]:
+        """Tells torch's distributed checkpoints that parameter names leave out the holder."""
+        return dict.fromkeys(FP32_GDN_PARAM_NAMES, HOLDER_NAME) if self._gates_are_sharded else {}
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        """Apply ``fn`` as torch does; casts keep ``A_log`` and ``dt_bias`` fp32 or wider."""
+        super()._apply(fn, recurse)
+        if self._gates_are_sharded:
+            self._gates._apply(lambda tensor: tensor)  # `fully_shard` reads the new addresses
+        return self
+
+    def _save_to_state_dict(self, *args: Any) -> None:
+        """Save as torch does; sharded gates are saved as shards."""
+        self._reshard_gates()
+        super()._save_to_state_dict(*args)
+
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *args: Any) -> None:
+        """Load as torch does; keys of the gate parameters may name the holder."""
+        self._reshard_gates()
+        for name in FP32_GDN_PARAM_NAMES:
+            in_holder = f"{prefix}{HOLDER_NAME}.{name}"
+            if in_holder in state_dict:
+                state_dict[prefix + name] = state_dict.pop(in_holder)
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+    def _reshard_gates(self) -> None:
+        """Free the gathered ``A_log`` and ``dt_bias``, if they are sharded and gathered."""
+        if self._gates_are_sharded:
+            cast(FSDPModule, self._gates).reshard()
 
 
 def gate_owner(module: Any) -> Any:
@@ -114,12 +204,22 @@ def install_ssm_gate(module: Any, fp32_dtype: torch.dtype = torch.float32) -> SS
     return holder
 
 
+def hold_gates(owner: Any) -> None:
+    """Make ``owner`` an owner of a holder in place; 16-bit gate parameters become fp32."""
+    if not isinstance(owner, HoldsGates):
+        owner.__class__ = subclass("Holding", HoldsGates, type(owner))
+    parameters: dict[str, Any] = owner._parameters
+    for name in FP32_GDN_PARAM_NAMES:
+        parameter = parameters[name]
+        _cast(parameter, torch.promote_types(parameter.dtype, torch.float32))
+    owner.add_module(HOLDER_NAME, OwnersGate(owner))
+
+
 def release_gates(owner: Any, dtypes: dict[str, torch.dtype]) -> None:
-    """Undo :func:`install_ssm_gate` on ``owner``; cast the parameters back to ``dtypes``."""
-    holder = owner._modules.pop(HOLDER_NAME)
+    """Undo :func:`hold_gates` on ``owner``; cast the parameters back to ``dtypes``."""
+    del owner._modules[HOLDER_NAME]
     for name, dtype in dtypes.items():
-        _cast(holder._parameters[name], dtype)
-        owner._parameters[name] = holder._parameters[name]
+        _cast(owner._parameters[name], dtype)
     if type(owner).__bases__[0] is HoldsGates:
         owner.__class__ = type(owner).__bases__[1]
 

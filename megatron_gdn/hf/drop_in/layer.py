@@ -21,7 +21,7 @@ from ...ops.readout.base import ACTIVATIONS, SplitReadout, readout_by_module
 from ..state_dict_adapter import FP32_GDN_PARAM_NAMES
 from . import families
 from .batch import ModelBatch, group_of, resolve_batch
-from .gates import HoldsGates, gate_owner, install_ssm_gate, release_gates
+from .gates import HoldsGates, gate_owner, hold_gates, release_gates
 from .sources import Sources, cache_in
 
 # Keywords that transformers' own forward does not get; :class:`ModelBatch` has their content.
@@ -173,15 +173,17 @@ class CPAwareGatedDeltaNet(HoldsGates, nn.Module):
         return batch.leave(out_proj(mixed.transpose(0, 1)), hidden_states)
 
     def _run_original(self, hidden_states: Tensor, cache: Any, mask: Any, kwargs: Any) -> Tensor:
-        """Run transformers' own forward with the holder module's ``A_log`` and ``dt_bias``."""
+        """Run transformers' own forward, with ``A_log`` and ``dt_bias`` gathered if sharded."""
         owner = gate_owner(self)
         kwargs[self.drop_in.cache_name] = cache
-        A_log, dt_bias = owner._gates()
-        owner.__dict__.update(A_log=A_log, dt_bias=dt_bias)
+        owner.require_fp32_parameters()
+        gathered = owner._gates() if owner._gates_are_sharded else ()
+        vars(owner).update(zip(FP32_GDN_PARAM_NAMES, gathered, strict=False))
         try:
             return super().forward(hidden_states, attention_mask=mask, **kwargs)
         finally:
-            del owner.__dict__["A_log"], owner.__dict__["dt_bias"]
+            for name in FP32_GDN_PARAM_NAMES:
+                vars(owner).pop(name, None)
 
     @torch.compiler.disable  # the host computes tables, which torch.compile cannot trace
     def _mix(self, proj_TBP: Tensor, model_batch: ModelBatch) -> Tensor:
@@ -254,9 +256,7 @@ def become_drop_in(module: Any, config: Any, options: DropInOptions) -> CPAwareG
     if not isinstance(module, CPAwareGatedDeltaNet):
         module.__class__ = families.subclass("CPAware", CPAwareGatedDeltaNet, original)
     families.plain_functions_on_cpu(module)
-    if not isinstance(owner, HoldsGates):
-        owner.__class__ = families.subclass("Holding", HoldsGates, type(owner))
-    install_ssm_gate(owner)
+    hold_gates(owner)
     cache_name = families.cache_parameter(original.forward)
     module.drop_in = _DropInState(options, mixer, micro_batches, loader_layout, stored, cache_name)
     return module

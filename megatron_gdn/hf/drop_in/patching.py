@@ -142,7 +142,7 @@ class Patch(AbstractContextManager):
         """
         for name, layer in self.layers.items():
             is_replaced = type(layer).__mro__[1] is CPAwareGatedDeltaNet
-            if not is_replaced or type(gate_owner(layer)._gates).__name__ != "SSMGate":
+            if not is_replaced or gate_owner(layer)._gates_are_sharded:
                 raise RuntimeError(
                     f"{name} has become a {type(layer).__name__} since it was replaced (sharded?), "
                     f"so the patch cannot be undone. Undo a patch before wrapping the model."

@@ -5,8 +5,15 @@ import copy
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_model_state_dict,
+    get_optimizer_state_dict,
+    set_model_state_dict,
+)
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 
 from megatron_gdn.context_parallel import local_indices
 from megatron_gdn.hf.drop_in import patch, shard_gates
@@ -289,6 +296,47 @@ def fully_sharded_equals_one_rank(family: str) -> None:
     alone, sharded = (each.model.layers[0].linear_attn for each in (one, many))
     a = torch.randn(3, 8)
     assert torch.equal(sharded._compute_gate(a), alone._compute_gate(a))
+
+
+def a_sharded_model_has_the_parameters_of_transformers(family: str) -> None:
+    """Names, order, casts, states of model and optimizer; with and without groups of gates."""
+    theirs = build(family)
+    tokens = torch.randint(67, (1, 16), generator=torch.Generator().manual_seed(2))
+    ids = torch.tensor([[1] * 5 + [2] * 8 + [3] * 3])
+    expected = in_float64(copy.deepcopy(theirs))
+    expected.load_state_dict({name: 1.25 * x for name, x in theirs.state_dict().items()})
+    logits = expected(tokens).logits
+    for own_groups in (True, False):
+        model = copy.deepcopy(theirs)
+        if family == "KimiLinearForCausalLM":
+            model.set_experts_implementation("eager")  # in float64
+        patch(model)
+        if own_groups:
+            shard_gates(model, mesh=mesh())
+        for layer in model.model.layers:
+            fully_shard(layer, mesh=mesh(), reshard_after_forward=False)
+        fully_shard(model, mesh=mesh())
+        names = [name for name, _ in theirs.named_parameters()]
+        assert [name for name, _ in model.named_parameters()] == names
+        model.double()  # a cast counts in the shards too
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for told in ({}, {"_packed_seq_ids": ids}):
+            model(tokens, use_cache=False, **told).logits.square().mean().backward()
+        model(tokens, use_cache=False)  # leaves gathered parameters behind
+        whole = StateDictOptions(full_state_dict=True)
+        assert list(model.state_dict()) == list(theirs.state_dict())
+        kept = dict(model.named_buffers())
+        for name, value in model.state_dict().items():
+            assert name in kept or isinstance(value, DTensor), (own_groups, name)
+        state = get_model_state_dict(model, options=whole)
+        assert state.keys() == theirs.state_dict().keys()
+        for name, value in theirs.state_dict().items():
+            assert torch.equal(state[name], value.double()), name
+        optimizer.step()
+        steps = get_optimizer_state_dict(model, optimizer, options=whole)
+        assert list(steps["state"]) == names == steps["param_groups"][0]["params"]
+        set_model_state_dict(model, dict(expected.state_dict()), options=whole)
+        assert_close("loaded", model(tokens).logits, logits, 1e-5)
 
 
 def different_batches_are_refused() -> None:

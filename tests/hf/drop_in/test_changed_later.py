@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from megatron_gdn.hf import PackingCollator, context_parallel_share, patch
+from megatron_gdn.hf import PackingCollator, SSMGate, context_parallel_share, patch
 from tests.hf.drop_in.conftest import DENSE, FAMILIES, GLM, KIMI, NEXT, QWEN4, VISION, mixer_of
 from tests.hf.drop_in.test_collator import Mesh
 from tests.hf.drop_in.test_sources import read
@@ -242,6 +242,6 @@ def test_options_that_kimi_delta_attention_does_not_have_are_refused(fresh, opti
 def test_the_holder_of_kimis_gates_computes_no_other_gate(patched):
     model = patched(KIMI)
     layer = next(m for m in model.modules() if hasattr(m, "drop_in"))
-    holder = next(m for m in layer.modules() if type(m).__name__ == "SSMGate")
+    holder = next(m for m in layer.modules() if isinstance(m, SSMGate))
     with pytest.raises(ValueError, match="the gate of a Kimi Delta Attention"):
         holder(torch.randn(1, 1, 8))

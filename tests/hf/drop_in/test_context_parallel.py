@@ -133,3 +133,9 @@ def test_what_ranks_cannot_share_is_refused_on_every_rank(pools):
 )  # fmt: skip
 def test_a_fully_sharded_model_equals_one_rank(pools, family, ranks):
     pools(ranks).run(laws.fully_sharded_equals_one_rank, family)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", [DENSE, KIMI])
+def test_a_sharded_model_has_the_parameters_of_transformers(pools, family):
+    pools(2).run(laws.a_sharded_model_has_the_parameters_of_transformers, family)
